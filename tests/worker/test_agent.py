@@ -298,7 +298,7 @@ def test_whoever_started_a_run_can_do_something_about_each_failure() -> None:
 @pytest.mark.parametrize(
     ("method", "policy", "told_why"),
     [
-        ("leaky", {}, "policy-violation: plan: the plan did not ask for"),
+        ("leaky", {}, "policy-violation: plan: the plan does not include"),
         ("fedavg", {"never_send": ["*embeddings*"]}, "policy-violation: never_send: "),
         ("fedavg", {"max_upload_bytes": 100}, "policy-violation: max_upload_bytes: "),
         ("fedavg", {"max_model_bytes": 100}, "policy-violation: max_model_bytes: "),

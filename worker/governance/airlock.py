@@ -1,8 +1,8 @@
-"""Finished updates that a person looks at before they leave.
+"""Finished updates held until a person at the site releases them.
 
-Each lies in a folder of its own: the file as it would leave, what is in it, and, once a person has decided, what.
-Only the process that made it sends it, and only the very bytes that were released: should it be killed, nothing
-leaves, and the next one clears the folder.
+Each update has its own folder with the file, its summary and, later, the decision. Only the process that made the
+update sends it, and only the exact bytes released. If that process is killed nothing leaves, and the next process
+clears the folder.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tessera.worker.state.atomic_files import written_whole
 from tessera.worker.state.hash_chain import TaskRef
 
 AIRLOCK_FOLDER = "airlock"
-"""What the folder is called beside a worker's other state."""
+"""Name of the folder in the worker's state directory."""
 
 UPDATE_FILE = "update.safetensors"
 SUMMARY_FILE = "summary.json"
@@ -32,24 +32,24 @@ LOOK_SECONDS = 0.25
 
 
 class AirlockError(ValueError):
-    """There is no such update, or it was decided already."""
+    """An unknown update, or one that was already decided."""
 
 
 class UpdateWithheld(Exception):
-    """A person at the site decided that an update does not leave."""
+    """An update that a person at the site withheld."""
 
 
 class BlockOut(Frozen):
-    """One block as it would leave."""
+    """Size and norm of one block of a held update."""
 
     nbytes: int
-    """As it is written in the file."""
+    """Encoded size in the file."""
     norm: float
     """The l2 norm of its difference from the version, before coding."""
 
 
 class Summary(Frozen):
-    """What an update that is held would tell."""
+    """Content of a held update, for the person who decides."""
 
     id: str
     task: str
@@ -65,9 +65,9 @@ class Summary(Frozen):
     norm: float
     blocks: dict[str, BlockOut]
     metrics: dict[str, float]
-    """What goes along with it."""
+    """Metrics submitted with the update."""
     epsilon: float | None
-    """What all of the run's updates tell of one example with this one; None without differential privacy."""
+    """Privacy loss per example of all the run's updates including this one; None without differential privacy."""
 
     @model_validator(mode="before")
     @classmethod
@@ -76,6 +76,8 @@ class Summary(Frozen):
 
 
 class ReleaseDecision(Frozen):
+    """A person's decision on the update with this digest."""
+
     update: Digest
     verdict: Literal["release", "withhold"]
     by: str
@@ -84,7 +86,7 @@ class ReleaseDecision(Frozen):
 
 
 class Airlock:
-    """The updates that wait in `folder`, which belongs to one worker."""
+    """The updates held in one worker's `folder`."""
 
     def __init__(
         self, folder: Path, clock: Callable[[], datetime] = lambda: datetime.now(UTC), pause: float = LOOK_SECONDS
@@ -93,19 +95,19 @@ class Airlock:
         self._clock = clock
         self._pause = pause
         self.waits: Callable[[], None] = lambda: None
-        """Called again and again while it waits."""
+        """Called at each poll while an update waits."""
 
     def clear(self) -> None:
-        """Remove what a process that was killed held: its lease is lost, and nobody would send it."""
+        """Remove updates of a killed process: their leases are lost."""
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def hold(self, path: Path, summary: Summary, check: Callable[[], None]) -> ReleaseDecision:
-        """Wait until a person has released the file. Raises UpdateWithheld, and whatever `check` raises."""
+        """Wait until a person releases the file. Raises UpdateWithheld and the exceptions of `check`."""
         place = self._folder / summary.id
         place.mkdir(parents=True, exist_ok=True, mode=0o700)
         try:
             shutil.copyfile(path, place / UPDATE_FILE)
-            # What has a summary is whole.
+            # The summary is written last: a folder with one is complete.
             with written_whole(place / SUMMARY_FILE) as file:
                 file.write(canonical(summary))
             decision = self._awaited(place, summary, check)
@@ -125,28 +127,27 @@ class Airlock:
             time.sleep(self._pause)
 
     def held(self) -> list[Summary]:
-        """Return what waits, oldest first."""
-        found = []
+        """Return the held updates, oldest first."""
+        summaries = []
         for path in self._folder.glob(f"*/{SUMMARY_FILE}"):
             try:
-                found.append(Summary.model_validate_json(path.read_bytes()))
+                summaries.append(Summary.model_validate_json(path.read_bytes()))
             except FileNotFoundError:
                 continue
-        return sorted(found, key=lambda summary: (summary.held_at, summary.id))
+        return sorted(summaries, key=lambda summary: (summary.held_at, summary.id))
 
     def path(self, held: Summary) -> Path:
-        """Return the file as it would leave."""
+        """Return the path of the held file."""
         return self._folder / held.id / UPDATE_FILE
 
     def decide(self, named: str, verdict: Literal["release", "withhold"], by: str, reason: str = "") -> Summary:
-        """Enter a decision on the update with this id, or the only one whose id begins so. Raises AirlockError."""
-        found = [summary for summary in self.held() if named and summary.id.startswith(named)]
-        if len(found) != 1:
-            count = "none" if not found else str(len(found))
-            raise AirlockError(f"of the updates that wait {count} begin with {named!r}")
-        held = found[0]
+        """Record a decision on the update with this id or unique id prefix. Raises AirlockError."""
+        matches = [summary for summary in self.held() if named and summary.id.startswith(named)]
+        if len(matches) != 1:
+            raise AirlockError(f"{len(matches) or 'no'} held updates have an id beginning with {named!r}")
+        held = matches[0]
         if _decision(self._folder / held.id):
-            raise AirlockError(f"the update {held.id} was decided already")
+            raise AirlockError(f"the update {held.id} was already decided")
         decision = ReleaseDecision(update=held.update, verdict=verdict, by=by, at=self._clock(), reason=reason[:200])
         with written_whole(self._folder / held.id / DECISION_FILE) as file:
             file.write(canonical(decision))
@@ -167,7 +168,7 @@ def summary_of(
     epsilon: float | None,
 ) -> Summary:
     return Summary(
-        # A task is tried under one token after the other, and each try is another update.
+        # Each attempt at a task has another token and makes another update.
         id=f"{about.task[:12]}-{about.token}",
         task=about.task,
         run=about.run,

@@ -1,7 +1,7 @@
-"""Runs that a person at the site has to approve: what each would do, and what was decided.
+"""Requests for approval of runs by a person at the site, and the decisions on them.
 
-A file each, in a folder that the workers of a site may share. What is approved are a run's terms, by their digest:
-should they change, the run has to be approved anew.
+Each request is a file in a folder that the site's workers may share. An approval covers a run's terms, by their
+digest: changed terms need another approval.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tessera.worker.governance.run_history import RunSnapshot
 from tessera.worker.state.atomic_files import alone, written_whole
 
 INBOX_FOLDER = "inbox"
-"""What the folder is called beside a worker's other state."""
+"""Name of the folder in the worker's state directory."""
 
 REASON_CHARACTERS = 200
 
@@ -28,11 +28,11 @@ Standing = Literal["approved", "awaiting-approval", "declined", "approval-ended"
 
 
 class InboxError(ValueError):
-    """A request cannot be read, or there is none such."""
+    """An unreadable or unknown request."""
 
 
 class Unapproved(Exception):
-    """A task of a run that the site has not agreed to. `code` is what the coordinator is told."""
+    """A task of a run that the site has not approved. `code` is reported to the coordinator."""
 
     def __init__(self, code: str, detail: str) -> None:
         super().__init__(detail)
@@ -40,7 +40,7 @@ class Unapproved(Exception):
 
 
 class ApprovalDecision(Frozen):
-    """What a person decided."""
+    """A person's decision on a request."""
 
     approved: bool
     by: str
@@ -50,7 +50,7 @@ class ApprovalDecision(Frozen):
 
 
 class Request(Frozen):
-    """What a run asks of the site, in plain words."""
+    """A run's request for approval, in plain words."""
 
     run: str
     run_name: str
@@ -73,7 +73,7 @@ class Request(Frozen):
         return "approval-ended" if ended else "approved"
 
     def reason(self, now: datetime) -> str:
-        """Return why no task of the run is taken, as the coordinator is told."""
+        """Return why the run's tasks are refused, as reported to the coordinator."""
         decision, standing = self.decision, self.standing(now)
         if standing == "declined" and decision:
             return f"declined: {decision.reason}"[:REASON_CHARACTERS]
@@ -83,21 +83,17 @@ class Request(Frozen):
 
 
 class Inbox:
-    """The requests in `folder`, as one worker asks them and people answer them."""
+    """The requests in `folder`, filed by workers and decided by people."""
 
     def __init__(self, folder: Path, now: Callable[[], datetime] = lambda: datetime.now(UTC)) -> None:
         self._folder = folder
         self._now = now
 
     def require(self, snapshot: RunSnapshot, make: Callable[[str], Request]) -> None:
-        """Let a task of an approved run pass. `make` makes the request of a run whose terms, of the digest that it is
-        handed, nobody was asked about yet.
-
-        Raises Unapproved.
-        """
+        """Raise Unapproved unless the run is approved. `make` makes the request for a new digest of terms."""
         terms = terms_digest(snapshot)
         now = self._now()
-        # Who lets a run train was told that it measures on what is held out too.
+        # The request to train already says that the run evaluates on held-out data.
         trained = self._find(snapshot.run, terms_digest(snapshot, "train")) if snapshot.held_out else None
         if trained and trained.standing(now) == "approved":
             return
@@ -109,20 +105,19 @@ class Inbox:
 
     def _ask(self, request: Request) -> Request:
         with alone(self._folder, wait=True):
-            # Another worker of the site may have asked meanwhile, and a person answered.
-            if found := self._find(request.run, request.terms):
-                return found
+            # Another worker of the site may have filed it meanwhile.
+            if existing := self._find(request.run, request.terms):
+                return existing
             self._write(request)
         return request
 
     def decide(self, named: str, decision: ApprovalDecision) -> list[Request]:
-        """Enter what was decided of all that a run asks, by its id, the beginning of it, or its name.
+        """Record a decision on all requests of a run, by name, id or id prefix.
 
-        Raises InboxError if there is no such run, or more than one.
+        Raises InboxError unless exactly one run matches.
         """
         with alone(self._folder, wait=True):
-            meant = self.find(named)
-            decided = [request.model_copy(update={"decision": decision}) for request in meant]
+            decided = [request.model_copy(update={"decision": decision}) for request in self.find(named)]
             for request in decided:
                 self._write(request)
         return decided
@@ -131,19 +126,18 @@ class Inbox:
         """Return the requests of one run. Raises InboxError."""
         found = [r for r in self.requests() if named and (r.run_name == named or r.run.startswith(named))]
         if not found:
-            raise InboxError(f"no run {named!r} has asked for anything here")
+            raise InboxError(f"no run {named!r} has requested approval here")
         if len(runs := sorted({request.run for request in found})) > 1:
-            raise InboxError(f"{named!r} could be any of the runs {', '.join(runs)}: give more of the id")
+            raise InboxError(f"{named!r} matches the runs {', '.join(runs)}: give more of the id")
         return found
 
     def requests(self) -> list[Request]:
-        """Return all of them, oldest first. Raises InboxError."""
+        """Return all requests, oldest first. Raises InboxError."""
         read = [self._read(path) for path in self._folder.glob("*.json")]
         return sorted(read, key=lambda request: (request.asked_at, request.run))
 
     def withheld(self) -> dict[str, str]:
-        """Return the runs of which no task is to be offered, and why: those with anything that is not approved
-        now."""
+        """Return the reason by run of each run with an unapproved request, newest last, for use in claims."""
         now = self._now()
         unapproved = [request for request in self.requests() if request.standing(now) != "approved"]
         withheld = {request.run: request.reason(now) for request in unapproved}
@@ -164,14 +158,13 @@ class Inbox:
             file.write(canonical(request))
 
     def _path(self, run: str, terms: str) -> Path:
-        # A run's identifier cannot be a path.
+        # A run's id contains no path separators.
         return self._folder / f"{run}.{terms[:16]}.json"
 
 
 def terms_digest(snapshot: RunSnapshot, kind: TaskKind | None = None) -> str:
-    """Return what an approval is bound to: all that a run says once for all of its tasks, on which data set, and
-    whether it trains on it or measures."""
+    """Return the digest that an approval covers: the run's terms, its data set and its kind of task."""
     terms = {**snapshot.terms, "dataset": snapshot.dataset, "kind": kind or snapshot.kind}
-    # Under the name that it had at first, so that approvals of versions before still hold.
+    # Hashed under its former name so that existing approvals stay valid.
     terms["divide"] = terms.pop("normalization")
     return hashlib.sha256(json.dumps(terms, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""A site's own chain beside what the coordinator says of its tasks."""
+"""Comparison of a site's audit chain with the coordinator's record of its tasks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Kind = Literal[
 
 @dataclass(frozen=True)
 class Discrepancy:
-    """Something that the two do not agree on."""
+    """One disagreement between the two records."""
 
     kind: Kind
     task: str
@@ -28,16 +28,20 @@ class Discrepancy:
 
 @dataclass(frozen=True)
 class Comparison:
+    """Result of comparing the two records."""
+
     agreed: int
-    """Results that both sides have, as the same."""
+    """Number of results recorded identically by both sides."""
     earlier: int
-    """Tasks from before the chain began, or of workers who do not write to it: nothing can be said of them."""
+    """Number of tasks that predate the chain or belong to workers that do not write to it."""
     differences: tuple[Discrepancy, ...]
 
 
 def compare(entries: Sequence[SiteAuditEntry], tasks: Iterable[TaskView], worker: str | None = None) -> Comparison:
-    """`entries` are the chain's, `tasks` what the coordinator says of all of the site's tasks. `worker` writes to the
-    chain, even if there is nothing in it."""
+    """Compare the chain's entries with the coordinator's view of all the site's tasks.
+
+    `worker` writes to the chain, even if the chain is empty.
+    """
     workers = {entry.worker for entry in entries} | {worker}
     digests = {entry.digest for entry in entries}
     left = {
@@ -52,7 +56,7 @@ def compare(entries: Sequence[SiteAuditEntry], tasks: Iterable[TaskView], worker
         if task.audit_head and task.audit_head not in digests and task.worker.partition("/")[2] in workers:
             detail = (
                 f"{task.worker} sent it with the digest {task.audit_head} of this chain, which has no such entry: "
-                "it was cut off, written anew, or is an older copy"
+                "the chain was truncated, rewritten or restored from an older copy"
             )
             found.append(Discrepancy("chain-rolled-back", task.id, task.run, task.round, detail))
             continue
@@ -63,7 +67,7 @@ def compare(entries: Sequence[SiteAuditEntry], tasks: Iterable[TaskView], worker
         if sent is None and task.id not in known and (began_later or task.worker.partition("/")[2] not in workers):
             earlier += 1
         elif sent is None:
-            detail = f"the coordinator counts a result of {task.worker}; none is written down here"
+            detail = f"the coordinator counts a result of {task.worker} that is not recorded here"
             found.append(Discrepancy("counted-never-sent", task.id, task.run, task.round, detail))
         elif other := list(_others(sent, task)):
             found += other
@@ -74,7 +78,7 @@ def compare(entries: Sequence[SiteAuditEntry], tasks: Iterable[TaskView], worker
 
 
 def _others(sent: SiteAuditEntry, task: TaskView) -> Iterator[Discrepancy]:
-    """In what the two sides have other things of one result."""
+    """Yield the differences between both records of one result."""
     pairs: list[tuple[Kind, object, object]] = [("other-examples", sent.detail.get("examples"), task.examples)]
     if sent.action == "update.leave":
         pairs.append(("other-digest", sent.detail.get("update"), task.update))
@@ -90,7 +94,7 @@ def _uncounted(
     left: dict[tuple[str | None, int | None], SiteAuditEntry],
     shown: dict[tuple[str | None, int | None], TaskView],
 ) -> Iterator[Discrepancy]:
-    """Yield what was sent and does not count, unless this side knows so."""
+    """Yield results sent but not counted, unless the chain records why."""
     over = {
         (entry.task, entry.token) for entry in entries if entry.action in ("task.drop", "task.fail", "task.refuse")
     }

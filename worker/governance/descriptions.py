@@ -1,4 +1,4 @@
-"""What a run would do with a site's data, in words for who has to approve it."""
+"""Plain-language descriptions of runs and of the policy, for the person who approves runs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NAMES = {
 
 
 def size(nbytes: int) -> str:
-    """Return bytes in the unit that people read."""
+    """Return a size with its unit, such as "1.2 MB"."""
     for unit, width in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if nbytes >= width:
             return f"{nbytes / width:.1f} {unit}"
@@ -27,8 +27,7 @@ def size(nbytes: int) -> str:
 
 
 def summary(task: Task, model: Model, examples: int) -> str:
-    """Return a few sentences: what is trained or measured, on what, how often, what leaves, for whom, and how
-    privately."""
+    """Return a few sentences on what the task's run does, what leaves the site, for whom, and how privately."""
     return " ".join([_work(task, model, examples), _leaving(task, model), _privacy(task)])
 
 
@@ -79,7 +78,7 @@ def _model(model: Model) -> str:
 
 
 def in_words(chosen: Sequence[Block], blocks: Sequence[Block]) -> str:
-    """Return which of a model's blocks, by role: 'all value and 1 of 2 head blocks'."""
+    """Return a description of chosen blocks by role: 'all value and 1 of 2 head blocks'."""
     if len(chosen) == len(blocks):
         return "all blocks"
     of = Counter(block.role for block in blocks)
@@ -93,7 +92,7 @@ def in_words(chosen: Sequence[Block], blocks: Sequence[Block]) -> str:
 
 
 def policy_in_words(policy: Policy) -> Iterator[str]:
-    """Yield what a site allows, for people."""
+    """Yield sentences that describe the policy."""
     yield f"Runs of {_any_of(policy.orchestrators, 'any orchestrator')} may ask."
     yield (
         f"They may use {_any_of(policy.methods, 'any installed method')} on {_any_of(policy.models, 'any model')} "

@@ -1,4 +1,4 @@
-"""When a site lets its worker work: at its hours, and for so many minutes a day."""
+"""Opening hours and daily working time of a worker."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from tessera.worker.governance.policy import Policy
 from tessera.worker.state.atomic_files import written_whole
 
 USAGE_FILE = "usage.json"
-"""What the file is called beside a worker's other state."""
+"""Name of the file in the worker's state directory."""
 
 NOTED_SECONDS = 5.0
-"""Work is entered this often, and no more of it is forgotten by a process that is killed."""
+"""Interval of writing usage to disk: the most work that a killed process forgets."""
 
 
 def local_time() -> datetime:
@@ -26,14 +26,14 @@ def local_time() -> datetime:
 
 
 class Used(Frozen):
-    """How long was worked on one day of the site's calendar."""
+    """Working time on one day of the site's calendar."""
 
     day: str
     seconds: NonNegativeFloat = 0.0
 
 
 class Opening:
-    """Judges by `now`, the site's own time of day; durations are taken from `clock`, in seconds."""
+    """Enforces hours by `now`, the site's local time, and the daily limit by `clock`, in seconds."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class Opening:
         self._noted_at = clock()
 
     def closed(self) -> str | None:
-        """Return why nothing is claimed now, or None."""
+        """Return why no task may be claimed now, or None."""
         hours = self._policy.hours
         if hours and not is_open(hours, self._now()):
             waits = minutes_until_open(hours, self._now())
@@ -59,26 +59,26 @@ class Opening:
         return None
 
     def used_seconds(self) -> float:
-        """Return how long was worked today."""
+        """Return today's working time in seconds."""
         used = self._read()
         return used.seconds if used.day == self._today() else 0.0
 
     def begin(self) -> None:
-        """Work begins."""
+        """Start counting work."""
         self._noted_at = self._clock()
 
     def rest(self) -> None:
-        """Exclude the time since the last entry from the work: the worker was waiting for a person."""
+        """Exclude the time since the last entry: the worker was waiting for a person."""
         self._noted_at = self._clock()
 
     def check(self) -> None:
-        """Enter the work since the last time, now and then. Raises PolicyViolation once the day's is used up."""
+        """Record work periodically. Raises PolicyViolation once the day's limit is used up."""
         if self._policy.max_minutes_per_day is not None and self._clock() - self._noted_at >= NOTED_SECONDS:
             self.end()
             self._policy.check_day(self.used_seconds())
 
     def end(self) -> None:
-        """Enter the work since the last time."""
+        """Record the work since the last entry."""
         if self._policy.max_minutes_per_day is None:
             return
         at = self._clock()

@@ -1,4 +1,4 @@
-"""What a site allows, whatever a coordinator asks. Judged with the worker's own block table, never another's."""
+"""A site's policy: limits on every task, checked against the worker's own block table."""
 
 from __future__ import annotations
 
@@ -22,32 +22,32 @@ SHOWN = 8
 
 
 REMEDIES = {
-    "orchestrators": "Add its name to policy.orchestrators, if the site knows and trusts who it is.",
+    "orchestrators": "If the site trusts this orchestrator, add its name to policy.orchestrators.",
     "require_privacy": "Start the run with `privacy` that meets policy.require_privacy; its `evaluations` lets "
     "versions be measured.",
-    "max_run_upload_bytes": "The run has had its share; begin another, or raise policy.max_run_upload_bytes.",
-    "max_minutes_per_day": "It goes on tomorrow; raise policy.max_minutes_per_day, or give the run smaller tasks.",
-    "part": "Give the site's examples a file of their own, in place of `part`.",
+    "max_run_upload_bytes": "Begin another run, or raise policy.max_run_upload_bytes.",
+    "max_minutes_per_day": "Work resumes tomorrow; raise policy.max_minutes_per_day, or give the run smaller tasks.",
+    "part": "Store the site's examples in their own file instead of using `part`.",
     "use": "Set `use = 'evaluate'` for a data set that nothing trains on; or give it a `held_out` share, and have "
     "the run set `evaluation.sites`.",
-    "max_evaluations": "See `tessera worker check` for what was measured, and raise policy.max_evaluations.",
-    "privacy": "See `tessera worker ledger` for what was spent, and the data set's budget in the settings.",
+    "max_evaluations": "See past evaluations with `tessera worker check`, or raise policy.max_evaluations.",
+    "privacy": "See the privacy spent with `tessera worker ledger`, and the data set's budget in the settings.",
     "overlap": "Have the names share a ledger: `ledger = NAME` in datasets.<name>, the same NAME in each.",
     "acknowledge_exact": "Set acknowledge_exact = true in the data set's budget: it bounds what comes from now on.",
-    "max_weekly_privacy": "It goes on as the days pass; raise policy.max_weekly_privacy, or have runs spend less.",
+    "max_weekly_privacy": "Work resumes as past spending ages; raise policy.max_weekly_privacy, or spend less a run.",
     "run": "Begin a new run; or remove this one's file in runs_dir if the site knows why it changed.",
     "version": "Begin a new run; or remove this one's file in runs_dir if the site knows why it changed.",
     "round": "Begin a new run; or remove this one's file in runs_dir if the site knows why it changed.",
-    "plan": "The method sends what the plan does not ask for: it needs mending.",
-    "vault": "The method sends what it keeps: it needs mending.",
+    "plan": "The method sends blocks outside the plan: fix the method.",
+    "vault": "The method sends blocks that it keeps private: fix the method.",
     "private": "Have the run ask for blocks that its method does not keep at the sites.",
     "kinds": "Let other workers do it, or change `kinds` in the settings.",
 }
-"""What to do about a violation, by rule. Of others: change the run, or the setting of that name in the policy."""
+"""Remedies by rule. For any other rule: change the run, or the policy setting of that name."""
 
 
 class PolicyViolation(Exception):
-    """A task asks for what the site does not allow. `rule` is the setting that forbids it."""
+    """A task that the site does not allow. `rule` is the setting that forbids it."""
 
     def __init__(self, rule: str, detail: str) -> None:
         super().__init__(f"{rule}: {detail}")
@@ -56,12 +56,12 @@ class PolicyViolation(Exception):
 
     @property
     def remedy(self) -> str:
-        """What whoever runs the worker can do about it."""
+        """The remedy for the worker's operator."""
         return REMEDIES.get(self.rule, f"Have the run ask for less, or change policy.{self.rule} in the settings.")
 
 
 def require(allowed: bool, rule: str, detail: str) -> None:
-    """Raise PolicyViolation for what is not allowed."""
+    """Raise PolicyViolation unless `allowed`."""
     if not allowed:
         raise PolicyViolation(rule, detail)
 
@@ -70,26 +70,23 @@ EVALUATIONS = "whether versions may be measured on examples that nothing trains 
 
 
 def check_use(task: Task, *, for_evaluation: bool) -> None:
-    """Refuse to measure a version on examples that train, and to train on a data set that the settings mark as
-    `for_evaluation`. Raises PolicyViolation."""
+    """Raise PolicyViolation for evaluation on training examples or training on a `for_evaluation` data set."""
     if task.kind == "train" and for_evaluation:
-        raise PolicyViolation("use", f"the data set {task.dataset!r} is for evaluation, and nothing trains on it")
+        raise PolicyViolation("use", f"the data set {task.dataset!r} is for evaluation only")
     if task.kind == "evaluate" and not task.held_out and not for_evaluation:
-        raise PolicyViolation(
-            "use", f"the data set {task.dataset!r} is for training, and no version is measured on what trains"
-        )
+        raise PolicyViolation("use", f"the data set {task.dataset!r} is for training; no version is evaluated on it")
 
 
 class PrivacyFloor(Frozen):
-    """The least privacy that a run must have to train here, on whatever data set. Exact figures need a permission."""
+    """The minimum privacy of a run that trains here, on any data set. Exact metrics need permission."""
 
-    epsilon: float = Field(gt=0, le=1000, description="the most that a run may tell of one example")
-    delta: float = Field(default=1e-5, gt=0, lt=0.1, description="at the most")
+    epsilon: float = Field(gt=0, le=1000, description="largest epsilon of a run")
+    delta: float = Field(default=1e-5, gt=0, lt=0.1, description="largest delta of a run")
     noise_multiplier: float = Field(default=0.0, ge=0, le=1e6, description="the least noise, in clip norms")
     evaluations: bool = Field(default=False, description=EVALUATIONS)
 
     def check(self, task: Task) -> None:
-        """Judge what a task is, before what it would spend. Raises PolicyViolation."""
+        """Check the kind and privacy of a task. Raises PolicyViolation."""
         rule, privacy = "require_privacy", task.privacy
         if task.kind == "evaluate":
             require(self.evaluations, rule, "this site requires privacy, and a version's figures are exact")
@@ -98,62 +95,65 @@ class PrivacyFloor(Frozen):
             raise PolicyViolation(rule, "the run has no differential privacy, and this site requires it")
         covered = privacy.selection != "uncovered"
         require(covered, rule, "this site requires privacy, which covers no exact choice of blocks")
-        asked = f"epsilon {privacy.epsilon:g} at delta {privacy.delta:g}"
-        told = f"the run has {asked}; this site requires {self.epsilon:g} at {self.delta:g}"
-        require(privacy.epsilon <= self.epsilon and privacy.delta <= self.delta, rule, told)
+        actual = f"epsilon {privacy.epsilon:g} at delta {privacy.delta:g}"
+        detail = f"the run has {actual}; this site requires {self.epsilon:g} at {self.delta:g}"
+        require(privacy.epsilon <= self.epsilon and privacy.delta <= self.delta, rule, detail)
 
     def check_noise(self, noise_multiplier: float) -> None:
-        """Judge the noise that a task's steps would have. Raises PolicyViolation."""
+        """Check the noise of a task's steps. Raises PolicyViolation."""
         if noise_multiplier < self.noise_multiplier:
             raise PolicyViolation(
                 "require_privacy",
-                f"the run's target comes to noise of {noise_multiplier:.3g} clip norms; this site requires "
+                f"the run's target needs noise of {noise_multiplier:.3g} clip norms; this site requires "
                 f"{self.noise_multiplier:g}",
             )
 
 
 class Allowance(Budget):
-    """What all runs together may find out of one example of a data set. Runs without privacy may not train on it."""
+    """A data set's privacy budget over all runs. Runs without privacy may not train on it."""
 
     evaluations: bool = Field(default=False, description=EVALUATIONS)
     acknowledge_exact: bool = Field(
         default=False,
-        description="whether it bounds what comes after, although the data set was used without privacy before",
+        description="whether the budget applies from now on although the data set was used without privacy before",
     )
 
     def uncovered(self, entries: Iterable[LedgerEntry]) -> list[tuple[LedgerEntry, Use]]:
-        """Return what of a data set's ledger no noise covers and the site does not answer for, oldest first."""
-        # What nothing trains on is measured by the budget's own leave.
+        """Return the ledger's uses without noise that the site has not acknowledged, oldest first."""
+        # `evaluations` permits exact evaluation.
         allowed = ("evaluation",) if self.evaluations else ()
         return (
             [] if self.acknowledge_exact else [(entry, use) for entry, use in exact_in(entries) if use not in allowed]
         )
 
     def check_exact(self, dataset: str, entries: Iterable[LedgerEntry]) -> None:
-        """Judge what a data set's ledger has of exact uses. Raises PolicyViolation."""
+        """Check the ledger for uses without noise. Raises PolicyViolation."""
         if uncovered := self.uncovered(entries):
             entry, use = uncovered[0]
             raise PolicyViolation(
                 "acknowledge_exact",
-                f"what is told of {dataset!r} is unbounded since {entry.at:%Y-%m-%d} ({use} without noise, "
+                f"the privacy loss of {dataset!r} is unbounded since {entry.at:%Y-%m-%d} ({use} without noise, "
                 f"{f'run {entry.run_name!r}' if entry.run else 'no run'}), so no budget holds for it",
             )
 
     def check(self, task: Task) -> None:
-        """Judge what a task on the data set is, before what it would spend. Raises PolicyViolation."""
+        """Check the kind and privacy of a task on the data set. Raises PolicyViolation."""
         if task.kind == "train" and task.privacy is None:
-            raise PolicyViolation("privacy", f"the data set {task.dataset!r} has a budget, and the run no privacy")
+            raise PolicyViolation(
+                "privacy", f"the data set {task.dataset!r} has a budget, but the run has no differential privacy"
+            )
         if task.kind == "train" and task.privacy and task.privacy.selection == "uncovered":
             raise PolicyViolation("privacy", f"{task.dataset!r} has a budget, which covers no exact choice of blocks")
         if task.kind == "evaluate" and not self.evaluations:
-            raise PolicyViolation("privacy", f"no version is measured on {task.dataset!r}, which has a budget")
+            raise PolicyViolation("privacy", f"{task.dataset!r} has a budget that does not allow evaluations")
 
 
 class Policy(Frozen):
-    """A site's rules. By default any installed method may use any data set that the settings name, within bounds."""
+    """A site's rules. By default any installed method may use any configured data set within these limits."""
 
     orchestrators: tuple[str, ...] | None = Field(
-        default=None, description="who may start runs, by the name that the coordinator gives; anybody if left out"
+        default=None,
+        description="orchestrators whose runs are accepted, by the coordinator's name for them; all if left out",
     )
     methods: tuple[str, ...] | None = Field(default=None, description="methods allowed; all installed if left out")
     datasets: tuple[Label, ...] | None = Field(default=None, description="data sets that runs may use")
@@ -164,43 +164,47 @@ class Policy(Frozen):
     )
     max_epochs: PositiveInt = Field(default=100, description="passes over the data in one task, over all phases")
     max_batch: PositiveInt = Field(default=65_536, description="examples in one batch")
-    max_attempts: PositiveInt = Field(default=10, description="updates of one round that one worker hands in")
-    max_task_seconds: PositiveFloat = Field(default=7 * 86400.0, description="however often its lease is renewed")
+    max_attempts: PositiveInt = Field(default=10, description="updates of one round that one worker submits")
+    max_task_seconds: PositiveFloat = Field(
+        default=7 * 86400.0, description="longest duration of a task, regardless of lease renewals"
+    )
     min_evaluation_examples: PositiveInt = Field(
-        default=20, description="fewest examples that a version is measured on"
+        default=20, description="fewest examples on which a version is evaluated"
     )
     max_evaluations: PositiveInt = Field(
-        default=10_000, description="versions measured on one data set over all runs, from all who share runs_dir"
+        default=10_000,
+        description="evaluations on one data set over all runs, counted over the workers that share runs_dir",
     )
     max_model_bytes: PositiveInt = Field(
         default_factory=lambda: available_bytes() // 2,
-        description="the largest model that is built; half of the memory that the worker may have if left out",
+        description="largest model; half of the worker's memory limit if left out",
     )
     max_upload_bytes: PositiveInt = 16 * GIB
     max_lease_seconds: PositiveFloat = 3600.0
     max_run_upload_bytes: PositiveInt | None = Field(
-        default=None, description="the most that leaves for one run over all its rounds, from all who share runs_dir"
+        default=None,
+        description="largest total upload of one run over all rounds, counted over the workers that share runs_dir",
     )
     max_upload_bytes_per_second: float | None = Field(
-        default=None, ge=16_384, description="what uploads are slowed down to; as fast as the line if left out"
+        default=None, ge=16_384, description="upload rate limit; none if left out"
     )
     max_minutes_per_day: PositiveFloat | None = Field(
-        default=None, description="work on tasks in one day of the site's calendar, kept over restarts"
+        default=None, description="working time per day of the site's calendar, kept over restarts"
     )
     hours: tuple[Span, ...] = Field(
         default=(), description="when tasks are claimed, by the site's own clock: 'Mon-Fri 19:00-07:00'"
     )
     require_privacy: PrivacyFloor | None = Field(
-        default=None, description="the least differential privacy of a run that trains here"
+        default=None, description="minimum differential privacy of runs that train here"
     )
     max_weekly_privacy: Budget | None = Field(
         default=None,
-        description="the most that all runs together may tell of one example of a data set in any seven days",
+        description="privacy budget per data set over all runs in any seven days",
     )
     approve_runs: bool = Field(
-        default=False, description="whether a person has to approve each run before anything is done for it"
+        default=False, description="whether a person must approve each run before its first task"
     )
-    airlock: bool = Field(default=False, description="whether a person has to release each update before it leaves")
+    airlock: bool = Field(default=False, description="whether a person must release each update before it leaves")
 
     @model_validator(mode="before")
     @classmethod
@@ -210,7 +214,7 @@ class Policy(Frozen):
     @field_validator("hours")
     @classmethod
     def _has_hours(cls, hours: tuple[Span, ...]) -> tuple[Span, ...]:
-        # Of every other list, an empty one lets nobody in.
+        # Everywhere else an empty list allows nothing.
         if not hours:
             raise ValueError("is empty; leave it out to work at all hours")
         return hours
@@ -224,7 +228,7 @@ class Policy(Frozen):
     def advertised_policy(
         self, budgets: Mapping[str, Budget], utc_offset_minutes: int, spent: Mapping[str, float] | None = None
     ) -> AdvertisedPolicy:
-        """Return what of it a coordinator is shown, to plan with: no promise, and nothing secret."""
+        """Return the part of the policy advertised to the coordinator for planning; it holds no secrets."""
         floor = self.require_privacy
         shown = {name: getattr(self, name) for name in AdvertisedPolicy.model_fields if name in Policy.model_fields}
         return AdvertisedPolicy.model_validate(
@@ -233,7 +237,7 @@ class Policy(Frozen):
                 "utc_offset_minutes": utc_offset_minutes,
                 "require_privacy": Budget(epsilon=floor.epsilon, delta=floor.delta) if floor else None,
                 "budgets": {name: Budget(epsilon=most.epsilon, delta=most.delta) for name, most in budgets.items()},
-                # At a delta that nothing was planned for, there may be no bound at all.
+                # The loss may be unbounded at this delta.
                 "spent": {name: min(epsilon, MAX_NUMBER) for name, epsilon in (spent or {}).items() if epsilon},
             }
         )
@@ -242,11 +246,11 @@ class Policy(Frozen):
         return any(fnmatchcase(block.name, pattern) for pattern in self.never_send)
 
     def check_task(self, task: Task, kinds: Sequence[TaskKind]) -> None:
-        """Judge a task by itself, before anything is fetched for it. Raises PolicyViolation."""
+        """Check a task before anything is fetched for it. Raises PolicyViolation."""
         require(task.kind in kinds, "kinds", f"this worker does not {task.kind}")
         if self.orchestrators is not None and task.orchestrator not in self.orchestrators:
-            who = repr(task.orchestrator[:80]) if task.orchestrator else "whom the coordinator does not name"
-            raise PolicyViolation("orchestrators", f"runs of {who} are not taken here")
+            who = repr(task.orchestrator[:80]) if task.orchestrator else "an unnamed orchestrator"
+            raise PolicyViolation("orchestrators", f"runs of {who} are not accepted here")
         method, dataset, lease, longest = task.method.name, task.dataset, task.lease_seconds, self.max_lease_seconds
         require(self.allows_method(method), "methods", f"the method {method[:80]!r} is not allowed here")
         require(self.allows_dataset(dataset), "datasets", f"runs may not use the data set {dataset!r}")
@@ -254,56 +258,56 @@ class Policy(Frozen):
             self.check_epochs(task.training.epochs)
         if self.require_privacy:
             self.require_privacy.check(task)
-        told = f"a lease of {lease} s is longer than the {longest} s allowed"
-        require(lease <= longest, "max_lease_seconds", told)
+        detail = f"a lease of {lease} s is longer than the {longest} s allowed"
+        require(lease <= longest, "max_lease_seconds", detail)
 
     def check_epochs(self, epochs: int) -> None:
         most = self.max_epochs
         require(epochs <= most, "max_epochs", f"{epochs} epochs are more than the {most} allowed")
 
     def check_batch(self, size: int | None, examples: int) -> None:
-        """Judge the batches that so many examples make; all in one if `size` is None. Raises PolicyViolation."""
+        """Check the batch size; one batch of all examples if `size` is None. Raises PolicyViolation."""
         largest, most = min(size or examples, examples), self.max_batch
         require(largest <= most, "max_batch", f"a batch of {largest} is more than the {most} allowed")
 
     def check_measured(self, examples: int) -> None:
         least = self.min_evaluation_examples
-        told = f"figures of {examples} examples tell too much of each; {least} are wanted"
-        require(examples >= least, "min_evaluation_examples", told)
+        detail = f"metrics of {examples} examples reveal too much of each; at least {least} are required"
+        require(examples >= least, "min_evaluation_examples", detail)
 
     def check_measurements(self, dataset: str, times: int) -> None:
-        """Judge how often versions were measured on a data set, with the one that is about to be."""
+        """Check the number of evaluations on a data set, including the one about to start."""
         most = self.max_evaluations
-        told = f"{most} versions were measured on the data set {dataset!r}, as many as are allowed"
-        require(times <= most, "max_evaluations", told)
+        detail = f"{most} evaluations on the data set {dataset!r} were made, the most allowed"
+        require(times <= most, "max_evaluations", detail)
 
     def check_duration(self, seconds: float) -> None:
         most = self.max_task_seconds
         require(seconds <= most, "max_task_seconds", f"the task takes longer than the {most:g} s allowed")
 
     def check_day(self, used_seconds: float) -> None:
-        """Judge how long was worked today. Raises PolicyViolation."""
+        """Check today's working time. Raises PolicyViolation."""
         if (most := self.max_minutes_per_day) is not None:
-            told = f"the {most:g} minutes of this day are used up"
-            require(used_seconds <= 60 * most, "max_minutes_per_day", told)
+            detail = f"the {most:g} minutes of this day are used up"
+            require(used_seconds <= 60 * most, "max_minutes_per_day", detail)
 
     def check_run_upload(self, nbytes: int) -> None:
-        """Judge what all updates of a run come to, with the one that is about to leave. Raises PolicyViolation."""
+        """Check the total upload of a run, including the update about to leave. Raises PolicyViolation."""
         if (most := self.max_run_upload_bytes) is not None:
-            told = f"the run's updates would come to {nbytes} bytes, more than the {most} allowed"
-            require(nbytes <= most, "max_run_upload_bytes", told)
+            detail = f"the run's updates would total {nbytes} bytes, more than the {most} allowed"
+            require(nbytes <= most, "max_run_upload_bytes", detail)
 
     def check_model_type(self, model_type: str) -> None:
         allowed = self.models is None or model_type in self.models
         require(allowed, "models", f"the model type {model_type[:80]!r} is not allowed here")
 
     def check_model(self, nbytes: int, what: str = "a model") -> None:
-        """Judge what would be held of a model's size: the model, or the server state that a plan fetches."""
+        """Check the size of a model, or of the server state that a plan fetches. Raises PolicyViolation."""
         most = self.max_model_bytes
         require(nbytes <= most, "max_model_bytes", f"{what} of {nbytes} bytes is larger than the {most} allowed")
 
     def check_upload(self, asked: Iterable[Block]) -> None:
-        """Judge the blocks that a plan asks for, before they are trained. Raises PolicyViolation naming them."""
+        """Check the blocks that a plan uploads. Raises PolicyViolation naming them."""
         blocks = tuple(asked)
         if refused := [block.name for block in blocks if self._withholds(block)]:
             raise PolicyViolation("never_send", f"these blocks never leave: {_listed(refused)}")
@@ -311,16 +315,18 @@ class Policy(Frozen):
             raise PolicyViolation("may_send", f"these blocks may not leave: {_listed(refused)}")
 
     def check_private(self, asked: Iterable[Block]) -> None:
-        """Judge those of a plan's blocks that the method keeps at the site. Raises PolicyViolation naming them."""
+        """Raise PolicyViolation for blocks of the plan that the method keeps at the site."""
         if refused := [block.name for block in asked]:
             raise PolicyViolation("private", f"the method keeps these at the site: {_listed(refused)}")
 
     def check_egress(self, names: Iterable[str], nbytes: int, asked: Sequence[Block], kept: Iterable[str]) -> None:
-        """Judge what is about to leave: the names in an update file of `nbytes`, against what the plan asked for,
-        what the site allows, and what the method meant to keep. Raises PolicyViolation."""
+        """Check the names in an update file against the plan, the policy and the method's private state.
+
+        Raises PolicyViolation.
+        """
         names = set(names)
         if unasked := names - {block.name for block in asked}:
-            raise PolicyViolation("plan", f"the plan did not ask for {_listed(unasked)}")
+            raise PolicyViolation("plan", f"the plan does not include {_listed(unasked)}")
         self.check_upload(block for block in asked if block.name in names)
         if private := names & set(kept):
             raise PolicyViolation("vault", f"the method keeps these and sends them too: {_listed(private)}")

@@ -1,4 +1,4 @@
-"""One task from its claim to its upload.
+"""The stages of one task, from admission to upload.
 
 Imports `data`, `governance`, `model`, `privacy`, `state` and `training`.
 """

@@ -1,4 +1,4 @@
-"""The first gate: whether the site does a task at all, judged before anything is fetched for it."""
+"""The first gate: checks of a task against the site's rules before anything is fetched for it."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Admission:
-    """What the first gate found of a task that the site does."""
+    """The result of admitting a task."""
 
     dataset: Dataset
     snapshot: RunSnapshot
-    """What the task says of its run."""
+    """The run's terms and progress, as the task states them."""
     private: PrivateTask | None
-    """What the task may spend, if it is a private one."""
+    """The task's privacy accounting; None without differential privacy."""
 
 
 def admit(run: TaskRun) -> Admission:
-    """Judge a task by the site's rules.
+    """Check a task against the site's rules.
 
     Raises PolicyViolation, Unapproved, TaskFailure, UnknownMethod, CodecError.
     """
@@ -55,7 +55,7 @@ def admit(run: TaskRun) -> Admission:
     pipeline.parse(task.codec)
     dataset = env.datasets.get(task.dataset)
     if dataset is None:
-        raise TaskFailure("unknown-dataset", f"there is no data set {task.dataset!r} here")
+        raise TaskFailure("unknown-dataset", f"this worker has no data set {task.dataset!r}")
     check_use(task, for_evaluation=task.dataset in env.for_evaluation)
     env.policy.check_batch(task.training.batch_size, dataset.examples)
     if env.inbox:
@@ -67,13 +67,13 @@ def admit(run: TaskRun) -> Admission:
 
 
 def _require_approval(run: TaskRun, inbox: Inbox, snapshot: RunSnapshot, dataset: Dataset) -> None:
-    """Raise Unapproved for a run without approval. A person is shown its first task."""
+    """Raise Unapproved unless the run is approved; file a request from its first task."""
     task = run.task
     measured = dataset.held_out if task.kind == "evaluate" and task.held_out else dataset
     examples = measured.examples if measured else 0
 
-    def request(terms: str) -> Request:
-        made = Request(
+    def make_request(terms: str) -> Request:
+        request = Request(
             run=task.run,
             run_name=task.run_name,
             terms=terms,
@@ -84,16 +84,16 @@ def _require_approval(run: TaskRun, inbox: Inbox, snapshot: RunSnapshot, dataset
             asked_at=datetime.now(UTC),
             summary=summary(task, read_model(run), examples),
         )
-        run.journal.note("run.ask", terms=terms, summary=made.summary)
-        return made
+        run.journal.note("run.ask", terms=terms, summary=request.summary)
+        return request
 
-    inbox.require(snapshot, request)
+    inbox.require(snapshot, make_request)
 
 
 def check_overlap(run: TaskRun, dataset: Dataset) -> None:
-    """Raise PolicyViolation if two data sets with the same examples have ledgers of their own and one has a budget.
+    """Raise PolicyViolation if two data sets share examples but not a ledger, and one of them has a budget.
 
-    What is spent under one name would not count under the other.
+    Privacy spent under one name would not count under the other.
     """
     env, name, ledger = run.env, run.task.dataset, run.env.ledger
     if ledger is None:
@@ -113,8 +113,8 @@ def check_overlap(run: TaskRun, dataset: Dataset) -> None:
         if max(shares) > MAX_SHARED:
             raise PolicyViolation(
                 "overlap",
-                f"about {max(shares):.0%} of the examples of {name!r} and {other!r} are the same, and a "
-                "budget of one does not see what is spent of the other",
+                f"about {max(shares):.0%} of the examples of {name!r} and {other!r} are the same, but they have "
+                "separate privacy ledgers, so a budget of one misses what the other spends",
             )
 
 
@@ -126,24 +126,24 @@ def _fingerprints(run: TaskRun, dataset: str, ledger: Ledger) -> Array:
 
 
 def _private(run: TaskRun, dataset: Dataset) -> PrivateTask | None:
-    """Return what the task may spend, if it is a private one. Raises PolicyViolation if that is not enough."""
+    """Return the task's privacy accounting, if any. Raises PolicyViolation if the budget does not suffice."""
     env, task = run.env, run.task
     if task.privacy is None:
         return None
     if task.dataset in env.divided:
         raise PolicyViolation(
             "part",
-            f"{task.dataset!r} is a part of a partition, in which one example more moves others between sites: "
-            "no epsilon holds for that",
+            f"{task.dataset!r} is one part of a partition, where adding one example moves others between sites: "
+            "no epsilon holds for it",
         )
     try:
         privacy = importlib.import_module("tessera.worker.privacy.private_task")
     except ImportError as error:
         raise TaskFailure(
             "privacy-not-installed",
-            f"the run asks for privacy, which needs another package ({error}): install tessera[privacy]",
+            f"the run uses differential privacy, which is not installed here ({error}): install tessera[privacy]",
         ) from error
-    made: PrivateTask = privacy.PrivateTask(
+    private: PrivateTask = privacy.PrivateTask(
         task,
         task.privacy,
         dataset.examples,
@@ -153,4 +153,4 @@ def _private(run: TaskRun, dataset: Dataset) -> PrivateTask | None:
         env.policy.max_weekly_privacy,
         env.noise_key(task),
     )
-    return made
+    return private

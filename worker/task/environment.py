@@ -1,4 +1,4 @@
-"""What the tasks of one worker share, and one task with it."""
+"""The environment shared by a worker's tasks, and the context of one task."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from tessera.worker.task.model_cache import ModelCache
 from tessera.worker.training.progress import Check, Report
 
 MAX_INLINE = 1 << 20
-"""No more bytes go along with a submission, or are taken with a task: there they are held several times."""
+"""Largest total of inline blobs in a task or a submission, in bytes: these are held in memory several times."""
 
 
 class Coordinator(Protocol):
-    """What a task asks of its coordinator: a `Client` does so over HTTP, a simulation in the same process."""
+    """The coordinator as a task sees it: a `Client` over HTTP, or a simulation in the same process."""
 
     @property
     def fast_line(self) -> bool: ...
@@ -51,7 +51,7 @@ class Coordinator(Protocol):
 
 
 class Shelf(Protocol):
-    """Where the blobs that a task fetches lie while it is done: a `Cache`."""
+    """Storage of the blobs that a task fetches: a `Cache`."""
 
     def __contains__(self, digest: str) -> bool: ...
     def path(self, digest: str) -> Path: ...
@@ -63,7 +63,7 @@ class Shelf(Protocol):
 
 @dataclass(frozen=True)
 class CachedVersion:
-    """A version whose blocks were fetched, as far as they were wanted."""
+    """A version of which the needed blocks were fetched."""
 
     number: int
     manifest: Manifest
@@ -71,7 +71,7 @@ class CachedVersion:
 
 @dataclass(frozen=True)
 class TaskEnvironment:
-    """What the tasks of one worker share. `scratch` is a folder for the files of a task."""
+    """Everything that the tasks of one worker share. `scratch` is a folder for temporary files."""
 
     coordinator: Coordinator
     datasets: Mapping[str, Dataset]
@@ -85,38 +85,38 @@ class TaskEnvironment:
     mappings: Mapping[str, MappingFile] = field(default_factory=dict)
     models: ModelCache = field(default_factory=ModelCache)
     versions: dict[str, CachedVersion] = field(default_factory=dict)
-    """The version of the last task, by run."""
+    """The version of the run's last task, by run."""
     scalers: dict[str, torch.amp.GradScaler] = field(default_factory=dict)
-    """The scale of float16's loss, by run: it is found by trying, and kept for the next round."""
+    """Float16 loss scalers by run: the scale is found by trial, so it is kept for the next round."""
     for_evaluation: frozenset[str] = frozenset()
-    """The data sets that nothing trains on."""
+    """Data sets used only for evaluation."""
     fingerprints: dict[str, Array] = field(default_factory=dict)
     """Hashes of the examples, by data set."""
     divided: frozenset[str] = frozenset()
-    """The data sets that are a part of what settings divide among sites, for trials."""
+    """Data sets that are one part of a partition (`part` in the settings), for experiments."""
     allowances: Mapping[str, Allowance] = field(default_factory=dict)
-    """The privacy budgets of the data sets that have one."""
+    """Privacy budgets by data set."""
     resources: Mapping[str, float] = field(default_factory=dict)
-    """What a task may spend."""
+    """Resources that a task may use, by name, such as `upload_bytes_per_second`."""
     ledger: Ledger | None = None
-    """The record of privacy spent; in `scratch` if None."""
+    """The ledger of privacy spent; in `scratch` if None."""
     history: RunHistory | None = None
-    """The record of what runs have shown; none is kept if None, as for a coordinator of one's own."""
+    """The record of each run's terms and rounds; None keeps no record, as in a simulation."""
     inbox: Inbox | None = None
-    """Where runs wait for approval, if the policy says that they must have it."""
+    """Requests for approval, if the policy requires approval of runs."""
     airlock: Airlock | None = None
-    """Where updates wait for release, if the policy says that they must have it."""
+    """Updates held for release, if the policy requires it."""
     audit: Audit | None = None
-    """The record of what was done; none is kept if None, as for a coordinator of one's own."""
+    """The site's audit chain; None keeps no record, as in a simulation."""
     sandbox: Sandbox | None = None
-    """Where an untrusted model is laid out first; nowhere if None, as for a model of one's own."""
+    """Sandbox in which an untrusted model is built first; None trusts every model, as in a simulation."""
     noise_key: Callable[[Task], bytes | None] = lambda _: None
-    """The key of a private task's noise; a secret of that task if None. Any other key protects nobody."""
+    """Seed of a private task's noise, for simulations; None draws a secret one. Any other protects no data."""
 
 
 @dataclass(frozen=True)
 class Journal:
-    """What the site writes down of one task: in its audit, and in the data set's privacy ledger."""
+    """Records of one task in the site's audit chain and in the data set's privacy ledger."""
 
     task: TaskRef
     dataset: str
@@ -124,28 +124,28 @@ class Journal:
     ledger: Ledger | None
 
     def note(self, action: Action, **detail: JsonValue) -> str | None:
-        """Add an entry to the audit. Return its digest."""
+        """Append an entry to the audit chain and return its digest."""
         return self.audit.record(action, self.task, **detail).digest if self.audit else None
 
     def note_exact(self, examples: int, use: Use) -> None:
-        """Add to the ledger that the task uses the data without noise, before it does."""
+        """Record in the ledger that the task is about to use the data without noise."""
         if self.ledger:
             with self.ledger.page(self.dataset) as page:
                 page.exact(self.task, examples, use)
 
     def ledger_head(self) -> JsonValue:
-        """Return how far the ledger has come, for the audit."""
+        """Return the head of the data set's ledger, for the audit entry."""
         head = self.ledger.leaving(self.dataset) if self.ledger else None
         return {self.dataset: head.model_dump(mode="json")} if head else {}
 
 
 @dataclass(frozen=True)
 class TaskRun:
-    """One task of a worker, with what all its stages need."""
+    """One task of a worker and the context that its stages share."""
 
     env: TaskEnvironment
     task: Task
     check: Check
-    """Raises whatever ends the task early."""
+    """Raises an exception to end the task early."""
     report: Report
     journal: Journal

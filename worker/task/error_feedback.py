@@ -1,7 +1,6 @@
-"""What lossy codecs leave out of a block stays here and is added to what the next update sends of it.
+"""Error feedback: the residual that a lossy codec drops from a block is added to the block's next update.
 
-So nothing is lost, only late (error feedback). The rests lie in the vault beside what the method keeps: they are new
-once the update is merged, and as they were if it is not, or not in the block.
+Residuals lie in the vault beside the method's private state, so they change only once the update is merged.
 """
 
 from __future__ import annotations
@@ -17,15 +16,15 @@ from tessera.shared.updates.codecs import pipeline
 from tessera.shared.updates.update_file import EncodedTensor, TrainedBlock
 
 PREFIX = "feedback/"
-"""No method's: what a vault holds under it is not shown to one."""
+"""Prefix of the vault's keys for error feedback, hidden from methods."""
 
 FORGET_ROUNDS = 10
-"""A rest that was not sent for so long is of another model, and would lead astray."""
+"""Residuals older than this many rounds are dropped: the model has moved on."""
 
 
 @dataclass(frozen=True)
 class Rest:
-    """What was left out of a block, float32 and flat, and the round that left it out."""
+    """A block's residual, float32 and flat, and the round that dropped it."""
 
     values: Array
     round: int
@@ -33,14 +32,15 @@ class Rest:
 
 @dataclass
 class Feedback:
+    """Residuals of one stage's blocks."""
+
     stage: str
     rests: dict[str, Rest] = field(default_factory=dict)
     """By block."""
 
     @classmethod
     def of(cls, vault: Mapping[str, Array], stage: str, number: int) -> Feedback:
-        """Return what is of use in round `number`: nothing of another stage, which trains other blocks, or too long
-        ago."""
+        """Return the residuals that apply in round `number`: those of this stage that are recent enough."""
         last = vault.get(PREFIX + "stage")
         rests: dict[str, Rest] = {}
         if last is not None and bytes(last).decode() == stage:
@@ -51,15 +51,15 @@ class Feedback:
         return cls(stage, {name: rest for name, rest in rests.items() if number - rest.round <= FORGET_ROUNDS})
 
     def add(self, changes: Iterable[TrainedBlock]) -> list[TrainedBlock]:
-        """Return the changes with what was left out of them before."""
+        """Return the changes with their residuals attached."""
         return [
             replace(change, rest=self.rests[change.block.name].values) if change.block.name in self.rests else change
             for change in changes
         ]
 
     def settle(self, changes: Iterable[TrainedBlock], sent: Mapping[str, EncodedTensor], number: int) -> float:
-        """Take in what round `number` left out, and returns the error that the codecs caused: the l2 norm of what is
-        missing as a share of that of what was to be sent."""
+        """Store the residuals of round `number`. Return the codecs' relative error: the l2 norm of all residuals
+        divided by that of all changes."""
         missing = whole = 0.0
         for change in changes:
             tensor = sent[change.block.name]
@@ -75,7 +75,7 @@ class Feedback:
         return sqrt(missing / whole) if whole else 0.0
 
     def kept(self) -> dict[str, Array]:
-        """As it is to lie in the vault."""
+        """Return the residuals as vault entries."""
         if not self.rests:
             return {}
         arrays = {PREFIX + "stage": np.frombuffer(self.stage.encode(), np.uint8)}
@@ -86,7 +86,7 @@ class Feedback:
 
 
 def without_feedback(vault: Mapping[str, Array]) -> dict[str, Array]:
-    """Return what a vault holds of the method's own."""
+    """Return the vault's entries that belong to the method."""
     return {name: values for name, values in vault.items() if not name.startswith(PREFIX)}
 
 

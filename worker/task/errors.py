@@ -1,4 +1,4 @@
-"""The failures of a task that its coordinator is told, by code."""
+"""Task failures that are reported to the coordinator, by code."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tessera.worker.state.blob_cache import BlobTooLarge
 
 
 class TaskFailure(ValueError):
-    """A task cannot be done as it was given. `code` is for programs; the text goes to the coordinator."""
+    """A task that cannot be executed as given. Both the code and the text are reported to the coordinator."""
 
     def __init__(self, code: str, detail: str) -> None:
         super().__init__(detail)
@@ -21,7 +21,7 @@ class TaskFailure(ValueError):
 
 @contextmanager
 def failing_as(code: str) -> Iterator[None]:
-    """Raise TaskFailure with this code for a document that the block finds invalid."""
+    """Turn validation errors in the block into TaskFailure with this code."""
     try:
         yield
     except ValidationError as refusal:
@@ -33,5 +33,5 @@ def failing_as(code: str) -> Iterator[None]:
 
 
 def faults_in(refusal: ValidationError) -> str:
-    """Return the first faults of a document in one line."""
+    """Return the first eight faults of a document in one line."""
     return "; ".join(f"{fault.pointer}: {fault.detail}" for fault in faults_of(refusal)[:8])

@@ -1,4 +1,4 @@
-"""The stage that evaluates: the second gate for data that are measured on, and the figures."""
+"""The evaluation stage, with the second gate for evaluation data."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ from tessera.worker.training.trainer import Batches, Trainer, epochs_of, gradien
 
 
 def evaluate(run: TaskRun, loaded: Loaded, dataset: Dataset) -> int:
-    """Measure the version as it is and, of what is held out here, this site's own model too.
+    """Evaluate the version and, on held-out data, this site's personalized model too. Return the number of examples.
 
-    Returns the number of examples. Raises PolicyViolation, TaskFailure.
+    Raises PolicyViolation, TaskFailure.
     """
     env, task, report = run.env, run.task, run.report
     measured = dataset.held_out if task.held_out else dataset
     if measured is None:
-        raise TaskFailure("nothing-held-out", f"nothing of the data set {task.dataset!r} is held out here")
+        raise TaskFailure(
+            "nothing-held-out", f"the data set {task.dataset!r} has no held-out share here; set `held_out`"
+        )
     env.policy.check_measured(measured.examples)
     if env.history:
         env.history.measure(task.dataset, env.policy)
@@ -44,17 +46,17 @@ def evaluate(run: TaskRun, loaded: Loaded, dataset: Dataset) -> int:
 
 
 def _personalise(run: TaskRun, loaded: Loaded, dataset: Dataset) -> bool:
-    """Turn the version into this site's own model. Return whether there is one, by this method and so far."""
+    """Turn the version into this site's personalized model. Return False if the method or the site has none."""
     env, task = run.env, run.task
     half, context = loaded.half, loaded.context
     if task.privacy is None and (env.policy.require_privacy or task.dataset in env.allowances):
-        # What the site keeps may have been trained before it required privacy.
+        # The private state may have been trained before the site required privacy.
         return False
     loaded.personalise()
     phases = half.personalization_phases(context)
     env.policy.check_epochs(sum(epochs_of(phase, task.training) for phase in phases))
     if phases and task.privacy:
-        # It would train on the examples themselves, and its figures would tell of them.
+        # Personalization would train without noise, and its metrics would leak the examples.
         return False
     if phases:
         run.journal.note_exact(dataset.examples, "training")
@@ -62,6 +64,6 @@ def _personalise(run: TaskRun, loaded: Loaded, dataset: Dataset) -> bool:
         Trainer(half, context, task.training, env.device, run.check, scaler=scaler).train(phases, dataset, task.seed)
         env.scalers[task.run] = scaler
         return True
-    # A vault may also hold what only steers training; and what is added to the model of a site that has never
-    # trained is no model of its own.
+    # A vault may hold only training state, and a freshly added private layer that never trained personalizes
+    # nothing.
     return bool(context.vault) and (bool(context.private) or loaded.is_changed())

@@ -1,4 +1,4 @@
-"""The stages that fetch a version, by the plan, and put it into a model."""
+"""The stages that fetch a version according to the plan and load it into a model."""
 
 from __future__ import annotations
 
@@ -36,22 +36,22 @@ from tessera.worker.training.context import LocalTaskContext
 from tessera.worker.training.trainer import seed_everything
 
 MIN_DIFFERENCE_BYTES = 1 << 16
-"""Fewer bytes of blocks are not worth asking what a difference would take."""
+"""Smallest total size of missing blocks for which a difference is requested, in bytes."""
 
 
 @dataclass(frozen=True)
 class Fetched:
-    """A version on this machine, and the model that it is for."""
+    """A version on this machine and the description of its model."""
 
     document: Model
     mapping: MappingFile | None
     manifest: Manifest
     blocks: tuple[Block, ...]
-    """The model's, by our own table."""
+    """The model's block table, computed here."""
     bases: Mapping[str, BlobTensor]
     """The version's value of each fetched block."""
     last: Built | None
-    """The last round's model, if this round may go on with it."""
+    """The last round's model, if this round can reuse it."""
 
 
 @dataclass(frozen=True)
@@ -64,27 +64,27 @@ class Loaded:
     bases: Mapping[str, BlobTensor]
     """The version's value of each fetched block."""
     feedback: Feedback
-    """What lossy codecs left out before."""
+    """Residuals of lossy codecs from earlier rounds."""
 
     def personalise(self) -> None:
-        """Make the version this site's own: put in what it keeps, and what the method adds."""
+        """Restore the site's private state into the model and let the method set it up."""
         self.context.restore(self.half.private())
         self.half.setup(self.context)
 
     def is_changed(self) -> bool:
-        """Return whether a fetched block has another value than the version's."""
+        """Return whether any fetched block differs from the version."""
         return any(
             self.context.read(base.block).tobytes() != to_array(base).tobytes() for base in self.bases.values()
         )
 
 
 def fetch(run: TaskRun) -> Fetched:
-    """Return the version, whose blocks lie here as files.
+    """Fetch the version's blocks into local files.
 
     Raises PolicyViolation, TaskFailure, ConfigError, ModelMismatch, Problem.
     """
     env, task = run.env, run.task
-    # What came along with the task lies where it would be fetched to, unless it is more than ever does.
+    # Store inline blobs as if they had been fetched; ignore more than the protocol allows.
     if sum(map(len, task.inline_blobs)) <= MAX_INLINE:
         for data in task.inline_blobs:
             run.report.download_bytes += len(data)
@@ -94,8 +94,8 @@ def fetch(run: TaskRun) -> Fetched:
     env.policy.check_model_type(model_type)
     env.policy.check_model(document.nbytes)
     names = {block.name for block in task.plan.fetch.resolve(document.blocks)}
-    # The last round's model, if all of it is about to be overwritten: what a round leaves in blocks that the next
-    # one does not fetch must not become where the next one starts.
+    # Reuse the last round's model only if every block is overwritten: local values of a block that is not fetched
+    # must not leak into this round.
     last = env.models.take(task.run, task.model)
     if last and len(names) < len(document.blocks):
         last = None
@@ -110,12 +110,12 @@ def fetch(run: TaskRun) -> Fetched:
 
 
 def load(run: TaskRun, fetched: Fetched) -> Loaded:
-    """Return the version in a model; what the site keeps is at hand, and not yet in it.
+    """Load the version into a model, without the site's private state (see `Loaded.personalise`).
 
-    Raises TaskFailure, PolicyViolation, Problem, and what the method's worker half raises.
+    Raises TaskFailure, PolicyViolation, Problem, and the exceptions of the method's worker half.
     """
     env, task = run.env, run.task
-    # After the version is here, so that nobody allocates what a coordinator only claims to have.
+    # Only once the version is here, so that a false claim of a large model allocates no memory.
     built = fetched.last or _built(run, fetched)
     tensors = named_tensors(built.model)
     for base in fetched.bases.values():
@@ -147,7 +147,7 @@ def load(run: TaskRun, fetched: Fetched) -> Loaded:
 
 
 def _built(run: TaskRun, fetched: Fetched) -> Built:
-    """Build the run's model, which was checked before."""
+    """Build the run's model, already checked by `fetch`."""
     document, task = fetched.document, run.task
     model = instantiate(
         document.config,
@@ -167,26 +167,28 @@ def read_model(run: TaskRun) -> Model:
 
 
 def _fetch_memory(run: TaskRun, manifest: Manifest) -> dict[str, Array]:
-    """Return the server state that the plan asks for. Raises PolicyViolation, TaskFailure."""
+    """Fetch the server state that the plan requests. Raises PolicyViolation, TaskFailure."""
     entries: dict[str, ServerTensor] = {}
     for pattern in run.task.plan.server_state:
         named = {name: entry for name, entry in sorted(manifest.server_state.items()) if fnmatchcase(name, pattern)}
         if not named:
-            raise TaskFailure("invalid-plan", f"the version holds no memory called {pattern}")
+            raise TaskFailure("invalid-plan", f"the version has no server state named {pattern}")
         entries |= named
     run.env.policy.check_model(sum(entry.nbytes for entry in entries.values()), "server state")
-    found: dict[str, Array] = {}
+    arrays: dict[str, Array] = {}
     for name, entry in entries.items():
         raw = _blob(run, entry.digest, entry.nbytes).read_bytes()
         if len(raw) != entry.nbytes:
-            raise TaskFailure("invalid-version", f"the blob of the memory {name} has not {entry.nbytes} bytes")
-        found[name] = from_bytes(raw, entry.dtype).reshape(entry.shape)
-        _require_finite(name, found[name])
-    return found
+            raise TaskFailure(
+                "invalid-version", f"server state {name}: the blob has {len(raw)} bytes, not {entry.nbytes}"
+            )
+        arrays[name] = from_bytes(raw, entry.dtype).reshape(entry.shape)
+        _require_finite(name, arrays[name])
+    return arrays
 
 
 def _require_finite(name: str, values: Array) -> None:
-    """Raise TaskFailure for what would make every loss NaN, before it is paid for with anybody's privacy."""
+    """Raise TaskFailure for NaN or infinite values, which would waste the privacy that training spends."""
     flat = values.reshape(-1)
     if not all(np.isfinite(flat[start : start + CHUNK]).all() for start in range(0, flat.size, CHUNK)):
         raise TaskFailure("invalid-version", f"{name} holds values that are NaN or infinite")
@@ -212,7 +214,7 @@ def _fetch_blocks(
     run: TaskRun, manifest: Manifest, wanted: Sequence[Block], blocks: Sequence[Block]
 ) -> dict[str, BlobTensor]:
     if odd := sorted(set(manifest.blocks) ^ {block.name for block in blocks}):
-        raise TaskFailure("invalid-version", f"the version and the model differ in the blocks {odd[:8]}")
+        raise TaskFailure("invalid-version", f"the version and the model have different blocks: {odd[:8]}")
     shelf, report = run.env.shelf, run.report
     sizes = {manifest.blocks[block.name]: block.nbytes for block in wanted}
     lacking_bytes = sum(nbytes for digest, nbytes in sizes.items() if digest not in shelf)
@@ -222,16 +224,16 @@ def _fetch_blocks(
     bases: dict[str, BlobTensor] = {}
     for block in wanted:
         path = _blob(run, manifest.blocks[block.name], block.nbytes)
-        if path.stat().st_size != block.nbytes:
-            raise TaskFailure("invalid-version", f"the blob of {block.name} has not {block.nbytes} bytes")
+        if (nbytes := path.stat().st_size) != block.nbytes:
+            raise TaskFailure("invalid-version", f"{block.name}: the blob has {nbytes} bytes, not {block.nbytes}")
         bases[block.name] = BlobTensor(path, block)
     return bases
 
 
 def _catch_up(run: TaskRun, manifest: Manifest, wanted: Sequence[Block], blocks: Sequence[Block]) -> None:
-    """Make the wanted blocks from those of the last task's version, if their difference is less to fetch.
+    """Reconstruct missing blocks from the last task's version, if the difference is the smaller download.
 
-    Blocks that cannot be made so are left to be fetched as they are.
+    Blocks that cannot be reconstructed are fetched whole afterwards.
     """
     env, task, shelf = run.env, run.task, run.env.shelf
     known, env.versions[task.run] = env.versions.get(task.run), CachedVersion(task.version.number, manifest)
@@ -249,21 +251,23 @@ def _catch_up(run: TaskRun, manifest: Manifest, wanted: Sequence[Block], blocks:
     def received(nbytes: int) -> None:
         _count(run, nbytes)
         if file.tell() > lacking_bytes:
-            raise BlobTooLarge(f"{difference.digest} has more than the {difference.nbytes} bytes of a difference")
+            raise BlobTooLarge(
+                f"the difference {difference.digest} is larger than the {lacking_bytes} bytes of its blocks"
+            )
 
     with temporary_file(env.scratch) as (path, file):
         env.coordinator.copy_blob(difference.digest, file, received)
         file.flush()
-        asked = {block.name: block for block in blocks}
-        bases = {name: BlobTensor(shelf.path(before[name]), block) for name, block in asked.items()}
+        table = {block.name: block for block in blocks}
+        bases = {name: BlobTensor(shelf.path(before[name]), block) for name, block in table.items()}
         try:
-            tensors = read_update(lambda: path.open("rb"), path.stat().st_size, asked, bases)
-            made = True
+            tensors = read_update(lambda: path.open("rb"), path.stat().st_size, table, bases)
+            usable = True
             for block in lacking:
                 run.check()
                 pieces = map(as_bytes, tensors[block.name].chunks())
-                made = shelf.put(manifest.blocks[block.name], pieces, block.nbytes) and made
+                usable = shelf.put(manifest.blocks[block.name], pieces, block.nbytes) and usable
         except (InvalidUpdate, CodecError, KeyError):
-            made = False
-    if not made:
+            usable = False
+    if not usable:
         structlog.get_logger("worker").warning("difference-unusable", run=task.run_name, round=task.round)

@@ -1,4 +1,4 @@
-"""What may end a task early: a lease that is lost, and a wish to stop. Both are looked at between batches."""
+"""Early ends of a task, checked between batches: a lost lease and a request to stop."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class Stopped(Exception):
 
 
 class Stop:
-    """A wish that the worker end, which another thread or a signal handler may express at any moment.
+    """A request to stop the worker, which any thread or signal handler may make.
 
-    One thread at a time waits on it. It is a queue rather than an event because `Event.set` in a signal handler can
-    deadlock with the `Event.wait` that it interrupted; `SimpleQueue.put` may be called anywhere.
+    Only one thread at a time may wait on it. It is a queue rather than an event because `Event.set` in a signal
+    handler can deadlock with the `Event.wait` that it interrupted; `SimpleQueue.put` may be called anywhere.
     """
 
     def __init__(self) -> None:
@@ -39,12 +39,12 @@ class Stop:
         self._inbox.put(None)
 
     def check(self) -> None:
-        """Raise Stopped if asked to stop."""
+        """Raise Stopped if a stop was requested."""
         if self.requested:
             raise Stopped
 
     def sleep(self, seconds: float) -> None:
-        """Wait. Raise Stopped as soon as the worker is asked to stop."""
+        """Sleep. Raises Stopped as soon as a stop is requested."""
         try:
             self._inbox.get(timeout=seconds)
         except Empty:
@@ -53,9 +53,9 @@ class Stop:
             self.check()
 
     def interruptible(self, blocking: Callable[[], T], too_late: Callable[[T], object]) -> T:
-        """Return the result of a call that may block for long. Raises Stopped as soon as asked to stop, and Problem.
+        """Return the result of a call that may block for long. Raises Problem; Stopped once a stop is requested.
 
-        The call goes on in a daemon thread then; a result that it still comes to is handed to `too_late`.
+        An abandoned call continues in a daemon thread, which passes its result to `too_late`.
         """
         self.check()
         call = _Call(blocking, too_late, self._inbox)
@@ -71,7 +71,7 @@ class Stop:
 
 
 class _Call(Thread, Generic[T]):
-    """A call in a thread of its own, whose result is either waited for or, once abandoned, disposed of."""
+    """A call in its own thread; the result of an abandoned call is passed to `too_late`."""
 
     def __init__(
         self,
@@ -111,11 +111,10 @@ class _Call(Thread, Generic[T]):
 
 
 class Renewal:
-    """Keeps a lease while the block lasts, from a thread of its own.
+    """Context manager that renews a lease from its own thread.
 
-    `heartbeat` renews it once and may raise Problem. A lease that could not be renewed for as long as it is given,
-    and at most for `max_lease_seconds`, counts as lost, by `clock`, from which only durations are taken: the
-    coordinator's time of day is its own.
+    `heartbeat` renews the lease once and may raise Problem. The lease is lost when it was not renewed for its
+    duration, capped at `max_lease_seconds`. Only durations by `clock` matter, never the coordinator's time of day.
     """
 
     def __init__(
@@ -142,11 +141,11 @@ class Renewal:
         self, kind: type[BaseException] | None, fault: BaseException | None, at: TracebackType | None
     ) -> None:
         self._done.set()
-        # A heartbeat on its way to a coordinator that does not answer is left behind: it can only be refused.
+        # Do not wait longer for a pending heartbeat: its lease no longer matters.
         self._thread.join(GOODBYE_SECONDS)
 
     def check(self) -> None:
-        """Raise the problem that ended the lease: LeaseLost, TaskCancelled, RoundClosed, or one of the token."""
+        """Raise the problem that ended the lease: LeaseLost, TaskCancelled, RoundClosed or an auth error."""
         if self._problem:
             raise self._problem
         if self._clock() - self._renewed_at > self._lease_seconds:
@@ -157,13 +156,13 @@ class Renewal:
             self._renew()
         except Problem as problem:
             self._problem = problem
-        except Exception as fault:  # noqa: BLE001  (whatever it was, nothing renews the lease any more)
-            self._problem = LeaseLost(f"the lease is not renewed any more: {fault!r}")
+        except Exception as fault:  # noqa: BLE001  (after any error nothing renews the lease)
+            self._problem = LeaseLost(f"renewal of the lease failed: {fault!r}")
 
     def _renew(self) -> None:
-        """Renew the lease until the block ends. Raises what makes an end of it before."""
+        """Renew the lease until the block ends. Raises Problem if the lease ends first."""
         while not self._done.wait(self._lease_seconds / BEATS_PER_LEASE):
-            # A lease runs at the latest from when its renewal was asked for.
+            # Count the lease from the request, the earliest moment at which it can have been renewed.
             asked_at = self._clock()
             try:
                 self._lease_seconds = min(self._heartbeat().lease_seconds, self._max_lease_seconds)

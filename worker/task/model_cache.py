@@ -1,4 +1,4 @@
-"""The model that was built last, kept for the next task of the same run."""
+"""Cache of the model built last, for the next task of the same run."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from transformers import PreTrainedModel
 from tessera.shared.model.blocks import Block
 
 Structure = tuple[tuple[str, type, int], ...]
-"""A model's modules: the name, class and number of hooks of each."""
+"""Name, class and number of hooks of each of a model's modules."""
 
 
 @dataclass(frozen=True)
 class Built:
-    """A model as it was built."""
+    """A built model and its structure at that time."""
 
     run: str
     digest: str
@@ -25,18 +25,18 @@ class Built:
 
 
 class ModelCache:
-    """Room for one model: two would not fit where one does."""
+    """Cache for a single model: memory may not fit two."""
 
     def __init__(self) -> None:
         self._last: Built | None = None
 
     def take(self, run: str, digest: str) -> Built | None:
-        """Return the run's model, if it is here, and leave nothing behind."""
+        """Remove the cached model and return it if it is this run's."""
         last, self._last = self._last, None
         return last if last and (last.run, last.digest) == (run, digest) else None
 
     def keep(self, built: Built) -> None:
-        """Keep a model, unless a method left modules or hooks in it that must be no part of the next round's."""
+        """Cache a model unless a method changed its modules or hooks."""
         if structure_of(built.model) == built.structure:
             self._last = built
 

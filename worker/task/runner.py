@@ -35,15 +35,14 @@ CLOCK_RULES = ("max_task_seconds", "max_minutes_per_day")
 
 @dataclass(frozen=True)
 class TaskRunner(TaskEnvironment):
-    """One worker's way to do a task. The site's rules stand at three gates: before anything is fetched (`admission`),
-    before data are read (`train`, `evaluate`), and before anything leaves (`upload`)."""
+    """Executor of a worker's tasks. The site's rules apply at three gates: before anything is fetched (`admission`),
+    before data are read (`train`, `evaluate`) and before anything leaves (`upload`)."""
 
     def run(self, task: Task, check: Check, report: Report) -> None:
-        """Do a task to its end: when this returns, the coordinator has accepted the result.
+        """Execute a task; when this returns, the coordinator has accepted the result.
 
-        Raises PolicyViolation before anything that the site forbids is done, Unapproved before anything is done for a
-        run without approval, Problem for what the coordinator refuses, whatever `check` raises to end the task early,
-        and other exceptions for a task that cannot be done.
+        Raises PolicyViolation before any forbidden step, Unapproved before any work for an unapproved run, Problem
+        if the coordinator refuses, the exceptions of `check`, and other exceptions if the task fails.
         """
         run = TaskRun(self, task, check, report, Journal(TaskRef.of(task), task.dataset, self.audit, self.ledger))
         run.journal.note(
@@ -76,27 +75,27 @@ class TaskRunner(TaskEnvironment):
         self.models.keep(loaded.built)
 
     def spent(self) -> dict[str, float]:
-        """Return what runs have spent of each data set that has a privacy budget: the least budget that admits it."""
-        found = {}
+        """Return the epsilon spent of each data set with a budget; infinite after an uncovered use without noise."""
+        spent = {}
         for name, most in self.allowances.items():
-            # What cannot be read or added up here refuses the tasks themselves, and says why.
+            # A task on a data set with an unreadable ledger fails and reports why.
             with suppress(LedgerError, OSError, ImportError):
                 entries = self.ledger.latest(name) if self.ledger else ()
-                found[name] = math.inf if most.uncovered(entries) else least_budget_of(noisy_in(entries), most.delta)
-        return found
+                spent[name] = math.inf if most.uncovered(entries) else least_budget_of(noisy_in(entries), most.delta)
+        return spent
 
     def may_measure(self, dataset: str, examples: int) -> bool:
-        """Return whether versions may be measured on so many examples of a data set that nothing trains on."""
+        """Return whether versions may be evaluated on `examples` of an evaluation-only data set."""
         rules = (self.policy.require_privacy, self.allowances.get(dataset))
         return examples >= self.policy.min_evaluation_examples and all(rule.evaluations for rule in rules if rule)
 
 
 @contextmanager
 def _settling(private: PrivateTask | None) -> Iterator[None]:
-    """Take back what a private task has reserved if the block ends before anything leaves.
+    """Release a private task's reserved budget if the block ends for a reason independent of the data.
 
-    That is so of ends which follow from nothing that was computed: the coordinator's doing, the line's, a person's,
-    the clock's. Any other failure is told, and may depend on what came of the data: it counts as something that left.
+    Such reasons are the coordinator, the network, a person or the clock. Any other failure is reported and may
+    depend on the data, so the budget counts as spent.
     """
     try:
         yield

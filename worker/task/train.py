@@ -1,4 +1,4 @@
-"""The stage that trains: the second gate for what is to leave, and the method's way from batches to a result."""
+"""The training stage, with the second gate: the plan is checked before data are read."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 def train(
     run: TaskRun, loaded: Loaded, dataset: Dataset, private: PrivateTask | None
 ) -> tuple[LocalResult, TrainingStats]:
-    """Return what the method made of the data.
+    """Train by the method and return its result.
 
-    Raises PolicyViolation, TaskFailure, TrainingDiverged, SelectorError, and what the method's worker half raises.
+    Raises PolicyViolation, TaskFailure, TrainingDiverged, SelectorError and exceptions of the method's worker half.
     """
     env, task, report = run.env, run.task, run.report
     half, context = loaded.half, loaded.context
     loaded.personalise()
     _check_plan(run, loaded)
     report.examples = dataset.examples
-    # Choosing what trains may look at the data too, for which nobody counts steps.
+    # Selecting blocks may read data too; no steps are counted for that.
     report.begin("training")
     if private:
         dataset = dataset.padded()
@@ -38,8 +38,8 @@ def train(
         synthetic_examples = {**context.synthetic_examples(dataset, 1), **dataset.common}
         context.placeholder = {name: tensor.to(env.device) for name, tensor in synthetic_examples.items()}
     else:
-        # Not when the update leaves: a heartbeat may tell the loss of the first batches, and a failure of the
-        # choice is told too.
+        # Before training, not at upload: heartbeats already report the loss of the first batches, and a failed
+        # selection is reported too.
         run.journal.note_exact(dataset.examples, "training")
     batches = Batches(dataset, task.training.batch_size, env.device)
     selected = half.select(context, private.watched(batches) if private else batches)
@@ -48,7 +48,7 @@ def train(
     phases = half.phases(context, selected)
     env.policy.check_epochs(sum(epochs_of(phase, task.training) for phase in phases))
     least = env.policy.min_evaluation_examples
-    # Training that fails puts none back: its scale is good for nothing.
+    # Failed training does not put the scaler back: its scale is unusable.
     scaler = env.scalers.pop(task.run, None) or gradient_scaler(task.training, env.device)
     trainer = Trainer(half, context, task.training, env.device, run.check, private, report, least, scaler)
     stats = trainer.train(phases, dataset, task.seed)
@@ -62,13 +62,11 @@ def train(
 
 
 def _check_plan(run: TaskRun, loaded: Loaded) -> None:
-    """Judge the plan on our own block table, before any data is read. Raises PolicyViolation, TaskFailure."""
+    """Check the plan against our own block table before any data is read. Raises PolicyViolation, TaskFailure."""
     upload, context, policy = run.task.plan.upload, loaded.context, run.env.policy
     private = [*loaded.half.private().resolve(context.blocks), *context.private]
     policy.check_private(block for block in private if upload.holds(block))
     asked = upload.resolve(context.blocks)
     policy.check_upload(asked)
     if baseless := sorted(block.name for block in asked if block.name not in loaded.bases):
-        raise TaskFailure(
-            "invalid-plan", f"an update is a difference, and the plan fetches no base for {baseless[:8]}"
-        )
+        raise TaskFailure("invalid-plan", f"the plan uploads blocks that it does not fetch as a base: {baseless[:8]}")

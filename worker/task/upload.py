@@ -1,4 +1,4 @@
-"""The third gate, egress: what a task made is judged, held for release if it must be, audited, and only then sent."""
+"""The third gate, egress: a result is checked, held for release if required, audited, and only then sent."""
 
 from __future__ import annotations
 
@@ -42,24 +42,24 @@ PAUSE_SECONDS = 0.5
 
 @dataclass(frozen=True)
 class Sent:
-    """An update that has left, or goes along with the submission: then `data` are its bytes."""
+    """An uploaded update, or an inline one, whose bytes are `data`."""
 
     digest: str
     data: bytes | None = None
     audit_head: str | None = None
-    """The digest of the entry of the site's audit that says so."""
+    """Digest of the audit entry that records it."""
 
 
 @dataclass(frozen=True)
 class Egress:
-    """The way out of a worker for what one task made."""
+    """Egress of one task's result from the worker."""
 
     run: TaskRun
     snapshot: RunSnapshot
     private: PrivateTask | None = None
 
     def upload(self, result: LocalResult, loaded: Loaded, examples: int) -> Sent:
-        """Write the update of what was trained, and send it unless it goes along with the submission.
+        """Write the update and upload it, unless it is small enough to be sent inline.
 
         Raises TaskFailure, PolicyViolation, UpdateWithheld, OverBudget, Problem.
         """
@@ -97,7 +97,7 @@ class Egress:
             return Sent(digest, data, head)
 
     def submit(self, update: Sent, keep: Mapping[str, Array], examples: int) -> None:
-        """Submit the update. What the site keeps waits beside the vault until a receipt says that it was merged."""
+        """Submit the update. `keep` stays staged beside the vault until a receipt confirms the merge."""
         env, task = self.run.env, self.run.task
         submission = Submission(
             token=task.token,
@@ -113,7 +113,7 @@ class Egress:
         try:
             view = env.coordinator.submit(task.id, submission)
         except Problem as problem:
-            # Without an answer the file stays staged, and the vault asks later what became of the task.
+            # Without an answer the file stays staged; the vault asks for the task's outcome later.
             if not problem.retryable:
                 staged.discard()
             raise
@@ -124,7 +124,7 @@ class Egress:
             staged.discard()
 
     def submit_evaluation(self, examples: int) -> None:
-        """Submit what was measured on so many examples."""
+        """Submit the metrics measured on `examples`."""
         env, task, metrics = self.run.env, self.run.task, self.run.report.metrics
         if env.history:
             env.history.add(self.snapshot, env.policy)
@@ -150,39 +150,38 @@ class Egress:
     # ------------------------------------------------------------ before an update leaves
 
     def _write(self, file: BinaryIO, changes: Sequence[TrainedBlock]) -> bool:
-        """Write the update. Return whether it says exactly what the changes are."""
+        """Write the update. Return whether it is lossless."""
         task, budget = self.run.task, self._budget()
         if budget is not None:
             write_within(file, task.codec, changes, budget, task.seed)
             return False
         lossless = pipeline.parse(task.codec).lossless
-        # What is lossless may as well be sent as it is, where that takes less time.
+        # On a fast line, raw bytes take less time than lossless compression.
         codec = pipeline.RAW if lossless and self.run.env.coordinator.fast_line else task.codec
         write_update(file, codec, changes, task.seed)
         return lossless
 
     def _budget(self) -> int | None:
-        """Return the most bytes that the update may have, by what the run says and the site's line."""
+        """Return the update's size limit in bytes, by the run's budget and the site's bandwidth."""
         rate, seconds = self.run.env.resources.get("upload_bytes_per_second"), self.run.task.upload_seconds
         by_line = int(rate * seconds) if rate and seconds else None
         return min((limit for limit in (self.run.task.upload_budget, by_line) if limit is not None), default=None)
 
     def _settle(self, path: Path, changes: Sequence[TrainedBlock], feedback: Feedback) -> float:
-        """Read the file as the coordinator will, and keep what codecs left out. Return the error that they caused."""
+        """Decode the file as the coordinator will and store the residuals. Return the codecs' relative error."""
         asked = {change.block.name: change.block for change in changes}
         bases = {change.block.name: change.base for change in changes}
         sent = read_update(lambda: path.open("rb"), path.stat().st_size, asked, bases)
         return feedback.settle(changes, sent, self.run.task.round)
 
     def _check_egress(self, path: Path, asked: Sequence[Block], keep: Collection[str]) -> None:
-        """Judge the very file that is about to leave, whatever was meant to be in it. Raises PolicyViolation."""
+        """Check the file itself that is about to leave. Raises PolicyViolation."""
         nbytes = path.stat().st_size
         with path.open("rb") as file:
             header = read_header(file, nbytes)
         self.run.env.policy.check_egress(header.entries, nbytes, asked, keep)
 
     def _summary(self, digest: str, path: Path, changes: Sequence[TrainedBlock], examples: int) -> Summary:
-        """Return what the update would tell."""
         return summary_of(
             self.run.journal.task,
             orchestrator=self.run.task.orchestrator,
@@ -197,7 +196,7 @@ class Egress:
         )
 
     def _hold(self, airlock: Airlock, path: Path, summary: Summary) -> None:
-        """Wait until a person has released the update. Raises UpdateWithheld."""
+        """Wait until a person releases the update. Raises UpdateWithheld."""
         self.run.journal.note("update.hold", id=summary.id, update=summary.update, bytes=summary.nbytes)
         try:
             decision = airlock.hold(path, summary, self.run.check)
@@ -206,10 +205,10 @@ class Egress:
             raise
         self.run.journal.note("update.release", id=summary.id, update=summary.update, by=decision.by)
         if digest_at(path) != decision.update:
-            raise PolicyViolation("airlock", "what would leave is not what was released")
+            raise PolicyViolation("airlock", "the file changed after its release")
 
     def _note_leaving(self, summary: Summary) -> str | None:
-        """Add what leaves to the audit, before it does. Return the entry's digest."""
+        """Record the update in the audit before it leaves. Return the entry's digest."""
         return self.run.journal.note(
             "update.leave",
             dataset=summary.dataset,
@@ -225,7 +224,7 @@ class Egress:
         )
 
     def _counting(self) -> Callable[[int], None]:
-        """Return what counts each piece as it is sent, and keeps to the site's rate."""
+        """Return a callback that counts each piece sent and keeps to the site's upload rate."""
         rate = self.run.env.policy.max_upload_bytes_per_second
         throttle = Throttle(rate, self.run.check) if rate else None
 
@@ -239,24 +238,26 @@ class Egress:
 
 
 def _changes(result: LocalResult, bases: Mapping[str, BlobTensor]) -> list[TrainedBlock]:
-    """Return what is sent, in the block table's order.
+    """Return the blocks to send, in the block table's order.
 
-    Raises TaskFailure for what is no block, or of another shape.
+    Raises TaskFailure for an unknown block or a wrong shape.
     """
     if unknown := sorted(set(result.upload) - set(bases)):
-        raise TaskFailure("invalid-result", f"the method sends what was not fetched: {unknown[:8]}")
+        raise TaskFailure("invalid-result", f"the method sends blocks that were not fetched: {unknown[:8]}")
     changes = []
     for name, base in bases.items():
         if name in result.upload:
             values = result.upload[name]
             if values.shape != base.shape:
-                raise TaskFailure("invalid-result", f"{name} has shape {base.shape}, not {values.shape}")
+                raise TaskFailure(
+                    "invalid-result", f"{name}: the method returned shape {values.shape}, expected {base.shape}"
+                )
             changes.append(TrainedBlock(base.block, ArrayTensor(values, base.dtype), base))
     return changes
 
 
 def _blocks_out(path: Path, changes: Sequence[TrainedBlock]) -> dict[str, BlockOut]:
-    """Return what is in an update file, by block."""
+    """Return the size and norm of each block in an update file."""
     with path.open("rb") as file:
         entries = read_header(file, path.stat().st_size).entries
     return {
@@ -271,10 +272,7 @@ def _norm(change: TrainedBlock) -> float:
 
 
 class Throttle:
-    """A limit of `bytes_per_second` on average: after each piece it waits for as long as that should have taken.
-
-    `check` is called while it waits, and may raise.
-    """
+    """Limit of `bytes_per_second` on average: waits after each piece. `check` runs while waiting and may raise."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Which codec each block of an update is sent by, so that the update fits into so many bytes with little error."""
+"""Choice of a codec per block so that an update fits a byte budget with little error."""
 
 from __future__ import annotations
 
@@ -23,35 +23,35 @@ COARSER = (
     "delta+topk=0.05+shuffle+zstd",
     "delta+topk=0.01+shuffle+zstd",
 )
-"""What a block may be sent by in place of the run's codec, each smaller and less exact than the one before."""
+"""Codecs that may replace the run's, each smaller and less exact than the one before."""
 
 TRIES = 8
 
 
 class OverBudget(ValueError):
-    """No codec makes the update small enough."""
+    """An update that exceeds its budget with every codec."""
 
 
 @dataclass(frozen=True)
 class Rung:
-    """One codec of a block, and what it would come to, as a sample of the block tells."""
+    """Estimated size and error of a block under one codec, from a sample of the block."""
 
     codec: str
     nbytes: float
     error: float
-    """The sum of squares of what it would miss."""
+    """Sum of squared errors."""
 
 
 def write_within(file: BinaryIO, codec: str, changes: Sequence[TrainedBlock], budget: int, seed: int = 0) -> None:
-    """Write an update of at most `budget` bytes, header and all. `file` must be seekable.
+    """Write an update of at most `budget` bytes, including the header, to a seekable file.
 
-    The run's codec where it fits, and else, block by block, the coarser one that costs the least error for the bytes
-    that it saves. Raises OverBudget, saying how small the update can be made.
+    Every block starts with the run's codec; while the update is too large, the block with the least error per byte
+    saved moves to the next coarser one. Raises OverBudget with the smallest size reached.
     """
     ladders = [_ladder(codec, change, seed) for change in changes]
     room, over = float(budget), 0
     for attempt in range(TRIES):
-        # At the last as small as it goes.
+        # The last attempt uses the smallest codecs.
         chosen = _fitted(ladders, room if attempt < TRIES - 1 else 0)
         file.seek(0)
         file.truncate()
@@ -60,13 +60,15 @@ def write_within(file: BinaryIO, codec: str, changes: Sequence[TrainedBlock], bu
         over = file.seek(0, 2) - budget
         if over <= 0:
             return
-        # A sample is not the block, and the header has its bytes too.
+        # Sizes are estimates, and the header adds bytes.
         room -= (1 + attempt / 2) * over
-    raise OverBudget(f"the update can be made no smaller than about {budget + over} bytes, and {budget} are allowed")
+    raise OverBudget(
+        f"the update needs about {budget + over} bytes even with the smallest codecs; {budget} are allowed"
+    )
 
 
 def _fitted(ladders: Sequence[Sequence[Rung]], budget: float) -> list[Rung]:
-    """From each ladder the rung that is taken: down from the first ones, the cheapest step next, until all fit."""
+    """Return one rung per ladder: start at the top and take the cheapest step down until all fit."""
     places = [0] * len(ladders)
     total = sum(ladder[0].nbytes for ladder in ladders)
     steps = [(_price(ladder, 0), n) for n, ladder in enumerate(ladders) if len(ladder) > 1]
@@ -82,7 +84,7 @@ def _fitted(ladders: Sequence[Sequence[Rung]], budget: float) -> list[Rung]:
 
 
 def _price(ladder: Sequence[Rung], place: int) -> float:
-    """Error that the next step down costs per byte that it saves."""
+    """Return the error added per byte saved by the next step down."""
     here, next_ = ladder[place], ladder[place + 1]
     return (next_.error - here.error) / (here.nbytes - next_.nbytes)
 
@@ -99,7 +101,7 @@ def _ladder(codec: str, change: TrainedBlock, seed: int) -> list[Rung]:
 
 @dataclass(frozen=True)
 class _Sample:
-    """The chunk in the middle of a change, as a change of its own."""
+    """The middle chunk of a change, as a change of its own."""
 
     whole: TrainedBlock
     part: TrainedBlock
@@ -112,7 +114,7 @@ class _Sample:
         return cls(change, TrainedBlock(block, ArrayTensor(values, block.dtype), ArrayTensor(bases, block.dtype)))
 
     def rung(self, codec: str, seed: int) -> Rung:
-        # What works on a whole matrix cannot be tried on a piece of one.
+        # Low-rank codecs need the whole matrix.
         change = self.whole if pipeline.parse(codec).lowrank else self.part
         share = change.block.numel / self.whole.block.numel
         data = b"".join(pipeline.encode(codec, change, np.random.Generator(np.random.SFC64(seed))))

@@ -96,7 +96,7 @@ def test_a_round_that_closes_meanwhile_ends_the_wait(tmp_path: Path) -> None:
     until(desk.held)
     closed.set()
     assert isinstance(holding.outcome(), RoundClosed)
-    with pytest.raises(AirlockError, match="none begin with 'abcdef'"):
+    with pytest.raises(AirlockError, match="no held updates have an id beginning with 'abcdef'"):
         desk.decide("abcdef", "release", "ann")
 
 
@@ -109,7 +109,7 @@ def test_a_decision_is_made_once_and_on_one_update(tmp_path: Path) -> None:
     place.mkdir()
     (place / "summary.json").write_text(summary().model_dump_json())
     desk.decide("abcdef", "withhold", "ann")
-    with pytest.raises(AirlockError, match="was decided already"):
+    with pytest.raises(AirlockError, match="was already decided"):
         desk.decide("abcdef", "release", "bob")
 
 
@@ -160,5 +160,5 @@ def test_what_was_changed_after_its_release_does_not_leave(tmp_path: Path) -> No
     nothing: Any = None
     airlock: Any = SimpleNamespace(hold=lambda *_: released)
     run: Any = SimpleNamespace(journal=SimpleNamespace(note=lambda *_, **__: None), check=lambda: None)
-    with pytest.raises(PolicyViolation, match="not what was released"):
+    with pytest.raises(PolicyViolation, match="the file changed after its release"):
         Egress(run, nothing)._hold(airlock, path, told)

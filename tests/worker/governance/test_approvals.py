@@ -122,9 +122,9 @@ def test_the_workers_of_a_site_ask_once(asking: Asking, tmp_path: Path) -> None:
 def test_a_name_that_could_be_two_runs_decides_nothing(asking: Asking) -> None:
     asking.code(task("r1"))
     asking.code(task("r2"))
-    with pytest.raises(InboxError, match="any of the runs r1, r2"):
+    with pytest.raises(InboxError, match="matches the runs r1, r2"):
         asking.decide("r")
-    with pytest.raises(InboxError, match="no run 'x' has asked"):
+    with pytest.raises(InboxError, match="no run 'x' has requested approval here"):
         asking.decide("x")
     with pytest.raises(InboxError):
         asking.decide("")

@@ -46,7 +46,7 @@ def test_a_run_s_record_of_the_version_before_is_read_and_still_binds_the_run(tm
     (tmp_path / "r.json").write_text(json.dumps({"terms": OLD_TERMS, "versions": {}, "handed": {}}))
     history = RunHistory(tmp_path, "w")
     history.check(RunSnapshot.of(task()), Policy())
-    with pytest.raises(PolicyViolation, match="was another before, in normalization"):
+    with pytest.raises(PolicyViolation, match="has changed its normalization"):
         history.check(RunSnapshot.of(task("cohort")), Policy())
 
 

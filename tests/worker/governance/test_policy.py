@@ -96,10 +96,10 @@ def test_a_site_that_requires_privacy_is_measured_only_if_it_says_so() -> None:
 @pytest.mark.parametrize(
     ("asked", "for_evaluation", "said"),
     [
-        (task(kind="evaluate"), False, "no version is measured on what trains"),
+        (task(kind="evaluate"), False, "no version is evaluated on it"),
         (task(kind="evaluate", held_out=True), False, None),
         (task(kind="evaluate"), True, None),
-        (task(), True, "nothing trains on it"),
+        (task(), True, "is for evaluation only"),
         (task(), False, None),
     ],
 )

@@ -53,7 +53,7 @@ def test_a_task_whose_plan_is_another_is_an_honest_retry_and_counted(tmp_path: P
     seen = RunHistory(tmp_path, "w")
     for stage in ("train", "again"):
         seen.add(task(1, plan=Plan(stage=stage)), Policy(max_attempts=2))
-    assert refused(seen, task(1), "max_attempts", 2) == "round 1 was handed in 2 times, which is allowed"
+    assert refused(seen, task(1), "max_attempts", 2) == "round 1 was already submitted 2 times (policy.max_attempts)"
 
 
 def test_what_was_handed_in_is_remembered_after_a_restart(tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ def test_a_central_evaluation_is_of_another_data_set_and_an_earlier_version(tmp_
     evaluation = {"kind": "evaluate", "dataset": "test", "round": 60}
     seen.add(task(61, **evaluation), Policy(max_attempts=10))
     refused(seen, task(61, DIGESTS[1], **evaluation), "version")
-    assert "older than what is remembered" in refused(seen, task(2, **evaluation), "version")
+    assert "older than the versions kept" in refused(seen, task(2, **evaluation), "version")
     refused(seen, task(67, dataset="test"), "run")
 
 
@@ -111,7 +111,7 @@ def test_what_was_measured_is_counted_for_all_runs_and_workers_that_share_it(tmp
     south.measure("wards", policy)
     assert RunHistory(tmp_path, "north").measured("wards") == 2
     for asked in (lambda: north.check(task(1, **measuring), policy), lambda: north.measure("wards", policy)):
-        with pytest.raises(PolicyViolation, match="2 versions were measured on the data set 'wards'") as violation:
+        with pytest.raises(PolicyViolation, match="2 evaluations on the data set 'wards' were made") as violation:
             asked()
         assert violation.value.rule == "max_evaluations"
     north.check(task(1), policy)
@@ -130,7 +130,7 @@ def test_what_all_updates_of_a_run_may_have_is_counted_for_the_workers_that_shar
     policy = Policy(max_run_upload_bytes=1000)
     RunHistory(tmp_path, "north").add(task(1), policy, 600)
     south = RunHistory(tmp_path, "south")
-    with pytest.raises(PolicyViolation, match="would come to 1001 bytes, more than the 1000 allowed") as violation:
+    with pytest.raises(PolicyViolation, match="would total 1001 bytes, more than the 1000 allowed") as violation:
         south.add(task(1), policy, 401)
     assert violation.value.rule == "max_run_upload_bytes"
     south.add(task(1), policy, 400)

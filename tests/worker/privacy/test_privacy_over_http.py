@@ -121,7 +121,8 @@ def test_a_run_without_privacy_may_not_train_on_data_that_have_a_budget(
     (task,) = tasks_of(client, run)
     assert run.state != "completed"
     assert task.problem
-    assert "privacy: the data set 'digits' has a budget, and the run no privacy" in task.problem.detail
+    expected = "privacy: the data set 'digits' has a budget, but the run has no differential privacy"
+    assert expected in task.problem.detail
     assert Ledger(tmp_path / "a" / "ledger").read("digits") == ()
 
 
@@ -164,7 +165,7 @@ def test_a_private_run_does_not_train_on_a_part_that_depends_on_all_examples(
         run = ended(client, privacy=PRIVACY)
     (task,) = tasks_of(client, run)
     assert task.problem
-    assert "policy-violation: part: 'digits' is a part of a partition" in task.problem.detail
+    assert "policy-violation: part: 'digits' is one part of a partition" in task.problem.detail
     assert Ledger(tmp_path / "a" / "ledger").read("digits") == ()
 
 

@@ -305,7 +305,7 @@ CASES = [
     ),
     Case(
         "blocks without the base that a difference needs",
-        "invalid-plan: .*no base",
+        "invalid-plan: .*does not fetch as a base",
         says(plan={"fetch": named("vit.layernorm*")}),
     ),
     Case("blocks that no model has", "invalid-plan: no block matches", says(plan={"upload": named(PATH)})),
@@ -320,7 +320,7 @@ CASES = [
     # ---------------------------------------------------------------- models
     Case(
         "another model in the middle of a run",
-        "policy-violation: run: .* in model$",
+        "policy-violation: run: .* has changed its model$",
         lambda scene: {"model": scene.config(num_hidden_layers=2)["model"]},
     ),
     Case(
@@ -338,7 +338,7 @@ CASES = [
     ),
     Case(
         "a model of gigabytes of which there is no version",
-        "invalid-version: the blob of .* has not",
+        "invalid-version: .*: the blob has \\d+ bytes, not",
         lambda scene: scene.claimed(hidden_size=8192, intermediate_size=8192),
     ),
     Case(
@@ -442,7 +442,7 @@ CASES = [
     ),
     Case(
         "a version of other blocks",
-        "invalid-version: .*differ in the blocks \\['extra'\\]",
+        "invalid-version: .*have different blocks: \\['extra'\\]",
         lambda scene: scene.manifest(
             blocks={**scene.client.manifest(scene.run.version.digest).blocks, "extra": "sha256:" + "0" * 64}
         ),
@@ -503,7 +503,7 @@ CASES = [
     ),
     Case(
         "server state that is not there",
-        "invalid-plan: the version holds no memory",
+        "invalid-plan: the version has no server state named",
         says(plan={"server_state": ["secrets*"]}),
     ),
     # ---------------------------------------------------------------- training
@@ -518,7 +518,9 @@ CASES = [
         says(**OTHER_RUN, method={"name": "fedrep", "settings": {"head_epochs": 500}}),
     ),
     Case(
-        "more epochs in the middle of a run", "policy-violation: run: .* in training$", says(training={"epochs": 2})
+        "more epochs in the middle of a run",
+        "policy-violation: run: .* has changed its training$",
+        says(training={"epochs": 2}),
     ),
     Case(
         "a batch of everything",
@@ -542,12 +544,12 @@ CASES = [
     ),
     Case(
         "a method in the middle of another's run, for what that one kept",
-        "policy-violation: run: .* in method$",
+        "policy-violation: run: .* has changed its method$",
         says(method={"name": "fedavg"}),
     ),
     Case(
         "another idea of what is private in the middle of a run",
-        "policy-violation: run: .* in method$",
+        "policy-violation: run: .* has changed its method$",
         says(method={"name": "fedper", "settings": {"private": [{"roles": ["norm"]}]}}),
     ),
     Case(
@@ -574,36 +576,40 @@ CASES = [
         says(**OTHER_RUN, dataset="clinic"),
         at="strict",
     ),
-    Case("another data set in the middle of a run", "policy-violation: run: .* in dataset$", says(dataset="clinic")),
+    Case(
+        "another data set in the middle of a run",
+        "policy-violation: run: .* has changed its dataset$",
+        says(dataset="clinic"),
+    ),
     garbled("a data set whose name is a path", "/dataset", dataset=PATH),
     garbled("training on what is held out", "nothing trains on what is held out", held_out=True),
     Case(
         "figures of too few examples",
-        "policy-violation: min_evaluation_examples: figures of 33",
+        "policy-violation: min_evaluation_examples: metrics of 33",
         says(kind="evaluate", held_out=True),
         at="strict",
     ),
     Case(
         "privacy switched off",
-        "policy-violation: privacy: .*the run no privacy",
+        "policy-violation: privacy: .*the run has no differential privacy",
         says(**OTHER_RUN, privacy=None),
         at="budget",
     ),
     Case(
         "privacy switched off where the site has no budget",
-        "policy-violation: run: .* in privacy$",
+        "policy-violation: run: .* has changed its privacy$",
         says(privacy=None),
         at="private",
     ),
     Case(
         "another delta in the middle of a run",
-        "policy-violation: run: .* in privacy$",
+        "policy-violation: run: .* has changed its privacy$",
         says(privacy={"delta": 1e-3}),
         at="budget",
     ),
     Case(
         "more epsilon in the middle of a run",
-        "policy-violation: run: .* in privacy$",
+        "policy-violation: run: .* has changed its privacy$",
         says(privacy={"epsilon": 900}),
         at="budget",
     ),
@@ -632,7 +638,7 @@ CASES = [
     ),
     Case(
         "exact figures of data with a budget",
-        "policy-violation: privacy: no version is measured",
+        "policy-violation: privacy: .* has a budget that does not allow evaluations",
         says(kind="evaluate", held_out=True),
         at="budget",
     ),
@@ -664,7 +670,7 @@ CASES = [
     # ---------------------------------------------------------------- views
     Case(
         "two versions under one number",
-        "policy-violation: version: version 0 of the run .* was another",
+        "policy-violation: version: version 0 of run .* has changed its digest",
         lambda scene: {
             "round": 1,
             "version": {"number": 0, "digest": scene.manifest(scalars={"x": 1.0})["version"]["digest"]},
@@ -696,7 +702,7 @@ CASES = [
     ),
     Case(
         "the same round again and again",
-        "policy-violation: max_attempts: round 2 was handed in 1 times",
+        "policy-violation: max_attempts: round 2 was already submitted 1 times",
         lambda scene: {"round": 2, "seed": scene.last_seed(), "version": scene.version(1)},
         at="strict",
     ),

@@ -79,7 +79,7 @@ def test_blocks_that_move_least_are_sent_least_exactly() -> None:
 
 
 def test_a_budget_that_nothing_keeps_to_is_refused_with_what_it_would_take() -> None:
-    with pytest.raises(OverBudget, match=r"no smaller than about \d+ bytes, and 900 are allowed"):
+    with pytest.raises(OverBudget, match=r"needs about \d+ bytes even with the smallest codecs; 900 are allowed"):
         written(900)
 
 
