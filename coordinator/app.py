@@ -1,7 +1,5 @@
 """The composition root of the HTTP side."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

@@ -1,7 +1,5 @@
 """The commands of `tessera coordinator`."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,7 +1,5 @@
 """The coordinator's settings, read once from the environment (`TESSERA_...`)."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any, Literal, Self

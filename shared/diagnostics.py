@@ -1,7 +1,5 @@
 """Checks that `doctor` commands run, and where each setting comes from."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """Bytes hashed as they are written, so that they need not be read again."""
 
-from __future__ import annotations
-
 import hashlib
 from pathlib import Path
 from typing import Protocol

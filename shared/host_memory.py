@@ -1,7 +1,5 @@
 """The memory limit of this process, and the C library's handling of freed memory."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 from pathlib import Path

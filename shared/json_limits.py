@@ -1,7 +1,5 @@
 """Limits on a JSON document from a peer, checked before it is parsed."""
 
-from __future__ import annotations
-
 import json
 
 MAX_VALUES = 1 << 22

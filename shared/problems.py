@@ -36,8 +36,6 @@ Problem
    `- StoreAway          the object store does not answer
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Self
 

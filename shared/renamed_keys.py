@@ -3,8 +3,6 @@
 Documents that are hashed keep their old names and are read by these; what people write is refused with the new name.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Settings of a run that no method owns: local training, differential privacy, hours."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterable

@@ -4,8 +4,6 @@ Requests that people write refuse fields they do not know, since a misspelt sett
 Messages between coordinator and worker ignore them, so that versions one apart still understand each other.
 """
 
-from __future__ import annotations
-
 import json
 from typing import Annotated, Generic, Literal, TypeVar
 

@@ -1,7 +1,5 @@
 """Format of tokens and codes, for the code that creates them and the code that checks them."""
 
-from __future__ import annotations
-
 import hashlib
 import secrets
 

@@ -1,7 +1,5 @@
 """Properties of hosts and URLs that follow from their text."""
 
-from __future__ import annotations
-
 import os
 import re
 from ipaddress import IPv6Address, IPv6Network, ip_address

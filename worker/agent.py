@@ -1,7 +1,5 @@
 """The worker's loop: claim, do, submit, again."""
 
-from __future__ import annotations
-
 import time
 from contextlib import AbstractContextManager, suppress
 from datetime import timedelta

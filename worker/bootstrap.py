@@ -1,7 +1,5 @@
 """A worker's parts, put together as its settings say."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import structlog

@@ -1,7 +1,5 @@
 """The checks of `tessera worker doctor`: the way to the coordinator, machine, data, policy, line."""
 
-from __future__ import annotations
-
 import difflib
 import importlib
 import os

@@ -1,8 +1,6 @@
 """How a worker comes to be admitted, and how its secret is replaced: either way the secret is made here, and only its
 hash is told."""
 
-from __future__ import annotations
-
 import json
 import re
 import socket

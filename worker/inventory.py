@@ -1,7 +1,5 @@
 """What a worker's settings name of this machine: its data sets, its device and its mapping files."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path

@@ -1,8 +1,6 @@
 """What a worker tells Prometheus. It listens to nobody, so it writes a file that node_exporter's textfile collector
 reads."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import structlog

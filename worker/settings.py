@@ -14,8 +14,6 @@ file = "/data/ward-images.safetensors"
 never_send = ["*embeddings*"]
 """
 
-from __future__ import annotations
-
 import os
 import ssl
 import tomllib

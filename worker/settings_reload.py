@@ -1,7 +1,5 @@
 """Changes to the settings file of a running worker: the policy and the budgets apply without a restart."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

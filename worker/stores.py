@@ -3,8 +3,6 @@
 Needs no torch, so that the commands that only read them start at once.
 """
 
-from __future__ import annotations
-
 from contextlib import suppress
 
 from tessera.worker.governance.airlock import AIRLOCK_FOLDER, Airlock

@@ -1,7 +1,5 @@
 """Endpoints for administrators: tokens, the audit chain, status and metrics."""
 
-from __future__ import annotations
-
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST

@@ -4,8 +4,6 @@ Uploads follow the IETF draft 'Resumable Uploads for HTTP' (draft-ietf-httpbis-r
 responses, which the server cannot send.
 """
 
-from __future__ import annotations
-
 import base64
 import binascii
 import re

@@ -1,7 +1,5 @@
 """Dependencies of handlers: authentication, permitted roles, and common parameters."""
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """Endpoints for workers that request enrolment, and for the administrators who admit them."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Query, Request

@@ -1,7 +1,5 @@
 """Error responses as problem+json. None contains data of the request's body."""
 
-from __future__ import annotations
-
 import http
 import math
 from collections.abc import Iterable, Iterator

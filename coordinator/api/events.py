@@ -1,7 +1,5 @@
 """Server-sent events for viewers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Annotated
 

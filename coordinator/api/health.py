@@ -1,7 +1,5 @@
 """Health checks and version, without a token."""
 
-from __future__ import annotations
-
 from fastapi import APIRouter, Response
 
 from tessera.coordinator.api.dependencies import Serving

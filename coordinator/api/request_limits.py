@@ -1,7 +1,5 @@
 """Request bodies with a bounded size and time, and strict JSON."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager

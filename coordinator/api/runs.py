@@ -1,7 +1,5 @@
 """Endpoints for orchestrators: runs, their rounds, versions and measurements."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 from fastapi import APIRouter, Header, Query, Response

@@ -1,7 +1,5 @@
 """Endpoints for administrators and viewers: sites and their workers."""
 
-from __future__ import annotations
-
 from fastapi import APIRouter
 from sqlalchemy import select
 

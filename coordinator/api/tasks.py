@@ -1,7 +1,5 @@
 """Endpoints for workers: claim a task, renew its lease, report on it."""
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Annotated

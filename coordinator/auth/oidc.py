@@ -4,8 +4,6 @@ Requests go only to the provider that the settings name: URLs of keys in a token
 ignored.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import hmac

@@ -1,7 +1,5 @@
 """Permissions on runs and blobs. A caller without permission gets "not found", so that ids reveal nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 
 from sqlalchemy import Select, select

@@ -1,8 +1,6 @@
 """Sessions of the dashboard. A session that was started with one of our tokens ends with the token; one that was
 started at the OpenID provider ends when the settings name another provider."""
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 import secrets

@@ -1,7 +1,5 @@
 """Authentication by token."""
 
-from __future__ import annotations
-
 from sqlalchemy import ColumnElement, Row, exists, select
 from sqlalchemy.orm import Session
 

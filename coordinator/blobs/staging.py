@@ -4,8 +4,6 @@ Several processes on several machines may share one staging folder. Each holds a
 the file server releases however the process ends.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import shutil

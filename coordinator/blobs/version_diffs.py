@@ -4,8 +4,6 @@ A difference is an update from the earlier version, smaller than the changed blo
 version computes the later one from it and checks each block's digest.
 """
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import dataclass, field
 from typing import BinaryIO

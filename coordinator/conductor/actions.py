@@ -1,7 +1,5 @@
 """The conductor's actions, except for a merge, which is in `merge`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 

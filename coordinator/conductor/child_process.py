@@ -1,7 +1,5 @@
 """The conductor as a child of the process that serves: started again when it dies, gone when its parent is."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

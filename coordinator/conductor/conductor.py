@@ -9,8 +9,6 @@ It keeps nothing that matters in memory, so it may be killed at any moment: what
 look at the tables says what is still to be done.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext

@@ -1,7 +1,5 @@
 """Merging a closed round: from its accepted updates to the next version, and to the next round."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass

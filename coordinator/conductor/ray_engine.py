@@ -5,8 +5,6 @@ comes out to the store. Its machine therefore must reach the database and the bl
 use. What travels by way of Ray are digests and weights.
 """
 
-from __future__ import annotations
-
 import os
 
 import ray

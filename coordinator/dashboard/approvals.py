@@ -1,7 +1,5 @@
 """Enrolments and runs that wait for a person's approval."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

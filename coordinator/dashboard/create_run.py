@@ -1,7 +1,5 @@
 """Creation of a run: a form generated from the API's models, a preview for each site, and the run."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

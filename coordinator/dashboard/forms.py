@@ -1,7 +1,5 @@
 """Forms generated from pydantic models: each field is named by its JSON pointer, which the API's errors use too."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

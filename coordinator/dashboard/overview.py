@@ -1,7 +1,5 @@
 """The overview and its alerts."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime

@@ -1,7 +1,5 @@
 """Aggregates that the dashboard shows beyond the API, computed in the database."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """The dashboard's routes, with its events and static files."""
 
-from __future__ import annotations
-
 from fastapi import APIRouter, FastAPI
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import RedirectResponse, Response

@@ -1,7 +1,5 @@
 """Security headers of every response of the dashboard."""
 
-from __future__ import annotations
-
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 

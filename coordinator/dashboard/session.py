@@ -3,8 +3,6 @@
 The cookie is sent to /page only, so that the API accepts nothing but bearer tokens.
 """
 
-from __future__ import annotations
-
 import base64
 import hmac
 from collections.abc import Awaitable, Callable

@@ -1,7 +1,5 @@
 """Sites and workers, failures, the audit chain, storage."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime

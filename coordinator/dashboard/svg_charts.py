@@ -4,8 +4,6 @@ Every chart has a table with the same values beside it, for people who cannot se
 which the content security policy forbids.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Templates and number formats of the dashboard."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The audit chain: every change of state, in the transaction that makes it (invariant I15)."""
 
-from __future__ import annotations
-
 from contextlib import closing
 from typing import Any
 

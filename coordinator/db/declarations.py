@@ -4,8 +4,6 @@ Each pass over the runs needs all of them, several times a second, and they rare
 text's digest, so no entry can be out of date.
 """
 
-from __future__ import annotations
-
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping

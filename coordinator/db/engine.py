@@ -4,8 +4,6 @@ SQLite or PostgreSQL, and the same code on both: there is one writer at a time o
 transaction has read do not change before it writes.
 """
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import os

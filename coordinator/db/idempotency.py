@@ -1,7 +1,5 @@
 """Idempotency keys: repetitions of a request get its first response, from any process."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable
 from typing import TypeVar

@@ -1,7 +1,5 @@
 """The conductor's writes: opening, merging and ending rounds."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """The input of `decide`: a run at one moment, and the workers that could take part."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace

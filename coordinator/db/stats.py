@@ -3,8 +3,6 @@
 History is never read twice: commits of rounds come from the audit chain, starting where the last read ended.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple

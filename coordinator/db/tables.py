@@ -4,8 +4,6 @@ Instants are seconds since 1970 by the database's clock, so that they compare al
 A column that came later has a default in the schema, so that the version before can still write its rows.
 """
 
-from __future__ import annotations
-
 import json
 import uuid
 from typing import Any

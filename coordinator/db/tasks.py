@@ -1,7 +1,5 @@
 """Workers' writes to tasks: claim, renew, report. Each write carries the fencing token (invariant I4)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property

@@ -1,7 +1,5 @@
 """Guarded writes: each is one UPDATE that must match a row in a state that its event may start from."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from sqlalchemy import ColumnElement, update

@@ -1,7 +1,5 @@
 """The API's views of rows, and their pagination."""
 
-from __future__ import annotations
-
 import base64
 import json
 from collections.abc import Callable, Mapping, Sequence

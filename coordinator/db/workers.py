@@ -1,7 +1,5 @@
 """Sites and their workers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from sqlalchemy import Float, String, Text, bindparam, cast, exists, func, or_, select, update

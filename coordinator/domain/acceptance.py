@@ -1,7 +1,5 @@
 """The check that a report on a task is still valid, for every call after the claim (invariant I4)."""
 
-from __future__ import annotations
-
 from tessera.shared.problems import LeaseLost, Problem, RoundClosed, TaskCancelled
 
 

@@ -5,8 +5,6 @@
 Pure and total: it decides from one snapshot. The conductor executes each action, guarded by the snapshot's state.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

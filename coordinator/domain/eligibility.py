@@ -4,8 +4,6 @@ It does not bind a site, whose worker checks every task by its own policy. It ke
 round, and reports the reasons to the creator of the run.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The expected end of an open round, from earlier rounds and its workers' progress."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median

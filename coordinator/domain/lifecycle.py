@@ -4,8 +4,6 @@ Every write of a state names its event here, and changes a row only if it is in 
 it is a conflict, never an overwrite. `python -m tessera.coordinator.domain.lifecycle` draws the tables.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Preview of a run: the workers that would take part, and the workload of its first round for each."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Collection, Sequence
 from datetime import UTC, datetime, timedelta

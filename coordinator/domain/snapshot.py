@@ -1,7 +1,5 @@
 """Frozen records of a run's state at one moment, from which `decide` decides."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from tessera.shared.api.runs import Cohort

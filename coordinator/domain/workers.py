@@ -1,7 +1,5 @@
 """Live workers, as planning sees them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Free disk space: work that could fill the disk does not start, and a full disk is reported as such."""
 
-from __future__ import annotations
-
 import errno
 import os
 import threading

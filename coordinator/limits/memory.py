@@ -1,7 +1,5 @@
 """Memory in use: near the limit no work starts, because a process above it is killed without warning."""
 
-from __future__ import annotations
-
 import os
 import re
 import threading

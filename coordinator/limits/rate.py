@@ -3,8 +3,6 @@
 Counts are kept in this process alone: a limit need not be exact, and idle polls must cost no database anything.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable

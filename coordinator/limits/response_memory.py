@@ -3,8 +3,6 @@
 A receiver that reads nothing keeps the bytes read for it in memory until its connection is closed.
 """
 
-from __future__ import annotations
-
 import threading
 from collections import Counter
 from collections.abc import Iterator

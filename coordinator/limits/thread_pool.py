@@ -1,7 +1,5 @@
 """A thread pool that is fair to its owners, and locks by name."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncIterator, Callable

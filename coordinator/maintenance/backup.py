@@ -7,8 +7,6 @@ A second backup into the same folder copies only new blobs. The folder has the f
 read and written by the same code.
 """
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 from collections.abc import Iterator

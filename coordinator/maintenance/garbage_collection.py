@@ -5,8 +5,6 @@ commit. A file written since then, because the same bytes were uploaded again, i
 worst a file without a row, which the next pass removes.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields

@@ -5,8 +5,6 @@ to any process resumes after the last event that it received. Each process reads
 after its own changes, on a wakeup, and at every tick.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable

@@ -4,8 +4,6 @@ Both are kept in memory: after a restart workers call again and claims are repea
 database nothing.
 """
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections import defaultdict

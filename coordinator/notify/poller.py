@@ -1,7 +1,5 @@
 """Wakeups for waiting workers in a process that serves while another one conducts."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 

@@ -4,8 +4,6 @@ As in the device grant (RFC 8628), the worker shows a short code and polls. Unli
 secret, and the coordinator stores a hash of it.
 """
 
-from __future__ import annotations
-
 import secrets
 from collections import Counter
 from collections.abc import Sequence

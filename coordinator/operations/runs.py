@@ -1,7 +1,5 @@
 """Creation, preview, pause, resumption and cancellation of runs."""
 
-from __future__ import annotations
-
 from opentelemetry.trace import get_current_span
 
 from tessera.coordinator.auth.permissions import readable_blobs

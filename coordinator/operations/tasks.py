@@ -1,7 +1,5 @@
 """The life of a task as its worker drives it: claim it, renew its lease, report on it."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Callable, Coroutine, Sequence

@@ -1,7 +1,5 @@
 """Checks of what a coordinator needs: database, blobs, disk, limits, and safe settings."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import resource

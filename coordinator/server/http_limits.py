@@ -4,8 +4,6 @@ Uvicorn limits neither the bytes of a request's head, nor the time to send one o
 of connections. This module does. Limits on time follow progress: a slow but active peer is never disconnected.
 """
 
-from __future__ import annotations
-
 import asyncio
 import fcntl
 import http

@@ -1,7 +1,5 @@
 """The serving process, from its sockets to its shutdown."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import socket

@@ -1,7 +1,5 @@
 """Structured logs on standard error, also of what libraries log."""
 
-from __future__ import annotations
-
 import logging
 import sys
 

@@ -4,8 +4,6 @@ Names begin with `tessera_` and end in their unit; labels have bounded values: s
 runs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from prometheus_client import (

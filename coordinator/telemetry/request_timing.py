@@ -1,7 +1,5 @@
 """Durations of requests by route, as a histogram and as spans."""
 
-from __future__ import annotations
-
 from functools import cache
 from secrets import token_hex
 from time import perf_counter

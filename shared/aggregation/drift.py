@@ -4,8 +4,6 @@ Computed from the updates themselves, chunk by chunk in one pass, in float64. A 
 version's; all selected blocks count as one long vector.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import fsum

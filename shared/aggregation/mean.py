@@ -4,8 +4,6 @@ McMahan et al. 2017 (arXiv 1602.05629), Algorithm 1, block by block. Steps, not 
 worker did not send means 'no change' rather than zero, and a block that no worker sent keeps its bytes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 

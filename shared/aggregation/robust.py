@@ -12,8 +12,6 @@ steps in one pass, work out weights on that small matrix, and add the steps up i
 Neither uses BLAS, so that the bits are the same on every machine.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

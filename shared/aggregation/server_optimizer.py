@@ -9,8 +9,6 @@ not merge keeps its value and its moments, bit for bit; a gradient of zero would
 block keeps its moments until it is trained again.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Sites, tokens, enrolments, the audit chain and the coordinator's status."""
 
-from __future__ import annotations
-
 from datetime import datetime
 from typing import Annotated, Self
 

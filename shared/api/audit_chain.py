@@ -1,7 +1,5 @@
 """The coordinator's audit chain: how the coordinator writes it and readers verify it."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterable

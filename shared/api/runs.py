@@ -1,7 +1,5 @@
 """Runs: their settings, rounds, previews and measurements. What a site keeps has no place in any message."""
 
-from __future__ import annotations
-
 from datetime import datetime
 from typing import Annotated, Any, Literal, Self
 

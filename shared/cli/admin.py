@@ -1,7 +1,5 @@
 """`tessera admin`: sites, tokens, enrolments, workers and the coordinator's status."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time

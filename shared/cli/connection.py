@@ -1,7 +1,5 @@
 """Connection options of the commands, and look-up of runs and tokens by id or name."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path

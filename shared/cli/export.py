@@ -1,7 +1,5 @@
 """Export of a run's version to a file, or to a folder that transformers' `from_pretrained` loads."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable, Iterator

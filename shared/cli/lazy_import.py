@@ -1,7 +1,5 @@
 """Import of modules on first use."""
 
-from __future__ import annotations
-
 import gc
 import importlib
 from typing import Any

@@ -5,8 +5,6 @@ that the user can fix becomes one message and an exit code: 1 for a refusal, 2 f
 for a rejected token.
 """
 
-from __future__ import annotations
-
 from importlib.metadata import EntryPoint, entry_points, version
 from importlib.util import find_spec
 from typing import Annotated, Any

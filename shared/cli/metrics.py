@@ -1,7 +1,5 @@
 """`tessera run metrics`: export of a run's metrics as CSV, Parquet or to MLflow."""
 
-from __future__ import annotations
-
 import importlib
 import io
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`tessera run`: commands to start, watch, steer and export runs."""
 
-from __future__ import annotations
-
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict

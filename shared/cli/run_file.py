@@ -1,7 +1,5 @@
 """A run's TOML file: a `RunSpec` without its model and version, which are uploaded."""
 
-from __future__ import annotations
-
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path

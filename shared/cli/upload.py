@@ -1,7 +1,5 @@
 """Upload of a run's initial model, block by block, without the blocks that the coordinator has."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol

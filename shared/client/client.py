@@ -7,8 +7,6 @@
 Every method raises a `shared.problems.Problem` for a refusal, after retrying temporary failures.
 """
 
-from __future__ import annotations
-
 import base64
 import io
 import os

@@ -1,7 +1,5 @@
 """Outcomes of rounds, and following a run until it ends."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field

@@ -1,7 +1,5 @@
 """FedAvg: every worker trains the whole model, and the example-weighted mean of the results is the next version."""
 
-from __future__ import annotations
-
 from tessera.shared.methods.base import CoordinatorHalf, Method, MethodSettings, WorkerHalf
 
 METHOD = Method(

@@ -4,8 +4,6 @@ Oh et al. 2022, arXiv 2106.06042, Algorithm 1. All sites keep the head of the ru
 bodies learn for the same head. Fine-tuning starts again from each version, and its result is discarded.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Literal
 

@@ -5,8 +5,6 @@ The paper's batch normalization includes running statistics; in a transformer th
 and shifts.
 """
 
-from __future__ import annotations
-
 from pydantic import Field
 
 from tessera.shared.methods.base import Method

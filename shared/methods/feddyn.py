@@ -18,8 +18,6 @@ sum are gradients and do not depend on it.
 At alpha = 0 nothing is bent or remembered: with weights by examples that is FedAvg, bit for bit.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from random import Random

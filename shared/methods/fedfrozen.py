@@ -18,8 +18,6 @@ The first holds off where clients agree, however slowly they move; the second wh
 start from scratch is slow and noisy. Neither holds off where rounds only go to and fro.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import copysign, sqrt

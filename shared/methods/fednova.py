@@ -12,8 +12,6 @@ same. No step is stretched to more than the run's `max_update_norm`. A site whos
 `max_examples` counts in tau_eff with the a_k of that many examples.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import fsum

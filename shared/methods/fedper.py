@@ -4,8 +4,6 @@ Arivazhagan et al. 2019, arXiv 1912.00818: body and head train together; the hea
 with its own head in each round. Until a site has trained, its head is that of the run's first version.
 """
 
-from __future__ import annotations
-
 from pydantic import Field
 
 from tessera.shared.methods.base import CoordinatorHalf, Method, MethodSettings, Participant, Plan, State, WorkerHalf

@@ -3,8 +3,6 @@
 Collins et al. 2021, arXiv 2102.07078, Algorithm 1. The head stays and the body is averaged, as in FedPer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from pydantic import Field

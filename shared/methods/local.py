@@ -4,8 +4,6 @@ The baseline for every federated method. The run's version does not change; a si
 personal evaluation measures it.
 """
 
-from __future__ import annotations
-
 from tessera.shared.methods.base import CoordinatorHalf, Method, MethodSettings, Participant, Plan, State, WorkerHalf
 from tessera.shared.model.selectors import EVERYTHING, NOTHING, Selector
 

@@ -5,8 +5,6 @@ means is not the mean of the products. With `freeze_a` it is FFA-LoRA (Sun et al
 A keeps its first value, so that the average is exact, mean(B_k A) = mean(B_k) A, and half as many bytes are sent.
 """
 
-from __future__ import annotations
-
 from pydantic import Field
 
 from tessera.shared.methods.base import (

@@ -11,8 +11,6 @@ output projection starts at zero, so that by default every site starts from the 
 joins late or has lost its vault.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Literal
 

@@ -5,8 +5,6 @@ prompts instead (VPT, arXiv 2203.12119), or both. A worker caches the frozen mod
 round on only prompts are transferred.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 from pydantic import Field

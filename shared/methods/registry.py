@@ -2,8 +2,6 @@
 in another installed package that announces it under the entry point group `tessera.methods`. Whoever runs a process
 decides on its methods; none ever comes over the wire."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import pkgutil

@@ -14,8 +14,6 @@ loss.
 the correction approaches the paper's as a moving average over rounds does.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import fsum

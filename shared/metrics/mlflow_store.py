@@ -3,8 +3,6 @@
 A run of Tessera is one MLflow run, found again by its tag: exporting a run that went on adds what is new.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import time

@@ -1,7 +1,5 @@
 """Rows as a Parquet file, one typed column a field."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """All measurements of a run in long form: one value a row."""
 
-from __future__ import annotations
-
 import csv
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict

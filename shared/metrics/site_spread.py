@@ -1,7 +1,5 @@
 """Distribution of a version's scores over the sites: mean, worst site and deviation."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Attention statistics of a model's layers, measured by a worker on its own data."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Self

@@ -4,8 +4,6 @@ A model is described by a table of blocks that together cover each of its tensor
 query/key/value matrix is one tensor and three blocks; everything else is one block per tensor.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Selectors: which blocks of a model a method trains, sends, keeps or freezes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from typing import Self

@@ -4,8 +4,6 @@ On disk a model is a folder in transformers' own layout (`config.json`, `model.s
 `blocks.json`, which is the `Model` below. `from_pretrained` loads it as it is.
 """
 
-from __future__ import annotations
-
 from functools import cached_property
 from typing import Annotated, Literal, Self
 

@@ -7,8 +7,6 @@ Sites count, not workers: a site's token admits any number of workers. So the up
 before they are judged, weighed or averaged.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import fsum

@@ -1,7 +1,5 @@
 """A place for bytes under their sha-256, as the coordinator has one and a simulation another."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A version as one safetensors file, streamed tensor by tensor."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import numpy as np

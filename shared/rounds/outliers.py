@@ -3,8 +3,6 @@
 A score says which update differs and never why: an honest site with unusual data scores like a malicious one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from math import isfinite, sqrt
 from statistics import median

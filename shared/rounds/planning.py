@@ -3,8 +3,6 @@
 The coordinator calls them when it opens a round in its tables, a simulation when it opens one in its own process.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from heapq import nlargest
 from itertools import chain

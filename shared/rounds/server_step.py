@@ -1,7 +1,5 @@
 """The server optimizer's step from a merged round to the next version."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any

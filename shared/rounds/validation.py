@@ -1,7 +1,5 @@
 """Every update is checked before it is accepted (invariant I10): its form first, then each value in it, streamed."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial

@@ -1,7 +1,5 @@
 """Versions as values: a manifest of digests becomes a `State` of lazy tensors, and back."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """Structured logs: lines for people on a terminal, JSON elsewhere, on a stream that may fail."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 from typing import TextIO
 

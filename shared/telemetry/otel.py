@@ -1,7 +1,5 @@
 """OpenTelemetry's SDK, sending spans as OTLP over HTTP. Its own environment variables configure it."""
 
-from __future__ import annotations
-
 from opentelemetry import context
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import SERVICE_NAME, SERVICE_VERSION, Resource

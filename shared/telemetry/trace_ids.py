@@ -4,8 +4,6 @@ A round has a trace that follows from its run and its number, so that the conduc
 logs agree on it without exchanging it.
 """
 
-from __future__ import annotations
-
 import hashlib
 
 from opentelemetry.context import Context

@@ -1,7 +1,5 @@
 """The dtypes of tensors on the wire, and numpy's names for them."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import ml_dtypes

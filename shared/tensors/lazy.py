@@ -4,8 +4,6 @@ Everything that the coordinator computes is elementwise over blocks, so a tensor
 `CHUNK` elements, in order. What merges eight updates of any size then needs memory for a few chunks, not for a model.
 """
 
-from __future__ import annotations
-
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence

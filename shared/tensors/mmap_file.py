@@ -4,8 +4,6 @@ A disk that fails under a page ends the process (SIGBUS) instead of raising OSEr
 first, by reading it in the ordinary way, and is never written to again.
 """
 
-from __future__ import annotations
-
 import io
 import mmap
 from pathlib import Path

@@ -3,8 +3,6 @@
 Needs no torch: blocks are slices of the file's bytes, made with numpy.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path

@@ -5,8 +5,6 @@ from peers that may be hostile, so it checks all of that before anything is allo
 Format: 8 bytes little-endian header length, the header as JSON padded with spaces, then the data.
 """
 
-from __future__ import annotations
-
 import json
 import struct
 from collections.abc import Iterable, Iterator, Mapping

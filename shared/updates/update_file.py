@@ -1,7 +1,5 @@
 """An update on the wire: a safetensors file with a byte string per block, and each block's codec in its metadata."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import BinaryIO

@@ -1,7 +1,5 @@
 """The rows of a layer's matrices that belong to each head of its attention."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Layer scores from gradients of the loss: alternatives to attention for selecting layers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch

@@ -11,8 +11,6 @@ A layer with several attentions (over patches, over frames) is measured by the o
 that runs several times by the mean.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """What a person decides at a site: `tessera worker inbox`, `approve`, `decline`, `airlock`, `release`, `withhold`."""
 
-from __future__ import annotations
-
 import getpass
 from collections.abc import Iterator
 from contextlib import contextmanager

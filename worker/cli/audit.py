@@ -3,8 +3,6 @@
 Without `--config` a command is about the coordinator's chain, over the API, and needs no torch here.
 """
 
-from __future__ import annotations
-
 import csv
 import importlib
 import json

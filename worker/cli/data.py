@@ -1,7 +1,5 @@
 """`tessera data`: shows a site's data sets, and how one of them divides among sites."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """`tessera worker join` and `rotate`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial

@@ -1,7 +1,5 @@
 """`tessera worker ledger` and `adopt`: what runs have spent of each data set's privacy, and records without a key."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any

@@ -1,7 +1,5 @@
 """`tessera model`: makes the folder that a run starts from, and shows the blocks of one."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """`tessera simulate`: a whole federation in this process, for research and for trying methods out."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """What `tessera audit` needs of a worker's settings."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path

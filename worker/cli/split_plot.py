@@ -1,7 +1,5 @@
 """A split as a picture: a bar for each site, with a piece for each class."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

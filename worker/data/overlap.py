@@ -5,8 +5,6 @@ Cohen and Kaplan 2007, "Summarizing data using bottom-k sketches"). The estimate
 other data set contains.
 """
 
-from __future__ import annotations
-
 import hmac
 from collections.abc import Callable, Iterator, Sequence
 

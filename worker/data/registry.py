@@ -1,8 +1,6 @@
 """The kinds of data sets. To add a kind, add a module to `kinds`, named after the kind, or declare a module of
 another installed package by an entry point of the group `tessera.datasets`, with the kind's name."""
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 from collections.abc import Mapping

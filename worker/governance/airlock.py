@@ -5,8 +5,6 @@ update sends it, and only the exact bytes released. If that process is killed no
 clears the folder.
 """
 
-from __future__ import annotations
-
 import shutil
 import time
 from collections.abc import Callable, Mapping

@@ -4,8 +4,6 @@ Each request is a file in a folder that the site's workers may share. An approva
 digest: changed terms need another approval.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Comparison of a site's audit chain with the coordinator's record of its tasks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal

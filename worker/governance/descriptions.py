@@ -1,7 +1,5 @@
 """Plain-language descriptions of runs and of the policy, for the person who approves runs."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Sequence
 

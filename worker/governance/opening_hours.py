@@ -1,7 +1,5 @@
 """Opening hours and daily working time of a worker."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime

@@ -1,7 +1,5 @@
 """A site's policy: limits on every task, checked against the worker's own block table."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any

@@ -25,8 +25,6 @@ Roles, in order of precedence:
 share tensors (ALBERT), `layer` is the index of the shared group.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass

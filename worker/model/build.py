@@ -3,8 +3,6 @@
 `build` first lays the model out without storage and compares it with the block table, and only then allocates memory.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager

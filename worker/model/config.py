@@ -4,8 +4,6 @@ A config comes from the coordinator, which the site does not trust. `check_confi
 reach a network or exhaust memory, before transformers reads it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from inspect import getattr_static

@@ -1,7 +1,5 @@
 """The forward pass and the losses of each kind of head."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any

@@ -5,8 +5,6 @@ identified by name. The name of a fused tensor does not give the order of its pa
 orders among these families), so a fused row also names the attention classes that use its order.
 """
 
-from __future__ import annotations
-
 import re
 import tomllib
 from collections.abc import Callable, Mapping, Sequence

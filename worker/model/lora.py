@@ -3,8 +3,6 @@
 Import this module only for a model with adapters, because PEFT is an optional dependency.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 

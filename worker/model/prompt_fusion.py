@@ -1,7 +1,5 @@
 """Fusion of the federation's prompts with a site's own."""
 
-from __future__ import annotations
-
 import math
 
 import torch

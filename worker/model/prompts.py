@@ -6,8 +6,6 @@ where there is none, as token embeddings, so that they have positions of their o
 2109.01134, equation 2).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast

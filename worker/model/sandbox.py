@@ -9,8 +9,6 @@ there stays within them here, and this process then checks it.
 model. It exits after a minute without requests, or when the process that started it ends.
 """
 
-from __future__ import annotations
-
 import atexit
 import hashlib
 import importlib

@@ -8,8 +8,6 @@ Composition assumes settings that are fixed beforehand, as within a run. Between
 results of earlier runs, so a site's budget is a filter (`admits`; docs/decisions/0040-a-budget-is-a-filter.md).
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable

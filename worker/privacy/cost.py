@@ -1,7 +1,5 @@
 """The epsilon of recorded events. Imports the accountant, which needs the extra `privacy`, only when needed."""
 
-from __future__ import annotations
-
 import importlib
 import math
 from collections.abc import Iterable

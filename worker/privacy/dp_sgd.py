@@ -8,8 +8,6 @@ The noisy sum is rounded to a public grid. Floating-point noise does not reach e
 sums would reveal the sum without noise (Mironov 2012); every point of the grid is reachable from every sum.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ The run's seed is unsuitable: the coordinator knows it, and could remove the noi
 torch, whose state can be computed from their output, which the noise publishes. Needs the extra `privacy`.
 """
 
-from __future__ import annotations
-
 import math
 import secrets
 

@@ -9,8 +9,6 @@ Opacus cannot detect that an axis counts classes or positions instead of example
 guarantee. So a method is used only if its gradients on a sample equal those of single examples.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

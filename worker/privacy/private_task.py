@@ -4,8 +4,6 @@ Privacy is reserved before it is used, so that a crash loses no entry, and taken
 the extra `privacy`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ Imports `agent`, `data`, `governance`, `inventory`, `model`, `settings`, `state`
     result.versions[-1].digest, result.scores()[3]["accuracy"]
 """
 
-from __future__ import annotations
-
 from tessera.worker.simulation.conditions import Conditions
 from tessera.worker.simulation.result import Result
 from tessera.worker.simulation.round_loop import Stalled

@@ -1,7 +1,5 @@
 """What a simulation has come to, as small files that are whole or not there: a killed one goes on from them."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Under what circumstances a federation is simulated: what a run's spec does not say."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from random import Random
 from typing import Literal

@@ -16,8 +16,6 @@ kind = "digits"
 split = "test"
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial

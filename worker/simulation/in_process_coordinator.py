@@ -4,8 +4,6 @@ What crosses it is what crosses the wire: the same documents, as JSON and back, 
 checked as the coordinator checks them before they count.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The rounds of one run, one after the other, in this process."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta

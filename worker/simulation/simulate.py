@@ -1,7 +1,5 @@
 """`simulate`: from a spec, a model and data sets to a result."""
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 import weakref

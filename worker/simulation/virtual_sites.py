@@ -1,7 +1,5 @@
 """The virtual sites: their data, brought into memory when they take part, and what each keeps on disk."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The virtual workers: each does its tasks with a runner of its own, one after the other, with one model for all."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field

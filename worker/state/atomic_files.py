@@ -1,7 +1,5 @@
 """Files that are whole or not there: temporary name, fsync, rename, fsync of the folder."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 from collections.abc import Iterator

@@ -4,8 +4,6 @@
 The coordinator keeps a chain of its own. This one is the site's, and is what the site compares that with.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable
 from datetime import UTC, datetime

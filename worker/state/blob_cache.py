@@ -3,8 +3,6 @@
 A cache belongs to one process. Its size is bounded; what was used longest ago goes first.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections import OrderedDict, deque

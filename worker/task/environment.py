@@ -1,7 +1,5 @@
 """The environment shared by a worker's tasks, and the context of one task."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Task failures that are reported to the coordinator, by code."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

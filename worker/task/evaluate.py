@@ -1,7 +1,5 @@
 """The evaluation stage, with the second gate for evaluation data."""
 
-from __future__ import annotations
-
 from tessera.shared.metrics.site_spread import PERSONAL
 from tessera.worker.data.registry import Dataset
 from tessera.worker.task.environment import TaskRun

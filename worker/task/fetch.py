@@ -1,7 +1,5 @@
 """The stages that fetch a version according to the plan and load it into a model."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase

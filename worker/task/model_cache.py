@@ -1,7 +1,5 @@
 """Cache of the model built last, for the next task of the same run."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """The task context of a method's worker half: a model, the plan, and access to the model's internals."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial

@@ -1,7 +1,5 @@
 """Evaluation of a version on a data set."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

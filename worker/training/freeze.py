@@ -1,7 +1,5 @@
 """Training of some blocks of a model, or some rows of a tensor, that leaves every other bit unchanged."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

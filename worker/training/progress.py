@@ -1,7 +1,5 @@
 """A task's metrics for the log, and its progress for the coordinator."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 

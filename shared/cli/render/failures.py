@@ -1,7 +1,5 @@
 """The failed tasks of a run, with reason and remedy, as on the dashboard under Failures."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 

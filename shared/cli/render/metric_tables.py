@@ -1,7 +1,5 @@
 """Tables of a run's metrics: over sites, of its method, of outliers, and of privacy spent."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 
 from rich.table import Table

@@ -1,7 +1,5 @@
 """Output of the commands: results on stdout, progress and errors on stderr, so that stdout can be piped."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterable, Sequence

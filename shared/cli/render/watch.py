@@ -1,7 +1,5 @@
 """Live view of a run: a line for each round that ended, and a line for the open round that is updated in place."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any

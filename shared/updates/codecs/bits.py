@@ -5,8 +5,6 @@ the floats, undoes exactly. Zigzag puts the sign into the lowest bit, so that sm
 top, which the byte planes then gather.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from tessera.shared.tensors.lazy import Array

@@ -4,8 +4,6 @@ Not exact: to add a rounded difference rounds again, which moves about one eleme
 an exact codec use `bits`.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from tessera.shared.tensors.lazy import Array

@@ -1,7 +1,5 @@
 """Differences as 16-bit floats: half the bytes of float32."""
 
-from __future__ import annotations
-
 import ml_dtypes
 import numpy as np
 

@@ -7,8 +7,6 @@ the next round's difference. Blocks that are no matrices, or too small to gain b
 The product is summed one rank at a time, so that it has the same bits on every machine.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from math import prod

@@ -4,8 +4,6 @@ A block is encoded chunk by chunk (`tensors.CHUNK` elements), each chunk on its 
 so that both ends stream. `raw` is the block's own bytes. A new codec is a new file here with `STAGES`.
 """
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 import struct

@@ -4,8 +4,6 @@ Rounding is stochastic, up with the probability of the fraction (Alistarh et al.
 mean of many workers' updates is right in expectation. An array of zeros comes out as zeros.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from tessera.shared.tensors.lazy import Array, Scaled, unpacked

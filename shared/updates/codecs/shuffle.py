@@ -3,8 +3,6 @@
 Exponents and signs vary little and mantissas much; side by side with their like, the former compress.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from tessera.shared.tensors.lazy import Array

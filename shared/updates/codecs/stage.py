@@ -1,7 +1,5 @@
 """What a codec's stage promises."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from typing import ClassVar, NamedTuple, Self
 

@@ -4,8 +4,6 @@ Decoding reads a stream up to the size that the block's shape gives: the size a 
 believed, since the one-shot call allocates it before it reads a byte.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import zstandard
 

@@ -5,8 +5,6 @@ tensor `domain` is the origin of each example, for partitions by domain. Example
 tensor `group`, such as those of one patient, are held out together.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from safetensors import SafetensorError

@@ -1,7 +1,5 @@
 """The handwritten digits of scikit-learn, for trials: 1,797 images of 8 x 8 pixels, ten classes."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import numpy as np

@@ -7,8 +7,6 @@ labels = ["benign", "malignant"]
 processor = "/models/vit"
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections.abc import Iterator, Mapping, Sequence

@@ -7,8 +7,6 @@ labels = ["cat", "dog"]
 processor = "/models/clip"
 """
 
-from __future__ import annotations
-
 from typing import Self
 
 from pydantic import Field, PositiveInt, model_validator

@@ -7,8 +7,6 @@ tokenizer = "/models/bert"
 labels = ["benign", "malignant"]
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from dataclasses import replace

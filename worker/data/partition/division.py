@@ -1,7 +1,5 @@
 """Division of a data set among sites, and its counts of classes."""
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 import json

@@ -1,7 +1,5 @@
 """Conversion of labels to a model's class numbers, which are the same at every site."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """Conversion of images to a model's `pixel_values`, by an image processor of transformers or by simple options."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Sequence
 from io import BytesIO

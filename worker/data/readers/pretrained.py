@@ -1,7 +1,5 @@
 """Loading of transformers' tokenizers and image processors, from a local folder or from the hub by name."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path

@@ -4,8 +4,6 @@ Values are read as they are stored: no content of a file makes the reader decode
 have no types, so every column is text at every site, regardless of its values.
 """
 
-from __future__ import annotations
-
 import csv
 import json
 import warnings

@@ -1,7 +1,5 @@
 """Conversion of texts to a model's `input_ids`, by a tokenizer of transformers."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
