@@ -2,14 +2,16 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import settings
 
-from tests.support import databases
+from tests.support import databases, zygote
 from tests.support.coordinator import LiveCoordinator
 
 # How long one example takes says more about what else the machine does than about the code.
@@ -45,6 +47,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="make test-long runs it"))
         if item.get_closest_marker("sqlite") and databases.EACH == ("postgresql",):
             item.add_marker(pytest.mark.skip(reason="is about SQLite"))
+
+
+def pytest_collection_finish() -> None:
+    # To import what lays models out takes seconds, and it ends after a minute without work.
+    if sandbox := sys.modules.get("tessera.worker.model.sandbox"):
+        sandbox.subprocess = SimpleNamespace(**{**vars(subprocess), "Popen": zygote.piped})
 
 
 def pytest_unconfigure() -> None:
