@@ -37,8 +37,10 @@ def seeded() -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if metafunc.definition.get_closest_marker("both_databases"):
-        metafunc.parametrize("database_kind", databases.EACH, indirect=True, scope="module")
+    if marker := metafunc.definition.get_closest_marker("both_databases"):
+        long = marker.kwargs.get("long") if len(databases.EACH) > 1 else None
+        kinds = [pytest.param(kind, marks=pytest.mark.long if kind == long else ()) for kind in databases.EACH]
+        metafunc.parametrize("database_kind", kinds, indirect=True, scope="module")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
