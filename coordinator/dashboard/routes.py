@@ -1,13 +1,14 @@
 """The dashboard's routes, with its events and static files."""
 
+from functools import partial
+
 from fastapi import APIRouter, FastAPI
-from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import RedirectResponse, Response
 from starlette.staticfiles import StaticFiles
 from starlette.types import Scope
 
 from tessera.coordinator.api.dependencies import Serving
-from tessera.coordinator.api.events import EventStream, LastEvent, require_run, stream
+from tessera.coordinator.api.events import EventStream, LastEvent, stream
 from tessera.coordinator.dashboard import approvals, create_run, login, overview, runs, sites_and_audit
 from tessera.coordinator.dashboard.security_headers import PREFIX, Guarding
 from tessera.coordinator.dashboard.session import PageRoute, Signed, still_signed
@@ -21,13 +22,14 @@ KEEP = "public, max-age=31536000, immutable"
 
 @router.get("/events", response_class=EventStream)
 async def all_events(serving: Serving, who: Signed, last_event_id: LastEvent = None) -> EventStream:
-    return stream(serving, None, last_event_id, who.principal.token_id, lambda: still_signed(serving, who.secret))
+    still = partial(still_signed, serving, who.secret)
+    return await stream(serving, None, last_event_id, who.principal.token_id, still)
 
 
 @router.get("/runs/{run_id}/events", response_class=EventStream)
 async def run_events(run_id: str, serving: Serving, who: Signed, last_event_id: LastEvent = None) -> EventStream:
-    await run_in_threadpool(require_run, serving, run_id)
-    return stream(serving, run_id, last_event_id, who.principal.token_id, lambda: still_signed(serving, who.secret))
+    still = partial(still_signed, serving, who.secret)
+    return await stream(serving, run_id, last_event_id, who.principal.token_id, still)
 
 
 class _Files(StaticFiles):
