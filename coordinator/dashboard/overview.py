@@ -157,8 +157,8 @@ def _concerns(session: Session, serving: Services, now: float) -> Iterator[Alert
 
 def _of_tasks(session: Session, now: float) -> Iterator[Alert]:
     faulty = TaskRow.state.in_(("failed", "rejected")) & (TaskRow.created_at >= now - LATELY_SECONDS)
-    rows = session.execute(select(TaskRow.state, func.count()).where(faulty).group_by(TaskRow.state))
-    by_state = {state: count for state, count in rows}  # noqa: C416 (a row is no pair)
+    counts = select(TaskRow.state, func.count()).where(faulty).group_by(TaskRow.state)
+    by_state = dict(session.execute(counts).all())
     if failed := by_state.get("failed"):
         yield Alert(
             f"{plural(failed, 'task')} failed within a day",

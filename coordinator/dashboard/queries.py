@@ -82,15 +82,9 @@ def moved_by_run(session: Session, run_id: str | None = None) -> dict[str, Traff
 
 @dataclass(frozen=True)
 class RoundSum:
-    """The totals of one attempt at a round."""
+    """One attempt at a round, with the totals of its tasks."""
 
-    number: int
-    attempt: int
-    state: str
-    stage: str
-    reason: str | None
-    opened_at: datetime
-    closed_at: datetime | None
+    round: RoundRow
     asked: int
     accepted: int
     up: int
@@ -98,7 +92,7 @@ class RoundSum:
 
     @property
     def seconds(self) -> float | None:
-        return (self.closed_at - self.opened_at).total_seconds() if self.closed_at else None
+        return self.round.closed_at - self.round.opened_at if self.round.closed_at else None
 
 
 def round_sums(session: Session, run_id: str, most: int, before: int | None = None) -> list[RoundSum]:
@@ -120,19 +114,7 @@ def round_sums(session: Session, run_id: str, most: int, before: int | None = No
         .group_by(TaskRow.round_id)
     )
     by_round = {round_id: map(int, counts) for round_id, *counts in sums}
-    return [
-        RoundSum(
-            row.number,
-            row.attempt,
-            row.state,
-            row.stage,
-            row.reason,
-            views.instant(row.opened_at),
-            views.maybe_instant(row.closed_at),
-            *by_round.get(row.id, (0, 0, 0, 0)),
-        )
-        for row in rounds
-    ]
+    return [RoundSum(row, *by_round.get(row.id, (0, 0, 0, 0))) for row in rounds]
 
 
 def stage_bands(session: Session, run_id: str) -> list[Band]:

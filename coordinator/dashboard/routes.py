@@ -3,9 +3,8 @@
 from functools import partial
 
 from fastapi import APIRouter, FastAPI
-from fastapi.responses import RedirectResponse, Response
+from fastapi.responses import RedirectResponse
 from starlette.staticfiles import StaticFiles
-from starlette.types import Scope
 
 from tessera.coordinator.api.dependencies import Serving
 from tessera.coordinator.api.events import EventStream, LastEvent, stream
@@ -15,9 +14,6 @@ from tessera.coordinator.dashboard.session import PageRoute, Signed, still_signe
 from tessera.coordinator.dashboard.templating import STATIC, show_problem
 
 router = APIRouter(prefix=PREFIX, include_in_schema=False, route_class=PageRoute)
-
-KEEP = "public, max-age=31536000, immutable"
-"""A file's address changes with its content."""
 
 
 @router.get("/events", response_class=EventStream)
@@ -32,21 +28,11 @@ async def run_events(run_id: str, serving: Serving, who: Signed, last_event_id: 
     return await stream(serving, run_id, last_event_id, who.principal.token_id, still)
 
 
-class _Files(StaticFiles):
-    """The dashboard's static files, which browsers may cache for good."""
-
-    async def get_response(self, path: str, scope: Scope) -> Response:
-        response = await super().get_response(path, scope)
-        if response.status_code == 200:
-            response.headers["Cache-Control"] = KEEP
-        return response
-
-
 def install(app: FastAPI) -> None:
     """Add the dashboard to the coordinator's application."""
     app.state.show_problem = show_problem
     app.add_middleware(Guarding)
-    app.mount(f"{PREFIX}/static", _Files(directory=STATIC), name="static")
+    app.mount(f"{PREFIX}/static", StaticFiles(directory=STATIC), name="static")
     for module in (login, create_run, approvals, overview, runs, sites_and_audit):
         app.include_router(module.router)
     app.include_router(router)

@@ -161,7 +161,7 @@ def list_rounds(
         run = views.run_view(session, views.find_run(session, run_id))
         rounds = round_sums(session, run_id, AT_A_TIME, before)
         here = f"{PREFIX}/runs/{run_id}/rounds"
-        more = len(rounds) == AT_A_TIME and rounds[-1].number > 1
+        more = len(rounds) == AT_A_TIME and rounds[-1].round.number > 1
         return render(
             request,
             "rounds.html",
@@ -169,7 +169,7 @@ def list_rounds(
             run=run,
             rounds=rounds,
             newer=here if before else None,
-            older=f"{here}?before={rounds[-1].number}" if more else None,
+            older=f"{here}?before={rounds[-1].round.number}" if more else None,
         )
 
 
@@ -371,7 +371,8 @@ def _along(ident: str, title: str, lines: Sequence[Series], bands: Sequence[svg_
 
 
 def _bytes_by_round(run: Run, sums: Sequence[RoundSum]) -> Panel:
-    rounds = {one.number: one for one in sorted(sums, key=lambda one: (one.number, one.attempt)) if one.accepted}
+    # The latest attempt at a round stands first.
+    rounds = {one.round.number: one for one in reversed(sums) if one.accepted}
     down = Series("down", {n: float(one.down) for n, one in rounds.items()})
     up = Series("up", {n: float(one.up) for n, one in rounds.items()})
     full = Series("whole models both ways", {n: 2.0 * run.model_bytes * one.accepted for n, one in rounds.items()})

@@ -29,21 +29,22 @@ class Declarations:
 
     def of(self, session: Session, workers: Mapping[str, str]) -> dict[str, dict[str, Any]]:
         """Return what each worker declared, by its id; `workers` has the digests."""
-        found = {}
+        declarations = {}
         with self._lock:
             for worker_id, digest in workers.items():
                 if digest in self._kept:
                     self._kept.move_to_end(digest)
-                    found[worker_id] = self._kept[digest][0]
+                    declarations[worker_id] = self._kept[digest][0]
         # One of several equal declarations is read; one without a digest is read each time.
-        lacking = {digest or worker_id: worker_id for worker_id, digest in workers.items() if worker_id not in found}
+        missing = [worker_id for worker_id in workers if worker_id not in declarations]
+        lacking = {workers[worker_id] or worker_id: worker_id for worker_id in missing}
         read, ids = {}, list(lacking.values())
         for start in range(0, len(ids), AT_A_TIME):
             some = WorkerRow.id.in_(ids[start : start + AT_A_TIME])
             for worker_id, declared in session.execute(select(WorkerRow.id, WorkerRow.declared).where(some)):
                 digest = workers[worker_id]
                 read[digest or worker_id] = self._keep(digest, declared)
-        return found | {id_: read[workers[id_] or id_] for id_ in workers if id_ not in found}
+        return declarations | {worker_id: read[workers[worker_id] or worker_id] for worker_id in missing}
 
     def _keep(self, digest: str, declared: dict[str, Any]) -> dict[str, Any]:
         length = len(declared_text(declared))

@@ -141,8 +141,8 @@ def bounds_in_force(run: RunRow) -> Bounds:
     """Return what was fixed when the run's first round opened; the numbers in its spec if it began before any was."""
     if run.bounds is not None:
         return Bounds.model_validate(run.bounds)
-    said = (run.spec.get("max_examples"), run.spec.get("max_norm_of_median"))
-    examples, norm = (None if bound == "unlimited" else bound for bound in said)
+    limits = (run.spec.get("max_examples"), run.spec.get("max_norm_of_median"))
+    examples, norm = (None if limit == "unlimited" else limit for limit in limits)
     return Bounds(max_examples=examples, max_norm_of_median=norm)
 
 

@@ -1,15 +1,15 @@
 """The input of `decide`: a run at one moment, and the workers that could take part."""
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from sqlalchemy import ColumnElement, Row, func, select
+from sqlalchemy import ColumnElement, func, select
 from sqlalchemy.orm import Session
 
 from tessera.coordinator.db import audit
 from tessera.coordinator.db.declarations import Declarations
-from tessera.coordinator.db.tables import RoundRow, RunRow, SiteRow, TaskRow, VersionRow, WorkerRow
+from tessera.coordinator.db.tables import WORKER_NAME, RoundRow, RunRow, SiteRow, TaskRow, VersionRow, WorkerRow
 from tessera.coordinator.domain.eligibility import RunTerms, objections
 from tessera.coordinator.domain.lifecycle import LIVE_ROUND, LIVE_RUN
 from tessera.coordinator.domain.snapshot import PendingEvaluation, RoundSnapshot, RunSnapshot, TaskSnapshot
@@ -30,14 +30,12 @@ MAX_UNAGREED = 100
 def live_workers(session: Session, since: float) -> list[LiveWorker]:
     """Return every worker seen since then whose site is not suspended, ordered by name (`site/worker`)."""
     rows = session.execute(
-        select(WorkerRow.id, WorkerRow.name, SiteRow.name.label("site"), WorkerRow.declared_digest)
-        .join(SiteRow, SiteRow.id == WorkerRow.site_id)
+        select(WorkerRow.id, WORKER_NAME.label("name"), SiteRow.name.label("site"), WorkerRow.declared_digest)
+        .join_from(WorkerRow, SiteRow)
         .where(WorkerRow.last_seen_at >= since, SiteRow.suspended_at.is_(None))
     ).all()
     declared = DECLARATIONS.of(session, {r.id: r.declared_digest for r in rows})
-    return sorted(
-        (LiveWorker(r.id, f"{r.site}/{r.name}", r.site, declared[r.id]) for r in rows), key=lambda m: m.name
-    )
+    return sorted((LiveWorker(r.id, r.name, r.site, declared[r.id]) for r in rows), key=lambda worker: worker.name)
 
 
 def invitation(session: Session, run: RunRow) -> RunTerms:
@@ -57,8 +55,7 @@ def candidates(session: Session, invited: RunTerms, live: Sequence[LiveWorker]) 
         return able
     # A site with one worker has nobody else.
     several = select(WorkerRow.site_id).group_by(WorkerRow.site_id).having(func.count() > 1)
-    latest = func.max(TaskRow.version_number)
-    rows: Iterable[Row[str, str]] = session.execute(
+    rows = (
         select(SiteRow.name, TaskRow.worker_id)
         .join_from(TaskRow, WorkerRow)
         .join(SiteRow)
@@ -66,9 +63,9 @@ def candidates(session: Session, invited: RunTerms, live: Sequence[LiveWorker]) 
         .where(TaskRow.run_id == invited.run, TaskRow.kind == "train", TaskRow.state.in_(("accepted", "merged")))
         .where(WorkerRow.site_id.in_(several))
         .group_by(SiteRow.name, TaskRow.worker_id)
-        .order_by(latest)
+        .order_by(func.max(TaskRow.version_number))
     )
-    took_part = {row.name: row.worker_id for row in rows}
+    took_part = dict(session.execute(rows).all())
     return [worker for worker in able if took_part.get(worker.site, worker.id) == worker.id]
 
 
@@ -78,15 +75,15 @@ def remembering(session: Session, run_id: str, willing: Sequence[LiveWorker]) ->
     crowded = [site for site, count in counts.items() if count > 1]
     if not crowded:
         return list(willing)
-    rows: Iterable[Row[str, int]] = session.execute(
-        select(TaskRow.worker_id, func.max(TaskRow.version_number))
+    rows = (
+        select(TaskRow.worker_id, func.max(TaskRow.version_number) + 1)
         .join_from(TaskRow, WorkerRow)
         .join(SiteRow)
         .where(TaskRow.run_id == run_id, TaskRow.kind == "train", TaskRow.state.in_(ACCEPTED))
         .where(SiteRow.name.in_(crowded))
         .group_by(TaskRow.worker_id)
     )
-    rounds = {worker_id: version + 1 for worker_id, version in rows}
+    rounds = dict(session.execute(rows).all())
     return [replace(worker, last_round=rounds.get(worker.id, 0)) for worker in willing]
 
 

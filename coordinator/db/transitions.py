@@ -41,7 +41,8 @@ def move_task(
 
     Raises Conflict if it has another, or is in no state from which `event` starts.
     """
-    same, values = (TaskRow.id == task.id) & (TaskRow.token == task.token), columns or {}
+    values = columns or {}
+    same = (TaskRow.id == task.id) & (TaskRow.token == task.token)
     _move(session, TaskRow, TASK, event, same, values)
     token, update_digest = values.get("token", task.token), values.get("update_digest")
     about = {"worker": task.worker_id, "token": token, "update": update_digest}

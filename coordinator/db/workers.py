@@ -62,10 +62,10 @@ def workers_of(session: Session, site_id: str | None) -> list[str]:
 def enrolled(session: Session, site_id: str, claim: Claim) -> str | None:
     """Return the id of the claiming worker if it is known and its declaration is unchanged."""
     row = _worker(session, site_id, claim.worker)
-    told = _declared(claim)
-    digest = digest_of(declared_text(told).encode())
+    declaration = _declared(claim)
+    digest = digest_of(declared_text(declaration).encode())
     # An earlier version, which knows of no digests, may have left the digest of another declaration.
-    return row.id if row and (row.declared, row.declared_digest) == (told, digest) else None
+    return row.id if row and (row.declared, row.declared_digest) == (declaration, digest) else None
 
 
 def enrol(session: Session, now: float, site_id: str, claim: Claim, most_workers: int) -> tuple[str, int]:
@@ -73,8 +73,8 @@ def enrol(session: Session, now: float, site_id: str, claim: Claim, most_workers
 
     Raises QuotaExceeded for one name too many, and if all workers of the site together say too much.
     """
-    told = _declared(claim)
-    length = len(declared_text(told))
+    declaration = _declared(claim)
+    length = len(declared_text(declaration))
     row = _worker(session, site_id, claim.worker)
     others = (WorkerRow.site_id == site_id) & (WorkerRow.name != claim.worker)
     others &= WorkerRow.last_seen_at >= now - FORGOTTEN_SECONDS
@@ -99,7 +99,7 @@ def enrol(session: Session, now: float, site_id: str, claim: Claim, most_workers
     if row is None:
         row = WorkerRow(id=new_id(), site_id=site_id, name=claim.worker, created_at=now)
         session.add(row)
-    row.declared = told
+    row.declared = declaration
     row.last_seen_at = now
     # The chain is kept for good, and what a worker says of itself may be long.
     audit.record(session, now, f"site:{site_id}", "worker.enrol", row.id, declared=row.declared_digest)
