@@ -186,12 +186,11 @@ def _token_embedding(model: PreTrainedModel) -> nn.Embedding:
 
 @dataclass(kw_only=True)
 class _Hooks:
-    """Hooks that choose a tower's prompts when it is called, and insert them into its embeddings."""
+    """Hooks that choose a tower's prompts when it is called, and insert them after its `first` embeddings."""
 
     tokens: PromptTokens
     first: int
-    placeholders: bool
-    """Whether the embeddings contain a placeholder for each prompt, to be replaced."""
+    placeholders: bool  # the prompts replace as many of the tower's embeddings
     pending: Tensor | None = None
 
     def register(self, tower: nn.Module, embedding: nn.Module) -> None:
