@@ -26,12 +26,13 @@ async def services(request: Request) -> Services:
 Serving = Annotated[Services, Depends(services)]
 
 
-def principal(
-    request: Request, serving: Serving, credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(bearer)]
-) -> Principal:
+Shown = Annotated[HTTPAuthorizationCredentials | None, Depends(bearer)]
+
+
+def principal(request: Request, serving: Serving, shown: Shown) -> Principal:
     """Return the caller. Raises Unauthenticated and TooManyRequests."""
     try:
-        caller = holder(serving, credentials)
+        caller = holder(serving, shown)
     except Unauthenticated:
         serving.admission.count_failure(address_of(request))
         raise

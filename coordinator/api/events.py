@@ -3,12 +3,12 @@
 from collections.abc import Callable
 from typing import Annotated
 
-from fastapi import APIRouter, Depends, Header
+from fastapi import APIRouter, Header
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import StreamingResponse
 from fastapi.security import HTTPAuthorizationCredentials
 
-from tessera.coordinator.api.dependencies import Serving, Viewer, bearer, holder
+from tessera.coordinator.api.dependencies import Serving, Shown, Viewer, holder
 from tessera.coordinator.api.request_limits import BoundedRoute
 from tessera.coordinator.db import views
 from tessera.coordinator.services import Services
@@ -17,8 +17,6 @@ from tessera.shared.problems import Forbidden, Unauthenticated
 router = APIRouter(prefix="/v1", tags=["events"], route_class=BoundedRoute)
 
 MEDIA_TYPE = "text/event-stream"
-
-Shown = Annotated[HTTPAuthorizationCredentials | None, Depends(bearer)]
 
 LastEvent = Annotated[
     int | None,

@@ -277,7 +277,7 @@ def _charts(
     session: Session, run: Run, measurements: Sequence[Measurement], scores: Scores, sums: Sequence[RoundSum]
 ) -> list[Panel]:
     bands = stage_bands(session, run.id)
-    step = thinned(run.version.number)
+    step = thinned(run)
     every = f"Every {step} versions." if step > 1 else ""
     panels = [_metric(measurements, scores, name, bands, every) for name in ("accuracy", "loss")]
     panels += [_bytes_by_round(run, sums), _heat(session, run)]

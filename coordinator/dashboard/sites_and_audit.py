@@ -46,6 +46,7 @@ RUNS = 100
 CHOICES = 200
 
 Text = Annotated[str | None, Query(max_length=64)]
+Instant = Annotated[float | None, Query(ge=0, le=1e12)]
 Place = Annotated[int | None, Query(ge=1, lt=1 << 53)]
 
 
@@ -130,11 +131,7 @@ def _latest_numbers(session: Session, worker_ids: Sequence[str]) -> dict[str, Ma
 
 @router.get("/failures")
 def list_failures(
-    request: Request,
-    serving: Serving,
-    who: Signed,
-    run: Text = None,
-    before: Annotated[float | None, Query(ge=0, le=1e12)] = None,
+    request: Request, serving: Serving, who: Signed, run: Text = None, before: Instant = None
 ) -> Response:
     """Show failed tasks and rejected updates, newest first."""
     faulty = TaskRow.state.in_(("failed", "rejected"))
@@ -234,8 +231,6 @@ def show_storage(request: Request, serving: Serving, who: Signed) -> Response:
             uploads=unfinished[0],
             upload_bytes=unfinished[1],
             rows=_stores(session),
-            newer=None,
-            older=None,
             keeping=_keeping(serving.settings),
         )
 
