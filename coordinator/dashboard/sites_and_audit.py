@@ -9,11 +9,11 @@ from fastapi import APIRouter, Query, Request, Response
 from sqlalchemy import func, select, true
 from sqlalchemy.orm import Session
 
-from tessera.coordinator.api.dependencies import Serving
+from tessera.coordinator.api.dependencies import Serving, require_role
 from tessera.coordinator.dashboard.overview import tasks_in_hand
 from tessera.coordinator.dashboard.runs import is_unusual
 from tessera.coordinator.dashboard.security_headers import PREFIX
-from tessera.coordinator.dashboard.session import PageRoute, Signed, require_role
+from tessera.coordinator.dashboard.session import PageRoute, Signed
 from tessera.coordinator.dashboard.templating import render, span
 from tessera.coordinator.db import views
 from tessera.coordinator.db.tables import (
@@ -185,7 +185,7 @@ def list_failures(
 @router.get("/audit")
 def list_audit(request: Request, serving: Serving, who: Signed, run: Text = None, before: Place = None) -> Response:
     """Show every change of state, newest first; for administrators, as in the API."""
-    require_role(who, "admin")
+    require_role(who.principal, "admin")
     with serving.database.snapshot() as session:
         query = select(AuditRow).order_by(AuditRow.seq.desc()).limit(ENTRIES + 1)
         if run:
