@@ -70,11 +70,13 @@ def process(
     )
 
 
-def forked(*arguments: str, seconds: float = 60, **settings: str) -> subprocess.CompletedProcess[str]:
-    """The same as a process that has imported what a worker needs already."""
+def forked(
+    *arguments: str, module: str = "tessera.shared.cli", seconds: float = 60, **settings: str
+) -> subprocess.CompletedProcess[str]:
+    """The same as a process that has imported already what its module needs: see `zygote`."""
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors, open(os.devnull) as nothing:  # noqa: PTH123 (a device)
         streams = {"reads": nothing.fileno(), "writes": out.fileno(), "errors": errors.fileno()}
-        code = zygote.start("tessera.shared.cli", arguments, environment(**settings), **streams).wait(seconds)
+        code = zygote.start(module, arguments, environment(**settings), **streams).wait(seconds)
         for stream in (out, errors):
             stream.seek(0)
         return subprocess.CompletedProcess(arguments, code, out.read().decode(), errors.read().decode())

@@ -1,14 +1,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tessera.shared.updates.model_folder import ModelFolder
+from tests.support.cli import forked
 from tests.support.paths import ROOT
 from tests.support.processes import CoordinatorProcess, Process
 
@@ -32,9 +31,9 @@ DEMO_VIT = ROOT / "examples" / "digits" / "vit.json"
 
 def made(folder: Path, config: Path) -> ModelFolder:
     """A model, made by the command that users have."""
-    init = ["model", "init", str(folder / "model"), "--config", str(config)]
-    command = [sys.executable, "-m", "tessera.shared.cli", *init, "--head", "image-classification", "--seed", "1"]
-    subprocess.run(command, check=True, capture_output=True)
+    model = ("model", "init", str(folder / "model"), "--config", str(config))
+    done = forked(*model, "--head", "image-classification", "--seed", "1")
+    assert done.returncode == 0, done.stderr
     return ModelFolder.open(folder / "model")
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from contextlib import closing
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from sqlalchemy import inspect, text
 
 from tessera.coordinator.db.engine import Database, DatabaseInUse, SchemaBehind, alembic_config
 from tessera.coordinator.db.tables import Table, VersionRow
-from tests.support.cli import tessera
+from tests.support.cli import forked, tessera
 from tests.support.databases import empty_in, url_in
 from tests.support.storage import add_run, add_task, add_worker
 
@@ -28,14 +27,7 @@ def coordinator(folder: Path, *arguments: str, **more: str) -> subprocess.Comple
         "TESSERA_BLOB_URL": str(folder / "blobs"),
         "TESSERA_STAGING_DIR": str(folder / "staging"),
     }
-    return subprocess.run(
-        [sys.executable, "-m", "tessera.coordinator", *arguments],
-        env={**os.environ, **settings, **more},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    return forked(*arguments, module="tessera.coordinator", **settings, **more)
 
 
 @pytest.mark.sqlite
@@ -102,15 +94,7 @@ def test_the_migrations_can_be_undone_and_done_again(database: Database) -> None
 
 
 def test_a_setting_that_cannot_be_read_is_named_and_a_password_is_not_shown(tmp_path: Path) -> None:
-    environment = {**os.environ, "TESSERA_PORT": "many", "TESSERA_LEASE_SECONDS": "-1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "tessera.coordinator", "serve"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=tmp_path,
-    )
+    done = coordinator(tmp_path, "serve", TESSERA_PORT="many", TESSERA_LEASE_SECONDS="-1")
     assert done.returncode == 2
     assert "TESSERA_PORT" in done.stderr
     assert "TESSERA_LEASE_SECONDS" in done.stderr
