@@ -87,8 +87,7 @@ def token(
 def serve(
     first_migrate: Annotated[bool, typer.Option("--migrate", help="migrate the schema first")] = False,
     conducting: Annotated[
-        bool,
-        typer.Option("--conduct/--no-conduct", help="start a child process that conducts the rounds, or not"),
+        bool, typer.Option("--conduct/--no-conduct", help="start a child process that conducts the rounds, or not")
     ] = True,
 ) -> None:
     """Serve the API, with a child process that conducts the rounds."""
@@ -109,8 +108,7 @@ def serve(
 @app.command()
 def conduct(
     attached: Annotated[
-        bool,
-        typer.Option("--attached", hidden=True, help="wait for an earlier conductor to end; end with stdin"),
+        bool, typer.Option("--attached", hidden=True, help="wait for an earlier conductor to end; end with stdin")
     ] = False,
 ) -> None:
     """Conduct the rounds without serving the API, beside one or more `serve --no-conduct`."""
@@ -123,11 +121,11 @@ def conduct(
     signal.pthread_sigmask(signal.SIG_BLOCK, endings)
     thread = threading.Thread(target=services.conductor.conduct, name="conductor", daemon=True)
     thread.start()
-    services.housekeeping.start()
+    services.retention.start()
     threading.Thread(target=_listen, args=(services,), name="wakeup", daemon=True).start()
     log.info("coordinator.conducting")
     signal.sigwait(endings)
-    services.housekeeping.end()
+    services.retention.end()
     services.conductor.end()
     thread.join(GOODBYE_SECONDS)
     spans.end()
@@ -136,7 +134,7 @@ def conduct(
 @app.command()
 def gc(as_json: AsJson = False) -> None:
     """Collect garbage now, as a conductor does at an interval. Safe while coordinators run."""
-    freed = _stored().housekeeping.retention.collect()
+    freed = _assembled().retention.collect()
     if as_json:
         print_json(asdict(freed))
         return
@@ -152,7 +150,7 @@ def verify(as_json: AsJson = False) -> None:
 
     Exit code 0: no faults, 1: faults.
     """
-    services = _stored()
+    services = _assembled()
     faults: list[str] = []
     for fault in backup.verify(services.database, services.blobs, services.states):
         faults.append(fault)
@@ -168,14 +166,14 @@ def verify(as_json: AsJson = False) -> None:
 def back_up(folder: Folder, as_json: AsJson = False) -> None:
     """Copy every table and blob into a folder while the coordinator runs. Into the same folder again, it copies
     only new blobs."""
-    services = _stored()
+    services = _assembled()
     _copying("backed up", lambda: backup.back_up(services.database, services.blobs, folder), as_json=as_json)
 
 
 @app.command()
 def restore(folder: Folder, as_json: AsJson = False) -> None:
     """Copy a backup into an empty database at head and into the blob store, of any kind."""
-    services = _stored()
+    services = _assembled()
     _copying("restored", lambda: backup.restore(folder, services.database, services.blobs), as_json=as_json)
 
 
@@ -188,7 +186,7 @@ def doctor(as_json: AsJson = False) -> None:
     """
     # As for `serve`.
     checks = load("tessera.coordinator.server.doctor").checks
-    print_findings(examined(checks(_assembled())), as_json=as_json)
+    print_findings(examined(checks(_assembled(at_head=False))), as_json=as_json)
 
 
 config_app = typer.Typer(no_args_is_help=True, help="The settings that are in force.")
@@ -254,30 +252,24 @@ def _opened(duty: Duty, *, wait: bool = False) -> Services:
         methods()
     except MethodsUnusable as refusal:
         raise _exit(str(refusal)) from None
-    services = _stored(duty, lambda services: services.database.hold(duty, wait=wait))
+    services = _assembled(duty, hold=True, wait=wait)
     swept = services.blobs.sweep()
     log.info("coordinator.opened", database=services.database.shown, swept_files=swept)
     return services
 
 
-def _stored(duty: Duty = "both", hold: Callable[[Services], None] = lambda _: None) -> Services:
-    """Return the services on a database at head."""
-
-    def ready(services: Services) -> None:
-        services.database.require_head()
-        hold(services)
-
-    return _assembled(duty, ready)
-
-
-def _assembled(duty: Duty = "both", ready: Callable[[Services], None] = lambda _: None) -> Services:
-    """Return the services, once they are `ready`; or a line that says why not, and exit code 2."""
+def _assembled(duty: Duty = "both", *, at_head: bool = True, hold: bool = False, wait: bool = False) -> Services:
+    """Return the services; with `hold`, no other process has this duty on the database. Otherwise print why not, and
+    exit with status 2."""
     logging.configure()
     keep_freed_memory()
     settings = _settings()
     try:
         services = assemble(settings, duty=duty)
-        ready(services)
+        if at_head:
+            services.database.require_head()
+        if hold:
+            services.database.hold(duty, wait=wait)
     except (DatabaseInUse, NotAFile, SchemaBehind, StagingOnOtherDisk, UnknownDatabase) as refusal:
         raise _exit(str(refusal)) from None
     except (OSError, ImportError, ValueError, SQLAlchemyError, BaseError) as fault:
@@ -297,13 +289,9 @@ def _hand_over_first_token(services: Services) -> None:
         if secret is None:
             return
         if path is not None:
-            _write_secret(path, secret)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+                file.write(secret + "\n")
             log.info("coordinator.admin_token_written", path=str(path))
         else:
             print(f"first admin token (shown only this once): {secret}", file=sys.stderr, flush=True)
-
-
-def _write_secret(path: Path, secret: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-        file.write(secret + "\n")

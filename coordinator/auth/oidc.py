@@ -8,11 +8,13 @@ import base64
 import hashlib
 import hmac
 import json
+import math
 import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Generic, TypeVar, get_args
+from dataclasses import dataclass, field
+from typing import Any, get_args
 from urllib.parse import quote, urlencode, urlsplit
 
 import httpx
@@ -47,42 +49,37 @@ class ProviderFault(Exception):
     """The provider did not answer, or not with what an OpenID provider answers."""
 
 
-T = TypeVar("T")
-
-
-class _Hourly(Generic[T]):
+@dataclass(eq=False)
+class _Hourly:
     """A document of the provider, refreshed once an hour, by one caller at a time and at most every 30 seconds."""
 
-    def __init__(self, issuer: str, ask: Callable[[], T], nothing: T, clock: Callable[[], float], event: str) -> None:
-        self._issuer = issuer
-        self._ask = ask
-        self._found = nothing
-        self._clock = clock
-        self._event = event
-        self._lock = threading.Lock()
-        self._found_at: float | None = None
-        self._tried_at: float | None = None
+    issuer: str
+    fetch: Callable[[], dict[str, Any]]
+    clock: Callable[[], float]
+    event: str
+    expires: bool = False
+    """It is emptied when it is older than an hour and cannot be refreshed."""
+    _found: dict[str, Any] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _found_at: float = -math.inf
+    _tried_at: float = -math.inf
 
-    def get(self, lacks: Callable[[T], bool] = lambda _: False, *, outdated: T | None = None) -> T:
-        """Return what was said last, asking before its time if that `lacks` something.
-
-        Where the provider does not answer for an hour, that is `outdated` if it is given.
-        """
-        now = self._clock()
+    def get(self, entry: object) -> dict[str, Any]:
+        """Return the latest answer, refreshed early if it lacks this entry."""
+        now = self.clock()
         with self._lock:
-            old = self._found_at is None or now - self._found_at > KEYS_SECONDS
-            asks = old or lacks(self._found)
+            old = now - self._found_at > KEYS_SECONDS
             # A slow provider holds up one caller alone, and callers do not decide how often it is asked.
-            if not asks or (self._tried_at is not None and now - self._tried_at < AGAIN_SECONDS):
+            if not (old or entry not in self._found) or now - self._tried_at < AGAIN_SECONDS:
                 return self._found
             self._tried_at = now
         try:
-            found = self._ask()
+            found = self.fetch()
         except ProviderFault as fault:
-            log.warning(self._event, issuer=self._issuer, fault=str(fault))
+            log.warning(self.event, issuer=self.issuer, fault=str(fault))
             with self._lock:
-                if old and outdated is not None:
-                    self._found = outdated
+                if old and self.expires:
+                    self._found = {}
                 return self._found
         with self._lock:
             self._found, self._found_at = found, now
@@ -93,19 +90,15 @@ class OIDCVerifier:
     """Verifier of one provider's tokens. Safe to use from several threads."""
 
     def __init__(self, settings: CoordinatorSettings, clock: Callable[[], float] = time.monotonic) -> None:
+        self._settings = settings
         self._issuer = settings.oidc_issuer or ""
-        self._audience = settings.oidc_audience
-        self._claim = settings.oidc_role_claim
-        self._roles = settings.oidc_roles
-        self._keys_url = settings.oidc_keys_url
-        self._keys: _Hourly[dict[str, jwt.PyJWK]] = _Hourly(
-            self._issuer, self.fetched, {}, clock, "oidc.keys_not_fetched"
-        )
+        # Keys that may have been withdrawn meanwhile are worse than none.
+        self._keys = _Hourly(self._issuer, self.fetched, clock, "oidc.keys_not_fetched", expires=True)
 
     def principal(self, token: str) -> Principal:
         """Return the holder of this token. Raise Unauthenticated, Forbidden for a person without a role here, and
         Unavailable if the provider's keys cannot be fetched."""
-        return self.person(self.verified(token, self._audience))
+        return self.person(self.verified(token, self._settings.oidc_audience))
 
     def person(self, claims: Mapping[str, Any]) -> Principal:
         """Return who verified claims are of. Raises Unauthenticated, and Forbidden for a person without a role
@@ -114,13 +107,15 @@ class OIDCVerifier:
         if not (0 < len(subject) <= MAX_SUBJECT_LENGTH and subject.isprintable()):
             raise Unauthenticated("the subject of the token is none that can be written down")
         person = f"{self._issuer}#{subject}"
-        named = _texts(_claim(claims, self._claim))
-        held = {self._roles[name] for name in named if name in self._roles}
+        roles, place = self._settings.oidc_roles, self._settings.oidc_role_claim
+        named = _claim(claims, place)
+        names = named if isinstance(named, list) else [named]
+        held = {roles[name] for name in names if isinstance(name, str) and name in roles}
         for role in get_args(PersonRole):
             if role in held:
                 return Principal.person(person, role)
         raise Forbidden(
-            f"nothing in the claim {self._claim!r} of {person} is a role here (setting oidc_roles)",
+            f"nothing in the claim {place!r} of {person} is a role here (setting oidc_roles)",
             remedy="Have the provider's administrators put you into one of the groups that are, and sign in again.",
         )
 
@@ -144,20 +139,20 @@ class OIDCVerifier:
         return claims
 
     def _key(self, kid: object) -> jwt.PyJWK:
-        # Keys that may have been withdrawn meanwhile are worse than none.
-        keys = self._keys.get(lambda keys: kid not in keys, outdated={})
+        keys = self._keys.get(kid)
         if not keys:
             raise Unavailable("the OpenID provider's keys cannot be fetched", retry_after_seconds=1)
-        found = keys.get(kid) if isinstance(kid, str) else None
-        if found is None:
+        if kid not in keys:
             raise jwt.InvalidKeyError("it names no key of the provider's")
-        return found
+        key: jwt.PyJWK = keys[str(kid)]
+        return key
 
     def fetched(self) -> dict[str, jwt.PyJWK]:
         """Return the provider's keys by their names. Raises ProviderFault."""
-        document = asked(
-            self._keys_url or own_url(discovered(self._issuer), self._issuer, "jwks_uri", "TESSERA_OIDC_KEYS_URL")
-        )
+        url = self._settings.oidc_keys_url
+        if url is None:
+            url = own_url(discovered(self._issuer), self._issuer, "jwks_uri", "TESSERA_OIDC_KEYS_URL")
+        document = asked(url)
         try:
             keys = jwt.PyJWKSet.from_dict(document).keys
         except (jwt.PyJWTError, AttributeError, TypeError, ValueError) as fault:
@@ -203,14 +198,12 @@ def asked(url: str, form: Mapping[str, str] | None = None, basic: tuple[str, str
         raise ProviderFault(f"{url} does not answer: {type(fault).__name__}: {fault}") from fault
     try:
         document = json.loads(content)
-    except (ValueError, RecursionError) as fault:
-        document = fault
+    except (ValueError, RecursionError):
+        document = None
     if response.status_code != httpx.codes.OK:
         # As OAuth has it (RFC 6749, 5.2).
         said = f": {str(document.get('error'))[:200]}" if isinstance(document, dict) and "error" in document else ""
         raise ProviderFault(f"{url} answers {response.status_code}{said}")
-    if isinstance(document, Exception):
-        raise ProviderFault(f"{url} sends no JSON") from document
     if not isinstance(document, dict):
         raise ProviderFault(f"{url} sends no JSON object")
     return document
@@ -234,11 +227,6 @@ def _claim(claims: Mapping[str, Any], name: str) -> object:
     return found
 
 
-def _texts(value: object) -> list[str]:
-    values = value if isinstance(value, list) else [value]
-    return [text for text in values if isinstance(text, str)]
-
-
 BACK = "/page/sign-in/provider/back"
 """Redirect URI, relative to the public URL; it must be registered at the provider."""
 
@@ -256,16 +244,12 @@ class OIDCLogin:
     def __init__(
         self, settings: CoordinatorSettings, people: OIDCVerifier, clock: Callable[[], float] = time.monotonic
     ) -> None:
+        self._settings = settings
         self._issuer = settings.oidc_issuer or ""
         self._client_id = settings.oidc_client_id or ""
-        self._secret_file = settings.oidc_client_secret_file
-        self._scope = settings.oidc_scope
-        self._token_url = settings.oidc_token_url
         self._back = (settings.public_url or "").rstrip("/") + BACK
         self._people = people
-        self._about: _Hourly[dict[str, Any]] = _Hourly(
-            self._issuer, lambda: discovered(self._issuer), {}, clock, "oidc.provider_away"
-        )
+        self._about = _Hourly(self._issuer, lambda: discovered(self._issuer), clock, "oidc.provider_away")
 
     @property
     def host(self) -> str:
@@ -280,7 +264,7 @@ class OIDCLogin:
             "response_type": "code",
             "client_id": self._client_id,
             "redirect_uri": self._back,
-            "scope": self._scope,
+            "scope": self._settings.oidc_scope,
             "state": _derived(secret, "state"),
             "nonce": _derived(secret, "nonce"),
             "code_challenge": base64.urlsafe_b64encode(challenge).rstrip(b"=").decode(),
@@ -322,7 +306,7 @@ class OIDCLogin:
             "code_verifier": _derived(secret, "verifier"),
         }
         try:
-            place = self._token_url or own_url(
+            place = self._settings.oidc_token_url or own_url(
                 self._provider(), self._issuer, "token_endpoint", "TESSERA_OIDC_TOKEN_URL"
             )
             return str(asked(place, form, self._credentials()).get("id_token"))
@@ -333,13 +317,12 @@ class OIDCLogin:
     def _credentials(self) -> tuple[str, str] | None:
         """Return encoded as OAuth has it (RFC 6749, 2.3.1). Read each time, so that another secret needs no
         restart."""
-        if self._secret_file is None:
-            return None
-        return quote(self._client_id, safe=""), quote(self._secret_file.read_text().strip(), safe="")
+        file = self._settings.oidc_client_secret_file
+        return (quote(self._client_id, safe=""), quote(file.read_text().strip(), safe="")) if file else None
 
     def _provider(self) -> dict[str, Any]:
         """Return what the provider says of itself. Raises Unavailable."""
-        if not (about := self._about.get()):
+        if not (about := self._about.get("issuer")):
             raise Unavailable("the OpenID provider does not answer", retry_after_seconds=AGAIN_SECONDS)
         return about
 

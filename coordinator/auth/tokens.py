@@ -29,11 +29,6 @@ def authenticate(session: Session, now: float, secret: str) -> Principal:
     return _admitted(found, now)
 
 
-def require_admitted(session: Session, now: float, caller: Principal) -> None:
-    """Raise Unauthenticated or SiteSuspended if the caller, who was admitted before, no longer is."""
-    principal_for_token(session, now, caller.token_id)
-
-
 def principal_for_token(session: Session, now: float, token_id: str) -> Principal:
     """Return who holds the token of this id. Raises Unauthenticated and SiteSuspended."""
     return _admitted(_token(session, TokenRow.id == token_id), now)
@@ -98,7 +93,9 @@ def revoke_token(
     if row is None:
         raise NotFound(f"there is no token {token_id}")
     if row.revoked_at is None:
-        if row.role == "admin" and not admins_sign_in and not _other_admin(session, now, token_id):
+        unexpired = TokenRow.expires_at.is_(None) | (TokenRow.expires_at > now)
+        other = (TokenRow.role == "admin") & (TokenRow.id != token_id) & TokenRow.revoked_at.is_(None) & unexpired
+        if row.role == "admin" and not admins_sign_in and not session.scalar(select(exists().where(other))):
             raise Conflict(
                 "this is the last token of an administrator that is valid",
                 remedy="Issue another first, with `tessera admin token issue`.",
@@ -106,13 +103,6 @@ def revoke_token(
         row.revoked_at = now
         audit.record(session, now, actor, "token.revoke", token_id)
     return row
-
-
-def _other_admin(session: Session, now: float, token_id: str) -> bool:
-    """Return whether another token of an administrator is valid."""
-    valid = TokenRow.revoked_at.is_(None) & (TokenRow.expires_at.is_(None) | (TokenRow.expires_at > now))
-    other = (TokenRow.role == "admin") & (TokenRow.id != token_id)
-    return bool(session.scalar(select(exists().where(other, valid))))
 
 
 def rotate_token(session: Session, now: float, caller: Principal, shown: str, fresh_hash: str, grace: float) -> None:

@@ -12,7 +12,6 @@ from tessera.coordinator.conductor.actions import (
     open_planned,
     plan_for_willing,
     read_base,
-    read_willing,
     require,
 )
 from tessera.coordinator.db import rounds
@@ -68,9 +67,7 @@ class RoundMerger:
         half = coordinator_half(spec.method, run_facts(spec, model))
         warnings = warnings_of(spec, model, state, bounds, outlying(half, bounds, accepted))
 
-        with self.database.snapshot() as session:
-            live = self.liveness.workers(session)
-        willing = read_willing(self.database, run_id, invited, live)
+        live, willing = self.liveness.willing(run_id, invited)
         # If its cohort is not all here, a later look opens the next round.
         plans = None
         if made.number < spec.rounds and len(sites_of(willing)) >= (spec.cohort.size or spec.cohort.quorum):

@@ -99,7 +99,7 @@ def lease(services: Services, caller: Principal, worker_id: str, instance: str, 
     with services.database.transaction() as session:
         if woken:
             # Revoking a token also wakes the claims that wait with it.
-            tokens.require_admitted(session, now, caller)
+            tokens.principal_for_token(session, now, caller.token_id)
         offered = tasks.claimable(session, worker_id, instance)
         if offered is None:
             return None
@@ -211,11 +211,10 @@ def submit_update(services: Services, caller: Principal, task_id: str, report: S
         measured, blocks = services.inspector.checked(report.update, model, manifest, plan, spec.max_update_norm)
         metrics = {**views.without_scores(report.metrics), **measured}
     except InvalidUpdate as problem:
-        _reject(services, caller, record, _rejected(report, problem))
+        _reject(services, caller, record, report, problem)
         raise
     layers = [layer.name for layer in layers_of(model.by_name[name] for name in blocks)]
-    columns = _accepted(report, metrics, layers, upload)
-    view = _accept(services, caller, record, columns, upload)
+    view = _accept(services, caller, record, _accepted(report, metrics, layers, upload), upload)
     UPDATES_TOTAL.labels(outcome="accepted").inc()
     return view
 
@@ -271,11 +270,6 @@ def _receive(services: Services, nbytes: int) -> None:
     services.memory.require()
 
 
-def _rejected(report: Submission, problem: Problem) -> dict[str, Any]:
-    """Return the columns of a task whose update cannot be used."""
-    return {"problem": problem.json(), "update_digest": report.update, "audit_head": report.audit_head}
-
-
 def _accepted(
     report: Submission | EvaluationResult,
     metrics: dict[str, float],
@@ -313,7 +307,10 @@ def _accept(
     return view
 
 
-def _reject(services: Services, caller: Principal, judged: TaskRecord, columns: dict[str, Any]) -> None:
+def _reject(
+    services: Services, caller: Principal, judged: TaskRecord, report: Submission, problem: InvalidUpdate
+) -> None:
+    columns = {"problem": problem.json(), "update_digest": report.update, "audit_head": report.audit_head}
     with services.database.transaction() as session:
         now, record = services.database.now(), tasks.reload(session, judged)
         tasks.settle(session, now, caller.actor, record, judged.task.token, "reject", columns)

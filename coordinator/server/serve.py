@@ -10,10 +10,7 @@ import uvicorn
 
 from tessera.coordinator.app import create_app
 from tessera.coordinator.conductor.child_process import ChildConductor
-from tessera.coordinator.server.http_limits import (
-    configuration,
-    raise_file_limit,
-)
+from tessera.coordinator.server.http_limits import configuration, raise_file_limit
 from tessera.coordinator.services import Services
 from tessera.shared.telemetry import spans
 

@@ -1,5 +1,6 @@
 """Durations of requests by route, as a histogram and as spans."""
 
+from contextlib import nullcontext
 from functools import cache
 from secrets import token_hex
 from time import perf_counter
@@ -66,14 +67,13 @@ class Timing:
         began = perf_counter()
         try:
             # Who sends no trace would only begin one of a single span: scrapes, probes, polls that end in nothing.
-            if spans.on() and (parent := sent_in(scope)):
-                with spans.span(scope["method"], kind=SpanKind.SERVER, parent=parent):
-                    try:
-                        await self._app(scope, receive, noting)
-                    finally:
+            parent = sent_in(scope) if spans.on() else ""
+            with spans.span(scope["method"], kind=SpanKind.SERVER, parent=parent) if parent else nullcontext():
+                try:
+                    await self._app(scope, receive, noting)
+                finally:
+                    if parent:
                         _tell(scope, status)
-            else:
-                await self._app(scope, receive, noting)
         finally:
             _series(*asked_of(scope), status // 100).observe(perf_counter() - began)
 
