@@ -246,21 +246,19 @@ def _settings() -> CoordinatorSettings:
 
 
 def _opened(duty: Duty, *, wait: bool = False) -> Services:
-    """Return the services, with every method at hand and on a database at head that no other process holds for this
-    duty."""
+    """Return the services for a duty that no other process has on this database, with every method loaded."""
     try:
         methods()
     except MethodsUnusable as refusal:
         raise _exit(str(refusal)) from None
-    services = _assembled(duty, hold=True, wait=wait)
+    services = _assembled(duty, wait=wait)
     swept = services.blobs.sweep()
     log.info("coordinator.opened", database=services.database.shown, swept_files=swept)
     return services
 
 
-def _assembled(duty: Duty = "both", *, at_head: bool = True, hold: bool = False, wait: bool = False) -> Services:
-    """Return the services; with `hold`, no other process has this duty on the database. Otherwise print why not, and
-    exit with status 2."""
+def _assembled(duty: Duty = "both", *, at_head: bool = True, wait: bool = False) -> Services:
+    """Return the services, with a duty other than "both" held; otherwise print why not, and exit with status 2."""
     logging.configure()
     keep_freed_memory()
     settings = _settings()
@@ -268,7 +266,7 @@ def _assembled(duty: Duty = "both", *, at_head: bool = True, hold: bool = False,
         services = assemble(settings, duty=duty)
         if at_head:
             services.database.require_head()
-        if hold:
+        if duty != "both":
             services.database.hold(duty, wait=wait)
     except (DatabaseInUse, NotAFile, SchemaBehind, StagingOnOtherDisk, UnknownDatabase) as refusal:
         raise _exit(str(refusal)) from None
@@ -279,10 +277,7 @@ def _assembled(duty: Duty = "both", *, at_head: bool = True, hold: bool = False,
 
 
 def _hand_over_first_token(services: Services) -> None:
-    """Print the first administrator's token once; only its hash is stored.
-
-    It is printed before it is committed: after a crash in between, the next start issues another.
-    """
+    """Print the first administrator's token, then commit it: after a crash in between, another is issued."""
     with services.database.transaction() as session:
         secret = first_token(session, services.database.now())
         path = services.settings.admin_token_file

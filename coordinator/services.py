@@ -85,9 +85,9 @@ class Services:
 def assemble(
     settings: CoordinatorSettings, clock: Callable[[], float] | None = None, duty: Duty = "both"
 ) -> Services:
-    """Open the database and the blob store of the settings, and assemble what the duty needs.
+    """Return the parts that the duty needs, with the database and the blob store of the settings open.
 
-    A process that both serves and conducts wakes itself; others wake each other by `wakeups`.
+    A process with both duties wakes itself; others wake each other by `wakeups`.
     """
     database = Database(settings.database_url, clock, connections=settings.database_connections)
     sizes = settings.inline_bytes, settings.merge_readahead_bytes

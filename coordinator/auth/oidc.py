@@ -96,13 +96,11 @@ class OIDCVerifier:
         self._keys = _Hourly(self._issuer, self.fetched, clock, "oidc.keys_not_fetched", expires=True)
 
     def principal(self, token: str) -> Principal:
-        """Return the holder of this token. Raise Unauthenticated, Forbidden for a person without a role here, and
-        Unavailable if the provider's keys cannot be fetched."""
+        """Return the holder of a token. Raise Unauthenticated, Forbidden for a person without a role, Unavailable."""
         return self.person(self.verified(token, self._settings.oidc_audience))
 
     def person(self, claims: Mapping[str, Any]) -> Principal:
-        """Return who verified claims are of. Raises Unauthenticated, and Forbidden for a person without a role
-        here."""
+        """Return the person of verified claims. Raise Unauthenticated, and Forbidden for a person without a role."""
         subject = str(claims["sub"])
         if not (0 < len(subject) <= MAX_SUBJECT_LENGTH and subject.isprintable()):
             raise Unauthenticated("the subject of the token is none that can be written down")
@@ -120,8 +118,7 @@ class OIDCVerifier:
         )
 
     def verified(self, token: str, audience: str | None) -> dict[str, Any]:
-        """Return what the provider says in a token of its own for `audience`. Raises Unauthenticated and
-        Unavailable."""
+        """Return the claims of one of the provider's tokens for `audience`. Raise Unauthenticated and Unavailable."""
         try:
             kid = jwt.get_unverified_header(token).get("kid")
             claims: dict[str, Any] = jwt.decode(
@@ -134,8 +131,8 @@ class OIDCVerifier:
                 options={"require": list(REQUIRED)},
             )
         except (jwt.PyJWTError, RecursionError) as fault:
-            told = f"the token is not one of {self._issuer} for {audience}: {str(fault)[:200]}"
-            raise Unauthenticated(told, remedy="Sign in again at the provider.") from fault
+            detail = f"the token is not one of {self._issuer} for {audience}: {str(fault)[:200]}"
+            raise Unauthenticated(detail, remedy="Sign in again at the provider.") from fault
         return claims
 
     def _key(self, kid: object) -> jwt.PyJWK:
@@ -148,7 +145,7 @@ class OIDCVerifier:
         return key
 
     def fetched(self) -> dict[str, jwt.PyJWK]:
-        """Return the provider's keys by their names. Raises ProviderFault."""
+        """Return the provider's keys by their names. Raise ProviderFault."""
         url = self._settings.oidc_keys_url
         if url is None:
             url = own_url(discovered(self._issuer), self._issuer, "jwks_uri", "TESSERA_OIDC_KEYS_URL")
@@ -161,7 +158,7 @@ class OIDCVerifier:
 
 
 def discovered(issuer: str) -> dict[str, Any]:
-    """Return what a provider says of itself. Raises ProviderFault."""
+    """Return the provider's description of itself. Raise ProviderFault."""
     about = asked(f"{issuer.rstrip('/')}/.well-known/openid-configuration")
     if about.get("issuer") != issuer:
         raise ProviderFault(f"it calls itself {str(about.get('issuer'))[:200]!r}")
@@ -169,7 +166,7 @@ def discovered(issuer: str) -> dict[str, Any]:
 
 
 def own_url(about: Mapping[str, Any], issuer: str, name: str, setting: str) -> str:
-    """Return a URL that a provider says of itself, which is where the provider itself is. Raises ProviderFault."""
+    """Return a URL from the provider's description, which must be on the provider's host. Raise ProviderFault."""
     url = str(about.get(name))
     if _origin(url) != _origin(issuer):
         raise ProviderFault(f"its {name} is {url[:200]!r}, another place: name it as {setting}")
@@ -177,10 +174,7 @@ def own_url(about: Mapping[str, Any], issuer: str, name: str, setting: str) -> s
 
 
 def asked(url: str, form: Mapping[str, str] | None = None, basic: tuple[str, str] | None = None) -> dict[str, Any]:
-    """Return a JSON object, bounded in bytes and time, from this very place, to which a form is sent if there is one.
-
-    Raises ProviderFault.
-    """
+    """Return the JSON object at a URL, to which `form` is posted if given. Raise ProviderFault if slow or large."""
     content = bytearray()
     give_up_at = time.monotonic() + FETCH_SECONDS
     try:
@@ -230,8 +224,6 @@ def _claim(claims: Mapping[str, Any], name: str) -> object:
 BACK = "/page/sign-in/provider/back"
 """Redirect URI, relative to the public URL; it must be registered at the provider."""
 
-SECRET_BYTES = 32
-
 
 class OIDCLogin:
     """The page as a client of the provider, by the authorization code flow with PKCE (OpenID Connect Core 3.1, RFC
@@ -257,8 +249,8 @@ class OIDCLogin:
         return urlsplit(self._issuer).netloc
 
     def begin(self) -> tuple[str, str]:
-        """Return where the browser is to go, and a secret that it alone is to keep meanwhile. Raises Unavailable."""
-        secret = secrets.token_urlsafe(SECRET_BYTES)
+        """Return the URL that the browser goes to, and a secret for it alone to keep meanwhile. Raise Unavailable."""
+        secret = secrets.token_urlsafe(32)
         challenge = hashlib.sha256(_derived(secret, "verifier").encode()).digest()
         asks = {
             "response_type": "code",
@@ -279,10 +271,7 @@ class OIDCLogin:
         return f"{place}{'&' if parts.query else '?'}{urlencode(asks)}", secret
 
     def finish(self, secret: str, answer: Mapping[str, str]) -> Principal:
-        """Return who came back from the provider, with what it said in the query.
-
-        Raises Unauthenticated, Forbidden for a person without a role here, and Unavailable.
-        """
+        """Return the person whom the provider sent back. Raise Unauthenticated, Forbidden and Unavailable."""
         if not secret or not _same(answer.get("state", ""), _derived(secret, "state")):
             raise Unauthenticated("the sign-in was started in another browser, or took too long; start again")
         if answer.get("iss", self._issuer) != self._issuer:
@@ -315,13 +304,12 @@ class OIDCLogin:
             raise Unauthenticated("the provider did not exchange its code for a token; start again") from fault
 
     def _credentials(self) -> tuple[str, str] | None:
-        """Return encoded as OAuth has it (RFC 6749, 2.3.1). Read each time, so that another secret needs no
-        restart."""
+        """Return the client id and secret, encoded as in RFC 6749, 2.3.1. Read each time, so that they can change."""
         file = self._settings.oidc_client_secret_file
         return (quote(self._client_id, safe=""), quote(file.read_text().strip(), safe="")) if file else None
 
     def _provider(self) -> dict[str, Any]:
-        """Return what the provider says of itself. Raises Unavailable."""
+        """Return the provider's description of itself. Raise Unavailable."""
         if not (about := self._about.get("issuer")):
             raise Unavailable("the OpenID provider does not answer", retry_after_seconds=AGAIN_SECONDS)
         return about

@@ -131,10 +131,7 @@ class Objects:
             self.hash(blob)
 
     def hash(self, blob: Stored) -> str:
-        """Hash an object and return the tag by which it is recognized from then on.
-
-        Raises StoreSpoilt if it is missing or its bytes do not match its digest, and StoreAway.
-        """
+        """Hash an object and return the tag that identifies it from then on. Raise StoreSpoilt and StoreAway."""
         computed, tags = hashlib.sha256(), set[str]()
         for at in range(0, blob.size, HASHED_BYTES):
             piece, tag = self._get(blob, at, min(at + HASHED_BYTES, blob.size))

@@ -321,10 +321,7 @@ class Uploads:
             yield file
 
     def _locked_row(self, upload: Upload, file: FileIO, offset: int) -> Upload:
-        """Return the upload as the table has it while the file is locked.
-
-        Raises UploadBusy if it is complete, and OffsetMismatch unless the received bytes end at `offset`.
-        """
+        """Return the upload as the table has it under the lock of its file. Raise UploadBusy and OffsetMismatch."""
         upload = self.find(upload.id, upload.owner)
         if upload.complete:
             self._path(upload).unlink()

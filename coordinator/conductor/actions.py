@@ -117,7 +117,7 @@ class Actions:
             return open_planned(session, self.database.now(), run, willing, plans)
 
     def _offer_evaluation(self, session: Session, now: float, run_id: str, due: PendingEvaluation) -> list[str]:
-        """Offer a version to the site that is named, or to the central worker that was least often asked in vain."""
+        """Offer a version to the named worker, or to the central worker with the fewest tries."""
         run = session.get_one(RunRow, run_id)
         invited = invitation(session, run)
         live = self.liveness.workers(session)
@@ -151,7 +151,7 @@ def require(holds: bool, otherwise: str) -> None:
 
 
 def read_base(database: Database, run_id: str) -> tuple[RunTerms, VersionRef]:
-    """Return what a run asks for, and its latest version."""
+    """Return the terms of a run, and its latest version."""
     with database.snapshot() as session:
         run = session.get_one(RunRow, run_id)
         version = session.get_one(VersionRow, (run_id, run.version_number))
@@ -159,9 +159,9 @@ def read_base(database: Database, run_id: str) -> tuple[RunTerms, VersionRef]:
 
 
 def plan_for_willing(spec: RunSpec, model: Model, state: State, willing: Sequence[LiveWorker]) -> Mapping[str, Plan]:
-    """Plan for those whose sites would send what is planned for them, as far as they show their policies.
+    """Plan for the workers whose sites would send what is planned, as far as they advertise their policies.
 
-    Raises SelectorError for a plan of what is not there, before any worker hears of it, and TooFewWilling.
+    Raises SelectorError, before any worker gets such a plan, and TooFewWilling.
     """
     refused = {worker.name: found for worker in willing if (found := refused_model(worker.advertised_policy, model))}
     while True:
@@ -180,7 +180,7 @@ def plan_for_willing(spec: RunSpec, model: Model, state: State, willing: Sequenc
 def open_planned(
     session: Session, now: float, run: RunRow, willing: Sequence[LiveWorker], plans: Mapping[str, Plan]
 ) -> list[str]:
-    """Open the next round, or end the run if the method plans nothing more. Return the workers that were asked."""
+    """Open the next round, or end the run if nothing more is planned. Return the workers with a new task."""
     if not plans:
         move_run(session, now, ACTOR, run.id, "complete", "the method planned nothing more")
         return []

@@ -116,7 +116,7 @@ class Conductor:
         return acted
 
     def _look(self, run_id: str, live: Sequence[LiveWorker]) -> RunSnapshot | None:
-        """Return a run as it is. One that this version cannot read pauses, and the others go on."""
+        """Return a snapshot of a run. One that this version cannot read pauses, and the others go on."""
         try:
             with self.database.snapshot() as session:
                 return run_snapshot(session, run_id, live, absent_are_gone=self.liveness.is_settled())
@@ -126,7 +126,7 @@ class Conductor:
             return None
 
     def _is_put_off(self, run: RunSnapshot, action: Action) -> bool:
-        """Return whether the action was tried before, and is not to be tried again yet."""
+        """Return whether the action failed before and is not due again yet."""
         # What failed is tried again when the run was resumed, not at every tick.
         if self._failed.get((run.id, action)) == run.idle_since:
             return True
@@ -134,10 +134,7 @@ class Conductor:
         return self.database.now() < until
 
     def _merge_aside(self, run: RunSnapshot, action: todo.Merge) -> None:
-        """Merge in a thread of its own, one round at a time, while leases and deadlines are still looked after.
-
-        A daemon: a merge that is cut off by the end of the process is done again by the next.
-        """
+        """Merge one round in a daemon thread, so that leases and deadlines go on; the next process repeats it."""
         if self._merging.acquire(blocking=False):
             threading.Thread(target=self._merge_and_call, args=(run, action), name="merge", daemon=True).start()
 
@@ -199,7 +196,7 @@ class Conductor:
         return True
 
     def _halt(self, run_id: str, reason: str) -> bool:
-        """Pause a run that cannot be moved on, with its reason, so that a person sees it and the others go on."""
+        """Pause a run that cannot go on, with the reason, so that a person sees it and the others go on."""
         try:
             self.actions.do(run_id, todo.Pause(reason[:2000]))
         except Conflict:
@@ -207,7 +204,7 @@ class Conductor:
         return True
 
     def _record_round(self, round_id: str) -> None:
-        """Record the span of a round that is over, which is the parent of all that was done for it."""
+        """Record the span of a round that has ended, which is the parent of all spans of its actions."""
         with self.database.snapshot() as session:
             row = session.get_one(RoundRow, round_id)
         itself = traceparent_of(row.run_id, row.number)

@@ -45,7 +45,7 @@ class RoundMerger:
     liveness: Liveness
 
     def merge(self, run_id: str, round_id: str, notify: Callable[[Sequence[str]], None]) -> None:
-        """Merge a closed round and open the next; wake its workers; then score the updates that were merged."""
+        """Merge a closed round and open the next; wake its workers; then score the merged updates."""
         invited, base = read_base(self.database, run_id)
         notify(self._merge(run_id, round_id, invited, base))
         # Beside the next round, which need not wait for it.
@@ -96,8 +96,7 @@ class RoundMerger:
                 return [*woken, *open_planned(session, self.database.now(), run, willing, plans)]
 
     def _score(self, run_id: str, spec: RunSpec, base: VersionRef) -> None:
-        """Note how far each worker's update is from what they were merged to. A process that ends before it has
-        done so leaves this round without."""
+        """Store each update's distance from the merged ones; a process that ends before it leaves them out."""
         with self.database.snapshot() as session:
             accepted = rounds.assigned_updates(session, run_id, base.number + 1)
             bounds = rounds.bounds_in_force(session.get_one(RunRow, run_id))

@@ -182,8 +182,7 @@ class Retention:
             return len(old)
 
     def _needed(self, session: Session, run: RunRow, keep: int) -> set[int]:
-        """Return the first version, the latest ones, those of open tasks or unmerged updates, and those still to be
-        evaluated."""
+        """Return the first version, the latest, those of open tasks or unmerged updates, and those to evaluate."""
         live = TaskRow.state.in_(("offered", "leased", "expired")) | UNMERGED
         in_tasks = session.scalars(select(TaskRow.version_number).where(TaskRow.run_id == run.id, live))
         pending = central_due(session, run, RunSpec.model_validate(run.spec), None)

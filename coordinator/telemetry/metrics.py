@@ -172,7 +172,7 @@ def _of_rounds(session: Session, now: float) -> Iterator[Metric]:
 
 
 def readiness(services: Services) -> Readiness:
-    """Return whether the schema is this version's or a later one and the store takes bytes, with what is lacking."""
+    """Return whether the schema is at head or later and the store accepts bytes, and what is missing."""
     try:
         schema = services.database.at_head_or_later()
     except SQLAlchemyError:

@@ -31,13 +31,13 @@ class Tracing:
 
 
 def sent_in(scope: Scope) -> str:
-    """Return the header of the caller's that names its trace, empty if there is none."""
+    """Return the caller's trace header, or an empty string."""
     sent: bytes = next((value for name, value in scope["headers"] if name == _NAME), b"")
     return sent.decode("latin-1")
 
 
 def present_trace() -> str | None:
-    """Return the trace of the request in hand."""
+    """Return the current request's trace id."""
     return get_contextvars().get("trace")
 
 
@@ -86,8 +86,7 @@ def _tell(scope: Scope, status: int) -> None:
 
 
 def asked_of(scope: Scope) -> tuple[str, str]:
-    """Return the method and the template of the path that a request was for, as `/v1/runs/{run_id}`, once it was
-    routed."""
+    """Return the method and the path template of a routed request, such as `/v1/runs/{run_id}`."""
     route, method = scope.get("route"), scope["method"]
     return (method, route.path) if route is not None and method in (route.methods or ()) else (NOTHING, NOTHING)
 
