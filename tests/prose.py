@@ -67,7 +67,15 @@ NOT_YET = (
     "docs/writing-a-method.md",
     "shared/methods/",
     "shared/updates/",
-    "worker/",
+    "worker/agent.py",
+    "worker/doctor.py",
+    "worker/enrolment.py",
+    "worker/governance/",
+    "worker/inventory.py",
+    "worker/metrics_file.py",
+    "worker/settings.py",
+    "worker/simulation/",
+    "worker/state/",
 )
 """What has not been rewritten yet; nothing is added here."""
 HISTORY = re.compile(r"docs/decisions/|CHANGELOG\.md|docs/(openapi|cli)\.")

@@ -95,9 +95,9 @@ class Actions:
                     move_run(session, now, ACTOR, run_id, "pause", reason)
                 case todo.Complete():
                     move_run(session, now, ACTOR, run_id, "complete")
-                    rounds.cancel_tasks(session, now, rounds.evaluations_of(session, run_id))
+                    rounds.cancel_evaluations(session, now, run_id)
                 case todo.CancelEvaluations():
-                    rounds.cancel_tasks(session, now, rounds.evaluations_of(session, run_id))
+                    rounds.cancel_evaluations(session, now, run_id)
         return ()
 
     def open_round(self, run_id: str, number: int) -> list[str]:
