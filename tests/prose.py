@@ -62,13 +62,7 @@ PRODUCT = ("coordinator", "worker", "shared")
 CHECKED_COMMITS = "c938e56..HEAD"
 """The subjects of those that came before the rule stay as they are."""
 MAX_SUBJECT_LENGTH = 72
-NOT_YET = (
-    "docs/methods.md",
-    "docs/writing-a-method.md",
-    "shared/methods/",
-    "shared/updates/",
-    "worker/",
-)
+NOT_YET = ("worker/",)
 """What has not been rewritten yet; nothing is added here."""
 HISTORY = re.compile(r"docs/decisions/|CHANGELOG\.md|docs/(openapi|cli)\.")
 """Records of their time, and what is made from the code, which is checked itself."""
