@@ -24,7 +24,6 @@ from tessera.coordinator.db.engine import (
     DATABASE_AWAY,
     Database,
     DatabaseInUse,
-    NotAFile,
     SchemaBehind,
     UnknownDatabase,
     alembic_config,
@@ -231,7 +230,7 @@ def _database(failure: str) -> Iterator[Database]:
     """Yield the database of the settings. If it cannot be used, report the failure and exit with status 2."""
     try:
         yield Database(_settings().database_url)
-    except (NotAFile, UnknownDatabase) as refusal:
+    except UnknownDatabase as refusal:
         raise _exit(str(refusal)) from None
     except DATABASE_AWAY as fault:
         raise _exit(f"{failure}: {str(fault).splitlines()[0]}") from None
@@ -278,7 +277,7 @@ def _assembled(duty: Duty = "both", ready: Callable[[Services], None] = lambda _
     try:
         services = assemble(settings, duty=duty)
         ready(services)
-    except (DatabaseInUse, NotAFile, SchemaBehind, StagingOnOtherDisk, UnknownDatabase) as refusal:
+    except (DatabaseInUse, SchemaBehind, StagingOnOtherDisk, UnknownDatabase) as refusal:
         raise _exit(str(refusal)) from None
     except (OSError, ImportError, ValueError, SQLAlchemyError, BaseError) as fault:
         reason = str(fault).splitlines()[0] if str(fault) else type(fault).__name__

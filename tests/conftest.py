@@ -2,14 +2,16 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import settings
 
-from tests.support import databases
+from tests.support import databases, zygote
 from tests.support.coordinator import LiveCoordinator
 
 # How long one example takes says more about what else the machine does than about the code.
@@ -35,8 +37,10 @@ def seeded() -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if metafunc.definition.get_closest_marker("both_databases"):
-        metafunc.parametrize("database_kind", databases.EACH, indirect=True, scope="module")
+    if marker := metafunc.definition.get_closest_marker("both_databases"):
+        long = marker.kwargs.get("long") if len(databases.EACH) > 1 else None
+        kinds = [pytest.param(kind, marks=pytest.mark.long if kind == long else ()) for kind in databases.EACH]
+        metafunc.parametrize("database_kind", kinds, indirect=True, scope="module")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -45,6 +49,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="make test-long runs it"))
         if item.get_closest_marker("sqlite") and databases.EACH == ("postgresql",):
             item.add_marker(pytest.mark.skip(reason="is about SQLite"))
+
+
+def pytest_collection_finish() -> None:
+    # To import what lays models out takes seconds, and it ends after a minute without work.
+    if sandbox := sys.modules.get("tessera.worker.model.sandbox"):
+        sandbox.subprocess = SimpleNamespace(**{**vars(subprocess), "Popen": zygote.piped})
 
 
 def pytest_unconfigure() -> None:

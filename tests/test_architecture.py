@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
 import httpx
@@ -62,6 +63,7 @@ def imports(module: str, *, typing_too: bool) -> Iterator[str]:
             yield str(node.value)
 
 
+@cache
 def graph() -> dict[str, set[str]]:
     """Return our modules with those of ours that each imports.
 
@@ -74,9 +76,6 @@ def graph() -> dict[str, set[str]]:
             name for name in found if name not in PACKAGES or not any(other.startswith(f"{name}.") for other in found)
         }
     return edges
-
-
-GRAPH = graph()
 
 
 def place(module: str) -> str:
@@ -174,7 +173,7 @@ def test_a_package_imports_what_its_docstring_says(package: str) -> None:
         place(name)
         for module in MODULES
         if place(module) == package
-        for name in GRAPH[module]
+        for name in graph()[module]
         if name.startswith(f"{side}.") and place(name) != package
     }
     # What stands beside the packages of `shared` may be used by all of them.
@@ -185,7 +184,7 @@ def test_a_package_imports_what_its_docstring_says(package: str) -> None:
 @pytest.mark.parametrize("side", SIDES)
 def test_the_packages_of_a_side_form_layers(side: str) -> None:
     layers: dict[str, set[str]] = {}
-    for module, names in GRAPH.items():
+    for module, names in graph().items():
         if module.startswith(f"{TOP}.{side}."):
             below = {place(name) for name in names if name.startswith(f"{TOP}.{side}.")}
             layers.setdefault(place(module), set()).update(below - {place(module)})
@@ -194,11 +193,11 @@ def test_the_packages_of_a_side_form_layers(side: str) -> None:
 
 def test_no_imports_go_in_a_circle() -> None:
     """Not even those that only type checkers follow, or that `importlib` makes."""
-    assert circle(GRAPH) == []
+    assert circle(graph()) == []
 
 
 def test_the_modules_beside_the_packages_of_shared_stand_below_them() -> None:
-    for module, names in GRAPH.items():
+    for module, names in graph().items():
         if place(module) == module and module.startswith(f"{TOP}.shared.") and module not in PACKAGES:
             assert {name for name in names if name in PACKAGES or name.count(".") > 2} == set(), module
 

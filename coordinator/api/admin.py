@@ -7,14 +7,11 @@ from sqlalchemy import select
 
 from tessera.coordinator.api.dependencies import Admin, Anyone, Cursor, Key, Limit, Serving, Viewer
 from tessera.coordinator.api.request_limits import BoundedRoute
-from tessera.coordinator.auth import tokens
 from tessera.coordinator.db import views
-from tessera.coordinator.db.idempotency import once
-from tessera.coordinator.db.tables import AuditRow, RoundRow, SiteRow, TokenRow, WorkerRow
-from tessera.coordinator.db.workers import workers_of
+from tessera.coordinator.db.tables import AuditRow, RoundRow, RunRow, SiteRow, TokenRow, WorkerRow
+from tessera.coordinator.operations import sites
 from tessera.coordinator.telemetry.metrics import Metrics
 from tessera.shared.api.admin import AuditEntry, IssuedToken, Status, Token, TokenSpec
-from tessera.shared.problems import Conflict
 from tessera.shared.schema import PROTOCOL, Page
 from tessera.shared.version import VERSION
 
@@ -24,40 +21,21 @@ router = APIRouter(tags=["admin"], route_class=BoundedRoute)
 @router.post("/v1/admin/tokens", status_code=201, operation_id="issueToken")
 def issue_token(spec: TokenSpec, serving: Serving, caller: Admin, key: Key = None) -> IssuedToken:
     """Issue a token. Its secret is in this response only and is not stored."""
-    secret: str | None = None
-    with serving.database.transaction() as session:
-        now = serving.database.now()
-
-        def create() -> Token:
-            nonlocal secret
-            row, secret = tokens.issue_token(session, now, caller.actor, spec)
-            return views.token_view(row, spec.site)
-
-        token = once(session, now, caller, key, spec, Token, create)
-    if secret is None:
-        raise Conflict(
-            f"token {token.id} was issued under this key before, and its secret was in that response",
-            remedy="If the secret was lost, revoke the token and issue another under a new key.",
-        )
-    return IssuedToken(**token.model_dump(), secret=secret)
+    return sites.issue_token(serving, caller, spec, key)
 
 
 @router.get("/v1/admin/tokens", operation_id="listTokens")
 def list_tokens(serving: Serving, caller: Admin, limit: Limit = 100, cursor: Cursor = None) -> Page[Token]:
     with serving.database.snapshot() as session:
-        query = select(TokenRow, SiteRow.name).outerjoin(SiteRow, SiteRow.id == TokenRow.site_id)
+        query = select(TokenRow, SiteRow.name).outerjoin_from(TokenRow, SiteRow)
         keys = (TokenRow.created_at, TokenRow.id)
-        return views.page(session, query, keys, lambda r: views.token_view(r[0], r[1]), limit, cursor)
+        return views.page(session, query, keys, lambda row: views.token_view(*row), limit, cursor)
 
 
 @router.delete("/v1/admin/tokens/{token_id}", status_code=204, operation_id="revokeToken")
 def revoke_token(token_id: str, serving: Serving, caller: Admin) -> None:
     """Revoke a token at once, and end the claims that wait with it."""
-    with serving.database.transaction() as session:
-        now, admins_sign_in = serving.database.now(), "admin" in serving.settings.oidc_roles.values()
-        row = tokens.revoke_token(session, now, caller.actor, token_id, admins_sign_in=admins_sign_in)
-        waiting = workers_of(session, row.site_id)
-    serving.wake_workers(waiting)
+    sites.revoke_token(serving, caller, token_id)
 
 
 @router.get("/v1/admin/audit", operation_id="listAudit")
@@ -72,14 +50,14 @@ def status(serving: Serving, caller: Viewer) -> Status:
     """Return the current runs, open rounds, workers and storage."""
     since = serving.database.now() - serving.settings.liveness_seconds
     with serving.database.snapshot() as session:
-        live = select(WorkerRow, SiteRow).join(SiteRow, SiteRow.id == WorkerRow.site_id)
-        workers = session.execute(live.where(WorkerRow.last_seen_at >= since).order_by(SiteRow.name, WorkerRow.name))
+        live = select(WorkerRow, SiteRow).join_from(WorkerRow, SiteRow).where(WorkerRow.last_seen_at >= since)
+        workers = session.execute(live.order_by(SiteRow.name, WorkerRow.name))
         open_rounds = session.scalars(select(RoundRow).where(RoundRow.state.in_(("open", "merging"))))
         blobs, blob_bytes = views.blob_totals(session)
         return Status(
             version=VERSION,
             protocol=PROTOCOL,
-            runs=views.counts_by_state(session),
+            runs=views.counts_by_state(session, RunRow),
             open_rounds=tuple(views.round_view(session, row) for row in open_rounds),
             workers=tuple(views.worker_view(row, site, since) for row, site in workers),
             blobs=blobs,

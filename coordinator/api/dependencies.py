@@ -48,15 +48,12 @@ def holder(serving: Services, credentials: HTTPAuthorizationCredentials | None) 
     """Return the holder of the credentials. Raises Unauthenticated, Forbidden and SiteSuspended."""
     if credentials is None:
         raise Unauthenticated("the request carries no bearer token", headers={"WWW-Authenticate": "Bearer"})
-    if serving.people and is_signed(credentials.credentials):
-        return serving.people.principal(credentials.credentials)
+    token = credentials.credentials
+    # An OpenID provider's token has three parts, and a coordinator's this prefix.
+    if serving.people and token.count(".") == 2 and not token.startswith("tessera_"):
+        return serving.people.principal(token)
     with serving.database.snapshot() as session:
-        return authenticate(session, serving.database.now(), credentials.credentials)
-
-
-def is_signed(token: str) -> bool:
-    """Return whether a bearer token has the form of an OpenID provider's, not of a coordinator's."""
-    return token.count(".") == 2 and not token.startswith("tessera_")
+        return authenticate(session, serving.database.now(), token)
 
 
 def allow(*roles: TokenRole) -> Callable[[Principal], Awaitable[Principal]]:

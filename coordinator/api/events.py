@@ -34,7 +34,7 @@ class EventStream(StreamingResponse):
 async def all_events(serving: Serving, caller: Viewer, shown: Shown, last_event_id: LastEvent = None) -> EventStream:
     """Stream every change of state as a `ChangeEvent` in an event of type `change`. Events of type `progress`
     have no id and report heartbeats of workers."""
-    return stream(serving, None, last_event_id, caller.token_id, lambda: admitted(serving, shown))
+    return await stream(serving, None, last_event_id, caller.token_id, lambda: admitted(serving, shown))
 
 
 @router.get("/runs/{run_id}/events", operation_id="listenToRun", response_class=EventStream)
@@ -42,22 +42,22 @@ async def run_events(
     run_id: str, serving: Serving, caller: Viewer, shown: Shown, last_event_id: LastEvent = None
 ) -> EventStream:
     """Stream the events of one run."""
-    await run_in_threadpool(require_run, serving, run_id)
-    return stream(serving, run_id, last_event_id, caller.token_id, lambda: admitted(serving, shown))
+    return await stream(serving, run_id, last_event_id, caller.token_id, lambda: admitted(serving, shown))
 
 
-def stream(
+async def stream(
     serving: Services, run_id: str | None, since: int | None, holder: str, still: Callable[[], bool]
 ) -> EventStream:
-    """Return a stream of events that ends when `still` returns False. Raises Busy."""
+    """Return a stream of all events or a run's, which ends when `still` returns False. Raises NotFound and Busy."""
+    if run_id is not None:
+        await run_in_threadpool(_require_run, serving, run_id)
     serving.change_feed.require_capacity(holder)
     return EventStream(
         serving.change_feed.listen(run_id, since, holder, still), headers={"Cache-Control": "no-store"}
     )
 
 
-def require_run(serving: Services, run_id: str) -> None:
-    """Raise NotFound if there is no such run."""
+def _require_run(serving: Services, run_id: str) -> None:
     with serving.database.snapshot() as session:
         views.find_run(session, run_id)
 

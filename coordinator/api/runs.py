@@ -20,7 +20,6 @@ from tessera.shared.api.runs import Measurement, Preview, Round, Run, RunPatch, 
 from tessera.shared.api.versions import Difference, Version
 from tessera.shared.problems import Gone, NotFound, PreconditionRequired
 from tessera.shared.rounds.export import Export
-from tessera.shared.rounds.planning import dataset_of
 from tessera.shared.schema import Page
 
 router = APIRouter(prefix="/v1/runs", tags=["runs"], route_class=BoundedRoute)
@@ -124,7 +123,7 @@ def list_versions(
     with serving.database.snapshot() as session:
         views.find_run(session, run_id)
         query = select(VersionRow).where(VersionRow.run_id == run_id, VersionRow.number >= since)
-        return views.page(session, query, (VersionRow.number,), lambda r: views.version_view(r[0]), limit, cursor)
+        return views.page(session, query, (VersionRow.number,), lambda r: views.view_of(Version, r[0]), limit, cursor)
 
 
 @router.get("/{run_id}/versions/{number}/export", operation_id="exportVersion", response_class=StreamingResponse)
@@ -163,16 +162,6 @@ def list_measurements(
     """Return each version's evaluations, on the central data set and on sites' held-out data."""
     with serving.database.snapshot() as session:
         spec = RunSpec.model_validate(views.find_run(session, run_id).spec)
-        done = (TaskRow.run_id == run_id) & (TaskRow.kind == "evaluate") & (TaskRow.state == "accepted")
-        done &= TaskRow.version_number >= since
+        query = views.EVALUATIONS.where(TaskRow.run_id == run_id, TaskRow.version_number >= since)
         keys = (TaskRow.version_number, TaskRow.id)
-        return views.page(
-            session,
-            select(TaskRow).where(done),
-            keys,
-            lambda row: views.measurement_view(
-                session, row[0], dataset_of(spec, row[0].kind, held_out=row[0].held_out)
-            ),
-            limit,
-            cursor,
-        )
+        return views.page(session, query, keys, lambda row: views.measurement_view(row, spec), limit, cursor)

@@ -6,10 +6,8 @@ from sqlalchemy import select
 from tessera.coordinator.api.dependencies import Admin, Anyone, Cursor, Key, Limit, Serving, Viewer
 from tessera.coordinator.api.request_limits import BoundedRoute
 from tessera.coordinator.db import views
-from tessera.coordinator.db import workers as workers_module
-from tessera.coordinator.db.idempotency import once
 from tessera.coordinator.db.tables import SiteRow, WorkerRow
-from tessera.coordinator.db.workers import workers_of
+from tessera.coordinator.operations import sites
 from tessera.shared.api.admin import Site, SiteSpec, WorkerView
 from tessera.shared.schema import Page
 
@@ -18,37 +16,27 @@ router = APIRouter(prefix="/v1", tags=["sites"], route_class=BoundedRoute)
 
 @router.post("/sites", status_code=201, operation_id="createSite")
 def create_site(spec: SiteSpec, serving: Serving, caller: Admin, key: Key = None) -> Site:
-    with serving.database.transaction() as session:
-        now = serving.database.now()
-
-        def create() -> Site:
-            return views.site_view(workers_module.create_site(session, now, caller.actor, spec.name))
-
-        return once(session, now, caller, key, spec, Site, create)
+    return sites.create_site(serving, caller, spec, key)
 
 
 @router.get("/sites", operation_id="listSites")
 def list_sites(serving: Serving, caller: Viewer, limit: Limit = 100, cursor: Cursor = None) -> Page[Site]:
     with serving.database.snapshot() as session:
-        return views.page(session, select(SiteRow), (SiteRow.name,), lambda r: views.site_view(r[0]), limit, cursor)
+        return views.page(
+            session, select(SiteRow), (SiteRow.name,), lambda r: views.view_of(Site, r[0]), limit, cursor
+        )
 
 
 @router.post("/sites/{site_id}/suspend", operation_id="suspendSite")
 def suspend_site(site_id: str, serving: Serving, caller: Admin) -> Site:
     """Refuse all tokens of a site and select none of its workers until it is resumed."""
-    with serving.database.transaction() as session:
-        row = workers_module.suspend_site(session, serving.database.now(), caller.actor, site_id)
-        waiting = workers_of(session, site_id)
-        site = views.site_view(row)
-    serving.wake_workers(waiting)
-    return site
+    return sites.suspend_site(serving, caller, site_id)
 
 
 @router.post("/sites/{site_id}/resume", operation_id="resumeSite")
 def resume_site(site_id: str, serving: Serving, caller: Admin) -> Site:
     """Accept a suspended site's tokens again."""
-    with serving.database.transaction() as session:
-        return views.site_view(workers_module.resume_site(session, serving.database.now(), caller.actor, site_id))
+    return sites.resume_site(serving, caller, site_id)
 
 
 @router.get("/workers", operation_id="listWorkers")
@@ -56,7 +44,7 @@ def list_workers(serving: Serving, caller: Anyone, limit: Limit = 100, cursor: C
     """Return all workers, or a site's own. `live` means seen recently, with a site that is not suspended."""
     since = serving.database.now() - serving.settings.liveness_seconds
     with serving.database.snapshot() as session:
-        query = select(WorkerRow, SiteRow).join(SiteRow, SiteRow.id == WorkerRow.site_id)
+        query = select(WorkerRow, SiteRow).join_from(WorkerRow, SiteRow)
         if caller.site_id is not None:
             query = query.where(WorkerRow.site_id == caller.site_id)
         return views.page(

@@ -136,11 +136,11 @@ class Actions:
         with self.database.transaction() as session:
             now = self.database.now()
             move_run(session, now, ACTOR, run_id, "complete")
-            rounds.cancel_tasks(session, now, rounds.evaluations_of(session, run_id))
+            rounds.cancel_evaluations(session, now, run_id)
 
     def cancel_evaluations(self, run_id: str) -> None:
         with self.database.transaction() as session:
-            rounds.cancel_tasks(session, self.database.now(), rounds.evaluations_of(session, run_id))
+            rounds.cancel_evaluations(session, self.database.now(), run_id)
 
     def offer_evaluation(self, run_id: str, due: PendingEvaluation) -> list[str]:
         """Offer a version to the site that is named, or to the central worker that was least often asked in vain."""

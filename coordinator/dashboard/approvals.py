@@ -1,21 +1,20 @@
 """Enrolments and runs that wait for a person's approval."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import RedirectResponse
 from pydantic import ValidationError
-from sqlalchemy import func, select
+from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from tessera.coordinator.api.dependencies import Serving
 from tessera.coordinator.dashboard.security_headers import PREFIX
 from tessera.coordinator.dashboard.session import Fields, PageRoute, Sender, Signed, require_role
 from tessera.coordinator.dashboard.templating import render
-from tessera.coordinator.db import views
 from tessera.coordinator.db.snapshots import live_workers
-from tessera.coordinator.db.tables import EnrolmentRow, RunRow
+from tessera.coordinator.db.tables import RunRow
+from tessera.coordinator.domain.lifecycle import LIVE_RUN
 from tessera.coordinator.domain.workers import LiveWorker
 from tessera.coordinator.operations import enrolments
 from tessera.shared.api.admin import Approval
@@ -23,30 +22,17 @@ from tessera.shared.problems import Fault, Invalid, faults_of
 
 router = APIRouter(prefix=PREFIX, include_in_schema=False, route_class=PageRoute)
 
-MAX_WORKERS = 8
 MAX_PENDING = 100
-
-
-@dataclass(frozen=True)
-class WithheldRun:
-    """A run that some sites have not approved."""
-
-    run: str
-    name: str
-    state: str
-    workers: Sequence[tuple[str, str]]
-    """Each worker's name and its site's reason."""
-    more: int
 
 
 @router.get("/approvals")
 def list_approvals(request: Request, serving: Serving, who: Signed) -> Response:
-    now = serving.database.now()
+    since = serving.database.now() - serving.settings.liveness_seconds
     with serving.database.snapshot() as session:
-        runs = withheld(session, live_workers(session, now - serving.settings.liveness_seconds))
+        runs = withheld_runs(session, live_workers(session, since))
     # As in the API, only administrators see enrolments.
     pending = enrolments.list_enrolments(serving, MAX_PENDING).items if who.administers else ()
-    return render(request, "approvals.html", who, now=views.instant(now), withheld=runs, pending=pending)
+    return render(request, "approvals.html", who, withheld=runs, pending=pending)
 
 
 @router.post("/approvals/{enrolment_id}")
@@ -68,25 +54,12 @@ def decide(enrolment_id: str, serving: Serving, who: Sender, fields: Fields) -> 
     return RedirectResponse(f"{PREFIX}/approvals", status_code=303)
 
 
-def pending_count(session: Session, now: float) -> int:
-    waits = (EnrolmentRow.state == "pending") & (EnrolmentRow.expires_at > now)
-    return session.scalar(select(func.count()).where(waits)) or 0
-
-
-def withheld(session: Session, live: Sequence[LiveWorker]) -> list[WithheldRun]:
-    """Return the live runs that live workers do not join before a person at their site approves."""
+def withheld_runs(session: Session, live: Sequence[LiveWorker]) -> list[tuple[RunRow, Sequence[tuple[str, str]]]]:
+    """Return the live runs that live workers do not join before a person at their site approves, each with these
+    workers' names and their sites' reasons."""
     by_run: dict[str, list[tuple[str, str]]] = {}
     for worker in live:
         for run_id, reason in worker.declared.get("withheld", {}).items():
             by_run.setdefault(run_id, []).append((worker.name, str(reason)))
-    rows = session.scalars(
-        select(RunRow)
-        .where(RunRow.id.in_(by_run), RunRow.state.in_(("running", "paused")))
-        .order_by(RunRow.created_at)
-    )
-    return [
-        WithheldRun(
-            row.id, row.name, row.state, by_run[row.id][:MAX_WORKERS], max(0, len(by_run[row.id]) - MAX_WORKERS)
-        )
-        for row in rows
-    ]
+    rows = select(RunRow).where(RunRow.id.in_(by_run), RunRow.state.in_(LIVE_RUN)).order_by(RunRow.created_at)
+    return [(row, by_run[row.id]) for row in session.scalars(rows)]

@@ -49,24 +49,11 @@ MAX_UPLOADS = 50
 MAX_DATASETS = 100
 
 
-@dataclass(frozen=True)
+@dataclass
 class FormSection:
     title: str
     fields: Sequence[Field]
     opened: bool = True
-
-
-@dataclass(frozen=True)
-class StartingPoint:
-    """A model and a version to start from."""
-
-    model: str
-    version: str
-    label: str
-
-    @property
-    def value(self) -> str:
-        return f"{self.model} {self.version}"
 
 
 @router.get("")
@@ -96,11 +83,8 @@ def take_form(request: Request, serving: Serving, who: Sender, fields: Fields) -
         faults = refusal.errors or [Fault(pointer="", detail=refusal.detail)]
         return _form(request, serving, who, method, fields, faults, refusal.advice)
     kept = {name: value for name, value in fields.items() if name not in (FORM_TOKEN, STEP)}
-    return render(request, "preview.html", who, preview=preview, spec=spec, facts=_facts(spec), kept=kept)
-
-
-def _facts(spec: RunSpec) -> list[tuple[str, str]]:
-    return [("Name", spec.name), ("Rounds", str(spec.rounds)), *facts_of(spec, None)]
+    facts = [("Name", spec.name), ("Rounds", str(spec.rounds)), *facts_of(spec, None)]
+    return render(request, "preview.html", who, preview=preview, spec=spec, facts=facts, kept=kept)
 
 
 def _method(name: str) -> Method[Any]:
@@ -109,9 +93,8 @@ def _method(name: str) -> Method[Any]:
     return method
 
 
-def _parts(method: Method[Any]) -> list[FormSection]:
-    """Return the sections of the form."""
-    run = fields_of(RunSpec, skip=(*APART,))
+def _sections(method: Method[Any]) -> list[FormSection]:
+    run = fields_of(RunSpec, skip=APART)
     first = [field for field in run if field.pointer[1:] in FIRST]
     more = [field for field in run if field.pointer[1:] not in FIRST]
     own = fields_of(method.settings, "/method/settings")
@@ -128,7 +111,7 @@ def _parts(method: Method[Any]) -> list[FormSection]:
 
 def _spec(method: Method[Any], given: Mapping[str, str]) -> RunSpec:
     """Return the run that was filled in. Raise Invalid with a pointer to each fault."""
-    fields = [field for part in _parts(method) for field in part.fields]
+    fields = [field for section in _sections(method) for field in section.fields]
     document, faults = filled(fields, given)
     settings = document.pop("method", {}).get("settings", {})
     chosen, digests = given.get(START, "").split(), [given.get(name, "").strip() for name in ("/model", "/version")]
@@ -142,14 +125,9 @@ def _spec(method: Method[Any], given: Mapping[str, str]) -> RunSpec:
         method.settings.model_validate(settings)
     except ValidationError as refusal:
         faults += faults_of(refusal, "/method/settings")
-    whole = {
-        **document,
-        "method": {"name": method.name, "settings": settings},
-        "model": start[0],
-        "version": start[1],
-    }
+    chosen_parts = {"method": {"name": method.name, "settings": settings}, "model": start[0], "version": start[1]}
     try:
-        spec = RunSpec.model_validate(whole)
+        spec = RunSpec.model_validate({**document, **chosen_parts})
     except ValidationError as refusal:
         named = {fault.pointer for fault in faults}
         faults += [fault for fault in faults_of(refusal) if fault.pointer not in named]
@@ -169,43 +147,34 @@ def _form(
     faults: Sequence[Fault] = (),
     remedy: str = "",
 ) -> Response:
-    parts = _parts(method)
-    fields = [field for part in parts for field in part.fields]
-    start = Field("/model", "start from", "", "choice")
-    by_field, rest = placed(faults, [*fields, start])
+    sections = _sections(method)
+    fields = [field for section in sections for field in section.fields]
+    by_field, rest = placed(faults, [*(field.pointer for field in fields), "/model"])
+    for section in sections:
+        section.opened |= any(given.get(f.pointer) or by_field.get(f.pointer) for f in section.fields)
     with serving.database.snapshot() as session:
         starts = [*_of_runs(session), *_uploaded(session, serving, who.principal)]
-        datasets = _declared(session, serving.database.now() - serving.settings.liveness_seconds)
+        live = live_workers(session, serving.database.now() - serving.settings.liveness_seconds)
+        datasets = Counter(name for worker in live for name in worker.declared["datasets"])
     return render(
         request,
         "start.html",
         who,
         status=422 if faults else 200,
         method=method,
-        parts=[
-            FormSection(
-                p.title, p.fields, p.opened or any(given.get(f.pointer) or by_field.get(f.pointer) for f in p.fields)
-            )
-            for p in parts
-        ],
+        parts=sections,
         given=given,
         wrong=by_field,
         rest=rest,
         remedy=remedy,
         starts=starts,
-        datasets=datasets,
+        datasets=sorted(datasets.most_common(MAX_DATASETS)),
         request_key=given.get(REQUEST_KEY) or new_id(),
     )
 
 
-def _declared(session: Session, since: float) -> list[tuple[str, int]]:
-    """Return the data sets of live workers, each with the number of workers that have it."""
-    counts = Counter(name for worker in live_workers(session, since) for name in worker.declared["datasets"])
-    return sorted(counts.most_common(MAX_DATASETS))
-
-
-def _of_runs(session: Session) -> list[StartingPoint]:
-    """Return the last version of each of the latest runs, if its blocks are still stored."""
+def _of_runs(session: Session) -> list[tuple[str, str]]:
+    """Return the last stored version of each of the latest runs: its model's digest and its own, and a label."""
     rows = session.execute(
         select(RunRow, VersionRow.digest)
         .join(VersionRow, (VersionRow.run_id == RunRow.id) & (VersionRow.number == RunRow.version_number))
@@ -214,14 +183,14 @@ def _of_runs(session: Session) -> list[StartingPoint]:
         .limit(MAX_RUNS)
     )
     return [
-        StartingPoint(run.spec["model"], digest, f"{run.name} ({run.id[:8]}), version {run.version_number}")
+        (f"{run.spec['model']} {digest}", f"{run.name} ({run.id[:8]}), version {run.version_number}")
         for run, digest in rows
     ]
 
 
-def _uploaded(session: Session, serving: Services, caller: Principal) -> list[StartingPoint]:
-    """Return the caller's recently uploaded models, each with every version of its blocks."""
-    rows = session.execute(
+def _uploaded(session: Session, serving: Services, caller: Principal) -> list[tuple[str, str]]:
+    """Return the same of the caller's recently uploaded models, each with every version of its blocks."""
+    digests = session.scalars(
         select(UploadRow.digest)
         .where(UploadRow.owner == caller.owner, UploadRow.complete, UploadRow.length <= MAX_DOCUMENT_BYTES)
         .order_by(UploadRow.created_at.desc())
@@ -229,7 +198,7 @@ def _uploaded(session: Session, serving: Services, caller: Principal) -> list[St
     )
     models: dict[str, Model] = {}
     manifests: dict[str, Manifest] = {}
-    for (digest,) in rows:
+    for digest in digests:
         try:
             raw = serving.blobs.read(digest)
             if raw[:1] != b"{":
@@ -241,8 +210,9 @@ def _uploaded(session: Session, serving: Services, caller: Principal) -> list[St
         except (ValueError, NotFound):
             continue
     return [
-        StartingPoint(
-            model, version, f"{models[model].config['model_type']}, uploaded ({model[7:15]}, {version[7:15]})"
+        (
+            f"{model} {version}",
+            f"{models[model].config['model_type']}, uploaded ({model[7:15]}, {version[7:15]})",
         )
         for model in models
         for version in manifests

@@ -1,7 +1,7 @@
 """Forms generated from pydantic models: each field is named by its JSON pointer, which the API's errors use too."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,9 +9,6 @@ from pydantic import BaseModel
 from pydantic_core import from_json
 
 from tessera.shared.problems import Fault
-
-TOGETHER = {"kind", "rule"}
-"""Discriminators of unions."""
 
 
 @dataclass(frozen=True)
@@ -44,11 +41,9 @@ def fields_of(model: type[BaseModel], above: str = "", skip: Sequence[str] = ())
     ]
 
 
-def _resolved(schema: Mapping[str, Any], shared: Mapping[str, Any]) -> dict[str, Any]:
+def _resolved(schema: Mapping[str, Any], shared: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a schema with its reference resolved."""
-    if "$ref" in schema:
-        return {**shared[schema["$ref"].rpartition("/")[2]], **{k: v for k, v in schema.items() if k != "$ref"}}
-    return dict(schema)
+    return {**shared[schema["$ref"].rpartition("/")[2]], **schema} if "$ref" in schema else schema
 
 
 def _field(pointer: str, name: str, schema: Mapping[str, Any], required: bool, shared: Mapping[str, Any]) -> Field:
@@ -56,7 +51,8 @@ def _field(pointer: str, name: str, schema: Mapping[str, Any], required: bool, s
     kinds = [kind for kind in kinds if kind.get("type") != "null"]
     choices = tuple(str(each) for kind in kinds for each in _values(kind))
     types = {str(kind.get("type", "")) for kind in kinds if not _values(kind)}
-    if types == {"array"} and all("string" in _item_type(kind, shared) for kind in kinds):
+    items = [_resolved(kind.get("items", {}), shared).get("type", "") for kind in kinds]
+    if types == {"array"} and all("string" in item for item in items):
         shape, choices = "list", ()
     elif types & {"object", "array", ""}:
         shape = "json"
@@ -77,10 +73,6 @@ def _field(pointer: str, name: str, schema: Mapping[str, Any], required: bool, s
         hint = f"{hint}; or {', '.join(choices)}".lstrip("; ")
     label = name.replace("_", " ")
     return Field(pointer, label[:1].upper() + label[1:], hint, shape, choices, shown, required)
-
-
-def _item_type(kind: Mapping[str, Any], shared: Mapping[str, Any]) -> str:
-    return str(_resolved(kind.get("items", {}), shared).get("type", ""))
 
 
 def _values(kind: Mapping[str, Any]) -> Sequence[Any]:
@@ -124,21 +116,16 @@ def _read(field: Field, text: str) -> Any:
         return text
 
 
-def placed(faults: Sequence[Fault], fields: Sequence[Field]) -> tuple[dict[str, list[str]], list[Fault]]:
+def placed(faults: Sequence[Fault], pointers: Sequence[str]) -> tuple[dict[str, list[str]], list[Fault]]:
     """Return the details of faults by the nearest field above each, and the faults without a field."""
-    known = {field.pointer for field in fields}
     by_field: dict[str, list[str]] = {}
     rest: list[Fault] = []
     for fault in faults:
-        place = next((above for above in _upwards(fault.pointer) if above in known), None)
-        if place is None:
-            rest.append(fault)
-        else:
+        place = fault.pointer
+        while place and place not in pointers:
+            place = place.rpartition("/")[0]
+        if place:
             by_field.setdefault(place, []).append(fault.detail)
+        else:
+            rest.append(fault)
     return by_field, rest
-
-
-def _upwards(pointer: str) -> Iterator[str]:
-    while pointer:
-        yield pointer
-        pointer = pointer.rpartition("/")[0]

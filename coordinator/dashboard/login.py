@@ -27,10 +27,10 @@ from tessera.coordinator.dashboard.session import (
     signing,
     visitor,
 )
-from tessera.coordinator.dashboard.templating import render
+from tessera.coordinator.dashboard.templating import first_up, render
 from tessera.coordinator.domain.principal import Principal
 from tessera.coordinator.services import Services
-from tessera.shared.problems import Forbidden, NotFound, Unauthenticated
+from tessera.shared.problems import Forbidden, NotFound, Problem, Unauthenticated
 from tessera.shared.schema import TokenRole
 
 if TYPE_CHECKING:
@@ -61,12 +61,11 @@ def sign_in(request: Request, serving: Serving, fields: Fields) -> Response:
     """Begin a session. An address with too many failures is refused for a while."""
     wanted = own_path(fields.get("next", ""))
     try:
-        secret, seconds = _begun(serving, _holder(serving, fields.get("token", "").strip()))
+        caller = _holder(serving, fields.get("token", "").strip())
     except Unauthenticated as refusal:
-        serving.admission.count_failure(address_of(request))
-        return _sign_in(request, serving, wanted, as_sentence(refusal.detail), status=401)
+        return _refused(request, serving, wanted, refusal)
     response = RedirectResponse(f"{PREFIX}/signed-in?{urlencode({'next': wanted})}", status_code=303)
-    keep_session(request, response, secret, seconds)
+    _begin_session(request, response, serving, caller)
     return response
 
 
@@ -86,12 +85,11 @@ def come_back(request: Request, serving: Serving) -> Response:
     try:
         caller = _provider(serving).finish(secret, request.query_params)
     except (Unauthenticated, Forbidden) as refusal:
-        serving.admission.count_failure(address_of(request))
-        response = _sign_in(request, serving, wanted, as_sentence(refusal.detail), status=refusal.status)
+        response = _refused(request, serving, wanted, refusal)
     else:
         # Not a redirect: it would count as the provider's, and the browser would not send the new cookie with it.
         response = render(request, "signed_in.html", None, onward=f"{PREFIX}/signed-in?{urlencode({'next': wanted})}")
-        keep_session(request, response, *_begun(serving, caller))
+        _begin_session(request, response, serving, caller)
     response.delete_cookie(SIGNING, path=SIGNING_PATH, httponly=True, samesite="lax")
     return response
 
@@ -126,10 +124,6 @@ def set_theme(fields: Fields) -> Response:
     return response
 
 
-def as_sentence(detail: str) -> str:
-    return f"{detail[:1].upper()}{detail[1:]}."
-
-
 def _provider(serving: Services) -> OIDCLogin:
     """Raise NotFound."""
     if serving.sign_in is None:
@@ -148,11 +142,18 @@ def _holder(serving: Services, token: str) -> Principal:
     return caller
 
 
-def _begun(serving: Services, caller: Principal) -> tuple[str, float]:
-    """Return a new session's secret, and the seconds for which it is valid."""
+def _begin_session(request: Request, response: Response, serving: Services, caller: Principal) -> None:
+    """Begin a session, and let the browser keep its secret while it is valid."""
     seconds = serving.settings.session_seconds
     with serving.database.transaction() as session:
-        return sessions.begin(session, serving.database.now(), caller, seconds), seconds
+        secret = sessions.begin(session, serving.database.now(), caller, seconds)
+    keep_session(request, response, secret, seconds)
+
+
+def _refused(request: Request, serving: Services, wanted: str, refusal: Problem) -> Response:
+    """Count a failed sign-in, and show its reason."""
+    serving.admission.count_failure(address_of(request))
+    return _sign_in(request, serving, wanted, f"{first_up(refusal.detail)}.", status=refusal.status)
 
 
 def _sign_in(request: Request, serving: Services, wanted: str, wrong: str, status: int = 200) -> Response:

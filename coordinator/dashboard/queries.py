@@ -2,21 +2,31 @@
 
 import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
 from datetime import datetime
 from functools import cache
+from operator import add
 
 from sqlalchemy import String, case, cast, func, select, true
 from sqlalchemy.orm import Session
 
 from tessera.coordinator.dashboard.svg_charts import Band
 from tessera.coordinator.db import views
-from tessera.coordinator.db.tables import AuditRow, RoundRow, RunRow, SiteRow, TaskRow, VersionRow, WorkerRow
+from tessera.coordinator.db.tables import (
+    WORKER_NAME,
+    AuditRow,
+    RoundRow,
+    RunRow,
+    SiteRow,
+    TaskRow,
+    VersionRow,
+    WorkerRow,
+)
 from tessera.coordinator.domain.eta import Pace, expected_end
-from tessera.shared.api.runs import Measurement, Round, Run, RunSpec
+from tessera.shared.api.runs import Measurement, Round, Run
 from tessera.shared.api.tasks import TaskView
-from tessera.shared.rounds.planning import dataset_of
 from tessera.shared.schema import ACCEPTED, EPSILON
 
 MAX_POINTS = 60
@@ -35,6 +45,9 @@ class TrafficTotals:
     up: int = 0
     down: int = 0
     full: int = 0
+
+    def __add__(self, other: "TrafficTotals") -> "TrafficTotals":
+        return TrafficTotals(*map(add, astuple(self), astuple(other)))
 
     @property
     def total(self) -> int:
@@ -57,7 +70,7 @@ def moved_by_run(session: Session, run_id: str | None = None) -> dict[str, Traff
             func.sum(TaskRow.upload_bytes).label("up"),
             func.sum(TaskRow.download_bytes).label("down"),
         )
-        .join(RunRow, RunRow.id == TaskRow.run_id)
+        .join_from(TaskRow, RunRow)
         .where(of_these, TaskRow.kind == "train", TaskRow.state.in_(ACCEPTED))
         .group_by(TaskRow.run_id, RunRow.model_bytes)
     )
@@ -67,24 +80,11 @@ def moved_by_run(session: Session, run_id: str | None = None) -> dict[str, Traff
     }
 
 
-def together(moved: Mapping[str, TrafficTotals]) -> TrafficTotals:
-    each = moved.values()
-    return TrafficTotals(
-        sum(m.updates for m in each), sum(m.up for m in each), sum(m.down for m in each), sum(m.full for m in each)
-    )
-
-
 @dataclass(frozen=True)
 class RoundSum:
-    """The totals of one attempt at a round."""
+    """One attempt at a round, with the totals of its tasks."""
 
-    number: int
-    attempt: int
-    state: str
-    stage: str
-    reason: str | None
-    opened_at: datetime
-    closed_at: datetime | None
+    round: RoundRow
     asked: int
     accepted: int
     up: int
@@ -92,7 +92,7 @@ class RoundSum:
 
     @property
     def seconds(self) -> float | None:
-        return (self.closed_at - self.opened_at).total_seconds() if self.closed_at else None
+        return self.round.closed_at - self.round.opened_at if self.round.closed_at else None
 
 
 def round_sums(session: Session, run_id: str, most: int, before: int | None = None) -> list[RoundSum]:
@@ -105,28 +105,16 @@ def round_sums(session: Session, run_id: str, most: int, before: int | None = No
     sums = session.execute(
         select(
             TaskRow.round_id,
-            func.count().label("asked"),
-            func.sum(case((accepted, 1), else_=0)).label("accepted"),
-            func.sum(TaskRow.upload_bytes).label("up"),
-            func.sum(TaskRow.download_bytes).label("down"),
+            func.count(),
+            func.sum(case((accepted, 1), else_=0)),
+            func.sum(TaskRow.upload_bytes),
+            func.sum(TaskRow.download_bytes),
         )
         .where(TaskRow.round_id.in_([row.id for row in rounds]))
         .group_by(TaskRow.round_id)
     )
-    by_round = {row.round_id: (row.asked, int(row.accepted), int(row.up), int(row.down)) for row in sums}
-    return [
-        RoundSum(
-            row.number,
-            row.attempt,
-            row.state,
-            row.stage,
-            row.reason,
-            views.instant(row.opened_at),
-            views.maybe_instant(row.closed_at),
-            *by_round.get(row.id, (0, 0, 0, 0)),
-        )
-        for row in rounds
-    ]
+    by_round = {round_id: map(int, counts) for round_id, *counts in sums}
+    return [RoundSum(row, *by_round.get(row.id, (0, 0, 0, 0))) for row in rounds]
 
 
 def stage_bands(session: Session, run_id: str) -> list[Band]:
@@ -153,27 +141,9 @@ def thinned(latest: int, most: int = MAX_POINTS) -> int:
 def measured(session: Session, run: Run) -> list[Measurement]:
     """Return the evaluations of every n-th version of a long run and of the last one."""
     step, latest = thinned(run.version.number), run.version.number
-    rows = session.execute(
-        select(
-            TaskRow.version_number, TaskRow.held_out, TaskRow.examples, TaskRow.metrics, WorkerRow.name, SiteRow.name
-        )
-        .join(WorkerRow, WorkerRow.id == TaskRow.worker_id)
-        .join(SiteRow, SiteRow.id == WorkerRow.site_id)
-        .where(TaskRow.run_id == run.id, TaskRow.kind == "evaluate", TaskRow.state == "accepted")
-        .where((TaskRow.version_number % step == 0) | (TaskRow.version_number == latest))
-        .order_by(TaskRow.version_number, TaskRow.id)
-    )
-    return [
-        Measurement(
-            version=version,
-            dataset=dataset_of(run.spec, "evaluate", held_out=held_out),
-            worker=f"{site}/{worker}",
-            held_out=held_out,
-            examples=examples or 0,
-            metrics=metrics,
-        )
-        for version, held_out, examples, metrics, worker, site in rows
-    ]
+    shown = (TaskRow.version_number % step == 0) | (TaskRow.version_number == latest)
+    rows = views.EVALUATIONS.where(TaskRow.run_id == run.id, shown).order_by(TaskRow.version_number, TaskRow.id)
+    return [views.measurement_view(row, run.spec) for row in session.execute(rows)]
 
 
 def version_numbers(session: Session, run: Run, prefixes: tuple[str, ...]) -> dict[str, dict[int, float]]:
@@ -185,12 +155,12 @@ def version_numbers(session: Session, run: Run, prefixes: tuple[str, ...]) -> di
         .where((VersionRow.number % step == 0) | (VersionRow.number == run.version.number))
         .order_by(VersionRow.number)
     )
-    found: dict[str, dict[int, float]] = {}
+    by_name: dict[str, dict[int, float]] = defaultdict(dict)
     for number, metrics in rows:
         for name, value in metrics.items():
             if name.startswith(prefixes):
-                found.setdefault(name, {})[number] = value
-    return found
+                by_name[name][number] = value
+    return by_name
 
 
 def epsilon_by_worker(session: Session, run: Run) -> dict[str, dict[int, float]]:
@@ -198,17 +168,17 @@ def epsilon_by_worker(session: Session, run: Run) -> dict[str, dict[int, float]]
     # What is not merged yet is for the next version.
     step, version_number = thinned(run.version.number), func.coalesce(TaskRow.merged_in, TaskRow.version_number + 1)
     rows = session.execute(
-        select(SiteRow.name, WorkerRow.name, version_number, TaskRow.metrics)
-        .join(WorkerRow, WorkerRow.id == TaskRow.worker_id)
-        .join(SiteRow, SiteRow.id == WorkerRow.site_id)
+        select(WORKER_NAME, version_number, TaskRow.metrics)
+        .join_from(TaskRow, WorkerRow)
+        .join(SiteRow)
         .where(TaskRow.run_id == run.id, TaskRow.kind == "train", TaskRow.state.in_(ACCEPTED))
         .where((version_number % step == 0) | (version_number >= run.version.number))
     )
-    found: dict[str, dict[int, float]] = {}
-    for site, worker, version, metrics in rows:
+    by_worker: dict[str, dict[int, float]] = defaultdict(dict)
+    for worker, version, metrics in rows:
         if EPSILON in metrics:
-            found.setdefault(f"{site}/{worker}", {})[version] = metrics[EPSILON]
-    return found
+            by_worker[worker][version] = metrics[EPSILON]
+    return by_worker
 
 
 def layers_by_site(session: Session, run_id: str) -> tuple[dict[str, list[float]], list[str]]:
@@ -216,23 +186,21 @@ def layers_by_site(session: Session, run_id: str) -> tuple[dict[str, list[float]
     written = cast(TaskRow.layers, String)
     rows = session.execute(
         select(SiteRow.name, written, func.count())
-        .join(WorkerRow, WorkerRow.id == TaskRow.worker_id)
-        .join(SiteRow, SiteRow.id == WorkerRow.site_id)
+        .join_from(TaskRow, WorkerRow)
+        .join(SiteRow)
         .where(TaskRow.run_id == run_id, TaskRow.kind == "train", TaskRow.state.in_(ACCEPTED))
         .group_by(SiteRow.name, written)
         .order_by(SiteRow.name)
     )
-    held: dict[str, dict[str, int]] = {}
-    totals: dict[str, int] = {}
+    held: dict[str, Counter[str]] = defaultdict(Counter)
+    totals: Counter[str] = Counter()
     # Sites often choose the same layers: each choice is parsed once.
     read = cache(json.loads)
     for site, layers, count in rows:
-        totals[site] = totals.get(site, 0) + count
-        for layer in read(layers):
-            by_layer = held.setdefault(site, {})
-            by_layer[layer] = by_layer.get(layer, 0) + count
+        totals[site] += count
+        held[site].update(dict.fromkeys(read(layers), count))
     names = sorted({layer for by_layer in held.values() for layer in by_layer}, key=natural)
-    return {site: [held.get(site, {}).get(name, 0) / totals[site] for name in names] for site in totals}, names
+    return {site: [held[site][name] / totals[site] for name in names] for site in totals}, names
 
 
 def natural(name: str) -> tuple[str, int]:
@@ -243,10 +211,9 @@ def natural(name: str) -> tuple[str, int]:
 
 def short_layers(names: Sequence[str]) -> list[str]:
     """Return layers by number, with the index of their stack if there are several."""
-    stacks = sorted({name.rpartition(".")[0] for name in names})
-    if len(stacks) == 1:
-        return [name.rpartition(".")[2] for name in names]
-    return [f"{stacks.index(name.rpartition('.')[0])}.{name.rpartition('.')[2]}" for name in names]
+    parts = [(stack, number) for stack, _, number in (name.rpartition(".") for name in names)]
+    stacks = sorted({stack for stack, _ in parts})
+    return [number if len(stacks) == 1 else f"{stacks.index(stack)}.{number}" for stack, number in parts]
 
 
 # ---------------------------------------------------------------- forecasts
@@ -268,11 +235,8 @@ def forecast(session: Session, now: float, round_: Round) -> datetime | None:
     if round_.state not in ("open", "merging"):
         return None
     leased = (AuditRow.action == "task.lease") & AuditRow.subject.in_([task.id for task in round_.tasks])
-    begun = dict(
-        session.execute(
-            select(AuditRow.subject, func.max(AuditRow.at)).where(leased).group_by(AuditRow.subject)
-        ).all()
-    )
+    latest = select(AuditRow.subject, func.max(AuditRow.at)).where(leased).group_by(AuditRow.subject)
+    begun = dict(session.execute(latest).all())
     end = expected_end(
         round_.opened_at.timestamp(),
         now,
@@ -293,47 +257,3 @@ def pace(task: TaskView, began_at: float | None) -> Pace:
     if done is None and progress.total_bytes:
         done = (progress.bytes or 0) / progress.total_bytes
     return Pace(over=False, began_at=began_at, phase=progress.phase, done=done)
-
-
-# ---------------------------------------------------------------- what happened when
-
-
-@dataclass(frozen=True)
-class AuditLine:
-    at: datetime
-    action: str
-    subject: str
-    actor: str
-
-
-def moments(session: Session, subjects: Sequence[str]) -> list[AuditLine]:
-    """Return the audit entries of these subjects, in order."""
-    rows = session.execute(
-        select(AuditRow.at, AuditRow.action, AuditRow.subject, AuditRow.actor)
-        .where(AuditRow.subject.in_(subjects))
-        .order_by(AuditRow.seq)
-    )
-    return [AuditLine(views.instant(at), action, subject, actor) for at, action, subject, actor in rows]
-
-
-def latest_scores(session: Session, run: RunRow) -> list[Measurement]:
-    """Return the evaluations of the latest evaluated version."""
-    done = (TaskRow.run_id == run.id) & (TaskRow.kind == "evaluate") & (TaskRow.state == "accepted")
-    number = session.scalar(select(func.max(TaskRow.version_number)).where(done))
-    if number is None:
-        return []
-    spec = RunSpec.model_validate(run.spec)
-    # Only these columns: a task's plan is slow to decode.
-    columns = select(TaskRow.kind, TaskRow.held_out, TaskRow.examples, TaskRow.metrics)
-    rows = session.execute(columns.where(done, TaskRow.version_number == number).limit(200))
-    return [
-        Measurement(
-            version=number,
-            dataset=dataset_of(spec, row.kind, held_out=row.held_out),
-            worker="",
-            held_out=row.held_out,
-            examples=row.examples or 0,
-            metrics=row.metrics,
-        )
-        for row in rows
-    ]

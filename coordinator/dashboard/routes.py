@@ -1,13 +1,13 @@
 """The dashboard's routes, with its events and static files."""
 
+from functools import partial
+
 from fastapi import APIRouter, FastAPI
-from fastapi.concurrency import run_in_threadpool
-from fastapi.responses import RedirectResponse, Response
+from fastapi.responses import RedirectResponse
 from starlette.staticfiles import StaticFiles
-from starlette.types import Scope
 
 from tessera.coordinator.api.dependencies import Serving
-from tessera.coordinator.api.events import EventStream, LastEvent, require_run, stream
+from tessera.coordinator.api.events import EventStream, LastEvent, stream
 from tessera.coordinator.dashboard import approvals, create_run, login, overview, runs, sites_and_audit
 from tessera.coordinator.dashboard.security_headers import PREFIX, Guarding
 from tessera.coordinator.dashboard.session import PageRoute, Signed, still_signed
@@ -15,36 +15,24 @@ from tessera.coordinator.dashboard.templating import STATIC, show_problem
 
 router = APIRouter(prefix=PREFIX, include_in_schema=False, route_class=PageRoute)
 
-KEEP = "public, max-age=31536000, immutable"
-"""A file's address changes with its content."""
-
 
 @router.get("/events", response_class=EventStream)
 async def all_events(serving: Serving, who: Signed, last_event_id: LastEvent = None) -> EventStream:
-    return stream(serving, None, last_event_id, who.principal.token_id, lambda: still_signed(serving, who.secret))
+    still = partial(still_signed, serving, who.secret)
+    return await stream(serving, None, last_event_id, who.principal.token_id, still)
 
 
 @router.get("/runs/{run_id}/events", response_class=EventStream)
 async def run_events(run_id: str, serving: Serving, who: Signed, last_event_id: LastEvent = None) -> EventStream:
-    await run_in_threadpool(require_run, serving, run_id)
-    return stream(serving, run_id, last_event_id, who.principal.token_id, lambda: still_signed(serving, who.secret))
-
-
-class _Files(StaticFiles):
-    """The dashboard's static files, which browsers may cache for good."""
-
-    async def get_response(self, path: str, scope: Scope) -> Response:
-        response = await super().get_response(path, scope)
-        if response.status_code == 200:
-            response.headers["Cache-Control"] = KEEP
-        return response
+    still = partial(still_signed, serving, who.secret)
+    return await stream(serving, run_id, last_event_id, who.principal.token_id, still)
 
 
 def install(app: FastAPI) -> None:
     """Add the dashboard to the coordinator's application."""
     app.state.show_problem = show_problem
     app.add_middleware(Guarding)
-    app.mount(f"{PREFIX}/static", _Files(directory=STATIC), name="static")
+    app.mount(f"{PREFIX}/static", StaticFiles(directory=STATIC), name="static")
     for module in (login, create_run, approvals, overview, runs, sites_and_audit):
         app.include_router(module.router)
     app.include_router(router)

@@ -15,6 +15,7 @@ from sqlalchemy.orm import Session
 from tessera.coordinator.api.dependencies import Serving
 from tessera.coordinator.dashboard import svg_charts
 from tessera.coordinator.dashboard.queries import (
+    LIVE_TASKS,
     MAX_BARS,
     RoundSum,
     TrafficTotals,
@@ -22,7 +23,6 @@ from tessera.coordinator.dashboard.queries import (
     forecast,
     layers_by_site,
     measured,
-    moments,
     moved_by_run,
     natural,
     past_seconds,
@@ -33,20 +33,13 @@ from tessera.coordinator.dashboard.queries import (
     version_numbers,
 )
 from tessera.coordinator.dashboard.security_headers import PREFIX
-from tessera.coordinator.dashboard.session import (
-    STEERING,
-    Fields,
-    PageRoute,
-    Sender,
-    Signed,
-    Visitor,
-    require_role,
-)
+from tessera.coordinator.dashboard.session import STEERING, Fields, PageRoute, Sender, Signed, Visitor, require_role
 from tessera.coordinator.dashboard.svg_charts import Interval, Series
-from tessera.coordinator.dashboard.templating import NOTHING, first_up, number, percent, plural, render, size
+from tessera.coordinator.dashboard.templating import first_up, number, percent, plural, render, size
 from tessera.coordinator.db import views
 from tessera.coordinator.db.snapshots import candidates, invitation, live_workers
-from tessera.coordinator.db.tables import RoundRow, RunRow, VersionRow
+from tessera.coordinator.db.tables import AuditRow, RoundRow, RunRow, VersionRow
+from tessera.coordinator.domain.lifecycle import LIVE_ROUND, LIVE_RUN
 from tessera.coordinator.domain.workers import sites_of
 from tessera.coordinator.operations.runs import patch_run
 from tessera.coordinator.services import Services
@@ -110,9 +103,8 @@ def list_runs(
             request,
             "runs.html",
             who,
-            now=views.instant(serving.database.now()),
             state=state or "",
-            counts=views.counts_by_state(session),
+            counts=views.counts_by_state(session, RunRow),
             runs=[views.run_view(session, row) for row in rows[:AT_A_TIME]],
             by_run=moved_by_run(session),
             newer=f"{PREFIX}/runs?{of_state}" if before else None,
@@ -135,12 +127,13 @@ def show_run(run_id: str, request: Request, serving: Serving, who: Signed) -> Re
         sums = round_sums(session, run_id, MAX_BARS)
         moved = moved_by_run(session, run_id).get(run_id, TrafficTotals())
         end = forecast(session, now, open_round) if open_round else None
-        shown_charts = [chart for chart in _charts(session, run, measurements, scores, sums) if chart.picture]
+        panels = [panel for panel in _charts(session, run, measurements, scores, sums) if panel.picture]
+        facts = facts_of(run.spec, run.model_bytes)
+        until = now if run.state in LIVE_RUN else run.updated_at.timestamp()
         return render(
             request,
             "run.html",
             who,
-            now=views.instant(now),
             run=run,
             steerable=_steers(session, who, run),
             warnings=session.get_one(VersionRow, (run_id, run.version.number)).warnings,
@@ -149,19 +142,14 @@ def show_run(run_id: str, request: Request, serving: Serving, who: Signed) -> Re
             spreads=at_sites.get(latest, {}) if latest is not None else {},
             moved=moved,
             remaining=_remaining(session, now, run, end),
-            took=(
-                (views.instant(now) if run.state in ("running", "paused") else run.updated_at) - run.created_at
-            ).total_seconds(),
+            took=until - run.created_at.timestamp(),
             round=open_round,
             end=end,
             waiting_for=_waiting_for(session, serving, now, run),
-            charts=shown_charts,
-            absent=list(_absent(run, measurements, {chart.ident for chart in shown_charts})),
+            charts=panels,
+            absent=list(_absent(run, measurements, {panel.ident for panel in panels})),
             rounds=sums[:SHOWN_ROUNDS],
-            facts=[
-                *facts_of(run.spec, run.model_bytes),
-                *([("A site counts", run.bounds.summary)] if run.bounds else []),
-            ],
+            facts=[*facts, ("A site counts", run.bounds.summary)] if run.bounds else facts,
         )
 
 
@@ -173,16 +161,15 @@ def list_rounds(
         run = views.run_view(session, views.find_run(session, run_id))
         rounds = round_sums(session, run_id, AT_A_TIME, before)
         here = f"{PREFIX}/runs/{run_id}/rounds"
-        more = len(rounds) == AT_A_TIME and rounds[-1].number > 1
+        more = len(rounds) == AT_A_TIME and rounds[-1].round.number > 1
         return render(
             request,
             "rounds.html",
             who,
-            now=views.instant(serving.database.now()),
             run=run,
             rounds=rounds,
             newer=here if before else None,
-            older=f"{here}?before={rounds[-1].number}" if more else None,
+            older=f"{here}?before={rounds[-1].round.number}" if more else None,
         )
 
 
@@ -205,7 +192,6 @@ def show_round(
             request,
             "round.html",
             who,
-            now=views.instant(now),
             run=run,
             round=view,
             attempts=attempts,
@@ -216,21 +202,21 @@ def show_round(
             down=sum(task.download_bytes for task in view.tasks),
             end=forecast(session, now, view),
             picture=_timeline(session, now, view),
-            rows=[{"task": task, "odd": _oddity(task), "layers": _layers_text(task)} for task in view.tasks],
+            rows=[(task, is_unusual(task.metrics), short_layers(task.layers)) for task in view.tasks],
         )
 
 
 def _steers(session: Session, who: Visitor, run: Run) -> bool:
     """Return whether the visitor may pause, resume and cancel the run: as its owner or an administrator."""
     own = who.administers or session.get_one(RunRow, run.id).owner == who.principal.owner
-    return who.steers and own and run.state in ("running", "paused")
+    return who.steers and own and run.state in LIVE_RUN
 
 
 # ---------------------------------------------------------------- a run's figures
 
 
 def _open_round(session: Session, run: Run) -> Round | None:
-    live = (RoundRow.run_id == run.id) & RoundRow.state.in_(("open", "merging"))
+    live = (RoundRow.run_id == run.id) & RoundRow.state.in_(LIVE_ROUND)
     row = session.scalars(select(RoundRow).where(live)).one_or_none()
     return views.round_view(session, row) if row else None
 
@@ -254,11 +240,8 @@ def _waiting_for(session: Session, serving: Services, now: float, run: Run) -> s
     quorum = run.spec.cohort.quorum
     if able < quorum:
         return f"{able} of the {quorum} sites that it needs are live."
-    return (
-        "the next one is about to open."
-        if run.version.number < run.spec.rounds
-        else "its last version is being evaluated."
-    )
+    over = run.version.number == run.spec.rounds
+    return "its last version is being evaluated." if over else "the next one is about to open."
 
 
 def facts_of(spec: RunSpec, model_bytes: int | None) -> list[tuple[str, str]]:
@@ -297,10 +280,10 @@ def _charts(
     step = thinned(run.version.number)
     every = f"Every {step} versions." if step > 1 else ""
     panels = [_metric(measurements, scores, name, bands, every) for name in ("accuracy", "loss")]
-    panels.append(_bytes_by_round(run, sums))
-    panels.append(_heat(session, run))
-    metrics = version_numbers(session, run, tuple(name for one in charts(run.spec.method) for name in one.scalars))
-    panels += [_declared(chart, metrics, bands, every) for chart in charts(run.spec.method)]
+    panels += [_bytes_by_round(run, sums), _heat(session, run)]
+    declared = charts(run.spec.method)
+    metrics = version_numbers(session, run, tuple(name for chart in declared for name in chart.scalars))
+    panels += [_declared(chart, metrics, bands, every) for chart in declared]
     if run.spec.privacy:
         panels.append(_epsilon(session, run, run.spec.privacy, bands, every))
     return panels
@@ -350,8 +333,8 @@ def _metric(
     measurements: Sequence[Measurement], scores: Scores, name: str, bands: Sequence[svg_charts.Band], note: str
 ) -> Panel:
     """Chart a metric of the global model, of the sites' own models, and of the global one at each site."""
-    together = {version: found[name] for version, found in scores.items() if name in found}
-    lines = [Series("global", together, main=True)]
+    of_global = {version: metrics[name] for version, metrics in scores.items() if name in metrics}
+    lines = [Series("global", of_global, main=True)]
     personal = [one for one in measurements if PERSONAL + name in one.metrics]
     own = {v: s[PERSONAL + name].mean for v, s in spreads(personal).items()} if personal else {}
     if own:
@@ -388,7 +371,8 @@ def _along(ident: str, title: str, lines: Sequence[Series], bands: Sequence[svg_
 
 
 def _bytes_by_round(run: Run, sums: Sequence[RoundSum]) -> Panel:
-    rounds = {one.number: one for one in sorted(sums, key=lambda one: (one.number, one.attempt)) if one.accepted}
+    # The latest attempt at a round stands first.
+    rounds = {one.round.number: one for one in reversed(sums) if one.accepted}
     down = Series("down", {n: float(one.down) for n, one in rounds.items()})
     up = Series("up", {n: float(one.up) for n, one in rounds.items()})
     full = Series("whole models both ways", {n: 2.0 * run.model_bytes * one.accepted for n, one in rounds.items()})
@@ -422,14 +406,9 @@ def _heat(session: Session, run: Run) -> Panel:
 # ---------------------------------------------------------------- a round's figures
 
 
-def _oddity(task: TaskView) -> str:
-    """Return a mark for an update that is far from the others'."""
-    return "unusual" if max(task.metrics.get(NORM, 0.0), task.metrics.get(DISTANCE, 0.0)) >= ODD else ""
-
-
-def _layers_text(task: TaskView) -> str:
-    names = short_layers(task.layers) if task.layers else []
-    return ", ".join(names[:12]) + (f" and {len(names) - 12} more" if len(names) > 12 else "") if names else NOTHING
+def is_unusual(metrics: Mapping[str, float]) -> bool:
+    """Return whether an update is far from the others of its round."""
+    return max(metrics.get(NORM, 0.0), metrics.get(DISTANCE, 0.0)) >= ODD
 
 
 ENDS = {"accept": "accepted", "reject": "failed", "fail": "failed", "expire": "failed"}
@@ -441,8 +420,9 @@ def _timeline(session: Session, now: float, round_: Round) -> Markup:
     over = round_.closed_at.timestamp() if round_.closed_at else now
     most = max(over - begin, 1.0)
     by_task: dict[str, list[tuple[float, str]]] = {task.id: [] for task in round_.tasks}
-    for moment in moments(session, list(by_task)):
-        by_task[moment.subject].append((moment.at.timestamp() - begin, moment.action.removeprefix("task.")))
+    entries = select(AuditRow.subject, AuditRow.at, AuditRow.action).where(AuditRow.subject.in_(by_task))
+    for subject, at, action in session.execute(entries.order_by(AuditRow.seq)):
+        by_task[subject].append((at - begin, action.removeprefix("task.")))
     rows = {task.worker: _intervals(task, by_task[task.id], most) for task in round_.tasks}
     description = "; ".join(
         f"{worker}: {', '.join(one.label for one in intervals)}" for worker, intervals in rows.items()
@@ -455,19 +435,17 @@ def _timeline(session: Session, now: float, round_: Round) -> Markup:
 
 def _intervals(task: TaskView, happened: Sequence[tuple[float, str]], most: float) -> list[Interval]:
     """Return a task's intervals of waiting and working; the last one shows how it ended."""
-    found: list[Interval] = []
+    intervals: list[Interval] = []
     at, working = 0.0, False
     for when, action in happened:
         kind = ENDS.get(action, "leased") if working else "offered"
         word = {"accepted": "worked, accepted", "failed": f"worked, {action}", "leased": "worked"}.get(kind, "waited")
-        found.append(Interval(kind, at, when, f"{word} {number(when - at, 3)} s"))
+        intervals.append(Interval(kind, at, when, f"{word} {number(when - at, 3)} s"))
         at, working = when, action == "lease"
-    if task.state in ("leased", "offered", "expired"):
-        kind = "leased" if working else "offered"
-        found.append(
-            Interval(kind, at, most, f"{'at work for' if working else 'waiting for'} {number(most - at, 3)} s")
-        )
-    return found
+    if task.state in LIVE_TASKS:
+        kind, word = ("leased", "at work for") if working else ("offered", "waiting for")
+        intervals.append(Interval(kind, at, most, f"{word} {number(most - at, 3)} s"))
+    return intervals
 
 
 # ---------------------------------------------------------------- pause, resume, cancel
@@ -487,9 +465,8 @@ def set_state(run_id: str, serving: Serving, who: Sender, fields: Fields) -> Res
     require_role(who, *STEERING)
     wanted, revision = fields.get("state", ""), fields.get("revision", "")
     if wanted not in STATES:
-        raise Invalid(
-            "the form names no state", errors=[Fault(pointer="/state", detail=f"one of {', '.join(STATES)}")]
-        )
+        fault = Fault(pointer="/state", detail=f"one of {', '.join(STATES)}")
+        raise Invalid("the form names no state", errors=[fault])
     patch = RunPatch.model_validate({"state": wanted})
     patch_run(serving, who.principal, run_id, patch, f'"{revision[:20]}"')
     return RedirectResponse(f"{PREFIX}/runs/{run_id}", status_code=303)

@@ -20,6 +20,9 @@ HEADERS = {
     "Permissions-Policy": "camera=(), geolocation=(), microphone=(), payment=(), usb=()",
 }
 
+KEEP = "public, max-age=31536000, immutable"
+"""A file's address changes with its content; pages are not cached."""
+
 TLS_ONLY = "max-age=31536000"
 
 
@@ -38,8 +41,8 @@ class Guarding:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
                 headers.update(HEADERS)
-                # Pages are not cached; static files set their own header.
-                headers.setdefault("Cache-Control", "no-store")
+                is_file = message["status"] == 200 and scope["path"].startswith(f"{PREFIX}/static/")
+                headers.setdefault("Cache-Control", KEEP if is_file else "no-store")
                 if scope["scheme"] == "https":
                     headers["Strict-Transport-Security"] = TLS_ONLY
             await send(message)

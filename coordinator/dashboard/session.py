@@ -6,6 +6,7 @@ The cookie is sent to /page only, so that the API accepts nothing but bearer tok
 import base64
 import hmac
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Literal
 from urllib.parse import parse_qsl, urlencode, urlsplit
@@ -78,7 +79,8 @@ class PageRoute(BoundedRoute):
             except Problem as refusal:
                 problem = refusal
             try:
-                count_stranger(request)
+                if not getattr(request.state, "signed", False):
+                    request.app.state.services.admission.count_anonymous(address_of(request))
             except TooManyRequests as refusal:
                 problem = refusal
             if isinstance(problem, Unauthenticated):
@@ -89,21 +91,13 @@ class PageRoute(BoundedRoute):
         return handle_problems
 
 
-def count_stranger(request: Request) -> None:
-    """Count a refused request without a session. Raises TooManyRequests."""
-    if not getattr(request.state, "signed", False):
-        serving: Services = request.app.state.services
-        serving.admission.count_anonymous(address_of(request))
-
-
 def visitor(request: Request, serving: Serving) -> Visitor:
     """Return the signed-in visitor. Raises Unauthenticated and TooManyRequests."""
     secret = request.cookies.get(COOKIE, "")
     if not secret:
         raise Unauthenticated("you are not signed in")
     try:
-        with serving.database.snapshot() as session:
-            principal = sessions.holder(session, serving.database.now(), secret, serving.settings.oidc_issuer)
+        principal = holder(serving, secret)
     except Unauthenticated:
         serving.admission.count_failure(address_of(request))
         raise
@@ -116,12 +110,17 @@ Signed = Annotated[Visitor, Depends(visitor)]
 
 
 def still_signed(serving: Services, secret: str) -> bool:
-    with serving.database.snapshot() as session:
-        try:
-            sessions.holder(session, serving.database.now(), secret, serving.settings.oidc_issuer)
-        except Unauthenticated:
-            return False
+    try:
+        holder(serving, secret)
+    except Unauthenticated:
+        return False
     return True
+
+
+def holder(serving: Services, secret: str) -> Principal:
+    """Return who holds a session. Raises Unauthenticated."""
+    with serving.database.snapshot() as session:
+        return sessions.holder(session, serving.database.now(), secret, serving.settings.oidc_issuer)
 
 
 def require_role(who: Visitor, *roles: TokenRole) -> None:
@@ -159,24 +158,17 @@ Sender = Annotated[Visitor, Depends(own_form)]
 
 def require_same_origin(request: Request) -> None:
     """Raise Forbidden unless the browser reports that a page of this origin made the request."""
-    site = request.headers.get("Sec-Fetch-Site")
+    site, same = request.headers.get("Sec-Fetch-Site"), False
     if site is not None:
         same = site == "same-origin"
-    else:
-        origin = request.headers.get("Origin", "")
-        same = bool(origin) and _host(origin) == request.headers.get("Host")
+    elif origin := request.headers.get("Origin"):
+        # An invalid origin is none.
+        with suppress(ValueError):
+            same = urlsplit(origin).netloc == request.headers.get("Host")
     if not same:
         raise Forbidden(
             "the form was not sent by this dashboard", remedy="Open the dashboard and send the form there."
         )
-
-
-def _host(url: str) -> str | None:
-    """Return the host and port of a URL; None if it is invalid."""
-    try:
-        return urlsplit(url).netloc
-    except ValueError:
-        return None
 
 
 # ---------------------------------------------------------------- cookies and redirects
@@ -191,29 +183,16 @@ def _is_local(request: Request) -> bool:
 
 
 def keep_session(request: Request, response: Response, secret: str, seconds: float) -> None:
-    response.set_cookie(
-        COOKIE,
-        secret,
-        max_age=int(seconds),
-        path=PREFIX,
-        secure=not _is_local(request),
-        httponly=True,
-        samesite="strict",
-    )
+    secure, age = not _is_local(request), int(seconds)
+    response.set_cookie(COOKIE, secret, age, path=PREFIX, secure=secure, httponly=True, samesite="strict")
 
 
 def keep_signing(request: Request, response: Response, secret: str, wanted: str) -> None:
     """Keep the sign-in's secret and the requested page while the browser is at the provider."""
-    response.set_cookie(
-        SIGNING,
-        f"{secret}.{base64.urlsafe_b64encode(wanted.encode()).decode()}",
-        max_age=SIGNING_SECONDS,
-        path=SIGNING_PATH,
-        secure=not _is_local(request),
-        httponly=True,
-        # The browser comes back from the provider's site.
-        samesite="lax",
-    )
+    secure, age = not _is_local(request), SIGNING_SECONDS
+    value = f"{secret}.{base64.urlsafe_b64encode(wanted.encode()).decode()}"
+    # Lax, because the browser comes back from the provider's site.
+    response.set_cookie(SIGNING, value, age, path=SIGNING_PATH, secure=secure, httponly=True, samesite="lax")
 
 
 def signing(request: Request) -> tuple[str, str]:

@@ -1,8 +1,8 @@
 """Sites and workers, failures, the audit chain, storage."""
 
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Request, Response
@@ -11,12 +11,13 @@ from sqlalchemy.orm import Session
 
 from tessera.coordinator.api.dependencies import Serving
 from tessera.coordinator.dashboard.overview import tasks_in_hand
-from tessera.coordinator.dashboard.runs import ODD
+from tessera.coordinator.dashboard.runs import is_unusual
 from tessera.coordinator.dashboard.security_headers import PREFIX
 from tessera.coordinator.dashboard.session import PageRoute, Signed, require_role
 from tessera.coordinator.dashboard.templating import render, span
 from tessera.coordinator.db import views
 from tessera.coordinator.db.tables import (
+    WORKER_NAME,
     AuditRow,
     BlobRow,
     RoundRow,
@@ -32,7 +33,7 @@ from tessera.coordinator.limits.memory import WATERMARK
 from tessera.coordinator.settings import CoordinatorSettings
 from tessera.shared.api.admin import Site, WorkerView
 from tessera.shared.api.tasks import TaskView
-from tessera.shared.rounds.outliers import ABSENT, DISTANCE, NORM
+from tessera.shared.rounds.outliers import ABSENT
 from tessera.shared.schema import ACCEPTED
 
 router = APIRouter(prefix=PREFIX, include_in_schema=False, route_class=PageRoute)
@@ -63,98 +64,68 @@ class WorkerLine:
             return "suspended" if self.view.suspended else "silent"
         if self.faulty > self.accepted:
             return "failing"
-        if max(self.scores.get(NORM, 0.0), self.scores.get(DISTANCE, 0.0)) >= ODD:
+        if is_unusual(self.scores):
             return "unusual"
         return "working" if self.task else "well"
 
 
-@dataclass(frozen=True)
-class SiteBlock:
-    site: Site
-    workers: Sequence[WorkerLine]
-
-
 @router.get("/sites")
 def list_sites(request: Request, serving: Serving, who: Signed, after: Text = None) -> Response:
-    now = serving.database.now()
+    since = serving.database.now() - serving.settings.liveness_seconds
     with serving.database.snapshot() as session:
         query = select(SiteRow).order_by(SiteRow.name).limit(SITES + 1)
         if after is not None:
             query = query.where(SiteRow.name > after)
         rows = session.scalars(query).all()
-        blocks = _blocks(session, rows[:SITES], now - serving.settings.liveness_seconds)
+        lines = _worker_lines(session, {row.id: row for row in rows[:SITES]}, since)
         older = f"{PREFIX}/sites?after={rows[SITES - 1].name}" if len(rows) > SITES else None
         return render(
             request,
             "sites.html",
             who,
-            now=views.instant(now),
-            sites=blocks,
+            sites=[(views.view_of(Site, row), lines[row.id]) for row in rows[:SITES]],
             absent=ABSENT,
-            live=sum(line.view.live for block in blocks for line in block.workers),
+            live=sum(line.view.live for of_site in lines.values() for line in of_site),
             newer=f"{PREFIX}/sites" if after else None,
             older=older,
         )
 
 
-def _blocks(session: Session, sites: Sequence[SiteRow], since: float) -> list[SiteBlock]:
-    """Return each site with its workers."""
-    by_id = {row.id: row for row in sites}
-    workers = session.scalars(select(WorkerRow).where(WorkerRow.site_id.in_(by_id)).order_by(WorkerRow.name)).all()
-    counts = _counts(session, [row.id for row in workers])
-    scores = _latest_numbers(session, [row.id for row in workers])
-    at = tasks_in_hand(session, {row.id: row.id for row in workers})
-    lines: dict[str, list[WorkerLine]] = {site: [] for site in by_id}
-    for row in workers:
-        ends = counts.get(row.id, {})
-        lines[row.site_id].append(
-            WorkerLine(
-                views.worker_view(row, by_id[row.site_id], since),
-                at.get(row.id),
-                sum(ends.get(state, 0) for state in ACCEPTED),
-                ends.get("failed", 0) + ends.get("rejected", 0) + ends.get("expired", 0),
-                scores.get(row.id, {}),
-            )
-        )
-    return [SiteBlock(views.site_view(row), lines[row.id]) for row in sites]
-
-
-def _counts(session: Session, worker_ids: Sequence[str]) -> dict[str, dict[str, int]]:
-    rows = session.execute(
+def _worker_lines(session: Session, sites: Mapping[str, SiteRow], since: float) -> Mapping[str, list[WorkerLine]]:
+    """Return the workers of each site, by its id."""
+    workers = session.scalars(select(WorkerRow).where(WorkerRow.site_id.in_(sites)).order_by(WorkerRow.name)).all()
+    ids = [row.id for row in workers]
+    counts = session.execute(
         select(TaskRow.worker_id, TaskRow.state, func.count())
-        .where(TaskRow.worker_id.in_(worker_ids))
+        .where(TaskRow.worker_id.in_(ids))
         .group_by(TaskRow.worker_id, TaskRow.state)
     )
-    found: dict[str, dict[str, int]] = {}
-    for worker_id, state, count in rows:
-        found.setdefault(worker_id, {})[state] = count
-    return found
+    ends = Counter({(worker_id, state): count for worker_id, state, count in counts})
+    scores = _latest_numbers(session, ids)
+    tasks = tasks_in_hand(session, dict(zip(ids, ids, strict=True)))
+    lines: dict[str, list[WorkerLine]] = defaultdict(list)
+    for row in workers:
+        line = WorkerLine(
+            views.worker_view(row, sites[row.site_id], since),
+            tasks.get(row.id),
+            sum(ends[row.id, state] for state in ACCEPTED),
+            sum(ends[row.id, state] for state in ("failed", "rejected", "expired")),
+            scores.get(row.id, {}),
+        )
+        lines[row.site_id].append(line)
+    return lines
 
 
 def _latest_numbers(session: Session, worker_ids: Sequence[str]) -> dict[str, Mapping[str, float]]:
     """Return the metrics of each worker's latest update."""
-    newest = (
-        select(TaskRow.worker_id, func.max(TaskRow.created_at).label("at"))
-        .where(TaskRow.worker_id.in_(worker_ids), TaskRow.state.in_(ACCEPTED), TaskRow.kind == "train")
-        .group_by(TaskRow.worker_id)
-        .subquery()
-    )
-    rows = session.execute(
-        select(TaskRow.worker_id, TaskRow.metrics)
-        .join(newest, (newest.c.worker_id == TaskRow.worker_id) & (newest.c.at == TaskRow.created_at))
-        .where(TaskRow.state.in_(ACCEPTED), TaskRow.kind == "train")
-    )
-    return {worker_id: metrics for worker_id, metrics in rows}  # noqa: C416 (a row is no pair)
+    updates = TaskRow.state.in_(ACCEPTED) & (TaskRow.kind == "train") & TaskRow.worker_id.in_(worker_ids)
+    at = func.max(TaskRow.created_at).label("at")
+    newest = select(TaskRow.worker_id, at).where(updates).group_by(TaskRow.worker_id).subquery()
+    same = (newest.c.worker_id == TaskRow.worker_id) & (newest.c.at == TaskRow.created_at)
+    return dict(session.execute(select(TaskRow.worker_id, TaskRow.metrics).join(newest, same).where(updates)).all())
 
 
 # ---------------------------------------------------------------- failures
-
-
-@dataclass(frozen=True)
-class FailureLine:
-    task: TaskView
-    run_name: str
-    created_at: datetime
 
 
 @router.get("/failures")
@@ -170,10 +141,10 @@ def list_failures(
     with serving.database.snapshot() as session:
         of_run = views.run_view(session, views.find_run(session, run)) if run else None
         query = (
-            select(TaskRow, RunRow.name, WorkerRow.name, SiteRow.name)
-            .join(RunRow, RunRow.id == TaskRow.run_id)
-            .join(WorkerRow, WorkerRow.id == TaskRow.worker_id)
-            .join(SiteRow, SiteRow.id == WorkerRow.site_id)
+            select(TaskRow, RunRow.name, WORKER_NAME)
+            .join_from(TaskRow, RunRow)
+            .join_from(TaskRow, WorkerRow)
+            .join(SiteRow)
             .where(faulty)
             .order_by(TaskRow.created_at.desc(), TaskRow.id)
             .limit(FAILURES + 1)
@@ -183,34 +154,28 @@ def list_failures(
         if before is not None:
             query = query.where(TaskRow.created_at < before)
         rows = session.execute(query).all()
-        lines = [
-            FailureLine(
-                views.task_view(task, f"{site}/{worker}", task.version_number + (task.kind == "train")),
-                name,
-                views.instant(task.created_at),
-            )
-            for task, name, worker, site in rows[:FAILURES]
+        failures = [
+            (views.task_view(task, worker, task.version_number + (task.kind == "train")), name)
+            for task, name, worker in rows[:FAILURES]
         ]
         paused = select(RunRow).where(RunRow.state == "paused", RunRow.reason.is_not(None)).limit(FAILURES)
         rounds = (
             select(RoundRow, RunRow.name)
-            .join(RunRow, RunRow.id == RoundRow.run_id)
+            .join_from(RoundRow, RunRow)
             .where(RoundRow.state == "abandoned", RoundRow.run_id == run if run else true())
             .order_by(RoundRow.opened_at.desc())
             .limit(ABANDONED)
         )
+        abandoned = () if before else session.execute(rounds)
         of_which = f"run={run}&" if run else ""
         older = rows[FAILURES - 1][0].created_at if len(rows) > FAILURES else None
         return render(
             request,
             "failures.html",
             who,
-            now=views.instant(serving.database.now()),
             run=of_run,
-            failures=lines,
-            abandoned=[]
-            if before
-            else [(views.round_view(session, row), name) for row, name in session.execute(rounds)],
+            failures=failures,
+            abandoned=[(views.round_view(session, row), name) for row, name in abandoned],
             paused=[] if run else [views.run_view(session, row) for row in session.scalars(paused)],
             newer=f"{PREFIX}/failures?{of_which}" if before else None,
             older=f"{PREFIX}/failures?{of_which}before={older!r}" if older else None,
@@ -237,7 +202,6 @@ def list_audit(request: Request, serving: Serving, who: Signed, run: Text = None
             request,
             "audit.html",
             who,
-            now=views.instant(serving.database.now()),
             entries=[views.audit_view(row) for row in rows[:ENTRIES]],
             runs=session.execute(newest).all(),
             run=run or "",
@@ -247,18 +211,6 @@ def list_audit(request: Request, serving: Serving, who: Signed, run: Text = None
 
 
 # ---------------------------------------------------------------- storage
-
-
-@dataclass(frozen=True)
-class RunStore:
-    id: str
-    name: str
-    state: str
-    versions: int
-    kept: int
-    blobs: int
-    bytes: int
-    whole: int
 
 
 @router.get("/storage")
@@ -272,7 +224,6 @@ def show_storage(request: Request, serving: Serving, who: Signed) -> Response:
             request,
             "storage.html",
             who,
-            now=views.instant(serving.database.now()),
             blobs=blobs,
             blob_bytes=blob_bytes,
             free_bytes=serving.disk.free_bytes(),
@@ -289,34 +240,21 @@ def show_storage(request: Request, serving: Serving, who: Signed) -> Response:
         )
 
 
-def _stores(session: Session) -> list[RunStore]:
+def _stores(session: Session) -> list[tuple[RunRow, int, int, int]]:
+    """Return the latest runs, each with the numbers of its stored versions and blobs, and the blobs' bytes."""
     runs = session.scalars(select(RunRow).order_by(RunRow.created_at.desc()).limit(RUNS)).all()
     ids = [run.id for run in runs]
     sizes = session.execute(
         select(RunBlobRow.run_id, func.count(), func.sum(BlobRow.size))
-        .join(BlobRow, BlobRow.digest == RunBlobRow.digest)
+        .join_from(RunBlobRow, BlobRow)
         .where(RunBlobRow.run_id.in_(ids))
         .group_by(RunBlobRow.run_id)
     )
     by_run = {run_id: (count, int(size)) for run_id, count, size in sizes}
-    kept = session.execute(
-        select(VersionRow.run_id, func.count())
-        .where(VersionRow.run_id.in_(ids), VersionRow.retired_at.is_(None))
-        .group_by(VersionRow.run_id)
-    )
-    versions = {run_id: count for run_id, count in kept}  # noqa: C416 (a row is no pair)
-    return [
-        RunStore(
-            run.id,
-            run.name,
-            run.state,
-            run.version_number + 1,
-            versions.get(run.id, 0),
-            *by_run.get(run.id, (0, 0)),
-            versions.get(run.id, 0) * run.model_bytes,
-        )
-        for run in runs
-    ]
+    kept = VersionRow.run_id.in_(ids) & VersionRow.retired_at.is_(None)
+    counts = select(VersionRow.run_id, func.count()).where(kept).group_by(VersionRow.run_id)
+    versions = dict(session.execute(counts).all())
+    return [(run, versions.get(run.id, 0), *by_run.get(run.id, (0, 0))) for run in runs]
 
 
 def _keeping(settings: CoordinatorSettings) -> list[tuple[str, str]]:

@@ -16,6 +16,7 @@ from jinja2.runtime import Context
 from tessera.coordinator.api.errors import headers_of
 from tessera.coordinator.dashboard.security_headers import PREFIX
 from tessera.coordinator.dashboard.session import FORM_TOKEN, Visitor, query_of, theme_of
+from tessera.coordinator.db.views import instant
 from tessera.shared.problems import Problem
 from tessera.shared.sanitize import fit_to_show
 from tessera.shared.version import VERSION
@@ -33,7 +34,7 @@ SPANS = ((86_400, "d"), (3_600, "h"), (60, "min"), (1, "s"))
 
 @cache
 def environment() -> Environment:
-    made = Environment(
+    jinja = Environment(
         loader=PackageLoader("tessera.coordinator.dashboard"),
         # Text from workers and people is never markup.
         autoescape=True,
@@ -43,35 +44,25 @@ def environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    filters: dict[str, Callable[..., Any]] = {
-        "size": size,
-        "span": span,
-        "number": number,
-        "percent": percent,
-        "clock": clock,
-        "plural": plural,
-        "short": short,
-        "first_up": first_up,
-        "ago": _ago,
-    }
-    made.filters.update(filters)
-    made.globals.update(version=VERSION, prefix=PREFIX, form_token_field=FORM_TOKEN, asset=asset)
-    return made
+    filters: tuple[Callable[..., Any], ...] = (size, span, number, percent, clock, plural, short, first_up, ago)
+    jinja.filters.update({each.__name__: each for each in filters})
+    jinja.globals.update(version=VERSION, prefix=PREFIX, form_token_field=FORM_TOKEN, asset=asset)
+    return jinja
 
 
 def render(request: Request, template: str, who: Visitor | None, *, status: int = 200, **shown: Any) -> HTMLResponse:
     """Return a page, or only its changing part."""
-    part = PART in request.query_params
     text = (
         environment()
         .get_template(template)
         .render(
-            frame="part.html" if part else "base.html",
+            frame="part.html" if PART in request.query_params else "base.html",
             path=request.scope["path"],
             query=query_of(request),
             theme=theme_of(request),
             who=who,
-            now=shown.pop("now", None) or datetime.now(UTC),
+            # Without a visitor it may be the database that failed.
+            now=instant(request.app.state.services.database.now()) if who else datetime.now(UTC),
             **shown,
         )
     )
@@ -138,8 +129,8 @@ def percent(share: float | None) -> str:
     return f"{share:.0%}" if abs(share) >= 0.1 or share == 0 else f"{share:.1%}"
 
 
-def clock(instant: datetime | None) -> str:
-    return NOTHING if instant is None else instant.astimezone(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+def clock(at: datetime | None) -> str:
+    return NOTHING if at is None else at.astimezone(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
 def plural(count: int, one: str, many: str | None = None) -> str:
@@ -157,15 +148,8 @@ def short(text: str, most: int = 12) -> str:
 
 
 @pass_context
-def _ago(context: Context, instant: datetime | None) -> str:
-    if instant is None:
+def ago(context: Context, at: datetime | None) -> str:
+    if at is None:
         return "never"
-    passed = (context["now"] - instant).total_seconds()
-    return "just now" if passed < 1 else f"{_largest(passed)} ago"
-
-
-def _largest(seconds: float) -> str:
-    for length, unit in SPANS:
-        if seconds >= length:
-            return f"{int(seconds // length)} {unit}"
-    return "0 s"
+    passed = (context["now"] - at).total_seconds()
+    return next((f"{int(passed // length)} {unit} ago" for length, unit in SPANS if passed >= length), "just now")

@@ -13,14 +13,7 @@ _COVERED = ("seq", "at", "actor", "action", "subject", "run_id", "detail")
 
 
 def record(
-    session: Session,
-    now: float,
-    actor: str,
-    action: str,
-    subject: str,
-    *,
-    run_id: str | None = None,
-    **detail: Any,
+    session: Session, now: float, actor: str, action: str, subject: str, *, run_id: str | None = None, **detail: Any
 ) -> None:
     """Append an entry whose digest covers its content and the previous entry."""
     session.flush()

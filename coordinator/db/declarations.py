@@ -6,7 +6,7 @@ text's digest, so no entry can be out of date.
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from sqlalchemy import select
@@ -29,33 +29,31 @@ class Declarations:
 
     def of(self, session: Session, workers: Mapping[str, str]) -> dict[str, dict[str, Any]]:
         """Return what each worker declared, by its id; `workers` has the digests."""
-        found = {}
+        declarations = {}
         with self._lock:
             for worker_id, digest in workers.items():
                 if digest in self._kept:
                     self._kept.move_to_end(digest)
-                    found[worker_id] = self._kept[digest][0]
-        # One of those that declared the same is enough; what has no digest is read each time.
-        lacking = {digest or worker_id: worker_id for worker_id, digest in workers.items() if worker_id not in found}
-        read = {key: self._keep(key, declared) for key, declared in self._read(session, lacking)}
-        return found | {id_: read[workers[id_] or id_] for id_ in workers if id_ not in found}
-
-    def _read(self, session: Session, lacking: Mapping[str, str]) -> Iterable[tuple[str, dict[str, Any]]]:
-        keys = {worker_id: key for key, worker_id in lacking.items()}
-        ids = list(keys)
+                    declarations[worker_id] = self._kept[digest][0]
+        # One of several equal declarations is read; one without a digest is read each time.
+        missing = [worker_id for worker_id in workers if worker_id not in declarations]
+        lacking = {workers[worker_id] or worker_id: worker_id for worker_id in missing}
+        read, ids = {}, list(lacking.values())
         for start in range(0, len(ids), AT_A_TIME):
             some = WorkerRow.id.in_(ids[start : start + AT_A_TIME])
             for worker_id, declared in session.execute(select(WorkerRow.id, WorkerRow.declared).where(some)):
-                yield keys[worker_id], declared
+                digest = workers[worker_id]
+                read[digest or worker_id] = self._keep(digest, declared)
+        return declarations | {worker_id: read[workers[worker_id] or worker_id] for worker_id in missing}
 
-    def _keep(self, key: str, declared: dict[str, Any]) -> dict[str, Any]:
+    def _keep(self, digest: str, declared: dict[str, Any]) -> dict[str, Any]:
         length = len(declared_text(declared))
         # Each run is compared with it, so the advertised policy is read here.
         declared = {**declared, "advertised_policy": policy_of(declared)}
-        if key.startswith("sha256:"):
+        if digest:
             with self._lock:
-                if key not in self._kept:
-                    self._kept[key] = (declared, length)
+                if digest not in self._kept:
+                    self._kept[digest] = (declared, length)
                     self._bytes += length
                 while self._bytes > KEPT_BYTES:
                     _, (_, dropped) = self._kept.popitem(last=False)

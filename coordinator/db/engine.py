@@ -57,12 +57,8 @@ class DatabaseInUse(RuntimeError):
     """Another coordinator process uses this SQLite file."""
 
 
-class NotAFile(RuntimeError):
-    """The SQLite database is in memory, which a coordinator cannot use."""
-
-
 class UnknownDatabase(RuntimeError):
-    """The database is neither SQLite nor PostgreSQL."""
+    """The URL is neither of PostgreSQL nor of a file of SQLite."""
 
 
 class SchemaBehind(RuntimeError):
@@ -80,19 +76,20 @@ class Database:
         self.is_sqlite = self.url.get_backend_name() == "sqlite"
         if self.is_sqlite:
             if not self.url.database or self.url.database == ":memory:":
-                raise NotAFile(
+                raise UnknownDatabase(
                     f"{url} is a database in memory, which no other process or restart would see; name a file"
                 )
             _make(Path(self.url.database))
             self.engine = create_engine(self.url, pool_size=20, max_overflow=40)
             _tune_sqlite(self.engine)
+            _take_turns(self.engine, "BEGIN IMMEDIATE", "BEGIN")
             self._reading = self.engine.execution_options(**{_READING: True})
             # With SQLite the database's clock is this machine's; time.time spares a query.
             self._clock = clock or time.time
         else:
             kept = min(KEPT_CONNECTIONS, connections)
             self.engine = _postgresql(self.url, pool_size=kept, max_overflow=connections - kept)
-            _take_turns(self.engine)
+            _take_turns(self.engine, f"SELECT pg_advisory_xact_lock({_number('writing')})")
             self._reading = self.engine.execution_options(
                 **{_READING: True}, isolation_level="REPEATABLE READ", postgresql_readonly=True
             )
@@ -132,11 +129,9 @@ class Database:
             fcntl.flock(turn, fcntl.LOCK_EX)
             yield
 
-    @contextmanager
-    def snapshot(self) -> Iterator[Session]:
-        """Yield a session that reads a snapshot and blocks no writer."""
-        with Session(self._reading) as session:
-            yield session
+    def snapshot(self) -> Session:
+        """Return a session, for `with`, that reads a snapshot and blocks no writer."""
+        return Session(self._reading)
 
     def close(self) -> None:
         self.engine.dispose()
@@ -329,14 +324,14 @@ def _postgresql(url: URL, **options: Any) -> Engine:
     return engine
 
 
-def _take_turns(engine: Engine) -> None:
-    turn = f"SELECT pg_advisory_xact_lock({_number('writing')})"
+def _take_turns(engine: Engine, writing: str, reading: str | None = None) -> None:
+    """Begin each transaction with a statement. A writer takes the write lock before it reads, and releases it with
+    its commit: if it had read first, it could no longer write after another writer did."""
 
     @event.listens_for(engine, "begin")
     def _begun(connection: Connection) -> None:
-        # As on SQLite: a writer takes its turn before it reads, and gives it back with its commit.
-        if not connection.get_execution_options().get(_READING, False):
-            connection.exec_driver_sql(turn)
+        if statement := reading if connection.get_execution_options().get(_READING, False) else writing:
+            connection.exec_driver_sql(statement)
 
 
 def _number(name: str) -> int:
@@ -358,9 +353,3 @@ def _tune_sqlite(engine: Engine) -> None:
         connection.isolation_level = None
         for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON", "busy_timeout=30000"):
             connection.execute(f"PRAGMA {pragma}")
-
-    @event.listens_for(engine, "begin")
-    def _begun(connection: Connection) -> None:
-        # A writer takes its turn at once: one that had read first could no longer write after another did.
-        reading = connection.get_execution_options().get(_READING, False)
-        connection.exec_driver_sql("BEGIN" if reading else "BEGIN IMMEDIATE")

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sqlalchemy import Row, func, select, update
+from sqlalchemy import ColumnElement, Row, func, select, update
 from sqlalchemy.orm import Session
 
 from tessera.coordinator.db import audit
@@ -20,6 +20,7 @@ from tessera.coordinator.db.tables import (
     new_id,
 )
 from tessera.coordinator.db.transitions import move_round, move_task, move_tasks
+from tessera.coordinator.domain.lifecycle import TASK
 from tessera.coordinator.domain.snapshot import PendingEvaluation
 from tessera.coordinator.domain.workers import LiveWorker
 from tessera.shared.api.runs import Bounds, RunSpec
@@ -35,9 +36,9 @@ ACTOR = "conductor"
 def open_round(
     session: Session, now: float, run: RunRow, willing: Sequence[LiveWorker], plans: Mapping[str, Plan]
 ) -> list[str]:
-    """Open the run's next round with one task for each planned worker; returns the workers' ids.
+    """Open the run's next round with one task for each planned worker; return the workers' ids.
 
-    The first one to open fixes the run's bounds, by all who were willing to take part.
+    The first round to open fixes the run's bounds from all willing workers.
     """
     spec = RunSpec.model_validate(run.spec)
     number = run.version_number + 1
@@ -58,8 +59,8 @@ def open_round(
     # Rows that refer to each other only by id are written in the order of the flushes.
     session.flush()
     for worker in planned:
-        seed = training_seed(spec, number, worker.name)
-        session.add(_task(now, run.id, "train", worker.id, run.version_number, seed, plans[worker.name], round_.id))
+        plan, seed = plans[worker.name], training_seed(spec, number, worker.name)
+        session.add(_task(now, run, worker, run.version_number, plan, kind="train", round_id=round_.id, seed=seed))
     about: dict[str, Any] = {"number": number, "cohort": [worker.name for worker in planned]}
     if run.bounds is None and run.version_number == 0:
         bounds = bounds_of(spec, [worker.participant(spec.dataset) for worker in willing])
@@ -78,11 +79,11 @@ def offer_evaluation(session: Session, now: float, run: RunRow, due: PendingEval
         kin &= TaskRow.worker_id == worker.id
     same = kin & (TaskRow.version_number == due.version)
     replaced = (kin if held_out else same) & TaskRow.state.in_(("offered", "expired"))
-    cancel_tasks(session, now, session.scalars(select(TaskRow).where(replaced)).all())
-    seed = evaluation_seed(spec, due.version)
-    task = _task(now, run.id, "evaluate", worker.id, due.version, seed, Plan(stage="evaluate"), None)
-    task.held_out = held_out
-    task.attempts = session.scalar(select(func.max(TaskRow.attempts)).where(same)) or 0
+    cancel_tasks(session, now, replaced)
+    plan, seed = Plan(stage="evaluate"), evaluation_seed(spec, due.version)
+    attempts = session.scalar(select(func.max(TaskRow.attempts)).where(same)) or 0
+    columns = {"kind": "evaluate", "held_out": held_out, "seed": seed, "attempts": attempts}
+    task = _task(now, run, worker, due.version, plan, **columns)
     session.add(task)
     about = {"version": due.version, "worker": worker.name, "held_out": held_out}
     audit.record(session, now, ACTOR, "task.evaluate", task.id, run_id=run.id, **about)
@@ -104,48 +105,27 @@ def tries_by_worker(session: Session, run_id: str, version: int) -> Counter[str]
     return Counter(session.scalars(select(TaskRow.worker_id).where(kin, TaskRow.version_number == version)))
 
 
-def _task(
-    now: float, run_id: str, kind: str, worker_id: str, version: int, seed: int, plan: Plan, round_id: str | None
-) -> TaskRow:
-    return TaskRow(
-        id=new_id(),
-        run_id=run_id,
-        round_id=round_id,
-        worker_id=worker_id,
-        kind=kind,
-        held_out=False,
-        state="offered",
-        version_number=version,
-        seed=seed,
-        plan=plan.model_dump(mode="json"),
-        token=0,
-        attempts=0,
-        created_at=now,
-        upload_bytes=0,
-        download_bytes=0,
-        metrics={},
-    )
+def _task(now: float, run: RunRow, worker: LiveWorker, version: int, plan: Plan, **columns: Any) -> TaskRow:
+    document = plan.model_dump(mode="json")
+    about = {"run_id": run.id, "worker_id": worker.id, "version_number": version, "plan": document}
+    return TaskRow(id=new_id(), created_at=now, **about, **columns)
 
 
-def cancel_tasks(session: Session, now: float, which: Sequence[TaskRow]) -> None:
-    """Cancel the open tasks."""
-    for task in which:
-        if task.state in ("offered", "leased", "expired"):
-            move_task(session, now, ACTOR, task, "cancel")
+def cancel_tasks(session: Session, now: float, which: ColumnElement[bool]) -> None:
+    """Cancel those of these tasks that are open."""
+    open_tasks = select(TaskRow).where(which, TaskRow.state.in_(TASK["cancel"].sources))
+    for task in session.scalars(open_tasks.order_by(TaskRow.created_at, TaskRow.id)).all():
+        move_task(session, now, ACTOR, task, "cancel")
 
 
-def tasks_of(session: Session, round_id: str) -> Sequence[TaskRow]:
-    return session.scalars(select(TaskRow).where(TaskRow.round_id == round_id).order_by(TaskRow.id)).all()
-
-
-def evaluations_of(session: Session, run_id: str) -> Sequence[TaskRow]:
-    return session.scalars(select(TaskRow).where(TaskRow.run_id == run_id, TaskRow.kind == "evaluate")).all()
+def cancel_evaluations(session: Session, now: float, run_id: str) -> None:
+    cancel_tasks(session, now, (TaskRow.run_id == run_id) & (TaskRow.kind == "evaluate"))
 
 
 def close_round(session: Session, now: float, round_: RoundRow, reason: str) -> None:
     """Close a round to updates, and assign the accepted ones to the next version."""
     move_round(session, now, ACTOR, round_, "close", reason)
-    cancel_tasks(session, now, tasks_of(session, round_.id))
+    cancel_tasks(session, now, TaskRow.round_id == round_.id)
     accepted = (TaskRow.round_id == round_.id) & (TaskRow.state == "accepted")
     session.execute(update(TaskRow).where(accepted).values(merged_in=round_.number))
 
@@ -153,7 +133,7 @@ def close_round(session: Session, now: float, round_: RoundRow, reason: str) -> 
 def abandon_round(session: Session, now: float, round_: RoundRow, reason: str) -> None:
     """Abandon a round: its accepted updates are left out."""
     move_round(session, now, ACTOR, round_, "abandon", reason)
-    cancel_tasks(session, now, tasks_of(session, round_.id))
+    cancel_tasks(session, now, TaskRow.round_id == round_.id)
     move_tasks(session, "leave_out", TaskRow.round_id == round_.id, merged_in=None)
 
 
@@ -161,8 +141,8 @@ def bounds_in_force(run: RunRow) -> Bounds:
     """Return what was fixed when the run's first round opened; the numbers in its spec if it began before any was."""
     if run.bounds is not None:
         return Bounds.model_validate(run.bounds)
-    said = (run.spec.get("max_examples"), run.spec.get("max_norm_of_median"))
-    examples, norm = (None if bound == "unlimited" else bound for bound in said)
+    limits = (run.spec.get("max_examples"), run.spec.get("max_norm_of_median"))
+    examples, norm = (None if limit == "unlimited" else limit for limit in limits)
     return Bounds(max_examples=examples, max_norm_of_median=norm)
 
 
@@ -187,8 +167,8 @@ def _assigned(session: Session, run_id: str, number: int) -> Sequence[Row[TaskRo
     """Return the tasks assigned to a version, with the names of worker and site and their base version's digest."""
     return session.execute(
         select(TaskRow, WorkerRow.name, SiteRow.name, VersionRow.digest)
-        .join(WorkerRow, WorkerRow.id == TaskRow.worker_id)
-        .join(SiteRow, SiteRow.id == WorkerRow.site_id)
+        .join_from(TaskRow, WorkerRow)
+        .join(SiteRow)
         .join(VersionRow, (VersionRow.run_id == TaskRow.run_id) & (VersionRow.number == TaskRow.version_number))
         .where(TaskRow.run_id == run_id, TaskRow.merged_in == number)
     ).all()
@@ -224,9 +204,8 @@ def add_version(
     session.add(row)
     news = [warning for warning in warnings if not before or warning not in before.warnings]
     if news:
-        audit.record(
-            session, now, ACTOR, "version.warning", ref.digest, run_id=run_id, number=ref.number, warnings=news
-        )
+        about = {"number": ref.number, "warnings": news}
+        audit.record(session, now, ACTOR, "version.warning", ref.digest, run_id=run_id, **about)
     wanted = {ref.digest, *manifest.digests}
     same = (RunBlobRow.run_id == run_id) & RunBlobRow.digest.in_(wanted)
     known = set(session.scalars(select(RunBlobRow.digest).where(same)))

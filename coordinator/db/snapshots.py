@@ -1,15 +1,15 @@
 """The input of `decide`: a run at one moment, and the workers that could take part."""
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from sqlalchemy import ColumnElement, Row, func, select
+from sqlalchemy import ColumnElement, func, select
 from sqlalchemy.orm import Session
 
 from tessera.coordinator.db import audit
 from tessera.coordinator.db.declarations import Declarations
-from tessera.coordinator.db.tables import RoundRow, RunRow, SiteRow, TaskRow, VersionRow, WorkerRow
+from tessera.coordinator.db.tables import WORKER_NAME, RoundRow, RunRow, SiteRow, TaskRow, VersionRow, WorkerRow
 from tessera.coordinator.domain.eligibility import RunTerms, objections
 from tessera.coordinator.domain.lifecycle import LIVE_ROUND, LIVE_RUN
 from tessera.coordinator.domain.snapshot import PendingEvaluation, RoundSnapshot, RunSnapshot, TaskSnapshot
@@ -30,14 +30,12 @@ MAX_UNAGREED = 100
 def live_workers(session: Session, since: float) -> list[LiveWorker]:
     """Return every worker seen since then whose site is not suspended, ordered by name (`site/worker`)."""
     rows = session.execute(
-        select(WorkerRow.id, WorkerRow.name, SiteRow.name.label("site"), WorkerRow.declared_digest)
-        .join(SiteRow, SiteRow.id == WorkerRow.site_id)
+        select(WorkerRow.id, WORKER_NAME.label("name"), SiteRow.name.label("site"), WorkerRow.declared_digest)
+        .join_from(WorkerRow, SiteRow)
         .where(WorkerRow.last_seen_at >= since, SiteRow.suspended_at.is_(None))
     ).all()
     declared = DECLARATIONS.of(session, {r.id: r.declared_digest for r in rows})
-    return sorted(
-        (LiveWorker(r.id, f"{r.site}/{r.name}", r.site, declared[r.id]) for r in rows), key=lambda m: m.name
-    )
+    return sorted((LiveWorker(r.id, r.name, r.site, declared[r.id]) for r in rows), key=lambda worker: worker.name)
 
 
 def invitation(session: Session, run: RunRow) -> RunTerms:
@@ -57,18 +55,17 @@ def candidates(session: Session, invited: RunTerms, live: Sequence[LiveWorker]) 
         return able
     # A site with one worker has nobody else.
     several = select(WorkerRow.site_id).group_by(WorkerRow.site_id).having(func.count() > 1)
-    latest = func.max(TaskRow.version_number)
-    rows: Iterable[Row[str, str]] = session.execute(
+    rows = (
         select(SiteRow.name, TaskRow.worker_id)
-        .join(WorkerRow, WorkerRow.id == TaskRow.worker_id)
-        .join(SiteRow, SiteRow.id == WorkerRow.site_id)
+        .join_from(TaskRow, WorkerRow)
+        .join(SiteRow)
         # What is accepted may be merged yet.
         .where(TaskRow.run_id == invited.run, TaskRow.kind == "train", TaskRow.state.in_(("accepted", "merged")))
         .where(WorkerRow.site_id.in_(several))
         .group_by(SiteRow.name, TaskRow.worker_id)
-        .order_by(latest)
+        .order_by(func.max(TaskRow.version_number))
     )
-    took_part = {row.name: row.worker_id for row in rows}
+    took_part = dict(session.execute(rows).all())
     return [worker for worker in able if took_part.get(worker.site, worker.id) == worker.id]
 
 
@@ -78,15 +75,15 @@ def remembering(session: Session, run_id: str, willing: Sequence[LiveWorker]) ->
     crowded = [site for site, count in counts.items() if count > 1]
     if not crowded:
         return list(willing)
-    rows: Iterable[Row[str, int]] = session.execute(
-        select(TaskRow.worker_id, func.max(TaskRow.version_number))
-        .join(WorkerRow, WorkerRow.id == TaskRow.worker_id)
-        .join(SiteRow, SiteRow.id == WorkerRow.site_id)
+    rows = (
+        select(TaskRow.worker_id, func.max(TaskRow.version_number) + 1)
+        .join_from(TaskRow, WorkerRow)
+        .join(SiteRow)
         .where(TaskRow.run_id == run_id, TaskRow.kind == "train", TaskRow.state.in_(ACCEPTED))
         .where(SiteRow.name.in_(crowded))
         .group_by(TaskRow.worker_id)
     )
-    rounds = {worker_id: version + 1 for worker_id, version in rows}
+    rounds = dict(session.execute(rows).all())
     return [replace(worker, last_round=rounds.get(worker.id, 0)) for worker in willing]
 
 
@@ -131,9 +128,10 @@ def run_snapshot(session: Session, run_id: str, live: Sequence[LiveWorker], *, a
     run = session.get_one(RunRow, run_id)
     invited = invitation(session, run)
     spec = invited.spec
-    round_ = session.scalars(
-        select(RoundRow).where(RoundRow.run_id == run_id, RoundRow.state.in_(LIVE_ROUND))
-    ).one_or_none()
+    live_round = (RoundRow.run_id == run_id) & RoundRow.state.in_(LIVE_ROUND)
+    round_ = session.scalars(select(RoundRow).where(live_round)).one_or_none()
+    tasks = _task_snapshots(session, TaskRow.round_id == round_.id, here) if round_ else ()
+    ended = session.scalar(select(func.max(RoundRow.closed_at)).where(RoundRow.run_id == run_id))
     # A site that let an earlier version expire is not asked about it again: what it keeps may have moved on.
     wanted = ~TaskRow.held_out | (TaskRow.version_number == _latest_due(run, spec))
     pending = (TaskRow.run_id == run_id) & (TaskRow.kind == "evaluate")
@@ -146,41 +144,30 @@ def run_snapshot(session: Session, run_id: str, live: Sequence[LiveWorker], *, a
         rounds=spec.rounds,
         version=run.version_number,
         cohort=spec.cohort,
-        round=_round_snapshot(session, round_, here) if round_ else None,
+        round=RoundSnapshot(round_.id, round_.number, round_.state, round_.deadline_at, tasks) if round_ else None,
         abandoned=_abandoned(session, run),
         eligible=len(sites_of(candidates(session, invited, live))),
-        idle_since=_idle_since(session, run),
+        idle_since=max(run.resumed_at, ended or 0.0),
         evaluations=_task_snapshots(session, pending, here),
         unevaluated=(*central_due(session, run, spec, here), *sites_due(session, run, invited, live)),
         evaluators=len(evaluators(invited, live)),
     )
 
 
-def _round_snapshot(session: Session, row: RoundRow, here: set[str] | None) -> RoundSnapshot:
-    return RoundSnapshot(
-        row.id, row.number, row.state, row.deadline_at, _task_snapshots(session, TaskRow.round_id == row.id, here)
-    )
-
-
 def _task_snapshots(session: Session, which: ColumnElement[bool], here: set[str] | None) -> tuple[TaskSnapshot, ...]:
     # These columns alone: this is read at every look at a run, and a task's plan takes long to decode.
-    rows = session.execute(
-        select(
-            TaskRow.id,
-            TaskRow.state,
-            TaskRow.token,
-            TaskRow.attempts,
-            TaskRow.lease_expires_at,
-            TaskRow.worker_id,
-            WorkerRow.site_id,
-        )
-        .join(WorkerRow, WorkerRow.id == TaskRow.worker_id)
-        .where(which)
-        .order_by(TaskRow.id)
+    columns = (
+        TaskRow.id,
+        WorkerRow.site_id,
+        TaskRow.state,
+        TaskRow.token,
+        TaskRow.attempts,
+        TaskRow.lease_expires_at,
     )
+    rows = select(*columns, TaskRow.worker_id).join_from(TaskRow, WorkerRow).where(which).order_by(TaskRow.id)
     return tuple(
-        TaskSnapshot(id_, site, state, token, leases, expires_at, here is None or worker_id in here)
-        for id_, state, token, leases, expires_at, worker_id, site in rows
+        TaskSnapshot(id_, site, state, token, attempts, expires_at, here is None or worker_id in here)
+        for id_, site, state, token, attempts, expires_at, worker_id in session.execute(rows)
     )
 
 
@@ -202,11 +189,6 @@ def _abandoned(session: Session, run: RunRow) -> int:
     )
     unagreed = {row.round_id for row in session.execute(cancelled) if row.problem}
     return len(ids) - len(unagreed)
-
-
-def _idle_since(session: Session, run: RunRow) -> float:
-    ended = session.scalar(select(func.max(RoundRow.closed_at)).where(RoundRow.run_id == run.id))
-    return max(run.resumed_at, ended or 0.0)
 
 
 def central_due(

@@ -11,7 +11,7 @@ from sqlalchemy import Row, func, select
 from sqlalchemy.orm import Session
 
 from tessera.coordinator.db.tables import AuditRow, RoundRow, RunRow, SiteRow, TaskRow, WorkerRow
-from tessera.coordinator.db.views import measurement_view
+from tessera.coordinator.db.views import latest_measurements
 from tessera.coordinator.domain.lifecycle import LIVE_ROUND, LIVE_RUN
 from tessera.shared.api.runs import RunSpec
 from tessera.shared.metrics.site_spread import PERSONAL, spreads
@@ -97,26 +97,21 @@ def _figures(session: Session, run: RunRow) -> RunFigures:
         updates=updates,
         upload_bytes=int(upload_bytes or 0),
         download_bytes=int(download_bytes or 0),
-        measured={
-            **_measured(session, run.id, held_out=False),
-            **_measured(session, run.id, held_out=True),
-        },
+        measured=_measured(session, run.id, spec),
     )
 
 
-def _measured(session: Session, run_id: str, *, held_out: bool) -> dict[tuple[Place, str], float]:
-    done = (TaskRow.run_id == run_id) & (TaskRow.kind == "evaluate") & (TaskRow.state == "accepted")
-    done &= TaskRow.held_out == held_out
-    latest = select(func.max(TaskRow.version_number)).where(done).scalar_subquery()
-    rows = session.scalars(select(TaskRow).where(done, TaskRow.version_number == latest))
-    found = [measurement_view(session, row, "") for row in rows]
-    if not held_out:
-        return {("central", name): value for one in found for name, value in one.metrics.items() if name in MEASURED}
-    return {
+def _measured(session: Session, run_id: str, spec: RunSpec) -> dict[tuple[Place, str], float]:
+    central = latest_measurements(session, run_id, spec, ~TaskRow.held_out)
+    at_sites = spreads(latest_measurements(session, run_id, spec, TaskRow.held_out.is_(True)))
+    figures: dict[tuple[Place, str], float] = {
         ("sites", name): spread.weighted_mean
-        for by_name in spreads(found).values()
+        for by_name in at_sites.values()
         for name, spread in by_name.items()
         if name.removeprefix(PERSONAL) in MEASURED
+    }
+    return figures | {
+        ("central", name): value for one in central for name, value in one.metrics.items() if name in MEASURED
     }
 
 

@@ -43,6 +43,11 @@ class Table(DeclarativeBase):
     type_annotation_map = {dict[str, Any]: JSON, list[str]: JSON, str: String, int: BigInteger}
 
 
+def _partial_index(name: str, *columns: str, where: str, unique: bool = False) -> Index:
+    """Return an index on the rows that meet a condition."""
+    return Index(name, *columns, unique=unique, sqlite_where=text(where), postgresql_where=text(where))
+
+
 class SiteRow(Table):
     __tablename__ = "sites"
 
@@ -80,21 +85,9 @@ class EnrolmentRow(Table):
     __tablename__ = "enrolments"
     __table_args__ = (
         # An administrator admits by code alone, so no two that wait have the same;
-        Index(
-            "uq_enrolments_code",
-            "code",
-            unique=True,
-            sqlite_where=text("state = 'pending'"),
-            postgresql_where=text("state = 'pending'"),
-        ),
+        _partial_index("uq_enrolments_code", "code", where="state = 'pending'", unique=True),
         # and who asks again, because an answer was lost, waits only once.
-        Index(
-            "uq_enrolments_secret",
-            "secret_hash",
-            unique=True,
-            sqlite_where=text("state = 'pending'"),
-            postgresql_where=text("state = 'pending'"),
-        ),
+        _partial_index("uq_enrolments_secret", "secret_hash", where="state = 'pending'", unique=True),
     )
 
     id: Mapped[str] = mapped_column(primary_key=True)
@@ -155,6 +148,10 @@ class WorkerRow(Table):
         return declared
 
 
+WORKER_NAME = SiteRow.name + "/" + WorkerRow.name
+"""`site/worker`, in queries that join both tables."""
+
+
 def declared_text(declared: dict[str, Any]) -> str:
     """Return what a worker declared, in the one form that its digest is of."""
     return json.dumps(declared, sort_keys=True, separators=(",", ":"))
@@ -206,13 +203,7 @@ class RoundRow(Table):
     __table_args__ = (
         UniqueConstraint("run_id", "number", "attempt"),
         # A run has one live round at most, whoever opens it.
-        Index(
-            "uq_rounds_live",
-            "run_id",
-            unique=True,
-            sqlite_where=text("state in ('open', 'merging')"),
-            postgresql_where=text("state in ('open', 'merging')"),
-        ),
+        _partial_index("uq_rounds_live", "run_id", where="state in ('open', 'merging')", unique=True),
     )
 
     id: Mapped[str] = mapped_column(primary_key=True)
@@ -241,33 +232,19 @@ class TaskRow(Table):
         # A worker has one task a round,
         UniqueConstraint("round_id", "worker_id"),
         # and one update that counts from each version, in whichever round it was asked for (invariant I1).
-        Index(
-            "uq_tasks_update",
-            "run_id",
-            "version_number",
-            "worker_id",
-            unique=True,
-            sqlite_where=text(UPDATE),
-            postgresql_where=text(UPDATE),
-        ),
+        _partial_index("uq_tasks_update", "run_id", "version_number", "worker_id", where=UPDATE, unique=True),
         # A version is evaluated once on the central data set, by whichever worker,
-        Index(
-            "uq_tasks_central",
-            "run_id",
-            "version_number",
-            unique=True,
-            sqlite_where=text(f"not held_out and {EVALUATION}"),
-            postgresql_where=text(f"not held_out and {EVALUATION}"),
+        _partial_index(
+            "uq_tasks_central", "run_id", "version_number", where=f"not held_out and {EVALUATION}", unique=True
         ),
         # and once by each worker on what it holds out. One that failed does not stand in the way of another try.
-        Index(
+        _partial_index(
             "uq_tasks_held_out",
             "run_id",
             "version_number",
             "worker_id",
+            where=f"held_out and {EVALUATION}",
             unique=True,
-            sqlite_where=text(f"held_out and {EVALUATION}"),
-            postgresql_where=text(f"held_out and {EVALUATION}"),
         ),
         Index("ix_tasks_claim", "worker_id", "state", "kind", "created_at"),
         Index("ix_tasks_run_id_kind", "run_id", "kind"),
@@ -275,18 +252,8 @@ class TaskRow(Table):
         # From the end, where a worker's last accepted update of a run is.
         Index("ix_tasks_receipt", "worker_id", "run_id", "created_at"),
         # What is looked at again and again while people watch: who is at work, what failed, what was moved.
-        Index(
-            "ix_tasks_leased",
-            "run_id",
-            sqlite_where=text("state = 'leased'"),
-            postgresql_where=text("state = 'leased'"),
-        ),
-        Index(
-            "ix_tasks_faulty",
-            "created_at",
-            sqlite_where=text("state in ('failed', 'rejected')"),
-            postgresql_where=text("state in ('failed', 'rejected')"),
-        ),
+        _partial_index("ix_tasks_leased", "run_id", where="state = 'leased'"),
+        _partial_index("ix_tasks_faulty", "created_at", where="state in ('failed', 'rejected')"),
         Index("ix_tasks_moved", "run_id", "kind", "state", "round_id", "upload_bytes", "download_bytes"),
     )
 
@@ -296,25 +263,25 @@ class TaskRow(Table):
     worker_id: Mapped[str] = mapped_column(ForeignKey("workers.id"))
     kind: Mapped[str]
     # Whether an evaluation is to be on what the worker holds out of the run's data set.
-    held_out: Mapped[bool] = mapped_column(server_default=false())
-    state: Mapped[str]
+    held_out: Mapped[bool] = mapped_column(default=False, server_default=false())
+    state: Mapped[str] = mapped_column(default="offered")
     version_number: Mapped[int]
     seed: Mapped[int]
     plan: Mapped[dict[str, Any]]
     # The fencing token: it grows with every lease, and every report must show the present one.
-    token: Mapped[int]
+    token: Mapped[int] = mapped_column(default=0)
     # Tries so far, those of the task that failed before it included.
-    attempts: Mapped[int]
+    attempts: Mapped[int] = mapped_column(default=0)
     instance: Mapped[str | None]
     lease_expires_at: Mapped[float | None]
     created_at: Mapped[float]
     update_digest: Mapped[str | None] = mapped_column(index=True)
     # The last entry of the site's own audit as its worker sent this. The site finds by it what its chain has lost.
     audit_head: Mapped[str | None]
-    upload_bytes: Mapped[int]
-    download_bytes: Mapped[int]
+    upload_bytes: Mapped[int] = mapped_column(default=0)
+    download_bytes: Mapped[int] = mapped_column(default=0)
     examples: Mapped[int | None]
-    metrics: Mapped[dict[str, Any]]
+    metrics: Mapped[dict[str, Any]] = mapped_column(default=dict)
     # How far its worker is, as it says itself; of the latest lease.
     progress: Mapped[dict[str, Any]] = mapped_column(server_default="{}")
     # Of which layers the update that was accepted holds blocks.
@@ -366,12 +333,7 @@ class UploadRow(Table):
         # Announcing the same bytes again goes on with the same upload.
         UniqueConstraint("owner", "digest"),
         # What a quota counts.
-        Index(
-            "ix_uploads_unfinished",
-            "owner",
-            sqlite_where=text("not complete"),
-            postgresql_where=text("not complete"),
-        ),
+        _partial_index("ix_uploads_unfinished", "owner", where="not complete"),
     )
 
     id: Mapped[str] = mapped_column(primary_key=True)

@@ -120,18 +120,18 @@ def claimable(session: Session, worker_id: str, instance: str) -> TaskRow | None
 
 def has_begun_another(session: Session, task: TaskRow) -> bool:
     """Return whether the worker had another task on the same version, and so has its blocks."""
-    made = session.get_one(VersionRow, (task.run_id, task.version_number)).created_at
+    created_at = session.get_one(VersionRow, (task.run_id, task.version_number)).created_at
     # Along an index, and not through all that the worker ever did.
     lately = TaskRow.state.in_(("leased", *ACCEPTED)) & TaskRow.kind.in_(("train", "evaluate"))
-    of_worker = (TaskRow.worker_id == task.worker_id) & lately & (TaskRow.created_at >= made)
+    of_worker = (TaskRow.worker_id == task.worker_id) & lately & (TaskRow.created_at >= created_at)
     same = (TaskRow.run_id == task.run_id) & (TaskRow.version_number == task.version_number) & (TaskRow.id != task.id)
     return session.scalars(select(TaskRow.id).where(of_worker, same).limit(1)).first() is not None
 
 
 def offered_to(session: Session, worker_ids: Sequence[str]) -> list[str]:
     """Return those of these workers that have an offered task."""
-    asked = TaskRow.worker_id.in_(worker_ids)
-    return list(session.scalars(select(TaskRow.worker_id).where(TaskRow.state == "offered", asked).distinct()))
+    offered = (TaskRow.state == "offered") & TaskRow.worker_id.in_(worker_ids)
+    return list(session.scalars(select(TaskRow.worker_id).where(offered).distinct()))
 
 
 def lease(session: Session, now: float, actor: str, task: TaskRow, instance: str, seconds: float) -> None:
@@ -153,8 +153,8 @@ def lease(session: Session, now: float, actor: str, task: TaskRow, instance: str
 def renew(session: Session, task: TaskRow, expires_at: float, progress: Progress | None = None) -> None:
     """Extend the lease of a task."""
     same = (TaskRow.id == task.id) & (TaskRow.token == task.token) & (TaskRow.state == "leased")
-    told = {"progress": progress.model_dump(mode="json", exclude_none=True)} if progress else {}
-    session.execute(update(TaskRow).where(same).values(lease_expires_at=expires_at, **told))
+    reported = {"progress": progress.model_dump(mode="json", exclude_none=True)} if progress else {}
+    session.execute(update(TaskRow).where(same).values(lease_expires_at=expires_at, **reported))
 
 
 def require_report(record: TaskRecord, report: Submission | EvaluationResult, kind: str) -> None:

@@ -7,8 +7,10 @@ from sqlalchemy.orm import Session
 
 from tessera.coordinator.db import audit
 from tessera.coordinator.db.tables import RoundRow, RunRow, TaskRow
-from tessera.coordinator.domain.lifecycle import ROUND, RUN, TASK, Lifecycle
+from tessera.coordinator.domain.lifecycle import ROUND, RUN, TASK, Lifecycle, Move
 from tessera.shared.problems import Conflict
+
+_Movable = RunRow | RoundRow | TaskRow
 
 
 def move_run(session: Session, now: float, actor: str, run_id: str, event: str, reason: str | None = None) -> None:
@@ -33,31 +35,20 @@ def move_round(
 
 
 def move_task(
-    session: Session,
-    now: float,
-    actor: str,
-    task: TaskRow,
-    event: str,
-    values: dict[str, Any] | None = None,
+    session: Session, now: float, actor: str, task: TaskRow, event: str, columns: dict[str, Any] | None = None
 ) -> None:
     """Move a task that still has the token that `task` was read with.
 
     Raises Conflict if it has another, or is in no state from which `event` starts.
     """
+    values = columns or {}
     same = (TaskRow.id == task.id) & (TaskRow.token == task.token)
-    _move(session, TaskRow, TASK, event, same, values or {})
-    audit.record(
-        session,
-        now,
-        actor,
-        f"task.{event}",
-        task.id,
-        run_id=task.run_id,
-        worker=task.worker_id,
-        token=(values or {}).get("token", task.token),
-        update=(values or {}).get("update_digest"),
-        **({"audit_head": head} if (head := (values or {}).get("audit_head")) else {}),
-    )
+    _move(session, TaskRow, TASK, event, same, values)
+    token, update_digest = values.get("token", task.token), values.get("update_digest")
+    about = {"worker": task.worker_id, "token": token, "update": update_digest}
+    if head := values.get("audit_head"):
+        about["audit_head"] = head
+    audit.record(session, now, actor, f"task.{event}", task.id, run_id=task.run_id, **about)
 
 
 def move_tasks(session: Session, event: str, which: ColumnElement[bool], **values: Any) -> int:
@@ -65,28 +56,27 @@ def move_tasks(session: Session, event: str, which: ColumnElement[bool], **value
 
     For what follows from the end of their round, whose entry in the audit says so.
     """
-    move = TASK[event]
-    statement = update(TaskRow).where(which, TaskRow.state.in_(move.sources)).values(state=move.target, **values)
-    moved: int = session.execute(statement.execution_options(synchronize_session=False)).rowcount  # type: ignore[attr-defined]
-    return moved
+    return _update(session, TaskRow, TASK[event], which, values)
 
 
 def _move(
     session: Session,
-    table: type[RunRow | RoundRow | TaskRow],
+    table: type[_Movable],
     lifecycle: Lifecycle,
     event: str,
     which: ColumnElement[bool],
     values: dict[str, Any],
 ) -> None:
     move = lifecycle[event]
-    statement = (
-        update(table)
-        .where(which, table.state.in_(move.sources))
-        .values(state=move.target, **values)
-        .execution_options(synchronize_session=False)
-    )
-    # mypy does not know that an UPDATE's result counts its rows.
-    if session.execute(statement).rowcount != 1:  # type: ignore[attr-defined]
+    if _update(session, table, move, which, values) != 1:
         kind = table.__tablename__[:-1]
         raise Conflict(f"this {kind} is not in a state to {event}; that starts from {', '.join(move.sources)}")
+
+
+def _update(
+    session: Session, table: type[_Movable], move: Move, which: ColumnElement[bool], values: dict[str, Any]
+) -> int:
+    """Return the number of rows that were in a source state of the move."""
+    statement = update(table).where(which, table.state.in_(move.sources)).values(state=move.target, **values)
+    # mypy does not know that an UPDATE's result counts its rows.
+    return session.execute(statement.execution_options(synchronize_session=False)).rowcount  # type: ignore[attr-defined, no-any-return]

@@ -9,27 +9,30 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel
 from pydantic_core import from_json
-from sqlalchemy import Select, func, select
-from sqlalchemy.orm import InstrumentedAttribute, Session
+from sqlalchemy import ColumnElement, Row, Select, func, select
+from sqlalchemy.orm import InstrumentedAttribute, Session, load_only
 
 from tessera.coordinator.db.tables import (
+    WORKER_NAME,
     AuditRow,
     BlobRow,
     EnrolmentRow,
     RoundRow,
     RunRow,
     SiteRow,
+    Table,
     TaskRow,
     TokenRow,
     VersionRow,
     WorkerRow,
 )
-from tessera.shared.api.admin import AuditEntry, Enrolment, Site, Token, WorkerView
-from tessera.shared.api.runs import Measurement, Round, Run
+from tessera.shared.api.admin import AuditEntry, Enrolment, Token, WorkerView
+from tessera.shared.api.runs import Measurement, Round, Run, RunSpec
 from tessera.shared.api.tasks import Receipt, TaskView
-from tessera.shared.api.versions import Version, VersionRef
+from tessera.shared.api.versions import VersionRef
 from tessera.shared.problems import BadRequest, NotFound
 from tessera.shared.rounds.outliers import PREFIX
+from tessera.shared.rounds.planning import dataset_of
 from tessera.shared.schema import Page
 
 V = TypeVar("V", bound=BaseModel)
@@ -69,7 +72,8 @@ def page(
     with closing(session.execute(ordered.execution_options(yield_per=AT_A_TIME))) as rows:
         for row in rows:
             if len(items) == limit or size >= PAGE_BYTES:
-                return Page(items=tuple(items), next_cursor=_encode(last))
+                cursor = base64.urlsafe_b64encode(json.dumps(last).encode()).decode()
+                return Page(items=tuple(items), next_cursor=cursor)
             items.append(view(row))
             last = [getattr(row[0], key.key) for key in keys]
             size += len(items[-1].model_dump_json())
@@ -82,10 +86,6 @@ def _after(keys: Sequence[InstrumentedAttribute[Any]], values: Sequence[Any]) ->
     if len(keys) == 1:
         return first > value
     return (first > value) | ((first == value) & _after(keys[1:], values[1:]))
-
-
-def _encode(values: Sequence[object]) -> str:
-    return base64.urlsafe_b64encode(json.dumps(values).encode()).decode()
 
 
 def _decode(cursor: str, kinds: Sequence[type]) -> list[Any]:
@@ -107,22 +107,16 @@ def _fits(value: object, kind: type) -> bool:
 # ---------------------------------------------------------------- views
 
 
+def view_of(model: type[V], row: Table, **others: Any) -> V:
+    """Return a view: the row's columns of the same names, with instants as datetimes, and other values."""
+    columns = {name: getattr(row, name) for name in model.model_fields if hasattr(row, name)} | others
+    instants = {name: maybe_instant(at) for name, at in columns.items() if name.rpartition("_")[2] == "at"}
+    return model.model_validate(columns | instants)
+
+
 def run_view(session: Session, row: RunRow) -> Run:
     version = session.get_one(VersionRow, (row.id, row.version_number))
-    return Run.model_validate(
-        {
-            "id": row.id,
-            "state": row.state,
-            "reason": row.reason,
-            "spec": row.spec,
-            "bounds": row.bounds,
-            "version": VersionRef(number=version.number, digest=version.digest),
-            "model_bytes": row.model_bytes,
-            "revision": row.revision,
-            "created_at": instant(row.created_at),
-            "updated_at": instant(row.updated_at),
-        }
-    )
+    return view_of(Run, row, version=VersionRef(number=version.number, digest=version.digest))
 
 
 def for_site(run: Run, site: str) -> Run:
@@ -143,52 +137,21 @@ def find_run(session: Session, run_id: str) -> RunRow:
 
 
 def round_view(session: Session, row: RoundRow) -> Round:
-    named = (
-        select(TaskRow, WorkerRow.name, SiteRow.name)
-        .join(WorkerRow, WorkerRow.id == TaskRow.worker_id)
-        .join(SiteRow, SiteRow.id == WorkerRow.site_id)
-        .where(TaskRow.round_id == row.id)
-    )
-    tasks = [task_view(task, f"{site}/{name}", row.number) for task, name, site in session.execute(named)]
-    return Round(
+    query = select(TaskRow, WORKER_NAME).join_from(TaskRow, WorkerRow).join(SiteRow).where(TaskRow.round_id == row.id)
+    tasks = [task_view(task, worker, row.number) for task, worker in session.execute(query)]
+    return view_of(
+        Round,
+        row,
         run=row.run_id,
-        number=row.number,
-        attempt=row.attempt,
-        state=row.state,
-        stage=row.stage,
-        opened_at=instant(row.opened_at),
-        deadline_at=instant(row.deadline_at),
-        closed_at=maybe_instant(row.closed_at),
-        reason=row.reason,
         version=row.number if row.state == "committed" else None,
-        tasks=tuple(sorted(tasks, key=lambda task: task.worker)),
+        tasks=sorted(tasks, key=lambda task: task.worker),
     )
 
 
 def task_view(row: TaskRow, worker: str, round_number: int) -> TaskView:
-    return TaskView.model_validate(
-        {
-            "id": row.id,
-            "run": row.run_id,
-            "round": round_number,
-            "worker": worker,
-            "kind": row.kind,
-            "state": row.state,
-            "token": row.token,
-            "attempts": row.attempts,
-            "examples": row.examples,
-            "metrics": row.metrics,
-            "upload_bytes": row.upload_bytes,
-            "download_bytes": row.download_bytes,
-            "progress": row.progress or None,
-            "layers": row.layers,
-            "update": row.update_digest,
-            "unmerged": row.unmerged,
-            "audit_head": row.audit_head,
-            "created_at": instant(row.created_at),
-            "problem": row.problem,
-        }
-    )
+    progress = row.progress or None
+    named = {"run": row.run_id, "round": round_number, "worker": worker, "update": row.update_digest}
+    return view_of(TaskView, row, progress=progress, **named)
 
 
 def without_scores(metrics: Mapping[str, float]) -> dict[str, float]:
@@ -211,41 +174,41 @@ def task_for_site(view: TaskView) -> TaskView:
     return view.model_copy(update=shown)
 
 
-def worker_name(session: Session, worker_id: str) -> str:
-    """`site/worker`."""
-    query = select(SiteRow.name, WorkerRow.name).join(WorkerRow, WorkerRow.site_id == SiteRow.id)
-    return "/".join(session.execute(query.where(WorkerRow.id == worker_id)).one())
+EVALUATIONS = (
+    select(TaskRow, WORKER_NAME)
+    .options(load_only(TaskRow.version_number, TaskRow.held_out, TaskRow.examples, TaskRow.metrics))
+    .join_from(TaskRow, WorkerRow)
+    .join(SiteRow)
+    .where(TaskRow.kind == "evaluate", TaskRow.state == "accepted")
+)
+"""Accepted evaluations, for `measurement_view`, without their plans, which are slow to decode."""
 
 
-def version_view(row: VersionRow) -> Version:
-    return Version(
-        number=row.number,
-        digest=row.digest,
-        created_at=instant(row.created_at),
-        retired_at=maybe_instant(row.retired_at),
-        scalars=row.scalars,
-        warnings=tuple(row.warnings),
-    )
-
-
-def measurement_view(session: Session, row: TaskRow, dataset: str) -> Measurement:
+def measurement_view(row: Row[TaskRow, str], spec: RunSpec) -> Measurement:
+    """Return an evaluation of a run with these settings."""
+    task, worker = row
     return Measurement(
-        version=row.version_number,
-        dataset=dataset,
-        worker=worker_name(session, row.worker_id),
-        held_out=row.held_out,
-        examples=row.examples or 0,
-        metrics=row.metrics,
+        version=task.version_number,
+        dataset=dataset_of(spec, "evaluate", held_out=task.held_out),
+        worker=worker,
+        held_out=task.held_out,
+        examples=task.examples or 0,
+        metrics=task.metrics,
     )
 
 
-def site_view(row: SiteRow) -> Site:
-    return Site(
-        id=row.id,
-        name=row.name,
-        created_at=instant(row.created_at),
-        suspended_at=maybe_instant(row.suspended_at),
+def latest_measurements(
+    session: Session, run_id: str, spec: RunSpec, *which: ColumnElement[bool], most: int | None = None
+) -> list[Measurement]:
+    """Return evaluations, at `most`, of the latest version that has any under these conditions."""
+    of_run = EVALUATIONS.where(TaskRow.run_id == run_id, *which)
+    newest = session.execute(of_run.order_by(TaskRow.version_number.desc()).limit(1)).first()
+    rows = (
+        session.execute(of_run.where(TaskRow.version_number == newest[0].version_number).limit(most))
+        if newest
+        else ()
     )
+    return [measurement_view(row, spec) for row in rows]
 
 
 def worker_view(row: WorkerRow, site: SiteRow, live_since: float) -> WorkerView:
@@ -266,59 +229,24 @@ def worker_view(row: WorkerRow, site: SiteRow, live_since: float) -> WorkerView:
 
 
 def token_view(row: TokenRow, site: str | None) -> Token:
-    return Token(
-        id=row.id,
-        name=row.name,
-        role=row.role,
-        site=site,
-        created_at=instant(row.created_at),
-        expires_at=maybe_instant(row.expires_at),
-        revoked_at=maybe_instant(row.revoked_at),
-        uses_left=row.uses_left,
-    )
+    return view_of(Token, row, site=site)
 
 
 def enrolment_view(row: EnrolmentRow, now: float, decided_at: float | None = None) -> Enrolment:
     pending = row.state == "pending"
-    return Enrolment.model_validate(
-        {
-            "id": row.id,
-            "code": row.code,
-            "state": "expired" if pending and row.expires_at <= now else row.state,
-            "site": row.site,
-            "worker": row.worker,
-            "device": row.device,
-            "version": row.version,
-            "address": row.address,
-            "created_at": instant(row.created_at),
-            "decided_at": maybe_instant(decided_at),
-            "expires_in_seconds": max(0.0, row.expires_at - now) if pending else 0.0,
-        }
-    )
+    state = "expired" if pending and row.expires_at <= now else row.state
+    left = max(0.0, row.expires_at - now) if pending else 0.0
+    return view_of(Enrolment, row, state=state, decided_at=decided_at, expires_in_seconds=left)
 
 
 def audit_view(row: AuditRow) -> AuditEntry:
-    return AuditEntry(
-        seq=row.seq,
-        at=instant(row.at),
-        actor=row.actor,
-        action=row.action,
-        subject=row.subject,
-        run=row.run_id,
-        detail=row.detail,
-        previous=row.previous,
-        digest=row.digest,
-    )
+    return view_of(AuditEntry, row, run=row.run_id)
 
 
-def counts_by_state(session: Session) -> dict[str, int]:
-    rows = session.execute(select(RunRow.state, func.count().label("runs")).group_by(RunRow.state))
-    return {row.state: row.runs for row in rows}
-
-
-def rounds_by_state(session: Session) -> dict[str, int]:
-    rows = session.execute(select(RoundRow.state, func.count().label("rounds")).group_by(RoundRow.state))
-    return {row.state: row.rounds for row in rows}
+def counts_by_state(session: Session, table: type[RunRow | RoundRow]) -> dict[str, int]:
+    """Return the number of runs or rounds in each state."""
+    rows = session.execute(select(table.state, func.count().label("rows")).group_by(table.state))
+    return {row.state: row.rows for row in rows}
 
 
 def overdue_seconds(session: Session, now: float) -> float:

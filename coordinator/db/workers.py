@@ -46,24 +46,6 @@ def create_site(session: Session, now: float, actor: str, name: str) -> SiteRow:
     return row
 
 
-def suspend_site(session: Session, now: float, actor: str, site_id: str) -> SiteRow:
-    """Refuse all tokens of a site from now on; idempotent. Raises NotFound."""
-    row = find_site(session, site_id)
-    if row.suspended_at is None:
-        row.suspended_at = now
-        audit.record(session, now, actor, "site.suspend", row.id, name=row.name)
-    return row
-
-
-def resume_site(session: Session, now: float, actor: str, site_id: str) -> SiteRow:
-    """Accept a suspended site's tokens again; idempotent. Raises NotFound."""
-    row = find_site(session, site_id)
-    if row.suspended_at is not None:
-        row.suspended_at = None
-        audit.record(session, now, actor, "site.resume", row.id, name=row.name)
-    return row
-
-
 def find_site(session: Session, site_id: str) -> SiteRow:
     """Raise NotFound."""
     row = session.get(SiteRow, site_id)
@@ -80,9 +62,10 @@ def workers_of(session: Session, site_id: str | None) -> list[str]:
 def enrolled(session: Session, site_id: str, claim: Claim) -> str | None:
     """Return the id of the claiming worker if it is known and its declaration is unchanged."""
     row = _worker(session, site_id, claim.worker)
-    # A digest without what it is of was left by an earlier version, which knows of no digests.
-    same = row and row.declared == (told := _declared(claim)) and row.declared_digest == digest_of(_text(told))
-    return row.id if row and same else None
+    declaration = _declared(claim)
+    digest = digest_of(declared_text(declaration).encode())
+    # An earlier version, which knows of no digests, may have left the digest of another declaration.
+    return row.id if row and (row.declared, row.declared_digest) == (declaration, digest) else None
 
 
 def enrol(session: Session, now: float, site_id: str, claim: Claim, most_workers: int) -> tuple[str, int]:
@@ -90,8 +73,8 @@ def enrol(session: Session, now: float, site_id: str, claim: Claim, most_workers
 
     Raises QuotaExceeded for one name too many, and if all workers of the site together say too much.
     """
-    told = _declared(claim)
-    length = len(_text(told))
+    declaration = _declared(claim)
+    length = len(declared_text(declaration))
     row = _worker(session, site_id, claim.worker)
     others = (WorkerRow.site_id == site_id) & (WorkerRow.name != claim.worker)
     others &= WorkerRow.last_seen_at >= now - FORGOTTEN_SECONDS
@@ -116,7 +99,7 @@ def enrol(session: Session, now: float, site_id: str, claim: Claim, most_workers
     if row is None:
         row = WorkerRow(id=new_id(), site_id=site_id, name=claim.worker, created_at=now)
         session.add(row)
-    row.declared = told
+    row.declared = declaration
     row.last_seen_at = now
     # The chain is kept for good, and what a worker says of itself may be long.
     audit.record(session, now, f"site:{site_id}", "worker.enrol", row.id, declared=row.declared_digest)
@@ -143,7 +126,3 @@ def _worker(session: Session, site_id: str, name: str) -> WorkerRow | None:
 
 def _declared(claim: Claim) -> dict[str, Any]:
     return claim.model_dump(mode="json", include=DECLARED)
-
-
-def _text(declared: dict[str, Any]) -> bytes:
-    return declared_text(declared).encode()

@@ -23,13 +23,8 @@ from sqlalchemy.orm import Session
 
 from tessera.coordinator.db.snapshots import live_workers
 from tessera.coordinator.db.stats import Commits, RoundDurations, run_figures, silences, tasks_in_hand
-from tessera.coordinator.db.views import (
-    blob_totals,
-    counts_by_state,
-    merging_seconds,
-    overdue_seconds,
-    rounds_by_state,
-)
+from tessera.coordinator.db.tables import RoundRow, RunRow
+from tessera.coordinator.db.views import blob_totals, counts_by_state, merging_seconds, overdue_seconds
 from tessera.coordinator.services import Services
 from tessera.shared.api.admin import Readiness
 from tessera.shared.problems import PROBLEMS
@@ -134,7 +129,7 @@ class TableCollector(Collector):
 
 
 def _of_runs(session: Session) -> Iterator[Metric]:
-    states = counts_by_state(session)
+    states = counts_by_state(session, RunRow)
     runs = GaugeMetricFamily("tessera_runs", "Runs, by state", labels=["state"])
     for state in RunState.__args__:  # type: ignore[attr-defined]  # a Literal's values
         runs.add_metric([state], states.get(state, 0))
@@ -164,7 +159,7 @@ MEASURED = "Metric of the latest measured version of a live run, at the central 
 
 
 def _of_rounds(session: Session, now: float) -> Iterator[Metric]:
-    states = rounds_by_state(session)
+    states = counts_by_state(session, RoundRow)
     rounds = GaugeMetricFamily("tessera_rounds", "Attempts at rounds, by state", labels=["state"])
     for state in RoundState.__args__:  # type: ignore[attr-defined]  # a Literal's values
         rounds.add_metric([state], states.get(state, 0))

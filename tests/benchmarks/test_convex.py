@@ -46,8 +46,8 @@ def test_at_the_minimum_the_sites_gradients_cancel(problem: Problem, objective: 
     ("name", "scenario", "rounds"),
     [
         ("scaffold", "2 of 4 drawn", 40),
-        ("scaffold", "one away 4 of 5", 30),
-        ("scaffold weigh=examples", "2 of 4 drawn", 30),
+        pytest.param("scaffold", "one away 4 of 5", 30, marks=pytest.mark.long),
+        pytest.param("scaffold weigh=examples", "2 of 4 drawn", 30, marks=pytest.mark.long),
         ("feddyn alpha=1.0", "2 of 4 drawn", 45),
     ],
 )

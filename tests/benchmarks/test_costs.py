@@ -45,6 +45,7 @@ def test_rounds_are_measured_beside_the_bare_loop_with_the_same_bytes(tmp_path: 
         assert bare["up_MB"] == pytest.approx(ours["up_MB"], abs=1e-5)
 
 
+@pytest.mark.long
 def test_waiting_workers_are_all_given_their_task(tmp_path: Path) -> None:
     (row,) = quickly("idle", tmp_path)["rows"]
     assert (row["workers"], row["refused"]) == (20, 0)
@@ -58,6 +59,7 @@ def test_each_guard_costs_something(tmp_path: Path) -> None:
     assert all(row["us"] >= 0 for row in rows)
 
 
+@pytest.mark.long
 def test_past_rounds_are_compared(tmp_path: Path) -> None:
     (row,) = quickly("growth", tmp_path)["rows"]
     assert (row["workers"], row["rounds"]) == (2, 6)

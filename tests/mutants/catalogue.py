@@ -150,7 +150,7 @@ FENCING = (
         ".where(which)",
         TRANSITIONS,
     ),
-    Mutant("coordinator/db/transitions.py", ".rowcount != 1:", ".rowcount > 1:", TRANSITIONS),
+    Mutant("coordinator/db/transitions.py", "which, values) != 1:", "which, values) > 1:", TRANSITIONS),
     Mutant("coordinator/db/tasks.py", '"token": task.token + 1,', '"token": task.token,', LEASES),
     Mutant("coordinator/db/tasks.py", '"attempts": task.attempts + 1,', '"attempts": task.attempts,', LEASES),
     Mutant(

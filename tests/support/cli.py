@@ -6,6 +6,7 @@ import logging
 import os
 import subprocess
 import sys
+import tempfile
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ import structlog
 from typer.testing import CliRunner
 
 from tessera.shared.cli.main import app
+from tests.support import zygote
 
 NOWHERE = "http://127.0.0.1:9"
 """Nothing listens there."""
@@ -57,7 +59,7 @@ def _logs_restored() -> Iterator[None]:
 def process(
     *arguments: str, command: Sequence[str] = COMMAND, seconds: float = 60, **settings: str
 ) -> subprocess.CompletedProcess[str]:
-    """The same as a process of its own, within so many seconds."""
+    """The same as a process of its own, within so many seconds, which imports for itself what it needs."""
     return subprocess.run(
         [*command, *arguments],
         env=environment(**settings),
@@ -66,3 +68,13 @@ def process(
         timeout=seconds,
         check=False,
     )
+
+
+def forked(*arguments: str, seconds: float = 60, **settings: str) -> subprocess.CompletedProcess[str]:
+    """The same as a process that has imported what a worker needs already."""
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors, open(os.devnull) as nothing:  # noqa: PTH123 (a device)
+        streams = {"reads": nothing.fileno(), "writes": out.fileno(), "errors": errors.fileno()}
+        code = zygote.start("tessera.shared.cli", arguments, environment(**settings), **streams).wait(seconds)
+        for stream in (out, errors):
+            stream.seek(0)
+        return subprocess.CompletedProcess(arguments, code, out.read().decode(), errors.read().decode())

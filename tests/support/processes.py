@@ -35,9 +35,10 @@ class Process:
         self.log = folder / f"{name}.log"
         module, *rest = arguments
         told = {**os.environ, **(environment or {})}
-        with self.log.open("ab") as log:
+        with self.log.open("ab") as log, open(os.devnull) as nothing:  # noqa: PTH123 (a device)
+            out = log.fileno()
             self.popen: subprocess.Popen[bytes] = (
-                zygote.start(module, rest, told, log)
+                zygote.start(module, rest, told, reads=nothing.fileno(), writes=out, errors=out)
                 if module in zygote.NEEDS
                 else subprocess.Popen(
                     [sys.executable, "-m", *arguments],

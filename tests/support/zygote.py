@@ -21,15 +21,16 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import BinaryIO
 
+_WORKERS = ("tessera.worker.cli.worker", "tessera.worker.agent", "transformers.modeling_utils")
 NEEDS = {
     "tessera.coordinator": (
         "tessera.coordinator.cli",
         "tessera.coordinator.app",
         "tessera.coordinator.server.http_limits",
     ),
-    "tessera.shared.cli": ("tessera.worker.cli.worker", "tessera.worker.agent", "transformers.modeling_utils"),
+    "tessera.shared.cli": _WORKERS,
+    "tessera.worker.model.sandbox": _WORKERS,
 }
 """What is imported before, by the module that is run."""
 
@@ -46,24 +47,40 @@ class Forked(subprocess.Popen[bytes]):
         self.pid = pid
         self.returncode = None
         self.stdin = self.stdout = self.stderr = None
+        self.text_mode = False
         self._child_created = True
+        self._communication_started = False
+        self._input = None
         self._waitpid_lock = threading.Lock()
 
 
-def start(module: str, arguments: Sequence[str], environment: Mapping[str, str], log: BinaryIO) -> Forked:
-    """`python -m module`, which says what it says into a file."""
+def start(
+    module: str, arguments: Sequence[str], environment: Mapping[str, str], *, reads: int, writes: int, errors: int
+) -> Forked:
+    """`python -m module`, with these descriptors as its standard streams."""
     wanted = {"module": module, "arguments": arguments, "environment": dict(environment), "folder": os.getcwd()}  # noqa: PTH109
     message = json.dumps(wanted).encode()
     adopts = ctypes.CDLL(None).prctl
     with _TURN:
         line = _zygote(NEEDS[module])
         adopts(_ADOPTS, 1, 0, 0, 0)
-        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [log.fileno()]))]
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [reads, writes, errors]))]
         line.sendmsg([len(message).to_bytes(8, "big")], rights)
         line.sendall(message)
         pid = int.from_bytes(_read(line, 8), "big")
         adopts(_ADOPTS, 0, 0, 0, 0)
     return Forked(pid)
+
+
+def piped(command: Sequence[str], *, env: Mapping[str, str], **_: object) -> Forked:
+    """In place of `subprocess.Popen` of `python -m module`, with pipes for its standard input and output."""
+    (theirs_in, ours_in), (ours_out, theirs_out) = os.pipe(), os.pipe()
+    with open(os.devnull, "wb") as nothing:  # noqa: PTH123 (a device)
+        forked = start(command[2], command[3:], env, reads=theirs_in, writes=theirs_out, errors=nothing.fileno())
+    os.close(theirs_in)
+    os.close(theirs_out)
+    forked.stdin, forked.stdout = os.fdopen(ours_in, "wb"), os.fdopen(ours_out, "rb")
+    return forked
 
 
 @cache
@@ -94,7 +111,7 @@ def _read(line: socket.socket, length: int) -> bytes:
 def _serve(line: socket.socket) -> dict[str, object]:
     """Forks for each request; what is asked for, in the child that is to do it."""
     while True:
-        head, descriptors, _, _ = socket.recv_fds(line, 8, 1)
+        head, descriptors, _, _ = socket.recv_fds(line, 8, 3)
         if not head:
             sys.exit()
         head += _read(line, 8 - len(head))
@@ -107,11 +124,9 @@ def _serve(line: socket.socket) -> dict[str, object]:
                 # Its child goes to whoever adopts.
                 os._exit(0)
             os.setsid()
-            with open(os.devnull) as nothing:  # noqa: PTH123 (a device)
-                os.dup2(nothing.fileno(), 0)
-            for number in (1, 2):
-                os.dup2(descriptors[0], number)
-            os.close(descriptors[0])
+            for number, descriptor in enumerate(descriptors):
+                os.dup2(descriptor, number)
+                os.close(descriptor)
             os.close(told)
             os.close(telling)
             line.close()

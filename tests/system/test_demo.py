@@ -52,7 +52,8 @@ def test_the_demo_ends_with_a_model_that_measures_the_same_again(tmp_path: Path)
     assert left_of(out) == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_demo_stops_every_process(tmp_path: Path, number: signal.Signals) -> None:
     out = tmp_path / "demo"
     demo = start(out, *SHORT)

@@ -15,7 +15,7 @@ from tessera.worker.cli.worker import app
 from tessera.worker.governance.policy import Allowance
 from tessera.worker.inventory import datasets_of, device_of, mappings_of
 from tessera.worker.settings import SettingsError, WorkerSettings, read_settings, token_of
-from tests.support.cli import process
+from tests.support.cli import forked
 from tests.support.coordinator import LiveCoordinator
 
 GOOD = """
@@ -216,7 +216,7 @@ def test_check_tells_the_same_as_json(tmp_path: Path) -> None:
 @pytest.mark.parametrize("command", ["run", "check"])
 def test_methods_that_cannot_be_used_end_so_too(tmp_path: Path, command: str) -> None:
     path = written(tmp_path, GOOD.replace('"state"', f'"{tmp_path}"'))
-    refused = process("worker", command, "--config", str(path), TESSERA_METHODS=str(tmp_path / "none"))
+    refused = forked("worker", command, "--config", str(path), TESSERA_METHODS=str(tmp_path / "none"))
     assert refused.returncode == 2
     assert f"error: TESSERA_METHODS names {tmp_path / 'none'}, which is not a folder" in refused.stderr
     assert "Traceback" not in refused.stderr

@@ -1,46 +1,32 @@
-"""What a person decides at a site: `tessera worker inbox`, `approve`, `decline`, `airlock`, `release`, `withhold`."""
+"""A person's decisions at a site: `tessera worker inbox`, `approve`, `decline`, `airlock`, `release`, `withhold`."""
 
 import getpass
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
-from tessera.shared.cli.render.output import AsJson, ago, complain, note, out, print_json, size, table
+from tessera.shared.cli.render.output import AsJson, ago, note, out, print_json, size, table
+from tessera.worker.cli.exits import BAD_SETTINGS, ConfigFile, Errors, exits
 from tessera.worker.governance.airlock import AirlockError, Summary
 from tessera.worker.governance.approvals import ApprovalDecision, InboxError, Request
 from tessera.worker.settings import SettingsError, read_settings
 from tessera.worker.state.hash_chain import ChainError
 from tessera.worker.stores import airlock_of, audit_of, inbox_of
 
-BAD_SETTINGS = 2
+ERRORS: Errors = {BAD_SETTINGS: (SettingsError,), 1: (InboxError, AirlockError, ChainError)}
 
-ConfigFile = Annotated[Path, typer.Option("--config", help="The worker's settings, as TOML.")]
 RunNamed = Annotated[str, typer.Argument(metavar="RUN", help="The run's id, the beginning of it, or its name.")]
 HeldNamed = Annotated[str | None, typer.Argument(metavar="ID", help="The update's id, or the beginning of it.")]
-
-
-@contextmanager
-def _told() -> Iterator[None]:
-    try:
-        yield
-    except SettingsError as fault:
-        complain(str(fault))
-        raise typer.Exit(BAD_SETTINGS) from fault
-    except (InboxError, AirlockError, ChainError) as fault:
-        complain(str(fault))
-        raise typer.Exit(1) from fault
 
 
 # ---------------------------------------------------------------- runs
 
 
 def inbox(config: ConfigFile, as_json: AsJson = False) -> None:
-    """Show the runs that ask for something here, what each would do, and what was decided."""
-    with _told():
+    """Show the runs that need this site's approval, what each would do, and the decisions."""
+    with exits(ERRORS):
         requests = inbox_of(read_settings(config)).requests()
     now = datetime.now(UTC)
     if as_json:
@@ -68,56 +54,54 @@ def approve(
     config: ConfigFile,
     run: RunNamed,
     until: Annotated[
-        datetime | None, typer.Option(formats=["%Y-%m-%d"], help="The last day, in UTC, on which tasks are taken.")
+        datetime | None, typer.Option(formats=["%Y-%m-%d"], help="The last day of the approval, in UTC.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Let a run use this site's data, on the terms that it has now. Other terms need another approval."""
+    """Let a run use this site's data on its present terms. Changed terms need another approval."""
     # The whole of that day.
     ends = until.replace(hour=23, minute=59, second=59, tzinfo=UTC) if until else None
-    _decide(
-        config, run, ApprovalDecision(approved=True, by=_who(), at=datetime.now(UTC), until=ends), as_json=as_json
-    )
+    decision = ApprovalDecision(approved=True, by=_user(), at=datetime.now(UTC), until=ends)
+    _decide(config, run, decision, as_json=as_json)
 
 
 def decline(
     config: ConfigFile,
     run: RunNamed,
-    reason: Annotated[str, typer.Option(help="Why, which the coordinator is told.")],
+    reason: Annotated[str, typer.Option(help="The reason, which is reported to the coordinator.")],
     as_json: AsJson = False,
 ) -> None:
-    """Take no task of a run, and have the coordinator told why."""
-    _decide(
-        config, run, ApprovalDecision(approved=False, by=_who(), at=datetime.now(UTC), reason=reason), as_json=as_json
-    )
+    """Refuse all tasks of a run, and report the reason to the coordinator."""
+    decision = ApprovalDecision(approved=False, by=_user(), at=datetime.now(UTC), reason=reason)
+    _decide(config, run, decision, as_json=as_json)
 
 
 def _decide(config: Path, run: str, decision: ApprovalDecision, *, as_json: bool) -> None:
-    action: Literal["run.approve", "run.decline"] = "run.approve" if decision.approved else "run.decline"
-    with _told():
+    with exits(ERRORS):
         settings = read_settings(config)
-        requests = inbox_of(settings)
-        audit = audit_of(settings)
-        # Before it takes effect: what is not written down is not decided.
+        requests, audit = inbox_of(settings), audit_of(settings)
+        until = decision.until.isoformat() if decision.until else None
+        # The audit comes first, so that no decision takes effect without its entry.
         for request in requests.find(run):
-            until = decision.until.isoformat() if decision.until else None
             about = {"by": decision.by, "until": until, "reason": decision.reason, "terms": request.terms}
-            audit.record_of_run(action, request.run, request.run_name, **about)
+            audit.record_of_run(
+                "run.approve" if decision.approved else "run.decline", request.run, request.run_name, **about
+            )
         decided = requests.decide(run, decision)
     if as_json:
         print_json({"runs": [request.model_dump(mode="json") for request in decided]})
         return
     for request in decided:
         out().print(f"{request.run_name} ({request.run}): {_standing(request, decision.at)}", markup=False)
-    note("the worker heeds it with its next claim, within half a minute")
+    note("the worker applies it with its next claim, within half a minute")
 
 
 # ---------------------------------------------------------------- updates
 
 
 def airlock(config: ConfigFile, as_json: AsJson = False) -> None:
-    """Show the updates that wait to be released, and what is in each."""
-    with _told():
+    """Show the updates that wait for release, and the contents of each."""
+    with exits(ERRORS):
         settings = read_settings(config)
         place = airlock_of(settings)
         waiting = place.held()
@@ -125,70 +109,67 @@ def airlock(config: ConfigFile, as_json: AsJson = False) -> None:
         print_json({"updates": [{**s.model_dump(mode="json"), "file": str(place.path(s))} for s in waiting]})
         return
     if not settings.policy.airlock:
-        note("policy.airlock is off: updates leave as soon as they are made")
-    rows = [_row(held) for held in waiting]
+        note("policy.airlock is off: updates leave as soon as they are finished")
+    rows = [
+        (
+            held.id,
+            held.run_name,
+            held.round,
+            ago(held.held_at),
+            len(held.blocks),
+            size(held.nbytes),
+            f"{held.norm:.4g}",
+            None if held.epsilon is None else f"{held.epsilon:.3f}",
+            held.update[:19],
+        )
+        for held in waiting
+    ]
     columns = ("id", "run", "round", "held", "blocks", "bytes", "norm", "epsilon", "digest")
     out().print(table(columns, rows, right=("round", "blocks", "bytes", "norm", "epsilon")))
     for held in waiting:
         note(f"{held.id}: {place.path(held)}")
 
 
-def _row(held: Summary) -> tuple[object, ...]:
-    epsilon = None if held.epsilon is None else f"{held.epsilon:.3f}"
-    return (
-        held.id,
-        held.run_name,
-        held.round,
-        ago(held.held_at),
-        len(held.blocks),
-        size(held.nbytes),
-        f"{held.norm:.4g}",
-        epsilon,
-        held.update[:19],
-    )
-
-
 def release(
     config: ConfigFile,
     update: HeldNamed = None,
-    everything: Annotated[bool, typer.Option("--all", help="All that wait now.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Release all updates that wait now.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Let an update leave."""
+    """Let an update leave the site."""
     if everything == (update is not None):
         raise typer.BadParameter("give the id of an update, or --all", param_hint="'ID'")
-    with _told():
-        settings = read_settings(config)
-        place = airlock_of(settings)
+    with exits(ERRORS):
+        place = airlock_of(read_settings(config))
         named = [held.id for held in place.held()] if everything else [update or ""]
-        decided = [place.decide(name, "release", _who()) for name in named]
-    _tell(decided, "released", as_json=as_json)
+        decided = [place.decide(name, "release", _user()) for name in named]
+    _print_decided(decided, "released", as_json=as_json)
 
 
 def withhold(
     config: ConfigFile,
     update: Annotated[str, typer.Argument(metavar="ID", help="The update's id, or the beginning of it.")],
-    reason: Annotated[str, typer.Option(help="Why, which the coordinator is told.")] = "",
+    reason: Annotated[str, typer.Option(help="The reason, which is reported to the coordinator.")] = "",
     as_json: AsJson = False,
 ) -> None:
-    """Keep an update here for good; its task fails with the code `withheld-by-site`."""
-    with _told():
-        decided = [airlock_of(read_settings(config)).decide(update, "withhold", _who(), reason)]
-    _tell(decided, "withheld", as_json=as_json)
+    """Keep an update at the site for good; its task fails with the code `withheld-by-site`."""
+    with exits(ERRORS):
+        decided = [airlock_of(read_settings(config)).decide(update, "withhold", _user(), reason)]
+    _print_decided(decided, "withheld", as_json=as_json)
 
 
-def _tell(decided: list[Summary], verdict: str, *, as_json: bool) -> None:
+def _print_decided(decided: list[Summary], verdict: str, *, as_json: bool) -> None:
     if as_json:
         print_json({"updates": [{"id": held.id, "update": held.update, "verdict": verdict} for held in decided]})
         return
     for held in decided:
         out().print(f"{held.id} of {held.run_name}, round {held.round}: {verdict}", markup=False)
     if not decided:
-        note("nothing waits")
+        note("no update waits")
 
 
-def _who() -> str:
-    """Return who decides, as the machine knows them."""
+def _user() -> str:
+    """Return the name of the user who decides."""
     try:
         return getpass.getuser()
     except (KeyError, OSError):

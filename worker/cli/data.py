@@ -1,16 +1,16 @@
-"""`tessera data`: shows a site's data sets, and how one of them divides among sites."""
+"""`tessera data`: a site's data sets, and the division of one among sites."""
 
 import importlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from pydantic import TypeAdapter, ValidationError
 
-from tessera.shared.cli.render.output import AsJson, complain, note, out, print_json, table
+from tessera.shared.cli.render.output import AsJson, note, out, print_json, table
 from tessera.shared.problems import message_of
+from tessera.worker.cli.exits import BAD_SETTINGS, Errors, exits
 from tessera.worker.data.partition.division import ClassCounts, class_counts, divide, key_of_seed
 from tessera.worker.data.partition.schemes import Partition, Scheme
 from tessera.worker.data.registry import Dataset, load
@@ -18,39 +18,32 @@ from tessera.worker.inventory import held_out_key, load_source, named
 from tessera.worker.settings import DataSettings, DataSource, SettingsError, read_data_settings, read_settings
 
 WIDEST = 16
-"""Classes that a table has a column for each of; with more it says how many a site has."""
+"""Limit on the classes with a column each in a table; for more, the table has the number of each site's classes."""
 
 PARTITION: TypeAdapter[Scheme] = TypeAdapter(Partition)
 
 app = typer.Typer(
-    no_args_is_help=True, add_completion=False, help="Show a site's data sets, and how one divides among sites."
+    no_args_is_help=True, add_completion=False, help="Show a site's data sets, and the division of one among sites."
 )
 
 ConfigFile = Annotated[
-    Path, typer.Argument(help="A worker's settings, or a TOML file with nothing but [datasets.NAME] tables.")
+    Path, typer.Argument(help="A worker's settings, or a TOML file with only [datasets.NAME] tables.")
 ]
 
-
-@contextmanager
-def _bad_settings_in_one_line() -> Iterator[None]:
-    try:
-        yield
-    except (SettingsError, OSError) as fault:
-        complain(str(fault))
-        raise typer.Exit(2) from fault
+ERRORS: Errors = {BAD_SETTINGS: (SettingsError, OSError)}
 
 
 @app.command()
 def show(
     config: ConfigFile,
-    dataset: Annotated[str | None, typer.Option(help="Only this one.")] = None,
+    dataset: Annotated[str | None, typer.Option(help="Show only this data set.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Load each data set as a worker would, and show what is in it.
+    """Load each data set as a worker would, and show its contents.
 
-    Exit code 2: the settings, or what they name, cannot be used.
+    Exit code 2: the settings are invalid, or name something unusable.
     """
-    with _bad_settings_in_one_line():
+    with exits(ERRORS):
         settings = read_data_settings(config)
         wanted = settings.datasets if dataset is None else {dataset: _source(settings, dataset)}
         key = _key(config)
@@ -63,7 +56,7 @@ def show(
 
 
 def _key(config: Path) -> bytes:
-    """Return the worker's own; of a file that is no worker's, one that holds out about as many."""
+    """Return the worker's key of held-out examples, or for other files one that holds out about as many."""
     try:
         return held_out_key(read_settings(config), make=False)
     except SettingsError:
@@ -88,35 +81,35 @@ def _described(name: str, source: DataSource, key: bytes) -> dict[str, Any]:
 
 
 def _shapes(loaded: Dataset, *, common: bool) -> list[str]:
-    tensors = loaded.common if common else loaded.tensors
-    shapes = {name: list(tensor.shape if common else tensor.shape[1:]) for name, tensor in sorted(tensors.items())}
-    return [
-        f"{name} {str(tensors[name].dtype).removeprefix('torch.')}{shape or ''}" for name, shape in shapes.items()
-    ]
+    shapes = []
+    for name, tensor in sorted((loaded.common if common else loaded.tensors).items()):
+        shape = list(tensor.shape if common else tensor.shape[1:])
+        shapes.append(f"{name} {str(tensor.dtype).removeprefix('torch.')}{shape or ''}")
+    return shapes
 
 
 @app.command()
 def split(
     config: ConfigFile,
-    dataset: Annotated[str | None, typer.Option(help="Which data set; needless if there is one.")] = None,
-    sites: Annotated[int | None, typer.Option(help="Among how many sites.")] = None,
+    dataset: Annotated[str | None, typer.Option(help="The data set; optional if there is only one.")] = None,
+    sites: Annotated[int | None, typer.Option(help="The number of sites.")] = None,
     scheme: Annotated[
-        str | None, typer.Option(help="iid, dirichlet, shards, quantity, domain or shift; the settings' if left out.")
+        str | None, typer.Option(help="iid, dirichlet, shards, quantity, domain or shift; by default the settings'.")
     ] = None,
-    alpha: Annotated[float | None, typer.Option(help="How alike the sites are; the smaller, the less.")] = None,
-    label_alpha: Annotated[float | None, typer.Option(help="The same for labels within a domain.")] = None,
-    each: Annotated[int | None, typer.Option(help="Shards for each site.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Decides all that is drawn.")] = None,
-    picture: Annotated[Path | None, typer.Option("--out", help="Draw it, as .svg, .png or .pdf.")] = None,
+    alpha: Annotated[float | None, typer.Option(help="Similarity of the sites; a small one skews them.")] = None,
+    label_alpha: Annotated[float | None, typer.Option(help="The same, for labels within a domain.")] = None,
+    each: Annotated[int | None, typer.Option(help="The number of shards for each site.")] = None,
+    seed: Annotated[int | None, typer.Option(help="The seed of all random draws.")] = None,
+    picture: Annotated[Path | None, typer.Option("--out", help="Draw it to this .svg, .png or .pdf file.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Divide a data set among sites and count what each would have; nothing is written but the picture.
+    """Divide a data set among sites, and count the examples of each. Writes nothing but the picture.
 
-    What is not given here is as the data set's `part` says. Exit code 2: the settings, what they name, or the
-    division cannot be used.
+    Options that are left out are those of the data set's `part`. Exit code 2: the settings or the division are
+    invalid, or name something unusable.
     """
     given = {"scheme": scheme, "count": sites, "alpha": alpha, "label_alpha": label_alpha, "each": each, "seed": seed}
-    with _bad_settings_in_one_line():
+    with exits(ERRORS):
         draw = _drawing() if picture else None
         settings = read_data_settings(config)
         name = _only(settings) if dataset is None else dataset
@@ -124,25 +117,34 @@ def split(
         partition = _partition(source, {key: value for key, value in given.items() if value is not None})
         with named(name):
             parts = divide(load(source.kind, source.options), partition)
-        counted = class_counts(parts, _names(source))
-        told = [partition.describe(index) for index in range(partition.count)]
+        names = source.options.get("labels")
+        counted = class_counts(parts, [str(name) for name in names] if isinstance(names, list) else None)
         if draw and picture:
             try:
                 draw(counted, f"{name}: {_sentence(partition)}", picture)
             except ValueError as fault:
                 raise SettingsError(f"--out: {fault}") from fault
     if as_json:
-        print_json(_document(name, partition, parts, counted))
+        sites_of = [
+            {
+                "site": site,
+                "examples": part.examples,
+                **{tally.what: dict(zip(tally.names, tally.counts[site], strict=True)) for tally in counted},
+            }
+            for site, part in enumerate(parts)
+        ]
+        print_json({"dataset": name, "partition": partition.model_dump(exclude={"index"}), "sites": sites_of})
         return
+    changes = [partition.describe(index) for index in range(partition.count)]
     for tally in counted:
-        out().print(_table(tally, told))
+        out().print(_table(tally, changes))
     if picture:
         note(f"drawn in {picture}")
 
 
 def _only(settings: DataSettings) -> str:
     if len(settings.datasets) > 1:
-        raise SettingsError(f"there are several data sets: say --dataset {' or '.join(settings.datasets)}")
+        raise SettingsError(f"there are several data sets: give --dataset {' or '.join(settings.datasets)}")
     return next(iter(settings.datasets))
 
 
@@ -153,11 +155,11 @@ def _source(settings: DataSettings, name: str) -> DataSource:
 
 
 def _partition(source: DataSource, given: dict[str, object]) -> Scheme:
-    """Return the data set's own partition, changed by what is given; a new one if that is of another scheme."""
+    """Return the data set's own partition, changed by the given options, or a new one for another scheme."""
     own = source.part.model_dump(exclude_unset=True, exclude={"index"}) if source.part else {}
     scheme = given.get("scheme", own.get("scheme"))
     if scheme is None:
-        raise SettingsError("the data set is not divided by its settings: say --scheme and --sites")
+        raise SettingsError("the settings do not divide the data set: give --scheme and --sites")
     if scheme != own.get("scheme"):
         own = {"count": own["count"]} if own else {}
     try:
@@ -166,30 +168,25 @@ def _partition(source: DataSource, given: dict[str, object]) -> Scheme:
         first = fault.errors(include_url=False, include_input=False)[0]
         key = str(first["loc"][-1]) if first["loc"] else "scheme"
         option = "sites" if key == "count" else key.replace("_", "-")
-        told = f"scheme {scheme} has no such setting" if first["type"] == "extra_forbidden" else message_of(first)
-        raise SettingsError(f"--{option}: {told}") from None
+        reason = f"scheme {scheme} has no such setting" if first["type"] == "extra_forbidden" else message_of(first)
+        raise SettingsError(f"--{option}: {reason}") from None
 
 
 def _drawing() -> Any:
     try:
         return importlib.import_module("tessera.worker.cli.split_plot").draw
     except ModuleNotFoundError as fault:
-        cure = "in a checkout of Tessera run: pip install '.[demo]'"
-        raise SettingsError(f"--out: {fault.name} is not installed: {cure}, or pip install {fault.name}") from fault
-
-
-def _names(source: DataSource) -> Sequence[str] | None:
-    names = source.options.get("labels")
-    return [str(name) for name in names] if isinstance(names, list) else None
+        remedy = "in a checkout of Tessera run: pip install '.[demo]'"
+        raise SettingsError(f"--out: {fault.name} is not installed: {remedy}, or pip install {fault.name}") from fault
 
 
 def _sentence(partition: Scheme) -> str:
-    said = partition.model_dump(exclude={"scheme", "count", "index", "distortions"}, exclude_none=True)
-    return f"{partition.scheme} among {partition.count} sites, " + ", ".join(f"{k} {v:g}" for k, v in said.items())
+    options = partition.model_dump(exclude={"scheme", "count", "index", "distortions"}, exclude_none=True)
+    return f"{partition.scheme} among {partition.count} sites, " + ", ".join(f"{k} {v:g}" for k, v in options.items())
 
 
-def _table(tally: ClassCounts, told: Sequence[str | None]) -> Any:
-    """Return a row for each site: its examples of each class, or of how many classes they are."""
+def _table(tally: ClassCounts, changes: Sequence[str | None]) -> Any:
+    """Return a row for each site: its examples of each class, or the number of its classes."""
     cells: list[list[object]]
     if len(tally.names) <= WIDEST:
         columns = [f"{tally.what} {tally.names[0]}", *tally.names[1:]]
@@ -198,22 +195,8 @@ def _table(tally: ClassCounts, told: Sequence[str | None]) -> Any:
         columns = [f"{tally.what} kinds", "the largest"]
         cells = [[sum(map(bool, counts)), f"{max(counts) / sum(counts):.0%}"] for counts in tally.counts]
     rows = [
-        [site, *of_site, sum(counts), *([how] if how else [])]
-        for site, (of_site, counts, how) in enumerate(zip(cells, tally.counts, told, strict=True))
+        [site, *of_site, sum(counts), *([change] if change else [])]
+        for site, (of_site, counts, change) in enumerate(zip(cells, tally.counts, changes, strict=True))
     ]
     numeric = ["site", *columns, "in all"]
-    return table([*numeric, *(["images"] if any(told) else [])], rows, right=numeric)
-
-
-def _document(
-    name: str, partition: Scheme, parts: Sequence[Dataset], counted: Sequence[ClassCounts]
-) -> dict[str, Any]:
-    sites = [
-        {
-            "site": site,
-            "examples": part.examples,
-            **{tally.what: dict(zip(tally.names, tally.counts[site], strict=True)) for tally in counted},
-        }
-        for site, part in enumerate(parts)
-    ]
-    return {"dataset": name, "partition": partition.model_dump(exclude={"index"}), "sites": sites}
+    return table([*numeric, *(["images"] if any(changes) else [])], rows, right=numeric)

@@ -1,14 +1,12 @@
-"""`tessera worker ledger` and `adopt`: what runs have spent of each data set's privacy, and records without a key."""
+"""`tessera worker ledger` and `adopt`: the privacy that runs have spent, and recovery of audit and ledgers."""
 
 from collections.abc import Iterable
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
 from pydantic import JsonValue
 
-from tessera.shared.cli.render.output import AsJson, complain, note, print_json, show, table
-from tessera.worker.governance.policy import Allowance
+from tessera.shared.cli.render.output import AsJson, note, print_json, show, table
+from tessera.worker.cli.exits import BAD_SETTINGS, ConfigFile, exits, fail
 from tessera.worker.privacy.cost import epsilon_of, least_budget_of
 from tessera.worker.settings import SettingsError, WorkerSettings, read_settings
 from tessera.worker.state.audit import LEDGER_HEAD
@@ -16,82 +14,64 @@ from tessera.worker.state.hash_chain import ChainError
 from tessera.worker.state.privacy_ledger import LedgerEntry, LedgerError, exact_in, noisy_in
 from tessera.worker.stores import audit_of, ledger_of
 
-BAD_SETTINGS = 2
 
+def ledger(config: ConfigFile, as_json: AsJson = False) -> None:
+    """Show the privacy that runs have spent of each data set, and the site's budgets.
 
-def ledger(
-    config: Annotated[Path, typer.Option("--config", help="The worker's settings, as TOML.")], as_json: AsJson = False
-) -> None:
-    """Show what runs have spent of each data set's privacy, and what the site allows.
-
-    Exit code 0: all is well, 1: a ledger cannot be read, relied on or added up here, 2: bad settings.
+    Exit code 0: all is well, 1: a ledger is unreadable or not intact, or tessera[privacy] is missing, 2: invalid
+    settings.
     """
     try:
-        settings = read_settings(config)
-        shown = {name: _spending(settings, name) for name in settings.datasets}
-    except SettingsError as fault:
-        complain(str(fault))
-        raise typer.Exit(BAD_SETTINGS) from fault
+        with exits({BAD_SETTINGS: (SettingsError,)}):
+            settings = read_settings(config)
+            shown = {name: _spending(settings, name) for name in settings.datasets}
     except LedgerError as fault:
-        complain(f"{fault}; compare it with a copy before anything more is spent")
-        raise typer.Exit(1) from fault
+        fail(f"{fault}; compare it with a copy before any task spends more", 1)
     except OSError as fault:
-        complain(f"{fault.filename} cannot be read: {fault.strerror}; only the worker's own user may read a ledger")
-        raise typer.Exit(1) from fault
+        fail(f"{fault.filename} cannot be read: {fault.strerror}; only the worker's own user may read a ledger", 1)
     except ImportError as fault:
-        complain(f"what was spent cannot be added up here ({fault}): install tessera[privacy]")
-        raise typer.Exit(1) from fault
+        fail(f"the spending cannot be computed here ({fault}): install tessera[privacy]", 1)
     columns = ("data set", "run", "rounds", "tasks", "epsilon", "at most", "delta")
     show(shown, table(columns, _rows(shown), right=columns[2:]), as_json=as_json)
 
 
-def adopt(
-    config: Annotated[Path, typer.Option("--config", help="The worker's settings, as TOML.")], as_json: AsJson = False
-) -> None:
-    """Take audit and ledgers as they are: from before there was a key, under a key that was lost, cut off or gone.
+def adopt(config: ConfigFile, as_json: AsJson = False) -> None:
+    """Accept audit and ledgers as they are: without a key, under a lost key, cut off or missing.
 
-    Compare them with a copy first. What a ledger lost counts as unbounded from then on. Stop the worker meanwhile.
+    Stop the worker, and compare the files with a copy first. The lost spending of a ledger counts as unbounded.
 
-    Exit code 0: they can be relied on from now on, 1: they cannot, 2: bad settings.
+    Exit code 0: both are reliable from now on, 1: they are not, 2: invalid settings.
     """
-    try:
+    with exits({BAD_SETTINGS: (SettingsError,), 1: (ChainError, OSError)}):
         settings = read_settings(config)
         audit, ledger = audit_of(settings), ledger_of(settings)
-    except SettingsError as fault:
-        complain(str(fault))
-        raise typer.Exit(BAD_SETTINGS) from fault
-    try:
         adopted = audit.adopt()
         ledger.expect(audit.ledger_heads(audit.check()))
         heads = {name: ledger.adopt(name) for name in settings.datasets}
-        told: dict[str, JsonValue] = {name: head.model_dump() for name, head in heads.items() if head}
-        # A removed data set's, or another worker's: no head of theirs is expected, yet tasks read them.
+        lost: dict[str, JsonValue] = {name: head.model_dump() for name, head in heads.items() if head}
+        # Ledgers of removed data sets and of other workers: the audit expects no head of theirs, yet tasks read them.
         others = [name for name in ledger.besides(settings.datasets) if ledger.by_name.adopt(name)]
-        if told or others:
-            detail: dict[str, JsonValue] = {LEDGER_HEAD: told, "others": [*others]}
+        if lost or others:
+            detail: dict[str, JsonValue] = {LEDGER_HEAD: lost, "others": [*others]}
             audit.record("chain.adopt", None, **detail)
-    except (ChainError, OSError) as fault:
-        complain(str(fault))
-        raise typer.Exit(1) from fault
+    names = sorted({*lost, *others})
     if as_json:
-        print_json({"audit": adopted is not None, "ledgers": sorted({*told, *others})})
+        print_json({"audit": adopted is not None, "ledgers": names})
         return
-    taken = [*(["the audit"] if adopted else []), *(f"the ledger of {name}" for name in sorted({*told, *others}))]
-    note(f"taken as they are: {', '.join(taken)}" if taken else "all were in order, and nothing was changed")
+    accepted = [*(["the audit"] if adopted else []), *(f"the ledger of {name}" for name in names)]
+    note(f"accepted as they are: {', '.join(accepted)}" if accepted else "all were intact, and nothing was changed")
 
 
 def _spending(settings: WorkerSettings, dataset: str) -> dict[str, Any]:
-    """Return what a data set's ledger comes to: as a whole the least budget that admits it, and run by run their
-    epsilon."""
+    """Return the least budget that admits all runs on a data set, and the epsilon of each run."""
     entries = ledger_of(settings).read(dataset)
-    allowance: Allowance | None = settings.allowances.get(dataset)
+    allowance = settings.allowances.get(dataset)
     runs: dict[str, list[LedgerEntry]] = {}
     for entry in entries:
         runs.setdefault(entry.run, []).append(entry)
-    # Without a budget there is no delta of its own: the runs' strictest.
-    delta = (
-        allowance.delta if allowance else min((entry.target.delta for entry in entries if entry.target), default=None)
-    )
+    # Without a budget, the strictest of the runs' deltas.
+    deltas = [allowance.delta] if allowance else [entry.target.delta for entry in entries if entry.target]
+    delta = min(deltas, default=None)
     return {
         "epsilon": least_budget_of(noisy_in(entries), delta) if delta else 0.0,
         "delta": delta,
@@ -102,7 +82,7 @@ def _spending(settings: WorkerSettings, dataset: str) -> dict[str, Any]:
 
 
 def _exact(entries: Iterable[LedgerEntry]) -> dict[str, str]:
-    """Since when each exact use goes on, of which epsilon says nothing."""
+    """Return the time of the first entry of each exact use, which no epsilon covers."""
     since: dict[str, str] = {}
     for entry, use in exact_in(entries):
         since.setdefault(use, entry.at.isoformat())
@@ -110,12 +90,11 @@ def _exact(entries: Iterable[LedgerEntry]) -> dict[str, str]:
 
 
 def _of_run(entries: list[LedgerEntry]) -> dict[str, Any]:
-    first = entries[0]
-    target = next((entry.target for entry in entries if entry.target), None)
     noisy = [entry for entry in entries if entry.target]
+    target = noisy[0].target if noisy else None
     return {
-        "run": first.run,
-        "name": first.run_name,
+        "run": entries[0].run,
+        "name": entries[0].run_name,
         "rounds": len({entry.round for entry in noisy}),
         "tasks": len({(entry.task, entry.token) for entry in noisy}),
         "epsilon": epsilon_of(noisy_in(noisy), target.delta) if target else 0.0,
@@ -126,18 +105,15 @@ def _of_run(entries: list[LedgerEntry]) -> dict[str, Any]:
 
 
 def _rows(shown: dict[str, dict[str, Any]]) -> Iterable[tuple[object, ...]]:
-    for dataset, of in shown.items():
-        for run in of["runs"]:
-            target, delta = _short(run["target"]), _short(run["delta"])
-            yield dataset, run["name"] or "-", run["rounds"], run["tasks"], _epsilon(run), target, delta
-        yield dataset, "all runs", None, None, _epsilon(of), _short(of["budget"]), _short(of["delta"])
+    for dataset, spending in shown.items():
+        for run in spending["runs"]:
+            yield dataset, run["name"] or "-", run["rounds"], run["tasks"], *_limits(run, run["target"])
+        yield dataset, "all runs", None, None, *_limits(spending, spending["budget"])
 
 
-def _epsilon(of: dict[str, Any]) -> str:
-    """Return what noise covers; and since when there is what it does not."""
-    uses = ", ".join(f"{use} unbounded since {since[:10]}" for use, since in of["exact"].items())
-    return "; ".join(filter(None, (uses, f"{of['epsilon']:.3f}" if of["epsilon"] or not uses else "")))
-
-
-def _short(value: float | None) -> str | None:
-    return None if value is None else f"{value:g}"
+def _limits(spent: dict[str, Any], most: float | None) -> tuple[str | None, ...]:
+    """Return the epsilon with the uses that it does not cover, its limit, and delta."""
+    uses = ", ".join(f"{use} unbounded since {since[:10]}" for use, since in spent["exact"].items())
+    epsilon = f"{spent['epsilon']:.3f}" if spent["epsilon"] or not uses else ""
+    limits = (None if value is None else f"{value:g}" for value in (most, spent["delta"]))
+    return "; ".join(filter(None, (uses, epsilon))), *limits

@@ -1,9 +1,8 @@
-"""`tessera model`: makes the folder that a run starts from, and shows the blocks of one."""
+"""`tessera model`: model folders to start runs from, and their blocks."""
 
 import json
 import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 from uuid import uuid4
@@ -11,12 +10,11 @@ from uuid import uuid4
 import torch
 import typer
 from pydantic import JsonValue, ValidationError
-from rich.console import Console
-from rich.table import Table
 from safetensors import SafetensorError, safe_open
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
-from tessera.shared.cli.render.output import AsJson, print_json
+from tessera.shared.cli.render import output
+from tessera.shared.cli.render.output import AsJson
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.spec import (
     BLOCKS_FILE,
@@ -31,84 +29,53 @@ from tessera.shared.model.spec import (
 )
 from tessera.shared.problems import Problem, message_of
 from tessera.shared.updates.model_folder import ModelFolder
+from tessera.worker.cli.exits import BAD_SETTINGS, Errors, exits
 from tessera.worker.model.block_map import block_table, named_tensors
 from tessera.worker.model.build import AUTO_CLASSES, check_model, insert, instantiate, load, merge_adapters
 from tessera.worker.model.config import config_from
 from tessera.worker.model.layouts import MappingFile, read_mapping
-from tessera.worker.model.prompts import caption_start, prompts_of
+from tessera.worker.model.prompts import PROMPTS, caption_start
 
 Asks = Literal["local", "global"]
 
-VisionPrompts = Annotated[
-    int,
-    typer.Option(min=0, max=MAX_TOKENS, help="How many learnt tokens go into the image tower (CLIP and its kin)."),
-]
-TextPrompts = Annotated[
-    int | None,
-    typer.Option(
-        min=0, max=MAX_TOKENS, help="How many learnt tokens go into the text tower, before each class name."
-    ),
-]
-TextPromptFrom = Annotated[
-    str | None, typer.Option(help="A caption whose embeddings the text prompts start from, such as 'a photo of a'.")
-]
-PromptFusion = Annotated[
-    Asks | None,
-    typer.Option(help="Also make the attention that fuses prompts a part of the run: whose prompts ask in it."),
-]
-FusionHeads = Annotated[int | None, typer.Option(min=1, help="The heads of that attention; 8 if not given.")]
-LoraRank = Annotated[int | None, typer.Option(min=1, help="Put low-rank adapters of this rank into the model.")]
-LoraAlpha = Annotated[
-    float | None, typer.Option(help="How much adapters count: alpha / rank. Twice the rank if not given.")
-]
-LoraRoles = Annotated[str, typer.Option(help="The roles of the matrices to adapt, divided by commas.")]
+ERRORS: Errors = {BAD_SETTINGS: (ValueError, OSError, ImportError, RuntimeError, SafetensorError, Problem)}
 
 
-def caption_ids(caption: str | None, source: str) -> list[int] | None:
-    """Return the caption's tokens, by the tokenizer of the model's folder or name, without start and end."""
+def _caption_ids(caption: str | None, source: str) -> list[int] | None:
+    """Return a caption's tokens without start and end, by the tokenizer of a folder or a name on the hub."""
     if caption is None:
         return None
-    ids = AutoTokenizer.from_pretrained(source, trust_remote_code=False)(caption, add_special_tokens=False)[
-        "input_ids"
-    ]
+    tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    ids = tokenizer(caption, add_special_tokens=False)["input_ids"]
     if not ids:
         raise ValueError("the caption for the text prompts has no tokens")
     return list(ids)
 
 
-def prompts_from(
+def _prompts_from(
     vision: int, text: int | None, caption: list[int] | None, asks: Asks | None, heads: int | None
 ) -> Prompts | None:
-    """Raise ValueError for a caption of another length than the text prompts, a fusion of no prompts, or heads of no
-    fusion."""
     if heads is not None and not asks:
         raise ValueError("--fusion-heads needs --prompt-fusion: a fusion that stays at its site has the run's heads")
     if caption is not None and text is not None and text != len(caption):
-        raise ValueError(f"the caption has {len(caption)} tokens: leave --text-prompts out, or say {len(caption)}")
-    wanted = text or 0 if caption is None else len(caption)
-    if not vision and not wanted:
+        raise ValueError(
+            f"the caption has {len(caption)} tokens: leave --text-prompts out, or set it to {len(caption)}"
+        )
+    text = text or 0 if caption is None else len(caption)
+    if not vision and not text:
         if asks:
             raise ValueError("--prompt-fusion needs --vision-prompts or --text-prompts")
         return None
-    return Prompts(vision=vision, text=wanted, fusion=Fusion(asks=asks, heads=heads or 8) if asks else None)
+    return Prompts(vision=vision, text=text, fusion=Fusion(asks=asks, heads=heads or 8) if asks else None)
 
 
-def lora_from(rank: int | None, alpha: float | None, roles: str) -> Lora | None:
-    """Raise ValueError for an alpha without a rank, or a role that there is none of."""
+def _lora_from(rank: int | None, alpha: float | None, roles: str) -> Lora | None:
     if rank is None:
         if alpha is not None:
             raise ValueError("--lora-alpha needs --lora-rank")
         return None
     names = [name.strip() for name in roles.split(",") if name.strip()]
     return Lora.model_validate({"rank": rank, "alpha": alpha if alpha is not None else 2 * rank, "roles": names})
-
-
-def start_from_caption(model: PreTrainedModel, ids: list[int]) -> None:
-    """Give the text prompts the caption's embeddings."""
-    tokens = prompts_of(model)
-    own = tokens.own("text") if tokens else None
-    if own is not None:
-        own.detach().copy_(caption_start(model, torch.tensor(ids)))
 
 
 app = typer.Typer(
@@ -118,43 +85,49 @@ app = typer.Typer(
 Config = dict[str, JsonValue]
 
 MappingOption = Annotated[
-    Path | None, typer.Option("--mapping", help="A TOML file that describes attention which is not known here.")
+    Path | None, typer.Option("--mapping", help="A TOML file that describes attention of an unknown layout.")
 ]
 
-# What transformers notes down for itself, and what names code that we never run: nothing here shapes a tensor.
+# Keys of transformers' own bookkeeping, and of code that is never run here. None of them shapes a tensor.
 BOOKKEEPING = {"transformers_version", "architectures", "auto_map", "name_or_path"}
-
-
-@contextmanager
-def _bad_input_in_one_line() -> Iterator[None]:
-    try:
-        yield
-    except (ValueError, OSError, ImportError, RuntimeError, SafetensorError, Problem) as error:
-        typer.echo(f"error: {' '.join(str(error).split())}", err=True)
-        raise typer.Exit(2) from error
 
 
 @app.command()
 def init(
-    out: Annotated[Path, typer.Argument(help="The folder to make. It may not exist yet.")],
-    config: Annotated[str, typer.Option(help="A config.json, a folder that has one, or a name on the hub.")],
-    head: Annotated[Head, typer.Option(help="What the model is for.")],
-    seed: Annotated[int, typer.Option(help="Decides the weights that are random.")] = 0,
+    out: Annotated[Path, typer.Argument(help="The folder to create.")],
+    config: Annotated[str, typer.Option(help="A config.json, a folder that contains one, or a name on the hub.")],
+    head: Annotated[Head, typer.Option(help="The model's task.")],
+    seed: Annotated[int, typer.Option(help="The seed of random weights.")] = 0,
     pretrained: Annotated[bool, typer.Option(help="Take the weights from the folder or the hub too.")] = False,
-    labels: Annotated[int | None, typer.Option(min=1, help="How many classes the head tells apart.")] = None,
+    labels: Annotated[int | None, typer.Option(min=1, help="The number of the head's classes.")] = None,
     mapping_file: MappingOption = None,
-    vision_prompts: VisionPrompts = 0,
-    text_prompts: TextPrompts = None,
-    text_prompt_from: TextPromptFrom = None,
-    prompt_fusion: PromptFusion = None,
-    fusion_heads: FusionHeads = None,
-    lora_rank: LoraRank = None,
-    lora_alpha: LoraAlpha = None,
-    lora_roles: LoraRoles = "query,value",
+    vision_prompts: Annotated[
+        int, typer.Option(min=0, max=MAX_TOKENS, help="Learnt tokens in the image tower of a dual encoder.")
+    ] = 0,
+    text_prompts: Annotated[
+        int | None, typer.Option(min=0, max=MAX_TOKENS, help="Learnt tokens in the text tower, before each text.")
+    ] = None,
+    text_prompt_from: Annotated[
+        str | None, typer.Option(help="A caption to start the text prompts from, such as 'a photo of a'.")
+    ] = None,
+    prompt_fusion: Annotated[
+        Asks | None,
+        typer.Option(help="Add the attention that fuses prompts to the run; these prompts are its queries."),
+    ] = None,
+    fusion_heads: Annotated[
+        int | None, typer.Option(min=1, help="The heads of that attention; 8 by default.")
+    ] = None,
+    lora_rank: Annotated[int | None, typer.Option(min=1, help="Add low-rank adapters of this rank.")] = None,
+    lora_alpha: Annotated[
+        float | None, typer.Option(help="The adapters' weight is alpha / rank; twice the rank by default.")
+    ] = None,
+    lora_roles: Annotated[
+        str, typer.Option(help="The roles of the matrices to adapt, separated by commas.")
+    ] = "query,value",
     as_json: AsJson = False,
 ) -> None:
-    """Make a model folder: transformers' own layout, and the table of the model's blocks."""
-    with _bad_input_in_one_line():
+    """Create a model folder: transformers' own layout, and the table of the model's blocks."""
+    with exits(ERRORS):
         if out.exists():
             raise ValueError(f"{out} exists already: remove it or choose another name")
         mapping = read_mapping(mapping_file) if mapping_file else None
@@ -162,9 +135,9 @@ def init(
         if labels is not None:
             settings = {key: value for key, value in settings.items() if key not in {"id2label", "label2id"}}
             settings["num_labels"] = labels
-        caption = caption_ids(text_prompt_from, config)
-        prompts = prompts_from(vision_prompts, text_prompts, caption, prompt_fusion, fusion_heads)
-        lora = lora_from(lora_rank, lora_alpha, lora_roles)
+        caption = _caption_ids(text_prompt_from, config)
+        prompts = _prompts_from(vision_prompts, text_prompts, caption, prompt_fusion, fusion_heads)
+        lora = _lora_from(lora_rank, lora_alpha, lora_roles)
         if pretrained:
             model = _pretrained(config, settings, head, seed, mapping)
             with torch.random.fork_rng(devices=[]):
@@ -173,15 +146,16 @@ def init(
         else:
             model = instantiate(settings, head, seed=seed, prompts=prompts, lora=lora, mapping=mapping)
         if caption:
-            start_from_caption(model, caption)
+            text = model.get_parameter(f"{PROMPTS}.text")
+            text.detach().copy_(caption_start(model, torch.tensor(caption)))
         document = _document(model, head, mapping, prompts, lora)
         _write(out, model, document)
-    _tell_made(out, document, as_json=as_json)
+    _print_created(out, document, as_json=as_json)
 
 
-def _tell_made(out: Path, document: Model, *, as_json: bool) -> None:
+def _print_created(out: Path, document: Model, *, as_json: bool) -> None:
     if as_json:
-        print_json({"path": str(out), "blocks": len(document.blocks), "bytes": document.nbytes})
+        output.print_json({"path": str(out), "blocks": len(document.blocks), "bytes": document.nbytes})
     else:
         typer.echo(f"{out}: {len(document.blocks)} blocks, {document.nbytes} bytes")
 
@@ -189,12 +163,12 @@ def _tell_made(out: Path, document: Model, *, as_json: bool) -> None:
 @app.command("merge")
 def merge(
     source: Annotated[Path, typer.Argument(help="A model folder with adapters, such as an exported version.")],
-    out: Annotated[Path, typer.Argument(help="The folder to make. It may not exist yet.")],
+    out: Annotated[Path, typer.Argument(help="The folder to create.")],
     mapping_file: MappingOption = None,
     as_json: AsJson = False,
 ) -> None:
-    """Add the adapters of a model folder to its matrices: what comes out needs transformers alone."""
-    with _bad_input_in_one_line():
+    """Add the adapters of a model folder to its matrices: transformers alone can run the result."""
+    with exits(ERRORS):
         if out.exists():
             raise ValueError(f"{out} exists already: remove it or choose another name")
         folder = ModelFolder.open(source)
@@ -205,61 +179,50 @@ def merge(
         merge_adapters(model)
         document = _document(model, folder.model.head, mapping)
         _write(out, model, document)
-    _tell_made(out, document, as_json=as_json)
+    _print_created(out, document, as_json=as_json)
 
 
 @app.command()
 def blocks(
     source: Annotated[
-        str, typer.Argument(help="A model folder, its blocks.json, a config.json or a folder with one.")
+        str, typer.Argument(help="A model folder, its blocks.json, a config.json or a folder that contains one.")
     ],
     pretrained: Annotated[
         bool, typer.Option(help="SOURCE is a name on the hub; only its config is fetched.")
     ] = False,
-    head: Annotated[Head | None, typer.Option(help="What a config's model is for, if not just for features.")] = None,
+    head: Annotated[Head | None, typer.Option(help="The task of a config's model; features by default.")] = None,
     mapping_file: MappingOption = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show how many parameters and bytes each layer has in each role. A config is laid out without any weights."""
-    with _bad_input_in_one_line():
+    """Show the parameters and bytes of each role in each layer. A config is laid out without weights."""
+    with exits(ERRORS):
         path = Path(source)
         if not pretrained and _holds_table(path):
             if head or mapping_file:
                 raise ValueError(f"{path} has a table of blocks already: --head and --mapping are for configs")
-            table_of = _read_document(path).blocks
+            listed = _read_document(path).blocks
         else:
             mapping = read_mapping(mapping_file) if mapping_file else None
-            table_of = _laid_out(_plain(_read_config(source)), head or "features", mapping)
-        rows = _summary(table_of)
+            with torch.device("meta"):
+                listed = block_table(instantiate(_plain(_read_config(source)), head or "features"), mapping)
+        rows = _summary(listed)
     if as_json:
         typer.echo(json.dumps(rows, indent=1))
         return
-    table = Table("layer", "role", "blocks", "parameters", "bytes")
-    for column in (0, 2, 3, 4):
-        table.columns[column].justify = "right"
-    for row in rows:
-        layer = "-" if row["layer"] is None else str(row["layer"])
-        table.add_row(layer, str(row["role"]), *(f"{row[key]:,}" for key in ("blocks", "parameters", "bytes")))
-    totals = (sum(cast("int", row[key]) for row in rows) for key in ("blocks", "parameters", "bytes"))
-    table.add_section()
-    table.add_row("", "total", *(f"{total:,}" for total in totals))
-    Console().print(table)
+    counts = ("blocks", "parameters", "bytes")
+    shown = [(row["layer"], row["role"], *(f"{row[key]:,}" for key in counts)) for row in rows]
+    shown.append(("", "total", *(f"{sum(row[key] for row in rows):,}" for key in counts)))
+    output.out().print(output.table(("layer", "role", *counts), shown, right=("layer", *counts)))
 
 
 def _holds_table(path: Path) -> bool:
-    """Return whether this is a table of blocks, or a folder that has one, rather than a config."""
+    """Return whether this is a table of blocks or a folder that contains one, rather than a config."""
     if path.is_dir():
         return (path / BLOCKS_FILE).exists() or not (path / "config.json").exists()
     if path.name == BLOCKS_FILE:
         return True
     content = json.loads(path.read_bytes())
     return isinstance(content, dict) and "blocks" in content
-
-
-def _laid_out(config: Config, head: Head, mapping: MappingFile | None) -> tuple[Block, ...]:
-    """Return the blocks of the config's model, which takes no memory: nothing of it is allocated."""
-    with torch.device("meta"):
-        return block_table(instantiate(config, head), mapping)
 
 
 def _read_config(source: str) -> Config:
@@ -271,12 +234,12 @@ def _read_config(source: str) -> Config:
     else:
         config, _ = PreTrainedConfig.get_config_dict(source)
     if not isinstance(config, dict):
-        raise ValueError(f"{path} is not a transformers config: it holds no JSON object")
+        raise ValueError(f"{path} is not a transformers config: it contains no JSON object")
     return config
 
 
 def _plain(config: Config) -> Config:
-    """Return the config without what transformers notes down for itself, at any depth."""
+    """Return the config without transformers' own bookkeeping, at any depth."""
 
     def strip(value: JsonValue) -> JsonValue:
         if isinstance(value, list):
@@ -284,7 +247,7 @@ def _plain(config: Config) -> Config:
         if not isinstance(value, dict):
             return value
         kept = {key: item for key, item in value.items() if key not in BOOKKEEPING and not key.startswith("_")}
-        # A label may be called anything.
+        # A label may have any name.
         return {key: item if key == "label2id" else strip(item) for key, item in kept.items()}
 
     return cast("Config", strip(config))
@@ -295,7 +258,7 @@ def _pretrained(source: str, config: Config, head: Head, seed: int, mapping: Map
         raise ValueError(f"--pretrained takes weights from a folder or the hub, and {source} is neither")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        loaded: tuple[PreTrainedModel, dict[str, Any]] = AUTO_CLASSES[head].from_pretrained(
+        model, info = AUTO_CLASSES[head].from_pretrained(
             source,
             config=config_from(config),
             trust_remote_code=False,
@@ -303,20 +266,15 @@ def _pretrained(source: str, config: Config, head: Head, seed: int, mapping: Map
             ignore_mismatched_sizes="num_labels" in config,
             output_loading_info=True,
         )
-    model, info = loaded
-    _check_loaded(model, {*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])}, mapping)
-    return model
-
-
-def _check_loaded(model: PreTrainedModel, absent: set[str], mapping: MappingFile | None) -> None:
-    """Refuse weights of another architecture, which transformers would quietly replace by random ones."""
-    may_be_new = {"head", "other"}
-    table = block_table(model, mapping)
-    if odd := sorted({b.tensor for b in table if b.tensor in absent and b.role not in may_be_new}):
+    absent = {*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])}
+    # Transformers replaces missing weights by random ones. Only a head may be new.
+    old = (block.tensor for block in block_table(model, mapping) if block.role not in {"head", "other"})
+    if odd := sorted(absent.intersection(old)):
         shown = ", ".join(odd[:6]) + (", ..." if len(odd) > 6 else "")
         raise ValueError(f"the weights do not fit a {model.config.model_type}; they lack {shown}")
     if absent:
         typer.echo(f"new and random: {', '.join(sorted(absent))}")
+    return cast("PreTrainedModel", model)
 
 
 def _document(
@@ -326,7 +284,7 @@ def _document(
     prompts: Prompts | None = None,
     lora: Lora | None = None,
 ) -> Model:
-    """Return the model as a run names it, proven to be rebuilt from its document alone."""
+    """Return the model's document. Raises unless the model can be rebuilt from the document alone."""
     config = _plain(json.loads(model.config.to_json_string()))
     document = Model(config=config, head=head, prompts=prompts, lora=lora, blocks=block_table(model, mapping))
     check_model(document, mapping)
@@ -334,14 +292,17 @@ def _document(
 
 
 def _write(out: Path, model: PreTrainedModel, document: Model) -> None:
-    """Make the folder under another name first, so that `out` is whole or not there."""
+    """Write the model folder under another name first, so that `out` is whole or missing."""
     folder = out.parent / f".{out.name}.{uuid4().hex}"
     folder.mkdir(parents=True)
     try:
-        # One file, with the names that the model has in memory rather than those of older checkpoints.
+        # One file, with the names of the tensors in memory rather than those of older checkpoints.
         tensors = {stored_name(name): tensor.detach() for name, tensor in named_tensors(model).items()}
         model.save_pretrained(folder, state_dict=tensors, save_original_format=False, max_shard_size=1 << 62)
-        _check_names(folder / WEIGHTS_FILE, document)
+        with safe_open(folder / WEIGHTS_FILE, framework="numpy") as file:
+            odd = {stored_name(block.tensor) for block in document.blocks} ^ set(file.keys())
+        if odd:
+            raise ValueError(f"transformers saved other tensors than the model has: {', '.join(sorted(odd))}")
         table = folder / BLOCKS_FILE
         table.write_text(document.model_dump_json(indent=1) + "\n", encoding="utf-8")
         # safetensors lets only the owner read; a coordinator may run as another user.
@@ -349,13 +310,6 @@ def _write(out: Path, model: PreTrainedModel, document: Model) -> None:
         folder.rename(out)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _check_names(weights: Path, document: Model) -> None:
-    with safe_open(weights, framework="numpy") as file:
-        odd = {stored_name(block.tensor) for block in document.blocks} ^ set(file.keys())
-    if odd:
-        raise ValueError(f"transformers saved other tensors than the model has: {', '.join(sorted(odd))}")
 
 
 def _read_document(path: Path) -> Model:
@@ -368,8 +322,8 @@ def _read_document(path: Path) -> Model:
         raise ValueError(f"{file} is not a table of blocks: {where} {message_of(first)}") from error
 
 
-def _summary(blocks: Sequence[Block]) -> list[dict[str, str | int | None]]:
-    """Return a row for each layer and role, what is outside the layers first."""
+def _summary(blocks: Sequence[Block]) -> list[dict[str, Any]]:
+    """Return a row for each layer and role, beginning with the blocks outside layers."""
     groups: dict[tuple[int, str], list[Block]] = {}
     for block in blocks:
         groups.setdefault((-1 if block.layer is None else block.layer, block.role), []).append(block)

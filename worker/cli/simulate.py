@@ -1,9 +1,8 @@
-"""`tessera simulate`: a whole federation in this process, for research and for trying methods out."""
+"""`tessera simulate`: a whole federation in this process, for research and for trials of methods."""
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -20,11 +19,11 @@ from tessera.shared.cli.render.watch import print_ended, print_ended_as_json
 from tessera.shared.metrics.site_spread import spreads
 from tessera.shared.problems import Invalid
 from tessera.shared.updates.model_folder import ModelFolder
+from tessera.worker.cli.exits import BAD_SETTINGS, fail
 from tessera.worker.settings import SettingsError
 from tessera.worker.simulation import Result, Stalled, simulate
 from tessera.worker.simulation.config import SimulationFile, read_file
 
-BAD_SETTINGS = 2
 STALLED = 3
 INTERRUPTED = 130
 
@@ -35,9 +34,7 @@ SUMMARY = "summary.json"
 app = typer.Typer(add_completion=False)
 
 
-def _whole_numbers(text: str | None) -> list[int] | None:
-    if text is None:
-        return None
+def _distinct_seeds(text: str) -> list[int]:
     try:
         seeds = [int(part) for part in text.split(",")]
     except ValueError:
@@ -53,79 +50,56 @@ def command(
         Path, typer.Argument(metavar="FILE.toml", help="A run's settings, with a model and a table `simulation`.")
     ],
     model: Annotated[
-        Path | None, typer.Option(help="The model folder to start from, if not the file's `model`.")
+        Path | None, typer.Option(help="The model folder to start from; by default the file's `model`.")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Where all goes, and from where it goes on; FILE-output if left out.")
+        Path | None, typer.Option(help="The folder for all results, and to resume from; by default FILE-output.")
     ] = None,
     settings: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Changes a setting, e.g. simulation.sites=4."),
+        typer.Option("--set", metavar="KEY=VALUE", help="Change a setting, e.g. simulation.sites=4."),
     ] = None,
     seeds: Annotated[
-        str | None, typer.Option(metavar="N,N,...", help="Runs once for each seed; prints mean and deviation.")
+        str | None, typer.Option(metavar="N,N,...", help="Run once for each seed, and print mean and deviation.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Run a whole federation in this process, with the results that it would have over HTTP, bit for bit.
 
-    Started again with the same settings, one that was stopped goes on. Exit code 0: done, 1: refused, 2: wrong usage,
-    3: a round could not reach its quorum.
+    The same command resumes a stopped simulation. Exit code 0: done, 1: refused, 2: wrong usage, 3: a round could not
+    reach its quorum.
     """
-    wanted_seeds = _whole_numbers(seeds)
+    changes: list[dict[str, int]] = [{"seed": seed} for seed in _distinct_seeds(seeds)] if seeds is not None else [{}]
     wanted = read_file(file, settings or [])
-    start = _start(file, model or wanted.model)
+    if (source := model or wanted.model) is None:
+        remedy = "Make one with `tessera model init`, and name it there or with --model."
+        raise Invalid(f"{file} names no model to start from", remedy=remedy)
+    start = ModelFolder.open(source)
     folder = out or Path(f"{file.stem}-output")
-    with _told():
-        if wanted_seeds is None:
-            results = {int(wanted.spec.get("seed", 0)): _run(wanted, start, folder, {}, as_json=as_json)}
-        else:
-            results = {
-                seed: _run(wanted, start, folder / f"seed-{seed}", {"seed": seed}, as_json=as_json)
-                for seed in wanted_seeds
-            }
+    results = {}
+    try:
+        for change in changes:
+            spec = {**wanted.spec, **change}
+            own = folder / f"seed-{spec['seed']}" if change else folder
+            results[int(spec.get("seed", 0))] = _run(wanted, spec, start, own, as_json=as_json)
+    except SettingsError as fault:
+        fail(f"simulation.{fault}", BAD_SETTINGS)
+    except Stalled as fault:
+        fail(str(fault), STALLED)
+    except KeyboardInterrupt:
+        output.note("stopped; the same command resumes")
+        raise typer.Exit(INTERRUPTED) from None
     _conclude(results, as_json=as_json)
 
 
-def _start(file: Path, model: Path | None) -> ModelFolder:
-    if model is None:
-        remedy = "Make one with `tessera model init`, and name it there or with --model."
-        raise Invalid(f"{file} names no model to start from", remedy=remedy)
-    return ModelFolder.open(model)
-
-
-@contextmanager
-def _told() -> Iterator[None]:
-    try:
-        yield
-    except SettingsError as fault:
-        output.complain(f"simulation.{fault}")
-        raise typer.Exit(BAD_SETTINGS) from fault
-    except Stalled as fault:
-        output.complain(str(fault))
-        raise typer.Exit(STALLED) from fault
-    except KeyboardInterrupt:
-        output.note("stopped; the same command goes on from here")
-        raise typer.Exit(INTERRUPTED) from None
-
-
 def _run(
-    wanted: SimulationFile, start: ModelFolder, folder: Path, changed: Mapping[str, Any], *, as_json: bool
+    wanted: SimulationFile, spec: Mapping[str, Any], start: ModelFolder, folder: Path, *, as_json: bool
 ) -> Result:
-    """Return one simulation from its beginning, or from where it was stopped, and what is written of it."""
-    spec = {**wanted.spec, **changed}
+    """Run or resume one simulation, write its results to the folder, and return them."""
     sites, test = wanted.table.population(int(spec.get("seed", 0))), wanted.table.central()
     output.note(f"{len(sites)} sites in {folder}")
-    tell = print_ended_as_json if as_json else partial(print_ended, output.out())
-    result = simulate(
-        spec,
-        start,
-        sites,
-        test=test,
-        conditions=wanted.table,
-        out=folder,
-        watch=tell,
-    )
+    watch = print_ended_as_json if as_json else partial(print_ended, output.out())
+    result = simulate(spec, start, sites, test=test, conditions=wanted.table, out=folder, watch=watch)
     result.write_measurements(folder / MEASUREMENTS)
     with in_place_of(folder / MODEL) as made:
         result.export(made, like=start.path)
@@ -138,7 +112,7 @@ def _run(
 
 
 def _summary(result: Result, folder: Path) -> dict[str, Any]:
-    """Return what the last version came to, and what it cost."""
+    """Return the metrics and the cost of the last version."""
     last, outcomes = result.versions[-1], result.outcomes
     at_sites = spreads(result.measurements).get(last.number, {})
     return {
@@ -174,7 +148,11 @@ def _conclude(results: Mapping[int, Result], *, as_json: bool) -> None:
         return
     console = output.out()
     columns = ("at the end", *(f"seed {seed}" for seed in results), "mean", "deviation")
-    rows = [_row(name, found) for name, found in by_name.items()]
+    rows = []
+    for name, found in by_name.items():
+        deviation = _deviation(found)
+        spread = (f"{fmean(found):.4f}", None if deviation is None else f"{deviation:.4f}")
+        rows.append((name.replace("_", " "), *(f"{value:.4f}" for value in found), *spread))
     shown = columns if len(results) > 1 else columns[:2]
     console.print(output.table(shown, [row[: len(shown)] for row in rows], right=shown[1:]))
     for result in results.values():
@@ -182,7 +160,7 @@ def _conclude(results: Mapping[int, Result], *, as_json: bool) -> None:
 
 
 def _figures(result: Result) -> dict[str, float]:
-    """Return what tells most of the last version, by the words that people read."""
+    """Return the main metrics of the last version and the traffic, by the names that people read."""
     last = result.versions[-1].number
     figures = dict(result.scores().get(last, {}))
     at_sites = spreads(result.measurements).get(last, {})
@@ -194,12 +172,6 @@ def _figures(result: Result) -> dict[str, float]:
     return figures
 
 
-def _row(name: str, found: Sequence[float]) -> tuple[str | None, ...]:
-    deviation = _deviation(found)
-    told = None if deviation is None else f"{deviation:.4f}"
-    return (name.replace("_", " "), *(f"{value:.4f}" for value in found), f"{fmean(found):.4f}", told)
-
-
 def _deviation(found: Sequence[float]) -> float | None:
-    """Return the standard deviation of a sample; None of one."""
+    """Return the standard deviation of a sample, or None of a single value."""
     return stdev(found) if len(found) > 1 else None

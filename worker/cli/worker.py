@@ -1,4 +1,4 @@
-"""`tessera worker`: joins, runs a worker, and checks its settings."""
+"""`tessera worker`: joining a coordinator, running a worker, and checks of its settings."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from tessera.shared.problems import Forbidden, NotFound, Problem, Unauthenticate
 from tessera.shared.telemetry import logging, spans
 from tessera.shared.urls import without_password
 from tessera.worker.cli.approval import COMMANDS
+from tessera.worker.cli.exits import BAD_SETTINGS, NOT_ADMITTED, ConfigFile, Errors, exits, fail
 from tessera.worker.cli.join import join, rotate
 from tessera.worker.cli.ledger import adopt, ledger
 from tessera.worker.doctor import checks
@@ -35,23 +36,11 @@ from tessera.worker.task.heartbeat import Stop
 if TYPE_CHECKING:
     from tessera.worker.agent import Agent
 
-BAD_SETTINGS = 2
-NOT_ADMITTED = 3
+ERRORS: Errors = {BAD_SETTINGS: (SettingsError, MethodsUnusable, PolicyViolation)}
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, help="Run a worker beside the data, and check its settings."
 )
-
-ConfigFile = Annotated[Path, typer.Option("--config", help="The worker's settings, as TOML.")]
-
-
-@contextmanager
-def _bad_settings_in_one_line() -> Iterator[None]:
-    try:
-        yield
-    except (SettingsError, MethodsUnusable, PolicyViolation) as fault:
-        typer.echo(f"error: {fault}", err=True)
-        raise typer.Exit(BAD_SETTINGS) from fault
 
 
 @app.command()
@@ -63,14 +52,15 @@ def run(config: ConfigFile) -> None:
         signal.signal(number, signal.SIG_DFL)
         stop.request()
 
-    with _bad_settings_in_one_line():
+    with exits(ERRORS):
         file = SettingsFile(config)
         settings = file.settings
-        _log_as(settings)
+        console = sys.stdout.isatty() if settings.log == "auto" else settings.log == "console"
+        logging.configure(sys.stdout, console=console)
         with _alone(settings.state_dir):
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, ask_to_stop)
-            # Loaded to run and for nothing else: transformers takes seconds, and who decides here need not wait.
+            # Imports transformers, which takes seconds; no other command needs it.
             _run(load("tessera.worker.agent").Agent(settings, stop, file), settings)
 
 
@@ -79,22 +69,20 @@ def _run(agent: Agent, settings: WorkerSettings) -> None:
     try:
         agent.run()
     except (Unauthenticated, Forbidden) as problem:
-        typer.echo(f"error: {_place(settings)} does not admit worker {settings.name}: {problem}", err=True)
-        raise typer.Exit(NOT_ADMITTED) from problem
+        fail(f"{without_password(settings.url)} does not admit worker {settings.name}: {problem}", NOT_ADMITTED)
     except Problem as problem:
-        typer.echo(f"error: {_place(settings)} refuses worker {settings.name}: {problem}", err=True)
-        raise typer.Exit(1) from problem
+        fail(f"{without_password(settings.url)} refuses worker {settings.name}: {problem}", 1)
     finally:
         spans.end()
 
 
 @app.command()
 def check(config: ConfigFile, as_json: AsJson = False) -> None:
-    """Read the settings, count the examples of each data set, and see whether the coordinator admits the token.
+    """Read the settings, count the examples of each data set, and check that the coordinator admits the token.
 
-    Exit code 0: all is well, 1: the coordinator does not answer, 2: bad settings, 3: the token is not admitted.
+    Exit code 0: all is well, 1: the coordinator does not answer, 2: invalid settings, 3: the token is not admitted.
     """
-    with _bad_settings_in_one_line():
+    with exits(ERRORS):
         settings = read_settings(config)
         token, verify = token_of(settings), tls_of(settings)
         device = describe(device_of(settings.device))
@@ -102,6 +90,7 @@ def check(config: ConfigFile, as_json: AsJson = False) -> None:
         loaded = datasets_of(settings)
         measured = {name: run_history_of(settings).measured(name) for name in settings.datasets}
     examples = {name: loaded[name].examples if name in loaded else None for name in settings.datasets}
+    url, days = without_password(settings.url), settings.keep_vaults_days
     version, problem = None, None
     try:
         with Client(settings.url, token, patience_seconds=0, verify=verify) as client:
@@ -110,57 +99,52 @@ def check(config: ConfigFile, as_json: AsJson = False) -> None:
     except Problem as refusal:
         problem = refusal
     if as_json:
-        coordinator = {"url": _place(settings), "version": version, "problem": problem.json() if problem else None}
-        print_json(
-            {
-                "device": device,
-                "datasets": examples,
-                "measured": measured,
-                "keep_vaults_days": settings.keep_vaults_days,
-                "coordinator": coordinator,
-            }
-        )
+        coordinator = {"url": url, "version": version, "problem": problem.json() if problem else None}
+        data = {"datasets": examples, "measured": measured, "keep_vaults_days": days}
+        print_json({"device": device, **data, "coordinator": coordinator})
     else:
-        _tell(device, examples, _place(settings), version)
+        typer.echo(f"device       {device}")
+        for name, count in examples.items():
+            available = "kept from runs by the policy" if count is None else f"{count} examples"
+            typer.echo(f"data set     {name}: {available}")
+        if version is not None:
+            typer.echo(f"coordinator  {url} answers: version {version}")
         for name, times in measured.items():
             typer.echo(f"measured     {name}: {times} versions, of at most {settings.policy.max_evaluations}")
-        days = settings.keep_vaults_days
         kept = "kept for ever" if days == "forever" else f"removed {days:g} days after their last use"
         typer.echo(f"vaults       those of ended runs are {kept}")
     if isinstance(problem, Unauthenticated | Forbidden):
-        typer.echo(f"error: {_place(settings)} does not admit the token: {problem}", err=True)
-        raise typer.Exit(NOT_ADMITTED)
+        fail(f"{url} does not admit the token: {problem}", NOT_ADMITTED)
     if problem:
-        typer.echo(f"error: {_place(settings)} does not answer: {problem}", err=True)
-        raise typer.Exit(1)
+        fail(f"{url} does not answer: {problem}", 1)
 
 
 @app.command()
 def doctor(
     config: ConfigFile,
-    probe: Annotated[bool, typer.Option("--probe/--no-probe", help="Upload 256 KiB of noise, to time it.")] = True,
+    probe: Annotated[bool, typer.Option("--probe/--no-probe", help="Upload 256 KiB of noise to time it.")] = True,
     as_json: AsJson = False,
 ) -> None:
-    """Look at all that a worker needs: the way to the coordinator, token, disk, device, data, policy, line.
+    """Check all that a worker needs: network, coordinator, token, disk, device, data, policy and upload speed.
 
-    Exit code 0: it could work, 1: something fails, 2: bad settings.
+    Exit code 0: it can work, 1: a check fails, 2: invalid settings.
     """
-    with _bad_settings_in_one_line():
+    with exits(ERRORS):
         settings = read_settings(config)
     print_findings(examined(checks(settings, probe=probe)), as_json=as_json)
 
 
-config_app = typer.Typer(no_args_is_help=True, help="The settings, as the file and the environment have them.")
+config_app = typer.Typer(no_args_is_help=True, help="The settings from the file and the environment.")
 app.add_typer(config_app, name="config")
 
 
 @config_app.command()
 def show(config: ConfigFile, as_json: AsJson = False) -> None:
-    """Show every setting, and whether it comes from the file, the environment or is the default. Hides secrets.
+    """Show each setting and its origin: the file, the environment or the default. Hides secrets.
 
-    A running worker heeds a changed policy and changed privacy budgets at once, and all else when it next starts.
+    A running worker applies a changed policy and changed privacy budgets at once, other settings when it restarts.
     """
-    with _bad_settings_in_one_line():
+    with exits(ERRORS):
         found = effective_settings(config)
     print_settings(found, as_json=as_json)
 
@@ -169,13 +153,8 @@ for command in (join, rotate, ledger, adopt, *COMMANDS):
     app.command()(command)
 
 
-def _place(settings: WorkerSettings) -> str:
-    """Return the coordinator's URL as it may be shown."""
-    return without_password(settings.url)
-
-
 def _try_token(client: Client) -> None:
-    """Renew a lease that there is not, which only a site's token may. Raises Problem if it is not admitted."""
+    """Renew a lease that does not exist, which needs a site's token. Raises Problem if the token is not admitted."""
     try:
         client.heartbeat("0", 0)
     except NotFound as problem:
@@ -183,18 +162,9 @@ def _try_token(client: Client) -> None:
             raise
 
 
-def _tell(device: str, examples: dict[str, int | None], url: str, version: str | None) -> None:
-    typer.echo(f"device       {device}")
-    for name, count in examples.items():
-        told = "kept from runs by the policy" if count is None else f"{count} examples"
-        typer.echo(f"data set     {name}: {told}")
-    if version is not None:
-        typer.echo(f"coordinator  {url} answers: version {version}")
-
-
 @contextmanager
 def _alone(state_dir: Path) -> Iterator[None]:
-    """Keep a second worker out of the same folder: cache and vault belong to one process."""
+    """Lock the folder against a second worker, since cache and vault belong to one process."""
     with ExitStack() as stack:
         try:
             stack.enter_context(alone(state_dir))
@@ -203,8 +173,3 @@ def _alone(state_dir: Path) -> Iterator[None]:
         except OSError as fault:
             raise SettingsError(f"state_dir: {state_dir} cannot be used: {fault.strerror}") from fault
         yield
-
-
-def _log_as(settings: WorkerSettings) -> None:
-    console = sys.stdout.isatty() if settings.log == "auto" else settings.log == "console"
-    logging.configure(sys.stdout, console=console)

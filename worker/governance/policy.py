@@ -276,7 +276,7 @@ class Policy(Frozen):
     def check_measurements(self, dataset: str, times: int) -> None:
         """Check the number of evaluations on a data set, including the one about to start."""
         most = self.max_evaluations
-        detail = f"{most} evaluations on the data set {dataset!r} were made, the most allowed"
+        detail = f"{most} versions were measured on the data set {dataset!r}, the most that the policy allows"
         require(times <= most, "max_evaluations", detail)
 
     def check_duration(self, seconds: float) -> None:

@@ -127,13 +127,7 @@ _QKV = in_turn("query", "key", "value")
 _NORMS: Mapping[str, Role] = {"q_norm": "query", "k_norm": "key", "q_layernorm": "query", "k_layernorm": "key"}
 _PROJECTIONS: Mapping[str, Role] = {"q_proj": "query", "k_proj": "key", "v_proj": "value"}
 _LATENTS = frozenset(
-    {
-        "DeepseekV2Attention",
-        "DeepseekV3Attention",
-        "Glm4MoeLiteAttention",
-        "MiniCPM3Attention",
-        "YoutuAttention",
-    }
+    {"DeepseekV2Attention", "DeepseekV3Attention", "Glm4MoeLiteAttention", "MiniCPM3Attention", "YoutuAttention"}
 )
 _LATENT: Mapping[str, Role] = {"kv_a_proj_with_mqa": "key", "kv_a_layernorm": "key", "o_proj": "output"}
 
@@ -171,12 +165,7 @@ LAYOUTS: tuple[ModelLayout, ...] = (
     # CLIP, BART, OPT, Whisper, wav2vec 2. WavLM has a table of relative positions, gated by the query side.
     ModelLayout(
         whole={**_PROJECTIONS, "out_proj": "output"},
-        optional={
-            **_NORMS,
-            "rel_attn_embed": "key",
-            "gru_rel_pos_linear": "query",
-            "gru_rel_pos_const": "query",
-        },
+        optional={**_NORMS, "rel_attn_embed": "key", "gru_rel_pos_linear": "query", "gru_rel_pos_const": "query"},
     ),
     # AIMv2's pooling: the class token itself is the query.
     ModelLayout(

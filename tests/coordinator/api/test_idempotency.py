@@ -11,7 +11,7 @@ from tessera.shared.api.admin import TokenSpec
 from tests.support.coordinator import LiveCoordinator, refused
 from tests.support.federation import small_model, start_run, values
 
-pytestmark = pytest.mark.both_databases
+pytestmark = pytest.mark.both_databases(long="sqlite")
 
 
 def keyed(key: str) -> dict[str, str]:

@@ -16,7 +16,7 @@ from tessera.shared.client.client import Client
 from tests.support.coordinator import Clock, LiveCoordinator, refusing, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
 
-pytestmark = pytest.mark.both_databases
+pytestmark = pytest.mark.both_databases(long="sqlite")
 
 MODEL = small_model()
 START = values(MODEL)

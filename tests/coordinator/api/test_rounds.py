@@ -15,7 +15,7 @@ from tessera.shared.methods.base import MethodSpec
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
 
-pytestmark = pytest.mark.both_databases
+pytestmark = pytest.mark.both_databases(long="sqlite")
 
 
 def test_a_round_commits_the_weighted_mean_of_its_updates(coordinator: LiveCoordinator) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -68,12 +68,22 @@ def expected(subject: Subject, view: View, position: int) -> list[tuple[np.ndarr
     return found
 
 
+def in_turn(names: Iterable[str], *variants: tuple[Any, ...]) -> list[Any]:
+    """Each name with each variant; the long tests run all of them, `make test` one of each name, in turn."""
+    return [
+        pytest.param(name, *variant, marks=[] if at % len(variants) == place else pytest.mark.long)
+        for at, name in enumerate(names)
+        for place, variant in enumerate(variants)
+    ]
+
+
 def own(case: Case) -> list[View]:
     return [view for view in case.views if view.output != "cross_attentions"]
 
 
-@pytest.mark.parametrize("model_type", sorted(set(ZOO) - set(UNKNOWN)))
-@pytest.mark.parametrize(("where", "position"), [("first", 0), ("last", -1)])
+@pytest.mark.parametrize(
+    ("model_type", "where", "position"), in_turn(sorted(set(ZOO) - set(UNKNOWN)), ("first", 0), ("last", -1))
+)
 def test_mass_and_entropy_are_those_of_the_eager_probabilities(model_type: str, where: Any, position: int) -> None:
     case, subject = ZOO[model_type], Subject(model_type, ZOO[model_type])
     found = profile(made(model_type, case), case, TaskTokens(where=where))
@@ -103,8 +113,7 @@ def with_padding(model_type: str, mask: Tensor) -> tuple[Case, Subject]:
     return case, Subject(model_type, case)
 
 
-@pytest.mark.parametrize("model_type", TEXTS)
-@pytest.mark.parametrize("mask", [PADDED, LEFT], ids=["right", "left"])
+@pytest.mark.parametrize(("model_type", "mask"), in_turn(TEXTS, (PADDED,), (LEFT,)))
 def test_padding_counts_neither_as_a_query_nor_as_a_task_token(model_type: str, mask: Tensor) -> None:
     case, subject = with_padding(model_type, mask)
     found = profile(made(model_type, case), case, TaskTokens(where="last"))

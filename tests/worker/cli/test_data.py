@@ -146,8 +146,8 @@ def test_without_matplotlib_the_table_is_there_and_a_picture_is_refused_with_the
     ("arguments", "complaint"),
     [
         (("show", "--dataset", "none"), "there is no data set 'none', but digits, test"),
-        (("split",), "there are several data sets: say --dataset digits or test"),
-        (("split", "--dataset", "test"), "say --scheme and --sites"),
+        (("split",), "there are several data sets: give --dataset digits or test"),
+        (("split", "--dataset", "test"), "give --scheme and --sites"),
         (("split", "--dataset", "test", "--scheme", "iid"), "--sites: Field required"),
         (("split", "--dataset", "test", "--scheme", "odd", "--sites", "2"), "--scheme: Input tag 'odd'"),
         (("split", "--dataset", "digits", "--each", "2"), "--each: scheme dirichlet has no such setting"),

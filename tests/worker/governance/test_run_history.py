@@ -111,7 +111,7 @@ def test_what_was_measured_is_counted_for_all_runs_and_workers_that_share_it(tmp
     south.measure("wards", policy)
     assert RunHistory(tmp_path, "north").measured("wards") == 2
     for asked in (lambda: north.check(task(1, **measuring), policy), lambda: north.measure("wards", policy)):
-        with pytest.raises(PolicyViolation, match="2 evaluations on the data set 'wards' were made") as violation:
+        with pytest.raises(PolicyViolation, match="2 versions were measured on the data set 'wards'") as violation:
             asked()
         assert violation.value.rule == "max_evaluations"
     north.check(task(1), policy)

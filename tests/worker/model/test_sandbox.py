@@ -66,6 +66,7 @@ def test_verdicts_that_nobody_used_for_thirty_days_are_removed(tmp_path: Path) -
     Sandbox(tmp_path / "never-made").sweep(now)
 
 
+@pytest.mark.long
 def test_a_limit_that_the_machine_sets_already_is_no_fault_of_the_model() -> None:
     script = (
         "import resource; resource.setrlimit(resource.RLIMIT_CPU, (50, 50));"

@@ -328,7 +328,7 @@ def dying(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], list[int]
     monkeypatch.setattr(Path, "replace", rename)
 
 
-@pytest.mark.parametrize("method", ["fedper", "scaffold"])
+@pytest.mark.parametrize("method", [pytest.param("fedper", marks=pytest.mark.long), "scaffold"])
 def test_wherever_it_is_killed_it_goes_on_with_the_same_bits(
     model: Weights, tmp_path: Path, dying: Callable[[int], list[int]], method: str
 ) -> None:
@@ -343,7 +343,7 @@ def test_wherever_it_is_killed_it_goes_on_with_the_same_bits(
     whole = run(tmp_path / "whole")
     names = whole.kept("a").keys()
     assert names
-    for at in range(1, count[0] + 1, 11):
+    for at in range(1, count[0] + 1, 17):
         dying(at)
         with pytest.raises(Killed):
             run(tmp_path / str(at))

@@ -1,0 +1,76 @@
+"""Sites and their tokens, as administrators manage them."""
+
+from tessera.coordinator.auth import tokens
+from tessera.coordinator.db import audit, views, workers
+from tessera.coordinator.db.idempotency import once
+from tessera.coordinator.domain.principal import Principal
+from tessera.coordinator.services import Services
+from tessera.shared.api.admin import IssuedToken, Site, SiteSpec, Token, TokenSpec
+from tessera.shared.problems import Conflict
+
+
+def create_site(services: Services, caller: Principal, spec: SiteSpec, key: str | None = None) -> Site:
+    """Create a site. With a `key`, repeating the request returns the same site. Raise Conflict if its name is
+    taken."""
+    with services.database.transaction() as session:
+        now = services.database.now()
+
+        def create() -> Site:
+            return views.view_of(Site, workers.create_site(session, now, caller.actor, spec.name))
+
+        return once(session, now, caller, key, spec, Site, create)
+
+
+def suspend_site(services: Services, caller: Principal, site_id: str) -> Site:
+    """Refuse all tokens of a site from now on, and end the claims that wait with them. Raise NotFound."""
+    site, waiting = _set_suspended(services, caller, site_id, suspended=True)
+    services.wake_workers(waiting)
+    return site
+
+
+def resume_site(services: Services, caller: Principal, site_id: str) -> Site:
+    """Accept a suspended site's tokens again. Raise NotFound."""
+    return _set_suspended(services, caller, site_id, suspended=False)[0]
+
+
+def _set_suspended(services: Services, caller: Principal, site_id: str, *, suspended: bool) -> tuple[Site, list[str]]:
+    """Return the site and its workers' ids. Repeating it changes nothing."""
+    with services.database.transaction() as session:
+        now, row = services.database.now(), workers.find_site(session, site_id)
+        if suspended != (row.suspended_at is not None):
+            row.suspended_at = now if suspended else None
+            action = "site.suspend" if suspended else "site.resume"
+            audit.record(session, now, caller.actor, action, row.id, name=row.name)
+        return views.view_of(Site, row), workers.workers_of(session, site_id)
+
+
+def issue_token(services: Services, caller: Principal, spec: TokenSpec, key: str | None = None) -> IssuedToken:
+    """Issue a token. Its secret is in this result only and is not stored.
+
+    Raise Invalid if its site does not exist, and Conflict if a token was issued under this key before.
+    """
+    secret: str | None = None
+    with services.database.transaction() as session:
+        now = services.database.now()
+
+        def create() -> Token:
+            nonlocal secret
+            row, secret = tokens.issue_token(session, now, caller.actor, spec)
+            return views.token_view(row, spec.site)
+
+        token = once(session, now, caller, key, spec, Token, create)
+    if secret is None:
+        raise Conflict(
+            f"token {token.id} was issued under this key before, and its secret was in that response",
+            remedy="If the secret was lost, revoke the token and issue another under a new key.",
+        )
+    return IssuedToken(**token.model_dump(), secret=secret)
+
+
+def revoke_token(services: Services, caller: Principal, token_id: str) -> None:
+    """Revoke a token at once, and end the claims that wait with it. Raise NotFound and Conflict."""
+    with services.database.transaction() as session:
+        now, admins_sign_in = services.database.now(), "admin" in services.settings.oidc_roles.values()
+        row = tokens.revoke_token(session, now, caller.actor, token_id, admins_sign_in=admins_sign_in)
+        waiting = workers.workers_of(session, row.site_id)
+    services.wake_workers(waiting)

@@ -1,0 +1,34 @@
+"""Exit codes of the commands at a site, and the `--config` option that they share."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+from tessera.shared.cli.render.output import complain
+
+BAD_SETTINGS = 2
+NOT_ADMITTED = 3
+
+Errors = Mapping[int, tuple[type[Exception], ...]]
+"""Exit codes, and the errors that end a command with each."""
+
+ConfigFile = Annotated[Path, typer.Option("--config", help="The worker's settings, as TOML.")]
+
+
+def fail(sentence: str, code: int) -> NoReturn:
+    """Report an error on stderr, and exit with a code."""
+    complain(sentence)
+    raise typer.Exit(code)
+
+
+@contextmanager
+def exits(errors: Errors) -> Iterator[None]:
+    """Report one of these errors in one line, and exit with its code."""
+    try:
+        yield
+    except tuple(kind for kinds in errors.values() for kind in kinds) as fault:
+        code = next(code for code, kinds in errors.items() if isinstance(fault, kinds))
+        fail(" ".join(str(fault).split()), code)
