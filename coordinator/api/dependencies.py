@@ -26,12 +26,13 @@ async def services(request: Request) -> Services:
 Serving = Annotated[Services, Depends(services)]
 
 
-def principal(
-    request: Request, serving: Serving, credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(bearer)]
-) -> Principal:
+Shown = Annotated[HTTPAuthorizationCredentials | None, Depends(bearer)]
+
+
+def principal(request: Request, serving: Serving, shown: Shown) -> Principal:
     """Return the caller. Raises Unauthenticated and TooManyRequests."""
     try:
-        caller = holder(serving, credentials)
+        caller = holder(serving, shown)
     except Unauthenticated:
         serving.admission.count_failure(address_of(request))
         raise
@@ -56,12 +57,17 @@ def holder(serving: Services, credentials: HTTPAuthorizationCredentials | None) 
         return authenticate(session, serving.database.now(), token)
 
 
+def require_role(caller: Principal, *roles: TokenRole) -> None:
+    """Raise Forbidden."""
+    if caller.role not in roles:
+        raise Forbidden(f"this needs a token of role {' or '.join(roles)}; yours has role {caller.role}")
+
+
 def allow(*roles: TokenRole) -> Callable[[Principal], Awaitable[Principal]]:
     """Return a dependency that admits callers of these roles."""
 
     async def admitted(caller: Annotated[Principal, Depends(principal)]) -> Principal:
-        if caller.role not in roles:
-            raise Forbidden(f"this needs a token of role {' or '.join(roles)}; yours has role {caller.role}")
+        require_role(caller, *roles)
         return caller
 
     return admitted

@@ -2,10 +2,9 @@
 
 from typing import Annotated
 
-from fastapi import APIRouter, Depends, Query, Request
-from fastapi.security import HTTPAuthorizationCredentials
+from fastapi import APIRouter, Query, Request
 
-from tessera.coordinator.api.dependencies import Admin, Cursor, Limit, Serving, SiteCaller, address_of, bearer
+from tessera.coordinator.api.dependencies import Admin, Cursor, Limit, Serving, Shown, SiteCaller, address_of
 from tessera.coordinator.api.request_limits import BoundedRoute
 from tessera.coordinator.operations import enrolments
 from tessera.shared.api.admin import Approval, Enrolment, EnrolmentSpec, Rotated, Rotation
@@ -13,8 +12,6 @@ from tessera.shared.problems import Unauthenticated
 from tessera.shared.schema import Page
 
 router = APIRouter(prefix="/v1", tags=["enrolments"], route_class=BoundedRoute)
-
-Shown = Annotated[HTTPAuthorizationCredentials | None, Depends(bearer)]
 
 
 # A token is optional, which its dependency does not describe.

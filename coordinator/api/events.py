@@ -1,14 +1,15 @@
 """Server-sent events for viewers."""
 
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from typing import Annotated
 
-from fastapi import APIRouter, Depends, Header
+from fastapi import APIRouter, Header
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import StreamingResponse
-from fastapi.security import HTTPAuthorizationCredentials
 
-from tessera.coordinator.api.dependencies import Serving, Viewer, bearer, holder
+from tessera.coordinator.api.dependencies import Serving, Shown, Viewer, holder
 from tessera.coordinator.api.request_limits import BoundedRoute
 from tessera.coordinator.db import views
 from tessera.coordinator.services import Services
@@ -17,8 +18,6 @@ from tessera.shared.problems import Forbidden, Unauthenticated
 router = APIRouter(prefix="/v1", tags=["events"], route_class=BoundedRoute)
 
 MEDIA_TYPE = "text/event-stream"
-
-Shown = Annotated[HTTPAuthorizationCredentials | None, Depends(bearer)]
 
 LastEvent = Annotated[
     int | None,
@@ -34,7 +33,7 @@ class EventStream(StreamingResponse):
 async def all_events(serving: Serving, caller: Viewer, shown: Shown, last_event_id: LastEvent = None) -> EventStream:
     """Stream every change of state as a `ChangeEvent` in an event of type `change`. Events of type `progress`
     have no id and report heartbeats of workers."""
-    return await stream(serving, None, last_event_id, caller.token_id, lambda: admitted(serving, shown))
+    return await stream(serving, None, last_event_id, caller.token_id, partial(holder, serving, shown))
 
 
 @router.get("/runs/{run_id}/events", operation_id="listenToRun", response_class=EventStream)
@@ -42,30 +41,28 @@ async def run_events(
     run_id: str, serving: Serving, caller: Viewer, shown: Shown, last_event_id: LastEvent = None
 ) -> EventStream:
     """Stream the events of one run."""
-    return await stream(serving, run_id, last_event_id, caller.token_id, lambda: admitted(serving, shown))
+    return await stream(serving, run_id, last_event_id, caller.token_id, partial(holder, serving, shown))
 
 
 async def stream(
-    serving: Services, run_id: str | None, since: int | None, holder: str, still: Callable[[], bool]
+    serving: Services, run_id: str | None, since: int | None, token_id: str, authenticate: Callable[[], object]
 ) -> EventStream:
-    """Return a stream of all events or a run's, which ends when `still` returns False. Raises NotFound and Busy."""
+    """Return a stream of all events or a run's; it ends when `authenticate` refuses the caller. Raises NotFound and
+    Busy."""
     if run_id is not None:
         await run_in_threadpool(_require_run, serving, run_id)
-    serving.change_feed.require_capacity(holder)
-    return EventStream(
-        serving.change_feed.listen(run_id, since, holder, still), headers={"Cache-Control": "no-store"}
-    )
+
+    def is_admitted() -> bool:
+        with suppress(Unauthenticated, Forbidden):
+            authenticate()
+            return True
+        return False
+
+    serving.change_feed.require_capacity(token_id)
+    events = serving.change_feed.listen(run_id, since, token_id, is_admitted)
+    return EventStream(events, headers={"Cache-Control": "no-store"})
 
 
 def _require_run(serving: Services, run_id: str) -> None:
     with serving.database.snapshot() as session:
         views.find_run(session, run_id)
-
-
-def admitted(serving: Services, shown: HTTPAuthorizationCredentials | None) -> bool:
-    """Return whether a token is still valid."""
-    try:
-        holder(serving, shown)
-    except (Unauthenticated, Forbidden):
-        return False
-    return True

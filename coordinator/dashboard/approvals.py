@@ -8,9 +8,9 @@ from pydantic import ValidationError
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from tessera.coordinator.api.dependencies import Serving
+from tessera.coordinator.api.dependencies import Serving, require_role
 from tessera.coordinator.dashboard.security_headers import PREFIX
-from tessera.coordinator.dashboard.session import Fields, PageRoute, Sender, Signed, require_role
+from tessera.coordinator.dashboard.session import Fields, PageRoute, Sender, Signed
 from tessera.coordinator.dashboard.templating import render
 from tessera.coordinator.db.snapshots import live_workers
 from tessera.coordinator.db.tables import RunRow
@@ -38,7 +38,7 @@ def list_approvals(request: Request, serving: Serving, who: Signed) -> Response:
 @router.post("/approvals/{enrolment_id}")
 def decide(enrolment_id: str, serving: Serving, who: Sender, fields: Fields) -> Response:
     """Admit a worker by the code that its site's people read on their machine, or decline it."""
-    require_role(who, "admin")
+    require_role(who.principal, "admin")
     if fields.get("decision") == "approve":
         given = {name: fields.get(name, "").strip() for name in ("code", "site")}
         try:

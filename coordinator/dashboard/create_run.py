@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from tessera.coordinator.api.dependencies import Serving
+from tessera.coordinator.api.dependencies import Serving, require_role
 from tessera.coordinator.dashboard.forms import Field, fields_of, filled, placed
 from tessera.coordinator.dashboard.runs import facts_of
 from tessera.coordinator.dashboard.security_headers import PREFIX
@@ -23,7 +23,6 @@ from tessera.coordinator.dashboard.session import (
     Sender,
     Signed,
     Visitor,
-    require_role,
 )
 from tessera.coordinator.dashboard.templating import render
 from tessera.coordinator.db.snapshots import live_workers
@@ -60,7 +59,7 @@ class FormSection:
 def show_form(
     request: Request, serving: Serving, who: Signed, method: Annotated[str | None, Query(max_length=64)] = None
 ) -> Response:
-    require_role(who, *STEERING)
+    require_role(who.principal, *STEERING)
     if method is None:
         return render(request, "methods.html", who, methods=sorted(methods().values(), key=lambda m: m.name))
     return _form(request, serving, who, _method(method), {REQUEST_KEY: new_id()})
@@ -69,7 +68,7 @@ def show_form(
 @router.post("")
 def take_form(request: Request, serving: Serving, who: Sender, fields: Fields) -> Response:
     """Return the form with its errors, the preview, or the created run."""
-    require_role(who, *STEERING)
+    require_role(who.principal, *STEERING)
     method = _method(fields.get(METHOD, ""))
     if fields.get(STEP) == "change":
         return _form(request, serving, who, method, fields)

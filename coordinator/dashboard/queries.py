@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from datetime import datetime
 from functools import cache
-from operator import add
+from itertools import groupby
+from operator import add, attrgetter
 
-from sqlalchemy import String, case, cast, func, select, true
-from sqlalchemy.orm import Session
+from sqlalchemy import ColumnElement, String, case, cast, func, select, true
+from sqlalchemy.orm import InstrumentedAttribute, Session
 
 from tessera.coordinator.dashboard.svg_charts import Band
 from tessera.coordinator.db import views
@@ -124,35 +125,31 @@ def stage_bands(session: Session, run_id: str) -> list[Band]:
         .where(RoundRow.run_id == run_id, RoundRow.state == "committed")
         .order_by(RoundRow.number)
     )
-    bands: list[Band] = []
-    for number, stage in rows:
-        if bands and bands[-1].name == stage:
-            bands[-1] = Band(stage, bands[-1].first, number)
-        else:
-            bands.append(Band(stage, number, number))
-    return bands
+    stages = ((stage, [row.number for row in group]) for stage, group in groupby(rows, attrgetter("stage")))
+    return [Band(stage, numbers[0], numbers[-1]) for stage, numbers in stages]
 
 
-def thinned(latest: int, most: int = MAX_POINTS) -> int:
+def thinned(run: Run) -> int:
     """Return the step between shown versions."""
-    return max(1, math.ceil(latest / most))
+    return max(1, math.ceil(run.version.number / MAX_POINTS))
+
+
+def _is_shown(number: ColumnElement[int] | InstrumentedAttribute[int], run: Run) -> ColumnElement[bool]:
+    return (number % thinned(run) == 0) | (number >= run.version.number)
 
 
 def measured(session: Session, run: Run) -> list[Measurement]:
     """Return the evaluations of every n-th version of a long run and of the last one."""
-    step, latest = thinned(run.version.number), run.version.number
-    shown = (TaskRow.version_number % step == 0) | (TaskRow.version_number == latest)
-    rows = views.EVALUATIONS.where(TaskRow.run_id == run.id, shown).order_by(TaskRow.version_number, TaskRow.id)
-    return [views.measurement_view(row, run.spec) for row in session.execute(rows)]
+    rows = views.EVALUATIONS.where(TaskRow.run_id == run.id, _is_shown(TaskRow.version_number, run))
+    ordered = rows.order_by(TaskRow.version_number, TaskRow.id)
+    return [views.measurement_view(row, run.spec) for row in session.execute(ordered)]
 
 
 def version_numbers(session: Session, run: Run, prefixes: tuple[str, ...]) -> dict[str, dict[int, float]]:
     """Return the method's metrics of versions, by name and version, for names with these prefixes."""
-    step = thinned(run.version.number)
     rows = session.execute(
         select(VersionRow.number, VersionRow.scalars)
-        .where(VersionRow.run_id == run.id)
-        .where((VersionRow.number % step == 0) | (VersionRow.number == run.version.number))
+        .where(VersionRow.run_id == run.id, _is_shown(VersionRow.number, run))
         .order_by(VersionRow.number)
     )
     by_name: dict[str, dict[int, float]] = defaultdict(dict)
@@ -166,13 +163,13 @@ def version_numbers(session: Session, run: Run, prefixes: tuple[str, ...]) -> di
 def epsilon_by_worker(session: Session, run: Run) -> dict[str, dict[int, float]]:
     """Return the epsilon spent at each worker up to its update for each version, as the worker reports it."""
     # What is not merged yet is for the next version.
-    step, version_number = thinned(run.version.number), func.coalesce(TaskRow.merged_in, TaskRow.version_number + 1)
+    version_number = func.coalesce(TaskRow.merged_in, TaskRow.version_number + 1)
     rows = session.execute(
         select(WORKER_NAME, version_number, TaskRow.metrics)
         .join_from(TaskRow, WorkerRow)
         .join(SiteRow)
         .where(TaskRow.run_id == run.id, TaskRow.kind == "train", TaskRow.state.in_(ACCEPTED))
-        .where((version_number % step == 0) | (version_number >= run.version.number))
+        .where(_is_shown(version_number, run))
     )
     by_worker: dict[str, dict[int, float]] = defaultdict(dict)
     for worker, version, metrics in rows:

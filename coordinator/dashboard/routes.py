@@ -10,7 +10,7 @@ from tessera.coordinator.api.dependencies import Serving
 from tessera.coordinator.api.events import EventStream, LastEvent, stream
 from tessera.coordinator.dashboard import approvals, create_run, login, overview, runs, sites_and_audit
 from tessera.coordinator.dashboard.security_headers import PREFIX, Guarding
-from tessera.coordinator.dashboard.session import PageRoute, Signed, still_signed
+from tessera.coordinator.dashboard.session import PageRoute, Signed, holder
 from tessera.coordinator.dashboard.templating import STATIC, show_problem
 
 router = APIRouter(prefix=PREFIX, include_in_schema=False, route_class=PageRoute)
@@ -18,14 +18,12 @@ router = APIRouter(prefix=PREFIX, include_in_schema=False, route_class=PageRoute
 
 @router.get("/events", response_class=EventStream)
 async def all_events(serving: Serving, who: Signed, last_event_id: LastEvent = None) -> EventStream:
-    still = partial(still_signed, serving, who.secret)
-    return await stream(serving, None, last_event_id, who.principal.token_id, still)
+    return await stream(serving, None, last_event_id, who.principal.token_id, partial(holder, serving, who.secret))
 
 
 @router.get("/runs/{run_id}/events", response_class=EventStream)
 async def run_events(run_id: str, serving: Serving, who: Signed, last_event_id: LastEvent = None) -> EventStream:
-    still = partial(still_signed, serving, who.secret)
-    return await stream(serving, run_id, last_event_id, who.principal.token_id, still)
+    return await stream(serving, run_id, last_event_id, who.principal.token_id, partial(holder, serving, who.secret))
 
 
 def install(app: FastAPI) -> None:

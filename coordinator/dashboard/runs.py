@@ -12,7 +12,7 @@ from markupsafe import Markup
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
-from tessera.coordinator.api.dependencies import Serving
+from tessera.coordinator.api.dependencies import Serving, require_role
 from tessera.coordinator.dashboard import svg_charts
 from tessera.coordinator.dashboard.queries import (
     LIVE_TASKS,
@@ -33,7 +33,7 @@ from tessera.coordinator.dashboard.queries import (
     version_numbers,
 )
 from tessera.coordinator.dashboard.security_headers import PREFIX
-from tessera.coordinator.dashboard.session import STEERING, Fields, PageRoute, Sender, Signed, Visitor, require_role
+from tessera.coordinator.dashboard.session import STEERING, Fields, PageRoute, Sender, Signed, Visitor
 from tessera.coordinator.dashboard.svg_charts import Interval, Series
 from tessera.coordinator.dashboard.templating import first_up, number, percent, plural, render, size
 from tessera.coordinator.db import views
@@ -277,7 +277,7 @@ def _charts(
     session: Session, run: Run, measurements: Sequence[Measurement], scores: Scores, sums: Sequence[RoundSum]
 ) -> list[Panel]:
     bands = stage_bands(session, run.id)
-    step = thinned(run.version.number)
+    step = thinned(run)
     every = f"Every {step} versions." if step > 1 else ""
     panels = [_metric(measurements, scores, name, bands, every) for name in ("accuracy", "loss")]
     panels += [_bytes_by_round(run, sums), _heat(session, run)]
@@ -453,7 +453,7 @@ def _intervals(task: TaskView, happened: Sequence[tuple[float, str]], most: floa
 
 @router.get("/{run_id}/cancel")
 def confirm_cancel(run_id: str, request: Request, serving: Serving, who: Signed) -> Response:
-    require_role(who, *STEERING)
+    require_role(who.principal, *STEERING)
     with serving.database.snapshot() as session:
         run = views.run_view(session, views.find_run(session, run_id))
     return render(request, "confirm.html", who, run=run)
@@ -462,7 +462,7 @@ def confirm_cancel(run_id: str, request: Request, serving: Serving, who: Signed)
 @router.post("/{run_id}/state")
 def set_state(run_id: str, serving: Serving, who: Sender, fields: Fields) -> Response:
     """Raise PreconditionFailed if the run is no longer what was shown to the person."""
-    require_role(who, *STEERING)
+    require_role(who.principal, *STEERING)
     wanted, revision = fields.get("state", ""), fields.get("revision", "")
     if wanted not in STATES:
         fault = Fault(pointer="/state", detail=f"one of {', '.join(STATES)}")

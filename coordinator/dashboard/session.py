@@ -109,24 +109,10 @@ def visitor(request: Request, serving: Serving) -> Visitor:
 Signed = Annotated[Visitor, Depends(visitor)]
 
 
-def still_signed(serving: Services, secret: str) -> bool:
-    try:
-        holder(serving, secret)
-    except Unauthenticated:
-        return False
-    return True
-
-
 def holder(serving: Services, secret: str) -> Principal:
     """Return who holds a session. Raises Unauthenticated."""
     with serving.database.snapshot() as session:
         return sessions.holder(session, serving.database.now(), secret, serving.settings.oidc_issuer)
-
-
-def require_role(who: Visitor, *roles: TokenRole) -> None:
-    """Raise Forbidden."""
-    if who.principal.role not in roles:
-        raise Forbidden(f"this needs a token of role {' or '.join(roles)}; yours has role {who.principal.role}")
 
 
 # ---------------------------------------------------------------- forms

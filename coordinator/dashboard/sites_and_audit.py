@@ -9,11 +9,11 @@ from fastapi import APIRouter, Query, Request, Response
 from sqlalchemy import func, select, true
 from sqlalchemy.orm import Session
 
-from tessera.coordinator.api.dependencies import Serving
+from tessera.coordinator.api.dependencies import Serving, require_role
 from tessera.coordinator.dashboard.overview import tasks_in_hand
 from tessera.coordinator.dashboard.runs import is_unusual
 from tessera.coordinator.dashboard.security_headers import PREFIX
-from tessera.coordinator.dashboard.session import PageRoute, Signed, require_role
+from tessera.coordinator.dashboard.session import PageRoute, Signed
 from tessera.coordinator.dashboard.templating import render, span
 from tessera.coordinator.db import views
 from tessera.coordinator.db.tables import (
@@ -46,6 +46,7 @@ RUNS = 100
 CHOICES = 200
 
 Text = Annotated[str | None, Query(max_length=64)]
+Instant = Annotated[float | None, Query(ge=0, le=1e12)]
 Place = Annotated[int | None, Query(ge=1, lt=1 << 53)]
 
 
@@ -130,11 +131,7 @@ def _latest_numbers(session: Session, worker_ids: Sequence[str]) -> dict[str, Ma
 
 @router.get("/failures")
 def list_failures(
-    request: Request,
-    serving: Serving,
-    who: Signed,
-    run: Text = None,
-    before: Annotated[float | None, Query(ge=0, le=1e12)] = None,
+    request: Request, serving: Serving, who: Signed, run: Text = None, before: Instant = None
 ) -> Response:
     """Show failed tasks and rejected updates, newest first."""
     faulty = TaskRow.state.in_(("failed", "rejected"))
@@ -188,7 +185,7 @@ def list_failures(
 @router.get("/audit")
 def list_audit(request: Request, serving: Serving, who: Signed, run: Text = None, before: Place = None) -> Response:
     """Show every change of state, newest first; for administrators, as in the API."""
-    require_role(who, "admin")
+    require_role(who.principal, "admin")
     with serving.database.snapshot() as session:
         query = select(AuditRow).order_by(AuditRow.seq.desc()).limit(ENTRIES + 1)
         if run:
@@ -234,8 +231,6 @@ def show_storage(request: Request, serving: Serving, who: Signed) -> Response:
             uploads=unfinished[0],
             upload_bytes=unfinished[1],
             rows=_stores(session),
-            newer=None,
-            older=None,
             keeping=_keeping(serving.settings),
         )
 

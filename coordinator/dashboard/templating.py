@@ -52,19 +52,16 @@ def environment() -> Environment:
 
 def render(request: Request, template: str, who: Visitor | None, *, status: int = 200, **shown: Any) -> HTMLResponse:
     """Return a page, or only its changing part."""
-    text = (
-        environment()
-        .get_template(template)
-        .render(
-            frame="part.html" if PART in request.query_params else "base.html",
-            path=request.scope["path"],
-            query=query_of(request),
-            theme=theme_of(request),
-            who=who,
-            # Without a visitor it may be the database that failed.
-            now=instant(request.app.state.services.database.now()) if who else datetime.now(UTC),
-            **shown,
-        )
+    page = environment().get_template(template)
+    text = page.render(
+        frame="part.html" if PART in request.query_params else "base.html",
+        path=request.scope["path"],
+        query=query_of(request),
+        theme=theme_of(request),
+        who=who,
+        # Without a visitor it may be the database that failed.
+        now=instant(request.app.state.services.database.now()) if who else datetime.now(UTC),
+        **shown,
     )
     return HTMLResponse(text, status_code=status)
 

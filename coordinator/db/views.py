@@ -187,14 +187,9 @@ EVALUATIONS = (
 def measurement_view(row: Row[TaskRow, str], spec: RunSpec) -> Measurement:
     """Return an evaluation of a run with these settings."""
     task, worker = row
-    return Measurement(
-        version=task.version_number,
-        dataset=dataset_of(spec, "evaluate", held_out=task.held_out),
-        worker=worker,
-        held_out=task.held_out,
-        examples=task.examples or 0,
-        metrics=task.metrics,
-    )
+    dataset, examples = dataset_of(spec, "evaluate", held_out=task.held_out), task.examples or 0
+    named = {"version": task.version_number, "dataset": dataset, "worker": worker, "examples": examples}
+    return view_of(Measurement, task, **named)
 
 
 def latest_measurements(
@@ -213,19 +208,9 @@ def latest_measurements(
 
 def worker_view(row: WorkerRow, site: SiteRow, live_since: float) -> WorkerView:
     suspended = site.suspended_at is not None
-    return WorkerView(
-        id=row.id,
-        name=row.name,
-        site=site.name,
-        kinds=tuple(row.declared["kinds"]),
-        datasets=row.declared["datasets"],
-        held_out=row.declared.get("held_out", {}),
-        device=row.declared["device"],
-        version=row.declared.get("version", ""),
-        last_seen_at=instant(row.last_seen_at),
-        live=row.last_seen_at >= live_since and not suspended,
-        suspended=suspended,
-    )
+    live = row.last_seen_at >= live_since and not suspended
+    # The view takes those parts of the declaration that it shows.
+    return view_of(WorkerView, row, **row.declared, site=site.name, live=live, suspended=suspended)
 
 
 def token_view(row: TokenRow, site: str | None) -> Token:
