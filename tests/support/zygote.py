@@ -21,6 +21,7 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from functools import cache
+from pathlib import Path
 
 _WORKERS = ("tessera.worker.cli.worker", "tessera.worker.agent", "transformers.modeling_utils")
 NEEDS = {
@@ -55,10 +56,22 @@ class Forked(subprocess.Popen[bytes]):
 
 
 def start(
-    module: str, arguments: Sequence[str], environment: Mapping[str, str], *, reads: int, writes: int, errors: int
+    module: str,
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    *,
+    reads: int,
+    writes: int,
+    errors: int,
+    folder: str | None = None,
 ) -> Forked:
     """`python -m module`, with these descriptors as its standard streams."""
-    wanted = {"module": module, "arguments": arguments, "environment": dict(environment), "folder": os.getcwd()}  # noqa: PTH109
+    wanted = {
+        "module": module,
+        "arguments": arguments,
+        "environment": dict(environment),
+        "folder": folder or str(Path.cwd()),
+    }
     message = json.dumps(wanted).encode()
     adopts = ctypes.CDLL(None).prctl
     with _TURN:
@@ -150,4 +163,16 @@ if __name__ == "__main__":
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
     sys.argv = [str(given["module"]), *given["arguments"]]  # type: ignore[misc]
-    runpy.run_module(str(given["module"]), run_name="__main__", alter_sys=True)
+    code: object = 0
+    try:
+        runpy.run_module(str(given["module"]), run_name="__main__", alter_sys=True)
+    except SystemExit as ended:
+        code = ended.code
+    if isinstance(code, str):
+        print(code, file=sys.stderr)
+    # As an interpreter ends, but for taking apart all that was imported, which takes a second and more.
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1 if isinstance(code, str) else int(code or 0))  # type: ignore[call-overload]

@@ -16,12 +16,19 @@ from examples import staging
 from tessera.shared.updates.model_folder import ModelFolder
 from tests.support.cli import environment
 from tests.support.coordinator import until
+from tests.support.launcher import Launcher
 
 SHORT = ("--set", "rounds=3", "--set", "method.settings.warmup_rounds=1")
 
 
-def start(out: Path, *arguments: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "examples.digits", "--out", str(out), *arguments]
+BY = """import runpy, sys
+sys.executable = {!r}
+runpy.run_module("examples.digits", run_name="__main__", alter_sys=True)"""
+
+
+def start(out: Path, *arguments: str, python: str = sys.executable) -> subprocess.Popen[str]:
+    """`python` is what the demo starts its own processes with."""
+    command = [sys.executable, "-c", BY.format(python), "--out", str(out), *arguments]
     return subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
@@ -43,9 +50,11 @@ def _told(process: psutil.Process) -> list[str]:
 
 def test_the_demo_ends_with_a_model_that_measures_the_same_again(tmp_path: Path) -> None:
     out = tmp_path / "demo"
-    demo = start(out, *SHORT)
-    told, _ = demo.communicate(timeout=100)
-    assert demo.returncode == 0, told
+    with Launcher(tmp_path) as launcher:
+        demo = start(out, *SHORT, python=str(launcher.python))
+        told, _ = demo.communicate(timeout=100)
+        assert demo.returncode == 0, told
+        assert launcher.running == {}
     assert "Stage two moved" in told
     assert ModelFolder.open(out / "global-model").model == ModelFolder.open(out / "model").model
     assert (out / "rounds.png").read_bytes().startswith(b"\x89PNG")

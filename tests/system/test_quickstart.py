@@ -7,7 +7,6 @@ import re
 import signal
 import ssl
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ import pytest
 from tessera.shared.client.client import Client
 from tests.support.cli import environment
 from tests.support.coordinator import until
+from tests.support.launcher import Launcher
 from tests.support.paths import ROOT
 from tests.support.processes import free_port
 
@@ -30,20 +30,16 @@ def blocks() -> list[str]:
 
 
 class Machines:
-    """Runs blocks, with a folder for each machine. `tessera` is this interpreter's."""
+    """Runs blocks, with a folder for each machine. `tessera` is the launcher's."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, launcher: Launcher) -> None:
         self.port = free_port()
         self.folder = folder
         self.running: list[subprocess.Popen[bytes]] = []
-        (folder / "bin").mkdir()
-        script = folder / "bin" / "tessera"
-        script.write_text(f'#!/bin/sh\nexec {sys.executable} -m tessera.shared.cli "$@"\n')
-        script.chmod(0o755)
         for name in "AB":
             (folder / name).mkdir()
         self.environment = environment(
-            PATH=f"{folder / 'bin'}:{os.environ['PATH']}",
+            PATH=f"{launcher.python.parent}:{os.environ['PATH']}",
             TESSERA_CHECKOUT=str(ROOT),
             TESSERA_PORT=str(self.port),
             HOME=str(folder),
@@ -81,12 +77,14 @@ class Machines:
 
 @pytest.fixture
 def machines(tmp_path: Path) -> Iterator[Machines]:
-    made = Machines(tmp_path)
-    yield made
-    for process in reversed(made.running):
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGTERM)
-            process.wait(timeout=30)
+    (tmp_path / "bin").mkdir()
+    with Launcher(tmp_path / "bin") as launcher:
+        made = Machines(tmp_path, launcher)
+        yield made
+        for process in reversed(made.running):
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGTERM)
+                process.wait(timeout=30)
 
 
 @pytest.mark.timeout(300)

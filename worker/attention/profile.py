@@ -89,7 +89,7 @@ class _Measurement:
     mass: Tensor  # float64 [examples, heads]
     sink: Tensor  # float64 [examples]
     entropy: Tensor  # float64 [examples]
-    per_example: bool = True
+    per_example: bool
 
 
 def attention_profile(
@@ -247,16 +247,13 @@ class _Watch(TorchFunctionMode):
         frame = self._attention()
         if frame and not any(frame.inputs.get(name) is not None for name in OTHER_SEQUENCE):
             context = self._context()
-            if function in READERS:
-                probabilities = READERS[function](*args, **given)
-            else:
-                probabilities = of_softmax(result, context.examples, frame.path)
+            reader = READERS.get(function)
+            probabilities = reader(*args, **given) if reader else of_softmax(result, context.examples, frame.path)
             self._measure(frame, probabilities, context)
         return result
 
     def _attention(self) -> _Frame | None:
-        """Return the running attention, if any. Modules without parameters, such as a softmax, are part of
-        another."""
+        """Return the running attention, if any. Modules without parameters, such as a softmax, belong to another."""
         for frame in reversed(self._frames):
             if frame.path in self._places:
                 return frame
@@ -273,9 +270,8 @@ class _Watch(TorchFunctionMode):
                 mask = next((inputs[name] for name in PADDING_MASKS if _is_flat(inputs.get(name))), None)
             raw = next((name for name in RAW_INPUTS if inputs.get(name) is not None), None)
             if raw is not None:
-                ids = inputs.get("input_ids")
-                per_example = raw not in self.common
-                return _Context(len(inputs[raw]), ids if _is_flat(ids) else None, mask, per_example)
+                ids = inputs["input_ids"] if _is_flat(inputs.get("input_ids")) else None
+                return _Context(len(inputs[raw]), ids, mask, raw not in self.common)
         return _Context(None, None, mask)
 
     def _measure(self, frame: _Frame, probabilities: Probabilities, context: _Context) -> None:
@@ -283,18 +279,17 @@ class _Watch(TorchFunctionMode):
         if hasattr(frame.module, "sinks") and probabilities.keys == probabilities.queries + 1:
             probabilities = probabilities.of_first(probabilities.queries)
         if probabilities.keys != probabilities.queries:
-            raise UnknownAttention(
-                f"the attention {frame.path} has {probabilities.keys} keys for {probabilities.queries} tokens; only "
-                "attention of all tokens to all tokens can be measured"
-            )
+            sizes = f"{probabilities.keys} keys for {probabilities.queries} tokens"
+            only = "only attention of all tokens to all tokens can be measured"
+            raise UnknownAttention(f"the attention {frame.path} has {sizes}; {only}")
         examples = context.examples or probabilities.batch
         if probabilities.batch % examples:
+            sizes = f"{probabilities.batch} sequences for {examples} examples"
             raise UnknownAttention(
-                f"the attention {frame.path} has {probabilities.batch} sequences for {examples} examples; the former "
-                "must be a multiple of the latter"
+                f"the attention {frame.path} has {sizes}; the former must be a multiple of the latter"
             )
         where = _token_masks(self._tokens, context, (examples, probabilities.keys), frame)
-        measured = replace(_measure_call(frame.path, probabilities, where), per_example=context.per_example)
+        measured = _measure_call(frame.path, probabilities, where, per_example=context.per_example)
         self._measurements.setdefault(self._places[frame.path], []).append(measured)
 
 
@@ -309,10 +304,8 @@ def _token_masks(wanted: TaskTokens, context: _Context, size: tuple[int, int], f
     real = torch.ones(size, dtype=torch.bool, device=device)
     if context.mask is not None and not bool(context.mask.all()):
         if context.mask.shape != size:
-            raise UnknownAttention(
-                f"the attention {frame.path} is over {list(size)} tokens, and its padding mask over "
-                f"{list(context.mask.shape)}"
-            )
+            sizes = f"{list(size)} tokens, and its padding mask over {list(context.mask.shape)}"
+            raise UnknownAttention(f"the attention {frame.path} is over {sizes}")
         real = context.mask.to(device).bool()
     place = torch.arange(size[1], device=device)
     first = place == real.int().argmax(1, keepdim=True)
@@ -323,14 +316,13 @@ def _token_masks(wanted: TaskTokens, context: _Context, size: tuple[int, int], f
             task = place == (place * real).amax(1, keepdim=True)
         case "ids":
             if context.ids is None or context.ids.shape != size:
-                raise UnknownAttention(
-                    f"the tokens of the attention {frame.path} have no input ids: select them by position"
-                )
+                where = f"the tokens of the attention {frame.path}"
+                raise UnknownAttention(f"{where} have no input ids: select them by position")
             task = torch.isin(context.ids.to(device), torch.tensor(wanted.ids, device=device))
     return _Tokens(real, task & real, first & real)
 
 
-def _measure_call(path: str, probabilities: Probabilities, where: _Tokens) -> _Measurement:
+def _measure_call(path: str, probabilities: Probabilities, where: _Tokens, *, per_example: bool) -> _Measurement:
     """Return the measurements of one call, computed in chunks of query rows."""
     examples, keys = where.real.shape
     pieces = probabilities.batch // examples
@@ -353,7 +345,7 @@ def _measure_call(path: str, probabilities: Probabilities, where: _Tokens) -> _M
     queries = real.sum(1, keepdim=True).clamp(min=1)
     parts = (mass / queries, sink / queries, entropy / choosing.clamp(min=1))
     mass, sink, entropy = (part.unflatten(0, (examples, pieces)).mean(1) for part in parts)  # [examples, heads]
-    return _Measurement(path, keys, mass, sink.mean(1), entropy.mean(1))
+    return _Measurement(path, keys, mass, sink.mean(1), entropy.mean(1), per_example)
 
 
 def _entropies(rows: Tensor) -> tuple[Tensor, Tensor]:

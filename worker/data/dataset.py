@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
 import torch
@@ -16,8 +16,16 @@ from tessera.shared.schema import Frozen
 LABELS = "labels"
 
 
+MAX_SHOWN = 300
+
+
 class DataError(ValueError):
     """A data set with an unknown kind, invalid options or an unreadable file."""
+
+
+def in_short(fault: BaseException) -> str:
+    """Return a library's error message on one line, cut off after 300 characters."""
+    return " ".join(str(fault).split())[:MAX_SHOWN]
 
 
 class Options(Frozen):
@@ -38,6 +46,7 @@ class Padding:
         return pad(tensor, (gap, 0) if self.on_left else (0, gap), value=self.values[name])
 
 
+@dataclass(frozen=True, eq=False, repr=False)
 class Dataset:
     """Examples in memory: each tensor is one of the model's keyword inputs, [examples, ...].
 
@@ -51,39 +60,34 @@ class Dataset:
     occurs both in `tensors` and `common`, or if the lengths of domains, sources or groups differ.
     """
 
-    def __init__(
-        self,
-        tensors: Mapping[str, Tensor],
-        common: Mapping[str, Tensor] | None = None,
-        held_out: Dataset | None = None,
-        domains: Tensor | None = None,
-        sources: Sequence[bytes] | None = None,
-        padding: Padding | None = None,
-        groups: Sequence[bytes] | None = None,
-    ) -> None:
-        if LABELS not in tensors:
-            raise DataError(
-                f"no tensor {LABELS!r} among the tensors ({', '.join(sorted(tensors)) or 'none'}): add it"
-            )
-        all_tensors = dict(tensors) if domains is None else {**tensors, "domain": domains}
+    tensors: dict[str, Tensor]
+    common: Mapping[str, Tensor] = field(default_factory=dict)
+    held_out: Dataset | None = None
+    domains: Tensor | None = None
+    sources: Sequence[bytes] | None = None
+    padding: Padding | None = None
+    groups: Sequence[bytes] | None = None
+
+    def __post_init__(self) -> None:
+        if LABELS not in self.tensors:
+            names = ", ".join(sorted(self.tensors)) or "none"
+            raise DataError(f"no tensor {LABELS!r} among the tensors ({names}): add it")
+        domains = self.domains
+        all_tensors = self.tensors if domains is None else {**self.tensors, "domain": domains}
         sizes = {name: tensor.shape[0] if tensor.ndim else 0 for name, tensor in sorted(all_tensors.items())}
         if len(set(sizes.values())) != 1 or 0 in sizes.values():
             raise DataError(f"every tensor must have the same leading size, and it must be positive: {sizes}")
         if domains is not None and (domains.ndim != 1 or domains.is_floating_point()):
             raise DataError(f"domain: {domains.dtype} {list(domains.shape)} is not one integer for each example")
-        if twice := sorted(set(tensors) & set(common or {})):
+        if twice := sorted(self.tensors.keys() & self.common.keys()):
             raise DataError(f"{', '.join(twice)}: given both for each example and as common to all")
-        self.tensors = dict(tensors)
-        self.common = dict(common or {})
-        self.held_out = held_out
-        self.domains = domains
-        self.sources = sources
-        self.groups = groups
-        self.padding = padding
-        self.examples = sizes[LABELS]
-        for what, given in (("sources", sources), ("groups", groups)):
+        for what, given in (("sources", self.sources), ("groups", self.groups)):
             if given is not None and len(given) != self.examples:
                 raise DataError(f"{what}: there are {len(given)} for {self.examples} examples; give one for each")
+
+    @property
+    def examples(self) -> int:
+        return len(self.tensors[LABELS])
 
     @property
     def classes(self) -> Tensor | None:
@@ -126,7 +130,7 @@ class Dataset:
         if self.padding is None:
             return self
         tensors = {n: self.padding.fill(n, t) if n in self.padding.values else t for n, t in self.tensors.items()}
-        return Dataset(tensors, self.common, self.held_out, self.domains, self.sources, groups=self.groups)
+        return replace(self, tensors=tensors, padding=None)
 
     def placeholder(self, examples: int, end: int | None = None) -> dict[str, Tensor]:
         """Return synthetic examples that depend only on the shapes and dtypes of these.

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from pydantic import ValidationError
@@ -59,13 +58,11 @@ def adapters() -> dict[str, Adapter[Any]]:
 @cache
 def _adapter(kind: str) -> Adapter[Any] | None:
     """Return the adapter of a kind. Imports only the libraries that this kind needs."""
-    module: ModuleType | None = None
     if kind in _files():
-        module = importlib.import_module(f"{KINDS}.{kind}")
+        modules = [importlib.import_module(f"{KINDS}.{kind}")]
     else:
-        for entry in entry_points(group=GROUP, name=kind):
-            module = entry.load()
-    return getattr(module, "ADAPTER", None)
+        modules = [entry.load() for entry in entry_points(group=GROUP, name=kind)]
+    return getattr(modules[-1], "ADAPTER", None) if modules else None
 
 
 @cache

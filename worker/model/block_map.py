@@ -87,14 +87,6 @@ class _Attention:
     layout: ModelLayout
 
 
-@dataclass(frozen=True)
-class _StatedClaim:
-    """The claim on a tensor from a mapping or from the tensor's name, and its layer if the mapping gives one."""
-
-    claim: Claim
-    layer: int | None
-
-
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return all non-empty parameters and persistent floating-point buffers, each once. They share the model's
     memory.
@@ -117,20 +109,24 @@ def block_table(model: nn.Module, mapping: MappingFile | None = None) -> tuple[B
     ValueError for a parameter whose dtype cannot be averaged.
     """
     tensors = named_tensors(model)
-    stated = {
-        name: _StatedClaim(role, None) for pattern, role in INSERTED for name in tensors if pattern.fullmatch(name)
+    stated: dict[str, Claim] = {
+        name: role for pattern, role in INSERTED for name in tensors if pattern.fullmatch(name)
     }
+    layers: dict[str, int] = {}
     if mapping:
-        stated |= _mapped_claims(model, {name: tensors[name] for name in tensors if name not in stated}, mapping)
+        mapped, layers = _mapped_claims(
+            model, {name: tensors[name] for name in tensors if name not in stated}, mapping
+        )
+        stated |= mapped
     claims, paths = _all_claims(model, tensors, stated)
     stacks = {stack for path in paths if (stack := _outermost_stack(model, path))}
     blocks: list[Block] = []
     unexplained: list[str] = []
     for name, tensor in tensors.items():
         stack = _outermost_stack(model, name)
-        layer = int(name[len(stack) + 1 :].split(".")[0]) if stack in stacks and stack else None
-        if name in stated and stated[name].layer is not None:
-            layer = stated[name].layer
+        layer = layers.get(name)
+        if layer is None and stack and stack in stacks:
+            layer = int(name[len(stack) + 1 :].split(".")[0])
         claim = claims.get(name) or _plain_role(model, name, tensor, layer)
         if adapter := ADAPTER.fullmatch(name):
             matrix = f"{adapter['matrix']}.base_layer.weight"
@@ -147,20 +143,19 @@ def block_table(model: nn.Module, mapping: MappingFile | None = None) -> tuple[B
 
 
 def _all_claims(
-    model: nn.Module, tensors: Mapping[str, Tensor], stated: Mapping[str, _StatedClaim]
+    model: nn.Module, tensors: Mapping[str, Tensor], stated: Mapping[str, Claim]
 ) -> tuple[dict[str, Claim], list[str]]:
     """Return the claims on tensors in attention or in `stated`, and the paths at which the model has attention."""
-    by_name = {name: each.claim for name, each in stated.items()}
     # An attention that the mapping describes completely need not match a row of `LAYOUTS`.
     attentions = [each for each in _attentions(model) if not stated.keys() >= {*_under(each.path, tensors)}]
-    paths = [name for name, claim in by_name.items() if not isinstance(claim, str) or claim in KERNEL_AND_VALUE]
+    paths = [name for name, claim in stated.items() if not isinstance(claim, str) or claim in KERNEL_AND_VALUE]
     if not attentions and not paths:
         likely = [name for name in tensors if ATTENTION_LIKE.search(name)]
         raise UnknownArchitecture(f"no attention recognised in {type(model).__name__}", likely or tensors)
     claims: dict[str, Claim] = dict.fromkeys((name for name, _ in model.named_buffers()), "other")
-    claims |= _score_claims(model, tensors) | by_name
+    claims |= {**_score_claims(model, tensors), **stated}
     for attention in attentions:
-        claims |= _claims(attention, tensors, claims) | by_name
+        claims |= {**_claims(attention, tensors, claims), **stated}
     return claims, paths + [attention.path for attention in attentions]
 
 
@@ -222,27 +217,34 @@ def _slices_by_role(spans: Mapping[Role, Spans], axis: int) -> Mapping[Role, Ten
     return {role: TensorSlice(label=role, axis=axis, spans=each) for role, each in spans.items()}
 
 
-def _mapped_claims(model: nn.Module, tensors: Mapping[str, Tensor], mapping: MappingFile) -> dict[str, _StatedClaim]:
-    """Return the mapping's claims on the tensors that its rows match. Raises MappingError, listing every fault."""
+def _mapped_claims(
+    model: nn.Module, tensors: Mapping[str, Tensor], mapping: MappingFile
+) -> tuple[dict[str, Claim], dict[str, int]]:
+    """Return the mapping's claims on the tensors that its rows match, and the layers that it gives.
+
+    Raises MappingError, listing every fault.
+    """
     model_type = getattr(getattr(model, "config", None), "model_type", None)
     if model_type != mapping.model_type:
         raise MappingError(f"the mapping is for {mapping.model_type}, but the model is a {model_type}")
-    stated: dict[str, _StatedClaim] = {}
+    claims: dict[str, Claim] = {}
+    layers: dict[str, int] = {}
     faults: list[str] = []
     for row in mapping.tensors:
         matches = {name: match for name in tensors if (match := row.match(stored_name(name)))}
         if not matches:
             faults.append(f"no tensor matches {row.names}")
-        faults += [f"{name} is matched by two rows" for name in matches if name in stated]
+        faults += [f"{name} is matched by two rows" for name in matches if name in claims]
         for name, match in matches.items():
-            layer = match.groupdict().get("layer")
+            if layer := match.groupdict().get("layer"):
+                layers[name] = int(layer)
             try:
-                stated[name] = _StatedClaim(_claim_of(row, tensors[name]), None if layer is None else int(layer))
+                claims[name] = _claim_of(row, tensors[name])
             except ValueError as error:
                 faults.append(f"{name}: {error}")
     if faults:
         raise MappingError(f"the mapping of {mapping.model_type} does not fit: " + "; ".join(sorted(set(faults))))
-    return stated
+    return claims, layers
 
 
 def _claim_of(row: TensorPattern, tensor: Tensor) -> Claim:

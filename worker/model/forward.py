@@ -25,21 +25,18 @@ def forward(
     texts: beside `pixel_values` [examples, ...] it takes `input_ids` [classes, tokens], and its loss is the
     cross-entropy of each image's logits over the texts.
     """
-    inputs = _fitted(batch, next(model.parameters()).dtype)
+    # Half of the families require pixels and sound in the dtype of the weights.
+    dtype = next(model.parameters()).dtype
+    inputs = {
+        name: tensor.to(dtype) if tensor.is_floating_point() and name != "labels" else tensor
+        for name, tensor in batch.items()
+    }
     labels = inputs.pop("labels") if head == "contrastive" else None
     output: Any = model(**inputs) if values is None else functional_call(model, dict(values), (), inputs)
     if labels is None:
         return Output(output.loss, output.get("logits"))
     logits: Tensor = output.logits_per_image  # [examples, classes]
     return Output(cross_entropy(logits, labels), logits)
-
-
-def _fitted(batch: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return the batch with pixels and sound in the dtype of the weights, which half of the families require."""
-    return {
-        name: tensor.to(dtype) if tensor.is_floating_point() and name != "labels" else tensor
-        for name, tensor in batch.items()
-    }
 
 
 def losses(output: Output, head: Head, labels: Tensor) -> Tensor:

@@ -50,13 +50,11 @@ def spans_by_role(runs: Sequence[RowRun], rows: int) -> dict[Role, Spans]:
 
 def in_turn(*roles: Role) -> Division:
     """Return the division into one run of equal length per role."""
-
     return lambda _, rows: [(role, rows // len(roles)) for role in roles]
 
 
 def by_head(size: str) -> Division:
     """Return the division into query, key and value of each head in turn; `size` names the attribute of its width."""
-
     roles: tuple[Role, ...] = ("query", "key", "value")
     return lambda attention, _: [(role, getattr(attention, size)) for role in roles]
 

@@ -28,7 +28,12 @@ def add_lora(model: PreTrainedModel, lora: Lora, blocks: Iterable[Block]) -> Non
     outputs stay bit-identical. A fused matrix is adapted whole, since all of its parts read the input of A. Raises
     ConfigError if no linear layer has one of the roles.
     """
-    paths = _layers(model, lora, blocks)
+    wanted = {block.tensor.rpartition(".")[0] for block in blocks if block.role in lora.roles}
+    paths = [path for path in sorted(wanted) if _adaptable(model, path)]
+    if not paths:
+        raise ConfigError(
+            f"the model has no linear layer with a role among {', '.join(lora.roles)} to adapt: choose other roles"
+        )
     options = LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,  # type: ignore[arg-type]  # PEFT accepts any number
@@ -55,16 +60,6 @@ def merge_lora(model: nn.Module) -> None:
         for path, layer in wrapped:
             layer.merge(safe_merge=True)
             model.set_submodule(path, layer.get_base_layer())
-
-
-def _layers(model: nn.Module, lora: Lora, blocks: Iterable[Block]) -> list[str]:
-    wanted = {block.tensor.rpartition(".")[0] for block in blocks if block.role in lora.roles}
-    paths = [path for path in sorted(wanted) if _adaptable(model, path)]
-    if not paths:
-        raise ConfigError(
-            f"the model has no linear layer with a role among {', '.join(lora.roles)} to adapt: choose other roles"
-        )
-    return paths
 
 
 def _adaptable(model: nn.Module, path: str) -> bool:

@@ -67,17 +67,16 @@ class PromptTokens(nn.Module):
         super().__init__()
         self.transforms: dict[Modality, PromptTransform] = {}
         self.fused_by = prompts.fusion
-        for modality in _wanted(prompts):
+        wanted = [modality for modality in MODALITIES if prompts.count(modality)]
+        for modality in wanted:
             start = torch.empty(prompts.count(modality), widths[modality], dtype=dtype).normal_(std=INITIAL_STD)
             self.register_parameter(modality, nn.Parameter(start))
         if fusion := prompts.fusion:
-            wanted = _wanted(prompts)
             self.fusion = nn.ModuleDict({each: fusion_module(fusion, widths[each]).to(dtype) for each in wanted})
 
     def own(self, modality: Modality) -> Tensor | None:
         """Return the model's prompts for a tower, [tokens, width], or None if it has none."""
-        own: Tensor | None = getattr(self, modality, None)
-        return own
+        return getattr(self, modality, None)
 
     def tokens(self, modality: Modality) -> Tensor | None:
         """Return the prompts to insert into a tower, [tokens, width], or None."""
@@ -160,15 +159,16 @@ def add_prompts(model: PreTrainedModel, prompts: Prompts) -> None:
     tokens = PromptTokens(prompts, widths, model.dtype)
     model.add_module(PROMPTS, tokens)
     if prompts.vision:
-        _VisionHooks(tokens, towers.vision_first).register(vision)
+        hooks = _VisionHooks(tokens=tokens, first=towers.vision_first, placeholders=False)
+        hooks.register(vision, vision.get_submodule("embeddings"))
     if prompts.text:
-        hooks = _TextHooks(tokens, towers, model.config.text_config)
-        if prompts.text >= hooks.positions:
-            raise PromptError(
-                f"{prompts.text} text prompts leave no room in {hooks.positions} positions: use fewer than "
-                f"{hooks.positions}"
-            )
-        hooks.register(text, embedding)
+        first, config = towers.text_first, model.config.text_config
+        text_hooks = _TextHooks(
+            tokens=tokens, first=first, placeholders=True, config=config, from_padding=towers.from_padding
+        )
+        if prompts.text >= (most := text_hooks.positions):
+            raise PromptError(f"{prompts.text} text prompts leave no room in {most} positions: use fewer than {most}")
+        text_hooks.register(text, embedding)
 
 
 def caption_start(model: PreTrainedModel, ids: Tensor) -> Tensor:
@@ -181,26 +181,35 @@ def _token_embedding(model: PreTrainedModel) -> nn.Embedding:
     return cast("nn.Embedding", cast("PreTrainedModel", text).get_input_embeddings())
 
 
-def _wanted(prompts: Prompts) -> list[Modality]:
-    return [modality for modality in MODALITIES if prompts.count(modality)]
-
-
 # The hooks are methods of objects, which a deep copy of the model copies too; it would share plain functions.
 
 
-@dataclass
-class _VisionHooks:
-    """Hooks that choose the prompts when the tower is called, and insert them into its embeddings."""
+@dataclass(kw_only=True)
+class _Hooks:
+    """Hooks that choose a tower's prompts when it is called, and insert them after its `first` embeddings."""
 
     tokens: PromptTokens
     first: int
+    placeholders: bool  # the prompts replace as many of the tower's embeddings
     pending: Tensor | None = None
 
-    def register(self, tower: nn.Module) -> None:
+    def register(self, tower: nn.Module, embedding: nn.Module) -> None:
         tower.register_forward_pre_hook(self.before, with_kwargs=True)
-        embeddings: nn.Module = tower.get_submodule("embeddings")
-        embeddings.register_forward_hook(self.after)
+        embedding.register_forward_hook(self.after)
 
+    def before(self, _tower: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        raise NotImplementedError
+
+    def after(self, _embedding: nn.Module, _args: tuple[Any, ...], embedded: Tensor) -> Tensor | None:
+        prompts, self.pending = self.pending, None
+        if prompts is None or not len(prompts):
+            return None
+        own = prompts.to(embedded.dtype).expand(len(embedded), -1, -1)  # [images or texts, tokens, width]
+        rest = self.first + (len(prompts) if self.placeholders else 0)
+        return torch.cat([embedded[:, : self.first], own, embedded[:, rest:]], dim=1)
+
+
+class _VisionHooks(_Hooks):
     def before(self, _tower: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         self.pending = self.tokens.tokens("vision")
         mask = kwargs.get("pixel_attention_mask")  # [images, patches]
@@ -208,26 +217,11 @@ class _VisionHooks:
             kwargs = {**kwargs, "pixel_attention_mask": _inserted(mask, self.first, len(self.pending), 1)}
         return args, kwargs
 
-    def after(self, _embeddings: nn.Module, _args: tuple[Any, ...], embedded: Tensor) -> Tensor | None:
-        prompts, self.pending = self.pending, None
-        if prompts is None or not len(prompts):
-            return None
-        own = prompts.to(embedded.dtype).expand(len(embedded), -1, -1)  # [images, tokens, width]
-        return torch.cat([embedded[:, : self.first], own, embedded[:, self.first :]], dim=1)
 
-
-@dataclass
-class _TextHooks:
-    """Hooks that insert placeholder ids when the tower is called, and replace their embeddings by the prompts."""
-
-    tokens: PromptTokens
-    towers: Towers
+@dataclass(kw_only=True)
+class _TextHooks(_Hooks):
     config: Any  # transformers'; its attributes differ by family
-    pending: Tensor | None = None
-
-    def register(self, tower: nn.Module, embedding: nn.Module) -> None:
-        tower.register_forward_pre_hook(self.before, with_kwargs=True)
-        embedding.register_forward_hook(self.after)
+    from_padding: bool
 
     def before(self, _tower: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         self.pending = prompts = self.tokens.tokens("text")
@@ -240,7 +234,7 @@ class _TextHooks:
             )
         kept = self._kept(ids, mask, len(prompts))
         more = {
-            name: _inserted(given[:, :kept], self.towers.text_first, len(prompts), filler)
+            name: _inserted(given[:, :kept], self.first, len(prompts), filler)
             for name, given, filler in (
                 ("input_ids", ids, self._placeholder()),
                 ("attention_mask", mask, 1),
@@ -250,26 +244,17 @@ class _TextHooks:
         }
         return args, {**kwargs, **more}
 
-    def after(self, _embedding: nn.Module, _args: tuple[Any, ...], embedded: Tensor) -> Tensor | None:
-        prompts, self.pending = self.pending, None
-        if prompts is None or not len(prompts):
-            return None
-        own = prompts.to(embedded.dtype).expand(len(embedded), -1, -1)  # [texts, tokens, width]
-        first = self.towers.text_first
-        return torch.cat([embedded[:, :first], own, embedded[:, first + len(prompts) :]], dim=1)
-
     @property
     def positions(self) -> int:
         """The longest text of the text encoder, in tokens."""
         positions: int = self.config.max_position_embeddings
-        return positions - (self.config.pad_token_id + 1) if self.towers.from_padding else positions
+        return positions - (self.config.pad_token_id + 1) if self.from_padding else positions
 
     def _placeholder(self) -> int:
         """Return a placeholder id for a prompt. Never an end or padding id: pooling looks for the former, the highest
         id in old CLIPs, and positions are counted by the latter."""
-        special = {self.config.pad_token_id}
         ends = self.config.eos_token_id
-        special.update(ends if isinstance(ends, list) else [ends])
+        special = {self.config.pad_token_id, *(ends if isinstance(ends, list) else [ends])}
         return next(each for each in range(len(special) + 1) if each not in special)
 
     def _kept(self, ids: Tensor, mask: Tensor | None, count: int) -> int:

@@ -116,25 +116,25 @@ class Sandbox:
                     path.unlink()
 
     def _require_within(self, key: str, request: bytes, check: Callable[[], None]) -> None:
-        if refusal := self._laid_out(request, check):
-            self._refused[key] = f"the config is refused: {refusal}"
-            raise UnsafeConfig(self._refused[key])
-
-    def _laid_out(self, request: bytes, check: Callable[[], None]) -> str | None:
-        """Lay the model out in a child. Return the limit that it exceeded, or None if it stayed within all."""
+        """Lay the model out in a child. Raises UnsafeConfig if it exceeds a limit."""
         header = HEADER.pack(len(request), self.memory_bytes, self.cpu_seconds)
         status = FORK_SERVER.lay_out(header + request, check)
-        if status is None:
-            return f"laying out its model did not end within {WALL_SECONDS:.0f} s"
         if status == 0:
-            return None
-        if status == -signal.SIGXCPU:
-            return f"laying out its model takes more than {self.cpu_seconds} s of processor time"
+            return
         if status in (-signal.SIGKILL, LIMITS_NOT_SET):
             # This is no verdict on the model: the next attempt may succeed.
-            ended = "was killed, perhaps for lack of memory" if status < 0 else "could not set its limits"
+            ended = (
+                "could not set its limits" if status == LIMITS_NOT_SET else "was killed, perhaps for lack of memory"
+            )
             raise RuntimeError(f"the process that lays out models {ended}: see the machine's log")
-        return f"laying out its model takes more than {self.memory_bytes >> 20} MiB of memory, or crashes the process"
+        if status is None:
+            excess = f"did not end within {WALL_SECONDS:.0f} s"
+        elif status == -signal.SIGXCPU:
+            excess = f"takes more than {self.cpu_seconds} s of processor time"
+        else:
+            excess = f"takes more than {self.memory_bytes >> 20} MiB of memory, or crashes the process"
+        self._refused[key] = f"the config is refused: laying out its model {excess}"
+        raise UnsafeConfig(self._refused[key])
 
 
 class ForkServer:

@@ -86,9 +86,10 @@ class Mechanism:
 
 
 def scales(gradients: Gradients, clip_norm: float) -> Tensor:
-    """Return each example's factor that clips its gradient over all parameters to `clip_norm`, float64 [examples].
+    """Return each example's factor that clips its gradient to `clip_norm`, float64 [examples].
 
-    The factor of a gradient that is not finite is 0.
+    The norm is over all parameters together, so that adding or removing an example changes the scaled sums by no more
+    than `clip_norm` in l2. The factor of a gradient that is not finite is 0.
     """
     lengths = norms(gradients)
     return torch.where(lengths.isfinite(), clip_norm / lengths.clamp(min=clip_norm), 0.0)
@@ -101,15 +102,6 @@ def scaled_sum(gradients: Gradients, scale: Tensor) -> list[Tensor]:
         torch.tensordot(scale, gradient.to(torch.float64, copy=True).nan_to_num_(0.0, 0.0, 0.0), dims=([0], [0]))
         for gradient in gradients
     ]
-
-
-def clipped_sum(gradients: Gradients, clip_norm: float) -> list[Tensor]:
-    """Return the sum over the examples of their gradients, clipped to `clip_norm`, for each parameter.
-
-    The norm is over all parameters together, so that adding or removing an example changes the sums by no more than
-    `clip_norm` in l2. A gradient that is not finite counts as 0.
-    """
-    return scaled_sum(gradients, scales(gradients, clip_norm))
 
 
 def release(total: Tensor, mechanism: Mechanism, source: NoiseSource) -> None:
@@ -163,10 +155,10 @@ class NoisyGradients:
         self._device = trainer.device
         self._without = 0
         self._log = structlog.get_logger("worker")
-        common = {name: tensor.to(trainer.device) for name, tensor in dataset.common.items()}
-        model = trainer.context.model
-        isolate_examples(model, freeze.parameters)
         half, context = trainer.half, trainer.context
+        model, parameters = context.model, freeze.parameters
+        common = {name: tensor.to(trainer.device) for name, tensor in dataset.common.items()}
+        isolate_examples(model, parameters)
 
         def loss(batch: Batch) -> Tensor:
             with autocast(trainer.training, trainer.device):
@@ -177,24 +169,20 @@ class NoisyGradients:
                 return losses(context.forward(batch), context.head, batch["labels"])
 
         plain = type(half).loss is WorkerHalf.loss
-        sample = {
-            name: tensor.to(trainer.device) for name, tensor in trainer.context.synthetic_examples(dataset, 2).items()
-        }
-        exact = trainer.training.precision == "float32" and all(p.dtype.itemsize >= 4 for p in freeze.parameters)
+        synthetic = context.synthetic_examples(dataset, 2)
+        sample = {name: tensor.to(trainer.device) for name, tensor in synthetic.items()}
+        exact = trainer.training.precision == "float32" and all(p.dtype.itemsize >= 4 for p in parameters)
         tolerance = EXACT if exact else ROUGH
         self._clip_norm = mechanism.clip_norm * (1 - ROUNDING[tolerance])
-        self._method = fastest(model, loss, each if plain else None, freeze.parameters, common, sample, tolerance)
+        self._method = fastest(model, loss, each if plain else None, parameters, common, sample, tolerance)
         self._known = known_examples(context, dataset, {name: tensor[:1] for name, tensor in sample.items()} | common)
-        self._alone = OneByOne(loss, freeze.parameters, common)
-        self._at_once = at_once(self._method, freeze.parameters)
+        self._alone = OneByOne(loss, parameters, common)
+        self._at_once = at_once(self._method, parameters)
 
     @property
     def method(self) -> str:
         """The name of the method for per-example gradients."""
         return self._method.name
-
-    def _rows(self, rows: Tensor) -> dict[str, Tensor]:
-        return {name: tensor[rows].to(self._device) for name, tensor in self._dataset.tensors.items()}
 
     def fill(self) -> None:
         """Set each parameter's gradient to the noisy mean of clipped gradients, and to 0 in frozen rows."""
@@ -233,11 +221,11 @@ class NoisyGradients:
         methods = [self._method] if len(rows) > 1 else [self._method, self._alone]
         for method in methods:
             try:
-                gradients = method(self._rows(rows))
+                batch = {name: tensor[rows].to(self._device) for name, tensor in self._dataset.tensors.items()}
+                gradients = method(batch)
             except Exception as fault:  # noqa: BLE001  (each model's code raises its own errors)
-                self._log.info(
-                    "per-example-gradients-failed", way=method.name, examples=len(rows), reason=repr(fault)
-                )
+                about = {"way": method.name, "examples": len(rows), "reason": repr(fault)}
+                self._log.info("per-example-gradients-failed", **about)
             else:
                 yield gradients
                 return

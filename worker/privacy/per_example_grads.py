@@ -12,7 +12,7 @@ guarantee. So a method is used only if its gradients on a sample equal those of 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import ClassVar
 
 import structlog
 import torch
@@ -40,17 +40,19 @@ CHUNK_BYTES = 1 << 30
 """Limit on the memory of the per-example gradients that are computed at a time."""
 
 
-class PerExample(Protocol):
+class PerExample:
     """A method that computes per-example gradients. Call `close` at the end."""
 
-    name: str
+    name: ClassVar[str]
 
-    def __call__(self, batch: Batch) -> Gradients: ...
+    def __call__(self, batch: Batch) -> Gradients:
+        raise NotImplementedError
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Remove everything that the method added to the model."""
 
 
-class OneByOne:
+class OneByOne(PerExample):
     """Plain autograd on one example after the other. `common` is added to each."""
 
     name = "one by one"
@@ -61,17 +63,15 @@ class OneByOne:
         self._common = common
 
     def __call__(self, batch: Batch) -> Gradients:
-        rows = [self._gradient(example) for example in _examples(batch)]
+        rows = []
+        for row in range(len(next(iter(batch.values())))):
+            example = {name: tensor[row : row + 1] for name, tensor in batch.items()}
+            loss = self._loss({**example, **self._common})
+            rows.append(torch.autograd.grad(loss, self._parameters, materialize_grads=True))
         return [torch.stack(each) for each in zip(*rows, strict=True)]
 
-    def _gradient(self, example: Batch) -> tuple[Tensor, ...]:
-        loss = self._loss({**example, **self._common})
-        return torch.autograd.grad(loss, self._parameters, materialize_grads=True)
 
-    def close(self) -> None: ...
-
-
-class Batched:
+class Batched(PerExample):
     """The gradient function of one example, batched by torch.func."""
 
     name = "vmap"
@@ -97,8 +97,6 @@ class Batched:
             gradients = self._each(values, dict(batch))
         return [gradients[name].detach() for name in values]
 
-    def close(self) -> None: ...
-
 
 class _LossModule(nn.Module):
     """A loss as a module around its model, so that `functional_call` can replace the model's tensors."""
@@ -112,7 +110,7 @@ class _LossModule(nn.Module):
         return self._loss(batch)
 
 
-class Hooked:
+class Hooked(PerExample):
     """Opacus' hooks on the model's layers. `losses` returns the loss of each example.
 
     Raises NotImplementedError for a model with a layer for which Opacus' gradients would be wrong.
@@ -337,11 +335,6 @@ def _at_a_generic_point(model: nn.Module, parameters: Sequence[nn.Parameter]) ->
 
 def _holds_any(module: nn.Module, parameters: set[nn.Parameter]) -> bool:
     return any(parameter in parameters for parameter in module.parameters(recurse=False))
-
-
-def _examples(batch: Batch) -> Iterator[Batch]:
-    for row in range(len(next(iter(batch.values())))):
-        yield {name: tensor[row : row + 1] for name, tensor in batch.items()}
 
 
 def at_once(method: PerExample, parameters: Sequence[nn.Parameter]) -> int:

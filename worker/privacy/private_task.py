@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from typing import TypeVar
 
 import numpy as np
 import structlog
@@ -26,7 +27,6 @@ from tessera.worker.state.privacy_ledger import (
     Ledger,
     LedgerEntry,
     LedgerError,
-    LedgerPage,
     NoisyChoice,
     NoisySteps,
     noisy_in,
@@ -39,6 +39,8 @@ DISCLOSED = ("steps", "effective_steps")
 """The metrics that a method may report. They follow from the settings and the number of examples."""
 
 WEEK = timedelta(days=7)
+
+E = TypeVar("E", NoisySteps, NoisyChoice)
 
 
 class PrivateTask:
@@ -110,7 +112,7 @@ class PrivateTask:
                 "privacy.selection to 'noisy', or to 'uncovered' to accept this explicitly",
             )
         if self._privacy.selection == "noisy" and not self._looked:
-            self._spend([self._choice])
+            self._spend(lambda _: self._choice)
         if self._privacy.selection == "uncovered" and not self._looked:
             with self._ledger.page(self._dataset) as page:
                 page.exact(self._task, self._sampling.examples, "choice")
@@ -124,7 +126,7 @@ class PrivateTask:
             raise PolicyViolation("privacy", "the method chooses blocks without reading the data of this task")
         if not self._chosen or count > self._picks_left:
             if self._chosen:
-                self._spend([self._choice])
+                self._spend(lambda _: self._choice)
             self._picks_left = max(1, count, picks or 0)
             self._epsilon_per_pick = epsilon_per_pick(self._choice.rho, self._picks_left)
         self._chosen = True
@@ -140,12 +142,7 @@ class PrivateTask:
 
     def begin(self, epochs: int) -> None:
         """Reserve the privacy of a number of epochs, and reseed all randomness. Raises PolicyViolation."""
-        entries = self._ledger.check(self._dataset)
-        # The slow computation is done, and cached, before this worker locks the page.
-        self._judge(entries, [self._noisy_steps(entries, epochs)])
-        with self._ledger.page(self._dataset) as page:
-            event = self._noisy_steps(page.entries, epochs)
-            self._write(page, [event])
+        event = self._spend(lambda entries: self._noisy_steps(entries, epochs))
         self._mechanism = Mechanism(self._sampling, self._privacy.clip_norm, event.noise_multiplier)
         # Dropout is off. Other random draws of a model's code must be unpredictable too.
         seed_everything(self._noise_source.seed())
@@ -185,46 +182,45 @@ class PrivateTask:
     # ------------------------------------------------------------ spending
 
     def _noisy_steps(self, entries: Sequence[LedgerEntry], epochs: int) -> NoisySteps:
-        """Return this task's steps with their noise. Raises PolicyViolation if the site requires more noise."""
-        event = self._needed_steps(entries, epochs)
-        if self._floor:
-            self._floor.check_noise(event.noise_multiplier)
-        return event
-
-    def _needed_steps(self, entries: Sequence[LedgerEntry], epochs: int) -> NoisySteps:
         """Return this task's steps, with noise that keeps the run within its target if the next rounds are alike.
 
         The noise is the same in every round, unless tasks were retried, which spends privacy again, or rounds differ.
+        Raises PolicyViolation if the target is spent, or if the site requires more noise.
         """
         steps, rate = epochs * self._sampling.steps, self._sampling.rate
         spent = self._of_run(entries)
         ahead = [*spent, *self._choices_left(spent)]
-        noises = [event.noise_multiplier for event in spent if isinstance(event, NoisySteps)]
+        used = [event.noise_multiplier for event in spent if isinstance(event, NoisySteps)]
         try:
             planned = noise_multiplier(self._target, [self._choice] * self._selections, rate, self._rounds * steps)
-            for noise in (planned, *noises[-1:]):
+            for noise in (planned, *used[-1:]):
                 if within([*ahead, _noisy(noise, rate, steps * self._rounds_left)], self._target):
-                    return _noisy(noise, rate, steps)
-            return _noisy(noise_multiplier(self._target, ahead, rate, steps * self._rounds_left), rate, steps)
+                    break
+            else:
+                noise = noise_multiplier(self._target, ahead, rate, steps * self._rounds_left)
         except Overspent as fault:
             raise PolicyViolation("privacy", f"the run has spent its target on {self._dataset!r}: {fault}") from fault
+        if self._floor:
+            self._floor.check_noise(noise)
+        return _noisy(noise, rate, steps)
 
     def _choices_left(self, spent: Sequence[Event]) -> list[Event]:
         chosen = sum(isinstance(event, NoisyChoice) for event in spent)
         return [self._choice] * max(0, self._selections - chosen)
 
-    def _spend(self, events: Sequence[Event]) -> None:
-        self._judge(self._ledger.check(self._dataset), events)
+    def _spend(self, event_of: Callable[[Sequence[LedgerEntry]], E]) -> E:
+        """Reserve the privacy of an event that may depend on the ledger, and return it. Raises PolicyViolation."""
+        entries = self._ledger.check(self._dataset)
+        # The slow computation is done, and cached, before this worker locks the page.
+        self._judge(entries, [event_of(entries)])
         with self._ledger.page(self._dataset) as page:
-            self._write(page, events)
-
-    def _write(self, page: LedgerPage, events: Sequence[Event]) -> None:
-        self._judge(page.entries, events)
-        entry = page.spend(self._task, self._sampling.examples, self._target, events)
-        self._reserved.append(entry.seq)
-        structlog.get_logger("worker").info(
-            "privacy-spent", dataset=self._dataset, events=[event.model_dump() for event in events]
-        )
+            event = event_of(page.entries)
+            self._judge(page.entries, [event])
+            entry = page.spend(self._task, self._sampling.examples, self._target, [event])
+            self._reserved.append(entry.seq)
+            log = structlog.get_logger("worker")
+            log.info("privacy-spent", dataset=self._dataset, events=[event.model_dump()])
+        return event
 
     def _judge(self, entries: Sequence[LedgerEntry], events: Sequence[Event]) -> None:
         """Raise PolicyViolation if the events would exceed the data set's budget, in total or within a week."""

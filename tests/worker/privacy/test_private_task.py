@@ -28,7 +28,7 @@ from tessera.worker.governance.policy import Allowance, PolicyViolation
 from tessera.worker.model.block_map import block_table
 from tessera.worker.model.build import instantiate
 from tessera.worker.privacy.accountant import epsilon
-from tessera.worker.privacy.dp_sgd import Mechanism, NoisyGradients, clipped_sum, sampling
+from tessera.worker.privacy.dp_sgd import Mechanism, NoisyGradients, sampling, scaled_sum, scales
 from tessera.worker.privacy.noise import NoiseSource, secret_key
 from tessera.worker.privacy.per_example_grads import norms
 from tessera.worker.privacy.private_task import PrivateTask, bounded_sums, epsilon_per_pick, private_top_k
@@ -222,6 +222,10 @@ def test_an_example_with_a_large_gradient_moves_the_sum_by_exactly_the_clip_norm
     noisy, _ = gradients_of(trainer_of(work_on()), EVERYTHING, data, clip=1e-3)
     assert difference(noisy.sums(torch.arange(10)), noisy.sums(torch.arange(1, 10))) == pytest.approx(1e-3, rel=1e-4)
     noisy.close()
+
+
+def clipped_sum(gradients: list[torch.Tensor], clip_norm: float) -> list[torch.Tensor]:
+    return scaled_sum(gradients, scales(gradients, clip_norm))
 
 
 def test_one_norm_is_taken_over_all_tensors_together_and_short_gradients_stay_as_they_are() -> None:

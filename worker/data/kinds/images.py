@@ -58,7 +58,7 @@ class LabelledImages:
         """Return the images and labels as a model's inputs. An example's source is the digest of its image's file."""
         tensors = {**inputs_of(self.pictures, options), LABELS: torch.tensor(self.labels)}
         sources = [_digest(picture) for picture in self.pictures]
-        return Dataset(tensors, common, domains=self.domains, sources=sources, groups=self.groups)
+        return Dataset(tensors, common or {}, domains=self.domains, sources=sources, groups=self.groups)
 
 
 def images(options: ImagesOptions) -> Dataset:
@@ -76,12 +76,8 @@ def read_images(options: ImagesOptions) -> LabelledImages:
         _picture(value, row, table.files[0].parent, table.where)
         for row, value in enumerate(table.column("image", options.image))
     ]
-    return LabelledImages(
-        pictures,
-        numbered("label", table.where, values, options.labels),
-        None if options.domain is None else table.domains("domain", options.domain),
-        None if options.group is None else table.groups("group", options.group),
-    )
+    labels = numbered("label", table.where, values, options.labels)
+    return LabelledImages(pictures, labels, table.domains(options.domain), table.groups(options.group))
 
 
 def _digest(picture: Picture) -> bytes:

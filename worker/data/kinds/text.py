@@ -55,19 +55,14 @@ def text(options: TextOptions) -> Dataset:
     encoded, labels = _HEADS[options.head](options, table, tokenizer)
     # A text without tokens gives a loss of nan, and so does a single token without a next one.
     least = 2 if options.head == "causal-lm" else 1
-    short = torch.nonzero((~encoded.empty).sum(dim=1) < least)
-    if len(short):
+    if len(short := torch.nonzero((~encoded.empty).sum(dim=1) < least)):
         raise DataError(f"text: row {int(short[0])} of {table.where} has fewer than {least} tokens: remove the row")
     padding = encoded.padding
     if labels.ndim > 1:
         padding = replace(padding, values={**padding.values, LABELS: IGNORED})
-    return Dataset(
-        {**encoded.inputs, LABELS: labels},
-        domains=None if options.domain is None else table.domains("domain", options.domain),
-        sources=_sources(options, table),
-        padding=padding,
-        groups=None if options.group is None else table.groups("group", options.group),
-    )
+    tensors = {**encoded.inputs, LABELS: labels}
+    domains, groups = table.domains(options.domain), table.groups(options.group)
+    return Dataset(tensors, domains=domains, sources=_sources(options, table), padding=padding, groups=groups)
 
 
 def _sources(options: TextOptions, table: DataTable) -> list[bytes]:
@@ -103,11 +98,9 @@ def _tagged(options: TextOptions, table: DataTable, tokenizer: PreTrainedTokeniz
                 labels[row, place] = of_row[word]
             before = word
     # A batch in which all labels are ignored has a loss of nan.
-    empty = torch.nonzero((labels == IGNORED).all(dim=1))
-    if len(empty):
-        raise DataError(
-            f"max_length: row {int(empty[0])} of {table.where} has no word in its first {options.max_length} tokens"
-        )
+    if len(empty := torch.nonzero((labels == IGNORED).all(dim=1))):
+        where = f"row {int(empty[0])} of {table.where}"
+        raise DataError(f"max_length: {where} has no word in its first {options.max_length} tokens")
     return encoded, labels
 
 

@@ -41,16 +41,13 @@ def _made(whole: Dataset, partition: Scheme, rows: np.ndarray, index: int) -> Da
     part = whole.rows(torch.from_numpy(rows))
     if not isinstance(partition, Shift):
         return part
-    try:
-        return distort(part, whole, partition.distortion(index), partition.noise_seed(index))
-    except DataError as fault:
-        raise DataError(f"part: {fault}") from fault
+    return _distorted(part, whole, partition.distortion(index), partition.noise_seed(index))
 
 
 PIXELS = "pixel_values"
 
 
-def distort(part: Dataset, whole: Dataset, how: Distortion, seed: int) -> Dataset:
+def _distorted(part: Dataset, whole: Dataset, how: Distortion, seed: int) -> Dataset:
     """Return a part of `whole` with its `pixel_values` [n, channels, height, width] distorted.
 
     Inverting mirrors each channel about the middle of its range in `whole`. Raises DataError if there are no such
@@ -58,11 +55,10 @@ def distort(part: Dataset, whole: Dataset, how: Distortion, seed: int) -> Datase
     """
     pixels = part.tensors.get(PIXELS)
     if pixels is None or pixels.ndim != 4 or not pixels.is_floating_point():
-        raise DataError(f"scheme shift changes images, and there is no floating-point {PIXELS} [n, c, h, w]")
+        raise DataError(f"part: scheme shift changes images, and there is no floating-point {PIXELS} [n, c, h, w]")
     if how.quarter_turns % 2 and pixels.shape[-1] != pixels.shape[-2]:
-        raise DataError(
-            f"images of {pixels.shape[-2]} x {pixels.shape[-1]} do not keep their shape when turned: make them square"
-        )
+        size = f"{pixels.shape[-2]} x {pixels.shape[-1]}"
+        raise DataError(f"part: images of {size} do not keep their shape when turned: make them square")
     pixels = torch.rot90(pixels, how.quarter_turns, (-2, -1))
     if how.invert:
         everywhere, axes = whole.tensors[PIXELS], (0, 2, 3)
@@ -70,8 +66,7 @@ def distort(part: Dataset, whole: Dataset, how: Distortion, seed: int) -> Datase
     if how.noise:
         drawn = torch.randn(pixels.shape, generator=torch.Generator().manual_seed(seed))
         pixels = pixels + how.noise * drawn.to(pixels.dtype)
-    tensors = {**part.tensors, PIXELS: pixels.contiguous()}
-    return Dataset(tensors, part.common, domains=part.domains, sources=part.sources, groups=part.groups)
+    return replace(part, tensors={**part.tensors, PIXELS: pixels.contiguous()})
 
 
 def hold_out(dataset: Dataset, share: float, key: bytes) -> Dataset:
@@ -84,14 +79,14 @@ def hold_out(dataset: Dataset, share: float, key: bytes) -> Dataset:
     most = share * (1 << 64)
     digests = (hmac.digest(key, identity, "sha256") for identity in dataset.split_keys())
     held = torch.tensor([int.from_bytes(digest[:8], "big") < most for digest in digests])
-    if bool(held.all()) or not bool(held.any()):
-        empty = "trained on" if bool(held.all()) else "held out"
+    if held.all() or not held.any():
+        empty = "trained on" if held.all() else "held out"
         raise DataError(
             f"held_out: of {dataset.examples} examples none is {empty} with a share of {share:g}: the site's secret "
             "key decides for each example. Change held_out, add examples, or leave held_out out"
         )
     kept, out = (dataset.rows(chosen.nonzero().flatten()) for chosen in (~held, held))
-    return Dataset(kept.tensors, kept.common, out, kept.domains, kept.sources, kept.padding, kept.groups)
+    return replace(kept, held_out=out)
 
 
 def key_of_seed(seed: int) -> bytes:
@@ -113,10 +108,8 @@ def class_counts(parts: Sequence[Dataset], names: Sequence[str] | None = None) -
 
     `names` are the names of the first classes, if they are known.
     """
-    classes, domains = (
-        _counts("class", [part.classes for part in parts]),
-        _counts("domain", [part.domains for part in parts]),
-    )
+    classes = _counts("class", [part.classes for part in parts])
+    domains = _counts("domain", [part.domains for part in parts])
     if classes and names:
         known = dict(enumerate(names))
         classes = replace(classes, names=tuple(known.get(int(name), name) for name in classes.names))

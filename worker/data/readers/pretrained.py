@@ -5,11 +5,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tessera.worker.data.dataset import DataError
+from tessera.worker.data.dataset import DataError, in_short
 
 HUB_NAME = re.compile(r"(?P<name>\w[\w.-]*(/[\w.-]+)?)(@(?P<revision>[\w./-]+))?")
-
-MAX_SHOWN = 300
 
 
 def load_pretrained(option: str, source: str, load: Callable[..., Any], **more: object) -> Any:
@@ -19,15 +17,13 @@ def load_pretrained(option: str, source: str, load: Callable[..., Any], **more: 
     """
     folder = Path(source).expanduser()
     hub = HUB_NAME.fullmatch(source)
-    where: dict[str, object]
     if folder.is_dir():
-        name, where = str(folder), {"local_files_only": True}
+        name, more = str(folder), {**more, "local_files_only": True}
     elif hub:
-        name, where = hub["name"], {"revision": hub["revision"] or "main"}
+        name, more = hub["name"], {**more, "revision": hub["revision"] or "main"}
     else:
         raise DataError(f"{option}: there is no folder {source}, and it is not a valid name on the hub")
     try:
-        return load(name, trust_remote_code=False, **where, **more)
+        return load(name, trust_remote_code=False, **more)
     except (OSError, ValueError, LookupError, ImportError, TypeError, AttributeError) as fault:
-        reason = " ".join(str(fault).split())[:MAX_SHOWN]
-        raise DataError(f"{option}: {source} cannot be loaded: {reason}") from fault
+        raise DataError(f"{option}: {source} cannot be loaded: {in_short(fault)}") from fault

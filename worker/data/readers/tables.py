@@ -7,7 +7,7 @@ have no types, so every column is text at every site, regardless of its values.
 import csv
 import json
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,10 +23,7 @@ from pyarrow import parquet
 from pydantic import BeforeValidator, Field
 from torch import Tensor
 
-from tessera.worker.data.dataset import DataError
-
-MAX_SHOWN = 300
-"""Number of characters of a library's error message to report."""
+from tessera.worker.data.dataset import DataError, in_short
 
 EMPTY = "it has no rows"
 
@@ -63,8 +60,7 @@ def _separated(files: Sequence[str], cache: str, separator: str) -> Columns:
 
 
 def _header(file: str, separator: str) -> tuple[list[str], bool]:
-    """Return the columns' names, and whether rows follow. A column without a name, such as a stored index, is named
-    after its position."""
+    """Return the columns' names, by position where there is none (a stored index), and whether rows follow."""
     with Path(file).open(encoding="utf-8-sig", newline="") as lines:
         names = next(filter(None, csv.reader(lines, delimiter=separator)), [])
         has_rows = any(map(str.strip, lines))
@@ -88,8 +84,7 @@ def _json_lines(files: Sequence[str], cache: str) -> Columns:  # noqa: ARG001 (i
     return list(dict.fromkeys(name for row in rows for name in row)), lambda name: [row.get(name) for row in rows]
 
 
-def _objects(file: Path) -> list[dict[str, Any]]:
-    rows = []
+def _objects(file: Path) -> Iterator[dict[str, Any]]:
     with file.open(encoding="utf-8-sig") as lines:
         for number, line in enumerate(lines, 1):
             if line.strip():
@@ -99,8 +94,7 @@ def _objects(file: Path) -> list[dict[str, Any]]:
                     raise ValueError(f"line {number}: {fault.msg}") from None
                 if not isinstance(row, dict):
                     raise ValueError(f"line {number} is not a JSON object")
-                rows.append(row)
-    return rows
+                yield row
 
 
 READERS: dict[str, Callable[[Sequence[str], str], Columns]] = {
@@ -148,13 +142,14 @@ class DataTable:
                 raise DataError(f"{option}: row {row} of {self.where} has no text in column {name!r}")
         return [str(value) for value in values]
 
-    def groups(self, option: str, name: str) -> list[bytes]:
-        """Return a column's values as the groups of the rows."""
-        return [value.encode() for value in self.texts(option, name)]
+    def groups(self, name: str | None) -> list[bytes] | None:
+        """Return the values of the column that the option `group` names, if it is set, as the groups of the rows."""
+        return None if name is None else [value.encode() for value in self.texts("group", name)]
 
-    def domains(self, option: str, name: str) -> Tensor:
-        """Return a column's values, numbered in alphabetical order, int64 [rows]."""
-        return numbered_domains(self.texts(option, name))
+    def domains(self, name: str | None) -> Tensor | None:
+        """Return the values of the column that the option `domain` names, if it is set, numbered in alphabetical
+        order, int64 [rows]."""
+        return None if name is None else numbered_domains(self.texts("domain", name))
 
 
 def numbered_domains(names: list[str]) -> Tensor:
@@ -178,6 +173,5 @@ def read_table(option: str, files: tuple[Path, ...]) -> DataTable:
         with TemporaryDirectory(prefix="tessera-") as cache:
             names, values = reader([str(file) for file in files], cache)
     except (DatasetsError, OSError, ValueError, csv.Error) as fault:
-        reason = " ".join(str(fault.__cause__ or fault).split())[:MAX_SHOWN]
-        raise DataError(f"{option}: {files[0]} cannot be read: {reason}") from fault
+        raise DataError(f"{option}: {files[0]} cannot be read: {in_short(fault.__cause__ or fault)}") from fault
     return DataTable(files, names, values)

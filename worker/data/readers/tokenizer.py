@@ -8,14 +8,12 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from tessera.worker.data.dataset import DataError, Padding
+from tessera.worker.data.dataset import DataError, Padding, in_short
 from tessera.worker.data.readers.pretrained import load_pretrained
 
 MAX_TOKENS = 1 << 20
 AT_ONCE = 4096
 """Number of texts to encode together: a tokenizer's result needs many times the memory of the tensors."""
-
-MAX_SHOWN = 300
 
 Texts = Sequence[str] | Sequence[Sequence[str]]
 
@@ -93,7 +91,7 @@ def encode(
         try:
             encoded: Any = tokenizer(texts[some], None if seconds is None else seconds[some], **settings)
         except (ValueError, TypeError, LookupError, AssertionError, OverflowError) as fault:
-            raise DataError(f"tokenizer: {' '.join(str(fault).split())[:MAX_SHOWN]}") from fault
+            raise DataError(f"tokenizer: {in_short(fault)}") from fault
         pieces.append({name: tensor for name, tensor in encoded.items() if isinstance(tensor, Tensor)})
         words += [encoded.word_ids(row) for row in range(len(texts[some]))] if by_word else []
     width = max(piece["input_ids"].shape[1] for piece in pieces)
