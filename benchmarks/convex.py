@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import new_class
 from typing import Any
@@ -248,7 +248,7 @@ def install(found: dict[str, Method[Any]]) -> None:
     for name in {arm.method for arm in ARMS}:
         whole = found[name]
         half = new_class("HeadOnly", (_HeadOnly, whole.coordinator))
-        found[PREFIX + name] = Method(PREFIX + name, whole.settings, half, whole.worker, whole.source)
+        found[PREFIX + name] = replace(whole, name=PREFIX + name, coordinator=half)
 
 
 # ---------------------------------------------------------------- what happens to a federation

@@ -86,8 +86,7 @@ def token(
 def serve(
     first_migrate: Annotated[bool, typer.Option("--migrate", help="migrate the schema first")] = False,
     conducting: Annotated[
-        bool,
-        typer.Option("--conduct/--no-conduct", help="start a child process that conducts the rounds, or not"),
+        bool, typer.Option("--conduct/--no-conduct", help="start a child process that conducts the rounds, or not")
     ] = True,
 ) -> None:
     """Serve the API, with a child process that conducts the rounds."""
@@ -108,8 +107,7 @@ def serve(
 @app.command()
 def conduct(
     attached: Annotated[
-        bool,
-        typer.Option("--attached", hidden=True, help="wait for an earlier conductor to end; end with stdin"),
+        bool, typer.Option("--attached", hidden=True, help="wait for an earlier conductor to end; end with stdin")
     ] = False,
 ) -> None:
     """Conduct the rounds without serving the API, beside one or more `serve --no-conduct`."""
@@ -122,11 +120,11 @@ def conduct(
     signal.pthread_sigmask(signal.SIG_BLOCK, endings)
     thread = threading.Thread(target=services.conductor.conduct, name="conductor", daemon=True)
     thread.start()
-    services.housekeeping.start()
+    services.retention.start()
     threading.Thread(target=_listen, args=(services,), name="wakeup", daemon=True).start()
     log.info("coordinator.conducting")
     signal.sigwait(endings)
-    services.housekeeping.end()
+    services.retention.end()
     services.conductor.end()
     thread.join(GOODBYE_SECONDS)
     spans.end()
@@ -135,7 +133,7 @@ def conduct(
 @app.command()
 def gc(as_json: AsJson = False) -> None:
     """Collect garbage now, as a conductor does at an interval. Safe while coordinators run."""
-    freed = _stored().housekeeping.retention.collect()
+    freed = _assembled().retention.collect()
     if as_json:
         print_json(asdict(freed))
         return
@@ -151,7 +149,7 @@ def verify(as_json: AsJson = False) -> None:
 
     Exit code 0: no faults, 1: faults.
     """
-    services = _stored()
+    services = _assembled()
     faults: list[str] = []
     for fault in backup.verify(services.database, services.blobs, services.states):
         faults.append(fault)
@@ -167,14 +165,14 @@ def verify(as_json: AsJson = False) -> None:
 def back_up(folder: Folder, as_json: AsJson = False) -> None:
     """Copy every table and blob into a folder while the coordinator runs. Into the same folder again, it copies
     only new blobs."""
-    services = _stored()
+    services = _assembled()
     _copying("backed up", lambda: backup.back_up(services.database, services.blobs, folder), as_json=as_json)
 
 
 @app.command()
 def restore(folder: Folder, as_json: AsJson = False) -> None:
     """Copy a backup into an empty database at head and into the blob store, of any kind."""
-    services = _stored()
+    services = _assembled()
     _copying("restored", lambda: backup.restore(folder, services.database, services.blobs), as_json=as_json)
 
 
@@ -187,7 +185,7 @@ def doctor(as_json: AsJson = False) -> None:
     """
     # As for `serve`.
     checks = load("tessera.coordinator.server.doctor").checks
-    print_findings(examined(checks(_assembled())), as_json=as_json)
+    print_findings(examined(checks(_assembled(at_head=False))), as_json=as_json)
 
 
 config_app = typer.Typer(no_args_is_help=True, help="The settings that are in force.")
@@ -247,36 +245,28 @@ def _settings() -> CoordinatorSettings:
 
 
 def _opened(duty: Duty, *, wait: bool = False) -> Services:
-    """Return the services, with every method at hand and on a database at head that no other process holds for this
-    duty."""
+    """Return the services for a duty that no other process has on this database, with every method loaded."""
     try:
         methods()
     except MethodsUnusable as refusal:
         raise _exit(str(refusal)) from None
-    services = _stored(duty, lambda services: services.database.hold(duty, wait=wait))
+    services = _assembled(duty, wait=wait)
     swept = services.blobs.sweep()
     log.info("coordinator.opened", database=services.database.shown, swept_files=swept)
     return services
 
 
-def _stored(duty: Duty = "both", hold: Callable[[Services], None] = lambda _: None) -> Services:
-    """Return the services on a database at head."""
-
-    def ready(services: Services) -> None:
-        services.database.require_head()
-        hold(services)
-
-    return _assembled(duty, ready)
-
-
-def _assembled(duty: Duty = "both", ready: Callable[[Services], None] = lambda _: None) -> Services:
-    """Return the services, once they are `ready`; or a line that says why not, and exit code 2."""
+def _assembled(duty: Duty = "both", *, at_head: bool = True, wait: bool = False) -> Services:
+    """Return the services, with a duty other than "both" held; otherwise print why not, and exit with status 2."""
     logging.configure()
     keep_freed_memory()
     settings = _settings()
     try:
         services = assemble(settings, duty=duty)
-        ready(services)
+        if at_head:
+            services.database.require_head()
+        if duty != "both":
+            services.database.hold(duty, wait=wait)
     except (DatabaseInUse, SchemaBehind, StagingOnOtherDisk, UnknownDatabase) as refusal:
         raise _exit(str(refusal)) from None
     except (OSError, ImportError, ValueError, SQLAlchemyError, BaseError) as fault:
@@ -286,23 +276,16 @@ def _assembled(duty: Duty = "both", ready: Callable[[Services], None] = lambda _
 
 
 def _hand_over_first_token(services: Services) -> None:
-    """Print the first administrator's token once; only its hash is stored.
-
-    It is printed before it is committed: after a crash in between, the next start issues another.
-    """
+    """Print the first administrator's token, then commit it: after a crash in between, another is issued."""
     with services.database.transaction() as session:
         secret = first_token(session, services.database.now())
         path = services.settings.admin_token_file
         if secret is None:
             return
         if path is not None:
-            _write_secret(path, secret)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+                file.write(secret + "\n")
             log.info("coordinator.admin_token_written", path=str(path))
         else:
             print(f"first admin token (shown only this once): {secret}", file=sys.stderr, flush=True)
-
-
-def _write_secret(path: Path, secret: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-        file.write(secret + "\n")

@@ -24,7 +24,7 @@ from tessera.coordinator.limits.memory import Memory
 from tessera.coordinator.limits.rate import Admission
 from tessera.coordinator.limits.response_memory import ResponseMemory
 from tessera.coordinator.limits.thread_pool import FairThreadPool, KeyedLocks
-from tessera.coordinator.maintenance.garbage_collection import Housekeeping, Retention
+from tessera.coordinator.maintenance.garbage_collection import Retention
 from tessera.coordinator.notify.event_stream import ChangeFeed
 from tessera.coordinator.notify.long_poll import LastSeen, LongPollWaiters
 from tessera.coordinator.notify.poller import Poller
@@ -70,7 +70,7 @@ class Services:
     """Verifies tokens of the OpenID provider, if there is one."""
     sign_in: OIDCLogin | None
     """Sign-in to the dashboard at the OpenID provider, if it is enabled."""
-    housekeeping: Housekeeping
+    retention: Retention
     wake_conductor: Callable[[], None]
     """Has the conductor, in any process, look at once."""
     wake_workers: Callable[[Sequence[str]], None]
@@ -85,18 +85,13 @@ class Services:
 def assemble(
     settings: CoordinatorSettings, clock: Callable[[], float] | None = None, duty: Duty = "both"
 ) -> Services:
-    """Open the database and the blob store of the settings, and assemble what the duty needs.
+    """Return the parts that the duty needs, with the database and the blob store of the settings open.
 
-    A process that both serves and conducts wakes itself; others wake each other by `wakeups`.
+    A process with both duties wakes itself; others wake each other by `wakeups`.
     """
     database = Database(settings.database_url, clock, connections=settings.database_connections)
-    blobs = Blobs(
-        database,
-        settings.blob_url,
-        settings.staging_dir,
-        inline_bytes=settings.inline_bytes,
-        readahead_bytes=settings.merge_readahead_bytes,
-    )
+    sizes = settings.inline_bytes, settings.merge_readahead_bytes
+    blobs = Blobs(database, settings.blob_url, settings.staging_dir, *sizes)
     disk = DiskSpace(_folders(database, blobs), settings.disk_reserve_bytes)
     states = States(blobs, _engine(settings) if duty != "serve" else None)
     inspector = Inspector(blobs, states)
@@ -122,7 +117,7 @@ def assemble(
     uploads = Uploads(
         database, blobs, disk, quota, settings.idle_timeout_seconds, FairThreadPool("upload", UPLOAD_THREADS)
     )
-    people = _people(settings) if duty != "conduct" else None
+    people, sign_in = _open_id(settings) if duty != "conduct" else (None, None)
 
     def wake_conductor() -> None:
         if duty == "both":
@@ -159,18 +154,16 @@ def assemble(
         wakeups=wakeups,
         poller=Poller(database, last_seen, waiters, change_feed, wakeups, tick_seconds=settings.tick_seconds),
         people=people,
-        sign_in=_sign_in(settings, people) if people else None,
-        housekeeping=Housekeeping(
-            Retention(
-                database,
-                blobs,
-                states,
-                uploads,
-                updates_seconds=settings.keep_updates_seconds,
-                unused_seconds=settings.keep_unused_seconds,
-                versions=settings.keep_versions,
-            ),
-            settings.gc_interval_seconds,
+        sign_in=sign_in,
+        retention=Retention(
+            database,
+            blobs,
+            states,
+            uploads,
+            updates_seconds=settings.keep_updates_seconds,
+            unused_seconds=settings.keep_unused_seconds,
+            versions=settings.keep_versions,
+            every_seconds=settings.gc_interval_seconds,
         ),
         wake_conductor=wake_conductor,
         wake_workers=wake_workers,
@@ -192,27 +185,21 @@ def _bytes_per_day(settings: CoordinatorSettings, blobs: Blobs) -> int | None:
     return disk.f_blocks * disk.f_frsize // 2
 
 
-def _people(settings: CoordinatorSettings) -> OIDCVerifier | None:
+def _open_id(settings: CoordinatorSettings) -> tuple[OIDCVerifier | None, OIDCLogin | None]:
+    """Return the verifier of the provider's tokens, and the sign-in at the provider, as far as they are enabled."""
     if settings.oidc_issuer is None:
-        return None
+        return None, None
     # Its libraries are slow to import, and most coordinators do not need them.
-    verifier: OIDCVerifier = importlib.import_module("tessera.coordinator.auth.oidc").OIDCVerifier(settings)
-    return verifier
-
-
-def _sign_in(settings: CoordinatorSettings, people: OIDCVerifier) -> OIDCLogin | None:
-    if settings.oidc_client_id is None:
-        return None
-    login: OIDCLogin = importlib.import_module("tessera.coordinator.auth.oidc").OIDCLogin(settings, people)
-    return login
+    oidc = importlib.import_module("tessera.coordinator.auth.oidc")
+    people = oidc.OIDCVerifier(settings)
+    return people, oidc.OIDCLogin(settings, people) if settings.oidc_client_id is not None else None
 
 
 def _engine(settings: CoordinatorSettings) -> MergeEngine:
     """Return the merge engine: threads on all cores of this machine, or a Ray cluster."""
-    if settings.merge_engine == "ray":
-        # Ray is an extra, and slow to import.
-        engine: MergeEngine = importlib.import_module("tessera.coordinator.conductor.ray_engine").RayEngine(
-            settings.ray_address
-        )
-        return engine
-    return partial(materialize, threads=len(os.sched_getaffinity(0)))
+    if settings.merge_engine == "threads":
+        return partial(materialize, threads=len(os.sched_getaffinity(0)))
+    # Ray is an extra, and slow to import.
+    ray_engine = importlib.import_module("tessera.coordinator.conductor.ray_engine")
+    engine: MergeEngine = ray_engine.RayEngine(settings.ray_address)
+    return engine

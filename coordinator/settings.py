@@ -151,8 +151,7 @@ class CoordinatorSettings(BaseSettings):
         default=1_000, description="maximum number of worker names that a site uses within 30 days"
     )
     declarations_per_hour: PositiveInt = Field(
-        default=10_000,
-        description="changes of the workers' declarations per site and hour, per process",
+        default=10_000, description="changes of the workers' declarations per site and hour, per process"
     )
     site_bytes_per_day: PositiveInt | None = Field(
         default=None,
@@ -184,13 +183,10 @@ class CoordinatorSettings(BaseSettings):
         default=3_600.0, ge=60, description="time to keep an update after the end of its round"
     )
     keep_versions: PositiveInt | None = Field(
-        default=None,
-        description="number of latest versions to keep for each run, besides its first; if unset, all",
+        default=None, description="number of latest versions to keep for each run, besides its first; if unset, all"
     )
     keep_unused_seconds: PositiveFloat = Field(
-        default=86_400.0,
-        ge=3_600,
-        description="time to keep unreferenced blobs and abandoned uploads",
+        default=86_400.0, ge=3_600, description="time to keep unreferenced blobs and abandoned uploads"
     )
     gc_interval_seconds: PositiveFloat = Field(
         default=600.0, description="interval at which the conductor removes old data"
@@ -212,13 +208,9 @@ class CoordinatorSettings(BaseSettings):
         return given
 
     @model_validator(mode="after")
-    def _tls_is_whole(self) -> Self:
+    def _is_complete(self) -> Self:
         if (self.tls_key or self.tls_client_ca) and not self.tls_cert:
             raise ValueError("tls_key and tls_client_ca require tls_cert")
-        return self
-
-    @model_validator(mode="after")
-    def _provider_is_whole(self) -> Self:
         if self.oidc_issuer is None:
             return self
         if not (self.oidc_audience and self.oidc_roles):

@@ -8,11 +8,13 @@ import base64
 import hashlib
 import hmac
 import json
+import math
 import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Generic, TypeVar, get_args
+from dataclasses import dataclass, field
+from typing import Any, get_args
 from urllib.parse import quote, urlencode, urlsplit
 
 import httpx
@@ -47,42 +49,37 @@ class ProviderFault(Exception):
     """The provider did not answer, or not with what an OpenID provider answers."""
 
 
-T = TypeVar("T")
-
-
-class _Hourly(Generic[T]):
+@dataclass(eq=False)
+class _Hourly:
     """A document of the provider, refreshed once an hour, by one caller at a time and at most every 30 seconds."""
 
-    def __init__(self, issuer: str, ask: Callable[[], T], nothing: T, clock: Callable[[], float], event: str) -> None:
-        self._issuer = issuer
-        self._ask = ask
-        self._found = nothing
-        self._clock = clock
-        self._event = event
-        self._lock = threading.Lock()
-        self._found_at: float | None = None
-        self._tried_at: float | None = None
+    issuer: str
+    fetch: Callable[[], dict[str, Any]]
+    clock: Callable[[], float]
+    event: str
+    expires: bool = False
+    """It is emptied when it is older than an hour and cannot be refreshed."""
+    _found: dict[str, Any] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _found_at: float = -math.inf
+    _tried_at: float = -math.inf
 
-    def get(self, lacks: Callable[[T], bool] = lambda _: False, *, outdated: T | None = None) -> T:
-        """Return what was said last, asking before its time if that `lacks` something.
-
-        Where the provider does not answer for an hour, that is `outdated` if it is given.
-        """
-        now = self._clock()
+    def get(self, entry: object) -> dict[str, Any]:
+        """Return the latest answer, refreshed early if it lacks this entry."""
+        now = self.clock()
         with self._lock:
-            old = self._found_at is None or now - self._found_at > KEYS_SECONDS
-            asks = old or lacks(self._found)
+            old = now - self._found_at > KEYS_SECONDS
             # A slow provider holds up one caller alone, and callers do not decide how often it is asked.
-            if not asks or (self._tried_at is not None and now - self._tried_at < AGAIN_SECONDS):
+            if not (old or entry not in self._found) or now - self._tried_at < AGAIN_SECONDS:
                 return self._found
             self._tried_at = now
         try:
-            found = self._ask()
+            found = self.fetch()
         except ProviderFault as fault:
-            log.warning(self._event, issuer=self._issuer, fault=str(fault))
+            log.warning(self.event, issuer=self.issuer, fault=str(fault))
             with self._lock:
-                if old and outdated is not None:
-                    self._found = outdated
+                if old and self.expires:
+                    self._found = {}
                 return self._found
         with self._lock:
             self._found, self._found_at = found, now
@@ -93,40 +90,35 @@ class OIDCVerifier:
     """Verifier of one provider's tokens. Safe to use from several threads."""
 
     def __init__(self, settings: CoordinatorSettings, clock: Callable[[], float] = time.monotonic) -> None:
+        self._settings = settings
         self._issuer = settings.oidc_issuer or ""
-        self._audience = settings.oidc_audience
-        self._claim = settings.oidc_role_claim
-        self._roles = settings.oidc_roles
-        self._keys_url = settings.oidc_keys_url
-        self._keys: _Hourly[dict[str, jwt.PyJWK]] = _Hourly(
-            self._issuer, self.fetched, {}, clock, "oidc.keys_not_fetched"
-        )
+        # Keys that may have been withdrawn meanwhile are worse than none.
+        self._keys = _Hourly(self._issuer, self.fetched, clock, "oidc.keys_not_fetched", expires=True)
 
     def principal(self, token: str) -> Principal:
-        """Return the holder of this token. Raise Unauthenticated, Forbidden for a person without a role here, and
-        Unavailable if the provider's keys cannot be fetched."""
-        return self.person(self.verified(token, self._audience))
+        """Return the holder of a token. Raise Unauthenticated, Forbidden for a person without a role, Unavailable."""
+        return self.person(self.verified(token, self._settings.oidc_audience))
 
     def person(self, claims: Mapping[str, Any]) -> Principal:
-        """Return who verified claims are of. Raises Unauthenticated, and Forbidden for a person without a role
-        here."""
+        """Return the person of verified claims. Raise Unauthenticated, and Forbidden for a person without a role."""
         subject = str(claims["sub"])
         if not (0 < len(subject) <= MAX_SUBJECT_LENGTH and subject.isprintable()):
             raise Unauthenticated("the subject of the token is none that can be written down")
         person = f"{self._issuer}#{subject}"
-        named = _texts(_claim(claims, self._claim))
-        held = {self._roles[name] for name in named if name in self._roles}
+        roles, place = self._settings.oidc_roles, self._settings.oidc_role_claim
+        named = _claim(claims, place)
+        names = named if isinstance(named, list) else [named]
+        held = {roles[name] for name in names if isinstance(name, str) and name in roles}
         for role in get_args(PersonRole):
             if role in held:
                 return Principal.person(person, role)
         raise Forbidden(
-            f"nothing in the claim {self._claim!r} of {person} is a role here (setting oidc_roles)",
+            f"nothing in the claim {place!r} of {person} is a role here (setting oidc_roles)",
             remedy="Have the provider's administrators put you into one of the groups that are, and sign in again.",
         )
 
     def verified(self, token: str, audience: str | None) -> dict[str, Any]:
-        """Return what the provider says in a token of its own for `audience`. Raises Unauthenticated and
-        Unavailable."""
+        """Return the claims of one of the provider's tokens for `audience`. Raise Unauthenticated and Unavailable."""
         try:
             kid = jwt.get_unverified_header(token).get("kid")
             claims: dict[str, Any] = jwt.decode(
@@ -139,25 +131,25 @@ class OIDCVerifier:
                 options={"require": list(REQUIRED)},
             )
         except (jwt.PyJWTError, RecursionError) as fault:
-            told = f"the token is not one of {self._issuer} for {audience}: {str(fault)[:200]}"
-            raise Unauthenticated(told, remedy="Sign in again at the provider.") from fault
+            detail = f"the token is not one of {self._issuer} for {audience}: {str(fault)[:200]}"
+            raise Unauthenticated(detail, remedy="Sign in again at the provider.") from fault
         return claims
 
     def _key(self, kid: object) -> jwt.PyJWK:
-        # Keys that may have been withdrawn meanwhile are worse than none.
-        keys = self._keys.get(lambda keys: kid not in keys, outdated={})
+        keys = self._keys.get(kid)
         if not keys:
             raise Unavailable("the OpenID provider's keys cannot be fetched", retry_after_seconds=1)
-        found = keys.get(kid) if isinstance(kid, str) else None
-        if found is None:
+        if kid not in keys:
             raise jwt.InvalidKeyError("it names no key of the provider's")
-        return found
+        key: jwt.PyJWK = keys[str(kid)]
+        return key
 
     def fetched(self) -> dict[str, jwt.PyJWK]:
-        """Return the provider's keys by their names. Raises ProviderFault."""
-        document = asked(
-            self._keys_url or own_url(discovered(self._issuer), self._issuer, "jwks_uri", "TESSERA_OIDC_KEYS_URL")
-        )
+        """Return the provider's keys by their names. Raise ProviderFault."""
+        url = self._settings.oidc_keys_url
+        if url is None:
+            url = own_url(discovered(self._issuer), self._issuer, "jwks_uri", "TESSERA_OIDC_KEYS_URL")
+        document = asked(url)
         try:
             keys = jwt.PyJWKSet.from_dict(document).keys
         except (jwt.PyJWTError, AttributeError, TypeError, ValueError) as fault:
@@ -166,7 +158,7 @@ class OIDCVerifier:
 
 
 def discovered(issuer: str) -> dict[str, Any]:
-    """Return what a provider says of itself. Raises ProviderFault."""
+    """Return the provider's description of itself. Raise ProviderFault."""
     about = asked(f"{issuer.rstrip('/')}/.well-known/openid-configuration")
     if about.get("issuer") != issuer:
         raise ProviderFault(f"it calls itself {str(about.get('issuer'))[:200]!r}")
@@ -174,7 +166,7 @@ def discovered(issuer: str) -> dict[str, Any]:
 
 
 def own_url(about: Mapping[str, Any], issuer: str, name: str, setting: str) -> str:
-    """Return a URL that a provider says of itself, which is where the provider itself is. Raises ProviderFault."""
+    """Return a URL from the provider's description, which must be on the provider's host. Raise ProviderFault."""
     url = str(about.get(name))
     if _origin(url) != _origin(issuer):
         raise ProviderFault(f"its {name} is {url[:200]!r}, another place: name it as {setting}")
@@ -182,10 +174,7 @@ def own_url(about: Mapping[str, Any], issuer: str, name: str, setting: str) -> s
 
 
 def asked(url: str, form: Mapping[str, str] | None = None, basic: tuple[str, str] | None = None) -> dict[str, Any]:
-    """Return a JSON object, bounded in bytes and time, from this very place, to which a form is sent if there is one.
-
-    Raises ProviderFault.
-    """
+    """Return the JSON object at a URL, to which `form` is posted if given. Raise ProviderFault if slow or large."""
     content = bytearray()
     give_up_at = time.monotonic() + FETCH_SECONDS
     try:
@@ -203,14 +192,12 @@ def asked(url: str, form: Mapping[str, str] | None = None, basic: tuple[str, str
         raise ProviderFault(f"{url} does not answer: {type(fault).__name__}: {fault}") from fault
     try:
         document = json.loads(content)
-    except (ValueError, RecursionError) as fault:
-        document = fault
+    except (ValueError, RecursionError):
+        document = None
     if response.status_code != httpx.codes.OK:
         # As OAuth has it (RFC 6749, 5.2).
         said = f": {str(document.get('error'))[:200]}" if isinstance(document, dict) and "error" in document else ""
         raise ProviderFault(f"{url} answers {response.status_code}{said}")
-    if isinstance(document, Exception):
-        raise ProviderFault(f"{url} sends no JSON") from document
     if not isinstance(document, dict):
         raise ProviderFault(f"{url} sends no JSON object")
     return document
@@ -234,15 +221,8 @@ def _claim(claims: Mapping[str, Any], name: str) -> object:
     return found
 
 
-def _texts(value: object) -> list[str]:
-    values = value if isinstance(value, list) else [value]
-    return [text for text in values if isinstance(text, str)]
-
-
 BACK = "/page/sign-in/provider/back"
 """Redirect URI, relative to the public URL; it must be registered at the provider."""
-
-SECRET_BYTES = 32
 
 
 class OIDCLogin:
@@ -256,16 +236,12 @@ class OIDCLogin:
     def __init__(
         self, settings: CoordinatorSettings, people: OIDCVerifier, clock: Callable[[], float] = time.monotonic
     ) -> None:
+        self._settings = settings
         self._issuer = settings.oidc_issuer or ""
         self._client_id = settings.oidc_client_id or ""
-        self._secret_file = settings.oidc_client_secret_file
-        self._scope = settings.oidc_scope
-        self._token_url = settings.oidc_token_url
         self._back = (settings.public_url or "").rstrip("/") + BACK
         self._people = people
-        self._about: _Hourly[dict[str, Any]] = _Hourly(
-            self._issuer, lambda: discovered(self._issuer), {}, clock, "oidc.provider_away"
-        )
+        self._about = _Hourly(self._issuer, lambda: discovered(self._issuer), clock, "oidc.provider_away")
 
     @property
     def host(self) -> str:
@@ -273,14 +249,14 @@ class OIDCLogin:
         return urlsplit(self._issuer).netloc
 
     def begin(self) -> tuple[str, str]:
-        """Return where the browser is to go, and a secret that it alone is to keep meanwhile. Raises Unavailable."""
-        secret = secrets.token_urlsafe(SECRET_BYTES)
+        """Return the URL that the browser goes to, and a secret for it alone to keep meanwhile. Raise Unavailable."""
+        secret = secrets.token_urlsafe(32)
         challenge = hashlib.sha256(_derived(secret, "verifier").encode()).digest()
         asks = {
             "response_type": "code",
             "client_id": self._client_id,
             "redirect_uri": self._back,
-            "scope": self._scope,
+            "scope": self._settings.oidc_scope,
             "state": _derived(secret, "state"),
             "nonce": _derived(secret, "nonce"),
             "code_challenge": base64.urlsafe_b64encode(challenge).rstrip(b"=").decode(),
@@ -295,10 +271,7 @@ class OIDCLogin:
         return f"{place}{'&' if parts.query else '?'}{urlencode(asks)}", secret
 
     def finish(self, secret: str, answer: Mapping[str, str]) -> Principal:
-        """Return who came back from the provider, with what it said in the query.
-
-        Raises Unauthenticated, Forbidden for a person without a role here, and Unavailable.
-        """
+        """Return the person whom the provider sent back. Raise Unauthenticated, Forbidden and Unavailable."""
         if not secret or not _same(answer.get("state", ""), _derived(secret, "state")):
             raise Unauthenticated("the sign-in was started in another browser, or took too long; start again")
         if answer.get("iss", self._issuer) != self._issuer:
@@ -322,7 +295,7 @@ class OIDCLogin:
             "code_verifier": _derived(secret, "verifier"),
         }
         try:
-            place = self._token_url or own_url(
+            place = self._settings.oidc_token_url or own_url(
                 self._provider(), self._issuer, "token_endpoint", "TESSERA_OIDC_TOKEN_URL"
             )
             return str(asked(place, form, self._credentials()).get("id_token"))
@@ -331,15 +304,13 @@ class OIDCLogin:
             raise Unauthenticated("the provider did not exchange its code for a token; start again") from fault
 
     def _credentials(self) -> tuple[str, str] | None:
-        """Return encoded as OAuth has it (RFC 6749, 2.3.1). Read each time, so that another secret needs no
-        restart."""
-        if self._secret_file is None:
-            return None
-        return quote(self._client_id, safe=""), quote(self._secret_file.read_text().strip(), safe="")
+        """Return the client id and secret, encoded as in RFC 6749, 2.3.1. Read each time, so that they can change."""
+        file = self._settings.oidc_client_secret_file
+        return (quote(self._client_id, safe=""), quote(file.read_text().strip(), safe="")) if file else None
 
     def _provider(self) -> dict[str, Any]:
-        """Return what the provider says of itself. Raises Unavailable."""
-        if not (about := self._about.get()):
+        """Return the provider's description of itself. Raise Unavailable."""
+        if not (about := self._about.get("issuer")):
             raise Unavailable("the OpenID provider does not answer", retry_after_seconds=AGAIN_SECONDS)
         return about
 

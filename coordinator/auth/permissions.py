@@ -14,14 +14,14 @@ AT_A_TIME = 1_000
 
 
 def runs_of(site_id: str) -> Select[str]:
-    """Return the runs that a site takes part in: those that it has had a task in."""
+    """Return the runs in which a site has had a task."""
     return (
         select(TaskRow.run_id).join(WorkerRow, WorkerRow.id == TaskRow.worker_id).where(WorkerRow.site_id == site_id)
     )
 
 
 def run_within_reach(session: Session, caller: Principal, run_id: str) -> RunRow:
-    """Raise NotFound if there is no such run, or if the caller is a site that takes no part in it."""
+    """Return a run. Raise NotFound if there is none, or the caller is a site that takes no part in it."""
     query = select(RunRow).where(RunRow.id == run_id)
     if caller.site_id is not None:
         query = query.where(RunRow.id.in_(runs_of(caller.site_id)))

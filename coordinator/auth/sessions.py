@@ -15,14 +15,12 @@ from tessera.coordinator.domain.principal import Principal
 from tessera.shared.problems import Unauthenticated
 from tessera.shared.token_format import hash_of
 
-SECRET_BYTES = 32
-
 
 def begin(session: Session, now: float, caller: Principal, seconds: float) -> str:
-    """Return a new session's secret, of which only a hash is kept. Those that have expired are removed by the way."""
+    """Return a new session's secret, of which only a hash is stored, and delete expired sessions."""
     for table in (SessionRow, PersonSessionRow):
         session.execute(delete(table).where(table.expires_at <= now))
-    secret = secrets.token_urlsafe(SECRET_BYTES)
+    secret = secrets.token_urlsafe(32)
     known = {"id": hash_of(secret), "created_at": now, "expires_at": now + seconds}
     if caller.is_person:
         session.add(PersonSessionRow(person=caller.name, role=caller.role, **known))
@@ -33,11 +31,9 @@ def begin(session: Session, now: float, caller: Principal, seconds: float) -> st
 
 
 def holder(session: Session, now: float, secret: str, issuer: str | None) -> Principal:
-    """Return who holds the session, with what the token may at this moment, or might when `issuer` vouched for the
-    person.
+    """Return a session's holder with the present role of its token, or the person's role at sign-in at `issuer`.
 
-    Raises Unauthenticated.
-    """
+    Raise Unauthenticated."""
     shown = hash_of(secret)
     found = session.get(SessionRow, shown) or session.get(PersonSessionRow, shown)
     if found is None:
@@ -63,5 +59,5 @@ def end(session: Session, now: float, caller: Principal, secret: str) -> None:
 
 
 def form_token(secret: str) -> str:
-    """Return what each form of a session carries, and no other site can know."""
+    """Return the value that each form of a session carries and that no other site knows."""
     return hmac.new(secret.encode(), b"form", hashlib.sha256).hexdigest()

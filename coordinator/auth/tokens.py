@@ -19,7 +19,7 @@ ANEW = "For a worker, delete the token's file and join again: tessera worker joi
 
 
 def authenticate(session: Session, now: float, secret: str) -> Principal:
-    """Return who holds this token. Raises Unauthenticated, and SiteSuspended."""
+    """Return the holder of a token. Raise Unauthenticated and SiteSuspended."""
     shown = hash_of(secret)
     found = _token(session, TokenRow.secret_hash == shown)
     if found is None:
@@ -29,13 +29,8 @@ def authenticate(session: Session, now: float, secret: str) -> Principal:
     return _admitted(found, now)
 
 
-def require_admitted(session: Session, now: float, caller: Principal) -> None:
-    """Raise Unauthenticated or SiteSuspended if the caller, who was admitted before, no longer is."""
-    principal_for_token(session, now, caller.token_id)
-
-
 def principal_for_token(session: Session, now: float, token_id: str) -> Principal:
-    """Return who holds the token of this id. Raises Unauthenticated and SiteSuspended."""
+    """Return the holder of the token with this id. Raise Unauthenticated and SiteSuspended."""
     return _admitted(_token(session, TokenRow.id == token_id), now)
 
 
@@ -64,7 +59,7 @@ def _admitted(found: Row[TokenRow, SiteRow] | None, now: float) -> Principal:
 
 
 def issue_token(session: Session, now: float, actor: str, spec: TokenSpec) -> tuple[TokenRow, str]:
-    """Return a new token and its secret, which is kept nowhere. Raises Invalid if its site does not exist."""
+    """Return a new token and its secret, which is not stored. Raise Invalid if its site does not exist."""
     site = None
     if spec.site is not None:
         site = session.scalars(select(SiteRow).where(SiteRow.name == spec.site)).one_or_none()
@@ -90,15 +85,14 @@ def issue_token(session: Session, now: float, actor: str, spec: TokenSpec) -> tu
 def revoke_token(
     session: Session, now: float, actor: str, token_id: str, *, admins_sign_in: bool = False
 ) -> TokenRow:
-    """Revoke a token. Revoking again changes nothing.
-
-    Raises NotFound, and Conflict for the last token of an administrator unless `admins_sign_in` elsewhere.
-    """
+    """Revoke a token. Raise NotFound, and Conflict for the last admin token unless `admins_sign_in` elsewhere."""
     row = session.get(TokenRow, token_id)
     if row is None:
         raise NotFound(f"there is no token {token_id}")
     if row.revoked_at is None:
-        if row.role == "admin" and not admins_sign_in and not _other_admin(session, now, token_id):
+        unexpired = TokenRow.expires_at.is_(None) | (TokenRow.expires_at > now)
+        other = (TokenRow.role == "admin") & (TokenRow.id != token_id) & TokenRow.revoked_at.is_(None) & unexpired
+        if row.role == "admin" and not admins_sign_in and not session.scalar(select(exists().where(other))):
             raise Conflict(
                 "this is the last token of an administrator that is valid",
                 remedy="Issue another first, with `tessera admin token issue`.",
@@ -108,16 +102,8 @@ def revoke_token(
     return row
 
 
-def _other_admin(session: Session, now: float, token_id: str) -> bool:
-    """Return whether another token of an administrator is valid."""
-    valid = TokenRow.revoked_at.is_(None) & (TokenRow.expires_at.is_(None) | (TokenRow.expires_at > now))
-    other = (TokenRow.role == "admin") & (TokenRow.id != token_id)
-    return bool(session.scalar(select(exists().where(other, valid))))
-
-
 def rotate_token(session: Session, now: float, caller: Principal, shown: str, fresh_hash: str, grace: float) -> None:
-    """Give the caller's token another secret, of which this is the hash; the one that was `shown` is admitted for
-    `grace` seconds more. A repeat changes nothing. Raises Conflict."""
+    """Replace a token's secret; the `shown` one stays valid for `grace` seconds. Raise Conflict. Safe to repeat."""
     row = session.get_one(TokenRow, caller.token_id)
     if row.secret_hash == fresh_hash:
         return
@@ -138,7 +124,7 @@ def is_known(session: Session, secret_hash: str) -> bool:
 
 
 def first_token(session: Session, now: float) -> str | None:
-    """Return the secret of a first admin token if there has never been one, else None."""
+    """Return the secret of a new first admin token; None if there has ever been one."""
     if session.scalar(select(exists().where(TokenRow.role == "admin"))):
         return None
     return issue_token(session, now, "coordinator", TokenSpec(name="first-admin", role="admin"))[1]

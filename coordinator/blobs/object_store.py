@@ -12,7 +12,6 @@ import io
 import os
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -25,6 +24,7 @@ import structlog
 from obstore.exceptions import BaseError
 from obstore.store import ObjectStore, S3Store, from_url
 
+from tessera.coordinator.blobs.cache import Recent
 from tessera.shared.problems import StoreAway, StoreSpoilt
 from tessera.shared.rounds.blob_store import Stored
 
@@ -62,8 +62,7 @@ class Objects:
 
     def __init__(self, url: str) -> None:
         self.store = _opened(url)
-        self._tags: OrderedDict[str, str] = OrderedDict()
-        self._lock = threading.Lock()
+        self._tags: Recent[str] = Recent(TAGS_KEPT)
         self._probing = threading.Lock()
         self._probed_until = 0.0
 
@@ -72,13 +71,13 @@ class Objects:
     def put(self, digest: str, path: Path) -> None:
         """Store a file and return when the store confirms it; send a large file in parts."""
         # It may have been there already, under another tag.
-        self.forget(digest)
+        self._tags.drop(digest)
         with _translated():
             obstore.put(self.store, key_of(digest), path)
 
     def remove(self, digest: str, before: float) -> bool:
         """Remove an object that was written before this instant; return whether it did."""
-        self.forget(digest)
+        self._tags.drop(digest)
         with suppress(FileNotFoundError), _translated("object"):
             if obstore.head(self.store, key_of(digest))["last_modified"].timestamp() < before:
                 obstore.delete(self.store, key_of(digest))
@@ -123,7 +122,7 @@ class Objects:
             if tag == expected:
                 return data
             # Replaced, perhaps by the same bytes from another process.
-            self.forget(blob.digest)
+            self._tags.drop(blob.digest)
         raise StoreSpoilt(f"blob {blob.digest} is being replaced in the store while it is read")
 
     def verify(self, blob: Stored) -> None:
@@ -132,30 +131,18 @@ class Objects:
             self.hash(blob)
 
     def hash(self, blob: Stored) -> str:
-        """Hash an object and return the tag by which it is recognized from then on.
-
-        Raises StoreSpoilt if it is missing or its bytes do not match its digest, and StoreAway.
-        """
+        """Hash an object and return the tag that identifies it from then on. Raise StoreSpoilt and StoreAway."""
         computed, tags = hashlib.sha256(), set[str]()
         for at in range(0, blob.size, HASHED_BYTES):
             piece, tag = self._get(blob, at, min(at + HASHED_BYTES, blob.size))
             computed.update(piece)
             tags.add(tag)
         if len(tags) > 1 or f"sha256:{computed.hexdigest()}" != blob.digest:
-            self.forget(blob.digest)
+            self._tags.drop(blob.digest)
             raise StoreSpoilt(f"blob {blob.digest} no longer has the bytes of its name")
         tag = tags.pop() if tags else ""
-        with self._lock:
-            self._tags[blob.digest] = tag
-            self._tags.move_to_end(blob.digest)
-            if len(self._tags) > TAGS_KEPT:
-                self._tags.popitem(last=False)
+        self._tags.keep(blob.digest, tag)
         return tag
-
-    def forget(self, digest: str) -> None:
-        """Forget an object's tag, so that it is hashed before its next use."""
-        with self._lock:
-            self._tags.pop(digest, None)
 
     def _get(self, blob: Stored, start: int, stop: int) -> tuple[bytes, str]:
         """Return bytes of an object of the blob's size, and its tag."""
@@ -167,9 +154,9 @@ class Objects:
                     if len(data) == stop - start:
                         return data, result.meta["e_tag"] or str(result.meta["last_modified"])
         except FileNotFoundError:
-            self.forget(blob.digest)
+            self._tags.drop(blob.digest)
             raise StoreSpoilt(f"blob {blob.digest} is missing from the store") from None
-        self.forget(blob.digest)
+        self._tags.drop(blob.digest)
         raise StoreSpoilt(f"blob {blob.digest} no longer has the bytes of its name: it has another length")
 
 

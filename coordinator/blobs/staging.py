@@ -70,15 +70,12 @@ def _lock(folder: Path, create: int = 0) -> int | None:
         with suppress(OSError):
             folder.rmdir()
         return None
-    try:
+    with suppress(BlockingIOError):
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        return None
-    if not folder.exists():
-        os.close(descriptor)
-        return None
-    return descriptor
+        if folder.exists():
+            return descriptor
+    os.close(descriptor)
+    return None
 
 
 def _remove(folder: Path, descriptor: int) -> None:

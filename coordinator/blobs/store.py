@@ -10,9 +10,7 @@ import hashlib
 import io
 import os
 import re
-import threading
 import uuid
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -27,6 +25,7 @@ from obstore.store import LocalStore
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
+from tessera.coordinator.blobs.cache import Recent
 from tessera.coordinator.blobs.object_store import Objects, key_of
 from tessera.coordinator.blobs.staging import StagingArea, sweep
 from tessera.coordinator.db.engine import Database
@@ -75,15 +74,10 @@ class StagingOnOtherDisk(RuntimeError):
 
 class Blobs:
     def __init__(
-        self,
-        database: Database,
-        url: str,
-        staging_dir: Path,
-        inline_bytes: int,
-        readahead_bytes: int,
+        self, database: Database, url: str, staging_dir: Path, inline_bytes: int, readahead_bytes: int
     ) -> None:
         self._database = database
-        self._inline_bytes = inline_bytes
+        self.inline_bytes = inline_bytes
         self._readahead_bytes = readahead_bytes
         self._url = url if "://" in url else Path(url).absolute()
         self.staging_dir = staging_dir.absolute()
@@ -92,10 +86,10 @@ class Blobs:
         self.unfinished = StagingArea(self.staging_dir)
         # The disk may have corrupted earlier blobs, so each is hashed before its first use. Later ones were hashed
         # when they were received, by this or another process.
-        self._sound = Recent(SOUND_KEPT)
+        self._sound: Recent[None] = Recent(SOUND_KEPT)
         self.began_at = database.now()
         # Blobs are immutable, and missing ones are not cached.
-        self._rows = Rows()
+        self._rows: Recent[Stored] = Recent(ROWS_KEPT, ROWS_BYTES, lambda row: len(row.inline or b""))
         self._map = lru_cache(maxsize=MAPS_KEPT)(mapped)
         self._objects = Objects(url) if "://" in url else None
         # Used unless there is an object store.
@@ -111,7 +105,7 @@ class Blobs:
     def __reduce__(self) -> tuple[Any, ...]:
         # The receiving process opens the same database and store once for all tensors that it receives.
         url = self._database.url.render_as_string(hide_password=False)
-        arguments = (str(self._url), self.staging_dir, self._inline_bytes, self._readahead_bytes)
+        arguments = (str(self._url), self.staging_dir, self.inline_bytes, self._readahead_bytes)
         return _reopened, (url, arguments, self.began_at)
 
     # ------------------------------------------------------------ writing
@@ -125,7 +119,7 @@ class Blobs:
 
     def writer(self) -> BlobWriter:
         """Return a writer that stores a blob piece by piece. Several may be open at a time."""
-        return BlobWriter(self, self._inline_bytes)
+        return BlobWriter(self)
 
     @contextmanager
     def file(self) -> Iterator[BinaryIO]:
@@ -145,11 +139,11 @@ class Blobs:
 
     def batch(self) -> BlobBatch:
         """Return a batch of blobs that are durable at the end of `with`, after one wait for the disk."""
-        return BlobBatch(self, self._inline_bytes)
+        return BlobBatch(self)
 
     def adopt(self, path: Path, digest: str, size: int) -> Stored:
         """Store a finished file of the staging folder under its checked digest."""
-        if size <= self._inline_bytes:
+        if size <= self.inline_bytes:
             return Stored(digest, size, path.read_bytes())
         self.move(path, digest)
         self.flush_names([digest])
@@ -166,7 +160,7 @@ class Blobs:
         final.parent.mkdir(parents=True, exist_ok=True)
         # Files of the same name have the same content, so replacing one changes nothing.
         path.replace(final)
-        self._sound.add(digest)
+        self._sound.keep(digest, None)
 
     def flush_names(self, digests: Iterable[str]) -> None:
         if self._objects is None and (folders := {self._path(digest).parent for digest in digests}):
@@ -215,7 +209,7 @@ class Blobs:
 
     def discard(self, digest: str, before: float) -> bool:
         """Remove the bytes of a blob without a row unless they were written since `before`; return whether it did."""
-        self._sound.discard(digest)
+        self._sound.drop(digest)
         self._rows.drop(digest)
         if self._objects:
             return self._objects.remove(digest, before)
@@ -231,12 +225,8 @@ class Blobs:
 
     def listed(self, before: float, at_a_time: int) -> Iterator[list[str]]:
         """Yield the digests of the stored objects written before this instant, in lists."""
-        pages: Iterable[Sequence[obstore.ObjectMeta]]
-        if self._objects:
-            pages = self._objects.listed(at_a_time)
-        else:
-            pages = obstore.list(LocalStore(self._root), chunk_size=at_a_time)
-        for objects in pages:
+        pages = self._objects.listed(at_a_time) if self._objects else None
+        for objects in pages or obstore.list(LocalStore(self._root), chunk_size=at_a_time):
             keys = [meta["path"] for meta in objects if meta["last_modified"].timestamp() < before]
             yield [f"sha256:{name}" for key in keys if _HEXADECIMAL.fullmatch(name := key.rpartition("/")[2])]
 
@@ -284,7 +274,7 @@ class Blobs:
             raise StoreSpoilt(f"blob {blob.digest} is missing from the store") from None
         if f"sha256:{computed.hexdigest()}" != blob.digest:
             raise StoreSpoilt(f"blob {blob.digest} no longer has the bytes of its name")
-        self._sound.add(blob.digest)
+        self._sound.keep(blob.digest, None)
 
     def read(self, digest: str) -> bytes:
         """Return a whole blob. Raises NotFound."""
@@ -376,7 +366,7 @@ class Blobs:
 
     def _note_sound(self, digest: str, created_at: float) -> None:
         if created_at > self.began_at:
-            self._sound.add(digest)
+            self._sound.keep(digest, None)
 
     def __contains__(self, blob: Stored) -> bool:
         """Return whether the store has an object of this digest and size, regardless of the table."""
@@ -392,70 +382,14 @@ class Blobs:
         if len(wanted) > 1:
             with self._database.snapshot() as session:
                 for row in session.scalars(select(BlobRow).where(BlobRow.digest.in_(wanted))):
-                    self._rows.keep(self._stored(row))
+                    self._rows.keep(row.digest, self._stored(row))
 
     def _row(self, digest: str) -> Stored:
         if (known := self._rows.get(digest)) is None:
             with self._database.snapshot() as session:
                 known = self.find(session, digest)
-            self._rows.keep(known)
+            self._rows.keep(digest, known)
         return known
-
-
-class Recent:
-    """The most recently added names, up to a number. Safe in any thread."""
-
-    def __init__(self, most: int) -> None:
-        self._names: OrderedDict[str, None] = OrderedDict()
-        self._most = most
-        self._lock = threading.Lock()
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._names
-
-    def add(self, name: str) -> None:
-        with self._lock:
-            self._names[name] = None
-            self._names.move_to_end(name)
-            if len(self._names) > self._most:
-                self._names.popitem(last=False)
-
-    def discard(self, name: str) -> None:
-        with self._lock:
-            self._names.pop(name, None)
-
-
-class Rows:
-    """A cache of the most recently used blobs' rows. Safe in any thread."""
-
-    def __init__(self) -> None:
-        self._rows: OrderedDict[str, Stored] = OrderedDict()
-        self._bytes = 0
-        self._lock = threading.Lock()
-
-    def __contains__(self, digest: str) -> bool:
-        return digest in self._rows
-
-    def drop(self, digest: str) -> None:
-        with self._lock:
-            if row := self._rows.pop(digest, None):
-                self._bytes -= len(row.inline or b"")
-
-    def get(self, digest: str) -> Stored | None:
-        with self._lock:
-            if row := self._rows.get(digest):
-                self._rows.move_to_end(digest)
-            return row
-
-    def keep(self, blob: Stored) -> None:
-        with self._lock:
-            if blob.digest in self._rows:
-                return
-            self._rows[blob.digest] = blob
-            self._bytes += len(blob.inline or b"")
-            while len(self._rows) > ROWS_KEPT or self._bytes > ROWS_BYTES:
-                _, last = self._rows.popitem(last=False)
-                self._bytes -= len(last.inline or b"")
 
 
 @lru_cache(maxsize=4)
@@ -472,10 +406,9 @@ class BlobWriter:
     Its bytes are hashed as they come. A small blob stays in memory, a larger one is written to a file.
     """
 
-    def __init__(self, blobs: Blobs, inline_bytes: int, batch: BlobBatch | None = None) -> None:
+    def __init__(self, blobs: Blobs, batch: BlobBatch | None = None) -> None:
         self._blobs = blobs
         self._batch = batch
-        self._inline_bytes = inline_bytes
         self._path: Path | None = None
         self._head = bytearray()
         self._file: BinaryIO | None = None
@@ -499,7 +432,7 @@ class BlobWriter:
         self._received.update(piece)
         if self._file:
             self._file.write(piece)
-        elif self._size <= self._inline_bytes:
+        elif self._size <= self._blobs.inline_bytes:
             self._head += piece
         else:
             self._path = self._blobs.unfinished.path()
@@ -525,9 +458,8 @@ class BlobWriter:
 class BlobBatch:
     """Blobs that become durable together. Its writers may run in several threads."""
 
-    def __init__(self, blobs: Blobs, inline_bytes: int) -> None:
+    def __init__(self, blobs: Blobs) -> None:
         self._blobs = blobs
-        self._inline_bytes = inline_bytes
         self._pool = ThreadPoolExecutor(FLUSHES, thread_name_prefix="flush")
         self._taken: list[tuple[Path, str, Future[None]]] = []
 
@@ -546,7 +478,7 @@ class BlobBatch:
                 path.unlink(missing_ok=True)
 
     def writer(self) -> BlobWriter:
-        return BlobWriter(self._blobs, self._inline_bytes, self)
+        return BlobWriter(self._blobs, self)
 
     def take(self, path: Path, digest: str) -> None:
         """Add a finished file of the staging folder."""

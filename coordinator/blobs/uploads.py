@@ -11,7 +11,7 @@ import fcntl
 import hashlib
 import os
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
@@ -160,12 +160,11 @@ class Uploads:
             path = self._path(_record(row))
             if path.exists() and path.stat().st_mtime >= before:
                 return False
-            try:
+            with suppress(UploadBusy):
                 self._discard(_record(row))
-            except UploadBusy:
-                return False
-            session.delete(row)
-        return True
+                session.delete(row)
+                return True
+        return False
 
     def offset(self, upload: Upload) -> int:
         """Return how many bytes have arrived."""
@@ -182,12 +181,10 @@ class Uploads:
             await self.append(upload, 0, body)
             return
         received = bytearray()
-        async with self._idle_timeout() as sender:
-            async for piece in body:
-                sender.sent()
-                received += piece
-                if len(received) > upload.length:
-                    raise _longer(upload)
+        async for piece in self._pieces(body):
+            received += piece
+            if len(received) > upload.length:
+                raise _longer(upload)
         if len(received) < upload.length:
             raise BadRequest(
                 f"{len(received)} of {upload.length} bytes were received", remedy="Send the whole blob again."
@@ -216,8 +213,7 @@ class Uploads:
         if upload.complete:
             return upload.length
         with self._locked(upload) as file, self.disk.expecting(max(0, upload.length - offset)) as written:
-            upload = await self.threads.run(upload.owner, self._locked_row, upload)
-            _require_end(file, upload, offset)
+            upload = await self.threads.run(upload.owner, self._locked_row, upload, file, offset)
             # Hashed while it is received, or once when it is whole: hashing each part again would let a sender of
             # empty parts cause unlimited work.
             received = hashlib.sha256() if offset == 0 else None
@@ -233,16 +229,12 @@ class Uploads:
                     written(count)
 
             try:
-                async with self._idle_timeout() as sender:
-                    async for piece in body:
-                        sender.sent()
-                        pending += piece
-                        if file.tell() + len(pending) > upload.length:
-                            raise _longer(upload)
-                        if len(pending) >= WRITE_BYTES:
-                            sender.pause()
-                            await self._uncancelled(upload.owner, write)
-                            sender.sent()
+                async for piece in self._pieces(body):
+                    pending += piece
+                    if file.tell() + len(pending) > upload.length:
+                        raise _longer(upload)
+                    if len(pending) >= WRITE_BYTES:
+                        await self._uncancelled(upload.owner, write)
             finally:
                 # Received bytes are kept even when the sender is disconnected, so that it can resume after them.
                 if file.tell() + len(pending) <= upload.length:
@@ -252,13 +244,15 @@ class Uploads:
                 await self.threads.run(upload.owner, self._finish, upload, file, received.hexdigest())
             return file.tell()
 
-    @asynccontextmanager
-    async def _idle_timeout(self) -> AsyncIterator[_Sender]:
-        """Yield a deadline that each piece postpones: a slow sender may continue, a silent one is disconnected."""
+    async def _pieces(self, body: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+        """Yield the pieces of a body: a slow sender may continue, a silent one is disconnected."""
         try:
-            # One deadline for all: a timeout for each piece would cost a task each.
-            async with asyncio.timeout(self.idle_timeout_seconds) as silence:
-                yield _Sender(silence, self.idle_timeout_seconds)
+            while True:
+                async with asyncio.timeout(self.idle_timeout_seconds) as silence:
+                    piece = await anext(body, None)
+                if piece is None:
+                    return
+                yield piece
         except TimeoutError:
             if not silence.expired():
                 raise
@@ -326,33 +320,21 @@ class Uploads:
                 raise UploadBusy(f"upload {upload.id} was being written to", retry_after_seconds=0)
             yield file
 
-    def _locked_row(self, upload: Upload) -> Upload:
-        """Return the upload as the table has it while the file is locked. Raises UploadBusy if it is complete."""
+    def _locked_row(self, upload: Upload, file: FileIO, offset: int) -> Upload:
+        """Return the upload as the table has it under the lock of its file. Raise UploadBusy and OffsetMismatch."""
         upload = self.find(upload.id, upload.owner)
         if upload.complete:
             self._path(upload).unlink()
             raise UploadBusy(f"upload {upload.id} was finished by another request", retry_after_seconds=0)
+        if (end := file.seek(0, os.SEEK_END)) != offset:
+            at = {"Upload-Offset": str(end)}
+            raise OffsetMismatch(f"upload {upload.id} is at offset {end}, not {offset}", headers=at)
         return upload
 
     def _discard(self, upload: Upload) -> None:
         """Remove the received bytes. Raises UploadBusy while a request sends more."""
         with self._locked(upload):
             self._path(upload).unlink()
-
-
-@dataclass(frozen=True)
-class _Sender:
-    """The deadline for the next piece of an upload."""
-
-    silence: asyncio.Timeout
-    idle_timeout_seconds: float
-
-    def sent(self) -> None:
-        self.silence.reschedule(asyncio.get_running_loop().time() + self.idle_timeout_seconds)
-
-    def pause(self) -> None:
-        """Suspend the deadline while the sender waits for this side."""
-        self.silence.reschedule(None)
 
 
 def _is_at(path: Path, file: FileIO) -> bool:
@@ -377,15 +359,6 @@ def retain(session: Session, now: float, upload: Upload) -> None:
 
 def _finished(owner: str, digest: str) -> ColumnElement[bool]:
     return (UploadRow.owner == owner) & (UploadRow.digest == digest) & UploadRow.complete
-
-
-def _require_end(file: FileIO, upload: Upload, offset: int) -> None:
-    """Raise OffsetMismatch unless the received bytes end at `offset`."""
-    end = file.seek(0, os.SEEK_END)
-    if end != offset:
-        raise OffsetMismatch(
-            f"upload {upload.id} is at offset {end}, not {offset}", headers={"Upload-Offset": str(end)}
-        )
 
 
 def _longer(upload: Upload) -> TooLarge:

@@ -4,10 +4,7 @@ A difference is an update from the earlier version, smaller than the changed blo
 version computes the later one from it and checks each block's digest.
 """
 
-import asyncio
 from dataclasses import dataclass, field
-from typing import BinaryIO
-from weakref import WeakValueDictionary
 
 from anyio import to_thread
 
@@ -16,9 +13,9 @@ from tessera.coordinator.blobs.store import Blobs
 from tessera.coordinator.db.engine import Database
 from tessera.coordinator.db.tables import BlobRow, DifferenceRow, RunBlobRow, RunRow, VersionRow
 from tessera.coordinator.domain.principal import Principal
+from tessera.coordinator.limits.thread_pool import KeyedLocks
 from tessera.shared.api.runs import RunSpec
-from tessera.shared.api.versions import Difference, Manifest
-from tessera.shared.model.spec import Model
+from tessera.shared.api.versions import Difference
 from tessera.shared.problems import NotFound
 from tessera.shared.rounds.versions import States
 from tessera.shared.updates.codecs.pipeline import LOSSLESS
@@ -33,7 +30,7 @@ class Differences:
     database: Database
     blobs: Blobs
     states: States
-    _locks: WeakValueDictionary[tuple[str, int, int], asyncio.Lock] = field(default_factory=WeakValueDictionary)
+    _locks: KeyedLocks = field(default_factory=KeyedLocks)
 
     async def find(self, caller: Principal, run_id: str, number: int, since: int) -> Difference:
         """Return the difference from version `since` to `number`.
@@ -41,12 +38,10 @@ class Differences:
         Raises NotFound for versions that are missing, not readable by the caller, or too far apart.
         """
         if not 0 < number - since <= FURTHEST:
-            raise NotFound(
-                f"there is no difference between versions {since} and {number}", remedy="Fetch the blocks."
-            )
+            missing = f"there is no difference between versions {since} and {number}"
+            raise NotFound(missing, remedy="Fetch the blocks.")
         # Concurrent requests wait here without a thread while one computes it.
-        lock = self._locks.setdefault((run_id, number, since), asyncio.Lock())
-        async with lock:
+        async with self._locks.hold(f"{run_id} {number} {since}"):
             return await to_thread.run_sync(self._find, caller, run_id, number, since)
 
     def _find(self, caller: Principal, run_id: str, number: int, since: int) -> Difference:
@@ -59,8 +54,11 @@ class Differences:
                 return Difference(digest=stored.digest, nbytes=session.get_one(BlobRow, stored.digest).size)
             spec = RunSpec.model_validate(session.get_one(RunRow, run_id).spec)
         earlier, later = map(self.states.manifest, digests)
+        model = self.states.model(spec.model)
+        blocks, tensor = [model.by_name[name] for name in later.changed(earlier)], self.states.tensor
+        changes = [TrainedBlock(block, tensor(block, later), tensor(block, earlier)) for block in blocks]
         with self.blobs.file() as file:
-            write_difference(file, self.states, self.states.model(spec.model), earlier, later)
+            write_update(file, LOSSLESS, changes)
             blob = self.blobs.keep(file)
         with self.database.transaction() as session:
             self.blobs.record(session, self.database.now(), [blob])
@@ -68,10 +66,3 @@ class Differences:
             session.merge(DifferenceRow(run_id=run_id, number=number, since=since, digest=blob.digest))
             session.merge(RunBlobRow(run_id=run_id, digest=blob.digest))
         return Difference(digest=blob.digest, nbytes=blob.size)
-
-
-def write_difference(file: BinaryIO, states: States, model: Model, since: Manifest, later: Manifest) -> None:
-    """Write it as an update from the earlier version to the later one. `file` must be seekable."""
-    blocks = [model.by_name[name] for name in later.changed(since)]
-    changes = [TrainedBlock(block, states.tensor(block, later), states.tensor(block, since)) for block in blocks]
-    write_update(file, LOSSLESS, changes)

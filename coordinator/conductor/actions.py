@@ -48,9 +48,15 @@ class Liveness:
     def workers(self, session: Session) -> list[LiveWorker]:
         return live_workers(session, self._database.now() - self._liveness_seconds)
 
+    def willing(self, run_id: str, invited: RunTerms) -> tuple[list[LiveWorker], list[LiveWorker]]:
+        """Return the live workers, and those that could take part in a round with what decides who does for its
+        site."""
+        with self._database.snapshot() as session:
+            live = self.workers(session)
+            return live, remembering(session, run_id, candidates(session, invited, live))
+
     def includes(self, session: Session, plans: Mapping[str, Plan]) -> bool:
-        """Return whether all who were planned for are still live: planning, and waiting for the right to write, take
-        their time."""
+        """Return whether all planned workers are still live: planning and waiting to write take time."""
         return plans.keys() <= {worker.name for worker in self.workers(session)}
 
     def is_settled(self) -> bool:
@@ -68,25 +74,30 @@ class Actions:
 
     def do(self, run_id: str, action: Action) -> Sequence[str]:
         """Do an action; return the workers who now have something to do."""
-        match action:
-            case todo.Open(number):
-                return self.open_round(run_id, number)
-            case todo.Offer(task_id):
-                return self.offer_again(task_id)
-            case todo.Evaluate(due):
-                return self.offer_evaluation(run_id, due)
-            case todo.Expire(task_id, token):
-                self.expire(task_id, token)
-            case todo.Close(round_id, reason):
-                self.close(round_id, reason)
-            case todo.Abandon(round_id, reason):
-                self.abandon(round_id, reason)
-            case todo.CancelEvaluations():
-                self.cancel_evaluations(run_id)
-            case todo.Pause(reason):
-                self.pause(run_id, reason)
-            case todo.Complete():
-                self.complete(run_id)
+        if isinstance(action, todo.Open):
+            return self.open_round(run_id, action.number)
+        with self.database.transaction() as session:
+            now = self.database.now()
+            match action:
+                case todo.Offer(task_id):
+                    task = session.get_one(TaskRow, task_id)
+                    move_task(session, now, ACTOR, task, "offer")
+                    return [task.worker_id]
+                case todo.Evaluate(due):
+                    return self._offer_evaluation(session, now, run_id, due)
+                case todo.Expire(task_id, token):
+                    expire(session, now, task_id, token)
+                case todo.Close(round_id, reason):
+                    rounds.close_round(session, now, session.get_one(RoundRow, round_id), reason)
+                case todo.Abandon(round_id, reason):
+                    rounds.abandon_round(session, now, session.get_one(RoundRow, round_id), reason)
+                case todo.Pause(reason):
+                    move_run(session, now, ACTOR, run_id, "pause", reason)
+                case todo.Complete():
+                    move_run(session, now, ACTOR, run_id, "complete")
+                    rounds.cancel_evaluations(session, now, run_id)
+                case todo.CancelEvaluations():
+                    rounds.cancel_evaluations(session, now, run_id)
         return ()
 
     def open_round(self, run_id: str, number: int) -> list[str]:
@@ -96,9 +107,7 @@ class Actions:
         require(base.number + 1 == number, "the run has moved on")
         model = self.states.model(spec.model)
         state = self.states.load(model, self.states.manifest(base.digest), base.number)
-        with self.database.snapshot() as session:
-            live = self.liveness.workers(session)
-        willing = read_willing(self.database, run_id, invited, live)
+        _, willing = self.liveness.willing(run_id, invited)
         require(len(sites_of(willing)) >= spec.cohort.quorum, "too few sites are live")
         plans = plan_for_willing(spec, model, state, willing)
         with self.database.transaction() as session:
@@ -107,60 +116,30 @@ class Actions:
             require(self.liveness.includes(session, plans), "a worker that was planned for is no longer live")
             return open_planned(session, self.database.now(), run, willing, plans)
 
-    def expire(self, task_id: str, token: int) -> None:
-        with self.database.transaction() as session:
-            now = self.database.now()
-            task = session.get_one(TaskRow, task_id)
-            require(task.token == token and (task.lease_expires_at or 0) <= now, "the lease was renewed")
-            move_task(session, now, ACTOR, task, "expire")
+    def _offer_evaluation(self, session: Session, now: float, run_id: str, due: PendingEvaluation) -> list[str]:
+        """Offer a version to the named worker, or to the central worker with the fewest tries."""
+        run = session.get_one(RunRow, run_id)
+        invited = invitation(session, run)
+        live = self.liveness.workers(session)
+        if due.worker is None:
+            still = central_due(session, run, invited.spec, ids(live) if self.liveness.is_settled() else None)
+            able = evaluators(invited, live)
+        else:
+            still = sites_due(session, run, invited, live)
+            able = [worker for worker in live if worker.id == due.worker]
+        require(due in still, "the version is no longer to be evaluated, or not by this worker")
+        require(bool(able), "no worker that could evaluate is live")
+        tries = rounds.tries_by_worker(session, run_id, due.version)
+        worker = min(able, key=lambda member: tries[member.id])
+        rounds.offer_evaluation(session, now, run, due, worker)
+        return [worker.id]
 
-    def offer_again(self, task_id: str) -> list[str]:
-        with self.database.transaction() as session:
-            task = session.get_one(TaskRow, task_id)
-            move_task(session, self.database.now(), ACTOR, task, "offer")
-            return [task.worker_id]
 
-    def close(self, round_id: str, reason: str) -> None:
-        with self.database.transaction() as session:
-            rounds.close_round(session, self.database.now(), session.get_one(RoundRow, round_id), reason)
-
-    def abandon(self, round_id: str, reason: str) -> None:
-        with self.database.transaction() as session:
-            rounds.abandon_round(session, self.database.now(), session.get_one(RoundRow, round_id), reason)
-
-    def pause(self, run_id: str, reason: str) -> None:
-        with self.database.transaction() as session:
-            move_run(session, self.database.now(), ACTOR, run_id, "pause", reason)
-
-    def complete(self, run_id: str) -> None:
-        with self.database.transaction() as session:
-            now = self.database.now()
-            move_run(session, now, ACTOR, run_id, "complete")
-            rounds.cancel_evaluations(session, now, run_id)
-
-    def cancel_evaluations(self, run_id: str) -> None:
-        with self.database.transaction() as session:
-            rounds.cancel_evaluations(session, self.database.now(), run_id)
-
-    def offer_evaluation(self, run_id: str, due: PendingEvaluation) -> list[str]:
-        """Offer a version to the site that is named, or to the central worker that was least often asked in vain."""
-        with self.database.transaction() as session:
-            now = self.database.now()
-            run = session.get_one(RunRow, run_id)
-            invited = invitation(session, run)
-            live = self.liveness.workers(session)
-            if due.worker is None:
-                still = central_due(session, run, invited.spec, ids(live) if self.liveness.is_settled() else None)
-                able = evaluators(invited, live)
-            else:
-                still = sites_due(session, run, invited, live)
-                able = [worker for worker in live if worker.id == due.worker]
-            require(due in still, "the version is no longer to be evaluated, or not by this worker")
-            require(bool(able), "no worker that could evaluate is live")
-            tries = rounds.tries_by_worker(session, run_id, due.version)
-            worker = min(able, key=lambda member: tries[member.id])
-            rounds.offer_evaluation(session, now, run, due, worker)
-            return [worker.id]
+def expire(session: Session, now: float, task_id: str, token: int) -> None:
+    """Expire a lease. Raise Conflict if it was renewed."""
+    task = session.get_one(TaskRow, task_id)
+    require(task.token == token and (task.lease_expires_at or 0) <= now, "the lease was renewed")
+    move_task(session, now, ACTOR, task, "expire")
 
 
 # ---------------------------------------------------------------- what a merge needs too
@@ -172,23 +151,17 @@ def require(holds: bool, otherwise: str) -> None:
 
 
 def read_base(database: Database, run_id: str) -> tuple[RunTerms, VersionRef]:
-    """Return what a run asks for, and its latest version."""
+    """Return the terms of a run, and its latest version."""
     with database.snapshot() as session:
         run = session.get_one(RunRow, run_id)
         version = session.get_one(VersionRow, (run_id, run.version_number))
         return invitation(session, run), VersionRef(number=version.number, digest=version.digest)
 
 
-def read_willing(database: Database, run_id: str, invited: RunTerms, live: Sequence[LiveWorker]) -> list[LiveWorker]:
-    """Return who could take part in a round, each with what decides who does for its site."""
-    with database.snapshot() as session:
-        return remembering(session, run_id, candidates(session, invited, live))
-
-
 def plan_for_willing(spec: RunSpec, model: Model, state: State, willing: Sequence[LiveWorker]) -> Mapping[str, Plan]:
-    """Plan for those whose sites would send what is planned for them, as far as they show their policies.
+    """Plan for the workers whose sites would send what is planned, as far as they advertise their policies.
 
-    Raises SelectorError for a plan of what is not there, before any worker hears of it, and TooFewWilling.
+    Raises SelectorError, before any worker gets such a plan, and TooFewWilling.
     """
     refused = {worker.name: found for worker in willing if (found := refused_model(worker.advertised_policy, model))}
     while True:
@@ -207,7 +180,7 @@ def plan_for_willing(spec: RunSpec, model: Model, state: State, willing: Sequenc
 def open_planned(
     session: Session, now: float, run: RunRow, willing: Sequence[LiveWorker], plans: Mapping[str, Plan]
 ) -> list[str]:
-    """Open the next round, or end the run if the method plans nothing more. Return the workers that were asked."""
+    """Open the next round, or end the run if nothing more is planned. Return the workers with a new task."""
     if not plans:
         move_run(session, now, ACTOR, run.id, "complete", "the method planned nothing more")
         return []

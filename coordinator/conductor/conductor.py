@@ -12,6 +12,7 @@ look at the tables says what is still to be done.
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import structlog
@@ -43,38 +44,26 @@ FULL_SECONDS = 10.0
 """Delay of merges after the disk was full."""
 
 
+@dataclass(eq=False)
 class Conductor:
     """Moves every live run on, when called and at every tick."""
 
-    def __init__(
-        self,
-        database: Database,
-        liveness: Liveness,
-        actions: Actions,
-        merger: RoundMerger,
-        presence: LastSeen,
-        *,
-        patience: Timeouts,
-        tick_seconds: float,
-        heartbeat_file: Path | None = None,
-        notify: Callable[[Sequence[str]], None],
-    ) -> None:
-        self._database = database
-        self._liveness = liveness
-        self._actions = actions
-        self._merger = merger
-        self._presence = presence
-        self._patience = patience
-        self._tick_seconds = tick_seconds
-        self._heartbeat_file = heartbeat_file
-        self._notify = notify
-        # Forgetting it costs one more try.
-        self._failed: dict[tuple[str, Action], float] = {}
-        self._refused_until: dict[str, float] = {}
-        self._full_until = 0.0
-        self._merging = threading.Lock()
-        self._called = threading.Event()
-        self._ended = threading.Event()
+    database: Database
+    liveness: Liveness
+    actions: Actions
+    merger: RoundMerger
+    presence: LastSeen
+    patience: Timeouts
+    tick_seconds: float
+    heartbeat_file: Path | None
+    notify: Callable[[Sequence[str]], None]
+    # Forgetting it costs one more try.
+    _failed: dict[tuple[str, Action], float] = field(default_factory=dict)
+    _refused_until: dict[str, float] = field(default_factory=dict)
+    _full_until: float = 0.0
+    _merging: threading.Lock = field(default_factory=threading.Lock)
+    _called: threading.Event = field(default_factory=threading.Event)
+    _ended: threading.Event = field(default_factory=threading.Event)
 
     def call(self) -> None:
         """Wake the loop: look at once rather than at the next tick."""
@@ -88,36 +77,36 @@ class Conductor:
     def conduct(self) -> None:
         """Work until `end`."""
         while not self._ended.is_set():
-            self._called.wait(self._tick_seconds)
+            self._called.wait(self.tick_seconds)
             self._called.clear()
             try:
-                if self._heartbeat_file:
-                    self._heartbeat_file.touch()
+                if self.heartbeat_file:
+                    self.heartbeat_file.touch()
                 self.step()
             except Exception:  # the loop outlives a database that is away for a while
                 log.exception("conductor.step_failed")
 
     def step(self) -> None:
         """Look at every run until none has anything to be done."""
-        if seen := self._presence.take():
-            with self._database.transaction() as session:
+        if seen := self.presence.take():
+            with self.database.transaction() as session:
                 note_seen(session, seen)
         while not self._ended.is_set() and self._pass():
             pass
 
     def _pass(self) -> bool:
         """Look at every run once; return whether anything was done."""
-        with self._database.snapshot() as session:
-            live = self._liveness.workers(session)
+        with self.database.snapshot() as session:
+            live = self.liveness.workers(session)
             run_ids = runs_to_decide(session)
         acted = False
         for run_id in run_ids:
             # Before the look: an update that came between the two would be late by a deadline that it met.
-            now = self._database.now()
+            now = self.database.now()
             run = self._look(run_id, live)
             if run is None:
                 continue
-            for action in decide(run, now, self._patience):
+            for action in decide(run, now, self.patience):
                 if self._is_put_off(run, action):
                     continue
                 if isinstance(action, todo.Merge):
@@ -127,35 +116,32 @@ class Conductor:
         return acted
 
     def _look(self, run_id: str, live: Sequence[LiveWorker]) -> RunSnapshot | None:
-        """Return a run as it is. One that this version cannot read pauses, and the others go on."""
+        """Return a snapshot of a run. One that this version cannot read pauses, and the others go on."""
         try:
-            with self._database.snapshot() as session:
-                return run_snapshot(session, run_id, live, absent_are_gone=self._liveness.is_settled())
+            with self.database.snapshot() as session:
+                return run_snapshot(session, run_id, live, absent_are_gone=self.liveness.is_settled())
         except ValueError as fault:
             if self._halt(run_id, f"this version of the coordinator cannot read the run: {fault}"):
                 log.exception("conductor.run_not_readable", run=run_id)
             return None
 
     def _is_put_off(self, run: RunSnapshot, action: Action) -> bool:
-        """Return whether the action was tried before, and is not to be tried again yet."""
+        """Return whether the action failed before and is not due again yet."""
         # What failed is tried again when the run was resumed, not at every tick.
         if self._failed.get((run.id, action)) == run.idle_since:
             return True
         until = {todo.Open: self._refused_until.get(run.id, 0.0), todo.Merge: self._full_until}.get(type(action), 0.0)
-        return self._database.now() < until
+        return self.database.now() < until
 
     def _merge_aside(self, run: RunSnapshot, action: todo.Merge) -> None:
-        """Merge in a thread of its own, one round at a time, while leases and deadlines are still looked after.
-
-        A daemon: a merge that is cut off by the end of the process is done again by the next.
-        """
+        """Merge one round in a daemon thread, so that leases and deadlines go on; the next process repeats it."""
         if self._merging.acquire(blocking=False):
             threading.Thread(target=self._merge_and_call, args=(run, action), name="merge", daemon=True).start()
 
     def _merge_and_call(self, run: RunSnapshot, action: todo.Merge) -> None:
         """Merge a round, unless another conductor does: should that one fall silent, a later look takes over."""
         try:
-            with self._database.alone(f"merging {run.id}") as alone:
+            with self.database.alone(f"merging {run.id}") as alone:
                 if alone:
                     self._try(run, action)
         except DATABASE_AWAY:
@@ -179,12 +165,12 @@ class Conductor:
         try:
             with span:
                 if isinstance(action, todo.Merge):
-                    self._merger.merge(run.id, action.round, self._notify)
+                    self.merger.merge(run.id, action.round, self.notify)
                 else:
-                    self._notify(self._actions.do(run.id, action))
+                    self.notify(self.actions.do(run.id, action))
         except TooFewWilling as refusal:
             log.info("conductor.too_few_willing", **about, detail=refusal.detail)
-            self._refused_until[run.id] = self._database.now() + REFUSED_SECONDS
+            self._refused_until[run.id] = self.database.now() + REFUSED_SECONDS
             return False
         except (Conflict, IntegrityError) as conflict:
             log.info("conductor.overtaken", **about, detail=str(conflict))
@@ -193,7 +179,7 @@ class Conductor:
             if isinstance(fault, StoreFull) or is_full(fault):
                 # No fault of this run either: it waits until there is room.
                 log.warning("conductor.disk_full", **about, detail=str(fault))
-                self._full_until = self._database.now() + FULL_SECONDS
+                self._full_until = self.database.now() + FULL_SECONDS
                 return False
             if isinstance(fault, StoreAway):
                 # Nor of this one. It has said so in the log already; the next tick tries again.
@@ -210,23 +196,20 @@ class Conductor:
         return True
 
     def _halt(self, run_id: str, reason: str) -> bool:
-        """Pause a run that cannot be moved on, with its reason, so that a person sees it and the others go on."""
+        """Pause a run that cannot go on, with the reason, so that a person sees it and the others go on."""
         try:
-            self._actions.pause(run_id, reason[:2000])
+            self.actions.do(run_id, todo.Pause(reason[:2000]))
         except Conflict:
             return False
         return True
 
     def _record_round(self, round_id: str) -> None:
-        """Record the span of a round that is over, which is the parent of all that was done for it."""
-        with self._database.snapshot() as session:
+        """Record the span of a round that has ended, which is the parent of all spans of its actions."""
+        with self.database.snapshot() as session:
             row = session.get_one(RoundRow, round_id)
         itself = traceparent_of(row.run_id, row.number)
-        about: dict[str, str | int] = {
-            "tessera.run": row.run_id,
-            "tessera.round": row.number,
-            "tessera.attempt": row.attempt,
-        }
+        place: dict[str, str | int] = {"tessera.run": row.run_id, "tessera.round": row.number}
+        about = place | {"tessera.attempt": row.attempt}
         # After an abandoned attempt, another may yet be the round.
         over = row.state == "committed"
         name, ended_at = "round" if over else "abandoned", row.closed_at or row.opened_at

@@ -12,7 +12,6 @@ from tessera.coordinator.conductor.actions import (
     open_planned,
     plan_for_willing,
     read_base,
-    read_willing,
     require,
 )
 from tessera.coordinator.db import rounds
@@ -46,7 +45,7 @@ class RoundMerger:
     liveness: Liveness
 
     def merge(self, run_id: str, round_id: str, notify: Callable[[Sequence[str]], None]) -> None:
-        """Merge a closed round and open the next; wake its workers; then score the updates that were merged."""
+        """Merge a closed round and open the next; wake its workers; then score the merged updates."""
         invited, base = read_base(self.database, run_id)
         notify(self._merge(run_id, round_id, invited, base))
         # Beside the next round, which need not wait for it.
@@ -68,9 +67,7 @@ class RoundMerger:
         half = coordinator_half(spec.method, run_facts(spec, model))
         warnings = warnings_of(spec, model, state, bounds, outlying(half, bounds, accepted))
 
-        with self.database.snapshot() as session:
-            live = self.liveness.workers(session)
-        willing = read_willing(self.database, run_id, invited, live)
+        live, willing = self.liveness.willing(run_id, invited)
         # If its cohort is not all here, a later look opens the next round.
         plans = None
         if made.number < spec.rounds and len(sites_of(willing)) >= (spec.cohort.size or spec.cohort.quorum):
@@ -99,8 +96,7 @@ class RoundMerger:
                 return [*woken, *open_planned(session, self.database.now(), run, willing, plans)]
 
     def _score(self, run_id: str, spec: RunSpec, base: VersionRef) -> None:
-        """Note how far each worker's update is from what they were merged to. A process that ends before it has
-        done so leaves this round without."""
+        """Store each update's distance from the merged ones; a process that ends before it leaves them out."""
         with self.database.snapshot() as session:
             accepted = rounds.assigned_updates(session, run_id, base.number + 1)
             bounds = rounds.bounds_in_force(session.get_one(RunRow, run_id))

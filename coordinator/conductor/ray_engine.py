@@ -31,7 +31,7 @@ class RayEngine:
         self._task = ray.remote(num_cpus=1)(materialize_task)
 
     def __call__(self, blobs: BlobStore, groups: Groups) -> list[list[Stored]]:
-        """As `materialize`."""
+        """Compute and store the groups, as `materialize` does."""
         bundles = divided(groups, TASKS_PER_CPU * max(1, int(ray.cluster_resources().get("CPU", 1))))
         running = [self._task.remote(blobs, [groups[index] for index in bundle]) for bundle in bundles]
         stored: dict[int, list[Stored]] = {}

@@ -1,6 +1,6 @@
 """The database: one engine, one way to write, one way to read, one clock.
 
-SQLite or PostgreSQL, and the same code on both: there is one writer at a time over all processes, so rows that a
+SQLite or PostgreSQL, with the same code on both: all processes together have one writer at a time, so rows that a
 transaction has read do not change before it writes.
 """
 
@@ -84,7 +84,7 @@ class Database:
             _tune_sqlite(self.engine)
             _take_turns(self.engine, "BEGIN IMMEDIATE", "BEGIN")
             self._reading = self.engine.execution_options(**{_READING: True})
-            # With SQLite the database's clock is this machine's; time.time spares a query.
+            # SQLite's clock is this machine's clock; time.time avoids a query.
             self._clock = clock or time.time
         else:
             kept = min(KEPT_CONNECTIONS, connections)
@@ -93,7 +93,7 @@ class Database:
             self._reading = self.engine.execution_options(
                 **{_READING: True}, isolation_level="REPEATABLE READ", postgresql_readonly=True
             )
-            # What is asked in between, by whoever has taken all other connections, has one of its own.
+            # Locks, notifications and the clock have their own connections, so that they never wait for transactions.
             self._aside = _postgresql(self.url, pool_size=1, max_overflow=9, isolation_level="AUTOCOMMIT")
             self._clock = clock or _RemoteClock(self._asked_time)
         self._writing = threading.Lock()
@@ -116,10 +116,10 @@ class Database:
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
-        """Serialize writers of all processes.
+        """Serialize the writers of all processes.
 
-        SQLite itself lets those who wait look again only every few milliseconds, and then every few tens of them. On
-        PostgreSQL the database sees to it; here one thread at a time waits for that, with one connection.
+        A file lock wakes the next writer at once, while SQLite's own waiting polls every few milliseconds to tens of
+        them. On PostgreSQL an advisory lock does it; here one thread at a time waits for it, with one connection.
         """
         if not self.is_sqlite:
             with self._writing:
@@ -145,8 +145,8 @@ class Database:
     def hold(self, duty: str, *, wait: bool = False) -> None:
         """Hold this duty on a SQLite file for this process, until it ends or closes the database.
 
-        Raises DatabaseInUse if another process has done so, unless it is to `wait` for that one's end. On PostgreSQL
-        any number may.
+        If another process holds it, wait for its end with `wait`, else raise DatabaseInUse. On PostgreSQL any number
+        of processes may hold it.
         """
         if not self.is_sqlite:
             return
@@ -163,16 +163,16 @@ class Database:
 
     @contextmanager
     def alone(self, work: str) -> Iterator[bool]:
-        """Yield True if no other process does this work now, nor will before the end of `with`.
+        """Yield whether this process alone does this work until the end of `with`.
 
-        A hint that avoids doing it twice: a process that died, or was silent for DUTY_SECONDS, loses the lock. So the
-        result of the work needs a guard of its own. On SQLite, `hold` ensures it.
+        This avoids duplicate work but does not prevent it: a process that dies, or is silent for DUTY_SECONDS, loses
+        the lock. The result of the work needs its own guard. On SQLite, `hold` ensures it.
         """
         if self.is_sqlite:
             yield True
             return
         with self._aside.connect() as connection:
-            # To be ended with what it locks, and not to be had again from the pool.
+            # Closing it releases the lock; the pool must not reuse it.
             connection.detach()
             connection.exec_driver_sql(f"SET idle_session_timeout = '{DUTY_SECONDS}s'")
             locked = bool(connection.exec_driver_sql(f"SELECT pg_try_advisory_lock({_number(work)})").scalar())
@@ -189,13 +189,13 @@ class Database:
                 alive.join()
 
     def tell(self, channel: str, message: str) -> None:
-        """Send a few bytes to the listeners of a channel of this PostgreSQL."""
+        """Send a few bytes to the listeners of a PostgreSQL channel."""
         with self._aside.connect() as connection:
             connection.exec_driver_sql("SELECT pg_notify(%s, %s)", (channel, message))
 
     def heard(self, channel: str, ended: threading.Event) -> Iterator[str]:
-        """Yield the messages of a channel of this PostgreSQL until `ended`; an empty one at first, and whenever
-        messages may have been missed."""
+        """Yield the messages of a PostgreSQL channel until `ended`; an empty one at first, and whenever messages may
+        have been lost."""
         dbapi = self._aside.dialect.loaded_dbapi
         while not ended.is_set():
             try:
@@ -207,7 +207,7 @@ class Database:
                     while not ended.is_set():
                         for notice in listening.notifies(timeout=LISTEN_SECONDS):
                             yield notice.payload
-                        # A server that is gone without a word is found out so.
+                        # Detects a server that disappeared without closing the connection.
                         connection.exec_driver_sql("SELECT 1")
             except (DBAPIError, dbapi.Error):
                 ended.wait(AGAIN_SECONDS)
@@ -245,27 +245,27 @@ def alembic_config(connection: Connection | None = None) -> Config:
 
 
 class _RemoteClock:
-    """The database's clock, from this process's clock and their difference, which is measured every few seconds.
+    """The database's clock: this process's monotonic clock plus an offset that is measured every few seconds.
 
-    Off by half of a question's way there and back at most, and by what two clocks drift apart in CLOCK_SECONDS.
+    The error is at most half of a query's round trip, plus the drift of the two clocks in CLOCK_SECONDS.
     """
 
     def __init__(self, ask: Callable[[], float]) -> None:
         self._ask = ask
         self._asking = threading.Lock()
-        # Seconds since 1970 where the monotonic clock shows 0, and until when it shows what counts as known.
+        # The offset from the monotonic clock, and the monotonic time until which it is used.
         self._known: tuple[float, float] | None = None
 
     def __call__(self) -> float:
         known = self._known
         outdated = known is None or time.monotonic() > known[1]
-        # While one asks, the others go by what was known.
+        # While one thread measures, the others use the previous offset.
         if outdated and self._asking.acquire(blocking=known is None):
             try:
                 self._known = known = self._compared()
             finally:
                 self._asking.release()
-        assert known is not None  # noqa: S101 (for the types: it was waited for)
+        assert known is not None  # noqa: S101 (for the types: the first measurement blocks)
         return known[0] + time.monotonic()
 
     def _compared(self) -> tuple[float, float]:
@@ -293,7 +293,7 @@ def _with_driver(url: URL) -> URL:
 def _make(file: Path) -> None:
     """Create the file closed to other users before SQLite does; its -wal and -shm get the same mode."""
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    # Where none can be made, SQLite says so.
+    # If it cannot be created, SQLite reports it.
     with suppress(OSError):
         os.close(os.open(file, os.O_CREAT | os.O_EXCL, 0o600))
 
@@ -301,14 +301,14 @@ def _make(file: Path) -> None:
 def _lock_file(path: str) -> IO[str]:
     """Return a lock file that only its owner may open: any user who could lock it would stop the coordinator."""
     file = open(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+")  # noqa: SIM115, PTH123 (open as long as it is held)
-    # Earlier versions let others read it. One of another owner stays as it is.
+    # Earlier versions let other users read it. A file of another owner keeps its mode.
     with suppress(PermissionError):
         os.fchmod(file.fileno(), 0o600)
     return file
 
 
 def _postgresql(url: URL, **options: Any) -> Engine:
-    # Asked first whether it is still there: a server that was restarted has ended all of them.
+    # Connections are checked before use: a restarted server has closed them all.
     engine = create_engine(url, pool_pre_ping=True, connect_args={"connect_timeout": CONNECT_SECONDS}, **options)
 
     @event.listens_for(engine, "connect")
@@ -335,7 +335,7 @@ def _take_turns(engine: Engine, writing: str, reading: str | None = None) -> Non
 
 
 def _number(name: str) -> int:
-    """Return the number of a lock in PostgreSQL, where locks belong to the database."""
+    """Return the number of an advisory lock."""
     return int.from_bytes(hashlib.sha256(f"tessera {name}".encode()).digest()[:8], signed=True)
 
 

@@ -10,6 +10,7 @@ from sqlalchemy.orm import Session
 from tessera.coordinator.db import audit
 from tessera.coordinator.db.snapshots import invitation, sites_due
 from tessera.coordinator.db.tables import (
+    WORKER_NAME,
     RoundRow,
     RunBlobRow,
     RunRow,
@@ -152,21 +153,21 @@ def assigned_updates(session: Session, run_id: str, number: int) -> list[Accepte
     return [
         Accepted(
             site=site,
-            worker=f"{site}/{name}",
+            worker=worker,
             digest=task.update_digest or "",
             examples=task.examples or 0,
             metrics=task.metrics,
             plan=Plan.model_validate(task.plan),
             base=VersionRef(number=task.version_number, digest=base),
         )
-        for task, name, site, base in _assigned(session, run_id, number)
+        for task, worker, site, base in _assigned(session, run_id, number)
     ]
 
 
 def _assigned(session: Session, run_id: str, number: int) -> Sequence[Row[TaskRow, str, str, str]]:
-    """Return the tasks assigned to a version, with the names of worker and site and their base version's digest."""
+    """Return the tasks assigned to a version, with their workers, sites and base versions' digests."""
     return session.execute(
-        select(TaskRow, WorkerRow.name, SiteRow.name, VersionRow.digest)
+        select(TaskRow, WORKER_NAME, SiteRow.name, VersionRow.digest)
         .join_from(TaskRow, WorkerRow)
         .join(SiteRow)
         .join(VersionRow, (VersionRow.run_id == TaskRow.run_id) & (VersionRow.number == TaskRow.version_number))
@@ -176,15 +177,15 @@ def _assigned(session: Session, run_id: str, number: int) -> Sequence[Row[TaskRo
 
 def note_scores(session: Session, run_id: str, number: int, scores: Mapping[str, Mapping[str, float]]) -> None:
     """Add the scores of each update that was assigned to a version to its numbers."""
-    for task, name, site, _ in _assigned(session, run_id, number):
-        task.metrics = {**task.metrics, **scores.get(f"{site}/{name}", {})}
+    for task, worker, _, _ in _assigned(session, run_id, number):
+        task.metrics = {**task.metrics, **scores.get(worker, {})}
 
 
 def _leave_out(session: Session, run_id: str, number: int, merged: Merged) -> list[str]:
     """Record which of a version's updates were merged in part or left out; return the tasks left out."""
     left_out = []
-    for task, name, site, _ in _assigned(session, run_id, number):
-        unmerged = merged.get(f"{site}/{name}")
+    for task, worker, _, _ in _assigned(session, run_id, number):
+        unmerged = merged.get(worker)
         if unmerged is None:
             left_out.append(task.id)
         elif unmerged:

@@ -21,10 +21,10 @@ from tessera.shared.schema import ACCEPTED
 MAX_UNEVALUATED = 16
 
 DECLARATIONS = Declarations()
-"""Of all databases: a digest is of one text."""
+"""Shared by all databases: a digest identifies one text."""
 
 MAX_UNAGREED = 100
-"""Rounds that may be abandoned because sites have not agreed to the run, without counting as tries."""
+"""Rounds that may be abandoned because sites have not approved the run, without counting as attempts."""
 
 
 def live_workers(session: Session, since: float) -> list[LiveWorker]:
@@ -43,7 +43,7 @@ def invitation(session: Session, run: RunRow) -> RunTerms:
 
 
 def eligible(invited: RunTerms, live: Sequence[LiveWorker]) -> list[LiveWorker]:
-    """Return who could train in a round of this run: allowed, willing, with the data and the method."""
+    """Return the workers that could train in a round of this run."""
     return [worker for worker in live if not objections(invited, worker.site, worker.declared)]
 
 
@@ -53,13 +53,13 @@ def candidates(session: Session, invited: RunTerms, live: Sequence[LiveWorker]) 
     able = eligible(invited, live)
     if not sticky(invited.spec.method):
         return able
-    # A site with one worker has nobody else.
+    # A site with one worker has no replacement.
     several = select(WorkerRow.site_id).group_by(WorkerRow.site_id).having(func.count() > 1)
     rows = (
         select(SiteRow.name, TaskRow.worker_id)
         .join_from(TaskRow, WorkerRow)
         .join(SiteRow)
-        # What is accepted may be merged yet.
+        # An accepted update may still be merged.
         .where(TaskRow.run_id == invited.run, TaskRow.kind == "train", TaskRow.state.in_(("accepted", "merged")))
         .where(WorkerRow.site_id.in_(several))
         .group_by(SiteRow.name, TaskRow.worker_id)
@@ -132,7 +132,7 @@ def run_snapshot(session: Session, run_id: str, live: Sequence[LiveWorker], *, a
     round_ = session.scalars(select(RoundRow).where(live_round)).one_or_none()
     tasks = _task_snapshots(session, TaskRow.round_id == round_.id, here) if round_ else ()
     ended = session.scalar(select(func.max(RoundRow.closed_at)).where(RoundRow.run_id == run_id))
-    # A site that let an earlier version expire is not asked about it again: what it keeps may have moved on.
+    # An expired evaluation of an earlier version at a site is not repeated: the site's own state may have changed.
     wanted = ~TaskRow.held_out | (TaskRow.version_number == _latest_due(run, spec))
     pending = (TaskRow.run_id == run_id) & (TaskRow.kind == "evaluate")
     pending &= TaskRow.state.in_(("offered", "leased")) | (
@@ -155,7 +155,7 @@ def run_snapshot(session: Session, run_id: str, live: Sequence[LiveWorker], *, a
 
 
 def _task_snapshots(session: Session, which: ColumnElement[bool], here: set[str] | None) -> tuple[TaskSnapshot, ...]:
-    # These columns alone: this is read at every look at a run, and a task's plan takes long to decode.
+    # Only these columns: every decision about a run reads them, and a task's plan is slow to decode.
     columns = (
         TaskRow.id,
         WorkerRow.site_id,
@@ -228,11 +228,11 @@ def _latest_due(run: RunRow, spec: RunSpec) -> int:
 def sites_due(
     session: Session, run: RunRow, invited: RunTerms, live: Sequence[LiveWorker]
 ) -> list[PendingEvaluation]:
-    """Return the latest version that is due, for each live worker that has not measured it on what it holds out, nor
-    been asked to too often. All workers of a site are asked, and are one site in every figure
+    """Return the latest due version for each live worker that has neither evaluated it on held-out examples nor
+    reached the limit of attempts. All workers of a site evaluate, and count as one site in every statistic
     (`shared.metrics.site_spread`).
 
-    What a worker missed of earlier versions is not made up for: what it keeps of the run has moved on.
+    Missed evaluations of earlier versions are not repeated: the worker's own state has changed since.
     """
     able, spec = site_evaluators(invited, live), invited.spec
     if not able:

@@ -1,7 +1,7 @@
-"""The tables. What must not be, the schema forbids; the reason stands above each constraint.
+"""The tables. Constraints forbid invalid rows; a comment above each gives the reason.
 
-Instants are seconds since 1970 by the database's clock, so that they compare alike on every database.
-A column that came later has a default in the schema, so that the version before can still write its rows.
+Instants are seconds since 1970 by the database's clock, so that every database compares them alike. A column that was
+added later has a default in the schema, so that the previous version can still insert rows.
 """
 
 import json
@@ -54,7 +54,7 @@ class SiteRow(Table):
     id: Mapped[str] = mapped_column(primary_key=True)
     name: Mapped[str] = mapped_column(unique=True)
     created_at: Mapped[float]
-    # Since when none of its tokens is admitted, and none of its workers chosen.
+    # From this instant on its tokens are refused and its workers are not selected.
     suspended_at: Mapped[float | None]
 
 
@@ -71,22 +71,21 @@ class TokenRow(Table):
     created_at: Mapped[float]
     expires_at: Mapped[float | None]
     revoked_at: Mapped[float | None]
-    # The secret before this one, and until when it is admitted too.
+    # The previous secret, and the end of its grace period.
     previous_hash: Mapped[str | None] = mapped_column(index=True)
     previous_until: Mapped[float | None]
-    # Of an enrolment token: how many workers it may yet admit.
+    # The number of workers that an enrolment token may still admit.
     uses_left: Mapped[int | None]
 
 
 class EnrolmentRow(Table):
-    """A worker that asks to be admitted. Its secret stays where it was made; here is the hash that its token is to
-    have."""
+    """A worker's request for admission. The worker keeps its secret; its token will have this hash."""
 
     __tablename__ = "enrolments"
     __table_args__ = (
-        # An administrator admits by code alone, so no two that wait have the same;
+        # An administrator approves by code alone, so pending enrolments have distinct codes.
         _partial_index("uq_enrolments_code", "code", where="state = 'pending'", unique=True),
-        # and who asks again, because an answer was lost, waits only once.
+        # A worker that repeats its request after a lost response has one pending enrolment.
         _partial_index("uq_enrolments_secret", "secret_hash", where="state = 'pending'", unique=True),
     )
 
@@ -94,7 +93,7 @@ class EnrolmentRow(Table):
     code: Mapped[str]
     secret_hash: Mapped[str] = mapped_column(index=True)
     state: Mapped[str]
-    # As the worker names it; its site need not exist before it is admitted.
+    # As the worker reports it; the site may not exist before the approval.
     site: Mapped[str]
     worker: Mapped[str]
     device: Mapped[str]
@@ -105,11 +104,11 @@ class EnrolmentRow(Table):
 
 
 class SessionRow(Table):
-    """A session of the dashboard and the token that it was started with; it ends with the token at the latest."""
+    """A dashboard session that began with a token; it ends with the token at the latest."""
 
     __tablename__ = "sessions"
 
-    # A hash of what the browser holds.
+    # The hash of the secret in the browser's cookie.
     id: Mapped[str] = mapped_column(primary_key=True)
     token_id: Mapped[str] = mapped_column(ForeignKey("tokens.id"))
     created_at: Mapped[float]
@@ -117,7 +116,7 @@ class SessionRow(Table):
 
 
 class PersonSessionRow(Table):
-    """Whom the OpenID provider has vouched for, signed in to the page."""
+    """A dashboard session of a person who signed in at the OpenID provider."""
 
     __tablename__ = "person_sessions"
 
@@ -130,14 +129,14 @@ class PersonSessionRow(Table):
 
 class WorkerRow(Table):
     __tablename__ = "workers"
-    # A worker is known by its site and name, so that a restarted process is the worker that it was.
+    # Site and name identify a worker, so that a restarted process remains the same worker.
     __table_args__ = (UniqueConstraint("site_id", "name"),)
 
     id: Mapped[str] = mapped_column(primary_key=True)
     site_id: Mapped[str] = mapped_column(ForeignKey("sites.id"))
     name: Mapped[str]
     declared: Mapped[dict[str, Any]]
-    # By which what was declared is known without being read. Empty where an earlier version wrote the row.
+    # Identifies the declaration without reading it. Empty if an earlier version wrote the row.
     declared_digest: Mapped[str] = mapped_column(server_default="")
     created_at: Mapped[float]
     last_seen_at: Mapped[float] = mapped_column(index=True)
@@ -153,7 +152,7 @@ WORKER_NAME = SiteRow.name + "/" + WorkerRow.name
 
 
 def declared_text(declared: dict[str, Any]) -> str:
-    """Return what a worker declared, in the one form that its digest is of."""
+    """Return a worker's declaration in the form over which its digest is computed."""
     return json.dumps(declared, sort_keys=True, separators=(",", ":"))
 
 
@@ -169,13 +168,13 @@ class RunRow(Table):
     version_number: Mapped[int]
     revision: Mapped[int]
     created_at: Mapped[float]
-    # When it was created or last resumed: attempts that failed before then are forgiven.
+    # Creation or last resumption: attempts that failed before it do not count.
     resumed_at: Mapped[float]
     updated_at: Mapped[float]
-    # Who created it, and so may steer it. Runs from before this was noted have none.
+    # The creator, who may pause, resume and cancel it. None for runs of versions that did not record it.
     owner: Mapped[str | None]
-    # How much one site may count for, fixed when the first round opened. Runs that began before this was noted have
-    # none, and keep to the numbers in their spec.
+    # The limits on one site's influence, fixed when the first round opened. None for runs of versions that did not
+    # record them: the numbers in their spec apply.
     bounds: Mapped[dict[str, Any] | None]
 
 
@@ -185,14 +184,14 @@ class VersionRow(Table):
     __tablename__ = "versions"
 
     run_id: Mapped[str] = mapped_column(ForeignKey("runs.id"), primary_key=True)
-    # One version a number: two conductors that merge the same round cannot both commit.
+    # Unique, so that two conductors that merge the same round cannot both commit.
     number: Mapped[int] = mapped_column(primary_key=True)
     digest: Mapped[str]
-    # What the method tells of it. The numbers are in the manifest too; here a page of versions reads no blob.
+    # The method's metrics, also in the manifest; here, so that listing versions reads no blob.
     scalars: Mapped[dict[str, Any]] = mapped_column(server_default="{}")
     warnings: Mapped[list[str]] = mapped_column(server_default="[]")
     created_at: Mapped[float]
-    # Since when its blocks are no longer kept, except where another version has them too.
+    # From this instant on its blocks are not kept, unless another version has them too.
     retired_at: Mapped[float | None]
 
 
@@ -202,7 +201,7 @@ class RoundRow(Table):
     __tablename__ = "rounds"
     __table_args__ = (
         UniqueConstraint("run_id", "number", "attempt"),
-        # A run has one live round at most, whoever opens it.
+        # A run has at most one live round, even if two conductors open one.
         _partial_index("uq_rounds_live", "run_id", where="state in ('open', 'merging')", unique=True),
     )
 
@@ -229,15 +228,15 @@ UPDATE = "kind = 'train' and state in ('offered', 'leased', 'expired', 'accepted
 class TaskRow(Table):
     __tablename__ = "tasks"
     __table_args__ = (
-        # A worker has one task a round,
+        # A worker has at most one task per round.
         UniqueConstraint("round_id", "worker_id"),
-        # and one update that counts from each version, in whichever round it was asked for (invariant I1).
+        # At most one update per worker and base version counts, in any round (invariant I1).
         _partial_index("uq_tasks_update", "run_id", "version_number", "worker_id", where=UPDATE, unique=True),
-        # A version is evaluated once on the central data set, by whichever worker,
+        # A version is evaluated once on the central data set, by any worker.
         _partial_index(
             "uq_tasks_central", "run_id", "version_number", where=f"not held_out and {EVALUATION}", unique=True
         ),
-        # and once by each worker on what it holds out. One that failed does not stand in the way of another try.
+        # It is evaluated once by each worker on held-out examples. A failed evaluation does not prevent another.
         _partial_index(
             "uq_tasks_held_out",
             "run_id",
@@ -249,9 +248,9 @@ class TaskRow(Table):
         Index("ix_tasks_claim", "worker_id", "state", "kind", "created_at"),
         Index("ix_tasks_run_id_kind", "run_id", "kind"),
         Index("ix_tasks_merged_in", "run_id", "merged_in"),
-        # From the end, where a worker's last accepted update of a run is.
+        # Read from its end, for the worker's last accepted update in a run.
         Index("ix_tasks_receipt", "worker_id", "run_id", "created_at"),
-        # What is looked at again and again while people watch: who is at work, what failed, what was moved.
+        # The dashboard's frequent queries: leased tasks, failures, traffic.
         _partial_index("ix_tasks_leased", "run_id", where="state = 'leased'"),
         _partial_index("ix_tasks_faulty", "created_at", where="state in ('failed', 'rejected')"),
         Index("ix_tasks_moved", "run_id", "kind", "state", "round_id", "upload_bytes", "download_bytes"),
@@ -262,39 +261,39 @@ class TaskRow(Table):
     round_id: Mapped[str | None] = mapped_column(ForeignKey("rounds.id"))
     worker_id: Mapped[str] = mapped_column(ForeignKey("workers.id"))
     kind: Mapped[str]
-    # Whether an evaluation is to be on what the worker holds out of the run's data set.
+    # Whether an evaluation uses the worker's held-out examples.
     held_out: Mapped[bool] = mapped_column(default=False, server_default=false())
     state: Mapped[str] = mapped_column(default="offered")
     version_number: Mapped[int]
     seed: Mapped[int]
     plan: Mapped[dict[str, Any]]
-    # The fencing token: it grows with every lease, and every report must show the present one.
+    # The fencing token: it grows with every lease, and every report must carry the current one.
     token: Mapped[int] = mapped_column(default=0)
-    # Tries so far, those of the task that failed before it included.
+    # Attempts so far, including those of the failed task that this one replaces.
     attempts: Mapped[int] = mapped_column(default=0)
     instance: Mapped[str | None]
     lease_expires_at: Mapped[float | None]
     created_at: Mapped[float]
     update_digest: Mapped[str | None] = mapped_column(index=True)
-    # The last entry of the site's own audit as its worker sent this. The site finds by it what its chain has lost.
+    # The last entry of the site's own audit chain at this report, with which the site can detect lost entries.
     audit_head: Mapped[str | None]
     upload_bytes: Mapped[int] = mapped_column(default=0)
     download_bytes: Mapped[int] = mapped_column(default=0)
     examples: Mapped[int | None]
     metrics: Mapped[dict[str, Any]] = mapped_column(default=dict)
-    # How far its worker is, as it says itself; of the latest lease.
+    # Progress that the worker reports under the current lease.
     progress: Mapped[dict[str, Any]] = mapped_column(server_default="{}")
-    # Of which layers the update that was accepted holds blocks.
+    # Layers of the accepted update's blocks.
     layers: Mapped[list[str]] = mapped_column(server_default="[]")
-    # The version that takes the accepted update in, set when a round closes. The state says what became of it there.
+    # The version to which the closing round assigned the accepted update. The state says whether it was merged.
     merged_in: Mapped[int | None]
-    # The blocks of the merged update that stayed as they were in the version.
+    # Blocks of the merged update that the version did not take.
     unmerged: Mapped[list[str]] = mapped_column(server_default="[]")
     problem: Mapped[dict[str, Any] | None]
 
 
 class BlobRow(Table):
-    """Bytes under their digest. Small ones are here; of the others this row is the proof that they are stored."""
+    """A stored blob. Small blobs are inline; of the others only this record is here."""
 
     __tablename__ = "blobs"
 
@@ -314,8 +313,8 @@ class RunBlobRow(Table):
 
 
 class DifferenceRow(Table):
-    """The difference between two versions of a run, which a worker that has the earlier may fetch in place of blocks
-    of the later. Computed at the first request."""
+    """The difference between two versions of a run, which a worker with the earlier one may fetch in place of blocks
+    of the later one. Computed at the first request."""
 
     __tablename__ = "differences"
 
@@ -326,13 +325,13 @@ class DifferenceRow(Table):
 
 
 class UploadRow(Table):
-    """An announced blob. How much of it is here is the length of its staging file."""
+    """An announced blob. The length of its staging file is the number of bytes received."""
 
     __tablename__ = "uploads"
     __table_args__ = (
-        # Announcing the same bytes again goes on with the same upload.
+        # Announcing the same bytes again resumes the upload.
         UniqueConstraint("owner", "digest"),
-        # What a quota counts.
+        # Read by quotas.
         _partial_index("ix_uploads_unfinished", "owner", where="not complete"),
     )
 
@@ -341,7 +340,7 @@ class UploadRow(Table):
     digest: Mapped[str] = mapped_column(index=True)
     length: Mapped[int]
     complete: Mapped[bool]
-    # When it was announced last, or handed in.
+    # The last announcement, or the submission.
     created_at: Mapped[float]
 
 

@@ -109,9 +109,9 @@ def claimable(session: Session, worker_id: str, instance: str) -> TaskRow | None
     """Return the task that this process of the worker holds already, or else the oldest that is offered to the
     worker.
 
-    What a site measures of its own comes before training, which would change it.
+    A site's own evaluation comes before training, which would change its state.
     """
-    # An answer that was lost on its way is given again rather than left to expire.
+    # After a lost response, the process gets the same task again.
     again = (TaskRow.state == "leased") & (TaskRow.instance == instance)
     order = (again.desc(), TaskRow.held_out.desc(), TaskRow.created_at, TaskRow.id)
     open_to = (TaskRow.worker_id == worker_id) & (again | (TaskRow.state == "offered"))
@@ -121,7 +121,7 @@ def claimable(session: Session, worker_id: str, instance: str) -> TaskRow | None
 def has_begun_another(session: Session, task: TaskRow) -> bool:
     """Return whether the worker had another task on the same version, and so has its blocks."""
     created_at = session.get_one(VersionRow, (task.run_id, task.version_number)).created_at
-    # Along an index, and not through all that the worker ever did.
+    # Uses an index instead of scanning all tasks of the worker.
     lately = TaskRow.state.in_(("leased", *ACCEPTED)) & TaskRow.kind.in_(("train", "evaluate"))
     of_worker = (TaskRow.worker_id == task.worker_id) & lately & (TaskRow.created_at >= created_at)
     same = (TaskRow.run_id == task.run_id) & (TaskRow.version_number == task.version_number) & (TaskRow.id != task.id)
@@ -173,7 +173,7 @@ def require_report(record: TaskRecord, report: Submission | EvaluationResult, ki
 def settle(
     session: Session, now: float, actor: str, record: TaskRecord, token: int, event: str, columns: dict[str, Any]
 ) -> None:
-    """Move a task by a report of its worker. The report counts from here on, and only once (invariant I1).
+    """Move a task by a report of its worker, which counts only once (invariant I1).
 
     Raise LeaseLost, TaskCancelled or RoundClosed unless the token holds the task.
     """
@@ -204,7 +204,7 @@ def was_accepted(record: TaskRecord, token: int, digest: str | None = None) -> b
 
 
 def last_receipt(session: Session, task: TaskRow) -> Receipt | None:
-    """Return what became of the last update of this run that was accepted from the task's worker.
+    """Return the receipt of the worker's last accepted update in the task's run.
 
     One is enough: a worker settles it before it trains for the run again.
     """

@@ -45,10 +45,6 @@ def instant(seconds: float) -> datetime:
     return datetime.fromtimestamp(seconds, UTC)
 
 
-def maybe_instant(seconds: float | None) -> datetime | None:
-    return None if seconds is None else instant(seconds)
-
-
 def page(
     session: Session,
     query: Select[*tuple[Any, ...]],
@@ -110,8 +106,8 @@ def _fits(value: object, kind: type) -> bool:
 def view_of(model: type[V], row: Table, **others: Any) -> V:
     """Return a view: the row's columns of the same names, with instants as datetimes, and other values."""
     columns = {name: getattr(row, name) for name in model.model_fields if hasattr(row, name)} | others
-    instants = {name: maybe_instant(at) for name, at in columns.items() if name.rpartition("_")[2] == "at"}
-    return model.model_validate(columns | instants)
+    instants = [name for name, at in columns.items() if at is not None and name.rpartition("_")[2] == "at"]
+    return model.model_validate(columns | {name: instant(columns[name]) for name in instants})
 
 
 def run_view(session: Session, row: RunRow) -> Run:
@@ -198,18 +194,16 @@ def latest_measurements(
     """Return evaluations, at `most`, of the latest version that has any under these conditions."""
     of_run = EVALUATIONS.where(TaskRow.run_id == run_id, *which)
     newest = session.execute(of_run.order_by(TaskRow.version_number.desc()).limit(1)).first()
-    rows = (
-        session.execute(of_run.where(TaskRow.version_number == newest[0].version_number).limit(most))
-        if newest
-        else ()
-    )
-    return [measurement_view(row, spec) for row in rows]
+    if newest is None:
+        return []
+    rows = of_run.where(TaskRow.version_number == newest[0].version_number).limit(most)
+    return [measurement_view(row, spec) for row in session.execute(rows)]
 
 
 def worker_view(row: WorkerRow, site: SiteRow, live_since: float) -> WorkerView:
     suspended = site.suspended_at is not None
     live = row.last_seen_at >= live_since and not suspended
-    # The view takes those parts of the declaration that it shows.
+    # The view ignores the other parts of the declaration.
     return view_of(WorkerView, row, **row.declared, site=site.name, live=live, suspended=suspended)
 
 

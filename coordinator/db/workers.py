@@ -71,7 +71,7 @@ def enrolled(session: Session, site_id: str, claim: Claim) -> str | None:
 def enrol(session: Session, now: float, site_id: str, claim: Claim, most_workers: int) -> tuple[str, int]:
     """Store a worker's declaration; return the worker's id and the stored bytes.
 
-    Raises QuotaExceeded for one name too many, and if all workers of the site together say too much.
+    Raises QuotaExceeded for too many names, and if the declarations of all workers of the site are too long.
     """
     declaration = _declared(claim)
     length = len(declared_text(declaration))
@@ -88,7 +88,7 @@ def enrol(session: Session, now: float, site_id: str, claim: Claim, most_workers
             remedy="Use the names of workers that there are, or have an administrator allow more.",
             retry_after_seconds=TOO_MANY_SECONDS,
         )
-    # One may say more than its share, and all of them together not.
+    # One worker may exceed its share, but all together may not.
     if declared + length > (most := max(most_workers * DECLARED_SHARE, MAX_CLAIM_BYTES)):
         raise QuotaExceeded(
             f"the workers of this site declare {declared} bytes, and {length} more would be over {most} "
@@ -101,7 +101,7 @@ def enrol(session: Session, now: float, site_id: str, claim: Claim, most_workers
         session.add(row)
     row.declared = declaration
     row.last_seen_at = now
-    # The chain is kept for good, and what a worker says of itself may be long.
+    # The chain is kept forever, and declarations may be long: it contains their digest.
     audit.record(session, now, f"site:{site_id}", "worker.enrol", row.id, declared=row.declared_digest)
     return row.id, length
 
@@ -112,7 +112,7 @@ def note_seen(session: Session, seen: dict[str, float]) -> None:
         return
     worker, at = bindparam("worker", type_=String), bindparam("at", type_=Float)
     later = or_(WorkerRow.last_seen_at < at, WorkerRow.last_seen_at.is_(None))
-    # Once for all on the connection: through the session, each worker would cost a statement of its own to make.
+    # On the connection, one statement serves all workers; the session would compile one for each.
     session.connection().execute(
         update(WorkerRow).where(WorkerRow.id == worker, later).values(last_seen_at=at),
         [{"worker": worker_id, "at": when} for worker_id, when in seen.items()],

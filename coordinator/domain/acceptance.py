@@ -4,10 +4,7 @@ from tessera.shared.problems import LeaseLost, Problem, RoundClosed, TaskCancell
 
 
 def refusal(state: str, round_state: str | None, shown_token: int, token: int) -> Problem | None:
-    """Return why a report with `shown_token` is refused for a task in `state` with `token`, or None.
-
-    `round_state` is None for a task without a round.
-    """
+    """Return why a report with `shown_token` is refused, or None. `round_state` is None without a round."""
     if state == "cancelled" and round_state in ("merging", "committed"):
         return RoundClosed("the round closed without this task's update")
     if state == "cancelled":

@@ -36,11 +36,11 @@ class RunTerms:
 
 def policy_of(declared: Mapping[str, Any]) -> AdvertisedPolicy | None:
     """Return a worker's advertised policy; None if its version does not advertise one."""
-    told = declared.get("advertised_policy")
-    if isinstance(told, AdvertisedPolicy):
-        return told
+    policy = declared.get("advertised_policy")
+    if isinstance(policy, AdvertisedPolicy):
+        return policy
     # Cached by its JSON, as every decision on a run needs all live workers' policies and parsing them is slow.
-    return None if told is None else _mirror(json.dumps(told))
+    return None if policy is None else _mirror(json.dumps(policy))
 
 
 @lru_cache(maxsize=4096)

@@ -4,19 +4,12 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from datetime import UTC, datetime, timedelta
 
-from tessera.coordinator.domain.eligibility import (
-    RunTerms,
-    objections,
-    policy_warnings,
-    refused_model,
-    refused_plan,
-)
+from tessera.coordinator.domain.eligibility import RunTerms, objections, policy_warnings, refused_model, refused_plan
 from tessera.coordinator.domain.workers import LiveWorker
 from tessera.shared.api.runs import Ineligibility, Preview, RoundWorkload, RunSpec, WorkerPreview
 from tessera.shared.api.tasks import AdvertisedPolicy
 from tessera.shared.methods.base import Plan, State
 from tessera.shared.model.blocks import Block
-from tessera.shared.model.selectors import Selector
 from tessera.shared.model.spec import Model
 from tessera.shared.rounds.planning import plan_round, warnings_of
 from tessera.shared.run_settings import is_open, minutes_until_open
@@ -107,17 +100,8 @@ def _silent(policy: AdvertisedPolicy | None, now: float) -> Ineligibility:
 
 
 def _ask(plan: Plan, model: Model) -> RoundWorkload:
-    def measured(selector: Selector) -> tuple[int, int]:
-        blocks: tuple[Block, ...] = selector.resolve(model.blocks)
-        return len(blocks), sum(block.nbytes for block in blocks)
-
-    fetch, train, upload = map(measured, (plan.fetch, plan.train, plan.upload))
-    return RoundWorkload(
-        stage=plan.stage,
-        fetch_blocks=fetch[0],
-        fetch_bytes=fetch[1],
-        train_blocks=train[0],
-        train_bytes=train[1],
-        upload_blocks=upload[0],
-        upload_bytes=upload[1],
-    )
+    totals: dict[str, int] = {}
+    for part in ("fetch", "train", "upload"):
+        blocks: tuple[Block, ...] = getattr(plan, part).resolve(model.blocks)
+        totals |= {f"{part}_blocks": len(blocks), f"{part}_bytes": sum(block.nbytes for block in blocks)}
+    return RoundWorkload(stage=plan.stage, **totals)

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from tessera.shared.problems import QuotaExceeded, TooManyRequests
+from tessera.shared.problems import Problem, QuotaExceeded, TooManyRequests
 from tessera.shared.urls import networks_of
 
 MAX_KEYS = 16_384
@@ -82,42 +82,32 @@ class Admission:
 
     def count_request(self, token_id: str) -> None:
         """Raise TooManyRequests if the token sends too many requests."""
-        if wait := self._tokens.take(token_id):
-            raise TooManyRequests(
-                "this token sends too many requests (settings requests_per_second, request_burst)",
-                retry_after_seconds=wait,
-            )
+        detail = "this token sends too many requests (settings requests_per_second, request_burst)"
+        _require(self._tokens.take(token_id), TooManyRequests, detail)
 
     def count_declaration(self, site_id: str) -> None:
         """Raise QuotaExceeded if the site's workers change their declarations too often."""
-        if wait := self._declarations.take(site_id):
-            raise QuotaExceeded(
-                "the workers of this site change their declarations too often (setting declarations_per_hour)",
-                retry_after_seconds=wait,
-            )
+        detail = "the workers of this site change their declarations too often (setting declarations_per_hour)"
+        _require(self._declarations.take(site_id), QuotaExceeded, detail)
 
     def count_failure(self, address: str) -> None:
         """Raise TooManyRequests if the address sends too many requests without a valid token."""
-        if wait := self._failures.take(address):
-            raise TooManyRequests(
-                "too many requests without a valid token came from your address (setting auth_failures_per_minute)",
-                remedy="Use a valid token; wait as long as Retry-After says before trying another.",
-                retry_after_seconds=wait,
-            )
+        detail = "too many requests without a valid token came from your address (setting auth_failures_per_minute)"
+        remedy = "Use a valid token; wait as long as Retry-After says before trying another."
+        _require(self._failures.take(address), TooManyRequests, detail, remedy)
 
     def count_anonymous(self, address: str) -> None:
         """Raise TooManyRequests if the address sends the dashboard too many requests without a session."""
-        if wait := self._anonymous.take(address):
-            raise TooManyRequests(
-                "too many requests without a session came from your address (setting auth_failures_per_minute)",
-                remedy="Wait as long as Retry-After says, then sign in.",
-                retry_after_seconds=wait,
-            )
+        detail = "too many requests without a session came from your address (setting auth_failures_per_minute)"
+        remedy = "Wait as long as Retry-After says, then sign in."
+        _require(self._anonymous.take(address), TooManyRequests, detail, remedy)
 
     def count_enrolment(self, address: str) -> None:
         """Raise TooManyRequests if the address sends too many enrolment requests."""
-        if wait := self._enrolments.take(address):
-            raise TooManyRequests(
-                "too many enrolment requests came from your address (setting enrolments_per_minute)",
-                retry_after_seconds=wait,
-            )
+        detail = "too many enrolment requests came from your address (setting enrolments_per_minute)"
+        _require(self._enrolments.take(address), TooManyRequests, detail)
+
+
+def _require(wait: float, problem: type[Problem], detail: str, remedy: str | None = None) -> None:
+    if wait:
+        raise problem(detail, remedy=remedy, retry_after_seconds=wait)

@@ -2,9 +2,8 @@
 
 import asyncio
 from collections import Counter, OrderedDict, deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import asynccontextmanager
 from contextvars import copy_context
 from functools import partial
 from threading import Lock
@@ -32,30 +31,21 @@ class FairThreadPool:
 
     async def run(self, owner: str, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run the work in a thread when it is the owner's turn, and return its result."""
-        async with self._turn(owner):
-            inside = partial(copy_context().run, work, *args, **kwargs)
-            return await asyncio.get_running_loop().run_in_executor(self._pool, inside)
-
-    def close(self) -> None:
-        self._pool.shutdown(wait=False)
-
-    @asynccontextmanager
-    async def _turn(self, owner: str) -> AsyncIterator[None]:
         granted: Future[None] = Future()
         with self._lock:
             self._waiting.setdefault(owner, deque()).append(granted)
             self._grant()
         try:
             await asyncio.wrap_future(granted)
-        except asyncio.CancelledError:
-            # It may have been granted at the same moment.
+            inside = partial(copy_context().run, work, *args, **kwargs)
+            return await asyncio.get_running_loop().run_in_executor(self._pool, inside)
+        finally:
+            # A caller that is cancelled may have been granted its turn at the same moment.
             if not granted.cancelled():
                 self._release(owner)
-            raise
-        try:
-            yield
-        finally:
-            self._release(owner)
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False)
 
     def _release(self, owner: str) -> None:
         with self._lock:
@@ -85,7 +75,6 @@ class KeyedLocks:
     def __init__(self) -> None:
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
-    @asynccontextmanager
-    async def hold(self, name: str) -> AsyncIterator[None]:
-        async with self._locks.setdefault(name, asyncio.Lock()):
-            yield
+    def hold(self, name: str) -> asyncio.Lock:
+        """Return the lock of this name, for `async with`."""
+        return self._locks.setdefault(name, asyncio.Lock())

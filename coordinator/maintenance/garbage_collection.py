@@ -7,7 +7,7 @@ worst a file without a row, which the next pass removes.
 
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
 import structlog
 from sqlalchemy import ColumnElement, delete, exists, select, update
@@ -59,12 +59,12 @@ class Freed:
     """Files of the store without a row."""
 
     def __bool__(self) -> bool:
-        return any(getattr(self, each.name) for each in fields(self))
+        return any(vars(self).values())
 
 
 @dataclass(frozen=True)
 class Retention:
-    """One pass of garbage collection. Safe in several processes at once."""
+    """Garbage collection, once or in a thread beside the conductor. Safe in several processes at once."""
 
     database: Database
     blobs: Blobs
@@ -74,18 +74,41 @@ class Retention:
     """Time to keep an update after the end of its round."""
     unused_seconds: float
     """Time to keep unreferenced bytes: longer than any merge or upload takes."""
-    versions: int | None = None
+    versions: int | None
     """Number of a run's latest versions to keep besides its first; all if None."""
+    every_seconds: float
+    _ended: threading.Event = field(default_factory=threading.Event)
+
+    def start(self) -> None:
+        """Collect garbage at an interval in a daemon thread; the next pass finishes what its end interrupts."""
+        threading.Thread(target=self._work, name="housekeeping", daemon=True).start()
+
+    def end(self) -> None:
+        self._ended.set()
+
+    def _work(self) -> None:
+        while not self._ended.wait(self.every_seconds):
+            try:
+                self.collect()
+            except Exception:  # the next pass may find the database or the store back
+                log.exception("housekeeping.failed")
 
     def collect(self) -> Freed:
         """Remove everything that need not be kept; return what was removed."""
         freed = Freed()
         now = self.database.now()
-        if self.versions is not None:
-            freed.versions = self._retire(now, self.versions)
-        self._sweep_uploads(now, freed)
         unused_before, merged_before = now - self.unused_seconds, now - self.updates_seconds
-        freed.updates = self._remove(_update_of_ended_round(merged_before), merged_before, freed)
+        if keep := self.versions:
+            with self.database.snapshot() as session:
+                runs = session.scalars(select(RunRow.id).where(RunRow.version_number > keep)).all()
+            freed.versions = sum(self._retire(now, run_id, keep) for run_id in runs)
+        with self.database.snapshot() as session:
+            abandoned = ~UploadRow.complete & (UploadRow.created_at < unused_before)
+            uploads = session.scalars(select(UploadRow.id).where(abandoned)).all()
+        freed.uploads = sum(self.uploads.forget(upload_id, unused_before) for upload_id in uploads)
+        ended = exists().where(TaskRow.update_digest == BlobRow.digest, _over(merged_before))
+        self._remove(ended, merged_before, freed)
+        freed.updates = freed.blobs
         self._remove(BlobRow.created_at < unused_before, unused_before, freed)
         for digest in self._strays(unused_before):
             freed.strays += self.blobs.discard(digest, unused_before)
@@ -97,9 +120,8 @@ class Retention:
 
     # ------------------------------------------------------------ blobs
 
-    def _remove(self, which: ColumnElement[bool], before: float, freed: Freed) -> int:
-        """Remove the unreferenced ones of these blobs; return how many."""
-        removed = 0
+    def _remove(self, which: ColumnElement[bool], before: float, freed: Freed) -> None:
+        """Remove the unreferenced ones of these blobs."""
         while True:
             with self.database.transaction() as session:
                 unused = select(BlobRow.digest).where(which, _unreferenced(before)).limit(AT_A_TIME)
@@ -116,9 +138,8 @@ class Retention:
                 self.blobs.discard(digest, before)
                 freed.bytes += size
             freed.blobs += len(gone)
-            removed += len(gone)
             if len(digests) < AT_A_TIME:
-                return removed
+                return
 
     def _strays(self, before: float) -> Iterator[str]:
         """Yield older files of the store without a row."""
@@ -127,22 +148,9 @@ class Retention:
                 known = set(session.scalars(select(BlobRow.digest).where(BlobRow.digest.in_(digests))))
             yield from sorted(set(digests) - known)
 
-    def _sweep_uploads(self, now: float, freed: Freed) -> None:
-        """Remove abandoned uploads."""
-        before = now - self.unused_seconds
-        with self.database.snapshot() as session:
-            stale = session.scalars(select(UploadRow.id).where(~UploadRow.complete, UploadRow.created_at < before))
-            ids = stale.all()
-        freed.uploads = sum(self.uploads.forget(upload_id, before) for upload_id in ids)
-
     # ------------------------------------------------------------ versions
 
-    def _retire(self, now: float, keep: int) -> int:
-        with self.database.snapshot() as session:
-            runs = session.scalars(select(RunRow.id).where(RunRow.version_number > keep)).all()
-        return sum(self._retire_in(now, run_id, keep) for run_id in runs)
-
-    def _retire_in(self, now: float, run_id: str, keep: int) -> int:
+    def _retire(self, now: float, run_id: str, keep: int) -> int:
         """Release the blocks of a run's older versions. Their manifests and evaluations stay."""
         with self.database.transaction() as session:
             run = session.get_one(RunRow, run_id)
@@ -167,13 +175,14 @@ class Retention:
             )
             audit.record(session, now, ACTOR, "version.retire", run_id, run_id=run_id, numbers=numbers)
             unused |= _forget_differences(session, run_id, numbers)
-            for some in _batches(sorted(unused)):
-                session.execute(delete(RunBlobRow).where(RunBlobRow.run_id == run_id, RunBlobRow.digest.in_(some)))
+            digests = sorted(unused)
+            for start in range(0, len(digests), AT_A_TIME):
+                some = RunBlobRow.digest.in_(digests[start : start + AT_A_TIME])
+                session.execute(delete(RunBlobRow).where(RunBlobRow.run_id == run_id, some))
             return len(old)
 
     def _needed(self, session: Session, run: RunRow, keep: int) -> set[int]:
-        """Return the first version, the latest ones, those of open tasks or unmerged updates, and those still to be
-        evaluated."""
+        """Return the first version, the latest, those of open tasks or unmerged updates, and those to evaluate."""
         live = TaskRow.state.in_(("offered", "leased", "expired")) | UNMERGED
         in_tasks = session.scalars(select(TaskRow.version_number).where(TaskRow.run_id == run.id, live))
         pending = central_due(session, run, RunSpec.model_validate(run.spec), None)
@@ -186,11 +195,6 @@ def _forget_differences(session: Session, run_id: str, numbers: Sequence[int]) -
     to_or_from = DifferenceRow.number.in_(numbers) | DifferenceRow.since.in_(numbers)
     forgotten = delete(DifferenceRow).where(DifferenceRow.run_id == run_id, to_or_from)
     return set(session.scalars(forgotten.returning(DifferenceRow.digest)))
-
-
-def _update_of_ended_round(before: float) -> ColumnElement[bool]:
-    """Select updates of rounds that ended before this instant."""
-    return exists().where(TaskRow.update_digest == BlobRow.digest, _over(before))
 
 
 def _unreferenced(before: float) -> ColumnElement[bool]:
@@ -208,33 +212,6 @@ def _unreferenced(before: float) -> ColumnElement[bool]:
 
 
 def _over(before: float) -> ColumnElement[bool]:
+    """Select merged or left-out updates of rounds that ended before this instant."""
     ended = RoundRow.state.in_(("committed", "abandoned")) & (RoundRow.closed_at < before)
     return ~UNMERGED & exists().where(RoundRow.id == TaskRow.round_id, ended)
-
-
-def _batches(digests: Sequence[str]) -> Iterator[Sequence[str]]:
-    for start in range(0, len(digests), AT_A_TIME):
-        yield digests[start : start + AT_A_TIME]
-
-
-@dataclass(frozen=True)
-class Housekeeping:
-    """A thread beside the conductor that collects garbage at an interval."""
-
-    retention: Retention
-    every_seconds: float
-    _ended: threading.Event = field(default_factory=threading.Event)
-
-    def start(self) -> None:
-        """Start a daemon thread; the next pass finishes what its end interrupts."""
-        threading.Thread(target=self._work, name="housekeeping", daemon=True).start()
-
-    def end(self) -> None:
-        self._ended.set()
-
-    def _work(self) -> None:
-        while not self._ended.wait(self.every_seconds):
-            try:
-                self.retention.collect()
-            except Exception:  # the next pass may find the database or the store back
-                log.exception("housekeeping.failed")

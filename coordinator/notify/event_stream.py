@@ -109,8 +109,11 @@ class ChangeFeed:
         now = asyncio.get_running_loop().time
         checked_at = now()
         try:
-            last = await self._ensure_reader()
-            seq = last if since is None else since
+            if self._reader is None or self._reader.done():
+                self._kept.clear()
+                self._last = await to_thread.run_sync(self._head)
+                self._reader = asyncio.create_task(self._read_on())
+            seq = self._last if since is None else since
             yield f"retry: {RETRY_MILLISECONDS}\n\n".encode()
             while not self.closed:
                 listener.wakeup.clear()
@@ -133,14 +136,6 @@ class ChangeFeed:
                     yield b": nothing new\n\n"
         finally:
             self._listeners.discard(listener)
-
-    async def _ensure_reader(self) -> int:
-        """Start the reader unless it runs; return the number of the last event."""
-        if self._reader is None or self._reader.done():
-            self._kept.clear()
-            self._last = await to_thread.run_sync(self._head)
-            self._reader = asyncio.create_task(self._read_on())
-        return self._last
 
     async def _read_on(self) -> None:
         """Read new events while there are clients."""

@@ -16,7 +16,7 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Self
 
 import structlog
 
@@ -36,19 +36,8 @@ MAX_ADDRESS_LENGTH = 100
 log = structlog.get_logger()
 
 
-class WakeupChannel(Protocol):
-    def wake_conductor(self) -> None:
-        """Wake the conductors. One with unread wakeups may miss this one."""
-
-    def wake_workers(self, worker_ids: Sequence[str]) -> None:
-        """Wake these workers in every process where they may wait."""
-
-    def listener(self, name: str) -> WakeupListener:
-        """Return a listener of this name, which must be unique among the live processes of this machine."""
-
-
 class SocketWakeups:
-    """Wakeups by datagrams to the sockets in a folder."""
+    """Wakeups by datagrams to the sockets in a folder. A name is unique among this machine's live listeners."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -120,6 +109,9 @@ class PostgresWakeups:
         arguments = (self._database, channel, sender, ended)
         threading.Thread(target=_forward, args=arguments, name=channel, daemon=True).start()
         return WakeupListener(listening, ended.set)
+
+
+WakeupChannel = SocketWakeups | PostgresWakeups
 
 
 def _forward(database: Database, channel: str, sender: socket.socket, ended: threading.Event) -> None:

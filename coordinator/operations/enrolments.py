@@ -95,10 +95,7 @@ def list_enrolments(
 
 
 def approve(services: Services, caller: Principal, enrolment_id: str, approval: Approval) -> Enrolment:
-    """Admit a worker: from now on its secret is a token of its site.
-
-    Raise NotFound, Conflict, and Invalid for another worker's code or for a site that does not exist.
-    """
+    """Make a worker's secret a token of its site. Raise NotFound, Conflict, or Invalid for a wrong code or site."""
     with services.database.transaction() as session:
         now, actor = services.database.now(), caller.actor
         row = _pending(session, now, enrolment_id)
@@ -174,10 +171,7 @@ def makes_way(waiting: Sequence[tuple[str, str]], address: str) -> str | None:
 
 
 def _asked_before(session: Session, now: float, spec: EnrolmentSpec) -> EnrolmentRow | None:
-    """Return the pending or approved enrolment of this secret: its response was lost.
-
-    Raise Conflict if the secret belongs to a token of another origin.
-    """
+    """Return the secret's pending or approved enrolment: its response was lost. Raise Conflict for another's."""
     rows = session.scalars(
         select(EnrolmentRow)
         .where(EnrolmentRow.secret_hash == spec.secret_hash)
@@ -197,10 +191,7 @@ def _asked_before(session: Session, now: float, spec: EnrolmentSpec) -> Enrolmen
 
 
 def _redeem(session: Session, now: float, spec: EnrolmentSpec, caller: Principal, address: str) -> EnrolmentRow:
-    """Admit a worker by an enrolment token, of which it consumes one use.
-
-    Raise Unauthenticated if no use is left, and Invalid if the worker names another site.
-    """
+    """Admit a worker by an enrolment token. Raise Unauthenticated if it is used up, Invalid for another site."""
     site = session.get_one(SiteRow, caller.site_id)
     if spec.site not in (None, site.name):
         fault = Fault(pointer="/site", detail=f"the enrolment token is of site {site.name}")

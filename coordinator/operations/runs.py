@@ -22,10 +22,7 @@ from tessera.shared.telemetry.trace_ids import ids_in, traceparent_of
 
 
 def create_run(services: Services, caller: Principal, spec: RunSpec, key: str | None = None) -> Run:
-    """Start a run from an uploaded model and first version.
-
-    With a `key`, repeating the request returns the same run.
-    """
+    """Start a run from an uploaded model and version; repeating it with the same `key` returns the same run."""
     model, manifest = _start_of(services, caller, spec)
     named = {f"/version/blocks/{name}": digest for name, digest in manifest.blocks.items()}
     named |= {f"/version/server_state/{name}": entry.digest for name, entry in manifest.server_state.items()}
@@ -79,10 +76,7 @@ def preview_run(services: Services, caller: Principal, spec: RunSpec) -> Preview
 
 
 def patch_run(services: Services, caller: Principal, run_id: str, patch: RunPatch, if_match: str) -> Run:
-    """Pause, resume or cancel a run, unless it has changed since the caller saw it under the tag `if_match`.
-
-    Raise NotFound, Forbidden, PreconditionFailed, and Conflict for a run that is over.
-    """
+    """Change the state of a run with tag `if_match`. Raise NotFound, Forbidden, PreconditionFailed and Conflict."""
     event = {"paused": "pause", "running": "resume", "cancelled": "cancel"}[patch.state]
     with services.database.transaction() as session:
         row = views.find_run(session, run_id)
@@ -117,10 +111,7 @@ def _start_of(services: Services, caller: Principal, spec: RunSpec) -> tuple[Mod
 
 
 def _require_readable(services: Services, caller: Principal, named: dict[str, str]) -> None:
-    """Raise Invalid unless the caller sent these blobs or may read them.
-
-    Otherwise naming a blob in a run would be a way to read it.
-    """
+    """Raise Invalid unless the caller sent these blobs or may read them: a run must not be a way to read them."""
     with services.database.snapshot() as session:
         reached = readable_blobs(session, caller, named.values())
     faults = [

@@ -43,10 +43,7 @@ async def claim(
     wait_seconds: float,
     disconnected: Callable[[], Coroutine[Any, Any, None]],
 ) -> Task | None:
-    """Lease the next task that is offered to the worker; wait up to `wait_seconds` for one.
-
-    `disconnected` returns when the caller has disconnected: nothing may be leased to it then.
-    """
+    """Lease the worker's next task within `wait_seconds`. Lease none to a caller for whom `disconnected` returned."""
     clock = asyncio.get_running_loop().time
     deadline = clock() + wait_seconds
     worker_id = await to_thread.run_sync(declare, services, caller, request)
@@ -99,7 +96,7 @@ def lease(services: Services, caller: Principal, worker_id: str, instance: str, 
     with services.database.transaction() as session:
         if woken:
             # Revoking a token also wakes the claims that wait with it.
-            tokens.require_admitted(session, now, caller)
+            tokens.principal_for_token(session, now, caller.token_id)
         offered = tasks.claimable(session, worker_id, instance)
         if offered is None:
             return None
@@ -122,10 +119,7 @@ def lease(services: Services, caller: Principal, worker_id: str, instance: str, 
 
 
 def _inline_blobs(services: Services, task: Task, earlier: str | None) -> tuple[bytes, ...]:
-    """Return the new blobs of the task's version since an earlier one, manifest first, if they are small.
-
-    They save each worker two requests.
-    """
+    """Return the blobs that are new since an earlier version, manifest first, if small: this saves two requests."""
     before = services.states.manifest(earlier).blocks if earlier else {}
     blocks = services.states.manifest(task.version.digest).blocks
     model = services.states.model(task.model)
@@ -182,10 +176,7 @@ def heartbeat(services: Services, caller: Principal, task_id: str, request: Hear
 
 
 def submit_update(services: Services, caller: Principal, task_id: str, report: Submission) -> TaskView:
-    """Validate an update, and accept or reject it.
-
-    Raise InvalidUpdate for an update that cannot be used, and Invalid for one that was not uploaded.
-    """
+    """Validate an update and accept it. Raise InvalidUpdate to reject it, and Invalid if it was not uploaded."""
     with services.database.snapshot() as session:
         record = tasks.find_task(session, task_id, caller.site_id)
         if tasks.was_accepted(record, report.token, report.update):
@@ -211,11 +202,10 @@ def submit_update(services: Services, caller: Principal, task_id: str, report: S
         measured, blocks = services.inspector.checked(report.update, model, manifest, plan, spec.max_update_norm)
         metrics = {**views.without_scores(report.metrics), **measured}
     except InvalidUpdate as problem:
-        _reject(services, caller, record, _rejected(report, problem))
+        _reject(services, caller, record, report, problem)
         raise
     layers = [layer.name for layer in layers_of(model.by_name[name] for name in blocks)]
-    columns = _accepted(report, metrics, layers, upload)
-    view = _accept(services, caller, record, columns, upload)
+    view = _accept(services, caller, record, _accepted(report, metrics, layers, upload), upload)
     UPDATES_TOTAL.labels(outcome="accepted").inc()
     return view
 
@@ -231,10 +221,7 @@ def submit_evaluation(services: Services, caller: Principal, task_id: str, repor
 
 
 def fail(services: Services, caller: Principal, task_id: str, report: Failure) -> TaskView:
-    """End a task that its worker cannot do; the round continues without it.
-
-    A task that its site has not approved is withheld, which is not a failure.
-    """
+    """End a task that its worker cannot do. One that its site has not approved is withheld, which is no failure."""
     withheld = report.code in GIVEN_BACK
     problem = Withheld(report.detail) if withheld else WorkerFailed.of(report.code, report.detail)
     with services.database.transaction() as session:
@@ -269,11 +256,6 @@ def _receive(services: Services, nbytes: int) -> None:
         raise Invalid("the update is too large for its submission", errors=[fault], remedy="Upload it first.")
     RECEIVED_BYTES.inc(nbytes)
     services.memory.require()
-
-
-def _rejected(report: Submission, problem: Problem) -> dict[str, Any]:
-    """Return the columns of a task whose update cannot be used."""
-    return {"problem": problem.json(), "update_digest": report.update, "audit_head": report.audit_head}
 
 
 def _accepted(
@@ -313,7 +295,10 @@ def _accept(
     return view
 
 
-def _reject(services: Services, caller: Principal, judged: TaskRecord, columns: dict[str, Any]) -> None:
+def _reject(
+    services: Services, caller: Principal, judged: TaskRecord, report: Submission, problem: InvalidUpdate
+) -> None:
+    columns = {"problem": problem.json(), "update_digest": report.update, "audit_head": report.audit_head}
     with services.database.transaction() as session:
         now, record = services.database.now(), tasks.reload(session, judged)
         tasks.settle(session, now, caller.actor, record, judged.task.token, "reject", columns)

@@ -17,6 +17,7 @@ from tessera.coordinator.db.engine import DatabaseInUse
 from tessera.coordinator.db.tables import AuditRow
 from tessera.coordinator.limits.memory import WATERMARK, Memory
 from tessera.coordinator.server.http_limits import (
+    OTHER_FILES,
     BadCertificate,
     InsecureBindError,
     PortInUseError,
@@ -27,9 +28,6 @@ from tessera.coordinator.services import Services
 from tessera.coordinator.settings import CoordinatorSettings
 from tessera.shared.diagnostics import Check, Finding, fail, ok, warn
 from tessera.shared.urls import is_loopback, without_password
-
-SPARE_FILES = 1_024
-"""Open files that `serve` needs besides its connections."""
 
 PROBE_BYTES = 1 << 20
 
@@ -145,7 +143,7 @@ def _provider(settings: CoordinatorSettings) -> Iterator[Finding]:
 
 def _files(settings: CoordinatorSettings) -> Iterator[Finding]:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = settings.max_connections + SPARE_FILES
+    needed = settings.max_connections + OTHER_FILES
     if hard in (resource.RLIM_INFINITY, -1) or hard >= needed:
         yield ok("files", f"{needed} open files are permitted")
     else:

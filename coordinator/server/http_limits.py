@@ -20,6 +20,7 @@ from typing import Any
 
 import structlog
 import uvicorn
+from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
@@ -240,7 +241,7 @@ class LimitedHTTPProtocol(HttpToolsProtocol):
         refusal = self._too_large() if too_large else self._turned_away or self._bad_host()
         if refusal:
             self._refused = True
-            self.app = _Refusing(refusal)
+            self.app = _refusal(refusal)
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -305,12 +306,15 @@ class LimitedHTTPProtocol(HttpToolsProtocol):
     def _refuse(self, problem: Problem) -> None:
         """Respond to an invalid request, and accept no more."""
         self._refused = True
-        PROBLEMS_TOTAL.labels(code=problem.code).inc()
+        response = _refusal(problem)
         if not self._answered:
             # Within a response, the refusal would be read as a part of it.
             self.transport.abort()
             return
-        self.transport.write(_response(problem))
+        status = http.HTTPStatus(problem.status)
+        headers = (b"%s: %s" % header for header in response.raw_headers)
+        head = [f"HTTP/1.1 {status} {status.phrase}".encode(), *headers]
+        self.transport.write(b"\r\n".join([*head, b"", response.body]))
         if not self.transport.can_write_eof():
             self.transport.close()
             return
@@ -374,30 +378,11 @@ class ShutdownMiddleware:
             # The server cancels requests only when it stops. A started response cannot be replaced.
             problem = Unavailable("the coordinator is stopping", retry_after_seconds=1)
             with suppress(RuntimeError):
-                await _Refusing(problem)(scope, receive, send)
+                await _refusal(problem)(scope, receive, send)
 
 
-class _Refusing:
-    """An application that sends one response and closes the connection."""
-
-    def __init__(self, problem: Problem) -> None:
-        self._problem = problem
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        PROBLEMS_TOTAL.labels(code=self._problem.code).inc()
-        content = json.dumps(self._problem.json()).encode()
-        headers = [(name.lower().encode(), value.encode()) for name, value in _headers(self._problem, content)]
-        await send({"type": "http.response.start", "status": self._problem.status, "headers": headers})
-        await send({"type": "http.response.body", "body": content})
-
-
-def _headers(problem: Problem, content: bytes) -> list[tuple[str, str]]:
-    ours = {"Content-Type": MEDIA_TYPE, "Content-Length": str(len(content)), "Connection": "close"}
-    return [*(headers_of(problem) | ours).items()]
-
-
-def _response(problem: Problem) -> bytes:
-    content = json.dumps(problem.json()).encode()
-    head = [f"HTTP/1.1 {problem.status} {http.HTTPStatus(problem.status).phrase}"]
-    head += [f"{name}: {value}" for name, value in _headers(problem, content)]
-    return "\r\n".join([*head, "", ""]).encode() + content
+def _refusal(problem: Problem) -> Response:
+    """Count a problem, and return the response that reports it and closes the connection."""
+    PROBLEMS_TOTAL.labels(code=problem.code).inc()
+    headers = headers_of(problem) | {"Connection": "close"}
+    return Response(json.dumps(problem.json()), problem.status, headers, MEDIA_TYPE)

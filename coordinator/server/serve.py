@@ -10,10 +10,7 @@ import uvicorn
 
 from tessera.coordinator.app import create_app
 from tessera.coordinator.conductor.child_process import ChildConductor
-from tessera.coordinator.server.http_limits import (
-    configuration,
-    raise_file_limit,
-)
+from tessera.coordinator.server.http_limits import configuration, raise_file_limit
 from tessera.coordinator.services import Services
 from tessera.shared.telemetry import spans
 
@@ -35,10 +32,7 @@ def serve(services: Services, child: ChildConductor | None) -> None:
 
 
 def freeze_imports() -> None:
-    """Exempt all imported objects from garbage collection.
-
-    Otherwise a collection of them delays one of every few dozen requests by 80 ms.
-    """
+    """Exempt imports from garbage collection, which would delay one of every few dozen requests by 80 ms."""
     gc.freeze()
 
 

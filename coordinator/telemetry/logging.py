@@ -12,8 +12,7 @@ class Forwarding(logging.Handler):
     """Handler that writes log records of libraries in our format."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        told = structlog.get_logger()
-        told.log(record.levelno, record.getMessage(), logger=record.name, exc_info=record.exc_info)
+        structlog.get_logger().log(record.levelno, record.getMessage(), logger=record.name, exc_info=record.exc_info)
 
 
 def configure() -> None:

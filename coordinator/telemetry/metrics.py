@@ -4,7 +4,8 @@ Names begin with `tessera_` and end in their unit; labels have bounded values: s
 runs.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from typing import get_args
 
 from prometheus_client import (
     CollectorRegistry,
@@ -63,10 +64,11 @@ ROUND_BUCKETS = (1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 7200, 14400, 
 MERGE_BUCKETS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 3600)
 
 
-class Metrics:
+class Metrics(Collector):
     """Metrics of one coordinator process. Those read from the tables hold for all processes together."""
 
     def __init__(self, services: Services) -> None:
+        self._services = services
         self._tables = CollectorRegistry()
         self._round_seconds = Histogram(
             "tessera_round_duration_seconds",
@@ -80,13 +82,12 @@ class Metrics:
             buckets=MERGE_BUCKETS,
             registry=self._tables,
         )
-        self._database = services.database
         self._commits = Commits(self._count)
-        self._tables.register(TableCollector(services))
+        self._tables.register(self)
 
     def exposition(self) -> bytes:
         """Return everything in the Prometheus text format."""
-        with self._database.snapshot() as session:
+        with self._services.database.snapshot() as session:
             self._commits.follow(session)
         return generate_latest(REGISTRY) + generate_latest(self._tables)
 
@@ -94,57 +95,53 @@ class Metrics:
         self._round_seconds.observe(committed.round_seconds)
         self._merge_seconds.observe(committed.merge_seconds)
 
-
-class TableCollector(Collector):
-    """Gauges over the tables."""
-
-    def __init__(self, services: Services) -> None:
-        self._services = services
-
     def describe(self) -> list[Metric]:
         """Nothing, so that to register it reads no table."""
         return []
 
     def collect(self) -> Iterator[Metric]:
-        database = self._services.database
-        with database.snapshot() as session:
-            now = database.now()
+        services, now = self._services, self._services.database.now()
+        with services.database.snapshot() as session:
             yield from _of_runs(session)
             yield from _of_rounds(session, now)
-            yield from _of_sites(session, now)
-            live = len(live_workers(session, now - self._services.settings.liveness_seconds))
+            silent = [((site,), seconds) for site, seconds in silences(session, now)]
+            yield _family("tessera_site_silent_seconds", "Since a site was last heard of", ["site"], silent)
+            live = len(live_workers(session, now - services.settings.liveness_seconds))
             blobs, blob_bytes = blob_totals(session)
-        ready = float(readiness(self._services).ready)
+        ready = float(readiness(services).ready)
+        waiting, free_bytes = len(services.waiters.workers), services.disk.free_bytes()
         yield GaugeMetricFamily("tessera_ready", "1 if this process can do its work", ready)
         yield GaugeMetricFamily("tessera_live_workers", "Workers heard of lately", live)
-        yield GaugeMetricFamily(
-            "tessera_waiting_workers", "Workers waiting here", len(self._services.waiters.workers)
-        )
+        yield GaugeMetricFamily("tessera_waiting_workers", "Workers waiting here", waiting)
         yield GaugeMetricFamily("tessera_blobs", "Blobs stored", blobs)
-        yield GaugeMetricFamily("tessera_disk_free_bytes", "Bytes free on the disk", self._services.disk.free_bytes())
-        yield GaugeMetricFamily(
-            "tessera_memory_used_ratio", "Share of the memory in use", self._services.memory.share()
-        )
+        yield GaugeMetricFamily("tessera_disk_free_bytes", "Bytes free on the disk", free_bytes)
+        yield GaugeMetricFamily("tessera_memory_used_ratio", "Share of the memory in use", services.memory.share())
         yield GaugeMetricFamily("tessera_blob_bytes", "Bytes of the blobs stored", blob_bytes)
 
 
+def _family(
+    name: str, described: str, labels: Sequence[str], rows: Iterable[tuple[Sequence[str], float]]
+) -> GaugeMetricFamily:
+    """Return a gauge with one series for each row: the labels' values, and the series' value."""
+    family = GaugeMetricFamily(name, described, labels=labels)
+    for values, value in rows:
+        family.add_metric(values, value)
+    return family
+
+
 def _of_runs(session: Session) -> Iterator[Metric]:
-    states = counts_by_state(session, RunRow)
-    runs = GaugeMetricFamily("tessera_runs", "Runs, by state", labels=["state"])
-    for state in RunState.__args__:  # type: ignore[attr-defined]  # a Literal's values
-        runs.add_metric([state], states.get(state, 0))
-    yield runs
-    figures = run_figures(session)
-    for name, told in PER_RUN.items():
-        family = GaugeMetricFamily(f"tessera_run_{name}", told, labels=["run", "name"])
-        for one in figures:
-            family.add_metric([one.run, one.name], getattr(one, name))
-        yield family
-    measured = GaugeMetricFamily("tessera_run_metric", MEASURED, labels=["run", "name", "metric", "source"])
-    for one in figures:
-        for (place, measure), value in one.measured.items():
-            measured.add_metric([one.run, one.name, measure, place], value)
-    yield measured
+    states, figures = counts_by_state(session, RunRow), run_figures(session)
+    by_state = [((state,), states.get(state, 0)) for state in get_args(RunState)]
+    yield _family("tessera_runs", "Runs, by state", ["state"], by_state)
+    for name, described in PER_RUN.items():
+        rows = [((one.run, one.name), getattr(one, name)) for one in figures]
+        yield _family(f"tessera_run_{name}", described, ["run", "name"], rows)
+    measured = [
+        ((one.run, one.name, measure, place), value)
+        for one in figures
+        for (place, measure), value in one.measured.items()
+    ]
+    yield _family("tessera_run_metric", MEASURED, ["run", "name", "metric", "source"], measured)
 
 
 PER_RUN = {
@@ -160,36 +157,22 @@ MEASURED = "Metric of the latest measured version of a live run, at the central 
 
 def _of_rounds(session: Session, now: float) -> Iterator[Metric]:
     states = counts_by_state(session, RoundRow)
-    rounds = GaugeMetricFamily("tessera_rounds", "Attempts at rounds, by state", labels=["state"])
-    for state in RoundState.__args__:  # type: ignore[attr-defined]  # a Literal's values
-        rounds.add_metric([state], states.get(state, 0))
-    yield rounds
+    by_state = [((state,), states.get(state, 0)) for state in get_args(RoundState)]
+    yield _family("tessera_rounds", "Attempts at rounds, by state", ["state"], by_state)
     overdue, merging = overdue_seconds(session, now), merging_seconds(session, now)
     yield GaugeMetricFamily("tessera_round_overdue_seconds", "Since an open round should have closed", overdue)
     yield GaugeMetricFamily("tessera_merging_seconds", "Since a round that merges has closed", merging)
-    tasks = GaugeMetricFamily("tessera_tasks", "Tasks of live rounds, and evaluations", labels=["kind", "state"])
-    for kind, state, count in tasks_in_hand(session):
-        tasks.add_metric([kind, state], count)
-    yield tasks
-
-
-def _of_sites(session: Session, now: float) -> Iterator[Metric]:
-    silent = GaugeMetricFamily("tessera_site_silent_seconds", "Since a site was last heard of", labels=["site"])
-    for site, seconds in silences(session, now):
-        silent.add_metric([site], seconds)
-    yield silent
+    in_hand = [((kind, state), count) for kind, state, count in tasks_in_hand(session)]
+    yield _family("tessera_tasks", "Tasks of live rounds, and evaluations", ["kind", "state"], in_hand)
 
 
 def readiness(services: Services) -> Readiness:
-    """Return whether the schema is this version's or a later one and the store takes bytes, with what is lacking."""
+    """Return whether the schema is at head or later and the store accepts bytes, and what is missing."""
     try:
         schema = services.database.at_head_or_later()
     except SQLAlchemyError:
         schema = False
     writable = services.blobs.writable()
     return Readiness(
-        ready=schema and writable,
-        schema_at_head=schema,
-        store_writable=writable,
-        store_has_space=services.disk.has(),
+        ready=schema and writable, schema_at_head=schema, store_writable=writable, store_has_space=services.disk.has()
     )

@@ -1,5 +1,6 @@
 """Durations of requests by route, as a histogram and as spans."""
 
+from contextlib import nullcontext
 from functools import cache
 from secrets import token_hex
 from time import perf_counter
@@ -30,13 +31,13 @@ class Tracing:
 
 
 def sent_in(scope: Scope) -> str:
-    """Return the header of the caller's that names its trace, empty if there is none."""
+    """Return the caller's trace header, or an empty string."""
     sent: bytes = next((value for name, value in scope["headers"] if name == _NAME), b"")
     return sent.decode("latin-1")
 
 
 def present_trace() -> str | None:
-    """Return the trace of the request in hand."""
+    """Return the current request's trace id."""
     return get_contextvars().get("trace")
 
 
@@ -66,14 +67,13 @@ class Timing:
         began = perf_counter()
         try:
             # Who sends no trace would only begin one of a single span: scrapes, probes, polls that end in nothing.
-            if spans.on() and (parent := sent_in(scope)):
-                with spans.span(scope["method"], kind=SpanKind.SERVER, parent=parent):
-                    try:
-                        await self._app(scope, receive, noting)
-                    finally:
+            parent = sent_in(scope) if spans.on() else ""
+            with spans.span(scope["method"], kind=SpanKind.SERVER, parent=parent) if parent else nullcontext():
+                try:
+                    await self._app(scope, receive, noting)
+                finally:
+                    if parent:
                         _tell(scope, status)
-            else:
-                await self._app(scope, receive, noting)
         finally:
             _series(*asked_of(scope), status // 100).observe(perf_counter() - began)
 
@@ -86,8 +86,7 @@ def _tell(scope: Scope, status: int) -> None:
 
 
 def asked_of(scope: Scope) -> tuple[str, str]:
-    """Return the method and the template of the path that a request was for, as `/v1/runs/{run_id}`, once it was
-    routed."""
+    """Return the method and the path template of a routed request, such as `/v1/runs/{run_id}`."""
     route, method = scope.get("route"), scope["method"]
     return (method, route.path) if route is not None and method in (route.methods or ()) else (NOTHING, NOTHING)
 

@@ -1,9 +1,8 @@
-"""What a method is: two halves that share nothing but data. The defaults together are FedAvg.
+"""The interface of a method: two halves that share nothing but data. The defaults together are FedAvg.
 
-The coordinator's half says what each round asks and how updates become the next version; it runs in a process without
-torch. The worker's half takes part in local training; it sees one model and one site's data. The former is
-made anew for each call and the latter for each task, so neither can remember anything on itself: what the server
-remembers is `State`, what a site remembers is its vault.
+The coordinator's half plans each round and merges updates into the next version, without torch. The worker's half
+takes part in local training, and sees one model and one site's data. The former is created for each call and the
+latter for each task, so neither remembers anything on `self`: the server's memory is `State`, a site's is its vault.
 """
 
 from __future__ import annotations
@@ -30,21 +29,21 @@ if TYPE_CHECKING:
 
 
 class MethodSettings(Frozen):
-    """A method's own settings; unknown ones are refused."""
+    """A method's own settings; unknown names are rejected."""
 
 
 class UnsupportedRun(ValueError):
-    """A run asks for what its method cannot do. The text says what, and what to ask for instead."""
+    """A run that its method cannot do. The message says why, and what to change."""
 
 
 C = TypeVar("C", bound=MethodSettings)
 
 
 class Plan(Frozen):
-    """What a round asks of one worker."""
+    """One worker's work in a round."""
 
     stage: str = Field(default="train", pattern=r"^[ -~]{0,64}$")
-    """What the round is called where people read it."""
+    """The round's name on the dashboard and the command line."""
     fetch: Selector = EVERYTHING
     train: Selector = EVERYTHING
     upload: Selector = EVERYTHING
@@ -55,17 +54,17 @@ class Plan(Frozen):
 
 @dataclass(frozen=True)
 class State:
-    """All that the server remembers, and what a version stores: resuming is loading it."""
+    """The server's whole memory of a run, which each version stores; a run resumes by loading it."""
 
     round: int
-    """Rounds committed so far, which is the version's number."""
+    """The number of rounds committed so far, which is the version's number."""
     model: Mapping[str, Tensor]
     server_state: Mapping[str, Tensor] = field(default_factory=dict)
-    """Server-side tensors under names of the method's choosing, such as an optimizer's moments."""
+    """The method's tensors on the server by name, such as an optimizer's moments."""
     scalars: Mapping[str, float] = field(default_factory=dict)
 
     def advanced(self, changed: Mapping[str, Tensor]) -> State:
-        """Return the state one round on, with some blocks changed and all else as it was."""
+        """Return the state of the next round, with some blocks changed."""
         return replace(self, round=self.round + 1, model={**self.model, **changed})
 
 
@@ -76,12 +75,12 @@ class Participant:
     name: str
     examples: int
     resources: Mapping[str, float] = field(default_factory=dict)
-    """What its site declares that it may spend: `memory_bytes`, `upload_bytes_per_second`."""
+    """The limits that its site declares: `memory_bytes`, `upload_bytes_per_second`."""
     site: str = ""
-    """The admitted site whose token it shows. A worker chooses its name and never its site, so whatever counts
-    participants counts sites. One made without a site is a site of its own, under its own name."""
+    """The admitted site of its token, by default its name. A worker chooses its name but not its site, so
+    participants are counted by site."""
     last_round: int = 0
-    """The latest round of the run that it sent an accepted update for: what it keeps of the run is as of then."""
+    """The last round of the run with an accepted update of this worker; its vault dates from that round."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "site", self.site or self.name)
@@ -89,10 +88,10 @@ class Participant:
 
 @dataclass(frozen=True)
 class Update:
-    """A site's accepted update. `blocks` has what was sent and nothing else: absent means no change.
+    """A site's accepted update. `blocks` holds the blocks that were sent; an absent block did not change.
 
-    Where several workers of a site take part, it is what they sent together (`shared.rounds.aggregate.pooled`), under
-    the name of the first of them.
+    If several workers of a site take part, it is their pooled update (`shared.rounds.aggregate.pooled`), under the
+    name of the first of them.
     """
 
     worker: str
@@ -100,11 +99,11 @@ class Update:
     blocks: Mapping[str, Tensor]
     metrics: Mapping[str, float] = field(default_factory=dict)
     site: str = ""
-    """The admitted site whose token the worker showed; as `Participant.site`."""
+    """The admitted site of the worker's token, as `Participant.site`."""
     plan: Plan = field(default_factory=Plan)
-    """What was asked of the worker."""
+    """The worker's plan."""
     staleness: int = 0
-    """Versions since the one that it started from. Of several workers' updates, the most."""
+    """The number of versions since the one that it started from; the largest of several workers' updates."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "site", self.site or self.worker)
@@ -112,7 +111,7 @@ class Update:
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What both halves may know of the run."""
+    """The facts of a run that both halves may use."""
 
     blocks: tuple[Block, ...]
     rounds: int
@@ -120,102 +119,90 @@ class RunInfo:
     training: Training = field(default_factory=Training)
     privacy: Privacy | None = None
     upload_budget: int | None = None
-    """The most bytes of an update. Coarser codecs are taken to keep to it, so a method need not look at it."""
+    """The size limit of an update in bytes. Coarser codecs are chosen to meet it, so a method may ignore it."""
     upload_seconds: float | None = None
-    """The most that an update may take on the line that its worker declares. The same holds."""
+    """The time limit of an upload at the bandwidth that a worker declares, met in the same way."""
     robust: RobustRule = field(default_factory=Mean)
     workers_per_site: int = 1
-    """Workers of a site that take part in a round. Their updates reach a method as one."""
+    """The number of workers per site in a round. A method sees their updates as one."""
     max_update_norm: float | None = None
-    """The largest l2 norm of a step that may count, also where `merge` makes it longer than it was sent."""
+    """The largest l2 norm of a step that is merged, also if `merge` scales steps up."""
 
 
 class CoordinatorHalf(Generic[C]):
-    """Runs on the coordinator: numpy only; no clock, no network, no files."""
+    """The coordinator's half: numpy only; no clock, no network, no files."""
 
     sticky: ClassVar[bool] = False
-    """Whether the server's memory counts what each site keeps. A site that took part then stays with the worker whose
-    update was merged, since what that one keeps is its own; while it is away, so is the site."""
+    """True if the server state depends on each site's vault. A site then stays with the worker whose update was
+    merged, because the vault is that worker's, and takes no part while that worker is away."""
 
     def __init__(self, settings: C, run: RunInfo) -> None:
         self.settings = settings
         self.run = run
 
     def start(self, state: State) -> State:
-        """Return the state before the first round: a place to add server state.
-
-        Raises UnsupportedRun, which refuses the run, if it is not one that the method can do.
-        """
+        """Return the state before the first round, with any server state added. Raises UnsupportedRun."""
         return state
 
     def plan(self, state: State, cohort: Sequence[Participant], rng: Random) -> Mapping[str, Plan]:
-        """Return a plan for each worker of the cohort, by name. No plans at all end the run."""
+        """Return a plan for each worker of the cohort, by name. The run ends if there are none."""
         return {worker.name: self.plan_for(state, worker) for worker in cohort}
 
     def plan_for(self, state: State, worker: Participant) -> Plan:
         return Plan()
 
     def check(self, plan: Plan, examples: int, metrics: Mapping[str, float]) -> None:
-        """Judge what a worker reports beside its blocks. Raises ValueError, which refuses the update."""
+        """Check the metrics that a worker reports with its blocks. Raises ValueError, which rejects the update."""
 
     def step_scale(self, metrics: Mapping[str, float]) -> float:
-        """Return by how much `merge` lengthens the step of an update with these numbers, but for a factor that all
-        updates of a round have in common. Norms are compared after it (`max_norm_of_median`), within a round and over
-        rounds, so it depends on nothing but these numbers."""
+        """Return the factor by which `merge` scales the step of an update with these metrics, up to a factor common
+        to the round. Norms are compared after scaling (`max_norm_of_median`), within a round and across rounds, so
+        the factor depends on these metrics alone."""
         return 1.0
 
     def weight(self, update: Update) -> float:
-        """Return what an update counts in the mean."""
+        """Return the weight of an update in the mean."""
         return float(update.examples)
 
     def merge(self, state: State, updates: Sequence[Update]) -> State:
-        """Return the next state. `updates` come sorted by worker; tensors are lazy and are read block by block."""
+        """Return the next state. `updates` are sorted by worker; tensors are lazy and are read block by block."""
         if not self.run.robust.neutral:
             blocks = [update.blocks for update in updates]
             moved, few = guarded(self.run.robust, state.model, blocks, self.run.normalization)
             return replace(state.advanced(moved), scalars={**state.scalars, FEW_SENDERS: float(len(few))})
         senders = [(self.weight(update), update.blocks) for update in updates]
         by_name = {block.name: block for block in self.run.blocks}
-        return state.advanced(
-            average(
-                state.model, senders, self.run.normalization, lambda name: self.inclusion_probability(by_name[name])
-            )
-        )
+
+        def inclusion(name: str) -> float:
+            return self.inclusion_probability(by_name[name])
+
+        return state.advanced(average(state.model, senders, self.run.normalization, inclusion))
 
     def check_robust(self) -> None:
-        """Raise UnsupportedRun if there is a way past the run's robust rule.
-
-        There is one if anything but the average of `merge` above follows from what workers send. A method that merges
-        in its own way says for itself that there is none.
-        """
+        """Raise UnsupportedRun if updates can affect a version without passing the run's robust rule. A method that
+        overrides `merge`, and passes all updates through the rule, overrides this too."""
         if type(self).merge is not CoordinatorHalf.merge:
             raise UnsupportedRun(
-                "the method merges in a way of its own, which no robust rule guards: leave out robust, or choose "
-                "another method"
+                "the method overrides merge, which no robust rule guards: leave out robust, or choose another method"
             )
 
     def check_buffered(self) -> None:
-        """Raise UnsupportedRun if the method cannot merge an update that started from an earlier version.
-
-        A method that can says so itself: what one remembers of its sites may rest on their having the present one.
-        """
+        """Raise UnsupportedRun unless the method, which then overrides this, can merge an update that started from an
+        earlier version. A method's memory of its sites may assume that they hold the present version."""
         raise UnsupportedRun("the method merges only updates that started from the present version")
 
     def inclusion_probability(self, block: Block) -> float:
-        """Return the probability with which a worker sends the block, for the `inverse-probability` average.
-
-        Raises UnsupportedRun where nobody can know it, such as when the choice follows the data.
-        """
+        """Return the probability that a worker sends the block, for the `inverse-probability` average. Raises
+        UnsupportedRun if it is unknown, for instance because the choice depends on data."""
         return 1.0
 
     def warnings(self, state: State) -> Sequence[str]:
-        """Return sentences for people about what this version shows of the run, such as a layer that nobody ever
-        trains."""
+        """Return warnings about this version, as sentences; for instance about a layer that no worker trains."""
         return ()
 
 
 def initial_state(half: CoordinatorHalf[Any], first: State) -> State:
-    """Return a run's state before its first round. Raises UnsupportedRun for a run that its method cannot do."""
+    """Return a run's state before its first round. Raises UnsupportedRun if its method cannot do the run."""
     if half.run.normalization == "inverse-probability":
         for block in half.run.blocks:
             half.inclusion_probability(block)
@@ -226,22 +213,22 @@ def initial_state(half: CoordinatorHalf[Any], first: State) -> State:
 
 @dataclass(frozen=True)
 class Output:
-    """What a model makes of a batch."""
+    """A model's output for a batch."""
 
     loss: torch.Tensor
-    """A scalar: the mean over what is scored."""
+    """A scalar, the mean over the scored examples or positions."""
     logits: torch.Tensor | None
-    """[examples, classes] or [examples, positions, classes]; None where there are no classes to tell apart."""
+    """[examples, classes] or [examples, positions, classes]; None for a task without classes."""
 
 
 class TaskContext(Protocol):
-    """One task at a worker, as the worker's half sees it."""
+    """A task at a worker, as the worker's half sees it."""
 
     plan: Plan
     blocks: Sequence[Block]
-    """The run's blocks: what versions are made of."""
+    """The blocks of the run's versions."""
     vault: Mapping[str, Array]
-    """What this site kept from its last accepted update of this run; empty the first time."""
+    """The values that this site kept with its last accepted update of this run; empty the first time."""
     server_state: Mapping[str, Array]
     """The server state that the plan fetches, by name."""
 
@@ -249,105 +236,79 @@ class TaskContext(Protocol):
     def model(self) -> torch.nn.Module: ...
     @property
     def private(self) -> Sequence[Block]:
-        """The blocks of what `add_private` added: they train, and have no place in any version."""
-        ...
+        """The blocks of the modules added with `add_private`: they train, and are in no version."""
 
     def read(self, block: Block) -> Array:
         """Return the block's present value, in its own shape and dtype."""
-        ...
 
     def write(self, block: Block, values: Array) -> None:
         """Overwrite the block's value in the model."""
-        ...
 
     def tensors(self, values: Mapping[str, Array]) -> dict[str, torch.Tensor]:
-        """Return values by block name as whole tensors by tensor name, on the device; zero where no value is
-        given."""
-        ...
+        """Convert values by block name to whole tensors by tensor name, on the device; zero without a value."""
 
     def forward(self, batch: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor] | None = None) -> Output:
-        """Return what the model makes of a batch; with `values` in place of its own tensors of those names."""
-        ...
+        """Return the model's output for a batch, with `values` in place of its tensors of those names."""
 
     def forward_with_features(self, batch: Mapping[str, torch.Tensor]) -> tuple[Output, torch.Tensor]:
-        """Return what the model makes of a batch, and what its head is handed in the same pass, [examples, width].
-
-        Where the head is handed tokens, that is the mean over those that are no padding. Raises ValueError if the
-        model has no head of its own.
-        """
-        ...
+        """Return the model's output for a batch, and the input of its head in the same pass, [examples, width]: the
+        mean over tokens other than padding. Raises ValueError if the model has no head of its own."""
 
     def features(self, batch: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return the features of `forward_with_features` by a model that does not train, with `values` in place of
-        the model's own tensors of those names: in evaluation mode, without gradient."""
-        ...
+        """Return the features of `forward_with_features`, with `values` in place of the model's tensors of those
+        names, in evaluation mode and without gradient."""
 
     def attention(
         self, batches: Iterable[Mapping[str, torch.Tensor]], tokens: TaskTokens
     ) -> Mapping[str, LayerAttention]:
-        """Return how each layer that attends does so, by the layer's name (`shared.model.blocks`). Leaves the model
-        as it was.
-
-        Raises ValueError for attention that cannot be measured, and for tokens that cannot be told.
-        """
-        ...
+        """Return the attention statistics of each attention layer, by the layer's name (`shared.model.blocks`).
+        Raises ValueError for attention that cannot be measured, and for tokens that cannot be located."""
 
     def gradient_norms(
         self, batches: Iterable[Mapping[str, torch.Tensor]], blocks: Sequence[Block]
     ) -> Mapping[str, float]:
-        """Return the l2 norm of the mean loss's gradient by those of the blocks that are in a layer, by the layer's
-        name."""
-        ...
+        """Return the l2 norm of the mean loss's gradient by layer name, over the given blocks of each layer."""
 
     def fisher(self, batches: Iterable[Mapping[str, torch.Tensor]], blocks: Sequence[Block]) -> Mapping[str, float]:
-        """Return the mean over examples of the squared norm of such a gradient of the example's own loss."""
-        ...
+        """Return the mean over examples of the squared norm of that gradient for each example's own loss."""
 
     def top_k(self, scores: Array, count: int, picks: int | None = None) -> Sequence[int]:
-        """Return the places of the `count` candidates with the largest sums of scores [examples, candidates], of
-        equals the first. Scores are in [0, 1], so that where the run is private the sums are made noisy as it says.
-
-        Who calls it several times for one choice says how many `picks` they come to together: they then cost what
-        one choice does."""
-        ...
+        """Return the indices of the `count` candidates with the largest sums of scores [examples, candidates], of
+        equals the first. Scores are in [0, 1]; a run with privacy adds its noise to the sums.
+        Several calls for one choice pass the total number of `picks`, and then cost as much privacy as one choice."""
 
     def add_private(self, name: str, module: torch.nn.Module) -> None:
-        """Add a module that stays at this site, with the values that the vault holds for it.
-
-        It becomes a submodule of the model until the task ends.
-        """
-        ...
+        """Add a module that stays at this site, with its values from the vault, to the model until the task ends."""
 
     def fuse_prompts(
         self, modalities: Sequence[Modality], fusion: Fusion, start: LocalStart, *, shared_fusion: bool = False
     ) -> None:
-        """Have the model's prompts for these towers fused with prompts of this site's own until the task ends.
+        """Fuse the model's prompts for these towers with as many local prompts of this site until the task ends.
 
-        Those become the private module `local`, as many as the model's, and what fuses them the private module
-        `fusion`; with `shared_fusion` that is the model's own, which must be of the same kind. Raises ValueError if
-        the model has no such prompts or fusion.
+        The local prompts become the private module `local` and their fusion the private module `fusion`; with
+        `shared_fusion` the fusion is the model's own, of the same kind. Raises ValueError if the model has no such
+        prompts or fusion.
         """
-        ...
 
 
 @dataclass(frozen=True)
 class Phase:
-    """One stretch of local training."""
+    """One phase of local training."""
 
     train: Selector
-    """Which of the run's blocks train."""
+    """The run's blocks that train."""
     epochs: int | None = None
-    """As many as the run says if None."""
+    """The number of epochs; the run's if None."""
     private: bool = True
-    """Whether what `add_private` added trains too."""
+    """True if the modules added with `add_private` train too."""
     private_learning_rate: float | None = None
-    """The learning rate of what `add_private` added; the run's if None."""
+    """The learning rate of the modules added with `add_private`; the run's if None."""
     name: str = "train"
 
 
 @dataclass(frozen=True)
 class TrainingStats:
-    """What local training came to."""
+    """The totals of local training."""
 
     examples: int
     steps: int
@@ -356,7 +317,7 @@ class TrainingStats:
 
 @dataclass(frozen=True)
 class LocalResult:
-    """What training leaves: `upload` goes out, `keep` goes into the vault and has no way onto the wire."""
+    """The result of local training: `upload` is sent, `keep` goes to the vault and never leaves the site."""
 
     upload: Mapping[str, Array]
     keep: Mapping[str, Array] = field(default_factory=dict)
@@ -364,50 +325,46 @@ class LocalResult:
 
 
 class WorkerHalf(Generic[C]):
-    """Runs at a site: torch, but no network and no other worker."""
+    """The worker's half, at a site: torch, but no network and no other worker."""
 
     def __init__(self, settings: C, run: RunInfo) -> None:
         self.settings = settings
         self.run = run
 
     def private(self) -> Selector:
-        """Return which of the run's blocks never leave the site. A plan that asks for one of them is refused.
-
-        They are kept in the vault and restored from it, as is what `TaskContext.add_private` added.
-        """
+        """Return the run's blocks that never leave the site; a plan that uploads one of them is rejected. They are
+        stored in the vault and restored from it, as are modules added with `TaskContext.add_private`."""
         return NOTHING
 
     def setup(self, context: TaskContext) -> None:
-        """Before training or evaluating: the version is loaded, and the vault's values are in place.
-
-        Hooks that it registers it must take off again in `collect`: the model may serve the next round as it is.
-        """
+        """Prepare training or evaluation; the version and the vault's values are loaded. Remove torch hooks again in
+        `collect`: the model may be used in the next round too."""
 
     def select(self, context: TaskContext, batches: Iterable[Mapping[str, torch.Tensor]]) -> Selector:
-        """Return the blocks to train and send, out of those the plan trains."""
+        """Return the blocks to train and send, among those that the plan trains."""
         return context.plan.train
 
     def phases(self, context: TaskContext, selected: Selector) -> Sequence[Phase]:
-        """Return the stretches of training, each with an optimizer of its own. None at all trains nothing."""
+        """Return the phases of training, each with its own optimizer. Without phases nothing trains."""
         return [Phase(selected)]
 
     def personalization_phases(self, context: TaskContext) -> Sequence[Phase]:
-        """Return the local training that comes before a version is evaluated as this site's own model."""
+        """Return the phases of local training before a version is evaluated as this site's personal model."""
         return ()
 
     def on_phase_start(self, context: TaskContext, phase: Phase) -> None:
-        """Before a phase begins."""
+        """Prepare a phase."""
 
     def loss(self, context: TaskContext, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return the loss of one batch, a scalar: by default the one that the transformers model computes."""
+        """Return the loss of one batch, a scalar; by default the model's own."""
         return context.forward(batch).loss
 
     def after_backward(self, context: TaskContext) -> None:
-        """Between the backward pass and the optimizer's step, when gradients may be corrected."""
+        """Correct gradients, between the backward pass and the optimizer's step."""
 
     def collect(self, context: TaskContext, selected: Selector, stats: TrainingStats) -> LocalResult:
-        """Return what to send and what to keep: by default the blocks that were both selected and asked for, and what
-        is private."""
+        """Return the values to send and to keep: by default those of the selected blocks that the plan uploads, and
+        the private ones."""
         sent = [block for block in context.plan.upload.resolve(context.blocks) if selected.holds(block)]
         kept = [*self.private().resolve(context.blocks), *context.private]
         return LocalResult(
@@ -418,43 +375,43 @@ class WorkerHalf(Generic[C]):
 
 @dataclass(frozen=True)
 class Chart:
-    """Numbers of a run's versions as lines over the versions, which the run's page draws."""
+    """A line chart of metrics over a run's versions, for the run's page."""
 
     name: str
     """A noun phrase for use within a sentence: "No warm-up signals: ..."."""
     scalars: tuple[str, ...]
-    """Names in `State.scalars`, or what several begin with. Each is a line, which drops the name's part before the
-    first dot."""
+    """Names or prefixes of names in `State.scalars`. Each name is a line, labelled without the part before the first
+    dot."""
     missing: str = "no version has any yet"
-    """Why there may be nothing to draw yet, after the name and a colon."""
+    """The reason for an empty chart, shown after the name and a colon."""
     requires: Mapping[str, Any] = field(default_factory=dict)
-    """Settings other than the defaults without which the numbers are not measured."""
+    """The settings, other than the defaults, that the metrics require."""
     title: str = ""
-    """The heading; the name if left out."""
+    """The heading; by default the name."""
     description: str = ""
-    """Sentences between the heading and the chart."""
+    """The text between the heading and the chart."""
     unit: str = ""
 
 
 @dataclass(frozen=True)
 class Method(Generic[C]):
-    """A method, as its file declares it in `METHOD`."""
+    """A method, as its file declares it in `METHOD`. The parts left out are those of FedAvg."""
 
     name: str
-    settings: type[C]
-    coordinator: type[CoordinatorHalf[C]]
-    worker: type[WorkerHalf[C]]
-    source: str
+    source: str = field(kw_only=True)
     """The paper, section and equation that it follows."""
+    settings: type[C] = MethodSettings  # type: ignore[assignment]  # mypy has no defaults for type variables
+    coordinator: type[CoordinatorHalf[C]] = CoordinatorHalf
+    worker: type[WorkerHalf[C]] = WorkerHalf
     charts: tuple[Chart, ...] = ()
 
 
 UPDATE_NORM = "update_norm"
-"""The name of an update's l2 norm among its numbers, which the coordinator measures."""
+"""The metric with an update's l2 norm, which the coordinator measures."""
 
 
 class MethodSpec(Frozen):
-    """A method by name, with its settings: what a run and a task carry."""
+    """A method's name and settings, in the specs of runs and tasks."""
 
     name: str
     settings: dict[str, Any] = {}

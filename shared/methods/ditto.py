@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 from pydantic import Field, PositiveInt
 
 from tessera.shared.methods.base import (
-    CoordinatorHalf,
     LocalResult,
     Method,
     MethodSettings,
@@ -83,7 +82,6 @@ class DittoWorker(WorkerHalf[DittoSettings]):
 METHOD = Method(
     name="ditto",
     settings=DittoSettings,
-    coordinator=CoordinatorHalf[DittoSettings],
     worker=DittoWorker,
     source="Li et al., Fair and Robust Federated Learning Through Personalization, arXiv 2012.04221, Algorithm 1",
 )

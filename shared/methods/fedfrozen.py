@@ -1,27 +1,27 @@
-"""FedFrozen: warm up the whole model, then freeze where tokens look (query, key) and go on with what they carry.
+"""FedFrozen: a warm-up of the whole model, then training with frozen query and key blocks.
 
-arXiv 2605.06446. The paper leaves open what, besides the value blocks, is trained once query and key are frozen;
-`scope` names the readings of it. `freeze = "value"` is a control: the same two stages, the other blocks frozen.
+arXiv 2605.06446. The paper does not define the other blocks that train, besides the value blocks, once query and key
+are frozen; `scope` offers the possible readings. `freeze = "value"` is a control: the same two stages with the value
+blocks frozen.
 
-The paper also leaves open how to choose the warm-up's length. With `warmup_rounds = "auto"` the rule is ours. Of
-each round it measures, on the blocks that are to be frozen, the clients' mean step m and its noise n, which is what
-|m| would be if their steps had no common direction (`shared/aggregation/drift.py`). A step is worth something if the
-next one goes on with it, and nothing if the next one takes it back; so a round's progress is <m, last m>, which to
-first order and but for a constant is what the objective falls by. The warm-up ends when, for `patience` rounds and
-with both figures smoothed over rounds,
+The paper also leaves open how to choose the warm-up's length. With `warmup_rounds = "auto"` the rule is ours. Each
+round it measures, on the blocks that are to be frozen, the clients' mean step m and its noise n: the value of |m| if
+their steps had no common direction (`shared/aggregation/drift.py`). A step has value if the next one continues it,
+and none if the next one reverses it; so a round's progress is <m, last m>, to first order proportional to the
+decrease of the objective. The warm-up ends when, for `patience` rounds and with both values smoothed over rounds,
 
   progress <= signal^2 * n^2              the clients' common movement is lost in their disagreement, and
-  progress * rounds left <= gain * won    what freezing would lock in is small: the rest of the run, at this pace,
-                                          would add less than this part of what was won so far (the sum of progress)
+  progress * rounds left <= gain * won    freezing would lose little: the rest of the run, at this pace, would add
+                                          less than this share of the progress so far (the sum of progress)
 
-The first holds off where clients agree, however slowly they move; the second where nothing has begun yet, since a
-start from scratch is slow and noisy. Neither holds off where rounds only go to and fro.
+The first is false while clients agree, even if they move slowly; the second at the start from scratch, which is slow
+and noisy. Both are true while rounds only oscillate.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import copysign, sqrt
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
@@ -36,11 +36,10 @@ from tessera.shared.methods.base import (
     State,
     UnsupportedRun,
     Update,
-    WorkerHalf,
 )
 from tessera.shared.model.blocks import Role
-from tessera.shared.model.selectors import EVERYTHING, Match, Selector
-from tessera.shared.tensors.lazy import Array, ArrayTensor, Tensor, to_array
+from tessera.shared.model.selectors import Match, Selector
+from tessera.shared.tensors.lazy import Array, ArrayTensor, to_array
 
 Freeze = Literal["query_key", "value"]
 Scope = Literal["all_but_qk", "attn_vo", "v_head", "v_only"]
@@ -62,25 +61,25 @@ SCOPES: dict[Freeze, dict[Scope | ControlScope, tuple[Role, ...] | None]] = {
         "qk_only": ("query", "key"),
     },
 }
-"""What trains in the second stage, by role; None for all that is not frozen. The first of each is the default, and
+"""The roles that train in the second stage; None for all that are not frozen. The first of each is the default, and
 the two lists mirror each other."""
 
 SMOOTHING = 0.3
-"""How much of a smoothed figure the last round makes up: it remembers about five rounds."""
+"""The weight of the last round in a smoothed value, which averages over about five rounds."""
 
 SKETCH = "warmup/step"
-"""The server state that holds the last mean step in short."""
+"""The server state with the sketch of the last mean step."""
 FROZEN_FROM = "frozen_from"
-"""The number of the version with which the second stage begins, once it is there."""
+"""The number of the version with which the second stage begins, once known."""
 
 WARMUP = "warmup."
-"""What the names of the numbers that a warm-up's versions hold begin with."""
+"""The prefix of the scalars of a warm-up's versions."""
 MOVEMENT = f"{WARMUP}movement"
 """|m| over the blocks' own length."""
 DISAGREEMENT = f"{WARMUP}disagreement"
-"""The rms over clients, weighted, of how far their step is from m, over the blocks' own length."""
+"""The weighted rms over clients of their step's distance from m, over the blocks' own length."""
 PERSISTENCE = f"{WARMUP}persistence"
-"""The cosine between m and the last one."""
+"""The cosine between m and the last m."""
 PROGRESS = f"{WARMUP}progress"
 """<m, last m>, smoothed."""
 NOISE = f"{WARMUP}noise"
@@ -90,13 +89,9 @@ WON = f"{WARMUP}won"
 SIGNAL = f"{WARMUP}signal"
 """The root of progress over noise, with progress's sign."""
 TO_WIN = f"{WARMUP}to_win"
-"""What the rest of the run would add at this pace, as a part of what was won."""
+"""The progress of the rest of the run at this pace, as a share of the progress so far."""
 QUIET_ROUNDS = f"{WARMUP}quiet_rounds"
-"""Rounds in a row that called for the end."""
-
-
-def _widest(data: Mapping[str, Any]) -> Scope | ControlScope:
-    return next(iter(SCOPES[data.get("freeze", "query_key")]))
+"""The number of consecutive rounds that met the rule."""
 
 
 class FedFrozenSettings(MethodSettings):
@@ -105,22 +100,21 @@ class FedFrozenSettings(MethodSettings):
         default=5, description="rounds in which everything trains; auto: until the frozen blocks' rule ends them"
     )
     scope: Scope | ControlScope = Field(
-        default_factory=_widest, description="what trains in the second stage; all but the frozen blocks if left out"
+        default_factory=lambda data: next(iter(SCOPES[data.get("freeze", "query_key")])),
+        description="the blocks that train in the second stage; by default all but the frozen ones",
     )
-    least_warmup_rounds: PositiveInt = Field(default=5, description="auto: no shorter than this")
-    most_warmup_rounds: PositiveInt | None = Field(default=None, description="auto: no longer than this")
+    least_warmup_rounds: PositiveInt = Field(default=5, description="auto: the shortest warm-up")
+    most_warmup_rounds: PositiveInt | None = Field(default=None, description="auto: the longest warm-up")
     signals: bool = Field(
         default=False,
         description="measure the warm-up's signals although its length is fixed; slows merging by a fifth",
     )
-    patience: PositiveInt = Field(default=3, description="auto: rounds in a row that must call for the end")
+    patience: PositiveInt = Field(default=3, description="auto: consecutive rounds that must meet the rule")
     signal: float = Field(
-        default=1.0, gt=0, description="auto: progress is lost below this many times what disagreement explains"
+        default=1.0, gt=0, description="auto: largest ratio of progress to the noise from disagreement"
     )
     gain: float = Field(
-        default=0.1,
-        gt=0,
-        description="auto: what the rest of the run would add, as a part of what was won, is little",
+        default=0.1, gt=0, description="auto: largest progress of the rest of the run, as a share of that so far"
     )
 
     @model_validator(mode="after")
@@ -143,7 +137,7 @@ class FedFrozenCoordinator(CoordinatorHalf[FedFrozenSettings]):
         if any(block.role == "adapter" and not block.adapts for block in blocks):
             raise UnsupportedRun(
                 "the model's adapters do not say which matrices they belong to, so they cannot be frozen with them: "
-                "make the model again with `tessera model init`"
+                "create the model again with `tessera model init`"
             )
         scopes = SCOPES[self.settings.freeze]
         if "head" in (scopes[self.settings.scope] or ()) and not any(block.role == "head" for block in blocks):
@@ -156,23 +150,20 @@ class FedFrozenCoordinator(CoordinatorHalf[FedFrozenSettings]):
 
     def plan_for(self, state: State, worker: Participant) -> Plan:
         if not self._frozen(state):
-            return Plan(stage="warm-up", train=EVERYTHING, upload=EVERYTHING)
-        open_blocks = self._open()
-        return Plan(stage="frozen", train=open_blocks, upload=open_blocks)
+            return Plan(stage="warm-up")
+        roles = SCOPES[self.settings.freeze][self.settings.scope]
+        trained = Selector(include=(Match(),) if roles is None else self._of(roles), exclude=self._frozen_blocks)
+        return Plan(stage="frozen", train=trained, upload=trained)
 
-    def _open(self) -> Selector:
-        """Select what trains in the second stage: an adapter trains with its matrix, and is frozen with it."""
-        wanted = SCOPES[self.settings.freeze][self.settings.scope]
-        return Selector(
-            include=(Match(),) if wanted is None else self._of(wanted),
-            exclude=self._of(FROZEN[self.settings.freeze]),
-        )
+    @property
+    def _frozen_blocks(self) -> tuple[Match, ...]:
+        return self._of(FROZEN[self.settings.freeze])
 
     def _of(self, wanted: tuple[Role, ...]) -> tuple[Match, ...]:
-        """Match the blocks of these roles, and the adapters of such blocks where the model has any."""
+        """Match the blocks of these roles and their adapters, if any: an adapter is treated like its matrix."""
         adapters = Match(adapts=wanted)
-        found = any(adapters.holds(block) for block in self.run.blocks)
-        return (Match(roles=wanted), adapters) if found else (Match(roles=wanted),)
+        adapted = any(adapters.holds(block) for block in self.run.blocks)
+        return (Match(roles=wanted), adapters) if adapted else (Match(roles=wanted),)
 
     def _frozen(self, state: State) -> bool:
         if self.settings.warmup_rounds == "auto":
@@ -180,37 +171,29 @@ class FedFrozenCoordinator(CoordinatorHalf[FedFrozenSettings]):
         return state.round >= self.settings.warmup_rounds
 
     def merge(self, state: State, updates: Sequence[Update]) -> State:
-        merged = super().merge(state, updates)
+        merged, settings = super().merge(state, updates), self.settings
+        scalars, server_state = dict(merged.scalars), dict(merged.server_state)
         if self._frozen(state):
-            # What the warm-up measured stays with the versions that it made.
-            scalars = {name: value for name, value in merged.scalars.items() if not name.startswith(WARMUP)}
-            server_state = {name: tensor for name, tensor in merged.server_state.items() if name != SKETCH}
+            # The warm-up's measurements stay with its own versions.
+            scalars = {name: value for name, value in scalars.items() if not name.startswith(WARMUP)}
+            server_state.pop(SKETCH, None)
             return replace(merged, scalars=scalars, server_state=server_state)
-        scalars = dict(merged.scalars)
-        server_state = dict(merged.server_state)
-        if self.settings.warmup_rounds == "auto" or self.settings.signals:
-            self._measure(state, updates, scalars, server_state)
+        if settings.warmup_rounds == "auto" or settings.signals:
+            # Reads the updates once more.
+            frozen = Selector(include=self._frozen_blocks).resolve(self.run.blocks)
+            senders = [(self.weight(update), update.blocks) for update in updates]
+            seen = agreement(state.model, [block.name for block in frozen], senders)
+            last = server_state.get(SKETCH)
+            scalars |= observed(scalars, seen, None if last is None else to_array(last))
+            if seen.senders > 1:
+                server_state[SKETCH] = ArrayTensor(seen.sketch, "F64")
+                scalars |= judged(scalars, settings, self.run.rounds - merged.round)
         if self._over(scalars, merged.round):
             scalars[FROZEN_FROM] = float(merged.round)
         return replace(merged, scalars=scalars, server_state=server_state)
 
-    def _measure(
-        self, state: State, updates: Sequence[Update], scalars: dict[str, float], server_state: dict[str, Tensor]
-    ) -> None:
-        """Add a round's signals to the numbers, and its mean step to the memory. Reads the updates once more."""
-        seen = agreement(state.model, self._watched(), [(self.weight(u), u.blocks) for u in updates])
-        last = server_state.get(SKETCH)
-        scalars |= observed(scalars, seen, None if last is None else to_array(last))
-        if seen.senders > 1:
-            server_state[SKETCH] = ArrayTensor(seen.sketch, "F64")
-            scalars |= judged(scalars, self.settings, self.run.rounds - state.round - 1)
-
     def check_robust(self) -> None:
-        """None that moves a block; when a warm-up of `auto` ends, a hostile worker has a say in."""
-
-    def _watched(self) -> list[str]:
-        frozen = Selector(include=self._of(FROZEN[self.settings.freeze]))
-        return [block.name for block in frozen.resolve(self.run.blocks)]
+        """Accept every rule: all steps pass it. A malicious worker can affect only the length of the warm-up."""
 
     def _over(self, scalars: Mapping[str, float], round_number: int) -> bool:
         settings = self.settings
@@ -231,11 +214,8 @@ class FedFrozenCoordinator(CoordinatorHalf[FedFrozenSettings]):
 
 
 def observed(before: Mapping[str, float], seen: Agreement, last: Array | None) -> dict[str, float]:
-    """Return what a round adds to the warm-up's numbers. `last` is the sketch of the last round with two senders or
-    more.
-
-    A round with one sender tells how far that one went, but not how far clients disagree; all else stays as it was.
-    """
+    """Return a round's changed scalars; with one sender, only the movement. `last` is the sketch of the last round
+    with at least two senders."""
     size = sqrt(seen.size) or 1.0
     scalars = {MOVEMENT: sqrt(seen.movement) / size}
     if seen.senders < 2:
@@ -252,7 +232,7 @@ def observed(before: Mapping[str, float], seen: Agreement, last: Array | None) -
 
 
 def judged(scalars: Mapping[str, float], settings: FedFrozenSettings, rounds_left: int) -> dict[str, float]:
-    """For how many rounds in a row the rule has called for the end, and by what ratios it judged this one."""
+    """Return the number of consecutive rounds that met the rule, and this round's ratios."""
     if PROGRESS not in scalars:
         return {}
     progress, noise, won = scalars[PROGRESS], scalars[NOISE], scalars[WON]
@@ -274,7 +254,6 @@ METHOD = Method(
     name="fedfrozen",
     settings=FedFrozenSettings,
     coordinator=FedFrozenCoordinator,
-    worker=WorkerHalf[FedFrozenSettings],
     source="FedFrozen, arXiv 2605.06446, two-stage algorithm; the automatic warm-up is ours",
     charts=(
         Chart(

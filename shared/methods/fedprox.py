@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from tessera.shared.methods.base import CoordinatorHalf, Method, MethodSettings, TaskContext, WorkerHalf
+from tessera.shared.methods.base import Method, MethodSettings, TaskContext, WorkerHalf
 
 if TYPE_CHECKING:
     import torch
@@ -38,7 +38,6 @@ class FedProxWorker(WorkerHalf[FedProxSettings]):
 METHOD = Method(
     name="fedprox",
     settings=FedProxSettings,
-    coordinator=CoordinatorHalf[FedProxSettings],
     worker=FedProxWorker,
     source="Li et al., Federated Optimization in Heterogeneous Networks, arXiv 1812.06127, equation (2)",
 )

@@ -20,7 +20,6 @@ class LocalWorker(WorkerHalf[MethodSettings]):
 
 METHOD = Method(
     name="local",
-    settings=MethodSettings,
     coordinator=LocalMethodCoordinator,
     worker=LocalWorker,
     source="no averaging: the control in McMahan et al., arXiv 1602.05629",

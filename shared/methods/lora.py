@@ -15,7 +15,6 @@ from tessera.shared.methods.base import (
     Plan,
     State,
     UnsupportedRun,
-    WorkerHalf,
 )
 from tessera.shared.model.selectors import Match, Selector
 
@@ -32,7 +31,7 @@ class LoraSettings(MethodSettings):
 class LoraCoordinator(CoordinatorHalf[LoraSettings]):
     def start(self, state: State) -> State:
         if not any(ADAPTERS.holds(block) for block in self.run.blocks):
-            raise UnsupportedRun("the model has no adapters: make it with `tessera model init --lora-rank N`")
+            raise UnsupportedRun("the model has no adapters: create it with `tessera model init --lora-rank N`")
         return state
 
     def plan_for(self, state: State, worker: Participant) -> Plan:
@@ -48,6 +47,5 @@ METHOD = Method(
     name="lora",
     settings=LoraSettings,
     coordinator=LoraCoordinator,
-    worker=WorkerHalf[LoraSettings],
     source="Zhang et al., FedIT, arXiv 2305.05644; freeze_a: Sun et al., FFA-LoRA, arXiv 2403.12313",
 )

@@ -51,28 +51,29 @@ class PFedDCSettings(MethodSettings):
     share: Share = Field(default="prompts", description="the part that is averaged; nothing: without federation")
 
 
-def trained_modalities(settings: PFedDCSettings, run: RunInfo) -> tuple[Modality, ...]:
-    """Return the towers whose prompts train. Raises UnsupportedRun if the model lacks one of them, or any prompts."""
-    there = {block.name for block in run.blocks}
-    wanted = settings.modalities or tuple(each for each in MODALITIES if f"prompts.{each}" in there) or MODALITIES
-    prompt_blocks(run.blocks, wanted)
-    return wanted
+def trained_prompts(settings: PFedDCSettings, run: RunInfo) -> dict[Modality, str]:
+    """Return the names of the prompts that train, by tower. Raises UnsupportedRun if the model lacks one of them, or
+    has no prompts."""
+    names = {block.name for block in run.blocks}
+    modalities = settings.modalities or tuple(each for each in MODALITIES if f"prompts.{each}" in names) or MODALITIES
+    return dict(zip(modalities, prompt_blocks(run.blocks, modalities), strict=True))
 
 
 class PFedDCCoordinator(CoordinatorHalf[PFedDCSettings]):
     def start(self, state: State) -> State:
         self._shared()
         fusion = self.settings.fusion
-        prompts = [block for block in self.run.blocks if block.name in self._prompts()]
+        names = trained_prompts(self.settings, self.run).values()
+        prompts = [block for block in self.run.blocks if block.name in names]
         if fusion.kind == "attention" and (single := [block.name for block in prompts if block.shape[0] == 1]):
             raise UnsupportedRun(
-                f"{single[0]} is a single token, which leaves attention nothing to choose from: make a model with "
+                f"{single[0]} is a single token, which leaves attention nothing to choose from: create a model with "
                 'more, or set fusion.kind to "mean" or "concat"'
             )
         widths = {block.shape[-1] for block in prompts}
         if fusion.kind == "attention" and (odd := sorted(width for width in widths if width % fusion.heads)):
             raise UnsupportedRun(
-                f"prompts of width {odd[0]} do not divide among {fusion.heads} heads: set fusion.heads to another"
+                f"prompts of width {odd[0]} do not divide among {fusion.heads} heads: set fusion.heads to a divisor"
             )
         return state
 
@@ -80,14 +81,11 @@ class PFedDCCoordinator(CoordinatorHalf[PFedDCSettings]):
         shared = self._shared()
         return Plan(stage="prompts", train=shared, upload=NOTHING if self.settings.share == "nothing" else shared)
 
-    def _prompts(self) -> tuple[str, ...]:
-        return prompt_blocks(self.run.blocks, trained_modalities(self.settings, self.run))
-
     def _shared(self) -> Selector:
-        modalities = trained_modalities(self.settings, self.run)
-        names = list(self._prompts())
+        prompts = trained_prompts(self.settings, self.run)
+        names = list(prompts.values())
         if self.settings.share == "prompts-and-fusion":
-            prefixes = tuple(f"prompts.fusion.{modality}." for modality in modalities)
+            prefixes = tuple(f"prompts.fusion.{modality}." for modality in prompts)
             fusion = [block.name for block in self.run.blocks if block.name.startswith(prefixes)]
             if not fusion:
                 raise UnsupportedRun(
@@ -100,16 +98,15 @@ class PFedDCCoordinator(CoordinatorHalf[PFedDCSettings]):
 
 class PFedDCWorker(WorkerHalf[PFedDCSettings]):
     def private(self) -> Selector:
-        if self.settings.share != "nothing":
-            return NOTHING
-        return named(prompt_blocks(self.run.blocks, trained_modalities(self.settings, self.run)))
+        alone = self.settings.share == "nothing"
+        return named(trained_prompts(self.settings, self.run).values()) if alone else NOTHING
 
     def phases(self, context: TaskContext, selected: Selector) -> Sequence[Phase]:
         return [Phase(selected, private_learning_rate=self.settings.private_learning_rate)]
 
     def setup(self, context: TaskContext) -> None:
         context.fuse_prompts(
-            trained_modalities(self.settings, self.run),
+            tuple(trained_prompts(self.settings, self.run)),
             self.settings.fusion,
             self.settings.local_start,
             shared_fusion=self.settings.share == "prompts-and-fusion",

@@ -17,7 +17,6 @@ from tessera.shared.methods.base import (
     Plan,
     State,
     UnsupportedRun,
-    WorkerHalf,
 )
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.selectors import named
@@ -40,7 +39,7 @@ def prompt_blocks(blocks: Iterable[Block], modalities: Sequence[Modality]) -> tu
     if absent := [modality for modality, name in zip(modalities, names, strict=True) if name not in there]:
         flags = " ".join(f"--{modality}-prompts N" for modality in absent)
         raise UnsupportedRun(
-            f"the model has no {' and '.join(absent)} prompts: make it with `tessera model init {flags}`"
+            f"the model has no {' and '.join(absent)} prompts: create it with `tessera model init {flags}`"
         )
     return names
 
@@ -59,6 +58,5 @@ METHOD = Method(
     name="promptfl",
     settings=PromptFLSettings,
     coordinator=PromptFLCoordinator,
-    worker=WorkerHalf[PromptFLSettings],
     source="Guo et al., PromptFL: Let Federated Participants Cooperatively Learn Prompts, arXiv 2208.11625",
 )

@@ -1,6 +1,6 @@
-"""The methods there are. A new one is a new file: here, in a folder that the environment's TESSERA_METHODS names, or
-in another installed package that announces it under the entry point group `tessera.methods`. Whoever runs a process
-decides on its methods; none ever comes over the wire."""
+"""The registry of methods. A new method is a new file: in this package, in a folder of the environment variable
+TESSERA_METHODS, or in an installed package with an entry point in the group `tessera.methods`. Methods are installed
+by the operator of a process; they are never sent over the network."""
 
 import importlib
 import os
@@ -25,25 +25,22 @@ from tessera.shared.methods.base import (
 )
 
 FOLDERS = "TESSERA_METHODS"
-"""The environment variable that names folders with methods, divided as in PATH."""
-
-
-_HERE = [str(Path(__file__).parent)]
+"""The environment variable with the folders of methods, separated as in PATH."""
 
 
 class UnknownMethod(ValueError):
-    """No installed method has this name."""
+    """A name that no installed method has."""
 
 
 class MethodsUnusable(ValueError):
-    """What is installed or named as methods cannot be used. The text says which, and what to do."""
+    """Installed methods or folders that cannot be used. The message says which, and what to change."""
 
 
 @cache
 def methods() -> dict[str, Method[Any]]:
-    """Return every installed method by name. Raises MethodsUnusable if two claim one name, or a folder is not
-    there."""
-    found = [importlib.import_module(f"{__package__}.{info.name}") for info in pkgutil.iter_modules(_HERE)]
+    """Return every installed method by name. Raises MethodsUnusable for a duplicate name or a missing folder."""
+    here = [str(Path(__file__).parent)]
+    found = [importlib.import_module(f"{__package__}.{info.name}") for info in pkgutil.iter_modules(here)]
     found += [entry.load() for entry in entry_points(group="tessera.methods")]
     found += _from_folders()
     by_name: dict[str, ModuleType] = {}
@@ -59,7 +56,7 @@ def methods() -> dict[str, Method[Any]]:
 def _from_folders() -> Iterator[ModuleType]:
     for folder in map(Path, filter(None, os.environ.get(FOLDERS, "").split(os.pathsep))):
         if not folder.is_dir():
-            raise MethodsUnusable(f"{FOLDERS} names {folder}, which is no folder: make it, or leave it out")
+            raise MethodsUnusable(f"{FOLDERS} names {folder}, which is not a folder: create it or remove it there")
         for file in sorted(folder.glob("*.py")):
             name = f"tessera_methods.{file.stem}"
             spec = spec_from_file_location(name, file)
@@ -78,19 +75,18 @@ def _method(chosen: MethodSpec) -> tuple[Method[Any], MethodSettings]:
 
 
 def check(chosen: MethodSpec) -> None:
-    """Raise UnknownMethod, or pydantic's ValidationError for settings that the method does not take."""
+    """Raise UnknownMethod, or pydantic's ValidationError for invalid settings."""
     _method(chosen)
 
 
 def sticky(chosen: MethodSpec) -> bool:
-    """Return whether a site stays with one worker (`CoordinatorHalf.sticky`); False for a method that is not
-    installed."""
+    """Return whether each site stays with one worker (`CoordinatorHalf.sticky`); False if not installed."""
     method = methods().get(chosen.name)
     return method is not None and method.coordinator.sticky
 
 
 def charts(chosen: MethodSpec) -> tuple[Chart, ...]:
-    """Return the charts that the method declares; none for a method that is not installed."""
+    """Return the method's charts; none if it is not installed."""
     method = methods().get(chosen.name)
     return method.charts if method else ()
 

@@ -1,23 +1,23 @@
-"""SAFL: each round only some layers are trained and sent, by default those that attend most to the task's tokens.
+"""SAFL: each round trains and sends only some layers, by default those that attend most to the task's tokens.
 
-Selective Attention Federated Learning, arXiv 2504.11793, Sections III.A to III.C, with every point that the paper
-leaves open as a setting; docs/methods.md says what is chosen where and why. A layer's score is its attention mass,
-normalised to [0, 1], or one of the controls that show whether attention matters. Layers of several stacks (encoder
-and decoder, two towers) are ranked within their stack, and each stack gives its share of the K.
+Selective Attention Federated Learning, arXiv 2504.11793, Sections III.A to III.C. Every point that the paper leaves
+open is a setting; docs/methods.md gives the reasons for the defaults. A layer's score is its attention mass,
+normalized to [0, 1], or a control that shows whether attention matters. Layers of several stacks (encoder and
+decoder, two towers) are ranked within their stack, and each stack contributes its share of the K layers.
 
     S_k = the K layers of the largest score;   w_l = w_l + sum_{k: l in S_k} n_k d_kl / sum_{k: l in S_k} n_k
 
-`numbers` of a version, by layer (its number; of several stacks, the stack's and its own): `picks` is how often it was
-sent, `last_pick` the version that it was last sent for, and `score` and `entropy` are what workers last measured.
+A version's scalars, by layer number (with several stacks, the stack's number and the layer's): `picks`, the number of
+updates with the layer; `last_pick`, the last version that it was sent for; `score` and `entropy`, as last measured.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from glob import escape
-from itertools import compress, islice
+from itertools import islice
 from math import fsum, inf, nan
 from random import Random
 from typing import TYPE_CHECKING, Literal, Self
@@ -61,17 +61,18 @@ DEFAULT_SHARE = 1 / 3
 SHOWN = 8
 
 CODED = 4
-"""Within the run's budget of bytes so many layers are chosen that int8 brings them into it, for half a percent of
-error; fewer with less error, or more with more, would both be somebody's choice."""
+"""The compression by int8, at half a percent of error: a run's byte budget is filled with layers for this codec."""
 
-# What a plan tells a worker in numbers: whether to measure, and how many layers to choose.
+# The scalars of a plan: whether to measure scores, and the number of layers to choose.
 PROFILE = "profile"
 LAYERS = "layers"
 
 
 class SAFLSettings(MethodSettings):
-    score: Score = Field(default="attention", description="what layers are chosen by; from `random` on, no data")
-    tokens: TaskTokens = Field(default=TaskTokens(), description="the tokens that attention should go to")
+    score: Score = Field(
+        default="attention", description="the ranking of layers; `random` and later ones use no data"
+    )
+    tokens: TaskTokens = Field(default=TaskTokens(), description="the tokens whose attention counts")
     chooser: Literal["worker", "consensus"] = Field(
         default="worker", description="each worker chooses by its own scores, or all train the same by the mean score"
     )
@@ -79,35 +80,42 @@ class SAFLSettings(MethodSettings):
     share: float | None = Field(
         default=None, gt=0, le=1, description="K, as a share of the layers; 1/3 if no K is given"
     )
-    upload_bytes: PositiveInt | None = Field(default=None, description="K, as what fits into so many bytes, uncoded")
+    upload_bytes: PositiveInt | None = Field(
+        default=None, description="K, as the layers that fit into this size, uncoded"
+    )
     upload_seconds: PositiveFloat | None = Field(
-        default=None, description="fewer layers for a worker that needs longer, by the bandwidth that it declares"
+        default=None, description="fewer layers for a worker whose upload takes longer at its declared bandwidth"
     )
     memory_share: float | None = Field(
-        default=None, gt=0, le=1, description="fewer layers for a worker whose declared memory they would exceed"
+        default=None,
+        gt=0,
+        le=1,
+        description="fewer layers for a worker whose training would exceed this share of its declared memory",
     )
-    fixed: tuple[str, ...] = Field(default=(), description="names of layers, as shell patterns, for the score fixed")
+    fixed: tuple[str, ...] = Field(
+        default=(), description="shell patterns for the names of layers, for the score fixed"
+    )
     always: tuple[Role, ...] = Field(
         default=("head", "norm"), description="blocks outside the layers that train in every round, by role"
     )
     within: tuple[Role, ...] | None = Field(
-        default=None, min_length=1, description="what trains of a chosen layer, by role; all of it if left out"
+        default=None, min_length=1, description="blocks of a chosen layer that train, by role; by default all"
     )
-    profile_every: PositiveInt = Field(default=1, description="rounds for which a choice, or a mean score, stands")
+    profile_every: PositiveInt = Field(default=1, description="rounds for which a choice, or a mean score, is valid")
     profile_batches: PositiveInt = Field(
-        default=4, description="local batches that scores are measured on; all of them for a noisy private choice"
+        default=4, description="local batches to measure scores on; a noisy private choice uses all"
     )
-    prune: float = Field(default=0.0, ge=0, lt=1, description="share of each matrix's rows whose change is not sent")
+    prune: float = Field(default=0.0, ge=0, lt=1, description="share of each matrix's rows whose changes are dropped")
     prune_by: Literal["attention", "magnitude"] = Field(
         default="attention", description="rows of the heads with the least mass first, or of the smallest change"
     )
-    starved_after: PositiveInt = Field(default=10, description="rounds without a pick that are worth a warning")
-    collapsed_below: float = Field(default=0.1, ge=0, le=1, description="entropy that is worth a warning")
+    starved_after: PositiveInt = Field(default=10, description="rounds without a pick before a warning")
+    collapsed_below: float = Field(default=0.1, ge=0, le=1, description="attention entropy below which to warn")
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if sum(given is not None for given in (self.layers, self.share, self.upload_bytes)) > 1:
-            raise ValueError("give one of layers, share and upload_bytes")
+            raise ValueError("give one of layers, share and upload_bytes, not several")
         if (self.score == "fixed") != bool(self.fixed):
             raise ValueError("give fixed if, and only if, the score is fixed")
         if self.score == "sink-corrected" and self.tokens.where == "first":
@@ -123,28 +131,28 @@ class SAFLSettings(MethodSettings):
         return self.prune > 0 and self.prune_by == "attention"
 
 
-# ---------------------------------------------------------------- which layers there are, and how many are taken
+# ---------------------------------------------------------------- candidates
 
 
 @dataclass(frozen=True)
 class Candidates:
-    """What can be chosen among: the layers of each stack, as far as the settings would train them."""
+    """The layers of each stack that can be chosen, with the blocks that the settings train."""
 
     stacks: tuple[tuple[Layer, ...], ...]
     within: tuple[Role, ...] | None
-    """What trains of a chosen layer; all of it if None."""
+    """The roles that train in a chosen layer; all if None."""
     always: tuple[Block, ...]
-    """What trains whatever is chosen."""
+    """The blocks that train regardless of the choice."""
 
     @classmethod
     def of(cls, settings: SAFLSettings, blocks: Sequence[Block]) -> Self:
         stacks: dict[str, list[Layer]] = {}
         for layer in layers_of(blocks):
-            # What does not attend cannot be chosen by its attention.
+            # A layer without attention has no such score.
             if settings.score in OF_ATTENTION and not any(block.role == "query" for block in layer.blocks):
                 continue
-            if held := tuple(b for b in layer.blocks if settings.within is None or b.role in settings.within):
-                stacks.setdefault(layer.stack, []).append(replace(layer, blocks=held))
+            if trained := tuple(b for b in layer.blocks if settings.within is None or b.role in settings.within):
+                stacks.setdefault(layer.stack, []).append(replace(layer, blocks=trained))
         always = tuple(block for block in blocks if block.layer is None and block.role in settings.always)
         return cls(tuple(map(tuple, stacks.values())), settings.within, always)
 
@@ -154,38 +162,37 @@ class Candidates:
 
     @property
     def labels(self) -> dict[str, str]:
-        """What the numbers call each layer, by its name."""
+        """The suffix of each layer's scalars, by its name."""
         if len(self.stacks) == 1:
             return {layer.name: str(layer.index) for layer in self.layers}
         return {layer.name: f"{place}.{layer.index}" for place, stack in enumerate(self.stacks) for layer in stack}
 
     def quotas(self, count: int) -> list[int]:
-        """Return how many of each stack are among `count`: in proportion, ranks of all stacks ordered by their
-        middles."""
+        """Return each stack's share of `count` layers, in proportion: the ranks of all stacks, sorted by midpoint."""
         ranks = [((rank + 0.5) / len(stack), s) for s, stack in enumerate(self.stacks) for rank in range(len(stack))]
-        taken = [s for _, s in sorted(ranks)[:count]]
-        return [taken.count(s) for s in range(len(self.stacks))]
+        chosen = [s for _, s in sorted(ranks)[:count]]
+        return [chosen.count(s) for s in range(len(self.stacks))]
 
     def top(self, scores: Mapping[str, float], count: int) -> list[Layer]:
-        """Return the layers of the largest scores, given by name; of equals, the one nearer the input."""
+        """Return the layers of the largest scores by name; of equals, those nearer the input."""
         chosen: list[Layer] = []
         for stack, quota in zip(self.stacks, self.quotas(count), strict=True):
             chosen += sorted(stack, key=lambda layer: -scores[layer.name])[:quota]
         return chosen
 
     def trained_bytes(self, count: int) -> int:
-        """Return the most bytes that train, and that are sent, with so many layers, whichever they are."""
-        most = sum(block.nbytes for block in self.always)
+        """Return the most bytes that any choice of `count` layers trains, and sends."""
+        total = sum(block.nbytes for block in self.always)
         for stack, quota in zip(self.stacks, self.quotas(count), strict=True):
-            most += sum(sorted((layer.nbytes for layer in stack), reverse=True)[:quota])
-        return most
+            total += sum(sorted((layer.nbytes for layer in stack), reverse=True)[:quota])
+        return total
 
     def fitting(self, nbytes: float) -> int:
-        """Return the most layers that train within so many bytes, whichever they are."""
+        """Return the number of layers of which any choice trains at most `nbytes`."""
         return max((k for k in range(len(self.layers) + 1) if self.trained_bytes(k) <= nbytes), default=0)
 
     def selector(self, chosen: Sequence[Layer]) -> Selector:
-        """Return the chosen layers' blocks, as far as they train, and what always trains."""
+        """Select the trained blocks of the chosen layers, and the blocks that always train."""
         patterns = tuple(pattern for layer in chosen for pattern in _patterns(layer))
         always = tuple(escape(block.name) for block in self.always)
         matches = [Match(roles=self.within, names=patterns)] if patterns else []
@@ -193,36 +200,28 @@ class Candidates:
 
 
 def _patterns(layer: Layer) -> Sequence[str]:
-    """Shell patterns for the names of the layer's blocks: one for all, unless a mapping numbered them freely."""
+    # A layer of a custom block map has no common prefix.
     return [f"{escape(layer.name)}.*"] if layer.stack else [escape(block.name) for block in layer.blocks]
 
 
 def check_privacy(settings: SAFLSettings, privacy: Privacy | None) -> None:
-    """Raise UnsupportedRun where what SAFL tells of a site's data is not what the run's privacy covers."""
+    """Raise UnsupportedRun if SAFL would disclose more about a site's data than the run's privacy covers."""
     if privacy is None or not (settings.looks_at_data or settings.needs_heads):
         return
     if privacy.selection == "refused":
         raise UnsupportedRun(
-            "SAFL looks at the data to choose, which the run's epsilon does not cover: set privacy.selection to "
-            "noisy, or to uncovered to say so in plain sight; or take the score random, and prune by magnitude"
+            "SAFL reads the data to choose layers, which the run's epsilon does not cover: set privacy.selection to "
+            "noisy, or to uncovered to accept this explicitly; or set score to random and prune_by to magnitude"
         )
     if settings.looks_at_data and settings.chooser == "consensus":
-        raise UnsupportedRun("a private worker tells no scores to find a consensus by: set chooser to worker")
+        raise UnsupportedRun("a private worker reports no scores for a consensus: set chooser to worker")
     if privacy.selection == "noisy" and settings.looks_at_data and settings.score not in OF_ATTENTION:
-        raise UnsupportedRun(f"no noise covers the score {settings.score}, which one example may move without bound")
+        raise UnsupportedRun(
+            f"no noise covers the score {settings.score}, which one example can change without bound: set score to "
+            "attention, sink-corrected or random"
+        )
     if privacy.selection == "noisy" and settings.needs_heads:
-        raise UnsupportedRun("noise covers the choice of layers, and not that of heads: set prune_by to magnitude")
-
-
-@dataclass(frozen=True)
-class First:
-    """The first of some batches, or all of them, each time it is gone through."""
-
-    batches: Iterable[Mapping[str, torch.Tensor]]
-    count: int | None
-
-    def __iter__(self) -> Iterator[Mapping[str, torch.Tensor]]:
-        return islice(self.batches, self.count)
+        raise UnsupportedRun("noise covers the choice of layers, not that of heads: set prune_by to magnitude")
 
 
 # ---------------------------------------------------------------- the coordinator
@@ -232,49 +231,40 @@ class SAFLCoordinator(CoordinatorHalf[SAFLSettings]):
     def __init__(self, settings: SAFLSettings, run: RunInfo) -> None:
         super().__init__(settings, run)
         self._candidates = Candidates.of(settings, run.blocks)
+        layers = self._candidates.layers
+        self._fixed = [layer for layer in layers if any(fnmatchcase(layer.name, name) for name in settings.fixed)]
 
     def start(self, state: State) -> State:
         layers, settings = self._candidates.layers, self.settings
         check_privacy(settings, self.run.privacy)
         if not layers:
-            raise UnsupportedRun("the model has no layers that SAFL could choose among with these settings")
+            raise UnsupportedRun("the model has no layers that SAFL can choose with these settings")
         if settings.layers and settings.layers > len(layers):
-            raise UnsupportedRun(
-                f"of {len(layers)} layers, {settings.layers} are to be chosen: lower the setting layers"
-            )
+            raise UnsupportedRun(f"of {len(layers)} layers, {settings.layers} are to be chosen: lower layers")
         if settings.upload_bytes and self._k == 0:
             raise UnsupportedRun(
-                f"upload_bytes is {settings.upload_bytes}, and one layer with what always trains has "
-                f"{self._candidates.trained_bytes(1)}"
+                f"upload_bytes is {settings.upload_bytes}, and one layer with the blocks that always train has "
+                f"{self._candidates.trained_bytes(1)}: raise upload_bytes"
             )
-        if odd := [name for name in settings.fixed if not any(fnmatchcase(layer.name, name) for layer in layers)]:
+        if unknown := [name for name in settings.fixed if not any(fnmatchcase(layer.name, name) for layer in layers)]:
             raise UnsupportedRun(
-                f"no layer is called {odd[0]}; there are {', '.join(layer.name for layer in layers[:8])}"
+                f"no layer is called {unknown[0]}; there are {', '.join(layer.name for layer in layers[:SHOWN])}"
             )
         return state
 
     @property
     def _k(self) -> int:
-        """How many layers a worker trains that declares nothing of itself."""
-        if self.run.upload_budget is None:
-            return self._wanted
-        return min(self._wanted, self._candidates.fitting(CODED * self.run.upload_budget))
-
-    @property
-    def _wanted(self) -> int:
-        settings, count = self.settings, len(self._candidates.layers)
+        """The number of layers of a worker that declares no resources."""
+        settings, candidates, budget = self.settings, self._candidates, self.run.upload_budget
         if settings.score == "fixed":
-            return len(self._fixed())
-        if settings.upload_bytes is not None:
-            return self._candidates.fitting(settings.upload_bytes)
-        return settings.layers or max(1, round((settings.share or DEFAULT_SHARE) * count))
-
-    def _fixed(self) -> list[Layer]:
-        fixed = self.settings.fixed
-        return [layer for layer in self._candidates.layers if any(fnmatchcase(layer.name, name) for name in fixed)]
+            count = len(self._fixed)
+        elif settings.upload_bytes is not None:
+            count = candidates.fitting(settings.upload_bytes)
+        else:
+            count = settings.layers or max(1, round((settings.share or DEFAULT_SHARE) * len(candidates.layers)))
+        return count if budget is None else min(count, candidates.fitting(CODED * budget))
 
     def _k_of(self, worker: Participant) -> int:
-        """At least one layer, unless something trains anyway: a worker that trains nothing is of no use."""
         settings, fitting = self.settings, [self._k]
         rate, memory = (worker.resources.get(name) for name in ("upload_bytes_per_second", "memory_bytes"))
         if settings.upload_seconds is not None and rate is not None:
@@ -284,6 +274,7 @@ class SAFLCoordinator(CoordinatorHalf[SAFLSettings]):
         if settings.memory_share is not None and memory is not None:
             free = memory * settings.memory_share - sum(block.nbytes for block in self.run.blocks)
             fitting.append(self._candidates.fitting(free / copies_in_training(self.run.training)))
+        # At least one layer, unless other blocks train: a worker must train something.
         return max(min(fitting), 0 if self._candidates.always else 1)
 
     # ------------------------------------------------------------ plans
@@ -300,42 +291,34 @@ class SAFLCoordinator(CoordinatorHalf[SAFLSettings]):
         return {layer.name: rng.random() for layer in self._candidates.layers}
 
     def _plan(self, state: State, worker: Participant, drawn: Mapping[str, float]) -> Plan:
-        settings, count = self.settings, self._k_of(worker)
-        profile = {PROFILE: float(state.round % settings.profile_every == 0)}
-        if not settings.looks_at_data:
-            return self._asking(self._public(drawn, count), profile)
-        if settings.chooser == "worker":
-            return self._asking(self._candidates.layers, {**profile, LAYERS: float(count)})
-        scores = {name: state.scalars.get(f"score.{label}") for name, label in self._candidates.labels.items()}
-        known = {name: score for name, score in scores.items() if score is not None}
-        if len(known) < len(scores):
-            return Plan(stage="profile", train=NOTHING, upload=NOTHING, scalars={PROFILE: 1.0})
-        return self._asking(self._candidates.top(known, count), profile)
-
-    def _public(self, drawn: Mapping[str, float], count: int) -> Sequence[Layer]:
-        match self.settings.score:
-            case "fixed":
-                return self._fixed()[:count]
-            case "first":
-                return self._candidates.top({layer.name: -layer.index for layer in self._candidates.layers}, count)
-            case "last":
-                return self._candidates.top({layer.name: layer.index for layer in self._candidates.layers}, count)
-            case _:
-                return self._candidates.top(drawn, count)
-
-    def _asking(self, layers: Sequence[Layer], scalars: dict[str, float]) -> Plan:
-        wanted = self._candidates.selector(layers)
-        return Plan(train=wanted, upload=wanted, scalars=scalars)
+        settings, candidates, count = self.settings, self._candidates, self._k_of(worker)
+        scalars = {PROFILE: float(state.round % settings.profile_every == 0)}
+        layers: Sequence[Layer] = candidates.layers
+        if settings.score == "fixed":
+            layers = self._fixed[:count]
+        elif not settings.looks_at_data:
+            sign = {"first": -1, "last": 1}.get(settings.score)
+            layers = candidates.top({e.name: sign * e.index if sign else drawn[e.name] for e in layers}, count)
+        elif settings.chooser == "worker":
+            scalars[LAYERS] = float(count)
+        else:
+            scores = {name: state.scalars.get(f"score.{label}") for name, label in candidates.labels.items()}
+            known = {name: score for name, score in scores.items() if score is not None}
+            if len(known) < len(scores):
+                return Plan(stage="profile", train=NOTHING, upload=NOTHING, scalars={PROFILE: 1.0})
+            layers = candidates.top(known, count)
+        selector = candidates.selector(layers)
+        return Plan(train=selector, upload=selector, scalars=scalars)
 
     # ------------------------------------------------------------ merging
 
     def check(self, plan: Plan, examples: int, metrics: Mapping[str, float]) -> None:
         if self.settings.chooser == "worker" or not self.settings.looks_at_data or not plan.scalars.get(PROFILE):
             return
-        most = 1.0 if self.settings.score in OF_ATTENTION else inf
+        largest = 1.0 if self.settings.score in OF_ATTENTION else inf
         for name, label in self._candidates.labels.items():
-            if not 0 <= (score := metrics.get(f"score.{label}", nan)) <= most:
-                raise ValueError(f"the score of {name} is {score}, and must be a number from 0 to {most:g}")
+            if not 0 <= (score := metrics.get(f"score.{label}", nan)) <= largest:
+                raise ValueError(f"the score of {name} is {score}, and must be a number from 0 to {largest:g}")
 
     def merge(self, state: State, updates: Sequence[Update]) -> State:
         merged = super().merge(state, updates)
@@ -348,71 +331,57 @@ class SAFLCoordinator(CoordinatorHalf[SAFLSettings]):
             if picks:
                 scalars[f"last_pick.{label}"] = float(merged.round)
             for measured in (f"score.{label}", f"entropy.{label}"):
-                told = [(u.examples, u.metrics[measured]) for u in updates if measured in u.metrics]
-                if told:
-                    scalars[measured] = fsum(n * value for n, value in told) / sum(n for n, _ in told)
+                reported = [(u.examples, u.metrics[measured]) for u in updates if measured in u.metrics]
+                if reported:
+                    scalars[measured] = fsum(n * value for n, value in reported) / sum(n for n, _ in reported)
         return replace(merged, scalars=scalars)
 
     def check_robust(self) -> None:
-        """None that moves a block; which layers a consensus chooses, a hostile worker has a say in."""
+        """Accept every rule: all steps pass it. A malicious worker can affect the layers that a consensus chooses."""
 
     def inclusion_probability(self, block: Block) -> float:
         settings = self.settings
         if settings.looks_at_data:
             raise UnsupportedRun(
-                f"with the score {settings.score} nobody can know how likely a layer is to be sent: choose the score "
-                "random, or another normalization than inverse-probability"
+                f"with the score {settings.score} the probability that a layer is sent is unknown: set score to "
+                "random, or choose another normalization than inverse-probability"
             )
-        by_line = (settings.upload_seconds, self.run.upload_seconds)
-        if settings.prune or settings.memory_share is not None or by_line != (None, None):
+        limits = (settings.memory_share, settings.upload_seconds, self.run.upload_seconds)
+        if settings.prune or any(limit is not None for limit in limits):
             raise UnsupportedRun(
-                "inverse-probability needs every worker to send each layer whole, with the same probability: leave "
+                "inverse-probability requires that all workers send whole layers, with the same probability: leave "
                 "out prune, upload_seconds and memory_share, or choose another normalization"
             )
-        quotas = self._candidates.quotas(self._k)
-        for stack, quota in zip(self._candidates.stacks, quotas, strict=True):
-            if settings.score == "random" and any(block in layer.blocks for layer in stack):
-                return quota / len(stack)
+        if settings.score == "random":
+            quotas = self._candidates.quotas(self._k)
+            for stack, quota in zip(self._candidates.stacks, quotas, strict=True):
+                if any(block in layer.blocks for layer in stack):
+                    return quota / len(stack)
         return 1.0
 
-    # ------------------------------------------------------------ warnings
-
     def warnings(self, state: State) -> Sequence[str]:
-        return [*self._headless(), *self._starved(state), *self._collapsed(state)]
-
-    def _headless(self) -> Iterator[str]:
-        if "head" in self.settings.always and not any(block.role == "head" for block in self.run.blocks):
-            yield (
+        settings, labels, warnings = self.settings, self._candidates.labels, []
+        if "head" in settings.always and not any(block.role == "head" for block in self.run.blocks):
+            warnings.append(
                 "always names the head, and this model has none of its own: its output matrix is tied to the token "
                 "embeddings, which stay as they are. Add embedding to always to train it"
             )
-
-    def _starved(self, state: State) -> Iterator[str]:
-        # Where somebody named the layers, the others are left out on purpose.
-        if self.settings.score in {"first", "last", "fixed"}:
-            return
-        since = {
-            name: state.round - int(state.scalars.get(f"last_pick.{label}", 0))
-            for name, label in self._candidates.labels.items()
-        }
-        if starved := [name for name, rounds in since.items() if rounds >= self.settings.starved_after]:
-            yield (
-                f"layer starvation: {_listed(starved)} in no update of the last {self.settings.starved_after} "
-                "rounds, and not trained by anybody"
+        last = {name: int(state.scalars.get(f"last_pick.{label}", 0)) for name, label in labels.items()}
+        starved = [name for name, version in last.items() if state.round - version >= settings.starved_after]
+        # With explicitly chosen layers the others are left out on purpose.
+        if starved and settings.score not in {"first", "last", "fixed"}:
+            warnings.append(
+                f"layer starvation: {_listed(starved)} in no update of the last {settings.starved_after} rounds, and "
+                "not trained by any worker"
             )
-
-    def _collapsed(self, state: State) -> Iterator[str]:
-        entropies = {
-            name: state.scalars[f"entropy.{label}"]
-            for name, label in self._candidates.labels.items()
-            if f"entropy.{label}" in state.scalars
-        }
-        if low := [name for name, entropy in entropies.items() if entropy < self.settings.collapsed_below]:
+        entropies = {name: state.scalars.get(f"entropy.{label}", inf) for name, label in labels.items()}
+        if low := [name for name, entropy in entropies.items() if entropy < settings.collapsed_below]:
             worst = min(low, key=entropies.__getitem__)
-            yield (
-                f"attention collapse: {_listed(low)} below an entropy of {self.settings.collapsed_below:g} "
-                f"({worst} at {entropies[worst]:.3f}); their queries look at hardly more than one token each"
+            warnings.append(
+                f"attention collapse: {_listed(low)} below an entropy of {settings.collapsed_below:g} ({worst} at "
+                f"{entropies[worst]:.3f}); their queries attend to hardly more than one token each"
             )
+        return warnings
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -421,8 +390,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def copies_in_training(training: Training) -> int:
-    """Return how many copies of what trains there are beside its value: the gradient, and what the optimizer
-    keeps."""
+    """Return the number of copies of trained blocks besides their value: the gradient and the optimizer's state."""
     if training.optimizer == "adamw":
         return 3
     return 2 if training.momentum else 1
@@ -435,148 +403,119 @@ class SAFLWorker(WorkerHalf[SAFLSettings]):
     def __init__(self, settings: SAFLSettings, run: RunInfo) -> None:
         super().__init__(settings, run)
         self._candidates = Candidates.of(settings, run.blocks)
-        self._chosen: list[int] = []  # places among the candidates
+        self._noisy = run.privacy is not None and run.privacy.selection == "noisy"
+        self._chosen: list[int] = []  # indices of candidates
         self._rows: dict[str, ByHead] = {}
-        self._numbers: dict[str, float] = {}
+        self._metrics: dict[str, float] = {}
         self._before: dict[str, Array] = {}
 
     def select(self, context: TaskContext, batches: Iterable[Mapping[str, torch.Tensor]]) -> Selector:
-        # Here too: what leaves a site is not for the coordinator to say.
+        # Here too: a site does not rely on the coordinator for its privacy.
         check_privacy(self.settings, self.run.privacy)
-        self._recall(context.vault)
-        if self._is_to_look(context.plan):
-            self._look(context, First(batches, self._batches_to_measure))
+        vault = context.vault
+        self._chosen = [int(place) for place in vault.get("safl/chosen", ())]
+        names = [name.removeprefix("safl/mass/") for name in vault if name.startswith("safl/mass/")]
+        self._rows = {name: ByHead(int(vault[f"safl/axis/{name}"][0]), vault[f"safl/mass/{name}"]) for name in names}
+        if self._must_profile(context.plan):
+            self._profile(context, batches)
         selected = context.plan.train
         if LAYERS in context.plan.scalars:
-            layers = self._candidates.layers
-            # What was chosen before stays in the vault for when there is room again.
+            # A choice that there is no room for now stays in the vault for later.
             chosen = self._chosen if context.plan.scalars[LAYERS] else ()
-            selected = self._candidates.selector([layers[place] for place in chosen])
+            selected = self._candidates.selector([self._candidates.layers[place] for place in chosen])
         if self.settings.prune:
             matrices = (block for layer in self._candidates.layers for block in layer.blocks if len(block.shape) > 1)
             self._before = {block.name: context.read(block) for block in matrices if selected.holds(block)}
         return selected
 
-    @property
-    def _is_noisy(self) -> bool:
-        return self.run.privacy is not None and self.run.privacy.selection == "noisy"
-
-    @property
-    def _batches_to_measure(self) -> int | None:
-        # If an example more or less shifted which are the first ones, sums would not all move one way by at most 1.
-        return None if self._is_noisy else self.settings.profile_batches
-
     def phases(self, context: TaskContext, selected: Selector) -> Sequence[Phase]:
         return [Phase(selected)] if selected else []
 
-    def _is_to_look(self, plan: Plan) -> bool:
-        """Return whether this task measures anything on the site's data."""
+    def _must_profile(self, plan: Plan) -> bool:
         own, sends = plan.scalars.get(LAYERS), bool(plan.upload)
         if own == 0:
             return False
-        asked = self.settings.looks_at_data or (self.settings.needs_heads and sends)
+        measures = self.settings.looks_at_data or (self.settings.needs_heads and sends)
         lacks_choice = own is not None and len(self._chosen) != own
         lacks_heads = self.settings.needs_heads and sends and not self._rows
-        return (asked and bool(plan.scalars.get(PROFILE))) or lacks_choice or lacks_heads
+        return (measures and bool(plan.scalars.get(PROFILE))) or lacks_choice or lacks_heads
 
-    def _look(self, context: TaskContext, batches: First) -> None:
+    def _profile(self, context: TaskContext, batches: Iterable[Mapping[str, torch.Tensor]]) -> None:
         settings = self.settings
+        # All of them for noise: if one more example shifted the first batches, sums could change by more than 1.
+        count = None if self._noisy else settings.profile_batches
         attention: Mapping[str, LayerAttention] = {}
         if settings.score in OF_ATTENTION or settings.needs_heads:
-            attention = context.attention(batches, settings.tokens)
+            attention = context.attention(islice(batches, count), settings.tokens)
             self._rows = {name: rows for layer in attention.values() for name, rows in layer.rows.items()}
-            self._tell("entropy", {name: layer.entropy for name, layer in attention.items()})
-        scores = self._scores(context, batches, attention)
+            self._report("entropy", {name: layer.entropy for name, layer in attention.items()})
+        blocks = [block for layer in self._candidates.layers for block in layer.blocks]
+        scores: dict[str, Array] = {}  # by layer: [examples] for attention, otherwise [1]
+        match settings.score:
+            case "attention":
+                scores = {name: layer.mass for name, layer in attention.items()}
+            case "sink-corrected":
+                scores = {name: beyond_the_sink(layer) for name, layer in attention.items()}
+            case "gradient-norm":
+                norms = context.gradient_norms(islice(batches, count), blocks)
+                scores = {name: np.array([norm]) for name, norm in norms.items()}
+            case "fisher":
+                traces = context.fisher(islice(batches, count), blocks)
+                scores = {name: np.array([trace]) for name, trace in traces.items()}
         if LAYERS in context.plan.scalars:
             self._chosen = self._choice(context, scores, attention, int(context.plan.scalars[LAYERS]))
         else:
-            self._tell("score", {name: float(each.mean()) for name, each in scores.items()})
-
-    def _scores(
-        self, context: TaskContext, batches: First, attention: Mapping[str, LayerAttention]
-    ) -> dict[str, Array]:
-        """Of each layer, by name: of each example if attention is what counts, else one for all of them."""
-        blocks = [block for layer in self._candidates.layers for block in layer.blocks]
-        match self.settings.score:
-            case "attention":
-                return {name: layer.mass for name, layer in attention.items()}
-            case "sink-corrected":
-                return {name: beyond_the_sink(layer) for name, layer in attention.items()}
-            case "gradient-norm":
-                return {name: np.array([norm]) for name, norm in context.gradient_norms(batches, blocks).items()}
-            case "fisher":
-                return {name: np.array([trace]) for name, trace in context.fisher(batches, blocks).items()}
-        return {}
+            self._report("score", {name: float(score.mean()) for name, score in scores.items()})
 
     def _choice(
         self, context: TaskContext, scores: Mapping[str, Array], attention: Mapping[str, LayerAttention], count: int
     ) -> list[int]:
-        places = {layer.name: place for place, layer in enumerate(self._candidates.layers)}
-        means = {name: float(score.mean()) for name, score in scores.items()}
-        chosen = {layer.name for layer in self._candidates.top(means, count)}
+        candidates = self._candidates
+        chosen = {layer.name for layer in candidates.top({n: float(s.mean()) for n, s in scores.items()}, count)}
         if self.settings.score in OF_ATTENTION:
-            stacks = [[layer.name for layer in stack] for stack in self._candidates.stacks]
-            # Only sums over examples can be made noisy, and where no example has a part in them nothing need be.
-            noisy = [all(attention[name].per_example for name in names) for names in stacks]
-            mixed = [
-                names
-                for names, each in zip(stacks, noisy, strict=True)
-                if not each and any(attention[name].per_example for name in names)
-            ]
-            if mixed and self._is_noisy:
-                raise UnsupportedRun(
-                    f"{', '.join(mixed[0][:SHOWN])}: some of these layers read examples and others what is common to "
-                    "all, which no noise covers: take the score fixed, first, last or random"
-                )
-            quotas = [n if each else 0 for n, each in zip(self._candidates.quotas(count), noisy, strict=True)]
-            for names, quota in compress(zip(stacks, quotas, strict=True), noisy):
+            # Only sums over examples can be made noisy; a stack that reads no examples needs no noise.
+            noisy: list[tuple[list[str], int]] = []
+            for stack, quota in zip(candidates.stacks, candidates.quotas(count), strict=True):
+                names = [layer.name for layer in stack]
+                per_example = {attention[name].per_example for name in names}
+                if per_example == {True}:
+                    noisy.append((names, quota))
+                elif True in per_example and self._noisy:
+                    raise UnsupportedRun(
+                        f"{', '.join(names[:SHOWN])}: some of these layers read examples and others only inputs "
+                        "common to all, which no noise covers: set score to fixed, first, last or random"
+                    )
+            for names, quota in noisy:
                 table = np.stack([scores[name] for name in names], axis=1)  # [examples, layers]
-                best = {names[place] for place in context.top_k(table, quota, picks=sum(quotas))}
-                chosen = (chosen - {*names}) | best
-        return sorted(places[name] for name in chosen)
+                best = context.top_k(table, quota, picks=sum(quota for _, quota in noisy))
+                chosen = (chosen - {*names}) | {names[place] for place in best}
+        return [place for place, layer in enumerate(candidates.layers) if layer.name in chosen]
 
-    def _tell(self, what: str, by_name: Mapping[str, float]) -> None:
+    def _report(self, kind: str, by_name: Mapping[str, float]) -> None:
         labels = self._candidates.labels
-        self._numbers |= {f"{what}.{labels[name]}": value for name, value in by_name.items() if name in labels}
-
-    # ------------------------------------------------------------ sending
+        self._metrics |= {f"{kind}.{labels[name]}": value for name, value in by_name.items() if name in labels}
 
     def collect(self, context: TaskContext, selected: Selector, stats: TrainingStats) -> LocalResult:
         whole = super().collect(context, selected, stats)
-        sent = {name: self._pruned(name, values) for name, values in whole.upload.items()}
-        keep = {**whole.keep, **self._memory()} if self.settings.profile_every > 1 else whole.keep
-        return LocalResult(sent, keep, {**whole.metrics, **self._numbers})
-
-    def _pruned(self, name: str, values: Array) -> Array:
-        if name not in self._before:
-            return values
-        by_head = self._rows.get(name) if self.settings.needs_heads else None
-        return pruned(self._before[name], values, self.settings.prune, by_head)
-
-    # ------------------------------------------------------------ from round to round
-
-    def _memory(self) -> dict[str, Array]:
-        """Return what a site keeps until it profiles again: its choice, and whose rows matter."""
-        kept: dict[str, Array] = {"safl/chosen": np.array(self._chosen, dtype=np.int64)} if self._chosen else {}
-        for name, rows in self._rows.items():
-            kept[f"safl/axis/{name}"] = np.array([rows.axis], dtype=np.int64)
-            kept[f"safl/mass/{name}"] = rows.mass
-        return kept
-
-    def _recall(self, vault: Mapping[str, Array]) -> None:
-        self._chosen = [int(place) for place in vault.get("safl/chosen", ())]
-        self._rows = {
-            name.removeprefix("safl/mass/"): ByHead(int(vault[name.replace("/mass/", "/axis/", 1)][0]), mass)
-            for name, mass in vault.items()
-            if name.startswith("safl/mass/")
-        }
+        upload, keep = dict(whole.upload), dict(whole.keep)
+        for name in upload.keys() & self._before.keys():
+            by_head = self._rows.get(name) if self.settings.needs_heads else None
+            upload[name] = pruned(self._before[name], upload[name], self.settings.prune, by_head)
+        if self.settings.profile_every > 1:
+            # Until the next profile a site keeps its choice, and the masses by head.
+            if self._chosen:
+                keep["safl/chosen"] = np.array(self._chosen, dtype=np.int64)
+            for name, rows in self._rows.items():
+                keep[f"safl/axis/{name}"] = np.array([rows.axis], dtype=np.int64)
+                keep[f"safl/mass/{name}"] = rows.mass
+        return LocalResult(upload, keep, {**whole.metrics, **self._metrics})
 
 
 def beyond_the_sink(layer: LayerAttention) -> Array:
-    """Return the mass on the task's tokens as a share of what the first token leaves over, [examples] in [0, 1].
+    """Return the mass on the task's tokens as a share of the mass beyond the first token, [examples] in [0, 1].
 
-    In causal models the first token draws attention that means nothing. (To subtract the mean over other tokens,
-    as is also proposed, changes no ranking: rows sum to 1, so that mean falls as the mass rises.)
+    In causal models the first token attracts attention without meaning. (Subtraction of the mean over other tokens,
+    which is also proposed, changes no ranking: rows sum to 1, so that mean falls as the mass rises.)
     """
     left = np.maximum(1 - layer.sink, np.finfo(np.float64).tiny)
     share: Array = np.minimum(layer.mass / left, 1.0)
@@ -584,10 +523,10 @@ def beyond_the_sink(layer: LayerAttention) -> Array:
 
 
 def pruned(before: Array, after: Array, share: float, by_head: ByHead | None) -> Array:
-    """`after` with the value that it had `before` in this share of its rows, rounded down.
+    """Return `after` with this share of its rows, rounded down, reset to their value `before`.
 
-    First the rows of the heads with the least mass, among equals those that changed least; where no heads are given,
-    only those that changed least, along the first axis. In an update of differences such rows are zeros.
+    The rows of the heads with the least mass come first, among equals those that changed least; without heads, the
+    rows along the first axis that changed least. In an update of differences such rows are zeros.
     """
     axis = by_head.axis if by_head else 0
     old, new = np.moveaxis(before, axis, 0), np.moveaxis(after.copy(), axis, 0)  # [rows, ...]

@@ -1,6 +1,6 @@
-"""What can be wrong with the bytes of an update, kind by kind. Each kind has a code that stays as it is.
+"""The error codes of malformed updates, which are stable.
 
-The codes are in the `errors` of an `invalid-update`, for programs; the detail beside each says it in words.
+Programs find them in the `errors` of an `invalid-update`; the detail of each describes it in words.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ HeaderKind = Literal[
     "bytes-behind-data",
     "file-changed",
 ]
-"""Wrong with the container, before any block is looked at."""
+"""Errors of the container, before any block is read."""
 
 FormKind = Literal[
     "unknown-format",
@@ -54,7 +54,7 @@ FormKind = Literal[
     "block-too-short",
     "block-too-long",
 ]
-"""Wrong with a block before its bytes are decoded."""
+"""Errors of a block before its bytes are decoded."""
 
 ContentKind = Literal[
     "chunk-beyond-block",
@@ -74,19 +74,19 @@ ContentKind = Literal[
     "norm-limit",
     "metrics-unusable",
 ]
-"""Wrong with what the bytes say."""
+"""Errors of the content."""
 
 Kind = HeaderKind | FormKind | ContentKind
 KINDS: tuple[str, ...] = (*get_args(HeaderKind), *get_args(FormKind), *get_args(ContentKind))
 
 
 class Malformed(ValueError):
-    """Bytes that are not what they should be. `code` says in which way."""
+    """Bytes that are malformed, with the error's `code`."""
 
     def __init__(self, code: Kind, detail: str) -> None:
         super().__init__(detail)
         self.code: Kind = code
 
     def __reduce__(self) -> tuple[type[Malformed], tuple[Kind, str]]:
-        """So that it can be raised in another process than it arose in."""
+        """Support the transfer to another process."""
         return type(self), (self.code, str(self))

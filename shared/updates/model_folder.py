@@ -1,9 +1,9 @@
-"""Reads a model folder: transformers' own layout (`config.json`, `model.safetensors`) with a table of its blocks.
+"""Model folders: transformers' own layout (`config.json`, `model.safetensors`) with a table of blocks.
 
-Needs no torch: blocks are slices of the file's bytes, made with numpy.
+Requires no torch: blocks are slices of the file's bytes.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -23,7 +23,7 @@ REMEDY = "Create the folder again with `tessera model init`."
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """A folder whose weights were found to be those that its table of blocks describes."""
+    """A folder whose weights match its table of blocks."""
 
     path: Path
     model: Model
@@ -31,18 +31,34 @@ class ModelFolder:
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """Raise Invalid naming what cannot be read, or every tensor that is missing, unexpected or of other form."""
-        model = _read_model(path / BLOCKS_FILE)
-        header = _read_header(path / WEIGHTS_FILE)
-        faults = list(_faults(_tensors(model), header))
-        if faults:
-            raise Invalid(f"{path}: the weights are not those of the table of blocks", errors=faults, remedy=REMEDY)
+        """Open a folder. Raises Invalid naming an unreadable file, or all missing, unexpected and changed tensors."""
+        file = path / BLOCKS_FILE
+        try:
+            model = Model.model_validate_json(file.read_bytes())
+            file = path / WEIGHTS_FILE
+            with file.open("rb") as opened:
+                header = read_header(opened, file.stat().st_size)
+        except OSError as fault:
+            raise Invalid(f"{file} cannot be read: {fault.strerror}", remedy=REMEDY) from fault
+        except ValidationError as fault:
+            raise Invalid(f"{file} is not a table of blocks", errors=faults_of(fault), remedy=REMEDY) from None
+        except ContainerError as fault:
+            raise Invalid(f"{file} is not a well-formed safetensors file: {fault}", remedy=REMEDY) from fault
+        if faults := list(_faults(model, header)):
+            raise Invalid(f"{path}: the weights do not match the table of blocks", errors=faults, remedy=REMEDY)
         return cls(path, model, header)
 
     def block_bytes(self, block: Block) -> memoryview:
         """Return the block's bytes as they are stored and sent: little-endian, C order. A whole tensor is not
         copied."""
-        tensor = self._tensor(block)
+        entry = self.header.entries[stored_name(block.tensor)]
+        tensor: Array = np.memmap(
+            self.path / WEIGHTS_FILE,
+            dtype=NUMPY_DTYPES[block.dtype],
+            mode="r",
+            offset=self.header.data_start + entry.start,
+            shape=entry.shape,
+        )
         if block.part:
             tensor = np.take(tensor, block.part.index(), axis=block.part.axis)
         return as_bytes(tensor)
@@ -52,50 +68,17 @@ class ModelFolder:
         for block in self.model.blocks:
             yield block, self.block_bytes(block)
 
-    def _tensor(self, block: Block) -> Array:
-        entry = self.header.entries[stored_name(block.tensor)]
-        return np.memmap(
-            self.path / WEIGHTS_FILE,
-            dtype=NUMPY_DTYPES[block.dtype],
-            mode="r",
-            offset=self.header.data_start + entry.start,
-            shape=entry.shape,
-        )
 
-
-def _read_model(file: Path) -> Model:
-    try:
-        return Model.model_validate_json(file.read_bytes())
-    except OSError as fault:
-        raise Invalid(f"{file} cannot be read: {fault.strerror}", remedy=REMEDY) from fault
-    except ValidationError as fault:
-        raise Invalid(f"{file} is not a table of blocks", errors=faults_of(fault), remedy=REMEDY) from None
-
-
-def _read_header(file: Path) -> Header:
-    try:
-        with file.open("rb") as opened:
-            return read_header(opened, file.stat().st_size)
-    except OSError as fault:
-        raise Invalid(f"{file} cannot be read: {fault.strerror}", remedy=REMEDY) from fault
-    except ContainerError as fault:
-        raise Invalid(f"{file} is not a well-formed safetensors file: {fault}", remedy=REMEDY) from fault
-
-
-def _tensors(model: Model) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Return the dtype and shape of each whole tensor that the blocks make up."""
+def _faults(model: Model, header: Header) -> Iterator[Fault]:
     dtypes = {block.tensor: block.dtype for block in model.blocks}
-    return {stored_name(name): (dtypes[name], shape) for name, shape in whole_shapes(model.blocks).items()}
-
-
-def _faults(tensors: Mapping[str, tuple[str, tuple[int, ...]]], header: Header) -> Iterator[Fault]:
+    tensors = {stored_name(name): (dtypes[name], shape) for name, shape in whole_shapes(model.blocks).items()}
     for name in sorted({*tensors, *header.entries}):
-        entry, wanted = header.entries.get(name), tensors.get(name)
+        entry, expected = header.entries.get(name), tensors.get(name)
         if entry is None:
             yield Fault(pointer=name, detail="is not in the weights")
-        elif wanted is None:
+        elif expected is None:
             yield Fault(pointer=name, detail="is in the weights and not in the table")
-        elif (entry.dtype, entry.shape) != wanted:
-            dtype, shape = wanted
-            was = f"{entry.dtype} {list(entry.shape)}"
-            yield Fault(pointer=name, detail=f"is {was} in the weights and {dtype} {list(shape)} in the table")
+        elif (entry.dtype, entry.shape) != expected:
+            dtype, shape = expected
+            stored = f"{entry.dtype} {list(entry.shape)}"
+            yield Fault(pointer=name, detail=f"is {stored} in the weights and {dtype} {list(shape)} in the table")

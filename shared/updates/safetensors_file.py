@@ -1,8 +1,8 @@
-"""The safetensors container: a strict reader of its header, and a writer that streams.
+"""The safetensors container: a strict reader of its header, and a streaming writer.
 
-The usual readers accept duplicate names, overlapping or absent spans and headers of any size; this one takes bytes
-from peers that may be hostile, so it checks all of that before anything is allocated from what the header says.
-Format: 8 bytes little-endian header length, the header as JSON padded with spaces, then the data.
+The usual readers accept duplicate names, overlapping or missing spans and headers of any size. This one reads bytes
+of possibly malicious peers, so it checks all of that before it allocates memory by the header. The format: 8 bytes
+with the header's length, little-endian; the header as JSON, padded with spaces; the data.
 """
 
 import json
@@ -21,30 +21,19 @@ from tessera.shared.updates.errors import HeaderKind, Malformed
 
 MAX_HEADER_BYTES = 16 << 20
 PARTS_PER_TENSOR = 16
-"""Braces, brackets and commas that a tensor may have in a header: more than twice of what it needs."""
-DTYPE_BYTES = {
-    "F64": 8,
-    "F32": 4,
-    "F16": 2,
-    "BF16": 2,
-    "I64": 8,
-    "I32": 4,
-    "I16": 2,
-    "I8": 1,
-    "U8": 1,
-    "BOOL": 1,
-}
+"""The limit of braces, brackets and commas per tensor in a header: more than twice the number that it needs."""
+DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 
 
 class ContainerError(Malformed):
-    """The bytes are not a well-formed safetensors file."""
+    """Bytes that are not a well-formed safetensors file."""
 
 
 _Offset = Annotated[int, Field(strict=True, ge=0, lt=1 << 63)]
 
 
 class TensorEntry(Frozen):
-    """One tensor: where its bytes lie, counted from the end of the header."""
+    """A tensor with the position of its bytes, relative to the end of the header."""
 
     dtype: str
     shape: tuple[Annotated[int, Field(strict=True, ge=0, lt=1 << 48)], ...] = Field(max_length=8)
@@ -70,16 +59,15 @@ class Header:
     entries: Mapping[str, TensorEntry]
     metadata: Mapping[str, str]
     data_start: int
-    """Where the data begins in the file, in bytes."""
+    """The offset of the data in the file, in bytes."""
 
 
 def read_header(
     file: BinaryIO, file_bytes: int, max_header_bytes: int = MAX_HEADER_BYTES, max_tensors: int | None = None
 ) -> Header:
-    """Read and check the header of a file of `file_bytes` bytes. The data must be covered without gap or overlap.
+    """Read and check the header of a file of `file_bytes` bytes. Spans must cover the data without gap or overlap.
 
-    What it holds meanwhile is a few times the header if `max_tensors` is given, and much more if it is not.
-    Raises ContainerError saying what is wrong.
+    Needs memory for a few times the header if `max_tensors` is given, and much more otherwise. Raises ContainerError.
     """
     prefix = file.read(8)
     if len(prefix) < 8:
@@ -95,17 +83,15 @@ def read_header(
     if len(raw) < length:
         raise ContainerError("file-changed", f"the file ends {length - len(raw)} bytes before its header does")
     if max_tensors is not None and sum(map(raw.count, (b"{", b"[", b","))) > PARTS_PER_TENSOR * (max_tensors + 4):
-        # Before it is parsed: three bytes become an object of seventy.
+        # Before parsing: three bytes become an object of seventy.
         raise ContainerError("too-many-tensors", f"the header has more parts than {max_tensors} tensors need")
     table = _parse(raw)
     if max_tensors is not None and len(table) - ("__metadata__" in table) > max_tensors:
-        raise ContainerError(
-            "too-many-tensors", f"the header names {len(table)} tensors; at most {max_tensors} may be"
-        )
+        raise ContainerError("too-many-tensors", f"the header names {len(table)} tensors; the limit is {max_tensors}")
     for name in table:
-        # Above all no lone surrogates, which cannot be written into any answer.
+        # In particular no lone surrogates, which no response can contain.
         if not name.isprintable():
-            raise ContainerError("bad-name", f"{name[:200]!r} is no name of a tensor")
+            raise ContainerError("bad-name", f"{name[:200]!r} is not a valid tensor name")
     metadata = _checked(_METADATA, "__metadata__", table.pop("__metadata__", {}))
     entries = {name: _checked(_ENTRY, name, value) for name, value in table.items()}
     _check_spans(entries, file_bytes - 8 - length)
@@ -119,25 +105,22 @@ def _parse(raw: bytes) -> dict[str, object]:
             raise ContainerError("duplicate-name", "the header names a tensor or field twice")
         return table
 
+    def reject(constant: str) -> object:
+        raise ContainerError("header-constant", f"the header holds {constant}")
+
     try:
-        table = json.loads(raw.decode("utf-8"), object_pairs_hook=unique, parse_constant=_no_constant)
+        table = json.loads(raw.decode("utf-8"), object_pairs_hook=unique, parse_constant=reject)
     except ContainerError:
         raise
     except UnicodeDecodeError:
         raise ContainerError("header-not-utf8", "the header is not JSON: it is not UTF-8") from None
     except RecursionError:
-        raise ContainerError(
-            "header-too-deep", "the header is not JSON that can be read: it is nested too deep"
-        ) from None
+        raise ContainerError("header-too-deep", "the header is not JSON: it is nested too deep") from None
     except ValueError as fault:
         raise ContainerError("header-not-json", f"the header is not JSON: {fault}") from None
     if not isinstance(table, dict):
         raise ContainerError("header-not-object", "the header is not a JSON object")
     return table
-
-
-def _no_constant(text: str) -> object:
-    raise ContainerError("header-constant", f"the header holds {text}")
 
 
 def _checked(kind: TypeAdapter[T], name: str, value: object) -> T:
@@ -150,40 +133,37 @@ def _checked(kind: TypeAdapter[T], name: str, value: object) -> T:
 
 
 def _kind_of(name: str, fault: ErrorDetails) -> HeaderKind:
-    of_types: dict[str, HeaderKind] = {
+    by_type: dict[str, HeaderKind] = {
         "missing": "entry-missing-field",
         "extra_forbidden": "entry-unknown-field",
         "too_long": "too-many-axes",
     }
-    of_fields: dict[object, HeaderKind] = {
-        "shape": "bad-shape",
-        "data_offsets": "bad-offsets",
-        "dtype": "bad-dtype",
-    }
+    by_field: dict[object, HeaderKind] = {"shape": "bad-shape", "data_offsets": "bad-offsets", "dtype": "bad-dtype"}
     if name == "__metadata__":
         return "bad-metadata"
-    if not fault["loc"]:
-        return "bad-entry"
-    of_field = of_fields.get(fault["loc"][0], "bad-entry")
-    whole = len(fault["loc"]) == 1 and not (fault["type"] == "too_long" and of_field != "bad-shape")
-    return of_types.get(fault["type"], of_field) if whole else of_field
+    field, *inner = fault["loc"] or ("",)
+    kind = by_field.get(field, "bad-entry")
+    if inner or (fault["type"] == "too_long" and kind != "bad-shape"):
+        return kind
+    return by_type.get(fault["type"], kind)
 
 
 def _check_spans(entries: Mapping[str, TensorEntry], data_bytes: int) -> None:
     end = 0
     for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
-        width = DTYPE_BYTES.get(entry.dtype)
-        if width is None:
-            raise ContainerError(
-                "unknown-dtype", f"{name[:200]!r} has dtype {entry.dtype[:32]!r}, which is not known"
-            )
-        if kind := _misplaced(entry, end, data_bytes):
-            raise ContainerError(kind, f"{name[:200]!r} spans {entry.data_offsets}: {_MISPLACED[kind]}")
-        if entry.nbytes != prod(entry.shape) * width:
-            raise ContainerError(
-                "shape-misfit",
-                f"{name[:200]!r} spans {entry.data_offsets}, which misfits its shape {list(entry.shape)}",
-            )
+        if entry.dtype not in DTYPE_BYTES:
+            raise ContainerError("unknown-dtype", f"{name[:200]!r} has the unknown dtype {entry.dtype[:32]!r}")
+        size = prod(entry.shape) * DTYPE_BYTES[entry.dtype]
+        faults: list[tuple[bool, HeaderKind, str]] = [
+            (entry.nbytes < 0, "offsets-reversed", "it ends before it begins"),
+            (entry.data_offsets[1] > data_bytes, "offsets-beyond-file", "the file ends before that"),
+            (entry.start < end, "offsets-overlap", "another tensor's bytes are there"),
+            (entry.start > end, "offsets-gap", "the bytes before that belong to no tensor"),
+            (entry.nbytes != size, "shape-misfit", f"its shape {list(entry.shape)} needs {size} bytes"),
+        ]
+        for wrong, kind, detail in faults:
+            if wrong:
+                raise ContainerError(kind, f"{name[:200]!r} spans {entry.data_offsets}: {detail}")
         end += entry.nbytes
     if end != data_bytes:
         raise ContainerError(
@@ -191,31 +171,12 @@ def _check_spans(entries: Mapping[str, TensorEntry], data_bytes: int) -> None:
         )
 
 
-_MISPLACED: dict[HeaderKind, str] = {
-    "offsets-reversed": "it ends before it begins",
-    "offsets-beyond-file": "the file ends before that",
-    "offsets-overlap": "another tensor's bytes are there",
-    "offsets-gap": "the bytes before that belong to none",
-}
-
-
-def _misplaced(entry: TensorEntry, end: int, data_bytes: int) -> HeaderKind | None:
-    """Return what is wrong with a span behind one that ended at `end`, if anything is."""
-    if entry.nbytes < 0:
-        return "offsets-reversed"
-    if entry.data_offsets[1] > data_bytes:
-        return "offsets-beyond-file"
-    if entry.start != end:
-        return "offsets-overlap" if entry.start < end else "offsets-gap"
-    return None
-
-
 Layout = Iterable[tuple[str, str, tuple[int, ...]]]
 """Tensors in the order of their data, as (name, dtype, shape)."""
 
 
 def header_bytes(layout: Layout, metadata: Mapping[str, str] | None = None) -> bytes:
-    """Return the beginning of a file, up to where the data begins."""
+    """Return the start of a file, up to the data."""
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for name, dtype, shape in layout:
@@ -227,7 +188,7 @@ def header_bytes(layout: Layout, metadata: Mapping[str, str] | None = None) -> b
 def write(
     file: BinaryIO, layout: Layout, data: Iterable[bytes | memoryview], metadata: Mapping[str, str] | None = None
 ) -> None:
-    """Write tensors whose sizes are known; `data` has their bytes in the layout's order."""
+    """Write tensors of known sizes; `data` has their bytes in the layout's order."""
     tensors = list(layout)
     file.write(header_bytes(tensors, metadata))
     written = sum(file.write(piece) for piece in data)
@@ -242,10 +203,10 @@ def write_streams(
     metadata: Mapping[str, str],
     names: Iterable[str],
 ) -> None:
-    """Write byte strings (dtype U8) whose lengths are known only once they are written.
+    """Write byte strings (dtype U8) of lengths that are unknown in advance.
 
-    Room for the header is left first, as wide as the longest offsets could make it, and filled in at the end;
-    the format lets a header be padded with spaces. `file` must be seekable.
+    The header is written last, into reserved space that suffices for the longest offsets: the format allows padding
+    with spaces. `file` must be seekable.
     """
     widest = 10**15
     longest = {name: _bytes_entry(widest, widest) for name in names}
@@ -266,6 +227,6 @@ def _bytes_entry(start: int, end: int) -> dict[str, object]:
 
 def _packed(header: Mapping[str, object], room: int = 0) -> bytes:
     text = json.dumps(header, separators=(",", ":")).encode()
-    # Data begins on an 8-byte boundary, as readers that map the file expect.
+    # Data begins on an 8-byte boundary, as readers that map the file require.
     length = max(room, len(text) + -len(text) % 8)
     return struct.pack("<Q", length) + text.ljust(length)

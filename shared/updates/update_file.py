@@ -18,24 +18,24 @@ from tessera.shared.updates.safetensors_file import ContainerError, Header, Tens
 
 FORMAT = "tessera-update/1"
 WHOLE = "/update"
-"""Points to the update as a whole."""
+"""The pointer to the whole update."""
 _CODEC = "codec:"
 HEADER_BYTES_PER_BLOCK = 2_048
 MAX_HEADER_BYTES = 4 << 20
-"""Room for some ten thousand blocks, and a bound on what reading a hostile header takes."""
+"""The limit of a header from a worker, for about ten thousand blocks: bounds the memory for a malicious one."""
 SPARE_TENSORS = 64
-"""So many more than were asked for are named in the refusal; a header with yet more is not looked into."""
+"""Number of unrequested tensors that are still named in the error; a header with more is not parsed."""
 
 
 @dataclass(frozen=True)
 class TrainedBlock:
-    """A block as the worker leaves it, beside the version's value that it started from."""
+    """A block as the worker leaves it, with the version's value that it started from."""
 
     block: Block
     value: Tensor
     base: Tensor
     rest: Array | None = None
-    """What earlier updates left out of the block's differences, float32 and flat, to be added to this one."""
+    """The differences that earlier updates dropped, float32 and flat, to be added to this one."""
 
     def values(self) -> Iterator[Array]:
         """Yield the new value with the rest, in the block's own type, chunk by chunk."""
@@ -54,21 +54,21 @@ class TrainedBlock:
 
 
 def codec_for(codec: str, change: TrainedBlock) -> str:
-    """Return what of `codec` is of use to this block."""
+    """Return the stages of `codec` that are worthwhile for this block."""
     return pipeline.worthwhile(pipeline.suited(codec, change.block), change)
 
 
 def write_update(
     file: BinaryIO, chosen: str | Mapping[str, str], changes: Sequence[TrainedBlock], seed: int = 0
 ) -> None:
-    """Write an update: each block by its chosen codec, or all by one, as far as it is of use to them. `file` must be
-    seekable. Where a codec rounds by chance, the same seed gives the same bytes."""
+    """Write an update, with a codec for each block, or one for all as far as it is worthwhile for them. `file` must
+    be seekable. With stochastic rounding, the same seed gives the same bytes."""
     if isinstance(chosen, str):
         chosen = {change.block.name: codec_for(chosen, change) for change in changes}
-    dice = np.random.Generator(np.random.SFC64(seed))
+    rng = np.random.Generator(np.random.SFC64(seed))
     write_streams(
         file,
-        ((c.block.name, pipeline.encode(chosen[c.block.name], c, dice)) for c in changes),
+        ((c.block.name, pipeline.encode(chosen[c.block.name], c, rng)) for c in changes),
         {"format": FORMAT, **{_CODEC + name: codec for name, codec in chosen.items()}},
         chosen,
     )
@@ -76,7 +76,7 @@ def write_update(
 
 @dataclass(frozen=True)
 class EncodedTensor:
-    """A block inside an update file: decoded chunk by chunk, anew each time it is read."""
+    """A block inside an update file, decoded chunk by chunk each time it is read."""
 
     block: Block
     codec: str
@@ -116,16 +116,19 @@ class EncodedTensor:
 def read_update(
     open_file: Callable[[], BinaryIO], nbytes: int, asked: Mapping[str, Block], bases: Mapping[str, Tensor]
 ) -> dict[str, EncodedTensor]:
-    """Return the update's blocks, lazily decoded. `asked` are the blocks that the plan lets it carry.
+    """Return the update's blocks, lazily decoded. `asked` are the blocks that the plan uploads.
 
-    Raises InvalidUpdate naming everything that is wrong with its form: an unreadable header, blocks that were not
-    asked for, unknown codecs, more bytes than a block can need. The values themselves are checked as they are read.
+    Raises InvalidUpdate naming all errors of form: an unreadable header, unrequested blocks, unknown codecs, more
+    bytes than a block can need. The values are checked as they are read.
     """
     header = _header(open_file, nbytes, asked)
     faults = [_not_asked(name, asked) for name in sorted(set(header.entries) - set(asked))]
     chosen = {name: header.metadata.get(_CODEC + name, "") for name in header.entries}
-    for name in sorted(set(header.entries) & set(asked)):
-        faults += _form_faults(name, asked[name], chosen[name], header)
+    faults += [
+        Fault(pointer=name, detail=fault[1][:300], code=fault[0])
+        for name in sorted(set(header.entries) & set(asked))
+        if (fault := _form_fault(asked[name], chosen[name], header.entries[name]))
+    ]
     if faults:
         raise InvalidUpdate(f"the update has {len(faults)} malformed or unwanted blocks", errors=faults)
     return {
@@ -139,18 +142,18 @@ def read_update(
 def _header(open_file: Callable[[], BinaryIO], nbytes: int, asked: Mapping[str, Block]) -> Header:
     try:
         with open_file() as file:
-            most = min(HEADER_BYTES_PER_BLOCK * (1 + len(asked)), MAX_HEADER_BYTES)
-            header = read_header(file, nbytes, most, len(asked) + SPARE_TENSORS)
+            limit = min(HEADER_BYTES_PER_BLOCK * (1 + len(asked)), MAX_HEADER_BYTES)
+            header = read_header(file, nbytes, limit, len(asked) + SPARE_TENSORS)
     except ContainerError as fault:
         raise of_whole(fault.code, f"the update is not a well-formed safetensors file: {fault}") from None
     if header.metadata.get("format") != FORMAT:
-        found = header.metadata.get("format", "none")
-        raise of_whole("unknown-format", f"the update's format is {found[:64]!r}; this coordinator reads {FORMAT!r}")
+        actual = header.metadata.get("format", "none")
+        raise of_whole("unknown-format", f"the update's format is {actual[:64]!r}; this coordinator reads {FORMAT!r}")
     return header
 
 
 def of_whole(code: Kind, detail: str, remedy: str | None = None) -> InvalidUpdate:
-    """Return a refusal of an update for what is wrong with it as a whole."""
+    """Return the error for a fault of the whole update."""
     detail = detail[:1000]
     return InvalidUpdate(detail, errors=[Fault(pointer=WHOLE, detail=detail[:300], code=code)], remedy=remedy)
 
@@ -163,11 +166,6 @@ def _not_asked(name: str, asked: Mapping[str, Block]) -> Fault:
     return Fault(pointer=name[:300], detail="this block was not asked for", code="block-not-asked")
 
 
-def _form_faults(name: str, block: Block, codec: str, header: Header) -> list[Fault]:
-    wrong = _form_fault(block, codec, header.entries[name])
-    return [Fault(pointer=name, detail=wrong[1][:300], code=wrong[0])] if wrong else []
-
-
 def _form_fault(block: Block, codec: str, entry: TensorEntry) -> tuple[Kind, str] | None:
     if entry.dtype != "U8" or len(entry.shape) != 1:
         return "not-bytes", f"an encoded block is a U8 vector, not {entry.dtype} {list(entry.shape)}"
@@ -176,15 +174,18 @@ def _form_fault(block: Block, codec: str, entry: TensorEntry) -> tuple[Kind, str
     try:
         line = pipeline.parse(codec).line
         suited = pipeline.suited(codec, block)
-        most = pipeline.longest(codec, block)
+        limit = pipeline.longest(codec, block)
     except CodecError as fault:
         return fault.code, str(fault)
     if suited != codec:
-        return "codec-unsuited", f"{codec[:64]} is of no use to a block of shape {list(block.shape)}"
+        return (
+            "codec-unsuited",
+            f"{codec[:64]} does not suit a block of shape {list(block.shape)}: send it as {suited[:64]}",
+        )
     if not line and entry.nbytes != block.nbytes:
-        want = f"{block.nbytes} bytes ({block.dtype} {list(block.shape)})"
         kind: Kind = "block-too-short" if entry.nbytes < block.nbytes else "block-too-long"
-        return kind, f"{entry.nbytes} bytes were sent for a block of {want}"
-    if entry.nbytes > most:
+        size = f"{block.nbytes} bytes ({block.dtype} {list(block.shape)})"
+        return kind, f"{entry.nbytes} bytes were sent for a block of {size}"
+    if entry.nbytes > limit:
         return "block-too-long", f"{entry.nbytes} encoded bytes are more than a block of {block.nbytes} needs"
     return None

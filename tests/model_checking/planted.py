@@ -90,7 +90,7 @@ def table_first(self: Any, upload: Any, file: Any, hexadecimal: str) -> None:
     if f"sha256:{hexadecimal}" != upload.digest:
         path.unlink()
         raise uploads._mismatch(upload, f"sha256:{hexadecimal}")
-    if upload.length <= self.blobs._inline_bytes:
+    if upload.length <= self.blobs.inline_bytes:
         self._complete(upload, self.blobs.adopt(path, upload.digest, upload.length))
         return
     self._complete(upload, uploads.Stored(upload.digest, upload.length))
@@ -162,10 +162,8 @@ def endless(round_: Any, run: Any, now: float) -> Any:
     return ROUND(replace(round_, deadline_at=now + 1), run, now)
 
 
-def lapse_unseen(self: Any, task_id: str, token: int) -> None:
-    with self.database.transaction() as session:
-        now, task = self.database.now(), session.get_one(TaskRow, task_id)
-        actions.move_task(session, now, actions.ACTOR, task, "expire")
+def lapse_unseen(session: Any, now: float, task_id: str, token: int) -> None:
+    actions.move_task(session, now, actions.ACTOR, session.get_one(TaskRow, task_id), "expire")
 
 
 def kept_at_once(self: Any, *arguments: Any) -> Any:
@@ -240,7 +238,7 @@ FAULTS: dict[str, Fault] = {
     "a blob is in the table before it has its name": Fault(((uploads.Uploads, "_finish", table_first),)),
     "a round is committed in two transactions": Fault(((rounds, "commit_round", in_two_transactions),)),
     "leases do not run out": Fault(((decide, "_leases", lambda run, now: iter(())),)),
-    "a lapse is entered though the lease was renewed": Fault(((actions.Actions, "expire", lapse_unseen),)),
+    "a lapse is entered though the lease was renewed": Fault(((actions, "expire", lapse_unseen),)),
     "a cancelled task is accepted": Fault(
         ((tasks, "refusal", any_state), (transitions, "TASK", _sourced("accept", "cancelled")))
     ),

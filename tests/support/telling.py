@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
-from tessera.shared.methods.base import CoordinatorHalf, Method, MethodSettings, State, Update, WorkerHalf
+from tessera.shared.methods.base import CoordinatorHalf, Method, MethodSettings, State, Update
 from tessera.shared.methods.registry import methods
 
 STILL = "layer 0 stands still"
@@ -26,7 +26,7 @@ class Telling(CoordinatorHalf[MethodSettings]):
 @contextmanager
 def telling() -> Iterator[str]:
     """Installs it, as an entry point would; gives its name."""
-    methods()["telling"] = Method("telling", MethodSettings, Telling, WorkerHalf, "a test")
+    methods()["telling"] = Method("telling", coordinator=Telling, source="a test")
     try:
         yield "telling"
     finally:

@@ -29,7 +29,7 @@ Keep = Callable[[Process], Process]
 HELD = """
 import time
 from pathlib import Path
-from tessera.shared.methods.base import CoordinatorHalf, Method, MethodSettings, State, WorkerHalf
+from tessera.shared.methods.base import CoordinatorHalf, Method, MethodSettings, State
 
 HERE = Path(__file__).parent
 
@@ -43,7 +43,7 @@ class HeldCoordinator(CoordinatorHalf[MethodSettings]):
         return super().merge(state, updates)
 
 
-METHOD = Method("held", MethodSettings, HeldCoordinator, WorkerHalf[MethodSettings], "nobody")
+METHOD = Method("held", coordinator=HeldCoordinator, source="a test")
 """
 
 

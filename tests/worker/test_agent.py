@@ -118,7 +118,7 @@ def _more_methods() -> Iterator[None]:
     coordinators = {"leaky": HeadOnly, "hoarding": Hoarding}
     for name, half in halves.items():
         coordinator = coordinators.get(name, CoordinatorHalf[MethodSettings])
-        methods()[name] = Method(name, MethodSettings, coordinator, half, "a test")
+        methods()[name] = Method(name, coordinator=coordinator, worker=half, source="a test")
     yield
     for name in halves:
         del methods()[name]

@@ -218,7 +218,7 @@ def test_methods_that_cannot_be_used_end_so_too(tmp_path: Path, command: str) ->
     path = written(tmp_path, GOOD.replace('"state"', f'"{tmp_path}"'))
     refused = forked("worker", command, "--config", str(path), TESSERA_METHODS=str(tmp_path / "none"))
     assert refused.returncode == 2
-    assert f"error: TESSERA_METHODS names {tmp_path / 'none'}, which is no folder" in refused.stderr
+    assert f"error: TESSERA_METHODS names {tmp_path / 'none'}, which is not a folder" in refused.stderr
     assert "Traceback" not in refused.stderr
 
 

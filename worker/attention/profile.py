@@ -37,6 +37,9 @@ OTHER_SEQUENCE = ("key_value_states", "encoder_hidden_states")
 PADDING_MASKS = ("attention_mask", "pixel_attention_mask")
 """Arguments of a tower that mark padding, of a text or of an image's patches."""
 
+_Masks = tuple[Tensor, Tensor, Tensor]
+"""Masks of an attention's tokens, bool [sequences, tokens]: those that are not padding, the task's, and the first."""
+
 RAW_INPUTS = ("input_ids", "pixel_values", "input_values", "input_features")
 
 
@@ -56,9 +59,7 @@ class _Frame:
         return {**bound, **bound.get("kwargs", {})}
 
 
-@cache
-def _signature(forward: Callable[..., object]) -> inspect.Signature:
-    return inspect.signature(forward)
+_signature = cache(inspect.signature)
 
 
 @dataclass(frozen=True)
@@ -69,15 +70,6 @@ class _Context:
     ids: Tensor | None  # [examples, tokens]
     mask: Tensor | None  # [examples, tokens]: zero where there is padding
     per_example: bool = True
-
-
-@dataclass(frozen=True)
-class _Tokens:
-    """Masks of an attention's tokens: those that are not padding, the task's, and the first."""
-
-    real: Tensor  # bool [sequences, tokens]
-    task: Tensor  # bool [sequences, tokens]
-    first: Tensor  # bool [sequences, tokens]
 
 
 @dataclass(frozen=True)
@@ -297,9 +289,11 @@ def _is_flat(value: object) -> bool:
     return isinstance(value, Tensor) and value.ndim == 2
 
 
-def _token_masks(wanted: TaskTokens, context: _Context, size: tuple[int, int], frame: _Frame) -> _Tokens:
-    """Return the masks of an attention's tokens, `size` [examples, keys]. Raises UnknownAttention if ids or the
-    padding mask do not fit."""
+def _token_masks(wanted: TaskTokens, context: _Context, size: tuple[int, int], frame: _Frame) -> _Masks:
+    """Return the masks of an attention's tokens, `size` [examples, keys].
+
+    Raises UnknownAttention if ids or the padding mask do not fit.
+    """
     device = next(frame.module.parameters()).device
     real = torch.ones(size, dtype=torch.bool, device=device)
     if context.mask is not None and not bool(context.mask.all()):
@@ -319,14 +313,14 @@ def _token_masks(wanted: TaskTokens, context: _Context, size: tuple[int, int], f
                 where = f"the tokens of the attention {frame.path}"
                 raise UnknownAttention(f"{where} have no input ids: select them by position")
             task = torch.isin(context.ids.to(device), torch.tensor(wanted.ids, device=device))
-    return _Tokens(real, task & real, first & real)
+    return real, task & real, first & real
 
 
-def _measure_call(path: str, probabilities: Probabilities, where: _Tokens, *, per_example: bool) -> _Measurement:
+def _measure_call(path: str, probabilities: Probabilities, where: _Masks, *, per_example: bool) -> _Measurement:
     """Return the measurements of one call, computed in chunks of query rows."""
-    examples, keys = where.real.shape
+    examples, keys = where[0].shape
     pieces = probabilities.batch // examples
-    real, task, first = (part.repeat_interleave(pieces, 0) for part in (where.real, where.task, where.first))
+    real, task, first = (part.repeat_interleave(pieces, 0) for part in where)
     towards = torch.stack([task / task.sum(1, keepdim=True).clamp(min=1), first], 2).float()  # [sequences, keys, 2]
     shape = (probabilities.batch, probabilities.heads)
     mass, sink, entropy, choosing = torch.zeros(4, *shape, dtype=torch.float64, device=real.device)

@@ -45,7 +45,7 @@ def show(
     """
     with exits(ERRORS):
         settings = read_data_settings(config)
-        wanted = settings.datasets if dataset is None else {dataset: _source(settings, dataset)}
+        wanted = settings.datasets if dataset is None else dict([_source(settings, dataset)])
         key = _key(config)
         shown = [_described(name, source, key) for name, source in wanted.items()]
     if as_json:
@@ -112,8 +112,7 @@ def split(
     with exits(ERRORS):
         draw = _drawing() if picture else None
         settings = read_data_settings(config)
-        name = _only(settings) if dataset is None else dataset
-        source = _source(settings, name)
+        name, source = _source(settings, dataset)
         partition = _partition(source, {key: value for key, value in given.items() if value is not None})
         with named(name):
             parts = divide(load(source.kind, source.options), partition)
@@ -142,16 +141,14 @@ def split(
         note(f"drawn in {picture}")
 
 
-def _only(settings: DataSettings) -> str:
-    if len(settings.datasets) > 1:
+def _source(settings: DataSettings, name: str | None) -> tuple[str, DataSource]:
+    """Return the named data set, or else the only one, with its name."""
+    if name is None and len(settings.datasets) > 1:
         raise SettingsError(f"there are several data sets: give --dataset {' or '.join(settings.datasets)}")
-    return next(iter(settings.datasets))
-
-
-def _source(settings: DataSettings, name: str) -> DataSource:
+    name = name or next(iter(settings.datasets))
     if name not in settings.datasets:
         raise SettingsError(f"there is no data set {name!r}, but {', '.join(settings.datasets)}")
-    return settings.datasets[name]
+    return name, settings.datasets[name]
 
 
 def _partition(source: DataSource, given: dict[str, object]) -> Scheme:

@@ -7,7 +7,6 @@ from typing import Annotated
 import typer
 from pydantic import TypeAdapter, ValidationError
 
-from tessera.shared.api.admin import Enrolment
 from tessera.shared.cli.connection import PATIENCE_SECONDS
 from tessera.shared.cli.render.output import AsJson, note, print_json
 from tessera.shared.client.client import Client
@@ -17,7 +16,7 @@ from tessera.shared.schema import Label
 from tessera.shared.urls import require_private
 from tessera.shared.version import VERSION
 from tessera.worker.cli.exits import BAD_SETTINGS, NOT_ADMITTED, ConfigFile, Errors, exits, fail
-from tessera.worker.enrolment import Place, asked, awaited, prepared
+from tessera.worker.enrolment import asked, awaited, prepared
 from tessera.worker.enrolment import rotate as rotate_secret
 from tessera.worker.inventory import describe, device_of
 from tessera.worker.settings import SettingsError, read_settings, tls_of
@@ -75,7 +74,13 @@ def join(
                 place.token_file.unlink(missing_ok=True)
             raise
         if enrolment.state == "pending":
-            _show_code(url, place, enrolment, as_json=as_json)
+            if as_json:
+                print_json(enrolment, line=True)
+            else:
+                note(f"created {place.config} and {place.token_file}. Give an administrator of {url} this code:")
+                typer.echo(f"\n    {enrolment.code}\n")
+                minutes = round(enrolment.expires_in_seconds / 60)
+                note(f"It is not secret, and is valid for {minutes} minutes. Waiting to be admitted ...")
             with Client(url, place.secret, verify=verify) as client:
                 enrolment = awaited(client, enrolment)
     if as_json:
@@ -104,16 +109,6 @@ def rotate(config: ConfigFile, as_json: AsJson = False) -> None:
     else:
         grace = f"the previous one is accepted for another {rotated.grace_seconds:g} s"
         note(f"{settings.token_file} has a new secret; {grace}")
-
-
-def _show_code(url: str, place: Place, enrolment: Enrolment, *, as_json: bool) -> None:
-    if as_json:
-        print_json(enrolment, line=True)
-        return
-    minutes = round(enrolment.expires_in_seconds / 60)
-    note(f"created {place.config} and {place.token_file}. Give an administrator of {url} this code:")
-    typer.echo(f"\n    {enrolment.code}\n")
-    note(f"It is not secret, and is valid for {minutes} minutes. Waiting to be admitted ...")
 
 
 def _require_label(option: str, value: str | None) -> None:

@@ -16,16 +16,13 @@ from tessera.shared.schema import Frozen
 LABELS = "labels"
 
 
-MAX_SHOWN = 300
-
-
 class DataError(ValueError):
     """A data set with an unknown kind, invalid options or an unreadable file."""
 
 
 def in_short(fault: BaseException) -> str:
     """Return a library's error message on one line, cut off after 300 characters."""
-    return " ".join(str(fault).split())[:MAX_SHOWN]
+    return " ".join(str(fault).split())[:300]
 
 
 class Options(Frozen):

@@ -125,25 +125,21 @@ def instantiate(
     prompts and adapters. The mapping locates the matrices to adapt. Raises UnsafeConfig or ConfigError, and with
     `lora` as `block_table`.
     """
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = _plain(config, head, attention)
-        insert(model, prompts, lora, mapping)
-    return model
-
-
-def _plain(config: Mapping[str, JsonValue], head: Head, attention: Attention | None) -> PreTrainedModel:
     built = config_from(config)
     options: dict[str, Any] = {"trust_remote_code": False, "dtype": built.dtype or torch.float32}
     if attention:
         options["attn_implementation"] = attention
-    try:
-        return cast("PreTrainedModel", AUTO_CLASSES[head].from_config(built, **options))
-    except ModelMismatch:
-        raise
-    except Exception as error:  # each model class fails in its own way on a hostile or mistaken size
-        reason = " ".join(str(error).split())[:300]
-        raise ConfigError(f"transformers builds no {built.model_type} for {head}: {reason}") from error
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        try:
+            model = cast("PreTrainedModel", AUTO_CLASSES[head].from_config(built, **options))
+        except ModelMismatch:
+            raise
+        except Exception as error:  # each model class fails in its own way on a hostile or mistaken size
+            reason = " ".join(str(error).split())[:300]
+            raise ConfigError(f"transformers builds no {built.model_type} for {head}: {reason}") from error
+        insert(model, prompts, lora, mapping)
+    return model
 
 
 @contextmanager

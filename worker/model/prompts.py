@@ -84,25 +84,16 @@ class PromptTokens(nn.Module):
         return transform(own) if own is not None and transform is not None else own
 
 
-class LocalPrompts(nn.Module):
-    """A site's own prompts, [tokens, width] for each of their towers."""
-
-    def __init__(self, starts: Mapping[Modality, Tensor]) -> None:
-        super().__init__()
-        for modality, start in starts.items():
-            self.register_parameter(modality, nn.Parameter(start.detach().clone()))
-
-
 @dataclass(frozen=True)
 class FusedPrompts:
-    """A site's own prompts, and the module of each tower that fuses them with the model's."""
+    """A site's own prompts, [tokens, width] for each tower, and the modules that fuse them with the model's."""
 
-    local: LocalPrompts
+    local: nn.ParameterDict
     fusion: nn.ModuleDict
 
     def fuse(self, modality: Modality, own: Tensor) -> Tensor:
         # Not `get_parameter`: a plain tensor replaces the parameter while per-example gradients are computed.
-        fused: Tensor = self.fusion[modality](own, getattr(self.local, modality))
+        fused: Tensor = self.fusion[modality](own, self.local[modality])
         return fused
 
 
@@ -127,7 +118,8 @@ def fused_prompts(
         )
     own = {modality: tokens.get_parameter(modality) for modality in modalities}
     noise = {modality: torch.empty_like(each).normal_(std=INITIAL_STD) for modality, each in own.items()}
-    local = LocalPrompts(own if start == "global" else noise)
+    starts = own if start == "global" else noise
+    local = nn.ParameterDict({each: nn.Parameter(tensor.detach().clone()) for each, tensor in starts.items()})
     if shared_fusion:
         return FusedPrompts(local, tokens.fusion)
     modules: dict[str, nn.Module] = {

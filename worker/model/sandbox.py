@@ -28,7 +28,6 @@ from fcntl import LOCK_EX, LOCK_NB, flock
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import TextIO
 
 from tessera.shared.model.spec import Model
 from tessera.shared.schema import Frozen, canonical
@@ -94,9 +93,13 @@ class Sandbox:
             return
         # Several workers of a machine start a run at once: one of them asks, and the others wait for its verdict.
         with (self.folder / f"{key}.lock").open("w") as lock:
-            while not _locked(lock):
-                check()
-                time.sleep(POLL_SECONDS)
+            while True:
+                try:
+                    flock(lock, LOCK_EX | LOCK_NB)
+                    break
+                except BlockingIOError:
+                    check()
+                    time.sleep(POLL_SECONDS)
             within = self.folder / key
             try:
                 if not within.exists():
@@ -204,8 +207,7 @@ FORK_SERVER = ForkServer()
 
 
 def _exit_status(process: subprocess.Popen[bytes], request: bytes, check: Callable[[], None]) -> int | None:
-    assert process.stdin  # noqa: S101  (made with pipes)
-    assert process.stdout  # noqa: S101  (the same)
+    assert process.stdin and process.stdout  # noqa: S101, PT018  (made with pipes)
     process.stdin.write(request)
     process.stdin.flush()
     give_up_at = time.monotonic() + WALL_SECONDS
@@ -228,14 +230,6 @@ def shared_folder() -> Path | None:
     except (OSError, RuntimeError):
         return None
     return folder if os.access(folder, os.W_OK) else None
-
-
-def _locked(file: TextIO) -> bool:
-    try:
-        flock(file, LOCK_EX | LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 @cache

@@ -175,14 +175,11 @@ class NoisyGradients:
         tolerance = EXACT if exact else ROUGH
         self._clip_norm = mechanism.clip_norm * (1 - ROUNDING[tolerance])
         self._method = fastest(model, loss, each if plain else None, parameters, common, sample, tolerance)
+        self.method = self._method.name
+        """The name of the method for per-example gradients."""
         self._known = known_examples(context, dataset, {name: tensor[:1] for name, tensor in sample.items()} | common)
         self._alone = OneByOne(loss, parameters, common)
         self._at_once = at_once(self._method, parameters)
-
-    @property
-    def method(self) -> str:
-        """The name of the method for per-example gradients."""
-        return self._method.name
 
     def fill(self) -> None:
         """Set each parameter's gradient to the noisy mean of clipped gradients, and to 0 in frozen rows."""

@@ -12,6 +12,7 @@ guarantee. So a method is used only if its gradients on a sample equal those of 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import ClassVar
 
 import structlog
@@ -249,10 +250,9 @@ def fastest(
     known, is each example's in a batch without common tensors. Leaves the model as it was, bit for bit.
     """
     truth = OneByOne(loss, parameters, common)
-    methods: list[Callable[[], PerExample]] = [lambda: Batched(model, loss, parameters, common)]
+    methods: list[Callable[[], PerExample]] = [partial(Batched, model, loss, parameters, common)]
     if losses is not None and not common:
-        known = losses
-        methods.insert(0, lambda: Hooked(model, known, parameters, tolerance))
+        methods.insert(0, partial(Hooked, model, losses, parameters, tolerance))
     with _at_a_generic_point(model, parameters):
         expected = truth(sample)
         for make in methods:

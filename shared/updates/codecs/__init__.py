@@ -1,4 +1,1 @@
-"""The stages of a codec, one file each, and the pipeline that chains them.
-
-Adding a stage means adding a file with `STAGES`.
-"""
+"""The stages of codecs by family, and the pipeline that chains them. A new stage is a new file with `STAGES`."""

@@ -1,8 +1,8 @@
 """Exact differences of bit patterns from the version that the worker started from.
 
-Read as integers, a float and its slightly trained neighbour lie close together, and their difference, unlike that of
-the floats, undoes exactly. Zigzag puts the sign into the lowest bit, so that small steps of either sign have zeros on
-top, which the byte planes then gather.
+As integers, a float and its value after little training are close, and their difference, unlike that of floats, is
+exactly reversible. Zigzag puts the sign into the lowest bit, so that small steps of either sign have leading zeros,
+which the byte planes then collect.
 """
 
 import numpy as np
@@ -24,9 +24,9 @@ class Bits(Stage):
             raise CodecError("codec-type", f"stage {self.name} takes numbers of 2, 4 or 8 bytes; it comes first")
         return ArrayLayout(layout.size, UNSIGNED[width])
 
-    def encode(self, values: Array, base: Array, dice: np.random.Generator) -> Array:
+    def encode(self, values: Array, base: Array, rng: np.random.Generator) -> Array:
         width = values.dtype.itemsize
-        # Wraps around on overflow, which the sum below undoes.
+        # Wraps around on overflow, and back in `decode`.
         step: Array = values.view(_SIGNED[width]) - base.view(_SIGNED[width])
         zigzag: Array = (step << 1) ^ (step >> (8 * width - 1))
         return zigzag.view(UNSIGNED[width])
@@ -40,12 +40,12 @@ class Bits(Stage):
 
 
 class Xor(Bits):
-    """The exclusive or. A little larger than `bits` on trained floats: a step over a power of two flips all bits
+    """The exclusive or. Slightly larger than `bits` on trained floats: a step across a power of two flips all bits
     below it."""
 
     name = "xor"
 
-    def encode(self, values: Array, base: Array, dice: np.random.Generator) -> Array:
+    def encode(self, values: Array, base: Array, rng: np.random.Generator) -> Array:
         kind = UNSIGNED[values.dtype.itemsize]
         flipped: Array = values.view(kind) ^ base.view(kind)
         return flipped

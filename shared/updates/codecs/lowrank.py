@@ -1,8 +1,8 @@
 """A matrix of differences as the product of two thin ones: `lowrank=16` sends 16 columns and 16 rows.
 
 The subspace is found by power iteration from a random start, as in PowerSGD (Vogels, Karimireddy and Jaggi 2019,
-arXiv 1905.13727), with a second iteration in place of a warm start. What is left out is kept at the site and added to
-the next round's difference. Blocks that are no matrices, or too small to gain by it, go without this stage.
+arXiv 1905.13727), with a second iteration in place of a warm start. The site keeps the error and adds it to the next
+round's difference. Blocks that are not matrices, or too small to benefit, skip this stage.
 
 The product is summed one rank at a time, so that it has the same bits on every machine.
 """
@@ -19,14 +19,14 @@ from tessera.shared.updates.codecs.stage import F32, CodecError
 
 ITERATIONS = 2
 MAX_FACTORS = 1 << 22
-"""Elements of both factors, which are held at once: 16 MiB."""
+"""The limit of both factors, which are held in memory, in elements: 16 MiB."""
 HIGHEST_RANK = 128
-"""To multiply the factors out costs as many passes over the block, at the coordinator too."""
+"""The product takes this many passes over the block, at the coordinator too."""
 
 
 @dataclass(frozen=True)
 class LowRank:
-    """Works on a whole block, and comes right behind `delta`; its factors go on as one flat float32 array."""
+    """A stage of whole blocks, directly after `delta`; its output is both factors as one flat float32 array."""
 
     name = "lowrank"
     lossless = False
@@ -41,20 +41,20 @@ class LowRank:
         return cls(rank)
 
     def pays(self, shape: tuple[int, ...]) -> bool:
-        """Return whether the factors of a block of this shape are at most half of it, and few enough to be held."""
+        """Return whether the factors of a block of this shape are at most half of it, and within `MAX_FACTORS`."""
         return len(shape) > 1 and 2 * self.size(shape) <= prod(shape) and self.size(shape) <= MAX_FACTORS
 
     def size(self, shape: tuple[int, ...]) -> int:
-        """Return elements of both factors."""
+        """Return the number of elements of both factors."""
         rows, columns = _matrix(shape)
         return self.rank * (rows + columns)
 
     def encode(
-        self, chunks: Callable[[], Iterable[Array]], shape: tuple[int, ...], dice: np.random.Generator
+        self, chunks: Callable[[], Iterable[Array]], shape: tuple[int, ...], rng: np.random.Generator
     ) -> Array:
-        """Return the factors, float32, of the block that `chunks` gives anew each time, in flat chunks."""
+        """Return the factors, float32, of a block; each call of `chunks` returns its flat chunks."""
         rows, columns = _matrix(shape)
-        right = dice.standard_normal((columns, self.rank), dtype=np.float32)
+        right = rng.standard_normal((columns, self.rank), dtype=np.float32)
         left = np.empty((rows, self.rank), F32)
         for _ in range(ITERATIONS):
             for start, part in _rows(chunks(), columns):
@@ -63,7 +63,7 @@ class LowRank:
             right = np.zeros((columns, self.rank), F32)
             for start, part in _rows(chunks(), columns):
                 right += part.T @ left[start : start + len(part)]
-        # Each pair of columns at one size, and column by column, so that a stage behind may round them by one scale.
+        # Columns of a pair get the same norm, column by column, so that a later stage may round them with one scale.
         sizes = np.sqrt(np.linalg.norm(right, axis=0))
         sizes[sizes == 0] = 1
         return np.concatenate([(left * sizes).T.reshape(-1), (right / sizes).T.reshape(-1)])
@@ -83,26 +83,22 @@ class LowRank:
             yield product.reshape(-1)[skipped : skipped + count]
             start += count
 
-    def bound(self, values: Array) -> float:
-        """Return the most by which the block comes out different, as the l2 norm of the difference: all of it."""
-        return float(np.linalg.norm(values.astype(np.float64)))
-
 
 def _matrix(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Return rows and columns; further axes are taken together with the second."""
+    """Return the numbers of rows and columns; axes after the first are joined."""
     return shape[0], prod(shape[1:])
 
 
 def _rows(chunks: Iterable[Array], columns: int) -> Iterator[tuple[int, Array]]:
-    """Whole rows out of flat chunks, with the number of the first."""
+    """Yield whole rows from flat chunks, with the index of the first."""
     start, left = 0, np.empty(0, F32)
     for chunk in chunks:
-        together = np.concatenate([left, chunk]) if left.size else chunk
-        whole = together.size // columns
+        joined = np.concatenate([left, chunk]) if left.size else chunk
+        whole = joined.size // columns
         if whole:
-            yield start, together[: whole * columns].reshape(whole, columns)
+            yield start, joined[: whole * columns].reshape(whole, columns)
         start += whole
-        left = together[whole * columns :].copy()
+        left = joined[whole * columns :].copy()
 
 
 STAGES = (LowRank,)

@@ -1,7 +1,7 @@
-"""How a block is written for the wire: named stages in a row, such as `bits+shuffle+zstd` or `delta+int8+zstd`.
+"""The encoding of a block for the wire by a chain of named stages, such as `bits+shuffle+zstd` or `delta+int8+zstd`.
 
-A block is encoded chunk by chunk (`tensors.CHUNK` elements), each chunk on its own behind its length in four bytes,
-so that both ends stream. `raw` is the block's own bytes. A new codec is a new file here with `STAGES`.
+A block is encoded chunk by chunk (`tensors.CHUNK` elements), each after its length in four bytes, so that both ends
+stream. `raw` is the block's own bytes.
 """
 
 import importlib
@@ -17,17 +17,17 @@ import numpy as np
 
 from tessera.shared.model.blocks import Block
 from tessera.shared.tensors.dtypes import NUMPY_DTYPES
-from tessera.shared.tensors.lazy import Array, Steps, Tensor, as_bytes, chunk_counts, unpacked
+from tessera.shared.tensors.lazy import Array, ArrayTensor, Steps, Tensor, as_bytes, chunk_counts, unpacked
 from tessera.shared.tensors.mmap_file import taken
 from tessera.shared.updates.codecs.lowrank import LowRank
 from tessera.shared.updates.codecs.stage import F32, ArrayLayout, CodecError, Stage
 
 RAW = "raw"
 LOSSLESS = "bits+shuffle+zstd"
-"""Exact, and the smallest of those measured: bit-pattern difference, byte planes, zstd level 1."""
+"""Exact, and the smallest of the measured codecs: bit-pattern difference, byte planes, zstd level 1."""
 
 WORTH = 0.95
-"""Stages that round nothing are kept for a block only if they bring its first chunk below this share of its size."""
+"""Lossless stages are used for a block only if they reduce its first chunk below this share of its size."""
 
 STAGES: dict[str, type[Stage | LowRank]] = {
     stage.name: stage
@@ -39,11 +39,10 @@ STAGES: dict[str, type[Stage | LowRank]] = {
 
 @dataclass(frozen=True)
 class Codec:
-    """The stages of a row."""
+    """A parsed codec."""
 
-    name: str
     line: tuple[Stage, ...]
-    """Those that work chunk by chunk."""
+    """The stages that work chunk by chunk."""
     lowrank: LowRank | None = None
 
     @property
@@ -52,21 +51,19 @@ class Codec:
 
     @property
     def drops(self) -> bool:
-        """Whether what a worker would send is left out in part, and kept for the next round."""
+        """True if a worker drops part of its differences, and keeps it for the next round."""
         return self.lowrank is not None or any(stage.drops for stage in self.line)
 
     @property
     def of_differences(self) -> bool:
-        """Whether what is sent are steps from the version, as float32, rather than the bits of new values."""
+        """True if the codec sends steps from the version, as float32, rather than the bits of new values."""
         return bool(self.line) and self.line[0].name == "delta"
 
 
 @lru_cache
 def parse(codec: str) -> Codec:
-    """Return the stages that a codec names.
-
-    Raises CodecError naming the unknown ones and those there are, or saying why they cannot stand in this row.
-    """
+    """Return the stages of a codec. Raises CodecError naming the unknown stages and the known ones, or the reason why
+    they do not form a chain."""
     parts = [part.partition("=") for part in ([] if codec == RAW else codec.split("+"))]
     names = [name for name, _, _ in parts]
     if unknown := [name for name in names if name not in STAGES]:
@@ -75,26 +72,26 @@ def parse(codec: str) -> Codec:
             f"codec {codec!r} has unknown stages {unknown}; there are raw, {', '.join(sorted(STAGES))}",
         )
     if len(set(names)) < len(names):
-        # A sender chooses the codec of its blocks: a thousand stages in a row would cost a thousand passes.
+        # A worker chooses the codec of its blocks: a chain of a thousand stages would cost a thousand passes.
         raise CodecError("codec-repeated", f"codec {codec[:64]!r} names a stage twice")
-    made = [STAGES[name].of(parameter if equals else None) for name, equals, parameter in parts]
-    line = tuple(stage for stage in made if isinstance(stage, Stage))
-    lowrank = next((stage for stage in made if isinstance(stage, LowRank)), None)
-    if behind := [stage.name for stage in line[1:] if stage.reads_base]:
-        raise CodecError("codec-order", f"stage {behind[0]} comes first")
-    if names[:1] != ["delta"] and (rounding := [stage.name for stage in made if not stage.lossless]):
-        # Half a percent of a weight is more than it moves in a round.
+    stages = [STAGES[name].of(parameter if equals else None) for name, equals, parameter in parts]
+    line = tuple(stage for stage in stages if isinstance(stage, Stage))
+    lowrank = next((stage for stage in stages if isinstance(stage, LowRank)), None)
+    if later := [stage.name for stage in line[1:] if stage.reads_base]:
+        raise CodecError("codec-order", f"stage {later[0]} comes first")
+    if names[:1] != ["delta"] and (rounding := [stage.name for stage in stages if not stage.lossless]):
+        # Half a percent of a weight is more than it changes in a round.
         raise CodecError(
             "codec-order", f"stage {rounding[0]} rounds, and only differences may be rounded: put delta first"
         )
     if lowrank and names.index("lowrank") != 1:
-        raise CodecError("codec-order", "stage lowrank comes second, right behind delta")
+        raise CodecError("codec-order", "stage lowrank comes second, directly after delta")
     _layouts(line, ArrayLayout(1, NUMPY_DTYPES["F32"]))
-    return Codec(codec, line, lowrank)
+    return Codec(line, lowrank)
 
 
 def suited(codec: str, block: Block) -> str:
-    """Return the codec without a stage that is of no use to a block of this shape."""
+    """Return the codec without `lowrank` if that is not worthwhile for a block of this shape."""
     lowrank = parse(codec).lowrank
     if lowrank is None or lowrank.pays(block.shape):
         return codec
@@ -105,7 +102,7 @@ def suited(codec: str, block: Block) -> str:
 
 
 class CodecInput(Protocol):
-    """A block's new value beside that of the version, each chunk by chunk, and the difference as float32."""
+    """A block's new value and the version's, and their difference as float32, chunk by chunk."""
 
     @property
     def base(self) -> Tensor: ...
@@ -113,73 +110,59 @@ class CodecInput(Protocol):
     def steps(self) -> Iterator[Array]: ...
 
 
-def encode(codec: str, change: CodecInput, dice: np.random.Generator | None = None) -> Iterator[bytes | memoryview]:
-    """Yield the encoded bytes of a block, piece by piece. Where stages round by chance, `dice` are thrown."""
-    made, dice = parse(codec), dice or np.random.default_rng()
-    if not made.line:
+def encode(codec: str, change: CodecInput, rng: np.random.Generator | None = None) -> Iterator[bytes | memoryview]:
+    """Yield the encoded bytes of a block, piece by piece. `rng` is for stages with stochastic rounding."""
+    parsed = parse(codec)
+    if not parsed.line:
         yield from map(as_bytes, change.values())
         return
-    for piece in _pieces(made, change, dice):
+    for piece in _pieces(parsed, change, rng or np.random.default_rng()):
         data = as_bytes(piece)
         yield struct.pack("<I", len(data))
         yield data
 
 
-def _pieces(made: Codec, change: CodecInput, dice: np.random.Generator) -> Iterator[Array]:
-    if made.lowrank:
-        factors = made.lowrank.encode(change.steps, change.base.shape, dice)
-        return (_encode_chunk(made.line[1:], part, part, dice) for part in _flat_chunks(factors))
-    if made.of_differences:
-        return (_encode_chunk(made.line[1:], step, step, dice) for step in change.steps())
+def _pieces(parsed: Codec, change: CodecInput, rng: np.random.Generator) -> Iterator[Array]:
+    if parsed.lowrank:
+        factors = ArrayTensor(parsed.lowrank.encode(change.steps, change.base.shape, rng))
+        return (_encode_chunk(parsed.line[1:], part, part, rng) for part in factors.chunks())
+    if parsed.of_differences:
+        return (_encode_chunk(parsed.line[1:], step, step, rng) for step in change.steps())
     both = zip(change.values(), change.base.chunks(), strict=True)
-    return (_encode_chunk(made.line, chunk, base, dice) for chunk, base in both)
+    return (_encode_chunk(parsed.line, chunk, base, rng) for chunk, base in both)
 
 
-def _flat_chunks(values: Array) -> Iterator[Array]:
-    start = 0
-    for count in chunk_counts(values.size):
-        yield values[start : start + count]
-        start += count
-
-
-def _encode_chunk(line: tuple[Stage, ...], chunk: Array, base: Array, dice: np.random.Generator) -> Array:
+def _encode_chunk(line: tuple[Stage, ...], chunk: Array, base: Array, rng: np.random.Generator) -> Array:
     for stage in line:
-        chunk = stage.encode(chunk, base, dice)
+        chunk = stage.encode(chunk, base, rng)
     return chunk
 
 
 def worthwhile(codec: str, change: CodecInput) -> str:
-    """Return the codec without the lossless stages at its end, unless they shrink the first chunk enough to be worth
-    undoing: `raw` if it has no other."""
-    made = parse(codec)
-    rounding = max((place + 1 for place, stage in enumerate(made.line) if not stage.lossless), default=0)
-    if made.lowrank or rounding == len(made.line):
+    """Return the codec without its last lossless stages unless they reduce the first chunk enough; `raw` if it has no
+    other stages."""
+    parsed = parse(codec)
+    rounding = max((place + 1 for place, stage in enumerate(parsed.line) if not stage.lossless), default=0)
+    if parsed.lowrank or rounding == len(parsed.line):
         return codec
-    dice = np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     without = "+".join(codec.split("+")[:rounding]) or RAW
-    plain = next(_pieces(parse(without), change, dice) if rounding else change.values(), None)
+    plain = next(_pieces(parse(without), change, rng) if rounding else change.values(), None)
     if plain is None:
         return without
-    base = next(change.base.chunks())
-    full = _encode_chunk(made.line[rounding:], plain, base, dice)
+    full = _encode_chunk(parsed.line[rounding:], plain, next(change.base.chunks()), rng)
     return codec if full.nbytes + 4 < WORTH * plain.nbytes else without
 
 
 def longest(codec: str, block: Block) -> int:
-    """Return the most bytes that a block may take once encoded: incompressible data grows a little."""
-    made = parse(codec)
-    if not made.line:
+    """Return the largest size of an encoded block in bytes: incompressible data grows a little."""
+    parsed = parse(codec)
+    if not parsed.line:
         return block.nbytes
-    counts, line = _chunks(made, block)
-    start = ArrayLayout(0, F32 if made.lowrank else NUMPY_DTYPES[block.dtype])
-    return sum(4 + _longest_chunk(line, start._replace(size=count)) for count in counts)
-
-
-def _chunks(made: Codec, block: Block) -> tuple[Iterator[int], tuple[Stage, ...]]:
-    """Return the elements of each encoded chunk, and the stages that it went through."""
-    if made.lowrank:
-        return chunk_counts(made.lowrank.size(block.shape)), made.line[1:]
-    return chunk_counts(block.numel), made.line
+    line, layout = parsed.line, ArrayLayout(block.numel, NUMPY_DTYPES[block.dtype])
+    if parsed.lowrank:
+        line, layout = line[1:], ArrayLayout(parsed.lowrank.size(block.shape), F32)
+    return sum(4 + _longest_chunk(line, layout._replace(size=count)) for count in chunk_counts(layout.size))
 
 
 def _longest_chunk(line: tuple[Stage, ...], layout: ArrayLayout) -> int:
@@ -193,33 +176,33 @@ def _longest_chunk(line: tuple[Stage, ...], layout: ArrayLayout) -> int:
 def decode(codec: str, block: Block, base: Tensor, file: BinaryIO, nbytes: int) -> Iterator[Array]:
     """Yield the chunks of `block` from `nbytes` encoded bytes at the file's position.
 
-    Never reads or make more than the block's own shape allows, whatever the bytes say of themselves.
-    Raises CodecError if they are not exactly one block.
+    Reads and allocates no more than the block's shape allows, regardless of the sizes in the data. Raises CodecError
+    if the bytes are not exactly one block.
     """
-    made = parse(codec)
-    if made.of_differences:
-        delta, layout = made.line[0], ArrayLayout(0, NUMPY_DTYPES[block.dtype])
+    parsed = parse(codec)
+    if parsed.of_differences:
+        delta, layout = parsed.line[0], ArrayLayout(0, NUMPY_DTYPES[block.dtype])
         steps = decode_steps(codec, block, file, nbytes)
         for step, start in zip(steps, base.chunks(), strict=True):
             yield delta.decode(unpacked(step), layout._replace(size=len(step)), start)
     else:
         layout = ArrayLayout(block.numel, NUMPY_DTYPES[block.dtype])
-        # What is written as it is has no length before it.
-        pieces = _pieces_of(made.line, layout, file, nbytes, framed=bool(made.line))
-        needed = any(stage.reads_base for stage in made.line)
+        # Only encoded chunks have a length before them.
+        pieces = _pieces_of(parsed.line, layout, file, nbytes, framed=bool(parsed.line))
+        needed = any(stage.reads_base for stage in parsed.line)
         starts = base.chunks() if needed else (np.empty(0) for _ in chunk_counts(block.numel))
         for (layouts, piece), start in zip(pieces, starts, strict=True):
-            yield _decode_chunk(made.line, layouts, piece, start)
+            yield _decode_chunk(parsed.line, layouts, piece, start)
 
 
 def decode_steps(codec: str, block: Block, file: BinaryIO, nbytes: int) -> Iterator[Array | Steps]:
-    """As `decode`, for a codec of differences: yields these as they were sent, without the version's own values."""
-    made = parse(codec)
-    line = made.line[1:]
-    if made.lowrank:
-        pieces = _pieces_of(line, ArrayLayout(made.lowrank.size(block.shape), F32), file, nbytes)
+    """Yield the chunks of a block of differences as they were sent, without the version's values; see `decode`."""
+    parsed = parse(codec)
+    line = parsed.line[1:]
+    if parsed.lowrank:
+        pieces = _pieces_of(line, ArrayLayout(parsed.lowrank.size(block.shape), F32), file, nbytes)
         factors = np.concatenate([unpacked(_steps(line, *piece)) for piece in pieces])
-        yield from made.lowrank.decode(factors, block.shape)
+        yield from parsed.lowrank.decode(factors, block.shape)
     else:
         for piece in _pieces_of(line, ArrayLayout(block.numel, F32), file, nbytes):
             yield _steps(line, *piece)
@@ -235,7 +218,7 @@ def _steps(line: tuple[Stage, ...], layouts: list[ArrayLayout], piece: Array) ->
 def _pieces_of(
     line: tuple[Stage, ...], layout: ArrayLayout, file: BinaryIO, nbytes: int, *, framed: bool = True
 ) -> Iterator[tuple[list[ArrayLayout], Array]]:
-    """Yield the encoded bytes of each chunk, with what its stages make of it."""
+    """Yield the encoded bytes of each chunk, with the layouts between its stages."""
     left, width = nbytes, layout.dtype.itemsize
     for count in chunk_counts(layout.size):
         length = count * width
@@ -243,7 +226,7 @@ def _pieces_of(
         if framed:
             (length,) = struct.unpack("<I", _exactly(file, 4, left))
             left -= 4
-            # Bounded by the chunk, not by the block: what is read is held at once.
+            # Bounded by the chunk, not by the block, since the bytes are held in memory.
             if left >= length > _longest_chunk(line, layouts[0]):
                 raise CodecError("chunk-too-long", f"a chunk of {count} elements claims {length} bytes")
         piece = np.frombuffer(_exactly(file, length, left), dtype=np.uint8)
@@ -254,14 +237,14 @@ def _pieces_of(
 
 
 def _layouts(line: tuple[Stage, ...], layout: ArrayLayout) -> list[ArrayLayout]:
-    """Return what each stage is handed when encoding, which is what it must give back when decoding.
+    """Return the layouts before each stage when encoding, which are those of its results when decoding, and the last.
 
-    Raises CodecError if a stage cannot take what the one before it gives.
+    Raises CodecError if a stage cannot follow the one before it.
     """
     layouts = [layout]
     for stage in line:
         if layouts[-1].size < 0:
-            # Its decoding would have no bound: what a frame unpacks to is known only from the layout.
+            # Its decoding would have no bound: the size of a frame's content is known only from the layout.
             raise CodecError("codec-order", f"stage {stage.name} cannot follow one whose size depends on the data")
         layouts.append(stage.layout(layouts[-1]))
     return layouts

@@ -1,7 +1,7 @@
-"""Differences as small integers: blocks of elements, each with one float32 scale of its own.
+"""Differences as small integers: blocks of elements with one float32 scale each.
 
 Rounding is stochastic, up with the probability of the fraction (Alistarh et al. 2017, arXiv 1610.02132), so that the
-mean of many workers' updates is right in expectation. An array of zeros comes out as zeros.
+mean of many workers' updates is unbiased. Zeros stay zeros.
 """
 
 import numpy as np
@@ -13,7 +13,7 @@ from tessera.shared.updates.codecs.stage import F32, U8, ArrayLayout, Stage, flo
 class Quantized(Stage):
     lossless = False
     block: int
-    """Elements that share a scale."""
+    """The number of elements with one scale."""
     levels: int
     """The largest integer."""
 
@@ -21,13 +21,14 @@ class Quantized(Stage):
         size = floats_only(type(self), layout).size
         return ArrayLayout(F32.itemsize * self._blocks(size) + self._packed_bytes(size), U8)
 
-    def encode(self, values: Array, base: Array, dice: np.random.Generator) -> Array:
-        rows = self._rows(values)
-        scales = self._scales(rows)
+    def encode(self, values: Array, base: Array, rng: np.random.Generator) -> Array:
+        missing = self._blocks(values.size) * self.block - values.size
+        padded = np.concatenate([values, np.zeros(missing, F32)]) if missing else values
+        rows = padded.reshape(-1, self.block)
+        scales = np.abs(rows).max(axis=1) / np.float32(self.levels)
         # A block of zeros, or of differences too small for a scale, is all zeros.
-        whole = np.where(scales > 0, scales, np.float32(1))
-        steps = rows / whole[:, None]
-        steps += dice.random(rows.shape, dtype=np.float32)
+        steps = rows / np.where(scales > 0, scales, np.float32(1))[:, None]
+        steps += rng.random(rows.shape, dtype=np.float32)
         np.floor(steps, out=steps)
         np.clip(np.nan_to_num(steps, copy=False), -self.levels, self.levels, out=steps)
         packed = self._pack(steps.astype(np.int8).reshape(-1)[: values.size])
@@ -41,31 +42,14 @@ class Quantized(Stage):
         scales = encoded[:split].copy().view(F32)
         return Scaled(self._unpack(encoded[split:], layout.size), scales, self.block)
 
-    def bound(self, values: Array, base: Array) -> Array:
-        """Return one step of the element's block."""
-        steps = np.repeat(self._scales(self._rows(values)).astype(np.float64), self.block)[: values.size]
-        most: Array = steps * (1 + 2.0**-20) + np.finfo(F32).tiny
-        return most
-
     def _blocks(self, size: int) -> int:
         return -(-size // self.block)
-
-    def _rows(self, values: Array) -> Array:
-        """float32 [blocks, block], the last filled up with zeros."""
-        missing = self._blocks(values.size) * self.block - values.size
-        padded = np.concatenate([values, np.zeros(missing, F32)]) if missing else values
-        rows: Array = padded.reshape(-1, self.block)
-        return rows
-
-    def _scales(self, rows: Array) -> Array:
-        scales: Array = np.abs(rows).max(axis=1) / np.float32(self.levels)
-        return scales
 
     def _packed_bytes(self, size: int) -> int:
         raise NotImplementedError
 
     def _pack(self, steps: Array) -> Array:
-        """int8 [size] as bytes."""
+        """Return int8 [size] as bytes."""
         raise NotImplementedError
 
     def _unpack(self, packed: Array, size: int) -> Array:
@@ -73,7 +57,7 @@ class Quantized(Stage):
 
 
 class Int8(Quantized):
-    """Eight bits, in blocks of 256: about a quarter of float32, half a percent off."""
+    """Eight bits, in blocks of 256: about a quarter of float32, with an error of half a percent."""
 
     name = "int8"
     block = 256
@@ -100,7 +84,7 @@ class Int4(Quantized):
         return -(-size // 2)
 
     def _pack(self, steps: Array) -> Array:
-        # As -7 to 7, plus 8; the even elements in the low half of a byte.
+        # -7 to 7, plus 8; even elements are in the low half of a byte.
         shifted = (steps + 8).view(U8)
         low, high = shifted[::2], shifted[1::2]
         packed = low.copy()

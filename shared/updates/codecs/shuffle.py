@@ -1,6 +1,6 @@
 """Byte planes: the first bytes of all elements, then the second bytes, and so on.
 
-Exponents and signs vary little and mantissas much; side by side with their like, the former compress.
+Exponents and signs vary little, mantissas much; grouped by byte, the former compress well.
 """
 
 import numpy as np
@@ -15,7 +15,7 @@ class Shuffle(Stage):
     def layout(self, layout: ArrayLayout) -> ArrayLayout:
         return ArrayLayout(layout.nbytes, U8)
 
-    def encode(self, values: Array, base: Array, dice: np.random.Generator) -> Array:
+    def encode(self, values: Array, base: Array, rng: np.random.Generator) -> Array:
         # [elements, width] -> [width, elements]
         return values.view(U8).reshape(-1, values.dtype.itemsize).T.reshape(-1)
 

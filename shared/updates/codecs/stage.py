@@ -1,4 +1,4 @@
-"""What a codec's stage promises."""
+"""The interface of a codec's stage."""
 
 from abc import abstractmethod
 from typing import ClassVar, NamedTuple, Self
@@ -13,7 +13,7 @@ U8 = np.dtype(np.uint8)
 
 
 class CodecError(Malformed):
-    """Bytes that are not what their codec says, or a codec that there is not."""
+    """Bytes that do not match their codec, or an invalid codec."""
 
 
 class ArrayLayout(NamedTuple):
@@ -28,53 +28,44 @@ class ArrayLayout(NamedTuple):
 
 
 class Stage:
-    """Writes a flat array in another way, chunk by chunk. `base` is the version's own chunk, for a first stage."""
+    """A transformation of flat arrays, chunk by chunk. For a first stage, `base` is the version's chunk."""
 
     name: ClassVar[str]
     lossless: ClassVar[bool] = True
     drops: ClassVar[bool] = False
-    """Whether it leaves out some of what it is given, rather than rounding all of it without bias: what it leaves out
-    is kept at the site and added to what the next round sends (error feedback)."""
-
+    """True if it drops values rather than rounding all without bias. The site keeps the dropped part and adds it to
+    the next round's differences (error feedback)."""
     reads_base: ClassVar[bool] = False
-    """Whether it needs the version's own chunk, and so comes first."""
+    """True if it needs the version's chunk, and so comes first."""
 
     @classmethod
     def of(cls, parameter: str | None) -> Self:
-        """Return the stage with what follows its name behind '='. Raises CodecError."""
+        """Return the stage with the parameter after `=` in a codec, if any. Raises CodecError."""
         if parameter is not None:
-            raise CodecError(
-                "codec-parameter", f"stage {cls.name} takes no parameter, and was given {parameter[:32]!r}"
-            )
+            raise CodecError("codec-parameter", f"stage {cls.name} takes no parameter: remove ={parameter[:32]}")
         return cls()
 
     @abstractmethod
     def layout(self, layout: ArrayLayout) -> ArrayLayout:
-        """Return the layout of what `encode` returns for an array of this layout. Raises CodecError if it takes
-        none."""
+        """Return the layout of `encode`'s result for an array of this layout. Raises CodecError if unsupported."""
 
     @abstractmethod
-    def encode(self, values: Array, base: Array, dice: np.random.Generator) -> Array:
-        """`values`, flat, written in this stage's way."""
+    def encode(self, values: Array, base: Array, rng: np.random.Generator) -> Array:
+        """Return the encoding of `values`, flat."""
 
     @abstractmethod
     def decode(self, encoded: Array, layout: ArrayLayout, base: Array) -> Array:
-        """Return the inverse of `encode`, giving an array of `layout`. Raises CodecError; never makes more than
-        that."""
+        """Return the inverse of `encode`, an array of `layout`, and allocate no more than that. Raises CodecError."""
 
     def packed(self, encoded: Array, layout: ArrayLayout) -> Array | Steps:
-        """As `decode`, of differences: as they were sent, where that adds to a sum for less."""
+        """Return `decode` of differences, in a form that is cheaper to add to a sum if there is one."""
         return self.decode(encoded, layout, encoded)
-
-    def bound(self, values: Array, base: Array) -> Array:
-        """Return the most by which each element may come out different from `values`, float64. 0 if lossless."""
-        if not self.lossless:
-            raise NotImplementedError(self.name)
-        return np.zeros(values.size)
 
 
 def floats_only(stage: type[Stage], layout: ArrayLayout) -> ArrayLayout:
-    """Return the layout, if it is one of differences. Raises CodecError."""
+    """Return the layout if it is that of differences. Raises CodecError otherwise."""
     if layout.dtype != F32:
-        raise CodecError("codec-type", f"stage {stage.name} takes differences as float32: put it right behind delta")
+        raise CodecError(
+            "codec-type", f"stage {stage.name} takes differences as float32: put it directly after delta"
+        )
     return layout

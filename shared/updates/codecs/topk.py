@@ -1,13 +1,12 @@
-"""Only the largest differences: `topk=0.01` sends one in a hundred, of each run of 65,536 those of the largest size.
+"""Only the largest differences: `topk=0.01` sends one percent, the largest of each run of 65,536.
 
-A kept difference is its place in its run and its value as bfloat16, two bytes each. What is left out is kept at the
-site and added to the next round's difference (error feedback: Seide et al. 2014; Karimireddy et al. 2019, arXiv
+A sent difference is its index in its run and its value as bfloat16, two bytes each. The site keeps the others and
+adds them to the next round's differences (error feedback: Seide et al. 2014; Karimireddy et al. 2019, arXiv
 1901.09847).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,7 +18,7 @@ from tessera.shared.updates.codecs.stage import F32, ArrayLayout, CodecError, St
 RUN = 1 << 16
 U16 = np.dtype("<u2")
 MAX_SHARE = 0.25
-"""Beyond this, int8 sends all of them in as many bytes."""
+"""Above this, int8 sends all differences in as many bytes."""
 
 
 @dataclass(frozen=True)
@@ -43,9 +42,10 @@ class TopK(Stage):
     def layout(self, layout: ArrayLayout) -> ArrayLayout:
         return ArrayLayout(2 * sum(self._kept(floats_only(type(self), layout).size)), U16)
 
-    def encode(self, values: Array, base: Array, dice: np.random.Generator) -> Array:
+    def encode(self, values: Array, base: Array, rng: np.random.Generator) -> Array:
         places, kept = [], []
-        for run, count in zip(_runs(values), self._kept(values.size), strict=True):
+        for start, count in zip(range(0, values.size, RUN), self._kept(values.size), strict=True):
+            run = values[start : start + RUN]
             largest = np.sort(np.argpartition(np.abs(run), run.size - count)[run.size - count :])
             places.append(largest.astype(U16))
             kept.append(run[largest].astype(BF16).view(U16))
@@ -59,30 +59,16 @@ class TopK(Stage):
         places = encoded[:half].astype(np.int32)
         starts = np.repeat(np.arange(0, layout.size, RUN, dtype=np.int32), self._kept(layout.size))
         within = np.minimum(layout.size - starts, RUN)
-        # Within a run they rise; between two they may fall.
+        # They increase within a run; between runs they may decrease.
         if (places >= within).any() or (np.diff(places + starts) <= 0).any():
             raise CodecError(
-                "places-invalid", "the places of the largest differences are not in order, or beyond the end"
+                "places-invalid", "the indices of the largest differences are not in order, or beyond the end"
             )
         return Sparse(layout.size, places + starts, encoded[half:].view(BF16).astype(F32))
 
-    def bound(self, values: Array, base: Array) -> Array:
-        """Return what is left out is no larger than what is kept; what is kept is rounded to bfloat16."""
-        most = np.empty(values.size)
-        for run, of_run, count in zip(_runs(values), _runs(most), self._kept(values.size), strict=True):
-            size = np.abs(run.astype(np.float64))
-            least_kept = np.partition(size, run.size - count)[run.size - count]
-            of_run[:] = np.maximum(np.minimum(size, least_kept), size * 2.0**-8 + 2.0**-134)
-        return most
-
     def _kept(self, size: int) -> list[int]:
-        """Return how many are kept of each run."""
-        lengths = [min(RUN, size - start) for start in range(0, size, RUN)]
-        return [max(1, round(self.share * length)) for length in lengths]
-
-
-def _runs(values: Array) -> Iterator[Array]:
-    return (values[start : start + RUN] for start in range(0, values.size, RUN))
+        """Return the number of sent differences of each run."""
+        return [max(1, round(self.share * min(RUN, size - start))) for start in range(0, size, RUN)]
 
 
 STAGES = (TopK,)

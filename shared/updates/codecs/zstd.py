@@ -1,7 +1,7 @@
 """Zstandard at level 1, which on byte planes of floats is both faster and smaller than higher levels.
 
-Decoding reads a stream up to the size that the block's shape gives: the size a frame states of itself is not
-believed, since the one-shot call allocates it before it reads a byte.
+Decoding reads a stream up to the size that the block's shape gives. The size in a frame's header is not trusted: the
+one-shot call allocates it before it reads a byte.
 """
 
 import numpy as np
@@ -19,7 +19,7 @@ class Zstd(Stage):
     def layout(self, layout: ArrayLayout) -> ArrayLayout:
         return ArrayLayout(-1, U8)
 
-    def encode(self, values: Array, base: Array, dice: np.random.Generator) -> Array:
+    def encode(self, values: Array, base: Array, rng: np.random.Generator) -> Array:
         packed = zstandard.ZstdCompressor(level=1).compress(as_bytes(values))
         return np.frombuffer(packed, dtype=np.uint8)
 
@@ -28,8 +28,8 @@ class Zstd(Stage):
         unpacker = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES)
         try:
             if zstandard.get_frame_parameters(data_bytes).window_size > MAX_WINDOW_BYTES:
-                raise CodecError("zstd-window", f"a zstd frame wants a window of more than {MAX_WINDOW_BYTES} bytes")
-            # Across frames, so that bytes behind the first are seen: they are more than was asked for, or no frame.
+                raise CodecError("zstd-window", f"a zstd frame needs a window of more than {MAX_WINDOW_BYTES} bytes")
+            # Across frames, to detect bytes after the first: they are too much data, or not a frame.
             with unpacker.stream_reader(data_bytes, read_across_frames=True) as stream:
                 data = stream.read(expected)
                 more = stream.read(1)

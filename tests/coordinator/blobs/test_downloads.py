@@ -9,7 +9,7 @@ import httpx
 import pytest
 from sqlalchemy import update
 
-from tessera.coordinator.blobs.store import Recent
+from tessera.coordinator.blobs.cache import Recent
 from tessera.coordinator.db.tables import BlobRow
 from tessera.coordinator.limits.response_memory import HELD_BYTES
 from tessera.shared.tensors.lazy import digest_of

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from tessera.coordinator.blobs.cache import Recent
 from tessera.coordinator.blobs.staging import OWN, sweep
-from tessera.coordinator.blobs.store import Blobs, Recent
+from tessera.coordinator.blobs.store import Blobs
 from tessera.coordinator.db.engine import Database
 from tessera.shared.problems import NotFound, StoreSpoilt
 from tessera.shared.rounds.blob_store import Stored
@@ -207,11 +208,11 @@ def test_a_writer_whose_folder_was_cleaned_away_makes_another(blobs: Blobs) -> N
 
 
 def test_of_names_the_latest_are_remembered() -> None:
-    recent = Recent(2)
+    recent: Recent[None] = Recent(2)
     for name in ("a", "b", "a", "c"):
-        recent.add(name)
+        recent.keep(name, None)
     assert [name in recent for name in "abc"] == [True, False, True]
-    recent.discard("a")
-    recent.discard("never there")
-    recent.add("d")
+    recent.drop("a")
+    recent.drop("never there")
+    recent.keep("d", None)
     assert [name in recent for name in "acd"] == [False, True, True]

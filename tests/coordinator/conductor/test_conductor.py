@@ -23,7 +23,6 @@ from tessera.shared.methods.base import (
     Participant,
     Plan,
     State,
-    WorkerHalf,
 )
 from tessera.shared.methods.registry import methods
 from tests.support.coordinator import LiveCoordinator, refusing, until
@@ -72,7 +71,7 @@ class Faulty(CoordinatorHalf[MethodSettings]):
 @pytest.fixture
 def faulty() -> Iterator[str]:
     """A method that is installed while the test lasts."""
-    method = Method("faulty", MethodSettings, Faulty, WorkerHalf[MethodSettings], "nobody")
+    method = Method("faulty", coordinator=Faulty, source="a test")
     methods()["faulty"] = method
     yield method.name
     del methods()["faulty"]

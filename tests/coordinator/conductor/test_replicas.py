@@ -18,7 +18,7 @@ from tessera.coordinator.db import audit
 from tessera.coordinator.db import engine as module
 from tessera.shared.api.runs import Cohort
 from tessera.shared.api.tasks import Submission
-from tessera.shared.methods.base import CoordinatorHalf, Method, MethodSettings, MethodSpec, State, WorkerHalf
+from tessera.shared.methods.base import CoordinatorHalf, Method, MethodSettings, MethodSpec, State
 from tessera.shared.methods.registry import methods
 from tests.support import databases
 from tests.support.coordinator import LiveCoordinator, refused, until
@@ -142,7 +142,7 @@ class Counted(CoordinatorHalf[MethodSettings]):
 
 @pytest.fixture
 def counted() -> Iterator[str]:
-    methods()["counted"] = Method("counted", MethodSettings, Counted, WorkerHalf[MethodSettings], "nobody")
+    methods()["counted"] = Method("counted", coordinator=Counted, source="a test")
     merges.clear()
     yield "counted"
     del methods()["counted"]

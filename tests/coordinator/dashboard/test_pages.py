@@ -293,10 +293,11 @@ def test_what_is_not_there_says_why(coordinator: LiveCoordinator, viewer: Person
 
 
 OWN_METHOD = """
-from tessera.shared.methods.base import Chart, CoordinatorHalf, Method, MethodSettings, WorkerHalf
+from tessera.shared.methods.base import Chart, Method
 
 METHOD = Method(
-    "restless", MethodSettings, CoordinatorHalf, WorkerHalf, "a test",
+    "restless",
+    source="a test",
     charts=(
         Chart("distance moved", ("moved.",), description="Of each layer.", unit="nm"),
         Chart("wind", ("wind",), missing="it is calm", requires={"weather": "bad"}),

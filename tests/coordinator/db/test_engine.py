@@ -124,7 +124,7 @@ def test_methods_that_cannot_be_used_are_named_before_anything_is_served(tmp_pat
     url_in(tmp_path)
     refused = coordinator(tmp_path, "conduct", TESSERA_METHODS=str(tmp_path / "none"))
     assert refused.returncode == 2
-    assert refused.stderr.splitlines()[-1].endswith("none, which is no folder: make it, or leave it out")
+    assert refused.stderr.splitlines()[-1].endswith("none, which is not a folder: create it or remove it there")
     assert "Traceback" not in refused.stderr
 
 

@@ -39,7 +39,7 @@ def live(tmp_path: Path, clock: Clock) -> Iterator[LiveCoordinator]:
 
 
 def retention(live: LiveCoordinator, versions: int | None = None) -> Retention:
-    return replace(live.services.housekeeping.retention, versions=versions)
+    return replace(live.services.retention, versions=versions)
 
 
 def play(client: Client, worker: ScriptedWorker, run: Run, number: int) -> str:
@@ -300,7 +300,7 @@ def test_blocks_that_a_later_version_shares_stay(live: LiveCoordinator, clock: C
 
 def test_a_conductor_keeps_house_of_its_own_accord(tmp_path: Path) -> None:
     with LiveCoordinator(tmp_path, gc_interval_seconds=0.05, inline_bytes=1) as live:
-        house = live.services.housekeeping
+        house = live.services.retention
         path = Path(live.settings.blob_url) / "cd" / f"cd{'0' * 62}"
         path.parent.mkdir()
         path.write_bytes(b"stray")

@@ -398,7 +398,7 @@ class Own(CoordinatorHalf[MethodSettings]):
 
 def test_a_method_that_merges_by_itself_and_does_not_say_is_refused() -> None:
     initial_state(Own(MethodSettings(), RunInfo((), rounds=1)), State(0, {}))
-    with pytest.raises(UnsupportedRun, match="merges in a way of its own"):
+    with pytest.raises(UnsupportedRun, match="overrides merge, which no robust rule guards"):
         initial_state(Own(MethodSettings(), RunInfo((), rounds=1, robust=Median())), State(0, {}))
 
 

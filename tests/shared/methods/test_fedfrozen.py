@@ -292,7 +292,7 @@ def test_a_scope_with_the_head_is_refused_where_the_head_is_tied_to_the_embeddin
 def test_adapters_that_do_not_name_their_matrix_are_refused() -> None:
     block = Block(tensor="query.lora_A", role="adapter", shape=(2,), dtype="F32")
     half = coordinator_half(MethodSpec(name="fedfrozen"), RunInfo((*BLOCKS, block), ROUNDS))
-    with pytest.raises(UnsupportedRun, match="make the model again"):
+    with pytest.raises(UnsupportedRun, match="create the model again"):
         initial_state(half, START)
 
 

@@ -82,7 +82,7 @@ def test_a_step_of_promptfl_is_the_gradient_of_the_cross_entropy_over_the_classe
 @pytest.mark.parametrize("method", ["promptfl", "pfeddc"])
 def test_a_model_without_prompts_is_refused_with_the_command_that_makes_one(method: str) -> None:
     with pytest.raises(
-        UnsupportedRun, match=r"model has no .*prompts: make it with `tessera model init .*--text-prompts N"
+        UnsupportedRun, match=r"model has no .*prompts: create it with `tessera model init .*--text-prompts N"
     ):
         start(method, PLAIN)
     with pytest.raises(UnsupportedRun, match=r"model has no vision prompts: .*--vision-prompts N`"):
@@ -349,7 +349,7 @@ def test_lora_trains_and_sends_adapters_and_the_head_and_nothing_else(
 
 
 def test_a_model_without_adapters_is_refused_with_the_command_that_makes_one() -> None:
-    with pytest.raises(UnsupportedRun, match="no adapters: make it with `tessera model init --lora-rank N`"):
+    with pytest.raises(UnsupportedRun, match="no adapters: create it with `tessera model init --lora-rank N`"):
         start("lora", PLAIN)
 
 

@@ -133,7 +133,7 @@ def test_a_method_of_a_name_that_is_taken_is_refused(tmp_path: Path, monkeypatch
 
 def test_a_folder_of_methods_that_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(FOLDERS, str(tmp_path / "none"))
-    with pytest.raises(ValueError, match=r"TESSERA_METHODS names .*none, which is no folder"):
+    with pytest.raises(ValueError, match=r"TESSERA_METHODS names .*none, which is not a folder"):
         methods.__wrapped__()
 
 

@@ -338,8 +338,8 @@ def test_over_all_random_choices_the_inverse_probability_step_is_the_full_one() 
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
-        ({"score": "attention"}, "nobody can know"),
-        ({"score": "fisher"}, "nobody can know"),
+        ({"score": "attention"}, "is unknown: set score to random"),
+        ({"score": "fisher"}, "is unknown: set score to random"),
         ({"score": "random", "prune": 0.5}, "leave out prune"),
         ({"score": "random", "upload_seconds": 5.0}, "upload_seconds"),
         ({"score": "random", "memory_share": 0.5}, "memory_share"),

@@ -24,7 +24,6 @@ from tessera.shared.methods.base import (
     Plan,
     UnsupportedRun,
     Update,
-    WorkerHalf,
 )
 from tessera.shared.rounds.aggregate import Accepted, Aggregation
 from tessera.shared.rounds.validation import Inspector
@@ -53,7 +52,7 @@ class Buffering(CoordinatorHalf[MethodSettings]):
 
 @pytest.fixture(autouse=True)
 def method(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = Method("buffering", MethodSettings, Buffering, WorkerHalf[MethodSettings], "a test")
+    made = Method("buffering", coordinator=Buffering, source="a test")
     known = registry.methods()
     monkeypatch.setattr(registry, "methods", lambda: {**known, made.name: made})
 

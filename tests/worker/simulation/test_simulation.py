@@ -411,7 +411,7 @@ def _more_methods() -> Iterator[None]:
         "brief": (Brief, WorkerHalf[MethodSettings]),
     }
     for name, (coordinator, worker) in made.items():
-        methods()[name] = Method(name, MethodSettings, coordinator, worker, "a test")
+        methods()[name] = Method(name, coordinator=coordinator, worker=worker, source="a test")
     yield
     for name in made:
         del methods()[name]

@@ -9,8 +9,7 @@ processor = "/models/vit"
 
 import hashlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Self
 
@@ -45,39 +44,24 @@ class ImagesOptions(PixelOptions):
         return self
 
 
-@dataclass(frozen=True)
-class LabelledImages:
-    """Images with the label, domain and group of each, in the same order."""
+def images(options: ImagesOptions, common: Mapping[str, Tensor] | None = None) -> Dataset:
+    """Return `pixel_values` float32 [n, channels, height, width], a processor's other inputs, `labels` int64 [n].
 
-    pictures: Sequence[Picture]
-    labels: Sequence[int]
-    domains: Tensor | None
-    groups: list[bytes] | None = None
-
-    def dataset(self, options: ImagesOptions, common: Mapping[str, Tensor] | None = None) -> Dataset:
-        """Return the images and labels as a model's inputs. An example's source is the digest of its image's file."""
-        tensors = {**inputs_of(self.pictures, options), LABELS: torch.tensor(self.labels)}
-        sources = [_digest(picture) for picture in self.pictures]
-        return Dataset(tensors, common or {}, domains=self.domains, sources=sources, groups=self.groups)
-
-
-def images(options: ImagesOptions) -> Dataset:
-    """Return `pixel_values` float32 [n, channels, height, width], a processor's other inputs, `labels` int64 [n]."""
-    return read_images(options).dataset(options)
-
-
-def read_images(options: ImagesOptions) -> LabelledImages:
-    """Return the images of a folder or table, with their classes, domains and groups. Raises DataError."""
+    An example's source is the digest of its image's file. Raises DataError.
+    """
+    groups = None
     if options.folder is not None:
-        return _in_folder(options.folder, options)
-    table = read_table("file", options.file or ())
-    values = table.column("label", options.label)
-    pictures = [
-        _picture(value, row, table.files[0].parent, table.where)
-        for row, value in enumerate(table.column("image", options.image))
-    ]
-    labels = numbered("label", table.where, values, options.labels)
-    return LabelledImages(pictures, labels, table.domains(options.domain), table.groups(options.group))
+        pictures, labels, domains = _in_folder(options.folder, options)
+    else:
+        table = read_table("file", options.file or ())
+        values = table.column("label", options.label)
+        cells = enumerate(table.column("image", options.image))
+        pictures = [_picture(value, row, table.files[0].parent, table.where) for row, value in cells]
+        labels = numbered("label", table.where, values, options.labels)
+        domains, groups = table.domains(options.domain), table.groups(options.group)
+    tensors = {**inputs_of(pictures, options), LABELS: torch.tensor(labels)}
+    sources = [_digest(picture) for picture in pictures]
+    return Dataset(tensors, common or {}, domains=domains, sources=sources, groups=groups)
 
 
 def _digest(picture: Picture) -> bytes:
@@ -98,8 +82,9 @@ def _picture(value: object, row: int, folder: Path, where: str) -> Picture:
     raise DataError(f"image: row {row} of {where} has neither a path nor an image's bytes")
 
 
-def _in_folder(folder: Path, options: ImagesOptions) -> LabelledImages:
-    """Return every image below `folder/CLASS` or `folder/DOMAIN/CLASS`, at any depth, sorted by path."""
+def _in_folder(folder: Path, options: ImagesOptions) -> tuple[list[Picture], list[int], Tensor | None]:
+    """Return the images below `folder/CLASS` or `folder/DOMAIN/CLASS`, at any depth, by path, and their labels and
+    domains."""
     if not folder.is_dir():
         raise DataError(f"folder: there is no folder {folder}")
     depth = 2 if options.domain_folders else 1
@@ -109,11 +94,9 @@ def _in_folder(folder: Path, options: ImagesOptions) -> LabelledImages:
         raise DataError(f"folder: {folder / misplaced[0]} is not in the folder of a class: move it into one")
     if not files:
         raise DataError(f"folder: {folder} contains no images ({', '.join(sorted(SUFFIXES))})")
-    return LabelledImages(
-        [folder / file for file in files],
-        numbered("folder", str(folder), [parts[depth - 1] for parts in steps], options.labels),
-        numbered_domains([parts[0] for parts in steps]) if options.domain_folders else None,
-    )
+    labels = numbered("folder", str(folder), [parts[depth - 1] for parts in steps], options.labels)
+    domains = numbered_domains([parts[0] for parts in steps]) if options.domain_folders else None
+    return [folder / file for file in files], labels, domains
 
 
 def _images_below(folder: Path) -> Iterator[Path]:

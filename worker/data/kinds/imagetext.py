@@ -12,7 +12,7 @@ from typing import Self
 from pydantic import Field, PositiveInt, model_validator
 
 from tessera.worker.data.dataset import Adapter, DataError, Dataset
-from tessera.worker.data.kinds.images import ImagesOptions, read_images
+from tessera.worker.data.kinds.images import ImagesOptions, images
 from tessera.worker.data.readers.class_labels import Names
 from tessera.worker.data.readers.tokenizer import MAX_TOKENS, Encoded, encode, tokenizer_of
 
@@ -46,8 +46,7 @@ def imagetext(options: ImageTextOptions) -> Dataset:
     Common to all are the texts of the classes, int64 [classes, tokens]: `input_ids` and, if the tokenizer's model
     takes it, `attention_mask`.
     """
-    images = read_images(options)
-    return images.dataset(options, _texts(options).inputs)
+    return images(options, _texts(options).inputs)
 
 
 def _texts(options: ImageTextOptions) -> Encoded:
