@@ -33,7 +33,8 @@ def seeded() -> None:
     """What a test draws without a generator of its own is the same each time, so that it fails always or never."""
     # Imported by those that need it, which takes seconds.
     if torch := sys.modules.get("torch"):
-        torch.manual_seed(0)
+        # `torch.manual_seed` would write down the stack for CUDA, which takes longer than many tests.
+        torch.default_generator.manual_seed(0)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
