@@ -1,4 +1,4 @@
-"""The worker's loop: claim, do, submit, again."""
+"""The worker's loop: claim a task, run it, report its result, and repeat."""
 
 import time
 from contextlib import AbstractContextManager, suppress
@@ -63,32 +63,32 @@ COMPLAINT_SECONDS = 60.0
 MIN_POLL_SECONDS = 1.0
 
 REMOVAL_SECONDS = 3600.0
-"""How often a worker looks for vaults that are to be removed."""
+"""Time between two searches for vaults to remove."""
 
 DAY_SECONDS = 86400.0
 
 ENDED = ("completed", "failed", "cancelled")
 
 CLOSED_SECONDS = 10.0
-"""How often a worker whose site has it claim nothing looks whether that has changed."""
+"""Time between two looks of a worker whose site currently lets it claim nothing."""
 
 GIVE_BACK_SECONDS = 3.0
-"""How long a worker that is asked to stop waits for the coordinator to take its task back."""
+"""Time that a stopping worker waits for the coordinator to accept its released task."""
 
 MAX_WAIT_SECONDS = 600.0
-"""The longest that a coordinator may send a worker away for at a time: who is told 'in a year' asks again."""
+"""Upper limit on `Retry-After`: a worker that is asked to return in a year asks again after this time."""
 
 MAX_ANSWER_BYTES = 4 << 20
-"""Far above any task, which has names but no values. Read, it may take tens of times as much."""
+"""Far above the size of any task, which has names but no values. Parsed, it may take tens of times as much."""
 
 ALIVE_FILE = "alive"
-"""Touched at every claim and heartbeat, so that what watches the process can tell that it lives from its age."""
+"""File touched at each claim and heartbeat: its age shows a watchdog whether the process is alive."""
 
-# The work is no longer wanted, which is nobody's fault.
+# The work is no longer wanted. Neither side is at fault.
 UNWANTED = (LeaseLost, TaskCancelled, RoundClosed, StaleVersion, SiteSuspended)
 
 # Failures whose text we wrote ourselves, about models and plans; any other text might quote data.
-TELLABLE: dict[type[Exception], str] = {
+REPORTABLE: dict[type[Exception], str] = {
     PolicyViolation: "policy-violation",
     UpdateWithheld: "withheld-by-site",
     TrainingDiverged: "diverged",
@@ -107,10 +107,10 @@ TELLABLE: dict[type[Exception], str] = {
 
 
 class Agent:
-    """One worker process. `stop` ends it from another thread or a signal handler; what changes in `file` of the
-    policy and the budgets holds for each task that is not yet begun.
+    """The loop of one worker process.
 
-    Raises SettingsError for a data set, device or token that the settings name and that cannot be used, and
+    `stop` ends it from another thread or a signal handler. Changes to the policy and the budgets in `file` apply to
+    each task that has not started. Raises SettingsError for an unusable data set, device or token, and
     MethodsUnusable.
     """
 
@@ -119,12 +119,12 @@ class Agent:
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
         self._stop = stop
-        # One for all clients: to read the certificates takes longer than a small round.
+        # One context for all clients, because reading the certificates takes longer than a small round.
         verify = tls_of(settings)
         bounded = partial(Client, settings.url, token, verify=verify, max_answer_bytes=MAX_ANSWER_BYTES)
         self._client = bounded(sleep=stop.sleep)
-        # For claims and heartbeats, which other threads make and may be left behind in: each has a client of its own,
-        # which tries once and leaves it to whoever asked to decide what then.
+        # Other threads send claims and heartbeats, and may be abandoned while they wait. Each has a client of its own
+        # that tries once and leaves the decision about retries to its caller.
         self._connect = partial(bounded, patience_seconds=0)
         self._poll_seconds = settings.poll_seconds
         self._file = file
@@ -148,7 +148,7 @@ class Agent:
         self._apply_settings(settings)
 
     def _apply_settings(self, settings: WorkerSettings) -> None:
-        """Judge each task that is not yet begun by the policy and the budgets of these settings."""
+        """Apply the policy and the budgets of these settings to each task that has not started."""
         self._settings = settings
         self._policy = settings.policy
         self._opening = Opening(settings.policy, settings.state_dir / USAGE_FILE)
@@ -156,7 +156,7 @@ class Agent:
         if self._runner.airlock:
             self._runner.airlock.waits = self._opening.rest
         allowed = {name: data for name, data in self._runner.datasets.items() if self._policy.allows_dataset(name)}
-        told = {
+        claimed = {
             "datasets": {name: data.examples for name, data in allowed.items()},
             "held_out": {
                 name: data.held_out.examples
@@ -165,10 +165,10 @@ class Agent:
             },
             "methods": tuple(sorted(filter(self._policy.allows_method, methods()))),
         }
-        self._claim = self._claim.model_copy(update=told)
+        self._claim = self._claim.model_copy(update=claimed)
 
     def run(self) -> None:
-        """Claim and do tasks until asked to stop. Raises Problem if the coordinator will not have this worker."""
+        """Claim and run tasks until asked to stop. Raises Problem if the coordinator does not admit this worker."""
         claim = self._claim
         self._log.info("started", device=claim.device, datasets=claim.datasets, kinds=claim.kinds)
         self._note("worker.start", None, **self._terms())
@@ -176,7 +176,7 @@ class Agent:
             while True:
                 task = self._next()
                 if task is not None:
-                    self._do(task)
+                    self._run_task(task)
         except Stopped:
             self._note("worker.stop", reason="asked")
             self._log.info("stopped")
@@ -206,20 +206,19 @@ class Agent:
             self._outage.wait(problem)
             return None
         self._outage.over()
-        # It may have been waited for while somebody changed the policy.
+        # The policy may have changed during the wait.
         if task is not None and self._is_closed():
             self._give_back(task)
             return None
         if task is None and time.monotonic() - asked_at < MIN_POLL_SECONDS:
             self._stop.sleep(MIN_POLL_SECONDS)
         if task is not None:
-            # What it was for is known only now.
+            # The task that the claim returned is known only now.
             spans.past("claim", traceparent_of(task.run, task.round), began_at, time.time(), _about(task))
         return task
 
     def _tidy(self) -> None:
-        """Settle what still waits for a receipt, as after a run's end, and removes old vaults of runs that ended and
-        old verdicts on models."""
+        """Settle pending receipts, and remove old vaults of ended runs and old verdicts on models."""
         vault, days = self._runner.vault, self._settings.keep_vaults_days
         vault.settle(self._client.task)
         if time.monotonic() < self._removes_at:
@@ -231,14 +230,14 @@ class Agent:
             return
         for run in vault.unused(time.time() - days * DAY_SECONDS):
             with suppress(NotFound):
-                # The coordinator has to say so: a run that it does not know may be another coordinator's.
+                # The coordinator has to confirm the end: a run unknown to it may belong to another coordinator.
                 if (about := self._client.run(run)).state in ENDED:
                     self._note("vault.remove", None, run=run, run_name=about.spec.name)
                     vault.remove(run)
                     self._log.info("vault-removed", run=about.spec.name, unused_days=days)
 
     def _is_closed(self) -> bool:
-        """Return whether the site has the worker claim nothing now; says so when that changes."""
+        """Return whether the site lets the worker claim nothing now. Log each change."""
         closed = self._unusable_settings() or self._opening.closed() or self._unreadable_inbox()
         if closed and not self._closed:
             self._log.info("closed", reason=closed)
@@ -248,44 +247,44 @@ class Agent:
         return closed is not None
 
     def _unusable_settings(self) -> str | None:
-        """Return why the settings file cannot be used, if it cannot; else takes up what changed in it."""
-        told, unusable = None, None
+        """Apply changes in the settings file. Return the reason if the file cannot be used."""
+        changed, unusable = None, None
         try:
-            told = self._file.reread(self._stop.sleep) if self._file else None
+            changed = self._file.reread(self._stop.sleep) if self._file else None
         except SettingsError as fault:
             unusable = str(fault)
         if unusable != self._unusable:
             self._unusable = unusable
             self._figures.settings(usable=unusable is None)
             if unusable:
-                remedy = "Mend the file: nothing is claimed until then. A restart is not needed."
+                remedy = "Fix the file: nothing is claimed until then. A restart is not needed."
                 self._log.error("settings-unusable", detail=unusable, remedy=remedy)
-        if told:
-            self._reload(told)
+        if changed:
+            self._reload(changed)
         return unusable
 
-    def _reload(self, told: WorkerSettings) -> None:
-        """Apply the policy and the budgets of changed settings, and log what else in them waits for a restart."""
+    def _reload(self, new: WorkerSettings) -> None:
+        """Apply the policy and the budgets of new settings, and log the other changes, which need a restart."""
         before = self._settings
-        self._apply_settings(reloaded(before, told))
+        self._apply_settings(reloaded(before, new))
         if changed := differing(before, self._settings):
             self._log.info("policy-changed", changed=sorted(changed), **self._terms())
             self._note("policy.change", None, **self._terms())
         allowed = filter(self._policy.allows_dataset, self._settings.datasets)
         unloaded = {f"datasets.{name}" for name in allowed if name not in self._runner.datasets}
-        if waiting := differing(self._settings, told) | unloaded:
+        if waiting := differing(self._settings, new) | unloaded:
             remedy = "Restart the worker: of a running one only the policy and privacy budgets change."
             self._log.warning("restart-needed", settings=sorted(waiting), remedy=remedy)
 
     def _terms(self) -> dict[str, JsonValue]:
-        """Return what the site allows now, as its audit and its log have it."""
+        """Return the current policy, budgets and data sets for the audit and the log."""
         allowances = self._runner.allowances.items()
         budgets: dict[str, JsonValue] = {name: most.model_dump(mode="json") for name, most in allowances}
         datasets = dict[str, JsonValue](self._claim.datasets)
         return {"policy": digest_of(canonical(self._policy)), "budgets": budgets, "datasets": datasets}
 
     def _unreadable_inbox(self) -> str | None:
-        """Return why it cannot be told which runs are withheld; an unreadable request may be a refusal."""
+        """Return the reason if the inbox cannot be read: an unreadable entry may be a refusal."""
         try:
             if self._runner.inbox:
                 self._runner.inbox.withheld()
@@ -294,7 +293,7 @@ class Agent:
         return None
 
     def _note(self, action: Action, task: Task | None = None, **detail: JsonValue) -> None:
-        """Write down a deed that is over. One that is not begun while it cannot be written down."""
+        """Record a past action in the audit. Runners do not start an action that cannot be recorded."""
         try:
             if self._runner.audit:
                 self._runner.audit.record(action, TaskRef.of(task) if task else None, **detail)
@@ -303,10 +302,10 @@ class Agent:
 
     def _ask(self) -> Task | None:
         with self._connect() as client:
-            return client.claim(self._told(), self._poll_seconds)
+            return client.claim(self._current_claim(), self._poll_seconds)
 
-    def _told(self) -> Claim:
-        """Return the claim with what may have changed since the last one: what is withheld, and the site's clock."""
+    def _current_claim(self) -> Claim:
+        """Return the claim with the parts that change over time: withheld runs, spent budgets, the clock's offset."""
         offset = local_time().utcoffset() or timedelta()
         offset_minutes = round(offset.total_seconds() / 60)
         advertised_policy = self._policy.advertised_policy(
@@ -317,7 +316,7 @@ class Agent:
             update={"advertised_policy": advertised_policy, "withheld": withheld}
         ).shortened()
 
-    def _do(self, task: Task) -> None:
+    def _run_task(self, task: Task) -> None:
         trace = trace_of(task.run, task.round)
         log = self._log.bind(run=task.run_name, round=task.round, stage=task.plan.stage, kind=task.kind, trace=trace)
         self._client.trace(traceparent_of(task.run, task.round))
@@ -344,7 +343,7 @@ class Agent:
             outcome = "refused"
             self._note("task.drop", task, code=problem.code)
             log.warning("update-refused", detail=problem.detail, errors=[str(fault) for fault in problem.errors])
-        except Exception as fault:  # noqa: BLE001  (whatever goes wrong in a task, the worker goes on to the next)
+        except Exception as fault:  # noqa: BLE001  (after any failure of a task the worker continues with the next)
             outcome = "failed"
             self._report_failure(task, fault, log)
         else:
@@ -383,7 +382,7 @@ class Agent:
         self._opening.begin()
         try:
             with self._connect() as client, Renewal(heartbeat, task.lease_seconds, longest) as renewal:
-                # Heartbeats are sent by another thread, which has no span of its own.
+                # Another thread sends the heartbeats, and has no span of its own.
                 client.trace(spans.present() or traceparent_of(task.run, task.round))
                 self._runner.run(task, check, report)
         finally:
@@ -391,11 +390,11 @@ class Agent:
 
     def _report_failure(self, task: Task, fault: Exception, log: Any) -> None:
         if isinstance(fault, Problem) and fault.retryable:
-            # The coordinator cannot be told either; the lease lapses by itself.
+            # A report would fail too. The lease expires by itself.
             self._note("task.drop", task, code=fault.code)
             log.warning("task-dropped", reason=fault.code, detail=fault.detail)
             return
-        code, detail = told(fault)
+        code, detail = failure_of(fault)
         if isinstance(fault, PolicyViolation):
             self._note("task.refuse", task, rule=fault.rule, detail=fault.detail)
             remedy = {"remedy": fault.remedy}
@@ -403,22 +402,22 @@ class Agent:
             self._note("task.fail", task, code=code)
             remedy = {}
         log.error("task-failed", code=code, detail=detail, exc_info=fault if code == "failed" else None, **remedy)
-        self._tell_failure(task, Failure(token=task.token, code=code, detail=detail), log)
+        self._send_failure(task, Failure(token=task.token, code=code, detail=detail), log)
 
     def _give_back_unapproved(self, task: Task, unapproved: Unapproved, log: Any) -> None:
-        """Tell the coordinator that the site has not agreed to the run, as each claim does from now on."""
+        """Report that the site has not approved the run, as each claim does from now on."""
         self._note("task.give-back", task, code=unapproved.code)
         log.warning("task-withheld", code=unapproved.code, detail=str(unapproved), remedy="tessera worker inbox")
-        self._tell_failure(task, Failure(token=task.token, code=unapproved.code, detail=str(unapproved)), log)
+        self._send_failure(task, Failure(token=task.token, code=unapproved.code, detail=str(unapproved)), log)
 
-    def _tell_failure(self, task: Task, failure: Failure, log: Any) -> None:
+    def _send_failure(self, task: Task, failure: Failure, log: Any) -> None:
         try:
             self._client.fail(task.id, failure)
         except Problem as problem:
             log.warning("failure-not-reported", reason=problem.code)
 
     def _give_back(self, task: Task | None) -> None:
-        """Let another worker have the task at once. Should it not get through, the lease lapses by itself."""
+        """Release the task to other workers. If the request fails, the lease expires by itself."""
         if task is None:
             return
         try:
@@ -439,8 +438,7 @@ def _about(task: Task) -> dict[str, str | int]:
 
 
 class Outage:
-    """A coordinator that gives no answer to work with: waits longer and longer, and says so once a minute, or when it
-    is for another reason."""
+    """Increasing waits while the coordinator is unavailable, logged once a minute or when the reason changes."""
 
     def __init__(self, stop: Stop) -> None:
         self._stop = stop
@@ -466,10 +464,9 @@ class Outage:
 
 
 def refuses_worker(problem: Problem) -> bool:
-    """Return whether the coordinator will not have this worker, however often it asks: its token, or what it says of
-    itself.
+    """Return whether the coordinator refuses this worker for good: its token, or its claim.
 
-    Anything else may pass: a suspension of its site, the page of a proxy whose coordinator is being replaced.
+    Other refusals may pass, such as the suspension of its site or a proxy's error page during an upgrade.
     """
     if isinstance(problem, Invalid):
         return problem.from_document
@@ -478,13 +475,13 @@ def refuses_worker(problem: Problem) -> bool:
     return isinstance(problem, Unauthenticated | Forbidden)
 
 
-def told(fault: Exception) -> tuple[str, str]:
-    """Return the code and text under which the coordinator hears of a failure. Quotes nothing that might be data."""
+def failure_of(fault: Exception) -> tuple[str, str]:
+    """Return the code and text of a failure for the coordinator. They quote nothing that might be data."""
     if isinstance(fault, Problem):
         return fault.code, fault.detail[:2000]
     if isinstance(fault, TaskFailure):
         return fault.code, str(fault)[:2000]
-    for kind, code in TELLABLE.items():
+    for kind, code in REPORTABLE.items():
         if isinstance(fault, kind):
             return code, str(fault)[:2000]
     if isinstance(fault, torch.OutOfMemoryError | MemoryError):

@@ -1,4 +1,4 @@
-"""The checks of `tessera worker doctor`: the way to the coordinator, machine, data, policy, line."""
+"""The checks of `tessera worker doctor`: route to the coordinator, token, machine, data, policy, bandwidth."""
 
 import difflib
 import importlib
@@ -40,8 +40,10 @@ MATMUL_ROWS = 1024
 
 
 def checks(settings: WorkerSettings, *, probe: bool) -> Iterator[tuple[str, Check]]:
-    """Yield what is looked at, in order. With `probe`, 256 KiB of noise are uploaded, which the coordinator
-    removes."""
+    """Yield the name of each check and the check, in order.
+
+    With `probe`, one of them uploads 256 KiB of noise, which the coordinator removes.
+    """
     verify = tls_of(settings)
     connect = partial(Client, settings.url, patience_seconds=0, verify=verify)
     yield "coordinator", lambda: way_to(settings.url, verify)
@@ -62,10 +64,10 @@ def _token(settings: WorkerSettings, connect: Callable[..., Client]) -> Iterator
         return
     path = settings.token_file
     if settings.token is None and path and path.stat().st_mode & 0o077:
-        yield warn("token", f"{path} is readable by others than its owner", f"chmod 600 {path}")
+        yield warn("token", f"users other than its owner can read {path}", f"chmod 600 {path}")
     try:
         with connect(token) as client:
-            # A lease that there is not may be renewed by a site's token alone.
+            # Only a site's token may renew a lease, even one that does not exist.
             client.heartbeat("0", 0)
     except NotFound as problem:
         if problem.from_document:
@@ -77,20 +79,20 @@ def _token(settings: WorkerSettings, connect: Callable[..., Client]) -> Iterator
         remedy = "Ask an administrator for a token of role site." if known else problem.advice
         yield fail("token", f"not admitted: {problem.detail}", remedy)
     except Problem as problem:
-        yield fail("token", f"it could not be tried: {problem.detail}", problem.advice)
+        yield fail("token", f"the check failed: {problem.detail}", problem.advice)
 
 
 def _disk(settings: WorkerSettings) -> Iterator[Finding]:
     folder = settings.state_dir
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     free = shutil.disk_usage(folder).free
-    told = f"{size(free)} free at {folder}"
+    detail = f"{size(free)} free at {folder}"
     if free < MIN_FREE_BYTES:
-        yield fail("disk", told, "Free some: a model, its updates and the cache lie there.")
+        yield fail("disk", detail, "Free some space: models, updates and the cache are stored there.")
     elif free < settings.cache_bytes:
-        yield warn("disk", f"{told}, less than cache_bytes ({size(settings.cache_bytes)})", "Lower cache_bytes.")
+        yield warn("disk", f"{detail}, less than cache_bytes ({size(settings.cache_bytes)})", "Lower cache_bytes.")
     else:
-        yield ok("disk", told)
+        yield ok("disk", detail)
     piece = os.urandom(1 << 20)
     began_at = time.monotonic()
     with temporary_file(folder) as (_, file):
@@ -99,9 +101,11 @@ def _disk(settings: WorkerSettings) -> Iterator[Finding]:
         file.flush()
         os.fsync(file.fileno())
     rate = WRITTEN_BYTES / (time.monotonic() - began_at)
-    told = f"writes {size(int(rate))} a second"
+    detail = f"writes {size(int(rate))} a second"
     yield (
-        ok("disk", told) if rate >= SLOW_BYTES_PER_SECOND else warn("disk", told, "Use a faster disk for state_dir.")
+        ok("disk", detail)
+        if rate >= SLOW_BYTES_PER_SECOND
+        else warn("disk", detail, "Use a faster disk for state_dir.")
     )
 
 
@@ -109,15 +113,15 @@ def _device(settings: WorkerSettings) -> Iterator[Finding]:
     try:
         device = device_of(settings.device)
     except SettingsError as fault:
-        yield fail("device", str(fault), "Set `device` to cpu, or to a GPU that there is.")
+        yield fail("device", str(fault), "Set `device` to cpu, or to a GPU of this machine.")
         return
     cuda = device.type == "cuda"
     if cuda:
         free, whole = torch.cuda.mem_get_info(device)
-        told = f"{device} {torch.cuda.get_device_name(device)}, {size(free)} of {size(whole)} free"
+        detail = f"{device} {torch.cuda.get_device_name(device)}, {size(free)} of {size(whole)} free"
     else:
-        told = f"{device}, {torch.get_num_threads()} threads"
-    yield ok("device", told)
+        detail = f"{device}, {torch.get_num_threads()} threads"
+    yield ok("device", detail)
     yield _memory(settings.policy.max_model_bytes)
     for dtype, name in ((torch.float32, "float32"), (torch.bfloat16, "bfloat16")):
         seconds = _matmul_seconds(device, dtype)
@@ -126,15 +130,17 @@ def _device(settings: WorkerSettings) -> Iterator[Finding]:
 
 
 def _memory(max_model_bytes: int) -> Finding:
-    told = f"models of up to {size(max_model_bytes)} (max_model_bytes), {size(available_bytes())} of memory"
+    detail = f"models of up to {size(max_model_bytes)} (max_model_bytes), {size(available_bytes())} of memory"
     if max_model_bytes > available_bytes():
-        return warn("memory", told, "Lower policy.max_model_bytes: a larger model ends the worker.")
-    return ok("memory", told)
+        return warn("memory", detail, "Lower policy.max_model_bytes: a model larger than the memory ends the worker.")
+    return ok("memory", detail)
 
 
 def _matmul_seconds(device: torch.device, dtype: torch.dtype) -> float:
-    """Return how long a product of two square matrices takes, the second time. Raises RuntimeError for a wrong
-    product."""
+    """Return the seconds of a product of two square matrices, after one to warm up.
+
+    Raises RuntimeError for a wrong product.
+    """
     eye = torch.eye(MATMUL_ROWS, device=device, dtype=dtype)
     seconds = 0.0
     for _ in range(2):
@@ -149,19 +155,19 @@ def _matmul_seconds(device: torch.device, dtype: torch.dtype) -> float:
 
 def _dataset(settings: WorkerSettings, name: str, source: DataSource) -> Iterator[Finding]:
     if not settings.policy.allows_dataset(name):
-        yield ok(f"data {name}", "kept from runs by the policy, and not loaded")
+        yield ok(f"data {name}", "not loaded: the policy keeps it from runs")
         return
     began_at = time.monotonic()
     try:
         loaded = load_source(source, held_out_key(settings, make=False))
     except (DataError, SettingsError) as fault:
-        yield fail(f"data {name}", str(fault), f"Mend datasets.{name} in the settings, or the files that it names.")
+        yield fail(f"data {name}", str(fault), f"Fix datasets.{name} in the settings, or the files that it names.")
         return
     seconds = time.monotonic() - began_at
-    yield ok(f"data {name}", f"{_told(loaded)}, loaded in {seconds:.1f} s")
+    yield ok(f"data {name}", f"{_contents(loaded)}, loaded in {seconds:.1f} s")
     if "train" not in settings.kinds and source.use == "train" and loaded.held_out is None:
         remedy = f"Set datasets.{name}.use = 'evaluate' if nothing trains on it."
-        yield warn(f"data {name}", "no version is measured on it, and this worker does nothing else", remedy)
+        yield warn(f"data {name}", "this worker only evaluates, and evaluates nothing on it", remedy)
 
 
 def _policy(settings: WorkerSettings) -> Iterator[Finding]:
@@ -169,9 +175,9 @@ def _policy(settings: WorkerSettings) -> Iterator[Finding]:
     yield from (ok("policy", sentence) for sentence in policy_in_words(policy))
     for rule in ("orchestrators", "methods", "datasets", "models"):
         if getattr(policy, rule) == ():
-            remedy = f"Name some, or leave policy.{rule} out, which allows any."
-            yield warn("policy", f"{rule} is empty: whatever a run asks for is refused", remedy)
-    # Not before it is needed: transformers takes seconds.
+            remedy = f"Name some, or remove policy.{rule} to allow any."
+            yield warn("policy", f"{rule} is empty: every run is refused", remedy)
+    # Imported late, because transformers takes seconds.
     models = importlib.import_module("transformers").CONFIG_MAPPING if policy.models else ()
     for rule, named, known, where in (
         ("methods", policy.methods, methods(), "is installed"),
@@ -180,11 +186,11 @@ def _policy(settings: WorkerSettings) -> Iterator[Finding]:
     ):
         for name in sorted(set(named or ()) - set(known)):
             close = difflib.get_close_matches(name, known, n=1)
-            remedy = f"Did you mean {close[0]!r}?" if close else f"Mend or remove it in policy.{rule}."
+            remedy = f"Did you mean {close[0]!r}?" if close else f"Correct or remove it in policy.{rule}."
             yield warn("policy", f"{rule}: nothing called {name!r} {where}", remedy)
 
 
-def _told(loaded: Dataset) -> str:
+def _contents(loaded: Dataset) -> str:
     classes = loaded.classes
     known = f", {len(torch.bincount(classes.clamp(min=0)).nonzero())} classes" if classes is not None else ""
     held_out = f", {loaded.held_out.examples} held out" if loaded.held_out else ""
@@ -192,7 +198,7 @@ def _told(loaded: Dataset) -> str:
 
 
 def _line(settings: WorkerSettings, connect: Callable[..., Client], *, probe: bool) -> Iterator[Finding]:
-    """Yield how fast bytes go and come, and what that is for the runs that this worker takes part in."""
+    """Yield the upload rate, and the time that it means for each run of this worker."""
     with connect(token_of(settings)) as client:
         rate = None
         if probe:
@@ -209,7 +215,7 @@ def _line(settings: WorkerSettings, connect: Callable[..., Client], *, probe: bo
 
 
 def under_way(tasks: Iterable[TaskView]) -> dict[str, TaskView | None]:
-    """Return the runs that ask for something now, each with its latest task here whose update was accepted."""
+    """Return the ids of runs with an open task, each with the latest task whose update was accepted."""
     own = list(tasks)
     live = {task.run for task in own if task.state in ("offered", "leased")}
     accepted = {task.run: task for task in own if task.is_accepted and task.kind == "train"}
@@ -217,7 +223,7 @@ def under_way(tasks: Iterable[TaskView]) -> dict[str, TaskView | None]:
 
 
 def forecast(name: str, last: TaskView | None, model_bytes: int, rate: float | None) -> str:
-    """Return what the last update says of the next ones, or else the whole model. `rate` is in bytes a second."""
+    """Return the expected upload of a round, from the last update or the whole model. `rate` is in bytes a second."""
     sent = last.upload_bytes if last else model_bytes
     seconds = sent / rate if rate else None
     long = "" if seconds is None else f", about {seconds:.0f} s" if seconds >= 1 else ", less than a second"
@@ -232,7 +238,7 @@ SKEW_SECONDS = 30.0
 
 
 def way_to(url: str, verify: ssl.SSLContext) -> Iterator[Finding]:
-    """Name, proxy, connection, TLS, answer, protocol and clock of the coordinator at `url`, as far as one gets."""
+    """Yield proxy, DNS, connection, TLS, answer, protocol and clock of the coordinator, up to the first failure."""
     parts = urlsplit(url)
     host, tls = parts.hostname or "", parts.scheme == "https"
     port = parts.port or (443 if tls else 80)
@@ -251,9 +257,11 @@ def way_to(url: str, verify: ssl.SSLContext) -> Iterator[Finding]:
         if found[-1].verdict == "fail":
             return
     elif not tls and is_loopback(host):
-        yield ok("tls", "none, and none is needed on this machine")
+        yield ok("tls", "none, and none is needed for a coordinator on this machine")
     elif not tls:
-        yield fail("tls", "the URL is http: whoever is on the way reads the token and every update", "Use https.")
+        yield fail(
+            "tls", "the URL is http: anyone on the network path can read the token and every update", "Use https."
+        )
     yield from _answer(url, verify, proxy)
 
 
@@ -261,7 +269,11 @@ def _direct(host: str, port: int) -> Iterator[Finding]:
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError as fault:
-        yield fail("dns", f"{host} has no address: {fault.strerror}", "Check the name in `url`, and the resolver.")
+        yield fail(
+            "dns",
+            f"{host} has no address: {fault.strerror}",
+            "Check the host name in `url`, and this machine's resolver.",
+        )
         return
     addresses = sorted({str(address[4][0]) for address in found})
     yield ok("dns", f"{host} is {', '.join(addresses[:4])}")
@@ -283,21 +295,25 @@ def _tls(host: str, port: int, verify: ssl.SSLContext) -> Iterator[Finding]:
         ):
             certificate, version = wrapped.getpeercert() or {}, wrapped.version()
     except ssl.SSLCertVerificationError as fault:
-        yield fail("tls", f"the certificate is not trusted: {fault.verify_message}", "Ask for the CA, and the name.")
+        yield fail(
+            "tls",
+            f"the certificate is not trusted: {fault.verify_message}",
+            "Ask the coordinator's operator for its CA certificate, and set `ca_bundle`.",
+        )
         return
     except (ssl.SSLError, OSError) as fault:
-        yield fail("tls", f"TLS does not come about: {fault}", "Check that https is spoken on this port.")
+        yield fail("tls", f"the TLS handshake failed: {fault}", "Check that this port serves https.")
         return
     yield expiry(certificate, version or "TLS", datetime.now(UTC))
 
 
 def expiry(certificate: Mapping[str, object], version: str, now: datetime) -> Finding:
-    """Return what a certificate that is trusted says of how long it will be."""
+    """Return a finding on the time until a trusted certificate expires."""
     ends = datetime.fromtimestamp(ssl.cert_time_to_seconds(str(certificate["notAfter"])), UTC)
-    told = f"{version}, a trusted certificate until {ends:%Y-%m-%d}"
+    detail = f"{version}, a trusted certificate until {ends:%Y-%m-%d}"
     if ends - now < EXPIRES_SOON:
-        return warn("tls", told, "Ask the coordinator's operator to renew it.")
-    return ok("tls", told)
+        return warn("tls", detail, "Ask the coordinator's operator to renew it.")
+    return ok("tls", detail)
 
 
 def _answer(url: str, verify: ssl.SSLContext, proxy: str | None) -> Iterator[Finding]:
@@ -306,7 +322,7 @@ def _answer(url: str, verify: ssl.SSLContext, proxy: str | None) -> Iterator[Fin
         about = About.model_validate_json(answer.raise_for_status().content)
     except (httpx.HTTPError, ValueError) as fault:
         reason = str(fault).splitlines()[0] if str(fault) else type(fault).__name__
-        # Where there is a proxy nothing was tried before, and what answered may have been the proxy.
+        # Behind a proxy no earlier check ran, and the answer may be the proxy's.
         remedy = BY_PROXY if proxy else "Check the URL's path and host."
         yield fail("coordinator", f"no answer from a coordinator: {reason[:200]}", remedy)
         return
@@ -320,13 +336,13 @@ def _answer(url: str, verify: ssl.SSLContext, proxy: str | None) -> Iterator[Fin
 
 
 def clock(date: str | None, now: datetime) -> Finding:
-    """Return how far this machine's clock is from the one that wrote a Date header, in whole seconds."""
+    """Return a finding on the difference between this machine's clock and a Date header, in whole seconds."""
     if date is None:
-        return warn("clock", "the coordinator sends no Date", "Check this machine's clock otherwise.")
+        return warn("clock", "the coordinator sends no Date", "Check this machine's clock in another way.")
     skew = (now - parsedate_to_datetime(date)).total_seconds()
-    # The header leaves out the fraction of its second, and was on its way for a while.
-    told = f"{abs(skew):.0f} s {'ahead of' if skew > 0 else 'behind'} the coordinator's"
-    told = "within two seconds of the coordinator's" if abs(skew) <= 2 else told
+    # The header has no fractions of a second, and took a while to arrive.
+    detail = f"{abs(skew):.0f} s {'ahead of' if skew > 0 else 'behind'} the coordinator's"
+    detail = "within two seconds of the coordinator's" if abs(skew) <= 2 else detail
     if abs(skew) <= SKEW_SECONDS:
-        return ok("clock", told)
-    return warn("clock", told, "Set it by NTP: hours, approvals and certificates go by it.")
+        return ok("clock", detail)
+    return warn("clock", detail, "Synchronise it by NTP: opening hours, approvals and certificates depend on it.")

@@ -1,5 +1,4 @@
-"""How a worker comes to be admitted, and how its secret is replaced: either way the secret is made here, and only its
-hash is told."""
+"""Enrolment of a worker, and rotation of its secret. The secret is generated here, and only its hash is sent."""
 
 import json
 import re
@@ -20,7 +19,7 @@ from tessera.worker.settings import SettingsError
 from tessera.worker.state.atomic_files import replace, write_secret
 
 NEXT = ".next"
-"""How the name of a file ends that holds a secret which the coordinator may not know of yet."""
+"""Suffix of the file of a new secret, until the coordinator has confirmed it."""
 
 TLS = ("ca_bundle", "client_cert", "client_key")
 
@@ -31,21 +30,23 @@ token_file = {token_file}
 name = {name}
 state_dir = {state_dir}
 {more}
-# What runs may train on, under the name by which they ask for it.
+# The data that runs may train on, under the name that runs use for it.
 # [datasets.ward-images]
 # kind = "arrays"
 # file = "/data/ward-images.safetensors"
 
-# What leaves this site is yours to say, whatever a coordinator asks.
+# You decide what leaves this site, regardless of what a coordinator requests.
 [policy]
 # never_send = ["*embeddings*"]
 """
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a worker's settings are, and its secret. `tls` are those settings that are about TLS, `missing` are lines
-    that the file lacks."""
+class Registration:
+    """A worker's settings file and secret.
+
+    `tls` holds the settings for TLS. `missing` holds the lines to add to an existing settings file.
+    """
 
     config: Path
     token_file: Path
@@ -55,11 +56,11 @@ class Place:
     missing: tuple[str, ...]
 
 
-def prepared(config: Path, url: str, name: str | None, tls: dict[str, Path]) -> Place:
-    """Return a file of settings and one with a new secret; where there are such already, they are kept.
+def prepare(config: Path, url: str, name: str | None, tls: dict[str, Path]) -> Registration:
+    """Write a settings file and a new secret. Existing files are kept.
 
-    `tls` are settings too (`ca_bundle`, `client_cert`, `client_key`), which win over those that are there. Raises
-    SettingsError if what is there is for another coordinator: its secret is not to be shown to this one.
+    `tls` holds settings (`ca_bundle`, `client_cert`, `client_key`) that override those of an existing file. Raises
+    SettingsError if the files belong to another coordinator, which alone may see their secret.
     """
     config, url = config.absolute(), url.rstrip("/")
     given = _read(config) if config.exists() else {}
@@ -71,7 +72,7 @@ def prepared(config: Path, url: str, name: str | None, tls: dict[str, Path]) -> 
     called = name or given.get("name") or _host_name()
     if token_file.exists():
         if "url" not in given:
-            raise SettingsError(f"{token_file} holds a secret, nobody knows for which coordinator; remove it")
+            raise SettingsError(f"{token_file} holds a secret for an unknown coordinator; remove it")
         secret = _secret_in(token_file)
     else:
         secret = new_secret("site")
@@ -88,19 +89,19 @@ def prepared(config: Path, url: str, name: str | None, tls: dict[str, Path]) -> 
         write_secret(token_file, secret)
     missing = tuple(f"{key} = {json.dumps(value)}" for key, value in (wanted | more).items() if key not in given)
     trusted = {key: Path(given[key]) for key in TLS if key in given} | tls
-    return Place(config, token_file, called, secret, trusted, missing)
+    return Registration(config, token_file, called, secret, trusted, missing)
 
 
-def asked(client: Client, place: Place, site: str | None, device: str, version: str) -> Enrolment:
-    """Ask for the worker to be admitted. Asked again with the same secret, it is the same wish."""
+def request(client: Client, registration: Registration, site: str | None, device: str, version: str) -> Enrolment:
+    """Request the worker's admission. Repeated with the same secret, it is the same request."""
     spec = EnrolmentSpec(
-        site=site, worker=place.name, device=device, version=version, secret_hash=hash_of(place.secret)
+        site=site, worker=registration.name, device=device, version=version, secret_hash=hash_of(registration.secret)
     )
     return client.ask_to_join(spec)
 
 
-def awaited(client: Client, enrolment: Enrolment, sleep: Callable[[float], None] = time.sleep) -> Enrolment:
-    """Return what becomes of it in the end. `client` shows the secret."""
+def wait_for(client: Client, enrolment: Enrolment, sleep: Callable[[float], None] = time.sleep) -> Enrolment:
+    """Return the enrolment once it is decided. `client` authenticates with the secret."""
     while enrolment.state == "pending":
         sleep(enrolment.poll_seconds)
         enrolment = client.enrolment(enrolment.id)
@@ -108,9 +109,9 @@ def awaited(client: Client, enrolment: Enrolment, sleep: Callable[[float], None]
 
 
 def rotate(connect: Callable[[str], Client], file: Path) -> Rotated:
-    """Put a new secret in the place of the one in `file`. Cut off at any point, it is done by doing it again.
+    """Replace the secret in `file` by a new one. After an interruption at any point, call it again.
 
-    Raises Problem, and SettingsError for a file that holds none.
+    Raises Problem, and SettingsError for a file without a secret.
     """
     present = _secret_in(file)
     following = file.with_name(file.name + NEXT)
@@ -121,7 +122,7 @@ def rotate(connect: Callable[[str], Client], file: Path) -> Rotated:
         with connect(present) as client:
             rotated = client.rotate(hash_of(fresh))
     except Unauthenticated as refusal:
-        # The coordinator may have been told before, and the grace of the old secret be over.
+        # An earlier attempt may have succeeded, and the grace period of the old secret have ended.
         with connect(fresh) as client, suppress(Unauthenticated):
             rotated = client.rotate(hash_of(fresh))
             replace(following, file)

@@ -1,5 +1,7 @@
-"""What a worker tells Prometheus. It listens to nobody, so it writes a file that node_exporter's textfile collector
-reads."""
+"""A worker's metrics for Prometheus.
+
+The worker listens on no port, so it writes a file that node_exporter's textfile collector reads.
+"""
 
 from pathlib import Path
 
@@ -12,22 +14,20 @@ disable_created_metrics()  # type: ignore[no-untyped-call]
 
 
 class Figures:
-    """Counts since this process began, written in place of the file, if there is to be one, whenever they change."""
+    """Counts since this process started. Each change rewrites the file, if there is one."""
 
     def __init__(self, file: Path | None) -> None:
         self._file = file
         self.registry = registry = CollectorRegistry()
         self._asked = Gauge(
-            "tessera_worker_last_claim_timestamp_seconds", "When it last asked for a task", registry=registry
+            "tessera_worker_last_claim_timestamp_seconds", "Time of its last claim", registry=registry
         )
-        self._usable = Gauge(
-            "tessera_worker_settings_valid", "Whether its settings file can be used as it is", registry=registry
-        )
+        self._usable = Gauge("tessera_worker_settings_valid", "Whether its settings file is valid", registry=registry)
         self._usable.set(1)
-        self._tasks = Counter("tessera_worker_tasks", "Tasks taken", ["kind", "outcome"], registry=registry)
+        self._tasks = Counter("tessera_worker_tasks", "Tasks claimed", ["kind", "outcome"], registry=registry)
         self._seconds = Histogram(
             "tessera_worker_task_duration_seconds",
-            "From a task to its end",
+            "Time from a claimed task to its end",
             ["kind"],
             buckets=BUCKETS,
             registry=registry,
@@ -55,8 +55,8 @@ class Figures:
         if self._file is None:
             return
         try:
-            # Under another name first, so that nobody reads half of it.
+            # Written under another name first, so that no reader sees half of it.
             write_to_textfile(str(self._file), self.registry)
         except OSError as fault:
-            # Figures are no reason not to work.
+            # The worker continues without metrics.
             structlog.get_logger("worker").warning("figures-not-written", file=str(self._file), reason=fault.strerror)

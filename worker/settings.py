@@ -1,5 +1,7 @@
-"""What a worker is told: a TOML file, over which the environment's TESSERA_WORKER_* win. It is read when the worker
-starts, and its policy and budgets whenever it changes (`worker.settings_reload`).
+"""A worker's settings: a TOML file, overridden by environment variables TESSERA_WORKER_*.
+
+The worker reads the file at its start, and the policy and budgets whenever the file changes
+(`worker.settings_reload`).
 
 url = "https://tessera.example"
 token_file = "/run/secrets/tessera"
@@ -43,7 +45,7 @@ from tessera.shared.urls import require_private
 from tessera.worker.data.partition.schemes import SitePartition
 from tessera.worker.governance.policy import GIB, Allowance, Policy
 
-# Not TESSERA_ alone: TESSERA_TOKEN is the command line's, and may well be an administrator's.
+# Not TESSERA_ alone: TESSERA_TOKEN belongs to the command line, and may be an administrator's.
 ENVIRONMENT_PREFIX = "TESSERA_WORKER_"
 
 
@@ -51,29 +53,31 @@ S = TypeVar("S", bound="DataSettings")
 
 
 class SettingsError(ValueError):
-    """The settings cannot be used; says which key is wrong and why."""
+    """The settings cannot be used. The message names the wrong key and the reason."""
 
 
 def check_no_seed(options: Mapping[str, object]) -> None:
-    """Raise ValueError for a setting that there was, which would have anybody know who is held out."""
+    """Raise ValueError for a former setting, with which anyone could compute which examples are held out."""
     if "held_out_seed" in options:
-        raise ValueError("held_out_seed: is no more; take it out. A secret key decides which examples are held out")
+        raise ValueError(
+            "held_out_seed: was removed; delete it. A secret key now decides which examples are held out"
+        )
 
 
 class DataSource(BaseModel):
-    """Where a data set comes from: its kind, what is taken of it, and beside these the options of that kind."""
+    """The source of a data set: its kind, the part of it to use, and the options of that kind."""
 
     model_config = ConfigDict(frozen=True, extra="allow")
 
     kind: str
-    part: SitePartition | None = Field(default=None, description="which part of it this is; all of it if unset")
-    held_out: float | None = Field(default=None, gt=0, lt=1, description="share of it that nothing trains on")
+    part: SitePartition | None = Field(default=None, description="the part of it to use; all of it if unset")
+    held_out: float | None = Field(default=None, gt=0, lt=1, description="share of it to hold out from training")
     use: Literal["train", "evaluate"] = Field(
-        default="train", description="whether runs train on it, or measure versions on all of it"
+        default="train", description="whether runs train on it, or evaluate versions on all of it"
     )
-    privacy: Allowance | None = Field(default=None, description="what runs may find out; as for all data if unset")
+    privacy: Allowance | None = Field(default=None, description="its privacy budget; that of all data sets if unset")
     ledger: Label | None = Field(
-        default=None, description="the ledger that it shares with other names for the same examples; its own if unset"
+        default=None, description="the ledger that it shares with data sets of the same examples; its own if unset"
     )
 
     @model_validator(mode="after")
@@ -92,7 +96,7 @@ DeviceName = Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:[0-9]{1,2})?)$")]
 
 
 class DataSettings(BaseSettings):
-    """What of a worker's settings says where its data are. Other keys are passed over."""
+    """The settings about data. Other keys are ignored."""
 
     model_config = SettingsConfigDict(
         env_prefix=ENVIRONMENT_PREFIX, env_nested_delimiter="__", frozen=True, extra="ignore"
@@ -109,7 +113,7 @@ class DataSettings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003
         file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Return the environment first, then what the file said."""
+        """Let the environment override the file."""
         return env_settings, init_settings
 
 
@@ -119,53 +123,52 @@ class WorkerSettings(DataSettings):
     model_config = SettingsConfigDict(extra="forbid")
 
     url: Annotated[str, Field(pattern=r"^https?://")]
-    token: SecretStr | None = Field(default=None, description="stronger than token_file")
+    token: SecretStr | None = Field(default=None, description="overrides token_file")
     token_file: Path | None = None
-    ca_bundle: Path | None = Field(
-        default=None, description="the CAs to trust (PEM), in place of those that are trusted otherwise"
-    )
-    client_cert: Path | None = Field(default=None, description="a certificate to show to the coordinator (PEM)")
-    client_key: Path | None = Field(default=None, description="its key, if that is in a file of its own")
-    name: Label = Field(description="what this worker is called; its own among the site's workers")
-    state_dir: Path = Field(description="where cache and vault are; this worker's alone")
+    ca_bundle: Path | None = Field(default=None, description="the CAs to trust (PEM) in place of the system's")
+    client_cert: Path | None = Field(default=None, description="a client certificate for the coordinator (PEM)")
+    client_key: Path | None = Field(default=None, description="the key of client_cert, if it is in a separate file")
+    name: Label = Field(description="this worker's name, unique within the site")
+    state_dir: Path = Field(description="folder of cache and vault; not shared with other workers")
     device: DeviceName = "auto"
     held_out_key_file: Path | None = Field(
         default=None,
-        description="the secret that decides which examples are held out, made if there is none; in state_dir if "
-        "unset. Workers with the same examples need the same",
+        description="file of the secret key that decides which examples are held out, created if missing; in "
+        "state_dir if unset. Workers with the same examples need the same key",
     )
     kinds: tuple[TaskKind, ...] = Field(default=("train", "evaluate"), min_length=1)
     threads: PositiveInt | None = Field(default=None, description="threads of one operation; torch's choice if unset")
     cache_bytes: PositiveInt = 20 * GIB
     keep_vaults_days: PositiveFloat | Literal["forever"] = Field(
         default=30.0,
-        description="how long to keep what a method keeps here of a run that has ended, since its last use",
+        description="days to keep a run's vault after its end, since the vault's last use",
     )
-    poll_seconds: int = Field(default=25, ge=0, le=50, description="how long to let the coordinator think")
-    mappings: tuple[Path, ...] = Field(default=(), description="files that describe attention not known here")
-    resources: Resources = Field(default={}, description="what a task may spend, for methods that ask less of some")
+    poll_seconds: int = Field(
+        default=25, ge=0, le=50, description="seconds that the coordinator may hold a claim open"
+    )
+    mappings: tuple[Path, ...] = Field(
+        default=(), description="files that describe attention layouts unknown to Tessera"
+    )
+    resources: Resources = Field(
+        default={}, description="limits of this worker, for methods that give some workers less work"
+    )
     policy: Policy = Policy()
-    privacy: Allowance | None = Field(default=None, description="what runs may find out of each data set")
-    ledger_dir: Path | None = Field(
-        default=None, description="where the ledgers of privacy are; in state_dir if unset"
-    )
-    runs_dir: Path | None = Field(
-        default=None, description="where it is written down what runs have shown; in state_dir if unset"
-    )
+    privacy: Allowance | None = Field(default=None, description="privacy budget of each data set")
+    ledger_dir: Path | None = Field(default=None, description="folder of the privacy ledgers; in state_dir if unset")
+    runs_dir: Path | None = Field(default=None, description="folder of the run history; in state_dir if unset")
     inbox_dir: Path | None = Field(
-        default=None, description="where runs wait for approval; in state_dir if unset. A site's workers may share it"
+        default=None,
+        description="folder of runs that wait for approval; in state_dir if unset. A site's workers may share it",
     )
-    audit_dir: Path | None = Field(
-        default=None, description="where it is written down what was done and what left; in state_dir if unset"
-    )
+    audit_dir: Path | None = Field(default=None, description="folder of the audit; in state_dir if unset")
     audit_key: SecretStr | None = Field(
-        default=None, description="the key that protects audit and ledgers; stronger than audit_key_file"
+        default=None, description="key that protects audit and ledgers; overrides audit_key_file"
     )
     audit_key_file: Path | None = Field(
-        default=None, description="where that key is, made if it is not there; beside state_dir if unset"
+        default=None, description="file of that key, created if missing; beside state_dir if unset"
     )
     metrics_file: Path | None = Field(
-        default=None, description="where figures for Prometheus are written, as node_exporter reads them; *.prom"
+        default=None, description="file of metrics for Prometheus' node_exporter; *.prom"
     )
     log: Literal["auto", "console", "json"] = "auto"
 
@@ -178,7 +181,7 @@ class WorkerSettings(DataSettings):
     @model_validator(mode="after")
     def _has_token(self) -> Self:
         if self.token is None and self.token_file is None:
-            raise ValueError("give token_file (or token), as an administrator issued it")
+            raise ValueError("give token_file (or token), with the token that an administrator issued")
         return self
 
 
@@ -188,7 +191,7 @@ def read_settings(path: Path) -> WorkerSettings:
 
 
 def parsed_settings(path: Path, raw: bytes) -> WorkerSettings:
-    """Return the same of a file that holds `raw`. Raises SettingsError."""
+    """Return the settings in `raw`, the content of `path`, and the environment. Raises SettingsError."""
     settings = _parsed(path, raw, WorkerSettings)
     try:
         require_private(settings.url)
@@ -198,19 +201,19 @@ def parsed_settings(path: Path, raw: bytes) -> WorkerSettings:
 
 
 def read_data_settings(path: Path) -> DataSettings:
-    """Return what such a file, or one with nothing else in it, says of data. Raises SettingsError."""
+    """Return the data settings of a settings file, or of a file with nothing else. Raises SettingsError."""
     return _parsed(path, raw_settings(path), DataSettings)
 
 
 def raw_settings(path: Path) -> bytes:
-    """Return what is in a settings file. Raises SettingsError if it cannot be read."""
+    """Return the bytes of a settings file. Raises SettingsError if it cannot be read."""
     try:
         return path.read_bytes()
     except OSError as fault:
         raise SettingsError(f"{path} cannot be read: {fault.strerror}") from fault
 
 
-NO_DATASET = ". Name the data: a table [datasets.NAME] with their kind, as docs/data.md has it"
+NO_DATASET = ". Add a table [datasets.NAME] with the kind of the data: see docs/data.md"
 
 
 def _parsed(path: Path, raw: bytes, kind: type[S]) -> S:
@@ -222,18 +225,18 @@ def _parsed(path: Path, raw: bytes, kind: type[S]) -> S:
         raise SettingsError(f"environment: {fault}") from fault
     except ValidationError as fault:
         hint = NO_DATASET if any(error["loc"] == ("datasets",) for error in fault.errors()) else ""
-        raise SettingsError(f"{path}: {_told(fault)}{hint}") from None
+        raise SettingsError(f"{path}: {_faults(fault)}{hint}") from None
 
 
 def effective_settings(path: Path) -> list[Setting]:
-    """Return every setting that a worker has which starts now, and where it comes from. Raises SettingsError."""
+    """Return every setting of a worker that starts now, and its origin. Raises SettingsError."""
     settings = read_settings(path)
     file = tomllib.loads(path.read_text(encoding="utf-8"))
     return effective(settings.model_dump(), file, os.environ, ENVIRONMENT_PREFIX)
 
 
-def _told(fault: ValidationError) -> str:
-    """Return each wrong key and why, without the values: a token may be among them."""
+def _faults(fault: ValidationError) -> str:
+    """Return each wrong key and the reason, without the values: a token may be among them."""
     return "; ".join(
         f"{'.'.join(map(str, error['loc'])) or 'settings'}: "
         + ("no such setting" if error["type"] == "extra_forbidden" else message_of(error))
@@ -242,10 +245,9 @@ def _told(fault: ValidationError) -> str:
 
 
 def token_of(settings: WorkerSettings) -> str:
-    """Return the token, from where the settings say. Raises SettingsError if it cannot be read or sent, or is
-    empty."""
+    """Return the token. Raises SettingsError if it is empty, or cannot be read or sent."""
     if settings.token is not None:
-        where, token = "token: what is given", settings.token.get_secret_value().strip()
+        where, token = "token: the value", settings.token.get_secret_value().strip()
     else:
         where = f"token_file: {settings.token_file}"
         try:
@@ -260,14 +262,13 @@ def token_of(settings: WorkerSettings) -> str:
 
 
 def credential_of(settings: WorkerSettings) -> Credential:
-    """Return the token, which is read anew should it be refused: `tessera worker rotate` may have put another in its
-    place.
+    """Return the token, which is read again after a refusal: `tessera worker rotate` may have replaced it.
 
     Raises SettingsError.
     """
 
     def reread() -> str | None:
-        # What cannot be read now was there at the start; the refusal says more.
+        # A file that became unreadable says less than the refusal.
         with suppress(SettingsError):
             return token_of(settings)
         return None
@@ -276,7 +277,7 @@ def credential_of(settings: WorkerSettings) -> Credential:
 
 
 def tls_of(settings: WorkerSettings) -> ssl.SSLContext:
-    """Return whom this worker trusts, and what it is trusted by. Raises SettingsError."""
+    """Return the TLS context: trusted CAs and the client certificate. Raises SettingsError."""
     try:
         return tls_context(settings.ca_bundle, settings.client_cert, settings.client_key)
     except Invalid as refusal:

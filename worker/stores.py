@@ -15,62 +15,60 @@ from tessera.worker.state.privacy_ledger import LEDGER_FOLDER, Ledger
 
 
 def ledger_of(settings: WorkerSettings) -> Ledger:
-    """Return where this worker writes down what runs spend of its data sets' privacy. Raises SettingsError."""
+    """Return the ledger of the privacy that runs have spent. Raises SettingsError."""
     shared = {name: source.ledger for name, source in settings.datasets.items() if source.ledger}
     return Ledger(settings.ledger_dir or settings.state_dir / LEDGER_FOLDER, audit_key_of(settings), shared)
 
 
 def run_history_of(settings: WorkerSettings) -> RunHistory:
-    """Return where this worker writes down what runs have shown of themselves."""
+    """Return the history of the runs that this worker has seen."""
     return RunHistory(settings.runs_dir or settings.state_dir / RUNS_FOLDER, settings.name)
 
 
 def inbox_of(settings: WorkerSettings) -> Inbox:
-    """Return where runs wait for a person's approval."""
+    """Return the runs that wait for a person's approval."""
     return Inbox(settings.inbox_dir or settings.state_dir / INBOX_FOLDER)
 
 
 def airlock_of(settings: WorkerSettings) -> Airlock:
-    """Return where updates wait for a person's release."""
+    """Return the updates that wait for a person's release."""
     return Airlock(settings.state_dir / AIRLOCK_FOLDER)
 
 
 def audit_of(settings: WorkerSettings) -> Audit:
-    """Return where this worker writes down what it does. Raises SettingsError."""
+    """Return the audit of this worker's actions. Raises SettingsError."""
     return Audit(settings.audit_dir or settings.state_dir / AUDIT_FOLDER, settings.name, audit_key_of(settings))
 
 
 def audit_key_of(settings: WorkerSettings) -> bytes:
-    """Return the key that protects audit and ledgers. Its file is made if there is none. Raises SettingsError."""
+    """Return the key that protects audit and ledgers. A missing key file is created. Raises SettingsError."""
     if settings.audit_key is not None:
         with suppress(ValueError):
             if len(key := bytes.fromhex(settings.audit_key.get_secret_value())) == KEY_BYTES:
                 return key
         raise SettingsError(
-            f"audit_key: is not {2 * KEY_BYTES} hexadecimal digits; `openssl rand -hex 32` makes them"
+            f"audit_key: is not {2 * KEY_BYTES} hexadecimal digits; `openssl rand -hex 32` prints a key"
         )
     state = settings.state_dir.resolve()
     if not state.name:
-        raise SettingsError(
-            f"state_dir: beside {state} there is no place for a key; name a folder of the worker's own"
-        )
+        raise SettingsError(f"state_dir: {state} has no parent folder for the key; name a folder of the worker's own")
     shared = {"ledger_dir": settings.ledger_dir, "audit_dir": settings.audit_dir}
     elsewhere = [name for name, folder in shared.items() if folder and not folder.resolve().is_relative_to(state)]
     if settings.audit_key_file is None and elsewhere:
         raise SettingsError(
-            f"{elsewhere[0]}: lies outside of state_dir, where other workers may share it, and all of them need the "
+            f"{elsewhere[0]}: is outside state_dir, so that other workers may share it, and all of them need the "
             f"same key: name its file in audit_key_file, such as {state}.key, or set {ENVIRONMENT_PREFIX}AUDIT_KEY"
         )
     path = settings.audit_key_file or state.with_name(f"{state.name}.key")
     if any(folder and path.resolve().is_relative_to(folder.resolve()) for folder in (state, *shared.values())):
         raise SettingsError(
-            f"audit_key_file: {path} lies in a folder that it protects; put it outside of state_dir, ledger_dir and "
+            f"audit_key_file: {path} is in a folder that the key protects; put it outside state_dir, ledger_dir and "
             "audit_dir"
         )
     try:
         return secret_key(path)
     except (OSError, ValueError) as fault:
         raise SettingsError(
-            f"audit_key_file: {path} can be neither read nor made: {fault}. Name a file elsewhere that lasts, or set "
+            f"audit_key_file: {path} can be neither read nor created: {fault}. Name a file on a lasting disk, or set "
             f"{ENVIRONMENT_PREFIX}AUDIT_KEY to what `openssl rand -hex 32` prints"
         ) from fault

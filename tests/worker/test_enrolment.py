@@ -22,7 +22,7 @@ from tessera.shared.problems import Unauthenticated
 from tessera.shared.token_format import hash_of, new_secret
 from tessera.worker.cli import join
 from tessera.worker.cli.worker import app
-from tessera.worker.enrolment import NEXT, prepared, rotate
+from tessera.worker.enrolment import NEXT, prepare, rotate
 from tessera.worker.settings import SettingsError
 from tessera.worker.state.atomic_files import write_secret
 from tests.support.coordinator import LiveCoordinator, until
@@ -111,23 +111,23 @@ def test_an_enrolment_token_in_a_file_admits_without_anybody(live: LiveCoordinat
 def test_settings_that_are_there_are_kept_and_what_they_lack_is_told(tmp_path: Path) -> None:
     config = tmp_path / "worker.toml"
     config.write_text('url = "https://a"\n[datasets.x]\nkind = "digits"\n')
-    place = prepared(config, "https://a", "gpu-1", {})
+    place = prepare(config, "https://a", "gpu-1", {})
     assert config.read_text().startswith('url = "https://a"\n[datasets.x]')
     assert place.missing == (
         f'token_file = "{tmp_path}/worker.token"',
         'name = "gpu-1"',
         f'state_dir = "{tmp_path}/state"',
     )
-    assert prepared(config, "https://a", None, {}).secret == place.secret
+    assert prepare(config, "https://a", None, {}).secret == place.secret
 
 
 def test_the_secret_for_one_coordinator_is_never_shown_to_another(tmp_path: Path) -> None:
-    prepared(tmp_path / "worker.toml", "https://a", "w", {})
+    prepare(tmp_path / "worker.toml", "https://a", "w", {})
     with pytest.raises(SettingsError, match="is for https://a"):
-        prepared(tmp_path / "worker.toml", "https://b", "w", {})
+        prepare(tmp_path / "worker.toml", "https://b", "w", {})
     (tmp_path / "worker.toml").unlink()
-    with pytest.raises(SettingsError, match="nobody knows for which coordinator"):
-        prepared(tmp_path / "worker.toml", "https://b", "w", {})
+    with pytest.raises(SettingsError, match="holds a secret for an unknown coordinator"):
+        prepare(tmp_path / "worker.toml", "https://b", "w", {})
 
 
 @pytest.mark.parametrize(

@@ -120,7 +120,7 @@ def test_what_is_exported_for_the_command_line_is_not_the_workers(
 @pytest.mark.parametrize("token", ["tsr_s\u00e9cret", "tsr_\\u0007", " "])
 def test_a_token_that_cannot_be_sent_is_refused_and_not_shown(tmp_path: Path, token: str) -> None:
     settings = read_settings(written(tmp_path, GOOD.replace("tsr_secret", token)))
-    with pytest.raises(SettingsError, match="token: what is given") as refused:
+    with pytest.raises(SettingsError, match="token: the value") as refused:
         token_of(settings)
     assert "tsr_" not in str(refused.value)
 

@@ -16,7 +16,7 @@ from tessera.shared.schema import Label
 from tessera.shared.urls import require_private
 from tessera.shared.version import VERSION
 from tessera.worker.cli.exits import BAD_SETTINGS, NOT_ADMITTED, ConfigFile, Errors, exits, fail
-from tessera.worker.enrolment import asked, awaited, prepared
+from tessera.worker.enrolment import prepare, request, wait_for
 from tessera.worker.enrolment import rotate as rotate_secret
 from tessera.worker.inventory import describe, device_of
 from tessera.worker.settings import SettingsError, read_settings, tls_of
@@ -60,13 +60,13 @@ def join(
     fresh = not config.exists()
     tls = {"ca_bundle": ca_bundle, "client_cert": client_cert, "client_key": client_key}
     with exits(ERRORS):
-        place = prepared(config, url, name, {key: file for key, file in tls.items() if file})
+        place = prepare(config, url, name, {key: file for key, file in tls.items() if file})
         verify = tls_context(**place.tls)
         try:
             shown = token_file.read_text(encoding="utf-8").strip() if token_file else None
             note(f"asking {url} ...")
             with Client(url, shown, patience_seconds=PATIENCE_SECONDS, verify=verify) as client:
-                enrolment = asked(client, place, site, describe(device_of("auto")), VERSION)
+                enrolment = request(client, place, site, describe(device_of("auto")), VERSION)
         except Unreachable:
             if fresh:
                 # The URL may be wrong. No more than a hash of the secret can have left.
@@ -82,7 +82,7 @@ def join(
                 minutes = round(enrolment.expires_in_seconds / 60)
                 note(f"It is not secret, and is valid for {minutes} minutes. Waiting to be admitted ...")
             with Client(url, place.secret, verify=verify) as client:
-                enrolment = awaited(client, enrolment)
+                enrolment = wait_for(client, enrolment)
     if as_json:
         print_json(enrolment, line=True)
     if enrolment.state != "approved":

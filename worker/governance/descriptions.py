@@ -57,14 +57,14 @@ def _privacy(task: Task) -> str:
     privacy: Privacy | None = task.privacy
     if privacy is None:
         return (
-            "No differential privacy: whoever sees what is sent, which the coordinator's operator does, may find out "
+            "No differential privacy: anyone who sees the updates, such as the coordinator's operator, may learn "
             "about single examples."
         )
     if task.kind == "evaluate":
         return "Figures are exact: the run's differential privacy covers what is trained, not what is measured."
-    uncovered = "; what the choice of blocks tells is not covered" if privacy.selection == "uncovered" else ""
+    uncovered = "; the choice of blocks is not covered" if privacy.selection == "uncovered" else ""
     return (
-        "Differential privacy: all updates together tell of one example at most epsilon "
+        "Differential privacy: all updates together reveal of one example at most epsilon "
         f"{privacy.epsilon:g} at delta {privacy.delta:g}{uncovered}."
     )
 

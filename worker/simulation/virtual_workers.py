@@ -11,7 +11,7 @@ from tessera.shared.api.runs import Measurement
 from tessera.shared.api.tasks import Task, TaskView
 from tessera.shared.api.versions import Manifest
 from tessera.shared.problems import InvalidUpdate, Problem, WorkerFailed
-from tessera.worker.agent import TELLABLE, told
+from tessera.worker.agent import REPORTABLE, failure_of
 from tessera.worker.data.registry import Dataset
 from tessera.worker.governance.policy import Policy
 from tessera.worker.model.layouts import MappingFile
@@ -28,7 +28,7 @@ from tessera.worker.training.progress import Report
 EVALUATOR = "evaluator"
 """The site that holds the central data set, and trains nothing."""
 
-OF_THE_RUN: tuple[type[Exception], ...] = (TaskFailure, Problem, *TELLABLE)
+OF_THE_RUN: tuple[type[Exception], ...] = (TaskFailure, Problem, *REPORTABLE)
 """Failures that a run lives with. Any other is a fault in somebody's code, and is to be seen."""
 
 
@@ -60,7 +60,7 @@ class Workers:
         except InvalidUpdate as problem:
             return self.coordinator.view(order, "rejected", problem)
         except OF_THE_RUN as fault:
-            return self.coordinator.view(order, "failed", WorkerFailed.of(*told(fault)))
+            return self.coordinator.view(order, "failed", WorkerFailed.of(*failure_of(fault)))
         return self.coordinator.task(order.id)
 
     def evaluate(self, order: Order, manifest: Manifest) -> Measurement | None:

@@ -102,7 +102,7 @@ class Site:
         self._agent = self._agent or Agent(self._settings, Stop())
         task = self._agent._next()
         if task is not None:
-            self._agent._do(task)
+            self._agent._run_task(task)
         return task
 
     def kept(self, run: Run) -> dict[str, Array]:

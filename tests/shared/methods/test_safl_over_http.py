@@ -69,7 +69,7 @@ class Site:
     def works(self) -> tuple[bytes, int]:
         """Does its task; what it sent and how many bytes it got meanwhile."""
         up, down = len(self.tap.up), self.tap.down
-        self.agent._do(until(self.agent._next))
+        self.agent._run_task(until(self.agent._next))
         return bytes(self.tap.up[up:]), self.tap.down - down
 
 

@@ -166,7 +166,7 @@ def test_no_command_but_the_worker_makes_the_key(tmp_path: Path) -> None:
 
 
 def test_a_seed_that_anybody_knows_is_refused() -> None:
-    with pytest.raises(ValidationError, match="held_out_seed: is no more; take it out"):
+    with pytest.raises(ValidationError, match="held_out_seed: was removed; delete it"):
         DataSource.model_validate({"kind": "digits", "held_out": 0.2, "held_out_seed": 1})
 
 

@@ -34,15 +34,15 @@ def test_a_run_is_told_in_full() -> None:
         "by the method fedfrozen. Sends 1 blocks (all value blocks), 64 bytes a round before coding, to orchestrator "
         "trial-office; later rounds may ask for other blocks, within the site's policy. Versions may also be "
         "measured on what is held out here, which sends figures. No differential privacy: "
-        "whoever sees what is sent, which the coordinator's operator does, may find out about single examples."
+        "anyone who sees the updates, such as the coordinator's operator, may learn about single examples."
     )
 
 
 def test_privacy_is_told_with_what_it_does_not_cover() -> None:
     told = summary(task(privacy=PRIVATE), MODEL, 10)
-    assert told.endswith("tell of one example at most epsilon 4 at delta 1e-06.")
+    assert told.endswith("reveal of one example at most epsilon 4 at delta 1e-06.")
     uncovered = summary(task(privacy=PRIVATE.model_copy(update={"selection": "uncovered"})), MODEL, 10)
-    assert uncovered.endswith("; what the choice of blocks tells is not covered.")
+    assert uncovered.endswith("; the choice of blocks is not covered.")
 
 
 def test_a_measurement_is_told_apart_from_training() -> None:

@@ -100,7 +100,7 @@ def test_the_seed_decides_what_is_held_out() -> None:
     assert first.tensors["pixel_values"].tolist() != other.tensors["pixel_values"].tolist()
     with refusing("invalid", "does not make a federation") as caught:
         read("simulation.data.held_out_seed=3")
-    assert "held_out_seed: is no more" in str(caught.value.errors[0])
+    assert "held_out_seed: was removed" in str(caught.value.errors[0])
 
 
 def test_sites_can_have_data_of_their_own(folder: Path) -> None:

@@ -251,13 +251,13 @@ def test_a_key_is_made_once_outside_of_what_it_protects_for_its_owner_alone(tmp_
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"audit_key_file": "{}/state/key"}, "lies in a folder that it protects"),
-        ({"audit_key_file": "{}/audit/key", "audit_dir": "{}/audit"}, "lies in a folder that it protects"),
+        ({"audit_key_file": "{}/state/key"}, "is in a folder that the key protects"),
+        ({"audit_key_file": "{}/audit/key", "audit_dir": "{}/audit"}, "is in a folder that the key protects"),
         ({"audit_key": "short"}, "is not 64 hexadecimal digits"),
-        ({"audit_key_file": "{}/file/key"}, "can be neither read nor made"),
+        ({"audit_key_file": "{}/file/key"}, "can be neither read nor created"),
         ({"state_dir": "/"}, "name a folder of the worker's own"),
-        ({"ledger_dir": "{}/shared"}, "ledger_dir: lies outside of state_dir, .* audit_key_file, such as"),
-        ({"audit_dir": "{}/shared"}, "audit_dir: lies outside of state_dir, .* TESSERA_WORKER_AUDIT_KEY"),
+        ({"ledger_dir": "{}/shared"}, "ledger_dir: is outside state_dir, .* audit_key_file, such as"),
+        ({"audit_dir": "{}/shared"}, "audit_dir: is outside state_dir, .* TESSERA_WORKER_AUDIT_KEY"),
     ],
 )
 def test_a_key_that_would_protect_nothing_is_refused(tmp_path: Path, given: dict[str, str], said: str) -> None:

@@ -148,7 +148,7 @@ class Scene:
         """Asks for a task, and does it if there is one."""
         task = self.agent._next()
         if task is not None:
-            self.agent._do(task)
+            self.agent._run_task(task)
 
     def does_an_honest_task(self) -> None:
         accepted = self.accepted()
