@@ -209,7 +209,7 @@ def test_what_the_policy_refuses_is_in_the_chain_by_its_rule(
     desk = Desk(coordinator, tmp_path, "max_epochs = 1\n")
     with desk.working() as agent:
         # As a coordinator has it that does not heed what it is shown.
-        monkeypatch.setattr(agent, "_told", lambda: agent._claim)
+        monkeypatch.setattr(agent, "_current_claim", lambda: agent._claim)
         run = begin(client, training=Training(epochs=2), cohort=Cohort(max_attempts=1))
         until(lambda: client.run(run.id).state == "paused")
     assert desk.audit() == ["task.start", "task.refuse"]
