@@ -196,8 +196,7 @@ class Policy(Frozen):
         default=None, description="minimum differential privacy of runs that train here"
     )
     max_weekly_privacy: Budget | None = Field(
-        default=None,
-        description="privacy budget per data set over all runs in any seven days",
+        default=None, description="privacy budget per data set over all runs in any seven days"
     )
     approve_runs: bool = Field(
         default=False, description="whether a person must approve each run before its first task"

@@ -1,6 +1,6 @@
-"""A folder of blobs under their sha-256, whole or not there: where a simulation keeps versions and updates.
+"""A folder of blobs by SHA-256, in which a simulation stores versions and updates.
 
-Files survive the death of a process, not that of the machine: nothing waits for the disk.
+Files appear complete or not at all. They survive the death of a process, but no power cut: nothing is synced.
 """
 
 from __future__ import annotations
@@ -10,19 +10,18 @@ from collections.abc import Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import BinaryIO
-from uuid import uuid4
 
 from tessera.shared.problems import NotFound
 from tessera.shared.rounds.blob_store import Stored
 from tessera.shared.tensors.lazy import digest_of
-from tessera.worker.state.atomic_files import TEMPORARY, sweep
+from tessera.worker.state.atomic_files import sweep, temporary_file
 from tessera.worker.state.blob_cache import DIGEST
 
 PIECE_BYTES = 1 << 20
 
 
 class Folder:
-    """A `BlobStore` in a folder. Starting it removes what a killed process left half-written."""
+    """A `BlobStore` in a folder. The constructor removes incomplete files that a killed process left."""
 
     def __init__(self, path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
@@ -30,7 +29,7 @@ class Folder:
         self._path = path
 
     def path(self, digest: str) -> Path:
-        """Return where a blob lies. Raises NotFound."""
+        """Return the path of a blob. Raises NotFound."""
         path = self._place(digest)
         if not path.is_file():
             raise NotFound(f"there is no blob {digest}")
@@ -40,7 +39,7 @@ class Folder:
         return self.path(digest).stat().st_size
 
     def expect(self, digests: Collection[str]) -> None:
-        """Files need not be looked up."""
+        """Do nothing: files need no look-up in advance."""
 
     def open(self, digest: str) -> BinaryIO:
         return self.path(digest).open("rb")
@@ -59,15 +58,11 @@ class Folder:
 
     @contextmanager
     def writer(self) -> Iterator[FolderWriter]:
-        temporary = self._path / (uuid4().hex + TEMPORARY)
-        try:
-            with temporary.open("xb") as file:
-                yield FolderWriter(self, file, temporary)
-        finally:
-            temporary.unlink(missing_ok=True)
+        with temporary_file(self._path) as (temporary, file):
+            yield FolderWriter(self, file, temporary)
 
     def adopt(self, temporary: Path, digest: str) -> None:
-        """Give a finished file of this folder the name of its content."""
+        """Move a finished file of this folder to the path of its digest."""
         final = self._place(digest)
         final.parent.mkdir(exist_ok=True)
         temporary.replace(final)
@@ -79,11 +74,11 @@ class Folder:
                 file.unlink()
 
     def remove(self, unwanted: Iterable[str]) -> None:
-        """Remove these blobs, as far as they are here."""
+        """Remove those of these blobs that are present."""
         for digest in unwanted:
             self._place(digest).unlink(missing_ok=True)
 
-    # ------------------------------------------------------------ as `upload_model` writes
+    # ------------------------------------------------------------ for `upload_model`
 
     def has_blob(self, digest: str) -> bool:
         return self._place(digest).is_file()
@@ -99,7 +94,7 @@ class Folder:
 
 
 class FolderWriter:
-    """Bytes on their way into the folder, hashed as they pass."""
+    """A writer of one blob into the folder, which computes its digest."""
 
     def __init__(self, folder: Folder, file: BinaryIO, path: Path) -> None:
         self._folder = folder

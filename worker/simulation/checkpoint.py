@@ -1,4 +1,4 @@
-"""What a simulation has come to, as small files that are whole or not there: a killed one goes on from them."""
+"""The progress of a simulation in small, atomically written files, from which a killed simulation resumes."""
 
 import json
 import shutil
@@ -21,14 +21,14 @@ M = TypeVar("M", bound=BaseModel)
 
 
 class CommittedVersion(Message):
-    """A version, and every attempt at the round that made it; the first version has none."""
+    """A version, and every attempt at the round that produced it; the first version has none."""
 
     version: Version
     attempts: tuple[Round, ...] = ()
 
 
 class Reported(Message):
-    """An accepted update of a round that is not committed yet: what it weighs, where it is, what was asked."""
+    """An accepted update of a round that is not committed yet, with its task and plan."""
 
     view: TaskView
     update: str
@@ -40,24 +40,22 @@ class Reported(Message):
 
 
 class MeasuredVersion(Message):
-    """What was measured of a version."""
+    """The measurements of a version."""
 
     measurements: tuple[Measurement, ...]
 
 
 class Records:
-    """The files under a folder. Starting them removes what a killed process left half-written."""
+    """The files under a folder. The constructor removes incomplete files that a killed process left."""
 
     def __init__(self, folder: Path) -> None:
         for kind in ("versions", "measurements", "open"):
             (folder / kind).mkdir(parents=True, exist_ok=True)
-        sweep(folder / "versions")
-        sweep(folder / "measurements")
-        sweep(folder / "open")
+            sweep(folder / kind)
         self._folder = folder
 
     def claim(self, identity: Mapping[str, JsonValue]) -> None:
-        """Note what is simulated here. Raises Invalid naming each setting that was another before."""
+        """Record which simulation this folder holds. Raises Invalid with each setting that differs from before."""
         file = self._folder / "simulation.json"
         if not file.exists():
             _write(file, json.dumps(identity, indent=1, sort_keys=True))
@@ -70,7 +68,7 @@ class Records:
             raise Invalid(
                 f"{self._folder} holds a simulation with other settings",
                 errors=faults,
-                remedy="Choose another folder, or remove this one to begin anew.",
+                remedy="Choose another folder, or remove this one to start again.",
             )
 
     def committed(self) -> list[CommittedVersion]:
@@ -78,7 +76,7 @@ class Records:
         return [_read(CommittedVersion, file) for file in sorted((self._folder / "versions").glob("*.json"))]
 
     def commit(self, entry: CommittedVersion) -> None:
-        """Enter a version; from here on a simulation goes on from it."""
+        """Record a version, from which a simulation then resumes."""
         _write(self._folder / "versions" / f"{entry.version.number:07}.json", entry.model_dump_json())
 
     def accepted(self, task: str) -> Reported | None:
@@ -98,7 +96,7 @@ class Records:
         (self._folder / "open").mkdir()
 
     def measured(self, version: int) -> tuple[Measurement, ...] | None:
-        """Return what a version was measured at; None if it was not."""
+        """Return the measurements of a version; None if it was not measured."""
         file = self._measurements(version)
         return _read(MeasuredVersion, file).measurements if file.exists() else None
 

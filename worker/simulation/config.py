@@ -1,4 +1,4 @@
-"""A federation as a TOML file: a run's spec, the model that it starts from, and a table for its sites and their data.
+"""A simulation as a TOML file: a run's spec, its initial model, and a table for its sites and their data.
 
 rounds = 10
 model = "model"
@@ -35,17 +35,19 @@ from tessera.worker.settings import DataSource, check_no_seed
 from tessera.worker.simulation.conditions import Conditions
 from tessera.worker.simulation.virtual_sites import VirtualSite
 
-REMEDY = "Mend what is named and try again."
+REMEDY = "Fix the named settings and try again."
 
 
 class Pool(BaseModel):
-    """A data set to be divided among the sites; beside what is said here, the options of its kind."""
+    """A data set to be divided among the sites; further keys are the options of its kind."""
 
     model_config = ConfigDict(frozen=True, extra="allow")
 
     kind: str
-    part: Partition | None = Field(default=None, description="how it is divided; `count` is the number of sites")
-    held_out: float | None = Field(default=None, gt=0, lt=1, description="share of each part that nothing trains on")
+    part: Partition | None = Field(
+        default=None, description="how it is divided; `count` defaults to the number of sites"
+    )
+    held_out: float | None = Field(default=None, gt=0, lt=1, description="share of each part kept out of training")
 
     @model_validator(mode="after")
     def _has_no_seed(self) -> Self:
@@ -54,7 +56,7 @@ class Pool(BaseModel):
 
     @cached_property
     def makers(self) -> list[Callable[[], Dataset]]:
-        """What makes each site's part. Loads the whole, which stays in memory."""
+        """Functions that return each site's part. Loads the whole data set, which stays in memory."""
         whole = load(self.kind, self.model_extra or {})
         return makers(whole, self.part) if self.part else [lambda: whole]
 
@@ -68,16 +70,16 @@ class SimulationTable(Conditions):
     """The file's `[simulation]`."""
 
     sites: Annotated[int, Field(ge=1, le=MAX_SITES)] | tuple[Label, ...] | dict[Label, DataSource] = Field(
-        description="how many, or their names, among which `data` are divided; or a data set for each by name"
+        description="the number of sites or their names, to divide `data` among; or a data set for each, by name"
     )
     data: Pool | None = None
-    test: DataSource | None = Field(default=None, description="central data, to measure every version on")
-    resources: dict[Label, Resources] = Field(default={}, description="what a site's worker may spend on a task")
+    test: DataSource | None = Field(default=None, description="central data on which every version is measured")
+    resources: dict[Label, Resources] = Field(default={}, description="each site's resource limits per task")
 
     @model_validator(mode="before")
     @classmethod
     def _counts_sites(cls, given: Any) -> Any:
-        """Put the number of sites into `data.part`, where it need not be said again."""
+        """Insert the number of sites as the default of `data.part.count`."""
         if not (isinstance(given, dict) and isinstance(data := given.get("data"), dict)):
             return given
         sites, division = given.get("sites"), data.get("part")
@@ -92,9 +94,11 @@ class SimulationTable(Conditions):
             if self.data:
                 raise ValueError("sites have data of their own: leave out data, or give only the sites' names")
         elif self.data is None:
-            raise ValueError("data: say what is divided among the sites, or give each site a table of its own")
+            raise ValueError(
+                "data: name the data set to divide among the sites, or give each site a table of its own"
+            )
         elif self.data.part is None and len(self.names) > 1:
-            raise ValueError("data.part: say how the data are divided, as in part = { scheme = 'iid' }")
+            raise ValueError("data.part: choose how the data are divided, as in part = { scheme = 'iid' }")
         elif self.data.part and self.data.part.count != len(self.names):
             raise ValueError(f"data.part.count: there are {len(self.names)} sites; leave it out")
         return self
@@ -133,7 +137,7 @@ class SimulationTable(Conditions):
 
 @dataclass(frozen=True)
 class SimulationFile:
-    """What a file asks for."""
+    """The content of a simulation file."""
 
     spec: Mapping[str, Any]
     model: Path | None
@@ -141,19 +145,19 @@ class SimulationFile:
 
 
 def read_file(file: Path, settings: Iterable[str] = ()) -> SimulationFile:
-    """Return the file changed by `KEY=VALUE` settings. Raises Invalid naming every wrong one."""
+    """Return the file with `KEY=VALUE` settings applied. Raises Invalid with every invalid one."""
     given = {"name": "simulation", "dataset": "data", **read_toml(file, settings)}
     table, model = given.pop("simulation", None), given.pop("model", None)
     check_spec(file, given)
     if not isinstance(model, str | None):
         raise Invalid(f"{file}: the model is {model!r}, not a folder's name", remedy=REMEDY)
     if table is None:
-        raise Invalid(f"{file} has no [simulation] table", remedy="Add one: it says which sites there are.")
+        raise Invalid(f"{file} has no [simulation] table", remedy="Add one: it lists the sites.")
     try:
         return SimulationFile(given, None if model is None else Path(model), SimulationTable.model_validate(table))
     except ValidationError as fault:
         errors = faults_of(fault, "/simulation")
-        raise Invalid(f"{file} does not make a federation", errors=errors, remedy=REMEDY) from None
+        raise Invalid(f"{file} does not describe a valid federation", errors=errors, remedy=REMEDY) from None
 
 
 def _loaded(where: str, make: Callable[[], Dataset]) -> Dataset:

@@ -1,7 +1,6 @@
-"""A coordinator in the worker's own process: it stands where `Client` stands, and nothing goes over a socket.
+"""A coordinator in the worker's own process, in place of `Client`, without a network.
 
-What crosses it is what crosses the wire: the same documents, as JSON and back, and the same update files, which are
-checked as the coordinator checks them before they count.
+It exchanges the same JSON documents and update files as over HTTP, and validates them as the coordinator does.
 """
 
 from collections.abc import Sequence
@@ -27,7 +26,7 @@ from tessera.worker.simulation.blob_folder import PIECE_BYTES, Folder
 from tessera.worker.simulation.checkpoint import Records, Reported
 
 RUN = "simulation"
-"""The id of the one run that a simulation has."""
+"""The id of a simulation's only run."""
 
 TOKEN = 1
 LEASE_SECONDS = 3600.0
@@ -37,20 +36,20 @@ M = TypeVar("M", bound=BaseModel)
 
 @dataclass(frozen=True)
 class Order:
-    """What a worker is asked to do."""
+    """A task for a worker."""
 
     id: str
     worker: str
     kind: TaskKind
     number: int
-    """The round, or the version that is measured."""
+    """The round, or the number of the version that is measured."""
     plan: Plan
     version: VersionRef
     held_out: bool = False
 
 
 class InProcessCoordinator:
-    """Implements `worker.task.environment.Coordinator` for the orders that it gave out."""
+    """Implements `worker.task.environment.Coordinator` for its own orders."""
 
     def __init__(self, spec: RunSpec, model: Model, folder: Folder, states: States, records: Records) -> None:
         self._spec = spec
@@ -62,12 +61,12 @@ class InProcessCoordinator:
         self._orders: dict[str, Order] = {}
         self._measured: dict[str, Measurement] = {}
         self._over: dict[str, TaskView] = {}
-        """The accepted tasks of rounds that are over."""
+        """The accepted tasks of finished rounds."""
         self._receipts: dict[str, Receipt] = {}
-        """The last of them, by worker."""
+        """The latest receipt, by worker."""
 
     def end(self, made: Round) -> None:
-        """Note what became of the accepted updates of an attempt that is over."""
+        """Record the outcome of the accepted updates of a finished attempt."""
         for view in made.tasks:
             if view.is_accepted:
                 self._over[view.id] = view
@@ -75,9 +74,12 @@ class InProcessCoordinator:
                 self._receipts[view.worker] = Receipt.model_validate({"task": view.id, **about})
 
     def give(self, order: Order) -> Task:
-        """Return the order as its worker gets it."""
+        """Return the order as the task that its worker receives."""
         self._orders[order.id] = order
-        trains = order.kind == "train"
+        if order.kind == "train":
+            seed = training_seed(self._spec, order.number, order.worker)
+        else:
+            seed = evaluation_seed(self._spec, order.number)
         return _sent(
             task_of(
                 self._spec,
@@ -89,16 +91,14 @@ class InProcessCoordinator:
                 held_out=order.held_out,
                 run=RUN,
                 number=order.number,
-                seed=training_seed(self._spec, order.number, order.worker)
-                if trains
-                else evaluation_seed(self._spec, order.number),
+                seed=seed,
                 lease_seconds=LEASE_SECONDS,
                 receipt=self._receipts.get(order.worker),
             )
         )
 
     def view(self, order: Order, state: TaskState, problem: Problem | None = None) -> TaskView:
-        """Return how an order ended, or would have."""
+        """Return an order's task in a given state."""
         return TaskView(
             id=order.id,
             run=RUN,
@@ -117,14 +117,14 @@ class InProcessCoordinator:
         return found.view if found else None
 
     def measurement(self, order: Order) -> Measurement:
-        """Return what an order to evaluate came to."""
+        """Remove and return the measurement of an evaluation order."""
         return self._measured.pop(order.id)
 
-    # ------------------------------------------------------------ what workers ask
+    # ------------------------------------------------------------ as `Client`
 
     @property
     def fast_line(self) -> bool:
-        """Not: what is counted is what a run would send over a line that is worth saving."""
+        """False: the simulation counts the bytes that a run would send over a slow connection."""
         return False
 
     def copy_blobs(self, digests: Sequence[str], file: Sink, progress: Progress | None = None) -> None:
@@ -139,7 +139,7 @@ class InProcessCoordinator:
             progress(file.tell())
 
     def difference(self, run_id: str, number: int, since: int) -> Difference | None:
-        """None: what a simulation counts as fetched is blocks as they are."""
+        """Return None: a simulation counts whole blocks as fetched."""
         return None
 
     def put_file(self, path: Path, progress: Progress | None = None, digest: str | None = None) -> str:
@@ -152,18 +152,18 @@ class InProcessCoordinator:
         return stored.digest
 
     def submit(self, task_id: str, submission: Submission) -> TaskView:
-        """Raise InvalidUpdate for one that may not be merged."""
+        """Validate and record an update. Raises InvalidUpdate."""
         order, report = self._orders[task_id], _sent(submission)
         check_report(self._spec, self._model, order.plan, report.examples, report.metrics)
         manifest = self._states.manifest(order.version.digest)
         measured = self._inspector.check(report.update, self._model, manifest, order.plan, self._spec.max_update_norm)
-        told = {
+        result = {
             "examples": report.examples,
             "metrics": {**report.metrics, **measured},
             "upload_bytes": self._folder.size(report.update),
             "download_bytes": report.download_bytes,
         }
-        view = self.view(order, "accepted").model_copy(update=told)
+        view = self.view(order, "accepted").model_copy(update=result)
         self._records.accept(Reported(view=view, update=report.update, plan=order.plan))
         return view
 
@@ -180,17 +180,17 @@ class InProcessCoordinator:
         return self.view(order, "accepted")
 
     def task(self, task_id: str) -> TaskView:
-        """Return what became of a task, for vaults that have something pending. Raises NotFound."""
+        """Return the outcome of a task, for vaults with pending files. Raises NotFound."""
         if over := self._over.get(task_id):
             return over
         if found := self._records.accepted(task_id):
             return found.view
         problem = NotFound(f"no update of task {task_id} was accepted")
-        # Said by who knows: what is staged for that task is to go.
+        # The answer is authoritative, so that the vault discards the task's staged tensors.
         problem.from_document = True
         raise problem
 
 
 def _sent(message: M) -> M:
-    """Return the message as it arrives."""
+    """Return the message as the other side receives it."""
     return type(message).model_validate_json(message.model_dump_json(exclude_defaults=True))

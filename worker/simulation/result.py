@@ -1,4 +1,4 @@
-"""What a simulation came to."""
+"""The result of a simulation."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,22 +24,22 @@ from tessera.worker.state.vault import Vault
 
 @dataclass(frozen=True)
 class Result:
-    """A run as far as it has come. Its tensors lie in `folder`."""
+    """A run so far. Its tensors are in `folder`."""
 
     spec: RunSpec
     bounds: Bounds | None
-    """As a run has them; None before its first round."""
+    """The run's bounds; None before its first round."""
     model: Model
     committed: tuple[CommittedVersion, ...]
     measurements: tuple[Measurement, ...]
     over: bool
-    """Whether all rounds were done, or the method planned no more of them."""
+    """True if all rounds are finished, or the method planned no more."""
     states: States
     folder: Path
 
     @cached_property
     def versions(self) -> tuple[Version, ...]:
-        """Every version, from the first on, whether or not its tensors are still kept."""
+        """Every version, from the first, even if its tensors were removed."""
         return tuple(entry.version for entry in self.committed)
 
     @cached_property
@@ -65,11 +65,11 @@ class Result:
 
     @property
     def outcomes(self) -> list[Outcome]:
-        """Every attempt at every round, with what came of it."""
+        """Every attempt at every round, with its outcome."""
         return outcomes(self.rounds, self.scores(), spreads(self.measurements), self.versions)
 
     def scores(self) -> dict[int, dict[str, float]]:
-        """Return what each version was measured at, by its number."""
+        """Return the metrics of each version, by its number."""
         return scores_by_version(self.measurements)
 
     def state(self, number: int | None = None) -> State:
@@ -82,7 +82,7 @@ class Result:
         return {name: to_array(tensor) for name, tensor in self.state(number).model.items()}
 
     def kept(self, site: str) -> Mapping[str, Array]:
-        """Return what a site's vault holds."""
+        """Return the tensors in a site's vault."""
         return Vault(self.folder / "sites" / site / "vault").load(RUN)
 
     def export(self, out: Path, number: int | None = None, like: Path | None = None) -> None:
@@ -93,7 +93,7 @@ class Result:
         export_folder(_Versions(self), self.run, out, number, lambda _: None, like)
 
     def write_measurements(self, out: Path) -> None:
-        """Write all that was measured, a number a row, as `tessera run metrics --csv` does."""
+        """Write all measurements, one number a row, as `tessera run metrics --csv` does."""
         rows = rows_of(self.run, self.rounds, self.versions, self.measurements)
         with in_place_of(out) as partial:
             with partial.open("w", encoding="utf-8", newline="") as file:

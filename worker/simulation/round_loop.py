@@ -30,16 +30,16 @@ from tessera.worker.simulation.virtual_sites import VirtualSites, worker_of
 from tessera.worker.simulation.virtual_workers import EVALUATOR, Workers
 
 Watch = Callable[[Outcome], None]
-"""Told of every attempt at a round once it is over and what it made is measured."""
+"""Called after every attempt at a round, once the new version is measured."""
 
 
 class Stalled(RuntimeError):
-    """A run cannot go on under its own rules. Says why."""
+    """A run cannot continue under its own rules. The message gives the reason."""
 
 
 @dataclass
 class Simulation:
-    """A run and its sites. What it has come to is in `records` and `blobs`; it goes on from there."""
+    """A run and its sites. Its progress is in `records` and `blobs`, from which it resumes."""
 
     spec: RunSpec
     model: Model
@@ -54,9 +54,9 @@ class Simulation:
     versions: list[CommittedVersion] = field(default_factory=list)
 
     def run(self, until: int | None, watch: Watch) -> bool:
-        """Go on to this version, or to the last; whether the run is over then.
+        """Continue to version `until`, or to the last. Return whether the run is over then.
 
-        Raises Stalled, Invalid, and what a method's code raises.
+        Raises Stalled, Invalid, and the exceptions of a method's code.
         """
         self.versions = self.records.committed() or [self._first()]
         for entry in self.versions:
@@ -64,7 +64,7 @@ class Simulation:
                 self.coordinator.end(made)
         self.workers.settle()
         over = self._go_on(until, watch)
-        # No later task of this call says what became of the last updates.
+        # No later task of this call brings the receipts of the last updates.
         self.workers.settle()
         return over
 
@@ -82,7 +82,7 @@ class Simulation:
         return self.latest.number >= self.spec.rounds
 
     def result(self, folder: Path, *, over: bool) -> Result:
-        """Return what it has come to."""
+        """Return the result so far."""
         measured = (self.records.measured(entry.version.number) or () for entry in self.versions)
         measurements = tuple(measurement for found in measured for measurement in found)
         bounds = self.bounds if self.latest.number else None
@@ -101,7 +101,7 @@ class Simulation:
         return self._commit(digest, state, ())
 
     def _merge(self, attempts: Sequence[Round]) -> Round:
-        """Commit what the last attempt came to, and returns it with the scores of its updates."""
+        """Merge and commit the last attempt, and return it with the scores of its updates."""
         reports = filter(None, (self.records.accepted(task.id) for task in attempts[-1].tasks))
         bounds, base = self.bounds, _ref(self.latest)
         accepted = [one.accepted(self.population.site_of(one.view.worker), base) for one in reports]
@@ -136,14 +136,14 @@ class Simulation:
         return entry
 
     def _needed(self) -> set[str]:
-        """Return the blobs of what may still be asked for."""
+        """Return the blobs that may still be read."""
         keep = self.conditions.keep_versions
         kept = self.versions if keep == "all" else self.versions[-keep:]
         digests = set[str]().union(*(self._digests(entry.version) for entry in kept))
         return {self.spec.model} | self.records.accepted_updates() | digests
 
     def _digests(self, version: Version) -> set[str]:
-        """Return a version's blobs; none of one that was dropped when fewer were kept."""
+        """Return a version's blobs; none if they were removed."""
         if not self.blobs.has_blob(version.digest):
             return set()
         return {version.digest, *self.states.manifest(version.digest).digests}
@@ -151,7 +151,7 @@ class Simulation:
     # ------------------------------------------------------------ rounds
 
     def _attempts(self, watch: Watch) -> list[Round]:
-        """Return attempts at the next round until one has its quorum. Empty if the method plans nothing more."""
+        """Attempt the next round until the quorum is reached. Return no attempt if the method plans no more."""
         made: list[Round] = []
         for attempt in range(1, self.spec.cohort.max_attempts + 1):
             opened_at, orders = datetime.now(UTC), self._orders(attempt)
@@ -164,7 +164,7 @@ class Simulation:
             made[-1] = _ended(made[-1], {})
             self.coordinator.end(made[-1])
             watch(Outcome(made[-1]))
-        raise Stalled(f"round {made[-1].number} was abandoned {len(made)} times. {_told(made[-1])}")
+        raise Stalled(f"round {made[-1].number} was abandoned {len(made)} times. {_reason(made[-1])}")
 
     def _orders(self, attempt: int) -> list[Order]:
         number = self.latest.number + 1
@@ -177,7 +177,7 @@ class Simulation:
         return [self._order(number, attempt, worker, plan) for worker, plan in plans.items()]
 
     def _there(self, number: int) -> list[str]:
-        return [site for site in self.population.holdings if self._may_be_asked(site, number)]
+        return [site for site in self.population.holdings if self._is_available(site, number)]
 
     @property
     def bounds(self) -> Bounds:
@@ -187,7 +187,7 @@ class Simulation:
         return self._fixed_bounds.model_copy(update={"median_norm": largest})
 
     def _norms_in(self, made: Round) -> dict[str, float]:
-        """Return the norm of each update of a committed round, as they are compared: a site has one worker here."""
+        """Return the norm of each update of a committed round, by worker: here a site has one worker."""
         return {
             task.worker: norm
             for task in made.tasks
@@ -200,10 +200,10 @@ class Simulation:
 
     @cached_property
     def _fixed_bounds(self) -> Bounds:
-        """As a coordinator fixes them when the first round opens: it follows from the settings who is there then."""
+        """The bounds that a coordinator fixes when the first round opens; the settings fix the sites of it."""
         return bounds_of(self.spec, map(self.population.participant, self._there(1)))
 
-    def _may_be_asked(self, site: str, number: int) -> bool:
+    def _is_available(self, site: str, number: int) -> bool:
         allowed = self.spec.cohort.sites
         return (allowed is None or site in allowed) and self.conditions.is_there(site, number)
 
@@ -212,7 +212,7 @@ class Simulation:
         return Order(task, worker, "train", number, plan, _ref(self.latest))
 
     def _answers(self, orders: Sequence[Order], attempt: int) -> list[TaskView]:
-        """Return how each order ended, in the order in which they were given."""
+        """Return how each order ended, in the sequence of `orders`."""
         cohort, views = self.spec.cohort, dict[str, TaskView]()
         for order in self._arrivals(orders, attempt):
             accepted = sum(view.state == "accepted" for view in views.values())
@@ -225,7 +225,7 @@ class Simulation:
         return [views[order.id] for order in orders]
 
     def _arrivals(self, orders: Sequence[Order], attempt: int) -> list[Order]:
-        """Return the orders as they come in. Where the first are enough, the dice say who is first."""
+        """Return the orders as their answers arrive: shuffled if the round needs only the first of them."""
         if self.spec.cohort.target_updates is None:
             return list(orders)
         rng = Random(derive_seed(self.spec.seed, "arrival", orders[0].number, attempt))  # noqa: S311 (no secret: reproducible)
@@ -256,7 +256,7 @@ class Simulation:
         return self.states.manifest(self.latest.digest)
 
     def _measure(self) -> tuple[Measurement, ...]:
-        """Return what the latest version is measured at, if it is to be: now, unless that was done before."""
+        """Return the measurements of the latest version if they are due. Measure it unless that was done before."""
         evaluation, number = self.spec.evaluation, self.latest.number
         if evaluation is None or not evaluation.due(number, self.spec.rounds):
             return ()
@@ -271,7 +271,7 @@ class Simulation:
         return found
 
     def _measures(self, site: str) -> bool:
-        return self.population.holdings[site].held_out > 0 and self._may_be_asked(site, self.latest.number)
+        return self.population.holdings[site].held_out > 0 and self._is_available(site, self.latest.number)
 
     def _evaluation(self, site: str, *, held_out: bool) -> Order:
         number, plan = self.latest.number, Plan(stage="evaluate")
@@ -284,7 +284,7 @@ def _ref(version: Version) -> VersionRef:
 
 
 def _scored(made: Round, found: Sequence[Mapping[str, Mapping[str, float]]]) -> Round:
-    """Return the round with what was found of each worker's update among its numbers."""
+    """Return the round with the scores of each worker's update among its metrics."""
     tasks = tuple(
         task.model_copy(
             update={
@@ -297,7 +297,7 @@ def _scored(made: Round, found: Sequence[Mapping[str, Mapping[str, float]]]) -> 
 
 
 def _ended(made: Round, merged: Merged) -> Round:
-    """Return the round with what became of each accepted update."""
+    """Return the round with the outcome of each accepted update."""
 
     def ended(task: TaskView) -> TaskView:
         if task.state != "accepted":
@@ -309,7 +309,7 @@ def _ended(made: Round, merged: Merged) -> Round:
     return made.model_copy(update={"tasks": tuple(map(ended, made.tasks))})
 
 
-def _told(made: Round) -> str:
-    """Return why a round was abandoned, with what its workers said."""
+def _reason(made: Round) -> str:
+    """Return why a round was abandoned, with its workers' problems."""
     said = [f"{task.worker}: {task.problem.detail}" for task in made.tasks if task.problem]
     return "; ".join([made.reason or "", *said])

@@ -1,4 +1,4 @@
-"""`simulate`: from a spec, a model and data sets to a result."""
+"""`simulate`: run a whole federation in one process."""
 
 import shutil
 import tempfile
@@ -39,7 +39,7 @@ from tessera.worker.simulation.virtual_workers import Workers
 from tessera.worker.state.atomic_files import alone
 
 TEST = "test"
-"""What the central data set is called where a spec does not say."""
+"""The default name of the central data set."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Weights:
 
     @classmethod
     def of(cls, model: PreTrainedModel, config: Mapping[str, Any], head: Head) -> Self:
-        """Return a transformers model as it is, and the config that builds it."""
+        """Return the weights of a transformers model, with the config that builds it."""
         blocks, tensors = block_table(model), named_tensors(model)
         values = {block.name: read_block(tensors, block) for block in blocks}
         return cls(Model(config=dict(config), head=head, blocks=blocks), values)
@@ -74,13 +74,12 @@ def simulate(
 ) -> Result:
     """Run a federation in this process, with results that are bit for bit those of the same run over HTTP.
 
-    `spec` is a run's as `tessera run create` takes it: `method` and `rounds` at least. Sites train, by name, and the
-    central `test` set measures every version unless `spec.evaluation` says otherwise. What it comes to lies under
-    `out`, from which a simulation that was stopped goes on when it is called again; without `out` it is gone with the
-    result. `until` stops at that version.
+    `spec` is a run's as `tessera run create` takes it: `method` and `rounds` at least. `sites` train, by name. Every
+    version is measured on the central `test` set, unless `spec.evaluation` sets otherwise. Progress is stored in
+    `out`, and a later call resumes it; without `out` it is deleted with the result. `until` stops at that version.
 
-    Raises Invalid for a spec that makes no run or an `out` that holds another one, Stalled when a round cannot reach
-    its quorum, and whatever a method's own code raises.
+    Raises Invalid for an invalid spec or an `out` that holds another simulation, Stalled if a round cannot reach its
+    quorum, and the exceptions of a method's own code.
     """
     start = ModelFolder.open(model) if isinstance(model, Path) else model
     federation = _Federation(spec, start, sites, test, conditions or Conditions())
@@ -96,7 +95,7 @@ def simulate(
 
 @dataclass(frozen=True)
 class _Federation:
-    """What is simulated, wherever it is put."""
+    """A simulation, without its folder."""
 
     given: Mapping[str, Any]
     start: InitialModel
@@ -135,7 +134,7 @@ class _Federation:
         )
 
     def _identity(self, spec: RunSpec, population: VirtualSites) -> dict[str, Any]:
-        """Return all that decides what comes out, as far as it can be told without reading the data."""
+        """Return the inputs that determine the results, as far as they are known without reading the data."""
         sites = {name: [holding.examples, holding.held_out] for name, holding in population.holdings.items()}
         test = self.test.examples if self.test else None
         said = self.conditions.model_dump(mode="json", include={"dropout", "away", "policy"})
@@ -143,19 +142,15 @@ class _Federation:
 
 
 def _spec(given: Mapping[str, Any], uploaded: Uploaded, test: Dataset | None) -> RunSpec:
-    plain = {
-        "name": "simulation",
-        "dataset": "data",
-        **given,
-        "model": uploaded.model,
-        "version": uploaded.version,
-    }
+    plain = {"name": "simulation", "dataset": "data", **given, "model": uploaded.model, "version": uploaded.version}
     if test is not None:
         plain["evaluation"] = {"dataset": TEST, **(plain.get("evaluation") or {})}
     try:
         spec = RunSpec.model_validate(plain)
     except ValidationError as fault:
-        raise Invalid("the spec does not make a run", errors=faults_of(fault), remedy="Mend what is named.") from None
+        raise Invalid(
+            "the spec does not describe a valid run", errors=faults_of(fault), remedy="Fix the named fields."
+        ) from None
     check_method(spec.method)
     if spec.evaluation and spec.evaluation.dataset and test is None:
         missing = Fault(pointer="/evaluation/dataset", detail=f"{spec.evaluation.dataset} is not given")

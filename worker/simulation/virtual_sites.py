@@ -1,4 +1,4 @@
-"""The virtual sites: their data, brought into memory when they take part, and what each keeps on disk."""
+"""The virtual sites: their data, loaded when they participate, and the state that each stores on disk."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -16,12 +16,12 @@ from tessera.worker.state.atomic_files import written_whole
 from tessera.worker.state.blob_cache import BlobTooLarge, Row, Source
 
 WORKER = "worker"
-"""What the one worker of each virtual site is called."""
+"""The name of each virtual site's only worker."""
 
 
 @dataclass(frozen=True)
 class VirtualSite:
-    """A virtual site's data, or how to load them, and what its worker declares that a task may spend."""
+    """A virtual site's data, or a function that loads them, and its worker's declared resources."""
 
     data: Dataset | Callable[[], Dataset]
     resources: Mapping[str, float] = field(default_factory=dict)
@@ -32,14 +32,14 @@ class VirtualSite:
 
 @dataclass(frozen=True)
 class Holding:
-    """What is known of a site's data while they are not in memory."""
+    """The sizes of a site's data."""
 
     examples: int
     held_out: int
 
 
 class VirtualSites:
-    """All sites, in the order of their names. At most `loaded` data sets that have to be loaded are held at once."""
+    """All sites, sorted by name. At most `loaded` loaded data sets are in memory at once."""
 
     def __init__(self, sites: Mapping[str, Dataset | VirtualSite], loaded: int) -> None:
         if not sites:
@@ -48,16 +48,15 @@ class VirtualSites:
             name: site if isinstance(site, VirtualSite) else VirtualSite(site) for name, site in sorted(sites.items())
         }
         self._places = {name: place for place, name in enumerate(self._sites)}
-        self._of_workers = {worker_of(name): name for name in self._sites}
         self.dataset = lru_cache(maxsize=loaded)(self._load)
         self.holdings = {name: self._holding(name) for name in self._sites}
 
     def place(self, site: str) -> int:
-        """Return which of the sites this is, in the order of their names."""
+        """Return the site's index among the sites, sorted by name."""
         return self._places[site]
 
     def site_of(self, worker: str) -> str:
-        return self._of_workers[worker]
+        return worker.removesuffix(f"/{WORKER}")
 
     def participant(self, site: str) -> Participant:
         return Participant(worker_of(site), self.holdings[site].examples, self._sites[site].resources, site)
@@ -75,9 +74,9 @@ def worker_of(site: str) -> str:
 
 
 class Lent:
-    """The cache of a worker that shares its coordinator's disk: what it fetches it reads where it lies.
+    """The cache of a worker that shares its coordinator's disk, and reads blobs in place.
 
-    A blob counts as moved when the worker did not hold it after its last task, as if it had a cache of its own, with
+    A blob counts as downloaded if the worker did not hold it after its last task, as with a cache of its own that has
     room for one version. Implements `worker.task.environment.Shelf`.
     """
 
@@ -115,7 +114,7 @@ class Lent:
         return path
 
     def keep(self, version: set[str]) -> None:
-        """End a task: of what was held before, what is of the present version stays."""
+        """End a task: keep the fetched blobs, and those held before that belong to the current version."""
         self._held = self._fetched | (self._held & version)
         with written_whole(self._note, durable=False) as file:
             file.write(json.dumps(sorted(self._held)).encode())

@@ -1,4 +1,4 @@
-"""The virtual workers: each does its tasks with a runner of its own, one after the other, with one model for all."""
+"""The virtual workers, which run their tasks one after the other and share one cache of models."""
 
 import hashlib
 from collections.abc import Mapping
@@ -26,10 +26,10 @@ from tessera.worker.task.runner import TaskRunner
 from tessera.worker.training.progress import Report
 
 EVALUATOR = "evaluator"
-"""The site that holds the central data set, and trains nothing."""
+"""The site that holds the central data set, and does not train."""
 
 OF_THE_RUN: tuple[type[Exception], ...] = (TaskFailure, Problem, *REPORTABLE)
-"""Failures that a run lives with. Any other is a fault in somebody's code, and is to be seen."""
+"""Failures that a run tolerates. Any other is a bug, and ends the simulation."""
 
 
 @dataclass(frozen=True)
@@ -45,14 +45,14 @@ class Workers:
     models: ModelCache = field(default_factory=ModelCache)
 
     def settle(self) -> None:
-        """Commit or discards what the vaults have pending of rounds that are over."""
+        """Commit or discard the vaults' pending files of finished rounds."""
         for site in self.population.holdings:
             if (home := self._home(site)).exists():
                 sweep(home)
                 Vault(home / "vault", durable=False).settle(self.coordinator.task)
 
     def train(self, order: Order, manifest: Manifest) -> TaskView:
-        """Return how the task ended: before the process was last killed, or now."""
+        """Run the task, unless it was accepted before the process was last killed. Return its outcome."""
         if before := self.coordinator.answered(order):
             return before
         try:
@@ -64,7 +64,7 @@ class Workers:
         return self.coordinator.task(order.id)
 
     def evaluate(self, order: Order, manifest: Manifest) -> Measurement | None:
-        """Return what was measured; None if the version cannot be measured there."""
+        """Measure a version. Return None if it cannot be measured there."""
         try:
             if order.held_out:
                 self._do(order, self.population.dataset(self.population.site_of(order.worker)), manifest)
@@ -102,8 +102,8 @@ class Workers:
 
 
 def noise_key_of(task: Task) -> bytes:
-    """Return a key for a private task's noise that follows from the run's seed, so that a simulation can be repeated.
+    """Derive a private task's noise key from the run's seed, so that a simulation is reproducible.
 
-    The seed is in the run's settings: such noise protects nobody.
+    The seed is in the run's settings, so this noise protects no data.
     """
     return hashlib.sha256(f"{task.seed}/{task.id}".encode()).digest()

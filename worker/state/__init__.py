@@ -1,4 +1,4 @@
-"""Files that a worker keeps: its vault, its cache of blobs, its audit log and its privacy ledger.
+"""Persistent state of a worker: vault, blob cache, audit log and privacy ledger.
 
 Imports no other package of `worker`.
 """

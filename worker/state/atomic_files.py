@@ -1,4 +1,4 @@
-"""Files that are whole or not there: temporary name, fsync, rename, fsync of the folder."""
+"""Atomic file writes: temporary name, fsync, rename, fsync of the folder."""
 
 import fcntl
 import os
@@ -12,17 +12,16 @@ from uuid import uuid4
 KEY_BYTES = 32
 
 TEMPORARY = ".tmp"
-"""How the names of files end that are not whole yet."""
+"""Suffix of files that are not complete yet."""
 
 
 @contextmanager
-def written_whole(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
-    """Yield a new file to write and read, which takes the name `path` once the block ends well, and vanishes
-    otherwise.
+def written_whole(path: Path, *, durable: bool = True, mode: int = 0o666) -> Iterator[BinaryIO]:
+    """Yield a new file to write and read. It is renamed to `path` if the block succeeds, and deleted otherwise.
 
     If `durable`, it then survives a power cut too, and not only the death of the process.
     """
-    with temporary_file(path.parent) as (temporary, file):
+    with temporary_file(path.parent, mode) as (temporary, file):
         yield file
         file.flush()
         if durable:
@@ -31,18 +30,15 @@ def written_whole(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
 
 
 def write_secret(path: Path, secret: str) -> None:
-    """Write a file that only its owner may read from the moment it exists, replacing any of that name."""
-    with temporary_file(path.parent, 0o600) as (temporary, file):
+    """Write a file that only its owner can read from the moment it exists, replacing an existing one."""
+    with written_whole(path, mode=0o600) as file:
         file.write(f"{secret}\n".encode("ascii"))
-        file.flush()
-        os.fsync(file.fileno())
-        replace(temporary, path)
 
 
 def secret_key(path: Path) -> bytes:
-    """Return the secret in a file that only its owner may read, made at random if there is none.
+    """Return the key in a file that only its owner can read. Create it at random if the file does not exist.
 
-    Whoever makes it at the same time gets the same. Raises ValueError for a file that holds none, and OSError.
+    Processes that create it at the same time get the same key. Raises OSError, and ValueError for an invalid key.
     """
     if not path.exists():
         with temporary_file(path.parent, 0o600) as (temporary, file):
@@ -60,7 +56,7 @@ def secret_key(path: Path) -> bytes:
 
 @contextmanager
 def temporary_file(folder: Path, mode: int = 0o666) -> Iterator[tuple[Path, BinaryIO]]:
-    """Yield a new file to write and read, under a name of its own, which is removed if it still has it at the end."""
+    """Yield a new file with a temporary name to write and read. Delete it at the end unless it was renamed."""
     path = folder / (uuid4().hex + TEMPORARY)
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
     try:
@@ -83,7 +79,7 @@ def replace(old: Path, new: Path, *, durable: bool = True) -> None:
 
 
 def sync_names(path: Path) -> None:
-    """Have the names in a folder survive a power cut."""
+    """Sync a folder, so that its file names survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -93,7 +89,7 @@ def sync_names(path: Path) -> None:
 
 @contextmanager
 def alone(folder: Path, *, wait: bool = False) -> Iterator[None]:
-    """Keep other processes out of a folder. `wait` for one that is in it already, or raise BlockingIOError."""
+    """Lock a folder against other processes. If it is locked, `wait` for it or raise BlockingIOError."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     with (folder / "lock").open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -101,6 +97,6 @@ def alone(folder: Path, *, wait: bool = False) -> Iterator[None]:
 
 
 def sweep(folder: Path) -> None:
-    """Remove what a process that was killed left half written, at any depth."""
+    """Remove the incomplete files that a killed process left, at any depth."""
     for left in folder.rglob(f"*{TEMPORARY}"):
         left.unlink(missing_ok=True)

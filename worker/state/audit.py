@@ -1,7 +1,6 @@
-"""What a worker did, was asked to decide, and let leave: a chained file that only it writes
-(`worker.state.hash_chain`).
+"""The site's audit log: a hash-chained file (`worker.state.hash_chain`) of its worker's actions and uploads.
 
-The coordinator keeps a chain of its own. This one is the site's, and is what the site compares that with.
+The coordinator keeps a chain of its own, which the site can compare with this one.
 """
 
 import hashlib
@@ -15,7 +14,7 @@ from pydantic import JsonValue
 from tessera.worker.state.hash_chain import Chain, Head, Link, TaskRef, derived
 
 AUDIT_FOLDER = "audit"
-"""What the folder is called beside a worker's other state."""
+"""Name of the folder in the worker's state folder."""
 
 AUDIT_FILE = "audit.jsonl"
 
@@ -24,14 +23,14 @@ Action = Literal[
     "task.drop", "run.ask", "run.approve", "run.decline", "update.hold", "update.release", "update.withhold",
     "update.leave", "update.count", "figures.leave", "figures.count", "chain.adopt", "vault.remove",
 ]  # fmt: skip
-"""`leave` is entered before the first byte goes, `count` when the coordinator has said that it counts."""
+"""`leave` is recorded before the first byte is sent, `count` when the coordinator has confirmed that it counts."""
 
 LEDGER_HEAD = "ledger"
-"""The name, in the detail of what leaves, of how far the data set's ledger had come."""
+"""The key, in the detail of `leave`, of the head of the data set's ledger."""
 
 
 class SiteAuditEntry(Link):
-    """One deed, and the task that it was about if there was one."""
+    """One action, and the task that it was about if there was one."""
 
     worker: str
     action: Action
@@ -51,11 +50,11 @@ class Audit:
         self._worker = worker
 
     def record(self, action: Action, task: TaskRef | None = None, /, **detail: JsonValue) -> SiteAuditEntry:
-        """Add an entry, which is on disk when this returns. Raises ChainError if the file's end was changed."""
+        """Append an entry, which is on disk when this returns. Raises ChainError if the file's end was changed."""
         return self._record(action, task._asdict() if task else {}, detail)
 
     def record_of_run(self, action: Action, run: str, run_name: str, /, **detail: JsonValue) -> SiteAuditEntry:
-        """Return the same of what is about a run and no task."""
+        """Append an entry about a run and no task, as `record` does."""
         return self._record(action, {"run": run, "run_name": run_name}, detail)
 
     def _record(self, action: Action, about: dict[str, str | int], detail: dict[str, JsonValue]) -> SiteAuditEntry:
@@ -70,12 +69,14 @@ class Audit:
         return self._chain.read()
 
     def check(self) -> tuple[SiteAuditEntry, ...]:
-        """Return all entries. Raises ChainError if none can be added."""
+        """Return all entries. Raises ChainError if no entry can be appended."""
         return self._chain.check()
 
     def adopt(self) -> SiteAuditEntry | None:
-        """Take the entries as they are: from before there was a key, or under a key that was lost. None if they are
-        under the key. Raises ChainError for lines that do not follow on each other."""
+        """Accept entries from before there was a key, or under a lost key. Return None if all are under the key.
+
+        Raises ChainError for lines that do not follow each other.
+        """
         at = datetime.now(UTC)
         return self._chain.adopt(
             lambda seq, previous, adopts: SiteAuditEntry(
@@ -84,7 +85,7 @@ class Audit:
         )
 
     def ledger_heads(self, entries: Iterable[SiteAuditEntry]) -> dict[str, Head]:
-        """Return how far each data set's ledger had come when this worker last let something of it leave."""
+        """Return the head of each data set's ledger at the last upload of this worker that used it."""
         return {
             dataset: head
             for entry in entries
@@ -94,11 +95,11 @@ class Audit:
 
 
 def heads_of(entry: SiteAuditEntry) -> dict[str, Head]:
-    """Return how far ledgers had come by an entry, by data set."""
-    told = entry.detail.get(LEDGER_HEAD)
-    return {name: Head.model_validate(head) for name, head in told.items()} if isinstance(told, dict) else {}
+    """Return the ledger heads in an entry, by data set."""
+    heads = entry.detail.get(LEDGER_HEAD)
+    return {name: Head.model_validate(head) for name, head in heads.items()} if isinstance(heads, dict) else {}
 
 
 def names_digest(names: Iterable[str]) -> str:
-    """Return a digest of a set of names, so that two lists of hundreds are compared at a glance."""
+    """Return a digest of a set of names, to compare two long lists at a glance."""
     return f"sha256:{hashlib.sha256(chr(10).join(sorted(names)).encode()).hexdigest()}"

@@ -1,7 +1,4 @@
-"""Blobs that a worker has fetched, by digest, so that what has not changed is not fetched again.
-
-A cache belongs to one process. Its size is bounded; what was used longest ago goes first.
-"""
+"""A bounded on-disk cache of fetched blobs by digest, which evicts the least recently used. It serves one process."""
 
 import os
 import re
@@ -25,19 +22,18 @@ NAMES = re.compile(r"sha256-([0-9a-f]{64})")
 
 Progress = Callable[[int], None]
 Source = Callable[[str, Sink, Progress], object]
-"""Writes the blob of a digest to a file, telling of the bytes as they come: `Client.copy_blob`."""
-
+"""Writes the blob of a digest to a file, and reports the bytes as they arrive: `Client.copy_blob`."""
 
 Row = Callable[[tuple[str, ...], Sink, Progress], object]
-"""The same for several, one behind the other: `Client.copy_blobs`."""
+"""The same for several blobs in sequence: `Client.copy_blobs`."""
 
 
 class BlobTooLarge(ValueError):
-    """A blob has more bytes than what it should hold can have, or than the cache has room for."""
+    """A blob is larger than its content can be, or than the room in the cache."""
 
 
 class Cache:
-    """The blobs under `folder`, at most `limit_bytes` of them. Starting it removes what a killed process left."""
+    """The blobs under `folder`, at most `limit_bytes`. The constructor removes files that a killed process left."""
 
     def __init__(self, folder: Path, limit_bytes: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -45,7 +41,7 @@ class Cache:
         self._folder = folder
         self._limit_bytes = limit_bytes
         self._pinned: set[str] = set()
-        # A disk may have spoilt what an earlier process wrote, so each blob is hashed once more before its first use.
+        # A disk may have corrupted what an earlier process wrote, so each blob is hashed again before its first use.
         self._checked: set[str] = set()
         self._bytes = OrderedDict(_found(folder))  # by digest, the longest unused first
         self._make_room(0)
@@ -59,19 +55,19 @@ class Cache:
 
     @contextmanager
     def pinning(self) -> Iterator[None]:
-        """While it lasts, nothing that is fetched is evicted."""
+        """Protect fetched blobs from eviction until the block ends."""
         try:
             yield
         finally:
             self._pinned.clear()
 
     def fetch(self, digest: str, max_bytes: int, source: Source, progress: Progress | None = None) -> Path:
-        """Return where the blob lies, once it is there. `source` is asked only for what is not.
+        """Return the path of the blob, fetched from `source` if it is not cached.
 
-        Raises DigestMismatch for bytes that are not the digest's, and BlobTooLarge for more than `max_bytes` of them
-        or more than fit beside what the present task needs.
+        Raises DigestMismatch for bytes that do not match the digest, and BlobTooLarge for more than `max_bytes` or
+        more than fit beside the blobs of the current task.
         """
-        path = self._path(digest)
+        path = self.path(digest)
         self._pinned.add(digest)
         if not self._holds(digest, path):
             self._download(digest, path, max_bytes, source, progress)
@@ -80,12 +76,11 @@ class Cache:
         return path
 
     def fetch_all(self, wanted: Mapping[str, int], source: Row, progress: Progress | None = None) -> None:
-        """Fetch what is not here of blobs of these sizes, in bytes, in one go.
+        """Fetch the missing ones of `wanted` (sizes in bytes by digest) in one request.
 
-        Raises DigestMismatch for bytes that are not the digests', and BlobTooLarge as `fetch` does. What was whole by
-        then stays.
+        Raises DigestMismatch and BlobTooLarge as `fetch` does. Blobs that were complete by then stay.
         """
-        lacking = {digest: nbytes for digest, nbytes in wanted.items() if not self._holds(digest, self._path(digest))}
+        lacking = {digest: nbytes for digest, nbytes in wanted.items() if not self._holds(digest, self.path(digest))}
         self._pinned.update(wanted)
         if lacking:
             self._make_room(sum(lacking.values()))
@@ -94,31 +89,28 @@ class Cache:
                 shelving.finish()
 
     def take(self, digest: str, size: int) -> None:
-        """Count a blob that has come to lie in its place."""
+        """Register a blob that was written to its path."""
         self._bytes[digest] = size
         self._checked.add(digest)
 
     def put(self, digest: str, pieces: Iterable[bytes | memoryview], max_bytes: int) -> bool:
-        """Take a blob that was made here; whether its bytes are those of its name. If not, nothing is kept.
+        """Store a blob that was computed here, and return True. Store nothing and return False if its digest differs.
 
         Raises BlobTooLarge as `fetch` does.
         """
 
-        def made(_: str, file: Sink, progress: Progress) -> None:
+        def source(_: str, file: Sink, progress: Progress) -> None:
             for piece in pieces:
                 progress(file.write(piece))
 
         try:
-            self.fetch(digest, max_bytes, made)
+            self.fetch(digest, max_bytes, source)
         except DigestMismatch:
             return False
         return True
 
     def path(self, digest: str) -> Path:
-        """Return where a blob lies if it is here."""
-        return self._path(digest)
-
-    def _path(self, digest: str) -> Path:
+        """Return the path of a blob, cached or not."""
         match = DIGEST.fullmatch(digest)
         if match is None:
             raise ValueError(f"not a digest: {digest[:80]!r}")
@@ -159,14 +151,14 @@ class Cache:
         for digest in [digest for digest in self._bytes if digest not in self._pinned]:
             if over <= 0:
                 return
-            self._path(digest).unlink(missing_ok=True)
+            self.path(digest).unlink(missing_ok=True)
             over -= self._bytes.pop(digest)
         if over > 0:
             raise BlobTooLarge(f"the task needs {over} bytes more than cache_bytes ({self._limit_bytes}): raise it")
 
 
 class _Shelving:
-    """Where blobs of known sizes are written to one behind the other: puts each in its place once it is whole."""
+    """A sink for blobs of known sizes in sequence, which moves each into the cache when it is complete."""
 
     def __init__(self, cache: Cache, sizes: Mapping[str, int]) -> None:
         self._cache = cache
@@ -196,7 +188,7 @@ class _Shelving:
         return self._written
 
     def finish(self) -> None:
-        """Raise DigestMismatch if some of the bytes did not come."""
+        """Raise DigestMismatch if bytes are missing."""
         if self._left:
             raise DigestMismatch(f"the bytes ended before those of {self._left[0][0]}", remedy="Fetch them again.")
 
@@ -227,7 +219,7 @@ def _found(folder: Path) -> list[tuple[str, int]]:
 
 @dataclass(frozen=True)
 class BlobTensor:
-    """A block in a blob: its bytes in C order, read chunk by chunk, anew each time."""
+    """A block in a blob: its bytes in C order, read chunk by chunk on each iteration."""
 
     path: Path
     block: Block

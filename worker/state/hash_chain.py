@@ -1,8 +1,8 @@
-"""Append-only files of JSON lines, each of which names the digest of the one before.
+"""Append-only files of JSON lines, each with the digest of the line before.
 
-With a key, the digests are message authentication codes: without the key, which lies elsewhere, no line can be
-written, changed, taken out or put in between unnoticed. What was cut off at the end is noticed by whoever knows a
-later digest (`Head`). A crash can leave half a line at the end, and the next entry takes its place.
+With a key, the digests are message authentication codes: without the key, which is stored elsewhere, no line can be
+written, changed, removed or inserted unnoticed. A reader with a later digest (`Head`) notices truncation. A crash can
+leave half a line at the end; the next entry overwrites it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tessera.shared.schema import Frozen
 from tessera.worker.state.atomic_files import sync_names
 
 BEGINNING = "0" * 64
-"""The digest that the first entry names as the one before it."""
+"""The `previous` of the first entry."""
 
 TAIL_BYTES = 1 << 16
 
@@ -38,7 +38,7 @@ ADOPT = "Compare it with a copy; then `tessera worker adopt --config FILE` takes
 
 
 class ChainError(ValueError):
-    """A chain cannot be relied on; says which line and why."""
+    """A chain is not reliable. The message names the line and the reason."""
 
 
 class Link(Frozen):
@@ -50,13 +50,13 @@ class Link(Frozen):
     previous: str
     """The digest of the entry before this one."""
     adopts: str | None = None
-    """The SHA-256 of all lines before this one, which a person took as they were: they need not be under the key."""
+    """The SHA-256 of all earlier lines, which a person accepted as they were: they need not be under the key."""
     digest: str = Field(default="", exclude=True)
-    """What the next entry names. The chain fills it in."""
+    """The `previous` of the next entry. The chain fills it in."""
 
 
 class TaskRef(NamedTuple):
-    """Which task, at which try, an entry is about, by the names of the entry's own fields."""
+    """The task, and its attempt, that an entry is about, by the names of the entry's fields."""
 
     run: str
     run_name: str
@@ -70,7 +70,7 @@ class TaskRef(NamedTuple):
 
 
 class Head(Frozen):
-    """How far a chain had come: it names all of its entries, and tells nothing of them to who lacks the key."""
+    """The length and last digest of a chain: it identifies all entries, and reveals nothing without the key."""
 
     entries: NonNegativeInt
     digest: str
@@ -78,14 +78,14 @@ class Head(Frozen):
 
 L = TypeVar("L", bound=Link)
 Make = Callable[[int, str], L]
-"""Makes an entry of its number and the digest of the one before it."""
+"""Builds an entry from its number and the digest of the previous entry."""
 
 
 class Chain(Generic[L]):
-    """A file of entries of one kind, which several processes may add to.
+    """A file of entries of one kind, which several processes may append to.
 
-    With a `key`, an entry has to be under it, or before an entry under it that adopts what came before. Without one
-    the digests under a key are followed and not checked: that is for a simulation, and for readers without the key.
+    With a `key`, an entry must be under it, or precede an entry under it that adopts the earlier ones. Without one,
+    keyed digests are followed but not verified: for a simulation, and for readers without the key.
     """
 
     def __init__(
@@ -99,12 +99,12 @@ class Chain(Generic[L]):
     def read(self) -> tuple[L, ...]:
         """Return the entries, oldest first; none if there is no file. Raises ChainError.
 
-        A file from before there was a key can be read, and not added to.
+        A file from before there was a key can be read, but not appended to.
         """
         return self._content(self._path.read_bytes()).entries if self._path.exists() else ()
 
     def check(self) -> tuple[L, ...]:
-        """Return the entries, oldest first. Raises ChainError if they cannot be added to either."""
+        """Return the entries, oldest first. Raises ChainError if they cannot be read, or not be appended to."""
         if not self._path.exists():
             return ()
         content = self._content(self._path.read_bytes())
@@ -113,7 +113,7 @@ class Chain(Generic[L]):
 
     @contextmanager
     def held(self) -> Iterator[LockedChain[L]]:
-        """Hold the entries, to judge and add to while no other process can. Raises ChainError."""
+        """Lock the chain against other processes, to read it and append to it. Raises ChainError."""
         with self._locked() as file:
             content = self._content(file.read())
             self._require_key(content)
@@ -122,9 +122,9 @@ class Chain(Generic[L]):
             yield LockedChain(lambda made: self._put(file, made), content.entries)
 
     def append(self, make: Make[L]) -> L:
-        """Add an entry, which is on disk when this returns. Only the one before it is read, however long the file.
+        """Append an entry, which is on disk when this returns. Only the previous entry is read.
 
-        Raises ChainError if that cannot be relied on.
+        Raises ChainError if that entry is not reliable.
         """
         with self._locked() as file:
             last, length = self._last(file)
@@ -134,10 +134,10 @@ class Chain(Generic[L]):
             return self._put(file, entry)
 
     def adopt(self, make: Callable[[int, str, str], L]) -> L | None:
-        """Add an entry that takes all lines so far as they are, or return None if they are under the key already.
+        """Append an entry that accepts all lines so far. Return None if they are under the key already.
 
-        `make` is given the entry's number, the digest before it, and the SHA-256 of what it adopts. Raises ChainError
-        for lines that do not follow on each other.
+        `make` gets the entry's number, the previous digest, and the SHA-256 of the adopted lines. Raises ChainError
+        for lines that do not follow each other.
         """
         with self._locked() as file:
             raw = file.read()
@@ -150,7 +150,7 @@ class Chain(Generic[L]):
             return self._put(file, make(last.seq + 1, last.digest, _sha256(raw[: content.nbytes])))
 
     def _last(self, file: BinaryIO) -> tuple[L | None, int]:
-        """Return the last whole entry, and how many bytes there are up to its end."""
+        """Return the last complete entry, and the file's bytes up to its end."""
         size = file.seek(0, os.SEEK_END)
         tail_bytes = TAIL_BYTES
         while True:
@@ -172,8 +172,7 @@ class Chain(Generic[L]):
         return parsed.entry, start + end + 1
 
     def _content(self, raw: bytes, *, any_key: bool = False) -> _Content[L]:
-        """Return what is in a file, half a line at its end left out. With `any_key`, lines may be under another
-        key."""
+        """Return a file's complete entries. With `any_key`, lines may be under another key."""
         nbytes = raw.rfind(b"\n") + 1
         entries: list[L] = []
         previous, place, unkeyed = BEGINNING, 0, None
@@ -219,7 +218,7 @@ class Chain(Generic[L]):
         return _Parsed(entry, _json(raw), _json(document) + b"\n" == line)
 
     def _holds(self, parsed: _Parsed[L]) -> bool:
-        """Return whether the digest is the entry's, as far as that can be told without another's key."""
+        """Return whether the digest matches the entry. Without a key, accept every keyed digest."""
         entry = parsed.entry
         if entry.format == KEYED and self._key is None:
             return True
@@ -231,7 +230,7 @@ class Chain(Generic[L]):
         return hmac.new(self._key, raw, hashlib.sha256).hexdigest()
 
     def _put(self, file: BinaryIO, made: L) -> L:
-        """Write an entry at the file's present place. Raises ChainError if another file is at its path by now."""
+        """Write an entry at the file's current position. Raises ChainError if the file was replaced meanwhile."""
         entry = made.model_copy(update={"format": PLAIN if self._key is None else KEYED})
         document: dict[str, JsonValue] = entry.model_dump(mode="json")
         digest = self._digest(_json(document), entry.format)
@@ -243,14 +242,17 @@ class Chain(Generic[L]):
 
     @contextmanager
     def _locked(self) -> Iterator[BinaryIO]:
-        self._create()
+        if not self._path.exists():
+            self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._path.touch(mode=0o600)
+            sync_names(self._path.parent)
         with self._path.open("r+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             self._require_in_place(file)
             yield file
 
     def _require_in_place(self, file: BinaryIO) -> None:
-        """Raise ChainError if the file was removed or replaced: nobody would read what is written to it."""
+        """Raise ChainError if the file was removed or replaced: writes to it would be lost."""
         here = os.fstat(file.fileno())
         try:
             there = self._path.stat()
@@ -259,23 +261,16 @@ class Chain(Generic[L]):
         if there is None or (there.st_dev, there.st_ino) != (here.st_dev, here.st_ino):
             raise self._fault(f"{self._path} was removed or replaced while it was held; put back a copy of it")
 
-    def _create(self) -> None:
-        if self._path.exists():
-            return
-        self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self._path.touch(mode=0o600)
-        sync_names(self._path.parent)
 
-
+@dataclass
 class LockedChain(Generic[L]):
-    """A chain that nobody else adds to meanwhile."""
+    """A chain that is locked against other processes. Use `Chain.held`."""
 
-    def __init__(self, put: Callable[[L], L], entries: tuple[L, ...]) -> None:
-        self._put = put
-        self.entries = entries
+    _put: Callable[[L], L]
+    entries: tuple[L, ...]
 
     def append(self, make: Make[L]) -> L:
-        """Add an entry, which is on disk when this returns."""
+        """Append an entry, which is on disk when this returns."""
         entry = self._put(make(len(self.entries), self.entries[-1].digest if self.entries else BEGINNING))
         self.entries = (*self.entries, entry)
         return entry
@@ -285,7 +280,7 @@ class LockedChain(Generic[L]):
 class _Parsed(Generic[L]):
     entry: L
     raw: bytes
-    """What its digest is of."""
+    """The bytes that its digest covers."""
     is_canonical: bool
 
 
@@ -298,7 +293,7 @@ class _Content(Generic[L]):
 
 
 def derived(key: bytes | None, purpose: str) -> bytes | None:
-    """Return a key for one purpose, so that no line of one file can stand in another."""
+    """Return a key for one purpose, so that no line of one file is valid in another."""
     return None if key is None else hmac.new(key, purpose.encode(), hashlib.sha256).digest()
 
 
@@ -307,12 +302,12 @@ def head_of(entries: tuple[Link, ...]) -> Head | None:
 
 
 def missing(entries: tuple[Link, ...], head: Head) -> bool:
-    """Return whether the chain is not, or no longer, the one that had come as far as `head`."""
+    """Return whether the chain does not contain `head`: it is another, or was cut off."""
     return len(entries) < head.entries or entries[head.entries - 1].digest != head.digest
 
 
 def _json(document: Any) -> bytes:
-    """Return the document in one form only, as `shared.schema.canonical` has it."""
+    """Return the document in canonical form, as `shared.schema.canonical` does."""
     return json.dumps(document, sort_keys=True, separators=(",", ":")).encode()
 
 

@@ -1,8 +1,8 @@
-"""What runs have spent of each data set's privacy: an append-only file per data set, written before it is spent.
+"""The privacy that runs have spent of each data set: an append-only file per data set, written before it is spent.
 
 Noise is reserved before a task trains, and stays spent unless the process that reserved it knows that nothing left:
-then it is void. What no noise covers is written down as exact, whose epsilon is infinite. Each line is chained to the
-one before (`worker.state.hash_chain`). A crash can leave half a line at the end; its task had not begun to train.
+then the entry is void. Uses without noise are recorded as exact, with infinite epsilon. The lines form a hash chain
+(`worker.state.hash_chain`). A crash can leave half a line at the end; its task had not begun to train.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from tessera.worker.state.hash_chain import (
 )
 
 LEDGER_FOLDER = "ledger"
-"""What the folder of ledgers is called beside a worker's other state."""
+"""Name of the folder of ledgers in the worker's state folder."""
 
 
 class LedgerError(ChainError):
-    """A ledger cannot be relied on; says which line and why. Nothing may be spent until a person has looked."""
+    """A ledger is not reliable; the message names the line and the reason. Spending stops until it is repaired."""
 
 
 class NoisySteps(Frozen):
@@ -55,12 +55,12 @@ class NoisyChoice(Frozen):
 
 
 Use = Literal["training", "choice", "evaluation", "lost"]
-"""What is exact: training on the examples; a choice of blocks by them; figures of a version on those that nothing
-trains on; or all that stood in a ledger which was lost."""
+"""The kind of exact use: training; a choice of blocks by the data; evaluation on held-out examples; or all uses in a
+lost ledger."""
 
 
 class Exact(Frozen):
-    """A use of the data without noise, from the first task of a run on: no epsilon bounds what it tells."""
+    """A use of the data without noise, from the first task of a run on: no epsilon bounds what it reveals."""
 
     kind: Literal["exact"] = "exact"
     use: Use
@@ -71,7 +71,7 @@ Event = Annotated[NoisySteps | NoisyChoice | Exact, Field(discriminator="kind")]
 
 
 class LedgerEntry(Link):
-    """What one task, at one try, was allowed to spend; or, with `voids`, that nothing came of that."""
+    """The privacy reserved for one attempt at a task; or, with `voids`, the entries that were not used."""
 
     dataset: Label
     examples: NonNegativeInt = 0
@@ -81,7 +81,7 @@ class LedgerEntry(Link):
     task: str = ""
     token: int = 0
     target: Budget | None = None
-    """What the run as a whole may spend; None if it has no privacy."""
+    """The budget of the whole run; None if it is not private."""
     events: tuple[Event, ...] = ()
     voids: tuple[NonNegativeInt, ...] = ()
     """The numbers of entries of which nothing left."""
@@ -90,7 +90,7 @@ class LedgerEntry(Link):
 
 
 class LedgerPage:
-    """One data set's entries, held against every other process. Use `Ledger.page`."""
+    """One data set's entries, locked against other processes. Use `Ledger.page`."""
 
     def __init__(self, held: LockedChain[LedgerEntry], dataset: str) -> None:
         self._held = held
@@ -98,7 +98,7 @@ class LedgerPage:
 
     @property
     def entries(self) -> tuple[LedgerEntry, ...]:
-        """Those that count."""
+        """The entries that are not void."""
         return counting(self._held.entries)
 
     @property
@@ -106,25 +106,21 @@ class LedgerPage:
         return head_of(self._held.entries)
 
     def spend(self, task: TaskRef, examples: int, target: Budget, events: Sequence[Event]) -> LedgerEntry:
-        """Reserve what the events cost. The entry is on disk when this returns, and counts unless it is made void."""
-        return self._add(
-            task,
-            examples=examples,
-            target=Budget(epsilon=target.epsilon, delta=target.delta),
-            events=tuple(events),
-        )
+        """Reserve what the events cost. The entry is on disk when this returns, and counts until it is voided."""
+        budget = Budget(epsilon=target.epsilon, delta=target.delta)
+        return self._add(task, examples=examples, target=budget, events=tuple(events))
 
     def void(self, task: TaskRef, seqs: Collection[int]) -> LedgerEntry:
-        """Take back entries of this task of which nothing left."""
+        """Void entries of this task of which nothing left."""
         return self._add(task, voids=tuple(sorted(seqs)))
 
     @property
     def sketch(self) -> tuple[int, ...]:
-        """The latest."""
+        """The latest sketch."""
         return _latest_sketch(self._held.entries)
 
     def know(self, task: TaskRef, examples: int, sketch: tuple[int, ...]) -> None:
-        """Write down which examples there are, unless that is known."""
+        """Record a sketch of the examples if it changed."""
         if sketch != self.sketch:
             self._add(task, examples=examples, sketch=sketch)
 
@@ -137,12 +133,7 @@ class LedgerPage:
     def _add(self, task: TaskRef, **given: Any) -> LedgerEntry:
         return self._held.append(
             lambda seq, previous: LedgerEntry(
-                seq=seq,
-                at=datetime.now(UTC),
-                previous=previous,
-                dataset=self._dataset,
-                **task._asdict(),
-                **given,
+                seq=seq, at=datetime.now(UTC), previous=previous, dataset=self._dataset, **task._asdict(), **given
             )
         )
 
@@ -218,22 +209,21 @@ class Ledger:
     # ------------------------------------------------------------ rollback
 
     def leaving(self, dataset: str) -> Head | None:
-        """Return how far the data set's ledger had come when this process last had its page. It must not fall behind
-        that any more, for something is about to leave."""
+        """Return the ledger's head when this process last had its page. Reject older copies from then on."""
         head = self._latest.get(dataset)
         if head:
             self.expect({dataset: head})
         return head
 
     def expect(self, heads: Mapping[str, Head]) -> None:
-        """Refuse from now on ledgers that had not come as far as this, or are others."""
+        """Reject from now on ledgers that do not contain these heads."""
         self._expected |= heads
 
     def adopt(self, dataset: str) -> Head | None:
-        """Take a ledger as it is: from before there was a key, under a lost key, cut off, or gone.
+        """Accept a ledger from before there was a key, under a lost key, cut off, or gone.
 
-        Unless it is whole and only without a key, what was spent is unknown from then on. Returns its new head, or
-        None if it was in order. Raises LedgerError for lines that do not follow on each other.
+        Unless it is complete and only lacks a key, the privacy spent is unknown from then on. Returns its new head,
+        or None if it was in order. Raises LedgerError for lines that do not follow each other.
         """
         chain = self._chain(dataset)
 
@@ -290,17 +280,17 @@ def _latest_sketch(entries: Sequence[LedgerEntry]) -> tuple[int, ...]:
 
 
 def counting(entries: Iterable[LedgerEntry]) -> tuple[LedgerEntry, ...]:
-    """Return the entries that something was spent by, without those of which nothing left."""
+    """Return the entries that spend privacy, without the voided ones."""
     entries = tuple(entries)
     void = {seq for entry in entries for seq in entry.voids}
     return tuple(entry for entry in entries if entry.events and entry.seq not in void)
 
 
 def exact_in(entries: Iterable[LedgerEntry]) -> tuple[tuple[LedgerEntry, Use], ...]:
-    """Return what of the entries no noise covers, oldest first."""
+    """Return the uses without noise, oldest first, each with its entry."""
     return tuple((entry, event.use) for entry in entries for event in entry.events if isinstance(event, Exact))
 
 
 def noisy_in(entries: Iterable[LedgerEntry]) -> list[Event]:
-    """Return what of the entries noise covers."""
+    """Return the uses with noise."""
     return [event for entry in entries for event in entry.events if not isinstance(event, Exact)]

@@ -1,9 +1,9 @@
 """Tensors that never leave the site, kept between the rounds of a run.
 
-What a task wants kept is staged before its update is submitted, is set aside as accepted when the coordinator has
-accepted the update, and becomes current only when a receipt shows that the round was committed with the update. What
-came of an abandoned attempt, or of an update that was left out, is discarded. So the vault never runs ahead of the
-server. Each step is one rename, and may be repeated after a crash: `settle` asks what became of each file.
+A task's tensors are staged before its update is submitted, marked accepted when the coordinator accepts the update,
+and become current only when a receipt shows that the round was committed with the update. Those of an abandoned
+attempt, or of an update that was left out, are discarded. So the vault never runs ahead of the server. Each step is
+one rename, and may be repeated after a crash: `settle` asks for the outcome of each file's task.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tessera.shared.tensors.lazy import Array, as_bytes
 from tessera.shared.updates.safetensors_file import read_header, write
 from tessera.worker.state.atomic_files import replace, sweep, written_whole
 
-# Identifiers come from the coordinator: only what cannot be anything else becomes part of a path.
+# Identifiers come from the coordinator, and become part of a path: accept only safe characters.
 IDENTIFIER = re.compile(r"[A-Za-z0-9-]{1,64}")
 STAGED, ACCEPTED = "staged", "accepted"
 PENDING = re.compile(r"(?:staged|accepted)-(?P<task>[A-Za-z0-9-]{1,64})-(?P<token>[0-9]{1,18})\.safetensors")
@@ -42,22 +42,22 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 class NoReceipt(ValueError):
-    """The coordinator does not tell whether an accepted update was merged."""
+    """The coordinator does not report whether an accepted update was merged."""
 
 
 RoundWorkload = Callable[[str], TaskView | Receipt]
-"""Tells what became of a task. Raises Problem."""
+"""Returns the outcome of a task. Raises Problem."""
 
 
 @dataclass(frozen=True)
 class Staged:
-    """What a task wants kept, on disk but not current yet. What is renamed survives a power cut if it is durable."""
+    """A task's tensors, on disk but not current yet. If `durable`, a rename survives a power cut."""
 
     path: Path
     durable: bool
 
     def accept(self) -> Staged:
-        """Note that its update was accepted: from here on it waits for the round's end. Returns it as it is then."""
+        """Mark its update as accepted, and return the renamed file, which waits for the round's end."""
         if self.path.name.startswith(STAGED):
             accepted = self.path.with_name(ACCEPTED + self.path.name.removeprefix(STAGED))
             replace(self.path, accepted, durable=self.durable)
@@ -65,7 +65,7 @@ class Staged:
         return self
 
     def commit(self, unmerged: Collection[str] = ()) -> None:
-        """Make it current. What belongs to a block that was not merged stays as it was."""
+        """Make it current. Tensors of blocks that were not merged stay as they were."""
         current = self.path.with_name(CURRENT)
         if unmerged:
             before, after = (_read(path) if path.exists() else {} for path in (current, self.path))
@@ -82,7 +82,7 @@ class Staged:
 class Vault:
     """The kept tensors of every run, under `folder`, which only the owner may read.
 
-    Unless it is `durable`, what it keeps survives the death of the process but no power cut.
+    Unless it is `durable`, it survives the death of the process but no power cut.
     """
 
     def __init__(self, folder: Path, *, durable: bool = True) -> None:
@@ -92,15 +92,15 @@ class Vault:
         self._durable = durable
 
     def load(self, run: str) -> dict[str, Array]:
-        """Return what the last merged update of this run kept, by name; empty the first time.
+        """Return the tensors that the last merged update of this run kept, by name; empty the first time.
 
-        Raises ValueError for a run id that could be a path, and ContainerError for a spoilt file.
+        Raises ValueError for a run id that could be a path, and ContainerError for a corrupt file.
         """
         path = self._of_run(run) / CURRENT
         return _read(path) if path.exists() else {}
 
     def stage(self, run: str, task: str, token: int, keep: Mapping[str, Array]) -> Staged:
-        """Write what the task wants kept, to be accepted or discarded. Overwrites an earlier try at the same lease.
+        """Write a task's tensors, to be accepted or discarded. Overwrites an earlier attempt under the same lease.
 
         Raises ValueError for an id that could be a path, or an array of a kind that cannot be stored.
         """
@@ -109,37 +109,36 @@ class Vault:
         return Staged(path, self._durable)
 
     def settle(self, ask: RoundWorkload) -> None:
-        """Settle what every run has pending. Raises what `ask` raises."""
+        """Settle the pending files of every run. Raises the exceptions of `ask`."""
         for folder in self._folder.glob("*/"):
             self._settle(folder, "*", ask)
 
     def settle_unanswered(self, ask: RoundWorkload) -> None:
-        """Settle those submissions that had no answer. Raises what `ask` raises."""
+        """Settle the submissions without an answer. Raises the exceptions of `ask`."""
         for folder in self._folder.glob("*/"):
             self._settle(folder, f"{STAGED}-*", ask)
 
     def settle_run(self, run: str, receipt: Receipt | None, ask: RoundWorkload) -> None:
-        """Settle what a run has pending, before a task of it begins; `ask` is asked for what is not in the receipt.
+        """Settle a run's pending files before a task of it begins. Calls `ask` for tasks other than the receipt's.
 
-        Raises what `ask` raises, and NoReceipt where the task would begin from what is kept without knowing whether
-        the update before was merged.
+        Raises the exceptions of `ask`, and NoReceipt if it is unknown whether the previous update was merged.
         """
-        told = self._settle(
+        known = self._settle(
             self._of_run(run), "*", lambda task: receipt if receipt and receipt.task == task else ask(task)
         )
-        if not told:
+        if not known:
             raise NoReceipt(
-                "the coordinator sends no receipts, so that a worker cannot tell whether what it keeps of the run "
-                "was merged: upgrade the coordinator first. What is kept waits until then"
+                "the coordinator sends no receipts, so that a worker cannot know whether the update behind the run's "
+                "kept tensors was merged: upgrade the coordinator first. The tensors wait until then"
             )
 
     def _settle(self, folder: Path, pattern: str, ask: RoundWorkload) -> bool:
-        """Do with each pending file, oldest first, what its task has come to.
+        """Commit, keep or discard each pending file, oldest first, by the outcome of its task.
 
-        Returns whether the coordinator told: one of before receipts says of an update for ever that it is accepted.
+        Returns False if outcomes are missing: a coordinator without receipts reports an update as accepted for ever.
         """
         waiting: list[Staged] = []
-        told = True
+        known = True
         for path in sorted(folder.glob(pattern), key=lambda path: path.stat().st_mtime_ns):
             match = PENDING.fullmatch(path.name)
             if match is None:
@@ -154,7 +153,7 @@ class Vault:
                     staged.discard()
                     continue
                 waiting.append(staged.accept())
-                told = isinstance(fate, Receipt)
+                known = isinstance(fate, Receipt)
             elif fate.state == "merged":
                 staged.commit(fate.unmerged)
             elif fate.state != "leased":
@@ -164,15 +163,15 @@ class Vault:
                 # Rounds end one after the other, so an update before this one is not merged any more.
                 while waiting:
                     waiting.pop().discard()
-                told = True
-        return told
+                known = True
+        return known
 
     def unused(self, since: float) -> list[str]:
-        """Return the runs for which nothing was kept or settled since then, in seconds since 1970."""
+        """Return the runs of which no tensor was kept or settled since then, in seconds since 1970."""
         return sorted(folder.name for folder in self._folder.glob("*/") if folder.stat().st_mtime < since)
 
     def remove(self, run: str) -> None:
-        """Remove all that is kept of a run."""
+        """Remove all tensors of a run."""
         shutil.rmtree(self._of_run(run))
 
     def _of_run(self, run: str) -> Path:
@@ -197,27 +196,26 @@ def _write(path: Path, keep: Mapping[str, Array], *, durable: bool) -> None:
 
 
 def _of_blocks(name: str, blocks: frozenset[str]) -> bool:
-    """Return whether what is kept under a name belongs to one of these blocks: as `own/` and the block's name."""
+    """Return whether a tensor's name ends in one of these blocks' names, as in `own/` and the block's name."""
     parts = name.split("/")
     return any("/".join(parts[first:]) in blocks for first in range(len(parts)))
 
 
 def _fate_of(task: str, ask: RoundWorkload) -> TaskView | Receipt | None:
-    """Return what became of a task; None if the coordinator itself does not know it, and so has not accepted its
-    update."""
+    """Return the outcome of a task; None if the coordinator does not know it, and so has not accepted its update."""
     try:
-        told = ask(task)
+        answer = ask(task)
     except NotFound as problem:
-        # A proxy's page says nothing of the task, and what is kept cannot be had again.
+        # A proxy's 404 page says nothing about the task, and a discarded file cannot be restored.
         if not problem.from_document:
             raise
         return None
-    return (told.receipt if isinstance(told, TaskView) else None) or told
+    return (answer.receipt if isinstance(answer, TaskView) else None) or answer
 
 
 def _checked(identifier: str) -> str:
     if not IDENTIFIER.fullmatch(identifier):
-        raise ValueError(f"the coordinator sent an identifier that is not one: {identifier[:80]!r}")
+        raise ValueError(f"the coordinator sent an invalid identifier: {identifier[:80]!r}")
     return identifier
 
 

@@ -74,10 +74,7 @@ class _Call(Thread, Generic[T]):
     """A call in its own thread; the result of an abandoned call is passed to `too_late`."""
 
     def __init__(
-        self,
-        blocking: Callable[[], T],
-        too_late: Callable[[T], object],
-        inbox: SimpleQueue[_Call[Any] | None],
+        self, blocking: Callable[[], T], too_late: Callable[[T], object], inbox: SimpleQueue[_Call[Any] | None]
     ) -> None:
         super().__init__(name="call", daemon=True)
         self.results: list[T] = []

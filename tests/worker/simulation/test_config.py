@@ -98,7 +98,7 @@ def test_the_seed_decides_what_is_held_out() -> None:
     assert other
     assert torch.equal(first.tensors["pixel_values"], same.tensors["pixel_values"])
     assert first.tensors["pixel_values"].tolist() != other.tensors["pixel_values"].tolist()
-    with refusing("invalid", "does not make a federation") as caught:
+    with refusing("invalid", "does not describe a valid federation") as caught:
         read("simulation.data.held_out_seed=3")
     assert "held_out_seed: was removed" in str(caught.value.errors[0])
 
