@@ -63,32 +63,32 @@ COMPLAINT_SECONDS = 60.0
 MIN_POLL_SECONDS = 1.0
 
 REMOVAL_SECONDS = 3600.0
-"""How often a worker looks for vaults that are to be removed."""
+"""The interval between searches for unused vaults."""
 
 DAY_SECONDS = 86400.0
 
 ENDED = ("completed", "failed", "cancelled")
 
 CLOSED_SECONDS = 10.0
-"""How often a worker whose site has it claim nothing looks whether that has changed."""
+"""The interval between checks of whether a closed site has opened."""
 
 GIVE_BACK_SECONDS = 3.0
-"""How long a worker that is asked to stop waits for the coordinator to take its task back."""
+"""The timeout for returning a task to the coordinator when the worker stops."""
 
 MAX_WAIT_SECONDS = 600.0
-"""The longest that a coordinator may send a worker away for at a time: who is told 'in a year' asks again."""
+"""The longest pause that a coordinator can impose on a worker at a time."""
 
 MAX_ANSWER_BYTES = 4 << 20
 """Far above any task, which has names but no values. Read, it may take tens of times as much."""
 
 ALIVE_FILE = "alive"
-"""Touched at every claim and heartbeat, so that what watches the process can tell that it lives from its age."""
+"""Touched at every claim and heartbeat, so that a watchdog can see from its age that the process is alive."""
 
 # The work is no longer wanted, which is nobody's fault.
 UNWANTED = (LeaseLost, TaskCancelled, RoundClosed, StaleVersion, SiteSuspended)
 
 # Failures whose text we wrote ourselves, about models and plans; any other text might quote data.
-TELLABLE: dict[type[Exception], str] = {
+REPORTABLE: dict[type[Exception], str] = {
     PolicyViolation: "policy-violation",
     UpdateWithheld: "withheld-by-site",
     TrainingDiverged: "diverged",
@@ -248,32 +248,32 @@ class Agent:
         return closed is not None
 
     def _unusable_settings(self) -> str | None:
-        """Return why the settings file cannot be used, if it cannot; else takes up what changed in it."""
-        told, unusable = None, None
+        """Return why the settings file cannot be used, if it cannot. Otherwise apply its changes."""
+        new, unusable = None, None
         try:
-            told = self._file.reread(self._stop.sleep) if self._file else None
+            new = self._file.reread(self._stop.sleep) if self._file else None
         except SettingsError as fault:
             unusable = str(fault)
         if unusable != self._unusable:
             self._unusable = unusable
             self._figures.settings(usable=unusable is None)
             if unusable:
-                remedy = "Mend the file: nothing is claimed until then. A restart is not needed."
+                remedy = "Fix the file: nothing is claimed until then. A restart is not needed."
                 self._log.error("settings-unusable", detail=unusable, remedy=remedy)
-        if told:
-            self._reload(told)
+        if new:
+            self._reload(new)
         return unusable
 
-    def _reload(self, told: WorkerSettings) -> None:
+    def _reload(self, new: WorkerSettings) -> None:
         """Apply the policy and the budgets of changed settings, and log what else in them waits for a restart."""
         before = self._settings
-        self._apply_settings(reloaded(before, told))
+        self._apply_settings(reloaded(before, new))
         if changed := differing(before, self._settings):
             self._log.info("policy-changed", changed=sorted(changed), **self._terms())
             self._note("policy.change", None, **self._terms())
         allowed = filter(self._policy.allows_dataset, self._settings.datasets)
         unloaded = {f"datasets.{name}" for name in allowed if name not in self._runner.datasets}
-        if waiting := differing(self._settings, told) | unloaded:
+        if waiting := differing(self._settings, new) | unloaded:
             remedy = "Restart the worker: of a running one only the policy and privacy budgets change."
             self._log.warning("restart-needed", settings=sorted(waiting), remedy=remedy)
 
@@ -285,7 +285,7 @@ class Agent:
         return {"policy": digest_of(canonical(self._policy)), "budgets": budgets, "datasets": datasets}
 
     def _unreadable_inbox(self) -> str | None:
-        """Return why it cannot be told which runs are withheld; an unreadable request may be a refusal."""
+        """Return why the withheld runs are unknown; an unreadable request may be a refusal."""
         try:
             if self._runner.inbox:
                 self._runner.inbox.withheld()
@@ -395,7 +395,7 @@ class Agent:
             self._note("task.drop", task, code=fault.code)
             log.warning("task-dropped", reason=fault.code, detail=fault.detail)
             return
-        code, detail = told(fault)
+        code, detail = reported(fault)
         if isinstance(fault, PolicyViolation):
             self._note("task.refuse", task, rule=fault.rule, detail=fault.detail)
             remedy = {"remedy": fault.remedy}
@@ -403,15 +403,15 @@ class Agent:
             self._note("task.fail", task, code=code)
             remedy = {}
         log.error("task-failed", code=code, detail=detail, exc_info=fault if code == "failed" else None, **remedy)
-        self._tell_failure(task, Failure(token=task.token, code=code, detail=detail), log)
+        self._report_failure(task, Failure(token=task.token, code=code, detail=detail), log)
 
     def _give_back_unapproved(self, task: Task, unapproved: Unapproved, log: Any) -> None:
-        """Tell the coordinator that the site has not agreed to the run, as each claim does from now on."""
+        """Report to the coordinator that the site has not approved the run, as each later claim does."""
         self._note("task.give-back", task, code=unapproved.code)
         log.warning("task-withheld", code=unapproved.code, detail=str(unapproved), remedy="tessera worker inbox")
-        self._tell_failure(task, Failure(token=task.token, code=unapproved.code, detail=str(unapproved)), log)
+        self._report_failure(task, Failure(token=task.token, code=unapproved.code, detail=str(unapproved)), log)
 
-    def _tell_failure(self, task: Task, failure: Failure, log: Any) -> None:
+    def _report_failure(self, task: Task, failure: Failure, log: Any) -> None:
         try:
             self._client.fail(task.id, failure)
         except Problem as problem:
@@ -478,13 +478,13 @@ def refuses_worker(problem: Problem) -> bool:
     return isinstance(problem, Unauthenticated | Forbidden)
 
 
-def told(fault: Exception) -> tuple[str, str]:
+def reported(fault: Exception) -> tuple[str, str]:
     """Return the code and text under which the coordinator hears of a failure. Quotes nothing that might be data."""
     if isinstance(fault, Problem):
         return fault.code, fault.detail[:2000]
     if isinstance(fault, TaskFailure):
         return fault.code, str(fault)[:2000]
-    for kind, code in TELLABLE.items():
+    for kind, code in REPORTABLE.items():
         if isinstance(fault, kind):
             return code, str(fault)[:2000]
     if isinstance(fault, torch.OutOfMemoryError | MemoryError):

@@ -1,4 +1,4 @@
-"""A worker's parts, put together as its settings say."""
+"""Construction of a worker's task runner from its settings."""
 
 from dataclasses import replace
 
@@ -19,7 +19,7 @@ from tessera.worker.task.runner import TaskRunner
 def runner_of(client: Client, settings: WorkerSettings) -> TaskRunner:
     """Return the runner of a worker with these settings.
 
-    Raises SettingsError for what they name and cannot be used, such as an audit or a ledger that was changed.
+    Raises SettingsError for unusable settings or files, such as a changed audit log or ledger.
     """
     settings.state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
     sweep(settings.state_dir)
@@ -34,7 +34,7 @@ def runner_of(client: Client, settings: WorkerSettings) -> TaskRunner:
     except ChainError as fault:
         raise SettingsError(str(fault)) from fault
     except OSError as fault:
-        # Nothing can be written down there either, and so nothing is done.
+        # Writes will fail there too, so the worker will start no task.
         structlog.get_logger("worker").error("audit-not-read", detail=str(fault))
     runner = TaskRunner(
         coordinator=client,
@@ -58,7 +58,7 @@ def runner_of(client: Client, settings: WorkerSettings) -> TaskRunner:
 
 
 def with_rules(runner: TaskRunner, settings: WorkerSettings) -> TaskRunner:
-    """Return the same runner, whose next task is judged by the policy and the budgets of these settings."""
+    """Return the same runner with the policy and the budgets of these settings."""
     return replace(
         runner,
         policy=settings.policy,

@@ -155,10 +155,10 @@ def _dataset(settings: WorkerSettings, name: str, source: DataSource) -> Iterato
     try:
         loaded = load_source(source, held_out_key(settings, make=False))
     except (DataError, SettingsError) as fault:
-        yield fail(f"data {name}", str(fault), f"Mend datasets.{name} in the settings, or the files that it names.")
+        yield fail(f"data {name}", str(fault), f"Fix datasets.{name} in the settings, or the files that it names.")
         return
     seconds = time.monotonic() - began_at
-    yield ok(f"data {name}", f"{_told(loaded)}, loaded in {seconds:.1f} s")
+    yield ok(f"data {name}", f"{_in_words(loaded)}, loaded in {seconds:.1f} s")
     if "train" not in settings.kinds and source.use == "train" and loaded.held_out is None:
         remedy = f"Set datasets.{name}.use = 'evaluate' if nothing trains on it."
         yield warn(f"data {name}", "no version is measured on it, and this worker does nothing else", remedy)
@@ -170,7 +170,7 @@ def _policy(settings: WorkerSettings) -> Iterator[Finding]:
     for rule in ("orchestrators", "methods", "datasets", "models"):
         if getattr(policy, rule) == ():
             remedy = f"Name some, or leave policy.{rule} out, which allows any."
-            yield warn("policy", f"{rule} is empty: whatever a run asks for is refused", remedy)
+            yield warn("policy", f"{rule} is empty: every run is rejected", remedy)
     # Not before it is needed: transformers takes seconds.
     models = importlib.import_module("transformers").CONFIG_MAPPING if policy.models else ()
     for rule, named, known, where in (
@@ -180,11 +180,11 @@ def _policy(settings: WorkerSettings) -> Iterator[Finding]:
     ):
         for name in sorted(set(named or ()) - set(known)):
             close = difflib.get_close_matches(name, known, n=1)
-            remedy = f"Did you mean {close[0]!r}?" if close else f"Mend or remove it in policy.{rule}."
+            remedy = f"Did you mean {close[0]!r}?" if close else f"Fix or remove it in policy.{rule}."
             yield warn("policy", f"{rule}: nothing called {name!r} {where}", remedy)
 
 
-def _told(loaded: Dataset) -> str:
+def _in_words(loaded: Dataset) -> str:
     classes = loaded.classes
     known = f", {len(torch.bincount(classes.clamp(min=0)).nonzero())} classes" if classes is not None else ""
     held_out = f", {loaded.held_out.examples} held out" if loaded.held_out else ""
@@ -253,7 +253,9 @@ def way_to(url: str, verify: ssl.SSLContext) -> Iterator[Finding]:
     elif not tls and is_loopback(host):
         yield ok("tls", "none, and none is needed on this machine")
     elif not tls:
-        yield fail("tls", "the URL is http: whoever is on the way reads the token and every update", "Use https.")
+        yield fail(
+            "tls", "the URL is http: any machine on the path can read the token and every update", "Use https."
+        )
     yield from _answer(url, verify, proxy)
 
 

@@ -1,5 +1,4 @@
-"""How a worker comes to be admitted, and how its secret is replaced: either way the secret is made here, and only its
-hash is told."""
+"""Enrolment of a worker, and rotation of its secret. The secret is created here; only its hash is sent."""
 
 import json
 import re
@@ -20,7 +19,7 @@ from tessera.worker.settings import SettingsError
 from tessera.worker.state.atomic_files import replace, write_secret
 
 NEXT = ".next"
-"""How the name of a file ends that holds a secret which the coordinator may not know of yet."""
+"""Suffix of the file of a new secret that the coordinator may not know yet."""
 
 TLS = ("ca_bundle", "client_cert", "client_key")
 
@@ -36,7 +35,7 @@ state_dir = {state_dir}
 # kind = "arrays"
 # file = "/data/ward-images.safetensors"
 
-# What leaves this site is yours to say, whatever a coordinator asks.
+# The site decides what leaves it, regardless of the coordinator.
 [policy]
 # never_send = ["*embeddings*"]
 """
@@ -44,8 +43,7 @@ state_dir = {state_dir}
 
 @dataclass(frozen=True)
 class Place:
-    """Where a worker's settings are, and its secret. `tls` are those settings that are about TLS, `missing` are lines
-    that the file lacks."""
+    """A worker's settings file and secret. `tls` are its TLS settings; `missing` are lines that the file lacks."""
 
     config: Path
     token_file: Path
@@ -56,10 +54,10 @@ class Place:
 
 
 def prepared(config: Path, url: str, name: str | None, tls: dict[str, Path]) -> Place:
-    """Return a file of settings and one with a new secret; where there are such already, they are kept.
+    """Create a settings file and a file with a new secret. Existing files are kept.
 
-    `tls` are settings too (`ca_bundle`, `client_cert`, `client_key`), which win over those that are there. Raises
-    SettingsError if what is there is for another coordinator: its secret is not to be shown to this one.
+    `tls` are settings too (`ca_bundle`, `client_cert`, `client_key`), which override those in the file. Raises
+    SettingsError if the file is for another coordinator: its secret must not be sent to this one.
     """
     config, url = config.absolute(), url.rstrip("/")
     given = _read(config) if config.exists() else {}
@@ -71,7 +69,7 @@ def prepared(config: Path, url: str, name: str | None, tls: dict[str, Path]) -> 
     called = name or given.get("name") or _host_name()
     if token_file.exists():
         if "url" not in given:
-            raise SettingsError(f"{token_file} holds a secret, nobody knows for which coordinator; remove it")
+            raise SettingsError(f"{token_file} holds a secret for an unknown coordinator; remove it")
         secret = _secret_in(token_file)
     else:
         secret = new_secret("site")
@@ -92,7 +90,7 @@ def prepared(config: Path, url: str, name: str | None, tls: dict[str, Path]) -> 
 
 
 def asked(client: Client, place: Place, site: str | None, device: str, version: str) -> Enrolment:
-    """Ask for the worker to be admitted. Asked again with the same secret, it is the same wish."""
+    """Request admission of the worker. Repeating it with the same secret returns the same request."""
     spec = EnrolmentSpec(
         site=site, worker=place.name, device=device, version=version, secret_hash=hash_of(place.secret)
     )
@@ -100,7 +98,7 @@ def asked(client: Client, place: Place, site: str | None, device: str, version: 
 
 
 def awaited(client: Client, enrolment: Enrolment, sleep: Callable[[float], None] = time.sleep) -> Enrolment:
-    """Return what becomes of it in the end. `client` shows the secret."""
+    """Poll until the enrolment is decided, and return it. `client` sends the secret."""
     while enrolment.state == "pending":
         sleep(enrolment.poll_seconds)
         enrolment = client.enrolment(enrolment.id)
@@ -108,9 +106,9 @@ def awaited(client: Client, enrolment: Enrolment, sleep: Callable[[float], None]
 
 
 def rotate(connect: Callable[[str], Client], file: Path) -> Rotated:
-    """Put a new secret in the place of the one in `file`. Cut off at any point, it is done by doing it again.
+    """Replace the secret in `file` by a new one. After an interruption, repeat the call.
 
-    Raises Problem, and SettingsError for a file that holds none.
+    Raises Problem, and SettingsError for a file without a secret.
     """
     present = _secret_in(file)
     following = file.with_name(file.name + NEXT)
@@ -121,7 +119,7 @@ def rotate(connect: Callable[[str], Client], file: Path) -> Rotated:
         with connect(present) as client:
             rotated = client.rotate(hash_of(fresh))
     except Unauthenticated as refusal:
-        # The coordinator may have been told before, and the grace of the old secret be over.
+        # An earlier call may have reached the coordinator, and the grace period of the old secret be over.
         with connect(fresh) as client, suppress(Unauthenticated):
             rotated = client.rotate(hash_of(fresh))
             replace(following, file)

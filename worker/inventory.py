@@ -1,4 +1,4 @@
-"""What a worker's settings name of this machine: its data sets, its device and its mapping files."""
+"""Loading of the data sets, device and mapping files that a worker's settings name."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -22,8 +22,10 @@ def load_source(source: DataSource, key: bytes = b"") -> Dataset:
 
 
 def held_out_key(settings: WorkerSettings, *, make: bool) -> bytes:
-    """Return the secret that decides which examples are held out; one that is no secret if there is none and it is
-    not to be made, and none if nothing is held out. Raises SettingsError."""
+    """Return the secret key that selects the held-out examples; empty if nothing is held out. Raises SettingsError.
+
+    If its file does not exist, `make` it, or return a key that is not secret.
+    """
     if not any(source.held_out for source in settings.datasets.values()):
         return b""
     path = settings.held_out_key_file or settings.state_dir / HELD_OUT_KEY_FILE
@@ -36,8 +38,7 @@ def held_out_key(settings: WorkerSettings, *, make: bool) -> bytes:
 
 
 def datasets_of(settings: WorkerSettings, *, make_key: bool = False) -> dict[str, Dataset]:
-    """Return the data sets that the policy lets runs use, by name. Raises SettingsError naming the option that is
-    wrong."""
+    """Return the data sets that the policy allows, by name. Raises SettingsError naming the invalid option."""
     loaded: dict[str, Dataset] = {}
     key = held_out_key(settings, make=make_key)
     for name, source in settings.datasets.items():
@@ -49,7 +50,7 @@ def datasets_of(settings: WorkerSettings, *, make_key: bool = False) -> dict[str
 
 @contextmanager
 def named(dataset: str) -> Iterator[None]:
-    """Turn a DataError into a SettingsError that says of which data set it is."""
+    """Convert a DataError to a SettingsError that names the data set."""
     try:
         yield
     except DataError as fault:
@@ -57,8 +58,7 @@ def named(dataset: str) -> Iterator[None]:
 
 
 def mappings_of(files: Iterable[Path]) -> dict[str, MappingFile]:
-    """Return the site's mappings, by the model type that each describes. Raises SettingsError for one that is
-    wrong."""
+    """Return the site's mappings by model type. Raises SettingsError for an invalid one."""
     try:
         found = [read_mapping(file) for file in files]
     except MappingError as fault:
@@ -70,8 +70,7 @@ def mappings_of(files: Iterable[Path]) -> dict[str, MappingFile]:
 
 
 def device_of(name: DeviceName) -> torch.device:
-    """Return the device to train on: with `auto` a GPU if there is one. Raises SettingsError for a GPU that is not
-    there."""
+    """Return the device to train on: with `auto` a GPU if there is one. Raises SettingsError for a missing GPU."""
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     device = torch.device("cuda" if name == "auto" else name)
@@ -81,6 +80,6 @@ def device_of(name: DeviceName) -> torch.device:
 
 
 def describe(device: torch.device) -> str:
-    """Return the device as people read it, at most 64 printable characters of ASCII."""
+    """Return the device's readable name, at most 64 printable ASCII characters."""
     name = f"{device} {torch.cuda.get_device_name(device)}" if device.type == "cuda" else str(device)
     return "".join(letter for letter in name if " " <= letter <= "~")[:64]

@@ -1,5 +1,4 @@
-"""What a worker tells Prometheus. It listens to nobody, so it writes a file that node_exporter's textfile collector
-reads."""
+"""A worker's metrics for Prometheus. It opens no port, so it writes a file for node_exporter's textfile collector."""
 
 from pathlib import Path
 
@@ -12,7 +11,7 @@ disable_created_metrics()  # type: ignore[no-untyped-call]
 
 
 class Figures:
-    """Counts since this process began, written in place of the file, if there is to be one, whenever they change."""
+    """Metrics since the process started. If there is a file, it is rewritten whenever they change."""
 
     def __init__(self, file: Path | None) -> None:
         self._file = file
@@ -55,8 +54,8 @@ class Figures:
         if self._file is None:
             return
         try:
-            # Under another name first, so that nobody reads half of it.
+            # It writes a temporary file first, so that no reader sees half of it.
             write_to_textfile(str(self._file), self.registry)
         except OSError as fault:
-            # Figures are no reason not to work.
+            # A worker without metrics still works.
             structlog.get_logger("worker").warning("figures-not-written", file=str(self._file), reason=fault.strerror)

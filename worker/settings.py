@@ -1,4 +1,4 @@
-"""What a worker is told: a TOML file, over which the environment's TESSERA_WORKER_* win. It is read when the worker
+"""A worker's settings: a TOML file, overridden by TESSERA_WORKER_* in the environment. It is read when the worker
 starts, and its policy and budgets whenever it changes (`worker.settings_reload`).
 
 url = "https://tessera.example"
@@ -51,17 +51,17 @@ S = TypeVar("S", bound="DataSettings")
 
 
 class SettingsError(ValueError):
-    """The settings cannot be used; says which key is wrong and why."""
+    """The settings are invalid. The message names the key and the reason."""
 
 
 def check_no_seed(options: Mapping[str, object]) -> None:
-    """Raise ValueError for a setting that there was, which would have anybody know who is held out."""
+    """Raise ValueError for the removed setting `held_out_seed`, which made the held-out examples public."""
     if "held_out_seed" in options:
         raise ValueError("held_out_seed: is no more; take it out. A secret key decides which examples are held out")
 
 
 class DataSource(BaseModel):
-    """Where a data set comes from: its kind, what is taken of it, and beside these the options of that kind."""
+    """The source of a data set: its kind, the part used, and as further keys the options of that kind."""
 
     model_config = ConfigDict(frozen=True, extra="allow")
 
@@ -92,7 +92,7 @@ DeviceName = Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:[0-9]{1,2})?)$")]
 
 
 class DataSettings(BaseSettings):
-    """What of a worker's settings says where its data are. Other keys are passed over."""
+    """The settings of a worker's data sets. Other keys are ignored."""
 
     model_config = SettingsConfigDict(
         env_prefix=ENVIRONMENT_PREFIX, env_nested_delimiter="__", frozen=True, extra="ignore"
@@ -109,12 +109,12 @@ class DataSettings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003
         file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Return the environment first, then what the file said."""
+        """Return the sources by precedence: the environment, then the file."""
         return env_settings, init_settings
 
 
 class WorkerSettings(DataSettings):
-    """A worker's settings. Unknown keys are refused."""
+    """A worker's settings. Unknown keys are rejected."""
 
     model_config = SettingsConfigDict(extra="forbid")
 
@@ -188,7 +188,7 @@ def read_settings(path: Path) -> WorkerSettings:
 
 
 def parsed_settings(path: Path, raw: bytes) -> WorkerSettings:
-    """Return the same of a file that holds `raw`. Raises SettingsError."""
+    """Return the settings of a file with the content `raw` and of the environment. Raises SettingsError."""
     settings = _parsed(path, raw, WorkerSettings)
     try:
         require_private(settings.url)
@@ -198,12 +198,12 @@ def parsed_settings(path: Path, raw: bytes) -> WorkerSettings:
 
 
 def read_data_settings(path: Path) -> DataSettings:
-    """Return what such a file, or one with nothing else in it, says of data. Raises SettingsError."""
+    """Return the data sets of a settings file, which may lack all other keys. Raises SettingsError."""
     return _parsed(path, raw_settings(path), DataSettings)
 
 
 def raw_settings(path: Path) -> bytes:
-    """Return what is in a settings file. Raises SettingsError if it cannot be read."""
+    """Return the content of a settings file. Raises SettingsError if it cannot be read."""
     try:
         return path.read_bytes()
     except OSError as fault:
@@ -222,17 +222,17 @@ def _parsed(path: Path, raw: bytes, kind: type[S]) -> S:
         raise SettingsError(f"environment: {fault}") from fault
     except ValidationError as fault:
         hint = NO_DATASET if any(error["loc"] == ("datasets",) for error in fault.errors()) else ""
-        raise SettingsError(f"{path}: {_told(fault)}{hint}") from None
+        raise SettingsError(f"{path}: {_faults(fault)}{hint}") from None
 
 
 def effective_settings(path: Path) -> list[Setting]:
-    """Return every setting that a worker has which starts now, and where it comes from. Raises SettingsError."""
+    """Return every setting of a worker that starts now, with its source. Raises SettingsError."""
     settings = read_settings(path)
     file = tomllib.loads(path.read_text(encoding="utf-8"))
     return effective(settings.model_dump(), file, os.environ, ENVIRONMENT_PREFIX)
 
 
-def _told(fault: ValidationError) -> str:
+def _faults(fault: ValidationError) -> str:
     """Return each wrong key and why, without the values: a token may be among them."""
     return "; ".join(
         f"{'.'.join(map(str, error['loc'])) or 'settings'}: "
@@ -242,8 +242,7 @@ def _told(fault: ValidationError) -> str:
 
 
 def token_of(settings: WorkerSettings) -> str:
-    """Return the token, from where the settings say. Raises SettingsError if it cannot be read or sent, or is
-    empty."""
+    """Return the token. Raises SettingsError if it is empty, or cannot be read or sent."""
     if settings.token is not None:
         where, token = "token: what is given", settings.token.get_secret_value().strip()
     else:
@@ -260,14 +259,10 @@ def token_of(settings: WorkerSettings) -> str:
 
 
 def credential_of(settings: WorkerSettings) -> Credential:
-    """Return the token, which is read anew should it be refused: `tessera worker rotate` may have put another in its
-    place.
-
-    Raises SettingsError.
-    """
+    """Return the token, reread if rejected, since `tessera worker rotate` may have replaced it. Raises SettingsError."""
 
     def reread() -> str | None:
-        # What cannot be read now was there at the start; the refusal says more.
+        # It could be read at the start; the coordinator's rejection says more than this error.
         with suppress(SettingsError):
             return token_of(settings)
         return None
@@ -276,7 +271,7 @@ def credential_of(settings: WorkerSettings) -> Credential:
 
 
 def tls_of(settings: WorkerSettings) -> ssl.SSLContext:
-    """Return whom this worker trusts, and what it is trusted by. Raises SettingsError."""
+    """Return the TLS context with the CAs that this worker trusts and its certificate. Raises SettingsError."""
     try:
         return tls_context(settings.ca_bundle, settings.client_cert, settings.client_key)
     except Invalid as refusal:

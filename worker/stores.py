@@ -15,33 +15,33 @@ from tessera.worker.state.privacy_ledger import LEDGER_FOLDER, Ledger
 
 
 def ledger_of(settings: WorkerSettings) -> Ledger:
-    """Return where this worker writes down what runs spend of its data sets' privacy. Raises SettingsError."""
+    """Return the ledger of the privacy that runs spend of this worker's data sets. Raises SettingsError."""
     shared = {name: source.ledger for name, source in settings.datasets.items() if source.ledger}
     return Ledger(settings.ledger_dir or settings.state_dir / LEDGER_FOLDER, audit_key_of(settings), shared)
 
 
 def run_history_of(settings: WorkerSettings) -> RunHistory:
-    """Return where this worker writes down what runs have shown of themselves."""
+    """Return this worker's history of runs."""
     return RunHistory(settings.runs_dir or settings.state_dir / RUNS_FOLDER, settings.name)
 
 
 def inbox_of(settings: WorkerSettings) -> Inbox:
-    """Return where runs wait for a person's approval."""
+    """Return the inbox, in which runs wait for a person's approval."""
     return Inbox(settings.inbox_dir or settings.state_dir / INBOX_FOLDER)
 
 
 def airlock_of(settings: WorkerSettings) -> Airlock:
-    """Return where updates wait for a person's release."""
+    """Return the airlock, in which updates wait for a person's release."""
     return Airlock(settings.state_dir / AIRLOCK_FOLDER)
 
 
 def audit_of(settings: WorkerSettings) -> Audit:
-    """Return where this worker writes down what it does. Raises SettingsError."""
+    """Return this worker's audit log. Raises SettingsError."""
     return Audit(settings.audit_dir or settings.state_dir / AUDIT_FOLDER, settings.name, audit_key_of(settings))
 
 
 def audit_key_of(settings: WorkerSettings) -> bytes:
-    """Return the key that protects audit and ledgers. Its file is made if there is none. Raises SettingsError."""
+    """Return the key that protects audit and ledgers; create its file if it does not exist. Raises SettingsError."""
     if settings.audit_key is not None:
         with suppress(ValueError):
             if len(key := bytes.fromhex(settings.audit_key.get_secret_value())) == KEY_BYTES:

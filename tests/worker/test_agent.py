@@ -45,7 +45,7 @@ from tessera.shared.model.spec import Model
 from tessera.shared.problems import MEDIA_TYPE, OF_WORKERS, Invalid, Unauthenticated
 from tessera.shared.run_settings import DAYS
 from tessera.shared.tensors.lazy import ArrayTensor
-from tessera.worker.agent import TELLABLE, Agent, told
+from tessera.worker.agent import REPORTABLE, Agent, reported
 from tessera.worker.attention.probabilities import UnknownAttention
 from tessera.worker.enrolment import rotate
 from tessera.worker.governance.opening_hours import local_time
@@ -291,7 +291,7 @@ def test_a_worker_removes_verdicts_on_models_that_were_not_used_for_long(
 
 def test_whoever_started_a_run_can_do_something_about_each_failure() -> None:
     failures = "".join(path.read_text() for path in (ROOT / "worker" / "task").glob("*.py"))
-    codes = {*TELLABLE.values(), *re.findall(r"(?:TaskFailure|failing_as)\(\s*\"([a-z-]+)\"", failures)}
+    codes = {*REPORTABLE.values(), *re.findall(r"(?:TaskFailure|failing_as)\(\s*\"([a-z-]+)\"", failures)}
     assert sorted({*codes, "out-of-memory"} ^ set(OF_WORKERS)) == []
 
 
@@ -498,13 +498,13 @@ def test_a_coordinator_that_is_deaf_does_not_keep_a_worker_from_stopping(
 
 
 def test_only_texts_of_our_own_are_told_to_the_coordinator() -> None:
-    assert told(ValueError(SECRET)) == ("failed", "ValueError; the worker's own log has more")
-    assert told(torch.OutOfMemoryError(SECRET))[0] == "out-of-memory"
+    assert reported(ValueError(SECRET)) == ("failed", "ValueError; the worker's own log has more")
+    assert reported(torch.OutOfMemoryError(SECRET))[0] == "out-of-memory"
     with pytest.raises(ValueError, match="no block matches") as refused:
         named(["x"]).resolve(())
-    assert told(refused.value) == ("invalid-plan", str(refused.value))
-    assert told(UnknownAttention("layer 3")) == ("unknown-architecture", "layer 3")
-    assert told(UnsupportedRun("set score to last")) == ("unsuited", "set score to last")
+    assert reported(refused.value) == ("invalid-plan", str(refused.value))
+    assert reported(UnknownAttention("layer 3")) == ("unknown-architecture", "layer 3")
+    assert reported(UnsupportedRun("set score to last")) == ("unsuited", "set score to last")
 
 
 def test_two_workers_of_two_sites_make_one_version(coordinator: LiveCoordinator, tmp_path: Path) -> None:

@@ -126,7 +126,7 @@ def test_the_secret_for_one_coordinator_is_never_shown_to_another(tmp_path: Path
     with pytest.raises(SettingsError, match="is for https://a"):
         prepared(tmp_path / "worker.toml", "https://b", "w", {})
     (tmp_path / "worker.toml").unlink()
-    with pytest.raises(SettingsError, match="nobody knows for which coordinator"):
+    with pytest.raises(SettingsError, match="holds a secret for an unknown coordinator"):
         prepared(tmp_path / "worker.toml", "https://b", "w", {})
 
 

@@ -11,7 +11,7 @@ from tessera.shared.api.runs import Measurement
 from tessera.shared.api.tasks import Task, TaskView
 from tessera.shared.api.versions import Manifest
 from tessera.shared.problems import InvalidUpdate, Problem, WorkerFailed
-from tessera.worker.agent import TELLABLE, told
+from tessera.worker.agent import REPORTABLE, reported
 from tessera.worker.data.registry import Dataset
 from tessera.worker.governance.policy import Policy
 from tessera.worker.model.layouts import MappingFile
@@ -28,7 +28,7 @@ from tessera.worker.training.progress import Report
 EVALUATOR = "evaluator"
 """The site that holds the central data set, and does not train."""
 
-OF_THE_RUN: tuple[type[Exception], ...] = (TaskFailure, Problem, *TELLABLE)
+OF_THE_RUN: tuple[type[Exception], ...] = (TaskFailure, Problem, *REPORTABLE)
 """Failures that a run tolerates. Any other is a bug, and ends the simulation."""
 
 
@@ -60,7 +60,7 @@ class Workers:
         except InvalidUpdate as problem:
             return self.coordinator.view(order, "rejected", problem)
         except OF_THE_RUN as fault:
-            return self.coordinator.view(order, "failed", WorkerFailed.of(*told(fault)))
+            return self.coordinator.view(order, "failed", WorkerFailed.of(*reported(fault)))
         return self.coordinator.task(order.id)
 
     def evaluate(self, order: Order, manifest: Manifest) -> Measurement | None:
