@@ -62,15 +62,7 @@ PRODUCT = ("coordinator", "worker", "shared")
 CHECKED_COMMITS = "c938e56..HEAD"
 """The subjects of those that came before the rule stay as they are."""
 MAX_SUBJECT_LENGTH = 72
-NOT_YET = (
-    "worker/agent.py",
-    "worker/doctor.py",
-    "worker/enrolment.py",
-    "worker/governance/",
-    "worker/inventory.py",
-    "worker/metrics_file.py",
-    "worker/settings.py",
-)
+NOT_YET = ("worker/governance/",)
 """What has not been rewritten yet; nothing is added here."""
 HISTORY = re.compile(r"docs/decisions/|CHANGELOG\.md|docs/(openapi|cli)\.")
 """Records of their time, and what is made from the code, which is checked itself."""

@@ -156,7 +156,7 @@ class Agent:
         if self._runner.airlock:
             self._runner.airlock.waits = self._opening.rest
         allowed = {name: data for name, data in self._runner.datasets.items() if self._policy.allows_dataset(name)}
-        told = {
+        settled = {
             "datasets": {name: data.examples for name, data in allowed.items()},
             "held_out": {
                 name: data.held_out.examples
@@ -165,7 +165,7 @@ class Agent:
             },
             "methods": tuple(sorted(filter(self._policy.allows_method, methods()))),
         }
-        self._claim = self._claim.model_copy(update=told)
+        self._claim = self._claim.model_copy(update=settled)
 
     def run(self) -> None:
         """Claim and do tasks until asked to stop. Raises Problem if the coordinator will not have this worker."""
@@ -391,7 +391,7 @@ class Agent:
 
     def _report_failure(self, task: Task, fault: Exception, log: Any) -> None:
         if isinstance(fault, Problem) and fault.retryable:
-            # The coordinator cannot be told either; the lease lapses by itself.
+            # No report reaches the coordinator either; the lease expires by itself.
             self._note("task.drop", task, code=fault.code)
             log.warning("task-dropped", reason=fault.code, detail=fault.detail)
             return

@@ -84,13 +84,13 @@ def _disk(settings: WorkerSettings) -> Iterator[Finding]:
     folder = settings.state_dir
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     free = shutil.disk_usage(folder).free
-    told = f"{size(free)} free at {folder}"
+    measured = f"{size(free)} free at {folder}"
     if free < MIN_FREE_BYTES:
-        yield fail("disk", told, "Free some: a model, its updates and the cache lie there.")
+        yield fail("disk", measured, "Free some: a model, its updates and the cache lie there.")
     elif free < settings.cache_bytes:
-        yield warn("disk", f"{told}, less than cache_bytes ({size(settings.cache_bytes)})", "Lower cache_bytes.")
+        yield warn("disk", f"{measured}, less than cache_bytes ({size(settings.cache_bytes)})", "Lower cache_bytes.")
     else:
-        yield ok("disk", told)
+        yield ok("disk", measured)
     piece = os.urandom(1 << 20)
     began_at = time.monotonic()
     with temporary_file(folder) as (_, file):
@@ -99,9 +99,11 @@ def _disk(settings: WorkerSettings) -> Iterator[Finding]:
         file.flush()
         os.fsync(file.fileno())
     rate = WRITTEN_BYTES / (time.monotonic() - began_at)
-    told = f"writes {size(int(rate))} a second"
+    measured = f"writes {size(int(rate))} a second"
     yield (
-        ok("disk", told) if rate >= SLOW_BYTES_PER_SECOND else warn("disk", told, "Use a faster disk for state_dir.")
+        ok("disk", measured)
+        if rate >= SLOW_BYTES_PER_SECOND
+        else warn("disk", measured, "Use a faster disk for state_dir.")
     )
 
 
@@ -114,10 +116,10 @@ def _device(settings: WorkerSettings) -> Iterator[Finding]:
     cuda = device.type == "cuda"
     if cuda:
         free, whole = torch.cuda.mem_get_info(device)
-        told = f"{device} {torch.cuda.get_device_name(device)}, {size(free)} of {size(whole)} free"
+        measured = f"{device} {torch.cuda.get_device_name(device)}, {size(free)} of {size(whole)} free"
     else:
-        told = f"{device}, {torch.get_num_threads()} threads"
-    yield ok("device", told)
+        measured = f"{device}, {torch.get_num_threads()} threads"
+    yield ok("device", measured)
     yield _memory(settings.policy.max_model_bytes)
     for dtype, name in ((torch.float32, "float32"), (torch.bfloat16, "bfloat16")):
         seconds = _matmul_seconds(device, dtype)
@@ -126,10 +128,10 @@ def _device(settings: WorkerSettings) -> Iterator[Finding]:
 
 
 def _memory(max_model_bytes: int) -> Finding:
-    told = f"models of up to {size(max_model_bytes)} (max_model_bytes), {size(available_bytes())} of memory"
+    measured = f"models of up to {size(max_model_bytes)} (max_model_bytes), {size(available_bytes())} of memory"
     if max_model_bytes > available_bytes():
-        return warn("memory", told, "Lower policy.max_model_bytes: a larger model ends the worker.")
-    return ok("memory", told)
+        return warn("memory", measured, "Lower policy.max_model_bytes: a larger model ends the worker.")
+    return ok("memory", measured)
 
 
 def _matmul_seconds(device: torch.device, dtype: torch.dtype) -> float:
@@ -296,10 +298,10 @@ def _tls(host: str, port: int, verify: ssl.SSLContext) -> Iterator[Finding]:
 def expiry(certificate: Mapping[str, object], version: str, now: datetime) -> Finding:
     """Return what a certificate that is trusted says of how long it will be."""
     ends = datetime.fromtimestamp(ssl.cert_time_to_seconds(str(certificate["notAfter"])), UTC)
-    told = f"{version}, a trusted certificate until {ends:%Y-%m-%d}"
+    measured = f"{version}, a trusted certificate until {ends:%Y-%m-%d}"
     if ends - now < EXPIRES_SOON:
-        return warn("tls", told, "Ask the coordinator's operator to renew it.")
-    return ok("tls", told)
+        return warn("tls", measured, "Ask the coordinator's operator to renew it.")
+    return ok("tls", measured)
 
 
 def _answer(url: str, verify: ssl.SSLContext, proxy: str | None) -> Iterator[Finding]:
@@ -327,8 +329,8 @@ def clock(date: str | None, now: datetime) -> Finding:
         return warn("clock", "the coordinator sends no Date", "Check this machine's clock otherwise.")
     skew = (now - parsedate_to_datetime(date)).total_seconds()
     # The header leaves out the fraction of its second, and was on its way for a while.
-    told = f"{abs(skew):.0f} s {'ahead of' if skew > 0 else 'behind'} the coordinator's"
-    told = "within two seconds of the coordinator's" if abs(skew) <= 2 else told
+    measured = f"{abs(skew):.0f} s {'ahead of' if skew > 0 else 'behind'} the coordinator's"
+    measured = "within two seconds of the coordinator's" if abs(skew) <= 2 else measured
     if abs(skew) <= SKEW_SECONDS:
-        return ok("clock", told)
-    return warn("clock", told, "Set it by NTP: hours, approvals and certificates go by it.")
+        return ok("clock", measured)
+    return warn("clock", measured, "Set it by NTP: hours, approvals and certificates go by it.")

@@ -93,7 +93,7 @@ def test_a_policy_that_shuts_out_all_by_a_slip_is_a_warning(coordinator: LiveCoo
         "methods: nothing called 'fedavgg' is installed": "Did you mean 'fedavg'?",
         "datasets: nothing called 'digit' is in the settings": "Did you mean 'digits'?",
         "models: nothing called 'vitt' is known to transformers": "Did you mean 'vit'?",
-        "orchestrators is empty: whatever a run asks for is refused": (
+        "orchestrators is empty: every run is rejected": (
             "Name some, or leave policy.orchestrators out, which allows any."
         ),
     }
