@@ -259,7 +259,7 @@ def token_of(settings: WorkerSettings) -> str:
 
 
 def credential_of(settings: WorkerSettings) -> Credential:
-    """Return the token, reread if rejected, since `tessera worker rotate` may have replaced it. Raises SettingsError."""
+    """Return the token, reread if it is rejected, as `tessera worker rotate` may replace it. Raises SettingsError."""
 
     def reread() -> str | None:
         # It could be read at the start; the coordinator's rejection says more than this error.
