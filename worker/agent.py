@@ -403,15 +403,15 @@ class Agent:
             self._note("task.fail", task, code=code)
             remedy = {}
         log.error("task-failed", code=code, detail=detail, exc_info=fault if code == "failed" else None, **remedy)
-        self._report_failure(task, Failure(token=task.token, code=code, detail=detail), log)
+        self._send_failure(task, Failure(token=task.token, code=code, detail=detail), log)
 
     def _give_back_unapproved(self, task: Task, unapproved: Unapproved, log: Any) -> None:
         """Report to the coordinator that the site has not approved the run, as each later claim does."""
         self._note("task.give-back", task, code=unapproved.code)
         log.warning("task-withheld", code=unapproved.code, detail=str(unapproved), remedy="tessera worker inbox")
-        self._report_failure(task, Failure(token=task.token, code=unapproved.code, detail=str(unapproved)), log)
+        self._send_failure(task, Failure(token=task.token, code=unapproved.code, detail=str(unapproved)), log)
 
-    def _report_failure(self, task: Task, failure: Failure, log: Any) -> None:
+    def _send_failure(self, task: Task, failure: Failure, log: Any) -> None:
         try:
             self._client.fail(task.id, failure)
         except Problem as problem:
