@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tessera.worker.data.registry import Dataset
+from tessera.worker.data.dataset import Dataset
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from tessera.shared.methods.registry import methods
 from tessera.shared.model.selectors import roles
 from tessera.shared.rounds.outliers import LEFT_OUT
 from tessera.shared.tensors.lazy import Array, to_array
-from tessera.worker.data.registry import Dataset
+from tessera.worker.data.dataset import Dataset
 from tessera.worker.model.build import instantiate
 from tessera.worker.simulation import Conditions, Result, Weights, simulate
 

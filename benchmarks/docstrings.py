@@ -23,7 +23,7 @@ from tokenizers.processors import TemplateProcessing
 from tokenizers.trainers import WordPieceTrainer
 from transformers import BertConfig, BertForSequenceClassification
 
-from tessera.worker.data.registry import Dataset
+from tessera.worker.data.dataset import Dataset
 
 AREAS = ("asyncio", "email", "importlib", "logging", "multiprocessing", "tkinter", "unittest", "xml")
 OTHERS = (

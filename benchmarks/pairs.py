@@ -13,7 +13,8 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import CLIPConfig, CLIPModel
 
-from tessera.worker.data.registry import Dataset, load
+from tessera.worker.data.dataset import Dataset
+from tessera.worker.data.registry import load
 
 NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 WORDS = ("[PAD]", "[START]", "a", "photo", "of", "the", "digit", *NAMES, "[END]")

@@ -28,7 +28,7 @@ from benchmarks.fusing import FIGURES, attention_figures
 from benchmarks.tasks import TASKS
 from tessera.shared.metrics.site_spread import PERSONAL
 from tessera.shared.updates.model_folder import ModelFolder
-from tessera.worker.data.registry import Dataset
+from tessera.worker.data.dataset import Dataset
 from tessera.worker.simulation import Conditions, Result, simulate
 
 QUICK_ROUNDS = 2

@@ -27,7 +27,7 @@ from tessera.shared.methods.base import Plan, RunInfo
 from tessera.shared.methods.fedavg import METHOD
 from tessera.shared.run_settings import Training
 from tessera.shared.updates.model_folder import ModelFolder
-from tessera.worker.data.registry import Dataset
+from tessera.worker.data.dataset import Dataset
 from tessera.worker.inventory import load_source
 from tessera.worker.model.build import load
 from tessera.worker.simulation import Conditions, simulate

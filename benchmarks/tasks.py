@@ -11,9 +11,10 @@ from benchmarks.arms import Arm, Task
 from benchmarks.docstrings import AREAS, docstrings
 from benchmarks.docstrings import pretrained as docstring_encoder
 from benchmarks.pairs import pairs, pretrained
+from tessera.worker.data.dataset import Dataset
 from tessera.worker.data.partition.division import divide, hold_out, key_of_seed
 from tessera.worker.data.partition.schemes import Dirichlet, Scheme, Shift
-from tessera.worker.data.registry import Dataset, load
+from tessera.worker.data.registry import load
 
 HELD_OUT = 0.25
 SGD = {"training": {"optimizer": "sgd", "learning_rate": 0.05, "weight_decay": 0.0}}

@@ -26,7 +26,7 @@ from tessera.shared.methods.registry import methods
 from tessera.shared.problems import Forbidden, NotFound, Problem, Unauthenticated
 from tessera.shared.schema import PROTOCOL
 from tessera.shared.urls import is_loopback, proxy_of
-from tessera.worker.data.registry import DataError, Dataset
+from tessera.worker.data.dataset import DataError, Dataset
 from tessera.worker.governance.descriptions import policy_in_words, size
 from tessera.worker.inventory import device_of, held_out_key, load_source
 from tessera.worker.settings import DataSource, SettingsError, WorkerSettings, tls_of, token_of

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import torch
 
+from tessera.worker.data.dataset import DataError, Dataset
 from tessera.worker.data.partition.division import key_of_seed
-from tessera.worker.data.registry import DataError, Dataset, load
+from tessera.worker.data.registry import load
 from tessera.worker.model.layouts import MappingError, MappingFile, read_mapping
 from tessera.worker.settings import DataSource, DeviceName, SettingsError, WorkerSettings
 from tessera.worker.state.atomic_files import secret_key

@@ -146,10 +146,10 @@ class OIDCVerifier:
 
     def fetched(self) -> dict[str, jwt.PyJWK]:
         """Return the provider's keys by their names. Raise ProviderFault."""
-        url = self._settings.oidc_keys_url
-        if url is None:
-            url = own_url(discovered(self._issuer), self._issuer, "jwks_uri", "TESSERA_OIDC_KEYS_URL")
-        document = asked(url)
+        document = asked(
+            self._settings.oidc_keys_url
+            or own_url(discovered(self._issuer), self._issuer, "jwks_uri", "TESSERA_OIDC_KEYS_URL")
+        )
         try:
             keys = jwt.PyJWKSet.from_dict(document).keys
         except (jwt.PyJWTError, AttributeError, TypeError, ValueError) as fault:

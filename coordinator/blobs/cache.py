@@ -18,7 +18,8 @@ class Recent(Generic[T]):
         self._lock = threading.RLock()
 
     def __contains__(self, name: str) -> bool:
-        return name in self._values
+        with self._lock:
+            return name in self._values
 
     def get(self, name: str) -> T | None:
         with self._lock:

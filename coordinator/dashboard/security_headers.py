@@ -41,7 +41,7 @@ class Guarding:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
                 headers.update(HEADERS)
-                is_file = message["status"] == 200 and scope["path"].startswith(f"{PREFIX}/static/")
+                is_file = message["status"] in (200, 206) and scope["path"].startswith(f"{PREFIX}/static/")
                 headers.setdefault("Cache-Control", KEEP if is_file else "no-store")
                 if scope["scheme"] == "https":
                     headers["Strict-Transport-Security"] = TLS_ONLY

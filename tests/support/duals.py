@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tessera.worker.data.registry import Dataset
+from tessera.worker.data.dataset import Dataset
 
 START, PADDING, END = 3, 1, 2
 SIZES = {

@@ -146,6 +146,7 @@ CORPUS: dict[str, tuple[bytes, Kind]] = {
     "a base behind planes": (coded("shuffle+bits", b"x"), "codec-order"),
     "rounded weights": (coded("int8", b"x"), "codec-order"),
     "a parameter for none": (coded("zstd=22", b"x"), "codec-parameter"),
+    "a parameter that no database stores": (coded("zstd=\ud800", b"x"), "codec-parameter"),
     "a share above one": (coded("delta+topk=2", b"x"), "codec-parameter"),
     "a rank of a million": (coded("delta+lowrank=1000000", b"x"), "codec-parameter"),
     "rounding what is rounded": (coded("delta+int8+int4", b"x"), "codec-type"),

@@ -14,7 +14,7 @@ from tessera.shared.methods.registry import coordinator_half
 from tessera.shared.model.selectors import Selector
 from tessera.shared.run_settings import Training
 from tessera.shared.tensors.lazy import Array, ArrayTensor, Tensor, to_array
-from tessera.worker.data.registry import Dataset
+from tessera.worker.data.dataset import Dataset
 from tessera.worker.model.block_map import block_table
 from tessera.worker.model.build import instantiate
 from tessera.worker.training.context import LocalTaskContext

@@ -24,7 +24,7 @@ from tessera.shared.methods.base import (
 from tessera.shared.methods.registry import coordinator_half, worker_half
 from tessera.shared.model.spec import Fusion, Head, Lora, Prompts
 from tessera.shared.tensors.lazy import Array, ArrayTensor
-from tessera.worker.data.registry import Dataset
+from tessera.worker.data.dataset import Dataset
 from tessera.worker.model.block_map import block_table
 from tessera.worker.model.build import instantiate
 from tessera.worker.training.context import LocalTaskContext

@@ -14,8 +14,9 @@ from safetensors.torch import save_file
 from tessera.shared.api.runs import Measurement, Round, RunSpec
 from tessera.shared.cli.upload import upload_model
 from tessera.shared.updates.model_folder import ModelFolder
+from tessera.worker.data.dataset import Dataset
 from tessera.worker.data.partition.division import key_of_seed
-from tessera.worker.data.registry import Dataset, load
+from tessera.worker.data.registry import load
 from tessera.worker.governance.policy import Policy
 from tessera.worker.simulation import Conditions, simulate
 from tessera.worker.simulation.virtual_sites import WORKER

@@ -11,9 +11,10 @@ from pydantic import TypeAdapter, ValidationError
 from tessera.shared.cli.render.output import AsJson, note, out, print_json, table
 from tessera.shared.problems import message_of
 from tessera.worker.cli.exits import BAD_SETTINGS, Errors, exits
+from tessera.worker.data.dataset import Dataset
 from tessera.worker.data.partition.division import ClassCounts, class_counts, divide, key_of_seed
 from tessera.worker.data.partition.schemes import Partition, Scheme
-from tessera.worker.data.registry import Dataset, load
+from tessera.worker.data.registry import load
 from tessera.worker.inventory import held_out_key, load_source, named
 from tessera.worker.settings import DataSettings, DataSource, SettingsError, read_data_settings, read_settings
 
@@ -145,7 +146,8 @@ def _source(settings: DataSettings, name: str | None) -> tuple[str, DataSource]:
     """Return the named data set, or else the only one, with its name."""
     if name is None and len(settings.datasets) > 1:
         raise SettingsError(f"there are several data sets: give --dataset {' or '.join(settings.datasets)}")
-    name = name or next(iter(settings.datasets))
+    if name is None:
+        name = next(iter(settings.datasets))
     if name not in settings.datasets:
         raise SettingsError(f"there is no data set {name!r}, but {', '.join(settings.datasets)}")
     return name, settings.datasets[name]

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from tessera.shared.tensors.lazy import Array
-from tessera.worker.data.registry import Dataset
+from tessera.worker.data.dataset import Dataset
 
 KEPT = 1024
 """Number of hashes in a sketch. A smaller data set has all of its hashes in the sketch."""

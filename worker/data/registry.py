@@ -16,8 +16,6 @@ from tessera.worker.data.dataset import Adapter, DataError, Dataset
 from tessera.worker.data.partition.division import hold_out, part_of
 from tessera.worker.data.partition.schemes import SitePartition
 
-__all__ = ["DataError", "Dataset", "SitePartition", "adapters", "load"]
-
 KINDS = "tessera.worker.data.kinds"
 GROUP = "tessera.datasets"
 

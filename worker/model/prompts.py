@@ -119,7 +119,10 @@ def fused_prompts(
     own = {modality: tokens.get_parameter(modality) for modality in modalities}
     noise = {modality: torch.empty_like(each).normal_(std=INITIAL_STD) for modality, each in own.items()}
     starts = own if start == "global" else noise
-    local = nn.ParameterDict({each: nn.Parameter(tensor.detach().clone()) for each, tensor in starts.items()})
+    local = nn.ParameterDict()
+    # One by one: a whole dictionary would be sorted, and the order of parameters decides which noise each gets.
+    for modality, tensor in starts.items():
+        local[modality] = nn.Parameter(tensor.detach().clone())
     if shared_fusion:
         return FusedPrompts(local, tokens.fusion)
     modules: dict[str, nn.Module] = {

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tessera.shared.methods.base import WorkerHalf
-from tessera.worker.data.registry import Dataset
+from tessera.worker.data.dataset import Dataset
 from tessera.worker.model.forward import IGNORED, evaluation_mode, losses
 from tessera.worker.privacy.noise import NoiseSource
 from tessera.worker.privacy.per_example_grads import (

@@ -16,7 +16,7 @@ import structlog
 from tessera.shared.api.tasks import Task
 from tessera.shared.run_settings import Budget, Privacy, rho_of
 from tessera.shared.tensors.lazy import Array
-from tessera.worker.data.registry import Dataset
+from tessera.worker.data.dataset import Dataset
 from tessera.worker.governance.policy import Allowance, PolicyViolation, PrivacyFloor
 from tessera.worker.privacy.accountant import Overspent, admits, epsilon, least_budget, noise_multiplier, within
 from tessera.worker.privacy.dp_sgd import Mechanism, NoisyGradients, sampling

@@ -27,9 +27,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from tessera.shared.cli.run_file import check_spec, read_toml
 from tessera.shared.problems import Invalid, faults_of
 from tessera.shared.schema import Label, Resources
+from tessera.worker.data.dataset import DataError, Dataset
 from tessera.worker.data.partition.division import hold_out, key_of_seed, makers
 from tessera.worker.data.partition.schemes import MAX_SITES, Partition
-from tessera.worker.data.registry import DataError, Dataset, load
+from tessera.worker.data.registry import load
 from tessera.worker.inventory import load_source
 from tessera.worker.settings import DataSource, check_no_seed
 from tessera.worker.simulation.conditions import Conditions

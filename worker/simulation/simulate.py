@@ -24,7 +24,7 @@ from tessera.shared.rounds.validation import Inspector
 from tessera.shared.rounds.versions import States
 from tessera.shared.tensors.lazy import Array, as_bytes
 from tessera.shared.updates.model_folder import ModelFolder
-from tessera.worker.data.registry import Dataset
+from tessera.worker.data.dataset import Dataset
 from tessera.worker.inventory import device_of, mappings_of
 from tessera.worker.model.block_map import block_table, named_tensors
 from tessera.worker.model.build import read_block

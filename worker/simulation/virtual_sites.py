@@ -10,7 +10,7 @@ from pathlib import Path
 from tessera.shared.client.client import Progress
 from tessera.shared.methods.base import Participant
 from tessera.shared.problems import Invalid
-from tessera.worker.data.registry import Dataset
+from tessera.worker.data.dataset import Dataset
 from tessera.worker.simulation.blob_folder import Folder
 from tessera.worker.state.atomic_files import written_whole
 from tessera.worker.state.blob_cache import BlobTooLarge, Row, Source

@@ -12,7 +12,7 @@ from tessera.shared.api.tasks import Task, TaskView
 from tessera.shared.api.versions import Manifest
 from tessera.shared.problems import InvalidUpdate, Problem, WorkerFailed
 from tessera.worker.agent import REPORTABLE, failure_of
-from tessera.worker.data.registry import Dataset
+from tessera.worker.data.dataset import Dataset
 from tessera.worker.governance.policy import Policy
 from tessera.worker.model.layouts import MappingFile
 from tessera.worker.simulation.blob_folder import Folder

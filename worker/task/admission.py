@@ -12,8 +12,8 @@ from pydantic import ValidationError
 from tessera.shared.methods.registry import check as check_method
 from tessera.shared.tensors.lazy import Array
 from tessera.shared.updates.codecs import pipeline
+from tessera.worker.data.dataset import Dataset
 from tessera.worker.data.overlap import MAX_SHARED, fingerprints, share_of, sketch_of
-from tessera.worker.data.registry import Dataset
 from tessera.worker.governance.approvals import Inbox, Request
 from tessera.worker.governance.descriptions import summary
 from tessera.worker.governance.policy import PolicyViolation, check_use

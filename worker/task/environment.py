@@ -15,7 +15,7 @@ from tessera.shared.client.client import Progress
 from tessera.shared.hashing import Sink
 from tessera.shared.schema import TaskKind
 from tessera.shared.tensors.lazy import Array
-from tessera.worker.data.registry import Dataset
+from tessera.worker.data.dataset import Dataset
 from tessera.worker.governance.airlock import Airlock
 from tessera.worker.governance.approvals import Inbox
 from tessera.worker.governance.policy import Allowance, Policy

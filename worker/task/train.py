@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from tessera.shared.methods.base import LocalResult, TrainingStats
 from tessera.shared.schema import EPSILON
-from tessera.worker.data.registry import Dataset
+from tessera.worker.data.dataset import Dataset
 from tessera.worker.task.environment import TaskRun
 from tessera.worker.task.errors import TaskFailure
 from tessera.worker.task.fetch import Loaded

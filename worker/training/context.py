@@ -17,7 +17,7 @@ from tessera.shared.model.spec import Fusion, Head, LocalStart, Modality
 from tessera.shared.tensors.lazy import Array
 from tessera.worker.attention.layer_scores import common_to_all, fisher, gradient_norms
 from tessera.worker.attention.profile import attention_profile, isolated_profile
-from tessera.worker.data.registry import Dataset
+from tessera.worker.data.dataset import Dataset
 from tessera.worker.model.block_map import DTYPES, named_tensors
 from tessera.worker.model.build import read_block, write_block
 from tessera.worker.model.config import ConfigError

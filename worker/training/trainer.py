@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tessera.shared.methods.base import Phase, TrainingStats, UnsupportedRun, WorkerHalf
 from tessera.shared.run_settings import Training
-from tessera.worker.data.registry import Dataset
+from tessera.worker.data.dataset import Dataset
 from tessera.worker.model.block_map import named_tensors
 from tessera.worker.model.forward import evaluation_mode
 from tessera.worker.training.context import LocalTaskContext

@@ -42,7 +42,7 @@ class Stage:
     def of(cls, parameter: str | None) -> Self:
         """Return the stage with the parameter after `=` in a codec, if any. Raises CodecError."""
         if parameter is not None:
-            raise CodecError("codec-parameter", f"stage {cls.name} takes no parameter: remove ={parameter[:32]}")
+            raise CodecError("codec-parameter", f"stage {cls.name} takes no parameter: remove {parameter[:32]!r}")
         return cls()
 
     @abstractmethod

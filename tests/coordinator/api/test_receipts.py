@@ -17,7 +17,7 @@ from tessera.shared.methods.base import MethodSpec
 from tessera.shared.model.spec import Model
 from tessera.shared.run_settings import Training
 from tessera.shared.tensors.lazy import from_bytes
-from tessera.worker.data.registry import Dataset
+from tessera.worker.data.dataset import Dataset
 from tessera.worker.model.block_map import block_table, named_tensors
 from tessera.worker.model.build import instantiate, read_block
 from tessera.worker.state.blob_cache import Cache

@@ -123,6 +123,7 @@ OVER_HTTP = (
     "a slice out of range",
     "floats for bytes",
     "an unknown codec",
+    "a parameter that no database stores",
     "two hundred stages",
     "a smaller shape",
     "a larger shape",

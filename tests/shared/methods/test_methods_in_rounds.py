@@ -11,7 +11,7 @@ import torch
 
 from tessera.shared.methods.registry import methods
 from tessera.shared.model.spec import Model
-from tessera.worker.data.registry import Dataset
+from tessera.worker.data.dataset import Dataset
 from tessera.worker.model.block_map import block_table, named_tensors
 from tessera.worker.model.build import read_block
 from tessera.worker.simulation import Conditions, Result, Weights, simulate

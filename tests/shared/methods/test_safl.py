@@ -38,7 +38,7 @@ from tessera.shared.run_settings import Privacy, Training
 from tessera.shared.tensors.lazy import Array, ArrayTensor, to_array
 from tessera.shared.updates.codecs import pipeline
 from tessera.shared.updates.update_file import TrainedBlock
-from tessera.worker.data.registry import Dataset
+from tessera.worker.data.dataset import Dataset
 from tessera.worker.model.block_map import block_table
 from tessera.worker.model.build import instantiate
 from tessera.worker.training.context import LocalTaskContext, largest

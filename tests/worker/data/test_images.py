@@ -13,7 +13,8 @@ import pytest
 import torch
 from PIL import Image
 
-from tessera.worker.data.registry import DataError, Dataset, load
+from tessera.worker.data.dataset import DataError, Dataset
+from tessera.worker.data.registry import load
 from tessera.worker.model.build import instantiate
 from tessera.worker.model.forward import forward
 from tests.support.pretrained import CLS, PAD, SEP, bert_tokenizer, image_processor, picture, plain_tokenizer

@@ -11,9 +11,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tessera.worker.data.dataset import DataError, Dataset
 from tessera.worker.data.partition.division import key_of_seed
 from tessera.worker.data.partition.schemes import Dirichlet, Iid
-from tessera.worker.data.registry import DataError, Dataset, load
+from tessera.worker.data.registry import load
 from tests.support.paths import ROOT
 
 DIGITS = 1797

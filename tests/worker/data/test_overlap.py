@@ -11,8 +11,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tessera.worker.data.dataset import Dataset
 from tessera.worker.data.overlap import CHECKED, KEPT, fingerprints, share_of, sketch_of
-from tessera.worker.data.registry import Dataset, load
+from tessera.worker.data.registry import load
 from tessera.worker.governance.policy import Allowance, PolicyViolation
 from tessera.worker.settings import WorkerSettings
 from tessera.worker.state.blob_cache import Cache

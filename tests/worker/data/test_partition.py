@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
+from tessera.worker.data.dataset import DataError, Dataset
 from tessera.worker.data.partition.division import divide, part_of
 from tessera.worker.data.partition.schemes import (
     Partition,
@@ -23,7 +24,6 @@ from tessera.worker.data.partition.schemes import (
     quantity,
     shards,
 )
-from tessera.worker.data.registry import DataError, Dataset
 
 PARTITION: TypeAdapter[Scheme] = TypeAdapter(Partition)
 PART: TypeAdapter[Scheme] = TypeAdapter(SitePartition)

@@ -11,8 +11,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from tessera.shared.model.spec import Head
+from tessera.worker.data.dataset import DataError, Dataset
 from tessera.worker.data.partition.schemes import Iid
-from tessera.worker.data.registry import DataError, Dataset, load
+from tessera.worker.data.registry import load
 from tessera.worker.model.build import instantiate
 from tessera.worker.model.forward import forward
 from tests.support.pretrained import CLS, PAD, SEP, UNK, bert_tokenizer, plain_tokenizer

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from tessera.shared.model.spec import Head, Lora, Model, stored_name
-from tessera.worker.data.registry import Dataset
+from tessera.worker.data.dataset import Dataset
 from tessera.worker.model.block_map import block_table, named_tensors
 from tessera.worker.model.build import ModelMismatch, build, instantiate, merge_adapters
 from tessera.worker.model.config import ConfigError

@@ -21,7 +21,7 @@ from tessera.shared.model.attention_stats import TaskTokens
 from tessera.shared.model.selectors import EVERYTHING, Selector, named
 from tessera.shared.run_settings import Privacy
 from tessera.shared.tensors.lazy import Array
-from tessera.worker.data.registry import Dataset
+from tessera.worker.data.dataset import Dataset
 from tessera.worker.model.block_map import block_table
 from tessera.worker.model.build import instantiate
 from tessera.worker.privacy.dp_sgd import Mechanism, NoisyGradients, known_examples, sampling

@@ -23,7 +23,7 @@ from tessera.shared.model.blocks import Block
 from tessera.shared.model.selectors import EVERYTHING, Selector, named, roles
 from tessera.shared.model.spec import Head
 from tessera.shared.run_settings import Budget, Privacy
-from tessera.worker.data.registry import Dataset
+from tessera.worker.data.dataset import Dataset
 from tessera.worker.governance.policy import Allowance, PolicyViolation
 from tessera.worker.model.block_map import block_table
 from tessera.worker.model.build import instantiate

@@ -25,7 +25,7 @@ from tessera.shared.methods.base import (
     WorkerHalf,
 )
 from tessera.shared.methods.registry import methods
-from tessera.worker.data.registry import Dataset
+from tessera.worker.data.dataset import Dataset
 from tessera.worker.governance.policy import Policy
 from tessera.worker.model.build import instantiate
 from tessera.worker.simulation import Conditions, Result, Stalled, VirtualSite, Weights, simulate

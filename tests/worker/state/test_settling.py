@@ -22,7 +22,7 @@ from tessera.shared.model.spec import Model
 from tessera.shared.problems import LeaseLost
 from tessera.shared.run_settings import Budget, Privacy
 from tessera.shared.schema import MAX_NUMBER
-from tessera.worker.data.registry import Dataset
+from tessera.worker.data.dataset import Dataset
 from tessera.worker.governance.airlock import Airlock, UpdateWithheld
 from tessera.worker.governance.policy import Allowance, Policy, PolicyViolation
 from tessera.worker.model.block_map import block_table, named_tensors

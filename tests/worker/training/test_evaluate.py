@@ -10,7 +10,7 @@ from sklearn.metrics import f1_score
 from transformers import PreTrainedModel
 
 from tessera.shared.model.spec import Head
-from tessera.worker.data.registry import Dataset
+from tessera.worker.data.dataset import Dataset
 from tessera.worker.model.build import instantiate
 from tessera.worker.training.evaluate import calibration_error, evaluate, macro_f1
 from tessera.worker.training.progress import Report, rounded

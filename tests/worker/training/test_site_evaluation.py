@@ -18,8 +18,8 @@ from tessera.shared.client.client import Client
 from tessera.shared.methods.base import MethodSpec
 from tessera.shared.model.spec import Model, Prompts
 from tessera.worker.agent import Agent
+from tessera.worker.data.dataset import Dataset
 from tessera.worker.data.partition.division import key_of_seed
-from tessera.worker.data.registry import Dataset
 from tessera.worker.governance.policy import Policy, PrivacyFloor
 from tessera.worker.inventory import datasets_of
 from tessera.worker.model.block_map import block_table, named_tensors

@@ -14,7 +14,7 @@ from tessera.shared.methods.base import MethodSpec, Phase, Plan, RunInfo, Traini
 from tessera.shared.methods.registry import worker_half
 from tessera.shared.model.selectors import EVERYTHING, SelectorError, all_but, named, roles
 from tessera.shared.model.spec import Head
-from tessera.worker.data.registry import Dataset
+from tessera.worker.data.dataset import Dataset
 from tessera.worker.model.block_map import block_table
 from tessera.worker.model.build import instantiate
 from tessera.worker.task.heartbeat import Stop, Stopped
