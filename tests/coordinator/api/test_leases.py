@@ -81,6 +81,18 @@ def test_whoever_lost_a_lease_can_report_nothing_more(live: LiveCoordinator, clo
     assert new.train(new_task).state == "accepted"
 
 
+def test_whoever_lost_a_lease_is_not_answered_for_the_update_that_was_accepted(
+    live: LiveCoordinator, clock: Clock
+) -> None:
+    client, _, (old, _), (task, _) = begun(live, "a", "b")
+    clock.advance(60)
+    new = ScriptedWorker(old.client)
+    until(lambda: client.task(task.id).state == "offered")
+    assert new.train(new.take()).state == "accepted"
+    with refusing("lease-lost", f"the request shows token {task.token}"):
+        old.train(task)
+
+
 # A release of what expired in the meantime asks for what is already so.
 @pytest.mark.parametrize("report", ["heartbeat", "update", "failure"])
 def test_a_lapsed_lease_is_lost_even_before_another_takes_it(
