@@ -76,5 +76,5 @@ def live(tmp_path: Path) -> Iterator[CoordinatorProcess]:
 @pytest.fixture
 def patient(tmp_path: Path) -> Iterator[CoordinatorProcess]:
     """A coordinator process whose leases outlast its own restart, however busy the machine is."""
-    with CoordinatorProcess(tmp_path / "coordinator", lease_seconds=60) as coordinator:
+    with CoordinatorProcess(tmp_path / "coordinator", lease_seconds=600) as coordinator:
         yield coordinator

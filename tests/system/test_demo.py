@@ -52,7 +52,7 @@ def test_the_demo_ends_with_a_model_that_measures_the_same_again(tmp_path: Path)
     out = tmp_path / "demo"
     with Launcher(tmp_path) as launcher:
         demo = start(out, *SHORT, python=str(launcher.python))
-        told, _ = demo.communicate(timeout=100)
+        told, _ = demo.communicate(timeout=500)
         assert demo.returncode == 0, told
         assert launcher.running == {}
     assert "Stage two moved" in told

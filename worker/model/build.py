@@ -6,6 +6,7 @@
 import importlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from threading import RLock
 from types import ModuleType
 from typing import Any, Literal, cast
 
@@ -109,6 +110,10 @@ def check_model(model: Model, mapping: MappingFile | None = None) -> tuple[Block
     return table
 
 
+_BUILDING = RLock()
+"""One thread builds at a time: torch's seed and transformers' registries are global."""
+
+
 def instantiate(
     config: Mapping[str, JsonValue],
     head: Head,
@@ -129,7 +134,7 @@ def instantiate(
     options: dict[str, Any] = {"trust_remote_code": False, "dtype": built.dtype or torch.float32}
     if attention:
         options["attn_implementation"] = attention
-    with torch.random.fork_rng(devices=[]):
+    with _BUILDING, torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
             model = cast("PreTrainedModel", AUTO_CLASSES[head].from_config(built, **options))
