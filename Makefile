@@ -3,7 +3,7 @@ SHELL := /bin/bash
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
-SIDE_BY_SIDE = $(shell cores=$$(nproc); echo $$((cores < 3 ? cores + 2 : 4)))
+SIDE_BY_SIDE = $(shell cores=$$(nproc); echo $$((cores < 3 ? cores + 1 : 4)))
 
 .PHONY: help install demo demo-reports demo-pairs test test-postgresql check fix system fuzz \
   bench bench-quick bench-results bench-rivals bench-attention simulation mutants chaos soak test-long image-check deploy-check \
@@ -30,7 +30,7 @@ demo-reports: install ## three hospitals learn from synthetic notes with SAFL: h
 demo-pairs: install ## four sites adapt a small CLIP with pFedDC: prompts alone travel
 	$(BIN)/python -m examples.pairs
 
-# Side by side, two more than there are cores, since tests also wait, and at most four; each computes in one thread.
+# Side by side, one more than there are cores, since tests also wait, and at most four; each computes in one thread.
 # Thousands of processes are started, each of which would compile what no other may write down.
 test: install ## run every test
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(SIDE_BY_SIDE) --dist worksteal

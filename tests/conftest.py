@@ -15,7 +15,8 @@ from tests.support import databases, zygote
 from tests.support.coordinator import LiveCoordinator
 
 # How long one example takes says more about what else the machine does than about the code.
-settings.register_profile("tessera", deadline=None)
+# `make test` draws the same examples each time, and the long tests draw others.
+settings.register_profile("tessera", deadline=None, derandomize=not os.environ.get("TESSERA_TEST_LONG"))
 settings.load_profile("tessera")
 
 
