@@ -142,7 +142,8 @@ class Conductor:
         """Merge a round, unless another conductor does: should that one fall silent, a later look takes over."""
         try:
             with self.database.alone(f"merging {run.id}") as alone:
-                if alone:
+                # The look may be older than a merge that has just ended.
+                if alone and self.merger.is_due(action.round):
                     self._try(run, action)
         except DATABASE_AWAY:
             alone = False

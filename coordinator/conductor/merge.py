@@ -44,6 +44,11 @@ class RoundMerger:
     room: DiskSpace
     liveness: Liveness
 
+    def is_due(self, round_id: str) -> bool:
+        """Return whether a round is closed and not merged yet."""
+        with self.database.snapshot() as session:
+            return session.get_one(RoundRow, round_id).state == "merging"
+
     def merge(self, run_id: str, round_id: str, notify: Callable[[Sequence[str]], None]) -> None:
         """Merge a closed round and open the next; wake its workers; then score the merged updates."""
         invited, base = read_base(self.database, run_id)
@@ -56,8 +61,9 @@ class RoundMerger:
         spec = invited.spec
         model = self.states.model(spec.model)
         self.room.require(model.nbytes)
+        # Asked again: only now is `base` known to be the version before this round.
+        require(self.is_due(round_id), "the round was merged already")
         with self.database.snapshot() as session:
-            require(session.get_one(RoundRow, round_id).state == "merging", "the round was merged already")
             accepted = rounds.assigned_updates(session, run_id, base.number + 1)
             bounds = rounds.bounds_in_force(session.get_one(RunRow, run_id))
 

@@ -7,10 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from sqlalchemy import update
+from sqlalchemy import select, update
+from structlog.testing import capture_logs
 
 from tessera.coordinator.blobs.store import StagingOnOtherDisk
-from tessera.coordinator.db.tables import RunRow
+from tessera.coordinator.db.snapshots import run_snapshot
+from tessera.coordinator.db.tables import RoundRow, RunRow
+from tessera.coordinator.domain.decide import Merge
 from tessera.coordinator.services import assemble
 from tessera.coordinator.settings import CoordinatorSettings
 from tessera.shared.api.tasks import Claim
@@ -87,6 +90,23 @@ def test_a_method_that_fails_pauses_its_run_and_the_others_go_on(coordinator: Li
     until(lambda: client.run(good.id).state == "completed")
     until(lambda: client.run(bad.id).state == "paused")
     assert client.run(bad.id).reason == "open failed: a bug"
+
+
+def test_a_look_from_before_the_last_merge_merges_nothing(coordinator: LiveCoordinator) -> None:
+    client, model, conductor = coordinator.client(), small_model(), coordinator.services.conductor
+    run = start_run(client, model, values(model))
+    worker = ScriptedWorker(coordinator.client("site", "a"))
+    worker.train(worker.take())
+    until(lambda: client.run(run.id).state == "completed")
+    until(lambda: not conductor._merging.locked())
+    with coordinator.services.database.snapshot() as session:
+        old = run_snapshot(session, run.id, [], absent_are_gone=True)
+        (merged,) = session.scalars(select(RoundRow.id))
+    with capture_logs() as logs:
+        conductor._merge_aside(old, Merge(merged))
+        until(lambda: not conductor._merging.locked())
+    assert "conductor.overtaken" not in {line["event"] for line in logs}
+    assert [round_.state for round_ in client.rounds(run.id)] == ["committed"]
 
 
 def test_what_the_disk_has_spoilt_is_not_merged(tmp_path: Path) -> None:
