@@ -164,7 +164,7 @@ def init(
         if pretrained:
             model = _pretrained(_weights_place(config), settings, head, seed, mapping)
             with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(seed)
+                torch.default_generator.manual_seed(seed)
                 insert(model, prompts, lora, mapping)
         else:
             model = instantiate(settings, head, seed=seed, prompts=prompts, lora=lora, mapping=mapping)
@@ -326,7 +326,7 @@ def _pretrained(source: str, config: Config, head: Head, seed: int, mapping: Map
     built = config_from(config)
     require_head(built, head)
     with torch.random.fork_rng(devices=[]), _quiet():
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
         try:
             model, info = AUTO_CLASSES[head].from_pretrained(
                 source,
