@@ -94,8 +94,8 @@ def revoke_token(
         other = (TokenRow.role == "admin") & (TokenRow.id != token_id) & TokenRow.revoked_at.is_(None) & unexpired
         if row.role == "admin" and not admins_sign_in and not session.scalar(select(exists().where(other))):
             raise Conflict(
-                "this is the last token of an administrator that is valid",
-                remedy="Issue another first, with `tessera admin token issue`.",
+                f"{row.name!r} is the last valid token of an administrator",
+                remedy="Create another first with `tessera admin token create NAME --role admin`.",
             )
         row.revoked_at = now
         audit.record(session, now, actor, "token.revoke", token_id)

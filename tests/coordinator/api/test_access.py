@@ -35,7 +35,7 @@ def test_a_revoked_token_ends_at_once(coordinator: LiveCoordinator) -> None:
 def test_the_last_token_of_an_administrator_is_not_revoked(coordinator: LiveCoordinator) -> None:
     admin = coordinator.client()
     mine = next(token for token in admin.tokens() if token.role == "admin")
-    with refusing("conflict", "last token of an administrator"):
+    with refusing("conflict", "last valid token of an administrator"):
         admin.revoke_token(mine.id)
     other = admin.issue_token(TokenSpec(name="second", role="admin", expires_in_days=1))
     admin.revoke_token(mine.id)
