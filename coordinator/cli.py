@@ -39,8 +39,9 @@ from tessera.shared.cli.render.output import AsJson, print_findings, print_json,
 from tessera.shared.diagnostics import effective, examined
 from tessera.shared.host_memory import keep_freed_memory
 from tessera.shared.methods.registry import MethodsUnusable, methods
-from tessera.shared.problems import Problem, message_of
+from tessera.shared.problems import Problem
 from tessera.shared.telemetry import spans
+from tessera.shared.validation_errors import message_of, messages_of
 
 app = typer.Typer(
     add_completion=False,
@@ -238,9 +239,9 @@ def _settings() -> CoordinatorSettings:
     try:
         return CoordinatorSettings()
     except ValidationError as refusal:
-        for error in refusal.errors(include_url=False, include_input=False):
-            named = "_".join(("TESSERA", *map(str, error["loc"]))).upper()
-            typer.echo(f"setting {named}: {message_of(error)}", err=True)
+        for steps, message in messages_of(refusal.errors(include_url=False), CoordinatorSettings):
+            named = "_".join(("TESSERA", *map(str, steps))).upper()
+            typer.echo(f"setting {named}: {message}", err=True)
         raise typer.Exit(2) from None
 
 

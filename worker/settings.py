@@ -39,9 +39,10 @@ from pydantic_settings import SettingsError as SourceError
 
 from tessera.shared.client.transport import Credential, tls_context
 from tessera.shared.diagnostics import Setting, effective
-from tessera.shared.problems import Invalid, message_of
+from tessera.shared.problems import Invalid
 from tessera.shared.schema import Label, Resources, TaskKind
 from tessera.shared.urls import require_private
+from tessera.shared.validation_errors import in_one_line
 from tessera.worker.data.partition.schemes import SitePartition
 from tessera.worker.governance.policy import GIB, Allowance, Policy
 
@@ -225,7 +226,8 @@ def _parsed(path: Path, raw: bytes, kind: type[S]) -> S:
         raise SettingsError(f"environment: {fault}") from fault
     except ValidationError as fault:
         hint = NO_DATASET if any(error["loc"] == ("datasets",) for error in fault.errors()) else ""
-        raise SettingsError(f"{path}: {_faults(fault)}{hint}") from None
+        # Without the values: a token may be among them.
+        raise SettingsError(f"{path}: {in_one_line(fault, 'settings', kind)}{hint}") from None
 
 
 def effective_settings(path: Path) -> list[Setting]:
@@ -233,15 +235,6 @@ def effective_settings(path: Path) -> list[Setting]:
     settings = read_settings(path)
     file = tomllib.loads(path.read_text(encoding="utf-8"))
     return effective(settings.model_dump(), file, os.environ, ENVIRONMENT_PREFIX)
-
-
-def _faults(fault: ValidationError) -> str:
-    """Return each wrong key and the reason, without the values: a token may be among them."""
-    return "; ".join(
-        f"{'.'.join(map(str, error['loc'])) or 'settings'}: "
-        + ("no such setting" if error["type"] == "extra_forbidden" else message_of(error))
-        for error in fault.errors(include_url=False, include_input=False)
-    )
 
 
 def token_of(settings: WorkerSettings) -> str:

@@ -64,12 +64,16 @@ def test_a_plain_file_gives_settings_with_safe_defaults(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "told"),
     [
-        ("name =", "nmae =", "nmae: no such setting"),
-        ("index = 1", "index = 5", "datasets.digits.part.dirichlet: index 5 is not below count 3"),
+        ("name =", "nmae =", "nmae: unknown key; did you mean `name`?"),
+        ("index = 1", "index = 5", "datasets.digits.part: index 5 is not below count 3"),
         (", index = 1", "", "datasets.digits.part: index: give this site's part, from 0 to 2"),
-        ("scheme =", "held_out = 1, scheme =", "datasets.digits.part.dirichlet.held_out: no such setting"),
+        ("scheme =", "held_out = 1, scheme =", "datasets.digits.part.held_out: unknown key"),
         ('"north-1"', '"north 1"', "name: "),
-        ("[datasets.digits]", "[policy]\nmax_epoch = 3\n[datasets.digits]", "policy.max_epoch: no such setting"),
+        (
+            "[datasets.digits]",
+            "[policy]\nmax_epoch = 3\n[datasets.digits]",
+            "policy.max_epoch: unknown key; did you mean `max_epochs`?",
+        ),
         ("[datasets.digits]", "[policy]\nhours = []\n[datasets.digits]", "policy.hours: is empty; leave it out to"),
         ('"http://127.0.0.1:9"', '"127.0.0.1"', "url: "),
         ('token = "tsr_secret"', "", "give token_file"),
@@ -227,7 +231,7 @@ def test_bad_settings_end_with_one_line_and_a_code_of_their_own(tmp_path: Path, 
     path = written(tmp_path, GOOD.replace("name =", "nmae ="))
     result = CliRunner().invoke(app, [command, "--config", str(path)])
     assert result.exit_code == 2
-    assert "nmae: no such setting" in result.output
+    assert "nmae: unknown key; did you mean `name`?" in result.output
     assert "Traceback" not in result.output
 
 
