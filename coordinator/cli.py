@@ -33,6 +33,7 @@ from tessera.coordinator.notify.wakeup import CONDUCTOR
 from tessera.coordinator.services import Duty, Services, assemble
 from tessera.coordinator.settings import CoordinatorSettings
 from tessera.coordinator.telemetry import logging
+from tessera.shared import environment
 from tessera.shared.api.admin import TokenSpec
 from tessera.shared.cli.lazy_import import load
 from tessera.shared.cli.render.output import AsJson, print_findings, print_json, print_settings
@@ -240,8 +241,8 @@ def _settings() -> CoordinatorSettings:
         return CoordinatorSettings()
     except ValidationError as refusal:
         for steps, message in messages_of(refusal.errors(include_url=False), CoordinatorSettings):
-            named = "_".join(("TESSERA", *map(str, steps))).upper()
-            typer.echo(f"setting {named}: {message}", err=True)
+            named = "_".join(("setting TESSERA", *map(str.upper, map(str, steps))))
+            typer.echo(f"{named}: {message}" if steps else message, err=True)
         raise typer.Exit(2) from None
 
 
@@ -251,6 +252,8 @@ def _opened(duty: Duty, *, wait: bool = False) -> Services:
         methods()
     except MethodsUnusable as refusal:
         raise _exit(str(refusal)) from None
+    for variable, _ in environment.unknown(os.environ, CoordinatorSettings.model_fields):
+        log.warning("coordinator.variable_ignored", variable=variable)
     services = _assembled(duty, wait=wait)
     swept = services.blobs.sweep()
     log.info("coordinator.opened", database=services.database.shown, swept_files=swept)

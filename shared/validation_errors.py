@@ -5,16 +5,12 @@ No message contains the value that was given: it may be a secret, or larger than
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from difflib import get_close_matches
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-MAX_NAMES = 24
-"""The most names that a message lists."""
-
-_NAME_CHARACTERS = 64
+from tessera.shared.near_names import did_you_mean, nearest
 
 _NUMBER = "must be a number"
 _WHOLE = "must be a whole number"
@@ -109,23 +105,6 @@ _MEMBER = re.compile(
 Steps = tuple[str | int, ...]
 
 
-def did_you_mean(given: object, known: Iterable[str], noun: str = "name") -> str:
-    """Return a question with the nearest of the known names, or else the list of them."""
-    names = list(known)
-    if near := _nearest(given, names):
-        return f"did you mean `{near}`?"
-    if not names:
-        return f"there are no {noun}s here"
-    listed = ", ".join(names[:MAX_NAMES])
-    return f"{noun}s: {listed}" + (" ..." if len(names) > MAX_NAMES else "")
-
-
-def _nearest(given: object, names: Iterable[str]) -> str | None:
-    lower = {name.lower(): name for name in names}
-    near = get_close_matches(str(given)[:_NAME_CHARACTERS].lower(), lower, n=1)
-    return lower[near[0]] if near else None
-
-
 def messages_of(errors: Iterable[Mapping[str, Any]], model: object = None) -> list[tuple[Steps, str]]:
     """Return pydantic's errors as places with messages, one for each place.
 
@@ -189,7 +168,7 @@ def _reworded(message: str) -> str:
 def _one_of(names: Sequence[str], given: object) -> str:
     shown = [f"`{name}`" for name in names]
     listed = " or ".join(filter(None, (", ".join(shown[:-1]), shown[-1])))
-    near = _nearest(given, names) if isinstance(given, str) and len(names) > 1 else None
+    near = nearest(given, names) if isinstance(given, str) and len(names) > 1 else None
     return f"must be {listed}" + (f"; did you mean `{near}`?" if near else "")
 
 
@@ -207,11 +186,11 @@ def _unknown_key(steps: Steps, kinds: Sequence[Any], model: object) -> str:
     if not tables:
         return "unknown key"
     key, here = str(steps[-1]), ".".join(map(str, steps))
-    known = list(dict.fromkeys(name for table in tables for name in table.model_fields))
+    known = {name for table in tables for name in table.model_fields}
     elsewhere = [path for path in _paths(model) if path.endswith(f".{key}") and path != here]
-    if elsewhere and not _nearest(key, known):
+    if elsewhere and not nearest(key, known):
         return f"unknown key; did you mean `{elsewhere[0]}`?"
-    return f"unknown key; {did_you_mean(key, known, 'key')}"
+    return f"unknown key{did_you_mean(key, known) if known else '; this table has no keys'}"
 
 
 # ---------------------------------------------------------------- places

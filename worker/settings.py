@@ -39,10 +39,12 @@ from pydantic_settings import SettingsError as SourceError
 
 from tessera.shared.client.transport import Credential, tls_context
 from tessera.shared.diagnostics import Setting, effective
+from tessera.shared.environment import PREFIX, refuse_misspelt
+from tessera.shared.near_names import did_you_mean
 from tessera.shared.problems import Invalid
 from tessera.shared.schema import Label, Resources, TaskKind
 from tessera.shared.urls import require_private
-from tessera.shared.validation_errors import in_one_line
+from tessera.shared.validation_errors import messages_of
 from tessera.worker.data.partition.schemes import SitePartition
 from tessera.worker.governance.policy import GIB, Allowance, Policy
 
@@ -97,7 +99,7 @@ DeviceName = Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:[0-9]{1,2})?)$")]
 
 
 class DataSettings(BaseSettings):
-    """The settings about data. Other keys are ignored."""
+    """The settings about data. Other keys of a worker's settings are ignored."""
 
     model_config = SettingsConfigDict(
         env_prefix=ENVIRONMENT_PREFIX, env_nested_delimiter="__", frozen=True, extra="ignore"
@@ -218,16 +220,35 @@ NO_DATASET = ". Add a table [datasets.NAME] with the kind of the data: see docs/
 
 
 def _parsed(path: Path, raw: bytes, kind: type[S]) -> S:
+    _require_known_variables()
     try:
-        return kind(**tomllib.loads(raw.decode("utf-8")))
+        given = tomllib.loads(raw.decode("utf-8"))
+        if unknown := sorted(given.keys() - WorkerSettings.model_fields):
+            faults = "; ".join(
+                f"{key}: unknown key{did_you_mean(key, WorkerSettings.model_fields)}" for key in unknown
+            )
+            raise SettingsError(f"{path}: {faults}")
+        return kind(**given)
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as fault:
         raise SettingsError(f"{path} is not TOML: {fault}") from fault
     except SourceError as fault:
         raise SettingsError(f"environment: {fault}") from fault
     except ValidationError as fault:
         hint = NO_DATASET if any(error["loc"] == ("datasets",) for error in fault.errors()) else ""
-        # Without the values: a token may be among them.
-        raise SettingsError(f"{path}: {in_one_line(fault, 'settings', kind)}{hint}") from None
+        raise SettingsError(f"{path}: {_faults(fault, kind)}{hint}") from None
+
+
+def _require_known_variables() -> None:
+    """Raise SettingsError for a variable that is no setting: pydantic passes over it."""
+    names = {f"{ENVIRONMENT_PREFIX}{field}".upper(): field for field in WorkerSettings.model_fields}
+    for variable in sorted(os.environ):
+        table = variable.upper().partition("__")[0]
+        if table.startswith(ENVIRONMENT_PREFIX) and table not in names:
+            raise SettingsError(f"environment: {variable}: no such setting{did_you_mean(variable, names)}")
+    try:
+        refuse_misspelt(os.environ, {name.removeprefix(PREFIX) for name in names})
+    except Invalid as refusal:
+        raise SettingsError(f"environment: {refusal.detail} {refusal.advice}") from None
 
 
 def effective_settings(path: Path) -> list[Setting]:
@@ -235,6 +256,16 @@ def effective_settings(path: Path) -> list[Setting]:
     settings = read_settings(path)
     file = tomllib.loads(path.read_text(encoding="utf-8"))
     return effective(settings.model_dump(), file, os.environ, ENVIRONMENT_PREFIX)
+
+
+def _faults(fault: ValidationError, kind: type[BaseModel]) -> str:
+    """Return each wrong key and the reason, without the values: a token may be among them."""
+    said, variables = [], {variable.upper(): variable for variable in os.environ}
+    for place, message in messages_of(fault.errors(include_url=False), kind):
+        steps = [str(step) for step in place]
+        key = variables.get(f"{ENVIRONMENT_PREFIX}{'__'.join(steps)}".upper(), ".".join(steps)) or "settings"
+        said.append(f"{key}: {message}")
+    return "; ".join(said)
 
 
 def token_of(settings: WorkerSettings) -> str:

@@ -44,6 +44,7 @@ from tessera.shared.api.tasks import Claim, EvaluationResult, Failure, Heartbeat
 from tessera.shared.api.tasks import Progress as TaskProgress
 from tessera.shared.api.versions import BlobRequest, Difference, Manifest, Version
 from tessera.shared.client.transport import Answer, Credential, NotUnderstood, Transport, Unreachable, tls_context
+from tessera.shared.environment import refuse_misspelt
 from tessera.shared.hashing import Hashing, Sink, digest_at
 from tessera.shared.model.spec import MAX_DOCUMENT_BYTES, Model
 from tessera.shared.problems import Invalid, NotFound, OffsetMismatch, faults_of
@@ -83,7 +84,9 @@ class Client:
     @classmethod
     def from_environment(cls) -> Self:
         """Return a client from the commands' variables: TESSERA_URL, TESSERA_TOKEN or TESSERA_TOKEN_FILE,
-        TESSERA_CA_BUNDLE, TESSERA_CLIENT_CERT and TESSERA_CLIENT_KEY. Raises Invalid, as `from_options` does."""
+        TESSERA_CA_BUNDLE, TESSERA_CLIENT_CERT and TESSERA_CLIENT_KEY. Raises Invalid as `from_options` does, and
+        for a misspelt variable."""
+        refuse_misspelt(os.environ)
         values = {name: os.environ.get(f"TESSERA_{name.upper()}") or None for name in ("url", "token", *_FILES)}
         files = {name: Path(file) if (file := values[name]) else None for name in _FILES}
         return cls.from_options(values["url"] or DEFAULT_URL, values["token"], **files)

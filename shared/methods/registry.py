@@ -24,7 +24,7 @@ from tessera.shared.methods.base import (
     RunInfo,
     WorkerHalf,
 )
-from tessera.shared.validation_errors import did_you_mean
+from tessera.shared.near_names import did_you_mean
 
 FOLDERS = "TESSERA_METHODS"
 """The environment variable with the folders of methods, separated as in PATH."""
@@ -110,8 +110,7 @@ def places_searched() -> str:
 def _method(chosen: MethodSpec) -> tuple[Method[Any], MethodSettings]:
     method = methods().get(chosen.name)
     if method is None:
-        hint = did_you_mean(chosen.name, sorted(methods()), "installed method")
-        raise UnknownMethod(f"there is no method {chosen.name!r}; {hint}")
+        raise UnknownMethod(f"there is no method {chosen.name!r}{did_you_mean(chosen.name, methods())}")
     return method, method.settings.model_validate(chosen.settings)
 
 

@@ -18,9 +18,7 @@ from tessera.shared.api.runs import RunSpec
 from tessera.shared.methods.registry import methods
 from tessera.shared.schema import Bytes, Digest, Frozen, Identifier, Label
 from tessera.shared.validation_errors import (
-    MAX_NAMES,
     PATTERNS,
-    did_you_mean,
     in_one_line,
     message_of,
     messages_of,
@@ -193,15 +191,19 @@ def test_each_pattern_of_a_field_has_words() -> None:
             {"table.Learning_Rate": "unknown key; did you mean `learning_rate`?"},
         ),
         (Pair, {"batch_size": 1}, {"batch_size": "unknown key; did you mean `table.batch_size`?"}),
-        (Pair, {"zzz": 1}, {"zzz": "unknown key; keys: table, many, both"}),
-        (Pair, {"x" * 100_000: 1}, {"x" * 100_000: "unknown key; keys: table, many, both"}),
-        (Empty, {"mu": 1}, {"mu": "unknown key; there are no keys here"}),
+        (Pair, {"zzz": 1}, {"zzz": "unknown key; it can be both, many, table"}),
+        (Pair, {"x" * 100_000: 1}, {"x" * 100_000: "unknown key; it can be both, many, table"}),
+        (Empty, {"mu": 1}, {"mu": "unknown key; this table has no keys"}),
         (
             Part,
             {"part": {"scheme": "iid", "count": 1, "cuont": 1}},
             {"part.cuont": "unknown key; did you mean `count`?"},
         ),
-        (Part, {"part": {"scheme": "iid", "count": 1, "each": 1}}, {"part.each": "unknown key; keys: scheme, count"}),
+        (
+            Part,
+            {"part": {"scheme": "iid", "count": 1, "each": 1}},
+            {"part.each": "unknown key; it can be count, scheme"},
+        ),
         (Part, {"part": {"scheme": "shard"}}, {"part.scheme": "must be `iid` or `shards`; did you mean `shards`?"}),
         (Part, {"part": {}}, {"part.scheme": "required, but missing"}),
         (Pair, {"many": {"a": {"part": {"scheme": "iid"}}}}, {"many.a.part.count": "required, but missing"}),
@@ -214,13 +216,6 @@ def test_an_unknown_name_gets_the_nearest_one_at_its_true_place(
     model: Any, value: object, told: dict[str, str]
 ) -> None:
     assert messages(model, value) == told
-
-
-def test_a_list_of_names_is_bounded() -> None:
-    assert did_you_mean("x", []) == "there are no names here"
-    assert did_you_mean("abd", ["abc", "xyz"]) == "did you mean `abc`?"
-    listed = did_you_mean("?", [f"n{number}" for number in range(1000)])
-    assert listed.endswith(f"n{MAX_NAMES - 1} ...")
 
 
 def test_errors_in_one_line_have_dotted_keys_and_no_values() -> None:

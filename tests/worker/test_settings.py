@@ -65,6 +65,7 @@ def test_a_plain_file_gives_settings_with_safe_defaults(tmp_path: Path) -> None:
     ("old", "new", "told"),
     [
         ("name =", "nmae =", "nmae: unknown key; did you mean `name`?"),
+        ("[datasets.", "[dataset.", "dataset: unknown key; did you mean `datasets`?"),
         ("index = 1", "index = 5", "datasets.digits.part: index 5 is not below count 3"),
         (", index = 1", "", "datasets.digits.part: index: give this site's part, from 0 to 2"),
         ("scheme =", "held_out = 1, scheme =", "datasets.digits.part.held_out: unknown key"),
@@ -110,6 +111,23 @@ def test_the_environment_wins_over_the_file(tmp_path: Path, monkeypatch: pytest.
     assert settings.name == "south-2"
     assert settings.policy.max_epochs == 2
     assert settings.policy.never_send == ("head*",)
+
+
+@pytest.mark.parametrize(
+    ("variable", "told"),
+    [
+        ("TESSERA_WORKER_NMAE", "TESSERA_WORKER_NMAE: no such setting; did you mean `TESSERA_WORKER_NAME`?"),
+        ("TESSERA_WORKR_NAME", "did you mean TESSERA_WORKER_NAME?"),
+        ("TESSERA_WORKER_POLICY__MAX_EPOCS", "POLICY__MAX_EPOCS: unknown key; did you mean `max_epochs`?"),
+    ],
+)
+def test_a_misspelt_variable_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str, told: str
+) -> None:
+    monkeypatch.setenv(variable, "tsr_hidden")
+    found = refusal(tmp_path, GOOD)
+    assert told in found
+    assert "tsr_hidden" not in found
 
 
 def test_what_is_exported_for_the_command_line_is_not_the_workers(

@@ -11,7 +11,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from tessera.shared.validation_errors import did_you_mean, messages_of
+from tessera.shared.near_names import did_you_mean
+from tessera.shared.validation_errors import messages_of
 from tessera.worker.data.dataset import Adapter, DataError, Dataset
 from tessera.worker.data.partition.division import hold_out, part_of
 from tessera.worker.data.partition.schemes import SitePartition
@@ -36,7 +37,7 @@ def load(
         raise ValueError("held_out: give the key that decides which examples are held out")
     adapter = _adapter(kind)
     if adapter is None:
-        raise DataError(f"kind: there is no {kind!r}; {did_you_mean(kind, sorted(kinds()), 'kind')}")
+        raise DataError(f"kind: there is no {kind!r}{did_you_mean(kind, kinds())}")
     try:
         dataset: Dataset = adapter.open(adapter.options.model_validate(options))
     except ValidationError as fault:

@@ -1,0 +1,25 @@
+"""Suggestions for misspelt names."""
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+SUGGESTED, MISSPELT = 0.6, 0.8
+"""Similarity of a name worth suggesting, and of one that can hardly mean anything else."""
+MAX_LISTED = 24
+MAX_CHARACTERS = 64
+
+
+def nearest(name: str, known: Iterable[str], similarity: float = SUGGESTED) -> str | None:
+    """Return the known name that `name` resembles most, or None. Ignores case."""
+    by_lower, lower = {one.lower(): one for one in known}, name[:MAX_CHARACTERS].lower()
+    swapped = (one for one in by_lower if sorted(one) == sorted(lower))
+    close = next(swapped, None) or next(iter(get_close_matches(lower, by_lower, 1, similarity)), None)
+    return by_lower[close] if close is not None else None
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return a clause to append to a message: the nearest known name, else all of them if they are few."""
+    names = sorted(known)
+    if close := nearest(name, names):
+        return f"; did you mean `{close}`?"
+    return f"; it can be {', '.join(names)}" if 0 < len(names) <= MAX_LISTED else ""
