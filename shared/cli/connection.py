@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, TypeVar
 
@@ -107,9 +108,12 @@ def only(
 
     Raises NotFound if there is none, and Invalid that lists the matches if there are several.
     """
-    found = [item for item in among if named and (name_of(item) == named or id_of(item).startswith(named))]
+    items = list(among)
+    found = [item for item in items if named and (name_of(item) == named or id_of(item).startswith(named))]
     if not found:
-        raise NotFound(f"there is no {kind} {named!r}", remedy=f"List the {kind}s: `tessera {_LISTS[kind]}`.")
+        near = get_close_matches(named, sorted({name_of(item) for item in items}), 1)
+        mean = f"; did you mean {near[0]!r}?" if near else ""
+        raise NotFound(f"there is no {kind} {named!r}{mean}", remedy=f"List the {kind}s: `tessera {_LISTS[kind]}`.")
     if len(found) > 1:
         faults = [Fault(pointer=id_of(item), detail=(describe or name_of)(item)) for item in found]
         detail = f"{named!r} could be any of {len(found)} {kind}s"

@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from tessera.shared.api.runs import RunSpec
+from tessera.shared.api.runs import Run, RunSpec
 from tessera.shared.methods.registry import UnknownMethod, check
 from tessera.shared.problems import Fault, Invalid, faults_of
 from tessera.shared.tensors.lazy import digest_of
@@ -47,6 +47,19 @@ def read_toml(file: Path, settings: Iterable[str]) -> dict[str, Any]:
     return given
 
 
+def settings_of(run: Run) -> dict[str, Any]:
+    """Return a run's settings as its file would have them, with all defaults."""
+    return run.spec.model_dump(mode="json", exclude={"model", "version"}, exclude_none=True)
+
+
+def changed(given: dict[str, Any], settings: Iterable[str]) -> dict[str, Any]:
+    """Return a run's settings, changed by `KEY=VALUE` settings. Raises Invalid that lists every invalid one."""
+    for setting in settings:
+        _change(given, setting)
+    check_spec("the changed run", given)
+    return given
+
+
 def _change(given: dict[str, Any], setting: str) -> None:
     key, equals, text = setting.partition("=")
     *above, last = key.strip().split(".")
@@ -70,7 +83,7 @@ def _value(text: str) -> Any:
     return parsed["value"] if len(parsed) == 1 else text
 
 
-def check_spec(file: Path, given: Mapping[str, Any]) -> None:
+def check_spec(file: Path | str, given: Mapping[str, Any]) -> None:
     """Raise Invalid that lists every invalid setting of a run."""
     try:
         spec = RunSpec.model_validate({**given, "model": _PLACEHOLDER, "version": _PLACEHOLDER})
