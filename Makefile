@@ -14,11 +14,13 @@ help: ## show this help
 
 install: $(INSTALLED) ## create .venv with everything in it
 
-# Made anew when what is to be installed changes.
+# Made anew when what is to be installed changes. Most of what is installed is never imported, so pip compiles none of it;
+# the last line compiles what nearly every process imports, before several of them would at once.
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Tessera needs Python 3.11 or newer")'
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -c 'import tessera.coordinator.app, tessera.worker.agent, transformers.modeling_utils'
 	@touch $(INSTALLED)
 
 demo: install ## four institutions train one transformer without sharing data
@@ -56,6 +58,7 @@ system: install ## the tests with real processes and real crashes alone
 	$(BIN)/python -m pytest tests/system
 
 test-long: install ## the tests that take long or need a quiet machine
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[ray]'
 	TESSERA_TEST_LONG=1 $(BIN)/python -m pytest -m long
 
 image-check: install ## what the images install and start, as nobody on a read-only tree; as root, some minutes

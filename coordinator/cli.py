@@ -33,6 +33,7 @@ from tessera.coordinator.notify.wakeup import CONDUCTOR
 from tessera.coordinator.services import Duty, Services, assemble
 from tessera.coordinator.settings import CoordinatorSettings
 from tessera.coordinator.telemetry import logging
+from tessera.shared import environment
 from tessera.shared.api.admin import TokenSpec
 from tessera.shared.cli.lazy_import import load
 from tessera.shared.cli.render.output import AsJson, print_findings, print_json, print_settings
@@ -239,8 +240,8 @@ def _settings() -> CoordinatorSettings:
         return CoordinatorSettings()
     except ValidationError as refusal:
         for error in refusal.errors(include_url=False, include_input=False):
-            named = "_".join(("TESSERA", *map(str, error["loc"]))).upper()
-            typer.echo(f"setting {named}: {message_of(error)}", err=True)
+            named = "_".join(("setting TESSERA", *map(str.upper, map(str, error["loc"]))))
+            typer.echo(f"{named}: {message_of(error)}" if error["loc"] else message_of(error), err=True)
         raise typer.Exit(2) from None
 
 
@@ -250,6 +251,8 @@ def _opened(duty: Duty, *, wait: bool = False) -> Services:
         methods()
     except MethodsUnusable as refusal:
         raise _exit(str(refusal)) from None
+    for variable, _ in environment.unknown(os.environ, CoordinatorSettings.model_fields):
+        log.warning("coordinator.variable_ignored", variable=variable)
     services = _assembled(duty, wait=wait)
     swept = services.blobs.sweep()
     log.info("coordinator.opened", database=services.database.shown, swept_files=swept)

@@ -9,6 +9,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from tessera.shared import renamed_keys
+from tessera.shared.environment import refuse_misspelt
 from tessera.shared.urls import is_loopback
 
 PersonRole = Literal["admin", "orchestrator", "viewer"]
@@ -201,10 +202,11 @@ class CoordinatorSettings(BaseSettings):
 
     @model_validator(mode="before")
     @classmethod
-    def _has_present_names(cls, given: Any) -> Any:
+    def _has_known_names(cls, given: Any) -> Any:
         prefix = str(cls.model_config["env_prefix"])
         names = {f"{prefix}{old}".upper(): f"{prefix}{new}".upper() for old, new in renamed_keys.COORDINATOR.items()}
         renamed_keys.refuse_old({name.upper(): value for name, value in os.environ.items()}, names)
+        refuse_misspelt(os.environ, cls.model_fields)
         return given
 
     @model_validator(mode="after")

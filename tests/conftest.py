@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -53,7 +54,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="is about SQLite"))
 
 
+# What is imported and collected stays: to look through it for garbage takes seconds.
+gc.disable()
+
+
 def pytest_collection_finish() -> None:
+    gc.enable()
+    gc.freeze()
     # To import what lays models out takes seconds, and it ends after a minute without work.
     if sandbox := sys.modules.get("tessera.worker.model.sandbox"):
         sandbox.subprocess = SimpleNamespace(**{**vars(subprocess), "Popen": zygote.piped})

@@ -19,7 +19,7 @@ never_send = ["*embeddings*"]
 import os
 import ssl
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Literal, Self, TypeVar
@@ -39,6 +39,8 @@ from pydantic_settings import SettingsError as SourceError
 
 from tessera.shared.client.transport import Credential, tls_context
 from tessera.shared.diagnostics import Setting, effective
+from tessera.shared.environment import PREFIX, refuse_misspelt
+from tessera.shared.near_names import did_you_mean, keys_at
 from tessera.shared.problems import Invalid, message_of
 from tessera.shared.schema import Label, Resources, TaskKind
 from tessera.shared.urls import require_private
@@ -96,7 +98,7 @@ DeviceName = Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:[0-9]{1,2})?)$")]
 
 
 class DataSettings(BaseSettings):
-    """The settings about data. Other keys are ignored."""
+    """The settings about data. Other keys of a worker's settings are ignored."""
 
     model_config = SettingsConfigDict(
         env_prefix=ENVIRONMENT_PREFIX, env_nested_delimiter="__", frozen=True, extra="ignore"
@@ -217,8 +219,13 @@ NO_DATASET = ". Add a table [datasets.NAME] with the kind of the data: see docs/
 
 
 def _parsed(path: Path, raw: bytes, kind: type[S]) -> S:
+    _require_known_variables()
     try:
-        return kind(**tomllib.loads(raw.decode("utf-8")))
+        given = tomllib.loads(raw.decode("utf-8"))
+        if unknown := sorted(given.keys() - WorkerSettings.model_fields):
+            faults = "; ".join(f"{key}: {_unknown(key, WorkerSettings.model_fields)}" for key in unknown)
+            raise SettingsError(f"{path}: {faults}")
+        return kind(**given)
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as fault:
         raise SettingsError(f"{path} is not TOML: {fault}") from fault
     except SourceError as fault:
@@ -226,6 +233,23 @@ def _parsed(path: Path, raw: bytes, kind: type[S]) -> S:
     except ValidationError as fault:
         hint = NO_DATASET if any(error["loc"] == ("datasets",) for error in fault.errors()) else ""
         raise SettingsError(f"{path}: {_faults(fault)}{hint}") from None
+
+
+def _require_known_variables() -> None:
+    """Raise SettingsError for a variable that is no setting: pydantic passes over it."""
+    names = {f"{ENVIRONMENT_PREFIX}{field}".upper(): field for field in WorkerSettings.model_fields}
+    for variable in sorted(os.environ):
+        table = variable.upper().partition("__")[0]
+        if table.startswith(ENVIRONMENT_PREFIX) and table not in names:
+            raise SettingsError(f"environment: {variable}: {_unknown(variable, names)}")
+    try:
+        refuse_misspelt(os.environ, {name.removeprefix(PREFIX) for name in names})
+    except Invalid as refusal:
+        raise SettingsError(f"environment: {refusal.detail} {refusal.advice}") from None
+
+
+def _unknown(key: str, known: Iterable[str]) -> str:
+    return f"no such setting{did_you_mean(key, known)}"
 
 
 def effective_settings(path: Path) -> list[Setting]:
@@ -237,11 +261,14 @@ def effective_settings(path: Path) -> list[Setting]:
 
 def _faults(fault: ValidationError) -> str:
     """Return each wrong key and the reason, without the values: a token may be among them."""
-    return "; ".join(
-        f"{'.'.join(map(str, error['loc'])) or 'settings'}: "
-        + ("no such setting" if error["type"] == "extra_forbidden" else message_of(error))
-        for error in fault.errors(include_url=False, include_input=False)
-    )
+    said, variables = [], {variable.upper(): variable for variable in os.environ}
+    for error in fault.errors(include_url=False, include_input=False):
+        steps = [str(step) for step in error["loc"]]
+        key = variables.get(f"{ENVIRONMENT_PREFIX}{'__'.join(steps)}".upper(), ".".join(steps)) or "settings"
+        unknown = error["type"] == "extra_forbidden"
+        reason = _unknown(steps[-1], keys_at(WorkerSettings, steps)) if unknown else message_of(error)
+        said.append(f"{key}: {reason}")
+    return "; ".join(said)
 
 
 def token_of(settings: WorkerSettings) -> str:

@@ -4,9 +4,8 @@ import importlib
 import os
 import resource
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
-from difflib import get_close_matches
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -26,15 +25,12 @@ from tessera.coordinator.server.http_limits import (
 )
 from tessera.coordinator.services import Services
 from tessera.coordinator.settings import CoordinatorSettings
+from tessera.shared import environment
 from tessera.shared.diagnostics import Check, Finding, fail, ok, warn
 from tessera.shared.urls import is_loopback, without_password
 
 PROBE_BYTES = 1 << 20
 
-PREFIX = "TESSERA_"
-OF_COMMANDS = ("URL", "TOKEN", "TOKEN_FILE", "CA_BUNDLE", "CLIENT_CERT", "CLIENT_KEY", "PLAIN_HTTP", "METHODS")
-"""Variables of other commands, often set beside the coordinator's settings."""
-OF_OTHERS = ("WORKER_", "TEST_")
 SKEW_SECONDS = 5.0
 
 
@@ -54,7 +50,7 @@ def checks(services: Services) -> Iterator[tuple[str, Check]]:
     yield "memory", lambda: _memory(services.memory)
     if settings.oidc_issuer:
         yield "provider", lambda: _provider(settings)
-    yield "settings", lambda: (*unknown(os.environ), *insecure(settings))
+    yield "settings", lambda: (*_unknown(), *insecure(settings))
 
 
 def _database(services: Services) -> Iterator[Finding]:
@@ -166,15 +162,10 @@ def _folders(settings: CoordinatorSettings) -> set[Path]:
     return {*of_database, *of_blobs, settings.staging_dir}
 
 
-def unknown(environment: Iterable[str]) -> Iterator[Finding]:
-    """Warn of variables that look like settings: a misspelt one leaves its default in force."""
-    for variable in sorted(environment):
-        name = variable.removeprefix(PREFIX)
-        known = name.lower() in CoordinatorSettings.model_fields or name in OF_COMMANDS or name.startswith(OF_OTHERS)
-        if name == variable or known:
-            continue
-        close = get_close_matches(name.lower(), CoordinatorSettings.model_fields, n=1)
-        remedy = f"Use {PREFIX}{close[0].upper()}." if close else "List all with `tessera coordinator config show`."
+def _unknown() -> Iterator[Finding]:
+    """Warn of variables that look like settings. One that misspells a setting was refused earlier."""
+    for variable, _ in environment.unknown(os.environ, CoordinatorSettings.model_fields):
+        remedy = "List all with `tessera coordinator config show`."
         yield warn("settings", f"{variable} is not a setting and has no effect", remedy)
 
 

@@ -5,6 +5,7 @@ that the user can fix becomes one message and an exit code: 1 for a refusal, 2 f
 for a rejected token.
 """
 
+import os
 from importlib.metadata import EntryPoint, entry_points, version
 from importlib.util import find_spec
 from typing import Annotated, Any
@@ -15,6 +16,7 @@ from typer.main import get_command
 
 from tessera.shared.cli.lazy_import import load
 from tessera.shared.cli.render.output import complain, show_problem, wants_json
+from tessera.shared.environment import refuse_misspelt
 from tessera.shared.problems import Invalid, Problem, Unauthenticated
 
 COMMANDS = "tessera.commands"
@@ -104,11 +106,15 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def tessera(
-    show_version: Annotated[
+    ctx: typer.Context,
+    _version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
     """Federated learning of transformers over REST: only the blocks a round asks for travel."""
+    # The coordinator compares variables with its own settings too.
+    if ctx.invoked_subcommand != "coordinator":
+        refuse_misspelt(os.environ)
 
 
 def main() -> None:

@@ -44,6 +44,7 @@ from tessera.shared.api.tasks import Claim, EvaluationResult, Failure, Heartbeat
 from tessera.shared.api.tasks import Progress as TaskProgress
 from tessera.shared.api.versions import BlobRequest, Difference, Manifest, Version
 from tessera.shared.client.transport import Answer, Credential, NotUnderstood, Transport, Unreachable, tls_context
+from tessera.shared.environment import refuse_misspelt
 from tessera.shared.hashing import Hashing, Sink, digest_at
 from tessera.shared.model.spec import MAX_DOCUMENT_BYTES, Model
 from tessera.shared.problems import Invalid, NotFound, OffsetMismatch, Problem, faults_of
@@ -84,7 +85,8 @@ class Client:
     def from_environment(cls, given: Mapping[str, str | Path | None] | None = None, **transport: Any) -> Self:
         """Return a client from these options of `from_options`, and for those that are absent or None from the
         commands' variables: TESSERA_URL, TESSERA_TOKEN or TESSERA_TOKEN_FILE, TESSERA_CA_BUNDLE, TESSERA_CLIENT_CERT
-        and TESSERA_CLIENT_KEY. Raises Invalid, as `from_options` does."""
+        and TESSERA_CLIENT_KEY. Raises Invalid as `from_options` does, and for a misspelt variable."""
+        refuse_misspelt(os.environ)
         names = ("url", "token", *_FILES)
         chosen = {name: value for name, value in (given or {}).items() if value is not None}
         values = {name: os.environ.get(f"TESSERA_{name.upper()}") or None for name in names} | chosen

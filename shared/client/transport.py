@@ -51,7 +51,8 @@ READ_BYTES = 1 << 18
 httpcore.HTTP11Connection.READ_NUM_BYTES = READ_BYTES
 
 SHOW_CERTIFICATE = (
-    "client_cert and client_key in a worker's settings, TESSERA_CLIENT_CERT and TESSERA_CLIENT_KEY for commands."
+    "--client-cert and --client-key for commands and `tessera worker join`, client_cert and client_key in a worker's "
+    "settings."
 )
 
 BY_PROXY = (
@@ -82,8 +83,9 @@ class Untrusted(Unreachable):
     code = "untrusted"
     title = "The TLS handshake failed"
     remedy = (
-        "Check the host name in the URL, and set the CA that issued the coordinator's certificate: ca_bundle in a "
-        "worker's settings, TESSERA_CA_BUNDLE for commands."
+        "Check the host name in the URL, and give the CA that issued the coordinator's certificate: --ca-bundle "
+        "(for `tessera worker join` also TESSERA_WORKER_CA_BUNDLE, for other commands TESSERA_CA_BUNDLE), or "
+        "ca_bundle in a worker's settings."
     )
     retryable = False
 

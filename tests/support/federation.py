@@ -106,16 +106,21 @@ class ScriptedWorker:
         raise AssertionError(f"no task was offered to {self.name}")
 
     def fetch(self, task: Task) -> dict[str, np.ndarray]:
-        model, manifest = self.client.model(task.model), self.client.manifest(task.version.digest)
-        digests = {b: manifest.blocks[b.name] for b in task.plan.fetch.resolve(model.blocks)}
-        for digest in digests.values():
-            if self.forgets or digest not in _FETCHED:
-                _FETCHED[digest] = self.client.read_blob(digest)
-        return {b.name: from_bytes(_FETCHED[at], b.dtype).reshape(b.shape) for b, at in digests.items()}
+        manifest = Manifest.read(self.read(task.version.digest), self.read)
+        blocks = task.plan.fetch.resolve(self.model_of(task).blocks)
+        return {b.name: from_bytes(self.read(manifest.blocks[b.name]), b.dtype).reshape(b.shape) for b in blocks}
+
+    def model_of(self, task: Task) -> Model:
+        return Model.model_validate_json(self.read(task.model))
+
+    def read(self, digest: str) -> bytes:
+        if self.forgets or digest not in _FETCHED:
+            _FETCHED[digest] = self.client.read_blob(digest)
+        return _FETCHED[digest]
 
     def upload(self, task: Task, changed: Arrays) -> str:
         """Writes these blocks as an update, asked for or not, uploads it and returns its digest."""
-        model, base = self.client.model(task.model), self.fetch(task)
+        model, base = self.model_of(task), self.fetch(task)
         changes = [
             TrainedBlock(model.by_name[name], ArrayTensor(array, model.by_name[name].dtype), ArrayTensor(base[name]))
             for name, array in changed.items()
@@ -136,7 +141,7 @@ class ScriptedWorker:
 
     def train(self, task: Task, step: float = 1.0, **metrics: float) -> TaskView:
         """Adds `step` to every block that the plan trains, and sends what it asks for, with these numbers."""
-        model, base = self.client.model(task.model), self.fetch(task)
+        model, base = self.model_of(task), self.fetch(task)
         trained = {b.name for b in task.plan.train.resolve(model.blocks)}
         sent = [b.name for b in task.plan.upload.resolve(model.blocks) if b.name in trained]
         changed = {name: base[name] + np.float32(step) for name in sent}

@@ -32,6 +32,8 @@ NEEDS = {
     ),
     "tessera.shared.cli": _WORKERS,
     "tessera.worker.model.sandbox": _WORKERS,
+    "tests.support.demo": _WORKERS,
+    "tests.support.leaving": _WORKERS,
 }
 """What is imported before, by the module that is run."""
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -14,22 +15,31 @@ import pytest
 
 from examples import staging
 from tessera.shared.updates.model_folder import ModelFolder
+from tests.support import zygote
 from tests.support.cli import environment
 from tests.support.coordinator import until
 from tests.support.launcher import Launcher
+from tests.support.zygote import Forked
 
-SHORT = ("--set", "rounds=3", "--set", "method.settings.warmup_rounds=1")
-
-
-BY = """import runpy, sys
-sys.executable = {!r}
-runpy.run_module("examples.digits", run_name="__main__", alter_sys=True)"""
+SHORT = ("--set", "rounds=3", "--set", "method.settings.warmup_rounds=1", "--set", "training.epochs=1")
 
 
-def start(out: Path, *arguments: str, python: str = sys.executable) -> subprocess.Popen[str]:
-    """`python` is what the demo starts its own processes with."""
-    command = [sys.executable, "-c", BY.format(python), "--out", str(out), *arguments]
-    return subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+@contextmanager
+def demo(out: Path, *arguments: str, python: str = sys.executable) -> Iterator[tuple[Forked, Path]]:
+    """The demo, and what it says. `python` is what it starts its own processes with."""
+    log = out.with_suffix(".log")
+    with log.open("wb") as said, open(os.devnull) as nothing:  # noqa: PTH123 (a device)
+        yield (
+            zygote.start(
+                "tests.support.demo",
+                [python, "--out", str(out), *arguments],
+                environment(),
+                reads=nothing.fileno(),
+                writes=said.fileno(),
+                errors=said.fileno(),
+            ),
+            log,
+        )
 
 
 def left_of(out: Path) -> list[psutil.Process]:
@@ -50,12 +60,10 @@ def _told(process: psutil.Process) -> list[str]:
 
 def test_the_demo_ends_with_a_model_that_measures_the_same_again(tmp_path: Path) -> None:
     out = tmp_path / "demo"
-    with Launcher(tmp_path) as launcher:
-        demo = start(out, *SHORT, python=str(launcher.python))
-        told, _ = demo.communicate(timeout=500)
-        assert demo.returncode == 0, told
+    with Launcher(tmp_path) as launcher, demo(out, *SHORT, python=str(launcher.python)) as (process, log):
+        assert process.wait(timeout=500) == 0, log.read_text()
         assert launcher.running == {}
-    assert "Stage two moved" in told
+    assert "Stage two moved" in log.read_text()
     assert ModelFolder.open(out / "global-model").model == ModelFolder.open(out / "model").model
     assert (out / "rounds.png").read_bytes().startswith(b"\x89PNG")
     assert left_of(out) == []
@@ -65,26 +73,25 @@ def test_the_demo_ends_with_a_model_that_measures_the_same_again(tmp_path: Path)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_demo_stops_every_process(tmp_path: Path, number: signal.Signals) -> None:
     out = tmp_path / "demo"
-    demo = start(out, *SHORT)
-    until(lambda: len(left_of(out)) > 3, 60)
-    demo.send_signal(number)
-    told, _ = demo.communicate(timeout=40)
-    assert (demo.returncode, "Interrupted" in told) == (130, True), told
+    with demo(out, *SHORT) as (process, log):
+        until(lambda: len(left_of(out)) > 3, 60)
+        process.send_signal(number)
+        code = process.wait(timeout=40)
+    assert (code, "Interrupted" in log.read_text()) == (130, True), log.read_text()
     assert left_of(out) == []
 
 
 @pytest.mark.long
 def test_a_worker_that_dies_is_named_with_the_end_of_its_log(tmp_path: Path) -> None:
     out = tmp_path / "demo"
-    demo = start(out)
-    worker = until(
-        lambda: next((p for p in left_of(out) if str(out / "cedar-institute" / "worker.toml") in p.cmdline()), None),
-        60,
-    )
-    until(lambda: "task-done" in (out / "cedar-institute.log").read_text(), 60)
-    worker.kill()
-    told, _ = demo.communicate(timeout=40)
-    assert demo.returncode == 1, told
+    named = str(out / "cedar-institute" / "worker.toml")
+    with demo(out) as (process, log):
+        worker = until(lambda: next((p for p in left_of(out) if named in p.cmdline()), None), 60)
+        until(lambda: "task-done" in (out / "cedar-institute.log").read_text(), 60)
+        worker.kill()
+        code = process.wait(timeout=40)
+    told = log.read_text()
+    assert code == 1, told
     assert "cedar-institute ended with exit code -9" in told
     assert '"event": "task-done"' in told
 

@@ -64,12 +64,17 @@ def test_a_plain_file_gives_settings_with_safe_defaults(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "told"),
     [
-        ("name =", "nmae =", "nmae: no such setting"),
+        ("name =", "nmae =", "nmae: no such setting; did you mean `name`?"),
+        ("[datasets.", "[dataset.", "dataset: no such setting; did you mean `datasets`?"),
         ("index = 1", "index = 5", "datasets.digits.part.dirichlet: index 5 is not below count 3"),
         (", index = 1", "", "datasets.digits.part: index: give this site's part, from 0 to 2"),
         ("scheme =", "held_out = 1, scheme =", "datasets.digits.part.dirichlet.held_out: no such setting"),
         ('"north-1"', '"north 1"', "name: "),
-        ("[datasets.digits]", "[policy]\nmax_epoch = 3\n[datasets.digits]", "policy.max_epoch: no such setting"),
+        (
+            "[datasets.digits]",
+            "[policy]\nmax_epoch = 3\n[datasets.digits]",
+            "policy.max_epoch: no such setting; did you mean `max_epochs`?",
+        ),
         ("[datasets.digits]", "[policy]\nhours = []\n[datasets.digits]", "policy.hours: is empty; leave it out to"),
         ('"http://127.0.0.1:9"', '"127.0.0.1"', "url: "),
         ('token = "tsr_secret"', "", "give token_file"),
@@ -106,6 +111,23 @@ def test_the_environment_wins_over_the_file(tmp_path: Path, monkeypatch: pytest.
     assert settings.name == "south-2"
     assert settings.policy.max_epochs == 2
     assert settings.policy.never_send == ("head*",)
+
+
+@pytest.mark.parametrize(
+    ("variable", "told"),
+    [
+        ("TESSERA_WORKER_NMAE", "TESSERA_WORKER_NMAE: no such setting; did you mean `TESSERA_WORKER_NAME`?"),
+        ("TESSERA_WORKR_NAME", "did you mean TESSERA_WORKER_NAME?"),
+        ("TESSERA_WORKER_POLICY__MAX_EPOCS", "POLICY__MAX_EPOCS: no such setting; did you mean `max_epochs`?"),
+    ],
+)
+def test_a_misspelt_variable_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str, told: str
+) -> None:
+    monkeypatch.setenv(variable, "tsr_hidden")
+    found = refusal(tmp_path, GOOD)
+    assert told in found
+    assert "tsr_hidden" not in found
 
 
 def test_what_is_exported_for_the_command_line_is_not_the_workers(

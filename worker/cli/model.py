@@ -141,7 +141,7 @@ def init(
         if pretrained:
             model = _pretrained(config, settings, head, seed, mapping)
             with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(seed)
+                torch.default_generator.manual_seed(seed)
                 insert(model, prompts, lora, mapping)
         else:
             model = instantiate(settings, head, seed=seed, prompts=prompts, lora=lora, mapping=mapping)
@@ -257,7 +257,7 @@ def _pretrained(source: str, config: Config, head: Head, seed: int, mapping: Map
     if not Path(source).is_dir() and Path(source).suffix == ".json":
         raise ValueError(f"--pretrained takes weights from a folder or the hub, and {source} is neither")
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
         model, info = AUTO_CLASSES[head].from_pretrained(
             source,
             config=config_from(config),

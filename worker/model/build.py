@@ -135,7 +135,7 @@ def instantiate(
     if attention:
         options["attn_implementation"] = attention
     with _BUILDING, torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
         try:
             model = cast("PreTrainedModel", AUTO_CLASSES[head].from_config(built, **options))
         except ModelMismatch:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Iterator
 from functools import partial
@@ -27,26 +28,26 @@ from tessera.shared.updates.update_file import TrainedBlock, write_update
 from tests.support.paths import ROOT
 from tests.support.storage import NOW, blobs_in
 
-ray = pytest.importorskip("ray")
-engine = pytest.importorskip("tessera.coordinator.conductor.ray_engine")
+pytestmark = pytest.mark.long
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
     """Three worker processes on this machine."""
+    ray = pytest.importorskip("ray")
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     # Ray prepends nothing to the path of its workers: they find this checkout as this process does.
     ray.init(
         num_cpus=3, include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": {"PYTHONPATH": path()}}
     )
-    yield engine.RayEngine(None)
+    yield importlib.import_module("tessera.coordinator.conductor.ray_engine").RayEngine(None)
     ray.shutdown()
 
 
 RULES = [
     pytest.param(Mean(), id="mean"),
-    pytest.param(Median(), id="median", marks=pytest.mark.long),
-    pytest.param(GeometricMedian(), id="geometric_median", marks=pytest.mark.long),
+    pytest.param(Median(), id="median"),
+    pytest.param(GeometricMedian(), id="geometric_median"),
 ]
 
 
@@ -101,6 +102,7 @@ def sent(blobs: Blobs, blocks: tuple[Block, ...], start: Any, rng: np.random.Gen
 
 
 def test_bundles_are_of_about_the_same_size() -> None:
+    engine = pytest.importorskip("tessera.coordinator.conductor.ray_engine")
     tensors = [[ArrayTensor(np.zeros(size, np.float32))] for size in (7, 1, 5, 3, 2)]
     # 7 and 2, 5, 3 and 1: the largest first, each to the bundle that has least.
     assert engine.divided(tensors, 2) == [[0, 4], [2, 3, 1]]

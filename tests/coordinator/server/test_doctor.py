@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tessera.coordinator.server.doctor import checks, insecure, unknown
+from tessera.coordinator.server.doctor import checks, insecure
 from tessera.coordinator.settings import CoordinatorSettings
 from tessera.shared.diagnostics import Finding, examined
 from tests.support.cli import tessera
@@ -63,13 +63,6 @@ def test_the_provider_of_people_is_asked_for_its_keys(tmp_path: Path) -> None:
         provider.about = {"issuer": "https://login.example"}
         (found,) = look()
         assert (found.verdict, found.detail) == ("fail", "it calls itself 'https://login.example'")
-
-
-def test_a_variable_that_is_misspelt_is_told_with_the_setting_it_resembles() -> None:
-    given = ("TESSERA_TLS_CRT", "TESSERA_TLS_KEY", "TESSERA_TOKEN_FILE", "TESSERA_WORKER_NAME", "TESSERA_QQQ", "PATH")
-    found = [(finding.detail, finding.remedy) for finding in unknown(given)]
-    assert [detail.split()[0] for detail, _ in found] == ["TESSERA_QQQ", "TESSERA_TLS_CRT"]
-    assert found[1][1] == "Use TESSERA_TLS_CERT."
 
 
 def test_unsafe_settings_are_named(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from tessera.worker.simulation import Conditions, Result, Weights, simulate
 from tests.support.tasks import subject_of
 
 EVERY_METHOD = pytest.mark.parametrize("method", sorted(methods()))
-ROUNDS = 4
+ROUNDS = 3
 
 
 @cache
@@ -74,10 +74,10 @@ def test_a_run_that_is_stopped_and_resumed_ends_with_the_same_bits(method: str, 
 
 
 @EVERY_METHOD
-def test_a_worker_that_missed_rounds_takes_part_again(method: str) -> None:
-    result = run(method, b=(2, 3))
+def test_a_worker_that_missed_a_round_takes_part_again(method: str) -> None:
+    result = run(method, b=(2,))
     took_part = {attempt.number: {task.worker for task in attempt.tasks} for attempt in result.rounds}
-    assert [("b/worker" in took_part[number]) for number in (1, 2, 3, 4)] == [True, False, False, True]
+    assert [("b/worker" in took_part[number]) for number in (1, 2, 3)] == [True, False, True]
     assert all(task.state == "merged" for attempt in result.rounds for task in attempt.tasks)
     assert len(result.versions) == ROUNDS + 1
 

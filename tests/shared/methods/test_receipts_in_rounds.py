@@ -18,8 +18,17 @@ ROUNDS = 2
 UNSURE = Conditions(dropout=0.3)
 SPARSE = "delta+topk=0.1"
 PLAIN = {"optimizer": "sgd", "momentum": 0.0, "learning_rate": 0.05, "batch_size": 4}
-STATEFUL = ("scaffold", "feddyn", "moon", "ditto", "fedper", "fedrep", "fedbn", "pfeddc", "local", "safl")
-EACH = pytest.mark.parametrize(("method", "codec"), [*((name, "raw") for name in STATEFUL), ("fedavg", SPARSE)])
+STATEFUL = ("scaffold", "feddyn", "moon", "ditto", "pfeddc")
+# These keep blocks of their own, as Ditto and pFedDC do.
+ALIKE = ("fedper", "fedrep", "fedbn", "local", "safl")
+EACH = pytest.mark.parametrize(
+    ("method", "codec"),
+    [
+        *((name, "raw") for name in STATEFUL),
+        ("fedavg", SPARSE),
+        *(pytest.param(name, "raw", marks=pytest.mark.long) for name in ALIKE),
+    ],
+)
 
 
 def run(
@@ -95,7 +104,11 @@ def means(result: Result, prefix: str) -> list[tuple[Array, Array]]:
 
 @pytest.mark.parametrize(
     ("conditions", "limits"),
-    [(UNSURE, {}), (Conditions(), {"max_norm_of_median": 1.001}), (UNSURE, {"max_norm_of_median": 1.001})],
+    [
+        pytest.param(UNSURE, {}, marks=pytest.mark.long),
+        pytest.param(Conditions(), {"max_norm_of_median": 1.001}, marks=pytest.mark.long),
+        (UNSURE, {"max_norm_of_median": 1.001}),
+    ],
     ids=["abandoned", "left-out", "both"],
 )
 @pytest.mark.parametrize(("method", "prefix"), [("scaffold", "control/"), ("feddyn", "gradient/")])

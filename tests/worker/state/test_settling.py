@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import multiprocessing
-import os
 import signal
 from collections.abc import Iterator
 from dataclasses import replace
@@ -35,6 +33,7 @@ from tessera.worker.state.privacy_ledger import Exact, Ledger, LedgerEntry, Nois
 from tessera.worker.state.vault import Vault
 from tessera.worker.task.runner import TaskRunner
 from tessera.worker.training.progress import Report
+from tests.support.cli import forked
 from tests.support.coordinator import LiveCoordinator
 from tests.support.federation import ScriptedWorker, start_run
 from tests.worker.privacy.test_private_task import PRIVACY, private_task, spent
@@ -130,19 +129,8 @@ def test_a_failure_that_may_depend_on_what_was_computed_stays_spent(
     assert len(site.events()) == 1
 
 
-def _reserve_and_leave(folder: Path) -> None:
-    private_task(folder, token=1).begin(epochs=1)
-    leaving = private_task(folder, token=2)
-    leaving.begin(epochs=1)
-    leaving.leave()
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 def test_what_a_killed_process_reserved_stays_spent(tmp_path: Path) -> None:
-    process = multiprocessing.get_context("spawn").Process(target=_reserve_and_leave, args=(tmp_path,))
-    process.start()
-    process.join()
-    assert process.exitcode == -signal.SIGKILL
+    assert forked(str(tmp_path), module="tests.support.leaving").returncode == -signal.SIGKILL
     assert len(spent(tmp_path)) == 2
 
 
