@@ -169,7 +169,7 @@ class Federation:
     def make_model(self, *options: str) -> ModelFolder:
         """Create a model with these options of `tessera model init`; without options, a ViT with random weights."""
         out = self.folder / "model"
-        options = options or ("--config", str(VIT), "--head", "image-classification")
+        options = options or ("--config", str(VIT), "--head", "image-classification", "--random")
         options = (*options, "--seed", str(SEED))
         self.processes.start("model-init", tessera("model", "init", str(out), *options), {})
         self.processes.finish("model-init")
