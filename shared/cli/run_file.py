@@ -7,9 +7,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from tessera.shared.api.runs import RunSpec
+from tessera.shared.api.runs import Run, RunSpec
 from tessera.shared.methods.base import MethodSpec
-from tessera.shared.methods.registry import MethodsUnusable, UnknownMethod, check, places_searched, settings_of
+from tessera.shared.methods.registry import MethodsUnusable, UnknownMethod, check, places_searched, settings_type
 from tessera.shared.problems import Fault, Invalid, faults_of
 from tessera.shared.tensors.lazy import digest_of
 
@@ -48,6 +48,19 @@ def read_toml(file: Path, settings: Iterable[str]) -> dict[str, Any]:
     return given
 
 
+def settings_of(run: Run) -> dict[str, Any]:
+    """Return a run's settings as its file would have them, with all defaults."""
+    return run.spec.model_dump(mode="json", exclude={"model", "version"}, exclude_none=True)
+
+
+def changed(given: dict[str, Any], settings: Iterable[str]) -> dict[str, Any]:
+    """Return a run's settings, changed by `KEY=VALUE` settings. Raises Invalid that lists every invalid one."""
+    for setting in settings:
+        _change(given, setting)
+    check_spec("the changed run", given)
+    return given
+
+
 def _change(given: dict[str, Any], setting: str) -> None:
     key, equals, text = setting.partition("=")
     *above, last = key.strip().split(".")
@@ -71,7 +84,7 @@ def _value(text: str) -> Any:
     return parsed["value"] if len(parsed) == 1 else text
 
 
-def check_spec(file: Path, given: Mapping[str, Any], *, installed: bool = False) -> None:
+def check_spec(file: Path | str, given: Mapping[str, Any], *, installed: bool = False) -> None:
     """Raise Invalid that lists every invalid setting of a run.
 
     `installed`: the method must be installed here; otherwise the coordinator may have it, and reports unknown ones.
@@ -98,5 +111,5 @@ def _method_faults(given: Any, *, installed: bool) -> list[Fault]:
     except MethodsUnusable as fault:
         raise Invalid(str(fault), remedy="Then try again; nothing was sent.") from None
     except ValidationError as fault:
-        return faults_of(fault, "/method/settings", settings_of(method.name))
+        return faults_of(fault, "/method/settings", settings_type(method.name))
     return []

@@ -119,7 +119,7 @@ def check(chosen: MethodSpec) -> None:
     _method(chosen)
 
 
-def settings_of(name: str) -> type[MethodSettings]:
+def settings_type(name: str) -> type[MethodSettings]:
     """Return the type of an installed method's settings."""
     return methods()[name].settings
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -133,13 +131,6 @@ def test_domains_that_are_not_one_integer_for_each_example_are_refused(tmp_path:
     save_file({"labels": torch.tensor([0, 1]), "domain": domain}, file)
     with pytest.raises(DataError, match=r"notes\.safetensors: domain: .* is not one integer for each example"):
         load("arrays", {"file": str(file)})
-
-
-def test_a_kind_is_loaded_without_what_other_kinds_need() -> None:
-    script = (
-        "import sys, tessera.worker.data.registry as d; d.load('digits', {}); sys.exit('datasets' in sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", script], check=True)
 
 
 def test_another_package_brings_a_kind_by_the_documents_example(

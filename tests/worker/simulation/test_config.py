@@ -168,7 +168,7 @@ def tessera(*arguments: str) -> Result:
 def made(folder: Path) -> None:
     (folder / "vit.json").write_text(json.dumps(VIT))
     init = ("model", "init", str(folder / "model"), "--config", str(folder / "vit.json"))
-    assert tessera(*init, "--head", "image-classification").exit_code == 0
+    assert tessera(*init, "--head", "image-classification", "--random").exit_code == 0
 
 
 def events(stdout: str) -> list[dict[str, Any]]:
@@ -222,7 +222,7 @@ def test_what_it_cannot_do_it_says_in_a_line(folder: Path) -> None:
         return answer.exit_code, answer.stderr
 
     code, stderr = said()
-    assert (code, "model/blocks.json cannot be read" in stderr, "tessera model init" in stderr) == (2, True, True)
+    assert (code, "there is no folder model" in stderr, "tessera model init" in stderr) == (2, True, True)
     made(folder)
     code, stderr = said("--set", "simulation.device=cuda:7")
     assert (code, "error: simulation.device: there is no cuda:7 here" in stderr) == (2, True)
