@@ -113,6 +113,11 @@ class Federation:
     def admin(self) -> Client:
         return Client(self.url, self._admin_token_file.read_text(encoding="ascii").strip())
 
+    @property
+    def access(self) -> dict[str, str]:
+        """The environment variables by which commands and `tessera.connect` find the coordinator."""
+        return {"TESSERA_URL": self.url, "TESSERA_TOKEN_FILE": str(self._admin_token_file)}
+
     def start_worker(self, admin: Client, holding: Holding) -> None:
         """Admit a site and start its worker, with a token for that site only."""
         home = self.folder / holding.site
