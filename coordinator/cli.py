@@ -18,7 +18,7 @@ from obstore.exceptions import BaseError
 from pydantic import ValidationError
 from sqlalchemy.exc import SQLAlchemyError
 
-from tessera.coordinator.auth.tokens import first_token, issue_token
+from tessera.coordinator.auth.tokens import first_token, issue_token, require_free_name
 from tessera.coordinator.blobs.store import StagingOnOtherDisk
 from tessera.coordinator.conductor.child_process import GOODBYE_SECONDS, ChildConductor, end_with_parent
 from tessera.coordinator.db.engine import (
@@ -41,7 +41,7 @@ from tessera.shared.cli.render.output import AsJson, print_findings, print_json,
 from tessera.shared.diagnostics import effective, examined
 from tessera.shared.host_memory import keep_freed_memory
 from tessera.shared.methods.registry import MethodsUnusable, methods
-from tessera.shared.problems import Invalid, Problem
+from tessera.shared.problems import Conflict, Invalid, Problem
 from tessera.shared.telemetry import spans
 from tessera.shared.validation_errors import message_of, messages_of
 
@@ -77,6 +77,10 @@ def token(
         except ValidationError as refusal:
             raise _exit(f"--name: {message_of(refusal.errors()[0])}") from None
         with database.transaction() as session:
+            try:
+                require_free_name(session, database.now(), name)
+            except Conflict as refusal:
+                raise _exit(f"{refusal.detail}: choose another with --name") from None
             _, secret = issue_token(session, database.now(), "coordinator", spec)
             # Printed before it is committed, as the first one.
             if as_json:

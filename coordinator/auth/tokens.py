@@ -58,6 +58,18 @@ def _admitted(found: Row[TokenRow, SiteRow] | None, now: float) -> Principal:
     return Principal(token.id, token.name, token.role, token.site_id)  # type: ignore[arg-type]
 
 
+def require_free_name(session: Session, now: float, name: str) -> None:
+    """Raise Conflict if a valid token has this name, by which people revoke it."""
+    unexpired = TokenRow.expires_at.is_(None) | (TokenRow.expires_at > now)
+    unused = TokenRow.uses_left.is_(None) | (TokenRow.uses_left > 0)
+    valid = (TokenRow.name == name) & TokenRow.revoked_at.is_(None) & unexpired & unused
+    if other := session.scalars(select(TokenRow).where(valid).limit(1)).first():
+        raise Conflict(
+            f"a valid token of role {other.role} is named {name!r} already",
+            remedy=f"Choose another name, or revoke that one first: `tessera admin token revoke {other.id}`.",
+        )
+
+
 def issue_token(session: Session, now: float, actor: str, spec: TokenSpec) -> tuple[TokenRow, str]:
     """Return a new token and its secret, which is not stored. Raise Invalid if its site does not exist."""
     site = None

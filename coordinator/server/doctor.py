@@ -60,7 +60,9 @@ def _database(services: Services) -> Iterator[Finding]:
         with database.engine.connect() as connection:
             version = ".".join(map(str, connection.dialect.server_version_info or ()))
     except SQLAlchemyError as fault:
-        yield fail("database", f"{database.shown} cannot be used: {reason_of(fault)}", "Correct TESSERA_DATABASE_URL.")
+        yield fail(
+            "database", f"{database.shown} cannot be used: {reason_of(fault)}", "Correct TESSERA_DATABASE_URL."
+        )
         return
     yield ok("database", f"{database.url.get_backend_name()} {version} at {database.shown}")
     if database.at_head():
