@@ -63,7 +63,9 @@ class ModelFolder:
                 ) from None
             raise Invalid(f"{file} cannot be read: {fault.strerror}", remedy=REMEDY) from fault
         except ValidationError as fault:
-            raise Invalid(f"{file} is not a table of blocks", errors=faults_of(fault), remedy=REMEDY) from None
+            raise Invalid(
+                f"{file} is not a table of blocks", errors=faults_of(fault, model=Model), remedy=REMEDY
+            ) from None
         except ContainerError as fault:
             raise Invalid(f"{file} is not a well-formed safetensors file: {fault}", remedy=REMEDY) from fault
         if faults := list(_faults(model, header)):

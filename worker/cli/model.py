@@ -32,8 +32,9 @@ from tessera.shared.model.spec import (
     stored_name,
 )
 from tessera.shared.near_names import nearest
-from tessera.shared.problems import Problem, message_of
+from tessera.shared.problems import Problem
 from tessera.shared.updates.model_folder import ModelFolder
+from tessera.shared.validation_errors import in_one_line
 from tessera.worker.cli.exits import BAD_SETTINGS, Errors, exits
 from tessera.worker.model.block_map import block_table, named_tensors
 from tessera.worker.model.build import (
@@ -409,9 +410,7 @@ def _read_document(path: Path) -> Model:
     try:
         return Model.model_validate_json(file.read_bytes())
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(str(step) for step in first["loc"])
-        raise ValueError(f"{file} is not a table of blocks: {where} {message_of(first)}") from error
+        raise ValueError(f"{file} is not a table of blocks: {in_one_line(error, 'file', Model)}") from error
 
 
 def _summary(blocks: Sequence[Block]) -> list[dict[str, Any]]:

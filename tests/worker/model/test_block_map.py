@@ -407,8 +407,8 @@ def test_mapping_that_does_not_fit_is_refused(tmp_path: Path, content: str, says
     ("content", "says"),
     [
         ("model_type =", "is not valid TOML"),
-        ('model_type = "x"', "tensors: Field required"),
-        (MYSTERY + "heads = 4", "tensors.1.heads: Extra inputs"),
+        ('model_type = "x"', "tensors: required, but missing"),
+        (MYSTERY + "heads = 4", "tensors.1.heads: unknown key"),
         (MYSTERY + 'fused = [{ role = "key", rows = 4 }]', "give either role or fused"),
         (MYSTERY + "axis = 1", "axis is only for fused tensors"),
         (MYSTERY.replace("rows = 4", "rows = 0"), "greater than 0"),
