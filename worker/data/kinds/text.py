@@ -17,7 +17,7 @@ from pydantic import Field, PositiveInt
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from tessera.worker.data.dataset import LABELS, Adapter, DataError, Dataset, Options
+from tessera.worker.data.dataset import LABELS, Adapter, DataError, Dataset, LoadReport, Options
 from tessera.worker.data.readers.class_labels import Names, numbered
 from tessera.worker.data.readers.tables import DataTable, Files, read_table
 from tessera.worker.data.readers.tokenizer import MAX_TOKENS, Encoded, encode, tokenizer_of
@@ -62,7 +62,8 @@ def text(options: TextOptions) -> Dataset:
         padding = replace(padding, values={**padding.values, LABELS: IGNORED})
     tensors = {**encoded.inputs, LABELS: labels}
     domains, groups = table.domains(options.domain), table.groups(options.group)
-    return Dataset(tensors, domains=domains, sources=_sources(options, table), padding=padding, groups=groups)
+    sources, report = _sources(options, table), LoadReport(unknown_tokens=encoded.unknown)
+    return Dataset(tensors, domains=domains, sources=sources, padding=padding, groups=groups, report=report)
 
 
 def _sources(options: TextOptions, table: DataTable) -> list[bytes]:
