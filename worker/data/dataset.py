@@ -27,6 +27,12 @@ def in_short(fault: BaseException) -> str:
     return " ".join(str(fault).split())[:300]
 
 
+def counted(by_name: Mapping[str, int]) -> str:
+    """Return the counts, such as `30 .dcm, 2 .txt`, largest first, and at most eight of them."""
+    largest = sorted(by_name.items(), key=lambda item: (-item[1], item[0]))[:8]
+    return ", ".join(f"{number} {name}" for name, number in largest) + ", ..." * (len(by_name) > len(largest))
+
+
 class Options(Frozen):
     """An adapter's options from the settings file. Unknown options are refused."""
 
@@ -64,9 +70,8 @@ class LoadReport:
             )
         if self.ignored_files:
             count = sum(self.ignored_files.values())
-            kinds = ", ".join(f"{number} {suffix}" for suffix, number in sorted(self.ignored_files.items()))
             yield (
-                f"{count} file{'s' * (count > 1)} ignored: {kinds}",
+                f"{count} file{'s' * (count > 1)} ignored: {counted(self.ignored_files)}",
                 "Convert them to PNG if they are images (DICOM files are not read), or move them elsewhere.",
             )
 
@@ -79,7 +84,7 @@ class Dataset:
     `domains`, int64 [examples], is the origin of each example; models do not see it. `held_out` are examples of the
     same kind on which no run trains. `sources` are the original bytes of each example, if its tensors depend on other
     examples too: texts are padded to the longest. Examples with equal `groups` are held out together. `padding` pads
-    texts to their maximal length. `report` tells people at the site what loading found.
+    texts to their maximal length. `report` is for people at the site.
 
     Raises DataError if the tensors differ in their number of examples or have none, if `labels` is missing, if a name
     occurs both in `tensors` and `common`, or if the lengths of domains, sources or groups differ.
