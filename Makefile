@@ -5,7 +5,7 @@ BIN := .venv/bin
 INSTALLED := .venv/installed
 SIDE_BY_SIDE = $(shell cores=$$(nproc); echo $$((cores < 3 ? cores + 1 : 4)))
 
-.PHONY: help install demo demo-reports demo-pairs test test-postgresql check fix system fuzz \
+.PHONY: help install notebook demo demo-reports demo-pairs test test-postgresql check fix system fuzz \
   bench bench-quick bench-results bench-rivals bench-attention simulation mutants chaos soak test-long image-check deploy-check \
   migrate image clean docs
 
@@ -31,6 +31,9 @@ demo-reports: install ## three hospitals learn from synthetic notes with SAFL: h
 
 demo-pairs: install ## four sites adapt a small CLIP with pFedDC: prompts alone travel
 	$(BIN)/python -m examples.pairs
+
+notebook: install ## execute examples/notebook.ipynb on a federation of two sites, and write its outputs into it
+	$(BIN)/python -m examples.notebook
 
 # Side by side, one more than there are cores, since tests also wait, and at most four; each computes in one thread.
 # Thousands of processes are started, each of which would compile what no other may write down.

@@ -91,7 +91,17 @@ def make(folder: Path, processes: Processes, size: str) -> ModelFolder:
     payload, name = PAYLOADS[size], f"model-{size.replace(' ', '-')}"
     config, out = folder / f"{name}.json", folder / name
     config.write_text(json.dumps(payload.config), encoding="utf-8")
-    command = ("model", "init", str(out), "--config", str(config), "--head", payload.head, *payload.options)
+    command = (
+        "model",
+        "init",
+        str(out),
+        "--config",
+        str(config),
+        "--head",
+        payload.head,
+        "--random",
+        *payload.options,
+    )
     processes.start(name, tessera(*command), {})
     processes.finish(name)
     return ModelFolder.open(out)

@@ -57,7 +57,7 @@ def _images(seed: int) -> Dataset:
 def _model(folder: Path, processes: Processes) -> ModelFolder:
     (folder / "config.json").write_text(CONFIG, encoding="ascii")
     command = ("model", "init", str(folder / "model"), "--config", str(folder / "config.json"))
-    processes.start("model", tessera(*command, "--head", "image-classification"), {})
+    processes.start("model", tessera(*command, "--head", "image-classification", "--random"), {})
     processes.finish("model")
     return ModelFolder.open(folder / "model")
 

@@ -46,7 +46,7 @@ def pair_sites(seed: int) -> Mapping[str, Dataset]:
 
 
 def digit_model(name: str, seed: int, folder: Path) -> Sequence[str]:
-    return ["--config", str(VIT), "--head", "image-classification", *LORA.get(name, ())]
+    return ["--config", str(VIT), "--head", "image-classification", "--random", *LORA.get(name, ())]
 
 
 def docstring_model(name: str, seed: int, folder: Path) -> Sequence[str]:

@@ -40,8 +40,9 @@ from tessera.shared.cli.render.output import AsJson, print_findings, print_json,
 from tessera.shared.diagnostics import effective, examined
 from tessera.shared.host_memory import keep_freed_memory
 from tessera.shared.methods.registry import MethodsUnusable, methods
-from tessera.shared.problems import Problem, message_of
+from tessera.shared.problems import Problem
 from tessera.shared.telemetry import spans
+from tessera.shared.validation_errors import message_of, messages_of
 
 app = typer.Typer(
     add_completion=False,
@@ -239,9 +240,9 @@ def _settings() -> CoordinatorSettings:
     try:
         return CoordinatorSettings()
     except ValidationError as refusal:
-        for error in refusal.errors(include_url=False, include_input=False):
-            named = "_".join(("setting TESSERA", *map(str.upper, map(str, error["loc"]))))
-            typer.echo(f"{named}: {message_of(error)}" if error["loc"] else message_of(error), err=True)
+        for steps, message in messages_of(refusal.errors(include_url=False), CoordinatorSettings):
+            named = "_".join(("setting TESSERA", *map(str.upper, map(str, steps))))
+            typer.echo(f"{named}: {message}" if steps else message, err=True)
         raise typer.Exit(2) from None
 
 

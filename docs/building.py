@@ -69,7 +69,9 @@ def _of(title: str, *modules: str) -> str:
 
 REFERENCES = {
     "reference/http.md": "\n\n".join(http_reference()),
-    "reference/client.md": "# Python client\n\n::: tessera.shared.client.client\n\n::: tessera.shared.problems\n",
+    "reference/client.md": _of(
+        "Python client", "tessera.session", "tessera.shared.client.client", "tessera.shared.problems"
+    ),
     "reference/wire.md": _of("What travels", *(f"tessera.shared.api.{name}" for name in MESSAGES)),
     "reference/method.md": _of(
         "What a method is made of",

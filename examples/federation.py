@@ -113,6 +113,11 @@ class Federation:
     def admin(self) -> Client:
         return Client(self.url, self._admin_token_file.read_text(encoding="ascii").strip())
 
+    @property
+    def access(self) -> dict[str, str]:
+        """The environment variables by which commands and `tessera.connect` find the coordinator."""
+        return {"TESSERA_URL": self.url, "TESSERA_TOKEN_FILE": str(self._admin_token_file)}
+
     def start_worker(self, admin: Client, holding: Holding) -> None:
         """Admit a site and start its worker, with a token for that site only."""
         home = self.folder / holding.site
@@ -164,7 +169,7 @@ class Federation:
     def make_model(self, *options: str) -> ModelFolder:
         """Create a model with these options of `tessera model init`; without options, a ViT with random weights."""
         out = self.folder / "model"
-        options = options or ("--config", str(VIT), "--head", "image-classification")
+        options = options or ("--config", str(VIT), "--head", "image-classification", "--random")
         options = (*options, "--seed", str(SEED))
         self.processes.start("model-init", tessera("model", "init", str(out), *options), {})
         self.processes.finish("model-init")

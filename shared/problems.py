@@ -42,9 +42,11 @@ from typing import Any, ClassVar, Self
 from pydantic import JsonValue, ValidationError
 
 from tessera.shared.schema import Frozen
+from tessera.shared.validation_errors import messages_of
 
 MEDIA_TYPE = "application/problem+json"
 MAX_FAULTS = 50
+MAX_DETAIL = 600
 
 
 class Fault(Frozen):
@@ -388,30 +390,18 @@ def pointer_to(*steps: object) -> str:
     return "".join("/" + str(step).replace("~", "~0").replace("/", "~1") for step in steps)[:300]
 
 
-def faults_of(refusal: ValidationError, above: str = "") -> list[Fault]:
-    """Return pydantic's errors without the input: a hostile request must not get a response larger than itself."""
-    return faults_in(refusal.errors(include_url=False, include_input=False, include_context=False), above)
+def faults_of(refusal: ValidationError, above: str = "", model: object = None) -> list[Fault]:
+    """Return pydantic's errors without the input: a hostile request must not get a response larger than itself.
+
+    `model` is the model that was validated, for its keys' names.
+    """
+    return faults_in(refusal.errors(include_url=False), above, model)
 
 
-def faults_in(errors: Sequence[Mapping[str, Any]], above: str = "") -> list[Fault]:
+def faults_in(errors: Sequence[Mapping[str, Any]], above: str = "", model: object = None) -> list[Fault]:
     """Return pydantic's errors, joined into one for a value that matches no member of a union."""
-    details: dict[str, list[str]] = {}
-    for error in errors[:MAX_FAULTS]:
-        # A default factory is not called because of another error, which is listed itself.
-        if error["type"] != "default_factory_not_called":
-            place = above + pointer_to(*(part for part in error["loc"] if not _names_a_kind(part)))
-            details.setdefault(place, []).append(message_of(error))
-    return [Fault(pointer=place, detail="; or: ".join(dict.fromkeys(each))[:300]) for place, each in details.items()]
-
-
-def message_of(error: Mapping[str, Any]) -> str:
-    """Return the message of one of pydantic's errors."""
-    return str(error["msg"]).removeprefix("Value error, ")
-
-
-def _names_a_kind(part: str | int) -> bool:
-    """Return whether this part of pydantic's path names a member of a union, rather than a place."""
-    return isinstance(part, str) and part.startswith(("literal[", "constrained-"))
+    located = messages_of(errors[:MAX_FAULTS], model)
+    return [Fault(pointer=above + pointer_to(*steps), detail=message[:MAX_DETAIL]) for steps, message in located]
 
 
 def _tree(kind: type[Problem]) -> Iterator[type[Problem]]:

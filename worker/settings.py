@@ -19,7 +19,7 @@ never_send = ["*embeddings*"]
 import os
 import ssl
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Literal, Self, TypeVar
@@ -40,10 +40,11 @@ from pydantic_settings import SettingsError as SourceError
 from tessera.shared.client.transport import Credential, tls_context
 from tessera.shared.diagnostics import Setting, effective
 from tessera.shared.environment import PREFIX, refuse_misspelt
-from tessera.shared.near_names import did_you_mean, keys_at
-from tessera.shared.problems import Invalid, message_of
+from tessera.shared.near_names import did_you_mean
+from tessera.shared.problems import Invalid
 from tessera.shared.schema import Label, Resources, TaskKind
 from tessera.shared.urls import require_private
+from tessera.shared.validation_errors import messages_of
 from tessera.worker.data.partition.schemes import SitePartition
 from tessera.worker.governance.policy import GIB, Allowance, Policy
 
@@ -223,7 +224,9 @@ def _parsed(path: Path, raw: bytes, kind: type[S]) -> S:
     try:
         given = tomllib.loads(raw.decode("utf-8"))
         if unknown := sorted(given.keys() - WorkerSettings.model_fields):
-            faults = "; ".join(f"{key}: {_unknown(key, WorkerSettings.model_fields)}" for key in unknown)
+            faults = "; ".join(
+                f"{key}: unknown key{did_you_mean(key, WorkerSettings.model_fields)}" for key in unknown
+            )
             raise SettingsError(f"{path}: {faults}")
         return kind(**given)
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as fault:
@@ -232,7 +235,7 @@ def _parsed(path: Path, raw: bytes, kind: type[S]) -> S:
         raise SettingsError(f"environment: {fault}") from fault
     except ValidationError as fault:
         hint = NO_DATASET if any(error["loc"] == ("datasets",) for error in fault.errors()) else ""
-        raise SettingsError(f"{path}: {_faults(fault)}{hint}") from None
+        raise SettingsError(f"{path}: {_faults(fault, kind)}{hint}") from None
 
 
 def _require_known_variables() -> None:
@@ -241,15 +244,11 @@ def _require_known_variables() -> None:
     for variable in sorted(os.environ):
         table = variable.upper().partition("__")[0]
         if table.startswith(ENVIRONMENT_PREFIX) and table not in names:
-            raise SettingsError(f"environment: {variable}: {_unknown(variable, names)}")
+            raise SettingsError(f"environment: {variable}: no such setting{did_you_mean(variable, names)}")
     try:
         refuse_misspelt(os.environ, {name.removeprefix(PREFIX) for name in names})
     except Invalid as refusal:
         raise SettingsError(f"environment: {refusal.detail} {refusal.advice}") from None
-
-
-def _unknown(key: str, known: Iterable[str]) -> str:
-    return f"no such setting{did_you_mean(key, known)}"
 
 
 def effective_settings(path: Path) -> list[Setting]:
@@ -259,15 +258,13 @@ def effective_settings(path: Path) -> list[Setting]:
     return effective(settings.model_dump(), file, os.environ, ENVIRONMENT_PREFIX)
 
 
-def _faults(fault: ValidationError) -> str:
+def _faults(fault: ValidationError, kind: type[BaseModel]) -> str:
     """Return each wrong key and the reason, without the values: a token may be among them."""
     said, variables = [], {variable.upper(): variable for variable in os.environ}
-    for error in fault.errors(include_url=False, include_input=False):
-        steps = [str(step) for step in error["loc"]]
+    for place, message in messages_of(fault.errors(include_url=False), kind):
+        steps = [str(step) for step in place]
         key = variables.get(f"{ENVIRONMENT_PREFIX}{'__'.join(steps)}".upper(), ".".join(steps)) or "settings"
-        unknown = error["type"] == "extra_forbidden"
-        reason = _unknown(steps[-1], keys_at(WorkerSettings, steps)) if unknown else message_of(error)
-        said.append(f"{key}: {reason}")
+        said.append(f"{key}: {message}")
     return "; ".join(said)
 
 

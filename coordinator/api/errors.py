@@ -74,12 +74,16 @@ def _invalid(request: Request, refusal: Exception) -> Response:
     assert isinstance(refusal, RequestValidationError)  # noqa: S101 (registered for it)
     unreadable = any(error["type"] == "json_invalid" for error in refusal.errors())
     kind = BadRequest if unreadable else Invalid
-    return respond(request, kind("the request is invalid; see the errors", errors=faults_of_request(refusal)))
+    return respond(
+        request, kind("the request is invalid; see the errors", errors=faults_of_request(request, refusal))
+    )
 
 
-def faults_of_request(refusal: RequestValidationError) -> list[Fault]:
+def faults_of_request(request: Request, refusal: RequestValidationError) -> list[Fault]:
+    body = getattr(request.scope.get("route"), "body_field", None)
     # The first step only names the part of the request: body, header, path or query.
-    return faults_in([{**error, "loc": error["loc"][1:]} for error in refusal.errors()])
+    errors = [{**error, "loc": error["loc"][1:]} for error in refusal.errors()]
+    return faults_in(errors, model=body and body.field_info.annotation)
 
 
 def _http(request: Request, refusal: Exception) -> Response:

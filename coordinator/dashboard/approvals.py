@@ -44,7 +44,7 @@ def decide(enrolment_id: str, serving: Serving, who: Sender, fields: Fields) -> 
         try:
             approval = Approval.model_validate({**given, "create_site": fields.get("create_site") == "yes"})
         except ValidationError as refusal:
-            raise Invalid("the form is invalid; see the errors", errors=faults_of(refusal)) from None
+            raise Invalid("the form is invalid; see the errors", errors=faults_of(refusal, model=Approval)) from None
         enrolments.approve(serving, who.principal, enrolment_id, approval)
     elif fields.get("decision") == "decline":
         enrolments.decline(serving, who.principal, enrolment_id)

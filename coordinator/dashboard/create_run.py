@@ -123,13 +123,13 @@ def _spec(method: Method[Any], given: Mapping[str, str]) -> RunSpec:
     try:
         method.settings.model_validate(settings)
     except ValidationError as refusal:
-        faults += faults_of(refusal, "/method/settings")
+        faults += faults_of(refusal, "/method/settings", method.settings)
     chosen_parts = {"method": {"name": method.name, "settings": settings}, "model": start[0], "version": start[1]}
     try:
         spec = RunSpec.model_validate({**document, **chosen_parts})
     except ValidationError as refusal:
         named = {fault.pointer for fault in faults}
-        faults += [fault for fault in faults_of(refusal) if fault.pointer not in named]
+        faults += [fault for fault in faults_of(refusal, model=RunSpec) if fault.pointer not in named]
     if faults:
         if start == ["", ""]:
             faults = [fault for fault in faults if fault.pointer != "/version"]

@@ -74,7 +74,7 @@ class PageRoute(BoundedRoute):
             try:
                 return await handle(request)
             except RequestValidationError as refusal:
-                faults = faults_of_request(refusal)[:8]
+                faults = faults_of_request(request, refusal)[:8]
                 problem: Problem = Invalid("the address is invalid; see the errors", errors=faults)
             except Problem as refusal:
                 problem = refusal

@@ -25,6 +25,7 @@ from tessera.shared.client.round_outcomes import at_work
 from tessera.shared.problems import Conflict, Invalid, NotFound
 from tessera.shared.schema import Label, TokenRole
 from tessera.shared.token_format import normal_code
+from tessera.shared.validation_errors import message_of
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -47,8 +48,7 @@ def _label(name: str | None) -> str | None:
     try:
         return _LABEL.validate_python(name)
     except ValidationError as fault:
-        shape = "up to 64 letters, digits, dots, dashes and underscores, the first a letter or digit"
-        raise typer.BadParameter(f"{name!r} is not {shape}") from fault
+        raise typer.BadParameter(f"{name!r}: {message_of(fault.errors()[0])}") from fault
 
 
 Days = Annotated[int | None, typer.Option(min=1, max=3650, help="Days until it expires; never by default.")]

@@ -11,6 +11,7 @@ from tessera.shared.api.admin import Token
 from tessera.shared.api.runs import Run
 from tessera.shared.cli.render.output import ago
 from tessera.shared.client.client import DEFAULT_URL, Client
+from tessera.shared.near_names import nearest
 from tessera.shared.problems import Fault, Invalid, NotFound
 from tessera.shared.telemetry import spans
 
@@ -107,9 +108,14 @@ def only(
 
     Raises NotFound if there is none, and Invalid that lists the matches if there are several.
     """
-    found = [item for item in among if named and (name_of(item) == named or id_of(item).startswith(named))]
+    items = list(among)
+    found = [item for item in items if named and (name_of(item) == named or id_of(item).startswith(named))]
     if not found:
-        raise NotFound(f"there is no {kind} {named!r}", remedy=f"List the {kind}s: `tessera {_LISTS[kind]}`.")
+        near = nearest(named, sorted({name_of(item) for item in items}))
+        suggestion = f"; did you mean {near!r}?" if near else ""
+        raise NotFound(
+            f"there is no {kind} {named!r}{suggestion}", remedy=f"List the {kind}s: `tessera {_LISTS[kind]}`."
+        )
     if len(found) > 1:
         faults = [Fault(pointer=id_of(item), detail=(describe or name_of)(item)) for item in found]
         detail = f"{named!r} could be any of {len(found)} {kind}s"

@@ -17,7 +17,7 @@ from tessera.shared.metrics.rows import MetricRow, rows_of, write_csv
 from tessera.shared.problems import Invalid
 
 # Modules that need an extra, imported only on demand, and the name of that extra.
-EXTRAS = {"parquet_file": "tables", "mlflow_store": "mlflow"}
+EXTRAS = {"data_frames": "tables", "parquet_file": "tables", "mlflow_store": "mlflow"}
 
 
 def metrics(
@@ -60,17 +60,18 @@ def _write(
             partial.replace(csv)
         written["csv"] = str(csv)
     if parquet:
-        module = _extra("parquet_file")
+        module = extra("parquet_file")
         with in_place_of(parquet) as partial:
             module.write(rows, partial)
             partial.replace(parquet)
         written["parquet"] = str(parquet)
     if mlflow:
-        written["mlflow"] = f"{mlflow} as run {_extra('mlflow_store').write(rows, run, mlflow, experiment)}"
+        written["mlflow"] = f"{mlflow} as run {extra('mlflow_store').write(rows, run, mlflow, experiment)}"
     return written
 
 
-def _extra(name: str) -> ModuleType:
+def extra(name: str) -> ModuleType:
+    """Import one of the modules in EXTRAS. Raises Invalid that names the missing package."""
     try:
         return importlib.import_module(f"tessera.shared.metrics.{name}")
     except ModuleNotFoundError as fault:

@@ -12,20 +12,22 @@ import typer
 from rich.table import Table
 
 from tessera.shared.api.runs import Preview, Round, Run, RunSpec, WorkerPreview
+from tessera.shared.cli.comparison import compare
 from tessera.shared.cli.connection import WATCHING_PATIENCE_SECONDS, client_of, connect, find_run
-from tessera.shared.cli.export import export_file, export_folder
 from tessera.shared.cli.metrics import metrics
 from tessera.shared.cli.render import output
 from tessera.shared.cli.render.failures import print_failures
 from tessera.shared.cli.render.metric_tables import epsilon_table, number_table, score_table, spread_table
 from tessera.shared.cli.render.output import AsJson
 from tessera.shared.cli.render.watch import watch_as_json, watch_as_text
-from tessera.shared.cli.run_file import read_spec
+from tessera.shared.cli.run_file import changed, read_spec, settings_of
 from tessera.shared.cli.upload import upload_model
+from tessera.shared.cli.versions import described, export_version, find_start, parse_version
 from tessera.shared.client.client import Client
 from tessera.shared.client.round_outcomes import Outcome, follow, outcomes
+from tessera.shared.metrics.comparison import BestVersion, best_version
 from tessera.shared.metrics.site_spread import scores_by_version, spreads
-from tessera.shared.problems import Problem
+from tessera.shared.problems import Invalid, Problem
 from tessera.shared.schema import RunState
 from tessera.shared.updates.model_folder import ModelFolder
 
@@ -33,10 +35,11 @@ app = typer.Typer(
     no_args_is_help=True, add_completion=False, callback=connect, help="Start, watch, steer and export runs."
 )
 app.command()(metrics)
+app.command()(compare)
 
 EXIT_CODES: dict[RunState, int] = {"completed": 0, "failed": 1, "cancelled": 1, "paused": 3}
 
-ROUND_COLUMNS = ("round", "stage", "state", "accepted", "accuracy", "macro-F1", "down", "up", "seconds")
+ROUND_COLUMNS = ("round", "stage", "state", "accepted", "accuracy", "macro-F1", "down", "up", "seconds", "")
 
 Named = Annotated[str, typer.Argument(metavar="RUN", help="The run's id, the beginning of it, or its name.")]
 
@@ -48,10 +51,22 @@ def _header_value(key: str | None) -> str | None:
 
 
 SpecFile = Annotated[
-    Path, typer.Argument(metavar="FILE.toml", help="The run's settings: method, dataset, rounds, cohort ...")
+    Path | None,
+    typer.Argument(
+        metavar="FILE.toml",
+        help="The run's settings: method, dataset, rounds, cohort ...; by default those of the run given by --from.",
+    ),
 ]
 ModelFolderIn = Annotated[
-    Path, typer.Option("--model", help="The model folder to start from (see `tessera model init`).")
+    Path | None, typer.Option("--model", help="The model folder to start from (see `tessera model init`).")
+]
+StartFrom = Annotated[
+    str | None,
+    typer.Option(
+        "--from",
+        metavar="RUN[@VERSION]",
+        help="Start from a version of another run: its number, `latest` (the default) or `best`.",
+    ),
 ]
 Changes = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a setting, e.g. cohort.quorum=2.")
@@ -61,8 +76,9 @@ Changes = Annotated[
 @app.command()
 def create(
     ctx: typer.Context,
-    file: SpecFile,
-    model: ModelFolderIn,
+    file: SpecFile = None,
+    model: ModelFolderIn = None,
+    start_from: StartFrom = None,
     settings: Changes = None,
     key: Annotated[
         str | None,
@@ -74,9 +90,9 @@ def create(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Upload a model, start a run and print the run's id."""
+    """Start a run from a model folder or from a version of another run, and print its id."""
     client = client_of(ctx)
-    spec, sent = _uploaded(client, file, model, settings, as_json=as_json)
+    spec, sent = _spec(client, file, model, start_from, settings, as_json=as_json)
     warn_if_too_few(client, spec)
     run = client.create_run(spec, key=key or uuid.uuid4().hex)
     if as_json:
@@ -88,14 +104,19 @@ def create(
 
 @app.command()
 def preview(
-    ctx: typer.Context, file: SpecFile, model: ModelFolderIn, settings: Changes = None, as_json: AsJson = False
+    ctx: typer.Context,
+    file: SpecFile = None,
+    model: ModelFolderIn = None,
+    start_from: StartFrom = None,
+    settings: Changes = None,
+    as_json: AsJson = False,
 ) -> None:
     """Show which workers would take part in a run, which not and why, and their first round's work. Starts nothing.
 
     Uploads the model, as `create` does. Exit code 3 if fewer workers than the quorum would take part.
     """
     client = client_of(ctx)
-    spec, sent = _uploaded(client, file, model, settings, as_json=as_json)
+    spec, sent = _spec(client, file, model, start_from, settings, as_json=as_json)
     found = client.preview_run(spec)
     if as_json:
         output.print_json(found)
@@ -108,10 +129,28 @@ def preview(
         raise typer.Exit(3)
 
 
-def _uploaded(
-    client: Client, file: Path, model: Path, settings: list[str] | None, *, as_json: bool
+def _spec(
+    client: Client,
+    file: Path | None,
+    model: Path | None,
+    start_from: str | None,
+    settings: list[str] | None,
+    *,
+    as_json: bool,
 ) -> tuple[RunSpec, str]:
-    """Upload the model of a run, and return the run's spec with a note of the bytes sent."""
+    """Return a run's spec with a note of its start: the bytes of a model folder that were sent, or a version."""
+    if (model is None) == (start_from is None):
+        raise Invalid(
+            "a run starts either from a model folder or from a version of another run",
+            remedy="Give --model FOLDER or --from RUN[@VERSION].",
+        )
+    if start_from is not None:
+        run, version = find_start(client, start_from)
+        given = read_spec(file, settings or []) if file else changed(settings_of(run), settings or [])
+        start = {"model": run.spec.model, "version": version.digest}
+        return RunSpec.model_validate({**given, **start}), f"starts from version {version.number} of {run.spec.name}"
+    if file is None or model is None:
+        raise Invalid("a run from a model folder needs a run file", remedy="Give it: `tessera run create run.toml`.")
     given = read_spec(file, settings or [])
     folder = ModelFolder.open(model)
     with output.progress(quiet=as_json) as bar:
@@ -156,18 +195,20 @@ def show(
     at_sites = spreads(measurements)
     rounds = list(client.rounds(found.id))
     ended = outcomes(rounds, scores_by_version(measurements), at_sites, versions)
+    best = best_version(measurements)
     if as_json:
         sites = {
             number: {name: asdict(spread) for name, spread in names.items()} for number, names in at_sites.items()
         }
         listed = [outcome.as_json() for outcome in ended]
-        output.print_json({"run": found, "rounds": listed, "sites": sites, "versions": versions})
+        output.print_json({"run": found, "rounds": listed, "sites": sites, "versions": versions, "best": best})
         return
     console = output.out()
     warnings = (("warning", warning) for warning in versions[-1].warnings)
-    console.print(output.table(("", ""), [*_facts(found), *_reasons(found, rounds), *warnings]))
+    facts = [*_facts(found), ("best version", described(best) if best else "none was evaluated")]
+    console.print(output.table(("", ""), [*facts, *_reasons(found, rounds), *warnings]))
     _warn_between_rounds(client, found, rounds)
-    tables = [_round_table(ended)]
+    tables = [_round_table(ended, best)]
     if at_sites:
         tables.append(spread_table(at_sites))
     if (spent := epsilon_table(rounds)).row_count:
@@ -218,12 +259,12 @@ def _with_settings(name: str, settings: Mapping[str, object]) -> str:
     return f"{name} ({shown})" if shown else name
 
 
-def _round_table(rounds: list[Outcome]) -> Table:
+def _round_table(rounds: list[Outcome], best: BestVersion | None) -> Table:
     numbers = ("round", "accepted", "accuracy", "macro-F1", "down", "up", "seconds")
-    return output.table(ROUND_COLUMNS, [_row(outcome) for outcome in rounds], right=numbers)
+    return output.table(ROUND_COLUMNS, [_row(outcome, best) for outcome in rounds], right=numbers)
 
 
-def _row(outcome: Outcome) -> tuple[object, ...]:
+def _row(outcome: Outcome, best: BestVersion | None) -> tuple[object, ...]:
     made = outcome.round
     return (
         made.number if made.attempt == 1 else f"{made.number} (try {made.attempt})",
@@ -235,6 +276,7 @@ def _row(outcome: Outcome) -> tuple[object, ...]:
         output.size(outcome.download_bytes),
         output.size(outcome.upload_bytes),
         output.seconds(outcome.seconds(datetime.now(UTC))),
+        "best" if best and made.version == best.number else "",
     )
 
 
@@ -279,22 +321,22 @@ def export(
     ctx: typer.Context,
     run: Named,
     out: Annotated[Path, typer.Argument(help="A .safetensors file, or the model folder to create.")],
-    version: Annotated[int | None, typer.Option(min=0, help="The version's number; the latest by default.")] = None,
+    version: Annotated[
+        str,
+        typer.Option(metavar="VERSION", help="The version's number, `latest`, or `best` by the run's main score."),
+    ] = "latest",
     model: Annotated[
         Path | None, typer.Option(help="Create a folder, with the other files of this one (such as a tokenizer).")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Write a version as one safetensors file, or as a folder that transformers' from_pretrained loads."""
+    wanted = parse_version(version)
     client = client_of(ctx)
     found = find_run(client, run)
     with output.progress(quiet=as_json) as bar:
         advance = partial(bar.advance, bar.add_task(out.name, total=found.model_bytes))
-        if out.suffix == ".safetensors" and model is None:
-            export_file(client, found, out, version, advance)
-        else:
-            export_folder(client, found, out, version, advance, model)
-    number = found.version.number if version is None else version
+        number = export_version(client, found, out, wanted, advance, model)
     if as_json:
         output.print_json({"run": found.id, "version": number, "path": str(out)})
     else:

@@ -7,8 +7,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from tessera.shared.api.runs import RunSpec
-from tessera.shared.methods.registry import UnknownMethod, check
+from tessera.shared.api.runs import Run, RunSpec
+from tessera.shared.methods.base import MethodSpec
+from tessera.shared.methods.registry import MethodsUnusable, UnknownMethod, check, places_searched, settings_type
 from tessera.shared.problems import Fault, Invalid, faults_of
 from tessera.shared.tensors.lazy import digest_of
 
@@ -47,6 +48,19 @@ def read_toml(file: Path, settings: Iterable[str]) -> dict[str, Any]:
     return given
 
 
+def settings_of(run: Run) -> dict[str, Any]:
+    """Return a run's settings as its file would have them, with all defaults."""
+    return run.spec.model_dump(mode="json", exclude={"model", "version"}, exclude_none=True)
+
+
+def changed(given: dict[str, Any], settings: Iterable[str]) -> dict[str, Any]:
+    """Return a run's settings, changed by `KEY=VALUE` settings. Raises Invalid that lists every invalid one."""
+    for setting in settings:
+        _change(given, setting)
+    check_spec("the changed run", given)
+    return given
+
+
 def _change(given: dict[str, Any], setting: str) -> None:
     key, equals, text = setting.partition("=")
     *above, last = key.strip().split(".")
@@ -70,17 +84,32 @@ def _value(text: str) -> Any:
     return parsed["value"] if len(parsed) == 1 else text
 
 
-def check_spec(file: Path, given: Mapping[str, Any]) -> None:
-    """Raise Invalid that lists every invalid setting of a run."""
+def check_spec(file: Path | str, given: Mapping[str, Any], *, installed: bool = False) -> None:
+    """Raise Invalid that lists every invalid setting of a run.
+
+    `installed`: the method must be installed here; otherwise the coordinator may have it, and reports unknown ones.
+    """
+    faults = []
     try:
-        spec = RunSpec.model_validate({**given, "model": _PLACEHOLDER, "version": _PLACEHOLDER})
+        RunSpec.model_validate({**given, "model": _PLACEHOLDER, "version": _PLACEHOLDER})
     except ValidationError as fault:
-        raise Invalid(f"{file} is not a valid run", errors=faults_of(fault), remedy=REMEDY) from None
+        faults = faults_of(fault, model=RunSpec)
+    if faults := [*faults, *_method_faults(given.get("method"), installed=installed)]:
+        raise Invalid(f"{file} is not a valid run", errors=faults, remedy=REMEDY)
+
+
+def _method_faults(given: Any, *, installed: bool) -> list[Fault]:
+    """Return the faults of a method's name and settings, if the table can be read at all."""
     try:
-        check(spec.method)
-    except UnknownMethod:
-        # The coordinator may have methods that are not installed here; it reports unknown ones.
-        return
+        method = MethodSpec.model_validate(given)
+    except ValidationError:
+        return []
+    try:
+        check(method)
+    except UnknownMethod as fault:
+        return [Fault(pointer="/method/name", detail=f"{fault} ({places_searched()})")] if installed else []
+    except MethodsUnusable as fault:
+        raise Invalid(str(fault), remedy="Then try again; nothing was sent.") from None
     except ValidationError as fault:
-        errors = faults_of(fault, "/method/settings")
-        raise Invalid(f"{file}: {spec.method.name} has no such settings", errors=errors, remedy=REMEDY) from None
+        return faults_of(fault, "/method/settings", settings_type(method.name))
+    return []

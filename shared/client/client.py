@@ -14,8 +14,8 @@ import re
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Self, TypeVar
@@ -47,7 +47,7 @@ from tessera.shared.client.transport import Answer, Credential, NotUnderstood, T
 from tessera.shared.environment import refuse_misspelt
 from tessera.shared.hashing import Hashing, Sink, digest_at
 from tessera.shared.model.spec import MAX_DOCUMENT_BYTES, Model
-from tessera.shared.problems import Invalid, NotFound, OffsetMismatch, faults_of
+from tessera.shared.problems import Invalid, NotFound, OffsetMismatch, Problem, faults_of
 from tessera.shared.schema import MAX_BLOBS_PER_REQUEST, Page, RunState
 from tessera.shared.tensors.lazy import digest_of
 from tessera.shared.urls import require_private
@@ -82,14 +82,20 @@ class Client:
         self._rates: deque[float] = deque(maxlen=RATES_KEPT)
 
     @classmethod
-    def from_environment(cls) -> Self:
-        """Return a client from the commands' variables: TESSERA_URL, TESSERA_TOKEN or TESSERA_TOKEN_FILE,
-        TESSERA_CA_BUNDLE, TESSERA_CLIENT_CERT and TESSERA_CLIENT_KEY. Raises Invalid as `from_options` does, and
-        for a misspelt variable."""
+    def from_environment(cls, given: Mapping[str, str | Path | None] | None = None, **transport: Any) -> Self:
+        """Return a client from these options of `from_options`, and for those that are absent or None from the
+        commands' variables: TESSERA_URL, TESSERA_TOKEN or TESSERA_TOKEN_FILE, TESSERA_CA_BUNDLE, TESSERA_CLIENT_CERT
+        and TESSERA_CLIENT_KEY. Raises Invalid as `from_options` does, and for a misspelt variable."""
         refuse_misspelt(os.environ)
-        values = {name: os.environ.get(f"TESSERA_{name.upper()}") or None for name in ("url", "token", *_FILES)}
-        files = {name: Path(file) if (file := values[name]) else None for name in _FILES}
-        return cls.from_options(values["url"] or DEFAULT_URL, values["token"], **files)
+        names = ("url", "token", *_FILES)
+        chosen = {name: value for name, value in (given or {}).items() if value is not None}
+        values = {name: os.environ.get(f"TESSERA_{name.upper()}") or None for name in names} | chosen
+        if "token_file" in chosen and "token" not in chosen:
+            # The variable TESSERA_TOKEN must not override a file that the caller names.
+            values["token"] = None
+        url, token, *files = (values[name] for name in names)
+        paths = {name: Path(file) if file else None for name, file in zip(_FILES, files, strict=True)}
+        return cls.from_options(str(url or DEFAULT_URL), str(token) if token else None, **paths, **transport)
 
     @classmethod
     def from_options(
@@ -172,6 +178,19 @@ class Client:
                 raise
             return None
         return _read(Difference, answer.content)
+
+    def changes(self, run_id: str) -> Iterator[None]:
+        """Yield whenever a run may have changed, from now on and without end: for a caller that then reads the run.
+
+        Changes that happen while the caller reads make it yield once more. It also yields at every keep-alive of the
+        stream of events, and when the stream cannot be read; the caller's own requests then show whether the
+        coordinator is there.
+        """
+        while True:
+            with suppress(Problem):
+                for _ in self._transport.listen(f"/v1/runs/{run_id}/events"):
+                    yield
+            yield
 
     def measurements(self, run_id: str, since: int = 0) -> Iterator[Measurement]:
         """Yield the central and sites' metrics of every version from the number `since` on."""

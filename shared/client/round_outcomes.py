@@ -116,15 +116,17 @@ class RunProgress:
 def follow(
     client: Client, run_id: str, *, poll_seconds: float = 1.0, sleep: Callable[[float], None] = time.sleep
 ) -> Iterator[RunProgress]:
-    """Poll a run every `poll_seconds` until it stops running. Every attempt at a round is reported once, in order.
+    """Read a run whenever it may have changed, at most once in `poll_seconds`, until it stops running.
 
+    Every attempt at a round is reported once, in order. The coordinator's events show that something changed; without
+    them the run is read every `poll_seconds`.
     A committed round is reported once its version has been evaluated, if it is to be, or once the next round is
     committed too: evaluation runs beside the next round.
     """
     reported: set[Key] = set()
     pending: dict[Key, Round] = {}
     last: Round | None = None
-    while True:
+    for _ in client.changes(run_id):
         # The run is read before its rounds, so that no round of a finished run is missing.
         run = client.run(run_id)
         since = _since(client, run_id, last)

@@ -43,6 +43,9 @@ ANSWER_SECONDS = 60.0
 WHOLE_ANSWER = 10
 """The time limit for a whole answer in memory, in multiples of the limit for a piece."""
 
+SILENCE_SECONDS = 30.0
+"""The time after which a stream of events without any is taken to be broken: twice the interval of keep-alives."""
+
 READ_BYTES = 1 << 18
 """The bytes read at once. With the library's default of 64 KiB a download takes 50 % more CPU."""
 httpcore.HTTP11Connection.READ_NUM_BYTES = READ_BYTES
@@ -168,6 +171,18 @@ class Transport:
             if not response.is_success:
                 _require_success(self._read(response))
             yield response
+
+    def listen(self, path: str) -> Iterator[bytes]:
+        """Send a request once, and yield the pieces of its answer as they arrive, until it ends or is silent.
+
+        Raises Problem for a refusal, and Unreachable. Without a span, which would be the parent of the requests that
+        the caller sends between two pieces.
+        """
+        timeout = httpx.Timeout(SILENCE_SECONDS, connect=10.0)
+        with unreachable_errors(self._proxy), self._http.stream("GET", path, timeout=timeout) as response:
+            if not response.is_success:
+                _require_success(self._read(response))
+            yield from response.iter_raw()
 
     @contextmanager
     def _sent(self, method: str, path: str, options: dict[str, Any]) -> Iterator[httpx.Response]:

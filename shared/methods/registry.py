@@ -3,11 +3,12 @@ TESSERA_METHODS, or in an installed package with an entry point in the group `te
 by the operator of a process; they are never sent over the network."""
 
 import importlib
+import logging
 import os
 import pkgutil
 import sys
-from collections.abc import Iterator
-from functools import cache
+from collections.abc import Callable, Iterator
+from functools import cache, partial
 from importlib.metadata import entry_points
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -23,6 +24,7 @@ from tessera.shared.methods.base import (
     RunInfo,
     WorkerHalf,
 )
+from tessera.shared.near_names import did_you_mean
 
 FOLDERS = "TESSERA_METHODS"
 """The environment variable with the folders of methods, separated as in PATH."""
@@ -36,13 +38,27 @@ class MethodsUnusable(ValueError):
     """Installed methods or folders that cannot be used. The message says which, and what to change."""
 
 
+_log = logging.getLogger("tessera")
+
+_skipped: dict[str, str] = {}
+"""Files and entry points that could not be imported, each with the error."""
+
+
 @cache
 def methods() -> dict[str, Method[Any]]:
-    """Return every installed method by name. Raises MethodsUnusable for a duplicate name or a missing folder."""
+    """Return every installed method by name. Skip files and entry points that cannot be imported, with a warning.
+
+    Raises MethodsUnusable for a duplicate name or a missing folder.
+    """
+    _skipped.clear()
     here = [str(Path(__file__).parent)]
     found = [importlib.import_module(f"{__package__}.{info.name}") for info in pkgutil.iter_modules(here)]
-    found += [entry.load() for entry in entry_points(group="tessera.methods")]
-    found += _from_folders()
+    for where, load in _installed_elsewhere():
+        try:
+            found.append(load())
+        except Exception as fault:  # noqa: BLE001  (other people's code; one broken file must not stop the others)
+            _skipped[where] = f"{type(fault).__name__}: {fault}"
+            _log.warning("warning: no method was read from %s: %s", where, _skipped[where])
     by_name: dict[str, ModuleType] = {}
     for module in found:
         if hasattr(module, "METHOD"):
@@ -53,30 +69,59 @@ def methods() -> dict[str, Method[Any]]:
     return {name: module.METHOD for name, module in by_name.items()}
 
 
-def _from_folders() -> Iterator[ModuleType]:
-    for folder in map(Path, filter(None, os.environ.get(FOLDERS, "").split(os.pathsep))):
+def _installed_elsewhere() -> Iterator[tuple[str, Callable[[], ModuleType]]]:
+    """Yield the place of each further method, and a function that imports it."""
+    for entry in entry_points(group="tessera.methods"):
+        yield f"the entry point {entry.name} = {entry.value}", entry.load
+    for folder in _folders():
         if not folder.is_dir():
             raise MethodsUnusable(f"{FOLDERS} names {folder}, which is not a folder: create it or remove it there")
         for file in sorted(folder.glob("*.py")):
-            name = f"tessera_methods.{file.stem}"
-            spec = spec_from_file_location(name, file)
-            if spec is None or spec.loader is None:
-                continue
-            module = sys.modules[name] = module_from_spec(spec)
-            spec.loader.exec_module(module)
-            yield module
+            yield str(file), partial(_from_file, file)
+
+
+def _folders() -> list[Path]:
+    return [Path(folder) for folder in os.environ.get(FOLDERS, "").split(os.pathsep) if folder]
+
+
+def _from_file(file: Path) -> ModuleType:
+    name = f"tessera_methods.{file.stem}"
+    spec = spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{file} is not a Python file")
+    module = sys.modules[name] = module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def places_searched() -> str:
+    """Return where methods were looked for besides this package, and what was skipped there, for people who may read
+    this machine's paths."""
+    folders = ", ".join(map(str, _folders()))
+    searched = f"files of {FOLDERS} were looked for in: {folders}" if folders else f"{FOLDERS} is not set"
+    skipped = "".join(f"; skipped: {where} ({fault})" for where, fault in _skipped.items())
+    return searched + skipped
 
 
 def _method(chosen: MethodSpec) -> tuple[Method[Any], MethodSettings]:
     method = methods().get(chosen.name)
     if method is None:
-        raise UnknownMethod(f"there is no method {chosen.name!r}; installed are {', '.join(sorted(methods()))}")
+        raise UnknownMethod(f"there is no method {chosen.name!r}{did_you_mean(chosen.name, methods())}")
     return method, method.settings.model_validate(chosen.settings)
 
 
 def check(chosen: MethodSpec) -> None:
     """Raise UnknownMethod, or pydantic's ValidationError for invalid settings."""
     _method(chosen)
+
+
+def settings_type(name: str) -> type[MethodSettings]:
+    """Return the type of an installed method's settings."""
+    return methods()[name].settings
 
 
 def sticky(chosen: MethodSpec) -> bool:

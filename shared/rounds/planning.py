@@ -18,7 +18,7 @@ from tessera.shared.api.tasks import Receipt, Task
 from tessera.shared.api.versions import VersionRef
 from tessera.shared.hashing import derive_seed
 from tessera.shared.methods.base import MethodSpec, Participant, Plan, RunInfo, State, UnsupportedRun, initial_state
-from tessera.shared.methods.registry import UnknownMethod, check, coordinator_half
+from tessera.shared.methods.registry import UnknownMethod, check, coordinator_half, settings_type
 from tessera.shared.model.spec import Model
 from tessera.shared.problems import Fault, Invalid, InvalidUpdate, faults_of
 
@@ -55,7 +55,7 @@ def check_method(chosen: MethodSpec) -> None:
         unknown = Fault(pointer="/method/name", detail=str(fault))
         raise Invalid("the run's method is not known here", errors=[unknown]) from None
     except ValidationError as refusal:
-        faults = faults_of(refusal, "/method/settings")
+        faults = faults_of(refusal, "/method/settings", settings_type(chosen.name))
         raise Invalid(f"the settings of method {chosen.name!r} have faults", errors=faults) from None
 
 

@@ -3,6 +3,8 @@
 Requires no torch: blocks are slices of the file's bytes.
 """
 
+import json
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,13 +14,27 @@ import numpy as np
 from pydantic import ValidationError
 
 from tessera.shared.model.blocks import Block, whole_shapes
-from tessera.shared.model.spec import BLOCKS_FILE, WEIGHTS_FILE, Model, stored_name
+from tessera.shared.model.spec import BLOCKS_FILE, WEIGHTS_FILE, Head, Model, stored_name
 from tessera.shared.problems import Fault, Invalid, faults_of
 from tessera.shared.tensors.dtypes import NUMPY_DTYPES
 from tessera.shared.tensors.lazy import Array, as_bytes
 from tessera.shared.updates.safetensors_file import ContainerError, Header, read_header
 
 REMEDY = "Create the folder again with `tessera model init`."
+CREATE = "Create it with `tessera model init`, or name another."
+CONFIG_FILE = "config.json"
+
+HEADS: dict[str, Head] = {
+    "ForImageClassification": "image-classification",
+    "ForSequenceClassification": "text-classification",
+    "ForTokenClassification": "token-classification",
+    "ForMaskedLM": "masked-lm",
+    "ForPreTraining": "masked-lm",
+    "ForCausalLM": "causal-lm",
+    "LMHeadModel": "causal-lm",
+    "ForConditionalGeneration": "seq2seq-lm",
+}
+"""The head of a model whose class, in its config, has a name that ends so."""
 
 
 @dataclass(frozen=True)
@@ -39,9 +55,17 @@ class ModelFolder:
             with file.open("rb") as opened:
                 header = read_header(opened, file.stat().st_size)
         except OSError as fault:
+            if not path.exists():
+                raise Invalid(f"there is no folder {path}", remedy=CREATE) from None
+            if (path / CONFIG_FILE).exists() and not (path / BLOCKS_FILE).exists():
+                raise Invalid(
+                    f"{path} is a folder of transformers without Tessera's table of blocks", remedy=_command_for(path)
+                ) from None
             raise Invalid(f"{file} cannot be read: {fault.strerror}", remedy=REMEDY) from fault
         except ValidationError as fault:
-            raise Invalid(f"{file} is not a table of blocks", errors=faults_of(fault), remedy=REMEDY) from None
+            raise Invalid(
+                f"{file} is not a table of blocks", errors=faults_of(fault, model=Model), remedy=REMEDY
+            ) from None
         except ContainerError as fault:
             raise Invalid(f"{file} is not a well-formed safetensors file: {fault}", remedy=REMEDY) from fault
         if faults := list(_faults(model, header)):
@@ -82,3 +106,16 @@ def _faults(model: Model, header: Header) -> Iterator[Fault]:
             dtype, shape = expected
             stored = f"{entry.dtype} {list(entry.shape)}"
             yield Fault(pointer=name, detail=f"is {stored} in the weights and {dtype} {list(shape)} in the table")
+
+
+def _command_for(path: Path) -> str:
+    """Return a remedy with the command that makes a model folder of a folder of transformers."""
+    try:
+        config = json.loads((path / CONFIG_FILE).read_bytes())
+        made_by = str(config.get("architectures", [""])[0])
+        dual = {"text_config", "vision_config"} <= config.keys()
+    except (OSError, ValueError, AttributeError, TypeError, LookupError):
+        made_by, dual = "", False
+    head = next((head for end, head in HEADS.items() if made_by.endswith(end)), "contrastive" if dual else "features")
+    words = ("tessera", "model", "init", f"{path}-tessera", "--config", str(path), "--head", head)
+    return f"Create a model folder from it, and name that one: `{shlex.join(words)}`"

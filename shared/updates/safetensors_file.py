@@ -15,9 +15,9 @@ from typing import Annotated, BinaryIO, TypeVar
 from pydantic import Field, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
-from tessera.shared.problems import message_of
 from tessera.shared.schema import Frozen
 from tessera.shared.updates.errors import HeaderKind, Malformed
+from tessera.shared.validation_errors import message_of
 
 MAX_HEADER_BYTES = 16 << 20
 PARTS_PER_TENSOR = 16

@@ -48,7 +48,7 @@ def test_at_the_minimum_the_sites_gradients_cancel(problem: Problem, objective: 
         ("scaffold", "2 of 4 drawn", 40),
         pytest.param("scaffold", "one away 4 of 5", 30, marks=pytest.mark.long),
         pytest.param("scaffold weigh=examples", "2 of 4 drawn", 30, marks=pytest.mark.long),
-        ("feddyn alpha=1.0", "2 of 4 drawn", 45),
+        pytest.param("feddyn alpha=1.0", "2 of 4 drawn", 45, marks=pytest.mark.long),
     ],
 )
 def test_whoever_is_away_the_minimum_is_reached(problem: Problem, name: str, scenario: str, rounds: int) -> None:

@@ -65,6 +65,7 @@ def test_past_rounds_are_compared(tmp_path: Path) -> None:
     assert (row["workers"], row["rounds"]) == (2, 6)
 
 
+@pytest.mark.long
 def test_a_cut_upload_arrives(tmp_path: Path) -> None:
     (row,) = quickly("uploads", tmp_path)["rows"]
     assert row["cuts"] == 3

@@ -7,7 +7,7 @@ import pytest
 from tessera.coordinator.settings import CoordinatorSettings
 from tessera.shared.client.client import Client
 from tessera.shared.environment import COMMANDS, refuse_misspelt, unknown
-from tessera.shared.near_names import MISSPELT, did_you_mean, keys_at, nearest
+from tessera.shared.near_names import MISSPELT, did_you_mean, nearest
 from tessera.shared.problems import Invalid
 from tessera.worker.settings import WorkerSettings
 from tests.support.cli import tessera
@@ -63,12 +63,8 @@ def test_the_coordinator_refuses_a_misspelt_variable_without_its_value() -> None
     )
 
 
-def test_an_unknown_key_is_compared_with_the_keys_of_its_own_table() -> None:
-    part = ("datasets", "digits", "part", "dirichlet")
-    assert "max_epochs" in keys_at(WorkerSettings, ("policy", "max_epoch"))
-    assert "alpha" in keys_at(WorkerSettings, (*part, "alpah"))
-    assert "alpha" not in keys_at(WorkerSettings, ("name",))
-    assert keys_at(WorkerSettings, ("name", "under", "text")) == set()
-    assert did_you_mean("alpah", keys_at(WorkerSettings, (*part, "alpah"))) == "; did you mean `alpha`?"
+def test_a_suggestion_is_the_nearest_name_or_a_list_of_few() -> None:
+    assert did_you_mean("alpah", ("alpha", "count")) == "; did you mean `alpha`?"
     assert did_you_mean("zzz", ("b", "a")) == "; it can be a, b"
     assert did_you_mean("zzz", ()) == ""
+    assert did_you_mean("?", [f"n{number}" for number in range(1000)]) == ""

@@ -98,7 +98,7 @@ def test_a_fault_is_told_once_and_in_our_words() -> None:
         Settings.model_validate({"codec": "gzip", "rounds": []})
     assert {fault.pointer: fault.detail for fault in faults_of(caught.value)} == {
         "/codec": "there is no gzip",
-        "/rounds": "Input should be a valid integer; or: Input should be 'auto'",
+        "/rounds": "must be a whole number or `auto`",
     }
 
 

@@ -32,7 +32,7 @@ DEMO_VIT = ROOT / "examples" / "digits" / "vit.json"
 def made(folder: Path, config: Path) -> ModelFolder:
     """A model, made by the command that users have."""
     model = ("model", "init", str(folder / "model"), "--config", str(config))
-    done = forked(*model, "--head", "image-classification", "--seed", "1")
+    done = forked(*model, "--head", "image-classification", "--random", "--seed", "1")
     assert done.returncode == 0, done.stderr
     return ModelFolder.open(folder / "model")
 

@@ -64,16 +64,16 @@ def test_a_plain_file_gives_settings_with_safe_defaults(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "told"),
     [
-        ("name =", "nmae =", "nmae: no such setting; did you mean `name`?"),
-        ("[datasets.", "[dataset.", "dataset: no such setting; did you mean `datasets`?"),
-        ("index = 1", "index = 5", "datasets.digits.part.dirichlet: index 5 is not below count 3"),
+        ("name =", "nmae =", "nmae: unknown key; did you mean `name`?"),
+        ("[datasets.", "[dataset.", "dataset: unknown key; did you mean `datasets`?"),
+        ("index = 1", "index = 5", "datasets.digits.part: index 5 is not below count 3"),
         (", index = 1", "", "datasets.digits.part: index: give this site's part, from 0 to 2"),
-        ("scheme =", "held_out = 1, scheme =", "datasets.digits.part.dirichlet.held_out: no such setting"),
+        ("scheme =", "held_out = 1, scheme =", "datasets.digits.part.held_out: unknown key"),
         ('"north-1"', '"north 1"', "name: "),
         (
             "[datasets.digits]",
             "[policy]\nmax_epoch = 3\n[datasets.digits]",
-            "policy.max_epoch: no such setting; did you mean `max_epochs`?",
+            "policy.max_epoch: unknown key; did you mean `max_epochs`?",
         ),
         ("[datasets.digits]", "[policy]\nhours = []\n[datasets.digits]", "policy.hours: is empty; leave it out to"),
         ('"http://127.0.0.1:9"', '"127.0.0.1"', "url: "),
@@ -118,7 +118,7 @@ def test_the_environment_wins_over_the_file(tmp_path: Path, monkeypatch: pytest.
     [
         ("TESSERA_WORKER_NMAE", "TESSERA_WORKER_NMAE: no such setting; did you mean `TESSERA_WORKER_NAME`?"),
         ("TESSERA_WORKR_NAME", "did you mean TESSERA_WORKER_NAME?"),
-        ("TESSERA_WORKER_POLICY__MAX_EPOCS", "POLICY__MAX_EPOCS: no such setting; did you mean `max_epochs`?"),
+        ("TESSERA_WORKER_POLICY__MAX_EPOCS", "POLICY__MAX_EPOCS: unknown key; did you mean `max_epochs`?"),
     ],
 )
 def test_a_misspelt_variable_is_refused(
@@ -249,7 +249,7 @@ def test_bad_settings_end_with_one_line_and_a_code_of_their_own(tmp_path: Path, 
     path = written(tmp_path, GOOD.replace("name =", "nmae ="))
     result = CliRunner().invoke(app, [command, "--config", str(path)])
     assert result.exit_code == 2
-    assert "nmae: no such setting" in result.output
+    assert "nmae: unknown key; did you mean `name`?" in result.output
     assert "Traceback" not in result.output
 
 

@@ -9,7 +9,7 @@ import typer
 from pydantic import TypeAdapter, ValidationError
 
 from tessera.shared.cli.render.output import AsJson, note, out, print_json, table
-from tessera.shared.problems import message_of
+from tessera.shared.validation_errors import message_of
 from tessera.worker.cli.exits import BAD_SETTINGS, Errors, exits
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.data.partition.division import ClassCounts, class_counts, divide, key_of_seed
@@ -180,7 +180,7 @@ def _partition(source: DataSource, given: dict[str, object]) -> Scheme:
     try:
         return PARTITION.validate_python({**own, **given})
     except ValidationError as fault:
-        first = fault.errors(include_url=False, include_input=False)[0]
+        first = fault.errors(include_url=False)[0]
         key = str(first["loc"][-1]) if first["loc"] else "scheme"
         option = "sites" if key == "count" else key.replace("_", "-")
         reason = f"scheme {scheme} has no such setting" if first["type"] == "extra_forbidden" else message_of(first)

@@ -14,6 +14,7 @@ from tessera.shared.client.transport import Unreachable, tls_context
 from tessera.shared.problems import Forbidden, Unauthenticated
 from tessera.shared.schema import Label
 from tessera.shared.urls import require_private
+from tessera.shared.validation_errors import message_of
 from tessera.shared.version import VERSION
 from tessera.worker.cli.exits import BAD_SETTINGS, NOT_ADMITTED, ConfigFile, Errors, exits, fail
 from tessera.worker.enrolment import prepare, request, wait_for
@@ -114,6 +115,5 @@ def rotate(config: ConfigFile, as_json: AsJson = False) -> None:
 def _require_label(option: str, value: str | None) -> None:
     try:
         TypeAdapter(Label | None).validate_python(value)
-    except ValidationError:
-        shape = "up to 64 letters, digits, dots, dashes and underscores, the first a letter or digit"
-        raise typer.BadParameter(f"{value!r} is not {shape}", param_hint=option) from None
+    except ValidationError as fault:
+        raise typer.BadParameter(f"{value!r}: {message_of(fault.errors()[0])}", param_hint=option) from None

@@ -1,8 +1,11 @@
 """`tessera model`: model folders to start runs from, and their blocks."""
 
 import json
+import logging
+import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 from uuid import uuid4
@@ -12,6 +15,7 @@ import typer
 from pydantic import JsonValue, ValidationError
 from safetensors import SafetensorError, safe_open
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers.utils import logging as transformers_logging
 
 from tessera.shared.cli.render import output
 from tessera.shared.cli.render.output import AsJson
@@ -27,11 +31,21 @@ from tessera.shared.model.spec import (
     Prompts,
     stored_name,
 )
-from tessera.shared.problems import Problem, message_of
+from tessera.shared.near_names import nearest
+from tessera.shared.problems import Problem
 from tessera.shared.updates.model_folder import ModelFolder
+from tessera.shared.validation_errors import in_one_line
 from tessera.worker.cli.exits import BAD_SETTINGS, Errors, exits
 from tessera.worker.model.block_map import block_table, named_tensors
-from tessera.worker.model.build import AUTO_CLASSES, check_model, insert, instantiate, load, merge_adapters
+from tessera.worker.model.build import (
+    AUTO_CLASSES,
+    check_model,
+    insert,
+    instantiate,
+    load,
+    merge_adapters,
+    require_head,
+)
 from tessera.worker.model.config import config_from
 from tessera.worker.model.layouts import MappingFile, read_mapping
 from tessera.worker.model.prompts import PROMPTS, caption_start
@@ -45,7 +59,10 @@ def _caption_ids(caption: str | None, source: str) -> list[int] | None:
     """Return a caption's tokens without start and end, by the tokenizer of a folder or a name on the hub."""
     if caption is None:
         return None
-    tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    except Exception as fault:  # each class of tokenizer fails in its own way
+        raise ValueError(f"--text-prompt-from needs a tokenizer, and {source} has none that can be loaded") from fault
     ids = tokenizer(caption, add_special_tokens=False)["input_ids"]
     if not ids:
         raise ValueError("the caption for the text prompts has no tokens")
@@ -91,14 +108,21 @@ MappingOption = Annotated[
 # Keys of transformers' own bookkeeping, and of code that is never run here. None of them shapes a tensor.
 BOOKKEEPING = {"transformers_version", "architectures", "auto_map", "name_or_path"}
 
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+SAFE_WEIGHTS = (WEIGHTS_FILE, "model.safetensors.index.json")
+PICKLED_WEIGHTS = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+
 
 @app.command()
 def init(
     out: Annotated[Path, typer.Argument(help="The folder to create.")],
-    config: Annotated[str, typer.Option(help="A config.json, a folder that contains one, or a name on the hub.")],
+    config: Annotated[str, typer.Option(help="A folder of transformers, a config.json, or a name on the hub.")],
     head: Annotated[Head, typer.Option(help="The model's task.")],
     seed: Annotated[int, typer.Option(help="The seed of random weights.")] = 0,
-    pretrained: Annotated[bool, typer.Option(help="Take the weights from the folder or the hub too.")] = False,
+    pretrained: Annotated[
+        bool,
+        typer.Option("--pretrained/--random", help="Take the weights that lie beside the config, or random ones."),
+    ] = True,
     labels: Annotated[int | None, typer.Option(min=1, help="The number of the head's classes.")] = None,
     mapping_file: MappingOption = None,
     vision_prompts: Annotated[
@@ -139,7 +163,7 @@ def init(
         prompts = _prompts_from(vision_prompts, text_prompts, caption, prompt_fusion, fusion_heads)
         lora = _lora_from(lora_rank, lora_alpha, lora_roles)
         if pretrained:
-            model = _pretrained(config, settings, head, seed, mapping)
+            model = _pretrained(_weights_place(config), settings, head, seed, mapping)
             with torch.random.fork_rng(devices=[]):
                 torch.default_generator.manual_seed(seed)
                 insert(model, prompts, lora, mapping)
@@ -150,14 +174,16 @@ def init(
             text.detach().copy_(caption_start(model, torch.tensor(caption)))
         document = _document(model, head, mapping, prompts, lora)
         _write(out, model, document)
-    _print_created(out, document, as_json=as_json)
+    weights = f"weights of {config}" if pretrained else f"random weights from seed {seed}"
+    _print_created(out, document, weights, as_json=as_json)
 
 
-def _print_created(out: Path, document: Model, *, as_json: bool) -> None:
+def _print_created(out: Path, document: Model, weights: str, *, as_json: bool) -> None:
     if as_json:
-        output.print_json({"path": str(out), "blocks": len(document.blocks), "bytes": document.nbytes})
+        made = {"path": str(out), "blocks": len(document.blocks), "bytes": document.nbytes, "weights": weights}
+        output.print_json(made)
     else:
-        typer.echo(f"{out}: {len(document.blocks)} blocks, {document.nbytes} bytes")
+        typer.echo(f"{out}: {len(document.blocks)} blocks, {document.nbytes} bytes, {weights}")
 
 
 @app.command("merge")
@@ -179,7 +205,7 @@ def merge(
         merge_adapters(model)
         document = _document(model, folder.model.head, mapping)
         _write(out, model, document)
-    _print_created(out, document, as_json=as_json)
+    _print_created(out, document, f"weights of {source}", as_json=as_json)
 
 
 @app.command()
@@ -197,6 +223,8 @@ def blocks(
     """Show the parameters and bytes of each role in each layer. A config is laid out without weights."""
     with exits(ERRORS):
         path = Path(source)
+        if not pretrained and not path.exists():
+            raise ValueError(_absent(path))
         if not pretrained and _holds_table(path):
             if head or mapping_file:
                 raise ValueError(f"{path} has a table of blocks already: --head and --mapping are for configs")
@@ -221,21 +249,63 @@ def _holds_table(path: Path) -> bool:
         return (path / BLOCKS_FILE).exists() or not (path / "config.json").exists()
     if path.name == BLOCKS_FILE:
         return True
-    content = json.loads(path.read_bytes())
-    return isinstance(content, dict) and "blocks" in content
+    return "blocks" in _read_object(path)
 
 
 def _read_config(source: str) -> Config:
     path = Path(source)
     if path.is_dir():
         path /= "config.json"
-    if path.suffix == ".json" or path.is_file():
-        config = json.loads(path.read_bytes())
-    else:
+        if not path.exists():
+            raise ValueError(f"{source} has no config.json: name a folder that `save_pretrained` has written")
+    if path.exists():
+        return _read_object(path)
+    absent = _absent(path)
+    if path.suffix == ".json" or not HUB_NAME.fullmatch(source) or ("/" in source and path.parent.is_dir()):
+        raise ValueError(absent)
+    output.note(f"{absent}; asking the Hugging Face hub ...")
+    # It logs each of several attempts at WARNING.
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+    try:
         config, _ = PreTrainedConfig.get_config_dict(source)
-    if not isinstance(config, dict):
+    except (OSError, ValueError) as fault:
+        raise ValueError(f"{absent}, and the hub has no such model or cannot be reached") from fault
+    return cast("Config", config)
+
+
+def _absent(path: Path) -> str:
+    near = nearest(path.name, (file.name for file in path.parent.iterdir())) if path.parent.is_dir() else None
+    return f"there is no folder or file {path}" + (f"; did you mean {path.with_name(near)}?" if near else "")
+
+
+def _read_object(path: Path) -> Config:
+    try:
+        content = json.loads(path.read_bytes())
+    except ValueError as fault:
+        raise ValueError(f"{path} is not JSON: {fault}") from fault
+    if not isinstance(content, dict):
         raise ValueError(f"{path} is not a transformers config: it contains no JSON object")
-    return config
+    return content
+
+
+def _weights_place(source: str) -> str:
+    """Return the folder or name on the hub with the weights of a config. Raises ValueError if it has none."""
+    path = Path(source)
+    if not path.exists():
+        return source
+    folder = path if path.is_dir() else path.parent
+    if path.is_dir() or path.name == "config.json":
+        if any((folder / name).is_file() for name in SAFE_WEIGHTS):
+            return str(folder)
+        if pickled := next((name for name in PICKLED_WEIGHTS if (folder / name).is_file()), None):
+            raise ValueError(
+                f"{folder} has its weights in {pickled}, a pickle, which may run code: where you trust it, load it "
+                f"and `save_pretrained` it again, which writes {WEIGHTS_FILE}"
+            )
+    raise ValueError(
+        f"there are no weights beside {source}: name a folder with {WEIGHTS_FILE}, or start from random weights with "
+        f"--random"
+    )
 
 
 def _plain(config: Config) -> Config:
@@ -254,27 +324,50 @@ def _plain(config: Config) -> Config:
 
 
 def _pretrained(source: str, config: Config, head: Head, seed: int, mapping: MappingFile | None) -> PreTrainedModel:
-    if not Path(source).is_dir() and Path(source).suffix == ".json":
-        raise ValueError(f"--pretrained takes weights from a folder or the hub, and {source} is neither")
-    with torch.random.fork_rng(devices=[]):
+    built = config_from(config)
+    require_head(built, head)
+    with torch.random.fork_rng(devices=[]), _quiet():
         torch.default_generator.manual_seed(seed)
-        model, info = AUTO_CLASSES[head].from_pretrained(
-            source,
-            config=config_from(config),
-            trust_remote_code=False,
-            use_safetensors=True,
-            ignore_mismatched_sizes="num_labels" in config,
-            output_loading_info=True,
-        )
+        try:
+            model, info = AUTO_CLASSES[head].from_pretrained(
+                source,
+                config=built,
+                trust_remote_code=False,
+                use_safetensors=True,
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+            )
+        except Exception as error:  # each model class and each format of weights fails in its own way
+            reason = " ".join(str(error).split())[:300]
+            raise ValueError(f"the weights of {source} cannot be read as a {built.model_type}: {reason}") from error
+    if "num_labels" not in config and (shapes := sorted(name for name, *_ in info["mismatched_keys"])):
+        raise ValueError(f"{source}: the weights have other shapes than the config says: {_some(shapes)}")
     absent = {*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])}
     # Transformers replaces missing weights by random ones. Only a head may be new.
     old = (block.tensor for block in block_table(model, mapping) if block.role not in {"head", "other"})
     if odd := sorted(absent.intersection(old)):
-        shown = ", ".join(odd[:6]) + (", ..." if len(odd) > 6 else "")
-        raise ValueError(f"the weights do not fit a {model.config.model_type}; they lack {shown}")
+        raise ValueError(f"the weights do not fit a {model.config.model_type}; they lack {_some(odd)}")
     if absent:
-        typer.echo(f"new and random: {', '.join(sorted(absent))}")
+        output.note(f"new and random: {', '.join(sorted(absent))}")
     return cast("PreTrainedModel", model)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence transformers' tables of what it loaded: one line here says what matters of them."""
+    verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if bars:
+            transformers_logging.enable_progress_bar()
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")
 
 
 def _document(
@@ -317,9 +410,7 @@ def _read_document(path: Path) -> Model:
     try:
         return Model.model_validate_json(file.read_bytes())
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join(str(step) for step in first["loc"])
-        raise ValueError(f"{file} is not a table of blocks: {where} {message_of(first)}") from error
+        raise ValueError(f"{file} is not a table of blocks: {in_one_line(error, 'file', Model)}") from error
 
 
 def _summary(blocks: Sequence[Block]) -> list[dict[str, Any]]:

@@ -11,7 +11,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from tessera.shared.problems import message_of
+from tessera.shared.near_names import did_you_mean
+from tessera.shared.validation_errors import messages_of
 from tessera.worker.data.dataset import Adapter, DataError, Dataset
 from tessera.worker.data.partition.division import hold_out, part_of
 from tessera.worker.data.partition.schemes import SitePartition
@@ -36,12 +37,12 @@ def load(
         raise ValueError("held_out: give the key that decides which examples are held out")
     adapter = _adapter(kind)
     if adapter is None:
-        raise DataError(f"kind: there is no {kind!r}; installed are {', '.join(sorted(adapters()))}")
+        raise DataError(f"kind: there is no {kind!r}{did_you_mean(kind, kinds())}")
     try:
         dataset: Dataset = adapter.open(adapter.options.model_validate(options))
     except ValidationError as fault:
-        first = fault.errors(include_url=False, include_input=False)[0]
-        raise DataError(f"{'.'.join(map(str, first['loc'])) or kind}: {message_of(first)}") from None
+        steps, message = messages_of(fault.errors(include_url=False), adapter.options)[0]
+        raise DataError(f"{'.'.join(map(str, steps)) or kind}: {message}") from None
     if part is not None and part.index is not None:
         dataset = part_of(dataset, part, part.index)
     return dataset if held_out is None else hold_out(dataset, held_out, key)
@@ -49,8 +50,12 @@ def load(
 
 def adapters() -> dict[str, Adapter[Any]]:
     """Return every installed adapter by kind. Imports the libraries of all, which takes seconds."""
-    kinds = {*_files(), *(entry.name for entry in entry_points(group=GROUP))}
-    return {kind: adapter for kind in kinds if (adapter := _adapter(kind))}
+    return {kind: adapter for kind in kinds() if (adapter := _adapter(kind))}
+
+
+def kinds() -> set[str]:
+    """Return the names of the installed kinds. Imports no library."""
+    return {*_files(), *(entry.name for entry in entry_points(group=GROUP))}
 
 
 @cache

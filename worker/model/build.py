@@ -23,6 +23,7 @@ from transformers import (
     AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
+    PreTrainedConfig,
     PreTrainedModel,
 )
 
@@ -49,6 +50,17 @@ AUTO_CLASSES: dict[Head, Any] = {
     "features": AutoModel,
 }
 """Transformers' class for each head. Untyped, because transformers types them only partly."""
+
+
+def require_head(config: PreTrainedConfig, head: Head) -> None:
+    """Raise ConfigError with the heads that a config's models can have, if this head is none of them."""
+    # No public interface lists the configs of an Auto class.
+    own = [name for name, auto in AUTO_CLASSES.items() if type(config) in auto._model_mapping]  # noqa: SLF001
+    if not config.sub_configs.keys() >= {"text_config", "vision_config"}:
+        own = [name for name in own if name != "contrastive"]
+    if head not in own:
+        raise ConfigError(f"a {config.model_type} cannot have the head {head}; it can: {', '.join(own)}")
+
 
 MAX_BUFFER_BYTES = 1 << 30
 """Limit on masks and position tables: they are not in the block table, so nothing else bounds them."""
@@ -131,6 +143,7 @@ def instantiate(
     `lora` as `block_table`.
     """
     built = config_from(config)
+    require_head(built, head)
     options: dict[str, Any] = {"trust_remote_code": False, "dtype": built.dtype or torch.float32}
     if attention:
         options["attn_implementation"] = attention

@@ -16,8 +16,8 @@ from typing import Annotated, Any, Self
 from pydantic import Field, PositiveInt, ValidationError, model_validator
 
 from tessera.shared.model.blocks import Role
-from tessera.shared.problems import message_of
 from tessera.shared.schema import Frozen
+from tessera.shared.validation_errors import in_one_line
 
 Spans = tuple[tuple[int, int], ...]
 
@@ -317,5 +317,4 @@ def read_mapping(path: Path) -> MappingFile:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as fault:
         raise MappingError(f"{path} is not valid TOML: {fault}") from fault
     except ValidationError as fault:
-        faults = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'mapping'}: {message_of(e)}" for e in fault.errors())
-        raise MappingError(f"{path}: {faults}") from fault
+        raise MappingError(f"{path}: {in_one_line(fault, 'mapping', MappingFile)}") from fault

@@ -149,7 +149,7 @@ def read_file(file: Path, settings: Iterable[str] = ()) -> SimulationFile:
     """Return the file with `KEY=VALUE` settings applied. Raises Invalid with every invalid one."""
     given = {"name": "simulation", "dataset": "data", **read_toml(file, settings)}
     table, model = given.pop("simulation", None), given.pop("model", None)
-    check_spec(file, given)
+    check_spec(file, given, installed=True)
     if not isinstance(model, str | None):
         raise Invalid(f"{file}: the model is {model!r}, not a folder's name", remedy=REMEDY)
     if table is None:
@@ -157,7 +157,7 @@ def read_file(file: Path, settings: Iterable[str] = ()) -> SimulationFile:
     try:
         return SimulationFile(given, None if model is None else Path(model), SimulationTable.model_validate(table))
     except ValidationError as fault:
-        errors = faults_of(fault, "/simulation")
+        errors = faults_of(fault, "/simulation", SimulationTable)
         raise Invalid(f"{file} does not describe a valid federation", errors=errors, remedy=REMEDY) from None
 
 

@@ -149,7 +149,9 @@ def _spec(given: Mapping[str, Any], uploaded: Uploaded, test: Dataset | None) ->
         spec = RunSpec.model_validate(plain)
     except ValidationError as fault:
         raise Invalid(
-            "the spec does not describe a valid run", errors=faults_of(fault), remedy="Fix the named fields."
+            "the spec does not describe a valid run",
+            errors=faults_of(fault, model=RunSpec),
+            remedy="Fix the named fields.",
         ) from None
     check_method(spec.method)
     if spec.evaluation and spec.evaluation.dataset and test is None:

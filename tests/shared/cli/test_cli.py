@@ -142,18 +142,20 @@ def test_a_run_file_that_is_not_there_is_wrong_usage(tmp_path: Path) -> None:
 
 def test_a_spec_is_refused_before_the_coordinator_is_asked(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
-    file.write_text(SPEC.replace("rounds = 3", "rounds = 0") + "warmup = 2\n")
+    file.write_text("robsut = {}\n" + SPEC.replace("rounds = 3", "rounds = 0") + "warmup = 2\n")
     answer = tessera("run", "--url", NOWHERE, "create", str(file), "--model", str(tmp_path))
     assert answer.returncode == 2
-    assert "/rounds: Input should be greater than 0" in answer.stderr
+    assert "/rounds: must be greater than 0" in answer.stderr
+    assert "/robsut: unknown key; did you mean `robust`?" in answer.stderr
+    assert "/method/settings/warmup: unknown key; did you mean `warmup_rounds`?" in answer.stderr
     assert "Traceback" not in answer.stderr
 
 
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["admin", "site", "add", "north hospital"], "'north hospital' is not up to 64 letters"),
-        (["admin", "token", "create", "\u00e9", "--role", "viewer"], "'\u00e9' is not"),
+        (["admin", "site", "add", "north hospital"], "'north hospital': must be up to 64 letters"),
+        (["admin", "token", "create", "\u00e9", "--role", "viewer"], "'\u00e9': must be up to 64"),
         (["admin", "token", "create", "x", "--role", "site", "--site", "a b"], "Invalid value for '--site': 'a b'"),
         (
             ["admin", "token", "create", "x", "--role", "site"],

@@ -18,7 +18,7 @@ import pytest
 from tessera.shared.api.runs import Cohort, Evaluation, Run
 from tessera.shared.methods.base import MethodSpec
 from tessera.shared.metrics.rows import MetricRow
-from tests.support.cli import process
+from tests.support.cli import process, tessera
 from tests.support.coordinator import LiveCoordinator
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
 from tests.support.telling import STILL, telling
@@ -70,8 +70,15 @@ class Scene:
             # Site a is served better than site b.
             worker.evaluate(task, accuracy=0.75 if "test" in worker.datasets else 0.25)
 
-    def say(self, *arguments: str, code: int = 0, **settings: str) -> subprocess.CompletedProcess[str]:
-        done = process(*arguments, seconds=MLFLOW_SECONDS, **self.settings, **settings)
+    def say(self, *arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:
+        return self._ended(tessera(*arguments, **self.settings), code)
+
+    def say_alone(self, *arguments: str, code: int = 0, **settings: str) -> subprocess.CompletedProcess[str]:
+        """The same as a process of its own."""
+        return self._ended(process(*arguments, seconds=MLFLOW_SECONDS, **self.settings, **settings), code)
+
+    @staticmethod
+    def _ended(done: subprocess.CompletedProcess[str], code: int) -> subprocess.CompletedProcess[str]:
         assert (done.returncode, "Traceback" in done.stderr) == (code, False), done.stderr
         return done
 
@@ -113,7 +120,8 @@ def test_a_file_that_cannot_be_written_is_named(scene: Scene, tmp_path: Path) ->
 def test_what_is_not_installed_is_named_with_the_extra_that_brings_it(scene: Scene, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['pyarrow'] = None\n")
     path = os.pathsep.join([str(tmp_path), str(Path.cwd())])
-    refused = scene.say("run", "metrics", "test", "--parquet", str(tmp_path / "m.parquet"), code=2, PYTHONPATH=path)
+    given = ("--parquet", str(tmp_path / "m.parquet"))
+    refused = scene.say_alone("run", "metrics", "test", *given, code=2, PYTHONPATH=path)
     assert "this needs pyarrow" in refused.stderr
     assert "pip install '.[tables]'" in refused.stderr
 
@@ -121,8 +129,8 @@ def test_what_is_not_installed_is_named_with_the_extra_that_brings_it(scene: Sce
 @pytest.mark.long
 def test_mlflow_gets_one_run_that_a_second_export_only_adds_to(scene: Scene, tmp_path: Path) -> None:
     given = ("run", "metrics", "test", "--mlflow", f"sqlite:///{tmp_path}/mlflow.db", "--experiment", "trials")
-    first = json.loads(scene.say(*given, "--json").stdout)
-    assert json.loads(scene.say(*given, "--json").stdout) == first
+    first = json.loads(scene.say_alone(*given, "--json").stdout)
+    assert json.loads(scene.say_alone(*given, "--json").stdout) == first
     read = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", READ, f"sqlite:///{tmp_path}/mlflow.db"],
         env={**os.environ, "MLFLOW_DISABLE_TELEMETRY": "true"},
@@ -139,8 +147,9 @@ def test_mlflow_gets_one_run_that_a_second_export_only_adds_to(scene: Scene, tmp
     assert found["metrics"]["round/accepted"] == 2.0
 
 
+@pytest.mark.long
 def test_a_store_that_mlflow_does_not_know_is_refused_with_one_that_it_does(scene: Scene) -> None:
-    refused = scene.say("run", "metrics", "test", "--mlflow", "odd://store", code=2)
+    refused = scene.say_alone("run", "metrics", "test", "--mlflow", "odd://store", code=2)
     assert "MLflow cannot use this store: " in refused.stderr
     assert "such as sqlite:///mlflow.db" in refused.stderr
 

@@ -6,7 +6,6 @@ import json
 import re
 import signal
 import subprocess
-import sys
 import time
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -446,36 +445,6 @@ def test_a_preview_says_who_would_take_part_and_create_warns_of_too_few(
     assert commands.json(*asked, *few, code=3)["eligible"] == 1
     made = commands.say("run", "create", *asked[2:], *few)
     assert "warning: 1 would take part now, fewer than the quorum of 2" in made.stderr
-
-
-# ---------------------------------------------------------------- the same from a notebook
-
-
-def test_the_notebook_previews_creates_watches_and_exports(
-    commands: Commands, folder: Path, coordinator: LiveCoordinator, tmp_path: Path
-) -> None:
-    worker = ScriptedWorker(coordinator.client("site", "north"))
-    worker.enrol()
-    (tmp_path / "token").write_text(commands.settings["TESSERA_TOKEN"])
-    told_of = {"MODEL": str(folder), "DATASET": "data", "OUT": str(tmp_path / "out")}
-    told_of |= {"TESSERA_URL": commands.settings["TESSERA_URL"], "TESSERA_TOKEN_FILE": str(tmp_path / "token")}
-    notebook = subprocess.Popen(
-        [sys.executable, "-m", "examples.notebook"],
-        env=environment(**told_of),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    for _ in range(2):
-        worker.train(until(worker.claim, 60))
-    told, _ = notebook.communicate(timeout=60)
-    assert notebook.returncode == 0, told
-    assert "1 workers would take part; 1 are needed" in told
-    assert [line.split(" bytes")[0].split()[:2] for line in told.splitlines() if line.endswith("bytes up")] == [
-        ["1", "committed"],
-        ["2", "committed"],
-    ]
-    assert {BLOCKS_FILE, WEIGHTS_FILE, "config.json"} <= {file.name for file in (tmp_path / "out").iterdir()}
 
 
 def test_runs_of_one_name_are_told_apart_before_one_is_chosen(

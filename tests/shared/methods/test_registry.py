@@ -12,7 +12,15 @@ import pytest
 from pydantic import ValidationError
 
 from tessera.shared.methods.base import MethodSpec, Participant, Plan, RunInfo, State
-from tessera.shared.methods.registry import FOLDERS, UnknownMethod, check, coordinator_half, methods, worker_half
+from tessera.shared.methods.registry import (
+    FOLDERS,
+    UnknownMethod,
+    check,
+    coordinator_half,
+    methods,
+    places_searched,
+    worker_half,
+)
 from tessera.shared.model.selectors import SelectorError
 from tests.support.federation import small_model
 from tests.support.paths import ROOT
@@ -77,8 +85,10 @@ def test_a_scope_that_the_model_has_no_blocks_for_is_an_error_and_not_an_empty_p
 
 
 def test_an_unknown_method_is_refused_with_those_there_are() -> None:
-    with pytest.raises(UnknownMethod, match=r"no method 'fedsgd'; installed are .*fedavg.*fedfrozen"):
-        check(MethodSpec(name="fedsgd"))
+    with pytest.raises(UnknownMethod, match=r"no method 'sgd'; it can be .*fedavg.*fedfrozen"):
+        check(MethodSpec(name="sgd"))
+    with pytest.raises(UnknownMethod, match=r"no method 'fedprx'; did you mean `fedprox`\?"):
+        check(MethodSpec(name="fedprx"))
 
 
 @pytest.mark.parametrize(
@@ -146,3 +156,21 @@ def test_no_method_is_known_by_name_outside_its_file(side: str) -> None:
                 assert node.value not in methods().keys() - common, f"{path}, line {node.lineno}"
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tessera.shared.methods"):
                 assert node.module in ("tessera.shared.methods.base", "tessera.shared.methods.registry"), path
+
+
+def test_a_file_that_cannot_be_imported_is_skipped_and_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "broken.py").write_text("import not_installed_anywhere\n")
+    (tmp_path / "also_broken.py").write_text("METHOD = 1 / 0\n")
+    good = "from tessera.shared.methods import fedavg\nfrom dataclasses import replace\n"
+    (tmp_path / "good.py").write_text(good + "METHOD = replace(fedavg.METHOD, name='mine')\n")
+    monkeypatch.setenv(FOLDERS, str(tmp_path))
+    assert {"fedavg", "mine"} <= methods.__wrapped__().keys()
+    assert f"no method was read from {tmp_path}/broken.py: ModuleNotFoundError: No module named" in caplog.text
+    said = places_searched()
+    assert said.startswith(f"files of TESSERA_METHODS were looked for in: {tmp_path}; skipped: ")
+    assert f"{tmp_path}/also_broken.py (ZeroDivisionError: division by zero)" in said
+    monkeypatch.delenv(FOLDERS)
+    methods.__wrapped__()
+    assert places_searched() == "TESSERA_METHODS is not set"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -130,3 +131,26 @@ def test_a_table_with_an_unknown_role_is_refused_with_its_place(folder: Path) ->
     with pytest.raises(Invalid) as refused:
         ModelFolder.open(folder)
     assert [fault.pointer for fault in refused.value.errors] == ["/blocks/6/role"]
+
+
+@pytest.mark.parametrize(
+    ("config", "head"),
+    [
+        ({"architectures": ["BertForSequenceClassification"]}, "text-classification"),
+        ({"architectures": ["CLIPModel"], "text_config": {}, "vision_config": {}}, "contrastive"),
+        ({"architectures": None}, "features"),
+        ([], "features"),
+    ],
+)
+def test_a_folder_of_transformers_is_refused_with_the_command_that_makes_a_model_of_it(
+    tmp_path: Path, config: object, head: str
+) -> None:
+    folder = tmp_path / "my bert"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(Invalid, match="without Tessera's table of blocks") as refused:
+        ModelFolder.open(folder)
+    command = f"tessera model init '{folder}-tessera' --config '{folder}' --head {head}`"
+    assert refused.value.advice.endswith(command)
+    with pytest.raises(Invalid, match=f"there is no folder {tmp_path}/none"):
+        ModelFolder.open(tmp_path / "none")

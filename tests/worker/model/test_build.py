@@ -146,7 +146,9 @@ def test_config_that_transformers_does_not_accept_is_one_kind_of_error(config: d
 
 
 def test_head_that_the_model_type_lacks_is_a_config_error() -> None:
-    with pytest.raises(ConfigError, match="no vit for causal-lm"):
+    with pytest.raises(
+        ConfigError, match="a vit cannot have the head causal-lm; it can: image-classification, features"
+    ):
         instantiate(VIT, "causal-lm")
 
 
@@ -325,7 +327,12 @@ def test_init_makes_a_folder_that_transformers_loads(
     tmp_path: Path, config: dict[str, Any], head: Head, auto: Any
 ) -> None:
     out = tmp_path / "model"
-    assert tessera_model("init", out, "--config", config_file(tmp_path, config), "--head", head, "--seed", 7)[0] == 0
+    assert (
+        tessera_model(
+            "init", out, "--config", config_file(tmp_path, config), "--head", head, "--random", "--seed", 7
+        )[0]
+        == 0
+    )
     model = Model.model_validate_json((out / "blocks.json").read_bytes())
     loaded, info = auto.from_pretrained(out, output_loading_info=True)
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
@@ -337,7 +344,9 @@ def test_init_makes_a_folder_that_transformers_loads(
 def test_config_in_the_document_passes_the_check_and_names_no_origin(tmp_path: Path) -> None:
     source = {**VIT, "_name_or_path": "a/b", "transformers_version": "4.1", "architectures": ["X"], "auto_map": {}}
     file = config_file(tmp_path, source)
-    assert tessera_model("init", tmp_path / "m", "--config", file, "--head", "image-classification")[0] == 0
+    assert (
+        tessera_model("init", tmp_path / "m", "--config", file, "--head", "image-classification", "--random")[0] == 0
+    )
     model = Model.model_validate_json((tmp_path / "m" / "blocks.json").read_bytes())
     check_config(model.config)
     assert not {"_name_or_path", "transformers_version", "architectures", "auto_map"} & set(model.config)
@@ -348,9 +357,9 @@ def test_config_in_the_document_passes_the_check_and_names_no_origin(tmp_path: P
 def test_pretrained_takes_the_weights_and_gives_the_head_as_many_labels_as_asked(tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     config = config_file(tmp_path, VIT)
-    tessera_model("init", first, "--config", config, "--head", "image-classification", "--seed", 1)
+    tessera_model("init", first, "--config", config, "--head", "image-classification", "--random", "--seed", 1)
     more = ("--pretrained", "--labels", 5)
-    code, said, _ = tessera_model("init", second, "--config", first, "--head", "image-classification", *more)
+    code, _, said = tessera_model("init", second, "--config", first, "--head", "image-classification", *more)
     old, new = load_file(first / "model.safetensors"), load_file(second / "model.safetensors")
     assert code == 0
     assert "new and random: classifier.bias, classifier.weight" in said
@@ -360,7 +369,7 @@ def test_pretrained_takes_the_weights_and_gives_the_head_as_many_labels_as_asked
 
 def test_pretrained_weights_of_another_architecture_are_refused(tmp_path: Path) -> None:
     first, config = tmp_path / "first", config_file(tmp_path, VIT)
-    tessera_model("init", first, "--config", config, "--head", "image-classification")
+    tessera_model("init", first, "--config", config, "--head", "image-classification", "--random")
     config_file(first, BERT)
     again = ("--config", first, "--head", "text-classification", "--pretrained")
     code, _, error = tessera_model("init", tmp_path / "second", *again)
@@ -371,7 +380,7 @@ def test_pretrained_weights_of_another_architecture_are_refused(tmp_path: Path) 
 
 def test_blocks_counts_parameters_and_bytes_by_layer_and_role(tmp_path: Path) -> None:
     out = tmp_path / "model"
-    tessera_model("init", out, "--config", config_file(tmp_path, GPT2), "--head", "causal-lm")
+    tessera_model("init", out, "--config", config_file(tmp_path, GPT2), "--head", "causal-lm", "--random")
     rows = json.loads(tessera_model("blocks", out, "--json")[1])
     # A value projection is a 16 x 16 weight and a bias of 16, four bytes each.
     value = {"layer": 1, "role": "value", "blocks": 2, "parameters": 272, "bytes": 1088}
@@ -404,7 +413,7 @@ def test_init_does_not_overwrite_and_leaves_what_was_there(tmp_path: Path) -> No
 )
 def test_bad_config_is_one_line_and_exit_code_two(tmp_path: Path, config: dict[str, Any], says: str) -> None:
     file = config_file(tmp_path, config)
-    code, out, error = tessera_model("init", tmp_path / "m", "--config", file, "--head", "features")
+    code, out, error = tessera_model("init", tmp_path / "m", "--config", file, "--head", "features", "--random")
     assert (code, out, error.count("\n")) == (2, "", 1)
     assert says in error
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]

@@ -59,7 +59,7 @@ def refusal(*words: object) -> str:
 
 def test_a_folder_with_prompts_loads_here_with_them_and_in_transformers_without(tmp_path: Path) -> None:
     made, config = tmp_path / "made", source(tmp_path / "clip", dual("clip"))
-    init(made, "--config", config, "--head", "contrastive", "--vision-prompts", 3, "--text-prompts", 2)
+    init(made, "--random", "--config", config, "--head", "contrastive", "--vision-prompts", 3, "--text-prompts", 2)
     folder, batch = ModelFolder.open(made), next(pairs("clip", 3).batches(None))
     assert folder.model.prompts == Prompts(vision=3, text=2)
     here = forward(load(folder).eval(), "contrastive", batch)
@@ -74,7 +74,7 @@ def test_a_folder_with_prompts_loads_here_with_them_and_in_transformers_without(
 
 def test_weights_from_elsewhere_get_the_same_prompts_as_random_ones_would(tmp_path: Path) -> None:
     config, plain, made = source(tmp_path / "clip", dual("siglip")), tmp_path / "plain", tmp_path / "made"
-    init(plain, "--config", config, "--head", "contrastive", "--seed", 7)
+    init(plain, "--random", "--config", config, "--head", "contrastive", "--seed", 7)
     init(made, "--config", plain, "--head", "contrastive", "--pretrained", "--text-prompts", 4)
     before, after = load(ModelFolder.open(plain)), load(ModelFolder.open(made))
     mine = dict(after.named_parameters())
@@ -87,17 +87,30 @@ def test_text_prompts_start_from_the_embeddings_of_a_caption(tmp_path: Path) -> 
     made, config = tmp_path / "made", source(tmp_path / "clip", dual("clip"))
     tokenizer(config)
     words = ("--config", config, "--head", "contrastive")
-    init(made, *words, "--text-prompt-from", "a photo of a")
+    init(made, "--random", *words, "--text-prompt-from", "a photo of a")
     model = load(ModelFolder.open(made))
     embeddings = model.get_parameter("text_model.embeddings.token_embedding.weight")
     assert torch.equal(model.get_parameter("prompts.text"), embeddings[[10, 11, 12, 10]])
-    told = refusal("init", tmp_path / "no", *words, "--text-prompt-from", "a photo of a", "--text-prompts", 3)
+    told = refusal(
+        "init", tmp_path / "no", "--random", *words, "--text-prompt-from", "a photo of a", "--text-prompts", 3
+    )
     assert "the caption has 4 tokens" in told
 
 
 def test_a_folder_with_adapters_loads_in_transformers_as_the_model_without_them(tmp_path: Path) -> None:
     made, config = tmp_path / "made", source(tmp_path / "bert", BERT)
-    init(made, "--config", config, "--head", "text-classification", "--lora-rank", 2, "--lora-roles", "query,mlp")
+    init(
+        made,
+        "--random",
+        "--config",
+        config,
+        "--head",
+        "text-classification",
+        "--lora-rank",
+        2,
+        "--lora-roles",
+        "query,mlp",
+    )
     assert ModelFolder.open(made).model.lora == Lora(rank=2, alpha=4, roles=("query", "mlp"))
     _, loading = AutoModelForSequenceClassification.from_pretrained(made, output_loading_info=True)
     assert not loading["missing_keys"]
@@ -106,7 +119,7 @@ def test_a_folder_with_adapters_loads_in_transformers_as_the_model_without_them(
 
 def test_an_exported_version_has_the_names_of_the_folder_that_it_came_from(tmp_path: Path) -> None:
     made, again, config = tmp_path / "made", tmp_path / "again", source(tmp_path / "bert", BERT)
-    init(made, "--config", config, "--head", "text-classification", "--lora-rank", 2)
+    init(made, "--random", "--config", config, "--head", "text-classification", "--lora-rank", 2)
     folder = ModelFolder.open(made)
     model = {block.name: ArrayTensor(np.array(array_of(block, raw))) for block, raw in folder.blocks()}
     shutil.copytree(made, again)
@@ -122,7 +135,7 @@ def array_of(block: Block, raw: memoryview) -> Array:
 
 def test_merged_adapters_are_a_plain_folder_that_computes_the_same(tmp_path: Path) -> None:
     made, merged, config = tmp_path / "made", tmp_path / "merged", source(tmp_path / "bert", BERT)
-    init(made, "--config", config, "--head", "text-classification", "--lora-rank", 2, "--lora-alpha", 3)
+    init(made, "--random", "--config", config, "--head", "text-classification", "--lora-rank", 2, "--lora-alpha", 3)
     folder = ModelFolder.open(made)
     with (made / "model.safetensors").open("r+b") as file:
         for block in folder.model.blocks:
@@ -149,17 +162,66 @@ def test_what_does_not_go_together_is_refused_with_what_would(tmp_path: Path) ->
         ((bert, "--lora-alpha", 2), "--lora-alpha needs --lora-rank"),
         ((bert, "--lora-rank", 2, "--lora-roles", "queries"), "queries"),
     ):
-        assert told in refusal("init", tmp_path / "no", "--head", "features", "--config", *words)
+        assert told in refusal("init", tmp_path / "no", "--random", "--head", "features", "--config", *words)
         assert not (tmp_path / "no").exists()
 
 
 def test_fusion_may_be_a_part_of_the_run(tmp_path: Path) -> None:
     made, config = tmp_path / "made", source(tmp_path / "clip", dual("clip"))
     words = ("--text-prompts", 2, "--prompt-fusion", "global", "--fusion-heads", 4)
-    init(made, "--config", config, "--head", "contrastive", *words)
+    init(made, "--random", "--config", config, "--head", "contrastive", *words)
     model = ModelFolder.open(made).model
     assert model.prompts == Prompts(text=2, fusion=Fusion(asks="global", heads=4))
     # One attention 16 wide: four projections without biases.
     fusion = [block for block in model.blocks if block.name.startswith("prompts.fusion.text.")]
     assert sum(block.numel for block in fusion) == 4 * 16 * 16
     assert {block.role for block in fusion} == {"prompt"}
+
+
+def test_weights_beside_the_config_are_taken_and_random_ones_must_be_asked_for(tmp_path: Path) -> None:
+    config, first = source(tmp_path / "bert", BERT), tmp_path / "first"
+    words = ("--head", "text-classification", "--config")
+    assert "beside" in (told := refusal("init", first, *words, config))
+    assert "start from random weights with --random" in told
+    assert "random weights from seed 3" in init(first, *words, config, "--random", "--seed", 3)
+    for name, place in (("second", first), ("third", first / "config.json")):
+        assert f"weights of {place}" in init(tmp_path / name, *words, place, "--seed", 4)
+        assert (tmp_path / name / "model.safetensors").read_bytes() == (first / "model.safetensors").read_bytes()
+    init(tmp_path / "other", *words, first, "--random", "--seed", 4)
+    assert (tmp_path / "other" / "model.safetensors").read_bytes() != (first / "model.safetensors").read_bytes()
+
+
+def test_mistakes_in_a_source_or_head_are_told_in_our_words(tmp_path: Path) -> None:
+    bert = source(tmp_path / "my-bert", BERT)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "notes.json").write_text("to do")
+    (tmp_path / "list.json").write_text("[]")
+    made, other = tmp_path / "made", tmp_path / "other"
+    init(made, "--random", "--config", bert, "--head", "text-classification")
+    shutil.copytree(made, other)
+    (other / "config.json").write_text(json.dumps({**BERT, "hidden_size": 32}))
+    for given, head, told in (
+        (tmp_path / "my-bret", "features", f"there is no folder or file {tmp_path}/my-bret; did you mean {bert}?"),
+        ("./nowhere/at-all", "features", "there is no folder or file nowhere/at-all\n"),
+        (tmp_path / "empty", "features", "has no config.json"),
+        (tmp_path / "notes.json", "features", "notes.json is not JSON"),
+        (tmp_path / "list.json", "features", "list.json is not a transformers config"),
+        (
+            bert,
+            "image-classification",
+            "a bert cannot have the head image-classification; it can: text-classification",
+        ),
+        (made, "contrastive", "a bert cannot have the head contrastive; it can: text-classification"),
+        (other, "text-classification", "the weights have other shapes than the config says: bert."),
+    ):
+        random = ("--random",) if given == bert else ()
+        found = refusal("init", tmp_path / "no", "--config", given, "--head", head, *random)
+        assert told in found
+        assert found.count("\n") == 1
+    for name, content, told in (
+        ("model.safetensors", b"short", f"the weights of {other} cannot be read as a bert"),
+        ("pytorch_model.bin", b"", "pytorch_model.bin, a pickle"),
+    ):
+        (other / "model.safetensors").unlink()
+        (other / name).write_bytes(content)
+        assert told in refusal("init", tmp_path / "no", "--config", other, "--head", "text-classification")

@@ -138,11 +138,14 @@ def test_a_worker_without_what_privacy_needs_says_what_to_install(
     assert "install tessera[privacy]" in task.problem.detail
 
 
-def test_a_worker_does_not_load_what_only_some_tasks_need() -> None:
+def test_a_worker_does_not_load_what_only_some_tasks_or_other_kinds_of_data_need() -> None:
     some = {"opacus", "dp_accounting", "peft", "datasets", "sklearn", "pandas"}
-    script = f"import sys, tessera.worker.agent, tessera.worker.cli.worker; print({some} & set(sys.modules))"
+    script = (
+        f"import sys, tessera.worker.agent, tessera.worker.cli.worker; print({some} & set(sys.modules)); "
+        "tessera.worker.data.registry.load('digits', {}); print('datasets' in sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout == "set()\n"
+    assert done.stdout == "set()\nFalse\n"
 
 
 @pytest.mark.parametrize("allowed", [False, True])

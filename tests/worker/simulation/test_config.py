@@ -117,14 +117,15 @@ def test_sites_can_have_data_of_their_own(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("setting", "pointer", "told"),
     [
-        ("simulation.sits=3", "/simulation/sits", "Extra inputs"),
-        ("simulation.sites=0", "/simulation/sites", "greater than or equal to 1"),
-        ("simulation.data.part={}", "/simulation/data/part", "scheme"),
+        ("method.name=fedavgg", "/method/name", "did you mean `fedavg`? (TESSERA_METHODS is not set)"),
+        ("simulation.sits=3", "/simulation/sits", "did you mean `sites`?"),
+        ("simulation.sites=0", "/simulation/sites", "at least 1"),
+        ("simulation.data.part={}", "/simulation/data/part/scheme", "required"),
         ("simulation.data.part.count=4", "/simulation", "data.part.count: there are 3 sites; leave it out"),
         ("simulation.sites={ a = { kind = 'arrays' } }", "/simulation", "leave out data"),
         ("simulation.dropout=1", "/simulation/dropout", "less than 1"),
         ("simulation.away={ site-1 = [0] }", "/simulation/away", "greater than 0"),
-        ("rounds=none", "/rounds", "integer"),
+        ("rounds=none", "/rounds", "whole number"),
     ],
 )
 def test_what_is_wrong_is_named(setting: str, pointer: str, told: str) -> None:
@@ -167,7 +168,7 @@ def tessera(*arguments: str) -> Result:
 def made(folder: Path) -> None:
     (folder / "vit.json").write_text(json.dumps(VIT))
     init = ("model", "init", str(folder / "model"), "--config", str(folder / "vit.json"))
-    assert tessera(*init, "--head", "image-classification").exit_code == 0
+    assert tessera(*init, "--head", "image-classification", "--random").exit_code == 0
 
 
 def events(stdout: str) -> list[dict[str, Any]]:
@@ -221,7 +222,7 @@ def test_what_it_cannot_do_it_says_in_a_line(folder: Path) -> None:
         return answer.exit_code, answer.stderr
 
     code, stderr = said()
-    assert (code, "model/blocks.json cannot be read" in stderr, "tessera model init" in stderr) == (2, True, True)
+    assert (code, "there is no folder model" in stderr, "tessera model init" in stderr) == (2, True, True)
     made(folder)
     code, stderr = said("--set", "simulation.device=cuda:7")
     assert (code, "error: simulation.device: there is no cuda:7 here" in stderr) == (2, True)

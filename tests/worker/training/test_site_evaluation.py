@@ -104,12 +104,12 @@ def measured(client: Client, run: Run) -> dict[int, Measurement]:
     ("method", "chosen", "personal_from"),
     [
         # A vault that only steers training makes no model of the site's own.
-        ("fedavg", {}, None),
+        pytest.param("fedavg", {}, None, marks=pytest.mark.long),
         ("scaffold", {}, None),
         # What the vault holds does, once there is something in it;
-        ("fedper", {}, 1),
+        pytest.param("fedper", {}, 1, marks=pytest.mark.long),
         ("ditto", {}, 1),
-        ("local", {}, 1),
+        pytest.param("local", {}, 1, marks=pytest.mark.long),
         # fine-tuning does from the beginning.
         ("fedbabu", {"tune_epochs": 1}, 0),
     ],
@@ -153,7 +153,9 @@ def test_the_version_is_measured_without_what_the_site_keeps_and_its_own_model_w
     assert any(metrics[f"personal_{name}"] != metrics[name] for name in GLOBAL)
 
 
-@pytest.mark.parametrize("method", ["fedper", "ditto", "local", "fedbabu"])
+@pytest.mark.parametrize(
+    "method", ["ditto", *(pytest.param(name, marks=pytest.mark.long) for name in ("fedper", "local", "fedbabu"))]
+)
 def test_measuring_changes_no_bit_of_what_is_trained(
     coordinator: LiveCoordinator, tmp_path: Path, method: str
 ) -> None:

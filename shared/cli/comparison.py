@@ -1,0 +1,108 @@
+"""`tessera run compare`: several runs side by side, and the settings in which they differ."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Annotated, TypeVar
+
+import typer
+from rich.table import Table
+
+from tessera.shared.api.runs import Run
+from tessera.shared.cli.connection import client_of, find_run
+from tessera.shared.cli.render import output
+from tessera.shared.cli.render.output import AsJson
+from tessera.shared.cli.versions import described
+from tessera.shared.client.client import Client
+from tessera.shared.metrics.comparison import Comparison, History
+from tessera.shared.metrics.comparison import compare as compared
+from tessera.shared.problems import Invalid
+
+T = TypeVar("T")
+
+
+def compare(
+    ctx: typer.Context,
+    runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="Two runs or more, by id or name.")],
+    metric: Annotated[
+        str | None, typer.Option(help="The score to compare; by default the main score: accuracy, else loss.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compare runs: their scores, bytes and seconds by version, and the settings that differ."""
+    client = client_of(ctx)
+    found = compare_runs(client, [find_run(client, named) for named in runs], metric)
+    if as_json:
+        output.print_json(asdict(found))
+        return
+    console = output.out()
+    for table in tables(found):
+        console.print(table)
+        console.print()
+    for warning in found.warnings:
+        output.note(f"warning: {warning}")
+
+
+def compare_runs(client: Client, runs: Sequence[Run], metric: str | None = None) -> Comparison:
+    """Compare two runs or more. Raises Invalid for fewer, and for a metric that no run has."""
+    if len({run.id for run in runs}) < max(2, len(runs)):
+        named = ", ".join(run.spec.name for run in runs)
+        raise Invalid(
+            f"a comparison needs two or more different runs, not {named or 'none'}",
+            remedy="Name each run once; `tessera run list` lists them.",
+        )
+    histories = [History(run, list(client.rounds(run.id)), list(client.measurements(run.id))) for run in runs]
+    if metric:
+        known = {name for history in histories for one in history.measurements for name in one.metrics}
+        if metric not in known:
+            raise Invalid(
+                f"none of these runs has the score {metric!r}",
+                remedy=f"Measured were: {', '.join(sorted(known))}." if known else "None of them was evaluated.",
+            )
+    return compared(histories, metric)
+
+
+def tables(found: Comparison) -> Iterator[Table]:
+    """Yield the tables of a comparison: the runs, the settings that differ, and a table by version for each of score,
+    bytes and seconds."""
+    columns = ("run", "id", "state", "version", "best version", "bytes", "seconds")
+    rows = [
+        (
+            run.name,
+            run.id,
+            run.state,
+            run.version,
+            described(run.best) if run.best else None,
+            output.size(_last(run.bytes)),
+            output.seconds(_last(run.seconds)),
+        )
+        for run in found.runs
+    ]
+    yield output.table(columns, rows, right=("version", "bytes", "seconds"))
+    names = [run.name for run in found.runs]
+    if found.settings:
+        shown = [(name, *map(_short, values)) for name, values in found.settings.items()]
+        yield output.table(("settings that differ", *names), shown)
+    if found.metric:
+        yield _by_version(found, found.metric, [map(output.share, _at(found, run.scores)) for run in found.runs])
+    yield _by_version(found, "bytes so far", [map(output.size, _at(found, run.bytes)) for run in found.runs])
+    yield _by_version(found, "seconds so far", [map(output.seconds, _at(found, run.seconds)) for run in found.runs])
+
+
+def _at(found: Comparison, values: Mapping[int, T]) -> Iterator[T | None]:
+    return (values.get(number) for number in found.versions)
+
+
+def _last(values: Mapping[int, T]) -> T | None:
+    return values[max(values)] if values else None
+
+
+def _short(value: object) -> object:
+    # The beginning of a digest is enough to see that two differ.
+    return f"{value[:19]}..." if isinstance(value, str) and value.startswith("sha256:") else value
+
+
+def _by_version(found: Comparison, title: str, columns: Iterable[Iterable[str | None]]) -> Table:
+    names = [run.name for run in found.runs]
+    table = output.table(("version", *names), zip(found.versions, *columns, strict=True), right=("version", *names))
+    table.title, table.title_justify, table.title_style = title, "left", "bold"
+    return table

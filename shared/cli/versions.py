@@ -1,0 +1,107 @@
+"""Look-up of a run's versions: by number, the latest, or the best by the run's main score."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+from tessera.shared.api.runs import Run
+from tessera.shared.api.versions import Version
+from tessera.shared.cli.connection import find_run
+from tessera.shared.cli.export import export_file, export_folder
+from tessera.shared.client.client import Client
+from tessera.shared.metrics.comparison import BestVersion, best_version
+from tessera.shared.problems import Gone, Invalid, NotFound
+
+LATEST = "latest"
+BEST = "best"
+
+Wanted = int | Literal["latest", "best"]
+"""A version: its number, or one of these words."""
+
+
+def parse_version(text: str) -> Wanted:
+    """Return the version that a person names. Raises Invalid."""
+    if text == LATEST:
+        return "latest"
+    if text == BEST:
+        return "best"
+    if text.isascii() and text.isdecimal():
+        return int(text)
+    raise Invalid(f"{text!r} is not a version", remedy="Give a version's number, `latest` or `best`.")
+
+
+def find_version(client: Client, run: Run, wanted: Wanted) -> Version:
+    """Return a version of a run that is still kept.
+
+    Raises NotFound for an unknown number, Gone for a version that is no longer kept, and Invalid for `best` if no
+    version has been evaluated.
+    """
+    if wanted == "best":
+        return _best(client, run)
+    number = run.version.number if wanted == "latest" else wanted
+    found = next((version for version in client.versions(run.id, number) if version.number == number), None)
+    if found is None:
+        raise NotFound(
+            f"run {run.spec.name} has no version {number}",
+            remedy=f"It has the versions 0 to {run.version.number}; `latest` and `best` are possible too.",
+        )
+    if found.retired_at is not None:
+        kept = [version.number for version in client.versions(run.id) if version.retired_at is None]
+        raise Gone(
+            f"version {number} of run {run.spec.name} is no longer kept (the coordinator's setting keep_versions)",
+            remedy=f"It keeps the versions {', '.join(map(str, kept))}.",
+        )
+    return found
+
+
+def _best(client: Client, run: Run) -> Version:
+    measurements = list(client.measurements(run.id))
+    best = best_version(measurements)
+    if best is None:
+        raise Invalid(
+            f"no version of run {run.spec.name} has been evaluated, so none is the best",
+            remedy="Give a version's number, or start a run with [evaluation] in its file (`sites = true`).",
+        )
+    versions = {version.number: version for version in client.versions(run.id)}
+    if versions[best.number].retired_at is None:
+        return versions[best.number]
+    next_best = best_version(measurements, {n for n, version in versions.items() if version.retired_at is None})
+    raise Gone(
+        f"the best version of run {run.spec.name}, {described(best)}, is no longer kept "
+        "(the coordinator's setting keep_versions)",
+        remedy=f"The best of those kept is {described(next_best)}." if next_best else "Name a version that is kept.",
+    )
+
+
+def export_version(
+    client: Client,
+    run: Run,
+    out: Path,
+    wanted: Wanted,
+    progress: Callable[[int], None] = lambda _: None,
+    like: Path | None = None,
+) -> int:
+    """Write a version to a new model folder, or to one file if `out` ends in `.safetensors` and `like` is None.
+
+    Return the version's number. Other files of the folder `like` are copied.
+
+    Raises Invalid for a folder that exists, and as `find_version` does.
+    """
+    number = find_version(client, run, wanted).number
+    if out.suffix == ".safetensors" and like is None:
+        export_file(client, run, out, number, progress)
+    else:
+        export_folder(client, run, out, number, progress, like)
+    return number
+
+
+def described(best: BestVersion) -> str:
+    """Return a best version in words."""
+    return f"{best.number} ({best.metric} {best.value:.3f})"
+
+
+def find_start(client: Client, named: str) -> tuple[Run, Version]:
+    """Return the run and version that `RUN[@VERSION]` names; the latest version if none is given."""
+    name, at, version = named.rpartition("@")
+    run = find_run(client, name if at else named)
+    return run, find_version(client, run, parse_version(version) if at else "latest")

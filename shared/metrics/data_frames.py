@@ -1,0 +1,38 @@
+"""Rounds, metrics and comparisons as pandas tables."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import pandas as pd
+
+from tessera.shared.metrics.comparison import Comparison
+from tessera.shared.metrics.rows import MetricRow
+
+
+def rounds_table(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
+    """Return a row for each attempt at a round, with the columns of all of them."""
+    return pd.DataFrame(rows)
+
+
+def metrics_table(rows: Iterable[MetricRow]) -> pd.DataFrame:
+    """Return all metrics in long form: one value a row."""
+    return pd.DataFrame(rows, columns=MetricRow._fields)
+
+
+def comparison_table(found: Comparison) -> pd.DataFrame:
+    """Return score, bytes and seconds of each run, by version; bytes and seconds are totals so far."""
+    metric = found.metric or "score"
+    columns = {
+        (run.name, what): pd.Series(values, dtype="float64")
+        for run in found.runs
+        for what, values in ((metric, run.scores), ("bytes", run.bytes), ("seconds", run.seconds))
+    }
+    table = pd.DataFrame(columns, index=pd.Index(found.versions, name="version"))
+    table.columns.names = ["run", ""]
+    return table
+
+
+def settings_table(found: Comparison) -> pd.DataFrame:
+    """Return the settings that differ, a column for each run; None where a run has no such setting."""
+    names = [run.name for run in found.runs]
+    return pd.DataFrame(list(found.settings.values()), index=[*found.settings], columns=names, dtype=object)

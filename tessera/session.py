@@ -1,0 +1,275 @@
+"""A session with a coordinator: start runs, watch them, read their scores, compare and export them."""
+
+from __future__ import annotations
+
+import uuid
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from tessera.shared.api.runs import Preview, RunSpec
+from tessera.shared.api.runs import Run as RunRecord
+from tessera.shared.cli.comparison import compare_runs
+from tessera.shared.cli.connection import WATCHING_PATIENCE_SECONDS, find_run
+from tessera.shared.cli.metrics import extra
+from tessera.shared.cli.render.watch import watch_as_text
+from tessera.shared.cli.run import preview_notes
+from tessera.shared.cli.run_file import check_spec, read_spec, settings_of
+from tessera.shared.cli.upload import upload_model
+from tessera.shared.cli.versions import Wanted, described, export_version, find_start
+from tessera.shared.client.client import Client
+from tessera.shared.client.round_outcomes import follow, outcomes
+from tessera.shared.metrics.comparison import BestVersion, ComparedRun, best_version
+from tessera.shared.metrics.comparison import Comparison as ComparisonRecord
+from tessera.shared.metrics.rows import rows_of
+from tessera.shared.metrics.site_spread import scores_by_version
+from tessera.shared.problems import Invalid, Problem
+from tessera.shared.updates.model_folder import ModelFolder
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+Settings = str | Path | Mapping[str, Any]
+"""A run's settings: the path of its TOML file, or the same as a mapping."""
+
+
+def connect(
+    url: str | None = None,
+    token: str | None = None,
+    *,
+    token_file: str | Path | None = None,
+    ca_bundle: str | Path | None = None,
+    client_cert: str | Path | None = None,
+    client_key: str | Path | None = None,
+) -> Session:
+    """Return a session with the coordinator at `url`.
+
+    Options that are left out come from the environment, as those of the commands do: TESSERA_URL, TESSERA_TOKEN or
+    TESSERA_TOKEN_FILE, TESSERA_CA_BUNDLE, TESSERA_CLIENT_CERT and TESSERA_CLIENT_KEY.
+
+    Raises Problem if a file cannot be read, the coordinator cannot be reached, or it does not accept the token.
+    """
+    given = {
+        "url": url,
+        "token": token,
+        "token_file": token_file,
+        "ca_bundle": ca_bundle,
+        "client_cert": client_cert,
+        "client_key": client_key,
+    }
+    client = Client.from_environment(given, patience_seconds=WATCHING_PATIENCE_SECONDS)
+    try:
+        next(client.runs(), None)
+    except Problem:
+        client.close()
+        raise
+    return Session(client)
+
+
+class Session:
+    """A connection to a coordinator with one token, as `connect` returns it.
+
+    It can be used as a context manager, which closes the connection at its end. `client` has the whole API.
+    """
+
+    def __init__(self, client: Client) -> None:
+        self.client = client
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, fault: BaseException | None, at: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self.client.close()
+
+    def preview(
+        self,
+        settings: Settings | None = None,
+        model: str | Path | None = None,
+        *,
+        start_from: str | None = None,
+    ) -> Preview:
+        """Return which workers would take part in a run, and why others would not. Takes what `start` takes; uploads
+        the model, and starts nothing."""
+        return self.client.preview_run(self._spec(settings, model, start_from))
+
+    def start(
+        self,
+        settings: Settings | None = None,
+        model: str | Path | None = None,
+        *,
+        start_from: str | None = None,
+    ) -> Run:
+        """Start a run from a model folder, or from a version of another run: `start_from="first@best"`.
+
+        `settings` are a run file or its content as a mapping; those of the other run if left out. Raises Problem that
+        lists every invalid setting. Warns if too few workers would take part.
+        """
+        spec = self._spec(settings, model, start_from)
+        for sentence in preview_notes(self.client.preview_run(spec)):
+            warnings.warn(sentence.removeprefix("warning: "), stacklevel=2)
+        return Run(self.client, self.client.create_run(spec, key=uuid.uuid4().hex))
+
+    def _spec(self, settings: Settings | None, model: str | Path | None, start_from: str | None) -> RunSpec:
+        if (model is None) == (start_from is None):
+            raise Invalid(
+                "a run starts either from a model folder or from a version of another run",
+                remedy='Give model="FOLDER" or start_from="RUN@VERSION".',
+            )
+        if start_from is not None:
+            run, version = find_start(self.client, start_from)
+            given = settings_of(run) if settings is None else _read(settings)
+            return RunSpec.model_validate({**given, "model": run.spec.model, "version": version.digest})
+        if settings is None:
+            raise Invalid("a run from a model folder needs settings", remedy="Give a run file or a mapping.")
+        given = _read(settings)
+        uploaded = upload_model(self.client, ModelFolder.open(Path(model or "")))
+        return RunSpec.model_validate({**given, "model": uploaded.model, "version": uploaded.version})
+
+    def run(self, named: str) -> Run:
+        """Return the run with this id, this beginning of an id, or this name. Raises Problem if there is not exactly
+        one."""
+        return Run(self.client, find_run(self.client, named))
+
+    def runs(self) -> list[Run]:
+        """Return all runs, oldest first."""
+        return [Run(self.client, record) for record in self.client.runs()]
+
+    def compare(self, *runs: Run | str, metric: str | None = None) -> Comparison:
+        """Compare two runs or more by `metric`, or by the main score of the first that has been evaluated.
+
+        Runs are given by id or name too. Raises Problem for an unknown run or metric.
+        """
+        records = [run.record if isinstance(run, Run) else find_run(self.client, run) for run in runs]
+        return Comparison(compare_runs(self.client, records, metric))
+
+
+class Run:
+    """A run at a coordinator. `record` is its state as of the last request; `refresh` updates it."""
+
+    def __init__(self, client: Client, record: RunRecord) -> None:
+        self._client = client
+        self.record = record
+
+    @property
+    def id(self) -> str:
+        return self.record.id
+
+    @property
+    def name(self) -> str:
+        return self.record.spec.name
+
+    @property
+    def state(self) -> str:
+        """`running`, `paused`, `completed`, `failed` or `cancelled`."""
+        return self.record.state
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The content of its run file, with all defaults: what `start` takes."""
+        return settings_of(self.record)
+
+    def __repr__(self) -> str:
+        made = f"version {self.record.version.number} of {self.record.spec.rounds}"
+        return f"<Run {self.name} ({self.id[:8]}): {self.state}, {made}>"
+
+    def refresh(self) -> Self:
+        """Read the run's state again."""
+        self.record = self._client.run(self.id)
+        return self
+
+    def watch(self) -> Self:
+        """Wait until the run ends or pauses. Print each round as it ends, with a progress bar below."""
+        self.record = watch_as_text(follow(self._client, self.id))
+        return self
+
+    def table(self) -> pd.DataFrame:
+        """Return a pandas table with a row for each attempt at a round: its scores, bytes and seconds.
+
+        Raises Problem if pandas is not installed.
+        """
+        frames = extra("data_frames")
+        scores = scores_by_version(self._client.measurements(self.id))
+        rows = [
+            {
+                "round": one.round.number,
+                "attempt": one.round.attempt,
+                "stage": one.round.stage,
+                "state": one.round.state,
+                "accepted": one.accepted,
+                **one.scores,
+                "download_bytes": one.download_bytes,
+                "upload_bytes": one.upload_bytes,
+                "seconds": one.seconds(),
+            }
+            for one in outcomes(self._client.rounds(self.id), scores)
+        ]
+        return frames.rounds_table(rows)
+
+    def metrics(self) -> pd.DataFrame:
+        """Return a pandas table with every metric of every site, worker and version, one value a row."""
+        frames = extra("data_frames")
+        record = self.refresh().record
+        measurements = list(self._client.measurements(self.id))
+        return frames.metrics_table(
+            rows_of(record, self._client.rounds(self.id), self._client.versions(self.id), measurements)
+        )
+
+    def best(self) -> BestVersion | None:
+        """Return the version with the best main score; None if no version has been evaluated."""
+        return best_version(self._client.measurements(self.id))
+
+    def compare(self, *others: Run | str, metric: str | None = None) -> Comparison:
+        """Compare this run with others, as `Session.compare` does."""
+        return Session(self._client).compare(self, *others, metric=metric)
+
+    def export(self, out: str | Path, version: Wanted = "latest", *, like: str | Path | None = None) -> Path:
+        """Write a version to a new folder that transformers' `from_pretrained` loads, or to one `.safetensors` file.
+
+        `version` is a number, "latest" or "best". Other files of the folder `like`, such as a tokenizer, are copied.
+        Raises Problem for an unknown version, for "best" if none was evaluated, and for a folder that exists.
+        """
+        folder = Path(like) if like else None
+        export_version(self._client, self.refresh().record, Path(out), version, like=folder)
+        return Path(out)
+
+
+class Comparison:
+    """Several runs side by side."""
+
+    def __init__(self, record: ComparisonRecord) -> None:
+        self.record = record
+
+    @property
+    def metric(self) -> str | None:
+        """The score that is compared; None if no run has been evaluated."""
+        return self.record.metric
+
+    @property
+    def runs(self) -> tuple[ComparedRun, ...]:
+        return self.record.runs
+
+    def table(self) -> pd.DataFrame:
+        """Return a pandas table with each run's score by version, and its bytes and seconds up to that version."""
+        return extra("data_frames").comparison_table(self.record)
+
+    def settings(self) -> pd.DataFrame:
+        """Return a pandas table of the settings that differ, with a column for each run."""
+        return extra("data_frames").settings_table(self.record)
+
+    def __repr__(self) -> str:
+        best = (f"{run.name}: best {described(run.best) if run.best else 'not evaluated'}" for run in self.runs)
+        return f"<Comparison by {self.metric}: {'; '.join(best)}>"
+
+
+def _read(settings: Settings) -> dict[str, Any]:
+    if isinstance(settings, Mapping):
+        check_spec("this mapping", settings)
+        return dict(settings)
+    return read_spec(Path(settings))

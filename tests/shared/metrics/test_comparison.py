@@ -1,0 +1,130 @@
+"""The best version of a run, and what differs between runs, from literals."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+
+from tessera.shared.api.runs import Measurement, Round, Run, RunSpec
+from tessera.shared.api.tasks import TaskView
+from tessera.shared.api.versions import VersionRef
+from tessera.shared.metrics.comparison import History, best_version, compare
+
+AT = datetime(2026, 1, 1, tzinfo=UTC)
+DIGEST = f"sha256:{'0' * 64}"
+
+
+def measured(version: int, site: str | None, examples: int = 10, **metrics: float) -> Measurement:
+    """One evaluation: at a site, or on central data."""
+    return Measurement(
+        version=version,
+        dataset="data",
+        worker=f"{site or 'lab'}/w",
+        held_out=site is not None,
+        examples=examples,
+        metrics=metrics,
+    )
+
+
+@pytest.mark.parametrize(
+    ("measurements", "expected"),
+    [
+        pytest.param([], None, id="nothing was evaluated"),
+        pytest.param([measured(1, "a", speed=3.0)], None, id="no main score"),
+        pytest.param([measured(1, "a", accuracy=0.5), measured(2, "a", accuracy=0.9)], 2, id="higher accuracy"),
+        pytest.param([measured(1, "a", loss=0.5), measured(2, "a", loss=0.9)], 1, id="lower loss"),
+        pytest.param([measured(n, "a", accuracy=0.5, loss=1.0 - n) for n in (1, 2)], 1, id="the earliest of equals"),
+        pytest.param(
+            [measured(1, None, accuracy=0.6), measured(2, None, accuracy=0.5), measured(2, "a", accuracy=0.9)],
+            1,
+            id="central data before sites",
+        ),
+        pytest.param(
+            [measured(1, "a", accuracy=0.5), measured(1, "b", accuracy=0.6), measured(2, "a", accuracy=0.9)],
+            1,
+            id="measured by all sites before one",
+        ),
+        # (0.8 * 10 + 0.2 * 90) / 100 = 0.26 < 0.5
+        pytest.param(
+            [
+                measured(1, "a", accuracy=0.5),
+                measured(1, "b", 90, accuracy=0.5),
+                measured(2, "a", accuracy=0.8),
+                measured(2, "b", 90, accuracy=0.2),
+            ],
+            1,
+            id="each example counts alike",
+        ),
+    ],
+)
+def test_the_best_version_has_the_best_main_score(measurements: list[Measurement], expected: int | None) -> None:
+    best = best_version(measurements)
+    assert (best.number if best else None) == expected
+
+
+def test_the_best_of_some_versions_is_one_of_them() -> None:
+    found = [measured(n, "a", accuracy=n / 10) for n in (1, 2, 3)]
+    best = best_version(found, among=[1, 2, 7])
+    assert best
+    assert (best.number, best.metric, best.value) == (2, "accuracy", 0.2)
+
+
+def history(
+    name: str, made: Sequence[tuple[int | None, int, float]], *, measurements: Any = (), **spec: Any
+) -> History:
+    """A run that made rounds of (version, uploaded bytes, seconds)."""
+    wanted = {"name": name, "method": {"name": "fedavg"}, "model": DIGEST, "version": DIGEST, "dataset": "data"}
+    run = Run(
+        id=f"{name}-0123456789",
+        state="completed",
+        spec=RunSpec.model_validate({**wanted, "rounds": 2, **spec}),
+        version=VersionRef(number=2, digest=DIGEST),
+        model_bytes=0,
+        revision=1,
+        created_at=AT,
+        updated_at=AT,
+    )
+    task: dict[str, Any] = {"id": "t", "run": run.id, "round": 1, "worker": "a/w", "kind": "train", "token": 1}
+    attempts = [
+        Round(
+            run=run.id,
+            number=number,
+            attempt=1,
+            state="abandoned" if version is None else "committed",
+            stage="train",
+            opened_at=AT,
+            deadline_at=AT,
+            closed_at=AT + timedelta(seconds=seconds),
+            version=version,
+            tasks=(TaskView(**task, state="merged", attempts=1, upload_bytes=count, download_bytes=1),),
+        )
+        for number, (version, count, seconds) in enumerate(made, 1)
+    ]
+    return History(run, attempts, measurements)
+
+
+def test_bytes_and_seconds_are_totals_with_those_of_abandoned_attempts() -> None:
+    one = history("one", [(1, 100, 2.0), (None, 50, 3.0), (2, 100, 2.0)])
+    other = history("other", [(1, 10, 1.0)], measurements=[measured(0, "a", loss=3.0), measured(1, "a", loss=2.0)])
+    found = compare([one, other])
+    # Each attempt downloads one byte: 101, then 101 + 51 + 101.
+    assert found.runs[0].bytes == {0: 0, 1: 101, 2: 253}
+    assert found.runs[0].seconds == {0: 0.0, 1: 2.0, 2: 7.0}
+    assert (found.metric, found.runs[0].scores, found.runs[1].scores) == ("loss", {}, {0: 3.0, 1: 2.0})
+    assert found.versions == [0, 1, 2]
+
+
+def test_settings_that_differ_are_named_by_their_paths() -> None:
+    frozen = {"name": "fedfrozen", "settings": {"warmup_rounds": 3}}
+    found = compare([history("a", []), history("a", [], method=frozen, dataset="other"), history("c", [], rounds=2)])
+    assert found.settings == {
+        "method.name": ("fedavg", "fedfrozen", "fedavg"),
+        "method.settings.warmup_rounds": (None, 3, None),
+        "dataset": ("data", "other", "data"),
+    }
+    assert [run.name for run in found.runs] == ["a (a-012345)", "a (a-012345)", "c"]
+    assert len(found.warnings) == 1
+    assert compare([history("a", []), history("b", [], rounds=3)]).warnings == ()
