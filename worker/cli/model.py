@@ -356,14 +356,14 @@ def _pretrained(source: str, config: Config, head: Head, seed: int, mapping: Map
 def _quiet() -> Iterator[None]:
     """Silence transformers' tables of what it loaded: one line here says what matters of them."""
     verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         yield
     finally:
         transformers_logging.set_verbosity(verbosity)
         if bars:
-            transformers_logging.enable_progress_bar()
+            transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 def _some(names: Sequence[str]) -> str:
