@@ -101,7 +101,7 @@ def test_split_of_a_saved_folder_is_chosen_by_name(tmp_path: Path) -> None:
     (folder / "train" / "dataset_info.json").write_text("{")
     assert "cannot be read" in refusal(folder, split="train")
     (folder / "dataset_dict.json").write_text(json.dumps(["train"]))
-    assert "dataset_dict.json cannot be read: save the folder anew" in refusal(folder)
+    assert "dataset_dict.json cannot be read: save the folder again" in refusal(folder)
     assert "it has no rows" in refusal(saved(tmp_path / "none", rows().select([])))
 
 

@@ -33,7 +33,7 @@ def saved_split(option: str, folder: Path, split: str | None) -> Path:
     try:
         splits = sorted(map(str, json.loads((folder / _DICT).read_text(encoding="utf-8"))["splits"]))
     except (OSError, ValueError, LookupError, TypeError) as fault:
-        raise DataError(f"{option}: {folder / _DICT} cannot be read: save the folder anew") from fault
+        raise DataError(f"{option}: {folder / _DICT} cannot be read: save the folder again") from fault
     return folder / _chosen(folder, splits, split)
 
 
