@@ -56,7 +56,7 @@ def _command(path: str, command: Any) -> Iterator[str]:
     under = getattr(command, "commands", None)
     arguments = " ".join(_argument(p) for p in command.params if p.param_type_name == "argument")
     if under is None:
-        yield f"\n```\n{' '.join(filter(None, (path, '[OPTIONS]', arguments)))}\n```"
+        yield f"\n```text\n{' '.join(filter(None, (path, '[OPTIONS]', arguments)))}\n```"
     yield from _options(command)
     for name, found in (under or {}).items():
         if not found.hidden:

@@ -15,14 +15,20 @@ from tessera.shared.schema import Frozen
 class Training(Frozen):
     """Settings of local training, common to all methods."""
 
-    epochs: PositiveInt = Field(default=1, le=1000)
-    batch_size: PositiveInt | None = Field(default=32, description="all examples in one batch if null")
-    optimizer: Literal["adamw", "sgd"] = "adamw"
-    learning_rate: float = Field(default=1e-4, gt=0, le=100)
-    weight_decay: float = Field(default=0.01, ge=0, le=10)
+    epochs: PositiveInt = Field(default=1, le=1000, description="passes over a site's examples in a round")
+    batch_size: PositiveInt | None = Field(
+        default=32, description="examples per step; null, which only JSON can say, puts all in one batch"
+    )
+    optimizer: Literal["adamw", "sgd"] = Field(default="adamw", description="the local optimizer")
+    learning_rate: float = Field(default=1e-4, gt=0, le=100, description="the step size of the local optimizer")
+    weight_decay: float = Field(default=0.01, ge=0, le=10, description="decay of the weights by the local optimizer")
     momentum: float = Field(default=0.0, ge=0, lt=1, description="for sgd")
-    max_gradient_norm: float | None = Field(default=None, gt=0)
-    precision: Literal["float32", "bfloat16", "float16"] = "float32"
+    max_gradient_norm: float | None = Field(
+        default=None, gt=0, description="l2 norm that a batch's gradient is clipped to"
+    )
+    precision: Literal["float32", "bfloat16", "float16"] = Field(
+        default="float32", description="of forward and backward passes; weights stay in their own type"
+    )
 
 
 def local_steps(training: Training, examples: int) -> int:
@@ -34,7 +40,7 @@ class Budget(Frozen):
     """Privacy loss per example: (epsilon, delta) for neighbouring data sets, in one of which one example of the other
     is replaced by nothing."""
 
-    epsilon: float = Field(gt=0, le=1000)
+    epsilon: float = Field(gt=0, le=1000, description="bound on the privacy loss; the smaller, the more private")
     delta: float = Field(gt=0, lt=0.1, description="well below one over the number of examples")
 
 

@@ -20,6 +20,8 @@ from tessera.worker.governance.policy import Policy
 from tessera.worker.settings import DataSource, WorkerSettings
 from tessera.worker.simulation.config import SimulationTable
 from tests.support.paths import ROOT
+from tests.support.shell_blocks import PAGES, blocks, commands, faults
+from tests.system.test_documents import PAGES_RUN
 
 DOCS = ROOT / "docs"
 
@@ -163,6 +165,36 @@ def test_every_test_that_the_ten_risks_name_is_there() -> None:
 def test_every_decision_is_in_the_index() -> None:
     index = text("docs/decisions/README.md")
     assert [p.name for p in sorted((DOCS / "decisions").glob("0*.md")) if p.name not in index] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_shell_line_names_commands_and_options_that_exist(page: Path) -> None:
+    found = [
+        (block.line, fault) for block in blocks(page) for words in commands(block.text) for fault in faults(words)
+    ]
+    assert found == []
+
+
+def test_every_shell_block_is_run_or_says_why_not() -> None:
+    runnable = {str(page.relative_to(ROOT)) for page in PAGES if any(not block.reason for block in blocks(page))}
+    assert runnable == {"docs/quickstart.md", *PAGES_RUN}
+
+
+@pytest.mark.parametrize(
+    ("line", "fault"),
+    [
+        ("tessera run creat run.toml", "no command creat in tessera run"),
+        ("tessera coordinator serve --migrat", "No such option: --migrat"),
+        ("tessera run show a b", "takes no ['b']"),
+        ("tessera worker approve", "lacks run"),
+        ("make tests", "no target tests"),
+        ("python -m benchmarks.none", "no module benchmarks.none"),
+        ("pip install '.[workers]'", "no extra workers"),
+    ],
+)
+def test_a_shell_line_that_names_what_is_not_there_is_found(line: str, fault: str) -> None:
+    (words,) = commands(line)
+    assert fault in " ".join(faults(words))
 
 
 def test_the_commands_of_the_readme_are_targets_of_the_makefile() -> None:

@@ -198,7 +198,7 @@ class Clipped(ByGram):
     norm: PositiveFloat | None = Field(
         default=None, description="the radius, an l2 norm per block; the median distance if left out"
     )
-    iterations: PositiveInt = Field(default=10, le=100)
+    iterations: PositiveInt = Field(default=10, le=100, description="number of times that the centre moves")
 
     def weights(self, gram: Array, attackers: int) -> Array:
         count = len(gram)
@@ -244,7 +244,7 @@ class GeometricMedian(ByGram):
     """
 
     rule: Literal["geometric-median"] = "geometric-median"
-    iterations: PositiveInt = Field(default=32, le=1000)
+    iterations: PositiveInt = Field(default=32, le=1000, description="most Weiszfeld iterations")
 
     def weights(self, gram: Array, attackers: int) -> Array:
         apart = np.sqrt(_apart(gram))

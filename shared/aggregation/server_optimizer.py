@@ -66,8 +66,8 @@ class Momentum(OptimizerRule):
     """m = momentum m + g; w = w - learning_rate m. At its defaults it is `none`, bit for bit."""
 
     kind: Literal["sgd"] = "sgd"
-    learning_rate: float = Field(default=1.0, gt=0, le=1000)
-    momentum: float = Field(default=0.0, ge=0, lt=1)
+    learning_rate: float = Field(default=1.0, gt=0, le=1000, description="the step size at the coordinator")
+    momentum: float = Field(default=0.0, ge=0, lt=1, description="share of the last step that is kept")
 
     @property
     def neutral(self) -> bool:
@@ -88,9 +88,9 @@ class Adaptive(OptimizerRule):
     it for every task; 1e-3 is about the distance that a few dozen local steps of fine-tuning move an entry.
     """
 
-    learning_rate: float = Field(default=1e-3, gt=0, le=1000)
-    beta1: float = Field(default=0.9, ge=0, lt=1)
-    tau: float = Field(default=1e-3, gt=0, le=1)
+    learning_rate: float = Field(default=1e-3, gt=0, le=1000, description="the step size at the coordinator")
+    beta1: float = Field(default=0.9, ge=0, lt=1, description="decay of the mean of the steps")
+    tau: float = Field(default=1e-3, gt=0, le=1, description="added to the root of the second moment")
 
     def moments(self) -> dict[str, OptimizerMoment]:
         first = {"m": OptimizerMoment(0.0, lambda m, g: self.beta1 * m + (1 - self.beta1) * g)} if self.beta1 else {}
@@ -109,7 +109,7 @@ class Adam(Adaptive):
     """v = beta2 v + (1 - beta2) g^2."""
 
     kind: Literal["adam"] = "adam"
-    beta2: float = Field(default=0.99, ge=0, lt=1)
+    beta2: float = Field(default=0.99, ge=0, lt=1, description="decay of the second moment")
 
     def second(self, v: Array, g: Array) -> Array:
         after: Array = self.beta2 * v + (1 - self.beta2) * g * g
@@ -120,7 +120,7 @@ class Yogi(Adaptive):
     """v = v - (1 - beta2) g^2 sign(v - g^2)."""
 
     kind: Literal["yogi"] = "yogi"
-    beta2: float = Field(default=0.99, ge=0, lt=1)
+    beta2: float = Field(default=0.99, ge=0, lt=1, description="decay of the second moment")
 
     def second(self, v: Array, g: Array) -> Array:
         after: Array = v - (1 - self.beta2) * g * g * np.sign(v - g * g)
@@ -131,7 +131,7 @@ class Adagrad(Adaptive):
     """v = v + g^2, and no momentum unless asked for, as is usual with Adagrad."""
 
     kind: Literal["adagrad"] = "adagrad"
-    beta1: float = Field(default=0.0, ge=0, lt=1)
+    beta1: float = Field(default=0.0, ge=0, lt=1, description="decay of the mean of the steps")
 
     def second(self, v: Array, g: Array) -> Array:
         after: Array = v + g * g

@@ -39,7 +39,9 @@ class Cohort(Frozen):
         default=None, description="sites whose updates close a round before its deadline"
     )
     quorum: PositiveInt = Field(default=1, description="sites without whose updates a round is abandoned")
-    deadline_seconds: float = Field(default=3600, gt=0, le=30 * 86400)
+    deadline_seconds: float = Field(
+        default=3600, gt=0, le=30 * 86400, description="time after which a round closes with the updates that it has"
+    )
     max_attempts: PositiveInt = Field(default=3, le=100, description="attempts at a round before the run pauses")
     max_task_attempts: PositiveInt = Field(
         default=3, le=100, description="leases of a task before it counts as expired"
@@ -96,17 +98,19 @@ class Bounds(Message):
 class RunSpec(Frozen):
     """An orchestrator's definition of a run. `model` and `version` are digests of blobs uploaded before."""
 
-    name: Label
-    method: MethodSpec
-    model: Digest
-    version: Digest
+    name: Label = Field(description="the run's name, for people; several runs may have the same")
+    method: MethodSpec = Field(description="the algorithm and its settings")
+    model: Digest = Field(description="digest of the table of the model's blocks")
+    version: Digest = Field(description="digest of the manifest of the first version")
     dataset: Label = Field(description="what sites call the data to train on")
-    rounds: Rounds
-    seed: Seed = 0
-    cohort: Cohort = Cohort()
-    training: Training = Training()
+    rounds: Rounds = Field(description="rounds after which the run is complete")
+    seed: Seed = Field(default=0, description="decides every random choice of the run: cohorts, batches, noise")
+    cohort: Cohort = Field(default=Cohort(), description="who takes part in a round, and for how long it waits")
+    training: Training = Field(default=Training(), description="local training at each worker")
     privacy: Privacy | None = Field(default=None, description="differential privacy of what each worker trains on")
-    evaluation: Evaluation | None = None
+    evaluation: Evaluation | None = Field(
+        default=None, description="the data on which versions are measured; without it a run has no scores"
+    )
     codec: str = Field(default=pipeline.LOSSLESS, max_length=128, description="how updates are written for the wire")
     upload_budget: Bytes | None = Field(
         default=None, description="the most bytes of an update, as in '5 MB'; coarser codecs are taken to keep to it"
@@ -114,9 +118,17 @@ class RunSpec(Frozen):
     upload_seconds: PositiveFloat | None = Field(
         default=None, description="the most that an update may take on the line that its worker declares"
     )
-    normalization: Normalization = "participants"
-    robust: Robust = Mean()
-    server_optimizer: ServerOptimizer = Plain()
+    normalization: Normalization = Field(
+        default="participants",
+        description="what the sum of a block's steps is divided by: the weight of the sites that sent the block, "
+        "that of the whole cohort, or the latter times the probability that a site sends it",
+    )
+    robust: Robust = Field(
+        default=Mean(), description="the rule that merges updates; all but mean tolerate attackers"
+    )
+    server_optimizer: ServerOptimizer = Field(
+        default=Plain(), description="the step that the coordinator takes along the merged update"
+    )
     max_examples: PositiveInt | Unlimited | None = Field(
         default=None,
         description="a site with more examples weighs as if it had this many; if left out, 4 times the median of "

@@ -20,7 +20,8 @@ from tessera.shared.cli.render.failures import print_failures
 from tessera.shared.cli.render.metric_tables import epsilon_table, number_table, score_table, spread_table
 from tessera.shared.cli.render.output import AsJson
 from tessera.shared.cli.render.watch import watch_as_json, watch_as_text
-from tessera.shared.cli.run_file import changed, read_spec, settings_of
+from tessera.shared.cli.run_file import changed, installed_method, read_spec, settings_of
+from tessera.shared.cli.run_template import template
 from tessera.shared.cli.upload import upload_model
 from tessera.shared.cli.versions import described, export_version, find_start, parse_version
 from tessera.shared.client.client import Client
@@ -71,6 +72,32 @@ StartFrom = Annotated[
 Changes = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a setting, e.g. cohort.quorum=2.")
 ]
+
+
+@app.command()
+def init(
+    method: Annotated[str, typer.Argument(metavar="METHOD", help="The method, such as fedavg.")],
+    dataset: Annotated[str, typer.Option(help="What sites call the data to train on.")] = "data",
+    out: Annotated[Path | None, typer.Option(help="The new file; by default the text is printed.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write a run's file for a method, with the meaning, type and default of each key. Asks no coordinator.
+
+    The file is valid as it is, and evaluates at the sites.
+    """
+    text = template(installed_method(method), dataset)
+    if out is not None:
+        try:
+            with out.open("x", encoding="utf-8") as file:
+                file.write(text)
+        except OSError as fault:
+            raise Invalid(f"{out} cannot be created: {fault.strerror}", remedy="Choose another file.") from fault
+    if as_json:
+        output.print_json({"method": method, "path": out and str(out), "text": text})
+    elif out is None:
+        typer.echo(text, nl=False)
+    else:
+        output.out().print(f"{out}: a run of {method}", soft_wrap=True, markup=False)
 
 
 @app.command()
@@ -282,7 +309,11 @@ def _row(outcome: Outcome, best: BestVersion | None) -> tuple[object, ...]:
 
 @app.command()
 def watch(ctx: typer.Context, run: Named, as_json: AsJson = False) -> None:
-    """Follow a run until it ends or pauses. Exit code 0: completed, 1: failed or cancelled, 3: paused."""
+    """Follow a run until it ends or pauses. Exit code 0: completed, 1: failed or cancelled, 3: paused.
+
+    A terminal shows the phase, step, loss and time left of each worker in place; a pipe gets lines.
+    Times are estimated from the rounds that have ended.
+    """
     client = client_of(ctx, WATCHING_PATIENCE_SECONDS)
     found = find_run(client, run)
     if not as_json:

@@ -1,19 +1,31 @@
 """A run's TOML file: a `RunSpec` without its model and version, which are uploaded."""
 
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
 from tessera.shared.api.runs import Run, RunSpec
-from tessera.shared.methods.base import MethodSpec
-from tessera.shared.methods.registry import MethodsUnusable, UnknownMethod, check, places_searched, settings_type
+from tessera.shared.cli.render.output import note
+from tessera.shared.methods.base import Method, MethodSpec
+from tessera.shared.methods.registry import (
+    MethodsUnusable,
+    UnknownMethod,
+    check,
+    methods,
+    places_searched,
+    settings_type,
+)
 from tessera.shared.problems import Fault, Invalid, faults_of
 from tessera.shared.tensors.lazy import digest_of
 
 REMEDY = "Correct these settings and try again; nothing was sent."
+
+UPLOADED = ("model", "version")
+"""Keys of a run that the upload determines."""
 
 # Placeholder for the digests, which are known only after the upload; all else is checked before it.
 _PLACEHOLDER = digest_of(b"")
@@ -25,7 +37,7 @@ def read_spec(file: Path, settings: Iterable[str] = ()) -> dict[str, Any]:
     Raises Invalid that lists every invalid setting.
     """
     given = read_toml(file, settings)
-    taken = [Fault(pointer=f"/{key}", detail="is set by --model") for key in ("model", "version") if key in given]
+    taken = [Fault(pointer=f"/{key}", detail="is set by --model") for key in UPLOADED if key in given]
     if taken:
         raise Invalid(f"{file} has settings that the upload determines", errors=taken, remedy=REMEDY)
     check_spec(file, given)
@@ -43,8 +55,7 @@ def read_toml(file: Path, settings: Iterable[str]) -> dict[str, Any]:
         raise Invalid(f"{file} cannot be read: {fault.strerror}", remedy=REMEDY) from fault
     except ValueError as fault:
         raise Invalid(f"{file} is not TOML: {fault}", remedy=REMEDY) from fault
-    for setting in settings:
-        _change(given, setting)
+    _change_all(given, list(settings))
     return given
 
 
@@ -55,10 +66,35 @@ def settings_of(run: Run) -> dict[str, Any]:
 
 def changed(given: dict[str, Any], settings: Iterable[str]) -> dict[str, Any]:
     """Return a run's settings, changed by `KEY=VALUE` settings. Raises Invalid that lists every invalid one."""
-    for setting in settings:
-        _change(given, setting)
+    _change_all(given, list(settings))
     check_spec("the changed run", given)
     return given
+
+
+def _change_all(given: dict[str, Any], settings: Sequence[str]) -> None:
+    """Change the settings in place.
+
+    For another method, the settings of the one before are dropped, even those that both have: the `mu` of one is not
+    the `mu` of the other.
+    """
+    trial = deepcopy(given)
+    for setting in settings:
+        _change(trial, setting)
+    before, now = _method_of(given), _method_of(trial)
+    if (
+        before.get("name") != now.get("name")
+        and isinstance(dropped := before.pop("settings", None), dict)
+        and dropped
+    ):
+        names = ", ".join(sorted(dropped))
+        note(f"{now.get('name')} starts from its own defaults; dropped settings of {before.get('name')}: {names}")
+    for setting in settings:
+        _change(given, setting)
+
+
+def _method_of(given: Mapping[str, Any]) -> dict[str, Any]:
+    method = given.get("method")
+    return method if isinstance(method, dict) else {}
 
 
 def _change(given: dict[str, Any], setting: str) -> None:
@@ -96,6 +132,14 @@ def check_spec(file: Path | str, given: Mapping[str, Any], *, installed: bool = 
         faults = faults_of(fault, model=RunSpec)
     if faults := [*faults, *_method_faults(given.get("method"), installed=installed)]:
         raise Invalid(f"{file} is not a valid run", errors=faults, remedy=REMEDY)
+
+
+def installed_method(name: str) -> Method[Any]:
+    """Return a method that is installed here. Raises Invalid that says which there are, and where they are sought."""
+    faults = _method_faults({"name": name}, installed=True)
+    if faults:
+        raise Invalid(faults[0].detail, remedy="Choose one of them, or install it: docs/writing-a-method.md.")
+    return methods()[name]
 
 
 def _method_faults(given: Any, *, installed: bool) -> list[Fault]:

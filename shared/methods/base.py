@@ -404,6 +404,8 @@ class Method(Generic[C]):
     coordinator: type[CoordinatorHalf[C]] = CoordinatorHalf
     worker: type[WorkerHalf[C]] = WorkerHalf
     charts: tuple[Chart, ...] = ()
+    training: Mapping[str, Any] = field(default_factory=dict)
+    """The settings of local training, other than the defaults, that the method requires."""
 
 
 UPDATE_NORM = "update_norm"
@@ -413,5 +415,5 @@ UPDATE_NORM = "update_norm"
 class MethodSpec(Frozen):
     """A method's name and settings, in the specs of runs and tasks."""
 
-    name: str
-    settings: dict[str, Any] = {}
+    name: str = Field(description="the method's name")
+    settings: dict[str, Any] = Field(default={}, description="the method's own settings")

@@ -41,7 +41,7 @@ PREVIOUS = "previous/"
 
 class MoonSettings(MethodSettings):
     mu: float = Field(default=1.0, ge=0, le=1000, description="weight of the contrastive term")
-    temperature: float = Field(default=0.5, gt=0, le=100, description="T")
+    temperature: float = Field(default=0.5, gt=0, le=100, description="T: divides the similarities")
 
 
 class MoonCoordinator(CoordinatorHalf[MoonSettings]):

@@ -76,12 +76,14 @@ class SAFLSettings(MethodSettings):
     chooser: Literal["worker", "consensus"] = Field(
         default="worker", description="each worker chooses by its own scores, or all train the same by the mean score"
     )
-    layers: PositiveInt | None = Field(default=None, description="K, as a number")
+    layers: PositiveInt | None = Field(
+        default=None, description="K, the layers that a worker trains in a round, as a number"
+    )
     share: float | None = Field(
-        default=None, gt=0, le=1, description="K, as a share of the layers; 1/3 if no K is given"
+        default=None, gt=0, le=1, description="K as a share of the model's layers; 1/3 if no key gives K"
     )
     upload_bytes: PositiveInt | None = Field(
-        default=None, description="K, as the layers that fit into this size, uncoded"
+        default=None, description="K as the layers that fit into this many bytes, before any codec"
     )
     upload_seconds: PositiveFloat | None = Field(
         default=None, description="fewer layers for a worker whose upload takes longer at its declared bandwidth"

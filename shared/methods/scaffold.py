@@ -120,5 +120,6 @@ METHOD = Method(
     settings=ScaffoldSettings,
     coordinator=ScaffoldCoordinator,
     worker=ScaffoldWorker,
+    training={"optimizer": "sgd"},
     source="Karimireddy et al., Stochastic Controlled Averaging, arXiv 1910.06378, Algorithm 1, option II",
 )

@@ -16,11 +16,12 @@ MAX_PATTERNS = 16_384
 class Match(Frozen):
     """Blocks that meet every condition given; a condition left out holds for all. Names are shell patterns."""
 
-    roles: tuple[Role, ...] | None = None
-    adapts: tuple[Role, ...] | None = Field(default=None, exclude_if=lambda roles: roles is None)
-    """Adapters of matrices with any of these roles."""
-    layers: tuple[int, ...] | None = None
-    names: tuple[str, ...] | None = None
+    roles: tuple[Role, ...] | None = Field(default=None, description="blocks of any of these roles")
+    adapts: tuple[Role, ...] | None = Field(
+        default=None, exclude_if=lambda roles: roles is None, description="adapters of matrices of any of these roles"
+    )
+    layers: tuple[int, ...] | None = Field(default=None, description="blocks of any of these layers, from 0")
+    names: tuple[str, ...] | None = Field(default=None, description="shell patterns for the blocks' names")
 
     def holds(self, block: Block) -> bool:
         return (

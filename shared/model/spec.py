@@ -52,9 +52,11 @@ class Fusion(Frozen):
     then the site's own.
     """
 
-    kind: Literal["attention", "mean", "concat"] = "attention"
-    asks: Literal["local", "global"] = "global"
-    heads: Annotated[int, Field(ge=1, le=256)] = 8
+    kind: Literal["attention", "mean", "concat"] = Field(
+        default="attention", description="cross-attention between the prompts, their mean, or both side by side"
+    )
+    asks: Literal["local", "global"] = Field(default="global", description="the prompts that are the queries")
+    heads: Annotated[int, Field(ge=1, le=256)] = Field(default=8, description="of attention; a divisor of the width")
 
 
 class Prompts(Frozen):

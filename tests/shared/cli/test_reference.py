@@ -19,7 +19,7 @@ WITHOUT_JSON = {
 def sections() -> dict[str, str]:
     """What is said of each command that does something, by its words."""
     parts = re.split(r"^#{2,3} tessera (.+)\n", document(), flags=re.MULTILINE)[1:]
-    return {name: text for name, text in zip(parts[::2], parts[1::2], strict=True) if "\n```\ntessera " in text}
+    return {name: text for name, text in zip(parts[::2], parts[1::2], strict=True) if "\n```text\ntessera " in text}
 
 
 def test_the_committed_page_is_the_present_one() -> None:

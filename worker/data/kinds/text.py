@@ -9,6 +9,7 @@ labels = ["benign", "malignant"]
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -17,22 +18,30 @@ from pydantic import Field, PositiveInt
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from tessera.worker.data.dataset import LABELS, Adapter, DataError, Dataset, Options
-from tessera.worker.data.readers.class_labels import Names, numbered
+from tessera.worker.data.dataset import LABELS, Adapter, DataError, Dataset, LoadReport, Options
+from tessera.worker.data.readers.class_labels import Absent, Names, numbered
 from tessera.worker.data.readers.tables import DataTable, Files, read_table
 from tessera.worker.data.readers.tokenizer import MAX_TOKENS, Encoded, encode, tokenizer_of
 from tessera.worker.model.forward import IGNORED
 
 
 class TextOptions(Options):
-    file: Files
+    file: Files = Field(
+        description="a table: a file, a list of files, a pattern, a folder of shards, or one that `datasets` saved"
+    )
+    split: str | None = Field(default=None, description="the split, if `file` is a folder with several")
     head: Literal["text-classification", "token-classification", "causal-lm"] = Field(
         default="text-classification", description="the model's task"
     )
     text: str = Field(default="text", description="column: the text, or its words, in a list or separated by spaces")
     second_text: str | None = Field(default=None, description="column: the second text of a pair, as in entailment")
     label: str = Field(default="label", description="column: the class, or the class of each word")
-    labels: Names | None = Field(default=None, description="the classes' names in order; unset, labels are numbers")
+    labels: Names | None = Field(
+        default=None, description="the classes' names in order; unset, the table's own, or labels are numbers"
+    )
+    absent: Absent | None = Field(
+        default=None, description="the names in `labels` of which this site has no example, or `any`"
+    )
     domain: str | None = Field(default=None, description="column: the example's origin")
     group: str | None = Field(default=None, description="column: equal values are held out together (the patient)")
     tokenizer: str = Field(description="a local folder, or a name on the hub")
@@ -48,7 +57,7 @@ def text(options: TextOptions) -> Dataset:
     """
     if options.second_text is not None and options.head != "text-classification":
         raise DataError(f"second_text: needs head text-classification, not {options.head}: leave it out")
-    table = read_table("file", options.file)
+    table = read_table("file", options.file, options.split)
     # A word of a list is encoded like a word within a sentence.
     more = {"add_prefix_space": True} if options.head == "token-classification" else {}
     tokenizer = tokenizer_of("tokenizer", options.tokenizer, **more)
@@ -62,7 +71,8 @@ def text(options: TextOptions) -> Dataset:
         padding = replace(padding, values={**padding.values, LABELS: IGNORED})
     tensors = {**encoded.inputs, LABELS: labels}
     domains, groups = table.domains(options.domain), table.groups(options.group)
-    return Dataset(tensors, domains=domains, sources=_sources(options, table), padding=padding, groups=groups)
+    sources, report = _sources(options, table), LoadReport(encoded.unknown, table.ignored_files)
+    return Dataset(tensors, domains=domains, sources=sources, padding=padding, groups=groups, report=report)
 
 
 def _sources(options: TextOptions, table: DataTable) -> list[bytes]:
@@ -75,7 +85,7 @@ def _sources(options: TextOptions, table: DataTable) -> list[bytes]:
 def _classified(options: TextOptions, table: DataTable, tokenizer: PreTrainedTokenizerBase) -> tuple[Encoded, Tensor]:
     texts = table.texts("text", options.text)
     seconds = None if options.second_text is None else table.texts("second_text", options.second_text)
-    labels = numbered("label", table.where, table.column("label", options.label), options.labels)
+    labels = _numbered(options, table, table.column("label", options.label))
     return encode(tokenizer, texts, seconds, max_length=options.max_length), torch.tensor(labels)
 
 
@@ -87,7 +97,7 @@ def _tagged(options: TextOptions, table: DataTable, tokenizer: PreTrainedTokeniz
     for row, (of_words, of_tags) in enumerate(zip(words, tags, strict=True)):
         if not of_words or len(of_words) != len(of_tags):
             raise DataError(f"label: row {row} of {table.where} has {len(of_tags)} labels for {len(of_words)} words")
-    numbers = iter(numbered("label", table.where, [tag for row in tags for tag in row], options.labels))
+    numbers = iter(_numbered(options, table, [tag for row in tags for tag in row]))
     by_word = [[next(numbers) for _ in row] for row in tags]
     encoded = encode(tokenizer, words, max_length=options.max_length, by_word=True)
     labels = torch.full_like(encoded.ids, IGNORED)
@@ -102,6 +112,11 @@ def _tagged(options: TextOptions, table: DataTable, tokenizer: PreTrainedTokeniz
         where = f"row {int(empty[0])} of {table.where}"
         raise DataError(f"max_length: {where} has no word in its first {options.max_length} tokens")
     return encoded, labels
+
+
+def _numbered(options: TextOptions, table: DataTable, values: Sequence[object]) -> list[int]:
+    names = options.labels or table.columns.classes.get(options.label)
+    return numbered("label", table.where, values, names, options.absent)
 
 
 def _words(value: object) -> list[str]:

@@ -1,0 +1,141 @@
+"""The reference of a run's file, as it is committed: `python -m docs.describe_runs > docs/runs.md`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Any, get_args
+
+from pydantic import BaseModel
+
+from tessera.shared.aggregation.robust import Robust
+from tessera.shared.aggregation.server_optimizer import ServerOptimizer
+from tessera.shared.api.runs import Cohort, Evaluation, RunSpec
+from tessera.shared.cli.run_file import UPLOADED
+from tessera.shared.cli.run_keys import Key, keys_of, toml
+from tessera.shared.methods.base import MethodSpec
+from tessera.shared.methods.registry import methods
+from tessera.shared.model.selectors import Match
+from tessera.shared.run_settings import Privacy, Training
+
+PREAMBLE = """\
+# A run's file
+
+To write a run's file for a method, with the meaning and the default of each key, and then start the run:
+
+<!-- not run: it needs a coordinator; the quickstart runs these commands -->
+```sh
+tessera run init fedavg --out run.toml
+tessera run preview run.toml --model model
+tessera run create run.toml --model model
+```
+
+The file is TOML. Keys that it leaves out have their defaults, and unknown keys are refused with the nearest name.
+`--set cohort.quorum=2` changes a key for one command. With `--set method.name=fedprox` the file's
+`[method.settings]` are dropped, with a note: another method starts from its own defaults. A smallest file:
+
+```toml
+name = "first"
+dataset = "digits"
+rounds = 10
+
+[method]
+name = "fedavg"
+
+[evaluation]
+sites = true
+```
+
+`tessera simulate` reads the same keys, and a table `[simulation]` ([simulating.md](simulating.md#settings)); there
+`name` and `dataset` are optional. The same keys as JSON, with `model` and `version`, create a run over HTTP
+([protocol.md](protocol.md)).
+
+This page is made from the models that check the file, by `python -m docs.describe_runs > docs/runs.md`; a test
+compares the two. A default of `none` cannot be written in the file: leave the key out.
+"""
+
+TABLES: tuple[tuple[str, type[BaseModel], str], ...] = (
+    ("cohort", Cohort, "The participants and time limits of a round; [glossary.md](glossary.md) defines the terms."),
+    ("training", Training, "Local training at each worker, the same for all methods."),
+    ("evaluation", Evaluation, "[evaluation.md](evaluation.md) describes who measures, and what leaves a site."),
+    (
+        "privacy",
+        Privacy,
+        "Differential privacy of what each worker sends ([privacy.md](privacy.md)). Without the table there is none.",
+    ),
+)
+
+UNIONS: tuple[tuple[str, str, Any, str], ...] = (
+    (
+        "server_optimizer",
+        "kind",
+        ServerOptimizer,
+        "The step that the coordinator takes along the merged update ([methods.md](methods.md)).",
+    ),
+    ("robust", "rule", Robust, "The rule that merges updates ([robustness.md](robustness.md))."),
+)
+
+
+BLOCKS = """
+## Blocks
+
+Some methods take a list of tables, each of which selects the blocks that meet all of its conditions, as in
+`private = [{ roles = ["head"] }, { layers = [0, 1] }]`.
+
+"""
+
+
+def document() -> str:
+    """Return the page, with a line break at its end."""
+    inner = {*(name for name, *_ in TABLES), *(name for name, *_ in UNIONS), *UPLOADED}
+    top = [key for key in keys_of(RunSpec) if key.name.partition(".")[0] not in {*inner, "method"}]
+    parts = [PREAMBLE, "\n## Top of the file\n\n", *_table(top)]
+    parts += ["\n## `[method]`\n\n", *_table(keys_of(MethodSpec))]
+    for name, model, said in TABLES:
+        parts += [f"\n## `[{name}]`\n\n{said}\n\n", *_table(keys_of(model))]
+    for name, tag, union, said in UNIONS:
+        parts += [f"\n## `[{name}]`\n\n{said} The key `{tag}` chooses, and decides which other keys there are.\n\n"]
+        parts += _members(tag, union)
+    parts += [
+        "\n## Settings of each method\n\n",
+        "In the table `[method.settings]`. [methods.md](methods.md) describes the methods.\n",
+    ]
+    for name, method in sorted(methods().items()):
+        parts += [f"\n### `{name}`\n\n{method.source[:1].upper()}{method.source[1:]}.\n\n"]
+        parts += _table(keys_of(method.settings))
+        if method.training:
+            required = " and ".join(f"`training.{key} = {toml(value)}`" for key, value in method.training.items())
+            parts.append(f"\nIt requires {required}.\n")
+    parts += [BLOCKS, *_table(keys_of(Match))]
+    return "".join(parts)
+
+
+def _members(tag: str, union: Any) -> Iterator[str]:
+    """Yield a row for each key of each member of a tagged union; one without keys has a row of its own."""
+    yield f"| `{tag}` | key | type | default | meaning |\n|---|---|---|---|---|\n"
+    for model in get_args(get_args(union)[0]):
+        chosen = toml(model.model_fields[tag].default)
+        own = [key for key in keys_of(model) if key.name != tag]
+        for key in own:
+            yield f"| `{chosen}` {_row(key)}"
+        if not own:
+            yield f"| `{chosen}` | | | | {(model.__doc__ or '').strip().partition('.')[0]} |\n"
+
+
+def _table(keys: Iterable[Key]) -> Iterator[str]:
+    rows = [_row(key) for key in keys]
+    yield "| key | type | default | meaning |\n|---|---|---|---|\n" if rows else "It has no settings.\n"
+    yield from rows
+
+
+def _row(key: Key) -> str:
+    default = "required" if key.required else "none" if key.default is None else f"`{key.default}`"
+    return f"| `{key.name}` | {key.kind} | {default} | {key.meaning.replace('|', chr(92) + '|')} |\n"
+
+
+def main() -> None:
+    sys.stdout.write(document())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""The reference of a run's file, and the file that `tessera run init` writes: both are made of the models."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from docs.describe_runs import document
+from tessera.shared.api.runs import RunSpec
+from tessera.shared.cli.run_file import read_spec
+from tessera.shared.cli.run_template import template
+from tessera.shared.methods.registry import coordinator_half, methods
+from tessera.shared.rounds.planning import run_facts
+from tests.support.cli import tessera
+from tests.support.federation import small_model
+from tests.support.paths import ROOT
+
+START = dict.fromkeys(("model", "version"), "sha256:" + "0" * 64)
+
+
+def written(tmp_path: Path, method: str, change: Any = str) -> dict[str, Any]:
+    file = tmp_path / f"{method}.toml"
+    file.write_text(change(template(methods()[method])))
+    return read_spec(file)
+
+
+def test_the_committed_page_is_the_present_one() -> None:
+    made = "python -m docs.describe_runs > docs/runs.md"
+    assert (ROOT / "docs" / "runs.md").read_text() == document(), f"the settings have changed; run: {made}"
+
+
+def test_every_key_has_a_meaning() -> None:
+    rows = re.findall(r"^\|.*\|$", document(), re.MULTILINE)
+    assert len(rows) > 100
+    assert [row for row in rows if re.search(r"\|\s*\|$", row)] == []
+
+
+@pytest.mark.parametrize("method", sorted(methods()))
+def test_the_file_of_each_method_is_valid_as_it_is(tmp_path: Path, method: str) -> None:
+    given = written(tmp_path, method)
+    assert given["evaluation"] == {"sites": True}
+    spec = RunSpec.model_validate(given | START)
+    assert spec.method.settings == {}
+    coordinator_half(spec.method, run_facts(spec, small_model()))
+    required = {
+        "name": method,
+        "dataset": "data",
+        "rounds": 10,
+        "method": {"name": method},
+        "evaluation": {"sites": True},
+    }
+    training = methods()[method].training
+    assert spec == RunSpec.model_validate(required | START | {"training": training})
+
+
+@pytest.mark.parametrize("method", sorted(methods()))
+def test_the_defaults_that_the_file_shows_are_the_defaults(tmp_path: Path, method: str) -> None:
+    def uncommented(text: str) -> str:
+        return re.sub(r"^# (\[\w+\]|[\w.]+ = \S.*)$", r"\1", text, flags=re.MULTILINE)
+
+    shown = RunSpec.model_validate(written(tmp_path, method, uncommented) | START)
+    plain = RunSpec.model_validate(written(tmp_path, method) | START)
+    settings = methods()[method].settings
+    assert settings.model_validate(shown.method.settings) == settings()
+    assert shown.privacy
+    assert shown.model_copy(update={"method": plain.method, "privacy": None}) == plain
+
+
+def test_the_command_writes_a_new_file_or_prints_it(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    assert tessera("run", "init", "fedprox", "--dataset", "scans", "--out", str(file)).returncode == 0
+    assert read_spec(file)["dataset"] == "scans"
+    again = tessera("run", "init", "fedprox", "--out", str(file))
+    assert (again.returncode, again.stdout) == (2, "")
+    assert "run.toml cannot be created: File exists" in again.stderr
+    assert tomllib.loads(tessera("run", "init", "safl").stdout)["method"] == {"name": "safl", "settings": {}}
+    assert json.loads(tessera("run", "init", "safl", "--json").stdout)["path"] is None
+    unknown = tessera("run", "init", "fedprx")
+    assert unknown.returncode == 2
+    assert "there is no method 'fedprx'; did you mean `fedprox`? (TESSERA_METHODS is not set)" in unknown.stderr
+
+
+@pytest.mark.parametrize(
+    ("changes", "settings"),
+    [
+        (["method.name=fedavg"], {}),
+        (["method.name=fedprox", "method.settings.mu=0.5"], {"mu": 0.5}),
+        (["method.settings.scope=v_head", "method.name=other"], {"scope": "v_head"}),
+        (["method.name=moon"], {}),
+        (["method.name=fedfrozen"], {"warmup_rounds": 2, "scope": "v_head"}),
+        (["method.settings.scope=v_only"], {"warmup_rounds": 2, "scope": "v_only"}),
+    ],
+)
+def test_another_method_starts_from_its_own_settings(
+    tmp_path: Path, changes: list[str], settings: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "run.toml"
+    given = 'name = "x"\ndataset = "d"\nrounds = 1\n[method]\nname = "fedfrozen"\n'
+    file.write_text(given + 'settings = { warmup_rounds = 2, scope = "v_head" }\n')
+    assert read_spec(file, changes)["method"].get("settings", {}) == settings
+    told = capsys.readouterr().err
+    assert ("dropped settings of fedfrozen: scope, warmup_rounds" in told) == ("warmup_rounds" not in settings)
