@@ -165,6 +165,7 @@ def _dataset(settings: WorkerSettings, name: str, source: DataSource) -> Iterato
         return
     seconds = time.monotonic() - began_at
     yield ok(f"data {name}", f"{_contents(loaded)}, loaded in {seconds:.1f} s")
+    yield from (warn(f"data {name}", detail, remedy) for detail, remedy in loaded.report.warnings())
     if "train" not in settings.kinds and source.use == "train" and loaded.held_out is None:
         remedy = f"Set datasets.{name}.use = 'evaluate' if nothing trains on it."
         yield warn(f"data {name}", "this worker only evaluates, and evaluates nothing on it", remedy)
@@ -194,7 +195,9 @@ def _contents(loaded: Dataset) -> str:
     classes = loaded.classes
     known = f", {len(torch.bincount(classes.clamp(min=0)).nonzero())} classes" if classes is not None else ""
     held_out = f", {loaded.held_out.examples} held out" if loaded.held_out else ""
-    return f"{loaded.examples} examples{known}{held_out}"
+    unknown = loaded.report.unknown_tokens
+    words = "" if unknown is None else f", {unknown:.1%} of tokens unknown"
+    return f"{loaded.examples} examples{known}{held_out}{words}"
 
 
 def _line(settings: WorkerSettings, connect: Callable[..., Client], *, probe: bool) -> Iterator[Finding]:

@@ -25,17 +25,14 @@ from tessera.coordinator.db.tables import (
     VersionRow,
     WorkerRow,
 )
-from tessera.coordinator.domain.eta import Pace, expected_end
 from tessera.shared.api.runs import Measurement, Round, Run
-from tessera.shared.api.tasks import TaskView
+from tessera.shared.rounds.eta import Pace, expected_end
 from tessera.shared.schema import ACCEPTED, EPSILON
 
 MAX_POINTS = 60
 """Most versions in a chart: of longer runs every n-th version is shown."""
 MAX_BARS = 60
 PAST_ROUNDS = 5
-
-LIVE_TASKS = ("offered", "leased", "expired")
 
 
 @dataclass(frozen=True)
@@ -239,18 +236,6 @@ def forecast(session: Session, now: float, round_: Round) -> datetime | None:
         now,
         round_.deadline_at.timestamp(),
         past_seconds(session, round_.run, round_.stage),
-        [pace(task, begun.get(task.id)) for task in round_.tasks],
+        [Pace.of(task, begun.get(task.id)) for task in round_.tasks],
     )
     return None if end is None else views.instant(end)
-
-
-def pace(task: TaskView, began_at: float | None) -> Pace:
-    if task.state not in LIVE_TASKS:
-        return Pace(over=True)
-    progress = task.progress
-    if task.state != "leased" or progress is None:
-        return Pace(over=False)
-    done = (progress.step or 0) / progress.steps if progress.steps else None
-    if done is None and progress.total_bytes:
-        done = (progress.bytes or 0) / progress.total_bytes
-    return Pace(over=False, began_at=began_at, phase=progress.phase, done=done)

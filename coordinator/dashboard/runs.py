@@ -15,7 +15,6 @@ from sqlalchemy.orm import Session
 from tessera.coordinator.api.dependencies import Serving, require_role
 from tessera.coordinator.dashboard import svg_charts
 from tessera.coordinator.dashboard.queries import (
-    LIVE_TASKS,
     MAX_BARS,
     RoundSum,
     TrafficTotals,
@@ -49,6 +48,7 @@ from tessera.shared.methods.base import Chart
 from tessera.shared.methods.registry import charts
 from tessera.shared.metrics.site_spread import BETTER_LOW, PERSONAL, scores_by_site, scores_by_version, spreads
 from tessera.shared.problems import Fault, Invalid, NotFound
+from tessera.shared.rounds.eta import LIVE_TASKS
 from tessera.shared.rounds.outliers import DISTANCE, JUDGES, NORM
 from tessera.shared.run_settings import Privacy
 from tessera.shared.schema import RunState

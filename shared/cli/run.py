@@ -309,7 +309,11 @@ def _row(outcome: Outcome, best: BestVersion | None) -> tuple[object, ...]:
 
 @app.command()
 def watch(ctx: typer.Context, run: Named, as_json: AsJson = False) -> None:
-    """Follow a run until it ends or pauses. Exit code 0: completed, 1: failed or cancelled, 3: paused."""
+    """Follow a run until it ends or pauses. Exit code 0: completed, 1: failed or cancelled, 3: paused.
+
+    A terminal shows the phase, step, loss and time left of each worker in place; a pipe gets lines.
+    Times are estimated from the rounds that have ended.
+    """
     client = client_of(ctx, WATCHING_PATIENCE_SECONDS)
     found = find_run(client, run)
     if not as_json:

@@ -30,6 +30,7 @@ from tessera.worker.governance.policy import Policy
 from tessera.worker.settings import WorkerSettings
 from tests.support.coordinator import LiveCoordinator
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
+from tests.support.pretrained import bert_tokenizer
 
 NOON = datetime(2026, 11, 23, 12, tzinfo=UTC)
 
@@ -124,6 +125,16 @@ def test_a_worker_that_would_measure_nothing_is_told(tmp_path: Path, use: str, v
     given = {"url": "http://127.0.0.1:9", "token": "t", "name": "w", "state_dir": tmp_path, "kinds": ["evaluate"]}
     found = list(dict(checks(WorkerSettings(**given, datasets={"test": source}), probe=False))["data test"]())
     assert [one.verdict for one in found] == verdicts
+
+
+def test_unknown_words_of_a_data_set_are_reported(tmp_path: Path) -> None:
+    (tmp_path / "notes.csv").write_text("text,label\nthe cat,0\nthe bird,0\n")
+    tokenizer = bert_tokenizer(tmp_path / "bert", ["the"])
+    source = {"kind": "text", "file": str(tmp_path / "notes.csv"), "tokenizer": str(tokenizer)}
+    given = {"url": "http://127.0.0.1:9", "token": "t", "name": "w", "state_dir": tmp_path}
+    loaded, warning = dict(checks(WorkerSettings(**given, datasets={"test": source}), probe=False))["data test"]()
+    assert "2 examples, 1 classes, 50.0% of tokens unknown" in loaded.detail
+    assert (warning.verdict, warning.detail) == ("warn", "the tokenizer does not know 50% of the tokens")
 
 
 def test_a_forecast_is_of_runs_that_ask_for_something_now() -> None:

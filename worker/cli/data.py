@@ -52,8 +52,22 @@ def show(
     if as_json:
         print_json({"datasets": shown})
         return
-    rows = [[", ".join(cell) if isinstance(cell, list) else cell for cell in row.values()] for row in shown]
-    out().print(table(list(shown[0]), rows, right=("examples", "held out", "classes", "domains")))
+    filled = [
+        column
+        for column in shown[0]
+        if column != "warnings" and any(row[column] is not None and row[column] != [] for row in shown)
+    ]
+    rows = [[_cell(row[column]) for column in filled] for row in shown]
+    out().print(table(filled, rows, right=("examples", "held out", "classes", "domains", "unknown tokens")))
+    for row in shown:
+        for warning in row["warnings"]:
+            note(f"warning: {row['name']}: {warning}")
+
+
+def _cell(value: object) -> object:
+    if isinstance(value, float):
+        return f"{value:.1%}"
+    return ", ".join(value) if isinstance(value, list) else value
 
 
 def _key(config: Path) -> bytes:
@@ -78,6 +92,8 @@ def _described(name: str, source: DataSource, key: bytes) -> dict[str, Any]:
         "domains": None if loaded.domains is None else len(set(loaded.domains.tolist())),
         "tensors of each": _shapes(loaded, common=False),
         "common to all": _shapes(loaded, common=True),
+        "unknown tokens": loaded.report.unknown_tokens,
+        "warnings": [f"{detail}. {remedy}" for detail, remedy in loaded.report.warnings()],
     }
 
 

@@ -14,6 +14,8 @@ from torch.nn.functional import pad
 from tessera.shared.schema import Frozen
 
 LABELS = "labels"
+MAX_UNKNOWN = 0.2
+"""Share of unknown tokens above which a tokenizer probably does not fit the texts."""
 
 
 class DataError(ValueError):
@@ -23,6 +25,12 @@ class DataError(ValueError):
 def in_short(fault: BaseException) -> str:
     """Return a library's error message on one line, cut off after 300 characters."""
     return " ".join(str(fault).split())[:300]
+
+
+def counted(by_name: Mapping[str, int]) -> str:
+    """Return the counts, such as `30 .dcm, 2 .txt`, largest first, and at most eight of them."""
+    largest = sorted(by_name.items(), key=lambda item: (-item[1], item[0]))[:8]
+    return ", ".join(f"{number} {name}" for name, number in largest) + ", ..." * (len(by_name) > len(largest))
 
 
 class Options(Frozen):
@@ -43,6 +51,31 @@ class Padding:
         return pad(tensor, (gap, 0) if self.on_left else (0, gap), value=self.values[name])
 
 
+@dataclass(frozen=True)
+class LoadReport:
+    """Findings about the files of a whole data set, for people at its site. They are never sent."""
+
+    unknown_tokens: float | None = None
+    """The share of the texts' tokens that the tokenizer does not know; None without texts or such a token."""
+
+    ignored_files: Mapping[str, int] = field(default_factory=dict)
+    """The number of files in a folder of images that are not images, by suffix."""
+
+    def warnings(self) -> Iterator[tuple[str, str]]:
+        """Yield what is probably wrong, each with its remedy."""
+        if (self.unknown_tokens or 0) > MAX_UNKNOWN:
+            yield (
+                f"the tokenizer does not know {self.unknown_tokens:.0%} of the tokens",
+                "Use the tokenizer that the model was trained with, for texts in this language.",
+            )
+        if self.ignored_files:
+            count = sum(self.ignored_files.values())
+            yield (
+                f"{count} file{'s' * (count > 1)} ignored: {counted(self.ignored_files)}",
+                "Convert them to PNG if they are images (DICOM files are not read), or move them elsewhere.",
+            )
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Dataset:
     """Examples in memory: each tensor is one of the model's keyword inputs, [examples, ...].
@@ -51,7 +84,7 @@ class Dataset:
     `domains`, int64 [examples], is the origin of each example; models do not see it. `held_out` are examples of the
     same kind on which no run trains. `sources` are the original bytes of each example, if its tensors depend on other
     examples too: texts are padded to the longest. Examples with equal `groups` are held out together. `padding` pads
-    texts to their maximal length.
+    texts to their maximal length. `report` is for people at the site.
 
     Raises DataError if the tensors differ in their number of examples or have none, if `labels` is missing, if a name
     occurs both in `tensors` and `common`, or if the lengths of domains, sources or groups differ.
@@ -64,6 +97,7 @@ class Dataset:
     sources: Sequence[bytes] | None = None
     padding: Padding | None = None
     groups: Sequence[bytes] | None = None
+    report: LoadReport = LoadReport()
 
     def __post_init__(self) -> None:
         if LABELS not in self.tensors:
@@ -120,6 +154,7 @@ class Dataset:
             sources=None if self.sources is None else [self.sources[place] for place in index.tolist()],
             padding=self.padding,
             groups=None if self.groups is None else [self.groups[place] for place in index.tolist()],
+            report=self.report,
         )
 
     def padded(self) -> Dataset:

@@ -131,6 +131,14 @@ def seconds(value: float | None) -> str | None:
     return None if value is None else f"{value:.1f}"
 
 
+def about(value: float) -> str:
+    """Return an estimated number of seconds, in a unit that suits its precision."""
+    for unit, length in (("h", 3600), ("min", 60)):
+        if value >= 2 * length:
+            return f"about {round(value / length)} {unit}"
+    return f"about {max(1, round(value))} s"
+
+
 def ago(instant: datetime, now: datetime | None = None) -> str:
     """Return the time since an instant, in its largest unit."""
     passed = max(0, int(((now or datetime.now(UTC)) - instant).total_seconds()))

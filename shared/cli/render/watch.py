@@ -1,30 +1,79 @@
-"""Live view of a run: a line for each round that ended, and a line for the open round that is updated in place."""
+"""Live view of a run: a line for each round that ended, and the workers of the open round."""
 
-from collections.abc import Iterable, Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
+from importlib.util import find_spec
+from statistics import median
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
 from rich.markup import escape
-from rich.status import Status
+from rich.progress_bar import ProgressBar
+from rich.table import Table
 
-from tessera.shared.api.runs import Run
+from tessera.shared.api.runs import Round, Run
+from tessera.shared.api.tasks import TaskView
 from tessera.shared.cli.render import output
-from tessera.shared.client.round_outcomes import Outcome, RunProgress, at_work
+from tessera.shared.client.round_outcomes import Outcome, RunProgress
 from tessera.shared.metrics.site_spread import PERSONAL
+from tessera.shared.rounds.eta import Pace, expected_end
+from tessera.shared.schema import TaskState
 
 # Metrics that fit on a line; `tessera run metrics` has all.
 HEADLINES = ("accuracy", "macro_f1", "loss", f"{PERSONAL}accuracy")
 
+PLAIN_SECONDS = timedelta(seconds=10)
+"""Time between two looks at the open round where there is no terminal."""
 
-def watch_as_text(glimpses: Iterable[RunProgress]) -> Run:
-    """Print each round that ends, and the state of the open one; return the run as it ended."""
+PAST_ROUNDS = 5
+"""Rounds of a stage from which the next ones are estimated."""
+
+MAX_WORKERS = 12
+"""Workers that are shown one by one."""
+
+BAR_COLUMNS = 30
+
+STATES: Mapping[TaskState, str] = {
+    "offered": "waiting",
+    "accepted": "done",
+    "merged": "done",
+    "left_out": "done",
+    "rejected": "update refused",
+    "failed": "failed",
+    "expired": "not heard of in time",
+    "cancelled": "not needed",
+}
+
+
+def _now() -> datetime:
+    return datetime.now(UTC)
+
+
+def watch_as_text(glimpses: Iterable[RunProgress], clock: Callable[[], datetime] = _now) -> Run:
+    """Print each round that ends, and what each worker does in the open one; return the run as it ended.
+
+    A terminal shows the open round in place, under a progress bar; so does a notebook with ipywidgets. Elsewhere the
+    round is printed in lines, every `PLAIN_SECONDS` if it has changed.
+    """
     console = output.out()
-    with _live_line() as live:
+    estimates, said_at, said = Estimates(), None, ""
+    with _live(console) as live:
         for glimpse in glimpses:
             for outcome in glimpse.ended:
                 print_ended(console, outcome)
-            live.update(escape(_open_line(glimpse)))
+            now = clock()
+            estimates.add(glimpse.ended)
+            if live:
+                live.update(open_view(glimpse, estimates, now), refresh=True)
+            elif said_at is None or now - said_at >= PLAIN_SECONDS:
+                lines = "\n".join(open_lines(glimpse, estimates, now))
+                # Estimates change with the time alone.
+                if (facts := "\n".join(open_lines(glimpse, Estimates(), now))) not in ("", said):
+                    console.print(escape(lines), soft_wrap=True)
+                said_at, said = now, facts
     run = glimpse.run
     console.print(
         escape(f"{run.spec.name} is {run.state}" + (f": {run.reason}" if run.reason else "")), soft_wrap=True
@@ -58,10 +107,13 @@ def print_ended_as_json(outcome: Outcome) -> None:
 
 
 @contextmanager
-def _live_line() -> Iterator[Status]:
-    """Yield a line that is updated in place; it is shown on terminals only."""
-    with output.out().status("") as status:
-        yield status
+def _live(console: Console) -> Iterator[Live | None]:
+    """Yield a view that is updated in place, or None where there is no place for one."""
+    if console.is_terminal or (console.is_jupyter and find_spec("ipywidgets")):
+        with Live(console=console, transient=True) as live:
+            yield live
+    else:
+        yield None
 
 
 def _line(outcome: Outcome) -> str:
@@ -77,10 +129,99 @@ def _line(outcome: Outcome) -> str:
     return f"{begin}{scores}, {moved}, {output.seconds(outcome.seconds())} s"
 
 
-def _open_line(glimpse: RunProgress) -> str:
-    now = glimpse.open
+# ---------------------------------------------------------------- the open round
+
+
+class Estimates:
+    """Durations of the latest rounds of each stage. There is no estimate before a round of a stage has ended."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, deque[float]] = {}
+
+    def add(self, ended: Iterable[Outcome]) -> None:
+        for outcome in ended:
+            if outcome.round.state == "committed" and (seconds := outcome.seconds()) is not None:
+                self._seconds.setdefault(outcome.round.stage, deque(maxlen=PAST_ROUNDS)).append(seconds)
+
+    def worker_left(self, round_: Round, task: TaskView, now: datetime) -> str:
+        """Return the estimated time until a worker has done its task, or nothing."""
+        pace = Pace.of(task)
+        return "" if pace.over else self._left(round_, [pace], now, 0)
+
+    def run_left(self, glimpse: RunProgress, now: datetime) -> str:
+        """Return the estimated time until the run's last round has ended, or nothing."""
+        if (round_ := glimpse.open) is None:
+            return ""
+        later = glimpse.run.spec.rounds - round_.number
+        return self._left(round_, [Pace.of(task) for task in round_.tasks], now, later)
+
+    def _left(self, round_: Round, paces: Sequence[Pace], now: datetime, later: int) -> str:
+        before = self._seconds.get(round_.stage)
+        if not before:
+            return ""
+        at = now.timestamp()
+        end = expected_end(round_.opened_at.timestamp(), at, round_.deadline_at.timestamp(), list(before), paces)
+        return "" if end is None else f"{output.about(end - at + later * median(before))} left"
+
+
+def open_lines(glimpse: RunProgress, estimates: Estimates, now: datetime) -> Iterator[str]:
+    """Yield lines about the run, its open round and each worker in it; of many workers, how many do what."""
+    if glimpse.over:
+        return
+    yield _joined(_headline(glimpse), estimates.run_left(glimpse, now))
+    if round_ := glimpse.open:
+        for task in _shown(round_):
+            yield f"  {task.worker}: {_joined(*_doing(task), estimates.worker_left(round_, task, now))}"
+        if rest := _rest(round_):
+            yield f"  {rest}"
+
+
+def open_view(glimpse: RunProgress, estimates: Estimates, now: datetime) -> RenderableType:
+    """Return the same as a progress bar and a table."""
     if glimpse.over:
         return ""
-    if now is None:
-        return f"{glimpse.run.spec.name} {glimpse.run.state}: waiting for the next round"
-    return f"round {now.number} of {glimpse.run.spec.rounds}, {now.stage}, {now.state}; {at_work(now)}"
+    bar = Table.grid(padding=(0, 1))
+    made = ProgressBar(total=glimpse.run.spec.rounds, completed=glimpse.run.version.number, width=BAR_COLUMNS)
+    bar.add_row(escape(_headline(glimpse)), made, estimates.run_left(glimpse, now))
+    if (round_ := glimpse.open) is None:
+        return bar
+    rows = [(task.worker, *_doing(task), estimates.worker_left(round_, task, now)) for task in _shown(round_)]
+    return Group(bar, output.table(("worker", "phase", "done", "loss", ""), rows), escape(_rest(round_)))
+
+
+def _headline(glimpse: RunProgress) -> str:
+    if (now := glimpse.open) is None:
+        return f"{glimpse.run.spec.name}: waiting for the next round"
+    state = "merging" if now.state == "merging" else now.stage
+    return f"round {now.number} of {glimpse.run.spec.rounds}, {state}"
+
+
+def _shown(round_: Round) -> list[TaskView]:
+    """Return the tasks to show, those at work first."""
+    return sorted(round_.tasks, key=lambda task: (task.state != "leased", Pace.of(task).over))[:MAX_WORKERS]
+
+
+def _rest(round_: Round) -> str:
+    rest = len(round_.tasks) - MAX_WORKERS
+    if rest <= 0:
+        return ""
+    counts = Counter(_doing(task)[0] for task in round_.tasks)
+    return f"and {rest} more workers; of all: {', '.join(f'{phase} {count}' for phase, count in counts.items())}"
+
+
+def _doing(task: TaskView) -> tuple[str, str, str]:
+    """Return a worker's phase, what it has done of it, and its loss."""
+    if task.state != "leased":
+        return STATES[task.state], "", ""
+    if (at := task.progress) is None:
+        return "started", "", ""
+    done = ""
+    if at.steps:
+        done = f"step {at.step or 0} of {at.steps}"
+    elif at.total_bytes:
+        done = f"{output.size(at.bytes or 0)} of {output.size(at.total_bytes)}"
+    return at.phase, done, "" if at.loss is None else f"loss {at.loss:.3g}"
+
+
+def _joined(*parts: str) -> str:
+    return ", ".join(part for part in parts if part)

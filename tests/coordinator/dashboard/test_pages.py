@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from tessera.coordinator.db.tables import TaskRow, VersionRow, WorkerRow
-from tessera.coordinator.domain.eta import Pace, expected_end
 from tessera.shared.api.admin import EnrolmentSpec
 from tessera.shared.api.runs import Cohort, Evaluation
 from tessera.shared.api.tasks import Failure, Progress
 from tessera.shared.client.client import Client
 from tessera.shared.methods.base import MethodSpec
 from tessera.shared.methods.registry import FOLDERS, methods
+from tessera.shared.rounds.eta import Pace, expected_end
 from tessera.shared.run_settings import Privacy
 from tessera.shared.token_format import hash_of
 from tests.coordinator.dashboard.conftest import Person, signed_in

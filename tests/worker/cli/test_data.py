@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from tessera.worker.cli.data import app
 from tests.support.cli import tessera
+from tests.support.pretrained import bert_tokenizer
 
 DIGITS = """
 [datasets.digits]
@@ -109,6 +110,19 @@ def _bitmap(value: int) -> bytes:
         + bytes(24)
         + bytes([value, 0, 0, 0])
     )
+
+
+def test_show_warns_of_ignored_files_and_unknown_words(tmp_path: Path) -> None:
+    (tmp_path / "pets" / "cat").mkdir(parents=True)
+    (tmp_path / "pets" / "cat" / "a.bmp").write_bytes(_bitmap(0))
+    (tmp_path / "pets" / "cat" / "b.dcm").write_bytes(b"")
+    tokenizer = bert_tokenizer(tmp_path / "bert", ["a", "photo", "of"])
+    pets = f'kind = "imagetext"\nfolder = "{tmp_path / "pets"}"\nsize = 2\nlabels = ["cat"]\n'
+    file = config(tmp_path, f'[datasets.pets]\n{pets}tokenizer = "{tokenizer}"\n')
+    shown = told("show", file)
+    assert "33.3%" in shown  # a photo of a [UNK] [UNK]
+    assert "warning: pets: the tokenizer does not know 33% of the tokens" in shown
+    assert "warning: pets: 1 file ignored: 1 .dcm. Convert" in shown
 
 
 def test_many_classes_and_none_are_told_in_short(tmp_path: Path) -> None:

@@ -224,6 +224,33 @@ def test_wrong_options_are_named(pets: Path, options: dict[str, Any], told: str)
     assert told in refusal(**{"folder": pets, "labels": ["cat", "dog"], **options})
 
 
+def test_files_that_are_not_images_are_counted_by_suffix(pets: Path) -> None:
+    for name in ("1.dcm", "2.DCM", "deeper/3.dcm", "IM0004"):
+        file = pets / "dog" / name
+        file.parent.mkdir(exist_ok=True)
+        file.write_bytes(b"DICM")
+    dataset = load("images", {"folder": str(pets), "labels": ["cat", "dog"], "size": 2}, held_out=0.5, key=b"any")
+    assert dataset.report.ignored_files == {".dcm": 3, ".txt": 1, "without suffix": 1}
+    ((warning, remedy),) = dataset.report.warnings()
+    assert warning == "5 files ignored: 3 .dcm, 1 .txt, 1 without suffix"
+    assert "DICOM" in remedy
+
+
+def test_class_without_an_image_is_named(pets: Path) -> None:
+    (pets / "dog" / "c.bmp").rename(pets / "dog" / "c.dcm")
+    told = refusal(folder=pets, labels=["cat", "dog"], size=2)
+    assert "labels: " in told
+    assert "(ignored: 1 .dcm, 1 .txt; convert DICOM files to PNG first) has no example of 'dog'" in told
+    assert told.endswith('set absent = ["dog"]')
+    for absent in (["dog"], "any"):
+        assert opened(folder=pets, labels=["cat", "dog"], absent=absent, size=2).examples == 2
+    misspelt = refusal(folder=pets, labels=["cat", "dog"], absent=["dogg"], size=2)
+    assert misspelt == "absent: 'dogg' is not among the names in `labels`; did you mean `dog`?"
+    (pets / "dog" / "c.dcm").write_bytes(b"DICM")
+    (pets / "list.csv").write_text("image,label\ndog/c.dcm,0\n")
+    assert "convert DICOM files to PNG first" in refusal(file=pets / "list.csv", size=2)
+
+
 def test_a_folder_without_images_or_processor_is_named(tmp_path: Path, pets: Path) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
@@ -242,7 +269,14 @@ def clip(tmp_path: Path) -> Path:
 
 
 def test_every_batch_has_a_text_for_each_class(pets: Path, clip: Path) -> None:
-    dataset = opened("imagetext", folder=pets, labels=["dog", "black cat", "cat"], processor=clip, template="a {}")
+    dataset = opened(
+        "imagetext",
+        folder=pets,
+        labels=["dog", "black cat", "cat"],
+        absent=["black cat"],
+        processor=clip,
+        template="a {}",
+    )
     a, cat, dog, black = 4, 7, 8, 9
     assert dataset.common["input_ids"].tolist() == [
         [CLS, a, dog, SEP, PAD],

@@ -9,6 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from transformers import BertConfig
 
 from tessera.shared.model.spec import Head
 from tessera.worker.data.dataset import DataError, Dataset
@@ -45,6 +46,40 @@ def loss(head: Head, config: dict[str, Any], dataset: Dataset) -> float:
     model = instantiate(config, head, seed=0)
     (batch,) = dataset.batches(None)
     return float(forward(model, head, batch).loss.detach())
+
+
+# ---------------------------------------------------------------- tokenizers
+
+
+def test_folder_without_vocabulary_is_no_tokenizer(tmp_path: Path) -> None:
+    BertConfig(hidden_size=8).save_pretrained(tmp_path / "model")
+    file = written(tmp_path / "notes.csv", "text,label", "the cat,0")
+    refused = refusal(file=file, tokenizer=str(tmp_path / "model"))
+    assert refused.startswith(f"tokenizer: {tmp_path / 'model'} has no vocabulary, only 5 special tokens")
+    assert "tokenizer.json or vocab.txt" in refused
+
+
+def test_share_of_unknown_tokens_is_reported_and_texts_without_a_known_word_are_refused(
+    tmp_path: Path, bert: str
+) -> None:
+    # [CLS], [SEP] and padding stand for no text.
+    for first, share, warnings in (
+        ("the bird", 1 / 3, ["the tokenizer does not know 33% of the tokens"]),
+        ("the bird the cat", 1 / 5, []),
+        ("the cat", 0, []),
+    ):
+        file = written(tmp_path / "notes.csv", "text,label", f"{first},0", "dog,1")
+        report = load("text", {"file": file, "tokenizer": bert}).report
+        assert report.unknown_tokens == share
+        assert [detail for detail, _ in report.warnings()] == warnings
+    file = written(tmp_path / "notes.csv", "text,label", "katze,0", "hund,1")
+    assert "every token is unknown" in refusal(file=file, tokenizer=bert)
+
+
+def test_tokenizer_that_ends_texts_with_its_unknown_token_has_no_share(tmp_path: Path) -> None:
+    plain = plain_tokenizer(tmp_path / "plain", WORDS, unk_token="<end>")
+    file = written(tmp_path / "notes.csv", "text,label", "the cat,0")
+    assert load("text", {"file": file, "tokenizer": str(plain)}).report.unknown_tokens is None
 
 
 # ---------------------------------------------------------------- to classify

@@ -9,6 +9,7 @@ processor = "/models/vit"
 
 import hashlib
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Self
@@ -17,9 +18,9 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from tessera.worker.data.dataset import LABELS, Adapter, DataError, Dataset
-from tessera.worker.data.readers.class_labels import Names, numbered
-from tessera.worker.data.readers.image_processor import SUFFIXES, Picture, PixelOptions, inputs_of
+from tessera.worker.data.dataset import LABELS, Adapter, DataError, Dataset, LoadReport, counted
+from tessera.worker.data.readers.class_labels import Absent, Names, numbered
+from tessera.worker.data.readers.image_processor import DICOM, SUFFIXES, Picture, PixelOptions, inputs_of
 from tessera.worker.data.readers.tables import Files, numbered_domains, read_table
 
 
@@ -32,6 +33,9 @@ class ImagesOptions(PixelOptions):
     domain: str | None = Field(default=None, description="column: the image's origin")
     group: str | None = Field(default=None, description="column: equal values are held out together (the patient)")
     labels: Names | None = Field(default=None, description="the classes' names in order; unset, labels are numbers")
+    absent: Absent | None = Field(
+        default=None, description="the names in `labels` of which this site has no example, or `any`"
+    )
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
@@ -49,19 +53,19 @@ def images(options: ImagesOptions, common: Mapping[str, Tensor] | None = None) -
 
     An example's source is the digest of its image's file. Raises DataError.
     """
-    groups = None
+    groups, report = None, LoadReport()
     if options.folder is not None:
-        pictures, labels, domains = _in_folder(options.folder, options)
+        pictures, labels, domains, report = _in_folder(options.folder, options)
     else:
         table = read_table("file", options.file or ())
         values = table.column("label", options.label)
         cells = enumerate(table.column("image", options.image))
         pictures = [_picture(value, row, table.files[0].parent, table.where) for row, value in cells]
-        labels = numbered("label", table.where, values, options.labels)
+        labels = numbered("label", table.where, values, options.labels, options.absent)
         domains, groups = table.domains(options.domain), table.groups(options.group)
     tensors = {**inputs_of(pictures, options), LABELS: torch.tensor(labels)}
     sources = [_digest(picture) for picture in pictures]
-    return Dataset(tensors, common or {}, domains=domains, sources=sources, groups=groups)
+    return Dataset(tensors, common or {}, domains=domains, sources=sources, groups=groups, report=report)
 
 
 def _digest(picture: Picture) -> bytes:
@@ -82,32 +86,38 @@ def _picture(value: object, row: int, folder: Path, where: str) -> Picture:
     raise DataError(f"image: row {row} of {where} has neither a path nor an image's bytes")
 
 
-def _in_folder(folder: Path, options: ImagesOptions) -> tuple[list[Picture], list[int], Tensor | None]:
-    """Return the images below `folder/CLASS` or `folder/DOMAIN/CLASS`, at any depth, by path, and their labels and
-    domains."""
+def _in_folder(folder: Path, options: ImagesOptions) -> tuple[list[Picture], list[int], Tensor | None, LoadReport]:
+    """Return the images below `folder/CLASS` or `folder/DOMAIN/CLASS`, at any depth, by path, their labels and
+    domains, and the number of files that are not images."""
     if not folder.is_dir():
         raise DataError(f"folder: there is no folder {folder}")
     depth = 2 if options.domain_folders else 1
-    files = sorted(file.relative_to(folder) for file in _images_below(folder))
+    found = list(_files_below(folder))
+    files = sorted(file.relative_to(folder) for file in found if file.suffix.lower() in SUFFIXES)
+    others = Counter(file.suffix.lower() or "without suffix" for file in found if file.suffix.lower() not in SUFFIXES)
+    dicom = "; convert DICOM files to PNG first" if others.keys() & DICOM else ""
+    where = f"{folder} (ignored: {counted(others)}{dicom})" if others else str(folder)
     steps = [file.parts for file in files]
     if misplaced := [file for file in files if len(file.parts) <= depth]:
         raise DataError(f"folder: {folder / misplaced[0]} is not in the folder of a class: move it into one")
     if not files:
-        raise DataError(f"folder: {folder} contains no images ({', '.join(sorted(SUFFIXES))})")
-    labels = numbered("folder", str(folder), [parts[depth - 1] for parts in steps], options.labels)
+        raise DataError(f"folder: {where} contains no images ({', '.join(sorted(SUFFIXES))})")
+    labels = numbered("folder", where, [parts[depth - 1] for parts in steps], options.labels, options.absent)
     domains = numbered_domains([parts[0] for parts in steps]) if options.domain_folders else None
-    return [folder / file for file in files], labels, domains
+    return [folder / file for file in files], labels, domains, LoadReport(ignored_files=others)
 
 
-def _images_below(folder: Path) -> Iterator[Path]:
-    """Yield the paths of all images below a folder. Follows links, except one to a folder that contains it."""
+def _files_below(folder: Path) -> Iterator[Path]:
+    """Yield the paths of all files below a folder that are not hidden.
+
+    Follows links, except one to a folder that contains it.
+    """
     for at, folders, names in os.walk(folder, followlinks=True, onerror=_refuse):
         here = Path(at)
         # Some systems and programs leave hidden files and folders beside images, with the same suffixes.
         above = here.resolve().is_relative_to
         folders[:] = [name for name in folders if name[0] != "." and not above((here / name).resolve())]
-        files = (here / name for name in names if name[0] != ".")
-        yield from (file for file in files if file.suffix.lower() in SUFFIXES and file.is_file())
+        yield from (here / name for name in names if name[0] != "." and (here / name).is_file())
 
 
 def _refuse(fault: OSError) -> None:

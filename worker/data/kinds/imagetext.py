@@ -7,6 +7,7 @@ labels = ["cat", "dog"]
 processor = "/models/clip"
 """
 
+from dataclasses import replace
 from typing import Self
 
 from pydantic import Field, PositiveInt, model_validator
@@ -46,7 +47,9 @@ def imagetext(options: ImageTextOptions) -> Dataset:
     Common to all are the texts of the classes, int64 [classes, tokens]: `input_ids` and, if the tokenizer's model
     takes it, `attention_mask`.
     """
-    return images(options, _texts(options).inputs)
+    texts = _texts(options)
+    dataset = images(options, texts.inputs)
+    return replace(dataset, report=replace(dataset.report, unknown_tokens=texts.unknown))
 
 
 def _texts(options: ImageTextOptions) -> Encoded:

@@ -17,8 +17,8 @@ from pydantic import Field, PositiveInt
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from tessera.worker.data.dataset import LABELS, Adapter, DataError, Dataset, Options
-from tessera.worker.data.readers.class_labels import Names, numbered
+from tessera.worker.data.dataset import LABELS, Adapter, DataError, Dataset, LoadReport, Options
+from tessera.worker.data.readers.class_labels import Absent, Names, numbered
 from tessera.worker.data.readers.tables import DataTable, Files, read_table
 from tessera.worker.data.readers.tokenizer import MAX_TOKENS, Encoded, encode, tokenizer_of
 from tessera.worker.model.forward import IGNORED
@@ -33,6 +33,9 @@ class TextOptions(Options):
     second_text: str | None = Field(default=None, description="column: the second text of a pair, as in entailment")
     label: str = Field(default="label", description="column: the class, or the class of each word")
     labels: Names | None = Field(default=None, description="the classes' names in order; unset, labels are numbers")
+    absent: Absent | None = Field(
+        default=None, description="the names in `labels` of which this site has no example, or `any`"
+    )
     domain: str | None = Field(default=None, description="column: the example's origin")
     group: str | None = Field(default=None, description="column: equal values are held out together (the patient)")
     tokenizer: str = Field(description="a local folder, or a name on the hub")
@@ -62,7 +65,8 @@ def text(options: TextOptions) -> Dataset:
         padding = replace(padding, values={**padding.values, LABELS: IGNORED})
     tensors = {**encoded.inputs, LABELS: labels}
     domains, groups = table.domains(options.domain), table.groups(options.group)
-    return Dataset(tensors, domains=domains, sources=_sources(options, table), padding=padding, groups=groups)
+    sources, report = _sources(options, table), LoadReport(unknown_tokens=encoded.unknown)
+    return Dataset(tensors, domains=domains, sources=sources, padding=padding, groups=groups, report=report)
 
 
 def _sources(options: TextOptions, table: DataTable) -> list[bytes]:
@@ -75,7 +79,7 @@ def _sources(options: TextOptions, table: DataTable) -> list[bytes]:
 def _classified(options: TextOptions, table: DataTable, tokenizer: PreTrainedTokenizerBase) -> tuple[Encoded, Tensor]:
     texts = table.texts("text", options.text)
     seconds = None if options.second_text is None else table.texts("second_text", options.second_text)
-    labels = numbered("label", table.where, table.column("label", options.label), options.labels)
+    labels = numbered("label", table.where, table.column("label", options.label), options.labels, options.absent)
     return encode(tokenizer, texts, seconds, max_length=options.max_length), torch.tensor(labels)
 
 
@@ -87,7 +91,9 @@ def _tagged(options: TextOptions, table: DataTable, tokenizer: PreTrainedTokeniz
     for row, (of_words, of_tags) in enumerate(zip(words, tags, strict=True)):
         if not of_words or len(of_words) != len(of_tags):
             raise DataError(f"label: row {row} of {table.where} has {len(of_tags)} labels for {len(of_words)} words")
-    numbers = iter(numbered("label", table.where, [tag for row in tags for tag in row], options.labels))
+    numbers = iter(
+        numbered("label", table.where, [tag for row in tags for tag in row], options.labels, options.absent)
+    )
     by_word = [[next(numbers) for _ in row] for row in tags]
     encoded = encode(tokenizer, words, max_length=options.max_length, by_word=True)
     labels = torch.full_like(encoded.ids, IGNORED)

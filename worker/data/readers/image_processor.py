@@ -22,6 +22,7 @@ Picture = Path | bytes
 # Common formats of scanners, cameras and browsers. Pillow reads more, some of them by starting other programs.
 FORMATS = ("PNG", "JPEG", "WEBP", "TIFF", "BMP", "GIF")
 SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".tif", ".tiff", ".bmp", ".gif"})
+DICOM = frozenset({".dcm", ".dicom"})
 
 # Modes whose conversion to eight bits per channel would clip values rather than scale them.
 DEEP_MODES = ("I", "F", "I;16", "I;16B", "I;16L", "I;16N")
@@ -106,7 +107,9 @@ def _open(picture: Picture, row: int) -> Image.Image:
             image.load()
             upright = ImageOps.exif_transpose(image)
     except UNREADABLE as fault:
-        raise DataError(f"image: {where} cannot be read: {str(fault)[:200]}") from fault
+        dicom = isinstance(picture, Path) and picture.suffix.lower() in DICOM
+        remedy = "; convert DICOM files to PNG first" if dicom else ""
+        raise DataError(f"image: {where} cannot be read: {str(fault)[:200]}{remedy}") from fault
     if upright.mode in DEEP_MODES:
         raise DataError(
             f"image: {where} has more than 8 bits per channel (mode {upright.mode}), which would be clipped: "

@@ -19,8 +19,17 @@ Texts = Sequence[str] | Sequence[Sequence[str]]
 
 
 def tokenizer_of(option: str, source: str, **more: object) -> PreTrainedTokenizerBase:
-    """Return a tokenizer with a padding token: its end-of-text token if it has no other. Raises DataError."""
+    """Return a tokenizer with a padding token: its end-of-text token if it has no other.
+
+    Raises DataError, also if it knows no words, like the one that transformers makes of a folder without vocabulary.
+    """
     tokenizer: PreTrainedTokenizerBase = load_pretrained(option, source, AutoTokenizer.from_pretrained, **more)
+    if not set(tokenizer.get_vocab()).difference(tokenizer.all_special_tokens):
+        files = " or ".join(sorted(set(tokenizer.vocab_files_names.values()))) or "a tokenizer's files"
+        raise DataError(
+            f"{option}: {source} has no vocabulary, only {len(tokenizer)} special tokens: every word would "
+            f"be unknown. Save the model's tokenizer there too ({files}), or name the folder that has it"
+        )
     if tokenizer.pad_token is None:
         if tokenizer.eos_token is None:
             raise DataError(f"{option}: {source} has no padding token: set its pad_token")
@@ -38,6 +47,8 @@ class Encoded:
     """The word of each token, [texts][tokens], if the texts are lists of words."""
     padding: Padding
     """The padding to the maximal length of texts."""
+    unknown: float | None
+    """The share of unknown tokens among those that stand for text, or None if the tokenizer knows every text."""
 
     @property
     def ids(self) -> Tensor:
@@ -100,10 +111,30 @@ def encode(
     padding = Padding(longest, {name: known.get(name, 0) for name in pieces[0]}, on_left)
     to_longest = replace(padding, width=width)
     tensors = {name: torch.cat([to_longest.fill(name, piece[name]) for piece in pieces]) for name in pieces[0]}
+    unknown = _unknown(tokenizer, tensors["input_ids"])
+    if unknown == 1:
+        raise DataError(
+            f"tokenizer: {tokenizer.name_or_path} knows none of the texts' words: every token is unknown. Use the "
+            "tokenizer that the model was trained with, for texts in this language"
+        )
     gaps = [[None] * (width - len(of_text)) for of_text in words]
     return Encoded(
         tokenizer,
         tensors,
         [gap + of_text if on_left else of_text + gap for gap, of_text in zip(gaps, words, strict=True)],
         padding,
+        unknown,
     )
+
+
+def _unknown(tokenizer: PreTrainedTokenizerBase, ids: Tensor) -> float | None:
+    """Return the share of unknown tokens among those that stand for text.
+
+    None for a tokenizer that has no token for unknown words, or none but the one that ends texts, such as GPT-2's.
+    """
+    unknown = tokenizer.unk_token_id
+    if unknown is None or unknown in (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id):
+        return None
+    special = torch.tensor([other for other in tokenizer.all_special_ids if other != unknown], dtype=ids.dtype)
+    of_text = int(ids.numel() - torch.isin(ids, special).sum())
+    return int((ids == unknown).sum()) / of_text if of_text else None

@@ -3,6 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import Self
+
+from tessera.shared.api.tasks import TaskView
+from tessera.shared.schema import TaskState
+
+LIVE_TASKS: tuple[TaskState, ...] = ("offered", "leased", "expired")
+"""States of a task whose report may still arrive."""
 
 MIN_SHARE = 0.02
 """Share of its task that a worker must have done before its pace is used."""
@@ -21,6 +28,19 @@ class Pace:
     phase: str | None = None
     done: float | None = None
     """The share of the phase, if it is known."""
+
+    @classmethod
+    def of(cls, task: TaskView, began_at: float | None = None) -> Self:
+        """Return the progress that a task's worker has reported."""
+        if task.state not in LIVE_TASKS:
+            return cls(over=True)
+        progress = task.progress
+        if task.state != "leased" or progress is None:
+            return cls(over=False)
+        done = (progress.step or 0) / progress.steps if progress.steps else None
+        if done is None and progress.total_bytes:
+            done = (progress.bytes or 0) / progress.total_bytes
+        return cls(over=False, began_at=began_at, phase=progress.phase, done=done)
 
     @property
     def share(self) -> float:

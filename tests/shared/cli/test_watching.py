@@ -1,0 +1,128 @@
+"""What `tessera run watch` prints of an open round, from literals."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+
+from tessera.shared.api.runs import Round, Run, RunSpec
+from tessera.shared.api.tasks import TaskView
+from tessera.shared.api.versions import VersionRef
+from tessera.shared.cli.render import output, watch
+from tessera.shared.cli.render.watch import Estimates, open_lines, open_view, watch_as_text
+from tessera.shared.client.round_outcomes import Outcome, RunProgress
+
+AT = datetime(2026, 1, 1, tzinfo=UTC)
+DIGEST = f"sha256:{'0' * 64}"
+SPEC = {
+    "name": "trial",
+    "method": {"name": "fedavg"},
+    "model": DIGEST,
+    "version": DIGEST,
+    "dataset": "data",
+    "rounds": 5,
+}
+TRAINING = {"phase": "training", "step": 5, "steps": 10, "loss": 0.5}
+
+
+def run(state: str = "running", made: int = 1) -> Run:
+    facts: dict[str, Any] = {"id": "r", "state": state, "model_bytes": 0, "revision": 1}
+    version = VersionRef(number=made, digest=DIGEST)
+    return Run(**facts, spec=RunSpec.model_validate(SPEC), version=version, created_at=AT, updated_at=AT)
+
+
+def task(worker: str, state: str = "leased", progress: dict[str, Any] | None = None) -> TaskView:
+    facts = {"id": worker, "run": "r", "round": 2, "worker": worker, "kind": "train", "token": 1, "attempts": 1}
+    return TaskView.model_validate({**facts, "state": state, "progress": progress})
+
+
+def round_(
+    number: int, tasks: Sequence[TaskView] = (), *, seconds: float | None = None, stage: str = "train"
+) -> Round:
+    """An open round, or one that was committed after these seconds."""
+    return Round(
+        run="r",
+        number=number,
+        attempt=1,
+        state="open" if seconds is None else "committed",
+        stage=stage,
+        opened_at=AT,
+        deadline_at=AT + timedelta(hours=1),
+        closed_at=None if seconds is None else AT + timedelta(seconds=seconds),
+        tasks=tuple(tasks),
+    )
+
+
+def lines(*tasks: TaskView, past: Sequence[float] = (), stage: str = "train", at_seconds: float = 0) -> list[str]:
+    estimates = Estimates()
+    estimates.add(Outcome(round_(1, seconds=seconds, stage=stage)) for seconds in past)
+    glimpse = RunProgress(run(), (), round_(2, tasks))
+    return list(open_lines(glimpse, estimates, AT + timedelta(seconds=at_seconds)))
+
+
+def test_each_worker_is_shown_with_its_phase_step_and_loss() -> None:
+    fetching = {"phase": "fetching", "bytes": 2000, "total_bytes": 4000}
+    assert lines(
+        task("a/w", "offered"),
+        task("b/w", progress=TRAINING),
+        task("c/w", progress=fetching),
+        task("d/w"),
+        task("e/w", "merged"),
+        task("f/w", "expired"),
+    ) == [
+        "round 2 of 5, train",
+        "  b/w: training, step 5 of 10, loss 0.5",
+        "  c/w: fetching, 2.0 kB of 4.0 kB",
+        "  d/w: started",
+        "  a/w: waiting",
+        "  f/w: not heard of in time",
+        "  e/w: done",
+    ]
+
+
+def test_time_is_estimated_once_a_round_of_the_stage_has_ended() -> None:
+    working = task("b/w", progress=TRAINING)
+    assert "left" not in "".join(lines(working, at_seconds=30))
+    assert "left" not in "".join(lines(working, past=[60], stage="warm-up", at_seconds=30))
+    # Training is the middle 0.8 of a task: half of it is a share of 0.1 + 0.8 / 2 = 0.5. Its own pace gives 60 s in
+    # all, as the past round does: 30 s are left, and 3 rounds of 60 s follow.
+    assert lines(working, past=[60], at_seconds=30) == [
+        "round 2 of 5, train, about 4 min left",
+        "  b/w: training, step 5 of 10, loss 0.5, about 30 s left",
+    ]
+
+
+def test_of_many_workers_a_few_are_shown_and_all_are_counted() -> None:
+    found = lines(*(task(f"s{n}/w", "offered") for n in range(20)), task("x/w", progress=TRAINING))
+    assert len(found) == 2 + watch.MAX_WORKERS
+    assert found[1].startswith("  x/w: training")
+    assert found[-1] == "  and 9 more workers; of all: waiting 20, training 1"
+
+
+def test_without_a_terminal_the_open_round_is_printed_now_and_then(capsys: pytest.CaptureFixture[str]) -> None:
+    states = [task("a/w", "offered"), task("a/w", progress=TRAINING), task("a/w", progress=TRAINING), task("a/w")]
+    glimpses = [RunProgress(run(), (), round_(2, [one])) for one in states]
+    seconds = iter([0, 5, 10, 20, 30])
+    last = watch_as_text([*glimpses, RunProgress(run("completed", 5))], lambda: AT + timedelta(seconds=next(seconds)))
+    assert last.state == "completed"
+    assert capsys.readouterr().out.splitlines() == [
+        "round 2 of 5, train",
+        "  a/w: waiting",
+        "round 2 of 5, train",
+        "  a/w: training, step 5 of 10, loss 0.5",
+        "round 2 of 5, train",
+        "  a/w: started",
+        "trial is completed",
+    ]
+
+
+def test_a_terminal_shows_a_bar_and_a_table() -> None:
+    glimpse = RunProgress(run(), (), round_(2, [task("a[b]/w", progress=TRAINING)]))
+    console = output.out()
+    with console.capture() as captured:
+        console.print(open_view(glimpse, Estimates(), AT))
+    assert "round 2 of 5, train ━━━" in captured.get()
+    assert "a[b]/w  training  step 5 of 10  loss 0.5" in " ".join(captured.get().split("\n"))
