@@ -59,7 +59,7 @@ class LoadReport:
     """The share of the texts' tokens that the tokenizer does not know; None without texts or such a token."""
 
     ignored_files: Mapping[str, int] = field(default_factory=dict)
-    """The number of files in a folder of images that are not images, by suffix."""
+    """The number of files in a folder of images or of tables that are neither, by suffix."""
 
     def warnings(self) -> Iterator[tuple[str, str]]:
         """Yield what is probably wrong, each with its remedy."""
@@ -72,7 +72,7 @@ class LoadReport:
             count = sum(self.ignored_files.values())
             yield (
                 f"{count} file{'s' * (count > 1)} ignored: {counted(self.ignored_files)}",
-                "Convert them to PNG if they are images (DICOM files are not read), or move them elsewhere.",
+                "Convert them to a format that is read (images to PNG: DICOM is not read), or move them elsewhere.",
             )
 
 

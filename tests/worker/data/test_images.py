@@ -215,7 +215,7 @@ def test_a_row_without_an_image_is_named(pets: Path) -> None:
         ({"size": 4, "mean": [0.1, 0.2]}, "mean: give one value"),
         ({"processor": "x", "mean": [0.1]}, "leave them out"),
         ({"size": 4, "file": "x.csv"}, "give either folder or file"),
-        ({"size": 4, "domain": "hospital"}, "name columns of a file"),
+        ({"size": 4, "domain": "hospital"}, "are about a file"),
         ({"size": 4, "folder": "/nowhere/at/all"}, "folder: there is no folder /nowhere/at/all"),
         ({"processor": "/nowhere/at/all"}, "processor: there is no folder /nowhere/at/all"),
     ],

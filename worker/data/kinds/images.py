@@ -21,18 +21,24 @@ from torch import Tensor
 from tessera.worker.data.dataset import LABELS, Adapter, DataError, Dataset, LoadReport, counted
 from tessera.worker.data.readers.class_labels import Absent, Names, numbered
 from tessera.worker.data.readers.image_processor import DICOM, SUFFIXES, Picture, PixelOptions, inputs_of
+from tessera.worker.data.readers.table_files import is_saved
 from tessera.worker.data.readers.tables import Files, numbered_domains, read_table
 
 
 class ImagesOptions(PixelOptions):
     folder: Path | None = Field(default=None, description="contains a folder of images for each class")
     domain_folders: bool = Field(default=False, description="`folder` contains such a folder for each domain")
-    file: Files | None = Field(default=None, description="a table with a row for each image")
+    file: Files | None = Field(
+        default=None, description="a table with a row for each image, in any form that `text` reads"
+    )
+    split: str | None = Field(default=None, description="the split, if `file` is a folder with several")
     image: str = Field(default="image", description="column: the image's path, from the table's folder, or its bytes")
     label: str = Field(default="label", description="column: the class")
     domain: str | None = Field(default=None, description="column: the image's origin")
     group: str | None = Field(default=None, description="column: equal values are held out together (the patient)")
-    labels: Names | None = Field(default=None, description="the classes' names in order; unset, labels are numbers")
+    labels: Names | None = Field(
+        default=None, description="the classes' names in order; unset, those in the table, or labels are numbers"
+    )
     absent: Absent | None = Field(
         default=None, description="the names in `labels` of which this site has no example, or `any`"
     )
@@ -43,8 +49,8 @@ class ImagesOptions(PixelOptions):
             raise ValueError("give either folder or file")
         if self.folder is None and self.domain_folders:
             raise ValueError("domain_folders needs folder; with file, name a column in domain")
-        if self.folder is not None and self.model_fields_set & {"image", "label", "domain", "group"}:
-            raise ValueError("image, label, domain and group name columns of a file: with folder, leave them out")
+        if self.folder is not None and self.model_fields_set & {"image", "label", "domain", "group", "split"}:
+            raise ValueError("image, label, domain, group and split are about a file: with folder, leave them out")
         return self
 
 
@@ -57,12 +63,14 @@ def images(options: ImagesOptions, common: Mapping[str, Tensor] | None = None) -
     if options.folder is not None:
         pictures, labels, domains, report = _in_folder(options.folder, options)
     else:
-        table = read_table("file", options.file or ())
+        table = read_table("file", options.file or (), options.split)
         values = table.column("label", options.label)
         cells = enumerate(table.column("image", options.image))
-        pictures = [_picture(value, row, table.files[0].parent, table.where) for row, value in cells]
-        labels = numbered("label", table.where, values, options.labels, options.absent)
+        pictures = [_picture(value, row, table.folder, table.where) for row, value in cells]
+        names = options.labels or table.columns.classes.get(options.label)
+        labels = numbered("label", table.where, values, names, options.absent)
         domains, groups = table.domains(options.domain), table.groups(options.group)
+        report = LoadReport(ignored_files=table.ignored_files)
     tensors = {**inputs_of(pictures, options), LABELS: torch.tensor(labels)}
     sources = [_digest(picture) for picture in pictures]
     return Dataset(tensors, common or {}, domains=domains, sources=sources, groups=groups, report=report)
@@ -91,6 +99,10 @@ def _in_folder(folder: Path, options: ImagesOptions) -> tuple[list[Picture], lis
     domains, and the number of files that are not images."""
     if not folder.is_dir():
         raise DataError(f"folder: there is no folder {folder}")
+    if is_saved(folder):
+        raise DataError(
+            f"folder: {folder} was saved by `datasets`, as a table: name it in `file` instead of `folder`"
+        )
     depth = 2 if options.domain_folders else 1
     found = list(_files_below(folder))
     files = sorted(file.relative_to(folder) for file in found if file.suffix.lower() in SUFFIXES)

@@ -9,6 +9,7 @@ labels = ["benign", "malignant"]
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -25,14 +26,19 @@ from tessera.worker.model.forward import IGNORED
 
 
 class TextOptions(Options):
-    file: Files
+    file: Files = Field(
+        description="a table: a file, a list of files, a pattern, a folder of shards, or one that `datasets` saved"
+    )
+    split: str | None = Field(default=None, description="the split, if `file` is a folder with several")
     head: Literal["text-classification", "token-classification", "causal-lm"] = Field(
         default="text-classification", description="the model's task"
     )
     text: str = Field(default="text", description="column: the text, or its words, in a list or separated by spaces")
     second_text: str | None = Field(default=None, description="column: the second text of a pair, as in entailment")
     label: str = Field(default="label", description="column: the class, or the class of each word")
-    labels: Names | None = Field(default=None, description="the classes' names in order; unset, labels are numbers")
+    labels: Names | None = Field(
+        default=None, description="the classes' names in order; unset, the table's own, or labels are numbers"
+    )
     absent: Absent | None = Field(
         default=None, description="the names in `labels` of which this site has no example, or `any`"
     )
@@ -51,7 +57,7 @@ def text(options: TextOptions) -> Dataset:
     """
     if options.second_text is not None and options.head != "text-classification":
         raise DataError(f"second_text: needs head text-classification, not {options.head}: leave it out")
-    table = read_table("file", options.file)
+    table = read_table("file", options.file, options.split)
     # A word of a list is encoded like a word within a sentence.
     more = {"add_prefix_space": True} if options.head == "token-classification" else {}
     tokenizer = tokenizer_of("tokenizer", options.tokenizer, **more)
@@ -65,7 +71,7 @@ def text(options: TextOptions) -> Dataset:
         padding = replace(padding, values={**padding.values, LABELS: IGNORED})
     tensors = {**encoded.inputs, LABELS: labels}
     domains, groups = table.domains(options.domain), table.groups(options.group)
-    sources, report = _sources(options, table), LoadReport(unknown_tokens=encoded.unknown)
+    sources, report = _sources(options, table), LoadReport(encoded.unknown, table.ignored_files)
     return Dataset(tensors, domains=domains, sources=sources, padding=padding, groups=groups, report=report)
 
 
@@ -79,7 +85,7 @@ def _sources(options: TextOptions, table: DataTable) -> list[bytes]:
 def _classified(options: TextOptions, table: DataTable, tokenizer: PreTrainedTokenizerBase) -> tuple[Encoded, Tensor]:
     texts = table.texts("text", options.text)
     seconds = None if options.second_text is None else table.texts("second_text", options.second_text)
-    labels = numbered("label", table.where, table.column("label", options.label), options.labels, options.absent)
+    labels = _numbered(options, table, table.column("label", options.label))
     return encode(tokenizer, texts, seconds, max_length=options.max_length), torch.tensor(labels)
 
 
@@ -91,9 +97,7 @@ def _tagged(options: TextOptions, table: DataTable, tokenizer: PreTrainedTokeniz
     for row, (of_words, of_tags) in enumerate(zip(words, tags, strict=True)):
         if not of_words or len(of_words) != len(of_tags):
             raise DataError(f"label: row {row} of {table.where} has {len(of_tags)} labels for {len(of_words)} words")
-    numbers = iter(
-        numbered("label", table.where, [tag for row in tags for tag in row], options.labels, options.absent)
-    )
+    numbers = iter(_numbered(options, table, [tag for row in tags for tag in row]))
     by_word = [[next(numbers) for _ in row] for row in tags]
     encoded = encode(tokenizer, words, max_length=options.max_length, by_word=True)
     labels = torch.full_like(encoded.ids, IGNORED)
@@ -108,6 +112,11 @@ def _tagged(options: TextOptions, table: DataTable, tokenizer: PreTrainedTokeniz
         where = f"row {int(empty[0])} of {table.where}"
         raise DataError(f"max_length: {where} has no word in its first {options.max_length} tokens")
     return encoded, labels
+
+
+def _numbered(options: TextOptions, table: DataTable, values: Sequence[object]) -> list[int]:
+    names = options.labels or table.columns.classes.get(options.label)
+    return numbered("label", table.where, values, names, options.absent)
 
 
 def _words(value: object) -> list[str]:

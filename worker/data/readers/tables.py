@@ -1,4 +1,4 @@
-"""Readers of tables in files: CSV and TSV, Parquet, JSON lines.
+"""Readers of tables: CSV and TSV, Parquet, JSON lines, and folders saved by `datasets`.
 
 Values are read as they are stored: no content of a file makes the reader decode, fetch or run anything. CSV files
 have no types, so every column is text at every site, regardless of its values.
@@ -7,12 +7,13 @@ have no types, so every column is text at every site, regardless of its values.
 import csv
 import json
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import datasets
 import numpy as np
@@ -24,15 +25,42 @@ from pydantic import BeforeValidator, Field
 from torch import Tensor
 
 from tessera.worker.data.dataset import DataError, in_short
+from tessera.worker.data.readers.table_files import is_saved, saved_split, table_files
 
 EMPTY = "it has no rows"
 
-Columns = tuple[Sequence[str], Callable[[str], list[Any]]]
-"""The names of the columns, and a function from a name to the column's values."""
+
+class Columns(NamedTuple):
+    names: Sequence[str]
+    values: Callable[[str], list[Any]]
+    """A function from a column's name to its values."""
+    classes: Mapping[str, tuple[str, ...]] = {}
+    """The names of the classes, by the column whose type, a `ClassLabel` of `datasets`, lists them."""
 
 
 def _columns(rows: datasets.Dataset) -> Columns:
-    return rows.column_names, lambda name: rows.data.column(name).to_pylist()
+    """Return the columns, with the names of classes in place of numbers."""
+    types = {name: _class_label(feature) for name, feature in rows.features.items()}
+    classes = {name: tuple(classes.names) for name, classes in types.items() if classes}
+
+    def values(name: str) -> list[Any]:
+        found = rows.data.column(name).to_pylist()
+        return [_class_names(value, classes[name]) for value in found] if name in classes else found
+
+    return Columns(rows.column_names, values, classes)
+
+
+def _class_label(feature: object) -> datasets.ClassLabel | None:
+    """Return the type of the classes in a column of classes or of lists of classes."""
+    of_item = getattr(feature, "feature", feature)
+    return of_item if isinstance(of_item, datasets.ClassLabel) and of_item.names else None
+
+
+def _class_names(value: Any, names: tuple[str, ...]) -> Any:
+    """Return the name of a class, or of each of a list; None for a number without one, such as -1."""
+    if isinstance(value, list):
+        return [_class_names(item, names) for item in value]
+    return names[value] if value is not None and 0 <= value < len(names) else None
 
 
 def _separated(files: Sequence[str], cache: str, separator: str) -> Columns:
@@ -81,7 +109,16 @@ def _json_lines(files: Sequence[str], cache: str) -> Columns:  # noqa: ARG001 (i
     rows = [row for file in files for row in _objects(Path(file))]
     if not rows:
         raise ValueError(EMPTY)
-    return list(dict.fromkeys(name for row in rows for name in row)), lambda name: [row.get(name) for row in rows]
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    return Columns(names, lambda name: [row.get(name) for row in rows])
+
+
+def _saved(folders: Sequence[str], cache: str) -> Columns:  # noqa: ARG001 (it needs none)
+    """Return the columns of the folder that `save_to_disk` of `datasets` made. Values are not decoded."""
+    # The library saves a data set without rows, but cannot load it.
+    if not json.loads((Path(folders[0]) / "state.json").read_text(encoding="utf-8"))["_data_files"]:
+        raise ValueError(EMPTY)
+    return _columns(datasets.Dataset.load_from_disk(folders[0]))
 
 
 def _objects(file: Path) -> Iterator[dict[str, Any]]:
@@ -97,14 +134,17 @@ def _objects(file: Path) -> Iterator[dict[str, Any]]:
                 yield row
 
 
-READERS: dict[str, Callable[[Sequence[str], str], Columns]] = {
+Reader = Callable[[Sequence[str], str], Columns]
+"""A function from the files and a folder for temporary files to their columns."""
+
+READERS: dict[str, Reader] = {
     ".csv": partial(_separated, separator=","),
     ".tsv": partial(_separated, separator="\t"),
     ".parquet": _parquet,
     ".jsonl": _json_lines,
     ".ndjson": _json_lines,
 }
-"""Readers by a file's suffix. Each takes the files and a folder for temporary files."""
+"""Readers by a file's suffix."""
 
 
 def _listed(value: object) -> object:
@@ -112,16 +152,17 @@ def _listed(value: object) -> object:
 
 
 Files = Annotated[tuple[Path, ...], BeforeValidator(_listed), Field(min_length=1, max_length=10_000)]
-"""One file, or several with the same columns, whose rows are concatenated."""
+"""One table, or several with the same columns, whose rows are concatenated: files, patterns or folders of shards."""
 
 
 @dataclass(frozen=True)
 class DataTable:
-    """The rows of one or several files."""
+    """The rows of one or several files, or of a folder that `datasets` saved."""
 
     files: tuple[Path, ...]
-    names: Sequence[str]
-    _values: Callable[[str], list[Any]]
+    columns: Columns
+    ignored_files: Mapping[str, int]
+    """The number of other files in folders of shards, by suffix."""
 
     @property
     def where(self) -> str:
@@ -129,10 +170,15 @@ class DataTable:
 
     def column(self, option: str, name: str) -> list[Any]:
         """Return the values of the column that an option names. Raises DataError if there is no such column."""
-        if name not in self.names:
-            there = ", ".join(self.names[:20])
+        if name not in self.columns.names:
+            there = ", ".join(self.columns.names[:20])
             raise DataError(f"{option}: {self.where} has no column {name!r}; its columns are {there}")
-        return self._values(name)
+        return self.columns.values(name)
+
+    @property
+    def folder(self) -> Path:
+        """The folder from which relative paths in the table begin."""
+        return self.files[0] if self.files[0].is_dir() else self.files[0].parent
 
     def texts(self, option: str, name: str) -> list[str]:
         """Return a column's values as text. Raises DataError, naming the row, if one is not text or a number."""
@@ -157,21 +203,38 @@ def numbered_domains(names: list[str]) -> Tensor:
     return torch.from_numpy(np.unique(np.array(names), return_inverse=True)[1].astype(np.int64))
 
 
-def read_table(option: str, files: tuple[Path, ...]) -> DataTable:
-    """Return the rows of the files. Raises DataError, naming the option, if one is missing, unreadable or unknown."""
-    for file in files:
-        if not file.is_file():
-            raise DataError(f"{option}: there is no file {file}")
-    suffixes = {file.suffix.lower() for file in files}
-    reader = READERS.get(min(suffixes)) if len(suffixes) == 1 else None
-    if reader is None:
-        raise DataError(f"{option}: {files[0]}: all files must end in one of {', '.join(READERS)}")
+def read_table(option: str, named: tuple[Path, ...], split: str | None = None) -> DataTable:
+    """Return the rows of the files, patterns or folders that an option names.
+
+    Raises DataError, naming the option, if one is missing, unreadable or unknown, or if the split is not clear.
+    """
+    reader: Reader = _saved
+    ignored: Counter[str] = Counter()
+    files: tuple[Path, ...]
+    if any(map(is_saved, named)):
+        if len(named) > 1:
+            raise DataError(f"{option}: {named[0]} and others: a folder saved by `datasets` must be the only one")
+        files = (saved_split(option, named[0], split),)
+    else:
+        files, ignored = table_files(option, named, split, READERS)
+        reader = _reader_of(option, files)
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     try:
         # Without it, the library would keep a copy of the site's data in a home folder.
         with TemporaryDirectory(prefix="tessera-") as cache:
-            names, values = reader([str(file) for file in files], cache)
-    except (DatasetsError, OSError, ValueError, csv.Error) as fault:
+            columns = reader([str(file) for file in files], cache)
+    except (DatasetsError, OSError, ValueError, LookupError, TypeError, csv.Error) as fault:
         raise DataError(f"{option}: {files[0]} cannot be read: {in_short(fault.__cause__ or fault)}") from fault
-    return DataTable(files, names, values)
+    return DataTable(files, columns, ignored)
+
+
+def _reader_of(option: str, files: tuple[Path, ...]) -> Reader:
+    suffixes = {file.suffix.lower() for file in files}
+    if len(suffixes) == 1 and (reader := READERS.get(min(suffixes))):
+        return reader
+    if is_saved(files[0].parent):
+        raise DataError(
+            f"{option}: {files[0]} belongs to a folder saved by `datasets`: name {files[0].parent} instead"
+        )
+    raise DataError(f"{option}: {files[0]}: all files must end in one of {', '.join(READERS)}")

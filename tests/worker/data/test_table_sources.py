@@ -1,0 +1,141 @@
+"""Tables in folders: saved by `datasets`, or as shards; the names of their classes, and the choice of a split."""
+
+from __future__ import annotations
+
+import json
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+from PIL import Image
+
+from tessera.worker.data.dataset import DataError
+from tessera.worker.data.readers.tables import DataTable, read_table
+from tessera.worker.data.registry import load
+from tests.support.pretrained import bert_tokenizer
+
+CLASSES = datasets.ClassLabel(names=["benign", "malignant"])
+TEXTS = ["the cat", "the dog", "a cat"]
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> None:
+    datasets.disable_progress_bars()
+
+
+def rows(texts: list[str] = TEXTS) -> datasets.Dataset:
+    features = datasets.Features({"text": datasets.Value("string"), "label": CLASSES})
+    return datasets.Dataset.from_dict({"text": texts, "label": [0, 1, 0][: len(texts)]}, features=features)
+
+
+def saved(folder: Path, data: datasets.Dataset | datasets.DatasetDict) -> Path:
+    data.save_to_disk(str(folder))
+    return folder
+
+
+def texts(table: DataTable) -> list[Any]:
+    return table.column("text", "text")
+
+
+def refusal(*named: Path, split: str | None = None) -> str:
+    with pytest.raises(DataError) as refused:
+        read_table("file", named, split)
+    return str(refused.value)
+
+
+def test_saved_folder_is_read_with_the_names_of_its_classes(tmp_path: Path) -> None:
+    # Of a selection only the selected rows are saved, in their order.
+    table = read_table("file", (saved(tmp_path / "notes", rows().select([2, 1])),))
+    assert texts(table) == ["a cat", "the dog"]
+    assert table.column("label", "label") == ["benign", "malignant"]
+    assert table.columns.classes == {"label": ("benign", "malignant")}
+
+
+def test_number_of_a_class_in_a_table_means_its_name_there(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "notes", rows())
+    rows().to_parquet(str(tmp_path / "notes.parquet"))
+    bert = str(bert_tokenizer(tmp_path / "bert", ("the", "a", "cat", "dog")))
+    for file in (folder, tmp_path / "notes.parquet"):
+        options = {"file": str(file), "tokenizer": bert}
+        assert load("text", options).tensors["labels"].tolist() == [0, 1, 0]
+        turned = load("text", {**options, "labels": ["malignant", "benign"]})
+        assert turned.tensors["labels"].tolist() == [1, 0, 1]
+        with pytest.raises(DataError, match="has 'benign', 'malignant', not among the 2 names"):
+            load("text", {**options, "labels": ["no", "yes"]})
+
+
+def test_tags_of_words_and_missing_labels_have_names_too(tmp_path: Path) -> None:
+    tags = datasets.Features({"tags": datasets.Sequence(CLASSES), "label": CLASSES})
+    data = datasets.Dataset.from_dict({"tags": [[0, 1], []], "label": [-1, None]}, features=tags)
+    table = read_table("file", (saved(tmp_path / "tagged", data),))
+    assert table.column("label", "tags") == [["benign", "malignant"], []]
+    assert table.column("label", "label") == [None, None]
+
+
+def test_images_in_a_saved_folder_are_read_as_bytes(tmp_path: Path) -> None:
+    pictures = [BytesIO(), BytesIO()]
+    for picture, colour in zip(pictures, ("black", "white"), strict=True):
+        Image.new("RGB", (4, 4), colour).save(picture, "PNG")
+    features = datasets.Features({"image": datasets.Image(), "label": CLASSES})
+    cells = [{"bytes": picture.getvalue(), "path": None} for picture in pictures]
+    data = datasets.Dataset.from_dict({"image": cells, "label": [0, 1]}, features=features)
+    folder = saved(tmp_path / "scans", datasets.DatasetDict(train=data))
+    dataset = load("images", {"file": str(folder), "size": 2, "channels": 1})
+    assert dataset.tensors["pixel_values"].flatten(1).tolist() == [[-1] * 4, [1] * 4]
+    with pytest.raises(DataError, match="was saved by `datasets`, as a table: name it in `file`"):
+        load("images", {"folder": str(folder), "size": 2})
+
+
+def test_split_of_a_saved_folder_is_chosen_by_name(tmp_path: Path) -> None:
+    both = datasets.DatasetDict(train=rows(), test=rows(["the end"]))
+    folder = saved(tmp_path / "both", both)
+    assert texts(read_table("file", (folder,), "test")) == ["the end"]
+    assert refusal(folder) == f"split: {folder} has several splits: set split to one of test, train"
+    assert refusal(folder, split="tset") == f"split: {folder} has no split 'tset'; it has test, train"
+    assert "is a single split: leave split out" in refusal(folder / "train", split="train")
+    assert "must be the only one" in refusal(folder / "train", folder / "test")
+    arrow = folder / "train" / "data-00000-of-00001.arrow"
+    assert f"belongs to a folder saved by `datasets`: name {folder / 'train'} instead" in refusal(arrow)
+    (folder / "train" / "dataset_info.json").write_text("{")
+    assert "cannot be read" in refusal(folder, split="train")
+    (folder / "dataset_dict.json").write_text(json.dumps(["train"]))
+    assert "dataset_dict.json cannot be read: save the folder again" in refusal(folder)
+    assert "it has no rows" in refusal(saved(tmp_path / "none", rows().select([])))
+
+
+def test_shards_in_a_folder_or_of_a_pattern_are_one_table_in_order(tmp_path: Path) -> None:
+    for place in (1, 0):
+        rows([TEXTS[place]]).to_parquet(str(tmp_path / f"train-0000{place}-of-00002.parquet"))
+    (tmp_path / "README.md").write_text("notes")
+    (tmp_path / "_SUCCESS").touch()
+    table = read_table("file", (tmp_path,))
+    assert texts(table) == ["the cat", "the dog"]
+    assert table.ignored_files == {".md": 1}
+    assert texts(read_table("file", (tmp_path / "train-*.parquet",))) == ["the cat", "the dog"]
+    rows(["the end"]).to_parquet(str(tmp_path / "test-00000-of-00001.parquet"))
+    assert texts(read_table("file", (tmp_path,), "test")) == ["the end"]
+    assert "has several splits: set split to one of test, train" in refusal(tmp_path)
+
+
+def test_files_named_for_splits_are_not_mixed(tmp_path: Path) -> None:
+    for name in ("train", "test"):
+        (tmp_path / f"{name}.csv").write_text(f"text\n{name}\n")
+    assert "has several splits" in refusal(tmp_path)
+    assert texts(read_table("file", (tmp_path,), "train")) == ["train"]
+    (tmp_path / "test.csv").rename(tmp_path / "more.csv")
+    assert texts(read_table("file", (tmp_path,))) == ["test", "train"]
+
+
+def test_wrong_path_is_answered_with_what_there_is(tmp_path: Path) -> None:
+    (tmp_path / "notes.csv").write_text("text\nthe cat\n")
+    (tmp_path / "scans").mkdir()
+    assert refusal(tmp_path / "note.csv").endswith("note.csv; did you mean `notes.csv`?")
+    assert refusal(tmp_path / "*.tsv").endswith("*.tsv; it can be notes.csv, scans")
+    assert "split: needs a folder" in refusal(tmp_path / "notes.csv", split="train")
+    assert "contains no table (.csv, .tsv, .parquet, .jsonl, .ndjson); it contains nothing" in refusal(
+        tmp_path / "scans"
+    )
+    (tmp_path / "scans" / "a.png").touch()
+    assert "it contains a.png" in refusal(tmp_path / "scans")
