@@ -5,7 +5,7 @@ BIN := .venv/bin
 INSTALLED := .venv/installed
 SIDE_BY_SIDE = $(shell cores=$$(nproc); echo $$((cores < 3 ? cores + 1 : 4)))
 
-.PHONY: help install notebook demo demo-reports demo-pairs test test-postgresql check fix system fuzz \
+.PHONY: help install notebook wheel demo demo-reports demo-pairs test test-postgresql check fix system fuzz \
   bench bench-quick bench-results bench-rivals bench-attention simulation mutants chaos soak test-long image-check deploy-check \
   migrate image clean docs
 
@@ -31,6 +31,10 @@ demo-reports: install ## three hospitals learn from synthetic notes with SAFL: h
 
 demo-pairs: install ## four sites adapt a small CLIP with pFedDC: prompts alone travel
 	$(BIN)/python -m examples.pairs
+
+# The wheel is built from the source archive: an earlier build in this folder cannot leave a file in it.
+wheel: install ## build the wheel and the source archive into dist/
+	$(BIN)/python -m build --no-isolation --outdir dist
 
 notebook: install ## execute examples/notebook.ipynb on a federation of two sites, and write its outputs into it
 	$(BIN)/python -m examples.notebook

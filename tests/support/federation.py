@@ -106,8 +106,8 @@ class ScriptedWorker:
         raise AssertionError(f"no task was offered to {self.name}")
 
     def fetch(self, task: Task) -> dict[str, np.ndarray]:
-        manifest = Manifest.read(self.read(task.version.digest), self.read)
         blocks = task.plan.fetch.resolve(self.model_of(task).blocks)
+        manifest = Manifest.read(self.read(task.version.digest), self.read)
         return {b.name: from_bytes(self.read(manifest.blocks[b.name]), b.dtype).reshape(b.shape) for b in blocks}
 
     def model_of(self, task: Task) -> Model:
