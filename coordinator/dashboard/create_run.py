@@ -62,7 +62,10 @@ def show_form(
     require_role(who.principal, *STEERING)
     if method is None:
         return render(request, "methods.html", who, methods=sorted(methods().values(), key=lambda m: m.name))
-    return _form(request, serving, who, _method(method), {REQUEST_KEY: new_id()})
+    chosen = _method(method)
+    given = {REQUEST_KEY: new_id(), "/evaluation/sites": "true"}
+    given |= {f"/training/{name}": str(value) for name, value in chosen.training.items()}
+    return _form(request, serving, who, chosen, given)
 
 
 @router.post("")

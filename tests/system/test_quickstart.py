@@ -107,6 +107,8 @@ def test_the_page_makes_a_model(machines: Machines) -> None:
 
     said = machines.end(machines.begin(run, exports), 200)
     assert "first is completed" in said
+    # Of version 2, at one site.
+    assert re.search(r"\b2 +accuracy +1 +0\.[0-9]{3}\b", said), said
     assert {"config.json", "model.safetensors"} <= {file.name for file in (a / "trained").iterdir()}
 
 

@@ -1,6 +1,8 @@
 """`tessera data`: a site's data sets, and the division of one among sites."""
 
 import importlib
+import re
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,9 +13,10 @@ from pydantic import TypeAdapter, ValidationError
 from tessera.shared.cli.render.output import AsJson, note, out, print_json, table
 from tessera.shared.validation_errors import message_of
 from tessera.worker.cli.exits import BAD_SETTINGS, Errors, exits
-from tessera.worker.data.dataset import Dataset
+from tessera.worker.data.dataset import DataError, Dataset
 from tessera.worker.data.partition.division import ClassCounts, class_counts, divide, key_of_seed
 from tessera.worker.data.partition.schemes import Partition, Scheme
+from tessera.worker.data.proposal import propose
 from tessera.worker.data.registry import load
 from tessera.worker.inventory import held_out_key, load_source, named
 from tessera.worker.settings import DataSettings, DataSource, SettingsError, read_data_settings, read_settings
@@ -68,6 +71,52 @@ def _cell(value: object) -> object:
     if isinstance(value, float):
         return f"{value:.1%}"
     return ", ".join(value) if isinstance(value, list) else value
+
+
+@app.command()
+def init(
+    path: Annotated[Path, typer.Argument(help="A folder of images, a table, or a folder saved by `datasets`.")],
+    name: Annotated[str | None, typer.Option(help="The data set's name; by default the path's.")] = None,
+    split: Annotated[str | None, typer.Option(help="The split, if the folder has several.")] = None,
+    tokenizer: Annotated[str | None, typer.Option(help="For texts: a folder, or a name on the hub.")] = None,
+    processor: Annotated[str | None, typer.Option(help="For images: a folder, or a name on the hub.")] = None,
+    to: Annotated[
+        Path | None,
+        typer.Option("--out", help="Append it to this file, such as worker.toml, instead of printing it."),
+    ] = None,
+) -> None:
+    """Write the [datasets.NAME] table for a folder or a file, with the reason for each option.
+
+    Exit code 2: the data leave a choice that only a person can make, or there is such a table already.
+    """
+    given = name or re.sub(r"[^A-Za-z0-9_-]+", "-", path.resolve().stem).strip("-_") or "data"
+    with exits(ERRORS):
+        try:
+            proposal = propose(path, split=split, tokenizer=tokenizer, processor=processor)
+            text = proposal.toml(given)
+            tomllib.loads(text)
+            text.encode()
+        except (DataError, tomllib.TOMLDecodeError, UnicodeEncodeError) as fault:
+            raise SettingsError(str(fault)) from fault
+        if to is None:
+            typer.echo(text, nl=False)
+        else:
+            _append(to, given, text)
+    for option, what in proposal.unset.items():
+        note(f"set {option} in it: {what}")
+    note(f"then check it: tessera data show {to or 'FILE'}")
+
+
+def _append(file: Path, name: str, text: str) -> None:
+    """Append a data set's table to settings. Raises SettingsError if they have one of this name."""
+    before = file.read_text(encoding="utf-8") if file.exists() else ""
+    try:
+        settings = tomllib.loads(before)
+    except tomllib.TOMLDecodeError as fault:
+        raise SettingsError(f"{file} cannot be read: {fault}") from fault
+    if name in settings.get("datasets", {}):
+        raise SettingsError(f"{file} has a data set {name!r} already: give another --name")
+    file.write_text(before + ("\n" if before else "") + text, encoding="utf-8")
 
 
 def _key(config: Path) -> bytes:

@@ -230,6 +230,10 @@ def test_a_run_is_started_from_what_another_made(coordinator: LiveCoordinator) -
     (start,) = re.findall(r'name="start"><option value="(sha256:\S+ sha256:\S+)">first', form)
     assert '<datalist id="datasets"><option value="data">1 live worker</option></datalist>' in form
     assert 'name="/dataset" value="" aria-required="true" list="datasets"' in form
+    assert re.search(r'name="/evaluation/sites"[^>]*>.*?<option selected>true</option>', form)
+    assert '<details class="part"><summary>Evaluation' not in form
+    needy = person.http.get("/page/runs/new?method=scaffold").text
+    assert re.search(r'name="/training/optimizer"[^>]*>.*?<option selected>sgd</option>', needy)
     given = {"method": "fedfrozen", "start": start, "request_key": "w1", "/name": "second", "/dataset": "data"}
     given |= {"/rounds": "2", "/method/settings/warmup_rounds": "1", "/cohort/quorum": "1"}
     shown = person.send("/page/runs/new", step="preview", **given)

@@ -193,3 +193,21 @@ def test_a_file_that_is_wrong_is_named(tmp_path: Path) -> None:
 def test_the_environment_wins_here_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TESSERA_WORKER_DATASETS__DIGITS__PART__INDEX", "0")
     assert "0 of 4, dirichlet" in told("show", config(tmp_path, DIGITS))
+
+
+def test_init_writes_a_table_that_show_reads(tmp_path: Path) -> None:
+    for label in ("cat", "dog"):
+        (tmp_path / "my pets" / label).mkdir(parents=True)
+        for place in range(20):
+            (tmp_path / "my pets" / label / f"{place}.bmp").write_bytes(_bitmap(place))
+    pets, file = str(tmp_path / "my pets"), str(tmp_path / "worker.toml")
+    assert '[datasets.my-pets] # 40 images in folders kind = "images"' in told("init", pets)
+    assert f"then check it: tessera data show {file}" in told("init", pets, "--out", file)
+    told("init", pets, "--out", file, "--name", "more")
+    shown = document("show", file)["datasets"]
+    assert isinstance(shown, list)
+    assert [(of["name"], of["examples"] + of["held out"]) for of in shown] == [("my-pets", 40), ("more", 40)]
+    assert "has a data set 'more' already: give another --name" in told(
+        "init", pets, "--out", file, "--name", "more", code=2
+    )
+    assert "there is no file or folder" in told("init", pets + "s", code=2)

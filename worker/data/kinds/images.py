@@ -104,7 +104,7 @@ def _in_folder(folder: Path, options: ImagesOptions) -> tuple[list[Picture], lis
             f"folder: {folder} was saved by `datasets`, as a table: name it in `file` instead of `folder`"
         )
     depth = 2 if options.domain_folders else 1
-    found = list(_files_below(folder))
+    found = list(files_below(folder))
     files = sorted(file.relative_to(folder) for file in found if file.suffix.lower() in SUFFIXES)
     others = Counter(file.suffix.lower() or "without suffix" for file in found if file.suffix.lower() not in SUFFIXES)
     dicom = "; convert DICOM files to PNG first" if others.keys() & DICOM else ""
@@ -119,7 +119,7 @@ def _in_folder(folder: Path, options: ImagesOptions) -> tuple[list[Picture], lis
     return [folder / file for file in files], labels, domains, LoadReport(ignored_files=others)
 
 
-def _files_below(folder: Path) -> Iterator[Path]:
+def files_below(folder: Path) -> Iterator[Path]:
     """Yield the paths of all files below a folder that are not hidden.
 
     Follows links, except one to a folder that contains it.

@@ -1,0 +1,147 @@
+"""Proposed tables for the data that people have: a worker can load each, and open choices are refused."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+from PIL import Image
+
+from tessera.worker.data.dataset import DataError
+from tessera.worker.data.proposal import propose
+from tessera.worker.data.registry import load
+from tests.support.pretrained import bert_tokenizer
+
+
+def pictures(folder: Path, *names: str, size: tuple[int, int] = (6, 4), mode: str = "RGB") -> Path:
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.new(mode, size).save(folder / name)
+    return folder
+
+
+def table(file: Path, *lines: str) -> Path:
+    file.write_text("\n".join(lines) + "\n")
+    return file
+
+
+def proposed(path: Path, **given: str) -> dict[str, Any]:
+    """The options, as read from the written table, without the share to hold out, which may take all of two rows."""
+    options: dict[str, Any] = tomllib.loads(propose(path, **given).toml("some"))["datasets"]["some"]
+    assert options.pop("held_out") == 0.2
+    return options
+
+
+def loaded(options: dict[str, Any]) -> list[int]:
+    labels: list[int] = (
+        load(options["kind"], {k: v for k, v in options.items() if k != "kind"}).tensors["labels"].tolist()
+    )
+    return labels
+
+
+def test_folders_of_images_are_classes(tmp_path: Path) -> None:
+    folder = pictures(tmp_path / "pets", "dog/a.png", "cat/deeper/b.png")
+    (folder / "cat" / "c.dcm").touch()
+    options = proposed(folder)
+    assert options == {
+        "kind": "images", "folder": str(folder), "labels": ["cat", "dog"], "size": [4, 6], "channels": 3,
+    }  # fmt: skip
+    assert loaded(options) == [0, 1]
+    assert proposed(folder, processor="/models/vit")["processor"] == "/models/vit"
+
+
+def test_the_same_folders_in_each_folder_are_classes_in_domains(tmp_path: Path) -> None:
+    names = [f"{domain}/{label}/a.png" for domain in ("photo", "sketch") for label in ("1", "10", "2")]
+    options = proposed(pictures(tmp_path / "pets", *names, size=(8, 8), mode="L"))
+    # Class numbers that do not begin with 0 are names, in the order of the numbers.
+    assert (options["domain_folders"], options["labels"]) == (True, ["1", "2", "10"])
+    assert (options["size"], options["channels"]) == (8, 1)
+    assert loaded(options) == [0, 2, 1] * 2
+
+
+def test_large_images_or_those_of_several_sizes_have_the_usual_size(tmp_path: Path) -> None:
+    folder = pictures(tmp_path / "pets", "0/a.png")
+    pictures(folder, "1/a.png", size=(9, 9))
+    options = proposed(folder)
+    assert options["size"] == 224
+    assert "labels" not in options
+    assert loaded(options) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("header", "rows", "expected"),
+    [
+        (
+            "patient_id,text,label", ["p,the cat,no", "q,a dog,yes"],
+            {"head": "text-classification", "text": "text", "label": "label", "labels": ["no", "yes"],
+             "group": "patient_id"},
+        ),
+        ("id,summary,Target", ["1,the cat sat,1", "2,a cat sat,0"], {"text": "summary", "label": "Target"}),
+        ("text", ["the cat", "a dog"], {"head": "causal-lm"}),
+    ],
+)  # fmt: skip
+def test_columns_of_texts_and_classes_are_found(
+    tmp_path: Path, header: str, rows: list[str], expected: dict[str, object]
+) -> None:
+    file = table(tmp_path / "notes.csv", header, *rows)
+    assert "tokenizer" in propose(file).unset
+    options = proposed(file, tokenizer=str(bert_tokenizer(tmp_path / "bert", ("the", "a", "cat"))))
+    assert options.items() >= {"kind": "text", "file": str(file), **expected}.items()
+    assert len(loaded(options)) == 2
+
+
+def test_table_of_images_and_saved_folder_are_read_by_their_types(tmp_path: Path) -> None:
+    datasets.disable_progress_bars()
+    pictures(tmp_path, "a.png", "b.png")
+    options = proposed(table(tmp_path / "list.csv", "file_name,class", "a.png,ill", "b.png,well"))
+    assert (options["kind"], options["image"], options["labels"]) == ("images", "file_name", ["ill", "well"])
+    assert loaded(options) == [0, 1]
+    classes = datasets.ClassLabel(names=["z", "a"])
+    features = datasets.Features(
+        {"words": datasets.Sequence(datasets.Value("string")), "ner": datasets.Sequence(classes)}
+    )
+    rows = datasets.Dataset.from_dict({"words": [["the", "cat"]], "ner": [[0, 1]]}, features=features)
+    datasets.DatasetDict(train=rows, test=rows).save_to_disk(str(tmp_path / "saved"))
+    with pytest.raises(DataError, match="set split to one of test, train"):
+        propose(tmp_path / "saved")
+    options = proposed(
+        tmp_path / "saved", split="train", tokenizer=str(bert_tokenizer(tmp_path / "b", ("the", "cat")))
+    )
+    assert (options["head"], options["text"], options["labels"]) == ("token-classification", "words", ["z", "a"])
+    assert load("text", {k: v for k, v in options.items() if k != "kind"}).tensors["labels"].tolist() == [
+        [-100, 0, 1, -100]
+    ]
+
+
+def test_what_only_a_person_can_decide_is_refused_with_what_to_write(tmp_path: Path) -> None:
+    csv = {
+        "a,b,label": ("x y z,x y z,1", "a, b may all be the text: write `text` by hand"),
+        "text,x": ("some text,1", "no obvious column of classes among text, x: write `label` by hand"),
+        "text,label": ("some text,", "column 'label' has values that are no class"),
+        "label": ("1", "no column of texts or images among label"),
+    }
+    told = {
+        table(tmp_path / f"{place}.csv", head, row): what for place, (head, (row, what)) in enumerate(csv.items())
+    }
+    many = [f"text {place},{place}" for place in range(1001)]
+    told[table(tmp_path / "many.csv", "text,label", *many)] = "has 1001 different values, which are hardly classes"
+    told[pictures(tmp_path / "splits", "train/cat/a.png", "test/cat/a.png")] = "folders for splits (test, train)"
+    told[pictures(tmp_path / "loose", "cat/a.png", "b.png")] = "b.png is not in the folder of a class"
+    (tmp_path / "dicom").mkdir()
+    (tmp_path / "dicom" / "a.dcm").touch()
+    told[tmp_path / "dicom"] = "but 1 .dcm: convert DICOM"
+    told[tmp_path / "0.cvs"] = "there is no file or folder"
+    for path, what in told.items():
+        with pytest.raises(DataError) as refused:
+            propose(path)
+        assert what in str(refused.value)
+
+
+def test_odd_names_stay_within_their_line(tmp_path: Path) -> None:
+    folder = pictures(tmp_path / "a", 'x"\n[datasets.b]/1.png')
+    assert proposed(folder)["labels"] == ['x"\n[datasets.b]']
+    with pytest.raises(DataError, match="--name"):
+        propose(folder).toml("a]")

@@ -1,0 +1,284 @@
+"""A table `[datasets.NAME]` for a folder or a file, proposed from what it contains, with a reason for each option."""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from PIL import Image
+
+from tessera.shared.near_names import did_you_mean
+from tessera.worker.data.dataset import DataError, counted
+from tessera.worker.data.kinds.images import files_below
+from tessera.worker.data.readers.image_processor import FORMATS, SUFFIXES, UNREADABLE
+from tessera.worker.data.readers.table_files import SPLITS, is_saved
+from tessera.worker.data.readers.tables import READERS, DataTable, read_table
+
+TEXT_NAMES = (
+    "text",
+    "sentence",
+    "tokens",
+    "words",
+    "report",
+    "note",
+    "content",
+    "document",
+    "review",
+    "description",
+    "question",
+)
+IMAGE_NAMES = ("image", "img", "file_name", "filename", "path")
+LABEL_NAMES = ("label", "labels", "class", "target", "category", "diagnosis", "ner_tags", "tags")
+GROUP_NAMES = ("patient", "patient_id", "patientid", "subject", "subject_id", "group")
+
+SAMPLE = 64
+"""Number of images and of rows to look at."""
+MAX_NAMED = 1000
+"""Number of classes above which a column hardly contains classes."""
+USUAL_SIDE, MAX_OWN_SIDE = 224, 512
+"""Pixels: the side of the usual input of vision models, and the largest side that images keep."""
+
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
+
+
+def _one_line(sentence: str) -> str:
+    return "".join(letter if letter.isprintable() else " " for letter in sentence)
+
+
+@dataclass
+class Proposal:
+    """Options in the order in which they are written, each with its reason."""
+
+    options: dict[str, object] = field(default_factory=dict)
+    reasons: dict[str, str] = field(default_factory=dict)
+    unset: dict[str, str] = field(default_factory=dict)
+    """The options that only a person can set, each with what to write."""
+
+    def add(self, option: str, value: object, reason: str) -> None:
+        self.options[option] = value
+        self.reasons[option] = reason
+
+    def toml(self, name: str) -> str:
+        """Return the table, with the reasons as comments. Raises DataError for a name that is not allowed."""
+        if not NAME.fullmatch(name):
+            raise DataError(f"--name: {name!r} is not made of letters, digits, dashes and underscores")
+        lines = [f"[datasets.{name}]"]
+        for option, value in self.options.items():
+            # A string, a number, a truth value or a list of strings is written alike in JSON and in TOML.
+            lines += [f"# {_one_line(self.reasons[option])}", f"{option} = {json.dumps(value, ensure_ascii=False)}"]
+        lines += [f"# SET THIS: {what}\n# {option} = " for option, what in self.unset.items()]
+        return "\n".join(lines) + "\n"
+
+
+def propose(
+    path: Path,
+    *,
+    split: str | None = None,
+    tokenizer: str | None = None,
+    processor: str | None = None,
+) -> Proposal:
+    """Return the options for the data at a path. Raises DataError for what a person has to decide."""
+    if not path.exists():
+        near = did_you_mean(path.name, [file.name for file in path.parent.glob("*")])
+        raise DataError(f"there is no file or folder {path}{near}")
+    path = path.resolve()
+    proposal = Proposal()
+    if path.suffix.lower() == ".safetensors":
+        proposal.add("kind", "arrays", "a safetensors file holds prepared tensors, `labels` among them")
+        proposal.add("file", str(path), "the tensors' names are the model's inputs")
+    elif path.is_dir() and not is_saved(path) and (found := list(files_below(path))) and not _tables_in(path):
+        _of_folder(proposal, path, found, processor)
+    else:
+        _of_table(proposal, path, split, tokenizer, processor)
+    proposal.add("held_out", 0.2, "the worker measures on this share of the examples, and no run trains on them")
+    return proposal
+
+
+def _tables_in(folder: Path) -> bool:
+    return any(file.suffix.lower() in READERS for file in folder.iterdir())
+
+
+def _of_folder(proposal: Proposal, folder: Path, found: Sequence[Path], processor: str | None) -> None:
+    files = sorted(file.relative_to(folder) for file in found if file.suffix.lower() in SUFFIXES)
+    if not files:
+        kinds = counted(Counter(file.suffix.lower() or "without suffix" for file in found))
+        formats = f"{', '.join(sorted(SUFFIXES))}; {', '.join(READERS)}"
+        raise DataError(
+            f"{folder} contains no images or tables ({formats}), but {kinds}: convert DICOM and other images to PNG"
+        )
+    tops = sorted({file.parts[0] for file in files if len(file.parts) > 1})
+    if splits := [top for top in tops if top.lower() in SPLITS]:
+        raise DataError(
+            f"{folder} has folders for splits ({', '.join(splits)}): run the command with {folder / splits[0]}. To "
+            'measure on another, run it again with another --name, and replace held_out by use = "evaluate"'
+        )
+    if loose := [file for file in files if len(file.parts) == 1]:
+        raise DataError(
+            f"{folder / loose[0]} is not in the folder of a class: move each image into one, or write a CSV file "
+            "with the columns image and label, and run the command with it"
+        )
+    below = {top: {file.parts[1] for file in files if file.parts[0] == top and len(file.parts) > 2} for top in tops}
+    classes = below[tops[0]]
+    by_domain = len(tops) > 1 and len(classes) > 1 and all(below[top] == classes for top in tops)
+    proposal.add("kind", "images", f"{len(files)} images in folders")
+    proposal.add("folder", str(folder), "the folder that contains the folders of the classes")
+    if by_domain:
+        reason = f"each of {', '.join(tops[:8])} contains the same {len(classes)} folders, which are the classes"
+        proposal.add("domain_folders", value=True, reason=reason)
+    _labels(proposal, sorted(classes) if by_domain else tops, "the folders' names")
+    step = -(-len(files) // SAMPLE)
+    _pixels(proposal, [folder / file for file in files[::step]], processor)
+
+
+def _of_table(
+    proposal: Proposal, path: Path, split: str | None, tokenizer: str | None, processor: str | None
+) -> None:
+    table = read_table("file", (path,), split)
+    image = _column(table, "image", IMAGE_NAMES, _is_image)
+    text = None if image else _column(table, "text", TEXT_NAMES, _is_text)
+    if image is None and text is None:
+        raise DataError(
+            f"{table.where} has no column of texts or images among {_shown(table)}: write kind and the column's name "
+            "by hand, as docs/data.md describes"
+        )
+    kind, column = ("images", image) if image else ("text", text)
+    proposal.add("kind", kind, f"column {column} contains {kind.removesuffix('s')}s")
+    proposal.add("file", str(path), f"a table with the columns {_shown(table)}")
+    if split is not None:
+        proposal.add("split", split, "the split that you named")
+    if image is not None:
+        proposal.add("image", image, "paths, relative to the table's folder, or the images' bytes")
+    _of_label(proposal, table, image, text)
+    for name in table.columns.names:
+        if name.lower() in GROUP_NAMES:
+            proposal.add("group", name, "rows with an equal value in this column are held out together")
+            break
+    if image is not None:
+        cells = table.column("image", image)[:SAMPLE]
+        paths = [table.folder / cell for cell in cells if isinstance(cell, str)]
+        _pixels(proposal, paths, processor)
+    elif tokenizer is not None:
+        proposal.add("tokenizer", tokenizer, "the tokenizer that you named")
+    else:
+        proposal.unset["tokenizer"] = "the folder with the tokenizer of the run's model, or its name on the hub"
+
+
+def _of_label(proposal: Proposal, table: DataTable, image: str | None, text: str | None) -> None:
+    """Add the options of the column of labels, and for texts the head that follows from it."""
+    label = _label_column(table, {image, text})
+    if label is None and (image or len(table.columns.names) > 1):
+        raise DataError(
+            f"{table.where} has no obvious column of classes among {_shown(table)}: write `label` by hand, or for "
+            'texts without classes head = "causal-lm"'
+        )
+    values = [] if label is None else table.column("label", label)
+    if text is not None:
+        by_word = any(isinstance(value, list) for value in values)
+        head = "causal-lm" if label is None else "token-classification" if by_word else "text-classification"
+        why = "there is no column of classes" if label is None else f"{label} has one class for each "
+        proposal.add("head", head, why if label is None else why + ("word" if by_word else "text"))
+        proposal.add("text", text, "the column of texts")
+        values = [item for value in values for item in value] if by_word else values
+    if label is not None:
+        proposal.add("label", label, "the column of classes")
+        own = table.columns.classes.get(label)
+        names = list(own) if own else sorted({str(value) for value in values})
+        if len(names) > MAX_NAMED:
+            raise DataError(
+                f"{table.where}: column {label!r} has {len(names)} different values, which are hardly classes: write "
+                "`label` by hand"
+            )
+        if any(value in (None, "") or not isinstance(value, str | int) for value in values):
+            raise DataError(
+                f"{table.where}: column {label!r} has values that are no class: correct or remove the rows"
+            )
+        _labels(proposal, names, "the names in the table" if own else f"the values of {label}, sorted")
+
+
+def _labels(proposal: Proposal, names: Sequence[str], source: str) -> None:
+    if all(name.isdecimal() for name in names):
+        names = sorted(names, key=int)
+        if names == [str(number) for number in range(len(names))]:
+            proposal.reasons["kind"] += "; no `labels`, since the classes are numbers from 0 on"
+            return
+    proposal.add("labels", list(names), f"{source}: copy this line to every site, so that classes have equal numbers")
+
+
+def _pixels(proposal: Proposal, pictures: Sequence[Path], processor: str | None) -> None:
+    """Add the options that turn images into numbers, from the headers of some images."""
+    if processor is not None:
+        proposal.add("processor", processor, "the image processor that you named")
+        return
+    sizes, modes = set(), set()
+    for picture in pictures:
+        try:
+            with Image.open(picture, formats=FORMATS) as image:
+                sizes.add(image.size)
+                modes.add(image.mode)
+        except UNREADABLE as fault:
+            raise DataError(f"{picture} cannot be read as an image: {str(fault)[:200]}") from fault
+    own = sizes.pop() if len(sizes) == 1 else None
+    if own and max(own) <= MAX_OWN_SIDE:
+        why = f"the size of the {len(pictures)} images that were looked at"
+        proposal.add("size", own[0] if own[0] == own[1] else [own[1], own[0]], why)
+    else:
+        why = "the usual input of vision models; set it to the model's, or name its `processor` instead"
+        proposal.add("size", USUAL_SIDE, why)
+    grey = bool(modes) and modes <= {"1", "L"}
+    why = "the images are grey" if grey else "images in colour, or of unknown colours; 1 converts to grey"
+    proposal.add("channels", 1 if grey else 3, why)
+
+
+def _column(table: DataTable, what: str, known: Sequence[str], fits: Callable[[object], bool]) -> str | None:
+    """Return the column whose values fit: one with a known name, or else the only one."""
+    names = [name for name in table.columns.names if name not in table.columns.classes]
+    fitting = [name for name in names if _all(table.column(what, name)[:SAMPLE], fits)]
+    by_lower = {name.lower(): name for name in reversed(fitting)}
+    if usual := next((by_lower[name] for name in known if name in by_lower), None):
+        return usual
+    likely = [name for name in fitting if name.lower() not in (*LABEL_NAMES, *GROUP_NAMES)]
+    long = [name for name in likely if what == "text" and _is_long(table.column(what, name)[:SAMPLE])]
+    if len(long) == 1:
+        return long[0]
+    if len(likely) > 1:
+        raise DataError(f"{table.where}: {', '.join(likely)} may all be the {what}: write `{what}` by hand")
+    return likely[0] if likely else None
+
+
+def _label_column(table: DataTable, others: set[str | None]) -> str | None:
+    names = [name for name in table.columns.names if name not in others]
+    for usual in LABEL_NAMES:
+        if found := [name for name in names if name.lower() == usual]:
+            return found[0]
+    if len(own := [name for name in names if name in table.columns.classes]) == 1:
+        return own[0]
+    return None
+
+
+def _is_long(texts: Sequence[object]) -> bool:
+    """Return whether texts have three words on average, unlike names and dates."""
+    return sum(len(text if isinstance(text, list) else str(text).split()) for text in texts) >= 3 * len(texts)
+
+
+def _all(values: Sequence[object], fits: Callable[[object], bool]) -> bool:
+    return bool(values) and all(map(fits, values))
+
+
+def _is_image(value: object) -> bool:
+    if isinstance(value, dict):
+        return bool(value.get("bytes") or value.get("path"))
+    return isinstance(value, bytes) or (isinstance(value, str) and Path(value).suffix.lower() in SUFFIXES)
+
+
+def _is_text(value: object) -> bool:
+    """Return whether a value is text, or a list of words."""
+    if isinstance(value, list):
+        return bool(value) and all(isinstance(word, str) for word in value)
+    return isinstance(value, str)
+
+
+def _shown(table: DataTable) -> str:
+    return ", ".join(table.columns.names[:20])
