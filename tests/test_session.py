@@ -13,9 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
+from sqlalchemy import update
 
 import tessera
 from examples.notebook import EXECUTED, NOTEBOOK, sources_digest
+from tessera.coordinator.db.tables import VersionRow
 from tessera.session import Run, Session
 from tessera.shared.api.runs import Evaluation
 from tessera.shared.cli.metrics import EXTRAS, extra
@@ -146,6 +148,23 @@ def test_a_refusal_says_what_is_wrong_and_what_to_do(
         done = say(coordinator, "run", *arguments)
         assert (done.returncode, "Traceback" in done.stderr) == (code, False), done.stderr
         assert expected in " ".join(done.stderr.split())
+
+
+def test_a_version_that_is_no_longer_kept_is_named_with_those_that_are(
+    first: Run, coordinator: LiveCoordinator, tmp_path: Path
+) -> None:
+    database = coordinator.services.database
+    of_best = (VersionRow.run_id == first.id) & (VersionRow.number == 1)
+    with database.transaction() as rows:
+        rows.execute(update(VersionRow).where(of_best).values(retired_at=0.0))
+    try:
+        with pytest.raises(tessera.Problem, match=r"best version of run first, 1 .* kept is 2 \(accuracy 0\.300\)"):
+            first.export(tmp_path / "out", version="best")
+        with pytest.raises(tessera.Problem, match=r"version 1 of run first is no longer kept .* the versions 0, 2\."):
+            first.export(tmp_path / "out", version=1)
+    finally:
+        with database.transaction() as rows:
+            rows.execute(update(VersionRow).where(of_best).values(retired_at=None))
 
 
 def test_a_missing_package_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:

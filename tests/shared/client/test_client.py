@@ -159,3 +159,19 @@ def test_an_answer_is_not_unpacked() -> None:
     with answering(garbage) as (url, asked), client_of(url) as client, refusing("answer-not-understood"):
         client.about()
     assert asked[0].headers["Accept-Encoding"] == "identity"
+
+
+def test_changes_of_a_run_are_reported_with_and_without_a_stream_of_events() -> None:
+    """A run is read again after each piece of the stream, when the stream has ended, and when it is refused."""
+    events = Answer(body=b"event: progress\ndata: {}\n\n", headers={"Content-Type": "text/event-stream"})
+    refused = Answer(503, b"busy")
+    with answering(events, refused) as (url, asked), client_of(url) as client:
+        changes = client.changes("r")
+        requests = []
+        for _ in range(4):
+            next(changes)
+            requests.append(len(asked))
+        changes.close()  # type: ignore[attr-defined]
+    # One stream with one piece and its end; then two refusals.
+    assert requests == [1, 1, 2, 3]
+    assert {one.path for one in asked} == {"/v1/runs/r/events"}
