@@ -30,13 +30,24 @@ token_file = {token_file}
 name = {name}
 state_dir = {state_dir}
 {more}
-# The data that runs may train on, under the name that runs use for it.
+# The data that runs may train on, under the name that runs use for it. `tessera data init PATH` writes such a table.
 # [datasets.ward-images]
-# kind = "arrays"
-# file = "/data/ward-images.safetensors"
+# kind = "images"
+# folder = "/data/ward-images"  # with a folder of images for each class
+# labels = ["benign", "malignant"]
+# size = 224
+# held_out = 0.2
+#
+# [datasets.reports]
+# kind = "text"
+# file = "/data/reports.csv"  # with the columns text and label
+# labels = ["benign", "malignant"]
+# tokenizer = "/models/bert"
+# held_out = 0.2
 
 # You decide what leaves this site, regardless of what a coordinator requests.
 [policy]
+# approve_runs = true  # a person at this site approves each run first
 # never_send = ["*embeddings*"]
 """
 

@@ -9,8 +9,10 @@ name = "north-1"
 state_dir = "/var/lib/tessera"
 
 [datasets.ward-images]
-kind = "arrays"
-file = "/data/ward-images.safetensors"
+kind = "images"
+folder = "/data/ward-images"
+labels = ["benign", "malignant"]
+size = 224
 
 [policy]
 never_send = ["*embeddings*"]

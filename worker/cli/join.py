@@ -92,7 +92,8 @@ def join(
     note(f"admitted as a worker of site {enrolment.site}; the secret is in {place.token_file}")
     for line in place.missing:
         note(f"add to {place.config}: {line}")
-    note(f"name the data in {place.config}, then: tessera worker check --config {config}")
+    note(f"name the data in {place.config}: tessera data init PATH --out {config} writes a table")
+    note(f"then: tessera worker check --config {config}")
 
 
 def rotate(config: ConfigFile, as_json: AsJson = False) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,8 @@ from safetensors.torch import save_file
 from tessera.worker.data.dataset import DataError, Dataset
 from tessera.worker.data.partition.division import key_of_seed
 from tessera.worker.data.partition.schemes import Dirichlet, Iid
-from tessera.worker.data.registry import load
+from tessera.worker.data.registry import adapters, load
+from tessera.worker.enrolment import SKELETON
 from tests.support.paths import ROOT
 
 DIGITS = 1797
@@ -168,3 +170,12 @@ def test_arrays_without_labels_are_refused_by_the_files_name(tmp_path: Path) -> 
 def test_wrong_options_are_named(kind: str, options: dict[str, object], told: str) -> None:
     with pytest.raises(DataError, match=told):
         load(kind, options)
+
+
+def test_sample_tables_in_new_settings_are_valid() -> None:
+    filled = SKELETON.format(url='""', token_file='""', name='""', state_dir='""', more="")
+    samples = tomllib.loads(re.sub(r"^# (?=\[|\w+ = )", "", filled, flags=re.MULTILINE))["datasets"]
+    for sample in samples.values():
+        options = {option: value for option, value in sample.items() if option not in ("kind", "held_out")}
+        adapters()[sample["kind"]].options.model_validate(options)
+    assert {sample["kind"] for sample in samples.values()} == {"images", "text"}
