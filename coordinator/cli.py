@@ -13,20 +13,21 @@ from typing import Annotated
 import structlog
 import typer
 from alembic import command
+from alembic.util import CommandError
 from obstore.exceptions import BaseError
 from pydantic import ValidationError
 from sqlalchemy.exc import SQLAlchemyError
 
-from tessera.coordinator.auth.tokens import first_token, issue_token
+from tessera.coordinator.auth.tokens import first_token, issue_token, require_free_name
 from tessera.coordinator.blobs.store import StagingOnOtherDisk
 from tessera.coordinator.conductor.child_process import GOODBYE_SECONDS, ChildConductor, end_with_parent
 from tessera.coordinator.db.engine import (
-    DATABASE_AWAY,
     Database,
     DatabaseInUse,
     SchemaBehind,
     UnknownDatabase,
     alembic_config,
+    reason_of,
 )
 from tessera.coordinator.maintenance import backup
 from tessera.coordinator.notify.wakeup import CONDUCTOR
@@ -40,7 +41,7 @@ from tessera.shared.cli.render.output import AsJson, print_findings, print_json,
 from tessera.shared.diagnostics import effective, examined
 from tessera.shared.host_memory import keep_freed_memory
 from tessera.shared.methods.registry import MethodsUnusable, methods
-from tessera.shared.problems import Problem
+from tessera.shared.problems import Conflict, Invalid, Problem
 from tessera.shared.telemetry import spans
 from tessera.shared.validation_errors import message_of, messages_of
 
@@ -76,6 +77,10 @@ def token(
         except ValidationError as refusal:
             raise _exit(f"--name: {message_of(refusal.errors()[0])}") from None
         with database.transaction() as session:
+            try:
+                require_free_name(session, database.now(), name)
+            except Conflict as refusal:
+                raise _exit(f"{refusal.detail}: choose another with --name") from None
             _, secret = issue_token(session, database.now(), "coordinator", spec)
             # Printed before it is committed, as the first one.
             if as_json:
@@ -229,16 +234,23 @@ def _exit(message: str, code: int = 2) -> typer.Exit:
 def _database(failure: str) -> Iterator[Database]:
     """Yield the database of the settings. If it cannot be used, report the failure and exit with status 2."""
     try:
-        yield Database(_settings().database_url)
+        database = Database(_settings().database_url)
     except UnknownDatabase as refusal:
         raise _exit(str(refusal)) from None
-    except DATABASE_AWAY as fault:
-        raise _exit(f"{failure}: {str(fault).splitlines()[0]}") from None
+    try:
+        yield database
+    except (SQLAlchemyError, OSError) as fault:
+        raise _exit(f"{failure}: the database {database.shown} cannot be used: {reason_of(fault)}") from None
+    except CommandError as fault:
+        newer = f"{database.shown} is of a newer version of Tessera: install that here too ({fault})"
+        raise _exit(f"{failure}: {newer}") from None
 
 
 def _settings() -> CoordinatorSettings:
     try:
         return CoordinatorSettings()
+    except Invalid as refusal:
+        raise _exit(f"{refusal.detail} {refusal.advice}") from None
     except ValidationError as refusal:
         for steps, message in messages_of(refusal.errors(include_url=False), CoordinatorSettings):
             named = "_".join(("setting TESSERA", *map(str.upper, map(str, steps))))
@@ -256,7 +268,10 @@ def _opened(duty: Duty, *, wait: bool = False) -> Services:
         log.warning("coordinator.variable_ignored", variable=variable)
     services = _assembled(duty, wait=wait)
     swept = services.blobs.sweep()
-    log.info("coordinator.opened", database=services.database.shown, swept_files=swept)
+    settings = services.settings
+    blobs = settings.blob_url if "://" in settings.blob_url else str(Path(settings.blob_url).absolute())
+    places = {"database": services.database.shown, "blobs": blobs, "staging": str(settings.staging_dir.absolute())}
+    log.info("coordinator.opened", **places, swept_files=swept)
     return services
 
 
@@ -273,7 +288,10 @@ def _assembled(duty: Duty = "both", *, at_head: bool = True, wait: bool = False)
             services.database.hold(duty, wait=wait)
     except (DatabaseInUse, SchemaBehind, StagingOnOtherDisk, UnknownDatabase) as refusal:
         raise _exit(str(refusal)) from None
-    except (OSError, ImportError, ValueError, SQLAlchemyError, BaseError) as fault:
+    except SQLAlchemyError as fault:
+        shown = Database(settings.database_url).shown
+        raise _exit(f"the database {shown} cannot be used: {reason_of(fault)}") from None
+    except (OSError, ImportError, ValueError, BaseError) as fault:
         reason = str(fault).splitlines()[0] if str(fault) else type(fault).__name__
         raise _exit(f"the database, blob store or staging folder of the settings cannot be used: {reason}") from None
     return services

@@ -16,19 +16,40 @@ PersonRole = Literal["admin", "orchestrator", "viewer"]
 """Roles of people, the strongest first. Sites have tokens of their own."""
 
 
+def data_dir() -> Path:
+    """Return the default folder of a coordinator's data, which is the same wherever the coordinator is started.
+
+    An earlier version used `tessera-data` in the working folder; if it is there, it stays in use.
+    """
+    earlier = Path("tessera-data").absolute()
+    if earlier.is_dir():
+        return earlier
+    state = Path(os.environ.get("XDG_STATE_HOME", ""))
+    if not state.is_absolute():
+        # Relative paths in this variable are invalid (XDG Base Directory Specification).
+        try:
+            state = Path.home() / ".local" / "state"
+        except RuntimeError:
+            # A user without a home has no better place.
+            return earlier
+    return state / "tessera" / "coordinator"
+
+
 class CoordinatorSettings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="TESSERA_", frozen=True, extra="forbid")
 
     database_url: str = Field(
-        default="sqlite:///tessera-data/tessera.db",
+        default_factory=lambda: f"sqlite:///{data_dir()}/tessera.db",
         description="database of runs, rounds and tasks: SQLite, or postgresql://...",
     )
     database_connections: PositiveInt = Field(
         default=20, description="maximum PostgreSQL connections of one process, not counting a few for signals"
     )
-    blob_url: str = Field(default="tessera-data/blobs", description="blob store: a folder, or s3://bucket/prefix")
+    blob_url: str = Field(
+        default_factory=lambda: f"{data_dir()}/blobs", description="blob store: a folder, or s3://bucket/prefix"
+    )
     staging_dir: Path = Field(
-        default=Path("tessera-data/staging"),
+        default_factory=lambda: data_dir() / "staging",
         description="folder of unfinished uploads; on the file system of the blobs, so that a finished upload is "
         "a rename",
     )

@@ -3,7 +3,7 @@
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
-from sqlalchemy import select
+from sqlalchemy import Row, select
 
 from tessera.coordinator.api.dependencies import Admin, Anyone, Cursor, Key, Limit, Serving, Viewer
 from tessera.coordinator.api.request_limits import BoundedRoute
@@ -29,7 +29,11 @@ def list_tokens(serving: Serving, caller: Admin, limit: Limit = 100, cursor: Cur
     with serving.database.snapshot() as session:
         query = select(TokenRow, SiteRow.name).outerjoin_from(TokenRow, SiteRow)
         keys = (TokenRow.created_at, TokenRow.id)
-        return views.page(session, query, keys, lambda row: views.token_view(*row), limit, cursor)
+
+        def view(row: Row[TokenRow, str | None]) -> Token:
+            return views.token_view(*row, serving.last_seen.last_use(row[0].id))
+
+        return views.page(session, query, keys, view, limit, cursor)
 
 
 @router.delete("/v1/admin/tokens/{token_id}", status_code=204, operation_id="revokeToken")

@@ -37,6 +37,7 @@ def principal(request: Request, serving: Serving, shown: Shown) -> Principal:
         serving.admission.count_failure(address_of(request))
         raise
     serving.admission.count_request(caller.token_id)
+    serving.last_seen.note_use(caller.token_id, serving.database.now())
     return caller
 
 

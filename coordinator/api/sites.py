@@ -41,7 +41,8 @@ def resume_site(site_id: str, serving: Serving, caller: Admin) -> Site:
 
 @router.get("/workers", operation_id="listWorkers")
 def list_workers(serving: Serving, caller: Anyone, limit: Limit = 100, cursor: Cursor = None) -> Page[WorkerView]:
-    """Return all workers, or a site's own. `live` means seen recently, with a site that is not suspended."""
+    """Return all workers, or a site's own. `live` means seen recently, with a site that is not suspended and a token
+    that is not revoked."""
     since = serving.database.now() - serving.settings.liveness_seconds
     with serving.database.snapshot() as session:
         query = select(WorkerRow, SiteRow).join_from(WorkerRow, SiteRow)

@@ -58,6 +58,18 @@ def _admitted(found: Row[TokenRow, SiteRow] | None, now: float) -> Principal:
     return Principal(token.id, token.name, token.role, token.site_id)  # type: ignore[arg-type]
 
 
+def require_free_name(session: Session, now: float, name: str) -> None:
+    """Raise Conflict if a valid token has this name, by which people revoke it."""
+    unexpired = TokenRow.expires_at.is_(None) | (TokenRow.expires_at > now)
+    unused = TokenRow.uses_left.is_(None) | (TokenRow.uses_left > 0)
+    valid = (TokenRow.name == name) & TokenRow.revoked_at.is_(None) & unexpired & unused
+    if other := session.scalars(select(TokenRow).where(valid).limit(1)).first():
+        raise Conflict(
+            f"a valid token of role {other.role} is named {name!r} already",
+            remedy=f"Choose another name, or revoke that one first: `tessera admin token revoke {other.id}`.",
+        )
+
+
 def issue_token(session: Session, now: float, actor: str, spec: TokenSpec) -> tuple[TokenRow, str]:
     """Return a new token and its secret, which is not stored. Raise Invalid if its site does not exist."""
     site = None
@@ -94,8 +106,8 @@ def revoke_token(
         other = (TokenRow.role == "admin") & (TokenRow.id != token_id) & TokenRow.revoked_at.is_(None) & unexpired
         if row.role == "admin" and not admins_sign_in and not session.scalar(select(exists().where(other))):
             raise Conflict(
-                "this is the last token of an administrator that is valid",
-                remedy="Issue another first, with `tessera admin token issue`.",
+                f"{row.name!r} is the last valid token of an administrator",
+                remedy="Create another first with `tessera admin token create NAME --role admin`.",
             )
         row.revoked_at = now
         audit.record(session, now, actor, "token.revoke", token_id)

@@ -54,7 +54,7 @@ def overview(request: Request, serving: Serving, who: Signed) -> Response:
         workers = session.execute(
             select(WorkerRow, SiteRow)
             .join_from(WorkerRow, SiteRow)
-            .where(WorkerRow.last_seen_at >= since, SiteRow.suspended_at.is_(None))
+            .where(WorkerRow.last_seen_at >= since, SiteRow.suspended_at.is_(None), ~WorkerRow.revoked)
             .order_by(SiteRow.name, WorkerRow.name)
         ).all()
         blobs, blob_bytes = views.blob_totals(session)

@@ -62,7 +62,7 @@ class WorkerLine:
     def health(self) -> str:
         """The worker's condition in a word."""
         if not self.view.live:
-            return "suspended" if self.view.suspended else "silent"
+            return "suspended" if self.view.suspended else "revoked" if self.view.revoked else "silent"
         if self.faulty > self.accepted:
             return "failing"
         if is_unusual(self.scores):

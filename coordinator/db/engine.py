@@ -7,6 +7,7 @@ transaction has read do not change before it writes.
 import fcntl
 import hashlib
 import os
+import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,7 +20,7 @@ from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from sqlalchemy import Engine, create_engine, event, make_url
 from sqlalchemy.engine import URL, Connection
-from sqlalchemy.exc import DBAPIError, InterfaceError, InternalError, OperationalError
+from sqlalchemy.exc import ArgumentError, DBAPIError, InterfaceError, InternalError, OperationalError
 from sqlalchemy.exc import TimeoutError as NoConnection
 from sqlalchemy.orm import Session
 
@@ -53,12 +54,27 @@ GOOD_TRIP_SECONDS = 0.05
 """A measurement of the clock that takes at most this long is not repeated."""
 
 
+_SQLITE_REASONS = {
+    "file is not a database": "it is no file of SQLite; name another in TESSERA_DATABASE_URL, or restore a backup",
+    "unable to open database file": "SQLite cannot open it; name a file in a folder where this user may write",
+    "attempt to write a readonly database": "this user may not write to it",
+}
+
+
+def reason_of(fault: Exception) -> str:
+    """Return why a database cannot be used, and the remedy, in one line without SQLAlchemy's additions."""
+    cause = fault.orig if isinstance(fault, DBAPIError) and fault.orig else fault
+    line = next(iter(str(cause).splitlines()), "") or type(cause).__name__
+    remedy = "" if isinstance(cause, sqlite3.Error | OSError) else "; check that the server runs and admits this user"
+    return _SQLITE_REASONS.get(line, f"{line}{remedy}")
+
+
 class DatabaseInUse(RuntimeError):
     """Another coordinator process uses this SQLite file."""
 
 
 class UnknownDatabase(RuntimeError):
-    """The URL is neither of PostgreSQL nor of a file of SQLite."""
+    """The URL is neither of PostgreSQL nor of a file of SQLite that can be created."""
 
 
 class SchemaBehind(RuntimeError):
@@ -72,7 +88,7 @@ class Database:
     """
 
     def __init__(self, url: str, clock: Callable[[], float] | None = None, *, connections: int = 20) -> None:
-        self.url = _with_driver(make_url(url))
+        self.url = _with_driver(_parsed(url))
         self.is_sqlite = self.url.get_backend_name() == "sqlite"
         if self.is_sqlite:
             if not self.url.database or self.url.database == ":memory:":
@@ -101,8 +117,9 @@ class Database:
 
     @property
     def shown(self) -> str:
-        """The URL without its password."""
-        return without_password(self.url.render_as_string(hide_password=True))
+        """The URL without its password; a file's whole path."""
+        file = str(Path(self.url.database or "").absolute()) if self.is_sqlite else self.url.database
+        return without_password(self.url.set(database=file).render_as_string(hide_password=True))
 
     def now(self) -> float:
         """Return seconds since 1970 by the clock that decides every deadline."""
@@ -229,8 +246,11 @@ class Database:
 
     def require_head(self) -> None:
         """Raise SchemaBehind unless the schema is at head."""
-        if not self.at_head():
-            raise SchemaBehind(f"the schema of {self.shown} is not at head; run 'tessera coordinator migrate'")
+        if self.at_head():
+            return
+        if self.at_head_or_later():
+            raise SchemaBehind(f"the schema of {self.shown} is of a newer version of Tessera: install that here too")
+        raise SchemaBehind(f"the schema of {self.shown} is not at head; run 'tessera coordinator migrate'")
 
     def _present(self) -> tuple[str, ...]:
         with self._reading.connect() as connection:
@@ -282,17 +302,37 @@ class _RemoteClock:
         return best, time.monotonic() + CLOCK_SECONDS
 
 
+def _parsed(url: str) -> URL:
+    """Raise UnknownDatabase without the URL, which may have a password in any place, unless it can be read."""
+    try:
+        return make_url(url)
+    except (ArgumentError, ValueError):
+        raise UnknownDatabase(
+            "TESSERA_DATABASE_URL is no URL of a database; write sqlite:////folder/tessera.db or "
+            "postgresql://user@host/name"
+        ) from None
+
+
 def _with_driver(url: URL) -> URL:
     """Raise UnknownDatabase unless it is SQLite or PostgreSQL."""
     kind = url.get_backend_name()
     if kind not in ("sqlite", "postgresql"):
-        raise UnknownDatabase(f"Tessera keeps its tables in SQLite or PostgreSQL, and not in {kind}")
+        raise UnknownDatabase(
+            f"Tessera keeps its tables in SQLite or PostgreSQL, and not in {kind}; TESSERA_DATABASE_URL begins with "
+            "sqlite:/// or postgresql://"
+        )
     return url.set(drivername="postgresql+psycopg") if kind == "postgresql" else url
 
 
 def _make(file: Path) -> None:
     """Create the file closed to other users before SQLite does; its -wal and -shm get the same mode."""
-    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as fault:
+        raise UnknownDatabase(
+            f"the database's folder {file.parent.absolute()} cannot be created: {fault.strerror}; name another in "
+            "TESSERA_DATABASE_URL"
+        ) from fault
     # If it cannot be created, SQLite reports it.
     with suppress(OSError):
         os.close(os.open(file, os.O_CREAT | os.O_EXCL, 0o600))

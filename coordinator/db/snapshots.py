@@ -28,11 +28,12 @@ MAX_UNAGREED = 100
 
 
 def live_workers(session: Session, since: float) -> list[LiveWorker]:
-    """Return every worker seen since then whose site is not suspended, ordered by name (`site/worker`)."""
+    """Return every worker seen since then whose site is not suspended and whose token is not revoked, ordered by name
+    (`site/worker`)."""
     rows = session.execute(
         select(WorkerRow.id, WORKER_NAME.label("name"), SiteRow.name.label("site"), WorkerRow.declared_digest)
         .join_from(WorkerRow, SiteRow)
-        .where(WorkerRow.last_seen_at >= since, SiteRow.suspended_at.is_(None))
+        .where(WorkerRow.last_seen_at >= since, SiteRow.suspended_at.is_(None), ~WorkerRow.revoked)
     ).all()
     declared = DECLARATIONS.of(session, {r.id: r.declared_digest for r in rows})
     return sorted((LiveWorker(r.id, r.name, r.site, declared[r.id]) for r in rows), key=lambda worker: worker.name)

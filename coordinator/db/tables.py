@@ -17,10 +17,11 @@ from sqlalchemy import (
     MetaData,
     String,
     UniqueConstraint,
+    exists,
     false,
     text,
 )
-from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column, validates
+from sqlalchemy.orm import DeclarativeBase, Mapped, column_property, mapped_column, validates
 
 from tessera.shared.tensors.lazy import digest_of
 
@@ -76,6 +77,8 @@ class TokenRow(Table):
     previous_until: Mapped[float | None]
     # The number of workers that an enrolment token may still admit.
     uses_left: Mapped[int | None]
+    # To within a minute; see `Poller`.
+    last_used_at: Mapped[float | None]
 
 
 class EnrolmentRow(Table):
@@ -140,6 +143,11 @@ class WorkerRow(Table):
     declared_digest: Mapped[str] = mapped_column(server_default="")
     created_at: Mapped[float]
     last_seen_at: Mapped[float] = mapped_column(index=True)
+    # The token of its last request. None if an earlier version wrote the row.
+    token_id: Mapped[str | None] = mapped_column()
+    revoked: Mapped[bool] = column_property(
+        exists().where(TokenRow.id == token_id, TokenRow.revoked_at.is_not(None)).correlate_except(TokenRow)
+    )
 
     @validates("declared")
     def _digested(self, _: str, declared: dict[str, Any]) -> dict[str, Any]:

@@ -202,13 +202,14 @@ def latest_measurements(
 
 def worker_view(row: WorkerRow, site: SiteRow, live_since: float) -> WorkerView:
     suspended = site.suspended_at is not None
-    live = row.last_seen_at >= live_since and not suspended
+    live = row.last_seen_at >= live_since and not suspended and not row.revoked
     # The view ignores the other parts of the declaration.
     return view_of(WorkerView, row, **row.declared, site=site.name, live=live, suspended=suspended)
 
 
-def token_view(row: TokenRow, site: str | None) -> Token:
-    return view_of(Token, row, site=site)
+def token_view(row: TokenRow, site: str | None, used_at: float | None = None) -> Token:
+    """Return a token; `used_at` is its last use if that is not stored yet."""
+    return view_of(Token, row, site=site, last_used_at=used_at or row.last_used_at)
 
 
 def enrolment_view(row: EnrolmentRow, now: float, decided_at: float | None = None) -> Enrolment:

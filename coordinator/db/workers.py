@@ -6,7 +6,7 @@ from sqlalchemy import Float, String, Text, bindparam, cast, exists, func, or_, 
 from sqlalchemy.orm import Session
 
 from tessera.coordinator.db import audit
-from tessera.coordinator.db.tables import SiteRow, WorkerRow, declared_text, new_id
+from tessera.coordinator.db.tables import SiteRow, TokenRow, WorkerRow, declared_text, new_id
 from tessera.shared.api.tasks import Claim
 from tessera.shared.problems import Conflict, NotFound, QuotaExceeded
 from tessera.shared.schema import MAX_CLAIM_BYTES
@@ -106,16 +106,30 @@ def enrol(session: Session, now: float, site_id: str, claim: Claim, most_workers
     return row.id, length
 
 
-def note_seen(session: Session, seen: dict[str, float]) -> None:
-    """Store the instants at which workers were last seen."""
+def note_seen(session: Session, seen: dict[str, tuple[float, str]]) -> None:
+    """Store the instants at which workers were last seen, and the tokens that they showed."""
     if not seen:
         return
-    worker, at = bindparam("worker", type_=String), bindparam("at", type_=Float)
-    later = or_(WorkerRow.last_seen_at < at, WorkerRow.last_seen_at.is_(None))
+    worker, at, token = (
+        bindparam("worker", type_=String),
+        bindparam("at", type_=Float),
+        bindparam("token", type_=String),
+    )
+    later = or_(WorkerRow.last_seen_at <= at, WorkerRow.last_seen_at.is_(None))
     # On the connection, one statement serves all workers; the session would compile one for each.
     session.connection().execute(
-        update(WorkerRow).where(WorkerRow.id == worker, later).values(last_seen_at=at),
-        [{"worker": worker_id, "at": when} for worker_id, when in seen.items()],
+        update(WorkerRow).where(WorkerRow.id == worker, later).values(last_seen_at=at, token_id=token),
+        [{"worker": worker_id, "at": when, "token": token_id} for worker_id, (when, token_id) in seen.items()],
+    )
+
+
+def note_used(session: Session, used: dict[str, float]) -> None:
+    """Store the instants at which tokens were last used."""
+    token, at = bindparam("token", type_=String), bindparam("at", type_=Float)
+    later = or_(TokenRow.last_used_at < at, TokenRow.last_used_at.is_(None))
+    session.connection().execute(
+        update(TokenRow).where(TokenRow.id == token, later).values(last_used_at=at),
+        [{"token": token_id, "at": when} for token_id, when in used.items()],
     )
 
 

@@ -10,22 +10,44 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+USES_SECONDS = 60.0
+"""Precision of the instants at which tokens were last used, and the interval at which they are stored."""
+
 
 class LastSeen:
-    """The instant of each worker's last call since the last `take`."""
+    """The instant of each worker's last call since the last `take`, and the token that it showed.
+
+    The instants at which tokens were used are held for longer, so that each is stored once a minute at most.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._seen: dict[str, float] = {}
+        self._seen: dict[str, tuple[float, str]] = {}
+        self._used: dict[str, float] = {}
 
-    def note(self, worker_id: str, now: float) -> None:
+    def note(self, worker_id: str, now: float, token_id: str) -> None:
         with self._lock:
-            self._seen[worker_id] = now
+            self._seen[worker_id] = (now, token_id)
 
-    def take(self) -> dict[str, float]:
+    def take(self) -> dict[str, tuple[float, str]]:
         with self._lock:
             seen, self._seen = self._seen, {}
         return seen
+
+    def note_use(self, token_id: str, now: float) -> None:
+        """Note a use of a token, unless one was noted within the last minute."""
+        if now - self._used.get(token_id, 0.0) >= USES_SECONDS:
+            with self._lock:
+                self._used[token_id] = now
+
+    def last_use(self, token_id: str) -> float | None:
+        """Return the last use of a token that is not stored yet."""
+        return self._used.get(token_id)
+
+    def take_uses(self) -> dict[str, float]:
+        with self._lock:
+            used, self._used = self._used, {}
+        return used
 
 
 class LongPollWaiters:

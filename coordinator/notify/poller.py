@@ -2,6 +2,8 @@
 
 import asyncio
 import threading
+import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import structlog
@@ -9,9 +11,9 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from tessera.coordinator.db.engine import Database
 from tessera.coordinator.db.tasks import offered_to
-from tessera.coordinator.db.workers import note_seen
+from tessera.coordinator.db.workers import note_seen, note_used
 from tessera.coordinator.notify.event_stream import ChangeFeed
-from tessera.coordinator.notify.long_poll import LastSeen, LongPollWaiters
+from tessera.coordinator.notify.long_poll import USES_SECONDS, LastSeen, LongPollWaiters
 from tessera.coordinator.notify.wakeup import WakeupChannel, serving_name
 
 log = structlog.get_logger()
@@ -50,11 +52,22 @@ class Poller:
         self.change_feed.notify()
 
     def _poll(self) -> None:
+        stored_at = time.monotonic()
         while not self._ended.wait(self.tick_seconds):
             try:
                 self._tick()
+                if time.monotonic() - stored_at > USES_SECONDS:
+                    stored_at = time.monotonic()
+                    self._store_uses()
             except SQLAlchemyError:
                 log.exception("attendance.failed")
+        with suppress(SQLAlchemyError):
+            self._store_uses()
+
+    def _store_uses(self) -> None:
+        if used := self.last_seen.take_uses():
+            with self.database.transaction() as session:
+                note_used(session, used)
 
     def _tick(self) -> None:
         if seen := self.last_seen.take():

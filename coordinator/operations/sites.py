@@ -47,7 +47,8 @@ def _set_suspended(services: Services, caller: Principal, site_id: str, *, suspe
 def issue_token(services: Services, caller: Principal, spec: TokenSpec, key: str | None = None) -> IssuedToken:
     """Issue a token. Its secret is in this result only and is not stored.
 
-    Raise Invalid if its site does not exist, and Conflict if a token was issued under this key before.
+    Raise Invalid if its site does not exist, and Conflict if a valid token has its name or a token was issued under
+    this key before.
     """
     secret: str | None = None
     with services.database.transaction() as session:
@@ -55,6 +56,7 @@ def issue_token(services: Services, caller: Principal, spec: TokenSpec, key: str
 
         def create() -> Token:
             nonlocal secret
+            tokens.require_free_name(session, now, spec.name)
             row, secret = tokens.issue_token(session, now, caller.actor, spec)
             return views.token_view(row, spec.site)
 

@@ -81,7 +81,7 @@ def declare(services: Services, caller: Principal, request: Claim) -> str:
             services.uploads.quota.note_bytes(session, now, site_id, nbytes)
             tasks.withhold(session, now, caller.actor, worker_id, request.withheld)
         services.wake_conductor()
-    services.last_seen.note(worker_id, now)
+    services.last_seen.note(worker_id, now, caller.token_id)
     return worker_id
 
 
@@ -171,7 +171,7 @@ def heartbeat(services: Services, caller: Principal, task_id: str, request: Hear
         record = tasks.find_task(session, task_id, caller.site_id)
         record.require_lease(request.token)
         tasks.renew(session, record.task, now + seconds, request.progress)
-        services.last_seen.note(record.worker.id, now)
+        services.last_seen.note(record.worker.id, now, caller.token_id)
     return Lease(lease_seconds=seconds)
 
 

@@ -10,9 +10,10 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from sqlalchemy import make_url, select
+from sqlalchemy.exc import SQLAlchemyError
 
 from tessera.coordinator.db import audit
-from tessera.coordinator.db.engine import DatabaseInUse
+from tessera.coordinator.db.engine import DatabaseInUse, reason_of
 from tessera.coordinator.db.tables import AuditRow
 from tessera.coordinator.limits.memory import WATERMARK, Memory
 from tessera.coordinator.server.http_limits import (
@@ -55,8 +56,14 @@ def checks(services: Services) -> Iterator[tuple[str, Check]]:
 
 def _database(services: Services) -> Iterator[Finding]:
     database = services.database
-    with database.engine.connect() as connection:
-        version = ".".join(map(str, connection.dialect.server_version_info or ()))
+    try:
+        with database.engine.connect() as connection:
+            version = ".".join(map(str, connection.dialect.server_version_info or ()))
+    except SQLAlchemyError as fault:
+        yield fail(
+            "database", f"{database.shown} cannot be used: {reason_of(fault)}", "Correct TESSERA_DATABASE_URL."
+        )
+        return
     yield ok("database", f"{database.url.get_backend_name()} {version} at {database.shown}")
     if database.at_head():
         yield ok("schema", "at head")

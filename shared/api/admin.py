@@ -51,6 +51,8 @@ class WorkerView(Message):
     live: bool
     suspended: bool = False
     """With its site; a worker that is suspended is not live."""
+    revoked: bool = False
+    """Its token was revoked; a worker whose token is revoked is not live."""
 
 
 class TokenSpec(Frozen):
@@ -80,6 +82,8 @@ class Token(Message):
     expires_at: datetime | None
     revoked_at: datetime | None
     uses_left: int | None = None
+    last_used_at: datetime | None = None
+    """To within a minute."""
 
 
 class IssuedToken(Token):

@@ -1,6 +1,7 @@
 """`tessera admin`: sites, tokens, enrolments, workers and the coordinator's status."""
 
 import os
+import secrets
 import sys
 import time
 from collections import deque
@@ -16,7 +17,7 @@ from rich.console import Group
 from rich.live import Live
 from rich.markup import escape
 
-from tessera.shared.api.admin import Approval, Enrolment, IssuedToken, Site, Status, Token, TokenSpec
+from tessera.shared.api.admin import Approval, Enrolment, IssuedToken, Site, Status, Token, TokenSpec, WorkerView
 from tessera.shared.cli.connection import WATCHING_PATIENCE_SECONDS, client_of, connect, find_token
 from tessera.shared.cli.render import output
 from tessera.shared.cli.render.output import AsJson
@@ -99,7 +100,7 @@ def workers(ctx: typer.Context, as_json: AsJson = False) -> None:
     rows = [
         (
             f"{worker.site}/{worker.name}",
-            "suspended" if worker.suspended else "live" if worker.live else "silent",
+            _state(worker),
             output.ago(worker.last_seen_at),
             ", ".join(worker.kinds),
             ", ".join(f"{name} ({count})" for name, count in worker.datasets.items()),
@@ -110,6 +111,12 @@ def workers(ctx: typer.Context, as_json: AsJson = False) -> None:
     ]
     columns = ("worker", "state", "heard of", "does", "datasets", "device", "version")
     output.show(found, output.table(columns, rows), as_json=as_json)
+
+
+def _state(worker: WorkerView) -> str:
+    if worker.revoked or worker.suspended:
+        return "revoked" if worker.revoked else "suspended"
+    return "live" if worker.live else "silent"
 
 
 @app.command()
@@ -227,7 +234,9 @@ def create_enrolment_token(
     as_json: AsJson = False,
 ) -> None:
     """Issue a token that lets workers join without approval: `tessera worker join URL --token-file FILE`."""
-    spec = TokenSpec(name=f"join-{site}"[:64], role="enrolment", site=site, expires_in_days=days, uses=uses)
+    # Several may be valid at the same time, and a name is one token's.
+    name = f"join-{site}"[:59] + f"-{secrets.token_hex(2)}"
+    spec = TokenSpec(name=name, role="enrolment", site=site, expires_in_days=days, uses=uses)
     client = client_of(ctx)
     with new_secret_file(token_file) as file:
         if site not in (known.name for known in client.sites()):
@@ -307,13 +316,15 @@ def list_tokens(ctx: typer.Context, as_json: AsJson = False) -> None:
             token.name,
             token.role,
             token.site,
+            output.ago(token.created_at),
+            output.ago(token.last_used_at) if token.last_used_at else "never",
             token.expires_at.date() if token.expires_at else "never",
             _validity(token),
             token.uses_left,
         )
         for token in found
     ]
-    columns = ("id", "name", "role", "site", "expires", "state", "uses left")
+    columns = ("id", "name", "role", "site", "created", "last used", "expires", "state", "uses left")
     output.show(found, output.table(columns, rows, right=("uses left",)), as_json=as_json)
 
 

@@ -58,7 +58,7 @@ def test_the_coordinator_refuses_a_misspelt_variable_without_its_value() -> None
     answer = tessera("coordinator", "config", "show", TESSERA_PROT="8475")
     assert answer.returncode == 2
     assert answer.stderr == (
-        "error: TESSERA_PROT is no setting; did you mean TESSERA_PORT?\n"
+        "TESSERA_PROT is no setting; did you mean TESSERA_PORT? "
         "Correct it, or give a variable of your own a name that resembles no setting.\n"
     )
 

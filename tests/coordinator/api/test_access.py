@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import pytest
+from sqlalchemy import select
 
+from tessera.coordinator.db.snapshots import live_workers
+from tessera.coordinator.db.tables import WorkerRow
+from tessera.coordinator.db.workers import note_used
 from tessera.shared.api.admin import TokenSpec
-from tests.support.coordinator import Clock, LiveCoordinator, refused, refusing
+from tests.support.coordinator import Clock, LiveCoordinator, refused, refusing, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
 
 DIGEST = f"sha256:{'0' * 64}"
@@ -35,11 +40,66 @@ def test_a_revoked_token_ends_at_once(coordinator: LiveCoordinator) -> None:
 def test_the_last_token_of_an_administrator_is_not_revoked(coordinator: LiveCoordinator) -> None:
     admin = coordinator.client()
     mine = next(token for token in admin.tokens() if token.role == "admin")
-    with refusing("conflict", "last token of an administrator"):
+    with refusing("conflict", "last valid token of an administrator"):
         admin.revoke_token(mine.id)
     other = admin.issue_token(TokenSpec(name="second", role="admin", expires_in_days=1))
     admin.revoke_token(mine.id)
     assert coordinator.bare({"Authorization": f"Bearer {other.secret}"}).get("/v1/runs").status_code == 200
+
+
+def test_a_name_is_one_valid_tokens_and_is_free_once_that_is_revoked(coordinator: LiveCoordinator) -> None:
+    admin, alice = coordinator.client(), TokenSpec(name="alice", role="viewer")
+    first = admin.issue_token(alice)
+    with refusing("conflict", "a valid token of role viewer is named 'alice' already"):
+        admin.issue_token(TokenSpec(name="alice", role="admin"))
+    admin.revoke_token(first.id)
+    assert admin.issue_token(alice).id != first.id
+
+
+def test_a_token_is_listed_with_its_last_use(tmp_path: Path) -> None:
+    clock = Clock()
+    with LiveCoordinator(tmp_path, clock=clock) as coordinator:
+        admin = coordinator.client()
+        issued = admin.issue_token(TokenSpec(name="reader", role="viewer"))
+
+        def last_used() -> datetime | None:
+            return next(token.last_used_at for token in admin.tokens() if token.id == issued.id)
+
+        assert last_used() is None
+        http = coordinator.bare({"Authorization": f"Bearer {issued.secret}"})
+        http.get("/v1/runs")
+        used_at = last_used()
+        assert used_at
+        clock.advance(59)
+        http.get("/v1/runs")
+        assert last_used() == used_at
+        clock.advance(1)
+        http.get("/v1/runs")
+        assert last_used() == used_at + timedelta(seconds=60)
+        # What is stored, without what the process still holds.
+        with coordinator.services.database.transaction() as session:
+            note_used(session, coordinator.services.last_seen.take_uses())
+        assert last_used() == used_at + timedelta(seconds=60)
+
+
+def test_a_worker_whose_token_is_revoked_is_not_live(coordinator: LiveCoordinator) -> None:
+    admin = coordinator.client()
+    for name in ("gone", "stays"):
+        ScriptedWorker(coordinator.client("site", name), name=name).enrol()
+
+    def states() -> dict[str, tuple[bool, bool]]:
+        return {worker.name: (worker.live, worker.revoked) for worker in admin.workers()}
+
+    assert states() == {"gone": (True, False), "stays": (True, False)}
+
+    def shown() -> str | None:
+        with coordinator.services.database.snapshot() as session:
+            return session.scalar(select(WorkerRow.token_id).where(WorkerRow.name == "gone"))
+
+    admin.revoke_token(until(shown))
+    assert states() == {"gone": (False, True), "stays": (True, False)}
+    with coordinator.services.database.snapshot() as session:
+        assert [worker.name for worker in live_workers(session, 0.0)] == ["stays/stays"]
 
 
 def test_a_token_expires_to_the_day(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from sqlalchemy import inspect, text
 
 from tessera.coordinator.db.engine import Database, DatabaseInUse, SchemaBehind, alembic_config
 from tessera.coordinator.db.tables import Table, VersionRow
+from tessera.coordinator.settings import CoordinatorSettings, data_dir
 from tests.support.cli import forked, tessera
 from tests.support.databases import empty_in, url_in
 from tests.support.storage import add_run, add_task, add_worker
@@ -112,6 +113,57 @@ def test_a_database_file_is_made_for_its_owner_alone_and_keeps_the_mode_it_has(t
     assert modes() == {0o600}
     file.chmod(0o640)
     assert modes() == {0o640}
+
+
+@pytest.mark.parametrize(
+    ("url", "told"),
+    [
+        ("sqlite:///{folder}/text", "{folder}/text cannot be used: it is no file of SQLite; name another"),
+        ("sqlite:///{folder}", "SQLite cannot open it; name a file in a folder where this user may write"),
+        ("sqlite:///{folder}/text/t.db", "the database's folder {folder}/text cannot be created: File exists; name"),
+        ("sqlite:///:memory:", "name a file"),
+        ("nonsense hunter2", "is no URL of a database; write sqlite:////folder/tessera.db"),
+        ("postgresql://u:hunter2@127.0.0.1:port/x", "is no URL of a database; write"),
+        ("postgresql://u:hunter2@127.0.0.1:9/x", "Connection refused; check that the server runs and admits"),
+        ("mysql://u:hunter2@h/x", "TESSERA_DATABASE_URL begins with sqlite:/// or postgresql://"),
+    ],
+)
+def test_a_database_that_cannot_be_used_is_one_line_with_the_remedy(tmp_path: Path, url: str, told: str) -> None:
+    (tmp_path / "text").write_text("no database")
+    places = {
+        "TESSERA_BLOB_URL": str(tmp_path / "b"),
+        "TESSERA_STAGING_DIR": str(tmp_path / "s"),
+        "TESSERA_PORT": "1",
+    }
+    for name in ("migrate", "token", "conduct"):
+        done = tessera("coordinator", name, TESSERA_DATABASE_URL=url.format(folder=tmp_path), **places)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert told.format(folder=tmp_path) in done.stderr
+        assert (done.stderr.count("\n"), "hunter2" in done.stderr) == (1, False)
+
+
+def test_data_lie_in_the_users_state_folder_or_where_an_earlier_version_put_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("HOME", str(tmp_path)), ("XDG_STATE_HOME", "relative")):
+        monkeypatch.setenv(name, value)
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert data_dir() == tmp_path / ".local/state/tessera/coordinator"
+    monkeypatch.setenv("XDG_STATE_HOME", "/srv/state")
+    assert data_dir() == Path("/srv/state/tessera/coordinator")
+    Path("tessera-data").mkdir()
+    assert CoordinatorSettings().database_url == f"sqlite:///{tmp_path}/here/tessera-data/tessera.db"
+
+
+def test_a_database_of_a_newer_version_is_not_told_to_be_migrated(tmp_path: Path) -> None:
+    with closing(Database(url_in(tmp_path))) as database:
+        with database.engine.begin() as connection:
+            connection.exec_driver_sql("UPDATE alembic_version SET version_num = '9999_newer'")
+        with pytest.raises(SchemaBehind, match="of a newer version of Tessera: install that here too"):
+            database.require_head()
+        refused = tessera("coordinator", "migrate", TESSERA_DATABASE_URL=database.url.render_as_string(False))
+    assert (refused.returncode, "newer version of Tessera: install that" in refused.stderr) == (2, True)
 
 
 def test_what_is_shown_of_a_database_holds_no_password() -> None:
