@@ -10,9 +10,9 @@ from tests.support.paths import ROOT
 
 COMMITTED = ROOT / "docs" / "cli.md"
 
-# They run until they are told to stop, and log; or tell of their work as they do it.
+# They run until they are told to stop, and log; or tell of their work as they do it; or write TOML.
 WITHOUT_JSON = {
-    "coordinator serve", "coordinator conduct", "coordinator migrate", "worker run",
+    "coordinator serve", "coordinator conduct", "coordinator migrate", "worker run", "data init",
 }  # fmt: skip
 
 
