@@ -302,7 +302,7 @@ def test_while_the_settings_file_is_broken_nothing_is_begun(coordinator: LiveCoo
         desk.write("max_epoch = 1\n")
         run = begin(client)
         (told,) = until(lambda: [line for line in logged if line["event"] == "settings-unusable"])
-        assert "policy.max_epoch: no such setting" in told["detail"]
+        assert "policy.max_epoch: unknown key; did you mean `max_epochs`?" in told["detail"]
         until(lambda: [task.state for task in tasks(client, run)] == ["offered"])
         assert "tessera_worker_settings_valid 0.0" in figures.read_text()
         assert desk.audit() == []
