@@ -97,7 +97,7 @@ class ComparedRun:
     best: BestVersion | None
     scores: Mapping[int, float]
     bytes: Mapping[int, int]
-    """Downloaded and uploaded by all its workers."""
+    """Downloaded and uploaded by all its workers for training; downloads of evaluations are not included."""
     seconds: Mapping[int, float]
     """Of its rounds; pauses and the time between rounds do not count."""
 
