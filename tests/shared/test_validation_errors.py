@@ -182,7 +182,7 @@ def test_each_pattern_of_a_field_has_words() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "value", "told"),
+    ("model", "value", "expected"),
     [
         (Pair, {"table": {"lerning_rate": 1}}, {"table.lerning_rate": "unknown key; did you mean `learning_rate`?"}),
         (
@@ -213,9 +213,9 @@ def test_each_pattern_of_a_field_has_words() -> None:
     ],
 )
 def test_an_unknown_name_gets_the_nearest_one_at_its_true_place(
-    model: Any, value: object, told: dict[str, str]
+    model: Any, value: object, expected: dict[str, str]
 ) -> None:
-    assert messages(model, value) == told
+    assert messages(model, value) == expected
 
 
 def test_errors_in_one_line_have_dotted_keys_and_no_values() -> None:

@@ -116,7 +116,7 @@ def test_a_database_file_is_made_for_its_owner_alone_and_keeps_the_mode_it_has(t
 
 
 @pytest.mark.parametrize(
-    ("url", "told"),
+    ("url", "message"),
     [
         ("sqlite:///{folder}/text", "{folder}/text cannot be used: it is no file of SQLite; name another"),
         ("sqlite:///{folder}", "SQLite cannot open it; name a file in a folder where this user may write"),
@@ -128,7 +128,7 @@ def test_a_database_file_is_made_for_its_owner_alone_and_keeps_the_mode_it_has(t
         ("mysql://u:hunter2@h/x", "TESSERA_DATABASE_URL begins with sqlite:/// or postgresql://"),
     ],
 )
-def test_a_database_that_cannot_be_used_is_one_line_with_the_remedy(tmp_path: Path, url: str, told: str) -> None:
+def test_a_database_that_cannot_be_used_is_one_line_with_the_remedy(tmp_path: Path, url: str, message: str) -> None:
     (tmp_path / "text").write_text("no database")
     places = {
         "TESSERA_BLOB_URL": str(tmp_path / "b"),
@@ -138,7 +138,7 @@ def test_a_database_that_cannot_be_used_is_one_line_with_the_remedy(tmp_path: Pa
     for name in ("migrate", "token", "conduct"):
         done = tessera("coordinator", name, TESSERA_DATABASE_URL=url.format(folder=tmp_path), **places)
         assert (done.returncode, done.stdout) == (2, "")
-        assert told.format(folder=tmp_path) in done.stderr
+        assert message.format(folder=tmp_path) in done.stderr
         assert (done.stderr.count("\n"), "hunter2" in done.stderr) == (1, False)
 
 
