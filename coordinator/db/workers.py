@@ -16,6 +16,7 @@ DECLARED = {
     "kinds",
     "datasets",
     "held_out",
+    "schemas",
     "methods",
     "device",
     "version",

@@ -4,7 +4,14 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from datetime import UTC, datetime, timedelta
 
-from tessera.coordinator.domain.eligibility import RunTerms, objections, policy_warnings, refused_model, refused_plan
+from tessera.coordinator.domain.eligibility import (
+    RunTerms,
+    misfit,
+    objections,
+    policy_warnings,
+    refused_plan,
+    unsuited,
+)
 from tessera.coordinator.domain.workers import LiveWorker
 from tessera.shared.api.runs import Ineligibility, Preview, RoundWorkload, RunSpec, WorkerPreview
 from tessera.shared.api.tasks import AdvertisedPolicy
@@ -43,7 +50,7 @@ def preview(
         WorkerPreview(
             worker=worker.name,
             ineligibilities=tuple(found[worker.name]),
-            warnings=tuple(policy_warnings(invited, worker.advertised_policy, ask.upload_bytes)) if ask else (),
+            warnings=tuple(_warnings(invited, model, worker, ask)) if ask else (),
             workload=ask,
         )
         for worker in known
@@ -72,6 +79,12 @@ def _shared_data(spec: RunSpec, known: Sequence[LiveWorker]) -> list[str]:
     return [f"{subject}: if it is the same data, each spends a separate privacy budget on it; run one worker on it"]
 
 
+def _warnings(invited: RunTerms, model: Model, worker: LiveWorker, ask: RoundWorkload) -> list[Ineligibility]:
+    # Whether its texts are as long as its settings allow is not known, except where they are padded.
+    found = misfit(invited.spec, worker.declared, model, padded=True)
+    return [*policy_warnings(invited, worker.advertised_policy, ask.upload_bytes), *([found] if found else [])]
+
+
 def _but_for_approval(found: Sequence[Ineligibility]) -> list[Ineligibility]:
     return [said for said in found if said.rule != AWAITING]
 
@@ -81,7 +94,7 @@ def _before_planning(
 ) -> list[Ineligibility]:
     found = [_silent(worker.advertised_policy, now)] if worker.name not in live else []
     found += objections(invited, worker.site, worker.declared)
-    if said := refused_model(worker.advertised_policy, model):
+    if said := unsuited(invited.spec, worker.declared, model):
         found.append(said)
     if worker.advertised_policy and worker.advertised_policy.approve_runs and invited.run is None:
         found.append(Ineligibility(rule=AWAITING, detail="a person at its site has to approve the run first"))
