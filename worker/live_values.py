@@ -94,6 +94,6 @@ def _second(at: float) -> datetime:
 
 @contextmanager
 def _unless_unreadable() -> Iterator[None]:
-    """Leave a value out if the system or the driver does not tell it."""
+    """Leave a value out if the system or the driver does not report it."""
     with suppress(OSError, ValueError, AttributeError, RuntimeError, ImportError, AssertionError):
         yield

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
@@ -109,7 +109,7 @@ def list_sites(
     )
 
 
-def _worker_lines(session: Session, rows: Sequence[Row[tuple[WorkerRow, SiteRow]]], since: float) -> list[WorkerLine]:
+def _worker_lines(session: Session, rows: Sequence[Row[WorkerRow, SiteRow]], since: float) -> list[WorkerLine]:
     ids = [row.id for row, _ in rows]
     counts = session.execute(
         select(TaskRow.worker_id, TaskRow.state, func.count())
@@ -196,7 +196,7 @@ def _rules(policy: AdvertisedPolicy) -> list[tuple[str, str]]:
     offset = policy.utc_offset_minutes
     zone = f"UTC{'-' if offset < 0 else '+'}{abs(offset) // 60}:{abs(offset) % 60:02}"
     default = AdvertisedPolicy()
-    limits = [
+    limits: list[tuple[str, str, Callable[[float], str]]] = [
         ("Epochs of a task", "max_epochs", number),
         ("Examples of a batch", "max_batch", number),
         ("Size of a model", "max_model_bytes", size),
@@ -334,7 +334,7 @@ def confirm_token(
         f"{grace}. Give the new one to the token's holder over a channel that you trust.",
     }[action]
     if action == "rotate" and token.role == "site":
-        detail += " A worker can do this itself, so that nobody else sees its secret: tessera worker rotate."
+        detail += " A worker can do this itself, and then only its site knows the secret: tessera worker rotate."
     return render(
         request, "confirm.html", who, question=f"{action.capitalize()} {token.name}?",
         detail=f"It is a token of role {token.role}{f' of {token.site}' if token.site else ''}. {detail}",

@@ -439,7 +439,7 @@ def test_a_worker_has_a_page_whatever_it_tells(coordinator: LiveCoordinator, adm
 
     for told in UNREADABLE:
         text = shown(told)
-        assert "has not told the state of its machine yet" in text, told
+        assert "has not reported the state of its machine yet" in text, told
         assert "The site does not share them" in text, told
     for words in ("epsilon 5.5 left of 8", "06:00-22:00 (UTC+0:00)", "Revoke the token"):
         assert words in text, words
