@@ -1,4 +1,4 @@
-"""What needs a person: the list on the dashboard, and notices of it by webhook and mail.
+"""Conditions that need a person: the list of the dashboard, and notices of them by webhook and mail.
 
 Imports `db`, `domain`, `limits` and `settings`.
 """

@@ -69,10 +69,10 @@ class Notifier:
             pass
 
     def notice(self, alert: Alert) -> dict[str, str]:
-        """Return what those outside are told of an alert: no text or figure of a worker."""
+        """Return the notice of an alert, without its detail: no text or figure of a worker goes outside."""
         at = datetime.fromtimestamp(self.database.now(), UTC).isoformat(timespec="seconds")
-        told = {"code": alert.code, "title": alert.title, "link": self.page_url + alert.link}
-        return {"id": uuid.uuid4().hex, "at": at, **told}
+        about = {"code": alert.code, "title": alert.title, "link": self.page_url + alert.link}
+        return {"id": uuid.uuid4().hex, "at": at, **about}
 
     def _record(self) -> None:
         now, channel = self.database.now(), self.channel.name

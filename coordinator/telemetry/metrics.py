@@ -118,9 +118,10 @@ class Metrics(Collector):
         yield GaugeMetricFamily("tessera_memory_used_ratio", "Share of the memory in use", services.memory.share())
         yield GaugeMetricFamily("tessera_blob_bytes", "Bytes of the blobs stored", blob_bytes)
         notices = CounterMetricFamily("tessera_notices", NOTICES, labels=["channel", "outcome"])
-        for notifier in services.notifiers:
-            notices.add_metric((notifier.channel.name, "sent"), notifier.sent)
-            notices.add_metric((notifier.channel.name, "failed"), notifier.failed)
+        counts = {notifier.channel.name: (notifier.sent, notifier.failed) for notifier in services.notifiers}
+        for channel in ("mail", "webhook"):
+            for outcome, count in zip(("sent", "failed"), counts.get(channel, (0, 0)), strict=True):
+                notices.add_metric((channel, outcome), count)
         yield notices
 
 
