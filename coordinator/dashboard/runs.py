@@ -22,6 +22,7 @@ from tessera.coordinator.dashboard.queries import (
     forecast,
     layers_by_site,
     measured,
+    moved_by_round,
     moved_by_run,
     natural,
     past_seconds,
@@ -124,7 +125,7 @@ def show_run(run_id: str, request: Request, serving: Serving, who: Signed) -> Re
         latest = max(scores, default=None)
         at_sites = spreads(one for one in measurements if one.version == latest)
         shown = scores.get(latest, {}) if latest is not None else {}
-        sums = round_sums(session, run_id, MAX_BARS)
+        sums = round_sums(session, run, MAX_BARS)
         moved = moved_by_run(session, run_id).get(run_id, TrafficTotals())
         end = forecast(session, now, open_round) if open_round else None
         panels = [panel for panel in _charts(session, run, measurements, scores, sums) if panel.picture]
@@ -159,7 +160,7 @@ def list_rounds(
 ) -> Response:
     with serving.database.snapshot() as session:
         run = views.run_view(session, views.find_run(session, run_id))
-        rounds = round_sums(session, run_id, AT_A_TIME, before)
+        rounds = round_sums(session, run, AT_A_TIME, before)
         here = f"{PREFIX}/runs/{run_id}/rounds"
         more = len(rounds) == AT_A_TIME and rounds[-1].round.number > 1
         return render(
@@ -188,6 +189,7 @@ def show_round(
             raise NotFound(f"run {run_id} has no round {number}" + (f", try {attempt}" if attempt else ""))
         view = views.round_view(session, row)
         latest = session.scalar(select(func.max(RoundRow.number)).where(RoundRow.run_id == run_id))
+        evaluated = moved_by_round(session, run, number, number)[number].evaluated if view.attempt == 1 else 0
         return render(
             request,
             "round.html",
@@ -199,7 +201,8 @@ def show_round(
             accepted=sum(task.is_accepted for task in view.tasks),
             judges=JUDGES,
             up=sum(task.upload_bytes for task in view.tasks),
-            down=sum(task.download_bytes for task in view.tasks),
+            down=sum(task.download_bytes for task in view.tasks) + evaluated,
+            evaluated=evaluated,
             end=forecast(session, now, view),
             picture=_timeline(session, now, view),
             rows=[(task, is_unusual(task.metrics), short_layers(task.layers)) for task in view.tasks],
@@ -280,7 +283,7 @@ def _charts(
     step = thinned(run)
     every = f"Every {step} versions." if step > 1 else ""
     panels = [_metric(measurements, scores, name, bands, every) for name in ("accuracy", "loss")]
-    panels += [_bytes_by_round(run, sums), _heat(session, run)]
+    panels += [_bytes_by_round(sums), _heat(session, run)]
     declared = charts(run.spec.method)
     metrics = version_numbers(session, run, tuple(name for chart in declared for name in chart.scalars))
     panels += [_declared(chart, metrics, bands, every) for chart in declared]
@@ -370,12 +373,11 @@ def _along(ident: str, title: str, lines: Sequence[Series], bands: Sequence[svg_
     return Panel(ident, title, picture, ("version", *(line.name for line in lines)), rows, lines[:MAX_LINES], note)
 
 
-def _bytes_by_round(run: Run, sums: Sequence[RoundSum]) -> Panel:
-    # The latest attempt at a round stands first.
-    rounds = {one.round.number: one for one in reversed(sums) if one.accepted}
+def _bytes_by_round(sums: Sequence[RoundSum]) -> Panel:
+    rounds = {one.round.number: one.moved for one in reversed(sums) if one.moved.updates}
     down = Series("down", {n: float(one.down) for n, one in rounds.items()})
     up = Series("up", {n: float(one.up) for n, one in rounds.items()})
-    full = Series("whole models both ways", {n: 2.0 * run.model_bytes * one.accepted for n, one in rounds.items()})
+    full = Series("whole models both ways", {n: float(one.full) for n, one in rounds.items()})
     whole, total = sum(full.points.values()), sum(down.points.values()) + sum(up.points.values())
     sent = f"{size(total)} sent, of {size(whole)} for whole models both ways." if whole else ""
     picture = svg_charts.bars("bytes-chart", "Bytes by round", (down, up), full, along="round", description=sent)
@@ -456,7 +458,16 @@ def confirm_cancel(run_id: str, request: Request, serving: Serving, who: Signed)
     require_role(who.principal, *STEERING)
     with serving.database.snapshot() as session:
         run = views.run_view(session, views.find_run(session, run_id))
-    return render(request, "confirm.html", who, run=run)
+    detail = (
+        f"It is at version {run.version.number} of {run.spec.rounds}. Its open round ends at once and the work of "
+        "its workers is discarded. This cannot be undone; its versions stay."
+    )
+    here = f"{PREFIX}/runs/{run.id}"
+    return render(
+        request, "confirm.html", who, question=f"Cancel {run.spec.name}?", detail=detail, action=f"{here}/state",
+        fields={"revision": run.revision, "state": "cancelled"}, label="Cancel the run", dangerous=True,
+        keep="Keep it", back=here,
+    )  # fmt: skip
 
 
 @router.post("/{run_id}/state")

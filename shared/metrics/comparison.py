@@ -7,6 +7,7 @@ from itertools import accumulate
 from typing import Any
 
 from tessera.shared.api.runs import Measurement, Round, Run, RunSpec
+from tessera.shared.metrics.evaluation_bytes import evaluation_bytes
 from tessera.shared.metrics.site_spread import BETTER_LOW, scores_by_version
 
 MAIN_SCORES = ("accuracy", "loss")
@@ -97,7 +98,7 @@ class ComparedRun:
     best: BestVersion | None
     scores: Mapping[int, float]
     bytes: Mapping[int, int]
-    """Downloaded and uploaded by all its workers for training; downloads of evaluations are not included."""
+    """Downloaded and uploaded by all its workers."""
     seconds: Mapping[int, float]
     """Of its rounds; pauses and the time between rounds do not count."""
 
@@ -140,7 +141,10 @@ def _compared(history: History, metric: str | None, *, twice: bool) -> ComparedR
     run = history.run
     main = main_scores(history.measurements, metric) if metric else None
     closed = [round_ for round_ in history.rounds if round_.closed_at]
-    moved = accumulate(sum(t.download_bytes + t.upload_bytes for t in round_.tasks) for round_ in closed)
+    evaluated = evaluation_bytes(history.measurements, run.spec.rounds)
+    moved = accumulate(
+        evaluated[r.number, r.attempt] + sum(t.download_bytes + t.upload_bytes for t in r.tasks) for r in closed
+    )
     lasted = accumulate((r.closed_at - r.opened_at).total_seconds() for r in closed if r.closed_at)
     totals = [(r.version, b, s) for r, b, s in zip(closed, moved, lasted, strict=True) if r.version is not None]
     return ComparedRun(
