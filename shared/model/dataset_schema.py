@@ -1,4 +1,4 @@
-"""What a worker declares of a data set's tensors, and why data of that kind do not fit a model."""
+"""The declared form of a data set's tensors, and its comparison with a model."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class TensorSchema(Message):
 class DatasetSchema(Message):
     """Names, dtypes and shapes of a data set's inputs, and the number of classes that the site's settings list.
 
-    It follows from the settings alone: it is the same whatever the examples are.
+    It follows from the settings alone, and does not depend on the examples.
     """
 
     inputs: dict[Label, TensorSchema] = Field(default={}, max_length=32)

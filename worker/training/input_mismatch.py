@@ -1,4 +1,4 @@
-"""Data sets that a model cannot take, whatever the examples are."""
+"""Mismatches of a data set and a model that do not depend on the examples."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,7 +17,7 @@ FAULTS = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueEr
 """The errors of libraries when a model meets other inputs than it takes. Our own errors are subclasses."""
 
 UNKNOWN_INDEX = ("index out of range in self", "Target ")
-"""How torch begins the message about a token or a label that the model lacks."""
+"""The beginnings of torch's messages about a token or a label that the model lacks."""
 
 
 class InputMismatch(UnsupportedRun):
@@ -34,8 +34,8 @@ def require_fit(model: Model, name: str, dataset: Dataset, *, padded: bool) -> N
 def explained(model: Model, context: LocalTaskContext, dataset: Dataset, *, private: bool) -> Iterator[None]:
     """Raise InputMismatch in place of a library's error if the model fails on a synthetic example too.
 
-    Its text has only what the site's settings fix. Of a private task's errors, no other is explained: it would tell
-    something of the examples.
+    Its text has only what the site's settings fix. Of a private task's errors, no other is explained, as it could
+    depend on the examples.
     """
     try:
         yield
