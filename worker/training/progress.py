@@ -7,6 +7,7 @@ from tessera.shared.api.tasks import Progress
 from tessera.shared.schema import MAX_NUMBER, Phase
 
 FIGURE_DIGITS = 3
+CALIBRATING = "calibrating noise"
 
 
 def rounded(figure: float) -> float:
@@ -26,6 +27,7 @@ class Report:
     download_bytes: int = 0
     upload_bytes: int = 0
     phase: Phase = "waiting"
+    activity: str | None = None
     step: int = 0
     steps: int = 0
     """0 if unknown."""
@@ -35,8 +37,16 @@ class Report:
     by_quarter: bool = False
     """Report only full quarters of the steps: the duration of a single step would reveal the size of its batch."""
 
-    def begin(self, phase: Phase, *, steps: int = 0, total_bytes: int = 0, by_quarter: bool = False) -> None:
-        self.step, self.steps, self.loss, self.total_bytes = 0, steps, None, total_bytes
+    def begin(
+        self,
+        phase: Phase,
+        activity: str | None = None,
+        *,
+        steps: int = 0,
+        total_bytes: int = 0,
+        by_quarter: bool = False,
+    ) -> None:
+        self.step, self.steps, self.loss, self.total_bytes, self.activity = 0, steps, None, total_bytes, activity
         self.by_quarter = by_quarter
         self.phase = phase
 
@@ -50,6 +60,7 @@ class Report:
         loss = None if self.loss is None else rounded(self.loss)
         return Progress(
             phase=self.phase,
+            activity=self.activity,
             step=self._step() if self.phase in ("training", "evaluating") else None,
             steps=self.steps or None,
             loss=loss if loss is not None and abs(loss) < MAX_NUMBER else None,

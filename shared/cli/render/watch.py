@@ -220,7 +220,7 @@ def _doing(task: TaskView) -> tuple[str, str, str]:
         done = f"step {at.step or 0} of {at.steps}"
     elif at.total_bytes:
         done = f"{output.size(at.bytes or 0)} of {output.size(at.total_bytes)}"
-    return at.phase, done, "" if at.loss is None else f"loss {at.loss:.3g}"
+    return at.activity or at.phase, done, "" if at.loss is None else f"loss {at.loss:.3g}"
 
 
 def _joined(*parts: str) -> str:
