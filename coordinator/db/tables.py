@@ -375,6 +375,22 @@ class IdempotencyRow(Table):
     created_at: Mapped[float]
 
 
+class NoticeRow(Table):
+    """A notice of a condition that needs a person, by one channel; kept while the condition lasts."""
+
+    __tablename__ = "notices"
+
+    # Whoever inserts it has seen the condition first, so that each channel sends one notice of it.
+    channel: Mapped[str] = mapped_column(primary_key=True)
+    key: Mapped[str] = mapped_column(primary_key=True)
+    content: Mapped[dict[str, Any]]
+    # When the condition was last there, within some minutes.
+    seen_at: Mapped[float]
+    attempts: Mapped[int]
+    # The next attempt, also if the one in progress dies. None if there is none.
+    due_at: Mapped[float | None]
+
+
 class AuditRow(Table):
     """Every change of state, chained: each entry's digest covers the one before."""
 
