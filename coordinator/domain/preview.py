@@ -16,9 +16,10 @@ from tessera.coordinator.domain.workers import LiveWorker
 from tessera.shared.api.runs import Ineligibility, Preview, RoundWorkload, RunSpec, WorkerPreview
 from tessera.shared.api.tasks import AdvertisedPolicy
 from tessera.shared.methods.base import Plan, State
+from tessera.shared.methods.registry import coordinator_half
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.spec import Model
-from tessera.shared.rounds.planning import plan_round, warnings_of
+from tessera.shared.rounds.planning import plan_round, run_facts, warnings_of
 from tessera.shared.run_settings import is_open, minutes_until_open
 
 AWAITING = "awaiting-approval"
@@ -45,12 +46,14 @@ def preview(
         plans = {}
         for name, said in refused.items():
             found[name] = [*found[name], said]
-    asked = {name: _ask(plan, model) for name, plan in plans.items()}
+    half = coordinator_half(invited.spec.method, run_facts(invited.spec, model))
+    asked = {name: _ask(plan, model, half.largest_update(plan)) for name, plan in plans.items()}
+    pool = [worker for worker in known if not _but_for_approval(found[worker.name])]
     workers = tuple(
         WorkerPreview(
             worker=worker.name,
             ineligibilities=tuple(found[worker.name]),
-            warnings=tuple(_warnings(invited, model, worker, ask)) if ask else (),
+            warnings=_warnings(invited, model, worker, ask, pool, asked),
             workload=ask,
         )
         for worker in known
@@ -68,6 +71,32 @@ def preview(
     )
 
 
+def _warnings(
+    invited: RunTerms,
+    model: Model,
+    worker: LiveWorker,
+    ask: RoundWorkload | None,
+    pool: Sequence[LiveWorker],
+    asked: Collection[str],
+) -> tuple[Ineligibility, ...]:
+    """Return why an eligible worker may not do its part, or why the first round asks it for nothing."""
+    if ask:
+        # Only padded texts are certainly as long as the site's settings allow.
+        long = misfit(invited.spec, worker.declared, model, padded=True)
+        found = policy_warnings(invited, worker.advertised_policy, ask.largest_update_bytes or 0)
+        return (*found, *([long] if long else []))
+    if worker not in pool:
+        return ()
+    cohort, sites = invited.spec.cohort, {one.site for one in pool}
+    if worker.site in {one.site for one in pool if one.name in asked}:
+        detail = f"cohort.workers_per_site is {cohort.workers_per_site}, and another worker of its site was drawn"
+    elif cohort.size is not None and cohort.size < len(sites):
+        detail = f"cohort.size is {cohort.size} of {len(sites)} sites, and the first round draws others"
+    else:
+        detail = f"{invited.spec.method.name} plans nothing for it in the first round"
+    return (Ineligibility(rule="cohort", detail=detail),)
+
+
 def _shared_data(spec: RunSpec, known: Sequence[LiveWorker]) -> list[str]:
     """Return a warning if several workers of a site have a data set of this name, which may be the same data."""
     holding = Counter(worker.site for worker in known if worker.declared["datasets"].get(spec.dataset, 0) > 0)
@@ -77,12 +106,6 @@ def _shared_data(spec: RunSpec, known: Sequence[LiveWorker]) -> list[str]:
     more = f" and {len(sites) - MAX_NAMED} more" if len(sites) > MAX_NAMED else ""
     subject = f"several workers of {', '.join(sites[:MAX_NAMED])}{more} have a data set {spec.dataset!r}"
     return [f"{subject}: if it is the same data, each spends a separate privacy budget on it; run one worker on it"]
-
-
-def _warnings(invited: RunTerms, model: Model, worker: LiveWorker, ask: RoundWorkload) -> list[Ineligibility]:
-    # Whether its texts are as long as its settings allow is not known, except where they are padded.
-    found = misfit(invited.spec, worker.declared, model, padded=True)
-    return [*policy_warnings(invited, worker.advertised_policy, ask.upload_bytes), *([found] if found else [])]
 
 
 def _but_for_approval(found: Sequence[Ineligibility]) -> list[Ineligibility]:
@@ -112,9 +135,9 @@ def _silent(policy: AdvertisedPolicy | None, now: float) -> Ineligibility:
     return Ineligibility(rule="silent", detail="it was not seen recently")
 
 
-def _ask(plan: Plan, model: Model) -> RoundWorkload:
+def _ask(plan: Plan, model: Model, largest_update: int) -> RoundWorkload:
     totals: dict[str, int] = {}
     for part in ("fetch", "train", "upload"):
         blocks: tuple[Block, ...] = getattr(plan, part).resolve(model.blocks)
         totals |= {f"{part}_blocks": len(blocks), f"{part}_bytes": sum(block.nbytes for block in blocks)}
-    return RoundWorkload(stage=plan.stage, **totals)
+    return RoundWorkload(stage=plan.stage, largest_update_bytes=largest_update, **totals)
