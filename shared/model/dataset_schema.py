@@ -21,8 +21,6 @@ TAKES: Mapping[Head, tuple[str, ...]] = {
 }
 """The inputs that a model with this head cannot do without."""
 
-CLASSIFIERS = ("image-classification", "text-classification", "token-classification")
-
 FIXED_SIZE = ("vit", "vit_msn", "ijepa", "clip", "siglip")
 """Model types that refuse images of another size than `image_size`; most others resize their positions."""
 
@@ -91,7 +89,7 @@ class DatasetSchema(Message):
         # Without either, transformers makes two. With one, the model learns a number rather than classes.
         classes = max(said) if said else 2
         single = config.get("problem_type") in (None, "single_label_classification")
-        if self.classes is None or model.head not in CLASSIFIERS or not single or not 1 < classes < self.classes:
+        if not (self.classes and model.head.endswith("-classification") and single and 1 < classes < self.classes):
             return None
         return f"the model has {classes} classes; the data set has {self.classes} labels"
 
