@@ -140,7 +140,7 @@ def refused_model(policy: AdvertisedPolicy | None, model: Model) -> Ineligibilit
 
 
 def misfit(spec: RunSpec, declared: Mapping[str, Any], model: Model, *, padded: bool) -> Ineligibility | None:
-    """Return why the worker's data set would not fit the model, as far as its claim shows, or None. `padded` as in `mismatches`."""
+    """Return why the worker's data set would not fit the model, by what its claim declares, or None."""
     schema = DatasetSchema.model_validate(declared.get("schemas", {}).get(spec.dataset, {}))
     found = schema.mismatches(model, padded=padded)
     return Ineligibility(rule="inputs", detail=f"its data set {spec.dataset}: {'; '.join(found)}") if found else None
