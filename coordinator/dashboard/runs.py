@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from statistics import fmean
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Request, Response
@@ -233,8 +234,7 @@ def _remaining(session: Session, now: float, run: Run, end: datetime | None) -> 
     )
     past = past_seconds(session, run.id, stage or "")
     after = max(0, run.spec.rounds - run.version.number - 1)
-    each = sum(past) / len(past) if past else end.timestamp() - run.created_at.timestamp()
-    return max(0.0, end.timestamp() - now) + after * each
+    return max(0.0, end.timestamp() - now) + after * fmean(past)
 
 
 def _waiting_for(session: Session, serving: Services, now: float, run: Run) -> str:
@@ -458,7 +458,16 @@ def confirm_cancel(run_id: str, request: Request, serving: Serving, who: Signed)
     require_role(who.principal, *STEERING)
     with serving.database.snapshot() as session:
         run = views.run_view(session, views.find_run(session, run_id))
-    return render(request, "confirm.html", who, run=run)
+    detail = (
+        f"It is at version {run.version.number} of {run.spec.rounds}. Its open round ends at once and the work of "
+        "its workers is discarded. This cannot be undone; its versions stay."
+    )
+    here = f"{PREFIX}/runs/{run.id}"
+    return render(
+        request, "confirm.html", who, question=f"Cancel {run.spec.name}?", detail=detail, action=f"{here}/state",
+        fields={"revision": run.revision, "state": "cancelled"}, label="Cancel the run", dangerous=True,
+        keep="Keep it", back=here,
+    )  # fmt: skip
 
 
 @router.post("/{run_id}/state")

@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+import re
 from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import cache
@@ -12,6 +13,7 @@ from fastapi import Request, Response
 from fastapi.responses import HTMLResponse
 from jinja2 import Environment, PackageLoader, StrictUndefined, pass_context
 from jinja2.runtime import Context
+from markupsafe import Markup, escape
 
 from tessera.coordinator.api.errors import headers_of
 from tessera.coordinator.dashboard.security_headers import PREFIX
@@ -44,8 +46,9 @@ def environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    filters: tuple[Callable[..., Any], ...] = (size, span, number, percent, clock, plural, short, first_up, ago)
-    jinja.filters.update({each.__name__: each for each in filters})
+    filters: tuple[Callable[..., Any], ...] = (size, span, number, percent, clock, ago)
+    words: tuple[Callable[..., Any], ...] = (plural, short, first_up, breakable)
+    jinja.filters.update({each.__name__: each for each in (*filters, *words)})
     jinja.globals.update(version=VERSION, prefix=PREFIX, form_token_field=FORM_TOKEN, asset=asset)
     return jinja
 
@@ -142,6 +145,11 @@ def short(text: str, most: int = 12) -> str:
     """Return the beginning of an id or a digest."""
     plain = text.removeprefix("sha256:")
     return plain if len(plain) <= most else f"{plain[:most]}…"
+
+
+def breakable(name: str) -> Markup:
+    """Return a name that may be broken after "/", "." and "_", and so nowhere else. A browser breaks after "-"."""
+    return Markup(re.sub(r"([/._])", r"\1<wbr>", str(escape(fit_to_show(name)))))  # noqa: S704 (escaped)
 
 
 @pass_context

@@ -145,6 +145,11 @@ class WorkerRow(Table):
     last_seen_at: Mapped[float] = mapped_column(index=True)
     # The token of its last request. None if an earlier version wrote the row.
     token_id: Mapped[str | None] = mapped_column()
+    # The `LiveValues` of its last heartbeat with any, and the instant `at` of that; only its own page reads them.
+    live_values: Mapped[dict[str, Any]] = mapped_column(server_default="{}", deferred=True)
+    # The last hour (since 1970) in which it called; and a bit for each hour in which it did, bit 0 for that hour.
+    seen_hour: Mapped[int] = mapped_column(server_default="0", deferred=True)
+    seen_hours: Mapped[int] = mapped_column(server_default="0", deferred=True)
     revoked: Mapped[bool] = column_property(
         exists().where(TokenRow.id == token_id, TokenRow.revoked_at.is_not(None)).correlate_except(TokenRow)
     )
