@@ -1,26 +1,34 @@
 """Charts as SVG: a title, a description and plain shapes, which the style sheet colours.
 
 Every chart has a table with the same values beside it, for people who cannot see it. Charts have no style attributes,
-which the content security policy forbids.
+which the content security policy forbids. Positions along a chart are in percent of its width, so that it fits any
+screen while its text keeps its size.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from markupsafe import Markup, escape
 
 from tessera.coordinator.dashboard.templating import size
 
-WIDTH, HEIGHT = 640, 240
-WIDEST_BAR = 48.0
-LEFT, RIGHT, TOP, BOTTOM = 64, 12, 14, 30
+HEIGHT = 240
+WIDEST_BAR = 8.0
+TOP, BOTTOM = 14, 30
 LETTER = 8
 """Approximate width of a letter."""
+NARROWEST = 270
+"""Width of a chart on a phone, in which the labels of an axis must have room."""
+ROOM = 7
+"""Letters that fit into a chart's left margin; a roomy one holds twice as many and more."""
+LONGEST_NAME = 15
 NEAREST = 1e-300
 """Smallest span of values that can be drawn; a quarter of a smaller one may be zero."""
 COLOURS = 8
 """Number of distinct series; further ones look alike."""
+
+Points = Mapping[int, float] | Mapping[float, float]
 
 
 @dataclass(frozen=True)
@@ -28,11 +36,13 @@ class Series:
     """A line: its name, and values by position."""
 
     name: str
-    points: Mapping[int, float]
+    points: Points
     main: bool = False
+    best: float | None = None
+    """Position of the value to mark as the best."""
 
     @property
-    def ordered(self) -> list[tuple[int, float]]:
+    def ordered(self) -> list[tuple[float, float]]:
         return [(at, value) for at, value in sorted(self.points.items()) if math.isfinite(value)]
 
 
@@ -60,24 +70,45 @@ class _Scale:
         return self.begin + share * (self.end - self.begin)
 
 
-def lines(ident: str, title: str, series: Sequence[Series], *, bands: Sequence[Band] = (), along: str) -> Markup:
-    """Draw values over rounds or versions, as `along` names them."""
+def whole(value: float) -> str:
+    """Return the label of a version or a round."""
+    return f"{value:.0f}"
+
+
+def lines(
+    ident: str,
+    title: str,
+    series: Sequence[Series],
+    *,
+    bands: Sequence[Band] = (),
+    along: str,
+    label: Callable[[float], str] = whole,
+) -> Markup:
+    """Draw values over rounds, versions, bytes or seconds, as `along` names them and `label` writes them."""
     values = [value for one in series for _, value in one.ordered]
-    ends = [at for one in series for at, _ in one.ordered]
+    places = sorted({at for one in series for at, _ in one.ordered}, reverse=True)
     if not values:
         return Markup("")
     ticks = nice(min(values), max(values))
     exact = digits(ticks)
     labels = [f"{tick:.{exact}g}" for tick in ticks]
-    across = _Scale(min(ends), max(ends), max(LEFT, 8 + LETTER * max(map(len, labels))), WIDTH - RIGHT)
+    across = _Scale(places[-1], places[0], 0.0, 100.0)
     up = _Scale(ticks[0], ticks[-1], HEIGHT - BOTTOM, TOP)
-    shapes = [_bands(bands, across), _grid(ticks, labels, across, up), _axis(min(ends), max(ends), across, along)]
     # Main series are drawn last, above the others.
-    for place, one in sorted(enumerate(series), key=lambda pair: pair[1].main):
-        shapes.append(_line(one, place, across, up, exact))
+    order = sorted(enumerate(series), key=lambda pair: pair[1].main)
+    shapes = [
+        _bands(bands, across),
+        _grid(ticks, labels, up),
+        _axis(across, along, label),
+        _curves(_path(one, f"line c{min(place, COLOURS - 1)}{' main' if one.main else ''}", across, up)
+                for place, one in order),
+        *(_dots(one, min(place, COLOURS - 1), across, up, lambda at: f"{along} {label(at)}", exact)
+          for place, one in order),
+    ]  # fmt: skip
     last = [(one.name, *one.ordered[-1]) for one in series if one.ordered]
-    values_text = "; ".join(f"{name}: {value:.{exact}g} at {at}" for name, at, value in last)
-    return _picture(ident, title, f"By {along}. Last values: {values_text}.", shapes)
+    values_text = "; ".join(f"{name}: {value:.{exact}g} at {label(at)}" for name, at, value in last)
+    description = f"By {along}. Last values: {values_text}."
+    return _picture(ident, title, description, shapes, css=_margin(labels), places=map(across, places))
 
 
 def bars(
@@ -87,52 +118,54 @@ def bars(
     places = sorted({at for one in series for at in one.points})
     if not places:
         return Markup("")
-    tops = [sum(one.points.get(at, 0.0) for one in series) for at in places]
+    of = [dict(one.points.items()) for one in series]
+    tops = [sum(points.get(at, 0.0) for points in of) for at in places]
     most = max([*tops, *(limit.points.values() if limit else ())])
     ticks = nice(0.0, most)
-    across = _Scale(places[0] - 0.5, places[-1] + 0.5, LEFT, WIDTH - RIGHT)
+    labels = [size(tick) for tick in ticks]
+    across = _Scale(places[0] - 0.5, places[-1] + 0.5, 0.0, 100.0)
     up = _Scale(0.0, ticks[-1], HEIGHT - BOTTOM, TOP)
-    width = min(WIDEST_BAR, max(1.0, 0.72 * (across(1.0) - across(0.0))))
-    shapes = [_grid(ticks, [size(tick) for tick in ticks], across, up), _axis(places[0], places[-1], across, along)]
+    width = min(WIDEST_BAR, max(0.2, 0.72 * (across(1.0) - across(0.0))))
+    shapes = [_grid(ticks, labels, up), _axis(across, along, whole)]
     for at in places:
         below = 0.0
-        for place, one in enumerate(series):
-            value = one.points.get(at, 0.0)
+        for place, (one, points) in enumerate(zip(series, of, strict=True)):
+            value = points.get(at, 0.0)
             if value <= 0:
                 continue
             begin, end = up(below), up(below + value)
             below += value
-            tooltip = f"{along} {at}, {one.name}: {size(value)}"
+            tooltip = f"{along} {whole(at)}, {one.name}: {size(value)}"
             shapes.append(_rect(f"c{place}", across(at) - width / 2, end, width, max(0.5, begin - end), tooltip))
     if limit:
-        shapes.append(_line(limit, COLOURS - 1, across, up, css="limit"))
-    return _picture(ident, title, description, shapes)
+        shapes.append(_curves([_path(limit, "limit", across, up)]))
+    descending = map(across, reversed(places))
+    return _picture(ident, title, description, shapes, css=_margin(labels), places=descending)
 
 
 def heat(
-    ident: str, title: str, rows: Mapping[str, Sequence[float]], columns: Sequence[str], description: str
+    ident: str, title: str, rows: Mapping[str, Sequence[float]], columns: Sequence[str], description: str, along: str
 ) -> Markup:
     """Draw a share in [0, 1] for each row and column."""
     if not rows or not columns:
         return Markup("")
-    named = min(220, 12 + max(map(len, rows)) * LETTER)
-    cell = min(44.0, (WIDTH - named - RIGHT) / len(columns))
-    tall = 24
+    tall, cell = 24, min(9.0, 100 / len(columns))
     height = tall * len(rows) + 34
     shapes: list[Markup] = []
     for line, (name, shares) in enumerate(rows.items()):
         y = line * tall + 2
-        shapes.append(_text(named - 8, y + tall / 2 + 4, name, "end"))
+        shown = name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 1]}…"
+        shapes.append(_text(-8, y + tall / 2 + 4, shown, "end", ""))
         for place, share in enumerate(shares):
-            x = named + place * cell
-            tooltip = f"{name}, layer {columns[place]}: {share:.0%}"
-            shapes.append(_rect(f"heat h{min(9, int(share * 10))}", x, y, max(1.0, cell - 2), tall - 2, tooltip))
-    step = max(1, math.ceil(22 * len(columns) / (WIDTH - named)))
+            tooltip = f"{name}, {along} {columns[place]}: {share:.0%}"
+            css = f"heat h{min(9, int(share * 10))}"
+            shapes.append(_rect(css, place * cell, y, max(0.2, cell * 0.94), tall - 2, tooltip))
+    step = max(1, math.ceil((8 + LETTER * max(map(len, columns))) * 100 / NARROWEST / cell))
     shapes += [
-        _text(named + (place + 0.5) * cell - 1, height - 12, columns[place], "middle")
-        for place in range(0, len(columns), step)
+        _text((place + 0.47) * cell, height - 12, columns[place], "middle") for place in range(0, len(columns), step)
     ]
-    return _picture(ident, title, description, shapes, height=height)
+    shapes.append(_along(along, height - 12))
+    return _picture(ident, title, description, shapes, height, "plot roomy")
 
 
 @dataclass(frozen=True)
@@ -163,17 +196,17 @@ def timeline(
     upright = Markup('<line class="{0}" x1="{1:.1f}%" x2="{1:.1f}%" y1="0" y2="{2}"><title>{3}</title></line>')
     shapes: list[Markup] = []
     for tick in [tick for tick in nice(0.0, most) if tick <= 0.9 * most]:
-        shapes.append(upright.format("grid", across(tick), height - 24, _seconds(tick)))
-        shapes.append(_text(across(tick), height - 8, _seconds(tick), "middle" if tick else "start", "%"))
+        shapes.append(upright.format("grid", across(tick), height - 24, seconds(tick)))
+        shapes.append(_text(across(tick), height - 8, seconds(tick), "middle" if tick else "start"))
     for line, (name, intervals) in enumerate(rows.items()):
         y = line * tall
         shapes.append(_text(0, y + 14, name, "start"))
         for one in intervals:
             x = across(one.begin)
             width = max(0.3, across(min(one.end, most)) - x)
-            shapes.append(_rect(f"stretch {one.kind}", x, y + bar, width, bar, one.label, "%"))
+            shapes.append(_rect(f"stretch {one.kind}", x, y + bar, width, bar, one.label))
     shapes += [upright.format("mark", across(at), height - 24, name) for name, at in marks.items() if at <= most]
-    return _picture(ident, title, description, shapes, height=height, wide=True)
+    return _picture(ident, title, description, shapes, height)
 
 
 # ---------------------------------------------------------------- parts
@@ -204,90 +237,119 @@ def digits(values: Sequence[float]) -> int:
     return min(15, max(4, 2 + math.ceil(math.log10(most / span)))) if span else 4
 
 
-def _grid(ticks: Sequence[float], labels: Sequence[str], across: _Scale, up: _Scale) -> Markup:
+def _margin(labels: Sequence[str]) -> str:
+    return "plot roomy" if max(map(len, labels)) > ROOM else "plot"
+
+
+def _grid(ticks: Sequence[float], labels: Sequence[str], up: _Scale) -> Markup:
     shapes = Markup("")
     for tick, label in zip(ticks, labels, strict=True):
         y = up(tick)
-        shapes += Markup('<line class="grid" x1="{}" x2="{}" y1="{:.1f}" y2="{:.1f}"/>').format(
-            across.begin, WIDTH - RIGHT, y, y
-        )
-        shapes += _text(across.begin - 8, y + 4, label, "end")
+        shapes += Markup('<line class="grid" x1="0" x2="100%" y1="{0:.1f}" y2="{0:.1f}"/>').format(y)
+        shapes += _text(-8, y + 4, label, "end", "")
     return shapes
 
 
-def _axis(first: int, last: int, across: _Scale, along: str) -> Markup:
-    ticks = sorted({first, last, *(round(t) for t in nice(first, last, 6) if first <= t <= last)})
+def _axis(across: _Scale, along: str, label: Callable[[float], str]) -> Markup:
+    low, high = math.ceil(across.low), math.floor(across.high)
+    ticks: list[float]
+    if label is whole:
+        ticks = sorted({low, high, *(round(tick) for tick in nice(low, high, 6) if low <= tick <= high)})
+    else:
+        ticks = [tick for tick in nice(across.low, across.high) if across.low <= tick <= across.high]
     shapes, right = Markup(""), -math.inf
+    last = ticks[-1] if ticks else 0.0
     for tick in ticks:
-        x = across(tick)
+        x, width = across(tick), 100 * (8 + LETTER * len(label(tick))) / NARROWEST
         # The last label is always drawn; those that would overlap it are not.
-        if tick != last and (x - right < 34 or across(last) - x < 34):
+        if tick != last and (x - right < width or across(last) - x < width):
             continue
         right = x
-        shapes += _text(x, HEIGHT - BOTTOM + 18, str(tick), "end" if tick == last and first != last else "middle")
-    return shapes + Markup('<text class="along" x="{}" y="{}" text-anchor="end">{}</text>').format(
-        across.begin - 8, HEIGHT - BOTTOM + 18, along
-    )
+        anchor = "start" if x < width / 2 else "end" if x > 100 - width / 2 else "middle"
+        shapes += _text(x, HEIGHT - BOTTOM + 18, label(tick), anchor)
+    return shapes + _along(along, HEIGHT - BOTTOM + 18)
+
+
+def _along(along: str, y: float) -> Markup:
+    return Markup('<text class="along" x="-8" y="{}" text-anchor="end">{}</text>').format(y, along)
 
 
 def _bands(bands: Sequence[Band], across: _Scale) -> Markup:
     shapes = Markup("")
     seen = [band for band in bands if band.first <= across.high and band.last >= across.low]
     for place, band in enumerate(seen if len(seen) > 1 else ()):
-        begin = max(across.begin, across(band.first - 0.5))
-        end = min(WIDTH - RIGHT, across(band.last + 0.5))
+        begin, end = max(0.0, across(band.first - 0.5)), min(100.0, across(band.last + 0.5))
         if end <= begin:
             continue
-        shapes += Markup('<rect class="band b{}" x="{:.1f}" y="{}" width="{:.1f}" height="{}"/>').format(
-            place % 2, begin, TOP, end - begin, HEIGHT - TOP - BOTTOM
-        )
-        if end - begin > 7 * len(band.name):
-            shapes += Markup('<text class="stage" x="{:.1f}" y="{}">{}</text>').format(begin + 5, TOP + 13, band.name)
+        # A picture within the picture cuts off a name that has no room.
+        shapes += Markup(
+            '<svg x="{:.2f}%" y="{}" width="{:.2f}%" height="{}"><rect class="band b{}" width="100%" height="100%"/>'
+            '<text class="stage" x="5" y="13">{}</text></svg>'
+        ).format(begin, TOP, end - begin, HEIGHT - TOP - BOTTOM, place % 2, band.name)
     return shapes
 
 
-def _line(one: Series, place: int, across: _Scale, up: _Scale, exact: int = 4, css: str = "") -> Markup:
-    points = one.ordered
-    if not points:
+def _curves(paths: Iterable[Markup]) -> Markup:
+    """Return paths in a picture of its own that is stretched to the width of the chart."""
+    return Markup(
+        '<svg class="curves" width="100%" height="{0}" viewBox="0 0 1000 {0}" preserveAspectRatio="none">{1}</svg>'
+    ).format(HEIGHT, Markup("").join(paths))
+
+
+def _path(one: Series, css: str, across: _Scale, up: _Scale) -> Markup:
+    # Values at one position only have no line, but a round cap makes a dot of one.
+    steps = [f"{10 * across(at):.1f} {up(value):.1f}" for at, value in one.ordered]
+    return Markup('<path class="{}" d="M{}{}"/>').format(css, " L".join(steps), "h0" if len(steps) == 1 else "")
+
+
+def _dots(one: Series, colour: int, across: _Scale, up: _Scale, place: Callable[[float], str], exact: int) -> Markup:
+    if not one.main:
         return Markup("")
-    kind = css or f"line c{min(place, COLOURS - 1)}{' main' if one.main else ''}"
-    path = " ".join(f"{'L' if index else 'M'}{across(at):.1f} {up(v):.1f}" for index, (at, v) in enumerate(points))
-    shapes = Markup('<path class="{}" d="{}"/>').format(kind, path)
-    if css or not one.main:
-        return shapes
-    dots = [
-        f'<circle class="dot c{min(place, COLOURS - 1)}" cx="{across(at):.1f}" cy="{up(value):.1f}" r="3">'
-        f"<title>{escape(f'{one.name}, {at}: {value:.{exact}g}')}</title></circle>"
-        for at, value in points
-    ]
-    return shapes + Markup("".join(dots))  # noqa: S704 (figures, and text that is escaped)
+    dots = []
+    for at, value in one.ordered:
+        css, radius, said = ("best", 6, ", the best") if at == one.best else ("dot", 3, "")
+        tooltip = escape(f"{one.name}, {place(at)}: {value:.{exact}g}{said}")
+        dots.append(
+            f'<circle class="{css} c{colour}" cx="{across(at):.2f}%" cy="{up(value):.1f}" r="{radius}">'
+            f"<title>{tooltip}</title></circle>"
+        )
+    return Markup("".join(dots))  # noqa: S704 (figures, and text that is escaped)
 
 
-def _rect(css: str, x: float, y: float, width: float, height: float, tooltip: str, unit: str = "") -> Markup:
+def _rect(css: str, x: float, y: float, width: float, height: float, tooltip: str) -> Markup:
     # There are hundreds of them, and Markup's own formatting takes ten times as long.
     return Markup(  # noqa: S704 (figures, a class of ours, and text that is escaped)
-        f'<rect class="{css}" x="{x:.1f}{unit}" y="{y:.1f}" width="{width:.1f}{unit}" height="{height:.1f}">'
+        f'<rect class="{css}" x="{x:.2f}%" y="{y:.1f}" width="{width:.2f}%" height="{height:.1f}">'
         f"<title>{escape(tooltip)}</title></rect>"
     )
 
 
-def _text(x: float, y: float, text: str, anchor: str, unit: str = "") -> Markup:
+def _text(x: float, y: float, text: str, anchor: str, unit: str = "%") -> Markup:
     return Markup('<text x="{:.1f}{}" y="{:.1f}" text-anchor="{}">{}</text>').format(x, unit, y, anchor, text)
 
 
 def _picture(
-    ident: str, title: str, description: str, shapes: Iterable[Markup], height: int = HEIGHT, *, wide: bool = False
+    ident: str,
+    title: str,
+    description: str,
+    shapes: Iterable[Markup],
+    height: int = HEIGHT,
+    css: str = "wide",
+    places: Iterable[float] = (),
 ) -> Markup:
-    """Return a picture that scales as a whole or, if `wide`, one whose shapes are in percent of the width."""
-    shrinking = Markup('class="chart" viewBox="0 0 {} {}"').format(WIDTH, height)
-    frame = Markup('class="chart wide" height="{}"').format(height) if wide else shrinking
+    """Return the picture of shapes. `places` are the positions of the rows of the chart's table, in percent."""
+    at = " ".join(f"{place:.2f}" for place in places)
     return Markup(
-        '<svg {} role="img" aria-labelledby="{}-title" aria-describedby="{}-desc">'
+        '<svg class="chart {}" height="{}"{} role="img" aria-labelledby="{}-title" aria-describedby="{}-desc">'
         '<title id="{}-title">{}</title><desc id="{}-desc">{}</desc>{}</svg>'
-    ).format(frame, ident, ident, ident, title, ident, description, Markup("").join(shapes))
+    ).format(
+        css, height, Markup(' data-places="{}"').format(at) if at else "", ident, ident, ident, title, ident,
+        description, Markup("").join(shapes),
+    )  # fmt: skip
 
 
-def _seconds(value: float) -> str:
+def seconds(value: float) -> str:
+    """Return a duration as the label of an axis."""
     if value >= 7200:
         return f"{value / 3600:.3g} h"
     return f"{value / 60:.3g} min" if value >= 180 else f"{value:.3g} s"

@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+import re
 from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import cache
@@ -12,6 +13,7 @@ from fastapi import Request, Response
 from fastapi.responses import HTMLResponse
 from jinja2 import Environment, PackageLoader, StrictUndefined, pass_context
 from jinja2.runtime import Context
+from markupsafe import Markup
 
 from tessera.coordinator.api.errors import headers_of
 from tessera.coordinator.dashboard.security_headers import PREFIX
@@ -44,7 +46,19 @@ def environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    filters: tuple[Callable[..., Any], ...] = (size, span, number, percent, clock, plural, short, first_up, ago)
+    filters: tuple[Callable[..., Any], ...] = (
+        size,
+        span,
+        number,
+        percent,
+        clock,
+        plural,
+        short,
+        first_up,
+        ago,
+        metric_name,
+        breaks,
+    )
     jinja.filters.update({each.__name__: each for each in filters})
     jinja.globals.update(version=VERSION, prefix=PREFIX, form_token_field=FORM_TOKEN, asset=asset)
     return jinja
@@ -136,6 +150,16 @@ def plural(count: int, one: str, many: str | None = None) -> str:
 
 def first_up(text: str) -> str:
     return text[:1].upper() + text[1:]
+
+
+def metric_name(name: str) -> str:
+    """Return a metric's name for people."""
+    return first_up(name.replace("_f1", " F1").replace("_", " "))
+
+
+def breaks(text: str) -> Markup:
+    """Return a name that may break after its slashes, dashes and underscores."""
+    return Markup("<wbr>").join(map(fit_to_show, re.split(r"(?<=[/_-])", text)))
 
 
 def short(text: str, most: int = 12) -> str:

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 from tessera.shared.api.runs import Measurement, Round, Run, RunSpec
 from tessera.shared.metrics.site_spread import BETTER_LOW, scores_by_version
@@ -75,12 +75,42 @@ def _sites(measurements: Iterable[Measurement], metric: str) -> dict[int, set[st
 # ---------------------------------------------------------------- several runs
 
 
+class RoundCost(NamedTuple):
+    """What one attempt at a round cost; `version` is the number of the version that it made, if it made one."""
+
+    version: int | None
+    bytes: int
+    seconds: float
+
+
+def costs_of(rounds: Iterable[Round]) -> list[RoundCost]:
+    """Return the costs of rounds that have ended."""
+    return [
+        RoundCost(
+            round_.version,
+            sum(task.download_bytes + task.upload_bytes for task in round_.tasks),
+            (round_.closed_at - round_.opened_at).total_seconds(),
+        )
+        for round_ in rounds
+        if round_.closed_at
+    ]
+
+
+def totals(costs: Sequence[RoundCost]) -> tuple[dict[int, int], dict[int, float]]:
+    """Return the bytes and the seconds from the run's start to each version, with those of abandoned attempts."""
+    moved = accumulate(cost.bytes for cost in costs)
+    lasted = accumulate(cost.seconds for cost in costs)
+    made = [(c.version, b, s) for c, b, s in zip(costs, moved, lasted, strict=True) if c.version is not None]
+    return {0: 0} | {n: count for n, count, _ in made}, {0: 0.0} | {n: seconds for n, _, seconds in made}
+
+
 @dataclass(frozen=True)
 class History:
     """A run with what happened in it."""
 
     run: Run
-    rounds: Sequence[Round]
+    costs: Sequence[RoundCost]
+    """Of each attempt that has ended, in order."""
     measurements: Sequence[Measurement]
 
 
@@ -139,10 +169,7 @@ def compare(histories: Sequence[History], metric: str | None = None) -> Comparis
 def _compared(history: History, metric: str | None, *, twice: bool) -> ComparedRun:
     run = history.run
     main = main_scores(history.measurements, metric) if metric else None
-    closed = [round_ for round_ in history.rounds if round_.closed_at]
-    moved = accumulate(sum(t.download_bytes + t.upload_bytes for t in round_.tasks) for round_ in closed)
-    lasted = accumulate((r.closed_at - r.opened_at).total_seconds() for r in closed if r.closed_at)
-    totals = [(r.version, b, s) for r, b, s in zip(closed, moved, lasted, strict=True) if r.version is not None]
+    moved, lasted = totals(history.costs)
     return ComparedRun(
         id=run.id,
         name=f"{run.spec.name} ({run.id[:8]})" if twice else run.spec.name,
@@ -150,8 +177,8 @@ def _compared(history: History, metric: str | None, *, twice: bool) -> ComparedR
         version=run.version.number,
         best=best_version(history.measurements),
         scores=main[1] if main else {},
-        bytes={0: 0} | {number: count for number, count, _ in totals},
-        seconds={0: 0.0} | {number: seconds for number, _, seconds in totals},
+        bytes=moved,
+        seconds=lasted,
     )
 
 

@@ -143,7 +143,7 @@ def test_pages_of_a_run_show_what_the_api_shows(coordinator: LiveCoordinator, ad
     shown = admin.http.get(f"/page/runs/{run}").text
     for told in ("wards", "warm-up", "of 3", "0.75", "worst site", "Bytes by round", "abandoned", "paused"):
         assert told in shown, told
-    assert "of version 1; worst site" in shown
+    assert "version 1, 2 of 2 sites; worst site" in shown
     assert "No layers by site: every update has the same layers." in shown
     assert "No warm-up signals: they are measured if warmup_rounds is auto." in shown
     assert "No scores" not in shown
