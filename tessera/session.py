@@ -24,7 +24,6 @@ from tessera.shared.client.round_outcomes import follow, outcomes
 from tessera.shared.metrics.comparison import BestVersion, ComparedRun, best_version
 from tessera.shared.metrics.comparison import Comparison as ComparisonRecord
 from tessera.shared.metrics.rows import rows_of
-from tessera.shared.metrics.site_spread import scores_by_version
 from tessera.shared.problems import Invalid, Problem
 from tessera.shared.updates.model_folder import ModelFolder
 
@@ -195,7 +194,7 @@ class Run:
         Raises Problem if pandas is not installed.
         """
         frames = extra("data_frames")
-        scores = scores_by_version(self._client.measurements(self.id))
+        measurements = list(self._client.measurements(self.id))
         rows = [
             {
                 "round": one.round.number,
@@ -208,7 +207,7 @@ class Run:
                 "upload_bytes": one.upload_bytes,
                 "seconds": one.seconds(),
             }
-            for one in outcomes(self._client.rounds(self.id), scores)
+            for one in outcomes(self._client.rounds(self.id), self.record.spec, measurements)
         ]
         return frames.rounds_table(rows)
 

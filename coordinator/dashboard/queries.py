@@ -9,9 +9,9 @@ from datetime import datetime
 from functools import cache
 from itertools import groupby
 from operator import add, attrgetter
-from typing import TypeVar
+from typing import Any, TypeVar, get_args
 
-from sqlalchemy import ColumnElement, String, case, cast, func, select, true
+from sqlalchemy import ColumnElement, Row, String, case, cast, func, select, true
 from sqlalchemy.orm import InstrumentedAttribute, Session
 
 from tessera.coordinator.dashboard.svg_charts import Band
@@ -28,8 +28,9 @@ from tessera.coordinator.db.tables import (
 )
 from tessera.shared.api.runs import Measurement, Round, Run
 from tessera.shared.metrics.comparison import RoundCost
+from tessera.shared.metrics.evaluation_bytes import round_of
 from tessera.shared.rounds.eta import Pace, expected_end
-from tessera.shared.schema import ACCEPTED
+from tessera.shared.schema import ACCEPTED, TaskKind
 
 T = TypeVar("T")
 
@@ -41,11 +42,14 @@ PAST_ROUNDS = 5
 
 @dataclass(frozen=True)
 class TrafficTotals:
-    """Bytes of updates and of their downloads, and those of whole models both ways."""
+    """Bytes of updates and downloads, and those of whole models instead: one up for each update, and one down for
+    each task that fetched anything. A site that evaluates a version has it already when it trains from it."""
 
     updates: int = 0
     up: int = 0
     down: int = 0
+    evaluated: int = 0
+    """Of the downloads, those for evaluations."""
     full: int = 0
 
     def __add__(self, other: "TrafficTotals") -> "TrafficTotals":
@@ -58,48 +62,63 @@ class TrafficTotals:
     @property
     def saved(self) -> float | None:
         """The share of a full exchange that was not sent; None before the first update."""
-        return 1 - self.total / self.full if self.full else None
+        return 1 - self.total / self.full if self.updates else None
 
 
 def moved_by_run(session: Session, run_id: str | None = None) -> dict[str, TrafficTotals]:
-    """Return the traffic of each run with accepted updates, or of one run."""
-    of_these = TaskRow.run_id == run_id if run_id else true()
-    rows = session.execute(
-        select(
-            TaskRow.run_id,
-            RunRow.model_bytes,
-            func.count().label("updates"),
-            func.sum(TaskRow.upload_bytes).label("up"),
-            func.sum(TaskRow.download_bytes).label("down"),
-        )
-        .join_from(TaskRow, RunRow)
-        .where(of_these, TaskRow.kind == "train", TaskRow.state.in_(ACCEPTED))
-        .group_by(TaskRow.run_id, RunRow.model_bytes)
+    """Return the traffic of each run with accepted updates or evaluations, or of one run."""
+    sizes = {row.id: row.model_bytes for row in session.execute(select(RunRow.id, RunRow.model_bytes))}
+    by_run: dict[str, TrafficTotals] = defaultdict(TrafficTotals)
+    for row in _moved(session, TaskRow.run_id, TaskRow.run_id == run_id if run_id else true()):
+        by_run[row.key] += _totals(sizes[row.key], row)
+    return by_run
+
+
+def moved_by_round(session: Session, run: Run, first: int, last: int) -> dict[int, TrafficTotals]:
+    """Return the traffic of a run by round, over all attempts, from round `first` to `last`."""
+    by_round: dict[int, TrafficTotals] = defaultdict(TrafficTotals)
+    versions = TaskRow.version_number.between(first - 1, last)
+    for row in _moved(session, TaskRow.version_number, TaskRow.run_id == run.id, versions):
+        by_round[round_of(row.key, run.spec.rounds)] += _totals(run.model_bytes, row)
+    return by_round
+
+
+def _moved(session: Session, by: InstrumentedAttribute[Any], *which: ColumnElement[bool]) -> Iterable[Row[Any]]:
+    up, down = TaskRow.upload_bytes, TaskRow.download_bytes
+    fetches = func.sum(case((down > 0, 1), else_=0)).label("fetches")
+    sums = (func.count().label("tasks"), func.sum(up).label("up"), func.sum(down).label("down"), fetches)
+    accepted = TaskRow.state.in_(ACCEPTED) & TaskRow.kind.in_(get_args(TaskKind))
+    return session.execute(
+        select(by.label("key"), TaskRow.kind, *sums).where(accepted, *which).group_by(by, TaskRow.kind)
     )
-    return {
-        row.run_id: TrafficTotals(row.updates, int(row.up), int(row.down), 2 * row.model_bytes * row.updates)
-        for row in rows
-    }
+
+
+def _totals(model_bytes: int, row: Row[Any]) -> TrafficTotals:
+    down = int(row.down)
+    updates, evaluated = (row.tasks, 0) if row.kind == "train" else (0, down)
+    return TrafficTotals(updates, int(row.up), down, evaluated, model_bytes * (updates + int(row.fetches)))
 
 
 @dataclass(frozen=True)
 class RoundSum:
-    """One attempt at a round, with the totals of its tasks."""
+    """One attempt at a round, with the totals of its tasks; the first one with the downloads for evaluations too."""
 
     round: RoundRow
     asked: int
     accepted: int
     up: int
     down: int
+    moved: TrafficTotals
+    """The traffic of all accepted tasks of all attempts at the round."""
 
     @property
     def seconds(self) -> float | None:
         return self.round.closed_at - self.round.opened_at if self.round.closed_at else None
 
 
-def round_sums(session: Session, run_id: str, most: int, before: int | None = None) -> list[RoundSum]:
+def round_sums(session: Session, run: Run, most: int, before: int | None = None) -> list[RoundSum]:
     """Return the latest rounds, newest first; only those below number `before` if it is given."""
-    latest = select(RoundRow).where(RoundRow.run_id == run_id)
+    latest = select(RoundRow).where(RoundRow.run_id == run.id)
     if before is not None:
         latest = latest.where(RoundRow.number < before)
     rounds = session.scalars(latest.order_by(RoundRow.number.desc(), RoundRow.attempt.desc()).limit(most)).all()
@@ -116,23 +135,34 @@ def round_sums(session: Session, run_id: str, most: int, before: int | None = No
         .group_by(TaskRow.round_id)
     )
     by_round = {round_id: map(int, counts) for round_id, *counts in sums}
-    return [RoundSum(row, *by_round.get(row.id, (0, 0, 0, 0))) for row in rounds]
+    moved = moved_by_round(session, run, rounds[-1].number, rounds[0].number) if rounds else {}
+    found = []
+    for row in rounds:
+        asked, taken, up, down = by_round.get(row.id, (0, 0, 0, 0))
+        evaluated = moved[row.number].evaluated if row.attempt == 1 else 0
+        found.append(RoundSum(row, asked, taken, up, down + evaluated, moved[row.number]))
+    return found
 
 
-def round_costs(session: Session, run_id: str) -> list[RoundCost]:
+def round_costs(session: Session, run: Run) -> list[RoundCost]:
     """Return what each attempt at a round that has ended cost, in order."""
-    moved = func.coalesce(func.sum(TaskRow.upload_bytes + TaskRow.download_bytes), 0)
-    of_round = (TaskRow.round_id == RoundRow.id) & (TaskRow.run_id == run_id)
+    sent = func.coalesce(func.sum(TaskRow.upload_bytes + TaskRow.download_bytes), 0)
+    of_round = (TaskRow.round_id == RoundRow.id) & (TaskRow.run_id == run.id)
     rows = session.execute(
-        select(RoundRow.state, RoundRow.number, RoundRow.closed_at - RoundRow.opened_at, moved)
+        select(RoundRow, sent)
         .outerjoin(TaskRow, of_round)
-        .where(RoundRow.run_id == run_id, RoundRow.closed_at.is_not(None))
+        .where(RoundRow.run_id == run.id, RoundRow.closed_at.is_not(None))
         .group_by(RoundRow.id)
         .order_by(RoundRow.number, RoundRow.attempt)
     )
+    moved = moved_by_round(session, run, 1, run.spec.rounds)
     return [
-        RoundCost(number if state == "committed" else None, int(count), seconds or 0.0)
-        for state, number, seconds, count in rows
+        RoundCost(
+            row.number if row.state == "committed" else None,
+            int(count) + (moved[row.number].evaluated if row.attempt == 1 else 0),
+            (row.closed_at or row.opened_at) - row.opened_at,
+        )
+        for row, count in rows
     ]
 
 

@@ -73,7 +73,7 @@ class Figures:
 
     @classmethod
     def of(cls, session: Session, run: Run) -> Self:
-        return cls(run, measured(session, run), round_sums(session, run.id, MAX_BARS))
+        return cls(run, measured(session, run), round_sums(session, run, MAX_BARS))
 
     @cached_property
     def scores(self) -> Mapping[int, Mapping[str, float]]:
@@ -103,12 +103,12 @@ def panels(session: Session, figures: Figures, metric: str | None, along: Along)
     bands = stage_bands(session, run.id)
     step = thinned(run)
     every = f"Every {step} versions." if step > 1 else ""
-    moved, lasted = totals(round_costs(session, run.id)) if along != "version" else ({}, {})
+    moved, lasted = totals(round_costs(session, run)) if along != "version" else ({}, {})
     axis = axis_of(moved if along == "bytes" else lasted) if along != "version" else None
     first = figures.chosen(metric)
     second = next((name for name in ("loss", TRAINING_LOSS) if name in figures.metrics and name != first), "")
     shown = [_metric(session, figures, name, bands, every, along, axis) for name in (first, second) if name]
-    shown += [_bytes_by_round(run, figures.sums), _by_site(session, run), _by_round(session, run)]
+    shown += [_bytes_by_round(figures.sums), _by_site(session, run), _by_round(session, run)]
     declared = charts(run.spec.method)
     metrics = version_numbers(session, run, tuple(name for chart in declared for name in chart.scalars))
     shown += [_declared(chart, metrics, bands, every) for chart in declared]
@@ -238,12 +238,11 @@ def moved_to(line: Series, axis: Mapping[int, float]) -> Series:
     return Series(line.name, points, line.main, axis.get(int(line.best)) if line.best is not None else None)
 
 
-def _bytes_by_round(run: Run, sums: Sequence[RoundSum]) -> Panel:
-    # The latest attempt at a round stands first.
-    rounds = {one.round.number: one for one in reversed(sums) if one.accepted}
+def _bytes_by_round(sums: Sequence[RoundSum]) -> Panel:
+    rounds = {one.round.number: one.moved for one in reversed(sums) if one.moved.updates}
     down = Series("down", {n: float(one.down) for n, one in rounds.items()})
     up = Series("up", {n: float(one.up) for n, one in rounds.items()})
-    full = Series("whole models both ways", {n: 2.0 * run.model_bytes * one.accepted for n, one in rounds.items()})
+    full = Series("whole models both ways", {n: float(one.full) for n, one in rounds.items()})
     whole, total = sum(full.points.values()), sum(down.points.values()) + sum(up.points.values())
     sent = f"{size(total)} sent, of {size(whole)} for whole models both ways." if whole else ""
     picture = svg_charts.bars("bytes-chart", "Bytes by round", (down, up), full, along="round", description=sent)

@@ -19,6 +19,7 @@ from tessera.coordinator.dashboard.queries import (
     TrafficTotals,
     forecast,
     measured,
+    moved_by_round,
     moved_by_run,
     past_seconds,
     round_sums,
@@ -180,7 +181,7 @@ def list_rounds(
 ) -> Response:
     with serving.database.snapshot() as session:
         run = views.run_view(session, views.find_run(session, run_id))
-        rounds = round_sums(session, run_id, AT_A_TIME, before)
+        rounds = round_sums(session, run, AT_A_TIME, before)
         here = f"{PREFIX}/runs/{run_id}/rounds"
         more = len(rounds) == AT_A_TIME and rounds[-1].round.number > 1
         return render(
@@ -209,6 +210,7 @@ def show_round(
             raise NotFound(f"run {run_id} has no round {number}" + (f", try {attempt}" if attempt else ""))
         view = views.round_view(session, row)
         latest = session.scalar(select(func.max(RoundRow.number)).where(RoundRow.run_id == run_id))
+        evaluated = moved_by_round(session, run, number, number)[number].evaluated if view.attempt == 1 else 0
         return render(
             request,
             "round.html",
@@ -220,7 +222,8 @@ def show_round(
             accepted=sum(task.is_accepted for task in view.tasks),
             judges=JUDGES,
             up=sum(task.upload_bytes for task in view.tasks),
-            down=sum(task.download_bytes for task in view.tasks),
+            down=sum(task.download_bytes for task in view.tasks) + evaluated,
+            evaluated=evaluated,
             end=forecast(session, now, view),
             picture=_timeline(session, now, view),
             rows=[(task, is_unusual(task.metrics), short_layers(task.layers)) for task in view.tasks],

@@ -261,7 +261,7 @@ class TaskRow(Table):
         # The dashboard's frequent queries: leased tasks, failures, traffic.
         _partial_index("ix_tasks_leased", "run_id", where="state = 'leased'"),
         _partial_index("ix_tasks_faulty", "created_at", where="state in ('failed', 'rejected')"),
-        Index("ix_tasks_moved", "run_id", "kind", "state", "round_id", "upload_bytes", "download_bytes"),
+        Index("ix_tasks_moved", "run_id", "kind", "version_number", "state", "upload_bytes", "download_bytes"),
     )
 
     id: Mapped[str] = mapped_column(primary_key=True)

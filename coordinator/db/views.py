@@ -172,7 +172,9 @@ def task_for_site(view: TaskView) -> TaskView:
 
 EVALUATIONS = (
     select(TaskRow, WORKER_NAME)
-    .options(load_only(TaskRow.version_number, TaskRow.held_out, TaskRow.examples, TaskRow.metrics))
+    .options(
+        load_only(TaskRow.version_number, TaskRow.held_out, TaskRow.examples, TaskRow.metrics, TaskRow.download_bytes)
+    )
     .join_from(TaskRow, WorkerRow)
     .join(SiteRow)
     .where(TaskRow.kind == "evaluate", TaskRow.state == "accepted")

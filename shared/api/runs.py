@@ -268,6 +268,7 @@ class Measurement(Message):
     held_out: bool = False
     examples: int
     metrics: dict[str, float]
+    download_bytes: int = 0
 
     @property
     def site(self) -> str:

@@ -13,7 +13,7 @@ from tessera.shared.cli.render import output
 from tessera.shared.cli.render.output import AsJson
 from tessera.shared.cli.versions import described
 from tessera.shared.client.client import Client
-from tessera.shared.metrics.comparison import Comparison, History, costs_of
+from tessera.shared.metrics.comparison import Comparison, History
 from tessera.shared.metrics.comparison import compare as compared
 from tessera.shared.problems import Invalid
 
@@ -50,7 +50,7 @@ def compare_runs(client: Client, runs: Sequence[Run], metric: str | None = None)
             f"a comparison needs two or more different runs, not {named or 'none'}",
             remedy="Name each run once; `tessera run list` lists them.",
         )
-    histories = [History(run, costs_of(client.rounds(run.id)), list(client.measurements(run.id))) for run in runs]
+    histories = [History.of(run, client.rounds(run.id), client.measurements(run.id)) for run in runs]
     if metric:
         known = {name for history in histories for one in history.measurements for name in one.metrics}
         if metric not in known:

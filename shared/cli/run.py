@@ -27,7 +27,7 @@ from tessera.shared.cli.versions import described, export_version, find_start, p
 from tessera.shared.client.client import Client
 from tessera.shared.client.round_outcomes import Outcome, follow, outcomes
 from tessera.shared.metrics.comparison import BestVersion, best_version
-from tessera.shared.metrics.site_spread import scores_by_version, spreads
+from tessera.shared.metrics.site_spread import spreads
 from tessera.shared.problems import Invalid, Problem
 from tessera.shared.schema import RunState
 from tessera.shared.updates.model_folder import ModelFolder
@@ -221,7 +221,7 @@ def show(
     measurements, versions = list(client.measurements(found.id)), list(client.versions(found.id))
     at_sites = spreads(measurements)
     rounds = list(client.rounds(found.id))
-    ended = outcomes(rounds, scores_by_version(measurements), at_sites, versions)
+    ended = outcomes(rounds, found.spec, measurements, versions)
     best = best_version(measurements)
     if as_json:
         sites = {

@@ -1,15 +1,16 @@
 """Outcomes of rounds, and following a run until it ends."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from itertools import takewhile
 from typing import Any
 
-from tessera.shared.api.runs import Measurement, Round, Run
+from tessera.shared.api.runs import Measurement, Round, Run, RunSpec
 from tessera.shared.api.versions import Version
 from tessera.shared.client.client import Client
+from tessera.shared.metrics.evaluation_bytes import evaluation_bytes
 from tessera.shared.metrics.site_spread import Spread, scores_by_version, spreads
 from tessera.shared.problems import NotFound
 from tessera.shared.schema import RoundState
@@ -29,6 +30,8 @@ class Outcome:
     """The method's metrics of the version."""
     warnings: tuple[str, ...] = ()
     """The method's warnings that the previous version did not have."""
+    evaluation_bytes: int = 0
+    """Fetched for evaluations that count in this round."""
 
     @property
     def accepted(self) -> int:
@@ -44,7 +47,7 @@ class Outcome:
 
     @property
     def download_bytes(self) -> int:
-        return sum(task.download_bytes for task in self.round.tasks)
+        return self.evaluation_bytes + sum(task.download_bytes for task in self.round.tasks)
 
     def seconds(self, now: datetime | None = None) -> float | None:
         """Return the time from opening to close, or to `now` while the round is open."""
@@ -67,26 +70,27 @@ class Outcome:
 
 
 def outcomes(
-    rounds: Iterable[Round],
-    scores: Mapping[int, Mapping[str, float]],
-    spreads: Mapping[int, Mapping[str, Spread]] | None = None,
-    versions: Iterable[Version] = (),
+    rounds: Iterable[Round], spec: RunSpec, measurements: Sequence[Measurement], versions: Iterable[Version] = ()
 ) -> list[Outcome]:
-    """Return the rounds' outcomes. `versions` are those of the rounds and their predecessors."""
+    """Return the outcomes of a run's rounds. Measurements and versions are those of the rounds and their
+    predecessors."""
     by_number = {version.number: version for version in versions}
+    scores, at_sites = scores_by_version(measurements), spreads(measurements)
+    evaluated = evaluation_bytes(measurements, spec.rounds)
 
     def outcome(round_: Round) -> Outcome:
-        number = round_.version
+        number, fetched = round_.version, evaluated[round_.number, round_.attempt]
         if number is None:
-            return Outcome(round_)
+            return Outcome(round_, evaluation_bytes=fetched)
         version, previous = by_number.get(number), by_number.get(number - 1)
         old = previous.warnings if previous else ()
         return Outcome(
             round_,
             scores.get(number, {}),
-            (spreads or {}).get(number, {}),
+            at_sites.get(number, {}),
             version.scalars if version else {},
             tuple(warning for warning in version.warnings if warning not in old) if version else (),
+            fetched,
         )
 
     return [outcome(round_) for round_ in rounds]
@@ -132,13 +136,16 @@ def follow(
         since = _since(client, run_id, last)
         last = since[-1] if since else None
         pending |= {_key(round_): round_ for round_ in since if _key(round_) not in reported}
-        committed = [round_.number for round_ in pending.values() if round_.state == "committed"]
-        found = list(client.measurements(run_id, min(committed))) if committed and run.spec.evaluation else []
+        ended = [round_.number for round_ in pending.values() if round_.state in OVER]
+        found = list(client.measurements(run_id, min(ended) - 1)) if ended and run.spec.evaluation else []
         settled = list(takewhile(lambda round_: _settled(round_, run, found, last), pending.values()))  # noqa: B023
         numbers = [round_.number for round_ in settled if round_.state == "committed"]
         versions = client.versions(run_id, min(numbers) - 1) if numbers else ()
-        ended = outcomes(settled, scores_by_version(found), spreads(found), versions)
-        progress = RunProgress(run, tuple(ended), last if last and last.state not in OVER else None)
+        progress = RunProgress(
+            run,
+            tuple(outcomes(settled, run.spec, found, versions)),
+            last if last and last.state not in OVER else None,
+        )
         yield progress
         if progress.over:
             return

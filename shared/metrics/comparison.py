@@ -4,9 +4,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from tessera.shared.api.runs import Measurement, Round, Run, RunSpec
+from tessera.shared.metrics.evaluation_bytes import evaluation_bytes
 from tessera.shared.metrics.site_spread import BETTER_LOW, scores_by_version
 
 MAIN_SCORES = ("accuracy", "loss")
@@ -83,19 +84,6 @@ class RoundCost(NamedTuple):
     seconds: float
 
 
-def costs_of(rounds: Iterable[Round]) -> list[RoundCost]:
-    """Return the costs of rounds that have ended."""
-    return [
-        RoundCost(
-            round_.version,
-            sum(task.download_bytes + task.upload_bytes for task in round_.tasks),
-            (round_.closed_at - round_.opened_at).total_seconds(),
-        )
-        for round_ in rounds
-        if round_.closed_at
-    ]
-
-
 def totals(costs: Sequence[RoundCost]) -> tuple[dict[int, int], dict[int, float]]:
     """Return the bytes and the seconds from the run's start to each version, with those of abandoned attempts."""
     moved = accumulate(cost.bytes for cost in costs)
@@ -113,6 +101,21 @@ class History:
     """Of each attempt that has ended, in order."""
     measurements: Sequence[Measurement]
 
+    @classmethod
+    def of(cls, run: Run, rounds: Iterable[Round], measurements: Iterable[Measurement]) -> Self:
+        found = list(measurements)
+        evaluated = evaluation_bytes(found, run.spec.rounds)
+        costs = [
+            RoundCost(
+                one.version,
+                evaluated[one.number, one.attempt] + sum(t.download_bytes + t.upload_bytes for t in one.tasks),
+                (one.closed_at - one.opened_at).total_seconds(),
+            )
+            for one in rounds
+            if one.closed_at
+        ]
+        return cls(run, costs, found)
+
 
 @dataclass(frozen=True)
 class ComparedRun:
@@ -127,7 +130,7 @@ class ComparedRun:
     best: BestVersion | None
     scores: Mapping[int, float]
     bytes: Mapping[int, int]
-    """Downloaded and uploaded by all its workers for training; downloads of evaluations are not included."""
+    """Downloaded and uploaded by all its workers."""
     seconds: Mapping[int, float]
     """Of its rounds; pauses and the time between rounds do not count."""
 

@@ -8,6 +8,7 @@ from typing import NamedTuple, TextIO
 from tessera.shared.api.runs import Measurement, Round, Run
 from tessera.shared.api.tasks import TaskView
 from tessera.shared.api.versions import Version
+from tessera.shared.metrics.evaluation_bytes import evaluation_bytes
 from tessera.shared.metrics.site_spread import Spread, spreads
 
 
@@ -39,8 +40,9 @@ def rows_of(
     An attempt at a round that was abandoned has rows too, with no version: what it cost was spent.
     """
     found = list(measurements)
+    evaluated = evaluation_bytes(found, run.spec.rounds)
     for round_ in rounds:
-        yield from _round(run, round_)
+        yield from _round(run, round_, evaluated[round_.number, round_.attempt])
     for one in found:
         yield from _measured(run, one)
     for number, by_name in spreads(found).items():
@@ -50,7 +52,7 @@ def rows_of(
             yield MetricRow(run.id, version.number, None, None, "version", None, None, None, name, value)
 
 
-def _round(run: Run, round_: Round) -> Iterator[MetricRow]:
+def _round(run: Run, round_: Round, evaluation_bytes: int) -> Iterator[MetricRow]:
     where = (run.id, round_.version, round_.number, round_.attempt, round_.stage, run.spec.dataset)
     for task in round_.tasks:
         site, _, worker = task.worker.partition("/")
@@ -60,7 +62,7 @@ def _round(run: Run, round_: Round) -> Iterator[MetricRow]:
         "asked": float(len(round_.tasks)),
         "accepted": float(sum(task.is_accepted for task in round_.tasks)),
         "upload_bytes": float(sum(task.upload_bytes for task in round_.tasks)),
-        "download_bytes": float(sum(task.download_bytes for task in round_.tasks)),
+        "download_bytes": float(sum(task.download_bytes for task in round_.tasks) + evaluation_bytes),
     }
     if round_.closed_at:
         totals["seconds"] = (round_.closed_at - round_.opened_at).total_seconds()
@@ -79,7 +81,8 @@ def _task(task: TaskView) -> dict[str, float]:
 def _measured(run: Run, one: Measurement) -> Iterator[MetricRow]:
     site, _, worker = one.worker.partition("/")
     stage = "sites" if one.held_out else "central"
-    for name, value in {**one.metrics, "examples": float(one.examples)}.items():
+    cost = {"examples": float(one.examples), "download_bytes": float(one.download_bytes)}
+    for name, value in {**one.metrics, **cost}.items():
         yield MetricRow(run.id, one.version, None, None, stage, one.dataset, site, worker, name, value)
 
 

@@ -147,10 +147,14 @@ class ScriptedWorker:
         changed = {name: base[name] + np.float32(step) for name in sent}
         return self.submit(task, self.upload(task, changed), **metrics)
 
-    def evaluate(self, task: Task, **metrics: float) -> TaskView:
+    def evaluate(self, task: Task, download_bytes: int = 0, **metrics: float) -> TaskView:
         examples = (self.held_out if task.held_out else self.datasets)[task.dataset]
         evaluated = EvaluationResult(
-            token=task.token, version=task.version.digest, examples=examples, metrics=metrics
+            token=task.token,
+            version=task.version.digest,
+            examples=examples,
+            metrics=metrics,
+            download_bytes=download_bytes,
         )
         return self.client.submit_evaluation(task.id, evaluated)
 

@@ -176,6 +176,7 @@ class InProcessCoordinator:
             held_out=order.held_out,
             examples=report.examples,
             metrics=report.metrics,
+            download_bytes=report.download_bytes,
         )
         return self.view(order, "accepted")
 

@@ -12,7 +12,7 @@ from tessera.shared.cli.export import Progress, export_folder, in_place_of
 from tessera.shared.client.round_outcomes import Outcome, outcomes
 from tessera.shared.methods.base import State
 from tessera.shared.metrics.rows import rows_of, write_csv
-from tessera.shared.metrics.site_spread import scores_by_version, spreads
+from tessera.shared.metrics.site_spread import scores_by_version
 from tessera.shared.model.spec import Model
 from tessera.shared.rounds.export import Export
 from tessera.shared.rounds.versions import States
@@ -66,7 +66,7 @@ class Result:
     @property
     def outcomes(self) -> list[Outcome]:
         """Every attempt at every round, with its outcome."""
-        return outcomes(self.rounds, self.scores(), spreads(self.measurements), self.versions)
+        return outcomes(self.rounds, self.spec, self.measurements, self.versions)
 
     def scores(self) -> dict[int, dict[str, float]]:
         """Return the metrics of each version, by its number."""

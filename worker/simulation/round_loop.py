@@ -8,14 +8,13 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from tessera.shared.api.runs import Bounds, Measurement, Round, RunSpec
+from tessera.shared.api.runs import Bounds, Round, RunSpec
 from tessera.shared.api.tasks import TaskView
 from tessera.shared.api.versions import Manifest, Version, VersionRef
 from tessera.shared.client.round_outcomes import Outcome, outcomes
 from tessera.shared.hashing import derive_seed
 from tessera.shared.methods.base import CoordinatorHalf, Plan, State
 from tessera.shared.methods.registry import coordinator_half
-from tessera.shared.metrics.site_spread import scores_by_version, spreads
 from tessera.shared.model.spec import Model
 from tessera.shared.rounds.aggregate import Aggregation, Merged, norm_scores, outlying, stretched_norm
 from tessera.shared.rounds.outliers import median_norm
@@ -77,8 +76,8 @@ class Simulation:
             if not attempts:
                 return True
             made = self._merge(attempts)
-            found, versions = self._measure(), [entry.version for entry in self.versions[-2:]]
-            watch(outcomes([made], scores_by_version(found), spreads(found), versions)[0])
+            self._measure()
+            watch(self._outcome(made))
         return self.latest.number >= self.spec.rounds
 
     def result(self, folder: Path, *, over: bool) -> Result:
@@ -163,7 +162,7 @@ class Simulation:
                 return made
             made[-1] = _ended(made[-1], {})
             self.coordinator.end(made[-1])
-            watch(Outcome(made[-1]))
+            watch(self._outcome(made[-1]))
         raise Stalled(f"round {made[-1].number} was abandoned {len(made)} times. {_reason(made[-1])}")
 
     def _orders(self, attempt: int) -> list[Order]:
@@ -255,20 +254,24 @@ class Simulation:
     def _manifest(self) -> Manifest:
         return self.states.manifest(self.latest.digest)
 
-    def _measure(self) -> tuple[Measurement, ...]:
-        """Return the measurements of the latest version if they are due. Measure it unless that was done before."""
+    def _outcome(self, made: Round) -> Outcome:
+        numbers = (made.number - 1, made.number)
+        found = [measurement for number in numbers for measurement in self.records.measured(number) or ()]
+        return outcomes([made], self.spec, found, [entry.version for entry in self.versions[-2:]])[0]
+
+    def _measure(self) -> None:
+        """Measure the latest version if that is due and was not done before."""
         evaluation, number = self.spec.evaluation, self.latest.number
         if evaluation is None or not evaluation.due(number, self.spec.rounds):
-            return ()
-        if (before := self.records.measured(number)) is not None:
-            return before
+            return
+        if self.records.measured(number) is not None:
+            return
         sites = [site for site in self.population.holdings if self._measures(site)] if evaluation.sites else []
         orders = [self._evaluation(site, held_out=True) for site in sites]
         if evaluation.dataset:
             orders.append(self._evaluation(EVALUATOR, held_out=False))
         found = tuple(filter(None, (self.workers.evaluate(order, self._manifest) for order in orders)))
         self.records.measure(number, found)
-        return found
 
     def _measures(self, site: str) -> bool:
         return self.population.holdings[site].held_out > 0 and self._is_available(site, self.latest.number)

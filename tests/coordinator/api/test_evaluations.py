@@ -8,10 +8,14 @@ from typing import Any
 
 import pytest
 
+from tessera.coordinator.dashboard.queries import moved_by_run, round_sums
 from tessera.shared.api.runs import Cohort, Evaluation, Run
 from tessera.shared.api.tasks import Task
 from tessera.shared.client.client import Client
+from tessera.shared.client.round_outcomes import outcomes
 from tessera.shared.methods.base import MethodSpec
+from tessera.shared.metrics.comparison import History, compare
+from tessera.shared.metrics.rows import rows_of
 from tests.support.coordinator import Clock, LiveCoordinator, refusing, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
 from tests.support.telling import STILL, TOO_MANY, telling
@@ -55,13 +59,13 @@ def test_each_site_measures_each_version_before_it_trains_on(coordinator: LiveCo
         for worker in (a, b):
             first = worker.take()
             assert about(first) == ("evaluate", True, number)
-            worker.evaluate(first, accuracy=number / 10, personal_accuracy=0.9)
+            worker.evaluate(first, 1000, accuracy=number / 10, personal_accuracy=0.9)
         tasks = [worker.take() for worker in (a, b)]
         assert [about(task) for task in tasks] == [("train", False, number)] * 2
         a.train(tasks[0])
         b.train(tasks[1])
     for worker in (a, b):
-        worker.evaluate(worker.take(), accuracy=0.2)
+        worker.evaluate(worker.take(), 100, accuracy=0.2)
     until(lambda: over(client, run))
     measured = [
         (m.version, m.site, m.dataset, m.held_out, m.examples, m.metrics["accuracy"])
@@ -72,6 +76,23 @@ def test_each_site_measures_each_version_before_it_trains_on(coordinator: LiveCo
         for number in range(3)
         for name, examples in (("a", 4), ("b", 6))
     ]
+    # A round counts what the version that it trains from cost to evaluate, the last round the last version too.
+    measurements, rounds = list(client.measurements(run.id)), list(client.rounds(run.id))
+    assert [one.download_bytes for one in outcomes(rounds, run.spec, measurements)] == [2000, 2200]
+    exported = rows_of(run, rounds, [], measurements)
+    fetched = [(row.worker is None, row.value) for row in exported if row.metric == "download_bytes"]
+    assert sum(value for total, value in fetched if total) == sum(value for total, value in fetched if not total)
+    assert compare([History(run, rounds, measurements)]).runs[0].bytes[2] - 4200 == sum(
+        task.upload_bytes for round_ in rounds for task in round_.tasks
+    )
+    with coordinator.services.database.snapshot() as session:
+        moved = moved_by_run(session, run.id)[run.id]
+        assert [(one.down, one.moved.evaluated) for one in round_sums(session, run, 9)] == [
+            (2200, 2200),
+            (2000, 2000),
+        ]
+    # Whole models: one up for each of four updates, and down for six evaluations; nothing more was left to fetch.
+    assert (moved.down, moved.evaluated, moved.full) == (4200, 4200, 10 * run.model_bytes)
 
 
 def test_a_worker_may_be_a_site_and_the_central_evaluator(coordinator: LiveCoordinator) -> None:

@@ -93,9 +93,9 @@ def test_a_run_s_measurements_are_comma_separated_values_on_stdout(scene: Scene)
     rows = list(csv.DictReader(io.StringIO(scene.say("run", "metrics", "test").stdout)))
     assert list(rows[0]) == list(MetricRow._fields)
     by_stage = {stage: sum(row["stage"] == stage for row in rows) for stage in ("central", "sites", "version")}
-    # Three versions: two numbers and a count centrally, one number and a count at each of two sites; one number each
-    # of the two versions that were merged.
-    assert by_stage == {"central": 9, "sites": 12, "version": 2}
+    # Three versions: two numbers, examples and bytes centrally, one number and these at each of two sites; one
+    # number each of the two versions that were merged.
+    assert by_stage == {"central": 12, "sites": 18, "version": 2}
     worst = [(row["version"], row["site"], row["value"]) for row in rows if row["metric"] == "accuracy.worst"]
     assert worst == [(str(number), "b", "0.25") for number in range(3)]
 

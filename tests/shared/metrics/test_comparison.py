@@ -11,7 +11,7 @@ import pytest
 from tessera.shared.api.runs import Measurement, Round, Run, RunSpec
 from tessera.shared.api.tasks import TaskView
 from tessera.shared.api.versions import VersionRef
-from tessera.shared.metrics.comparison import History, best_version, compare, costs_of
+from tessera.shared.metrics.comparison import History, best_version, compare
 
 AT = datetime(2026, 1, 1, tzinfo=UTC)
 DIGEST = f"sha256:{'0' * 64}"
@@ -103,7 +103,7 @@ def history(
         )
         for number, (version, count, seconds) in enumerate(made, 1)
     ]
-    return History(run, costs_of(attempts), measurements)
+    return History.of(run, attempts, measurements)
 
 
 def test_bytes_and_seconds_are_totals_with_those_of_abandoned_attempts() -> None:

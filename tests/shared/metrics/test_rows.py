@@ -85,23 +85,35 @@ def test_evaluations_and_figures_over_sites_have_rows_of_their_own() -> None:
         measured("b/w", held_out=True, accuracy=0.75),
     ]
     rows = list(rows_of(RUN, [], [], found))
-    assert rows[:6] == [
+    assert rows[:9] == [
         MetricRow("r", 1, None, None, "central", "test", "j", "w", "accuracy", 0.5),
         MetricRow("r", 1, None, None, "central", "test", "j", "w", "examples", 5.0),
+        MetricRow("r", 1, None, None, "central", "test", "j", "w", "download_bytes", 0.0),
         MetricRow("r", 1, None, None, "sites", "data", "a", "w", "accuracy", 0.25),
         MetricRow("r", 1, None, None, "sites", "data", "a", "w", "examples", 5.0),
+        MetricRow("r", 1, None, None, "sites", "data", "a", "w", "download_bytes", 0.0),
         MetricRow("r", 1, None, None, "sites", "data", "b", "w", "accuracy", 0.75),
         MetricRow("r", 1, None, None, "sites", "data", "b", "w", "examples", 5.0),
+        MetricRow("r", 1, None, None, "sites", "data", "b", "w", "download_bytes", 0.0),
     ]
     # Two sites are too few for a worst tenth.
-    assert {(row.metric, row.site, row.value) for row in rows[6:]} == {
+    assert {(row.metric, row.site, row.value) for row in rows[9:]} == {
         ("accuracy.sites", None, 2.0),
         ("accuracy.mean", None, 0.5),
         ("accuracy.weighted_mean", None, 0.5),
         ("accuracy.worst", "a", 0.25),
         ("accuracy.deviation", None, 0.25),
     }
-    assert {(row.stage, row.dataset, row.version) for row in rows[6:]} == {("fairness", "data", 1)}
+    assert {(row.stage, row.dataset, row.version) for row in rows[9:]} == {("fairness", "data", 1)}
+
+
+def test_the_first_attempt_at_a_round_counts_what_evaluations_before_it_fetched() -> None:
+    fetched = [measured("a/w", held_out=True).model_copy(update={"version": n, "download_bytes": 5}) for n in (0, 1)]
+    first = a_round(task("a/w", download_bytes=1), state="abandoned", version=None).model_copy(update={"attempt": 1})
+    rows = rows_of(RUN, [first, a_round(task("a/w", download_bytes=2))], [], fetched)
+    totals = [row.value for row in rows if row.metric == "download_bytes" and row.round and not row.site]
+    # The run has one round: its last, which counts both versions.
+    assert totals == [11.0, 2.0]
 
 
 def test_what_a_method_tells_of_a_version_has_rows() -> None:
