@@ -3,7 +3,7 @@
 import json
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from datetime import datetime
 from functools import cache
@@ -29,6 +29,7 @@ from tessera.coordinator.db.tables import (
 from tessera.shared.api.runs import Measurement, Round, Run
 from tessera.shared.metrics.comparison import RoundCost
 from tessera.shared.metrics.evaluation_bytes import round_of
+from tessera.shared.metrics.site_spread import scores_by_version
 from tessera.shared.rounds.eta import Pace, expected_end
 from tessera.shared.schema import ACCEPTED, TaskKind
 
@@ -37,6 +38,7 @@ T = TypeVar("T")
 MAX_POINTS = 60
 """Most versions in a chart: of longer runs every n-th version is shown."""
 MAX_BARS = 60
+MAX_SCORES = 200
 PAST_ROUNDS = 5
 
 
@@ -193,6 +195,12 @@ def measured(session: Session, run: Run, most: int = MAX_POINTS) -> list[Measure
     rows = views.EVALUATIONS.where(TaskRow.run_id == run.id, _is_shown(TaskRow.version_number, run, most))
     ordered = rows.order_by(TaskRow.version_number, TaskRow.id)
     return [views.measurement_view(row, run.spec) for row in session.execute(ordered)]
+
+
+def latest_scores(session: Session, run: Run) -> Mapping[str, float]:
+    """Return the scores of the latest version that has any."""
+    scores = scores_by_version(views.latest_measurements(session, run.id, run.spec, most=MAX_SCORES))
+    return next(iter(scores.values()), {})
 
 
 def version_numbers(session: Session, run: Run, prefixes: tuple[str, ...]) -> dict[str, dict[int, float]]:

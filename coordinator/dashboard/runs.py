@@ -5,12 +5,14 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from io import StringIO
 from typing import Annotated, Literal
+from urllib.parse import urlencode
 
 from fastapi import APIRouter, Query, Request, Response
 from fastapi import Path as PathParam
 from fastapi.responses import RedirectResponse
 from markupsafe import Markup
-from sqlalchemy import func, select
+from pydantic import ValidationError
+from sqlalchemy import String, cast, func, or_, select
 from sqlalchemy.orm import Session
 
 from tessera.coordinator.api.dependencies import Serving, require_role
@@ -18,6 +20,7 @@ from tessera.coordinator.dashboard import svg_charts
 from tessera.coordinator.dashboard.queries import (
     TrafficTotals,
     forecast,
+    latest_scores,
     measured,
     moved_by_round,
     moved_by_run,
@@ -35,14 +38,14 @@ from tessera.coordinator.db.snapshots import candidates, invitation, live_worker
 from tessera.coordinator.db.tables import AuditRow, RoundRow, RunRow, VersionRow
 from tessera.coordinator.domain.lifecycle import LIVE_ROUND, LIVE_RUN
 from tessera.coordinator.domain.workers import sites_of
-from tessera.coordinator.operations.runs import patch_run
+from tessera.coordinator.operations.runs import etag, patch_run
 from tessera.coordinator.services import Services
 from tessera.shared.api.runs import Round, Run, RunPatch, RunSpec
 from tessera.shared.api.tasks import TaskView
 from tessera.shared.api.versions import Version
 from tessera.shared.metrics.rows import rows_of, write_csv
 from tessera.shared.metrics.site_spread import spreads
-from tessera.shared.problems import Fault, Invalid, NotFound
+from tessera.shared.problems import Fault, Invalid, NotFound, PreconditionFailed, faults_of
 from tessera.shared.rounds.eta import LIVE_TASKS
 from tessera.shared.rounds.outliers import DISTANCE, JUDGES, NORM
 from tessera.shared.schema import RunState
@@ -60,33 +63,50 @@ Before = Annotated[str | None, Query(max_length=64)]
 RoundNumber = Annotated[int, PathParam(ge=1, lt=1 << 31)]
 Attempt = Annotated[int | None, Query(ge=1, lt=1 << 31)]
 Metric = Annotated[str | None, Query(max_length=64)]
+Text = Annotated[str, Query(max_length=64)]
 
 
 @router.get("")
 def list_runs(
-    request: Request, serving: Serving, who: Signed, state: RunState | None = None, before: Before = None
+    request: Request,
+    serving: Serving,
+    who: Signed,
+    state: RunState | Literal[""] = "",
+    method: Text = "",
+    dataset: Text = "",
+    q: Text = "",
+    before: Before = None,
 ) -> Response:
+    """List runs by state, method, data set, and a text in their names, tags and notes."""
+    chosen = {"state": state, "method": method, "dataset": dataset, "q": q.strip()}
     with serving.database.snapshot() as session:
+        names = {"method": RunRow.spec["method"]["name"].as_string(), "dataset": RunRow.spec["dataset"].as_string()}
         query = select(RunRow).order_by(RunRow.created_at.desc(), RunRow.id.desc()).limit(AT_A_TIME + 1)
-        if state is not None:
-            query = query.where(RunRow.state == state)
+        for name, column in {"state": RunRow.state, **names}.items():
+            if chosen[name]:
+                query = query.where(column == chosen[name])
+        if text := chosen["q"].lower():
+            # As it stands in JSON, which tags are stored as.
+            columns = (RunRow.name, RunRow.note, cast(RunRow.tags, String))
+            query = query.where(or_(*(func.lower(column).contains(text, autoescape=True) for column in columns)))
         if before is not None:
             last = views.find_run(session, before)
             same = (RunRow.created_at == last.created_at) & (RunRow.id < last.id)
             query = query.where((RunRow.created_at < last.created_at) | same)
         rows = session.scalars(query).all()
-        of_state = f"state={state}&" if state else ""
-        older = f"{PREFIX}/runs?{of_state}before={rows[AT_A_TIME - 1].id}" if len(rows) > AT_A_TIME else None
+        runs = [views.run_view(session, row) for row in rows[:AT_A_TIME]]
+        filters = {name: value for name, value in chosen.items() if value}
         return render(
             request,
             "runs.html",
             who,
-            state=state or "",
+            chosen=chosen,
             counts=views.counts_by_state(session, RunRow),
-            runs=[views.run_view(session, row) for row in rows[:AT_A_TIME]],
+            choices={name: sorted(session.scalars(select(column).distinct())) for name, column in names.items()},
+            rows=[(run, latest_scores(session, run)) for run in runs],
             by_run=moved_by_run(session),
-            newer=f"{PREFIX}/runs?{of_state}" if before else None,
-            older=older,
+            newer=f"{PREFIX}/runs?{urlencode(filters)}" if before else None,
+            older=f"{PREFIX}/runs?{urlencode({**filters, 'before': runs[-1].id})}" if len(rows) > AT_A_TIME else None,
         )
 
 
@@ -113,7 +133,7 @@ def show_run(
             "run.html",
             who,
             run=run,
-            steerable=_steers(session, who, run),
+            owned=_owns(session, who, run),
             warnings=session.get_one(VersionRow, (run_id, run.version.number)).warnings,
             measured=latest,
             best=figures.best,
@@ -230,10 +250,10 @@ def show_round(
         )
 
 
-def _steers(session: Session, who: Visitor, run: Run) -> bool:
-    """Return whether the visitor may pause, resume and cancel the run: as its owner or an administrator."""
+def _owns(session: Session, who: Visitor, run: Run) -> bool:
+    """Return whether the visitor may steer and annotate the run: as its owner or an administrator."""
     own = who.administers or session.get_one(RunRow, run.id).owner == who.principal.owner
-    return who.steers and own and run.state in LIVE_RUN
+    return who.steers and own
 
 
 # ---------------------------------------------------------------- a run's figures
@@ -364,3 +384,25 @@ def set_state(run_id: str, serving: Serving, who: Sender, fields: Fields) -> Res
     patch = RunPatch.model_validate({"state": wanted})
     patch_run(serving, who.principal, run_id, patch, f'"{revision[:20]}"')
     return RedirectResponse(f"{PREFIX}/runs/{run_id}", status_code=303)
+
+
+@router.post("/{run_id}/notes")
+def annotate(run_id: str, serving: Serving, who: Sender, fields: Fields) -> Response:
+    """Change the tags and the note. Raise PreconditionFailed if they are no longer what was shown to the person."""
+    require_role(who.principal, *STEERING)
+    with serving.database.snapshot() as session:
+        run = views.run_view(session, views.find_run(session, run_id))
+    if [*run.tags] != fields.get("old_tags", "").split() or run.note != _lines(fields.get("old_note", "")):
+        raise PreconditionFailed("the tags or the note have changed meanwhile")
+    tags = [*dict.fromkeys(fields.get("tags", "").replace(",", " ").split())]
+    try:
+        patch = RunPatch.model_validate({"tags": tags, "note": _lines(fields.get("note", "")).strip()})
+    except ValidationError as refusal:
+        raise Invalid("the tags or the note are invalid", errors=faults_of(refusal, model=RunPatch)) from None
+    patch_run(serving, who.principal, run_id, patch, etag(run.revision))
+    return RedirectResponse(f"{PREFIX}/runs/{run_id}", status_code=303)
+
+
+def _lines(text: str) -> str:
+    # Browsers send the ends of lines as in mails.
+    return text.replace("\r\n", "\n")

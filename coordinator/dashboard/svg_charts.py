@@ -298,6 +298,8 @@ def _curves(paths: Iterable[Markup]) -> Markup:
 
 def _path(one: Series, css: str, across: _Scale, up: _Scale) -> Markup:
     # Values at one position only have no line, but a round cap makes a dot of one.
+    if not one.ordered:
+        return Markup("")
     steps = [f"{10 * across(at):.1f} {up(value):.1f}" for at, value in one.ordered]
     return Markup('<path class="{}" d="M{}{}"/>').format(css, " L".join(steps), "h0" if len(steps) == 1 else "")
 

@@ -114,7 +114,10 @@ function showValues(event) {
   const row = places.reduce((best, place, index) => (Math.abs(place - at) < Math.abs(places[best] - at) ? index : best), 0);
   const table = panel.querySelector("table");
   const names = [...table.tHead.rows[0].cells].map((cell) => cell.textContent);
-  const cells = [...table.tBodies[0].rows[row].cells].map((cell) => cell.textContent);
+  const rows = [...table.tBodies[0].rows];
+  // By bytes and time, lines of several runs have values at different places: then it is each line's value so far.
+  const before = names[0] === "version" ? [rows[row]] : rows.slice(row);
+  const cells = names.map((_, index) => (before.find((one) => one.cells[index].textContent !== "–") ?? rows[row]).cells[index].textContent);
   const tip = panel.querySelector(".tip") ?? panel.appendChild(document.createElement("div"));
   tip.className = "tip";
   tip.ariaHidden = "true";
