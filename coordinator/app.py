@@ -35,6 +35,8 @@ def create_app(services: Services, *, conduct: bool = True) -> FastAPI:
         services.change_feed.attach()
         # A daemon, joined for a limited time: the next process repeats what its end interrupts.
         thread = threading.Thread(target=services.conductor.conduct, name="conductor", daemon=True)
+        for notifier in services.notifiers:
+            notifier.start()
         if conduct:
             thread.start()
         else:
@@ -42,6 +44,8 @@ def create_app(services: Services, *, conduct: bool = True) -> FastAPI:
         yield
         services.release_waiters()
         services.conductor.end()
+        for notifier in services.notifiers:
+            notifier.end()
         if conduct:
             thread.join(GOODBYE_SECONDS)
         else:

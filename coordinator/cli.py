@@ -184,15 +184,18 @@ def restore(folder: Folder, as_json: AsJson = False) -> None:
 
 
 @app.command()
-def doctor(as_json: AsJson = False) -> None:
-    """Look at all that a coordinator needs: database, blobs, disk, address, limits, unsafe settings. Safe beside a
-    running one.
+def doctor(
+    notify: Annotated[bool, typer.Option("--notify", help="send a test notice to the webhook and by mail")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Look at all that a coordinator needs: database, blobs, disk, address, limits, notices, unsafe settings.
+    Safe beside a running one.
 
     Exit code 0: it could work, 1: something fails, 2: it cannot be opened at all.
     """
     # As for `serve`.
     checks = load("tessera.coordinator.server.doctor").checks
-    print_findings(examined(checks(_assembled(at_head=False))), as_json=as_json)
+    print_findings(examined(checks(_assembled(at_head=False), notify=notify)), as_json=as_json)
 
 
 config_app = typer.Typer(no_args_is_help=True, help="The settings that are in force.")

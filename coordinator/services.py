@@ -5,12 +5,17 @@ from __future__ import annotations
 import importlib
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from sqlalchemy.orm import Session
+
+from tessera.coordinator.alerts.attention import Alert, alerts
+from tessera.coordinator.alerts.channels import channels
+from tessera.coordinator.alerts.notices import Notifier
 from tessera.coordinator.blobs.store import Blobs
 from tessera.coordinator.blobs.uploads import Quota, Uploads
 from tessera.coordinator.blobs.version_diffs import Differences
@@ -71,6 +76,9 @@ class Services:
     sign_in: OIDCLogin | None
     """Sign-in to the dashboard at the OpenID provider, if it is enabled."""
     retention: Retention
+    alerts: Callable[[Session, float], Iterable[Alert]]
+    """Yields everything that needs a person at an instant."""
+    notifiers: Sequence[Notifier]
     wake_conductor: Callable[[], None]
     """Has the conductor, in any process, look at once."""
     wake_workers: Callable[[Sequence[str]], None]
@@ -117,6 +125,9 @@ def assemble(
     uploads = Uploads(
         database, blobs, disk, quota, settings.idle_timeout_seconds, FairThreadPool("upload", UPLOAD_THREADS)
     )
+    memory = Memory(settings.memory_limit_bytes)
+    needs = partial(alerts, liveness_seconds=settings.liveness_seconds, disk=disk, memory=memory)
+    page_url = f"{(settings.public_url or '').rstrip('/')}/page"
     people, sign_in = _open_id(settings) if duty != "conduct" else (None, None)
 
     def wake_conductor() -> None:
@@ -130,7 +141,7 @@ def assemble(
         settings=settings,
         database=database,
         disk=disk,
-        memory=Memory(settings.memory_limit_bytes),
+        memory=memory,
         admission=Admission(
             settings.requests_per_second,
             settings.request_burst,
@@ -165,6 +176,10 @@ def assemble(
             versions=settings.keep_versions,
             every_seconds=settings.gc_interval_seconds,
         ),
+        alerts=needs,
+        notifiers=[
+            Notifier(database, needs, channel, page_url, settings.liveness_seconds) for channel in channels(settings)
+        ],
         wake_conductor=wake_conductor,
         wake_workers=wake_workers,
     )

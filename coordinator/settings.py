@@ -1,11 +1,22 @@
 """The coordinator's settings, read once from the environment (`TESSERA_...`)."""
 
 import os
+import re
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    AfterValidator,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    SecretStr,
+    StringConstraints,
+    model_validator,
+)
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from tessera.shared import renamed_keys
@@ -14,6 +25,15 @@ from tessera.shared.urls import is_loopback
 
 PersonRole = Literal["admin", "orchestrator", "viewer"]
 """Roles of people, the strongest first. Sites have tokens of their own."""
+
+MailAddress = Annotated[str, Field(pattern=r"^[^\s@<>]+@[^\s@<>]+$")]
+
+
+def _to_https(url: SecretStr) -> SecretStr:
+    """Raise ValueError, without the URL, unless it is one of HTTPS."""
+    if not re.fullmatch(r"https://[A-Za-z0-9.-]+(:[0-9]{1,5})?(/[!-~]*)?", url.get_secret_value()):
+        raise ValueError("must be https://HOST/PATH")
+    return url
 
 
 def data_dir() -> Path:
@@ -36,7 +56,7 @@ def data_dir() -> Path:
 
 
 class CoordinatorSettings(BaseSettings):
-    model_config = SettingsConfigDict(env_prefix="TESSERA_", frozen=True, extra="forbid")
+    model_config = SettingsConfigDict(env_prefix="TESSERA_", frozen=True, extra="forbid", hide_input_in_errors=True)
 
     database_url: str = Field(
         default_factory=lambda: f"sqlite:///{data_dir()}/tessera.db",
@@ -94,6 +114,28 @@ class CoordinatorSettings(BaseSettings):
         default={},
         description="maps values of that claim to Tessera's roles, as JSON; a person without a mapped value has "
         "no permissions",
+    )
+    webhook_url: Annotated[SecretStr, AfterValidator(_to_https)] | None = Field(
+        default=None, description="https:// URL to which a notice is posted when something needs a person"
+    )
+    webhook_secret_file: Path | None = Field(
+        default=None, description="file with the key that signs these notices: whsec_ and base64; read at each notice"
+    )
+    smtp_url: str | None = Field(
+        default=None,
+        # Without a password, which is in a file.
+        pattern=r"^smtps?://([^\s:@/]+@)?[A-Za-z0-9.-]+(:[0-9]{1,5})?$",
+        description="mail server for the same notices: smtps://user@host (TLS) or smtp://user@host:587 (STARTTLS)",
+    )
+    smtp_password_file: Path | None = Field(
+        default=None, description="file with the password at the mail server, if there is one; read at each notice"
+    )
+    mail_from: MailAddress | None = Field(default=None, description="sender of these mails")
+    mail_to: list[MailAddress] = Field(default=[], description="recipients of these mails, as a JSON list")
+    notice_private_hosts: list[Annotated[str, StringConstraints(to_lower=True)]] = Field(
+        default=[],
+        description="hosts of the webhook and the mail server that may have a private or loopback address, as a JSON "
+        "list",
     )
     lease_seconds: PositiveFloat = Field(
         default=60.0, le=86_400, description="duration of a task's lease without a heartbeat"
@@ -234,6 +276,15 @@ class CoordinatorSettings(BaseSettings):
     def _is_complete(self) -> Self:
         if (self.tls_key or self.tls_client_ca) and not self.tls_cert:
             raise ValueError("tls_key and tls_client_ca require tls_cert")
+        if (self.webhook_url or self.smtp_url) and not self.public_url:
+            raise ValueError("webhook_url and smtp_url require public_url, to which notices link")
+        for one, other in (
+            ("webhook_url", "webhook_secret_file"),
+            ("smtp_url", "mail_from"),
+            ("mail_from", "mail_to"),
+        ):
+            if bool(getattr(self, one)) != bool(getattr(self, other)):
+                raise ValueError(f"{one} and {other} require each other")
         if self.oidc_issuer is None:
             return self
         if not (self.oidc_audience and self.oidc_roles):

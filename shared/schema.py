@@ -104,6 +104,10 @@ def canonical(value: BaseModel) -> bytes:
 Phase = Literal["waiting", "fetching", "training", "evaluating", "uploading"]
 
 Counted = Annotated[int, Field(ge=0, lt=1 << 53)]
+Measured = Annotated[float, Field(ge=0, lt=1 << 53)]
+
+MAX_LOG_EVENTS = 20
+"""Events of a worker's log tail in a heartbeat."""
 
 
 EPSILON = "epsilon"

@@ -24,6 +24,17 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
+_UNICAST = IPv6Network("2000::/3")
+
+
+def is_public(address: str) -> bool:
+    """Return whether an address is one of the public internet, and does not stand for one of IPv4 that may not be."""
+    found = ip_address(address)
+    if isinstance(found, IPv6Address):
+        return found.is_global and found in _UNICAST and found.sixtofour is None
+    return found.is_global and not found.is_multicast
+
+
 def networks_of(address: str) -> tuple[str, ...]:
     """Return what requests from an address are counted by, the narrowest first: an IPv4 address by itself; one of
     IPv6 by its /64, of which a single machine may use every address, and by its /48, which a single customer may

@@ -42,6 +42,7 @@ from tessera.worker.governance.approvals import InboxError, Unapproved
 from tessera.worker.governance.opening_hours import USAGE_FILE, Opening, local_time
 from tessera.worker.governance.policy import PolicyViolation
 from tessera.worker.inventory import describe
+from tessera.worker.live_values import LiveMonitor
 from tessera.worker.metrics_file import Figures
 from tessera.worker.model.block_map import UnknownArchitecture
 from tessera.worker.model.build import ModelMismatch
@@ -135,6 +136,7 @@ class Agent:
         self._outage = Outage(stop)
         self._removes_at = 0.0
         self._figures = Figures(settings.metrics_file)
+        self._live = LiveMonitor(self._runner.device, settings.state_dir, shares_log=settings.share_log)
         self._log = structlog.get_logger("worker").bind(worker=settings.name)
         self._claim = Claim(
             worker=settings.name,
@@ -358,6 +360,7 @@ class Agent:
             )
         finally:
             self._client.trace(None)
+            self._live.ended(task, report, outcome)
             self._figures.ended(
                 task.kind,
                 outcome,
@@ -369,7 +372,7 @@ class Agent:
     def _under_lease(self, task: Task, report: Report) -> None:
         def heartbeat() -> Lease:
             self._alive.touch()
-            return client.heartbeat(task.id, task.token, report.progress())
+            return client.heartbeat(task.id, task.token, report.progress(), self._live.sample(task, report))
 
         def check() -> None:
             self._stop.check()

@@ -176,6 +176,11 @@ class WorkerSettings(DataSettings):
         default=None, description="file of metrics for Prometheus' node_exporter; *.prom"
     )
     log: Literal["auto", "console", "json"] = "auto"
+    share_log: bool = Field(
+        default=False,
+        description="whether heartbeats carry the last 20 events of this worker: which step of which round began or "
+        "ended when, without figures or texts",
+    )
 
     @property
     def allowances(self) -> dict[str, Allowance]:

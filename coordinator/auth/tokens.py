@@ -129,6 +129,22 @@ def rotate_token(session: Session, now: float, caller: Principal, shown: str, fr
     audit.record(session, now, caller.actor, "token.rotate", row.id, name=row.name)
 
 
+def renew_secret(session: Session, now: float, actor: str, token_id: str, grace: float) -> tuple[TokenRow, str]:
+    """Return a token and its new secret; the present one stays valid for `grace` seconds.
+
+    Raise NotFound, and Conflict for a token that is not valid.
+    """
+    row = session.get(TokenRow, token_id)
+    if row is None:
+        raise NotFound(f"there is no token {token_id}")
+    if row.revoked_at is not None or (row.expires_at is not None and row.expires_at <= now) or row.uses_left == 0:
+        raise Conflict(f"token {row.name!r} is not valid any more", remedy="Create another token.")
+    secret = new_secret(row.role)
+    row.previous_hash, row.previous_until, row.secret_hash = row.secret_hash, now + grace, hash_of(secret)
+    audit.record(session, now, actor, "token.rotate", row.id, name=row.name)
+    return row, secret
+
+
 def is_known(session: Session, secret_hash: str) -> bool:
     """Return whether this is or was the secret of any token."""
     either = (TokenRow.secret_hash == secret_hash) | (TokenRow.previous_hash == secret_hash)

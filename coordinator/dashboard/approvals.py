@@ -1,21 +1,15 @@
 """Enrolments and runs that wait for a person's approval."""
 
-from collections.abc import Sequence
-
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import RedirectResponse
 from pydantic import ValidationError
-from sqlalchemy import select
-from sqlalchemy.orm import Session
 
+from tessera.coordinator.alerts.attention import withheld_runs
 from tessera.coordinator.api.dependencies import Serving, require_role
 from tessera.coordinator.dashboard.security_headers import PREFIX
 from tessera.coordinator.dashboard.session import Fields, PageRoute, Sender, Signed
 from tessera.coordinator.dashboard.templating import render
 from tessera.coordinator.db.snapshots import live_workers
-from tessera.coordinator.db.tables import RunRow
-from tessera.coordinator.domain.lifecycle import LIVE_RUN
-from tessera.coordinator.domain.workers import LiveWorker
 from tessera.coordinator.operations import enrolments
 from tessera.shared.api.admin import Approval
 from tessera.shared.problems import Fault, Invalid, faults_of
@@ -52,14 +46,3 @@ def decide(enrolment_id: str, serving: Serving, who: Sender, fields: Fields) -> 
         fault = Fault(pointer="/decision", detail="must be approve or decline")
         raise Invalid("the form has no decision", errors=[fault])
     return RedirectResponse(f"{PREFIX}/approvals", status_code=303)
-
-
-def withheld_runs(session: Session, live: Sequence[LiveWorker]) -> list[tuple[RunRow, Sequence[tuple[str, str]]]]:
-    """Return the live runs that live workers do not join before a person at their site approves, each with these
-    workers' names and their sites' reasons."""
-    by_run: dict[str, list[tuple[str, str]]] = {}
-    for worker in live:
-        for run_id, reason in worker.declared.get("withheld", {}).items():
-            by_run.setdefault(run_id, []).append((worker.name, str(reason)))
-    rows = select(RunRow).where(RunRow.id.in_(by_run), RunRow.state.in_(LIVE_RUN)).order_by(RunRow.created_at)
-    return [(row, by_run[row.id]) for row in session.scalars(rows)]

@@ -370,7 +370,16 @@ def confirm_cancel(run_id: str, request: Request, serving: Serving, who: Signed)
     require_role(who.principal, *STEERING)
     with serving.database.snapshot() as session:
         run = views.run_view(session, views.find_run(session, run_id))
-    return render(request, "confirm.html", who, run=run)
+    detail = (
+        f"It is at version {run.version.number} of {run.spec.rounds}. Its open round ends at once and the work of "
+        "its workers is discarded. This cannot be undone; its versions stay."
+    )
+    here = f"{PREFIX}/runs/{run.id}"
+    return render(
+        request, "confirm.html", who, question=f"Cancel {run.spec.name}?", detail=detail, action=f"{here}/state",
+        fields={"revision": run.revision, "state": "cancelled"}, label="Cancel the run", dangerous=True,
+        keep="Keep it", back=here,
+    )  # fmt: skip
 
 
 @router.post("/{run_id}/state")

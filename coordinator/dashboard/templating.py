@@ -13,7 +13,7 @@ from fastapi import Request, Response
 from fastapi.responses import HTMLResponse
 from jinja2 import Environment, PackageLoader, StrictUndefined, pass_context
 from jinja2.runtime import Context
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from tessera.coordinator.api.errors import headers_of
 from tessera.coordinator.dashboard.security_headers import PREFIX
@@ -46,20 +46,9 @@ def environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    filters: tuple[Callable[..., Any], ...] = (
-        size,
-        span,
-        number,
-        percent,
-        clock,
-        plural,
-        short,
-        first_up,
-        ago,
-        metric_name,
-        breaks,
-    )
-    jinja.filters.update({each.__name__: each for each in filters})
+    filters: tuple[Callable[..., Any], ...] = (size, span, number, percent, clock, ago)
+    words: tuple[Callable[..., Any], ...] = (plural, short, first_up, breakable, metric_name)
+    jinja.filters.update({each.__name__: each for each in (*filters, *words)})
     jinja.globals.update(version=VERSION, prefix=PREFIX, form_token_field=FORM_TOKEN, asset=asset)
     return jinja
 
@@ -157,15 +146,15 @@ def metric_name(name: str) -> str:
     return first_up(name.replace("_f1", " F1").replace("_", " "))
 
 
-def breaks(text: str) -> Markup:
-    """Return a name that may break after its slashes, dashes and underscores."""
-    return Markup("<wbr>").join(map(fit_to_show, re.split(r"(?<=[/_-])", text)))
-
-
 def short(text: str, most: int = 12) -> str:
     """Return the beginning of an id or a digest."""
     plain = text.removeprefix("sha256:")
     return plain if len(plain) <= most else f"{plain[:most]}…"
+
+
+def breakable(name: str) -> Markup:
+    """Return a name that may be broken after "/", "." and "_", and so nowhere else. A browser breaks after "-"."""
+    return Markup(re.sub(r"([/._])", r"\1<wbr>", str(escape(fit_to_show(name)))))  # noqa: S704 (escaped)
 
 
 @pass_context

@@ -145,6 +145,11 @@ class WorkerRow(Table):
     last_seen_at: Mapped[float] = mapped_column(index=True)
     # The token of its last request. None if an earlier version wrote the row.
     token_id: Mapped[str | None] = mapped_column()
+    # The `LiveValues` of its last heartbeat with any, and the instant `at` of that; only its own page reads them.
+    live_values: Mapped[dict[str, Any]] = mapped_column(server_default="{}", deferred=True)
+    # The last hour (since 1970) in which it called; and a bit for each hour in which it did, bit 0 for that hour.
+    seen_hour: Mapped[int] = mapped_column(server_default="0", deferred=True)
+    seen_hours: Mapped[int] = mapped_column(server_default="0", deferred=True)
     revoked: Mapped[bool] = column_property(
         exists().where(TokenRow.id == token_id, TokenRow.revoked_at.is_not(None)).correlate_except(TokenRow)
     )
@@ -375,6 +380,22 @@ class IdempotencyRow(Table):
     fingerprint: Mapped[str]
     body: Mapped[dict[str, Any]]
     created_at: Mapped[float]
+
+
+class NoticeRow(Table):
+    """A notice of a condition that needs a person, by one channel; kept while the condition lasts."""
+
+    __tablename__ = "notices"
+
+    # Whoever inserts it has seen the condition first, so that each channel sends one notice of it.
+    channel: Mapped[str] = mapped_column(primary_key=True)
+    key: Mapped[str] = mapped_column(primary_key=True)
+    content: Mapped[dict[str, Any]]
+    # When the condition was last there, within some minutes.
+    seen_at: Mapped[float]
+    attempts: Mapped[int]
+    # The next attempt, also if the one in progress dies. None if there is none.
+    due_at: Mapped[float | None]
 
 
 class AuditRow(Table):

@@ -2,12 +2,12 @@
 
 from typing import Any
 
-from sqlalchemy import Float, String, Text, bindparam, cast, exists, func, or_, select, update
+from sqlalchemy import BigInteger, Float, String, Text, bindparam, case, cast, exists, func, or_, select, update
 from sqlalchemy.orm import Session
 
 from tessera.coordinator.db import audit
 from tessera.coordinator.db.tables import SiteRow, TokenRow, WorkerRow, declared_text, new_id
-from tessera.shared.api.tasks import Claim
+from tessera.shared.api.tasks import Claim, LiveValues
 from tessera.shared.problems import Conflict, NotFound, QuotaExceeded
 from tessera.shared.schema import MAX_CLAIM_BYTES
 from tessera.shared.tensors.lazy import digest_of
@@ -31,6 +31,10 @@ a new name."""
 
 DECLARED_SHARE = 4_096
 """Average bytes that each worker of a site may declare: live workers' declarations are cached in parsed form."""
+
+HOUR_SECONDS = 3600.0
+UPTIME_HOURS = 48
+"""Hours for which it is known whether a worker called."""
 
 TOO_MANY_SECONDS = 600.0
 """Retry-After for a site with too many workers."""
@@ -115,12 +119,27 @@ def note_seen(session: Session, seen: dict[str, tuple[float, str]]) -> None:
         bindparam("at", type_=Float),
         bindparam("token", type_=String),
     )
+    hour = bindparam("hour", type_=BigInteger)
     later = or_(WorkerRow.last_seen_at <= at, WorkerRow.last_seen_at.is_(None))
+    # A shift by 64 or more is not defined.
+    since, kept = hour - WorkerRow.seen_hour, (1 << UPTIME_HOURS) - 1
+    shifted = WorkerRow.seen_hours.bitwise_lshift(since).bitwise_and(kept).bitwise_or(1)
+    hours = case((since.between(0, UPTIME_HOURS), shifted), else_=1)
+    values = {"last_seen_at": at, "token_id": token, "seen_hour": hour, "seen_hours": hours}
     # On the connection, one statement serves all workers; the session would compile one for each.
     session.connection().execute(
-        update(WorkerRow).where(WorkerRow.id == worker, later).values(last_seen_at=at, token_id=token),
-        [{"worker": worker_id, "at": when, "token": token_id} for worker_id, (when, token_id) in seen.items()],
+        update(WorkerRow).where(WorkerRow.id == worker, later).values(values),
+        [
+            {"worker": worker_id, "at": when, "token": token_id, "hour": int(when // HOUR_SECONDS)}
+            for worker_id, (when, token_id) in seen.items()
+        ],
     )
+
+
+def note_live(session: Session, worker_id: str, now: float, live: LiveValues) -> None:
+    """Store a worker's live values in place of the earlier ones."""
+    values = {**live.model_dump(mode="json", exclude_defaults=True), "at": now}
+    session.execute(update(WorkerRow).where(WorkerRow.id == worker_id).values(live_values=values))
 
 
 def note_used(session: Session, used: dict[str, float]) -> None:

@@ -69,6 +69,15 @@ def issue_token(services: Services, caller: Principal, spec: TokenSpec, key: str
     return IssuedToken(**token.model_dump(), secret=secret)
 
 
+def rotate_token(services: Services, caller: Principal, token_id: str) -> IssuedToken:
+    """Give a token a new secret, which is in this result only. Raise NotFound and Conflict."""
+    with services.database.transaction() as session:
+        grace = services.settings.rotation_grace_seconds
+        row, secret = tokens.renew_secret(session, services.database.now(), caller.actor, token_id, grace)
+        site = workers.find_site(session, row.site_id).name if row.site_id else None
+        return IssuedToken(**views.token_view(row, site).model_dump(), secret=secret)
+
+
 def revoke_token(services: Services, caller: Principal, token_id: str) -> None:
     """Revoke a token at once, and end the claims that wait with it. Raise NotFound and Conflict."""
     with services.database.transaction() as session:

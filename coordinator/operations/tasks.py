@@ -14,7 +14,7 @@ from tessera.coordinator.blobs.uploads import Upload, find_finished, retain
 from tessera.coordinator.db import tasks, views
 from tessera.coordinator.db.tables import TaskRow, VersionRow, WorkerRow
 from tessera.coordinator.db.tasks import TaskRecord
-from tessera.coordinator.db.workers import enrol, enrolled
+from tessera.coordinator.db.workers import enrol, enrolled, note_live
 from tessera.coordinator.domain.principal import Principal
 from tessera.coordinator.services import Services
 from tessera.coordinator.telemetry.metrics import RECEIVED_BYTES, SENT_BYTES, UPDATES_TOTAL
@@ -171,6 +171,8 @@ def heartbeat(services: Services, caller: Principal, task_id: str, request: Hear
         record = tasks.find_task(session, task_id, caller.site_id)
         record.require_lease(request.token)
         tasks.renew(session, record.task, now + seconds, request.progress)
+        if request.live:
+            note_live(session, record.worker.id, now, request.live)
         services.last_seen.note(record.worker.id, now, caller.token_id)
     return Lease(lease_seconds=seconds)
 
@@ -265,7 +267,8 @@ def _accepted(
     upload: Upload | None = None,
 ) -> dict[str, Any]:
     """Return the columns of a task whose report is accepted."""
-    return {
+    progress = {"progress": report.progress.model_dump(mode="json", exclude_none=True)} if report.progress else {}
+    return progress | {
         "examples": report.examples,
         "metrics": metrics,
         "layers": list(layers),

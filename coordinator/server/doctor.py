@@ -6,12 +6,16 @@ import resource
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from sqlalchemy import make_url, select
 from sqlalchemy.exc import SQLAlchemyError
 
+from tessera.coordinator.alerts.attention import Alert
+from tessera.coordinator.alerts.channels import Undelivered
+from tessera.coordinator.alerts.notices import Notifier
 from tessera.coordinator.db import audit
 from tessera.coordinator.db.engine import DatabaseInUse, reason_of
 from tessera.coordinator.db.tables import AuditRow
@@ -39,8 +43,8 @@ class _Undo(Exception):
     """Rolls back a test transaction."""
 
 
-def checks(services: Services) -> Iterator[tuple[str, Check]]:
-    """Yield the checks in order. They leave nothing behind."""
+def checks(services: Services, *, notify: bool = False) -> Iterator[tuple[str, Check]]:
+    """Yield the checks in order. They leave nothing behind, except for a notice if `notify`."""
     settings = services.settings
     yield "database", lambda: _database(services)
     yield "clock", lambda: _clock(services)
@@ -51,6 +55,8 @@ def checks(services: Services) -> Iterator[tuple[str, Check]]:
     yield "memory", lambda: _memory(services.memory)
     if settings.oidc_issuer:
         yield "provider", lambda: _provider(settings)
+    for notifier in services.notifiers:
+        yield notifier.channel.name, partial(_notices, notifier, notify=notify)
     yield "settings", lambda: (*_unknown(), *insecure(settings))
 
 
@@ -142,6 +148,15 @@ def _provider(settings: CoordinatorSettings) -> Iterator[Finding]:
         yield fail("provider", str(fault), "Its tokens are not accepted until it responds.")
     else:
         yield ok("provider", f"{settings.oidc_issuer} has {len(keys)} signing keys")
+
+
+def _notices(notifier: Notifier, *, notify: bool) -> Iterator[Finding]:
+    name, test = notifier.channel.name, Alert("test", "This is a test: notices arrive", "", link="/")
+    try:
+        notifier.channel.send(notifier.notice(test) if notify else None, notifier.database.now())
+        yield ok(name, "a test notice was taken" if notify else "can be reached; send a test notice with --notify")
+    except Undelivered as fault:
+        yield fail(name, str(fault), "Until then notices wait, and are given up after three hours.")
 
 
 def _files(settings: CoordinatorSettings) -> Iterator[Finding]:

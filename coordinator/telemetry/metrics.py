@@ -17,7 +17,7 @@ from prometheus_client import (
     disable_created_metrics,
     generate_latest,
 )
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
@@ -117,6 +117,12 @@ class Metrics(Collector):
         yield GaugeMetricFamily("tessera_disk_free_bytes", "Bytes free on the disk", free_bytes)
         yield GaugeMetricFamily("tessera_memory_used_ratio", "Share of the memory in use", services.memory.share())
         yield GaugeMetricFamily("tessera_blob_bytes", "Bytes of the blobs stored", blob_bytes)
+        notices = CounterMetricFamily("tessera_notices", NOTICES, labels=["channel", "outcome"])
+        counts = {notifier.channel.name: (notifier.sent, notifier.failed) for notifier in services.notifiers}
+        for channel in ("mail", "webhook"):
+            for outcome, count in zip(("sent", "failed"), counts.get(channel, (0, 0)), strict=True):
+                notices.add_metric((channel, outcome), count)
+        yield notices
 
 
 def _family(
@@ -152,6 +158,7 @@ PER_RUN = {
     "upload_bytes": "Bytes of these sites' updates",
     "download_bytes": "Bytes that their workers had fetched for it",
 }
+NOTICES = "Notices of what needs a person that were taken, or given up after the last attempt"
 MEASURED = "Metric of the latest measured version of a live run, at the central worker or as a mean over sites"
 
 

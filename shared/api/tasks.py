@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import datetime
 from fnmatch import fnmatchcase
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     ConfigDict,
@@ -30,6 +30,7 @@ from tessera.shared.schema import (
     ACCEPTED,
     MAX_CLAIM_BYTES,
     MAX_INLINE_BLOBS,
+    MAX_LOG_EVENTS,
     MAX_PATTERNS,
     MAX_WITHHELD,
     PROTOCOL,
@@ -40,6 +41,7 @@ from tessera.shared.schema import (
     Identifier,
     Label,
     LeaseSeconds,
+    Measured,
     Message,
     Number,
     Phase,
@@ -67,15 +69,47 @@ class Progress(Message):
     loss: Number | None = None
     bytes: Counted | None = None
     total_bytes: Counted | None = None
+    phase_seconds: dict[Phase, Annotated[float, Field(ge=0, lt=1 << 31)]] = {}
+    """Time in each phase so far, in the order in which they began."""
 
 
-def _or_nothing(value: object, validate: ValidatorFunctionWrapHandler) -> Progress | None:
-    """Return what cannot be read of it is no reason to lose a lease."""
+class LogEvent(Message):
+    """A line of a worker's log tail: which step began or ended when, never a figure or a text."""
+
+    at: datetime
+    event: Phase | Literal["started", "claimed", "done", "failed", "given-back", "dropped", "refused"]
+    run: Label | None = None
+    round: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
+
+
+class LiveValues(Message):
+    """The state of a worker's machine at a heartbeat, for people only. Omitted values are unknown or not shown."""
+
+    started_at: datetime | None = None
+    cpus: Annotated[int, Field(ge=1, lt=1 << 20)] | None = None
+    cpu_load: Measured | None = None
+    """Processes that run or wait for a processor, as the mean of a minute."""
+    memory_bytes: Counted | None = None
+    memory_used_bytes: Counted | None = None
+    """By this worker."""
+    gpu_name: ShortText = ""
+    gpu_memory_bytes: Counted | None = None
+    gpu_memory_used_bytes: Counted | None = None
+    """By all processes."""
+    gpu_use: Annotated[float, Field(ge=0, le=1)] | None = None
+    disk_free_bytes: Counted | None = None
+    download_bytes_per_second: Measured | None = None
+    upload_bytes_per_second: Measured | None = None
+    log: tuple[LogEvent, ...] | None = Field(default=None, max_length=MAX_LOG_EVENTS)
+    """The latest events, oldest first; None unless the site allows it."""
+
+
+def _or_nothing(value: object, validate: ValidatorFunctionWrapHandler) -> Any:
+    """Return None for an unreadable value that is for display only: it must not cost a worker its lease."""
     try:
-        read: Progress | None = validate(value)
+        return validate(value)
     except ValidationError:
         return None
-    return read
 
 
 class Receipt(Message):
@@ -250,9 +284,13 @@ class Task(Message):
         return self
 
 
+Shown = WrapValidator(_or_nothing)
+
+
 class Heartbeat(Message):
     token: int
-    progress: Annotated[Progress | None, WrapValidator(_or_nothing)] = None
+    progress: Annotated[Progress | None, Shown] = None
+    live: Annotated[LiveValues | None, Shown] = None
 
 
 class Lease(Message):
@@ -273,6 +311,7 @@ class Submission(Message):
     metrics: Reported = {}
     download_bytes: NonNegativeInt = Field(default=0, lt=1 << 53)
     audit_head: AuditHead | None = None
+    progress: Annotated[Progress | None, Shown] = None
 
 
 class EvaluationResult(Message):
@@ -284,6 +323,7 @@ class EvaluationResult(Message):
     metrics: Reported
     download_bytes: NonNegativeInt = Field(default=0, lt=1 << 53)
     audit_head: AuditHead | None = None
+    progress: Annotated[Progress | None, Shown] = None
 
 
 class Failure(Message):

@@ -40,7 +40,17 @@ from tessera.shared.api.admin import (
     WorkerView,
 )
 from tessera.shared.api.runs import Measurement, Preview, Round, Run, RunPatch, RunSpec
-from tessera.shared.api.tasks import Claim, EvaluationResult, Failure, Heartbeat, Lease, Submission, Task, TaskView
+from tessera.shared.api.tasks import (
+    Claim,
+    EvaluationResult,
+    Failure,
+    Heartbeat,
+    Lease,
+    LiveValues,
+    Submission,
+    Task,
+    TaskView,
+)
 from tessera.shared.api.tasks import Progress as TaskProgress
 from tessera.shared.api.versions import BlobRequest, Difference, Manifest, Version
 from tessera.shared.client.transport import Answer, Credential, NotUnderstood, Transport, Unreachable, tls_context
@@ -372,9 +382,12 @@ class Client:
     def task(self, task_id: str) -> TaskView:
         return self._get(f"/v1/tasks/{task_id}", TaskView)
 
-    def heartbeat(self, task_id: str, token: int, progress: TaskProgress | None = None) -> Lease:
+    def heartbeat(
+        self, task_id: str, token: int, progress: TaskProgress | None = None, live: LiveValues | None = None
+    ) -> Lease:
         """Renew a lease and report progress. Raises LeaseLost, TaskCancelled or RoundClosed if it has ended."""
-        return self._post(f"/v1/tasks/{task_id}/heartbeat", Heartbeat(token=token, progress=progress), Lease)
+        beat = Heartbeat(token=token, progress=progress, live=live)
+        return self._post(f"/v1/tasks/{task_id}/heartbeat", beat, Lease)
 
     def submit(self, task_id: str, submission: Submission) -> TaskView:
         """Submit a finished `train` task, whose update was uploaded before. It is accepted when this returns."""

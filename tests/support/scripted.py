@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -35,7 +36,9 @@ def answering(*answers: Answer) -> Iterator[tuple[str, list[Asked]]]:
 
 
 @contextmanager
-def answering_by(choose: Callable[[Asked], Answer], asked: list[Asked]) -> Iterator[str]:
+def answering_by(
+    choose: Callable[[Asked], Answer], asked: list[Asked], tls: ssl.SSLContext | None = None
+) -> Iterator[str]:
     """The URL of a server whose answers follow what it is asked, which is noted."""
 
     class Scripted(BaseHTTPRequestHandler):
@@ -56,10 +59,12 @@ def answering_by(choose: Callable[[Asked], Answer], asked: list[Asked]) -> Itera
             """Silence."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Scripted)
+    if tls:
+        server.socket = tls.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
     thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
     try:
-        yield f"http://127.0.0.1:{server.server_port}"
+        yield f"{'https' if tls else 'http'}://127.0.0.1:{server.server_port}"
     finally:
         server.shutdown()
         thread.join()

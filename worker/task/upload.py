@@ -108,6 +108,7 @@ class Egress:
             metrics=self.run.report.metrics,
             download_bytes=self.run.report.download_bytes,
             audit_head=update.audit_head,
+            progress=self.run.report.progress(),
         )
         staged = env.vault.stage(task.run, task.id, task.token, keep)
         try:
@@ -143,6 +144,7 @@ class Egress:
             metrics=metrics,
             download_bytes=self.run.report.download_bytes,
             audit_head=head,
+            progress=self.run.report.progress(),
         )
         env.coordinator.submit_evaluation(task.id, evaluated)
         self.run.journal.note("figures.count")

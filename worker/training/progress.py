@@ -1,7 +1,9 @@
 """A task's metrics for the log, and its progress for the coordinator."""
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from tessera.shared.api.tasks import Progress
 from tessera.shared.schema import MAX_NUMBER, Phase
@@ -34,11 +36,22 @@ class Report:
     """Bytes to transfer until the end of this phase, with those already transferred."""
     by_quarter: bool = False
     """Report only full quarters of the steps: the duration of a single step would reveal the size of its batch."""
+    began: list[tuple[float, Phase]] = field(default_factory=list)
+    """The instants at which phases began, in seconds since 1970."""
 
     def begin(self, phase: Phase, *, steps: int = 0, total_bytes: int = 0, by_quarter: bool = False) -> None:
         self.step, self.steps, self.loss, self.total_bytes = 0, steps, None, total_bytes
         self.by_quarter = by_quarter
         self.phase = phase
+        self.began.append((time.time(), phase))
+
+    def phase_seconds(self) -> dict[Phase, float]:
+        """Return the time in each phase until now, to the second: more would be a figure of the data's size."""
+        began, seconds = [*self.began, (time.time(), self.phase)], dict[Phase, float]()
+        for (begin, phase), (end, _) in pairwise(began):
+            # The clock may have been set back.
+            seconds[phase] = seconds.get(phase, 0.0) + max(0.0, end - begin)
+        return {phase: float(round(each)) for phase, each in seconds.items()}
 
     def advance(self, loss: float | None = None) -> None:
         """Count a step. `loss` is the epoch's mean so far, if it may be reported."""
@@ -55,6 +68,7 @@ class Report:
             loss=loss if loss is not None and abs(loss) < MAX_NUMBER else None,
             bytes={"fetching": self.download_bytes, "uploading": self.upload_bytes}.get(self.phase),
             total_bytes=self.total_bytes or None,
+            phase_seconds=self.phase_seconds(),
         )
 
     def _step(self) -> int:

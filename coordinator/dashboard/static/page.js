@@ -47,10 +47,27 @@ async function fetchPart() {
   }
 }
 
+// Instants are in UTC without this file; here they are in the person's time zone, with UTC as a tooltip.
+const LOCAL = { dateStyle: "short", timeStyle: "medium" }; // of Sweden, where that is as in ISO 8601
+const local = new Intl.DateTimeFormat("sv-SE", LOCAL);
+const zone = new Intl.DateTimeFormat("en", { timeZoneName: "short" });
+
+function localise(element) {
+  for (const one of element.querySelectorAll("time[datetime]")) {
+    const at = new Date(one.dateTime);
+    const name = zone.formatToParts(at).find((part) => part.type === "timeZoneName").value;
+    const text = `${local.format(at)} ${name}`;
+    const clock = "clock" in one.dataset;
+    one.title = clock ? at.toISOString().replace("T", " ").replace(/\.\d+Z/, " UTC") : text;
+    if (clock) one.textContent = text;
+  }
+}
+
 function put(text) {
   const old = live();
   const fresh = new DOMParser().parseFromString(text, "text/html").getElementById("live");
   if (!fresh || busyIn(old)) return;
+  localise(fresh);
   for (const open of old.querySelectorAll("details[open][id]")) {
     const same = fresh.querySelector(`#${CSS.escape(open.id)}`);
     if (same) same.open = true;
@@ -141,6 +158,7 @@ function showValues(event) {
 addEventListener("pointermove", showValues, { passive: true });
 addEventListener("pointerdown", showValues, { passive: true });
 
+localise(document);
 if (document.body.dataset.events && live()) {
   showState("away", "connecting");
   listen();

@@ -10,16 +10,19 @@ from pathlib import Path
 from xml.etree import ElementTree as ET
 
 import pytest
+from sqlalchemy import select, update
 
-from tessera.coordinator.db.tables import TaskRow, VersionRow, WorkerRow
+from tessera.coordinator.dashboard.workers import uptime
+from tessera.coordinator.db.tables import SiteRow, TaskRow, VersionRow, WorkerRow
+from tessera.coordinator.db.workers import note_seen
 from tessera.shared.api.admin import EnrolmentSpec
 from tessera.shared.api.runs import Cohort, Evaluation
-from tessera.shared.api.tasks import Failure, Progress
+from tessera.shared.api.tasks import AdvertisedPolicy, Failure, Progress
 from tessera.shared.client.client import Client
 from tessera.shared.methods.base import MethodSpec
 from tessera.shared.methods.registry import FOLDERS, methods
 from tessera.shared.rounds.eta import Pace, expected_end
-from tessera.shared.run_settings import Privacy
+from tessera.shared.run_settings import Budget, Privacy
 from tessera.shared.token_format import hash_of
 from tests.coordinator.dashboard.conftest import Person, signed_in
 from tests.support.coordinator import LiveCoordinator, until
@@ -448,3 +451,131 @@ def test_progress_becomes_a_forecast_on_the_page(coordinator: LiveCoordinator, v
     assert "training step 30 of 40, loss 0.125" in " ".join(shown.split())
     assert "about" in shown
     assert '<progress aria-label="a/w: steps" max="40" value="30">' in shown
+
+
+def test_workers_that_need_attention_are_on_top_and_can_be_filtered(
+    coordinator: LiveCoordinator, viewer: Person
+) -> None:
+    for site in ("a", "b"):
+        for name in ("w1", "w2"):
+            ScriptedWorker(coordinator.client("site", site), name=name, datasets={f"of-{site}": 1}).enrol()
+    with coordinator.services.database.transaction() as session:
+        session.execute(update(WorkerRow).where(WorkerRow.name == "w2").values(last_seen_at=0.0))
+        session.execute(update(SiteRow).where(SiteRow.name == "a").values(suspended_at=1.0))
+
+    def shown(query: str = "") -> list[tuple[str, str]]:
+        text = viewer.http.get(f"/page/sites?{query}").text
+        assert "/suspend" not in text
+        row = r'class="site">(.*?)</span>|/page/workers/\w+">(.*?)</a>'
+        return [(site, worker) for site, worker in re.findall(row, text)]
+
+    both = [("", "w1"), ("", "w2")]
+    assert shown() == [("b", ""), ("", "w2"), ("", "w1"), ("a", ""), *both]
+    assert shown("health=attention") == [("b", ""), ("", "w2")]
+    assert shown("q=OF-A&health=suspended") == [("a", ""), *both]
+    assert shown("q=nothing") == []
+    assert viewer.http.get("/page/sites?health=dead").status_code == 422
+
+
+LIVE = {
+    "gpu_name": "Tensor 9",
+    "gpu_memory_bytes": 80_000_000_000,
+    "gpu_memory_used_bytes": 20_000_000_000,
+    "log": [{"at": "2026-01-02T03:04:05Z", "event": "training", "run": "r"}],
+}
+UNREADABLE = (
+    None,
+    "well",
+    [1],
+    {"cpus": -1},
+    {"log": [{"event": "traceback"}]},
+    {"log": LIVE["log"] * 21},  # type: ignore[operator]
+    {"gpu_name": "x" * 10_000},
+)
+
+
+def test_a_worker_has_a_page_whatever_it_tells(coordinator: LiveCoordinator, admin: Person, viewer: Person) -> None:
+    policy = AdvertisedPolicy(
+        hours=("06:00-22:00",), budgets={"other": Budget(epsilon=8, delta=1e-5)}, spent={"other": 2.5}
+    )
+    worker = ScriptedWorker(coordinator.client("site", "a"), advertised_policy=policy)
+    worker.enrol()
+    start_run(coordinator.client(), MODEL, values(MODEL))
+    task, site = worker.take(), coordinator.http("site", "a")
+    (page,) = re.findall(r"/page/workers/\w+", admin.http.get("/page/sites").text)
+
+    def shown(told: object) -> str:
+        beat = {"token": task.token, "live": told}
+        assert site.post(f"/v1/tasks/{task.id}/heartbeat", json=beat).status_code == 200
+        return admin.http.get(page).text
+
+    for told in UNREADABLE:
+        text = shown(told)
+        assert "has not reported the state of its machine yet" in text, told
+        assert "The site does not share them" in text, told
+    for words in ("epsilon 5.5 left of 8", "06:00-22:00 (UTC+0:00)", "Revoke the token"):
+        assert words in text, words
+    text = shown({**LIVE, "watts": 300})
+    for words in ("Tensor 9", "of 80 GB", "training</strong>", "from its last heartbeat"):
+        assert words in text, words
+    # What is told takes the place of what was told before.
+    assert "Tensor 9" not in shown({"cpus": 4})
+    worker.client.fail(task.id, Failure(token=task.token, code="out-of-memory", detail="it does not fit"))
+    assert "it does not fit" in admin.http.get(page).text
+    assert "Revoke" not in viewer.http.get(page).text
+
+
+def test_hours_are_seen_if_the_worker_called_within_them(coordinator: LiveCoordinator) -> None:
+    ScriptedWorker(coordinator.client("site", "a")).enrol()
+    with coordinator.services.database.transaction() as session:
+        worker = session.scalars(select(WorkerRow)).one()
+        worker.created_at, worker.last_seen_at, worker.seen_hour, worker.seen_hours = 0.0, 0.0, 0, 0
+        session.flush()
+        for hour in (100, 101, 101, 104):
+            note_seen(session, {worker.id: (3600.0 * hour, "t")})
+        session.expire(worker)
+        assert uptime(worker, 3600.0 * 105)[-7:] == [False, True, True, False, False, True, False]
+        assert not any(uptime(worker, 3600.0 * 400))
+        # A worker that was away for longer than hours are kept; and one that is new.
+        note_seen(session, {worker.id: (3600.0 * 300, "t")})
+        session.expire(worker)
+        worker.created_at = 3600.0 * 299
+        assert uptime(worker, 3600.0 * 300)[-3:] == [None, False, True]
+
+
+def test_administrators_suspend_resume_rotate_and_revoke_after_a_second_look(
+    coordinator: LiveCoordinator, admin: Person, viewer: Person
+) -> None:
+    worker = ScriptedWorker(coordinator.client("site", "a"))
+    worker.enrol()
+    (site,) = coordinator.client().sites()
+    (token,) = [one for one in coordinator.client().tokens() if one.role == "site"]
+    acts = [
+        (f"/page/sites/{site.id}/suspend", f"Suspend {site.name}?"),
+        (f"/page/sites/{site.id}/resume", "Resume"),
+        (f"/page/tokens/{token.id}/rotate", "10 min"),
+        (f"/page/tokens/{token.id}/revoke", "cannot be undone"),
+    ]
+    for path, words in acts:
+        assert viewer.http.get(path).status_code == 403, path
+        assert viewer.send(path).status_code == 403, path
+        assert admin.http.post(path, data={}).status_code == 403, path
+        assert words in admin.http.get(path).text, path
+        assert admin.http.get(path.replace(site.id, "x").replace(token.id, "x")).status_code == 404, path
+    assert admin.send(acts[0][0]).status_code == 303
+    assert next(iter(coordinator.client().sites())).suspended_at
+    assert admin.send(acts[1][0]).status_code == 303
+    (secret,) = re.findall(r'class="secret">(.*?)<', admin.send(acts[2][0]).text)
+    # Both secrets are valid for a while.
+    renewed = coordinator.bare({"Authorization": f"Bearer {secret}"})
+    assert renewed.get("/v1/workers").status_code == 200
+    worker.enrol()
+    assert admin.send(acts[3][0]).status_code == 303
+    assert renewed.get("/v1/workers").status_code == 401
+    assert admin.send(acts[2][0]).status_code == 409
+    tokens = admin.http.get("/page/tokens").text
+    assert secret not in tokens
+    assert 'class="state revoked"' in tokens
+    assert "never" in tokens
+    actions = [entry.action for entry in coordinator.client().audit() if entry.actor.endswith("test-admin")]
+    assert actions[-4:] == ["site.suspend", "site.resume", "token.rotate", "token.revoke"]

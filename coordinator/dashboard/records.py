@@ -1,8 +1,5 @@
-"""Sites and workers, failures, the audit chain, storage."""
+"""Failures, the audit chain, storage."""
 
-from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Request, Response
@@ -10,8 +7,6 @@ from sqlalchemy import func, select, true
 from sqlalchemy.orm import Session
 
 from tessera.coordinator.api.dependencies import Serving, require_role
-from tessera.coordinator.dashboard.overview import tasks_in_hand
-from tessera.coordinator.dashboard.runs import is_unusual
 from tessera.coordinator.dashboard.security_headers import PREFIX
 from tessera.coordinator.dashboard.session import PageRoute, Signed
 from tessera.coordinator.dashboard.templating import render, span
@@ -31,10 +26,6 @@ from tessera.coordinator.db.tables import (
 )
 from tessera.coordinator.limits.memory import WATERMARK
 from tessera.coordinator.settings import CoordinatorSettings
-from tessera.shared.api.admin import Site, WorkerView
-from tessera.shared.api.tasks import TaskView
-from tessera.shared.rounds.outliers import ABSENT
-from tessera.shared.schema import ACCEPTED
 
 router = APIRouter(prefix=PREFIX, include_in_schema=False, route_class=PageRoute)
 
@@ -48,82 +39,6 @@ CHOICES = 200
 Text = Annotated[str | None, Query(max_length=64)]
 Instant = Annotated[float | None, Query(ge=0, le=1e12)]
 Place = Annotated[int | None, Query(ge=1, lt=1 << 53)]
-
-
-@dataclass(frozen=True)
-class WorkerLine:
-    view: WorkerView
-    task: TaskView | None
-    accepted: int
-    faulty: int
-    scores: Mapping[str, float]
-
-    @property
-    def health(self) -> str:
-        """The worker's condition in a word."""
-        if not self.view.live:
-            return "suspended" if self.view.suspended else "revoked" if self.view.revoked else "silent"
-        if self.faulty > self.accepted:
-            return "failing"
-        if is_unusual(self.scores):
-            return "unusual"
-        return "working" if self.task else "well"
-
-
-@router.get("/sites")
-def list_sites(request: Request, serving: Serving, who: Signed, after: Text = None) -> Response:
-    since = serving.database.now() - serving.settings.liveness_seconds
-    with serving.database.snapshot() as session:
-        query = select(SiteRow).order_by(SiteRow.name).limit(SITES + 1)
-        if after is not None:
-            query = query.where(SiteRow.name > after)
-        rows = session.scalars(query).all()
-        lines = _worker_lines(session, {row.id: row for row in rows[:SITES]}, since)
-        older = f"{PREFIX}/sites?after={rows[SITES - 1].name}" if len(rows) > SITES else None
-        return render(
-            request,
-            "sites.html",
-            who,
-            sites=[(views.view_of(Site, row), lines[row.id]) for row in rows[:SITES]],
-            absent=ABSENT,
-            live=sum(line.view.live for of_site in lines.values() for line in of_site),
-            newer=f"{PREFIX}/sites" if after else None,
-            older=older,
-        )
-
-
-def _worker_lines(session: Session, sites: Mapping[str, SiteRow], since: float) -> Mapping[str, list[WorkerLine]]:
-    """Return the workers of each site, by its id."""
-    workers = session.scalars(select(WorkerRow).where(WorkerRow.site_id.in_(sites)).order_by(WorkerRow.name)).all()
-    ids = [row.id for row in workers]
-    counts = session.execute(
-        select(TaskRow.worker_id, TaskRow.state, func.count())
-        .where(TaskRow.worker_id.in_(ids))
-        .group_by(TaskRow.worker_id, TaskRow.state)
-    )
-    ends = Counter({(worker_id, state): count for worker_id, state, count in counts})
-    scores = _latest_numbers(session, ids)
-    tasks = tasks_in_hand(session, dict(zip(ids, ids, strict=True)))
-    lines: dict[str, list[WorkerLine]] = defaultdict(list)
-    for row in workers:
-        line = WorkerLine(
-            views.worker_view(row, sites[row.site_id], since),
-            tasks.get(row.id),
-            sum(ends[row.id, state] for state in ACCEPTED),
-            sum(ends[row.id, state] for state in ("failed", "rejected", "expired")),
-            scores.get(row.id, {}),
-        )
-        lines[row.site_id].append(line)
-    return lines
-
-
-def _latest_numbers(session: Session, worker_ids: Sequence[str]) -> dict[str, Mapping[str, float]]:
-    """Return the metrics of each worker's latest update."""
-    updates = TaskRow.state.in_(ACCEPTED) & (TaskRow.kind == "train") & TaskRow.worker_id.in_(worker_ids)
-    at = func.max(TaskRow.created_at).label("at")
-    newest = select(TaskRow.worker_id, at).where(updates).group_by(TaskRow.worker_id).subquery()
-    same = (newest.c.worker_id == TaskRow.worker_id) & (newest.c.at == TaskRow.created_at)
-    return dict(session.execute(select(TaskRow.worker_id, TaskRow.metrics).join(newest, same).where(updates)).all())
 
 
 # ---------------------------------------------------------------- failures

@@ -1,0 +1,154 @@
+"""The conditions that need a person."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from rich.filesize import decimal
+from sqlalchemy import exists, func, select
+from sqlalchemy.orm import Session
+
+from tessera.coordinator.db.snapshots import candidates, invitation, live_workers
+from tessera.coordinator.db.tables import EnrolmentRow, RunRow, SiteRow, TaskRow, VersionRow, WorkerRow
+from tessera.coordinator.domain.lifecycle import LIVE_RUN
+from tessera.coordinator.domain.workers import LiveWorker, sites_of
+from tessera.coordinator.limits.disk import DiskSpace
+from tessera.coordinator.limits.memory import WATERMARK, Memory
+
+MAX_RUNS = 20
+"""Runs that are looked at in each state, and sites; the latest changed runs first."""
+
+LATELY_SECONDS = 86_400.0
+
+AWAY_SECONDS = 600.0
+"""Silence after which a site that takes part in a run counts as away, and time that a run waits for workers before
+people are notified: longer than a worker takes to start or restart."""
+
+FAULTY = {
+    "failed": ("tasks-failed", "task", "The workers could not do them.", "Each names its cause and remedy.", "warn"),
+    "rejected": (
+        "updates-rejected",
+        "update",
+        "They did not match the plan or could not be read.",
+        "Each names the block and the fault.",
+        "bad",
+    ),
+}
+"""By a task's state: the code, noun, detail, remedy and weight of an alert."""
+
+
+@dataclass(frozen=True)
+class Alert:
+    """A condition that needs a person. Notices contain the code, the title and the link, and so no text of a worker;
+    the detail is for the dashboard alone."""
+
+    code: str
+    title: str
+    detail: str
+    remedy: str = ""
+    link: str = ""
+    """Relative to the dashboard."""
+    weight: str = "warn"
+    key: str = ""
+    """Distinguishes conditions of one code; a condition that recurs at once has another."""
+    lasting_seconds: float = 0.0
+    """Time for which it must last before people are notified of it."""
+
+
+def alerts(session: Session, now: float, liveness_seconds: float, disk: DiskSpace, memory: Memory) -> Iterator[Alert]:
+    """Yield everything that needs a person now. Disk and memory are those of this process."""
+    live = live_workers(session, now - liveness_seconds)
+    yield from _of_runs(session, now, live)
+    yield from _of_sites(session, now)
+    pending = (EnrolmentRow.state == "pending") & (EnrolmentRow.expires_at > now)
+    waiting = session.scalars(select(EnrolmentRow.id).where(pending).order_by(EnrolmentRow.created_at)).all()
+    if waiting:
+        yield Alert(
+            "enrolment-pending",
+            f"{counted(len(waiting), 'worker')} {'waits' if len(waiting) == 1 else 'wait'} for enrolment",
+            "Each shows a code on its machine.",
+            "An administrator compares the code and admits or declines the worker.",
+            "/approvals",
+            # Strangers may ask: they cause one notice until the first of them is answered or has expired.
+            key=waiting[0],
+        )
+    for run, workers in withheld_runs(session, live):
+        yield Alert(
+            "run-withheld",
+            f"{run.name} waits for sites",
+            f"{counted(len(workers), 'worker')} will not take part before their sites agree.",
+            "A person at each site approves it there.",
+            "/approvals",
+            key=run.id,
+        )
+    yield from _of_tasks(session, now)
+    if not disk.has():
+        yield Alert(
+            "disk-low",
+            "The disk is nearly full",
+            f"{decimal(disk.free_bytes())} are free, less than the reserve: uploads and merges are refused.",
+            "Free disk space, or keep fewer versions (setting keep_versions).",
+            "/storage",
+            "bad",
+        )
+    if (share := memory.share()) > WATERMARK:
+        detail = f"{share:.0%} are in use: no upload starts."
+        yield Alert("memory-low", "Memory is low", detail, "Give the process more memory.", weight="bad")
+
+
+def _of_runs(session: Session, now: float, live: Sequence[LiveWorker]) -> Iterator[Alert]:
+    newest = select(RunRow).order_by(RunRow.updated_at.desc()).limit(MAX_RUNS)
+    for run in session.scalars(newest.where(RunRow.state == "paused")):
+        why, remedy = run.reason or "A person paused it.", "Fix what the reason names, then resume the run."
+        # Its revision may still change: a merge that has begun ends.
+        key = f"{run.id}/{run.resumed_at}"
+        yield Alert("run-paused", f"{run.name} is paused", why, remedy, f"/runs/{run.id}", key=key)
+    lately = RunRow.updated_at >= now - LATELY_SECONDS
+    for run in session.scalars(newest.where(RunRow.state == "failed", lately)):
+        yield Alert("run-failed", f"{run.name} failed", run.reason or "", link=f"/runs/{run.id}", key=run.id)
+    for run in session.scalars(newest.where(RunRow.state == "running")):
+        invited, link = invitation(session, run), f"/runs/{run.id}"
+        able, quorum = sites_of(candidates(session, invited, live)), invited.spec.cohort.quorum
+        if len(able) < quorum:
+            detail = (
+                f"{counted(len(able), 'live site')} could train on {invited.spec.dataset}; its quorum is {quorum}."
+            )
+            title, remedy = f"{run.name} waits for workers", "See which sites are silent."
+            yield Alert("run-waiting", title, detail, remedy, link, key=run.id, lasting_seconds=AWAY_SECONDS)
+        latest = session.get_one(VersionRow, (run.id, run.version_number))
+        for warning in latest.warnings:
+            yield Alert("run-warning", f"{run.name} warns", warning, link=link, key=run.id)
+
+
+def _of_sites(session: Session, now: float) -> Iterator[Alert]:
+    heard = select(WorkerRow.site_id).where(WorkerRow.last_seen_at >= now - AWAY_SECONDS)
+    running = select(RunRow.id).where(RunRow.state == "running")
+    takes_part = exists().where(TaskRow.worker_id == WorkerRow.id, TaskRow.run_id.in_(running))
+    needed = select(WorkerRow.site_id).where(~WorkerRow.revoked, takes_part)
+    away = select(SiteRow).where(SiteRow.suspended_at.is_(None), SiteRow.id.not_in(heard), SiteRow.id.in_(needed))
+    for site in session.scalars(away.order_by(SiteRow.name).limit(MAX_RUNS)):
+        detail = "It took part in a run that is running, and none of its workers has called for ten minutes."
+        remedy = "Ask the site whether its worker runs; suspend the site if it has left."
+        yield Alert("site-away", f"{site.name} is away", detail, remedy, "/sites", key=site.id)
+
+
+def _of_tasks(session: Session, now: float) -> Iterator[Alert]:
+    faulty = TaskRow.state.in_(("failed", "rejected")) & (TaskRow.created_at >= now - LATELY_SECONDS)
+    counts = select(TaskRow.state, func.count()).where(faulty).group_by(TaskRow.state).order_by(TaskRow.state)
+    for state, count in session.execute(counts).all():
+        code, noun, detail, remedy, weight = FAULTY[state]
+        yield Alert(code, f"{counted(count, noun)} {state} within a day", detail, remedy, "/failures", weight)
+
+
+def counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def withheld_runs(session: Session, live: Sequence[LiveWorker]) -> list[tuple[RunRow, Sequence[tuple[str, str]]]]:
+    """Return the live runs that live workers do not join before a person at their site approves, each with these
+    workers' names and their sites' reasons."""
+    by_run: dict[str, list[tuple[str, str]]] = {}
+    for worker in live:
+        for run_id, reason in worker.declared.get("withheld", {}).items():
+            by_run.setdefault(run_id, []).append((worker.name, str(reason)))
+    rows = select(RunRow).where(RunRow.id.in_(by_run), RunRow.state.in_(LIVE_RUN)).order_by(RunRow.created_at)
+    return [(row, by_run[row.id]) for row in session.scalars(rows)]

@@ -1,0 +1,365 @@
+"""Workers by site, a worker's own page, tokens, and the actions of administrators on them."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from fastapi import APIRouter, Query, Request, Response
+from fastapi.responses import RedirectResponse
+from pydantic import ValidationError
+from sqlalchemy import Row, case, func, select
+from sqlalchemy.orm import Session, undefer
+
+from tessera.coordinator.api.dependencies import Serving, require_role
+from tessera.coordinator.dashboard.overview import tasks_in_hand
+from tessera.coordinator.dashboard.runs import is_unusual
+from tessera.coordinator.dashboard.security_headers import PREFIX
+from tessera.coordinator.dashboard.session import PageRoute, Sender, Signed
+from tessera.coordinator.dashboard.templating import number, plural, render, size, span
+from tessera.coordinator.db import views
+from tessera.coordinator.db.tables import AuditRow, RunRow, SiteRow, TaskRow, TokenRow, WorkerRow
+from tessera.coordinator.db.workers import HOUR_SECONDS, UPTIME_HOURS, find_site
+from tessera.coordinator.operations import sites
+from tessera.shared.api.admin import Site, Token, WorkerView
+from tessera.shared.api.tasks import AdvertisedPolicy, LiveValues, TaskView
+from tessera.shared.problems import NotFound
+from tessera.shared.rounds.outliers import ABSENT
+from tessera.shared.schema import ACCEPTED
+
+router = APIRouter(prefix=PREFIX, include_in_schema=False, route_class=PageRoute)
+
+MAX_WORKERS = 500
+MAX_TASKS = 25
+TOKENS = 100
+FAULTY = ("failed", "rejected", "expired")
+
+HEALTHS = ("failing", "silent", "unusual", "working", "well", "suspended", "revoked")
+"""From what needs attention first to what an administrator decided."""
+NEEDY = HEALTHS[:3]
+
+Health = Literal["attention", "failing", "silent", "unusual", "working", "well", "suspended", "revoked"]
+Text = Annotated[str, Query(max_length=128)]
+
+
+@dataclass(frozen=True)
+class WorkerLine:
+    view: WorkerView
+    task: TaskView | None = None
+    accepted: int = 0
+    faulty: int = 0
+    scores: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def health(self) -> str:
+        """The worker's condition in a word."""
+        if not self.view.live:
+            return "suspended" if self.view.suspended else "revoked" if self.view.revoked else "silent"
+        if self.faulty > self.accepted:
+            return "failing"
+        if is_unusual(self.scores):
+            return "unusual"
+        return "working" if self.task else "well"
+
+    @property
+    def urgency(self) -> tuple[int, str]:
+        """The key of its place among the workers of its site."""
+        return HEALTHS.index(self.health), self.view.name
+
+    def matches(self, text: str, health: Health | None) -> bool:
+        view = self.view
+        words = (f"{view.site}/{view.name}", view.device, view.version, *view.datasets)
+        wanted = health is None or self.health == health or (health == "attention" and self.health in NEEDY)
+        return wanted and any(text.lower() in word.lower() for word in words)
+
+
+@router.get("/sites")
+def list_sites(
+    request: Request, serving: Serving, who: Signed, q: Text = "", health: Health | Literal[""] = ""
+) -> Response:
+    """Show the workers of all sites, with those that need attention first."""
+    since = serving.database.now() - serving.settings.liveness_seconds
+    with serving.database.snapshot() as session:
+        every = {row.id: views.view_of(Site, row) for row in session.scalars(select(SiteRow).order_by(SiteRow.name))}
+        query = select(WorkerRow, SiteRow).join_from(WorkerRow, SiteRow)
+        lines = _worker_lines(session, session.execute(query.order_by(SiteRow.name, WorkerRow.name)).all(), since)
+    counts = Counter(line.health for line in lines)
+    matching = sorted((line for line in lines if line.matches(q, health or None)), key=lambda line: line.urgency)
+    by_site: dict[str, list[WorkerLine]] = defaultdict(list)
+    for line in matching[:MAX_WORKERS]:
+        by_site[line.view.site].append(line)
+    # A dictionary keeps the order in which its keys came: that of each site's most urgent worker.
+    named = {site.name: site for site in every.values()}
+    idle = [] if q or health else [site for site in every.values() if site.name not in by_site]
+    return render(
+        request,
+        "sites.html",
+        who,
+        sites=[*((named[name], of_site) for name, of_site in by_site.items()), *((site, []) for site in idle)],
+        totals=Counter(line.view.site for line in lines),
+        live=Counter(line.view.site for line in lines if line.view.live),
+        counts={word: counts[word] for word in HEALTHS if counts[word]},
+        attention=sum(counts[word] for word in NEEDY),
+        more=max(0, len(matching) - MAX_WORKERS),
+        absent=ABSENT,
+        q=q,
+        health=health,
+    )
+
+
+def _worker_lines(session: Session, rows: Sequence[Row[WorkerRow, SiteRow]], since: float) -> list[WorkerLine]:
+    ids = [row.id for row, _ in rows]
+    counts = session.execute(
+        select(TaskRow.worker_id, TaskRow.state, func.count())
+        .where(TaskRow.worker_id.in_(ids))
+        .group_by(TaskRow.worker_id, TaskRow.state)
+    )
+    ends = Counter({(worker_id, state): count for worker_id, state, count in counts})
+    scores = _latest_numbers(session, ids)
+    tasks = tasks_in_hand(session, dict(zip(ids, ids, strict=True)))
+    return [
+        WorkerLine(
+            views.worker_view(row, site, since),
+            tasks.get(row.id),
+            sum(ends[row.id, state] for state in ACCEPTED),
+            sum(ends[row.id, state] for state in FAULTY),
+            scores.get(row.id, {}),
+        )
+        for row, site in rows
+    ]
+
+
+def _latest_numbers(session: Session, worker_ids: Sequence[str]) -> dict[str, Mapping[str, float]]:
+    """Return the metrics of each worker's latest update."""
+    updates = TaskRow.state.in_(ACCEPTED) & (TaskRow.kind == "train") & TaskRow.worker_id.in_(worker_ids)
+    at = func.max(TaskRow.created_at).label("at")
+    newest = select(TaskRow.worker_id, at).where(updates).group_by(TaskRow.worker_id).subquery()
+    same = (newest.c.worker_id == TaskRow.worker_id) & (newest.c.at == TaskRow.created_at)
+    return dict(session.execute(select(TaskRow.worker_id, TaskRow.metrics).join(newest, same).where(updates)).all())
+
+
+# ---------------------------------------------------------------- a worker
+
+
+@router.get("/workers/{worker_id}")
+def show_worker(worker_id: str, request: Request, serving: Serving, who: Signed) -> Response:
+    now = serving.database.now()
+    with serving.database.snapshot() as session:
+        found = session.execute(
+            select(WorkerRow, SiteRow)
+            .join_from(WorkerRow, SiteRow)
+            .where(WorkerRow.id == worker_id)
+            .options(undefer(WorkerRow.live_values), undefer(WorkerRow.seen_hour), undefer(WorkerRow.seen_hours))
+        ).one_or_none()
+        if found is None:
+            raise NotFound(f"there is no worker {worker_id}")
+        worker, site = found
+        (line,) = _worker_lines(session, [found], now - serving.settings.liveness_seconds)
+        token = session.get(TokenRow, worker.token_id) if who.administers and worker.token_id else None
+        policy = _policy(worker)
+        return render(
+            request,
+            "worker.html",
+            who,
+            line=line,
+            site=views.view_of(Site, site),
+            # The columns of one page, which a heartbeat may replace.
+            values=LiveValues.model_validate(worker.live_values),
+            told_at=views.instant(worker.live_values["at"]) if worker.live_values else None,
+            hours=uptime(worker, now),
+            rules=_rules(policy) if policy else None,
+            budgets=_budgets(policy) if policy else [],
+            token=views.token_view(token, site.name, serving.last_seen.last_use(token.id)) if token else None,
+            tasks=_latest_tasks(session, worker_id, line.view),
+        )
+
+
+def uptime(worker: WorkerRow, now: float) -> list[bool | None]:
+    """Return for each of the latest hours, oldest first, whether the worker called; None before its enrolment."""
+    this, first = int(now // HOUR_SECONDS), int(worker.created_at // HOUR_SECONDS)
+    bits = worker.seen_hours << min(UPTIME_HOURS, max(0, this - worker.seen_hour))
+    hours = range(UPTIME_HOURS - 1, -1, -1)
+    return [None if this - back < first else bool(bits >> back & 1) for back in hours]
+
+
+def _policy(worker: WorkerRow) -> AdvertisedPolicy | None:
+    try:
+        return AdvertisedPolicy.model_validate(worker.declared["advertised_policy"])
+    except (KeyError, ValidationError):
+        return None
+
+
+def _rules(policy: AdvertisedPolicy) -> list[tuple[str, str]]:
+    """Return the advertised policy for people: the limits that are set."""
+    offset = policy.utc_offset_minutes
+    zone = f"UTC{'-' if offset < 0 else '+'}{abs(offset) // 60}:{abs(offset) % 60:02}"
+    default = AdvertisedPolicy()
+    limits: list[tuple[str, str, Callable[[float], str]]] = [
+        ("Epochs of a task", "max_epochs", number),
+        ("Examples of a batch", "max_batch", number),
+        ("Size of a model", "max_model_bytes", size),
+        ("Upload of a task", "max_upload_bytes", size),
+        ("Upload of a run", "max_run_upload_bytes", size),
+        ("Upload speed", "max_upload_bytes_per_second", lambda value: f"{size(value)}/s"),
+        ("Time of a task", "max_task_seconds", span),
+        ("Time of a day", "max_minutes_per_day", lambda value: span(60 * value)),
+    ]
+    most = [
+        (name, f"at most {shown(getattr(policy, key))}")
+        for name, key, shown in limits
+        if getattr(policy, key) != getattr(default, key)
+    ]
+    lists = (("Orchestrators", policy.orchestrators), ("Models", policy.models), ("Never sends", policy.never_send))
+    needed = policy.require_privacy
+    return [
+        ("Hours", f"{', '.join(policy.hours)} ({zone})" if policy.hours else "always open"),
+        *most,
+        *((name, ", ".join(values[:8]) + (" …" if len(values) > 8 else "")) for name, values in lists if values),
+        *([("Privacy of each run", f"epsilon {needed.epsilon:g} or less, delta {needed.delta:g}")] if needed else []),
+        *([("Runs", "a person at the site approves each")] if policy.approve_runs else []),
+        *([("Updates", "a person at the site releases each")] if policy.airlock else []),
+    ]
+
+
+def _budgets(policy: AdvertisedPolicy) -> list[tuple[str, float, float]]:
+    """Return each data set with a privacy budget, with the epsilon spent and allowed."""
+    return [(name, policy.spent.get(name, 0.0), budget.epsilon) for name, budget in policy.budgets.items()]
+
+
+def _latest_tasks(session: Session, worker_id: str, worker: WorkerView) -> list[tuple[TaskView, str, float | None]]:
+    """Return the worker's latest tasks with the names of their runs and the seconds that it worked on each."""
+    query = select(TaskRow, RunRow.name).join_from(TaskRow, RunRow).where(TaskRow.worker_id == worker_id)
+    rows = session.execute(query.order_by(TaskRow.created_at.desc(), TaskRow.id).limit(MAX_TASKS)).all()
+    leased = case((AuditRow.action == "task.lease", AuditRow.at))
+    times = session.execute(
+        select(AuditRow.subject, func.max(leased), func.max(AuditRow.at))
+        .where(AuditRow.subject.in_([task.id for task, _ in rows]))
+        .where(AuditRow.action.in_([f"task.{word}" for word in ("lease", "accept", "reject", "fail", "expire")]))
+        .group_by(AuditRow.subject)
+    )
+    took = {subject: end - begin for subject, begin, end in times if begin is not None and end > begin}
+    return [
+        (
+            views.task_view(task, f"{worker.site}/{worker.name}", task.version_number + (task.kind == "train")),
+            run,
+            took.get(task.id),
+        )
+        for task, run in rows
+    ]
+
+
+# ---------------------------------------------------------------- administrators
+
+
+@router.get("/tokens")
+def list_tokens(
+    request: Request,
+    serving: Serving,
+    who: Signed,
+    q: Text = "",
+    after: Text = "",
+) -> Response:
+    """Show the tokens, newest first; for administrators, as in the API."""
+    require_role(who.principal, "admin")
+    with serving.database.snapshot() as session:
+        query = select(TokenRow, SiteRow.name).outerjoin_from(TokenRow, SiteRow)
+        if q:
+            like = f"%{_literal(q)}%"
+            query = query.where(TokenRow.name.ilike(like, escape="\\") | SiteRow.name.ilike(like, escape="\\"))
+        if after and (last := session.get(TokenRow, after)):
+            same = (TokenRow.created_at == last.created_at) & (TokenRow.id < last.id)
+            query = query.where((TokenRow.created_at < last.created_at) | same)
+        order = TokenRow.created_at.desc(), TokenRow.id.desc()
+        rows = session.execute(query.order_by(*order).limit(TOKENS + 1)).all()
+        shown = [views.token_view(row, site, serving.last_seen.last_use(row.id)) for row, site in rows[:TOKENS]]
+    here = f"{PREFIX}/tokens?" + (f"q={q}&" if q else "")
+    return render(
+        request,
+        "tokens.html",
+        who,
+        tokens=shown,
+        q=q,
+        newer=here if after else None,
+        older=f"{here}after={shown[-1].id}" if len(rows) > TOKENS else None,
+    )
+
+
+def _literal(text: str) -> str:
+    """Return a text in which LIKE sees no wildcard."""
+    return text.replace("\\", "\\\\").replace("%", "\\%").replace("_", "\\_")
+
+
+@router.get("/sites/{site_id}/{action}")
+def confirm_site(
+    site_id: str, action: Literal["suspend", "resume"], request: Request, serving: Serving, who: Signed
+) -> Response:
+    require_role(who.principal, "admin")
+    with serving.database.snapshot() as session:
+        name = find_site(session, site_id).name
+        workers = session.scalar(select(func.count()).where(WorkerRow.site_id == site_id)) or 0
+    told = {
+        "suspend": "The coordinator refuses all tokens of the site from now on and gives its workers no task. Tasks "
+        "that they hold are lost. Nothing is deleted: you can resume the site.",
+        "resume": "The coordinator accepts the tokens of the site again, and gives its workers tasks.",
+    }[action]
+    question = f"{action.capitalize()} {name}?"
+    detail = f"It has {plural(workers, 'worker')}. {told}"
+    return render(
+        request, "confirm.html", who, question=question, detail=detail, action=f"{PREFIX}/sites/{site_id}/{action}",
+        fields={}, label=f"{action.capitalize()} the site", dangerous=action == "suspend", keep="Go back",
+        back=f"{PREFIX}/sites",
+    )  # fmt: skip
+
+
+@router.post("/sites/{site_id}/{action}")
+def set_site(site_id: str, action: Literal["suspend", "resume"], serving: Serving, who: Sender) -> Response:
+    require_role(who.principal, "admin")
+    {"suspend": sites.suspend_site, "resume": sites.resume_site}[action](serving, who.principal, site_id)
+    return RedirectResponse(f"{PREFIX}/sites", status_code=303)
+
+
+@router.get("/tokens/{token_id}/{action}")
+def confirm_token(
+    token_id: str, action: Literal["revoke", "rotate"], request: Request, serving: Serving, who: Signed
+) -> Response:
+    require_role(who.principal, "admin")
+    with serving.database.snapshot() as session:
+        token = _token(session, token_id)
+    grace = span(serving.settings.rotation_grace_seconds)
+    detail = {
+        "revoke": "The coordinator refuses it from now on, and its sessions end. This cannot be undone.",
+        "rotate": "It gets a new secret, which the next page shows once. The present secret stays valid for "
+        f"{grace}. Give the new one to the token's holder over a channel that you trust.",
+    }[action]
+    if action == "rotate" and token.role == "site":
+        detail += " A worker can do this itself, and then only its site knows the secret: tessera worker rotate."
+    return render(
+        request, "confirm.html", who, question=f"{action.capitalize()} {token.name}?",
+        detail=f"It is a token of role {token.role}{f' of {token.site}' if token.site else ''}. {detail}",
+        action=f"{PREFIX}/tokens/{token_id}/{action}", fields={}, label=f"{action.capitalize()} the token",
+        dangerous=action == "revoke", keep="Go back", back=f"{PREFIX}/tokens",
+    )  # fmt: skip
+
+
+@router.post("/tokens/{token_id}/revoke")
+def revoke_token(token_id: str, serving: Serving, who: Sender) -> Response:
+    require_role(who.principal, "admin")
+    sites.revoke_token(serving, who.principal, token_id)
+    return RedirectResponse(f"{PREFIX}/tokens", status_code=303)
+
+
+@router.post("/tokens/{token_id}/rotate")
+def rotate_token(token_id: str, request: Request, serving: Serving, who: Sender) -> Response:
+    require_role(who.principal, "admin")
+    issued = sites.rotate_token(serving, who.principal, token_id)
+    return render(request, "secret.html", who, token=issued, grace=serving.settings.rotation_grace_seconds)
+
+
+def _token(session: Session, token_id: str) -> Token:
+    row = session.get(TokenRow, token_id)
+    if row is None:
+        raise NotFound(f"there is no token {token_id}")
+    site = session.get(SiteRow, row.site_id) if row.site_id else None
+    return views.token_view(row, site.name if site else None)

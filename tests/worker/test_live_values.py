@@ -1,0 +1,67 @@
+"""What a worker tells of its machine and its work with heartbeats."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tessera.shared.schema import MAX_LOG_EVENTS
+from tessera.worker.live_values import LiveMonitor
+from tessera.worker.training.progress import Report
+from tests.worker.privacy.test_private_task import task as private_task
+
+USE = {"cpu_load", "memory_used_bytes", "gpu_memory_used_bytes", "gpu_use"}
+
+
+def monitor(folder: Path, *, shares_log: bool = False) -> LiveMonitor:
+    return LiveMonitor(torch.device("cpu"), folder, shares_log=shares_log)
+
+
+def begun(*phases: tuple[float, str]) -> Report:
+    report = Report(download_bytes=4_000_000)
+    report.began = list(phases)  # type: ignore[arg-type]
+    return report
+
+
+def test_use_of_the_machine_is_not_told_under_privacy(tmp_path: Path) -> None:
+    private = private_task()
+    assert private.privacy is not None
+    told = monitor(tmp_path).sample(private, Report()).model_dump(exclude_none=True)
+    open_ = monitor(tmp_path).sample(private.model_copy(update={"privacy": None}), Report())
+    assert not USE & told.keys()
+    assert {"cpus", "memory_bytes", "disk_free_bytes", "started_at"} <= told.keys()
+    assert open_.cpu_load is not None
+    assert open_.memory_used_bytes
+
+
+def test_the_log_is_told_only_if_the_site_allows_it_and_holds_names_and_instants(tmp_path: Path) -> None:
+    task = private_task()
+    report = begun((100.7, "fetching"), (102.7, "training"))
+    report.metrics, report.loss = {"loss": 0.123}, 0.123
+    assert monitor(tmp_path).sample(task, report).log is None
+    allowed = monitor(tmp_path, shares_log=True)
+    allowed.ended(task, report, "failed")
+    log = allowed.sample(task, Report()).log
+    assert log is not None
+    assert [one.event for one in log] == ["started", "fetching", "training", "failed"]
+    assert log[1].model_dump(mode="json") == {
+        "at": "1970-01-01T00:01:40Z", "event": "fetching", "run": task.run_name, "round": task.round,
+    }  # fmt: skip
+    for _ in range(MAX_LOG_EVENTS):
+        allowed.ended(task, report, "done")
+    assert len(allowed.sample(task, report).log or ()) == MAX_LOG_EVENTS
+
+
+def test_phases_and_the_line_are_timed_to_the_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("time.time", lambda: 110.0)
+    report = begun((100.2, "fetching"), (102.3, "training"), (109.9, "uploading"))
+    assert report.phase_seconds() == {"fetching": 2.0, "training": 8.0, "uploading": 0.0}
+    assert monitor(tmp_path).sample(private_task(), report).download_bytes_per_second == 2_000_000
+
+
+def test_values_that_cannot_be_read_are_left_out(tmp_path: Path) -> None:
+    live = LiveMonitor(torch.device("cuda:63"), tmp_path / "gone", shares_log=False)
+    told = live.sample(private_task().model_copy(update={"privacy": None}), Report())
+    assert (told.gpu_memory_bytes, told.gpu_use, told.disk_free_bytes) == (None, None, None)
