@@ -5,13 +5,13 @@ from typing import Annotated
 from fastapi import APIRouter, Query, Request, Response
 
 from tessera.coordinator.api.dependencies import Serving
-from tessera.coordinator.dashboard import svg_charts
+from tessera.coordinator.dashboard.charts import svg_charts
+from tessera.coordinator.dashboard.charts.run_charts import AXES, Along, Panel, axis_of, download, moved_to, svg_file
+from tessera.coordinator.dashboard.charts.svg_charts import Series
 from tessera.coordinator.dashboard.queries import MAX_POINTS, measured, round_costs
-from tessera.coordinator.dashboard.run_charts import AXES, Along, Panel, axis_of, download, moved_to, svg_file
 from tessera.coordinator.dashboard.runs import Metric
 from tessera.coordinator.dashboard.security_headers import PREFIX
 from tessera.coordinator.dashboard.session import PageRoute, Signed
-from tessera.coordinator.dashboard.svg_charts import Series
 from tessera.coordinator.dashboard.templating import NOTHING, metric_name, number, render
 from tessera.coordinator.db import views
 from tessera.coordinator.services import Services

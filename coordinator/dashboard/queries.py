@@ -14,7 +14,7 @@ from typing import Any, TypeVar, get_args
 from sqlalchemy import ColumnElement, Row, String, case, cast, func, select, true
 from sqlalchemy.orm import InstrumentedAttribute, Session
 
-from tessera.coordinator.dashboard.svg_charts import Band
+from tessera.coordinator.dashboard.charts.svg_charts import Band
 from tessera.coordinator.db import views
 from tessera.coordinator.db.tables import (
     WORKER_NAME,

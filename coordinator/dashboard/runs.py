@@ -11,12 +11,13 @@ from fastapi import APIRouter, Query, Request, Response
 from fastapi import Path as PathParam
 from fastapi.responses import RedirectResponse
 from markupsafe import Markup
-from pydantic import ValidationError
 from sqlalchemy import String, cast, func, or_, select
 from sqlalchemy.orm import Session
 
 from tessera.coordinator.api.dependencies import Serving, require_role
-from tessera.coordinator.dashboard import svg_charts
+from tessera.coordinator.dashboard.charts import svg_charts
+from tessera.coordinator.dashboard.charts.run_charts import AXES, Along, Figures, absent, download, panels, svg_file
+from tessera.coordinator.dashboard.charts.svg_charts import Interval
 from tessera.coordinator.dashboard.queries import (
     TrafficTotals,
     forecast,
@@ -28,10 +29,8 @@ from tessera.coordinator.dashboard.queries import (
     round_sums,
     short_layers,
 )
-from tessera.coordinator.dashboard.run_charts import AXES, Along, Figures, absent, download, panels, svg_file
 from tessera.coordinator.dashboard.security_headers import PREFIX
 from tessera.coordinator.dashboard.session import STEERING, Fields, PageRoute, Sender, Signed, Visitor
-from tessera.coordinator.dashboard.svg_charts import Interval
 from tessera.coordinator.dashboard.templating import number, plural, render, size
 from tessera.coordinator.db import views
 from tessera.coordinator.db.snapshots import candidates, invitation, live_workers
@@ -45,7 +44,7 @@ from tessera.shared.api.tasks import TaskView
 from tessera.shared.api.versions import Version
 from tessera.shared.metrics.rows import rows_of, write_csv
 from tessera.shared.metrics.site_spread import spreads
-from tessera.shared.problems import Fault, Invalid, NotFound, PreconditionFailed, faults_of
+from tessera.shared.problems import Fault, Invalid, NotFound, PreconditionFailed, validated
 from tessera.shared.rounds.eta import LIVE_TASKS
 from tessera.shared.rounds.outliers import DISTANCE, JUDGES, NORM
 from tessera.shared.schema import RunState
@@ -404,10 +403,8 @@ def annotate(run_id: str, serving: Serving, who: Sender, fields: Fields) -> Resp
     if [*run.tags] != fields.get("old_tags", "").split() or run.note != _lines(fields.get("old_note", "")):
         raise PreconditionFailed("the tags or the note have changed meanwhile")
     tags = [*dict.fromkeys(fields.get("tags", "").replace(",", " ").split())]
-    try:
-        patch = RunPatch.model_validate({"tags": tags, "note": _lines(fields.get("note", "")).strip()})
-    except ValidationError as refusal:
-        raise Invalid("the tags or the note are invalid", errors=faults_of(refusal, model=RunPatch)) from None
+    given = {"tags": tags, "note": _lines(fields.get("note", "")).strip()}
+    patch = validated(RunPatch, given, "the tags or the note are invalid")
     patch_run(serving, who.principal, run_id, patch, etag(run.revision))
     return RedirectResponse(f"{PREFIX}/runs/{run_id}", status_code=303)
 

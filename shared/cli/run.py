@@ -28,7 +28,7 @@ from tessera.shared.client.client import Client
 from tessera.shared.client.round_outcomes import Outcome, follow, outcomes
 from tessera.shared.metrics.comparison import BestVersion, best_version
 from tessera.shared.metrics.site_spread import spreads
-from tessera.shared.problems import Invalid, Problem
+from tessera.shared.problems import Invalid, Problem, validated
 from tessera.shared.schema import RunState
 from tessera.shared.updates.model_folder import ModelFolder
 
@@ -361,7 +361,7 @@ def annotate(
     if tags or removed or note is not None:
         kept = [tag for tag in dict.fromkeys((*found.tags, *(tags or ()))) if tag not in (removed or ())]
         given = {"tags": kept} | ({} if note is None else {"note": note})
-        found = client.patch_run(found.id, RunPatch.model_validate(given))
+        found = client.patch_run(found.id, validated(RunPatch, given, "the tags or the note are invalid"))
     text = f"{found.spec.name}: {', '.join(found.tags) or 'no tags'}" + (f"; {found.note}" if found.note else "")
     output.show(found, text, as_json=as_json)
 

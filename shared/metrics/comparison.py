@@ -77,7 +77,7 @@ def _sites(measurements: Iterable[Measurement], metric: str) -> dict[int, set[st
 
 
 class RoundCost(NamedTuple):
-    """What one attempt at a round cost; `version` is the number of the version that it made, if it made one."""
+    """The cost of one attempt at a round; `version` is the number of the version that it made, if it made one."""
 
     version: int | None
     bytes: int

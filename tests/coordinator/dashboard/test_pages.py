@@ -213,10 +213,10 @@ def test_runs_are_found_by_their_tags_method_and_text(coordinator: LiveCoordinat
     assert person.send(place, old_tags="pilot v2", old_note=found.note, tags="", note="").status_code == 403
     (entry,) = [entry for entry in client.audit() if entry.action == "run.annotate"]
     assert (entry.subject, entry.detail["tags"]) == (run.id, ["pilot", "v2"])
-    for query, names in {
-        "q=PILOT": ["wards"], "q=scanner": ["wards"], "q=_": [], "q=the": ["wards", "other"],
-        "method=fedbn": ["other"], "dataset=none&method=": ["wards"], "state=paused": [], "state=running&q=th&dataset=x-ray": ["other"],
-    }.items():  # fmt: skip
+    found_by = {"q=PILOT": ["wards"], "q=scanner": ["wards"], "q=_": [], "q=the": ["wards", "other"]}
+    found_by |= {"method=fedbn": ["other"], "dataset=none&method=": ["wards"], "state=paused": []}
+    found_by |= {"state=running&q=th&dataset=x-ray": ["other"]}
+    for query, names in found_by.items():
         shown = admin.http.get(f"/page/runs?{query}").text
         assert re.findall(r'aria-label="Compare ([^"]+)"', shown) == names, query
 

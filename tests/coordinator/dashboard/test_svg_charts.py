@@ -7,7 +7,7 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from tessera.coordinator.dashboard.svg_charts import (
+from tessera.coordinator.dashboard.charts.svg_charts import (
     HEIGHT,
     ROOM,
     TOP,

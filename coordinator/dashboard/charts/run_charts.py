@@ -10,7 +10,8 @@ from fastapi import Response
 from markupsafe import Markup
 from sqlalchemy.orm import Session
 
-from tessera.coordinator.dashboard import svg_charts
+from tessera.coordinator.dashboard.charts import svg_charts
+from tessera.coordinator.dashboard.charts.svg_charts import Band, Points, Series
 from tessera.coordinator.dashboard.queries import (
     MAX_BARS,
     RoundSum,
@@ -26,7 +27,6 @@ from tessera.coordinator.dashboard.queries import (
     thinned,
     version_numbers,
 )
-from tessera.coordinator.dashboard.svg_charts import Band, Points, Series
 from tessera.coordinator.dashboard.templating import STATIC, first_up, metric_name, number, percent, size
 from tessera.shared.api.runs import Measurement, Run
 from tessera.shared.methods.base import Chart
@@ -65,7 +65,7 @@ class Panel:
 
 @dataclass(frozen=True)
 class Figures:
-    """What the charts of a run show."""
+    """Figures of a run, for its charts."""
 
     run: Run
     measurements: Sequence[Measurement]
