@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from io import StringIO
+from statistics import fmean
 from typing import Annotated, Literal
 from urllib.parse import urlencode
 
@@ -273,8 +274,7 @@ def _remaining(session: Session, now: float, run: Run, end: datetime | None) -> 
     )
     past = past_seconds(session, run.id, stage or "")
     after = max(0, run.spec.rounds - run.version.number - 1)
-    each = sum(past) / len(past) if past else end.timestamp() - run.created_at.timestamp()
-    return max(0.0, end.timestamp() - now) + after * each
+    return max(0.0, end.timestamp() - now) + after * fmean(past)
 
 
 def _waiting_for(session: Session, serving: Services, now: float, run: Run) -> str:

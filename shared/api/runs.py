@@ -214,6 +214,8 @@ class RoundWorkload(Message):
     train_bytes: int
     upload_blocks: int
     upload_bytes: int
+    largest_update_bytes: int | None = None
+    """Less than `upload_bytes` if the worker chooses among the blocks, as in SAFL."""
 
 
 class WorkerPreview(Message):

@@ -416,6 +416,8 @@ def _preview_row(prospect: WorkerPreview) -> tuple[object, ...]:
             f"{work.train_blocks} blocks, {output.size(work.train_bytes)}",
             f"{work.upload_blocks} blocks, {output.size(work.upload_bytes)}",
         )
+        if work.largest_update_bytes not in (None, work.upload_bytes):
+            amounts = (*amounts[:2], f"{output.size(work.largest_update_bytes)}, chosen from {amounts[2]}")
     return (prospect.worker, takes_part, *amounts, because or None)
 
 
