@@ -423,8 +423,7 @@ def _preview_row(prospect: WorkerPreview) -> tuple[object, ...]:
 
 def preview_notes(found: Preview) -> Iterator[str]:
     """Yield remarks and warnings to read before the run is started."""
-    if found.missing_sites:
-        yield f"no worker has ever connected from {', '.join(found.missing_sites)}"
+    yield from found.remarks_on_sites
     if found.eligible < found.quorum:
         after = f"; {found.awaiting_approval} more once their sites approve it" if found.awaiting_approval else ""
         yield f"warning: {found.eligible} would take part now, fewer than the quorum of {found.quorum}{after}"
