@@ -58,7 +58,9 @@ def create_run(services: Services, caller: Principal, spec: RunSpec, key: str | 
             session.flush()
             first = VersionRef(number=0, digest=new[-1].digest if new else spec.version)
             rounds.add_version(session, now, run.id, first, started, warnings)
-            session.add(RunBlobRow(run_id=run.id, digest=spec.model))
+            # A hostile model may name one blob in two places.
+            for digest in sorted({spec.model, *(ref.digest for ref in model.preprocessing.values())}):
+                session.merge(RunBlobRow(run_id=run.id, digest=digest))
             audit.record(session, now, caller.actor, "run.create", run.id, run_id=run.id, spec=run.spec)
             return views.run_view(session, run)
 
@@ -124,7 +126,11 @@ def _start_of(services: Services, caller: Principal, spec: RunSpec) -> tuple[Mod
     """Return the model and first version of a run. Raise Invalid for an unknown method or an unreadable blob."""
     check_method(spec.method)
     _require_readable(services, caller, {"/model": spec.model, "/version": spec.version})
-    return services.states.check(spec.model, spec.version)
+    model, manifest = services.states.check(spec.model, spec.version)
+    named = {f"/model/preprocessing/{name}": ref.digest for name, ref in model.preprocessing.items()}
+    _require_readable(services, caller, named)
+    services.states.check_files(model)
+    return model, manifest
 
 
 def _require_readable(services: Services, caller: Principal, named: dict[str, str]) -> None:

@@ -9,6 +9,7 @@ from typing import BinaryIO, Protocol
 from uuid import uuid4
 
 from tessera.shared.api.runs import Run
+from tessera.shared.model.preprocessing import require_file
 from tessera.shared.model.spec import BLOCKS_FILE, WEIGHTS_FILE, Model
 from tessera.shared.problems import Invalid
 
@@ -21,6 +22,7 @@ class Exports(Protocol):
     """A source of a run's versions: a `Client`, or a simulation's result."""
 
     def model(self, digest: str) -> Model: ...
+    def read_blob(self, digest: str, max_bytes: int = ...) -> bytes: ...
     def export(
         self, run_id: str, file: BinaryIO, number: int | None = None, progress: Progress | None = None
     ) -> None: ...
@@ -36,9 +38,10 @@ def export_file(source: Exports, run: Run, out: Path, number: int | None, progre
 def export_folder(
     source: Exports, run: Run, out: Path, number: int | None, progress: Progress, like: Path | None = None
 ) -> None:
-    """Write a model folder from which a run can start: a version's weights, config and table of blocks.
+    """Write a model folder from which a run can start: a version's weights, config, tokenizer and table of blocks.
 
-    Other files of the folder `like`, such as a tokenizer, are copied too. Raises Invalid if `out` exists.
+    Other files of the folder `like` are copied too. Raises Invalid if `out` exists, and for unsafe settings of a
+    tokenizer or image processor.
     """
     if out.exists():
         raise Invalid(f"{out} exists already", remedy="Remove it or choose another name.")
@@ -48,6 +51,10 @@ def export_folder(
         _export(source, run, partial / WEIGHTS_FILE, number, progress)
         (partial / BLOCKS_FILE).write_text(model.model_dump_json(indent=1) + "\n", encoding="utf-8")
         (partial / CONFIG_FILE).write_text(json.dumps(model.config, indent=2) + "\n", encoding="utf-8")
+        for name, ref in model.preprocessing.items():
+            raw = source.read_blob(ref.digest, ref.nbytes)
+            require_file(name, raw)
+            (partial / name).write_bytes(raw)
         if like:
             _copy_rest(like, partial)
         partial.rename(out)

@@ -17,6 +17,7 @@ class InitialModel(Protocol):
     @property
     def model(self) -> Model: ...
     def blocks(self) -> Iterator[tuple[Block, memoryview]]: ...
+    def files(self) -> Iterator[bytes]: ...
 
 
 class BlobStore(Protocol):
@@ -36,7 +37,7 @@ class Uploaded:
 
 
 def upload_model(store: BlobStore, start: InitialModel, progress: Callable[[int], None] = lambda _: None) -> Uploaded:
-    """Upload a model's blocks, its document and its first version.
+    """Upload a model's blocks, the files of its tokenizer, its document and its first version.
 
     `progress` receives each block's number of bytes once the store has it, also if it was not sent.
     """
@@ -54,5 +55,7 @@ def upload_model(store: BlobStore, start: InitialModel, progress: Callable[[int]
     for block, data in start.blocks():
         digests[block.name] = put(data)
         progress(block.nbytes)
+    for file in start.files():
+        put(file)
     model = put(canonical(start.model))
     return Uploaded(model, put(canonical(Manifest(blocks=digests))), sent_bytes)

@@ -5,11 +5,12 @@ On disk a model is a folder in transformers' own layout (`config.json`, `model.s
 """
 
 from functools import cached_property
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, JsonValue, PositiveFloat, model_validator
+from pydantic import Field, JsonValue, PositiveFloat, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from tessera.shared.model.blocks import Block, Role, check_table
+from tessera.shared.model.preprocessing import FileName, FileRef
 from tessera.shared.schema import Frozen
 
 Head = Literal[
@@ -103,6 +104,13 @@ class Model(Frozen):
     prompts: Prompts | None = None
     lora: Lora | None = None
     blocks: tuple[Block, ...] = Field(min_length=1)
+    preprocessing: dict[FileName, FileRef] = Field(default_factory=dict)
+    """The files of the model's tokenizer and image processor, if it has any."""
+
+    @model_serializer(mode="wrap")
+    def _without_absent_files(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        # Digests of models without these files stay as they were, and older workers can parse them.
+        return {name: value for name, value in write(self).items() if name != "preprocessing" or value}
 
     @model_validator(mode="after")
     def _whole(self) -> Self:

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from tessera.shared.api.versions import Manifest, ServerTensor
 from tessera.shared.methods.base import State
 from tessera.shared.model.blocks import Block
+from tessera.shared.model.preprocessing import require_file
 from tessera.shared.model.spec import MAX_DOCUMENT_BYTES, Model
 from tessera.shared.problems import Fault, Invalid, NotFound, faults_of
 from tessera.shared.rounds.blob_store import Batch, BlobStore, Stored
@@ -133,6 +134,16 @@ class States:
         if faults:
             raise Invalid("the first version does not fit the model", errors=faults)
         return model, manifest
+
+    def check_files(self, model: Model) -> None:
+        """Raise Invalid for a file of the tokenizer or image processor of the wrong size or with unsafe settings."""
+        for name, ref in model.preprocessing.items():
+            if faults := list(self._blob_faults(f"/model/preprocessing/{name}", ref.nbytes, ref.digest)):
+                raise Invalid("a file of the model's tokenizer or image processor cannot be used", errors=faults)
+            require_file(name, self.read(ref.digest))
+
+    def read(self, digest: str) -> bytes:
+        return self._blobs.read(digest)
 
     def _checked(self, pointer: str, read: Callable[[str], D], digest: str) -> D:
         try:

@@ -4,7 +4,7 @@ import json
 import logging
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
@@ -20,6 +20,7 @@ from transformers.utils import logging as transformers_logging
 from tessera.shared.cli.render import output
 from tessera.shared.cli.render.output import AsJson
 from tessera.shared.model.blocks import Block
+from tessera.shared.model.preprocessing import FileName, FileRef
 from tessera.shared.model.spec import (
     BLOCKS_FILE,
     MAX_TOKENS,
@@ -33,6 +34,7 @@ from tessera.shared.model.spec import (
 )
 from tessera.shared.near_names import nearest
 from tessera.shared.problems import Problem
+from tessera.shared.tensors.lazy import digest_of
 from tessera.shared.updates.model_folder import ModelFolder
 from tessera.shared.validation_errors import in_one_line
 from tessera.worker.cli.exits import BAD_SETTINGS, Errors, exits
@@ -48,6 +50,7 @@ from tessera.worker.model.build import (
 )
 from tessera.worker.model.config import config_from
 from tessera.worker.model.layouts import MappingFile, read_mapping
+from tessera.worker.model.preprocessing import files_of
 from tessera.worker.model.prompts import PROMPTS, caption_start
 
 Asks = Literal["local", "global"]
@@ -173,7 +176,10 @@ def init(
             text = model.get_parameter(f"{PROMPTS}.text")
             text.detach().copy_(caption_start(model, torch.tensor(caption)))
         document = _document(model, head, mapping, prompts, lora)
-        _write(out, model, document)
+        files, notes = _files_beside(config, model)
+        _write(out, model, document, files)
+    for sentence in notes:
+        output.note(sentence)
     weights = f"weights of {config}" if pretrained else f"random weights from seed {seed}"
     _print_created(out, document, weights, as_json=as_json)
 
@@ -204,7 +210,7 @@ def merge(
         model = load(folder, mapping)
         merge_adapters(model)
         document = _document(model, folder.model.head, mapping)
-        _write(out, model, document)
+        _write(out, model, document, dict(zip(folder.model.preprocessing, folder.files(), strict=True)))
     _print_created(out, document, f"weights of {source}", as_json=as_json)
 
 
@@ -384,7 +390,7 @@ def _document(
     return document
 
 
-def _write(out: Path, model: PreTrainedModel, document: Model) -> None:
+def _write(out: Path, model: PreTrainedModel, document: Model, files: Mapping[FileName, bytes]) -> None:
     """Write the model folder under another name first, so that `out` is whole or missing."""
     folder = out.parent / f".{out.name}.{uuid4().hex}"
     folder.mkdir(parents=True)
@@ -396,6 +402,10 @@ def _write(out: Path, model: PreTrainedModel, document: Model) -> None:
             odd = {stored_name(block.tensor) for block in document.blocks} ^ set(file.keys())
         if odd:
             raise ValueError(f"transformers saved other tensors than the model has: {', '.join(sorted(odd))}")
+        for name, raw in files.items():
+            (folder / name).write_bytes(raw)
+        refs = {name: FileRef(digest=digest_of(raw), nbytes=len(raw)) for name, raw in files.items()}
+        document = document.model_copy(update={"preprocessing": refs})
         table = folder / BLOCKS_FILE
         table.write_text(document.model_dump_json(indent=1) + "\n", encoding="utf-8")
         # safetensors lets only the owner read; a coordinator may run as another user.
@@ -403,6 +413,13 @@ def _write(out: Path, model: PreTrainedModel, document: Model) -> None:
         folder.rename(out)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _files_beside(config: str, model: PreTrainedModel) -> tuple[dict[FileName, bytes], list[str]]:
+    """Return the files of the tokenizer and image processor of a config's folder or name on the hub."""
+    path = Path(config)
+    with _quiet():
+        return files_of(str(path.parent if path.is_file() else path) if path.exists() else config, model)
 
 
 def _read_document(path: Path) -> Model:

@@ -110,6 +110,9 @@ class _Versions:
     def model(self, digest: str) -> Model:
         return self.result.states.model(digest)
 
+    def read_blob(self, digest: str, max_bytes: int = 0) -> bytes:
+        return self.result.states.read(digest)
+
     def export(
         self, run_id: str, file: BinaryIO, number: int | None = None, progress: Progress | None = None
     ) -> None:

@@ -139,7 +139,8 @@ class Simulation:
         keep = self.conditions.keep_versions
         kept = self.versions if keep == "all" else self.versions[-keep:]
         digests = set[str]().union(*(self._digests(entry.version) for entry in kept))
-        return {self.spec.model} | self.records.accepted_updates() | digests
+        files = {ref.digest for ref in self.model.preprocessing.values()}
+        return {self.spec.model} | files | self.records.accepted_updates() | digests
 
     def _digests(self, version: Version) -> set[str]:
         """Return a version's blobs; none if they were removed."""

@@ -60,6 +60,9 @@ class Weights:
         for block in self.model.blocks:
             yield block, as_bytes(self.values[block.name])
 
+    def files(self) -> Iterator[bytes]:
+        return iter(())
+
 
 def simulate(
     spec: Mapping[str, Any],
