@@ -85,6 +85,9 @@ class Weights:
             # Were they alike to the bit, one blob would do for all.
             yield block, as_bytes(np.roll(self.values, block.layer or 0))
 
+    def files(self) -> Iterator[bytes]:
+        return iter(())
+
 
 def make(folder: Path, processes: Processes, size: str) -> ModelFolder:
     """A model folder, made by `tessera model init` in a process of its own, so that this one loads no torch."""

@@ -382,7 +382,7 @@ def export(
         typer.Option(metavar="VERSION", help="The version's number, `latest`, or `best` by the run's main score."),
     ] = "latest",
     model: Annotated[
-        Path | None, typer.Option(help="Create a folder, with the other files of this one (such as a tokenizer).")
+        Path | None, typer.Option(help="Create a folder, with the other files of this one (such as a README).")
     ] = None,
     as_json: AsJson = False,
 ) -> None:

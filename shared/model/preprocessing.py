@@ -66,9 +66,15 @@ class ProcessorSettings(Frozen):
     image_std: Channels | None = None
 
 
+SETTINGS: dict[str, type[TokenizerSettings | ProcessorSettings]] = {
+    "tokenizer_config.json": TokenizerSettings,
+    "preprocessor_config.json": ProcessorSettings,
+}
+
+
 def require_file(name: FileName, raw: bytes) -> None:
     """Raise Invalid unless the file is JSON within the limits and, for settings, of known keys."""
-    settings = {"tokenizer_config.json": TokenizerSettings, "preprocessor_config.json": ProcessorSettings}.get(name)
+    settings = SETTINGS.get(name)
     limit = MAX_SETTINGS_BYTES if settings else MAX_FILE_BYTES
     if len(raw) > limit:
         raise Invalid(f"{name} has {len(raw)} bytes; it may have at most {limit}", remedy=REMEDY)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -14,7 +15,10 @@ from safetensors.numpy import load
 from tessera.shared.api.runs import Cohort, RunSpec
 from tessera.shared.api.tasks import Failure
 from tessera.shared.api.versions import Manifest, ServerTensor
+from tessera.shared.cli.export import export_folder
 from tessera.shared.methods.base import MethodSpec
+from tessera.shared.model.preprocessing import FileRef
+from tessera.shared.model.spec import Model
 from tessera.shared.schema import canonical
 from tessera.shared.tensors.lazy import as_bytes
 from tests.support.coordinator import LiveCoordinator, refused, refusing, until
@@ -159,7 +163,28 @@ def test_an_orchestrator_cannot_make_a_run_of_what_a_site_sent(coordinator: Live
     with refusing("invalid") as caught:
         client.create_run(spec)
     assert [fault.pointer for fault in caught.value.errors] == ["/version/blocks/head.weight"]
+    ref = FileRef(digest=private, nbytes=START["head.weight"].nbytes)
+    with refusing("invalid") as caught:
+        start_run(client, MODEL.model_copy(update={"preprocessing": {"tokenizer.json": ref}}), START)
+    assert [fault.pointer for fault in caught.value.errors] == ["/model/preprocessing/tokenizer.json"]
     assert not client.has_blob(private)
+
+
+def test_a_tokenizer_of_the_model_is_exported_and_its_settings_are_checked(
+    coordinator: LiveCoordinator, tmp_path: Path
+) -> None:
+    client = coordinator.client("orchestrator")
+
+    def model(name: str, raw: bytes) -> Model:
+        ref = FileRef(digest=client.put_bytes(raw), nbytes=len(raw))
+        return MODEL.model_copy(update={"preprocessing": {name: ref}})
+
+    run = start_run(client, model("tokenizer.json", b'{"model": {}}'), START)
+    export_folder(client, run, tmp_path / "out", 0, lambda _: None)
+    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == b'{"model": {}}'
+    with refusing("invalid") as caught:
+        start_run(client, model("tokenizer_config.json", b'{"auto_map": {"AutoTokenizer": "evil.py"}}'), START)
+    assert "do not travel" in str(caught.value)
 
 
 def test_a_first_version_s_memory_must_be_there_and_fit(coordinator: LiveCoordinator) -> None:
