@@ -18,6 +18,7 @@ from tessera.shared.aggregation.server_optimizer import Plain, ServerOptimizer
 from tessera.shared.api.tasks import TaskView
 from tessera.shared.api.versions import VersionRef
 from tessera.shared.methods.base import MethodSpec
+from tessera.shared.near_names import did_you_mean
 from tessera.shared.run_settings import Privacy, Training
 from tessera.shared.schema import Bytes, Digest, Frozen, Label, Message, Rounds, RoundState, RunState, Seed
 from tessera.shared.updates.codecs import pipeline
@@ -189,6 +190,9 @@ class Run(Message):
     version: VersionRef
     model_bytes: int
     revision: int
+    tags: tuple[str, ...] = ()
+    """For people, to find the run and to group runs."""
+    note: str = ""
     created_at: datetime
     updated_at: datetime
 
@@ -240,9 +244,31 @@ class Preview(Message):
     """Sites that the run invites and that no worker was ever heard of from."""
     warnings: tuple[str, ...] = ()
 
+    @property
+    def remarks_on_sites(self) -> list[str]:
+        """A sentence for each missing site, with the known site that it may have meant."""
+        known = {one.worker.partition("/")[0] for one in self.workers}
+        return [
+            f"no worker has ever connected from the site {name!r}{did_you_mean(name, known)}"
+            for name in self.missing_sites
+        ]
+
+
+Tags = Annotated[tuple[Label, ...], Field(max_length=16)]
+
 
 class RunPatch(Frozen):
-    state: Literal["running", "paused", "cancelled"]
+    """Changes of a run; what is left out stays."""
+
+    state: Literal["running", "paused", "cancelled"] | None = None
+    tags: Tags | None = None
+    note: Annotated[str, Field(max_length=2000)] | None = None
+
+    @model_validator(mode="after")
+    def _changes_something(self) -> Self:
+        if not self.model_fields_set:
+            raise ValueError("name what to change: state, tags or note")
+        return self
 
 
 class Round(Message):

@@ -201,6 +201,15 @@ def test_a_run_is_paused_resumed_and_cancelled(commands: Commands, folder: Path)
     assert [item["state"] for item in commands.json("run", "list")] == ["cancelled"]
 
 
+def test_a_run_has_tags_and_a_note(commands: Commands, folder: Path) -> None:
+    run = commands.create(folder)
+    commands.say("run", "annotate", run, "--tag", "pilot", "--tag", "v2", "--note", "a first look")
+    found = commands.json("run", "annotate", run, "--untag", "pilot", "--tag", "v2", "--tag", "v3")
+    assert (found["tags"], found["note"]) == (["v2", "v3"], "a first look")
+    assert commands.json("run", "annotate", run, "--tag", "no good", code=2)["errors"][0]["pointer"] == "/tags/2"
+    assert "v2, v3" in commands.say("run", "list").stdout
+
+
 def test_watching_tells_each_round_and_ends_with_the_run(
     commands: Commands, coordinator: LiveCoordinator, folder: Path
 ) -> None:
@@ -429,7 +438,10 @@ def test_a_site_is_suspended_and_resumed_by_its_name(coordinator: LiveCoordinato
     assert "suspended" in commands.say("admin", "sites").stdout
     assert "north/w  suspended" in commands.say("admin", "workers").stdout
     assert commands.json("admin", "site", "resume", "north")["suspended_at"] is None
-    assert "there is no site 'south'" in commands.say("admin", "site", "suspend", "south", code=1).stderr
+    refused = commands.say("admin", "site", "suspend", "nroth", code=1).stderr
+    assert "there is no site 'nroth'; did you mean 'north'?" in refused
+    refused = commands.say("admin", "token", "create", "n", "--role", "site", "--site", "nort", code=1).stderr
+    assert "there is no site 'nort'; did you mean `north`?" in refused
 
 
 def test_a_preview_says_who_would_take_part_and_create_warns_of_too_few(
@@ -442,6 +454,8 @@ def test_a_preview_says_who_would_take_part_and_create_warns_of_too_few(
     assert "a/w     yes" in shown.stdout
     assert "methods: it does not know the method fedavg, or may not use it" in shown.stdout
     assert "warning" not in shown.stderr
+    misspelt = commands.say(*asked, "--set", 'cohort.sites=["a", "bb"]').stderr
+    assert "no worker has ever connected from the site 'bb'; did you mean `b`?" in misspelt
     few = ("--set", "cohort.quorum=2")
     assert commands.json(*asked, *few, code=3)["eligible"] == 1
     made = commands.say("run", "create", *asked[2:], *few)
