@@ -121,7 +121,7 @@ PREPROCESSING: dict[str, tuple[Callable[[str, str], Any], tuple[str, ...]]] = {
     "tokenizer": (load_tokenizer, ("*token*.json", "*vocab*", "*.model")),
     "image processor": (load_processor, ("*processor_config.json",)),
 }
-"""What prepares a model's inputs: the function that loads it, and the names of its files."""
+"""Preprocessing of a model's inputs: the function that loads each part, and the names of its files."""
 
 
 @app.command()
