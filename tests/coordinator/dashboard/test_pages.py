@@ -313,7 +313,11 @@ def test_a_run_is_started_from_what_another_made(coordinator: LiveCoordinator) -
         "3. Which method?",
     ]
     assert 'list="datasets" autocomplete="off" aria-describedby="dataset-hint" value="data"' in questions
-    for told in ("tessera model init --lora-rank 8", "Sends the whole model.", f'<option value="{start}">'):
+    for told in (
+        "<code>tessera model init --lora-rank 8</code>",
+        "Sends the whole model.",
+        f'<option value="{start}">',
+    ):
         assert told in questions, told
     needy = person.http.get("/page/runs/new?method=scaffold").text
     assert re.search(r'name="/training/optimizer"[^>]*>.*?<option selected>sgd</option>', needy)
