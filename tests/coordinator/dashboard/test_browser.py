@@ -28,7 +28,8 @@ RULES = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"
 PAGES = {
     "overview": "/", "runs": "/runs", "run": "/runs/{run}", "rounds": "/runs/{run}/rounds",
     "round": "/runs/{run}/rounds/1", "open-round": "/runs/{run}/rounds/2", "sites": "/sites",
-    "approvals": "/approvals", "failures": "/failures", "audit": "/audit", "storage": "/storage",
+    "worker": "/workers/{worker}", "tokens": "/tokens", "rotate": "/tokens/{site_token}/rotate",
+    "suspend": "/sites/{site}/suspend", "approvals": "/approvals", "failures": "/failures", "audit": "/audit", "storage": "/storage",
     "methods": "/runs/new", "start": "/runs/new?method=fedfrozen", "cancel": "/runs/{run}/cancel",
     "gone": "/runs/nothing",
 }  # fmt: skip
