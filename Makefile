@@ -3,6 +3,7 @@ SHELL := /bin/bash
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
+DEMO_INSTALLED := .venv/installed-demo
 SIDE_BY_SIDE = $(shell cores=$$(nproc); echo $$((cores < 3 ? cores + 1 : 4)))
 
 .PHONY: help install notebook wheel demo demo-reports demo-pairs test test-postgresql check fix system fuzz \
@@ -12,24 +13,33 @@ SIDE_BY_SIDE = $(shell cores=$$(nproc); echo $$((cores < 3 ? cores + 1 : 4)))
 help: ## show this help
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
 
-install: $(INSTALLED) ## create .venv with everything in it
+install: $(INSTALLED) ## create .venv with everything in it; a demo installs only what demos need
 
-# Made anew when what is to be installed changes. pip would compile all files, and one at a time; the last line compiles
-# those that are often imported, before several processes would at once.
-$(INSTALLED): pyproject.toml constraints.txt
+# pip would compile all files, and one at a time; the last line compiles those that are often imported, before several
+# processes would at once.
+define install-extra
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Tessera needs Python 3.11 or newer")'
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
-	$(BIN)/python -m compileall -qq -j 0 -x 'transformers/models/|/tests/' .venv/lib || true
-	@touch $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt --editable '.[$(1)]'
+	$(BIN)/python -m compileall -qq -j 0 -x 'transformers/models/|torch/_inductor/|networkx/|/tests/|/testing/' .venv/lib || true
+endef
 
-demo: install ## four institutions train one transformer without sharing data
+# Made anew when what is to be installed changes. `dev` includes `demo`.
+$(INSTALLED): pyproject.toml constraints.txt
+	$(call install-extra,dev)
+	@touch $(INSTALLED) $(DEMO_INSTALLED)
+
+$(DEMO_INSTALLED): pyproject.toml constraints.txt
+	$(call install-extra,demo)
+	@touch $(DEMO_INSTALLED)
+
+demo: $(DEMO_INSTALLED) ## four institutions train one transformer without sharing data
 	$(BIN)/python -m examples.digits $(if $(SCOPE),--scope $(SCOPE))
 
-demo-reports: install ## three hospitals learn from synthetic notes with SAFL: half the layers travel
+demo-reports: $(DEMO_INSTALLED) ## three hospitals learn from synthetic notes with SAFL: half the layers travel
 	$(BIN)/python -m examples.reports
 
-demo-pairs: install ## four sites adapt a small CLIP with pFedDC: prompts alone travel
+demo-pairs: $(DEMO_INSTALLED) ## four sites adapt a small CLIP with pFedDC: prompts alone travel
 	$(BIN)/python -m examples.pairs
 
 # The wheel is built from the source archive: an earlier build in this folder cannot leave a file in it.

@@ -27,7 +27,8 @@ from tessera.shared.problems import Forbidden, NotFound, Problem, Unauthenticate
 from tessera.shared.schema import PROTOCOL
 from tessera.shared.urls import is_loopback, proxy_of
 from tessera.worker.data.dataset import DataError, Dataset
-from tessera.worker.governance.descriptions import policy_in_words, size
+from tessera.worker.governance.descriptions import ANY_BLOCK, policy_in_words, size
+from tessera.worker.governance.policy import Policy
 from tessera.worker.inventory import device_of, held_out_key, load_source
 from tessera.worker.settings import DataSource, SettingsError, WorkerSettings, tls_of, token_of
 from tessera.worker.state.atomic_files import temporary_file
@@ -37,6 +38,15 @@ SLOW_BYTES_PER_SECOND = 20e6
 MIN_FREE_BYTES = 1 << 30
 PROBE_BYTES = 1 << 18
 MATMUL_ROWS = 1024
+
+WHAT_LEAVES = (
+    "may_send", "never_send", "max_upload_bytes", "max_run_upload_bytes", "require_privacy", "approve_runs", "airlock"
+)  # fmt: skip
+"""Rules of a policy of which a site sets one at least; without any, everything may leave unseen."""
+OPEN_REMEDY = (
+    "Add one of these lines to [policy] in the settings: approve_runs = true, airlock = true, "
+    'never_send = ["*embeddings*"], max_run_upload_bytes = 1_000_000_000'
+)
 
 
 def checks(settings: WorkerSettings, *, probe: bool) -> Iterator[tuple[str, Check]]:
@@ -173,7 +183,13 @@ def _dataset(settings: WorkerSettings, name: str, source: DataSource) -> Iterato
 
 def _policy(settings: WorkerSettings) -> Iterator[Finding]:
     policy = settings.policy
-    yield from (ok("policy", sentence) for sentence in policy_in_words(policy))
+    default = Policy()
+    is_open = all(getattr(policy, rule) == getattr(default, rule) for rule in WHAT_LEAVES)
+    for sentence in policy_in_words(policy):
+        if is_open and sentence.startswith(ANY_BLOCK):
+            yield warn("policy", f"{sentence} No person approves it.", OPEN_REMEDY)
+        else:
+            yield ok("policy", sentence)
     for rule in ("orchestrators", "methods", "datasets", "models"):
         if getattr(policy, rule) == ():
             remedy = f"Name some, or remove policy.{rule} to allow any."

@@ -46,9 +46,13 @@ state_dir = {state_dir}
 # held_out = 0.2
 
 # You decide what leaves this site, regardless of what a coordinator requests.
+# Without a rule, any block may leave in any run. Remove the `#` from these lines for a stricter site.
 [policy]
-# approve_runs = true  # a person at this site approves each run first
-# never_send = ["*embeddings*"]
+# approve_runs = true                   # a person at this site approves each run first
+# never_send = ["*embeddings*"]         # names of blocks, as patterns
+# max_upload_bytes = 50_000_000         # of an update
+# max_run_upload_bytes = 1_000_000_000  # of all updates of a run
+# airlock = true                        # a person releases each update
 """
 
 

@@ -5,9 +5,10 @@ from sqlalchemy.orm import Session
 
 from tessera.coordinator.db import audit
 from tessera.coordinator.db.tables import SiteRow, TokenRow, new_id
+from tessera.coordinator.db.workers import no_site
 from tessera.coordinator.domain.principal import Principal
 from tessera.shared.api.admin import TokenSpec
-from tessera.shared.problems import Conflict, Fault, Invalid, NotFound, SiteSuspended, Unauthenticated
+from tessera.shared.problems import Conflict, Invalid, NotFound, SiteSuspended, Unauthenticated
 from tessera.shared.token_format import hash_of, new_secret
 
 SUSPENDED_SECONDS = 30.0
@@ -76,8 +77,11 @@ def issue_token(session: Session, now: float, actor: str, spec: TokenSpec) -> tu
     if spec.site is not None:
         site = session.scalars(select(SiteRow).where(SiteRow.name == spec.site)).one_or_none()
         if site is None:
-            fault = Fault(pointer="/site", detail=f"there is no site {spec.site!r}")
-            raise Invalid("the token's site does not exist", errors=[fault], remedy="Create the site first.")
+            raise Invalid(
+                "the token's site does not exist",
+                errors=[no_site(session, spec.site)],
+                remedy="Create the site first.",
+            )
     secret = new_secret(spec.role)
     row = TokenRow(
         id=new_id(),

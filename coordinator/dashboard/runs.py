@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
+from statistics import fmean
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Request, Response
@@ -233,8 +234,7 @@ def _remaining(session: Session, now: float, run: Run, end: datetime | None) -> 
     )
     past = past_seconds(session, run.id, stage or "")
     after = max(0, run.spec.rounds - run.version.number - 1)
-    each = sum(past) / len(past) if past else end.timestamp() - run.created_at.timestamp()
-    return max(0.0, end.timestamp() - now) + after * each
+    return max(0.0, end.timestamp() - now) + after * fmean(past)
 
 
 def _waiting_for(session: Session, serving: Services, now: float, run: Run) -> str:

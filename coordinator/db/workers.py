@@ -8,7 +8,8 @@ from sqlalchemy.orm import Session
 from tessera.coordinator.db import audit
 from tessera.coordinator.db.tables import SiteRow, TokenRow, WorkerRow, declared_text, new_id
 from tessera.shared.api.tasks import Claim, LiveValues
-from tessera.shared.problems import Conflict, NotFound, QuotaExceeded
+from tessera.shared.near_names import did_you_mean
+from tessera.shared.problems import Conflict, Fault, NotFound, QuotaExceeded
 from tessera.shared.schema import MAX_CLAIM_BYTES
 from tessera.shared.tensors.lazy import digest_of
 
@@ -56,6 +57,14 @@ def find_site(session: Session, site_id: str) -> SiteRow:
     if row is None:
         raise NotFound(f"there is no site {site_id}")
     return row
+
+
+def no_site(session: Session, name: str) -> Fault:
+    """Return the fault of a request that names an unknown site."""
+    return Fault(
+        pointer="/site",
+        detail=f"there is no site {name!r}{did_you_mean(name, session.scalars(select(SiteRow.name)))}",
+    )
 
 
 def workers_of(session: Session, site_id: str | None) -> list[str]:

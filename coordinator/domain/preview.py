@@ -9,9 +9,10 @@ from tessera.coordinator.domain.workers import LiveWorker
 from tessera.shared.api.runs import Ineligibility, Preview, RoundWorkload, RunSpec, WorkerPreview
 from tessera.shared.api.tasks import AdvertisedPolicy
 from tessera.shared.methods.base import Plan, State
+from tessera.shared.methods.registry import coordinator_half
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.spec import Model
-from tessera.shared.rounds.planning import plan_round, warnings_of
+from tessera.shared.rounds.planning import plan_round, run_facts, warnings_of
 from tessera.shared.run_settings import is_open, minutes_until_open
 
 AWAITING = "awaiting-approval"
@@ -38,12 +39,14 @@ def preview(
         plans = {}
         for name, said in refused.items():
             found[name] = [*found[name], said]
-    asked = {name: _ask(plan, model) for name, plan in plans.items()}
+    half = coordinator_half(invited.spec.method, run_facts(invited.spec, model))
+    asked = {name: _ask(plan, model, half.largest_update(plan)) for name, plan in plans.items()}
+    pool = [worker for worker in known if not _but_for_approval(found[worker.name])]
     workers = tuple(
         WorkerPreview(
             worker=worker.name,
             ineligibilities=tuple(found[worker.name]),
-            warnings=tuple(policy_warnings(invited, worker.advertised_policy, ask.upload_bytes)) if ask else (),
+            warnings=_warnings(invited, worker, ask, pool, asked),
             workload=ask,
         )
         for worker in known
@@ -59,6 +62,28 @@ def preview(
         missing_sites=tuple(sorted(set(invited_sites) - {worker.site for worker in known})),
         warnings=(*_shared_data(invited.spec, known), *warnings_of(invited.spec, model, state)),
     )
+
+
+def _warnings(
+    invited: RunTerms,
+    worker: LiveWorker,
+    ask: RoundWorkload | None,
+    pool: Sequence[LiveWorker],
+    asked: Collection[str],
+) -> tuple[Ineligibility, ...]:
+    """Return why an eligible worker may not do its part, or why the first round asks it for nothing."""
+    if ask:
+        return tuple(policy_warnings(invited, worker.advertised_policy, ask.largest_update_bytes or 0))
+    if worker not in pool:
+        return ()
+    cohort, sites = invited.spec.cohort, {one.site for one in pool}
+    if worker.site in {one.site for one in pool if one.name in asked}:
+        detail = f"cohort.workers_per_site is {cohort.workers_per_site}, and another worker of its site was drawn"
+    elif cohort.size is not None and cohort.size < len(sites):
+        detail = f"cohort.size is {cohort.size} of {len(sites)} sites, and the first round draws others"
+    else:
+        detail = f"{invited.spec.method.name} plans nothing for it in the first round"
+    return (Ineligibility(rule="cohort", detail=detail),)
 
 
 def _shared_data(spec: RunSpec, known: Sequence[LiveWorker]) -> list[str]:
@@ -99,9 +124,9 @@ def _silent(policy: AdvertisedPolicy | None, now: float) -> Ineligibility:
     return Ineligibility(rule="silent", detail="it was not seen recently")
 
 
-def _ask(plan: Plan, model: Model) -> RoundWorkload:
+def _ask(plan: Plan, model: Model, largest_update: int) -> RoundWorkload:
     totals: dict[str, int] = {}
     for part in ("fetch", "train", "upload"):
         blocks: tuple[Block, ...] = getattr(plan, part).resolve(model.blocks)
         totals |= {f"{part}_blocks": len(blocks), f"{part}_bytes": sum(block.nbytes for block in blocks)}
-    return RoundWorkload(stage=plan.stage, **totals)
+    return RoundWorkload(stage=plan.stage, largest_update_bytes=largest_update, **totals)

@@ -15,7 +15,7 @@ from sqlalchemy.orm import Session
 from tessera.coordinator.auth import tokens
 from tessera.coordinator.db import audit, views
 from tessera.coordinator.db.tables import AuditRow, EnrolmentRow, SiteRow, TokenRow, new_id
-from tessera.coordinator.db.workers import create_site
+from tessera.coordinator.db.workers import create_site, no_site
 from tessera.coordinator.domain.principal import Principal
 from tessera.coordinator.services import Services
 from tessera.shared.api.admin import Approval, Enrolment, EnrolmentSpec, Rotated, Rotation
@@ -104,7 +104,7 @@ def approve(services: Services, caller: Principal, enrolment_id: str, approval: 
             raise Invalid("the code is wrong", errors=[fault], remedy="Ask the worker's people for it again.")
         site = session.scalars(select(SiteRow).where(SiteRow.name == approval.site)).one_or_none()
         if site is None and not approval.create_site:
-            fault = Fault(pointer="/site", detail=f"there is no site {approval.site!r}")
+            fault = no_site(session, approval.site)
             raise Invalid("the site does not exist", errors=[fault], remedy="Set create_site to create it.")
         if site is None:
             site = create_site(session, now, actor, approval.site)

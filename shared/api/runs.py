@@ -18,6 +18,7 @@ from tessera.shared.aggregation.server_optimizer import Plain, ServerOptimizer
 from tessera.shared.api.tasks import TaskView
 from tessera.shared.api.versions import VersionRef
 from tessera.shared.methods.base import MethodSpec
+from tessera.shared.near_names import did_you_mean
 from tessera.shared.run_settings import Privacy, Training
 from tessera.shared.schema import Bytes, Digest, Frozen, Label, Message, Rounds, RoundState, RunState, Seed
 from tessera.shared.updates.codecs import pipeline
@@ -211,6 +212,8 @@ class RoundWorkload(Message):
     train_bytes: int
     upload_blocks: int
     upload_bytes: int
+    largest_update_bytes: int | None = None
+    """Less than `upload_bytes` if the worker chooses among the blocks, as in SAFL."""
 
 
 class WorkerPreview(Message):
@@ -237,6 +240,15 @@ class Preview(Message):
     missing_sites: tuple[str, ...] = ()
     """Sites that the run invites and that no worker was ever heard of from."""
     warnings: tuple[str, ...] = ()
+
+    @property
+    def remarks_on_sites(self) -> list[str]:
+        """A sentence for each missing site, with the known site that it may have meant."""
+        known = {one.worker.partition("/")[0] for one in self.workers}
+        return [
+            f"no worker has ever connected from the site {name!r}{did_you_mean(name, known)}"
+            for name in self.missing_sites
+        ]
 
 
 class RunPatch(Frozen):

@@ -64,6 +64,8 @@ class Progress(Message):
     """
 
     phase: Phase
+    activity: ShortText | None = None
+    """Work that precedes the first step of the phase."""
     step: Counted | None = None
     steps: Counted | None = None
     loss: Number | None = None

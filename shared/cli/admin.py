@@ -18,11 +18,12 @@ from rich.live import Live
 from rich.markup import escape
 
 from tessera.shared.api.admin import Approval, Enrolment, IssuedToken, Site, Status, Token, TokenSpec, WorkerView
-from tessera.shared.cli.connection import WATCHING_PATIENCE_SECONDS, client_of, connect, find_token
+from tessera.shared.cli.connection import WATCHING_PATIENCE_SECONDS, client_of, connect, find_token, only
 from tessera.shared.cli.render import output
 from tessera.shared.cli.render.output import AsJson
 from tessera.shared.client.client import Client
 from tessera.shared.client.round_outcomes import at_work
+from tessera.shared.near_names import did_you_mean
 from tessera.shared.problems import Conflict, Invalid, NotFound
 from tessera.shared.schema import Label, TokenRole
 from tessera.shared.token_format import normal_code
@@ -174,10 +175,7 @@ def resume(ctx: typer.Context, name: SiteName, as_json: AsJson = False) -> None:
 
 
 def _site(client: Client, name: str) -> Site:
-    for site in client.sites():
-        if site.name == name:
-            return site
-    raise NotFound(f"there is no site {name!r}", remedy="List the sites: `tessera admin sites`.")
+    return only("site", name, client.sites(), lambda site: site.id, lambda site: site.name)
 
 
 def _print_site(site: Site, *, as_json: bool) -> None:
@@ -207,11 +205,13 @@ def approve(
     client = client_of(ctx)
     enrolment = _pending(client, code)
     name = site or enrolment.site
-    known = name in (one.name for one in client.sites())
+    sites = [one.name for one in client.sites()]
+    known = name in sites
     if site is None and not known:
+        unknown = f"there is no site {name!r}{did_you_mean(name, sites)}"
         if not sys.stdin.isatty():
-            raise Invalid(f"there is no site {name!r}", remedy=f"Create it with --site {name}.")
-        typer.confirm(f"There is no site {name}. Create it?", abort=True, err=True)
+            raise Invalid(unknown, remedy=f"Create it with --site {name}.")
+        typer.confirm(f"{unknown} Create {name!r}?", abort=True, err=True)
     admitted = client.approve(enrolment.id, Approval(code=code, site=name, create_site=not known))
     output.show(admitted, f"{admitted.worker} is admitted as a worker of site {admitted.site}", as_json=as_json)
 

@@ -123,4 +123,4 @@ def only(
     return found[0]
 
 
-_LISTS = {"run": "run list", "token": "admin token list"}
+_LISTS = {"run": "run list", "token": "admin token list", "site": "admin sites"}

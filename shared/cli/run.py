@@ -391,13 +391,14 @@ def _preview_row(prospect: WorkerPreview) -> tuple[object, ...]:
             f"{work.train_blocks} blocks, {output.size(work.train_bytes)}",
             f"{work.upload_blocks} blocks, {output.size(work.upload_bytes)}",
         )
+        if work.largest_update_bytes not in (None, work.upload_bytes):
+            amounts = (*amounts[:2], f"{output.size(work.largest_update_bytes)}, chosen from {amounts[2]}")
     return (prospect.worker, takes_part, *amounts, because or None)
 
 
 def preview_notes(found: Preview) -> Iterator[str]:
     """Yield remarks and warnings to read before the run is started."""
-    if found.missing_sites:
-        yield f"no worker has ever connected from {', '.join(found.missing_sites)}"
+    yield from found.remarks_on_sites
     if found.eligible < found.quorum:
         after = f"; {found.awaiting_approval} more once their sites approve it" if found.awaiting_approval else ""
         yield f"warning: {found.eligible} would take part now, fewer than the quorum of {found.quorum}{after}"

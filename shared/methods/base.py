@@ -191,6 +191,10 @@ class CoordinatorHalf(Generic[C]):
         earlier version. A method's memory of its sites may assume that they hold the present version."""
         raise UnsupportedRun("the method merges only updates that started from the present version")
 
+    def largest_update(self, plan: Plan) -> int:
+        """Return the most bytes of an update, before any codec. Override it if workers choose among the blocks."""
+        return sum(block.nbytes for block in plan.upload.resolve(self.run.blocks))
+
     def inclusion_probability(self, block: Block) -> float:
         """Return the probability that a worker sends the block, for the `inverse-probability` average. Raises
         UnsupportedRun if it is unknown, for instance because the choice depends on data."""

@@ -341,6 +341,10 @@ class SAFLCoordinator(CoordinatorHalf[SAFLSettings]):
     def check_robust(self) -> None:
         """Accept every rule: all steps pass it. A malicious worker can affect the layers that a consensus chooses."""
 
+    def largest_update(self, plan: Plan) -> int:
+        layers = plan.scalars.get(LAYERS)
+        return super().largest_update(plan) if layers is None else self._candidates.trained_bytes(int(layers))
+
     def inclusion_probability(self, block: Block) -> float:
         settings = self.settings
         if settings.looks_at_data:

@@ -58,21 +58,20 @@ class Pace:
 def expected_end(
     opened_at: float, now: float, deadline_at: float, before: Sequence[float], paces: Sequence[Pace]
 ) -> float | None:
-    """Return the expected end, or None without data. `before` has the durations of earlier rounds in seconds.
+    """Return the expected end. `before` has the durations of earlier rounds in seconds; without any, return None.
 
-    A round is as slow as its slowest worker. Earlier rounds count at its start, and its workers' own pace the more,
-    the more they have done.
+    The pace of a first round alone says little: it counts steps, and not the work before and after them. A round is
+    as slow as its slowest worker. Earlier rounds count at its start, and its workers' own pace the more, the more
+    they have done.
     """
-    by_past = opened_at + median(before) if before else None
+    if not before:
+        return None
+    end = opened_at + median(before)
     share = min((pace.share for pace in paces), default=0.0)
-    by_pace = None
     if share >= MIN_SHARE:
         by_pace = max((_end(pace, opened_at, now) for pace in paces if not pace.over), default=now)
-    if by_past is None or by_pace is None:
-        end = by_past if by_pace is None else by_pace
-    else:
-        end = (1 - share) * by_past + share * by_pace
-    return None if end is None else min(max(end, now), deadline_at)
+        end = (1 - share) * end + share * by_pace
+    return min(max(end, now), deadline_at)
 
 
 def _end(pace: Pace, opened_at: float, now: float) -> float:

@@ -83,11 +83,15 @@ def test_what_fails_is_named_with_a_remedy_and_the_rest_is_looked_at(
     assert set(failed) == {"token", "data gone", "line"}
     assert failed["token"]["remedy"] == "Ask an administrator for a token of role site."
     assert "/nowhere.safetensors" in failed["data gone"]["detail"]
-    assert named(findings, "policy")["verdict"] == "ok"
+    (opened,) = [found for found in findings if found["name"] == "policy" and found["verdict"] == "warn"]
+    assert opened["detail"] == "Any block may leave; at most 17.2 GB at a time. No person approves it."
+    assert "approve_runs = true" in opened["remedy"]
 
 
 def test_a_policy_that_shuts_out_all_by_a_slip_is_a_warning(coordinator: LiveCoordinator, tmp_path: Path) -> None:
-    policy = '[policy]\nmethods = ["fedavgg", "fedper"]\ndatasets = ["digit"]\nmodels = ["bert", "vitt"]\n'
+    policy = (
+        '[policy]\nairlock = true\nmethods = ["fedavgg", "fedper"]\ndatasets = ["digit"]\nmodels = ["bert", "vitt"]\n'
+    )
     _, findings = doctor(tmp_path, coordinator.url, coordinator.token("site", "a"), policy + "orchestrators = []\n")
     warned = {found["detail"]: found["remedy"] for found in findings if found["verdict"] == "warn"}
     assert {detail: remedy for detail, remedy in warned.items() if "cache_bytes" not in detail} == {

@@ -15,6 +15,8 @@ NAMES = {
     "clip": "CLIP", "siglip": "SigLIP", "gpt2": "GPT-2", "t5": "T5", "llama": "Llama", "dinov2": "DINOv2",
 }  # fmt: skip
 
+ANY_BLOCK = "Any block may leave"
+
 
 def size(nbytes: int) -> str:
     """Return a size with its unit, such as "1.2 MB"."""
@@ -97,7 +99,7 @@ def policy_in_words(policy: Policy) -> Iterator[str]:
         f"and {_any_of(policy.datasets, 'any data set that is set up')}."
     )
     never = f", never {', '.join(policy.never_send)}" if policy.never_send else ""
-    what = "Any block may leave" if policy.may_send == EVERYTHING else "Only blocks that may_send names may leave"
+    what = ANY_BLOCK if policy.may_send == EVERYTHING else "Only blocks that may_send names may leave"
     whole = f", {size(policy.max_run_upload_bytes)} over a run" if policy.max_run_upload_bytes else ""
     yield f"{what}{never}; at most {size(policy.max_upload_bytes)} at a time{whole}."
     if floor := policy.require_privacy:

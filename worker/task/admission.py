@@ -22,6 +22,7 @@ from tessera.worker.state.privacy_ledger import LEDGER_FOLDER, Ledger
 from tessera.worker.task.environment import TaskRun
 from tessera.worker.task.errors import TaskFailure, faults_in
 from tessera.worker.task.fetch import read_model
+from tessera.worker.training.progress import CALIBRATING
 
 if TYPE_CHECKING:
     from tessera.worker.privacy.private_task import PrivateTask
@@ -143,6 +144,7 @@ def _private(run: TaskRun, dataset: Dataset) -> PrivateTask | None:
             "privacy-not-installed",
             f"the run uses differential privacy, which is not installed here ({error}): install tessera[privacy]",
         ) from error
+    run.report.begin("waiting", CALIBRATING)
     private: PrivateTask = privacy.PrivateTask(
         task,
         task.privacy,

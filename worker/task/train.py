@@ -11,7 +11,7 @@ from tessera.worker.data.dataset import Dataset
 from tessera.worker.task.environment import TaskRun
 from tessera.worker.task.errors import TaskFailure
 from tessera.worker.task.fetch import Loaded
-from tessera.worker.training.progress import rounded
+from tessera.worker.training.progress import CALIBRATING, rounded
 from tessera.worker.training.trainer import Batches, Trainer, epochs_of, gradient_scaler
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def train(
     _check_plan(run, loaded)
     report.examples = dataset.examples
     # Selecting blocks may read data too; no steps are counted for that.
-    report.begin("training")
+    report.begin("training", CALIBRATING if private else None)
     if private:
         dataset = dataset.padded()
         context.choose_top = private.top_k

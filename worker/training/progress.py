@@ -9,6 +9,7 @@ from tessera.shared.api.tasks import Progress
 from tessera.shared.schema import MAX_NUMBER, Phase
 
 FIGURE_DIGITS = 3
+CALIBRATING = "calibrating noise"
 
 
 def rounded(figure: float) -> float:
@@ -28,6 +29,7 @@ class Report:
     download_bytes: int = 0
     upload_bytes: int = 0
     phase: Phase = "waiting"
+    activity: str | None = None
     step: int = 0
     steps: int = 0
     """0 if unknown."""
@@ -39,8 +41,16 @@ class Report:
     began: list[tuple[float, Phase]] = field(default_factory=list)
     """The instants at which phases began, in seconds since 1970."""
 
-    def begin(self, phase: Phase, *, steps: int = 0, total_bytes: int = 0, by_quarter: bool = False) -> None:
-        self.step, self.steps, self.loss, self.total_bytes = 0, steps, None, total_bytes
+    def begin(
+        self,
+        phase: Phase,
+        activity: str | None = None,
+        *,
+        steps: int = 0,
+        total_bytes: int = 0,
+        by_quarter: bool = False,
+    ) -> None:
+        self.step, self.steps, self.loss, self.total_bytes, self.activity = 0, steps, None, total_bytes, activity
         self.by_quarter = by_quarter
         self.phase = phase
         self.began.append((time.time(), phase))
@@ -63,6 +73,7 @@ class Report:
         loss = None if self.loss is None else rounded(self.loss)
         return Progress(
             phase=self.phase,
+            activity=self.activity,
             step=self._step() if self.phase in ("training", "evaluating") else None,
             steps=self.steps or None,
             loss=loss if loss is not None and abs(loss) < MAX_NUMBER else None,

@@ -20,7 +20,7 @@ from tessera.worker.model.block_map import named_tensors
 from tessera.worker.model.forward import evaluation_mode
 from tessera.worker.training.context import LocalTaskContext
 from tessera.worker.training.freeze import Freeze
-from tessera.worker.training.progress import Check, Report
+from tessera.worker.training.progress import CALIBRATING, Check, Report
 
 Batch = dict[str, Tensor]
 
@@ -111,10 +111,11 @@ class Trainer:
         steps, loss = 0, math.nan
         epochs = sum(epochs_of(phase, self.training) for phase in phases)
         steps_ahead = epochs * steps_in(dataset.examples, self.training.batch_size)
-        self.report.begin("training", steps=steps_ahead, by_quarter=self.private is not None)
         if self.private and phases:
+            self.report.begin("training", CALIBRATING)
             self._rehearse(dataset)
             self.private.begin(epochs)
+        self.report.begin("training", steps=steps_ahead, by_quarter=self.private is not None)
         for phase in phases:
             self.half.on_phase_start(self.context, phase)
             epoch = _Epoch(self, phase)

@@ -156,10 +156,7 @@ class Estimates:
         return self._left(round_, [Pace.of(task) for task in round_.tasks], now, later)
 
     def _left(self, round_: Round, paces: Sequence[Pace], now: datetime, later: int) -> str:
-        before = self._seconds.get(round_.stage)
-        if not before:
-            return ""
-        at = now.timestamp()
+        before, at = self._seconds.get(round_.stage, ()), now.timestamp()
         end = expected_end(round_.opened_at.timestamp(), at, round_.deadline_at.timestamp(), list(before), paces)
         return "" if end is None else f"{output.about(end - at + later * median(before))} left"
 
@@ -220,7 +217,7 @@ def _doing(task: TaskView) -> tuple[str, str, str]:
         done = f"step {at.step or 0} of {at.steps}"
     elif at.total_bytes:
         done = f"{output.size(at.bytes or 0)} of {output.size(at.total_bytes)}"
-    return at.phase, done, "" if at.loss is None else f"loss {at.loss:.3g}"
+    return at.activity or at.phase, done, "" if at.loss is None else f"loss {at.loss:.3g}"
 
 
 def _joined(*parts: str) -> str:

@@ -10,9 +10,11 @@ import pytest
 from tessera.shared.api.runs import Cohort, Preview, RunSpec, WorkerPreview
 from tessera.shared.api.tasks import AdvertisedPolicy, Failure
 from tessera.shared.api.versions import Manifest
+from tessera.shared.cli.run import preview_table
 from tessera.shared.client.client import Client
 from tessera.shared.methods.base import MethodSpec
 from tessera.shared.model.selectors import roles
+from tessera.shared.model.spec import Model
 from tessera.shared.problems import Forbidden, Invalid
 from tessera.shared.run_settings import Budget
 from tessera.shared.schema import canonical
@@ -24,11 +26,11 @@ MODEL = small_model()
 FROZEN = MethodSpec(name="fedfrozen", settings={"warmup_rounds": 1, "scope": "v_head"})
 
 
-def spec_of(client: Client, **more: Any) -> RunSpec:
-    blocks = {name: client.put_bytes(bytes(as_bytes(array))) for name, array in values(MODEL).items()}
+def spec_of(client: Client, *, model_of: Model = MODEL, **more: Any) -> RunSpec:
+    blocks = {name: client.put_bytes(bytes(as_bytes(array))) for name, array in values(model_of).items()}
     version = client.put_bytes(canonical(Manifest(blocks=blocks)))
     given = {"name": "trial", "method": MethodSpec(name="fedavg"), "dataset": "data", "rounds": 2, **more}
-    return RunSpec(model=client.put_bytes(canonical(MODEL)), version=version, **given)
+    return RunSpec(model=client.put_bytes(canonical(model_of)), version=version, **given)
 
 
 def by_name(found: Preview) -> dict[str, WorkerPreview]:
@@ -88,10 +90,42 @@ def test_what_is_previewed_is_what_the_round_then_asks(coordinator: LiveCoordina
     prospects = by_name(client.preview_run(spec))
     drawn = {name for name, prospect in prospects.items() if prospect.workload}
     assert len(drawn) == 2
+    left = [said for name, prospect in prospects.items() if name not in drawn for said in prospect.warnings]
+    assert {(said.rule, said.detail) for said in left} == {
+        ("cohort", "cohort.size is 2 of 4 sites, and the first round draws others")
+    }
     run = client.create_run(spec)
     until(lambda: list(client.rounds(run.id)))
     assert {task.worker for task in client.round(run.id, 1).tasks} == drawn
     assert len(workers) == 4
+
+
+def test_a_second_worker_of_a_site_is_told_why_it_is_not_drawn(coordinator: LiveCoordinator) -> None:
+    for name in ("w", "x"):
+        ScriptedWorker(coordinator.client("site", "a"), name=name).enrol()
+    found = coordinator.client("orchestrator")
+    prospects = by_name(found.preview_run(spec_of(found)))
+    (said,) = [said.detail for prospect in prospects.values() for said in prospect.warnings]
+    assert said == "cohort.workers_per_site is 1, and another worker of its site was drawn"
+
+
+def test_a_preview_tells_what_a_worker_that_chooses_layers_sends(coordinator: LiveCoordinator) -> None:
+    known(coordinator, "a", methods=("safl",))
+    client = coordinator.client("orchestrator")
+    second = [
+        block.model_copy(update={"tensor": block.tensor.replace("0", "1"), "layer": 1})
+        for block in MODEL.blocks
+        if block.layer == 0
+    ]
+    two_layers = MODEL.model_copy(update={"blocks": (*MODEL.blocks, *second)})
+    safl = MethodSpec(name="safl", settings={"layers": 1})
+    found = client.preview_run(spec_of(client, model_of=two_layers, method=safl))
+    asked = by_name(found)["a/w"].workload
+    assert asked
+    # A layer has 4 * (4 * 16 + 64) bytes, and the head, which is always sent, 4 * 8.
+    assert (asked.largest_update_bytes, asked.upload_bytes) == (544, 1056)
+    (shown,) = preview_table(found).columns[4].cells
+    assert shown == "544 bytes, chosen from 11 blocks, 1.1 kB"
 
 
 def test_who_is_silent_is_told_apart_by_its_hours(tmp_path: Any) -> None:

@@ -429,7 +429,10 @@ def test_a_site_is_suspended_and_resumed_by_its_name(coordinator: LiveCoordinato
     assert "suspended" in commands.say("admin", "sites").stdout
     assert "north/w  suspended" in commands.say("admin", "workers").stdout
     assert commands.json("admin", "site", "resume", "north")["suspended_at"] is None
-    assert "there is no site 'south'" in commands.say("admin", "site", "suspend", "south", code=1).stderr
+    refused = commands.say("admin", "site", "suspend", "nroth", code=1).stderr
+    assert "there is no site 'nroth'; did you mean 'north'?" in refused
+    refused = commands.say("admin", "token", "create", "n", "--role", "site", "--site", "nort", code=1).stderr
+    assert "there is no site 'nort'; did you mean `north`?" in refused
 
 
 def test_a_preview_says_who_would_take_part_and_create_warns_of_too_few(
@@ -442,6 +445,8 @@ def test_a_preview_says_who_would_take_part_and_create_warns_of_too_few(
     assert "a/w     yes" in shown.stdout
     assert "methods: it does not know the method fedavg, or may not use it" in shown.stdout
     assert "warning" not in shown.stderr
+    misspelt = commands.say(*asked, "--set", 'cohort.sites=["a", "bb"]').stderr
+    assert "no worker has ever connected from the site 'bb'; did you mean `b`?" in misspelt
     few = ("--set", "cohort.quorum=2")
     assert commands.json(*asked, *few, code=3)["eligible"] == 1
     made = commands.say("run", "create", *asked[2:], *few)

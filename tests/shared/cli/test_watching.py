@@ -72,11 +72,13 @@ def test_each_worker_is_shown_with_its_phase_step_and_loss() -> None:
         task("d/w"),
         task("e/w", "merged"),
         task("f/w", "expired"),
+        task("g/w", progress={"phase": "training", "activity": "calibrating noise"}),
     ) == [
         "round 2 of 5, train",
         "  b/w: training, step 5 of 10, loss 0.5",
         "  c/w: fetching, 2.0 kB of 4.0 kB",
         "  d/w: started",
+        "  g/w: calibrating noise",
         "  a/w: waiting",
         "  f/w: not heard of in time",
         "  e/w: done",

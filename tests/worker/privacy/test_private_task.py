@@ -456,9 +456,18 @@ def train(
     private = private_task(folder, training=trainer.training)
     data = images()
     report = Report()
+    told: list[str | None] = []
+    begin = private.begin
+
+    def watched(epochs: int) -> None:
+        told.append(report.progress().activity)
+        begin(epochs)
+
+    private.begin = watched  # type: ignore[method-assign]
     stats = Trainer(trainer.half, context, trainer.training, CPU, lambda: None, private, report).train(
         phases or [Phase(EVERYTHING)], data, seed=0
     )
+    assert (told, report.progress().activity) == (["calibrating noise"], None)
     # Nor is a loss told on the way there.
     assert (report.progress().loss, report.step) == (None, stats.steps)
     return stats
