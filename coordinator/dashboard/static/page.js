@@ -116,6 +116,8 @@ function listen() {
 }
 
 localise(document);
+// The menu of a phone scrolls.
+document.querySelector(".menu [aria-current]")?.scrollIntoView({ block: "nearest", inline: "center" });
 if (document.body.dataset.events && live()) {
   showState("away", "connecting");
   listen();
