@@ -40,7 +40,7 @@ PAGES = {
     "suspend": "/sites/{site}/suspend", "approvals": "/approvals", "failures": "/failures",
     "audit": "/audit", "storage": "/storage",
     "methods": "/runs/new", "start": "/runs/new?method=fedfrozen", "cancel": "/runs/{run}/cancel",
-    "gone": "/runs/nothing",
+    "gone": "/runs/nothing", "compare": "/runs/compare?run={run}&run={other}", "by-bytes": "/runs/{run}?x=bytes",
 }  # fmt: skip
 
 
@@ -144,7 +144,8 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
         until(lambda: client.run(once.id).state == "paused")
         busy = next(one for one in client.workers() if one.site == "lakeside")
         token = next(one.id for one in client.tokens() if one.role == "site")
-        ids = {"run": run.id, "worker": busy.id, "site": next(iter(client.sites())).id, "site_token": token}
+        ids = {"run": run.id, "worker": busy.id, "site": next(iter(client.sites())).id, "site_token": token,
+               "other": once.id}  # fmt: skip
         yield Scene(coordinator, ids, coordinator.token("admin"))
 
 
@@ -189,6 +190,8 @@ def test_no_page_is_wider_than_a_phone(browser: Browser, scene: Scene) -> None:
         for name, path in PAGES.items():
             page = visit.open(path.format(**scene.ids))
             widths[name] = page.evaluate("document.documentElement.scrollWidth")
+            if name in ("run", "runs", "compare", "start"):
+                assert violations(page) == [], name
             if name in ("audit", "round"):
                 box = page.locator(".scroll").first
                 assert box.evaluate("box => box.scrollWidth <= box.clientWidth"), name
@@ -292,6 +295,20 @@ def test_colours_are_chosen_and_stay_without_any_script(browser: Browser, scene:
         expect(page.locator("details table").first).to_be_visible()
         page.get_by_role("button", name="Sign out").click()
         expect(page.get_by_role("heading", level=1)).to_have_text("Sign in")
+
+
+def test_a_chart_shows_the_values_under_the_pointer_and_hides_lines(browser: Browser, scene: Scene) -> None:
+    with browser.new_context() as context:
+        visit = visiting(context, scene.coordinator)
+        visit.sign_in(scene.token)
+        panel = visit.open(f"/runs/{scene.ids['run']}").locator(".panel").first
+        panel.locator(".chart").hover(position={"x": 5, "y": 60})
+        expect(panel.locator(".tip")).to_contain_text("version0global0.5")
+        expect(panel.locator(".chart path.c0")).to_be_visible()
+        panel.locator(".legend").get_by_text("global").click()
+        expect(panel.locator(".chart path.c0")).to_be_hidden()
+        expect(panel.locator(".chart path.c1")).to_be_visible()
+        visit.nothing_amiss()
 
 
 def test_a_hostile_worker_runs_nothing_in_anybodys_browser(browser: Browser, coordinator: LiveCoordinator) -> None:
