@@ -30,7 +30,7 @@ PAGES = {
     "round": "/runs/{run}/rounds/1", "open-round": "/runs/{run}/rounds/2", "sites": "/sites",
     "approvals": "/approvals", "failures": "/failures", "audit": "/audit", "storage": "/storage",
     "methods": "/runs/new", "start": "/runs/new?method=fedfrozen", "cancel": "/runs/{run}/cancel",
-    "gone": "/runs/nothing",
+    "gone": "/runs/nothing", "compare": "/runs/compare?run={run}&run={other}", "by-bytes": "/runs/{run}?x=bytes",
 }  # fmt: skip
 
 
@@ -89,6 +89,7 @@ class Scene:
 
     coordinator: LiveCoordinator
     run: str
+    other: str
     token: str
 
 
@@ -132,7 +133,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
         task = failing.take()
         failing.client.fail(task.id, Failure(token=task.token, code="out-of-memory", detail="it does not fit"))
         until(lambda: client.run(once.id).state == "paused")
-        yield Scene(coordinator, run.id, coordinator.token("admin"))
+        yield Scene(coordinator, run.id, once.id, coordinator.token("admin"))
 
 
 @pytest.mark.parametrize("colours", ["light", "dark"])
@@ -143,7 +144,7 @@ def test_every_page_is_accessible_to_everybody(browser: Browser, scene: Scene, c
         found = {"sign-in": violations(visit.page)}
         visit.sign_in(scene.token)
         for name, path in PAGES.items():
-            page = visit.open(path.format(run=scene.run))
+            page = visit.open(path.format(run=scene.run, other=scene.other))
             for summary in page.locator("details.part > summary").all():
                 summary.click()
             # What is not about colours is the same in both.
@@ -174,8 +175,10 @@ def test_no_page_is_wider_than_a_phone(browser: Browser, scene: Scene) -> None:
         visit.sign_in(scene.token)
         widths = {}
         for name, path in PAGES.items():
-            page = visit.open(path.format(run=scene.run))
+            page = visit.open(path.format(run=scene.run, other=scene.other))
             widths[name] = page.evaluate("document.documentElement.scrollWidth")
+            if name in ("run", "runs", "compare", "start"):
+                assert violations(page) == [], name
             if name in ("audit", "round"):
                 box = page.locator(".scroll").first
                 assert box.evaluate("box => box.scrollWidth <= box.clientWidth"), name
@@ -279,6 +282,20 @@ def test_colours_are_chosen_and_stay_without_any_script(browser: Browser, scene:
         expect(page.locator("details table").first).to_be_visible()
         page.get_by_role("button", name="Sign out").click()
         expect(page.get_by_role("heading", level=1)).to_have_text("Sign in")
+
+
+def test_a_chart_shows_the_values_under_the_pointer_and_hides_lines(browser: Browser, scene: Scene) -> None:
+    with browser.new_context() as context:
+        visit = visiting(context, scene.coordinator)
+        visit.sign_in(scene.token)
+        panel = visit.open(f"/runs/{scene.run}").locator(".panel").first
+        panel.locator(".chart").hover(position={"x": 5, "y": 60})
+        expect(panel.locator(".tip")).to_contain_text("version0global0.5")
+        expect(panel.locator(".chart path.c0")).to_be_visible()
+        panel.locator(".legend").get_by_text("global").click()
+        expect(panel.locator(".chart path.c0")).to_be_hidden()
+        expect(panel.locator(".chart path.c1")).to_be_visible()
+        visit.nothing_amiss()
 
 
 def test_a_hostile_worker_runs_nothing_in_anybodys_browser(browser: Browser, coordinator: LiveCoordinator) -> None:
