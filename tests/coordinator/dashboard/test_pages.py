@@ -611,3 +611,56 @@ def test_administrators_suspend_resume_rotate_and_revoke_after_a_second_look(
     assert "never" in tokens
     actions = [entry.action for entry in coordinator.client().audit() if entry.actor.endswith("test-admin")]
     assert actions[-4:] == ["site.suspend", "site.resume", "token.rotate", "token.revoke"]
+
+
+def test_audit_and_failures_are_filtered_and_downloaded(coordinator: LiveCoordinator, admin: Person) -> None:
+    run = worked(coordinator)
+    with coordinator.services.database.transaction() as session:
+        session.execute(update(TaskRow).where(TaskRow.state == "failed").values(created_at=1000.0))
+        problem = {"type": "about:blank", "code": "failed", "title": "t", "status": 422, "retryable": False,
+                   "detail": "=cmd|' /C calc'!A0", "remedy": "none"}  # fmt: skip
+        session.execute(update(TaskRow).where(TaskRow.state == "failed").values(problem=problem))
+
+    def audited(**filters: str) -> list[list[str]]:
+        answer = admin.http.get("/page/audit.csv", params=filters)
+        assert answer.headers["content-disposition"] == 'attachment; filename="audit.csv"'
+        return list(csv.reader(StringIO(answer.text)))[1:]
+
+    every = audited()
+    assert [int(row[0]) for row in every] == list(range(len(every), 0, -1))
+    assert {(row[2], row[3]) for row in audited(who="SITE:A")} == {("site:a", "worker.enrol")}
+    assert {row[3] for row in audited(who="test-site", what="task.f", run=run)} == {"task.fail"}
+    assert audited(who="100%_") == audited(until="1970-01-02T00:00") == audited(run="none") == []
+    assert audited(since="1970-01-02T00:00", until="2999-01-01T00:00") == every
+    shown = admin.http.get("/page/audit", params={"what": "task.fail", "who": "test"}).text
+    assert shown.count("<code>task.fail</code>") == 1
+    assert 'href="/page/audit.csv?who=test&amp;what=task.fail&amp;"' in shown
+    assert "No entry matches the filter" in admin.http.get("/page/audit?who=nothing").text
+    for path in ("/page/audit", "/page/failures.csv"):
+        refused = admin.http.get(f"{path}?since=yesterday")
+        assert (refused.status_code, "such as 2026-07-01T12:00" in refused.text) == (422, True)
+
+    failures = {"": 1, "who=b/": 1, "who=a/": 0, "what=failed": 1, "what=rejected": 0, "what=x": 0,
+                "until=1970-01-01T00:16": 0, "since=1970-01-01T00:16&until=1970-01-01T00:17": 1}  # fmt: skip
+    for query, count in failures.items():
+        assert admin.http.get(f"/page/failures?{query}").text.count("<summary>") == count, query
+        assert admin.http.get(f"/page/failures.csv?{query}").text.count("wards") == count, query
+    # What a worker says is no formula to a spreadsheet.
+    assert ",'=cmd|" in admin.http.get("/page/failures.csv").text
+    assert signed_in(coordinator, "viewer").http.get("/page/audit.csv").status_code == 403
+
+
+def test_a_bar_of_a_round_shows_the_phases_that_its_worker_reported(coordinator: LiveCoordinator) -> None:
+    worker = ScriptedWorker(coordinator.client("site", "a"))
+    worker.enrol()
+    run = start_run(coordinator.client(), MODEL, values(MODEL), rounds=2)
+    worker.train(worker.take())
+    task, viewer = worker.take(), signed_in(coordinator, "viewer")
+    seconds = {"fetching": 2.0, "training": 6.0, "uploading": 0.0}
+    worker.client.heartbeat(task.id, task.token, Progress(phase="training", phase_seconds=seconds))
+    text = viewer.http.get(f"/page/runs/{run.id}/rounds/2").text
+    widths = [float(width) for width in re.findall(r'"stretch (?:fetching|training)".*?width="(.*?)%"', text)]
+    assert widths[1] == pytest.approx(3 * widths[0], abs=0.3)
+    assert "stretch uploading" not in text
+    assert "stretch merging" not in text
+    assert "stretch merging" in viewer.http.get(f"/page/runs/{run.id}/rounds/1").text
