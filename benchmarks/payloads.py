@@ -13,6 +13,7 @@ from safetensors.numpy import save_file
 
 from examples.processes import Processes, tessera
 from tessera.shared.model.blocks import Block
+from tessera.shared.model.preprocessing import FileName
 from tessera.shared.model.spec import Model
 from tessera.shared.tensors.lazy import Array, as_bytes
 from tessera.shared.updates.model_folder import ModelFolder
@@ -85,8 +86,8 @@ class Weights:
             # Were they alike to the bit, one blob would do for all.
             yield block, as_bytes(np.roll(self.values, block.layer or 0))
 
-    def files(self) -> Iterator[bytes]:
-        return iter(())
+    def files(self) -> dict[FileName, bytes]:
+        return {}
 
 
 def make(folder: Path, processes: Processes, size: str) -> ModelFolder:

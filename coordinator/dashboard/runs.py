@@ -1,7 +1,8 @@
 """Runs and their rounds."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime
 from io import StringIO
 from statistics import fmean
@@ -245,7 +246,7 @@ def show_round(
             down=sum(task.download_bytes for task in view.tasks) + evaluated,
             evaluated=evaluated,
             end=forecast(session, now, view),
-            picture=_timeline(session, now, view),
+            picture=_timeline(session, now, view, row.id),
             rows=[(task, is_unusual(task.metrics), short_layers(task.layers)) for task in view.tasks],
         )
 
@@ -327,7 +328,7 @@ def is_unusual(metrics: Mapping[str, float]) -> bool:
 ENDS = {"accept": "accepted", "reject": "failed", "fail": "failed", "expire": "failed"}
 
 
-def _timeline(session: Session, now: float, round_: Round) -> Markup:
+def _timeline(session: Session, now: float, round_: Round, round_id: str) -> Markup:
     """Draw each task's activities from its audit entries."""
     begin = round_.opened_at.timestamp()
     over = round_.closed_at.timestamp() if round_.closed_at else now
@@ -337,6 +338,8 @@ def _timeline(session: Session, now: float, round_: Round) -> Markup:
     for subject, at, action in session.execute(entries.order_by(AuditRow.seq)):
         by_task[subject].append((at - begin, action.removeprefix("task.")))
     rows = {task.worker: _intervals(task, by_task[task.id], most) for task in round_.tasks}
+    if (merged := _merge(session, round_, round_id, most)) is not None:
+        rows["merge"] = [merged]
     description = "; ".join(
         f"{worker}: {', '.join(one.label for one in intervals)}" for worker, intervals in rows.items()
     )
@@ -344,6 +347,26 @@ def _timeline(session: Session, now: float, round_: Round) -> Markup:
     return svg_charts.timeline(
         "timeline", "Timeline of the round", rows, most, {"deadline": deadline}, description[:2000] or "No task."
     )
+
+
+def _merge(session: Session, round_: Round, round_id: str, most: float) -> Interval | None:
+    """Return the time from the round's closing to its end, if it closed."""
+    of_round = (AuditRow.subject == round_id) & (AuditRow.action == "round.close")
+    closed_at = session.scalar(select(func.max(AuditRow.at)).where(of_round))
+    if closed_at is None:
+        return None
+    begin = closed_at - round_.opened_at.timestamp()
+    return Interval("merging", begin, most, f"merge {number(most - begin, 3)} s")
+
+
+def _by_phase(task: TaskView, work: Interval) -> Iterator[Interval]:
+    """Yield the phases of a task's last piece of work, scaled to its time, for the worker counts by its own clock."""
+    seconds = {phase: took for phase, took in (task.progress.phase_seconds if task.progress else {}).items() if took}
+    scale, at = (work.end - work.begin) / sum(seconds.values()) if seconds else 0.0, work.begin
+    for phase, took in seconds.items():
+        end = at + took * scale
+        yield Interval(phase, at, end, f"{phase} {number(took, 3)} s")
+        at = end
 
 
 def _intervals(task: TaskView, happened: Sequence[tuple[float, str]], most: float) -> list[Interval]:
@@ -358,6 +381,11 @@ def _intervals(task: TaskView, happened: Sequence[tuple[float, str]], most: floa
     if task.state in LIVE_TASKS:
         kind, word = ("leased", "at work for") if working else ("offered", "waiting for")
         intervals.append(Interval(kind, at, most, f"{word} {number(most - at, 3)} s"))
+    last = intervals[-1] if intervals else None
+    if last and last.kind in ("leased", "accepted") and (phases := list(_by_phase(task, last))):
+        # How it ended stays visible as a narrow part at the end.
+        ended = [] if last.kind == "leased" else [replace(last, begin=last.end - 0.01 * most)]
+        intervals[-1:] = [*phases, *ended]
     return intervals
 
 

@@ -56,7 +56,7 @@ def export_folder(
             require_file(name, raw)
             (partial / name).write_bytes(raw)
         if like:
-            _copy_rest(like, partial)
+            copy_rest(like, partial)
         partial.rename(out)
 
 
@@ -65,7 +65,8 @@ def _export(source: Exports, run: Run, file: Path, number: int | None, progress:
         source.export(run.id, opened, number, progress)
 
 
-def _copy_rest(like: Path, folder: Path) -> None:
+def copy_rest(like: Path, folder: Path) -> None:
+    """Copy what a model folder has besides a model, such as a tokenizer, to a new one. Raises Invalid."""
     if not (like / CONFIG_FILE).is_file():
         raise Invalid(f"{like} is not a model folder: it has no {CONFIG_FILE}", remedy="Name the run's model folder.")
     # Weights in any format would belong to another version.

@@ -6,6 +6,7 @@ from typing import Protocol
 
 from tessera.shared.api.versions import Manifest
 from tessera.shared.model.blocks import Block
+from tessera.shared.model.preprocessing import FileName, FileRef
 from tessera.shared.model.spec import Model
 from tessera.shared.schema import Digest, canonical
 from tessera.shared.tensors.lazy import digest_of
@@ -17,7 +18,7 @@ class InitialModel(Protocol):
     @property
     def model(self) -> Model: ...
     def blocks(self) -> Iterator[tuple[Block, memoryview]]: ...
-    def files(self) -> Iterator[bytes]: ...
+    def files(self) -> dict[FileName, bytes]: ...
 
 
 class BlobStore(Protocol):
@@ -55,7 +56,6 @@ def upload_model(store: BlobStore, start: InitialModel, progress: Callable[[int]
     for block, data in start.blocks():
         digests[block.name] = put(data)
         progress(block.nbytes)
-    for file in start.files():
-        put(file)
-    model = put(canonical(start.model))
+    files = {name: FileRef(digest=put(raw), nbytes=len(raw)) for name, raw in start.files().items()}
+    model = put(canonical(start.model.model_copy(update={"preprocessing": files})))
     return Uploaded(model, put(canonical(Manifest(blocks=digests))), sent_bytes)

@@ -1,6 +1,8 @@
 """Files of a tokenizer and an image processor that travel with a model: JSON of known keys, without code."""
 
-from typing import Annotated, Literal
+import json
+from pathlib import Path
+from typing import Annotated, Literal, get_args
 
 from pydantic import Field, ValidationError
 
@@ -12,6 +14,9 @@ MAX_FILE_BYTES = 64 << 20
 """Limit on a file. The largest tokenizers of published models take half of it."""
 
 MAX_SETTINGS_BYTES = 1 << 16
+
+UNLIMITED = 1 << 40
+"""Transformers writes lengths above this for a tokenizer without a limit."""
 
 REMEDY = "Create the model folder again with `tessera model init`, which keeps what can travel."
 
@@ -70,6 +75,42 @@ SETTINGS: dict[str, type[TokenizerSettings | ProcessorSettings]] = {
     "tokenizer_config.json": TokenizerSettings,
     "preprocessor_config.json": ProcessorSettings,
 }
+
+
+def read_files(folder: Path) -> dict[FileName, bytes]:
+    """Return the files of a model folder that travel, settings with their known keys alone.
+
+    A tokenizer without `tokenizer.json` does not travel. Raises Invalid for a file that cannot be read.
+    """
+    files: dict[FileName, bytes] = {}
+    for name in get_args(FileName):
+        file = folder / name
+        if not file.is_file() or (name == "tokenizer_config.json" and "tokenizer.json" not in files):
+            continue
+        raw = file.read_bytes()
+        if kind := SETTINGS.get(name):
+            raw = _reduced(kind, file, raw)
+        require_file(name, raw)
+        files[name] = raw
+    return files
+
+
+def _reduced(kind: type[TokenizerSettings | ProcessorSettings], file: Path, raw: bytes) -> bytes:
+    try:
+        given = json.loads(raw)
+        known = {name: value for name, value in given.items() if name in kind.model_fields and value is not None}
+        # Special tokens with settings of their own, of which `tokenizer.json` has a copy.
+        plain = {
+            name: value.get("content", value) if isinstance(value, dict) and name.endswith("_token") else value
+            for name, value in known.items()
+            if name != "tokenizer_class"
+        }
+        if plain.get("model_max_length", 0) > UNLIMITED:
+            del plain["model_max_length"]
+        settings = kind.model_validate(plain)
+    except (ValueError, AttributeError, TypeError, RecursionError) as fault:
+        raise Invalid(f"{file} cannot travel with the model: {str(fault)[:200]}", remedy=REMEDY) from None
+    return (settings.model_dump_json(indent=1, exclude_none=True) + "\n").encode()
 
 
 def require_file(name: FileName, raw: bytes) -> None:

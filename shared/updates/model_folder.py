@@ -14,10 +14,11 @@ import numpy as np
 from pydantic import ValidationError
 
 from tessera.shared.model.blocks import Block, whole_shapes
+from tessera.shared.model.preprocessing import FileName, read_files
 from tessera.shared.model.spec import BLOCKS_FILE, WEIGHTS_FILE, Head, Model, stored_name
 from tessera.shared.problems import Fault, Invalid, faults_of
 from tessera.shared.tensors.dtypes import NUMPY_DTYPES
-from tessera.shared.tensors.lazy import Array, as_bytes, digest_of
+from tessera.shared.tensors.lazy import Array, as_bytes
 from tessera.shared.updates.safetensors_file import ContainerError, Header, read_header
 
 REMEDY = "Create the folder again with `tessera model init`."
@@ -92,14 +93,9 @@ class ModelFolder:
         for block in self.model.blocks:
             yield block, self.block_bytes(block)
 
-    def files(self) -> Iterator[bytes]:
-        """Yield the files of the tokenizer and image processor. Raises Invalid for one that was changed."""
-        for name, ref in self.model.preprocessing.items():
-            file = self.path / name
-            raw = file.read_bytes() if file.is_file() else b""
-            if digest_of(raw) != ref.digest:
-                raise Invalid(f"{file} is missing or is not the file that {BLOCKS_FILE} names", remedy=REMEDY)
-            yield raw
+    def files(self) -> dict[FileName, bytes]:
+        """Return the files of the tokenizer and image processor, reduced to what may travel. Raises Invalid."""
+        return read_files(self.path)
 
 
 def _faults(model: Model, header: Header) -> Iterator[Fault]:

@@ -139,7 +139,7 @@ class Simulation:
         keep = self.conditions.keep_versions
         kept = self.versions if keep == "all" else self.versions[-keep:]
         digests = set[str]().union(*(self._digests(entry.version) for entry in kept))
-        files = {ref.digest for ref in self.model.preprocessing.values()}
+        files = {ref.digest for ref in self.states.model(self.spec.model).preprocessing.values()}
         return {self.spec.model} | files | self.records.accepted_updates() | digests
 
     def _digests(self, version: Version) -> set[str]:

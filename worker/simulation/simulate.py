@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from tessera.shared.api.runs import RunSpec
 from tessera.shared.cli.upload import InitialModel, Uploaded, upload_model
 from tessera.shared.model.blocks import Block
+from tessera.shared.model.preprocessing import FileName
 from tessera.shared.model.spec import Head, Model
 from tessera.shared.problems import Fault, Invalid, faults_of
 from tessera.shared.rounds.aggregate import Aggregation
@@ -60,8 +61,8 @@ class Weights:
         for block in self.model.blocks:
             yield block, as_bytes(self.values[block.name])
 
-    def files(self) -> Iterator[bytes]:
-        return iter(())
+    def files(self) -> dict[FileName, bytes]:
+        return {}
 
 
 def simulate(

@@ -159,6 +159,9 @@ addEventListener("pointermove", showValues, { passive: true });
 addEventListener("pointerdown", showValues, { passive: true });
 
 localise(document);
+// The menu of a phone scrolls.
+const current = document.querySelector(".menu [aria-current]");
+if (current) current.closest(".menu").scrollLeft = current.offsetLeft - innerWidth / 2;
 if (document.body.dataset.events && live()) {
   showState("away", "connecting");
   listen();

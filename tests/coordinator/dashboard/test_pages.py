@@ -306,7 +306,19 @@ def test_a_run_is_started_from_what_another_made(coordinator: LiveCoordinator) -
     assert '<datalist id="datasets"><option value="data">1 live worker</option></datalist>' in form
     assert 'name="/dataset" value="" aria-required="true" list="datasets"' in form
     assert re.search(r'name="/evaluation/sites"[^>]*>.*?<option selected>true</option>', form)
-    assert '<details class="part"><summary>Evaluation' not in form
+    questions = person.http.get("/page/runs/new").text
+    assert re.findall(r"<legend>(\d\. [^<]+)", questions) == [
+        "1. Which model?",
+        "2. Which data set?",
+        "3. Which method?",
+    ]
+    assert 'list="datasets" autocomplete="off" aria-describedby="dataset-hint" value="data"' in questions
+    for told in (
+        "<code>tessera model init --lora-rank 8</code>",
+        "Sends the whole model.",
+        f'<option value="{start}">',
+    ):
+        assert told in questions, told
     needy = person.http.get("/page/runs/new?method=scaffold").text
     assert re.search(r'name="/training/optimizer"[^>]*>.*?<option selected>sgd</option>', needy)
     given = {"method": "fedfrozen", "start": start, "request_key": "w1", "/name": "second", "/dataset": "data"}
@@ -322,6 +334,22 @@ def test_a_run_is_started_from_what_another_made(coordinator: LiveCoordinator) -
     (made,) = [run for run in coordinator.client().runs() if run.id != before.id]
     assert (made.spec.name, made.spec.method.settings["warmup_rounds"], made.spec.rounds) == ("second", 1, 2)
     assert made.spec.version == before.version.digest
+    # A copy is filled in with every setting that was given, and starts the same run but for its name.
+    copied = person.http.get(f"/page/runs/new?copy={made.id}").text
+    filled = dict(re.findall(r'name="(/\S+)" value="([^"]+)"', copied))
+    filled |= dict(re.findall(r'name="(/[^"]+)"[^>]*>(?:(?!</select>).)*<option selected>([^<]+)', copied))
+    assert filled["/name"] == "second-2"
+    filled |= {"method": "fedfrozen", "start": start, "request_key": "w2"}
+    assert person.send("/page/runs/new", step="start", **filled).status_code == 303
+    (again,) = [run for run in coordinator.client().runs() if run.spec.name == "second-2"]
+    assert again.spec.model_copy(update={"name": "second"}) == made.spec
+    assert person.http.get("/page/runs/new?copy=nothing").status_code == 404
+
+
+def test_who_has_no_model_yet_reads_how_to_make_one(coordinator: LiveCoordinator) -> None:
+    shown = signed_in(coordinator, "orchestrator").http.get("/page/runs/new").text
+    assert "tessera run create run.toml --model my-model" in shown
+    assert "No live worker has a data set now." in shown
 
 
 def test_what_was_uploaded_can_be_begun_with(coordinator: LiveCoordinator) -> None:
@@ -583,3 +611,56 @@ def test_administrators_suspend_resume_rotate_and_revoke_after_a_second_look(
     assert "never" in tokens
     actions = [entry.action for entry in coordinator.client().audit() if entry.actor.endswith("test-admin")]
     assert actions[-4:] == ["site.suspend", "site.resume", "token.rotate", "token.revoke"]
+
+
+def test_audit_and_failures_are_filtered_and_downloaded(coordinator: LiveCoordinator, admin: Person) -> None:
+    run = worked(coordinator)
+    with coordinator.services.database.transaction() as session:
+        session.execute(update(TaskRow).where(TaskRow.state == "failed").values(created_at=1000.0))
+        problem = {"type": "about:blank", "code": "failed", "title": "t", "status": 422, "retryable": False,
+                   "detail": "=cmd|' /C calc'!A0", "remedy": "none"}  # fmt: skip
+        session.execute(update(TaskRow).where(TaskRow.state == "failed").values(problem=problem))
+
+    def audited(**filters: str) -> list[list[str]]:
+        answer = admin.http.get("/page/audit.csv", params=filters)
+        assert answer.headers["content-disposition"] == 'attachment; filename="audit.csv"'
+        return list(csv.reader(StringIO(answer.text)))[1:]
+
+    every = audited()
+    assert [int(row[0]) for row in every] == list(range(len(every), 0, -1))
+    assert {(row[2], row[3]) for row in audited(who="SITE:A")} == {("site:a", "worker.enrol")}
+    assert {row[3] for row in audited(who="test-site", what="task.f", run=run)} == {"task.fail"}
+    assert audited(who="100%_") == audited(until="1970-01-02T00:00") == audited(run="none") == []
+    assert audited(since="1970-01-02T00:00", until="2999-01-01T00:00") == every
+    shown = admin.http.get("/page/audit", params={"what": "task.fail", "who": "test"}).text
+    assert shown.count("<code>task.fail</code>") == 1
+    assert 'href="/page/audit.csv?who=test&amp;what=task.fail&amp;"' in shown
+    assert "No entry matches the filter" in admin.http.get("/page/audit?who=nothing").text
+    for path in ("/page/audit", "/page/failures.csv"):
+        refused = admin.http.get(f"{path}?since=yesterday")
+        assert (refused.status_code, "such as 2026-07-01T12:00" in refused.text) == (422, True)
+
+    failures = {"": 1, "who=b/": 1, "who=a/": 0, "what=failed": 1, "what=rejected": 0, "what=x": 0,
+                "until=1970-01-01T00:16": 0, "since=1970-01-01T00:16&until=1970-01-01T00:17": 1}  # fmt: skip
+    for query, count in failures.items():
+        assert admin.http.get(f"/page/failures?{query}").text.count("<summary>") == count, query
+        assert admin.http.get(f"/page/failures.csv?{query}").text.count("wards") == count, query
+    # What a worker says is no formula to a spreadsheet.
+    assert ",'=cmd|" in admin.http.get("/page/failures.csv").text
+    assert signed_in(coordinator, "viewer").http.get("/page/audit.csv").status_code == 403
+
+
+def test_a_bar_of_a_round_shows_the_phases_that_its_worker_reported(coordinator: LiveCoordinator) -> None:
+    worker = ScriptedWorker(coordinator.client("site", "a"))
+    worker.enrol()
+    run = start_run(coordinator.client(), MODEL, values(MODEL), rounds=2)
+    worker.train(worker.take())
+    task, viewer = worker.take(), signed_in(coordinator, "viewer")
+    seconds = {"fetching": 2.0, "training": 6.0, "uploading": 0.0}
+    worker.client.heartbeat(task.id, task.token, Progress(phase="training", phase_seconds=seconds))
+    text = viewer.http.get(f"/page/runs/{run.id}/rounds/2").text
+    widths = [float(width) for width in re.findall(r'"stretch (?:fetching|training)".*?width="(.*?)%"', text)]
+    assert widths[1] == pytest.approx(3 * widths[0], abs=0.3)
+    assert "stretch uploading" not in text
+    assert "stretch merging" not in text
+    assert "stretch merging" in viewer.http.get(f"/page/runs/{run.id}/rounds/1").text

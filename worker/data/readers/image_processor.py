@@ -148,9 +148,14 @@ def _by_options(options: PixelOptions) -> Prepare:
     return prepare
 
 
-def _by_processor(source: str) -> Prepare:
+def load_processor(option: str, source: str) -> Any:
+    """Return the image processor of a local folder, or of a name on the hub. Raises DataError."""
     # The same backend at every site, even where torchvision is installed, which resamples differently.
-    processor: Any = load_pretrained("processor", source, AutoImageProcessor.from_pretrained, backend="pil")
+    return load_pretrained(option, source, AutoImageProcessor.from_pretrained, backend="pil")
+
+
+def _by_processor(source: str) -> Prepare:
+    processor = load_processor("processor", source)
 
     def prepare(images: list[Image.Image]) -> dict[str, Tensor]:
         try:
