@@ -1,7 +1,7 @@
 """Preview of a run: the workers that would take part, and the workload of its first round for each."""
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 
 from tessera.coordinator.domain.eligibility import RunTerms, objections, policy_warnings, refused_model, refused_plan
@@ -46,11 +46,10 @@ def preview(
         WorkerPreview(
             worker=worker.name,
             ineligibilities=tuple(found[worker.name]),
-            warnings=_warnings(invited, worker, ask, pool, asked),
-            workload=ask,
+            warnings=_warnings(invited, worker, asked, pool),
+            workload=asked.get(worker.name),
         )
         for worker in known
-        for ask in [asked.get(worker.name)]
     )
     invited_sites = invited.spec.cohort.sites or ()
     sites = {worker.site for worker in known if not found[worker.name]}
@@ -65,14 +64,10 @@ def preview(
 
 
 def _warnings(
-    invited: RunTerms,
-    worker: LiveWorker,
-    ask: RoundWorkload | None,
-    pool: Sequence[LiveWorker],
-    asked: Collection[str],
+    invited: RunTerms, worker: LiveWorker, asked: Mapping[str, RoundWorkload], pool: Sequence[LiveWorker]
 ) -> tuple[Ineligibility, ...]:
     """Return why an eligible worker may not do its part, or why the first round asks it for nothing."""
-    if ask:
+    if ask := asked.get(worker.name):
         return tuple(policy_warnings(invited, worker.advertised_policy, ask.largest_update_bytes or 0))
     if worker not in pool:
         return ()
