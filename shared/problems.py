@@ -37,12 +37,14 @@ Problem
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypeVar
 
-from pydantic import JsonValue, ValidationError
+from pydantic import BaseModel, JsonValue, ValidationError
 
 from tessera.shared.schema import Frozen
 from tessera.shared.validation_errors import messages_of
+
+M = TypeVar("M", bound=BaseModel)
 
 MEDIA_TYPE = "application/problem+json"
 MAX_FAULTS = 50
@@ -335,6 +337,8 @@ OF_WORKERS: Mapping[str, str] = {
     "(mappings).",
     "model-refused": "Begin a run with a model that transformers builds by itself, without code of its own.",
     "model-mismatch": _MISFIT,
+    "input-mismatch": "Begin a run with a model that takes these inputs, or ask the site to change the data "
+    "set's options (size, channels, labels, tokenizer, max_length).",
     "invalid-model": _MISFIT,
     "invalid-version": _MISFIT,
     "no-receipt": "Upgrade the coordinator, or all of them, before the workers.",
@@ -438,3 +442,11 @@ def kind_of_status(status: int) -> type[Problem]:
     if status in (502, 504):
         return Unavailable
     return next((kind for kind in PROBLEMS.values() if kind.status == status), ServerFault)
+
+
+def validated(model: type[M], given: object, detail: str) -> M:
+    """Return what was given as a `model`. Raise Invalid with `detail` and the place of each error."""
+    try:
+        return model.model_validate(given)
+    except ValidationError as refusal:
+        raise Invalid(detail, errors=faults_of(refusal, model=model)) from None

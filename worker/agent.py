@@ -37,6 +37,7 @@ from tessera.shared.updates.codecs.stage import CodecError
 from tessera.shared.version import VERSION
 from tessera.worker.attention.probabilities import UnknownAttention
 from tessera.worker.bootstrap import runner_of, with_rules
+from tessera.worker.data.dataset import in_short
 from tessera.worker.governance.airlock import UpdateWithheld
 from tessera.worker.governance.approvals import InboxError, Unapproved
 from tessera.worker.governance.opening_hours import USAGE_FILE, Opening, local_time
@@ -56,6 +57,7 @@ from tessera.worker.state.hash_chain import ChainError, TaskRef
 from tessera.worker.task.errors import TaskFailure
 from tessera.worker.task.heartbeat import Renewal, Stop, Stopped
 from tessera.worker.task.upload_budget import OverBudget
+from tessera.worker.training.input_mismatch import InputMismatch
 from tessera.worker.training.progress import Report
 from tessera.worker.training.trainer import TrainingDiverged
 
@@ -98,6 +100,7 @@ REPORTABLE: dict[type[Exception], str] = {
     UnknownArchitecture: "unknown-architecture",
     MappingError: "unknown-architecture",
     UnknownAttention: "unknown-architecture",
+    InputMismatch: "input-mismatch",
     UnsupportedRun: "unsuited",
     SelectorError: "invalid-plan",
     UnknownMethod: "unknown-method",
@@ -165,6 +168,7 @@ class Agent:
                 for name, data in allowed.items()
                 if data.held_out and self._runner.may_measure(name, data.held_out.examples)
             },
+            "schemas": {name: data.schema for name, data in allowed.items()},
             "methods": tuple(sorted(filter(self._policy.allows_method, methods()))),
         }
         self._claim = self._claim.model_copy(update=claimed)
@@ -400,11 +404,11 @@ class Agent:
         code, detail = failure_of(fault)
         if isinstance(fault, PolicyViolation):
             self._note("task.refuse", task, rule=fault.rule, detail=fault.detail)
-            remedy = {"remedy": fault.remedy}
+            more = {"remedy": fault.remedy}
         else:
             self._note("task.fail", task, code=code)
-            remedy = {}
-        log.error("task-failed", code=code, detail=detail, exc_info=fault if code == "failed" else None, **remedy)
+            more = {"cause": in_short(fault.__cause__)} if fault.__cause__ else {}
+        log.error("task-failed", code=code, detail=detail, exc_info=fault if code == "failed" else None, **more)
         self._send_failure(task, Failure(token=task.token, code=code, detail=detail), log)
 
     def _give_back_unapproved(self, task: Task, unapproved: Unapproved, log: Any) -> None:

@@ -82,7 +82,8 @@ def patch_run(
     response: Response,
     if_match: Annotated[str | None, Header(alias="If-Match")] = None,
 ) -> Run:
-    """Pause, resume or cancel a run. A pause lets the open round end; a cancellation ends it at once.
+    """Pause, resume or cancel a run, or change its tags and note. A pause lets the open round end; a cancellation
+    ends it at once.
 
     An orchestrator may change the runs that it created, an administrator all runs.
     """

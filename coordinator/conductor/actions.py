@@ -21,7 +21,7 @@ from tessera.coordinator.db.tables import RoundRow, RunRow, TaskRow, VersionRow
 from tessera.coordinator.db.transitions import move_run, move_task
 from tessera.coordinator.domain import decide as todo
 from tessera.coordinator.domain.decide import Action
-from tessera.coordinator.domain.eligibility import RunTerms, refused_model, refused_plan
+from tessera.coordinator.domain.eligibility import RunTerms, refused_plan, unsuited
 from tessera.coordinator.domain.snapshot import PendingEvaluation
 from tessera.coordinator.domain.workers import LiveWorker, ids, sites_of
 from tessera.shared.api.runs import RunSpec
@@ -163,7 +163,7 @@ def plan_for_willing(spec: RunSpec, model: Model, state: State, willing: Sequenc
 
     Raises SelectorError, before any worker gets such a plan, and TooFewWilling.
     """
-    refused = {worker.name: found for worker in willing if (found := refused_model(worker.advertised_policy, model))}
+    refused = {worker.name: found for worker in willing if (found := unsuited(spec, worker.declared, model))}
     while True:
         willing = [worker for worker in willing if worker.name not in refused]
         if (sites := len(sites_of(willing))) < spec.cohort.quorum:

@@ -7,7 +7,7 @@ from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from tessera.coordinator.api.dependencies import Serving
-from tessera.coordinator.dashboard.queries import TrafficTotals, forecast, moved_by_run
+from tessera.coordinator.dashboard.queries import TrafficTotals, forecast, latest_scores, moved_by_run
 from tessera.coordinator.dashboard.security_headers import PREFIX
 from tessera.coordinator.dashboard.session import PageRoute, Signed
 from tessera.coordinator.dashboard.templating import render
@@ -15,14 +15,12 @@ from tessera.coordinator.db import views
 from tessera.coordinator.db.tables import RoundRow, RunRow, SiteRow, TaskRow, WorkerRow
 from tessera.coordinator.domain.lifecycle import LIVE_ROUND, LIVE_RUN
 from tessera.shared.api.tasks import TaskView
-from tessera.shared.metrics.site_spread import scores_by_version
 
 router = APIRouter(prefix=PREFIX, include_in_schema=False, route_class=PageRoute)
 
 MAX_LIVE = 20
 MAX_ENDED = 5
 MAX_ROUNDS = 12
-MAX_SCORES = 200
 
 
 @router.get("/")
@@ -73,8 +71,7 @@ def _runs(session: Session) -> list[RunRow]:
 
 def _run_line(session: Session, row: RunRow, moved: Mapping[str, TrafficTotals]) -> dict[str, object]:
     run = views.run_view(session, row)
-    scores = scores_by_version(views.latest_measurements(session, row.id, run.spec, most=MAX_SCORES))
-    return {"run": run, "moved": moved.get(row.id, TrafficTotals()), "scores": next(iter(scores.values()), {})}
+    return {"run": run, "moved": moved.get(row.id, TrafficTotals()), "scores": latest_scores(session, run)}
 
 
 def _open_rounds(session: Session, now: float) -> list[dict[str, object]]:

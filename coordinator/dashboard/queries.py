@@ -3,18 +3,18 @@
 import json
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from datetime import datetime
 from functools import cache
 from itertools import groupby
 from operator import add, attrgetter
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 from sqlalchemy import ColumnElement, Row, String, case, cast, func, select, true
 from sqlalchemy.orm import InstrumentedAttribute, Session
 
-from tessera.coordinator.dashboard.svg_charts import Band
+from tessera.coordinator.dashboard.charts.svg_charts import Band
 from tessera.coordinator.db import views
 from tessera.coordinator.db.tables import (
     WORKER_NAME,
@@ -27,13 +27,18 @@ from tessera.coordinator.db.tables import (
     WorkerRow,
 )
 from tessera.shared.api.runs import Measurement, Round, Run
+from tessera.shared.metrics.comparison import RoundCost
 from tessera.shared.metrics.evaluation_bytes import round_of
+from tessera.shared.metrics.site_spread import scores_by_version
 from tessera.shared.rounds.eta import Pace, expected_end
-from tessera.shared.schema import ACCEPTED, EPSILON, TaskKind
+from tessera.shared.schema import ACCEPTED, TaskKind
+
+T = TypeVar("T")
 
 MAX_POINTS = 60
 """Most versions in a chart: of longer runs every n-th version is shown."""
 MAX_BARS = 60
+MAX_SCORES = 200
 PAST_ROUNDS = 5
 
 
@@ -141,6 +146,28 @@ def round_sums(session: Session, run: Run, most: int, before: int | None = None)
     return found
 
 
+def round_costs(session: Session, run: Run) -> list[RoundCost]:
+    """Return what each attempt at a round that has ended cost, in order."""
+    sent = func.coalesce(func.sum(TaskRow.upload_bytes + TaskRow.download_bytes), 0)
+    of_round = (TaskRow.round_id == RoundRow.id) & (TaskRow.run_id == run.id)
+    rows = session.execute(
+        select(RoundRow, sent)
+        .outerjoin(TaskRow, of_round)
+        .where(RoundRow.run_id == run.id, RoundRow.closed_at.is_not(None))
+        .group_by(RoundRow.id)
+        .order_by(RoundRow.number, RoundRow.attempt)
+    )
+    moved = moved_by_round(session, run, 1, run.spec.rounds)
+    return [
+        RoundCost(
+            row.number if row.state == "committed" else None,
+            int(count) + (moved[row.number].evaluated if row.attempt == 1 else 0),
+            (row.closed_at or row.opened_at) - row.opened_at,
+        )
+        for row, count in rows
+    ]
+
+
 def stage_bands(session: Session, run_id: str) -> list[Band]:
     """Return the consecutive committed rounds of each stage, in order."""
     rows = session.execute(
@@ -152,20 +179,28 @@ def stage_bands(session: Session, run_id: str) -> list[Band]:
     return [Band(stage, numbers[0], numbers[-1]) for stage, numbers in stages]
 
 
-def thinned(run: Run) -> int:
-    """Return the step between shown versions."""
-    return max(1, math.ceil(run.version.number / MAX_POINTS))
+def thinned(run: Run, most: int = MAX_POINTS) -> int:
+    """Return the step between shown versions, of which there are at most about `most`."""
+    return max(1, math.ceil(run.version.number / most))
 
 
-def _is_shown(number: ColumnElement[int] | InstrumentedAttribute[int], run: Run) -> ColumnElement[bool]:
-    return (number % thinned(run) == 0) | (number >= run.version.number)
+def _is_shown(
+    number: ColumnElement[int] | InstrumentedAttribute[int], run: Run, most: int = MAX_POINTS
+) -> ColumnElement[bool]:
+    return (number % thinned(run, most) == 0) | (number >= run.version.number)
 
 
-def measured(session: Session, run: Run) -> list[Measurement]:
+def measured(session: Session, run: Run, most: int = MAX_POINTS) -> list[Measurement]:
     """Return the evaluations of every n-th version of a long run and of the last one."""
-    rows = views.EVALUATIONS.where(TaskRow.run_id == run.id, _is_shown(TaskRow.version_number, run))
+    rows = views.EVALUATIONS.where(TaskRow.run_id == run.id, _is_shown(TaskRow.version_number, run, most))
     ordered = rows.order_by(TaskRow.version_number, TaskRow.id)
     return [views.measurement_view(row, run.spec) for row in session.execute(ordered)]
+
+
+def latest_scores(session: Session, run: Run) -> Mapping[str, float]:
+    """Return the scores of the latest version that has any."""
+    scores = scores_by_version(views.latest_measurements(session, run.id, run.spec, most=MAX_SCORES))
+    return next(iter(scores.values()), {})
 
 
 def version_numbers(session: Session, run: Run, prefixes: tuple[str, ...]) -> dict[str, dict[int, float]]:
@@ -183,44 +218,59 @@ def version_numbers(session: Session, run: Run, prefixes: tuple[str, ...]) -> di
     return by_name
 
 
-def epsilon_by_worker(session: Session, run: Run) -> dict[str, dict[int, float]]:
-    """Return the epsilon spent at each worker up to its update for each version, as the worker reports it."""
+def by_worker(session: Session, run: Run, name: str) -> dict[str, dict[int, float]]:
+    """Return a metric of each worker's update for each version, as the worker reports it."""
     # What is not merged yet is for the next version.
     version_number = func.coalesce(TaskRow.merged_in, TaskRow.version_number + 1)
+    value = TaskRow.metrics[name].as_float()
     rows = session.execute(
-        select(WORKER_NAME, version_number, TaskRow.metrics)
+        select(WORKER_NAME, version_number, value)
         .join_from(TaskRow, WorkerRow)
         .join(SiteRow)
         .where(TaskRow.run_id == run.id, TaskRow.kind == "train", TaskRow.state.in_(ACCEPTED))
-        .where(_is_shown(version_number, run))
+        .where(_is_shown(version_number, run), value.is_not(None))
     )
-    by_worker: dict[str, dict[int, float]] = defaultdict(dict)
-    for worker, version, metrics in rows:
-        if EPSILON in metrics:
-            by_worker[worker][version] = metrics[EPSILON]
-    return by_worker
+    found: dict[str, dict[int, float]] = defaultdict(dict)
+    for worker, version, measured_value in rows:
+        found[worker][version] = measured_value
+    return found
 
 
 def layers_by_site(session: Session, run_id: str) -> tuple[dict[str, list[float]], list[str]]:
     """Return, for each site, the share of its accepted updates with blocks of each layer; and the layers' names."""
+    return _layer_shares(_layers_by(session, run_id, SiteRow.name))
+
+
+def layers_by_round(session: Session, run_id: str, most: int) -> tuple[dict[str, list[float]], list[str]]:
+    """Return the same for each round or, of more than `most`, for groups of rounds, named by the first."""
+    rows = list(_layers_by(session, run_id, TaskRow.version_number))
+    step = math.ceil((rows[-1][0] + 1) / most) if rows else 1
+    return _layer_shares((str(version // step * step + 1), layers, count) for version, layers, count in rows)
+
+
+def _layers_by(session: Session, run_id: str, by: InstrumentedAttribute[T]) -> Iterator[tuple[T, str, int]]:
     written = cast(TaskRow.layers, String)
     rows = session.execute(
-        select(SiteRow.name, written, func.count())
+        select(by, written, func.count())
         .join_from(TaskRow, WorkerRow)
         .join(SiteRow)
         .where(TaskRow.run_id == run_id, TaskRow.kind == "train", TaskRow.state.in_(ACCEPTED))
-        .group_by(SiteRow.name, written)
-        .order_by(SiteRow.name)
+        .group_by(by, written)
+        .order_by(by)
     )
+    return ((key, layers, count) for key, layers, count in rows)
+
+
+def _layer_shares(rows: Iterable[tuple[str, str, int]]) -> tuple[dict[str, list[float]], list[str]]:
     held: dict[str, Counter[str]] = defaultdict(Counter)
     totals: Counter[str] = Counter()
     # Sites often choose the same layers: each choice is parsed once.
     read = cache(json.loads)
-    for site, layers, count in rows:
-        totals[site] += count
-        held[site].update(dict.fromkeys(read(layers), count))
+    for name, layers, count in rows:
+        totals[name] += count
+        held[name].update(dict.fromkeys(read(layers), count))
     names = sorted({layer for by_layer in held.values() for layer in by_layer}, key=natural)
-    return {site: [held[site][name] / totals[site] for name in names] for site in totals}, names
+    return {name: [held[name][layer] / totals[name] for layer in names] for name in totals}, names
 
 
 def natural(name: str) -> tuple[str, int]:

@@ -1,15 +1,23 @@
 """Failures, the audit chain, storage."""
 
+import csv
+import io
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from typing import Annotated
+from urllib.parse import urlencode
 
-from fastapi import APIRouter, Query, Request, Response
-from sqlalchemy import func, select, true
-from sqlalchemy.orm import Session
+from fastapi import APIRouter, Depends, Query, Request, Response
+from sqlalchemy import ColumnElement, func, select, true
+from sqlalchemy.orm import InstrumentedAttribute, Session
 
 from tessera.coordinator.api.dependencies import Serving, require_role
 from tessera.coordinator.dashboard.security_headers import PREFIX
 from tessera.coordinator.dashboard.session import PageRoute, Signed
 from tessera.coordinator.dashboard.templating import render, span
+from tessera.coordinator.dashboard.workers import containing
 from tessera.coordinator.db import views
 from tessera.coordinator.db.tables import (
     WORKER_NAME,
@@ -26,19 +34,73 @@ from tessera.coordinator.db.tables import (
 )
 from tessera.coordinator.limits.memory import WATERMARK
 from tessera.coordinator.settings import CoordinatorSettings
+from tessera.shared.api.admin import AuditEntry
+from tessera.shared.api.tasks import TaskView
+from tessera.shared.problems import Fault, Invalid
 
 router = APIRouter(prefix=PREFIX, include_in_schema=False, route_class=PageRoute)
 
-SITES = 50
 ENTRIES = 100
 FAILURES = 50
 ABANDONED = 10
 RUNS = 100
 CHOICES = 200
+MAX_CSV_ROWS = 10_000
+FAULTS = ("failed", "rejected")
+FORMULAS = ("=", "+", "-", "@", "\t", "\r")
 
-Text = Annotated[str | None, Query(max_length=64)]
+Word = Annotated[str, Query(max_length=128)]
 Instant = Annotated[float | None, Query(ge=0, le=1e12)]
 Place = Annotated[int | None, Query(ge=1, lt=1 << 53)]
+
+
+@dataclass(frozen=True)
+class Filters:
+    """The filters of a list of records, as a form sends them: an empty one does not filter. Instants are in UTC."""
+
+    who: Word = ""
+    what: Word = ""
+    since: Word = ""
+    until: Word = ""
+    run: Word = ""
+
+    @property
+    def query(self) -> str:
+        """The filters as a query, to which others can be added."""
+        given = {name: value for name, value in asdict(self).items() if value}
+        return urlencode(given) + "&" if given else ""
+
+    def within(self, column: ColumnElement[float] | InstrumentedAttribute[float]) -> list[ColumnElement[bool]]:
+        """Return the conditions of the period. Raise Invalid for an instant that cannot be read."""
+        since, until = _instant("since", self.since), _instant("until", self.until)
+        after = [] if since is None else [column >= since]
+        return after if until is None else [*after, column < until]
+
+
+Filtered = Annotated[Filters, Depends()]
+
+
+def _instant(name: str, text: str) -> float | None:
+    if not text:
+        return None
+    try:
+        at = datetime.fromisoformat(text)
+    except ValueError:
+        fault = Fault(pointer=f"/{name}", detail=f"{text!r} is no date and time, such as 2026-07-01T12:00")
+        raise Invalid("the filter is invalid; see the errors", errors=[fault]) from None
+    return (at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp()
+
+
+def as_csv(name: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Response:
+    """Return rows as a file to download. No cell is a formula to a spreadsheet: workers choose some of the texts."""
+    file = io.StringIO()
+    writer = csv.writer(file)
+    writer.writerow(columns)
+    for row in rows:
+        cells = ("" if cell is None else str(cell) for cell in row)
+        writer.writerow("'" + cell if cell.startswith(FORMULAS) else cell for cell in cells)
+    headers = {"Content-Disposition": f'attachment; filename="{name}.csv"'}
+    return Response(file.getvalue(), media_type="text/csv; charset=utf-8", headers=headers)
 
 
 # ---------------------------------------------------------------- failures
@@ -46,80 +108,134 @@ Place = Annotated[int | None, Query(ge=1, lt=1 << 53)]
 
 @router.get("/failures")
 def list_failures(
-    request: Request, serving: Serving, who: Signed, run: Text = None, before: Instant = None
+    request: Request, serving: Serving, who: Signed, filters: Filtered, before: Instant = None
 ) -> Response:
     """Show failed tasks and rejected updates, newest first."""
-    faulty = TaskRow.state.in_(("failed", "rejected"))
     with serving.database.snapshot() as session:
-        of_run = views.run_view(session, views.find_run(session, run)) if run else None
-        query = (
-            select(TaskRow, RunRow.name, WORKER_NAME)
-            .join_from(TaskRow, RunRow)
-            .join_from(TaskRow, WorkerRow)
-            .join(SiteRow)
-            .where(faulty)
-            .order_by(TaskRow.created_at.desc(), TaskRow.id)
-            .limit(FAILURES + 1)
-        )
-        if run:
-            query = query.where(TaskRow.run_id == run)
-        if before is not None:
-            query = query.where(TaskRow.created_at < before)
-        rows = session.execute(query).all()
-        failures = [
-            (views.task_view(task, worker, task.version_number + (task.kind == "train")), name)
-            for task, name, worker in rows[:FAILURES]
-        ]
+        of_run = views.run_view(session, views.find_run(session, filters.run)) if filters.run else None
+        failures, older = _failures(session, filters, FAILURES, before)
         paused = select(RunRow).where(RunRow.state == "paused", RunRow.reason.is_not(None)).limit(FAILURES)
         rounds = (
             select(RoundRow, RunRow.name)
             .join_from(RoundRow, RunRow)
-            .where(RoundRow.state == "abandoned", RoundRow.run_id == run if run else true())
+            .where(RoundRow.state == "abandoned", RoundRow.run_id == filters.run if filters.run else true())
             .order_by(RoundRow.opened_at.desc())
             .limit(ABANDONED)
         )
-        abandoned = () if before else session.execute(rounds)
-        of_which = f"run={run}&" if run else ""
-        older = rows[FAILURES - 1][0].created_at if len(rows) > FAILURES else None
+        # They are no tasks, which the other filters are about.
+        besides = not before and filters == Filters(run=filters.run)
         return render(
             request,
             "failures.html",
             who,
             run=of_run,
+            filters=filters,
             failures=failures,
-            abandoned=[(views.round_view(session, row), name) for row, name in abandoned],
-            paused=[] if run else [views.run_view(session, row) for row in session.scalars(paused)],
-            newer=f"{PREFIX}/failures?{of_which}" if before else None,
-            older=f"{PREFIX}/failures?{of_which}before={older!r}" if older else None,
+            abandoned=[(views.round_view(session, row), name) for row, name in session.execute(rounds)]
+            if besides
+            else [],
+            paused=[views.run_view(session, row) for row in session.scalars(paused)]
+            if besides and not filters.run
+            else [],
+            newer=f"{PREFIX}/failures?{filters.query}" if before else None,
+            older=f"{PREFIX}/failures?{filters.query}before={older!r}" if older else None,
         )
+
+
+@router.get("/failures.csv")
+def download_failures(serving: Serving, who: Signed, filters: Filtered) -> Response:  # noqa: ARG001  (signed in)
+    with serving.database.snapshot() as session:
+        failures, _ = _failures(session, filters, MAX_CSV_ROWS)
+    columns = ("created_at", "state", "worker", "run", "kind", "round", "code", "detail")
+    rows = [
+        (task.created_at and task.created_at.isoformat(), task.state, task.worker, run, task.kind, task.round,
+         task.problem and task.problem.code, task.problem and task.problem.detail)
+        for task, run in failures
+    ]  # fmt: skip
+    return as_csv("failures", columns, rows)
+
+
+def _failures(
+    session: Session, filters: Filters, most: int, before: float | None = None
+) -> tuple[list[tuple[TaskView, str]], float | None]:
+    """Return failed tasks with the names of their runs, newest first, and the instant before which there are more."""
+    query = (
+        select(TaskRow, RunRow.name, WORKER_NAME)
+        .join_from(TaskRow, RunRow)
+        .join_from(TaskRow, WorkerRow)
+        .join(SiteRow)
+        .where(TaskRow.state.in_([state for state in FAULTS if filters.what in ("", state)]))
+        .where(*filters.within(TaskRow.created_at))
+        .order_by(TaskRow.created_at.desc(), TaskRow.id)
+        .limit(most + 1)
+    )
+    if filters.who:
+        query = query.where(containing(WORKER_NAME, filters.who))
+    if filters.run:
+        query = query.where(TaskRow.run_id == filters.run)
+    if before is not None:
+        query = query.where(TaskRow.created_at < before)
+    rows = session.execute(query).all()
+    failures = [
+        (views.task_view(task, worker, task.version_number + (task.kind == "train")), name)
+        for task, name, worker in rows[:most]
+    ]
+    return failures, rows[most - 1][0].created_at if len(rows) > most else None
 
 
 # ---------------------------------------------------------------- audit
 
 
 @router.get("/audit")
-def list_audit(request: Request, serving: Serving, who: Signed, run: Text = None, before: Place = None) -> Response:
+def list_audit(request: Request, serving: Serving, who: Signed, filters: Filtered, before: Place = None) -> Response:
     """Show every change of state, newest first; for administrators, as in the API."""
     require_role(who.principal, "admin")
     with serving.database.snapshot() as session:
-        query = select(AuditRow).order_by(AuditRow.seq.desc()).limit(ENTRIES + 1)
-        if run:
-            query = query.where(AuditRow.run_id == run)
-        if before is not None:
-            query = query.where(AuditRow.seq < before)
-        rows = session.scalars(query).all()
-        of_run = f"run={run}&" if run else ""
+        entries = _entries(session, filters, ENTRIES + 1, before)
         newest = select(RunRow.id, RunRow.name).order_by(RunRow.created_at.desc()).limit(CHOICES)
+        here = f"{PREFIX}/audit?{filters.query}"
         return render(
             request,
             "audit.html",
             who,
-            entries=[views.audit_view(row) for row in rows[:ENTRIES]],
+            entries=entries[:ENTRIES],
             runs=session.execute(newest).all(),
-            run=run or "",
-            newer=f"{PREFIX}/audit?{of_run}" if before else None,
-            older=f"{PREFIX}/audit?{of_run}before={rows[ENTRIES - 1].seq}" if len(rows) > ENTRIES else None,
+            filters=filters,
+            newer=here if before else None,
+            older=f"{here}before={entries[ENTRIES - 1].seq}" if len(entries) > ENTRIES else None,
         )
+
+
+@router.get("/audit.csv")
+def download_audit(serving: Serving, who: Signed, filters: Filtered) -> Response:
+    require_role(who.principal, "admin")
+    with serving.database.snapshot() as session:
+        entries = _entries(session, filters, MAX_CSV_ROWS)
+    columns = ("number", "at", "actor", "action", "subject", "run", "detail", "digest")
+    rows = [
+        (one.seq, one.at.isoformat(), one.actor, one.action, one.subject, one.run, json.dumps(one.detail), one.digest)
+        for one in entries
+    ]
+    return as_csv("audit", columns, rows)
+
+
+def _entries(session: Session, filters: Filters, most: int, before: int | None = None) -> list[AuditEntry]:
+    """Return entries, newest first, with the names of sites in place of their ids."""
+    sites = {f"site:{row_id}": f"site:{name}" for row_id, name in session.execute(select(SiteRow.id, SiteRow.name))}
+    query = select(AuditRow).where(*filters.within(AuditRow.at)).order_by(AuditRow.seq.desc()).limit(most)
+    if filters.who:
+        named = [actor for actor, name in sites.items() if filters.who.lower() in name.lower()]
+        # The id of a site is not its name.
+        other = containing(AuditRow.actor, filters.who) & AuditRow.actor.not_in(sites)
+        query = query.where(AuditRow.actor.in_(named) | other)
+    if filters.what:
+        query = query.where(containing(AuditRow.action, filters.what))
+    if filters.run:
+        query = query.where(AuditRow.run_id == filters.run)
+    if before is not None:
+        query = query.where(AuditRow.seq < before)
+    entries = map(views.audit_view, session.scalars(query))
+    return [one.model_copy(update={"actor": sites.get(one.actor, one.actor)}) for one in entries]
 
 
 # ---------------------------------------------------------------- storage

@@ -8,7 +8,7 @@ from starlette.staticfiles import StaticFiles
 
 from tessera.coordinator.api.dependencies import Serving
 from tessera.coordinator.api.events import EventStream, LastEvent, stream
-from tessera.coordinator.dashboard import approvals, create_run, login, overview, records, runs, workers
+from tessera.coordinator.dashboard import approvals, comparison, create_run, login, overview, records, runs, workers
 from tessera.coordinator.dashboard.security_headers import PREFIX, Guarding
 from tessera.coordinator.dashboard.session import PageRoute, Signed, holder
 from tessera.coordinator.dashboard.templating import STATIC, show_problem
@@ -31,7 +31,7 @@ def install(app: FastAPI) -> None:
     app.state.show_problem = show_problem
     app.add_middleware(Guarding)
     app.mount(f"{PREFIX}/static", StaticFiles(directory=STATIC), name="static")
-    for module in (login, create_run, approvals, overview, runs, records, workers):
+    for module in (login, create_run, comparison, approvals, overview, runs, records, workers):
         app.include_router(module.router)
     app.include_router(router)
     app.add_api_route("/", lambda: RedirectResponse(f"{PREFIX}/"), include_in_schema=False)

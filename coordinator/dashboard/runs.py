@@ -1,58 +1,54 @@
 """Runs and their rounds."""
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from datetime import datetime
+from io import StringIO
 from statistics import fmean
-from typing import Annotated
+from typing import Annotated, Literal
+from urllib.parse import urlencode
 
 from fastapi import APIRouter, Query, Request, Response
 from fastapi import Path as PathParam
 from fastapi.responses import RedirectResponse
 from markupsafe import Markup
-from sqlalchemy import func, select
+from sqlalchemy import String, cast, func, or_, select
 from sqlalchemy.orm import Session
 
 from tessera.coordinator.api.dependencies import Serving, require_role
-from tessera.coordinator.dashboard import svg_charts
+from tessera.coordinator.dashboard.charts import svg_charts
+from tessera.coordinator.dashboard.charts.run_charts import AXES, Along, Figures, absent, download, panels, svg_file
+from tessera.coordinator.dashboard.charts.svg_charts import Interval
 from tessera.coordinator.dashboard.queries import (
-    MAX_BARS,
-    RoundSum,
     TrafficTotals,
-    epsilon_by_worker,
     forecast,
-    layers_by_site,
+    latest_scores,
     measured,
     moved_by_round,
     moved_by_run,
-    natural,
     past_seconds,
     round_sums,
     short_layers,
-    stage_bands,
-    thinned,
-    version_numbers,
 )
 from tessera.coordinator.dashboard.security_headers import PREFIX
 from tessera.coordinator.dashboard.session import STEERING, Fields, PageRoute, Sender, Signed, Visitor
-from tessera.coordinator.dashboard.svg_charts import Interval, Series
-from tessera.coordinator.dashboard.templating import first_up, number, percent, plural, render, size
+from tessera.coordinator.dashboard.templating import number, plural, render, size
 from tessera.coordinator.db import views
 from tessera.coordinator.db.snapshots import candidates, invitation, live_workers
 from tessera.coordinator.db.tables import AuditRow, RoundRow, RunRow, VersionRow
 from tessera.coordinator.domain.lifecycle import LIVE_ROUND, LIVE_RUN
 from tessera.coordinator.domain.workers import sites_of
-from tessera.coordinator.operations.runs import patch_run
+from tessera.coordinator.operations.runs import etag, patch_run
 from tessera.coordinator.services import Services
-from tessera.shared.api.runs import Measurement, Round, Run, RunPatch, RunSpec
+from tessera.shared.api.runs import Round, Run, RunPatch, RunSpec
 from tessera.shared.api.tasks import TaskView
-from tessera.shared.methods.base import Chart
-from tessera.shared.methods.registry import charts
-from tessera.shared.metrics.site_spread import BETTER_LOW, PERSONAL, scores_by_site, scores_by_version, spreads
-from tessera.shared.problems import Fault, Invalid, NotFound
+from tessera.shared.api.versions import Version
+from tessera.shared.metrics.rows import rows_of, write_csv
+from tessera.shared.metrics.site_spread import spreads
+from tessera.shared.problems import Fault, Invalid, NotFound, PreconditionFailed, validated
 from tessera.shared.rounds.eta import LIVE_TASKS
 from tessera.shared.rounds.outliers import DISTANCE, JUDGES, NORM
-from tessera.shared.run_settings import Privacy
 from tessera.shared.schema import RunState
 
 router = APIRouter(prefix=f"{PREFIX}/runs", include_in_schema=False, route_class=PageRoute)
@@ -60,76 +56,77 @@ router = APIRouter(prefix=f"{PREFIX}/runs", include_in_schema=False, route_class
 STATES = ("running", "paused", "cancelled")
 AT_A_TIME = 50
 SHOWN_ROUNDS = 10
-MAX_LINES = 8
 HEADLINE = ("accuracy", "macro_f1", "loss")
 ODD = 2.0
 """Multiple of the round's median from which an outlier score is marked."""
 
-Scores = Mapping[int, Mapping[str, float]]
-"""Metrics by version and name."""
-
 Before = Annotated[str | None, Query(max_length=64)]
 RoundNumber = Annotated[int, PathParam(ge=1, lt=1 << 31)]
 Attempt = Annotated[int | None, Query(ge=1, lt=1 << 31)]
-
-
-@dataclass(frozen=True)
-class Panel:
-    """A chart with its title, and a table of the same values."""
-
-    ident: str
-    title: str
-    picture: Markup
-    columns: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    series: Sequence[Series] = ()
-    note: str = ""
+Metric = Annotated[str | None, Query(max_length=64)]
+Text = Annotated[str, Query(max_length=64)]
 
 
 @router.get("")
 def list_runs(
-    request: Request, serving: Serving, who: Signed, state: RunState | None = None, before: Before = None
+    request: Request,
+    serving: Serving,
+    who: Signed,
+    state: RunState | Literal[""] = "",
+    method: Text = "",
+    dataset: Text = "",
+    q: Text = "",
+    before: Before = None,
 ) -> Response:
+    """List runs by state, method, data set, and a text in their names, tags and notes."""
+    chosen = {"state": state, "method": method, "dataset": dataset, "q": q.strip()}
     with serving.database.snapshot() as session:
+        names = {"method": RunRow.spec["method"]["name"].as_string(), "dataset": RunRow.spec["dataset"].as_string()}
         query = select(RunRow).order_by(RunRow.created_at.desc(), RunRow.id.desc()).limit(AT_A_TIME + 1)
-        if state is not None:
-            query = query.where(RunRow.state == state)
+        for name, column in {"state": RunRow.state, **names}.items():
+            if chosen[name]:
+                query = query.where(column == chosen[name])
+        if text := chosen["q"].lower():
+            # As it stands in JSON, which tags are stored as.
+            columns = (RunRow.name, RunRow.note, cast(RunRow.tags, String))
+            query = query.where(or_(*(func.lower(column).contains(text, autoescape=True) for column in columns)))
         if before is not None:
             last = views.find_run(session, before)
             same = (RunRow.created_at == last.created_at) & (RunRow.id < last.id)
             query = query.where((RunRow.created_at < last.created_at) | same)
         rows = session.scalars(query).all()
-        of_state = f"state={state}&" if state else ""
-        older = f"{PREFIX}/runs?{of_state}before={rows[AT_A_TIME - 1].id}" if len(rows) > AT_A_TIME else None
+        runs = [views.run_view(session, row) for row in rows[:AT_A_TIME]]
+        filters = {name: value for name, value in chosen.items() if value}
         return render(
             request,
             "runs.html",
             who,
-            state=state or "",
+            chosen=chosen,
             counts=views.counts_by_state(session, RunRow),
-            runs=[views.run_view(session, row) for row in rows[:AT_A_TIME]],
+            choices={name: sorted(session.scalars(select(column).distinct())) for name, column in names.items()},
+            rows=[(run, latest_scores(session, run)) for run in runs],
             by_run=moved_by_run(session),
-            newer=f"{PREFIX}/runs?{of_state}" if before else None,
-            older=older,
+            newer=f"{PREFIX}/runs?{urlencode(filters)}" if before else None,
+            older=f"{PREFIX}/runs?{urlencode({**filters, 'before': runs[-1].id})}" if len(rows) > AT_A_TIME else None,
         )
 
 
 @router.get("/{run_id}")
-def show_run(run_id: str, request: Request, serving: Serving, who: Signed) -> Response:
+def show_run(
+    run_id: str, request: Request, serving: Serving, who: Signed, metric: Metric = None, x: Along = "version"
+) -> Response:
     """Show a run: its progress, metrics and traffic."""
     now = serving.database.now()
     with serving.database.snapshot() as session:
         run = views.run_view(session, views.find_run(session, run_id))
         open_round = _open_round(session, run)
-        measurements = measured(session, run)
-        scores = scores_by_version(measurements)
-        latest = max(scores, default=None)
-        at_sites = spreads(one for one in measurements if one.version == latest)
-        shown = scores.get(latest, {}) if latest is not None else {}
-        sums = round_sums(session, run, MAX_BARS)
+        figures = Figures.of(session, run)
+        latest = max(figures.scores, default=None)
+        at_sites = spreads(one for one in figures.measurements if one.version == latest)
+        shown = figures.scores.get(latest, {}) if latest is not None else {}
         moved = moved_by_run(session, run_id).get(run_id, TrafficTotals())
         end = forecast(session, now, open_round) if open_round else None
-        panels = [panel for panel in _charts(session, run, measurements, scores, sums) if panel.picture]
+        charts = panels(session, figures, metric, x)
         facts = facts_of(run.spec, run.model_bytes)
         until = now if run.state in LIVE_RUN else run.updated_at.timestamp()
         return render(
@@ -137,21 +134,65 @@ def show_run(run_id: str, request: Request, serving: Serving, who: Signed) -> Re
             "run.html",
             who,
             run=run,
-            steerable=_steers(session, who, run),
+            owned=_owns(session, who, run),
             warnings=session.get_one(VersionRow, (run_id, run.version.number)).warnings,
             measured=latest,
+            best=figures.best,
             headline=[(name, shown[name]) for name in HEADLINE if name in shown],
             spreads=at_sites.get(latest, {}) if latest is not None else {},
+            sites=len({one.site for one in figures.measurements if one.held_out}),
+            central=any(not one.held_out for one in figures.measurements if one.version == latest),
             moved=moved,
             remaining=_remaining(session, now, run, end),
             took=until - run.created_at.timestamp(),
             round=open_round,
             end=end,
             waiting_for=_waiting_for(session, serving, now, run),
-            charts=panels,
-            absent=list(_absent(run, measurements, {panel.ident for panel in panels})),
-            rounds=sums[:SHOWN_ROUNDS],
+            charts=charts,
+            metrics=figures.metrics,
+            metric=figures.chosen(metric),
+            x=x,
+            axes=AXES,
+            absent=list(absent(run, figures.measurements, {panel.ident for panel in charts})),
+            rounds=figures.sums[:SHOWN_ROUNDS],
             facts=[*facts, ("A site counts", run.bounds.summary)] if run.bounds else facts,
+        )
+
+
+@router.get("/{run_id}/charts/{ident}.svg")
+def download_chart(
+    run_id: str, ident: str, serving: Serving, _who: Signed, metric: Metric = None, x: Along = "version"
+) -> Response:
+    """Return a chart of a run as a file of its own."""
+    with serving.database.snapshot() as session:
+        run = views.run_view(session, views.find_run(session, run_id))
+        shown = panels(session, Figures.of(session, run), metric, x)
+    found = next((panel for panel in shown if panel.ident == ident), None)
+    if found is None:
+        raise NotFound(f"run {run_id} has no chart {ident[:64]!r}")
+    return download(svg_file(found), f"{run.spec.name}-{ident}.svg", "image/svg+xml")
+
+
+@router.get("/{run_id}/metrics.{kind}")
+def download_metrics(run_id: str, kind: Literal["csv", "json"], serving: Serving, _who: Signed) -> Response:
+    """Return all measurements of a run, one value a row, as `tessera run metrics` writes them."""
+    with serving.database.snapshot() as session:
+        run = views.run_view(session, views.find_run(session, run_id))
+        rounds = session.scalars(
+            select(RoundRow).where(RoundRow.run_id == run_id).order_by(RoundRow.number, RoundRow.attempt)
+        )
+        versions = session.scalars(select(VersionRow).where(VersionRow.run_id == run_id).order_by(VersionRow.number))
+        rows = rows_of(
+            run,
+            [views.round_view(session, row) for row in rounds],
+            [views.view_of(Version, row) for row in versions],
+            measured(session, run, run.spec.rounds),
+        )
+        if kind == "csv":
+            write_csv(rows, text := StringIO(newline=""))
+            return download(text.getvalue(), f"{run.spec.name}-metrics.csv", "text/csv")
+        return download(
+            json.dumps([row._asdict() for row in rows]), f"{run.spec.name}-metrics.json", "application/json"
         )
 
 
@@ -205,15 +246,15 @@ def show_round(
             down=sum(task.download_bytes for task in view.tasks) + evaluated,
             evaluated=evaluated,
             end=forecast(session, now, view),
-            picture=_timeline(session, now, view),
+            picture=_timeline(session, now, view, row.id),
             rows=[(task, is_unusual(task.metrics), short_layers(task.layers)) for task in view.tasks],
         )
 
 
-def _steers(session: Session, who: Visitor, run: Run) -> bool:
-    """Return whether the visitor may pause, resume and cancel the run: as its owner or an administrator."""
+def _owns(session: Session, who: Visitor, run: Run) -> bool:
+    """Return whether the visitor may steer and annotate the run: as its owner or an administrator."""
     own = who.administers or session.get_one(RunRow, run.id).owner == who.principal.owner
-    return who.steers and own and run.state in LIVE_RUN
+    return who.steers and own
 
 
 # ---------------------------------------------------------------- a run's figures
@@ -276,135 +317,6 @@ def facts_of(spec: RunSpec, model_bytes: int | None) -> list[tuple[str, str]]:
     return facts
 
 
-def _charts(
-    session: Session, run: Run, measurements: Sequence[Measurement], scores: Scores, sums: Sequence[RoundSum]
-) -> list[Panel]:
-    bands = stage_bands(session, run.id)
-    step = thinned(run)
-    every = f"Every {step} versions." if step > 1 else ""
-    panels = [_metric(measurements, scores, name, bands, every) for name in ("accuracy", "loss")]
-    panels += [_bytes_by_round(sums), _heat(session, run)]
-    declared = charts(run.spec.method)
-    metrics = version_numbers(session, run, tuple(name for chart in declared for name in chart.scalars))
-    panels += [_declared(chart, metrics, bands, every) for chart in declared]
-    if run.spec.privacy:
-        panels.append(_epsilon(session, run, run.spec.privacy, bands, every))
-    return panels
-
-
-def _absent(run: Run, measurements: Sequence[Measurement], shown: set[str]) -> Iterator[tuple[str, str]]:
-    """Yield each expected chart that is missing, and the reason."""
-    evaluation, method = run.spec.evaluation, run.spec.method
-    if evaluation is None:
-        yield "scores", "the run asks for no evaluation"
-    elif not measurements:
-        yield "scores", "nothing has been evaluated yet"
-    elif not any(one.held_out for one in measurements):
-        why = "no site has evaluated yet" if evaluation.sites else "the run does not have sites evaluate"
-        yield "scores by site", why
-    if "bytes" in shown and "heat" not in shown:
-        yield "layers by site", "every update has the same layers"
-    for chart in charts(method):
-        if _ident(chart) not in shown:
-            lacking = [f"{n} is {value}" for n, value in chart.requires.items() if method.settings.get(n) != value]
-            yield chart.name, f"they are measured if {' and '.join(lacking)}" if lacking else chart.missing
-    if run.spec.privacy and "epsilon" not in shown:
-        yield "epsilon by worker", "no update has been accepted yet"
-
-
-def _declared(
-    chart: Chart, metrics: Mapping[str, Mapping[int, float]], bands: Sequence[svg_charts.Band], every: str
-) -> Panel:
-    """Draw a chart that the run's method declares."""
-    lines = [
-        Series((name.partition(".")[2] or name).replace("_", " "), points, main=True)
-        for name, points in sorted(metrics.items(), key=lambda pair: natural(pair[0]))
-        if name.startswith(chart.scalars)
-    ]
-    of_all = f"The first {MAX_LINES} of {len(lines)}." if len(lines) > MAX_LINES else ""
-    note = " ".join(filter(None, (chart.description, of_all, every)))
-    title = (chart.title or first_up(chart.name)) + (f" ({chart.unit})" if chart.unit else "")
-    return _along(_ident(chart), title, lines[:MAX_LINES], bands, note)
-
-
-def _ident(chart: Chart) -> str:
-    """Return the HTML id of a method's chart, distinct from the dashboard's own charts."""
-    return f"method-{chart.name.replace(' ', '-')}"
-
-
-def _metric(
-    measurements: Sequence[Measurement], scores: Scores, name: str, bands: Sequence[svg_charts.Band], note: str
-) -> Panel:
-    """Chart a metric of the global model, of the sites' own models, and of the global one at each site."""
-    of_global = {version: metrics[name] for version, metrics in scores.items() if name in metrics}
-    lines = [Series("global", of_global, main=True)]
-    personal = [one for one in measurements if PERSONAL + name in one.metrics]
-    own = {v: s[PERSONAL + name].mean for v, s in spreads(personal).items()} if personal else {}
-    if own:
-        lines.append(Series("sites' own models, mean", own, main=True))
-    sites = scores_by_site(measurements, name)
-    room = MAX_LINES - len(lines)
-    if len(sites) > room:
-        note = f"{note} Of {len(sites)} sites, those with the worst last value.".strip()
-    worst = sorted(sites, key=lambda site: _last(sites[site]), reverse=name in BETTER_LOW)[:room]
-    lines += [Series(site, sites[site]) for site in sorted(worst)]
-    return _along(name, name.replace("_", " ").capitalize(), [line for line in lines if line.points], bands, note)
-
-
-def _epsilon(session: Session, run: Run, privacy: Privacy, bands: Sequence[svg_charts.Band], every: str) -> Panel:
-    """Chart the epsilon that the run has spent at each worker; of many, at those with the most."""
-    spent = epsilon_by_worker(session, run)
-    most = sorted(spent, key=lambda worker: _last(spent[worker]), reverse=True)[:MAX_LINES]
-    lines = [Series(worker, spent[worker]) for worker in sorted(most)]
-    bound = f"At delta {privacy.delta:g}; the limit of the run is {privacy.epsilon:g}."
-    note = f"{bound} Only a site's ledger has the total of all runs on a data set. {every}"
-    return _along("epsilon", "Epsilon spent, by worker", lines, bands, note.strip())
-
-
-def _last(points: Mapping[int, float]) -> float:
-    return points[max(points)]
-
-
-def _along(ident: str, title: str, lines: Sequence[Series], bands: Sequence[svg_charts.Band], note: str) -> Panel:
-    picture = svg_charts.lines(f"{ident}-chart", title, lines, bands=bands, along="version")
-    places = sorted({at for line in lines for at in line.points}, reverse=True)
-    exact = svg_charts.digits([value for line in lines for _, value in line.ordered])
-    rows = [[str(at), *(number(line.points.get(at), exact) for line in lines)] for at in places]
-    return Panel(ident, title, picture, ("version", *(line.name for line in lines)), rows, lines[:MAX_LINES], note)
-
-
-def _bytes_by_round(sums: Sequence[RoundSum]) -> Panel:
-    rounds = {one.round.number: one.moved for one in reversed(sums) if one.moved.updates}
-    down = Series("down", {n: float(one.down) for n, one in rounds.items()})
-    up = Series("up", {n: float(one.up) for n, one in rounds.items()})
-    full = Series("whole models both ways", {n: float(one.full) for n, one in rounds.items()})
-    whole, total = sum(full.points.values()), sum(down.points.values()) + sum(up.points.values())
-    sent = f"{size(total)} sent, of {size(whole)} for whole models both ways." if whole else ""
-    picture = svg_charts.bars("bytes-chart", "Bytes by round", (down, up), full, along="round", description=sent)
-    rows = [
-        [str(n), size(down.points[n]), size(up.points[n]), size(full.points[n]),
-         percent((down.points[n] + up.points[n]) / full.points[n])]
-        for n in sorted(rounds, reverse=True)
-    ]  # fmt: skip
-    note = f"{sent} The dashed line shows whole models."
-    if len(sums) == MAX_BARS:
-        note = f"The latest {MAX_BARS} rounds. {note}"
-    columns = ("round", "down", "up", "whole models", "of whole")
-    return Panel("bytes", "Bytes by round", picture, columns, rows, (down, up), note)
-
-
-def _heat(session: Session, run: Run) -> Panel:
-    """Chart the layers of each site's updates; without a picture if all have the same."""
-    rows, layers = layers_by_site(session, run.id)
-    columns = short_layers(layers)
-    description = "The share of each site's updates with blocks of a layer."
-    varied = any(share < 1 for shares in rows.values() for share in shares)
-    title = "Layers that each site trained"
-    picture = svg_charts.heat("heat-chart", title, rows, columns, description) if varied else Markup("")
-    table = [[site, *(percent(share) for share in shares)] for site, shares in rows.items()]
-    return Panel("heat", title, picture, ("site", *columns), table, (), description)
-
-
 # ---------------------------------------------------------------- a round's figures
 
 
@@ -416,7 +328,7 @@ def is_unusual(metrics: Mapping[str, float]) -> bool:
 ENDS = {"accept": "accepted", "reject": "failed", "fail": "failed", "expire": "failed"}
 
 
-def _timeline(session: Session, now: float, round_: Round) -> Markup:
+def _timeline(session: Session, now: float, round_: Round, round_id: str) -> Markup:
     """Draw each task's activities from its audit entries."""
     begin = round_.opened_at.timestamp()
     over = round_.closed_at.timestamp() if round_.closed_at else now
@@ -426,6 +338,8 @@ def _timeline(session: Session, now: float, round_: Round) -> Markup:
     for subject, at, action in session.execute(entries.order_by(AuditRow.seq)):
         by_task[subject].append((at - begin, action.removeprefix("task.")))
     rows = {task.worker: _intervals(task, by_task[task.id], most) for task in round_.tasks}
+    if (merged := _merge(session, round_, round_id, most)) is not None:
+        rows["merge"] = [merged]
     description = "; ".join(
         f"{worker}: {', '.join(one.label for one in intervals)}" for worker, intervals in rows.items()
     )
@@ -433,6 +347,26 @@ def _timeline(session: Session, now: float, round_: Round) -> Markup:
     return svg_charts.timeline(
         "timeline", "Timeline of the round", rows, most, {"deadline": deadline}, description[:2000] or "No task."
     )
+
+
+def _merge(session: Session, round_: Round, round_id: str, most: float) -> Interval | None:
+    """Return the time from the round's closing to its end, if it closed."""
+    of_round = (AuditRow.subject == round_id) & (AuditRow.action == "round.close")
+    closed_at = session.scalar(select(func.max(AuditRow.at)).where(of_round))
+    if closed_at is None:
+        return None
+    begin = closed_at - round_.opened_at.timestamp()
+    return Interval("merging", begin, most, f"merge {number(most - begin, 3)} s")
+
+
+def _by_phase(task: TaskView, work: Interval) -> Iterator[Interval]:
+    """Yield the phases of a task's last piece of work, scaled to its time, for the worker counts by its own clock."""
+    seconds = {phase: took for phase, took in (task.progress.phase_seconds if task.progress else {}).items() if took}
+    scale, at = (work.end - work.begin) / sum(seconds.values()) if seconds else 0.0, work.begin
+    for phase, took in seconds.items():
+        end = at + took * scale
+        yield Interval(phase, at, end, f"{phase} {number(took, 3)} s")
+        at = end
 
 
 def _intervals(task: TaskView, happened: Sequence[tuple[float, str]], most: float) -> list[Interval]:
@@ -447,6 +381,11 @@ def _intervals(task: TaskView, happened: Sequence[tuple[float, str]], most: floa
     if task.state in LIVE_TASKS:
         kind, word = ("leased", "at work for") if working else ("offered", "waiting for")
         intervals.append(Interval(kind, at, most, f"{word} {number(most - at, 3)} s"))
+    last = intervals[-1] if intervals else None
+    if last and last.kind in ("leased", "accepted") and (phases := list(_by_phase(task, last))):
+        # How it ended stays visible as a narrow part at the end.
+        ended = [] if last.kind == "leased" else [replace(last, begin=last.end - 0.01 * most)]
+        intervals[-1:] = [*phases, *ended]
     return intervals
 
 
@@ -481,3 +420,23 @@ def set_state(run_id: str, serving: Serving, who: Sender, fields: Fields) -> Res
     patch = RunPatch.model_validate({"state": wanted})
     patch_run(serving, who.principal, run_id, patch, f'"{revision[:20]}"')
     return RedirectResponse(f"{PREFIX}/runs/{run_id}", status_code=303)
+
+
+@router.post("/{run_id}/notes")
+def annotate(run_id: str, serving: Serving, who: Sender, fields: Fields) -> Response:
+    """Change the tags and the note. Raise PreconditionFailed if they are no longer what was shown to the person."""
+    require_role(who.principal, *STEERING)
+    with serving.database.snapshot() as session:
+        run = views.run_view(session, views.find_run(session, run_id))
+    if [*run.tags] != fields.get("old_tags", "").split() or run.note != _lines(fields.get("old_note", "")):
+        raise PreconditionFailed("the tags or the note have changed meanwhile")
+    tags = [*dict.fromkeys(fields.get("tags", "").replace(",", " ").split())]
+    given = {"tags": tags, "note": _lines(fields.get("note", "")).strip()}
+    patch = validated(RunPatch, given, "the tags or the note are invalid")
+    patch_run(serving, who.principal, run_id, patch, etag(run.revision))
+    return RedirectResponse(f"{PREFIX}/runs/{run_id}", status_code=303)
+
+
+def _lines(text: str) -> str:
+    # Browsers send the ends of lines as in mails.
+    return text.replace("\r\n", "\n")

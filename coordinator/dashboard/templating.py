@@ -47,7 +47,7 @@ def environment() -> Environment:
         lstrip_blocks=True,
     )
     filters: tuple[Callable[..., Any], ...] = (size, span, number, percent, clock, ago)
-    words: tuple[Callable[..., Any], ...] = (plural, short, first_up, breakable)
+    words: tuple[Callable[..., Any], ...] = (plural, short, first_up, breakable, metric_name)
     jinja.filters.update({each.__name__: each for each in (*filters, *words)})
     jinja.globals.update(version=VERSION, prefix=PREFIX, form_token_field=FORM_TOKEN, asset=asset)
     return jinja
@@ -139,6 +139,11 @@ def plural(count: int, one: str, many: str | None = None) -> str:
 
 def first_up(text: str) -> str:
     return text[:1].upper() + text[1:]
+
+
+def metric_name(name: str) -> str:
+    """Return a metric's name for people."""
+    return first_up(name.replace("_f1", " F1").replace("_", " "))
 
 
 def short(text: str, most: int = 12) -> str:

@@ -6,12 +6,13 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
+from urllib.parse import urlencode
 
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import RedirectResponse
 from pydantic import ValidationError
-from sqlalchemy import Row, case, func, select
-from sqlalchemy.orm import Session, undefer
+from sqlalchemy import ColumnElement, Row, case, func, select
+from sqlalchemy.orm import InstrumentedAttribute, Session, undefer
 
 from tessera.coordinator.api.dependencies import Serving, require_role
 from tessera.coordinator.dashboard.overview import tasks_in_hand
@@ -266,15 +267,14 @@ def list_tokens(
     with serving.database.snapshot() as session:
         query = select(TokenRow, SiteRow.name).outerjoin_from(TokenRow, SiteRow)
         if q:
-            like = f"%{_literal(q)}%"
-            query = query.where(TokenRow.name.ilike(like, escape="\\") | SiteRow.name.ilike(like, escape="\\"))
+            query = query.where(containing(TokenRow.name, q) | containing(SiteRow.name, q))
         if after and (last := session.get(TokenRow, after)):
             same = (TokenRow.created_at == last.created_at) & (TokenRow.id < last.id)
             query = query.where((TokenRow.created_at < last.created_at) | same)
         order = TokenRow.created_at.desc(), TokenRow.id.desc()
         rows = session.execute(query.order_by(*order).limit(TOKENS + 1)).all()
         shown = [views.token_view(row, site, serving.last_seen.last_use(row.id)) for row, site in rows[:TOKENS]]
-    here = f"{PREFIX}/tokens?" + (f"q={q}&" if q else "")
+    here = f"{PREFIX}/tokens?" + (f"{urlencode({'q': q})}&" if q else "")
     return render(
         request,
         "tokens.html",
@@ -286,9 +286,9 @@ def list_tokens(
     )
 
 
-def _literal(text: str) -> str:
-    """Return a text in which LIKE sees no wildcard."""
-    return text.replace("\\", "\\\\").replace("%", "\\%").replace("_", "\\_")
+def containing(column: ColumnElement[str] | InstrumentedAttribute[str], text: str) -> ColumnElement[bool]:
+    """Return the condition that a column has this text in it, in any case of its letters."""
+    return func.lower(column).contains(text.lower(), autoescape=True)
 
 
 @router.get("/sites/{site_id}/{action}")

@@ -189,6 +189,8 @@ class RunRow(Table):
     # The limits on one site's influence, fixed when the first round opened. None for runs of versions that did not
     # record them: the numbers in their spec apply.
     bounds: Mapped[dict[str, Any] | None]
+    tags: Mapped[list[str]] = mapped_column(server_default="[]")
+    note: Mapped[str] = mapped_column(server_default="")
 
 
 class VersionRow(Table):

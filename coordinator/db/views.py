@@ -116,12 +116,12 @@ def run_view(session: Session, row: RunRow) -> Run:
 
 
 def for_site(run: Run, site: str) -> Run:
-    """Return the view of a run for a site that takes part in it: without the names of other sites or the sizes of
-    their data."""
+    """Return the view of a run for a site that takes part in it: without the names of other sites, the sizes of
+    their data, or what people wrote about the run."""
     cohort = run.spec.cohort
     own = cohort.model_copy(update={"sites": None if cohort.sites is None else (site,)})
     spec = run.spec.model_copy(update={"cohort": own})
-    return run.model_copy(update={"reason": None, "spec": spec, "bounds": None})
+    return run.model_copy(update={"reason": None, "spec": spec, "bounds": None, "tags": (), "note": ""})
 
 
 def find_run(session: Session, run_id: str) -> RunRow:

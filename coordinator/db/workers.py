@@ -17,6 +17,7 @@ DECLARED = {
     "kinds",
     "datasets",
     "held_out",
+    "schemas",
     "methods",
     "device",
     "version",

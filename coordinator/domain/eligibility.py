@@ -14,6 +14,7 @@ from tessera.shared.api.runs import Ineligibility, RunSpec
 from tessera.shared.api.tasks import AdvertisedPolicy
 from tessera.shared.methods.base import Plan
 from tessera.shared.model.blocks import Block
+from tessera.shared.model.dataset_schema import DatasetSchema
 from tessera.shared.model.spec import Model
 from tessera.shared.run_settings import Budget, about_together
 
@@ -136,6 +137,18 @@ def refused_model(policy: AdvertisedPolicy | None, model: Model) -> Ineligibilit
     if policy is None or policy.models is None or kind in policy.models:
         return None
     return Ineligibility(rule="models", detail=f"it takes no models of type {kind}")
+
+
+def misfit(spec: RunSpec, declared: Mapping[str, Any], model: Model, *, padded: bool) -> Ineligibility | None:
+    """Return why the worker's data set would not fit the model, by what its claim declares, or None."""
+    schema = DatasetSchema.model_validate(declared.get("schemas", {}).get(spec.dataset, {}))
+    found = schema.mismatches(model, padded=padded)
+    return Ineligibility(rule="inputs", detail=f"its data set {spec.dataset}: {'; '.join(found)}") if found else None
+
+
+def unsuited(spec: RunSpec, declared: Mapping[str, Any], model: Model) -> Ineligibility | None:
+    """Return why the site would refuse the model, or why the worker could not train it, or None."""
+    return refused_model(policy_of(declared), model) or misfit(spec, declared, model, padded=spec.privacy is not None)
 
 
 def refused_plan(policy: AdvertisedPolicy | None, model: Model, plan: Plan) -> Ineligibility | None:

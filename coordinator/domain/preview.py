@@ -4,7 +4,14 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 
-from tessera.coordinator.domain.eligibility import RunTerms, objections, policy_warnings, refused_model, refused_plan
+from tessera.coordinator.domain.eligibility import (
+    RunTerms,
+    misfit,
+    objections,
+    policy_warnings,
+    refused_plan,
+    unsuited,
+)
 from tessera.coordinator.domain.workers import LiveWorker
 from tessera.shared.api.runs import Ineligibility, Preview, RoundWorkload, RunSpec, WorkerPreview
 from tessera.shared.api.tasks import AdvertisedPolicy
@@ -46,7 +53,7 @@ def preview(
         WorkerPreview(
             worker=worker.name,
             ineligibilities=tuple(found[worker.name]),
-            warnings=_warnings(invited, worker, asked, pool),
+            warnings=_warnings(invited, model, worker, asked, pool),
             workload=asked.get(worker.name),
         )
         for worker in known
@@ -64,11 +71,18 @@ def preview(
 
 
 def _warnings(
-    invited: RunTerms, worker: LiveWorker, asked: Mapping[str, RoundWorkload], pool: Sequence[LiveWorker]
+    invited: RunTerms,
+    model: Model,
+    worker: LiveWorker,
+    asked: Mapping[str, RoundWorkload],
+    pool: Sequence[LiveWorker],
 ) -> tuple[Ineligibility, ...]:
     """Return why an eligible worker may not do its part, or why the first round asks it for nothing."""
     if ask := asked.get(worker.name):
-        return tuple(policy_warnings(invited, worker.advertised_policy, ask.largest_update_bytes or 0))
+        # Only padded texts are certainly as long as the site's settings allow.
+        long = misfit(invited.spec, worker.declared, model, padded=True)
+        found = policy_warnings(invited, worker.advertised_policy, ask.largest_update_bytes or 0)
+        return (*found, *([long] if long else []))
     if worker not in pool:
         return ()
     cohort, sites = invited.spec.cohort, {one.site for one in pool}
@@ -101,7 +115,7 @@ def _before_planning(
 ) -> list[Ineligibility]:
     found = [_silent(worker.advertised_policy, now)] if worker.name not in live else []
     found += objections(invited, worker.site, worker.declared)
-    if said := refused_model(worker.advertised_policy, model):
+    if said := unsuited(invited.spec, worker.declared, model):
         found.append(said)
     if worker.advertised_policy and worker.advertised_policy.approve_runs and invited.run is None:
         found.append(Ineligibility(rule=AWAITING, detail="a person at its site has to approve the run first"))

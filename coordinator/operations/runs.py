@@ -1,6 +1,7 @@
 """Creation, preview, pause, resumption and cancellation of runs."""
 
 from opentelemetry.trace import get_current_span
+from sqlalchemy import update
 
 from tessera.coordinator.auth.permissions import readable_blobs
 from tessera.coordinator.db import audit, rounds, views
@@ -19,6 +20,9 @@ from tessera.shared.model.spec import Model
 from tessera.shared.problems import Conflict, Fault, Forbidden, Invalid, PreconditionFailed
 from tessera.shared.rounds.planning import begun, check_method, warnings_of
 from tessera.shared.telemetry.trace_ids import ids_in, traceparent_of
+
+EVENTS = {"paused": "pause", "running": "resume", "cancelled": "cancel"}
+"""The event that leads to a state which a person requests."""
 
 
 def create_run(services: Services, caller: Principal, spec: RunSpec, key: str | None = None) -> Run:
@@ -76,22 +80,35 @@ def preview_run(services: Services, caller: Principal, spec: RunSpec) -> Preview
 
 
 def patch_run(services: Services, caller: Principal, run_id: str, patch: RunPatch, if_match: str) -> Run:
-    """Change the state of a run with tag `if_match`. Raise NotFound, Forbidden, PreconditionFailed and Conflict."""
-    event = {"paused": "pause", "running": "resume", "cancelled": "cancel"}[patch.state]
+    """Change the state, tags or note of a run with entity tag `if_match`.
+
+    Raise NotFound, Forbidden, PreconditionFailed and Conflict.
+    """
     with services.database.transaction() as session:
         row = views.find_run(session, run_id)
         if caller.role != "admin" and row.owner != caller.owner:
             raise Forbidden(
                 f"run {run_id} was created by another caller", remedy="Ask its creator or an administrator."
             )
-        if row.state == patch.state:
+        wanted = patch.model_dump(mode="json", exclude_unset=True, exclude_none=True)
+        changed = {name: value for name, value in wanted.items() if value != getattr(row, name)}
+        if not changed:
             # A repetition whose first response was lost, or another person did the same.
             return views.run_view(session, row)
         if if_match != etag(row.revision):
             raise PreconditionFailed(f"the run is at revision {row.revision}; If-Match names {if_match[:64]}")
-        if row.state not in LIVE_RUN:
-            raise Conflict(f"the run is {row.state}, which is final", remedy="Start a new run from its last version.")
-        move_run(session, services.database.now(), caller.actor, run_id, event)
+        now = services.database.now()
+        if state := changed.pop("state", None):
+            if row.state not in LIVE_RUN:
+                raise Conflict(
+                    f"the run is {row.state}, which is final", remedy="Start a new run from its last version."
+                )
+            move_run(session, now, caller.actor, run_id, EVENTS[state])
+        if changed:
+            # `updated_at` stays: it is the end of a run that has ended.
+            values = {**changed, "revision": RunRow.revision + 1}
+            session.execute(update(RunRow).where(RunRow.id == run_id).values(values))
+            audit.record(session, now, caller.actor, "run.annotate", run_id, run_id=run_id, **changed)
         session.refresh(row)
         run = views.run_view(session, row)
     services.wake_conductor()

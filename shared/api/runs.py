@@ -190,6 +190,9 @@ class Run(Message):
     version: VersionRef
     model_bytes: int
     revision: int
+    tags: tuple[str, ...] = ()
+    """For people, to find the run and to group runs."""
+    note: str = ""
     created_at: datetime
     updated_at: datetime
 
@@ -251,8 +254,21 @@ class Preview(Message):
         ]
 
 
+Tags = Annotated[tuple[Label, ...], Field(max_length=16)]
+
+
 class RunPatch(Frozen):
-    state: Literal["running", "paused", "cancelled"]
+    """Changes of a run; what is left out stays."""
+
+    state: Literal["running", "paused", "cancelled"] | None = None
+    tags: Tags | None = None
+    note: Annotated[str, Field(max_length=2000)] | None = None
+
+    @model_validator(mode="after")
+    def _changes_something(self) -> Self:
+        if not self.model_fields_set:
+            raise ValueError("name what to change: state, tags or note")
+        return self
 
 
 class Round(Message):

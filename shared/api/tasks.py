@@ -23,6 +23,7 @@ from tessera.shared.aggregation.mean import Normalization
 from tessera.shared.api.versions import VersionRef
 from tessera.shared.methods.base import MethodSpec, Plan
 from tessera.shared.model.blocks import Block, Name
+from tessera.shared.model.dataset_schema import DatasetSchema
 from tessera.shared.model.selectors import EVERYTHING, Selector
 from tessera.shared.problems import ProblemDocument
 from tessera.shared.run_settings import Budget, Privacy, Span, Training
@@ -216,6 +217,8 @@ class Claim(Message):
     kinds: tuple[TaskKind, ...] = Field(default=("train",), max_length=8)
     datasets: Examples = Field(max_length=256)
     held_out: Examples = Field(default={}, max_length=256)
+    schemas: dict[Label, DatasetSchema] = Field(default={}, max_length=256)
+    """The inputs and the number of classes of each data set, as far as the site's settings fix them."""
     methods: tuple[Short, ...] = Field(default=(), max_length=256)
     device: ShortText = "cpu"
     version: ShortText = ""
@@ -227,9 +230,10 @@ class Claim(Message):
 
     def shortened(self) -> Claim:
         """Return the claim without what a coordinator can do without, if it is longer than one takes: first why runs
-        are withheld, then the advertised policy, which only helps to plan."""
+        are withheld, then the schemas and the advertised policy, which only help to plan."""
         changes: tuple[dict[str, object], ...] = (
             {"withheld": dict.fromkeys(self.withheld, "withheld")},
+            {"schemas": {}},
             {"advertised_policy": None},
         )
         claim = self

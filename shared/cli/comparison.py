@@ -50,7 +50,7 @@ def compare_runs(client: Client, runs: Sequence[Run], metric: str | None = None)
             f"a comparison needs two or more different runs, not {named or 'none'}",
             remedy="Name each run once; `tessera run list` lists them.",
         )
-    histories = [History(run, list(client.rounds(run.id)), list(client.measurements(run.id))) for run in runs]
+    histories = [History.of(run, client.rounds(run.id), client.measurements(run.id)) for run in runs]
     if metric:
         known = {name for history in histories for one in history.measurements for name in one.metrics}
         if metric not in known:

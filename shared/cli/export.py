@@ -49,7 +49,7 @@ def export_folder(
         (partial / BLOCKS_FILE).write_text(model.model_dump_json(indent=1) + "\n", encoding="utf-8")
         (partial / CONFIG_FILE).write_text(json.dumps(model.config, indent=2) + "\n", encoding="utf-8")
         if like:
-            _copy_rest(like, partial)
+            copy_rest(like, partial)
         partial.rename(out)
 
 
@@ -58,7 +58,8 @@ def _export(source: Exports, run: Run, file: Path, number: int | None, progress:
         source.export(run.id, opened, number, progress)
 
 
-def _copy_rest(like: Path, folder: Path) -> None:
+def copy_rest(like: Path, folder: Path) -> None:
+    """Copy what a model folder has besides a model, such as a tokenizer, to a new one. Raises Invalid."""
     if not (like / CONFIG_FILE).is_file():
         raise Invalid(f"{like} is not a model folder: it has no {CONFIG_FILE}", remedy="Name the run's model folder.")
     # Weights in any format would belong to another version.

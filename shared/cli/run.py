@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from tessera.shared.api.runs import Preview, Round, Run, RunSpec, WorkerPreview
+from tessera.shared.api.runs import Preview, Round, Run, RunPatch, RunSpec, WorkerPreview
 from tessera.shared.cli.comparison import compare
 from tessera.shared.cli.connection import WATCHING_PATIENCE_SECONDS, client_of, connect, find_run
 from tessera.shared.cli.metrics import metrics
@@ -28,7 +28,7 @@ from tessera.shared.client.client import Client
 from tessera.shared.client.round_outcomes import Outcome, follow, outcomes
 from tessera.shared.metrics.comparison import BestVersion, best_version
 from tessera.shared.metrics.site_spread import spreads
-from tessera.shared.problems import Invalid, Problem
+from tessera.shared.problems import Invalid, Problem, validated
 from tessera.shared.schema import RunState
 from tessera.shared.updates.model_folder import ModelFolder
 
@@ -199,10 +199,13 @@ def list_runs(ctx: typer.Context, as_json: AsJson = False) -> None:
             run.spec.method.name,
             f"{run.version.number}/{run.spec.rounds}",
             output.ago(run.updated_at),
+            ", ".join(run.tags),
         )
         for run in runs
     ]
-    output.show(runs, output.table(("id", "name", "state", "method", "rounds", "changed"), rows), as_json=as_json)
+    output.show(
+        runs, output.table(("id", "name", "state", "method", "rounds", "changed", "tags"), rows), as_json=as_json
+    )
 
 
 @app.command()
@@ -271,6 +274,8 @@ def _facts(run: Run) -> list[tuple[str, str]]:
         ("dataset", run.spec.dataset),
         ("model", output.size(run.model_bytes) or ""),
         ("codec", run.spec.codec),
+        *([("tags", ", ".join(run.tags))] if run.tags else []),
+        *([("note", run.note)] if run.note else []),
     ]
 
 
@@ -339,6 +344,26 @@ def resume(ctx: typer.Context, run: Named, as_json: AsJson = False) -> None:
 def cancel(ctx: typer.Context, run: Named, as_json: AsJson = False) -> None:
     """End a run for good; its committed versions stay."""
     _set_state(ctx, run, "cancelled", as_json=as_json)
+
+
+@app.command()
+def annotate(
+    ctx: typer.Context,
+    run: Named,
+    tags: Annotated[list[str] | None, typer.Option("--tag", help="Add a tag.")] = None,
+    removed: Annotated[list[str] | None, typer.Option("--untag", help="Remove a tag.")] = None,
+    note: Annotated[str | None, typer.Option(help="Replace the note; an empty text removes it.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Change the tags and the note of a run, which help people to find it."""
+    client = client_of(ctx)
+    found = find_run(client, run)
+    if tags or removed or note is not None:
+        kept = [tag for tag in dict.fromkeys((*found.tags, *(tags or ()))) if tag not in (removed or ())]
+        given = {"tags": kept} | ({} if note is None else {"note": note})
+        found = client.patch_run(found.id, validated(RunPatch, given, "the tags or the note are invalid"))
+    text = f"{found.spec.name}: {', '.join(found.tags) or 'no tags'}" + (f"; {found.note}" if found.note else "")
+    output.show(found, text, as_json=as_json)
 
 
 def _set_state(ctx: typer.Context, named: str, state: RunState, *, as_json: bool) -> None:

@@ -159,8 +159,11 @@ class Client:
 
     def set_run_state(self, run_id: str, state: RunState) -> Run:
         """Pause, resume ('running') or cancel a run, unless it changes at the same time."""
+        return self.patch_run(run_id, RunPatch.model_validate({"state": state}))
+
+    def patch_run(self, run_id: str, patch: RunPatch) -> Run:
+        """Change the state, the tags or the note of a run, unless it changes at the same time."""
         etag = self._transport.request("GET", f"/v1/runs/{run_id}").headers["ETag"]
-        patch = RunPatch.model_validate({"state": state})
         return _read(Run, self._send("PATCH", f"/v1/runs/{run_id}", patch, {"If-Match": etag}).content)
 
     def rounds(self, run_id: str) -> Iterator[Round]:

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 from tessera.shared.api.runs import Measurement, Round, Run, RunSpec
 from tessera.shared.metrics.evaluation_bytes import evaluation_bytes
@@ -76,13 +76,45 @@ def _sites(measurements: Iterable[Measurement], metric: str) -> dict[int, set[st
 # ---------------------------------------------------------------- several runs
 
 
+class RoundCost(NamedTuple):
+    """The cost of one attempt at a round; `version` is the number of the version that it made, if it made one."""
+
+    version: int | None
+    bytes: int
+    seconds: float
+
+
+def totals(costs: Sequence[RoundCost]) -> tuple[dict[int, int], dict[int, float]]:
+    """Return the bytes and the seconds from the run's start to each version, with those of abandoned attempts."""
+    moved = accumulate(cost.bytes for cost in costs)
+    lasted = accumulate(cost.seconds for cost in costs)
+    made = [(c.version, b, s) for c, b, s in zip(costs, moved, lasted, strict=True) if c.version is not None]
+    return {0: 0} | {n: count for n, count, _ in made}, {0: 0.0} | {n: seconds for n, _, seconds in made}
+
+
 @dataclass(frozen=True)
 class History:
     """A run with what happened in it."""
 
     run: Run
-    rounds: Sequence[Round]
+    costs: Sequence[RoundCost]
+    """Of each attempt that has ended, in order."""
     measurements: Sequence[Measurement]
+
+    @classmethod
+    def of(cls, run: Run, rounds: Iterable[Round], measurements: Iterable[Measurement]) -> Self:
+        found = list(measurements)
+        evaluated = evaluation_bytes(found, run.spec.rounds)
+        costs = [
+            RoundCost(
+                one.version,
+                evaluated[one.number, one.attempt] + sum(t.download_bytes + t.upload_bytes for t in one.tasks),
+                (one.closed_at - one.opened_at).total_seconds(),
+            )
+            for one in rounds
+            if one.closed_at
+        ]
+        return cls(run, costs, found)
 
 
 @dataclass(frozen=True)
@@ -140,13 +172,7 @@ def compare(histories: Sequence[History], metric: str | None = None) -> Comparis
 def _compared(history: History, metric: str | None, *, twice: bool) -> ComparedRun:
     run = history.run
     main = main_scores(history.measurements, metric) if metric else None
-    closed = [round_ for round_ in history.rounds if round_.closed_at]
-    evaluated = evaluation_bytes(history.measurements, run.spec.rounds)
-    moved = accumulate(
-        evaluated[r.number, r.attempt] + sum(t.download_bytes + t.upload_bytes for t in r.tasks) for r in closed
-    )
-    lasted = accumulate((r.closed_at - r.opened_at).total_seconds() for r in closed if r.closed_at)
-    totals = [(r.version, b, s) for r, b, s in zip(closed, moved, lasted, strict=True) if r.version is not None]
+    moved, lasted = totals(history.costs)
     return ComparedRun(
         id=run.id,
         name=f"{run.spec.name} ({run.id[:8]})" if twice else run.spec.name,
@@ -154,8 +180,8 @@ def _compared(history: History, metric: str | None, *, twice: bool) -> ComparedR
         version=run.version.number,
         best=best_version(history.measurements),
         scores=main[1] if main else {},
-        bytes={0: 0} | {number: count for number, count, _ in totals},
-        seconds={0: 0.0} | {number: seconds for number, _, seconds in totals},
+        bytes=moved,
+        seconds=lasted,
     )
 
 

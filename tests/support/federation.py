@@ -16,6 +16,7 @@ from tessera.shared.api.versions import Manifest
 from tessera.shared.client.client import Client
 from tessera.shared.methods.base import MethodSpec
 from tessera.shared.model.blocks import Block, TensorSlice
+from tessera.shared.model.dataset_schema import DatasetSchema
 from tessera.shared.model.spec import Model
 from tessera.shared.schema import canonical
 from tessera.shared.tensors.dtypes import NUMPY_DTYPES
@@ -73,6 +74,7 @@ class ScriptedWorker:
     datasets: dict[str, int] = field(default_factory=lambda: {"data": 10})
     held_out: dict[str, int] = field(default_factory=dict)
     methods: tuple[str, ...] = ("fedavg", "fedfrozen")
+    schemas: dict[str, DatasetSchema] = field(default_factory=dict)
     advertised_policy: AdvertisedPolicy | None = None
     withheld: dict[str, str] = field(default_factory=dict)
     version: str = ""
@@ -87,6 +89,7 @@ class ScriptedWorker:
             kinds=self.kinds,
             datasets=self.datasets,
             held_out=self.held_out,
+            schemas=self.schemas,
             methods=self.methods,
             advertised_policy=self.advertised_policy,
             withheld=self.withheld,

@@ -29,20 +29,30 @@ def free_port() -> int:
 
 
 class Process:
-    """A program in a process group of its own, with its output in a file."""
+    """A program in a process group of its own, with its output in a file. It is run from `tree`, if there is one."""
 
-    def __init__(self, folder: Path, name: str, arguments: list[str], environment: Mapping[str, str] | None = None):
+    def __init__(
+        self,
+        folder: Path,
+        name: str,
+        arguments: list[str],
+        environment: Mapping[str, str] | None = None,
+        tree: Path | None = None,
+    ):
         self.log = folder / f"{name}.log"
         module, *rest = arguments
         told = {**os.environ, **(environment or {})}
+        if tree:
+            told["PYTHONPATH"] = str(tree)
         with self.log.open("ab") as log, open(os.devnull) as nothing:  # noqa: PTH123 (a device)
             out = log.fileno()
             self.popen: subprocess.Popen[bytes] = (
                 zygote.start(module, rest, told, reads=nothing.fileno(), writes=out, errors=out)
-                if module in zygote.NEEDS
+                if module in zygote.NEEDS and not tree
                 else subprocess.Popen(
                     [sys.executable, "-m", *arguments],
                     env=told,
+                    cwd=tree,
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
@@ -81,6 +91,7 @@ class CoordinatorProcess:
         self._options = options
         self._module = module
         self.folder = folder
+        self.tree: Path | None = None
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         quick = {"tick_seconds": 0.1, "cohort_wait_seconds": 60.0, **ROOMY}
@@ -115,7 +126,11 @@ class CoordinatorProcess:
 
     def launch(self) -> None:
         self.process = Process(
-            self.folder, "coordinator", [self._module, "serve", "--migrate", *self._options], self.environment
+            self.folder,
+            "coordinator",
+            [self._module, "serve", "--migrate", *self._options],
+            self.environment,
+            self.tree,
         )
 
     def conductor(self) -> psutil.Process:
@@ -155,7 +170,9 @@ class CoordinatorProcess:
         return client
 
 
-def worker_process(coordinator: CoordinatorProcess, site: str, datasets: str, **settings: Any) -> Process:
+def worker_process(
+    coordinator: CoordinatorProcess, site: str, datasets: str, tree: Path | None = None, **settings: Any
+) -> Process:
     """`tessera worker run` for a new site; `datasets` is TOML. Starting it again is `restart`."""
     folder = coordinator.folder / site
     folder.mkdir(exist_ok=True)
@@ -171,9 +188,10 @@ def worker_process(coordinator: CoordinatorProcess, site: str, datasets: str, **
     # JSON's strings, numbers and lists are TOML's.
     lines = [f"{key} = {json.dumps(value)}" for key, value in options.items()]
     (folder / "worker.toml").write_text("\n".join([*lines, datasets]))
-    return start_worker(folder)
+    return start_worker(folder, tree)
 
 
-def start_worker(folder: Path) -> Process:
+def start_worker(folder: Path, tree: Path | None = None) -> Process:
     """The worker whose settings lie in `folder`, once more."""
-    return Process(folder, "worker", ["tessera.shared.cli", "worker", "run", "--config", str(folder / "worker.toml")])
+    arguments = ["tessera.shared.cli", "worker", "run", "--config", str(folder / "worker.toml")]
+    return Process(folder, "worker", arguments, tree=tree)

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from sqlalchemy import func, select
 from structlog.testing import capture_logs
 
@@ -341,6 +342,26 @@ def test_a_choice_that_fails_without_privacy_is_written_down_for_it_is_told(
         task_of(client, run, 1, failed)
     (entry,) = ledger_of(settings_of(coordinator, tmp_path)).read("digits")
     assert entry.events == (Exact(use="training"),)
+
+
+def test_a_model_that_does_not_take_the_data_fails_in_words_that_tell_of_no_example(
+    coordinator: LiveCoordinator, tmp_path: Path
+) -> None:
+    # Rows instead of images: of those nothing is said before, as some models take them.
+    rows = {"pixel_values": torch.full((9, 77), 41.5), "labels": torch.arange(9)}
+    save_file(rows, tmp_path / "rows.safetensors")
+    client = coordinator.client()
+    run = begin(client)
+    data = {"digits": {"kind": "arrays", "file": tmp_path / "rows.safetensors"}}
+    with working(coordinator, tmp_path, datasets=data):
+        task = task_of(client, run, 1, failed)
+    assert task.problem is not None
+    assert task.problem.detail == (
+        "input-mismatch: the model gives no output for a synthetic example of the data set (labels int64 [], "
+        "pixel_values float32 [77]). The model is a vit for image-classification, image_size 8, num_channels 1, "
+        "num_labels 10"
+    )
+    assert task.problem.remedy == OF_WORKERS["input-mismatch"]
 
 
 def test_an_agent_goes_on_after_a_task_that_failed(coordinator: LiveCoordinator, tmp_path: Path) -> None:

@@ -4,8 +4,9 @@ import json
 import logging
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 from uuid import uuid4
@@ -17,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+from tessera.shared.cli.export import CONFIG_FILE, copy_rest
 from tessera.shared.cli.render import output
 from tessera.shared.cli.render.output import AsJson
 from tessera.shared.model.blocks import Block
@@ -36,6 +38,9 @@ from tessera.shared.problems import Problem
 from tessera.shared.updates.model_folder import ModelFolder
 from tessera.shared.validation_errors import in_one_line
 from tessera.worker.cli.exits import BAD_SETTINGS, Errors, exits
+from tessera.worker.data.dataset import DataError
+from tessera.worker.data.readers.image_processor import load_processor
+from tessera.worker.data.readers.tokenizer import load_tokenizer
 from tessera.worker.model.block_map import block_table, named_tensors
 from tessera.worker.model.build import (
     AUTO_CLASSES,
@@ -112,6 +117,12 @@ HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 SAFE_WEIGHTS = (WEIGHTS_FILE, "model.safetensors.index.json")
 PICKLED_WEIGHTS = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
+PREPROCESSING: dict[str, tuple[Callable[[str, str], Any], tuple[str, ...]]] = {
+    "tokenizer": (load_tokenizer, ("*token*.json", "*vocab*", "*.model")),
+    "image processor": (load_processor, ("*processor_config.json",)),
+}
+"""Preprocessing of a model's inputs: the function that loads each part, and the names of its files."""
+
 
 @app.command()
 def init(
@@ -150,7 +161,10 @@ def init(
     ] = "query,value",
     as_json: AsJson = False,
 ) -> None:
-    """Create a model folder: transformers' own layout, and the table of the model's blocks."""
+    """Create a model folder: transformers' own layout, and the table of the model's blocks.
+
+    A tokenizer and an image processor beside the config are saved there too.
+    """
     with exits(ERRORS):
         if out.exists():
             raise ValueError(f"{out} exists already: remove it or choose another name")
@@ -173,7 +187,7 @@ def init(
             text = model.get_parameter(f"{PROMPTS}.text")
             text.detach().copy_(caption_start(model, torch.tensor(caption)))
         document = _document(model, head, mapping, prompts, lora)
-        _write(out, model, document)
+        _write(out, model, document, partial(_save_preprocessing, config, hub=pretrained))
     weights = f"weights of {config}" if pretrained else f"random weights from seed {seed}"
     _print_created(out, document, weights, as_json=as_json)
 
@@ -204,7 +218,7 @@ def merge(
         model = load(folder, mapping)
         merge_adapters(model)
         document = _document(model, folder.model.head, mapping)
-        _write(out, model, document)
+        _write(out, model, document, partial(copy_rest, source))
     _print_created(out, document, f"weights of {source}", as_json=as_json)
 
 
@@ -384,7 +398,21 @@ def _document(
     return document
 
 
-def _write(out: Path, model: PreTrainedModel, document: Model) -> None:
+def _save_preprocessing(source: str, folder: Path, *, hub: bool) -> None:
+    """Save the tokenizer and the image processor of a config's folder, or of its name on the hub, to a folder."""
+    path = Path(source)
+    beside = path.parent if path.name == CONFIG_FILE else path
+    for what, (load_one, patterns) in PREPROCESSING.items():
+        if not (any(next(beside.glob(pattern), None) for pattern in patterns) if path.exists() else hub):
+            continue
+        try:
+            with _quiet():
+                load_one(what, str(beside)).save_pretrained(folder)
+        except DataError as fault:
+            output.note(f"warning: the model folder is without this {fault}")
+
+
+def _write(out: Path, model: PreTrainedModel, document: Model, add_rest: Callable[[Path], None]) -> None:
     """Write the model folder under another name first, so that `out` is whole or missing."""
     folder = out.parent / f".{out.name}.{uuid4().hex}"
     folder.mkdir(parents=True)
@@ -400,6 +428,7 @@ def _write(out: Path, model: PreTrainedModel, document: Model) -> None:
         table.write_text(document.model_dump_json(indent=1) + "\n", encoding="utf-8")
         # safetensors lets only the owner read; a coordinator may run as another user.
         (folder / WEIGHTS_FILE).chmod(table.stat().st_mode)
+        add_rest(folder)
         folder.rename(out)
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from tessera.shared.model.dataset_schema import DatasetSchema, TensorSchema
 from tessera.shared.schema import Frozen
 
 LABELS = "labels"
@@ -35,6 +36,9 @@ def counted(by_name: Mapping[str, int]) -> str:
 
 class Options(Frozen):
     """An adapter's options from the settings file. Unknown options are refused."""
+
+
+Shape = tuple[int, ...] | None
 
 
 @dataclass(frozen=True)
@@ -84,7 +88,8 @@ class Dataset:
     `domains`, int64 [examples], is the origin of each example; models do not see it. `held_out` are examples of the
     same kind on which no run trains. `sources` are the original bytes of each example, if its tensors depend on other
     examples too: texts are padded to the longest. Examples with equal `groups` are held out together. `padding` pads
-    texts to their maximal length. `report` is for people at the site.
+    texts to their maximal length. `report` is for people at the site. `schema` is sent to the coordinator, so it must
+    not depend on the examples.
 
     Raises DataError if the tensors differ in their number of examples or have none, if `labels` is missing, if a name
     occurs both in `tensors` and `common`, or if the lengths of domains, sources or groups differ.
@@ -98,6 +103,7 @@ class Dataset:
     padding: Padding | None = None
     groups: Sequence[bytes] | None = None
     report: LoadReport = LoadReport()
+    schema: DatasetSchema = field(default_factory=DatasetSchema)
 
     def __post_init__(self) -> None:
         if LABELS not in self.tensors:
@@ -155,6 +161,7 @@ class Dataset:
             padding=self.padding,
             groups=None if self.groups is None else [self.groups[place] for place in index.tolist()],
             report=self.report,
+            schema=self.schema,
         )
 
     def padded(self) -> Dataset:
@@ -197,6 +204,17 @@ class Dataset:
         order = torch.arange(count) if generator is None else torch.randperm(count, generator=generator)
         for rows in torch.split(order, batch_size or count):
             yield {**{name: tensor[rows] for name, tensor in self.tensors.items()}, **self.common}
+
+
+def schema_of(
+    tensors: Mapping[str, Tensor], shapes: Mapping[str, Shape], classes: int | None = None
+) -> DatasetSchema:
+    """Return the schema of these tensors. `shapes` are for one example, where the settings fix them."""
+    inputs = {
+        name: TensorSchema(dtype=str(tensor.dtype).removeprefix("torch."), shape=shapes.get(name))
+        for name, tensor in tensors.items()
+    }
+    return DatasetSchema(inputs=inputs, classes=classes)
 
 
 O = TypeVar("O", bound=Options)  # noqa: E741  (the field's letter for options)

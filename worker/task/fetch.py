@@ -20,6 +20,7 @@ from tessera.shared.problems import InvalidUpdate
 from tessera.shared.tensors.lazy import CHUNK, Array, as_bytes, digest_of, from_bytes, to_array
 from tessera.shared.updates.codecs.stage import CodecError
 from tessera.shared.updates.update_file import read_update
+from tessera.worker.data.dataset import Dataset
 from tessera.worker.model.block_map import named_tensors
 from tessera.worker.model.build import check_model, instantiate, write_block
 from tessera.worker.model.layouts import MappingFile
@@ -31,6 +32,7 @@ from tessera.worker.task.error_feedback import Feedback, without_feedback
 from tessera.worker.task.errors import TaskFailure, failing_as
 from tessera.worker.task.model_cache import Built, structure_of
 from tessera.worker.training.context import LocalTaskContext
+from tessera.worker.training.input_mismatch import require_fit
 from tessera.worker.training.trainer import seed_everything
 
 MIN_DIFFERENCE_BYTES = 1 << 16
@@ -76,10 +78,10 @@ class Loaded:
         )
 
 
-def fetch(run: TaskRun) -> Fetched:
+def fetch(run: TaskRun, dataset: Dataset) -> Fetched:
     """Fetch the version's blocks into local files.
 
-    Raises PolicyViolation, TaskFailure, ConfigError, ModelMismatch, Problem.
+    Raises PolicyViolation, TaskFailure, InputMismatch, ConfigError, ModelMismatch, Problem.
     """
     env, task = run.env, run.task
     # Store inline blobs as if they had been fetched; ignore more than the protocol allows.
@@ -91,6 +93,7 @@ def fetch(run: TaskRun) -> Fetched:
     model_type = str(document.config["model_type"])
     env.policy.check_model_type(model_type)
     env.policy.check_model(document.nbytes)
+    require_fit(document, task.dataset, dataset, padded=task.privacy is not None)
     names = {block.name for block in task.plan.fetch.resolve(document.blocks)}
     # Reuse the last round's model only if every block is overwritten: local values of a block that is not fetched
     # must not leak into this round.

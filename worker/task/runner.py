@@ -25,6 +25,7 @@ from tessera.worker.task.fetch import fetch, load
 from tessera.worker.task.heartbeat import Stopped
 from tessera.worker.task.train import train
 from tessera.worker.task.upload import Egress
+from tessera.worker.training.input_mismatch import explained
 from tessera.worker.training.progress import Check, Report
 
 if TYPE_CHECKING:
@@ -59,10 +60,12 @@ class TaskRunner(TaskEnvironment):
         report.begin("fetching")
         with self.shelf.pinning(), _settling(private):
             with spans.span("fetch"):
-                loaded = load(run, fetch(run))
+                fetched = fetch(run, dataset)
+                loaded = load(run, fetched)
+            fitting = explained(fetched.document, loaded.context, dataset, private=task.privacy is not None)
             egress = Egress(run, admission.snapshot, private)
             if task.kind == "train":
-                with spans.span("train"):
+                with spans.span("train"), fitting:
                     result, stats = train(run, loaded, dataset, private)
                 with spans.span("upload"):
                     update = egress.upload(result, loaded, stats.examples)
@@ -70,7 +73,9 @@ class TaskRunner(TaskEnvironment):
                     egress.submit(update, {**result.keep, **loaded.feedback.kept()}, stats.examples)
             else:
                 with spans.span("evaluate"):
-                    egress.submit_evaluation(evaluate(run, loaded, dataset))
+                    with fitting:
+                        examples = evaluate(run, loaded, dataset)
+                    egress.submit_evaluation(examples)
         loaded.context.close()
         self.models.keep(loaded.built)
 

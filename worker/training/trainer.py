@@ -13,13 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tessera.shared.methods.base import Phase, TrainingStats, UnsupportedRun, WorkerHalf
+from tessera.shared.methods.base import Phase, TrainingStats, WorkerHalf
 from tessera.shared.run_settings import Training
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.model.block_map import named_tensors
-from tessera.worker.model.forward import evaluation_mode
 from tessera.worker.training.context import LocalTaskContext
 from tessera.worker.training.freeze import Freeze
+from tessera.worker.training.input_mismatch import InputMismatch, rehearsal_fault
 from tessera.worker.training.progress import CALIBRATING, Check, Report
 
 Batch = dict[str, Tensor]
@@ -130,20 +130,15 @@ class Trainer:
     def _rehearse(self, dataset: Dataset) -> None:
         """Compute a loss on a synthetic example.
 
-        Raises UnsupportedRun if the model does not fit the data set, before any privacy is spent and independently of
+        Raises InputMismatch if the model does not fit the data set, before any privacy is spent and independently of
         the examples, on which a private task must not fail afterwards.
         """
-        batch = {**self.context.synthetic_examples(dataset, 1), **dataset.common}
-        try:
-            with evaluation_mode(self.context.model), torch.no_grad(), autocast(self.training, self.device):
-                self.half.loss(self.context, {name: tensor.to(self.device) for name, tensor in batch.items()})
-        except torch.OutOfMemoryError:
-            raise
-        except (IndexError, RuntimeError, TypeError, ValueError) as fault:
-            shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in sorted(batch.items()))
-            raise UnsupportedRun(
-                f"the model gives no loss for a synthetic example of this data ({shapes}): {type(fault).__name__}: "
-                f"{fault}. A private run pads texts to the data set's max_length, which the model must accept."
+        with autocast(self.training, self.device):
+            fault = rehearsal_fault(self.context, dataset, lambda batch: self.half.loss(self.context, batch))
+        if fault:
+            raise InputMismatch(
+                f"the model gives no loss for a synthetic example of the data set ({dataset.schema}). "
+                "A private run pads texts to the data set's max_length, which the model must accept."
             ) from fault
 
     def _train_privately(self, private: PrivateTraining, epoch: _Epoch, epochs: int, dataset: Dataset) -> None:

@@ -72,6 +72,10 @@ function put(text) {
     const same = fresh.querySelector(`#${CSS.escape(open.id)}`);
     if (same) same.open = true;
   }
+  for (const box of old.querySelectorAll("input[type=checkbox][id]")) {
+    const same = fresh.querySelector(`#${CSS.escape(box.id)}`);
+    if (same) same.checked = box.checked;
+  }
   if (fresh.innerHTML === old.innerHTML) return;
   const at = document.activeElement;
   const path = old.contains(at) ? pathTo(at, old) : null;
@@ -86,7 +90,7 @@ function put(text) {
 function busyIn(element) {
   const at = document.activeElement;
   const selected = getSelection();
-  const writing = at && element.contains(at) && at.matches("input, select, textarea");
+  const writing = at && element.contains(at) && at.matches("input:not([type=checkbox]), select, textarea");
   return writing || (selected && !selected.isCollapsed && element.contains(selected.anchorNode));
 }
 
@@ -115,7 +119,49 @@ function listen() {
   addEventListener("pagehide", () => source.close(), { once: true });
 }
 
+// The values under the pointer, from the table of the same chart, whose rows are at `data-places` of its width.
+function showValues(event) {
+  const chart = event.target.closest?.(".chart[data-places]");
+  const panel = chart?.closest(".panel");
+  for (const one of document.querySelectorAll(".tip, .cross")) if (!panel?.contains(one)) one.remove();
+  if (!chart) return;
+  const box = chart.getBoundingClientRect();
+  const at = (100 * (event.clientX - box.left)) / box.width;
+  const places = chart.dataset.places.split(" ").map(Number);
+  const row = places.reduce((best, place, index) => (Math.abs(place - at) < Math.abs(places[best] - at) ? index : best), 0);
+  const table = panel.querySelector("table");
+  const names = [...table.tHead.rows[0].cells].map((cell) => cell.textContent);
+  const rows = [...table.tBodies[0].rows];
+  // By bytes and time, lines of several runs have values at different places: then it is each line's value so far.
+  const before = names[0] === "version" ? [rows[row]] : rows.slice(row);
+  const cells = names.map((_, index) => (before.find((one) => one.cells[index].textContent !== "–") ?? rows[row]).cells[index].textContent);
+  const tip = panel.querySelector(".tip") ?? panel.appendChild(document.createElement("div"));
+  tip.className = "tip";
+  tip.ariaHidden = "true";
+  const list = document.createElement("dl");
+  names.forEach((name, index) => {
+    if (cells[index] === "–") return;
+    list.append(Object.assign(document.createElement("dt"), { textContent: name }));
+    list.append(Object.assign(document.createElement("dd"), { textContent: cells[index] }));
+  });
+  tip.replaceChildren(list);
+  const cross = chart.querySelector(".cross") ?? chart.appendChild(document.createElementNS(chart.namespaceURI, "line"));
+  cross.setAttribute("class", "cross");
+  const height = chart.getAttribute("height") - 30;
+  Object.entries({ x1: `${places[row]}%`, x2: `${places[row]}%`, y1: 14, y2: height }).forEach(([name, value]) => cross.setAttribute(name, value));
+  const card = panel.getBoundingClientRect();
+  const left = box.left - card.left + (box.width * places[row]) / 100;
+  tip.style.top = `${box.top - card.top + 10}px`;
+  if (left < card.width / 2) Object.assign(tip.style, { left: `${left + 10}px`, right: "auto" });
+  else Object.assign(tip.style, { left: "auto", right: `${card.width - left + 10}px` });
+}
+addEventListener("pointermove", showValues, { passive: true });
+addEventListener("pointerdown", showValues, { passive: true });
+
 localise(document);
+// The menu of a phone scrolls.
+const current = document.querySelector(".menu [aria-current]");
+if (current) current.closest(".menu").scrollLeft = current.offsetLeft - innerWidth / 2;
 if (document.body.dataset.events && live()) {
   showState("away", "connecting");
   listen();

@@ -13,6 +13,7 @@ from tessera.shared.api.versions import Manifest
 from tessera.shared.cli.run import preview_table
 from tessera.shared.client.client import Client
 from tessera.shared.methods.base import MethodSpec
+from tessera.shared.model.dataset_schema import DatasetSchema
 from tessera.shared.model.selectors import roles
 from tessera.shared.model.spec import Model
 from tessera.shared.problems import Forbidden, Invalid
@@ -66,6 +67,32 @@ def test_a_preview_names_why_each_worker_would_not_take_part(coordinator: LiveCo
         "f/w": ["never_send"],
     }  # fmt: skip
     assert (found.quorum, found.eligible, found.awaiting_approval, found.missing_sites) == (2, 1, 1, ("nobody",))
+
+
+def test_a_data_set_that_does_not_fit_the_model_is_told_before_the_run_and_gets_no_task(
+    coordinator: LiveCoordinator,
+) -> None:
+    words = {"dtype": "int64", "shape": [512]}
+    images = {"pixel_values": {"dtype": "float32", "shape": [3, 32, 32]}}
+    said = {
+        "images": {"inputs": images},
+        "classes": {"inputs": {"input_ids": words}, "classes": 3},
+        "fits": {"inputs": {"input_ids": words}, "classes": 2},
+        "of-before": {},
+    }
+    for site, schema in said.items():
+        known(coordinator, site, schemas={"data": DatasetSchema.model_validate(schema)} if schema else {})
+    client = coordinator.client("orchestrator")
+    found = by_name(client.preview_run(spec_of(client, cohort=Cohort(quorum=2))))
+    assert {name: [(one.rule, one.detail) for one in worker.ineligibilities] for name, worker in found.items()} == {
+        "images/w": [("inputs", "its data set data: the model takes input_ids; the data set gives pixel_values")],
+        "classes/w": [("inputs", "its data set data: the model has 2 classes; the data set has 3 labels")],
+        "fits/w": [],
+        "of-before/w": [],
+    }
+    run = start_run(client, MODEL, values(MODEL), cohort=Cohort(quorum=2))
+    (asked,) = until(lambda: list(client.rounds(run.id)))
+    assert sorted(task.worker for task in asked.tasks) == ["fits/w", "of-before/w"]
 
 
 def test_a_preview_tells_what_the_first_round_asks_and_changes_nothing(coordinator: LiveCoordinator) -> None:

@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -14,7 +15,7 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page, Request, Response, expect
 
 from tessera.shared.api.runs import Cohort, Evaluation
-from tessera.shared.api.tasks import Failure, Progress
+from tessera.shared.api.tasks import Failure, LiveValues, LogEvent, Progress
 from tessera.shared.methods.base import MethodSpec
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
@@ -24,13 +25,22 @@ SOON = 15_000
 SHOTS = os.environ.get("TESSERA_PAGE_SHOTS")
 """A folder for pictures of every page, if one is named."""
 
+NOW = datetime.now(UTC)
+LIVE = LiveValues(
+    started_at=NOW, cpus=16, cpu_load=5.3, memory_bytes=1 << 37, memory_used_bytes=1 << 33, gpu_name="Tensor 9",
+    gpu_memory_bytes=1 << 37, gpu_memory_used_bytes=1 << 36, gpu_use=0.87, disk_free_bytes=1 << 39,
+    log=(LogEvent(at=NOW, event="training", run="wards", round=2),),
+)  # fmt: skip
+
 RULES = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"]
 PAGES = {
     "overview": "/", "runs": "/runs", "run": "/runs/{run}", "rounds": "/runs/{run}/rounds",
     "round": "/runs/{run}/rounds/1", "open-round": "/runs/{run}/rounds/2", "sites": "/sites",
-    "approvals": "/approvals", "failures": "/failures", "audit": "/audit", "storage": "/storage",
+    "worker": "/workers/{worker}", "tokens": "/tokens", "rotate": "/tokens/{site_token}/rotate",
+    "suspend": "/sites/{site}/suspend", "approvals": "/approvals", "failures": "/failures",
+    "audit": "/audit", "storage": "/storage",
     "methods": "/runs/new", "start": "/runs/new?method=fedfrozen", "cancel": "/runs/{run}/cancel",
-    "gone": "/runs/nothing",
+    "gone": "/runs/nothing", "compare": "/runs/compare?run={run}&run={other}", "by-bytes": "/runs/{run}?x=bytes",
 }  # fmt: skip
 
 
@@ -88,7 +98,7 @@ class Scene:
     """A federation in the midst of things."""
 
     coordinator: LiveCoordinator
-    run: str
+    ids: dict[str, str]
     token: str
 
 
@@ -117,7 +127,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
                     worker.train(task)
                 else:
                     worker.client.heartbeat(
-                        task.id, task.token, Progress(phase="training", step=3, steps=8, loss=0.5)
+                        task.id, task.token, Progress(phase="training", step=3, steps=8, loss=0.5), LIVE
                     )
         failing = ScriptedWorker(coordinator.client("site", "st-mary"), name="cpu", datasets={"xray": 9})
         failing.enrol()
@@ -132,7 +142,11 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
         task = failing.take()
         failing.client.fail(task.id, Failure(token=task.token, code="out-of-memory", detail="it does not fit"))
         until(lambda: client.run(once.id).state == "paused")
-        yield Scene(coordinator, run.id, coordinator.token("admin"))
+        busy = next(one for one in client.workers() if one.site == "lakeside")
+        token = next(one.id for one in client.tokens() if one.role == "site")
+        ids = {"run": run.id, "worker": busy.id, "site": next(iter(client.sites())).id, "site_token": token,
+               "other": once.id}  # fmt: skip
+        yield Scene(coordinator, ids, coordinator.token("admin"))
 
 
 @pytest.mark.parametrize("colours", ["light", "dark"])
@@ -143,7 +157,7 @@ def test_every_page_is_accessible_to_everybody(browser: Browser, scene: Scene, c
         found = {"sign-in": violations(visit.page)}
         visit.sign_in(scene.token)
         for name, path in PAGES.items():
-            page = visit.open(path.format(run=scene.run))
+            page = visit.open(path.format(**scene.ids))
             for summary in page.locator("details.part > summary").all():
                 summary.click()
             # What is not about colours is the same in both.
@@ -174,8 +188,10 @@ def test_no_page_is_wider_than_a_phone(browser: Browser, scene: Scene) -> None:
         visit.sign_in(scene.token)
         widths = {}
         for name, path in PAGES.items():
-            page = visit.open(path.format(run=scene.run))
+            page = visit.open(path.format(**scene.ids))
             widths[name] = page.evaluate("document.documentElement.scrollWidth")
+            if name in ("run", "runs", "compare", "start"):
+                assert violations(page) == [], name
             if name in ("audit", "round"):
                 box = page.locator(".scroll").first
                 assert box.evaluate("box => box.scrollWidth <= box.clientWidth"), name
@@ -279,6 +295,20 @@ def test_colours_are_chosen_and_stay_without_any_script(browser: Browser, scene:
         expect(page.locator("details table").first).to_be_visible()
         page.get_by_role("button", name="Sign out").click()
         expect(page.get_by_role("heading", level=1)).to_have_text("Sign in")
+
+
+def test_a_chart_shows_the_values_under_the_pointer_and_hides_lines(browser: Browser, scene: Scene) -> None:
+    with browser.new_context() as context:
+        visit = visiting(context, scene.coordinator)
+        visit.sign_in(scene.token)
+        panel = visit.open(f"/runs/{scene.ids['run']}").locator(".panel").first
+        panel.locator(".chart").hover(position={"x": 5, "y": 60})
+        expect(panel.locator(".tip")).to_contain_text("version0global0.5")
+        expect(panel.locator(".chart path.c0")).to_be_visible()
+        panel.locator(".legend").get_by_text("global").click()
+        expect(panel.locator(".chart path.c0")).to_be_hidden()
+        expect(panel.locator(".chart path.c1")).to_be_visible()
+        visit.nothing_amiss()
 
 
 def test_a_hostile_worker_runs_nothing_in_anybodys_browser(browser: Browser, coordinator: LiveCoordinator) -> None:

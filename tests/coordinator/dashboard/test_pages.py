@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import csv
 import re
 from collections.abc import Iterator
+from io import StringIO
 from pathlib import Path
+from xml.etree import ElementTree as ET
 
 import pytest
 from sqlalchemy import select, update
@@ -146,7 +149,7 @@ def test_pages_of_a_run_show_what_the_api_shows(coordinator: LiveCoordinator, ad
     shown = admin.http.get(f"/page/runs/{run}").text
     for told in ("wards", "warm-up", "of 3", "0.75", "worst site", "Bytes by round", "abandoned", "paused"):
         assert told in shown, told
-    assert "of version 1; worst site" in shown
+    assert "version 1, 2 of 2 sites; worst site" in shown
     assert "No layers by site: every update has the same layers." in shown
     assert "No warm-up signals: they are measured if warmup_rounds is auto." in shown
     assert "No scores" not in shown
@@ -166,6 +169,75 @@ def test_pages_of_a_run_show_what_the_api_shows(coordinator: LiveCoordinator, ad
     assert "1 task failed within a day" in overview
     assert "round.abandon" in admin.http.get(f"/page/audit?run={run}").text
     assert "wards" in admin.http.get("/page/storage").text
+
+
+def test_scores_of_a_run_are_chosen_and_taken_away(coordinator: LiveCoordinator, admin: Person) -> None:
+    place = f"/page/runs/{worked(coordinator)}"
+    shown = admin.http.get(f"{place}?metric=loss&x=bytes").text
+    assert re.findall(r'aria-current="true">(Loss|Accuracy|bytes|version)<', shown) == ["Loss", "bytes"]
+    assert ('<h2 id="loss">' in shown, '<h2 id="accuracy">' in shown) == (True, False)
+    assert re.search(r"By bytes\. Last values: global: 0\.5 at \S+ k?B;", shown)
+    assert "tessera run export" in shown
+    assert "--version best" in shown
+    assert admin.http.get(f"{place}?metric=nonsense").text.count("Accuracy as a table") == 1
+    assert admin.http.get(f"{place}?x=weight").status_code == 422
+    table = admin.http.get(f"{place}/metrics.csv")
+    assert table.headers["content-disposition"] == 'attachment; filename="wards-metrics.csv"'
+    scores = [row for row in csv.DictReader(StringIO(table.text)) if row["metric"] == "accuracy"]
+    assert sorted((row["version"], row["site"], row["value"]) for row in scores) == [
+        (version, site, value) for version, value in (("0", "0.5"), ("1", "0.75")) for site in "ab"
+    ]
+    rows = admin.http.get(f"{place}/metrics.json").json()
+    assert [row["value"] for row in rows if row["metric"] == "accuracy"] == [0.5, 0.5, 0.75, 0.75]
+    picture = admin.http.get(f"{place}/charts/accuracy.svg")
+    assert picture.headers["content-type"] == "image/svg+xml"
+    root = ET.fromstring(picture.text)  # noqa: S314 (made here)
+    assert "var(" not in str(root.findtext("{*}style"))
+    assert [text.text for text in root.findall(".//{*}text")][-3:] == ["global", "a", "b"]
+    assert admin.http.get(f"{place}/charts/nothing.svg").status_code == 404
+
+
+def test_runs_are_found_by_their_tags_method_and_text(coordinator: LiveCoordinator) -> None:
+    person, client = signed_in(coordinator, "orchestrator"), coordinator.client()
+    with Client(coordinator.url, coordinator.token("orchestrator"), verify=False) as theirs:
+        start_run(theirs, MODEL, values(MODEL), name="other", dataset="x-ray", method=MethodSpec(name="fedbn"))
+    run = start_run(client, MODEL, values(MODEL), name="wards", dataset="none")
+    admin = signed_in(coordinator, "admin")
+    place = f"/page/runs/{run.id}/notes"
+    assert admin.send(place, tags="pilot, 100%  pilot", note=" ").status_code == 422
+    assert admin.send(place, tags="pilot, v2  pilot", note="with the new\r\nscanner").status_code == 303
+    found = client.run(run.id)
+    assert (found.tags, found.note, found.updated_at) == (("pilot", "v2"), "with the new\nscanner", run.updated_at)
+    # What another person has written meanwhile is not overwritten, nor is what is another's.
+    assert admin.send(place, tags="mine", note="").status_code == 412
+    assert person.send(place, old_tags="pilot v2", old_note=found.note, tags="", note="").status_code == 403
+    (entry,) = [entry for entry in client.audit() if entry.action == "run.annotate"]
+    assert (entry.subject, entry.detail["tags"]) == (run.id, ["pilot", "v2"])
+    found_by = {"q=PILOT": ["wards"], "q=scanner": ["wards"], "q=_": [], "q=the": ["wards", "other"]}
+    found_by |= {"method=fedbn": ["other"], "dataset=none&method=": ["wards"], "state=paused": []}
+    found_by |= {"state=running&q=th&dataset=x-ray": ["other"]}
+    for query, names in found_by.items():
+        shown = admin.http.get(f"/page/runs?{query}").text
+        assert re.findall(r'aria-label="Compare ([^"]+)"', shown) == names, query
+
+
+def test_runs_are_compared_side_by_side(coordinator: LiveCoordinator, viewer: Person) -> None:
+    first, client = worked(coordinator), coordinator.client()
+    second = start_run(client, MODEL, values(MODEL), name="wards", rounds=7, dataset="none").id
+    shown = viewer.http.get(f"/page/runs/compare?run={first}&run={second}&x=bytes").text
+    for told in (f"wards<wbr> ({first[:8]})", "Accuracy 0.75", "not evaluated", "<code>rounds</code>", "Best score"):
+        assert told.replace("<wbr>", "") in shown.replace("<wbr>", ""), told
+    settings = re.findall(r"<th scope=\"row\"><code>(\S+)</code>", shown)
+    assert {"rounds", "dataset", "method.name", "method.settings.warmup_rounds"} <= {*settings}
+    assert "seed" not in settings
+    assert "their scores are not of the same examples" in shown
+    picture = viewer.http.get(f"/page/runs/compare/chart.svg?run={first}&run={second}").text
+    assert ET.fromstring(picture).findall(".//{*}circle[@class='best c0']") != []  # noqa: S314 (made here)
+    for runs in ([first], [first, first], [first] * 2 + [f"r{n}" for n in range(7)]):
+        answer = viewer.http.get("/page/runs/compare", params={"run": runs})
+        assert answer.status_code == 422
+        assert "a comparison needs two to 6 different runs" in answer.text
+    assert viewer.http.get(f"/page/runs/compare?run={first}&run=nothing").status_code == 404
 
 
 def test_what_a_run_with_privacy_has_spent_is_shown_by_worker_and_round(
@@ -511,3 +583,56 @@ def test_administrators_suspend_resume_rotate_and_revoke_after_a_second_look(
     assert "never" in tokens
     actions = [entry.action for entry in coordinator.client().audit() if entry.actor.endswith("test-admin")]
     assert actions[-4:] == ["site.suspend", "site.resume", "token.rotate", "token.revoke"]
+
+
+def test_audit_and_failures_are_filtered_and_downloaded(coordinator: LiveCoordinator, admin: Person) -> None:
+    run = worked(coordinator)
+    with coordinator.services.database.transaction() as session:
+        session.execute(update(TaskRow).where(TaskRow.state == "failed").values(created_at=1000.0))
+        problem = {"type": "about:blank", "code": "failed", "title": "t", "status": 422, "retryable": False,
+                   "detail": "=cmd|' /C calc'!A0", "remedy": "none"}  # fmt: skip
+        session.execute(update(TaskRow).where(TaskRow.state == "failed").values(problem=problem))
+
+    def audited(**filters: str) -> list[list[str]]:
+        answer = admin.http.get("/page/audit.csv", params=filters)
+        assert answer.headers["content-disposition"] == 'attachment; filename="audit.csv"'
+        return list(csv.reader(StringIO(answer.text)))[1:]
+
+    every = audited()
+    assert [int(row[0]) for row in every] == list(range(len(every), 0, -1))
+    assert {(row[2], row[3]) for row in audited(who="SITE:A")} == {("site:a", "worker.enrol")}
+    assert {row[3] for row in audited(who="test-site", what="task.f", run=run)} == {"task.fail"}
+    assert audited(who="100%_") == audited(until="1970-01-02T00:00") == audited(run="none") == []
+    assert audited(since="1970-01-02T00:00", until="2999-01-01T00:00") == every
+    shown = admin.http.get("/page/audit", params={"what": "task.fail", "who": "test"}).text
+    assert shown.count("<code>task.fail</code>") == 1
+    assert 'href="/page/audit.csv?who=test&amp;what=task.fail&amp;"' in shown
+    assert "No entry matches the filter" in admin.http.get("/page/audit?who=nothing").text
+    for path in ("/page/audit", "/page/failures.csv"):
+        refused = admin.http.get(f"{path}?since=yesterday")
+        assert (refused.status_code, "such as 2026-07-01T12:00" in refused.text) == (422, True)
+
+    failures = {"": 1, "who=b/": 1, "who=a/": 0, "what=failed": 1, "what=rejected": 0, "what=x": 0,
+                "until=1970-01-01T00:16": 0, "since=1970-01-01T00:16&until=1970-01-01T00:17": 1}  # fmt: skip
+    for query, count in failures.items():
+        assert admin.http.get(f"/page/failures?{query}").text.count("<summary>") == count, query
+        assert admin.http.get(f"/page/failures.csv?{query}").text.count("wards") == count, query
+    # What a worker says is no formula to a spreadsheet.
+    assert ",'=cmd|" in admin.http.get("/page/failures.csv").text
+    assert signed_in(coordinator, "viewer").http.get("/page/audit.csv").status_code == 403
+
+
+def test_a_bar_of_a_round_shows_the_phases_that_its_worker_reported(coordinator: LiveCoordinator) -> None:
+    worker = ScriptedWorker(coordinator.client("site", "a"))
+    worker.enrol()
+    run = start_run(coordinator.client(), MODEL, values(MODEL), rounds=2)
+    worker.train(worker.take())
+    task, viewer = worker.take(), signed_in(coordinator, "viewer")
+    seconds = {"fetching": 2.0, "training": 6.0, "uploading": 0.0}
+    worker.client.heartbeat(task.id, task.token, Progress(phase="training", phase_seconds=seconds))
+    text = viewer.http.get(f"/page/runs/{run.id}/rounds/2").text
+    widths = [float(width) for width in re.findall(r'"stretch (?:fetching|training)".*?width="(.*?)%"', text)]
+    assert widths[1] == pytest.approx(3 * widths[0], abs=0.3)
+    assert "stretch uploading" not in text
+    assert "stretch merging" not in text
+    assert "stretch merging" in viewer.http.get(f"/page/runs/{run.id}/rounds/1").text

@@ -9,16 +9,19 @@ import pytest
 
 from tessera.coordinator.domain.eligibility import (
     RunTerms,
+    misfit,
     objections,
     policy_of,
     policy_warnings,
     refused_model,
     refused_plan,
+    unsuited,
 )
 from tessera.shared.api.runs import Cohort, RunSpec, Training
 from tessera.shared.api.tasks import AdvertisedPolicy, Task
 from tessera.shared.api.versions import VersionRef
 from tessera.shared.methods.base import MethodSpec, Plan
+from tessera.shared.model.blocks import Block
 from tessera.shared.model.selectors import roles
 from tessera.shared.run_settings import Budget, Privacy
 from tessera.worker.governance.policy import Allowance, Policy, PolicyViolation
@@ -175,3 +178,16 @@ def test_a_mirror_shows_no_path_and_is_read_back_as_it_was() -> None:
 def test_a_mirror_that_would_take_long_to_judge_is_refused() -> None:
     with pytest.raises(ValueError, match="at most 256"):
         AdvertisedPolicy.model_validate({"may_send": {"include": [{"names": ["*a"] * 256}]}})
+
+
+def test_texts_that_may_be_too_long_are_an_objection_only_where_they_are_padded() -> None:
+    positions = Block(tensor="embeddings.position_embeddings.weight", role="embedding", shape=(128, 4), dtype="F32")
+    model = MODEL.model_copy(update={"blocks": (*MODEL.blocks, positions)})
+    said = declared(schemas={"wards": {"inputs": {"input_ids": {"dtype": "int64", "shape": [512]}}}})
+    found = misfit(invited().spec, said, model, padded=True)
+    assert found is not None
+    assert found.detail == "its data set wards: max_length 512 is more than the model's 128 positions"
+    assert unsuited(invited().spec, said, model) is None
+    assert unsuited(invited(privacy=PRIVATE).spec, said, model) == found
+    # A worker of an earlier version declares nothing.
+    assert unsuited(invited(privacy=PRIVATE).spec, declared(), model) is None

@@ -201,6 +201,15 @@ def test_a_run_is_paused_resumed_and_cancelled(commands: Commands, folder: Path)
     assert [item["state"] for item in commands.json("run", "list")] == ["cancelled"]
 
 
+def test_a_run_has_tags_and_a_note(commands: Commands, folder: Path) -> None:
+    run = commands.create(folder)
+    commands.say("run", "annotate", run, "--tag", "pilot", "--tag", "v2", "--note", "a first look")
+    found = commands.json("run", "annotate", run, "--untag", "pilot", "--tag", "v2", "--tag", "v3")
+    assert (found["tags"], found["note"]) == (["v2", "v3"], "a first look")
+    assert commands.json("run", "annotate", run, "--tag", "no good", code=2)["errors"][0]["pointer"] == "/tags/2"
+    assert "v2, v3" in commands.say("run", "list").stdout
+
+
 def test_watching_tells_each_round_and_ends_with_the_run(
     commands: Commands, coordinator: LiveCoordinator, folder: Path
 ) -> None:

@@ -103,7 +103,7 @@ def history(
         )
         for number, (version, count, seconds) in enumerate(made, 1)
     ]
-    return History(run, attempts, measurements)
+    return History.of(run, attempts, measurements)
 
 
 def test_bytes_and_seconds_are_totals_with_those_of_abandoned_attempts() -> None:

@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from PIL import Image
+from transformers import CLIPImageProcessorPil
 
 from tessera.worker.data.dataset import DataError, Dataset
 from tessera.worker.data.registry import load
@@ -109,6 +110,15 @@ def test_the_processor_says_how_pixels_are_made(pets: Path, tmp_path: Path) -> N
     assert dataset.tensors["pixel_values"].shape == (3, 3, 8, 8)
     assert colours(dataset) == [[1, -1, -1], [-0.6, -0.6, -0.6], [-1, 1, -1]]
     assert set(dataset.tensors) == {"pixel_values", "labels"}
+    assert str(dataset.schema) == "labels int64 [], pixel_values float32 [3, 8, 8]"
+
+
+def test_images_whose_size_no_setting_fixes_have_no_shape_in_what_is_declared(tmp_path: Path) -> None:
+    CLIPImageProcessorPil(do_resize=False, do_center_crop=False).save_pretrained(tmp_path / "as-they-are")
+    picture(tmp_path / "scans" / "0" / "a.png", RED)
+    dataset = opened(folder=tmp_path / "scans", processor=tmp_path / "as-they-are")
+    assert dataset.tensors["pixel_values"].shape == (1, 3, 10, 12)
+    assert str(dataset.schema) == "labels int64 [], pixel_values float32"
 
 
 def test_more_images_than_are_prepared_at_once_stay_in_order(tmp_path: Path) -> None:
@@ -298,6 +308,8 @@ def test_tokenizer_and_pixels_may_come_from_elsewhere_and_texts_be_filled_up(pet
     dataset = opened("imagetext", folder=pets, labels=["cat", "dog"], tokenizer=siglip, size=4, max_length=8)
     assert dataset.common["input_ids"].tolist() == [[2, 3, 4, 2, 5, 7, 1, 1], [2, 3, 4, 2, 6, 7, 1, 1]]
     assert set(dataset.common) == {"input_ids"}
+    declared = "input_ids int64 [8], labels int64 [], pixel_values float32 [3, 4, 4]"
+    assert (str(dataset.schema), dataset.schema.classes) == (declared, 2)
     assert dataset.tensors["pixel_values"].shape == (3, 3, 4, 4)
 
 

@@ -106,6 +106,8 @@ def test_arrays_are_read_under_their_own_names(tmp_path: Path) -> None:
     (batch,) = dataset.batches(None)
     assert batch["input_ids"][3].tolist() == [9, 10, 11]
     assert dataset.examples == 4
+    # How long the longest text is does not leave the site.
+    assert str(dataset.schema) == "input_ids int64, labels int64 []"
 
 
 def test_arrays_may_say_where_each_example_comes_from(tmp_path: Path) -> None:

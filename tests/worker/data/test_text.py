@@ -106,6 +106,9 @@ def test_under_privacy_no_shape_tells_how_long_the_longest_text_is(tmp_path: Pat
     for longest in ("the cat", "the dog sat"):
         file = written(tmp_path / "notes.csv", "text,label", "the cat,0", f"{longest},1")
         padded.append(load("text", {"file": file, "tokenizer": bert, "head": head, "max_length": 8}).padded())
+    per_token = " [8]" if head == "causal-lm" else " []"
+    declared = f"attention_mask int64 [8], input_ids int64 [8], labels int64{per_token}"
+    assert [str(each.schema) for each in padded] == [declared] * 2
     # What another text is changes nothing of the first one, which is as long as any may be.
     first, second = ({name: tensor[0].tolist() for name, tensor in each.tensors.items()} for each in padded)
     assert first == second
@@ -125,6 +128,8 @@ def test_what_is_held_out_and_a_part_know_how_long_a_text_may_be(tmp_path: Path,
     part = Iid(scheme="iid", count=2, index=0)
     dataset = load("text", options, part=part, held_out=0.5, key=b"the same each time")
     assert dataset.padded().tensors["input_ids"].shape == (dataset.examples, 12)
+    assert dataset.held_out is not None
+    assert [one.schema.inputs["input_ids"].shape for one in (dataset, dataset.held_out)] == [(12,), (12,)]
 
 
 def test_a_second_text_is_told_apart_by_its_token_types(tmp_path: Path, bert: str) -> None:
@@ -132,6 +137,7 @@ def test_a_second_text_is_told_apart_by_its_token_types(tmp_path: Path, bert: st
     options = {"file": file, "tokenizer": bert, "text": "a", "second_text": "b"}
     dataset = load("text", options)
     assert dataset.tensors["input_ids"][0].tolist() == [CLS, THE, CAT, SEP, SAT, SEP]
+    assert "token_type_ids" not in dataset.schema.inputs
     assert dataset.tensors["token_type_ids"].tolist() == [[0, 0, 0, 0, 1, 1], [0, 0, 0, 1, 1, 0]]
     assert loss("text-classification", {"model_type": "bert", "intermediate_size": 8, **LAYERS}, dataset) > 0
 

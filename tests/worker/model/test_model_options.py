@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
+import transformers
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
-from transformers import AutoModel, AutoModelForSequenceClassification, PreTrainedTokenizerFast
+from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from tessera.shared.methods.base import State
@@ -25,6 +27,7 @@ from tessera.worker.cli.model import app
 from tessera.worker.model.build import instantiate, load
 from tessera.worker.model.forward import forward
 from tests.support.duals import dual, pairs
+from tests.support.pretrained import bert_tokenizer, image_processor, picture
 
 BERT = {
     "model_type": "bert", "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -225,3 +228,36 @@ def test_mistakes_in_a_source_or_head_are_told_in_our_words(tmp_path: Path) -> N
         (other / "model.safetensors").unlink()
         (other / name).write_bytes(content)
         assert told in refusal("init", tmp_path / "no", "--config", other, "--head", "text-classification")
+
+
+@pytest.mark.parametrize("random", [True, False])
+def test_a_text_model_travels_with_its_tokenizer(tmp_path: Path, random: bool) -> None:
+    config, made = tmp_path / "bert", tmp_path / "made"
+    transformers.BertForSequenceClassification(transformers.BertConfig(**BERT)).save_pretrained(config)
+    bert_tokenizer(config, ["the", "cat"], model_max_length=8)
+    words = ("--config", config / "config.json", "--head", "text-classification")
+    init(made, *words, *["--random"] * random)
+    answer = transformers.pipeline("text-classification", str(made))("the cat")
+    assert answer[0]["label"] in {"LABEL_0", "LABEL_1"}
+    assert AutoTokenizer.from_pretrained(made)("the cat")["input_ids"] == [2, 4, 5, 3]
+
+
+def test_an_image_model_travels_with_its_processor(tmp_path: Path) -> None:
+    config, made = tmp_path / "vit", tmp_path / "made"
+    shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
+    vit = transformers.ViTConfig(image_size=8, patch_size=4, **shape)  # type: ignore[call-arg]
+    transformers.ViTForImageClassification(vit).save_pretrained(config)
+    image_processor(config, 8)
+    init(made, "--config", config, "--head", "image-classification")
+    picture(tmp_path / "red.png", (255, 0, 0))
+    answer = transformers.pipeline("image-classification", str(made))(str(tmp_path / "red.png"))
+    assert {found["label"] for found in answer} == {"LABEL_0", "LABEL_1"}
+
+
+def test_a_tokenizer_that_cannot_be_loaded_is_left_out_with_a_warning(tmp_path: Path) -> None:
+    config = source(tmp_path / "bert", BERT)
+    (config / "tokenizer_config.json").write_text("{}")
+    told = init(tmp_path / "made", "--config", config, "--head", "features", "--random")
+    assert "warning: the model folder is without this tokenizer" in told
+    assert "has no vocabulary" in told
+    assert not list((tmp_path / "made").glob("token*"))

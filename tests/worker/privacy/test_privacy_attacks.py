@@ -214,7 +214,7 @@ def test_gradients_that_cancel_each_other_out_are_no_reason_to_fail() -> None:
 
 def test_a_model_that_does_not_fit_the_data_set_is_refused_before_anything_is_paid_for(tmp_path: Path) -> None:
     context = version(max_position_embeddings=TOKENS - 1)
-    with pytest.raises(UnsupportedRun, match=r"input_ids \[1, 64\].*max_length, which the model must accept"):
+    with pytest.raises(UnsupportedRun, match="max_length, which the model must accept"):
         train(tmp_path, context, texts(present=False), "a key", 1.0)
     assert Ledger(tmp_path).read("wards") == ()
 

@@ -5,13 +5,16 @@ tensor `domain` is the origin of each example, for partitions by domain. Example
 tensor `group`, such as those of one patient, are held out together.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 
+from pydantic import ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tessera.worker.data.dataset import LABELS, Adapter, DataError, Dataset, Options
+from tessera.shared.model.dataset_schema import PIXELS, DatasetSchema
+from tessera.worker.data.dataset import LABELS, Adapter, DataError, Dataset, Options, schema_of
 
 DOMAIN = "domain"
 GROUP = "group"
@@ -31,11 +34,23 @@ def arrays(options: ArraysOptions) -> Dataset:
         domains, groups = tensors.pop(DOMAIN, None), tensors.pop(GROUP, None)
         if LABELS in tensors and not tensors[LABELS].is_floating_point():
             tensors[LABELS] = tensors[LABELS].long()
-        return Dataset(tensors, domains=domains, groups=None if groups is None else _groups(groups))
+        return Dataset(
+            tensors, domains=domains, groups=None if groups is None else _groups(groups), schema=_schema(tensors)
+        )
     except (OSError, SafetensorError) as fault:
         raise DataError(f"file: {options.file} cannot be read as safetensors: {fault}") from fault
     except DataError as fault:
         raise DataError(f"file: {options.file}: {fault}") from fault
+
+
+def _schema(tensors: Mapping[str, Tensor]) -> DatasetSchema:
+    """Return what does not depend on the examples: not the length of texts, which may be that of the longest."""
+    shapes = {name: tuple(t.shape[1:]) for name, t in tensors.items() if name == PIXELS or t.ndim == 1}
+    try:
+        return schema_of(tensors, shapes)
+    except ValidationError:
+        # Too many tensors, or names and sizes that a claim cannot contain.
+        return DatasetSchema()
 
 
 def _groups(groups: Tensor) -> list[bytes]:

@@ -7,7 +7,7 @@ import torch
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
-from tessera.worker.data.dataset import Adapter, Dataset, Options
+from tessera.worker.data.dataset import Adapter, Dataset, Options, schema_of
 
 TEST_SHARE = 0.2
 BRIGHTEST = 16
@@ -28,7 +28,8 @@ def digits(options: DigitsOptions) -> Dataset:
     train, test = train_test_split(np.arange(len(labels)), test_size=TEST_SHARE, stratify=labels, random_state=0)
     rows = np.sort(test if options.split == "test" else train)
     pixels = images[rows, np.newaxis] / (BRIGHTEST / 2) - 1
-    return Dataset({"pixel_values": torch.from_numpy(pixels), "labels": torch.from_numpy(labels[rows])})
+    tensors = {"pixel_values": torch.from_numpy(pixels), "labels": torch.from_numpy(labels[rows])}
+    return Dataset(tensors, schema=schema_of(tensors, {"pixel_values": (1, 8, 8), "labels": ()}, classes=10))
 
 
 ADAPTER = Adapter("digits", DigitsOptions, digits)

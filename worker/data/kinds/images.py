@@ -18,9 +18,18 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from tessera.worker.data.dataset import LABELS, Adapter, DataError, Dataset, LoadReport, counted
+from tessera.shared.model.dataset_schema import PIXELS
+from tessera.worker.data.dataset import LABELS, Adapter, DataError, Dataset, LoadReport, counted, schema_of
 from tessera.worker.data.readers.class_labels import Absent, Names, numbered
-from tessera.worker.data.readers.image_processor import DICOM, SUFFIXES, Picture, PixelOptions, inputs_of
+from tessera.worker.data.readers.image_processor import (
+    DICOM,
+    SUFFIXES,
+    Picture,
+    PixelOptions,
+    fixed_shape,
+    inputs_of,
+    preparation,
+)
 from tessera.worker.data.readers.table_files import is_saved
 from tessera.worker.data.readers.tables import Files, numbered_domains, read_table
 
@@ -71,9 +80,14 @@ def images(options: ImagesOptions, common: Mapping[str, Tensor] | None = None) -
         labels = numbered("label", table.where, values, names, options.absent)
         domains, groups = table.domains(options.domain), table.groups(options.group)
         report = LoadReport(ignored_files=table.ignored_files)
-    tensors = {**inputs_of(pictures, options), LABELS: torch.tensor(labels)}
+    prepare = preparation(options)
+    tensors = {**inputs_of(pictures, options, prepare), LABELS: torch.tensor(labels)}
     sources = [_digest(picture) for picture in pictures]
-    return Dataset(tensors, common or {}, domains=domains, sources=sources, groups=groups, report=report)
+    shapes = {PIXELS: fixed_shape(options, prepare), LABELS: ()}
+    schema = schema_of({name: tensors[name] for name in shapes}, shapes, len(options.labels or ()) or None)
+    return Dataset(
+        tensors, common or {}, domains=domains, sources=sources, groups=groups, report=report, schema=schema
+    )
 
 
 def _digest(picture: Picture) -> bytes:

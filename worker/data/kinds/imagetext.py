@@ -12,7 +12,7 @@ from typing import Self
 
 from pydantic import Field, PositiveInt, model_validator
 
-from tessera.worker.data.dataset import Adapter, DataError, Dataset
+from tessera.worker.data.dataset import Adapter, DataError, Dataset, schema_of
 from tessera.worker.data.kinds.images import ImagesOptions, images
 from tessera.worker.data.readers.class_labels import Names
 from tessera.worker.data.readers.tokenizer import MAX_TOKENS, Encoded, encode, tokenizer_of
@@ -49,7 +49,10 @@ def imagetext(options: ImageTextOptions) -> Dataset:
     """
     texts = _texts(options)
     dataset = images(options, texts.inputs)
-    return replace(dataset, report=replace(dataset.report, unknown_tokens=texts.unknown))
+    shape = (texts.padding.width,) if options.max_length else None
+    inputs = {**dataset.schema.inputs, **schema_of(texts.inputs, dict.fromkeys(texts.inputs, shape)).inputs}
+    schema = dataset.schema.model_copy(update={"inputs": inputs})
+    return replace(dataset, report=replace(dataset.report, unknown_tokens=texts.unknown), schema=schema)
 
 
 def _texts(options: ImageTextOptions) -> Encoded:

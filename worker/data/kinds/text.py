@@ -18,7 +18,7 @@ from pydantic import Field, PositiveInt
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from tessera.worker.data.dataset import LABELS, Adapter, DataError, Dataset, LoadReport, Options
+from tessera.worker.data.dataset import LABELS, Adapter, DataError, Dataset, LoadReport, Options, schema_of
 from tessera.worker.data.readers.class_labels import Absent, Names, numbered
 from tessera.worker.data.readers.tables import DataTable, Files, read_table
 from tessera.worker.data.readers.tokenizer import MAX_TOKENS, Encoded, encode, tokenizer_of
@@ -72,7 +72,13 @@ def text(options: TextOptions) -> Dataset:
     tensors = {**encoded.inputs, LABELS: labels}
     domains, groups = table.domains(options.domain), table.groups(options.group)
     sources, report = _sources(options, table), LoadReport(encoded.unknown, table.ignored_files)
-    return Dataset(tensors, domains=domains, sources=sources, padding=padding, groups=groups, report=report)
+    # Without token types, which are left out or not by what the texts are.
+    declared = {name: tensor for name, tensor in tensors.items() if name != "token_type_ids"}
+    shapes = {name: (padding.width,) if tensor.ndim > 1 else () for name, tensor in declared.items()}
+    schema = schema_of(declared, shapes, len(options.labels or ()) or None)
+    return Dataset(
+        tensors, domains=domains, sources=sources, padding=padding, groups=groups, report=report, schema=schema
+    )
 
 
 def _sources(options: TextOptions, table: DataTable) -> list[bytes]:

@@ -13,7 +13,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 from torch import Tensor
 from transformers import AutoImageProcessor
 
-from tessera.worker.data.dataset import DataError, Options
+from tessera.worker.data.dataset import DataError, Options, Shape
 from tessera.worker.data.readers.pretrained import load_pretrained
 
 Picture = Path | bytes
@@ -72,19 +72,36 @@ class PixelOptions(Options):
         """Height and width in pixels, or (0, 0) if the processor sets them."""
         return (self.size, self.size) if isinstance(self.size, int) else (self.size or (0, 0))
 
+    @property
+    def mode(self) -> str:
+        """Pillow's name for the channels."""
+        return "L" if self.channels == 1 else "RGB"
 
-def inputs_of(pictures: Sequence[Picture], options: PixelOptions) -> dict[str, Tensor]:
+
+def preparation(options: PixelOptions) -> Prepare:
+    """Return the conversion that the options describe. Raises DataError."""
+    return _by_options(options) if options.processor is None else _by_processor(options.processor)
+
+
+def fixed_shape(options: PixelOptions, prepare: Prepare) -> Shape:
+    """Return the shape of `pixel_values` for one image, or None if it depends on the image's size."""
+    try:
+        blank = [prepare([Image.new(options.mode, size)])["pixel_values"].shape[1:] for size in ((60, 90), (110, 70))]
+    except (DataError, KeyError):
+        return None
+    return tuple(blank[0]) if blank[0] == blank[1] else None
+
+
+def inputs_of(pictures: Sequence[Picture], options: PixelOptions, prepare: Prepare) -> dict[str, Tensor]:
     """Return `pixel_values` float32 [pictures, channels, height, width], and the processor's other inputs.
 
     Raises DataError if an image cannot be read or the processor fails.
     """
-    prepare = _by_options(options) if options.processor is None else _by_processor(options.processor)
-    mode = "L" if options.channels == 1 else "RGB"
     inputs: dict[str, Tensor] = {}
     # Tensors are filled in place, so that a large data set is not in memory twice.
     for done in range(0, len(pictures), AT_ONCE):
         some = enumerate(pictures[done : done + AT_ONCE], done)
-        for name, tensor in prepare([_open(picture, row).convert(mode) for row, picture in some]).items():
+        for name, tensor in prepare([_open(picture, row).convert(options.mode) for row, picture in some]).items():
             whole = inputs.setdefault(name, tensor.new_empty((len(pictures), *tensor.shape[1:])))
             if tensor.shape[1:] != whole.shape[1:]:
                 raise DataError(
@@ -131,9 +148,14 @@ def _by_options(options: PixelOptions) -> Prepare:
     return prepare
 
 
-def _by_processor(source: str) -> Prepare:
+def load_processor(option: str, source: str) -> Any:
+    """Return the image processor of a local folder, or of a name on the hub. Raises DataError."""
     # The same backend at every site, even where torchvision is installed, which resamples differently.
-    processor: Any = load_pretrained("processor", source, AutoImageProcessor.from_pretrained, backend="pil")
+    return load_pretrained(option, source, AutoImageProcessor.from_pretrained, backend="pil")
+
+
+def _by_processor(source: str) -> Prepare:
+    processor = load_processor("processor", source)
 
     def prepare(images: list[Image.Image]) -> dict[str, Tensor]:
         try:

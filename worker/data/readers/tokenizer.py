@@ -18,8 +18,8 @@ AT_ONCE = 4096
 Texts = Sequence[str] | Sequence[Sequence[str]]
 
 
-def tokenizer_of(option: str, source: str, **more: object) -> PreTrainedTokenizerBase:
-    """Return a tokenizer with a padding token: its end-of-text token if it has no other.
+def load_tokenizer(option: str, source: str, **more: object) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of a local folder, or of a name on the hub.
 
     Raises DataError, also if it knows no words, like the one that transformers makes of a folder without vocabulary.
     """
@@ -30,6 +30,12 @@ def tokenizer_of(option: str, source: str, **more: object) -> PreTrainedTokenize
             f"{option}: {source} has no vocabulary, only {len(tokenizer)} special tokens: every word would "
             f"be unknown. Save the model's tokenizer there too ({files}), or name the folder that has it"
         )
+    return tokenizer
+
+
+def tokenizer_of(option: str, source: str, **more: object) -> PreTrainedTokenizerBase:
+    """Return a tokenizer with a padding token: its end-of-text token if it has no other. Raises DataError."""
+    tokenizer = load_tokenizer(option, source, **more)
     if tokenizer.pad_token is None:
         if tokenizer.eos_token is None:
             raise DataError(f"{option}: {source} has no padding token: set its pad_token")

@@ -1,0 +1,318 @@
+"""Charts of a run, each with a table of the same values."""
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, Self
+
+from fastapi import Response
+from markupsafe import Markup
+from sqlalchemy.orm import Session
+
+from tessera.coordinator.dashboard.charts import svg_charts
+from tessera.coordinator.dashboard.charts.svg_charts import Band, Points, Series
+from tessera.coordinator.dashboard.queries import (
+    MAX_BARS,
+    RoundSum,
+    by_worker,
+    layers_by_round,
+    layers_by_site,
+    measured,
+    natural,
+    round_costs,
+    round_sums,
+    short_layers,
+    stage_bands,
+    thinned,
+    version_numbers,
+)
+from tessera.coordinator.dashboard.templating import STATIC, first_up, metric_name, number, percent, size
+from tessera.shared.api.runs import Measurement, Run
+from tessera.shared.methods.base import Chart
+from tessera.shared.methods.registry import charts
+from tessera.shared.metrics.comparison import MAIN_SCORES, BestVersion, best_version, main_scores, totals
+from tessera.shared.metrics.site_spread import BETTER_LOW, PERSONAL, scores_by_site, scores_by_version, spreads
+from tessera.shared.schema import EPSILON
+
+MAX_LINES = 8
+MAX_COLUMNS = 40
+TRAINING_LOSS = "training_loss"
+"""The loss that workers report of their training, beside the names of what evaluations measure."""
+
+Along = Literal["version", "bytes", "time"]
+AXES: Mapping[Along, Callable[[float], str]] = {
+    "version": svg_charts.whole,
+    "bytes": size,
+    "time": svg_charts.seconds,
+}
+"""The horizontal axes of scores, and how their values are written."""
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A chart with its title, and a table of the same values."""
+
+    ident: str
+    title: str
+    picture: Markup
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    series: Sequence[Series] = ()
+    note: str = ""
+    shape: Literal["lines", "bars", "heat"] = "lines"
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Figures of a run, for its charts."""
+
+    run: Run
+    measurements: Sequence[Measurement]
+    sums: Sequence[RoundSum]
+
+    @classmethod
+    def of(cls, session: Session, run: Run) -> Self:
+        return cls(run, measured(session, run), round_sums(session, run, MAX_BARS))
+
+    @cached_property
+    def scores(self) -> Mapping[int, Mapping[str, float]]:
+        """Metrics by version and name."""
+        return scores_by_version(self.measurements)
+
+    @cached_property
+    def best(self) -> BestVersion | None:
+        return best_version(self.measurements)
+
+    @property
+    def metrics(self) -> list[str]:
+        """The names to choose from: the main scores, the others, and the workers' training loss."""
+        names = {name.removeprefix(PERSONAL) for one in self.measurements for name in one.metrics}
+        main = [name for name in MAIN_SCORES if name in names]
+        return [*main, *sorted(names.difference(main)), *([TRAINING_LOSS] if self.run.version.number else [])]
+
+    def chosen(self, metric: str | None) -> str:
+        """Return the metric to show for what a person asked for."""
+        names = [*self.metrics, MAIN_SCORES[0]]
+        return metric if metric in names else names[0]
+
+
+def panels(session: Session, figures: Figures, metric: str | None, along: Along) -> list[Panel]:
+    """Return the charts of a run that have a picture: a score, a loss, bytes, layers, and those of its method."""
+    run = figures.run
+    bands = stage_bands(session, run.id)
+    step = thinned(run)
+    every = f"Every {step} versions." if step > 1 else ""
+    moved, lasted = totals(round_costs(session, run)) if along != "version" else ({}, {})
+    axis = axis_of(moved if along == "bytes" else lasted) if along != "version" else None
+    first = figures.chosen(metric)
+    second = next((name for name in ("loss", TRAINING_LOSS) if name in figures.metrics and name != first), "")
+    shown = [_metric(session, figures, name, bands, every, along, axis) for name in (first, second) if name]
+    shown += [_bytes_by_round(figures.sums), _by_site(session, run), _by_round(session, run)]
+    declared = charts(run.spec.method)
+    metrics = version_numbers(session, run, tuple(name for chart in declared for name in chart.scalars))
+    shown += [_declared(chart, metrics, bands, every) for chart in declared]
+    shown.append(_epsilon(session, run, bands, every))
+    return [panel for panel in shown if panel.picture]
+
+
+def absent(run: Run, measurements: Sequence[Measurement], shown: set[str]) -> Iterator[tuple[str, str]]:
+    """Yield each expected chart that is missing, and the reason."""
+    evaluation, method = run.spec.evaluation, run.spec.method
+    if evaluation is None:
+        yield "scores", "the run asks for no evaluation"
+    elif not measurements:
+        yield "scores", "nothing has been evaluated yet"
+    elif not any(one.held_out for one in measurements):
+        why = "no site has evaluated yet" if evaluation.sites else "the run does not have sites evaluate"
+        yield "scores by site", why
+    if "bytes" in shown and "heat" not in shown:
+        yield "layers by site", "every update has the same layers"
+    for chart in charts(method):
+        if _ident(chart) not in shown:
+            lacking = [f"{n} is {value}" for n, value in chart.requires.items() if method.settings.get(n) != value]
+            yield chart.name, f"they are measured if {' and '.join(lacking)}" if lacking else chart.missing
+    if run.spec.privacy and "epsilon" not in shown:
+        yield "epsilon by worker", "no update has been accepted yet"
+
+
+def _declared(chart: Chart, metrics: Mapping[str, Mapping[int, float]], bands: Sequence[Band], every: str) -> Panel:
+    """Draw a chart that the run's method declares."""
+    lines = [
+        Series((name.partition(".")[2] or name).replace("_", " "), points, main=True)
+        for name, points in sorted(metrics.items(), key=lambda pair: natural(pair[0]))
+        if name.startswith(chart.scalars)
+    ]
+    of_all = f"The first {MAX_LINES} of {len(lines)}." if len(lines) > MAX_LINES else ""
+    note = " ".join(filter(None, (chart.description, of_all, every)))
+    title = (chart.title or first_up(chart.name)) + (f" ({chart.unit})" if chart.unit else "")
+    return _along(_ident(chart), title, lines[:MAX_LINES], bands, note)
+
+
+def _ident(chart: Chart) -> str:
+    """Return the HTML id of a method's chart, distinct from the dashboard's own charts."""
+    return f"method-{chart.name.replace(' ', '-')}"
+
+
+def _metric(
+    session: Session,
+    figures: Figures,
+    name: str,
+    bands: Sequence[Band],
+    note: str,
+    along: Along,
+    axis: Mapping[int, float] | None,
+) -> Panel:
+    """Chart a metric of the global model, of the sites' own models, and of the global one at each site."""
+    best = figures.best.number if figures.best and figures.best.metric == name else None
+    if name == TRAINING_LOSS:
+        apart = by_worker(session, figures.run, "loss")
+        numbers = sorted({number for points in apart.values() for number in points})
+        of_all = {n: [points[n] for points in apart.values() if n in points] for n in numbers}
+        lines = [Series("mean of workers", {n: sum(values) / len(values) for n, values in of_all.items()}, main=True)]
+        note = f"As workers report it. {note}".strip()
+    else:
+        main = main_scores(figures.measurements, name)
+        lines = [Series("global", main[1] if main else {}, main=True, best=best)]
+        personal = [one for one in figures.measurements if PERSONAL + name in one.metrics]
+        own = {v: s[PERSONAL + name].mean for v, s in spreads(personal).items()} if personal else {}
+        if own:
+            lines.append(Series("sites' own models, mean", own, main=True))
+        apart = scores_by_site(figures.measurements, name)
+    room = MAX_LINES - len(lines)
+    if len(apart) > room:
+        what = "workers" if name == TRAINING_LOSS else "sites"
+        note = f"{note} Of {len(apart)} {what}, those with the worst last value.".strip()
+    low = name in BETTER_LOW or name == TRAINING_LOSS
+    worst = sorted(apart, key=lambda one: _last(apart[one]), reverse=low)[:room]
+    lines += [Series(one, apart[one]) for one in sorted(worst)]
+    return _along(name, metric_name(name), [line for line in lines if line.points], bands, note, along, axis)
+
+
+def _epsilon(session: Session, run: Run, bands: Sequence[Band], every: str) -> Panel:
+    """Chart the epsilon that the run has spent at each worker; of many, at those with the most."""
+    privacy = run.spec.privacy
+    spent = by_worker(session, run, EPSILON) if privacy else {}
+    most = sorted(spent, key=lambda worker: _last(spent[worker]), reverse=True)[:MAX_LINES]
+    lines = [Series(worker, spent[worker]) for worker in sorted(most)]
+    bound = f"At delta {privacy.delta:g}; the limit of the run is {privacy.epsilon:g}." if privacy else ""
+    note = f"{bound} Only a site's ledger has the total of all runs on a data set. {every}"
+    return _along("epsilon", "Epsilon spent, by worker", lines, bands, note.strip())
+
+
+def _last(points: Mapping[int, float]) -> float:
+    return points[max(points)]
+
+
+def _along(
+    ident: str,
+    title: str,
+    lines: Sequence[Series],
+    bands: Sequence[Band],
+    note: str,
+    along: Along = "version",
+    axis: Mapping[int, float] | None = None,
+) -> Panel:
+    """Chart lines by version or, with `axis`, by what each version had cost."""
+    places = sorted({int(at) for line in lines for at in line.points}, reverse=True)
+    exact = svg_charts.digits([value for line in lines for _, value in line.ordered])
+    columns, drawn = ["version", *(line.name for line in lines)], lines
+    rows = [[str(at), *(number(dict(line.points).get(at), exact) for line in lines)] for at in places]
+    if axis is not None:
+        drawn, bands = [moved_to(line, axis) for line in lines], ()
+        rows = [[row[0], AXES[along](axis[at]), *row[1:]] for at, row in zip(places, rows, strict=True) if at in axis]
+        columns.insert(1, along)
+    picture = svg_charts.lines(f"{ident}-chart", title, drawn, bands=bands, along=along, label=AXES[along])
+    return Panel(ident, title, picture, columns, rows, lines[:MAX_LINES], note)
+
+
+def axis_of(totals_by_version: Mapping[int, float]) -> dict[int, float]:
+    """Return each version's position, its total; of versions with the same total only the last one has it."""
+    by_place = {total: number for number, total in sorted(totals_by_version.items())}
+    return {number: total for total, number in by_place.items()}
+
+
+def moved_to(line: Series, axis: Mapping[int, float]) -> Series:
+    """Return a line by version as one along another axis, by version too."""
+    points: Points = {axis[int(at)]: value for at, value in line.ordered if int(at) in axis}
+    return Series(line.name, points, line.main, axis.get(int(line.best)) if line.best is not None else None)
+
+
+def _bytes_by_round(sums: Sequence[RoundSum]) -> Panel:
+    rounds = {one.round.number: one.moved for one in reversed(sums) if one.moved.updates}
+    down = Series("down", {n: float(one.down) for n, one in rounds.items()})
+    up = Series("up", {n: float(one.up) for n, one in rounds.items()})
+    full = Series("whole models both ways", {n: float(one.full) for n, one in rounds.items()})
+    whole, total = sum(full.points.values()), sum(down.points.values()) + sum(up.points.values())
+    sent = f"{size(total)} sent, of {size(whole)} for whole models both ways." if whole else ""
+    picture = svg_charts.bars("bytes-chart", "Bytes by round", (down, up), full, along="round", description=sent)
+    rows = [
+        [str(n), size(down.points[n]), size(up.points[n]), size(full.points[n]),
+         percent((down.points[n] + up.points[n]) / full.points[n])]
+        for n in sorted(rounds, reverse=True)
+    ]  # fmt: skip
+    note = f"{sent} The dashed line shows whole models."
+    if len(sums) == MAX_BARS:
+        note = f"The latest {MAX_BARS} rounds. {note}"
+    columns = ("round", "down", "up", "whole models", "of whole")
+    return Panel("bytes", "Bytes by round", picture, columns, rows, (down, up), note, "bars")
+
+
+def _by_site(session: Session, run: Run) -> Panel:
+    """Chart the layers of each site's updates; without a picture if all have the same."""
+    rows, layers = layers_by_site(session, run.id)
+    columns = short_layers(layers)
+    return _heat("heat", "Layers that each site trained", rows, columns, "site", "layer")
+
+
+def _by_round(session: Session, run: Run) -> Panel:
+    """Chart the layers of each round's updates, of long runs of groups of rounds."""
+    found, layers = layers_by_round(session, run.id, MAX_COLUMNS)
+    columns = list(found)
+    names = short_layers(layers)
+    by_layer = {f"layer {name}": [found[one][place] for one in columns] for place, name in enumerate(names)}
+    return _heat("heat-rounds", "Layers that each round trained", by_layer, columns, "layer", "round")
+
+
+def _heat(
+    ident: str, title: str, rows: Mapping[str, Sequence[float]], columns: Sequence[str], of: str, along: str
+) -> Panel:
+    description = f"The share of each {'site' if of == 'site' else 'round'}'s updates with blocks of a layer."
+    varied = any(share < 1 for shares in rows.values() for share in shares)
+    picture = svg_charts.heat(f"{ident}-chart", title, rows, columns, description, along) if varied else Markup("")
+    table = [[name, *(percent(share) for share in shares)] for name, shares in rows.items()]
+    return Panel(ident, title, picture, (of, *columns), table, (), description, "heat")
+
+
+# ---------------------------------------------------------------- downloads
+
+
+def download(content: str, name: str, media_type: str) -> Response:
+    """Return a file for the browser to store."""
+    return Response(content, media_type=media_type, headers={"Content-Disposition": f'attachment; filename="{name}"'})
+
+
+def svg_file(panel: Panel) -> str:
+    """Return a chart as a file of its own: its title and legend, in the light theme's colours."""
+    css = (STATIC / "page.css").read_text()
+    colours = dict(re.findall(r"(--[\w-]+): light-dark\(([^,]+),", css))
+    chart = css[css.index("/* charts */") : css.index("/* forms */")]
+    style = re.sub(r"var\((--[\w-]+)\)", lambda found: colours.get(found.group(1), "none"), chart)
+    keys = Markup("").join(
+        Markup('<svg x="{}" y="308" overflow="visible">{}<text x="26" y="4">{}</text></svg>').format(
+            136 + place % 4 * 160, _key(place, panel.shape), one.name[:18]
+        )
+        for place, one in enumerate(panel.series)
+    )
+    return Markup(
+        '<svg xmlns="http://www.w3.org/2000/svg" width="820" height="340"><style>{}</style>'
+        '<rect width="820" height="340" fill="#fff"/><text x="136" y="30" class="heading">{}</text>'
+        '<svg x="136" y="44" width="660" height="260" overflow="visible">{}</svg>{}</svg>'
+    ).format(Markup(style), panel.title, panel.picture, keys)  # noqa: S704 (our own style sheet)
+
+
+def _key(place: int, shape: str) -> Markup:
+    colour = min(place, svg_charts.COLOURS - 1)
+    if shape == "bars":
+        return Markup('<rect class="c{}" width="12" height="10" y="-5"/>').format(colour)
+    return Markup('<path class="line main c{}" d="M0 0H22"/>').format(colour)

@@ -1,0 +1,357 @@
+"""Charts as SVG: a title, a description and plain shapes, which the style sheet colours.
+
+Every chart has a table with the same values beside it, for people who cannot see it. Charts have no style attributes,
+which the content security policy forbids. Positions along a chart are in percent of its width, so that it fits any
+screen while its text keeps its size.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from markupsafe import Markup, escape
+
+from tessera.coordinator.dashboard.templating import size
+
+HEIGHT = 240
+WIDEST_BAR = 8.0
+TOP, BOTTOM = 14, 30
+LETTER = 8
+"""Approximate width of a letter."""
+NARROWEST = 270
+"""Width of a chart on a phone, in which the labels of an axis must have room."""
+ROOM = 7
+"""Letters that fit into a chart's left margin; a roomy one holds twice as many and more."""
+LONGEST_NAME = 15
+NEAREST = 1e-300
+"""Smallest span of values that can be drawn; a quarter of a smaller one may be zero."""
+COLOURS = 8
+"""Number of distinct series; further ones look alike."""
+
+Points = Mapping[int, float] | Mapping[float, float]
+
+
+@dataclass(frozen=True)
+class Series:
+    """A line: its name, and values by position."""
+
+    name: str
+    points: Points
+    main: bool = False
+    best: float | None = None
+    """Position of the value to mark as the best."""
+
+    @property
+    def ordered(self) -> list[tuple[float, float]]:
+        return [(at, value) for at, value in sorted(self.points.items()) if math.isfinite(value)]
+
+
+@dataclass(frozen=True)
+class Band:
+    """A named interval of the horizontal axis, both ends included."""
+
+    name: str
+    first: int
+    last: int
+
+
+@dataclass(frozen=True)
+class _Scale:
+    """A linear map from values to coordinates."""
+
+    low: float
+    high: float
+    begin: float
+    end: float
+
+    def __call__(self, value: float) -> float:
+        width = self.high - self.low
+        share = (value - self.low) / width if width else 0.5
+        return self.begin + share * (self.end - self.begin)
+
+
+def whole(value: float) -> str:
+    """Return the label of a version or a round."""
+    return f"{value:.0f}"
+
+
+def lines(
+    ident: str,
+    title: str,
+    series: Sequence[Series],
+    *,
+    bands: Sequence[Band] = (),
+    along: str,
+    label: Callable[[float], str] = whole,
+) -> Markup:
+    """Draw values over rounds, versions, bytes or seconds, as `along` names them and `label` writes them."""
+    values = [value for one in series for _, value in one.ordered]
+    places = sorted({at for one in series for at, _ in one.ordered}, reverse=True)
+    if not values:
+        return Markup("")
+    ticks = nice(min(values), max(values))
+    exact = digits(ticks)
+    labels = [f"{tick:.{exact}g}" for tick in ticks]
+    across = _Scale(places[-1], places[0], 0.0, 100.0)
+    up = _Scale(ticks[0], ticks[-1], HEIGHT - BOTTOM, TOP)
+    # Main series are drawn last, above the others.
+    order = sorted(enumerate(series), key=lambda pair: pair[1].main)
+    shapes = [
+        _bands(bands, across),
+        _grid(ticks, labels, up),
+        _axis(across, along, label),
+        _curves(_path(one, f"line c{min(place, COLOURS - 1)}{' main' if one.main else ''}", across, up)
+                for place, one in order),
+        *(_dots(one, min(place, COLOURS - 1), across, up, lambda at: f"{along} {label(at)}", exact)
+          for place, one in order),
+    ]  # fmt: skip
+    last = [(one.name, *one.ordered[-1]) for one in series if one.ordered]
+    values_text = "; ".join(f"{name}: {value:.{exact}g} at {label(at)}" for name, at, value in last)
+    description = f"By {along}. Last values: {values_text}."
+    return _picture(ident, title, description, shapes, css=_margin(labels), places=map(across, places))
+
+
+def bars(
+    ident: str, title: str, series: Sequence[Series], limit: Series | None, *, along: str, description: str
+) -> Markup:
+    """Draw stacked bars and a line to compare them with."""
+    places = sorted({at for one in series for at in one.points})
+    if not places:
+        return Markup("")
+    of = [dict(one.points.items()) for one in series]
+    tops = [sum(points.get(at, 0.0) for points in of) for at in places]
+    most = max([*tops, *(limit.points.values() if limit else ())])
+    ticks = nice(0.0, most)
+    labels = [size(tick) for tick in ticks]
+    across = _Scale(places[0] - 0.5, places[-1] + 0.5, 0.0, 100.0)
+    up = _Scale(0.0, ticks[-1], HEIGHT - BOTTOM, TOP)
+    width = min(WIDEST_BAR, max(0.2, 0.72 * (across(1.0) - across(0.0))))
+    shapes = [_grid(ticks, labels, up), _axis(across, along, whole)]
+    for at in places:
+        below = 0.0
+        for place, (one, points) in enumerate(zip(series, of, strict=True)):
+            value = points.get(at, 0.0)
+            if value <= 0:
+                continue
+            begin, end = up(below), up(below + value)
+            below += value
+            tooltip = f"{along} {whole(at)}, {one.name}: {size(value)}"
+            shapes.append(_rect(f"c{place}", across(at) - width / 2, end, width, max(0.5, begin - end), tooltip))
+    if limit:
+        shapes.append(_curves([_path(limit, "limit", across, up)]))
+    descending = map(across, reversed(places))
+    return _picture(ident, title, description, shapes, css=_margin(labels), places=descending)
+
+
+def heat(
+    ident: str, title: str, rows: Mapping[str, Sequence[float]], columns: Sequence[str], description: str, along: str
+) -> Markup:
+    """Draw a share in [0, 1] for each row and column."""
+    if not rows or not columns:
+        return Markup("")
+    tall, cell = 24, min(9.0, 100 / len(columns))
+    height = tall * len(rows) + 34
+    shapes: list[Markup] = []
+    for line, (name, shares) in enumerate(rows.items()):
+        y = line * tall + 2
+        shown = name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 1]}…"
+        shapes.append(_text(-8, y + tall / 2 + 4, shown, "end", ""))
+        for place, share in enumerate(shares):
+            tooltip = f"{name}, {along} {columns[place]}: {share:.0%}"
+            css = f"heat h{min(9, int(share * 10))}"
+            shapes.append(_rect(css, place * cell, y, max(0.2, cell * 0.94), tall - 2, tooltip))
+    step = max(1, math.ceil((8 + LETTER * max(map(len, columns))) * 100 / NARROWEST / cell))
+    shapes += [
+        _text((place + 0.47) * cell, height - 12, columns[place], "middle") for place in range(0, len(columns), step)
+    ]
+    shapes.append(_along(along, height - 12))
+    return _picture(ident, title, description, shapes, height, "plot roomy")
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A worker's activity between two instants, in seconds from the beginning."""
+
+    kind: str
+    begin: float
+    end: float
+    label: str
+
+
+def timeline(
+    ident: str,
+    title: str,
+    rows: Mapping[str, Sequence[Interval]],
+    most: float,
+    marks: Mapping[str, float],
+    description: str,
+) -> Markup:
+    """Draw a row for each name over seconds, at full width; `marks` are named instants."""
+    if not rows:
+        return Markup("")
+    tall, bar = 44, 20
+    height = tall * len(rows) + 28
+    # In percent of the width, so that text keeps its size on a phone.
+    across = _Scale(0.0, max(most, 1e-9), 0.0, 100.0)
+    upright = Markup('<line class="{0}" x1="{1:.1f}%" x2="{1:.1f}%" y1="0" y2="{2}"><title>{3}</title></line>')
+    shapes: list[Markup] = []
+    for tick in [tick for tick in nice(0.0, most) if tick <= 0.9 * most]:
+        shapes.append(upright.format("grid", across(tick), height - 24, seconds(tick)))
+        shapes.append(_text(across(tick), height - 8, seconds(tick), "middle" if tick else "start"))
+    for line, (name, intervals) in enumerate(rows.items()):
+        y = line * tall
+        shapes.append(_text(0, y + 14, name, "start"))
+        for one in intervals:
+            x = across(one.begin)
+            width = max(0.3, across(min(one.end, most)) - x)
+            shapes.append(_rect(f"stretch {one.kind}", x, y + bar, width, bar, one.label))
+    shapes += [upright.format("mark", across(at), height - 24, name) for name, at in marks.items() if at <= most]
+    return _picture(ident, title, description, shapes, height)
+
+
+# ---------------------------------------------------------------- parts
+
+
+def nice(low: float, high: float, count: int = 4) -> list[float]:
+    """Return about `count` round values from below `low` to above `high`."""
+    if not (math.isfinite(low) and math.isfinite(high)):
+        return [0.0, 1.0]
+    if high - low < NEAREST:
+        low, high = min(low, 0.0), max(high, 0.0)
+    if high - low < NEAREST:
+        high = 1.0
+    raw = (high - low) / count
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if raw <= power * factor * (1 + 1e-9))
+    first = math.floor(low / step + 1e-9)
+    ticks = [first * step]
+    while ticks[-1] < high - step * 1e-9:
+        ticks.append((first + len(ticks)) * step)
+    return ticks
+
+
+def digits(values: Sequence[float]) -> int:
+    """Return the significant digits that show a hundredth of the values' span; at least four."""
+    span = max(values, default=0.0) - min(values, default=0.0)
+    most = max(map(abs, values), default=0.0)
+    return min(15, max(4, 2 + math.ceil(math.log10(most / span)))) if span else 4
+
+
+def _margin(labels: Sequence[str]) -> str:
+    return "plot roomy" if max(map(len, labels)) > ROOM else "plot"
+
+
+def _grid(ticks: Sequence[float], labels: Sequence[str], up: _Scale) -> Markup:
+    shapes = Markup("")
+    for tick, label in zip(ticks, labels, strict=True):
+        y = up(tick)
+        shapes += Markup('<line class="grid" x1="0" x2="100%" y1="{0:.1f}" y2="{0:.1f}"/>').format(y)
+        shapes += _text(-8, y + 4, label, "end", "")
+    return shapes
+
+
+def _axis(across: _Scale, along: str, label: Callable[[float], str]) -> Markup:
+    low, high = math.ceil(across.low), math.floor(across.high)
+    ticks: list[float]
+    if label is whole:
+        ticks = sorted({low, high, *(round(tick) for tick in nice(low, high, 6) if low <= tick <= high)})
+    else:
+        ticks = [tick for tick in nice(across.low, across.high) if across.low <= tick <= across.high]
+    shapes, right = Markup(""), -math.inf
+    last = ticks[-1] if ticks else 0.0
+    for tick in ticks:
+        x, width = across(tick), 100 * (8 + LETTER * len(label(tick))) / NARROWEST
+        # The last label is always drawn; those that would overlap it are not.
+        if tick != last and (x - right < width or across(last) - x < width):
+            continue
+        right = x
+        anchor = "start" if x < width / 2 else "end" if x > 100 - width / 2 else "middle"
+        shapes += _text(x, HEIGHT - BOTTOM + 18, label(tick), anchor)
+    return shapes + _along(along, HEIGHT - BOTTOM + 18)
+
+
+def _along(along: str, y: float) -> Markup:
+    return Markup('<text class="along" x="-8" y="{}" text-anchor="end">{}</text>').format(y, along)
+
+
+def _bands(bands: Sequence[Band], across: _Scale) -> Markup:
+    shapes = Markup("")
+    seen = [band for band in bands if band.first <= across.high and band.last >= across.low]
+    for place, band in enumerate(seen if len(seen) > 1 else ()):
+        begin, end = max(0.0, across(band.first - 0.5)), min(100.0, across(band.last + 0.5))
+        if end <= begin:
+            continue
+        # A picture within the picture cuts off a name that has no room.
+        shapes += Markup(
+            '<svg x="{:.2f}%" y="{}" width="{:.2f}%" height="{}"><rect class="band b{}" width="100%" height="100%"/>'
+            '<text class="stage" x="5" y="13">{}</text></svg>'
+        ).format(begin, TOP, end - begin, HEIGHT - TOP - BOTTOM, place % 2, band.name)
+    return shapes
+
+
+def _curves(paths: Iterable[Markup]) -> Markup:
+    """Return paths in a picture of its own that is stretched to the width of the chart."""
+    return Markup(
+        '<svg class="curves" width="100%" height="{0}" viewBox="0 0 1000 {0}" preserveAspectRatio="none">{1}</svg>'
+    ).format(HEIGHT, Markup("").join(paths))
+
+
+def _path(one: Series, css: str, across: _Scale, up: _Scale) -> Markup:
+    # Values at one position only have no line, but a round cap makes a dot of one.
+    if not one.ordered:
+        return Markup("")
+    steps = [f"{10 * across(at):.1f} {up(value):.1f}" for at, value in one.ordered]
+    return Markup('<path class="{}" d="M{}{}"/>').format(css, " L".join(steps), "h0" if len(steps) == 1 else "")
+
+
+def _dots(one: Series, colour: int, across: _Scale, up: _Scale, place: Callable[[float], str], exact: int) -> Markup:
+    if not one.main:
+        return Markup("")
+    dots = []
+    for at, value in one.ordered:
+        css, radius, said = ("best", 6, ", the best") if at == one.best else ("dot", 3, "")
+        tooltip = escape(f"{one.name}, {place(at)}: {value:.{exact}g}{said}")
+        dots.append(
+            f'<circle class="{css} c{colour}" cx="{across(at):.2f}%" cy="{up(value):.1f}" r="{radius}">'
+            f"<title>{tooltip}</title></circle>"
+        )
+    return Markup("".join(dots))  # noqa: S704 (figures, and text that is escaped)
+
+
+def _rect(css: str, x: float, y: float, width: float, height: float, tooltip: str) -> Markup:
+    # There are hundreds of them, and Markup's own formatting takes ten times as long.
+    return Markup(  # noqa: S704 (figures, a class of ours, and text that is escaped)
+        f'<rect class="{css}" x="{x:.2f}%" y="{y:.1f}" width="{width:.2f}%" height="{height:.1f}">'
+        f"<title>{escape(tooltip)}</title></rect>"
+    )
+
+
+def _text(x: float, y: float, text: str, anchor: str, unit: str = "%") -> Markup:
+    return Markup('<text x="{:.1f}{}" y="{:.1f}" text-anchor="{}">{}</text>').format(x, unit, y, anchor, text)
+
+
+def _picture(
+    ident: str,
+    title: str,
+    description: str,
+    shapes: Iterable[Markup],
+    height: int = HEIGHT,
+    css: str = "wide",
+    places: Iterable[float] = (),
+) -> Markup:
+    """Return the picture of shapes. `places` are the positions of the rows of the chart's table, in percent."""
+    at = " ".join(f"{place:.2f}" for place in places)
+    return Markup(
+        '<svg class="chart {}" height="{}"{} role="img" aria-labelledby="{}-title" aria-describedby="{}-desc">'
+        '<title id="{}-title">{}</title><desc id="{}-desc">{}</desc>{}</svg>'
+    ).format(
+        css, height, Markup(' data-places="{}"').format(at) if at else "", ident, ident, ident, title, ident,
+        description, Markup("").join(shapes),
+    )  # fmt: skip
+
+
+def seconds(value: float) -> str:
+    """Return a duration as the label of an axis."""
+    if value >= 7200:
+        return f"{value / 3600:.3g} h"
+    return f"{value / 60:.3g} min" if value >= 180 else f"{value:.3g} s"

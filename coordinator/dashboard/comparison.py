@@ -1,0 +1,102 @@
+"""Runs side by side."""
+
+from typing import Annotated
+
+from fastapi import APIRouter, Query, Request, Response
+
+from tessera.coordinator.api.dependencies import Serving
+from tessera.coordinator.dashboard.charts import svg_charts
+from tessera.coordinator.dashboard.charts.run_charts import AXES, Along, Panel, axis_of, download, moved_to, svg_file
+from tessera.coordinator.dashboard.charts.svg_charts import Series
+from tessera.coordinator.dashboard.queries import MAX_POINTS, measured, round_costs
+from tessera.coordinator.dashboard.runs import Metric
+from tessera.coordinator.dashboard.security_headers import PREFIX
+from tessera.coordinator.dashboard.session import PageRoute, Signed
+from tessera.coordinator.dashboard.templating import NOTHING, metric_name, number, render
+from tessera.coordinator.db import views
+from tessera.coordinator.services import Services
+from tessera.shared.metrics.comparison import MAIN_SCORES, Comparison, History, compare
+from tessera.shared.metrics.site_spread import BETTER_LOW
+from tessera.shared.problems import Invalid
+
+router = APIRouter(prefix=f"{PREFIX}/runs/compare", include_in_schema=False, route_class=PageRoute)
+
+MAX_COMPARED = 6
+
+Runs = Annotated[list[str] | None, Query(alias="run", max_length=50)]
+
+
+@router.get("")
+def show_comparison(
+    request: Request, serving: Serving, who: Signed, run: Runs = None, metric: Metric = None, x: Along = "version"
+) -> Response:
+    """Show the runs that were ticked: a score of each in one chart, their cost, and the settings that differ."""
+    histories = _histories(serving, run or [])
+    names = {name for history in histories for one in history.measurements for name in one.metrics}
+    main = [name for name in MAIN_SCORES if name in names]
+    found = compare(histories, metric if metric in names else None)
+    return render(
+        request,
+        "compare.html",
+        who,
+        found=found,
+        top=_top(found),
+        address="&".join(f"run={history.run.id}" for history in histories),
+        metrics=[*main, *sorted(names.difference(main))],
+        x=x,
+        axes=AXES,
+        panel=_panel(found, x),
+        settings={name: [_shown(value) for value in values] for name, values in found.settings.items()},
+    )
+
+
+@router.get("/chart.svg")
+def download_chart(
+    serving: Serving, _who: Signed, run: Runs = None, metric: Metric = None, x: Along = "version"
+) -> Response:
+    """Return the chart of a comparison as a file of its own."""
+    panel = _panel(compare(_histories(serving, run or []), metric), x)
+    return download(svg_file(panel), "comparison.svg", "image/svg+xml")
+
+
+def _histories(serving: Services, ids: list[str]) -> list[History]:
+    chosen = list(dict.fromkeys(ids))
+    if not 2 <= len(chosen) <= MAX_COMPARED:
+        raise Invalid(
+            f"a comparison needs two to {MAX_COMPARED} different runs, not {len(chosen)}",
+            remedy="Go back to the list of runs, and tick them there.",
+        )
+    with serving.database.snapshot() as session:
+        runs = [views.run_view(session, views.find_run(session, one)) for one in chosen]
+        most = MAX_POINTS // 2
+        return [History(one, round_costs(session, one), measured(session, one, most)) for one in runs]
+
+
+def _panel(found: Comparison, along: Along) -> Panel:
+    """Chart the compared score of each run; the table has bytes and seconds too."""
+    drawn = []
+    for one in found.runs:
+        best = one.best.number if one.best and one.best.metric == found.metric else None
+        line = Series(one.name, one.scores, main=True, best=best)
+        axis = one.bytes if along == "bytes" else one.seconds
+        drawn.append(line if along == "version" else moved_to(line, axis_of(axis)))
+    title = metric_name(found.metric or MAIN_SCORES[0])
+    places = sorted({at for line in drawn for at, _ in line.ordered}, reverse=True)
+    exact = svg_charts.digits([value for line in drawn for _, value in line.ordered])
+    rows = [[AXES[along](at), *(number(dict(line.ordered).get(at), exact) for line in drawn)] for at in places]
+    picture = svg_charts.lines("comparison-chart", title, drawn, along=along, label=AXES[along])
+    return Panel("comparison", title, picture, [along, *(line.name for line in drawn)], rows, drawn)
+
+
+def _top(found: Comparison) -> float | None:
+    """Return the best of the runs' best values, if all are of the same score."""
+    best = [one.best for one in found.runs if one.best]
+    if len({one.metric for one in best}) != 1:
+        return None
+    return (min if best[0].metric in BETTER_LOW else max)(one.value for one in best)
+
+
+def _shown(value: object) -> str:
+    # The beginning of a digest is enough to see that two differ.
+    text = NOTHING if value is None else str(value)
+    return f"{text[:19]}…" if text.startswith("sha256:") else text

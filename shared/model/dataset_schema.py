@@ -1,0 +1,129 @@
+"""The declared form of a data set's tensors, and its comparison with a model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated
+
+from pydantic import Field, JsonValue, PositiveInt
+
+from tessera.shared.model.blocks import whole_shapes
+from tessera.shared.model.spec import Head, Model
+from tessera.shared.schema import Label, Message
+
+PIXELS, IDS, LABELS = "pixel_values", "input_ids", "labels"
+
+TEXT_HEADS: tuple[Head, ...] = ("text-classification", "token-classification", "masked-lm", "causal-lm", "seq2seq-lm")
+TAKES: Mapping[Head, tuple[str, ...]] = {
+    "image-classification": (PIXELS,),
+    "contrastive": (PIXELS, IDS),
+    **dict.fromkeys(TEXT_HEADS, (IDS,)),
+}
+"""The inputs that a model with this head cannot do without."""
+
+FIXED_SIZE = ("vit", "vit_msn", "ijepa", "clip", "siglip")
+"""Model types that refuse images of another size than `image_size`; most others resize their positions."""
+
+POSITIONS = ("position_embeddings", "position_embedding", "wpe", "embed_positions")
+"""Names of modules with a learnt vector for each position."""
+
+LIMITS = ("image_size", "num_channels", "max_position_embeddings", "n_positions", "vocab_size", "num_labels")
+
+
+class TensorSchema(Message):
+    """One of a model's inputs: its dtype and the shape for one example, or for one class's text; None if the settings
+    do not fix the shape."""
+
+    dtype: Annotated[str, Field(pattern=r"^[a-z0-9]{1,16}$")]
+    shape: Annotated[tuple[PositiveInt, ...], Field(max_length=8)] | None = None
+
+    def __str__(self) -> str:
+        return self.dtype if self.shape is None else f"{self.dtype} {list(self.shape)}"
+
+
+class DatasetSchema(Message):
+    """Names, dtypes and shapes of a data set's inputs, and the number of classes that the site's settings list.
+
+    It follows from the settings alone, and does not depend on the examples.
+    """
+
+    inputs: dict[Label, TensorSchema] = Field(default={}, max_length=32)
+    classes: PositiveInt | None = None
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name} {one}" for name, one in sorted(self.inputs.items())) or "no inputs declared"
+
+    def mismatches(self, model: Model, *, padded: bool) -> list[str]:
+        """Return why the model would fail on such data. What is not certain is left out.
+
+        `padded`: whether every text is padded to `max_length`, as under differential privacy.
+        """
+        takes = TAKES.get(model.head, ())
+        given = [name for name in (PIXELS, IDS) if name in self.inputs]
+        if given and "inputs_embeds" not in self.inputs and set(takes) - set(given):
+            return [f"the model takes {' and '.join(takes)}; the data set gives {' and '.join(given)}"]
+        found = [self._image_mismatch(model)] if PIXELS in takes else []
+        found += [self._class_mismatch(model), self._label_mismatch(model.head)]
+        if IDS in takes and (padded or model.head == "contrastive"):
+            found.append(self._length_mismatch(model))
+        return [said for said in found if said]
+
+    def _shape(self, name: str) -> tuple[int, ...] | None:
+        return self.inputs[name].shape if name in self.inputs else None
+
+    def _image_mismatch(self, model: Model) -> str | None:
+        shape = self._shape(PIXELS)
+        if shape is None or len(shape) != 3:
+            return None
+        config = _part(model.config, "vision_config") or model.config
+        channels, size = config.get("num_channels"), config.get("image_size")
+        sides = [size, size] if isinstance(size, int) else size
+        fixed = isinstance(sides, list) and len(sides) == 2 and model.config["model_type"] in FIXED_SIZE
+        takes = [channels if isinstance(channels, int) else shape[0], *(sides if fixed else shape[1:])]  # type: ignore[misc]
+        return None if takes == list(shape) else f"images are {list(shape)}; the model takes {takes}"
+
+    def _class_mismatch(self, model: Model) -> str | None:
+        config, names = model.config, _part(model.config, "id2label")
+        said = {len(names)} if names else set()
+        said |= {count} if isinstance(count := config.get("num_labels"), int) else set()
+        # Without either, transformers makes two. With one, the model learns a number rather than classes.
+        classes = max(said) if said else 2
+        single = config.get("problem_type") in (None, "single_label_classification")
+        if not (self.classes and model.head.endswith("-classification") and single and 1 < classes < self.classes):
+            return None
+        return f"the model has {classes} classes; the data set has {self.classes} labels"
+
+    def _label_mismatch(self, head: Head) -> str | None:
+        shape = self._shape(LABELS)
+        if shape is None or head not in TEXT_HEADS:
+            return None
+        per_token = head != "text-classification"
+        if bool(shape) == per_token or not self.inputs[LABELS].dtype.startswith("int"):
+            return None
+        kinds = ("one for each text", "one for each token")
+        return f"the labels are {kinds[not per_token]}; a model for {head} takes {kinds[per_token]}"
+
+    def _length_mismatch(self, model: Model) -> str | None:
+        shape, positions = self._shape(IDS), _positions(model)
+        if not shape or positions is None or shape[-1] <= positions:
+            return None
+        return f"max_length {shape[-1]} is more than the model's {positions} positions"
+
+
+def limits(model: Model) -> str:
+    """Return the type of a model, and what its config says of the inputs that it takes."""
+    parts = [model.config, *(_part(model.config, name) for name in ("vision_config", "text_config"))]
+    said = [f"{key} {part[key]}" for part in parts for key in LIMITS if isinstance(part.get(key), int | list)]
+    return ", ".join([f"{model.config['model_type']} for {model.head}", *said])
+
+
+def _part(config: Mapping[str, JsonValue], name: str) -> Mapping[str, JsonValue]:
+    part = config.get(name)
+    return part if isinstance(part, dict) else {}
+
+
+def _positions(model: Model) -> int | None:
+    """Return the number of positions for which the model of a text has a vector, or None if it needs none."""
+    shapes = [(name.split("."), shape) for name, shape in whole_shapes(model.blocks).items() if len(shape) == 2]
+    text = [shape for path, shape in shapes if path[-2:-1] and path[-2] in POSITIONS and path[0][:3] != "vis"]
+    return min((rows for rows, _ in text), default=None)

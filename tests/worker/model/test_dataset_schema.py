@@ -1,0 +1,131 @@
+"""What a data set's schema has against a model is what the model really fails on, and nothing else."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from tessera.shared.model.dataset_schema import DatasetSchema, TensorSchema
+from tessera.shared.model.spec import Head, Model
+from tessera.worker.model.block_map import block_table
+from tessera.worker.model.build import instantiate
+from tessera.worker.model.forward import forward
+from tessera.worker.training.input_mismatch import FAULTS
+from tests.support.duals import TEXT, VISION, dual
+
+TOWER = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+IMAGES = {**TOWER, "image_size": 8, "patch_size": 4, "num_channels": 1}
+WORDS = {**TOWER, "vocab_size": 40, "max_position_embeddings": 12}
+GPT2 = {
+    "n_embd": 16,
+    "n_layer": 1,
+    "n_head": 2,
+    "n_positions": 12,
+    "vocab_size": 40,
+    "bos_token_id": 1,
+    "eos_token_id": 1,
+}
+DISTILBERT = {
+    "dim": 16,
+    "n_layers": 1,
+    "n_heads": 2,
+    "hidden_dim": 16,
+    "max_position_embeddings": 12,
+    "vocab_size": 40,
+}
+
+
+def images(*shape: int, classes: int = 2) -> DatasetSchema:
+    return DatasetSchema(inputs=tensors(pixel_values=shape, labels=()), classes=classes)
+
+
+def texts(length: int, labels: tuple[int, ...] = (), classes: int | None = 2) -> DatasetSchema:
+    return DatasetSchema(inputs=tensors(input_ids=(length,), labels=labels), classes=classes)
+
+
+def both(length: int, *shape: int) -> DatasetSchema:
+    return DatasetSchema(inputs=tensors(pixel_values=shape, labels=(), input_ids=(length,)), classes=2)
+
+
+def tensors(**shapes: tuple[int, ...]) -> dict[str, TensorSchema]:
+    return {
+        name: TensorSchema(dtype="float32" if name == "pixel_values" else "int64", shape=shape)
+        for name, shape in shapes.items()
+    }
+
+
+IMAGE, TEXT_CLASS, TAGS, LM = "image-classification", "text-classification", "token-classification", "causal-lm"
+SIZE = "images are [3, 32, 32]; the model takes [1, 8, 8]"
+SMALL = "images are [3, 16, 16]; the model takes [3, 8, 8]"
+LONG = "max_length 16 is more than the model's 12 positions"
+WRONG = "the model takes {}; the data set gives {}"
+PER = "the labels are one for each {}; a model for {} takes one for each {}"
+DUAL = {"text_config": TEXT, "vision_config": VISION}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "config", "head", "schema", "found"),
+    [
+        ("vit", IMAGES, IMAGE, images(1, 8, 8), []),
+        ("vit", IMAGES, IMAGE, images(3, 32, 32), [SIZE]),
+        ("vit", {**IMAGES, "image_size": [8, 8]}, IMAGE, images(3, 32, 32), [SIZE]),
+        ("vit_msn", IMAGES, IMAGE, images(3, 32, 32), [SIZE]),
+        ("ijepa", IMAGES, IMAGE, images(3, 32, 32), [SIZE]),
+        ("dinov2", IMAGES, IMAGE, images(1, 16, 16), []),
+        ("dinov2", IMAGES, IMAGE, images(3, 8, 8), ["images are [3, 8, 8]; the model takes [1, 8, 8]"]),
+        ("vit", IMAGES, IMAGE, images(1, 8, 8, classes=3), ["the model has 2 classes; the data set has 3 labels"]),
+        ("vit", {**IMAGES, "num_labels": 4}, IMAGE, images(1, 8, 8, classes=3), []),
+        ("vit", {**IMAGES, "num_labels": 1}, IMAGE, images(1, 8, 8), []),
+        ("vit", IMAGES, IMAGE, texts(8), [WRONG.format("pixel_values", "input_ids")]),
+        ("bert", WORDS, TEXT_CLASS, texts(12), []),
+        ("bert", WORDS, TEXT_CLASS, texts(16), [LONG]),
+        ("bert", WORDS, TAGS, texts(12, (12,)), []),
+        ("bert", WORDS, TAGS, texts(16), [PER.format("text", TAGS, "token"), LONG]),
+        ("bert", WORDS, TEXT_CLASS, texts(12, (12,)), [PER.format("token", TEXT_CLASS, "text")]),
+        ("bert", WORDS, TEXT_CLASS, images(3, 8, 8), [WRONG.format("input_ids", "pixel_values")]),
+        ("distilbert", DISTILBERT, TEXT_CLASS, texts(16), [LONG]),
+        ("gpt2", GPT2, LM, texts(12, (12,), None), []),
+        ("gpt2", GPT2, LM, texts(16, (16,), None), [LONG]),
+        # Its positions are computed, as many as there are tokens.
+        ("llama", WORDS, LM, texts(16, (16,), None), []),
+        ("llama", WORDS, LM, texts(16), [PER.format("text", LM, "token")]),
+        ("clip", DUAL, "contrastive", both(12, 3, 8, 8), []),
+        ("clip", DUAL, "contrastive", both(16, 3, 16, 16), [SMALL, LONG]),
+        ("clip", DUAL, "contrastive", images(3, 8, 8), [WRONG.format("pixel_values and input_ids", "pixel_values")]),
+        ("siglip", DUAL, "contrastive", both(12, 3, 16, 16), [SMALL]),
+        ("siglip", DUAL, IMAGE, images(3, 8, 8), []),
+    ],
+)  # fmt: skip
+def test_objections_are_what_the_model_fails_on(
+    model_type: str, config: dict[str, Any], head: Head, schema: DatasetSchema, found: list[str]
+) -> None:
+    built = instantiate({**(dual(model_type) if config is DUAL else config), "model_type": model_type}, head)
+    # The config as `model init` writes it, which lacks some of its defaults.
+    document = Model(config=json.loads(built.config.to_json_string()), head=head, blocks=block_table(built))
+    assert schema.mismatches(document, padded=True) == found
+    # Texts may all be shorter than max_length, unless they are padded to it.
+    assert schema.mismatches(document, padded=False) == [
+        said for said in found if said != LONG or head == "contrastive"
+    ]
+    batch = {
+        name: torch.ones((2, *(one.shape or ())), dtype=getattr(torch, one.dtype))
+        for name, one in schema.inputs.items()
+    }
+    batch["labels"] *= (schema.classes or 2) - 1
+    if found:
+        with pytest.raises(FAULTS):
+            forward(built, head, batch)
+    else:
+        assert forward(built, head, batch).loss.isfinite()
+
+
+@pytest.mark.parametrize("schema", [DatasetSchema(), DatasetSchema(inputs={"waves": TensorSchema(dtype="float32")})])
+def test_nothing_is_said_of_what_is_not_known(schema: DatasetSchema) -> None:
+    built = instantiate({**IMAGES, "model_type": "vit"}, IMAGE)
+    blocks = block_table(built)
+    assert schema.mismatches(Model(config={"model_type": "vit"}, head=IMAGE, blocks=blocks), padded=True) == []
+    unknown = Model(config={"model_type": "vit"}, head="features", blocks=blocks)
+    assert images(3, 32, 32).mismatches(unknown, padded=True) == []

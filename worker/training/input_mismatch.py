@@ -1,0 +1,67 @@
+"""Mismatches of a data set and a model that do not depend on the examples."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from tessera.shared.methods.base import UnsupportedRun
+from tessera.shared.model.dataset_schema import limits
+from tessera.shared.model.spec import Model
+from tessera.worker.data.dataset import Dataset
+from tessera.worker.model.forward import evaluation_mode
+from tessera.worker.training.context import LocalTaskContext
+
+FAULTS = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
+"""The errors of libraries when a model meets other inputs than it takes. Our own errors are subclasses."""
+
+UNKNOWN_INDEX = ("index out of range in self", "Target ")
+"""The beginnings of torch's messages about a token or a label that the model lacks."""
+
+
+class InputMismatch(UnsupportedRun):
+    """A model that does not take a data set's inputs. The text has no values and no examples."""
+
+
+def require_fit(model: Model, name: str, dataset: Dataset, *, padded: bool) -> None:
+    """Raise InputMismatch if the data set's schema certainly does not fit the model."""
+    if found := dataset.schema.mismatches(model, padded=padded):
+        raise InputMismatch(f"the data set {name!r} does not fit the model: {'; '.join(found)}")
+
+
+@contextmanager
+def explained(model: Model, context: LocalTaskContext, dataset: Dataset, *, private: bool) -> Iterator[None]:
+    """Raise InputMismatch in place of a library's error if the model fails on a synthetic example too.
+
+    Its text has only what the site's settings fix. Of a private task's errors, no other is explained, as it could
+    depend on the examples.
+    """
+    try:
+        yield
+    except FAULTS as fault:
+        if type(fault) not in FAULTS:
+            raise
+        takes = f"The model is a {limits(model)}"
+        if rehearsal_fault(context, dataset.padded() if private else dataset, context.forward):
+            raise InputMismatch(
+                f"the model gives no output for a synthetic example of the data set ({dataset.schema}). {takes}"
+            ) from fault
+        if not private and str(fault).startswith(UNKNOWN_INDEX):
+            raise InputMismatch(f"the data set has tokens or labels that the model lacks. {takes}") from fault
+        raise
+
+
+def rehearsal_fault(
+    context: LocalTaskContext, dataset: Dataset, compute: Callable[[dict[str, Tensor]], object]
+) -> Exception | None:
+    """Return how `compute` fails on a batch of one synthetic example, or None."""
+    batch = {**context.synthetic_examples(dataset, 1), **dataset.common}
+    try:
+        with evaluation_mode(context.model), torch.no_grad():
+            compute({name: tensor.to(context.model.device) for name, tensor in batch.items()})
+    except (torch.OutOfMemoryError, UnsupportedRun):
+        raise
+    except FAULTS as fault:
+        return fault
+    return None
