@@ -25,6 +25,7 @@ from tessera.coordinator.dashboard.session import (
     Visitor,
 )
 from tessera.coordinator.dashboard.templating import render
+from tessera.coordinator.db import views
 from tessera.coordinator.db.snapshots import live_workers
 from tessera.coordinator.db.tables import RunRow, UploadRow, VersionRow, new_id
 from tessera.coordinator.domain.principal import Principal
@@ -41,7 +42,7 @@ from tessera.shared.run_settings import Privacy, Training
 router = APIRouter(prefix=f"{PREFIX}/runs/new", include_in_schema=False, route_class=PageRoute)
 
 START, METHOD, REQUEST_KEY, STEP = "start", "method", "request_key", "step"
-FIRST = ("name", "dataset", "rounds", "seed")
+FIRST = ("name", "dataset", "rounds")
 APART = ("cohort", "training", "privacy", "evaluation", "method", "model", "version")
 MAX_RUNS = 50
 MAX_UPLOADS = 50
@@ -57,15 +58,47 @@ class FormSection:
 
 @router.get("")
 def show_form(
-    request: Request, serving: Serving, who: Signed, method: Annotated[str | None, Query(max_length=64)] = None
+    request: Request,
+    serving: Serving,
+    who: Signed,
+    method: Annotated[str | None, Query(max_length=64)] = None,
+    start: Annotated[str, Query(max_length=160)] = "",
+    dataset: Annotated[str, Query(max_length=64)] = "",
+    copy: Annotated[str | None, Query(max_length=64)] = None,
 ) -> Response:
+    """Ask for model, data set and method first; then show the form, filled in with the answers or another run's."""
     require_role(who.principal, *STEERING)
+    if copy is not None:
+        with serving.database.snapshot() as session:
+            spec = views.run_view(session, views.find_run(session, copy)).spec
+        return _form(request, serving, who, _method(spec.method.name), _given_by(spec))
     if method is None:
-        return render(request, "methods.html", who, methods=sorted(methods().values(), key=lambda m: m.name))
+        choices = _choices(serving, who.principal)
+        return render(request, "methods.html", who, methods=sorted(methods().values(), key=_known_first), **choices)
     chosen = _method(method)
-    given = {REQUEST_KEY: new_id(), "/evaluation/sites": "true"}
+    given = {REQUEST_KEY: new_id(), "/evaluation/sites": "true", "/dataset": dataset}
+    given |= {START: start} if start else {}
     given |= {f"/training/{name}": str(value) for name, value in chosen.training.items()}
     return _form(request, serving, who, chosen, given)
+
+
+def _known_first(method: Method[Any]) -> tuple[bool, str]:
+    return method.name != "fedavg", method.name
+
+
+def _given_by(spec: RunSpec) -> dict[str, str]:
+    """Return a run's settings as the fields of a form that starts it again."""
+    given = {REQUEST_KEY: new_id(), START: f"{spec.model} {spec.version}"}
+    document = spec.model_dump(mode="json", exclude_unset=True)
+    document["name"] = f"{spec.name[:61]}-2"
+    for section in _sections(_method(spec.method.name)):
+        for field in section.fields:
+            value: Any = document
+            for step in field.pointer[1:].split("/"):
+                value = value.get(step) if isinstance(value, dict) else None
+            if value is not None:
+                given[field.pointer] = field.written(value)
+    return given
 
 
 @router.post("")
@@ -102,9 +135,9 @@ def _sections(method: Method[Any]) -> list[FormSection]:
     own = fields_of(method.settings, "/method/settings")
     return [
         FormSection("Run", first),
-        *([FormSection(f"Method: {method.name}", own)] if own else []),
-        FormSection("Cohort", fields_of(Cohort, "/cohort")),
-        FormSection("Training", fields_of(Training, "/training")),
+        *([FormSection(f"Method: {method.name}", own, opened=False)] if own else []),
+        FormSection("Cohort", fields_of(Cohort, "/cohort"), opened=False),
+        FormSection("Training", fields_of(Training, "/training"), opened=False),
         FormSection("Evaluation", fields_of(Evaluation, "/evaluation"), opened=False),
         FormSection("Privacy", fields_of(Privacy, "/privacy"), opened=False),
         FormSection("More", more, opened=False),
@@ -153,11 +186,7 @@ def _form(
     fields = [field for section in sections for field in section.fields]
     by_field, rest = placed(faults, [*(field.pointer for field in fields), "/model"])
     for section in sections:
-        section.opened |= any(given.get(f.pointer) or by_field.get(f.pointer) for f in section.fields)
-    with serving.database.snapshot() as session:
-        starts = [*_of_runs(session), *_uploaded(session, serving, who.principal)]
-        live = live_workers(session, serving.database.now() - serving.settings.liveness_seconds)
-        datasets = Counter(name for worker in live for name in worker.declared["datasets"])
+        section.opened |= any(by_field.get(field.pointer) for field in section.fields)
     return render(
         request,
         "start.html",
@@ -169,10 +198,20 @@ def _form(
         wrong=by_field,
         rest=rest,
         remedy=remedy,
-        starts=starts,
-        datasets=sorted(datasets.most_common(MAX_DATASETS)),
         request_key=given.get(REQUEST_KEY) or new_id(),
+        **_choices(serving, who.principal, given.get(START, "")),
     )
+
+
+def _choices(serving: Services, caller: Principal, chosen: str = "") -> dict[str, Any]:
+    """Return the models to start from and the data sets that live workers have."""
+    with serving.database.snapshot() as session:
+        starts = [*_of_runs(session), *_uploaded(session, serving, caller)]
+        live = live_workers(session, serving.database.now() - serving.settings.liveness_seconds)
+        datasets = Counter(name for worker in live for name in worker.declared["datasets"])
+    if chosen and chosen not in dict(starts):
+        starts.insert(0, (chosen, f"the start of the copied run ({chosen[7:15]})"))
+    return {"starts": starts, "datasets": sorted(datasets.most_common(MAX_DATASETS))}
 
 
 def _of_runs(session: Session) -> list[tuple[str, str]]:

@@ -28,6 +28,12 @@ class Field:
     def ident(self) -> str:
         return "f" + self.pointer.replace("/", "-")
 
+    def written(self, value: Any) -> str:
+        """Return a value as a person would type it into the field."""
+        if self.kind == "list" and not isinstance(value, str):
+            return ", ".join(value)
+        return value if isinstance(value, str) else json.dumps(value)
+
 
 def fields_of(model: type[BaseModel], above: str = "", skip: Sequence[str] = ()) -> list[Field]:
     """Return a field for each field of the model, in order."""

@@ -47,7 +47,7 @@ def environment() -> Environment:
         lstrip_blocks=True,
     )
     filters: tuple[Callable[..., Any], ...] = (size, span, number, percent, clock, ago)
-    words: tuple[Callable[..., Any], ...] = (plural, short, first_up, breakable, metric_name)
+    words: tuple[Callable[..., Any], ...] = (plural, short, first_up, breakable, metric_name, with_code)
     jinja.filters.update({each.__name__: each for each in (*filters, *words)})
     jinja.globals.update(version=VERSION, prefix=PREFIX, form_token_field=FORM_TOKEN, asset=asset)
     return jinja
@@ -155,6 +155,11 @@ def short(text: str, most: int = 12) -> str:
 def breakable(name: str) -> Markup:
     """Return a name that may be broken after "/", "." and "_", and so nowhere else. A browser breaks after "-"."""
     return Markup(re.sub(r"([/._])", r"\1<wbr>", str(escape(fit_to_show(name)))))  # noqa: S704 (escaped)
+
+
+def with_code(text: str) -> Markup:
+    """Return a text whose parts in backquotes are code."""
+    return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(fit_to_show(text)))))  # noqa: S704 (escaped)
 
 
 @pass_context

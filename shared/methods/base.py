@@ -404,6 +404,10 @@ class Method(Generic[C]):
     name: str
     source: str = field(kw_only=True)
     """The paper, section and equation that it follows."""
+    good_for: str = ""
+    """The purpose for which a person would choose it, and what its model needs."""
+    sends: str = ""
+    """The parts of the model that leave a site."""
     settings: type[C] = MethodSettings  # type: ignore[assignment]  # mypy has no defaults for type variables
     coordinator: type[CoordinatorHalf[C]] = CoordinatorHalf
     worker: type[WorkerHalf[C]] = WorkerHalf

@@ -81,6 +81,8 @@ class DittoWorker(WorkerHalf[DittoSettings]):
 
 METHOD = Method(
     name="ditto",
+    good_for="a shared model, and beside it one for each site",
+    sends="the whole model; the site's own stays there",
     settings=DittoSettings,
     worker=DittoWorker,
     source="Li et al., Fair and Robust Federated Learning Through Personalization, arXiv 2012.04221, Algorithm 1",

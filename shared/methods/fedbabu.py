@@ -48,6 +48,8 @@ class FedBabuWorker(WorkerHalf[FedBabuSettings]):
 
 METHOD = Method(
     name="fedbabu",
+    good_for="a body to fine-tune at each site later; the head (its last, classifying layer) stays fixed",
+    sends="everything but the head",
     settings=FedBabuSettings,
     coordinator=FedBabuCoordinator,
     worker=FedBabuWorker,

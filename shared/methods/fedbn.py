@@ -20,6 +20,8 @@ class FedBnSettings(FedPerSettings):
 
 METHOD = Method(
     name="fedbn",
+    good_for="images from different devices: each site keeps its own normalisation layers",
+    sends="everything but the normalisation layers",
     settings=FedBnSettings,
     coordinator=FedPerCoordinator,
     worker=FedPerWorker,

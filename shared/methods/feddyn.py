@@ -122,6 +122,8 @@ def _wide(values: Array) -> Array:
 
 METHOD = Method(
     name="feddyn",
+    good_for="sites whose data differ much, at the bytes of fedavg",
+    sends="the whole model",
     settings=FedDynSettings,
     coordinator=FedDynCoordinator,
     worker=FedDynWorker,

@@ -252,6 +252,8 @@ def _smoothed(before: float | None, value: float) -> float:
 
 METHOD = Method(
     name="fedfrozen",
+    good_for="fewer bytes: after a warm-up, query and key matrices are frozen",
+    sends="the whole model in the warm-up, then the rest without query and key",
     settings=FedFrozenSettings,
     coordinator=FedFrozenCoordinator,
     source="FedFrozen, arXiv 2605.06446, two-stage algorithm; the automatic warm-up is ours",

@@ -108,6 +108,8 @@ class FedNovaWorker(WorkerHalf[MethodSettings]):
 
 METHOD = Method(
     name="fednova",
+    good_for="sites with very different numbers of examples",
+    sends="the whole model, and the number of local steps",
     coordinator=FedNovaCoordinator,
     worker=FedNovaWorker,
     source="Wang et al., Tackling the Objective Inconsistency Problem, arXiv 2007.07481, Section 4",

@@ -36,6 +36,8 @@ class FedPerWorker(WorkerHalf[FedPerSettings]):
 
 METHOD = Method(
     name="fedper",
+    good_for="sites with labels or tasks of their own: each keeps its own head (the last, classifying layer)",
+    sends="everything but the head",
     settings=FedPerSettings,
     coordinator=FedPerCoordinator,
     worker=FedPerWorker,

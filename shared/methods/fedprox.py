@@ -37,6 +37,8 @@ class FedProxWorker(WorkerHalf[FedProxSettings]):
 
 METHOD = Method(
     name="fedprox",
+    good_for="sites whose data differ much, or that train for different numbers of steps",
+    sends="the whole model",
     settings=FedProxSettings,
     worker=FedProxWorker,
     source="Li et al., Federated Optimization in Heterogeneous Networks, arXiv 1812.06127, equation (2)",

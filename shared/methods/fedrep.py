@@ -25,6 +25,8 @@ class FedRepWorker(FedPerWorker):
 
 METHOD = Method(
     name="fedrep",
+    good_for="the same as fedper, with head (the last, classifying layer) and body trained in turn",
+    sends="everything but the head",
     settings=FedRepSettings,
     coordinator=FedPerCoordinator,
     worker=FedRepWorker,

@@ -20,6 +20,8 @@ class LocalWorker(WorkerHalf[MethodSettings]):
 
 METHOD = Method(
     name="local",
+    good_for="a control: what each site reaches alone",
+    sends="nothing",
     coordinator=LocalMethodCoordinator,
     worker=LocalWorker,
     source="no averaging: the control in McMahan et al., arXiv 1602.05629",

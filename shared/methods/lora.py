@@ -45,6 +45,9 @@ class LoraCoordinator(CoordinatorHalf[LoraSettings]):
 
 METHOD = Method(
     name="lora",
+    good_for="large models on slow lines. The model needs LoRA adapters, small matrices beside frozen weights: "
+    "`tessera model init --lora-rank 8`",
+    sends="the adapters and the head, a few percent of the model",
     settings=LoraSettings,
     coordinator=LoraCoordinator,
     source="Zhang et al., FedIT, arXiv 2305.05644; freeze_a: Sun et al., FFA-LoRA, arXiv 2403.12313",

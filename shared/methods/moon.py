@@ -90,6 +90,8 @@ def _cosine(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 METHOD = Method(
     name="moon",
+    good_for="image and text encoders whose representations drift apart between sites",
+    sends="the whole model",
     settings=MoonSettings,
     coordinator=MoonCoordinator,
     worker=MoonWorker,

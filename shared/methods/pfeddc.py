@@ -115,6 +115,9 @@ class PFedDCWorker(WorkerHalf[PFedDCSettings]):
 
 METHOD = Method(
     name="pfeddc",
+    good_for="image and text pairs. The model needs prompts (learnt tokens before each input) of sites and run: "
+    "`tessera model init --prompt-fusion local`",
+    sends="the global prompts and what fuses them",
     settings=PFedDCSettings,
     coordinator=PFedDCCoordinator,
     worker=PFedDCWorker,

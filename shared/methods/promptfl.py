@@ -56,6 +56,9 @@ class PromptFLCoordinator(CoordinatorHalf[PromptFLSettings]):
 
 METHOD = Method(
     name="promptfl",
+    good_for="image and text pairs on very slow lines. The model needs prompts, learnt tokens before each input: "
+    "`tessera model init --text-prompts 16`",
+    sends="the prompts, a few kilobytes",
     settings=PromptFLSettings,
     coordinator=PromptFLCoordinator,
     source="Guo et al., PromptFL: Let Federated Participants Cooperatively Learn Prompts, arXiv 2208.11625",

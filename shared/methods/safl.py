@@ -546,6 +546,8 @@ def pruned(before: Array, after: Array, share: float, by_head: ByHead | None) ->
 
 METHOD = Method(
     name="safl",
+    good_for="fewer bytes: each site trains only the layers that attend most to the task's tokens",
+    sends="the chosen layers, and the head",
     settings=SAFLSettings,
     coordinator=SAFLCoordinator,
     worker=SAFLWorker,

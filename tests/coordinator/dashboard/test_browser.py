@@ -211,7 +211,8 @@ def test_a_run_is_seen_from_its_start_to_its_end_without_loading_anew(
         visit = visiting(context, coordinator)
         page = visit.sign_in(coordinator.token("orchestrator"))
         page.get_by_role("link", name="Start a run").first.click()
-        page.get_by_role("link", name=re.compile("^fedavg")).click()
+        page.get_by_role("radio", name=re.compile("^fedavg")).check()
+        page.get_by_role("button", name="Continue").click()
         expect(page.get_by_label("Model and version").locator(":checked")).to_contain_text("before")
         for label, said in {"name": "watched", "dataset": "data", "rounds": "many"}.items():
             page.get_by_label(re.compile(f"^{label} \\(required\\)", re.IGNORECASE)).fill(said)

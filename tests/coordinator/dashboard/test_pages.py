@@ -306,7 +306,19 @@ def test_a_run_is_started_from_what_another_made(coordinator: LiveCoordinator) -
     assert '<datalist id="datasets"><option value="data">1 live worker</option></datalist>' in form
     assert 'name="/dataset" value="" aria-required="true" list="datasets"' in form
     assert re.search(r'name="/evaluation/sites"[^>]*>.*?<option selected>true</option>', form)
-    assert '<details class="part"><summary>Evaluation' not in form
+    questions = person.http.get("/page/runs/new").text
+    assert re.findall(r"<legend>(\d\. [^<]+)", questions) == [
+        "1. Which model?",
+        "2. Which data set?",
+        "3. Which method?",
+    ]
+    assert 'list="datasets" autocomplete="off" aria-describedby="dataset-hint" value="data"' in questions
+    for told in (
+        "<code>tessera model init --lora-rank 8</code>",
+        "Sends the whole model.",
+        f'<option value="{start}">',
+    ):
+        assert told in questions, told
     needy = person.http.get("/page/runs/new?method=scaffold").text
     assert re.search(r'name="/training/optimizer"[^>]*>.*?<option selected>sgd</option>', needy)
     given = {"method": "fedfrozen", "start": start, "request_key": "w1", "/name": "second", "/dataset": "data"}
@@ -322,6 +334,22 @@ def test_a_run_is_started_from_what_another_made(coordinator: LiveCoordinator) -
     (made,) = [run for run in coordinator.client().runs() if run.id != before.id]
     assert (made.spec.name, made.spec.method.settings["warmup_rounds"], made.spec.rounds) == ("second", 1, 2)
     assert made.spec.version == before.version.digest
+    # A copy is filled in with every setting that was given, and starts the same run but for its name.
+    copied = person.http.get(f"/page/runs/new?copy={made.id}").text
+    filled = dict(re.findall(r'name="(/\S+)" value="([^"]+)"', copied))
+    filled |= dict(re.findall(r'name="(/[^"]+)"[^>]*>(?:(?!</select>).)*<option selected>([^<]+)', copied))
+    assert filled["/name"] == "second-2"
+    filled |= {"method": "fedfrozen", "start": start, "request_key": "w2"}
+    assert person.send("/page/runs/new", step="start", **filled).status_code == 303
+    (again,) = [run for run in coordinator.client().runs() if run.spec.name == "second-2"]
+    assert again.spec.model_copy(update={"name": "second"}) == made.spec
+    assert person.http.get("/page/runs/new?copy=nothing").status_code == 404
+
+
+def test_who_has_no_model_yet_reads_how_to_make_one(coordinator: LiveCoordinator) -> None:
+    shown = signed_in(coordinator, "orchestrator").http.get("/page/runs/new").text
+    assert "tessera run create run.toml --model my-model" in shown
+    assert "No live worker has a data set now." in shown
 
 
 def test_what_was_uploaded_can_be_begun_with(coordinator: LiveCoordinator) -> None:
