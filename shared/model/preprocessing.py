@@ -39,7 +39,7 @@ class FileRef(Frozen):
 
 
 class TokenizerSettings(Frozen):
-    """What `tokenizer_config.json` may say. The class is always the one that reads `tokenizer.json` alone."""
+    """Known keys of `tokenizer_config.json`. The class is always the one that reads `tokenizer.json` alone."""
 
     tokenizer_class: Literal["PreTrainedTokenizerFast"] = "PreTrainedTokenizerFast"
     model_max_length: Annotated[int, Field(ge=1)] | None = None
@@ -56,7 +56,7 @@ class TokenizerSettings(Frozen):
 
 
 class ProcessorSettings(Frozen):
-    """What `preprocessor_config.json` may say: plain numbers. The class follows from the model's type."""
+    """Known keys of `preprocessor_config.json`: plain numbers. The class follows from the model's type."""
 
     do_convert_rgb: bool | None = None
     do_resize: bool | None = None
