@@ -102,7 +102,9 @@ def piped(command: Sequence[str], *, env: Mapping[str, str], **_: object) -> For
 def _zygote(needs: Sequence[str]) -> socket.socket:
     here, there = socket.socketpair()
     command = [sys.executable, "-m", "tests.support.zygote", str(there.fileno()), *needs]
-    process = subprocess.Popen(command, pass_fds=[there.fileno()], start_new_session=True)
+    # The first test that needs it may have gone to another folder.
+    root = Path(__file__).parents[2]
+    process = subprocess.Popen(command, pass_fds=[there.fileno()], start_new_session=True, cwd=root)
     there.close()
 
     def end() -> None:
