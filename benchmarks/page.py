@@ -43,12 +43,16 @@ from tessera.coordinator.settings import CoordinatorSettings
 from tessera.shared.api.admin import TokenSpec
 from tessera.shared.api.audit_chain import GENESIS
 from tessera.shared.api.runs import Cohort, Evaluation, RunSpec
+from tessera.shared.api.tasks import AdvertisedPolicy
 from tessera.shared.methods.base import MethodSpec, Plan
 
 LIMIT_SECONDS = 0.2
 MODEL_BYTES = 440_000_000
 LAYERS = 12
 DIGEST = "sha256:" + "0" * 64
+
+
+WORKERS_PER_SITE = 4
 
 
 def fill(services: Services, rounds: int, tasks: int, sites: int) -> str:
@@ -59,11 +63,16 @@ def fill(services: Services, rounds: int, tasks: int, sites: int) -> str:
         workers = []
         for number in range(sites):
             site = create_site(session, now, "benchmark", f"site-{number:03}")
-            row = WorkerRow(id=f"w{number:03}", site_id=site.id, name="gpu-1", created_at=now, last_seen_at=now)
-            row.declared = {"kinds": ["train", "evaluate"], "datasets": {"wards": 1000}, "held_out": {"wards": 100},
-                            "methods": ["safl"], "device": "cuda:0", "resources": {}}  # fmt: skip
-            session.add(row)
-            workers.append(row.id)
+            spec = TokenSpec(name=site.name, role="site", site=site.name)
+            token = issue_token(session, now, "benchmark", spec)[0].id
+            for gpu in range(WORKERS_PER_SITE):
+                row = WorkerRow(id=f"w{number:03}{gpu}", site_id=site.id, name=f"gpu-{gpu}", created_at=now,
+                                last_seen_at=now, token_id=token)  # fmt: skip
+                row.declared = {"kinds": ["train", "evaluate"], "datasets": {"wards": 1000}, "held_out": {"wards": 9},
+                                "methods": ["safl"], "device": "cuda:0", "resources": {},
+                                "advertised_policy": AdvertisedPolicy().model_dump(mode="json")}  # fmt: skip
+                session.add(row)
+                workers.append(row.id)
     runs = [f"{number:032x}" for number in range(10)]
     counts = [rounds // 2] + [rounds // 2 // 9] * 9
     trained = tasks // (2 * sum(counts))
@@ -172,7 +181,11 @@ def measure(results: Results, url: str, token: str, run: str, times: int) -> Non
         "overview": "/page/", "runs": "/page/runs", "run": f"/page/runs/{run}",
         "run, what changes": f"/page/runs/{run}?part=live", "rounds": f"/page/runs/{run}/rounds",
         "round": f"/page/runs/{run}/rounds/{rounds}", "sites": "/page/sites", "approvals": "/page/approvals",
+        "sites, filtered": "/page/sites?q=site-01&health=well", "worker": "/page/workers/w0000",
+        "tokens": "/page/tokens",
         "failures": "/page/failures", "audit": "/page/audit", "audit of a run": f"/page/audit?run={run}",
+        "audit, filtered": "/page/audit?who=nothing&what=task",
+        "runs compared": f"/page/runs/compare?run={run}&run={1:032x}",
         "storage": "/page/storage", "start": "/page/runs/new?method=safl",
     }  # fmt: skip
     worst = 0.0
@@ -198,8 +211,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="a tiny past, to see that it works")
     parser.add_argument("--out", type=Path, default=OUT, help="where results go")
     given = parser.parse_args(arguments)
-    rounds, tasks, sites, times = (20, 200, 4, 3) if given.quick else (500, 10_000, 20, 40)
-    results = Results("page", f"{rounds} rounds, {tasks} tasks and {sites} sites in SQLite; one caller")
+    rounds, tasks, sites, times = (20, 200, 4, 3) if given.quick else (500, 10_000, 50, 40)
+    results = Results(
+        "page",
+        f"{rounds} rounds, {tasks} tasks, {sites} sites and {WORKERS_PER_SITE * sites} workers in SQLite; one caller",
+    )
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         settings = CoordinatorSettings(database_url=f"sqlite:///{folder}/tessera.db", blob_url=str(folder / "blobs"),

@@ -111,7 +111,9 @@ def figures(result: Result, sites: int) -> Figures:
         found |= {"sites' mean": fmean(own), "worst site": min(own)}
     outcomes = result.outcomes
     found["kB up"] = sum(outcome.upload_bytes for outcome in outcomes) / 1e3 / sites / len(outcomes)
-    found["kB down"] = sum(outcome.download_bytes for outcome in outcomes) / 1e3 / sites / len(outcomes)
+    found["kB down"] = (
+        sum(outcome.download_bytes - outcome.evaluation_bytes for outcome in outcomes) / 1e3 / sites / len(outcomes)
+    )
     return found
 
 

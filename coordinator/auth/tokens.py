@@ -77,11 +77,8 @@ def issue_token(session: Session, now: float, actor: str, spec: TokenSpec) -> tu
     if spec.site is not None:
         site = session.scalars(select(SiteRow).where(SiteRow.name == spec.site)).one_or_none()
         if site is None:
-            raise Invalid(
-                "the token's site does not exist",
-                errors=[no_site(session, spec.site)],
-                remedy="Create the site first.",
-            )
+            fault = no_site(session, spec.site)
+            raise Invalid("the token's site does not exist", errors=[fault], remedy="Create the site first.")
     secret = new_secret(spec.role)
     row = TokenRow(
         id=new_id(),

@@ -149,10 +149,10 @@ def round_sums(session: Session, run: Run, most: int, before: int | None = None)
 def round_costs(session: Session, run: Run) -> list[RoundCost]:
     """Return what each attempt at a round that has ended cost, in order."""
     sent = func.coalesce(func.sum(TaskRow.upload_bytes + TaskRow.download_bytes), 0)
-    of_round = (TaskRow.round_id == RoundRow.id) & (TaskRow.run_id == run.id)
     rows = session.execute(
         select(RoundRow, sent)
-        .outerjoin(TaskRow, of_round)
+        # By the round alone: with the run too, SQLite reads all tasks of the run for each round.
+        .outerjoin(TaskRow, TaskRow.round_id == RoundRow.id)
         .where(RoundRow.run_id == run.id, RoundRow.closed_at.is_not(None))
         .group_by(RoundRow.id)
         .order_by(RoundRow.number, RoundRow.attempt)

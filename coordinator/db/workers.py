@@ -62,10 +62,8 @@ def find_site(session: Session, site_id: str) -> SiteRow:
 
 def no_site(session: Session, name: str) -> Fault:
     """Return the fault of a request that names an unknown site."""
-    return Fault(
-        pointer="/site",
-        detail=f"there is no site {name!r}{did_you_mean(name, session.scalars(select(SiteRow.name)))}",
-    )
+    near = did_you_mean(name, session.scalars(select(SiteRow.name)))
+    return Fault(pointer="/site", detail=f"there is no site {name!r}{near}")
 
 
 def workers_of(session: Session, site_id: str | None) -> list[str]:

@@ -1,7 +1,7 @@
 """Preview of a run: the workers that would take part, and the workload of its first round for each."""
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 
 from tessera.coordinator.domain.eligibility import (
@@ -53,11 +53,10 @@ def preview(
         WorkerPreview(
             worker=worker.name,
             ineligibilities=tuple(found[worker.name]),
-            warnings=_warnings(invited, model, worker, ask, pool, asked),
-            workload=ask,
+            warnings=_warnings(invited, model, worker, asked, pool),
+            workload=asked.get(worker.name),
         )
         for worker in known
-        for ask in [asked.get(worker.name)]
     )
     invited_sites = invited.spec.cohort.sites or ()
     sites = {worker.site for worker in known if not found[worker.name]}
@@ -75,12 +74,11 @@ def _warnings(
     invited: RunTerms,
     model: Model,
     worker: LiveWorker,
-    ask: RoundWorkload | None,
+    asked: Mapping[str, RoundWorkload],
     pool: Sequence[LiveWorker],
-    asked: Collection[str],
 ) -> tuple[Ineligibility, ...]:
     """Return why an eligible worker may not do its part, or why the first round asks it for nothing."""
-    if ask:
+    if ask := asked.get(worker.name):
         # Only padded texts are certainly as long as the site's settings allow.
         long = misfit(invited.spec, worker.declared, model, padded=True)
         found = policy_warnings(invited, worker.advertised_policy, ask.largest_update_bytes or 0)

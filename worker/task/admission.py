@@ -144,7 +144,7 @@ def _private(run: TaskRun, dataset: Dataset) -> PrivateTask | None:
             "privacy-not-installed",
             f"the run uses differential privacy, which is not installed here ({error}): install tessera[privacy]",
         ) from error
-    run.report.begin("waiting", CALIBRATING)
+    run.report.activity = CALIBRATING
     private: PrivateTask = privacy.PrivateTask(
         task,
         task.privacy,

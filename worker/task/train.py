@@ -31,7 +31,8 @@ def train(
     _check_plan(run, loaded)
     report.examples = dataset.examples
     # Selecting blocks may read data too; no steps are counted for that.
-    report.begin("training", CALIBRATING if private else None)
+    report.begin("training")
+    report.activity = CALIBRATING if private else None
     if private:
         dataset = dataset.padded()
         context.choose_top = private.top_k

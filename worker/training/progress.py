@@ -41,16 +41,8 @@ class Report:
     began: list[tuple[float, Phase]] = field(default_factory=list)
     """The instants at which phases began, in seconds since 1970."""
 
-    def begin(
-        self,
-        phase: Phase,
-        activity: str | None = None,
-        *,
-        steps: int = 0,
-        total_bytes: int = 0,
-        by_quarter: bool = False,
-    ) -> None:
-        self.step, self.steps, self.loss, self.total_bytes, self.activity = 0, steps, None, total_bytes, activity
+    def begin(self, phase: Phase, *, steps: int = 0, total_bytes: int = 0, by_quarter: bool = False) -> None:
+        self.step, self.steps, self.loss, self.total_bytes, self.activity = 0, steps, None, total_bytes, None
         self.by_quarter = by_quarter
         self.phase = phase
         self.began.append((time.time(), phase))

@@ -112,7 +112,7 @@ class Trainer:
         epochs = sum(epochs_of(phase, self.training) for phase in phases)
         steps_ahead = epochs * steps_in(dataset.examples, self.training.batch_size)
         if self.private and phases:
-            self.report.begin("training", CALIBRATING)
+            self.report.activity = CALIBRATING
             self._rehearse(dataset)
             self.private.begin(epochs)
         self.report.begin("training", steps=steps_ahead, by_quarter=self.private is not None)

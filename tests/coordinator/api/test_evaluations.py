@@ -82,7 +82,7 @@ def test_each_site_measures_each_version_before_it_trains_on(coordinator: LiveCo
     exported = rows_of(run, rounds, [], measurements)
     fetched = [(row.worker is None, row.value) for row in exported if row.metric == "download_bytes"]
     assert sum(value for total, value in fetched if total) == sum(value for total, value in fetched if not total)
-    assert compare([History(run, rounds, measurements)]).runs[0].bytes[2] - 4200 == sum(
+    assert compare([History.of(run, rounds, measurements)]).runs[0].bytes[2] - 4200 == sum(
         task.upload_bytes for round_ in rounds for task in round_.tasks
     )
     with coordinator.services.database.snapshot() as session:
