@@ -213,6 +213,7 @@ def _contents(loaded: Dataset) -> str:
     held_out = f", {loaded.held_out.examples} held out" if loaded.held_out else ""
     unknown = loaded.report.unknown_tokens
     words = "" if unknown is None else f", {unknown:.1%} of tokens unknown"
+    words = ", converted with each run's own tokenizer" if loaded.texts else words
     return f"{loaded.examples} examples{known}{held_out}{words}"
 
 

@@ -141,6 +141,7 @@ def _described(name: str, source: DataSource, key: bytes) -> dict[str, Any]:
         "domains": None if loaded.domains is None else len(set(loaded.domains.tolist())),
         "tensors of each": _shapes(loaded, common=False),
         "common to all": _shapes(loaded, common=True),
+        "tokenizer": "of each run" if loaded.texts else None,
         "unknown tokens": loaded.report.unknown_tokens,
         "warnings": [f"{detail}. {remedy}" for detail, remedy in loaded.report.warnings()],
     }

@@ -81,6 +81,24 @@ class LoadReport:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
+class RawTexts:
+    """Texts, and the second ones of pairs, which each run's own tokenizer converts to at most `max_length` tokens."""
+
+    first: Sequence[str]
+    second: Sequence[str] | None
+    max_length: int
+
+    def pairs(self) -> Iterator[tuple[str, ...]]:
+        """Yield each text, with its second one if there is one."""
+        yield from zip(self.first, *([] if self.second is None else [self.second]), strict=True)
+
+    def rows(self, index: Sequence[int]) -> RawTexts:
+        """Return the texts at these places."""
+        second = None if self.second is None else [self.second[place] for place in index]
+        return RawTexts([self.first[place] for place in index], second, self.max_length)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
 class Dataset:
     """Examples in memory: each tensor is one of the model's keyword inputs, [examples, ...].
 
@@ -88,8 +106,8 @@ class Dataset:
     `domains`, int64 [examples], is the origin of each example; models do not see it. `held_out` are examples of the
     same kind on which no run trains. `sources` are the original bytes of each example, if its tensors depend on other
     examples too: texts are padded to the longest. Examples with equal `groups` are held out together. `padding` pads
-    texts to their maximal length. `report` is for people at the site. `schema` is sent to the coordinator, so it must
-    not depend on the examples.
+    texts to their maximal length. `texts` have still to be converted to tensors. `report` is for people at
+    the site. `schema` is sent to the coordinator, so it must not depend on the examples.
 
     Raises DataError if the tensors differ in their number of examples or have none, if `labels` is missing, if a name
     occurs both in `tensors` and `common`, or if the lengths of domains, sources or groups differ.
@@ -102,6 +120,7 @@ class Dataset:
     sources: Sequence[bytes] | None = None
     padding: Padding | None = None
     groups: Sequence[bytes] | None = None
+    texts: RawTexts | None = None
     report: LoadReport = LoadReport()
     schema: DatasetSchema = field(default_factory=DatasetSchema)
 
@@ -160,6 +179,7 @@ class Dataset:
             sources=None if self.sources is None else [self.sources[place] for place in index.tolist()],
             padding=self.padding,
             groups=None if self.groups is None else [self.groups[place] for place in index.tolist()],
+            texts=self.texts and self.texts.rows(index.tolist()),
             report=self.report,
             schema=self.schema,
         )

@@ -162,6 +162,8 @@ def _of_table(
         _pixels(proposal, paths, processor)
     elif tokenizer is not None:
         proposal.add("tokenizer", tokenizer, "the tokenizer that you named")
+    elif proposal.options.get("head") == "text-classification":
+        proposal.add("tokenizer", "run", "the tokenizer that each run's model brings; or a folder with one")
     else:
         proposal.unset["tokenizer"] = "the folder with the tokenizer of the run's model, or its name on the hub"
 

@@ -1,9 +1,9 @@
-"""Sandbox for laying out untrusted models: a child process with limits on memory and processor time.
+"""Sandbox for untrusted models and tokenizers: a child process with limits on memory and processor time.
 
 A config of a few hundred bytes can make some model classes allocate lists, tables and positions of any size in main
 memory, before the first parameter can be counted. No list of keys covers some five hundred classes. So a child
 process without a GPU lays the model out first, under limits that the kernel enforces. A model that stays within them
-there stays within them here, and this process then checks it.
+there stays within them here, and this process then checks it. A run's tokenizer converts the texts there first too.
 
 `python -m tessera.worker.model.sandbox` imports transformers once, which takes seconds, and forks a child for each
 model. It exits after a minute without requests, or when the process that started it ends.
@@ -29,6 +29,9 @@ from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
+from pydantic import TypeAdapter
+from tokenizers import Tokenizer
+
 from tessera.shared.model.spec import Model
 from tessera.shared.schema import Frozen, canonical
 from tessera.worker.model.config import UnsafeConfig, check_config
@@ -39,6 +42,12 @@ MEMORY_BYTES = 2 << 30
 
 CPU_SECONDS = 60
 """Limit on processor time rather than wall time, so that a busy machine does not reject valid models."""
+
+TEXTS_PER_CPU_SECOND = 100
+"""Texts for which a tokenizer gets another second. Most convert thousands in one."""
+
+AT_ONCE = 4096
+"""Number of texts to convert together."""
 
 WALL_SECONDS = 1800.0
 """Limit on wall time, for a child that waits without using processor time."""
@@ -67,6 +76,19 @@ class LayoutRequest(Frozen):
 
     model: Model
     mapping: MappingFile | None = None
+
+
+class TokenizerRequest(Frozen):
+    """The texts that a child converts with an untrusted tokenizer, whose parser is native code."""
+
+    tokenizer: str
+    """The content of `tokenizer.json`."""
+    texts: tuple[tuple[str, ...], ...]
+    """Each text, or each pair."""
+    max_length: int
+
+
+REQUEST: TypeAdapter[LayoutRequest | TokenizerRequest] = TypeAdapter(LayoutRequest | TokenizerRequest)
 
 
 @dataclass
@@ -110,6 +132,16 @@ class Sandbox:
                 # The waiting workers have the lock open, and will find the verdict.
                 Path(lock.name).unlink(missing_ok=True)
 
+    def require_tokenizer(self, request: TokenizerRequest, check: Callable[[], None]) -> None:
+        """Raise UnsafeConfig if the tokenizer crashes on these texts, or exceeds the limits. `check` as above."""
+        raw = canonical(request)
+        key = hashlib.sha256(raw).hexdigest()
+        if reason := self._refused.get(key):
+            raise UnsafeConfig(reason)
+        seconds = self.cpu_seconds + len(request.texts) // TEXTS_PER_CPU_SECOND
+        what = "the run's tokenizer is refused: converting the texts with it"
+        self._require_within(key, raw, check, what, seconds)
+
     def sweep(self, now: float) -> None:
         """Delete the verdicts last used more than `KEEP_DAYS` before `now`, in Unix seconds."""
         for path in self.folder.glob("*") if self.folder else ():
@@ -118,9 +150,17 @@ class Sandbox:
                 if path.stat().st_mtime < now - KEEP_DAYS * 86400:
                     path.unlink()
 
-    def _require_within(self, key: str, request: bytes, check: Callable[[], None]) -> None:
-        """Lay the model out in a child. Raises UnsafeConfig if it exceeds a limit."""
-        header = HEADER.pack(len(request), self.memory_bytes, self.cpu_seconds)
+    def _require_within(
+        self,
+        key: str,
+        request: bytes,
+        check: Callable[[], None],
+        what: str = "the config is refused: laying out its model",
+        cpu_seconds: int | None = None,
+    ) -> None:
+        """Process the request in a child. Raises UnsafeConfig if it exceeds a limit."""
+        cpu_seconds = cpu_seconds or self.cpu_seconds
+        header = HEADER.pack(len(request), self.memory_bytes, cpu_seconds)
         status = FORK_SERVER.lay_out(header + request, check)
         if status == 0:
             return
@@ -133,10 +173,10 @@ class Sandbox:
         if status is None:
             excess = f"did not end within {WALL_SECONDS:.0f} s"
         elif status == -signal.SIGXCPU:
-            excess = f"takes more than {self.cpu_seconds} s of processor time"
+            excess = f"takes more than {cpu_seconds} s of processor time"
         else:
             excess = f"takes more than {self.memory_bytes >> 20} MiB of memory, or crashes the process"
-        self._refused[key] = f"the config is refused: laying out its model {excess}"
+        self._refused[key] = f"{what} {excess}"
         raise UnsafeConfig(self._refused[key])
 
 
@@ -189,6 +229,7 @@ class ForkServer:
                 "CUDA_VISIBLE_DEVICES": "",
                 "HF_HUB_OFFLINE": "1",
                 "OMP_NUM_THREADS": "1",
+                "TOKENIZERS_PARALLELISM": "false",
                 "PYTHONPATH": os.pathsep.join(filter(None, [str(FOLDER.parents[2]), os.environ.get("PYTHONPATH")])),
             }
             self._process = subprocess.Popen(
@@ -286,16 +327,27 @@ def _read(length: int) -> bytes:
 def _status(
     lay_out: Callable[[Model, MappingFile | None], object], raw: bytes, memory_bytes: int, cpu_seconds: int
 ) -> int:
-    request = LayoutRequest.model_validate_json(raw)
+    request = REQUEST.validate_json(raw)
     try:
         _limit(memory_bytes, cpu_seconds)
     except (OSError, ValueError):
         return LIMITS_NOT_SET
     try:
-        lay_out(request.model, request.mapping)
+        if isinstance(request, LayoutRequest):
+            lay_out(request.model, request.mapping)
+        else:
+            _convert(request)
     except Exception as fault:  # noqa: BLE001  (the parent finds all other faults of the model itself)
         return OUT_OF_MEMORY if _is_out_of_memory(fault) else 0
     return 0
+
+
+def _convert(request: TokenizerRequest) -> None:
+    tokenizer = Tokenizer.from_str(request.tokenizer)
+    tokenizer.enable_truncation(request.max_length)
+    texts = [text if len(text) > 1 else text[0] for text in request.texts]
+    for first in range(0, len(texts), AT_ONCE):
+        tokenizer.encode_batch(texts[first : first + AT_ONCE])
 
 
 def _is_out_of_memory(error: BaseException | None) -> bool:

@@ -86,6 +86,8 @@ class TaskEnvironment:
     """The version of the run's last task, by run."""
     scalers: dict[str, torch.amp.GradScaler] = field(default_factory=dict)
     """Float16 loss scalers by run: the scale is found by trial, so it is kept for the next round."""
+    tokenized: dict[str, tuple[str, Dataset]] = field(default_factory=dict)
+    """The data sets that take the run's tokenizer, as tokens for the last run, with the digest of its model."""
     for_evaluation: frozenset[str] = frozenset()
     """Data sets used only for evaluation."""
     fingerprints: dict[str, Array] = field(default_factory=dict)

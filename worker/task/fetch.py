@@ -178,7 +178,7 @@ def _fetch_memory(run: TaskRun, manifest: Manifest) -> dict[str, Array]:
     run.env.policy.check_model(sum(entry.nbytes for entry in entries.values()), "server state")
     arrays: dict[str, Array] = {}
     for name, entry in entries.items():
-        raw = _blob(run, entry.digest, entry.nbytes).read_bytes()
+        raw = fetch_blob(run, entry.digest, entry.nbytes).read_bytes()
         if len(raw) != entry.nbytes:
             raise TaskFailure(
                 "invalid-version", f"server state {name}: the blob has {len(raw)} bytes, not {entry.nbytes}"
@@ -201,12 +201,13 @@ def _count(run: TaskRun, nbytes: int) -> None:
     run.check()
 
 
-def _blob(run: TaskRun, digest: str, max_bytes: int) -> Path:
+def fetch_blob(run: TaskRun, digest: str, max_bytes: int) -> Path:
+    """Return the path of a blob, fetched if it is not here. Raises DigestMismatch, BlobTooLarge."""
     return run.env.shelf.fetch(digest, max_bytes, run.env.coordinator.copy_blob, partial(_count, run))
 
 
 def _document(run: TaskRun, digest: str) -> bytes:
-    raw = _blob(run, digest, MAX_DOCUMENT_BYTES).read_bytes()
+    raw = fetch_blob(run, digest, MAX_DOCUMENT_BYTES).read_bytes()
     check_document(raw)
     return raw
 
@@ -224,7 +225,7 @@ def _fetch_blocks(
     shelf.fetch_all(sizes, run.env.coordinator.copy_blobs, partial(_count, run))
     bases: dict[str, BlobTensor] = {}
     for block in wanted:
-        path = _blob(run, manifest.blocks[block.name], block.nbytes)
+        path = fetch_blob(run, manifest.blocks[block.name], block.nbytes)
         if (nbytes := path.stat().st_size) != block.nbytes:
             raise TaskFailure("invalid-version", f"{block.name}: the blob has {nbytes} bytes, not {block.nbytes}")
         bases[block.name] = BlobTensor(path, block)

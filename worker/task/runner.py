@@ -23,6 +23,7 @@ from tessera.worker.task.environment import Journal, TaskEnvironment, TaskRun
 from tessera.worker.task.evaluate import evaluate
 from tessera.worker.task.fetch import fetch, load
 from tessera.worker.task.heartbeat import Stopped
+from tessera.worker.task.tokenize import tokenize
 from tessera.worker.task.train import train
 from tessera.worker.task.upload import Egress
 from tessera.worker.training.input_mismatch import explained
@@ -62,6 +63,7 @@ class TaskRunner(TaskEnvironment):
             with spans.span("fetch"):
                 fetched = fetch(run, dataset)
                 loaded = load(run, fetched)
+                dataset = tokenize(run, fetched.document, loaded, dataset)
             fitting = explained(fetched.document, loaded.context, dataset, private=task.privacy is not None)
             egress = Egress(run, admission.snapshot, private)
             if task.kind == "train":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -16,7 +17,8 @@ from tessera.shared.model.spec import Model
 from tessera.worker.model.block_map import block_table
 from tessera.worker.model.build import instantiate
 from tessera.worker.model.config import UnsafeConfig, check_config
-from tessera.worker.model.sandbox import FORK_SERVER, Sandbox
+from tessera.worker.model.sandbox import FORK_SERVER, Sandbox, TokenizerRequest
+from tests.support.pretrained import bert_tokenizer
 
 BERT = {"model_type": "bert", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 20}
 MODEL = Model(config=BERT, head="features", blocks=block_table(instantiate(BERT, "features")))
@@ -46,6 +48,18 @@ def test_a_model_within_the_limits_is_laid_out_once_for_all_workers_of_a_machine
     Sandbox(tmp_path).require(MODEL, None, lambda: None)
     assert len(list(tmp_path.iterdir())) == 1
     Sandbox(tmp_path).require(MODEL, None, pytest.fail)
+
+
+def test_a_tokenizer_first_converts_the_texts_in_the_child(tmp_path: Path) -> None:
+    raw = (bert_tokenizer(tmp_path, ("the", "cat")) / "tokenizer.json").read_text()
+    good = TokenizerRequest(tokenizer=raw, texts=(("the cat",), ("dog", "sat")), max_length=8)
+    Sandbox().require_tokenizer(good, lambda: None)
+    # Repeats each word of each text 2,000,000 times.
+    bomb = json.loads(raw)
+    bomb["normalizer"] = {"type": "Replace", "pattern": {"String": "t"}, "content": "t " * 2_000_000}
+    hostile = good.model_copy(update={"tokenizer": json.dumps(bomb), "texts": (("t" * 200,),)})
+    with pytest.raises(UnsafeConfig, match="converting the texts with it takes more than 128 MiB"):
+        Sandbox(memory_bytes=128 << 20).require_tokenizer(hostile, lambda: None)
 
 
 def test_verdicts_that_nobody_used_for_thirty_days_are_removed(tmp_path: Path) -> None:

@@ -18,10 +18,10 @@ from pydantic import Field, PositiveInt
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from tessera.worker.data.dataset import LABELS, Adapter, DataError, Dataset, LoadReport, Options, schema_of
+from tessera.worker.data.dataset import LABELS, Adapter, DataError, Dataset, LoadReport, Options, RawTexts, schema_of
 from tessera.worker.data.readers.class_labels import Absent, Names, numbered
 from tessera.worker.data.readers.tables import DataTable, Files, read_table
-from tessera.worker.data.readers.tokenizer import MAX_TOKENS, Encoded, encode, tokenizer_of
+from tessera.worker.data.readers.tokenizer import MAX_TOKENS, RUN, Encoded, encode, tokenizer_of
 from tessera.worker.model.forward import IGNORED
 
 
@@ -44,7 +44,7 @@ class TextOptions(Options):
     )
     domain: str | None = Field(default=None, description="column: the example's origin")
     group: str | None = Field(default=None, description="column: equal values are held out together (the patient)")
-    tokenizer: str = Field(description="a local folder, or a name on the hub")
+    tokenizer: str = Field(description='a local folder, a name on the hub, or "run": that of each run\'s model')
     max_length: PositiveInt = Field(default=128, le=MAX_TOKENS, description="tokens to which a text is truncated")
 
 
@@ -58,6 +58,8 @@ def text(options: TextOptions) -> Dataset:
     if options.second_text is not None and options.head != "text-classification":
         raise DataError(f"second_text: needs head text-classification, not {options.head}: leave it out")
     table = read_table("file", options.file, options.split)
+    if options.tokenizer == RUN:
+        return _raw(options, table)
     # A word of a list is encoded like a word within a sentence.
     more = {"add_prefix_space": True} if options.head == "token-classification" else {}
     tokenizer = tokenizer_of("tokenizer", options.tokenizer, **more)
@@ -81,6 +83,29 @@ def text(options: TextOptions) -> Dataset:
     )
 
 
+def _raw(options: TextOptions, table: DataTable) -> Dataset:
+    """Return the texts and `labels`, int64 [n], for the tokenizer of each run."""
+    if options.head != "text-classification":
+        raise DataError(f'tokenizer: "{RUN}" needs head text-classification, not {options.head}: name a folder')
+    first, second = _texts(options, table)
+    labels = torch.tensor(_numbered(options, table, table.column("label", options.label)))
+    shapes = {"input_ids": (options.max_length,), "attention_mask": (options.max_length,), LABELS: ()}
+    return Dataset(
+        {LABELS: labels},
+        domains=table.domains(options.domain),
+        sources=_sources(options, table),
+        groups=table.groups(options.group),
+        texts=RawTexts(first, second, options.max_length),
+        report=LoadReport(None, table.ignored_files),
+        schema=schema_of(dict.fromkeys(shapes, labels), shapes, len(options.labels or ()) or None),
+    )
+
+
+def _texts(options: TextOptions, table: DataTable) -> tuple[list[str], list[str] | None]:
+    seconds = None if options.second_text is None else table.texts("second_text", options.second_text)
+    return table.texts("text", options.text), seconds
+
+
 def _sources(options: TextOptions, table: DataTable) -> list[bytes]:
     """Return a digest of each row's texts in the file, which does not depend on the tokenizer or on padding."""
     names = [name for name in (options.text, options.second_text) if name is not None]
@@ -89,8 +114,7 @@ def _sources(options: TextOptions, table: DataTable) -> list[bytes]:
 
 
 def _classified(options: TextOptions, table: DataTable, tokenizer: PreTrainedTokenizerBase) -> tuple[Encoded, Tensor]:
-    texts = table.texts("text", options.text)
-    seconds = None if options.second_text is None else table.texts("second_text", options.second_text)
+    texts, seconds = _texts(options, table)
     labels = _numbered(options, table, table.column("label", options.label))
     return encode(tokenizer, texts, seconds, max_length=options.max_length), torch.tensor(labels)
 

@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from tessera.worker.data.dataset import DataError, Padding, in_short
+from tessera.worker.data.dataset import LABELS, DataError, Dataset, Padding, in_short
 from tessera.worker.data.readers.pretrained import load_pretrained
 
 MAX_TOKENS = 1 << 20
+RUN = "run"
+"""The setting of a data set that is converted with the tokenizer of each run."""
 AT_ONCE = 4096
 """Number of texts to encode together: a tokenizer's result needs many times the memory of the tensors."""
 
@@ -23,6 +25,10 @@ def load_tokenizer(option: str, source: str, **more: object) -> PreTrainedTokeni
 
     Raises DataError, also if it knows no words, like the one that transformers makes of a folder without vocabulary.
     """
+    if source == RUN:
+        raise DataError(
+            f"{option}: {RUN!r} is possible only for kind text: name a folder; ./{RUN} is one of this name"
+        )
     tokenizer: PreTrainedTokenizerBase = load_pretrained(option, source, AutoTokenizer.from_pretrained, **more)
     if not set(tokenizer.get_vocab()).difference(tokenizer.all_special_tokens):
         files = " or ".join(sorted(set(tokenizer.vocab_files_names.values()))) or "a tokenizer's files"
@@ -131,6 +137,21 @@ def encode(
         padding,
         unknown,
     )
+
+
+def tokenized(dataset: Dataset, tokenizer: PreTrainedTokenizerBase) -> Dataset:
+    """Return a data set of raw texts, and its held-out share, as tokens. Raises DataError."""
+
+    def converted(part: Dataset) -> Dataset:
+        if part.texts is None:
+            return part
+        encoded = encode(tokenizer, part.texts.first, part.texts.second, max_length=part.texts.max_length)
+        if encoded.empty.all(dim=1).any():
+            raise DataError("tokenizer: a text has no token")
+        tensors = {**encoded.inputs, LABELS: part.tensors[LABELS]}
+        return replace(part, tensors=tensors, padding=encoded.padding, texts=None)
+
+    return replace(converted(dataset), held_out=dataset.held_out and converted(dataset.held_out))
 
 
 def _unknown(tokenizer: PreTrainedTokenizerBase, ids: Tensor) -> float | None:

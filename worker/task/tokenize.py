@@ -1,0 +1,87 @@
+"""The stage that converts a site's texts with the tokenizer of the run's model."""
+
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import structlog
+
+from tessera.shared.model.preprocessing import FileName, require_file
+from tessera.shared.model.spec import Model
+from tessera.shared.problems import Invalid
+from tessera.worker.data.dataset import DataError, Dataset
+from tessera.worker.data.readers.tokenizer import tokenized, tokenizer_of
+from tessera.worker.model.sandbox import TokenizerRequest
+from tessera.worker.task.environment import TaskRun
+from tessera.worker.task.errors import TaskFailure
+from tessera.worker.task.fetch import Loaded, fetch_blob
+
+FILE: FileName = "tokenizer.json"
+SETTINGS_FILE: FileName = "tokenizer_config.json"
+
+
+def tokenize(run: TaskRun, document: Model, loaded: Loaded, dataset: Dataset) -> Dataset:
+    """Return the data set as it is, or its raw texts as tokens of the run's tokenizer.
+
+    Raises TaskFailure, UnsafeConfig and Problem. No message depends on the texts.
+    """
+    env, task = run.env, run.task
+    if dataset.texts is None:
+        return dataset
+    if (known := env.tokenized.get(task.dataset)) and known[0] == task.model:
+        return known[1]
+    with TemporaryDirectory(dir=env.scratch) as folder:
+        raw = _write_files(run, document, Path(folder))
+        if env.sandbox:
+            request = TokenizerRequest(
+                tokenizer=raw.decode(errors="replace"),
+                texts=tuple(
+                    pair for part in (dataset, dataset.held_out) if part and part.texts for pair in part.texts.pairs()
+                ),
+                max_length=dataset.texts.max_length,
+            )
+            env.sandbox.require_tokenizer(request, run.check)
+        table: Any = loaded.built.model.get_input_embeddings()
+        embeddings: int = table.num_embeddings
+        try:
+            tokenizer = tokenizer_of("tokenizer", folder)
+        except DataError as fault:
+            raise TaskFailure("invalid-tokenizer", str(fault).replace(folder, "the run's tokenizer")) from None
+    if (highest := max(tokenizer.get_vocab().values())) >= embeddings:
+        raise TaskFailure(
+            "invalid-tokenizer",
+            f"the run's tokenizer has token {highest}; its model has embeddings for 0 to {embeddings - 1}: start the "
+            "run from a folder with the model's own tokenizer",
+        )
+    try:
+        made = tokenized(dataset, tokenizer)
+    except DataError as fault:
+        structlog.get_logger("worker").error("texts-not-tokenized", dataset=task.dataset, detail=str(fault))
+        raise TaskFailure(
+            "tokenizer-mismatch",
+            "the run's tokenizer cannot convert the texts of this site; the worker's own log has more",
+        ) from None
+    env.tokenized[task.dataset] = task.model, made
+    return made
+
+
+def _write_files(run: TaskRun, document: Model, folder: Path) -> bytes:
+    """Write the tokenizer's files to a folder and return the first. Raises TaskFailure and Problem."""
+    files = document.preprocessing
+    if FILE not in files:
+        raise TaskFailure(
+            "no-tokenizer",
+            f"the data set {run.task.dataset!r} takes the run's tokenizer, and the run's model has none: start the "
+            "run from a folder with one, or name a tokenizer in the site's settings",
+        )
+    names: tuple[FileName, ...] = (FILE, SETTINGS_FILE)
+    for name in names:
+        if name not in files:
+            continue
+        raw = fetch_blob(run, files[name].digest, files[name].nbytes).read_bytes()
+        try:
+            require_file(name, raw)
+        except Invalid as fault:
+            raise TaskFailure("invalid-tokenizer", fault.detail) from None
+        (folder / name).write_bytes(raw)
+    return (folder / FILE).read_bytes()
