@@ -2,7 +2,21 @@
 
 from typing import Any
 
-from sqlalchemy import BigInteger, Float, String, Text, bindparam, case, cast, exists, func, or_, select, update
+from sqlalchemy import (
+    BigInteger,
+    Float,
+    Integer,
+    String,
+    Text,
+    bindparam,
+    case,
+    cast,
+    exists,
+    func,
+    or_,
+    select,
+    update,
+)
 from sqlalchemy.orm import Session
 
 from tessera.coordinator.db import audit
@@ -131,7 +145,8 @@ def note_seen(session: Session, seen: dict[str, tuple[float, str]]) -> None:
     later = or_(WorkerRow.last_seen_at <= at, WorkerRow.last_seen_at.is_(None))
     # A shift by 64 or more is not defined.
     since, kept = hour - WorkerRow.seen_hour, (1 << UPTIME_HOURS) - 1
-    shifted = WorkerRow.seen_hours.bitwise_lshift(since).bitwise_and(kept).bitwise_or(1)
+    # PostgreSQL shifts by an INTEGER alone.
+    shifted = WorkerRow.seen_hours.bitwise_lshift(cast(since, Integer)).bitwise_and(kept).bitwise_or(1)
     hours = case((since.between(0, UPTIME_HOURS), shifted), else_=1)
     values = {"last_seen_at": at, "token_id": token, "seen_hour": hour, "seen_hours": hours}
     # On the connection, one statement serves all workers; the session would compile one for each.

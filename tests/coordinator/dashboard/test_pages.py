@@ -10,11 +10,9 @@ from pathlib import Path
 from xml.etree import ElementTree as ET
 
 import pytest
-from sqlalchemy import select, update
+from sqlalchemy import update
 
-from tessera.coordinator.dashboard.workers import uptime
 from tessera.coordinator.db.tables import SiteRow, TaskRow, VersionRow, WorkerRow
-from tessera.coordinator.db.workers import note_seen
 from tessera.shared.api.admin import EnrolmentSpec
 from tessera.shared.api.runs import Cohort, Evaluation
 from tessera.shared.api.tasks import AdvertisedPolicy, Failure, Progress
@@ -555,24 +553,6 @@ def test_a_worker_has_a_page_whatever_it_tells(coordinator: LiveCoordinator, adm
     worker.client.fail(task.id, Failure(token=task.token, code="out-of-memory", detail="it does not fit"))
     assert "it does not fit" in admin.http.get(page).text
     assert "Revoke" not in viewer.http.get(page).text
-
-
-def test_hours_are_seen_if_the_worker_called_within_them(coordinator: LiveCoordinator) -> None:
-    ScriptedWorker(coordinator.client("site", "a")).enrol()
-    with coordinator.services.database.transaction() as session:
-        worker = session.scalars(select(WorkerRow)).one()
-        worker.created_at, worker.last_seen_at, worker.seen_hour, worker.seen_hours = 0.0, 0.0, 0, 0
-        session.flush()
-        for hour in (100, 101, 101, 104):
-            note_seen(session, {worker.id: (3600.0 * hour, "t")})
-        session.expire(worker)
-        assert uptime(worker, 3600.0 * 105)[-7:] == [False, True, True, False, False, True, False]
-        assert not any(uptime(worker, 3600.0 * 400))
-        # A worker that was away for longer than hours are kept; and one that is new.
-        note_seen(session, {worker.id: (3600.0 * 300, "t")})
-        session.expire(worker)
-        worker.created_at = 3600.0 * 299
-        assert uptime(worker, 3600.0 * 300)[-3:] == [None, False, True]
 
 
 def test_administrators_suspend_resume_rotate_and_revoke_after_a_second_look(
