@@ -74,16 +74,13 @@ def show_form(
         return _form(request, serving, who, _method(spec.method.name), _given_by(spec))
     if method is None:
         choices = _choices(serving, who.principal)
-        return render(request, "methods.html", who, methods=sorted(methods().values(), key=_known_first), **choices)
+        by_name = [method for _, method in sorted(methods().items())]
+        return render(request, "methods.html", who, methods=by_name, **choices)
     chosen = _method(method)
     given = {REQUEST_KEY: new_id(), "/evaluation/sites": "true", "/dataset": dataset}
     given |= {START: start} if start else {}
     given |= {f"/training/{name}": str(value) for name, value in chosen.training.items()}
     return _form(request, serving, who, chosen, given)
-
-
-def _known_first(method: Method[Any]) -> tuple[bool, str]:
-    return method.name != "fedavg", method.name
 
 
 def _given_by(spec: RunSpec) -> dict[str, str]:

@@ -4,6 +4,7 @@ from datetime import datetime
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
+    ConfigDict,
     Field,
     PositiveFloat,
     PositiveInt,
@@ -259,6 +260,8 @@ Tags = Annotated[tuple[Label, ...], Field(max_length=16)]
 
 class RunPatch(Frozen):
     """Changes of a run; what is left out stays."""
+
+    model_config = ConfigDict(json_schema_extra={"minProperties": 1})
 
     state: Literal["running", "paused", "cancelled"] | None = None
     tags: Tags | None = None
