@@ -30,6 +30,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 os.fsync = lambda _: None
 
 
+@pytest.fixture(scope="session", autouse=True)
+def state_home(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Defaults name a folder of the tests: whoever runs them may have a coordinator of their own."""
+    os.environ["XDG_STATE_HOME"] = str(tmp_path_factory.getbasetemp() / "state")
+
+
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     """What a test draws without a generator of its own is the same each time, so that it fails always or never."""

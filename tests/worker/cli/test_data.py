@@ -172,7 +172,7 @@ def test_without_matplotlib_the_table_is_there_and_a_picture_is_refused_with_the
         (("split", "--dataset", "test", "--scheme", "iid", "--sites", "361"), "datasets.test.part: 360 rows cannot"),
         (("split", "--dataset", "test", "--scheme", "domain", "--sites", "2"), "needs the domain of each example"),
         (("split", "--dataset", "digits", "--out", "split.odd"), "Format 'odd' is not supported"),
-        (("split", "--dataset", "digits", "--out", "/nowhere/at/all.png"), "/nowhere/at/all.png"),
+        (("split", "--dataset", "digits", "--out", "/dev/null/all.png"), "/dev/null/all.png"),
     ],
 )
 def test_what_cannot_be_done_is_told_in_one_line(
