@@ -2,6 +2,7 @@
 
 import json
 import re
+import ssl
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -34,6 +35,13 @@ def warn(name: str, detail: str, remedy: str) -> Finding:
 
 def fail(name: str, detail: str, remedy: str) -> Finding:
     return Finding(name, "fail", detail, remedy)
+
+
+def reason_of(fault: Exception) -> str:
+    """Return why a file cannot be used, without the path, the system's number and OpenSSL's own source lines."""
+    if isinstance(fault, ssl.SSLError):
+        return fault.reason.replace("_", " ").lower() if fault.reason else "it is no PEM file of this kind"
+    return getattr(fault, "strerror", None) or str(fault)
 
 
 def examined(checks: Iterable[tuple[str, Check]]) -> Iterator[Finding]:

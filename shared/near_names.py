@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from difflib import get_close_matches
+from pathlib import Path
 
 SUGGESTED, MISSPELT = 0.6, 0.8
 """Similarity of a name worth suggesting, and of one that can hardly mean anything else."""
@@ -23,3 +24,9 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     if close := nearest(name, names):
         return f"; did you mean `{close}`?"
     return f"; it can be {', '.join(names)}" if 0 < len(names) <= MAX_LISTED else ""
+
+
+def absent(path: Path, remedy: str = "check the path") -> str:
+    """Return the message for a path where nothing is, with the nearest name in its folder or else the remedy."""
+    near = nearest(path.name, (file.name for file in path.parent.glob("*")), MISSPELT)
+    return f"there is no file or folder {path}; " + (f"did you mean `{near}`?" if near else remedy)

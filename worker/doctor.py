@@ -20,7 +20,7 @@ from tessera.shared.api.admin import About
 from tessera.shared.api.tasks import TaskView
 from tessera.shared.client.client import Client
 from tessera.shared.client.transport import BY_PROXY
-from tessera.shared.diagnostics import Check, Finding, fail, ok, warn
+from tessera.shared.diagnostics import Check, Finding, fail, ok, reason_of, warn
 from tessera.shared.host_memory import available_bytes
 from tessera.shared.methods.registry import methods
 from tessera.shared.problems import Forbidden, NotFound, Problem, Unauthenticated
@@ -322,7 +322,7 @@ def _tls(host: str, port: int, verify: ssl.SSLContext) -> Iterator[Finding]:
         )
         return
     except (ssl.SSLError, OSError) as fault:
-        yield fail("tls", f"the TLS handshake failed: {fault}", "Check that this port serves https.")
+        yield fail("tls", f"the TLS handshake failed: {reason_of(fault)}", "Check that this port serves https.")
         return
     yield expiry(certificate, version or "TLS", datetime.now(UTC))
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from tessera.shared.api.admin import Enrolment, EnrolmentSpec, Rotated
 from tessera.shared.client.client import Client
+from tessera.shared.diagnostics import reason_of
 from tessera.shared.problems import Unauthenticated
 from tessera.shared.token_format import hash_of, new_secret
 from tessera.worker.settings import SettingsError
@@ -161,7 +162,7 @@ def _read(config: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(config.read_text(encoding="utf-8"))
     except (OSError, ValueError) as fault:
-        raise SettingsError(f"{config} cannot be read: {fault}") from fault
+        raise SettingsError(f"{config} cannot be read: {reason_of(fault)}") from fault
 
 
 def _host_name() -> str:

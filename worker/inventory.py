@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from tessera.shared.diagnostics import reason_of
 from tessera.worker.data.dataset import DataError, Dataset
 from tessera.worker.data.partition.division import key_of_seed
 from tessera.worker.data.registry import load
@@ -33,7 +34,9 @@ def held_out_key(settings: WorkerSettings, *, make: bool) -> bytes:
     try:
         return secret_key(path) if make or path.exists() else key_of_seed(0)
     except (OSError, ValueError) as fault:
-        raise SettingsError(f"held_out_key_file: {path} cannot be used: {fault}. Restore it from a backup") from fault
+        raise SettingsError(
+            f"held_out_key_file: {path} cannot be used: {reason_of(fault)}. Restore it from a backup"
+        ) from fault
 
 
 def datasets_of(settings: WorkerSettings, *, make_key: bool = False) -> dict[str, Dataset]:

@@ -42,7 +42,7 @@ from pydantic_settings import SettingsError as SourceError
 from tessera.shared.client.transport import Credential, tls_context
 from tessera.shared.diagnostics import Setting, effective
 from tessera.shared.environment import PREFIX, refuse_misspelt
-from tessera.shared.near_names import did_you_mean
+from tessera.shared.near_names import absent, did_you_mean
 from tessera.shared.problems import Invalid
 from tessera.shared.schema import Label, Resources, TaskKind
 from tessera.shared.urls import require_private
@@ -219,8 +219,10 @@ def raw_settings(path: Path) -> bytes:
     """Return the bytes of a settings file. Raises SettingsError if it cannot be read."""
     try:
         return path.read_bytes()
+    except FileNotFoundError:
+        raise SettingsError(absent(path, "`tessera worker join` writes one, and docs/site.md describes it")) from None
     except OSError as fault:
-        raise SettingsError(f"{path} cannot be read: {fault.strerror}") from fault
+        raise SettingsError(f"{path} cannot be read: {fault.strerror}; name another with --config") from fault
 
 
 NO_DATASET = ". Add a table [datasets.NAME] with the kind of the data: see docs/data.md"

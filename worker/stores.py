@@ -5,6 +5,7 @@ Needs no torch, so that the commands that only read them start at once.
 
 from contextlib import suppress
 
+from tessera.shared.diagnostics import reason_of
 from tessera.worker.governance.airlock import AIRLOCK_FOLDER, Airlock
 from tessera.worker.governance.approvals import INBOX_FOLDER, Inbox
 from tessera.worker.governance.run_history import RUNS_FOLDER, RunHistory
@@ -69,6 +70,6 @@ def audit_key_of(settings: WorkerSettings) -> bytes:
         return secret_key(path)
     except (OSError, ValueError) as fault:
         raise SettingsError(
-            f"audit_key_file: {path} can be neither read nor created: {fault}. Name a file on a lasting disk, or set "
-            f"{ENVIRONMENT_PREFIX}AUDIT_KEY to what `openssl rand -hex 32` prints"
+            f"audit_key_file: {path} can be neither read nor created: {reason_of(fault)}. Name a file on a lasting "
+            f"disk, or set {ENVIRONMENT_PREFIX}AUDIT_KEY to what `openssl rand -hex 32` prints"
         ) from fault

@@ -210,7 +210,10 @@ def _opened(url: str) -> ObjectStore:
             "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION and AWS_ENDPOINT_URL"
         )
     if parts.scheme not in ("s3", "s3a"):
-        return from_url(url)
+        try:
+            return from_url(url)
+        except (BaseError, ValueError) as fault:
+            raise ValueError(f"TESSERA_BLOB_URL={url} is neither a folder nor s3://bucket/prefix") from fault
     # Options given here replace all those of the environment.
     plain = os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("1", "true", "yes", "on")
     options: Any = {**TIMES, "allow_http": plain}

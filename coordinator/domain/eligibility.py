@@ -64,7 +64,8 @@ def _objections(invitation: RunTerms, site: str, declared: Mapping[str, Any]) ->
         yield "methods", f"it does not know the method {spec.method.name}, or may not use it"
     examples = declared["datasets"].get(spec.dataset, 0)
     if examples <= 0:
-        yield "datasets", f"it has no data set {spec.dataset}, or may not use it"
+        others = ", ".join(sorted(declared["datasets"])[:SHOWN])
+        yield "datasets", f"it has no data set {spec.dataset}, or may not use it; it has {others or 'none'}"
     if reason := declared.get("withheld", {}).get(invitation.run):
         yield "withheld", reason
     if policy := policy_of(declared):

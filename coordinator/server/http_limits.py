@@ -27,6 +27,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from tessera.coordinator.api.errors import headers_of
 from tessera.coordinator.settings import CoordinatorSettings
 from tessera.coordinator.telemetry.metrics import CONNECTIONS, PROBLEMS_TOTAL
+from tessera.shared.diagnostics import reason_of
 from tessera.shared.problems import MEDIA_TYPE, BadRequest, Busy, HeadersTooLarge, Problem, TooSlow, Unavailable
 from tessera.shared.urls import is_loopback
 
@@ -101,8 +102,9 @@ def require_private(settings: CoordinatorSettings) -> None:
     except OSError as fault:
         files = ", ".join(str(file) for file in (settings.tls_cert, settings.tls_key, settings.tls_client_ca) if file)
         # OpenSSL's message about a file without a key does not mention the key.
-        hint = "" if settings.tls_key else ". The key must be in the same file, or in that of TESSERA_TLS_KEY"
-        raise BadCertificate(f"TLS cannot be served with {files}: {fault}{hint}") from fault
+        hint = "" if settings.tls_key else "; the key must be in the same file, or in that of TESSERA_TLS_KEY"
+        remedy = f"Name PEM files that this user may read in TESSERA_TLS_CERT{hint}."
+        raise BadCertificate(f"TLS cannot be served with {files}: {reason_of(fault)}. {remedy}") from fault
 
 
 def require_free(settings: CoordinatorSettings) -> None:

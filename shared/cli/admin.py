@@ -50,7 +50,7 @@ def _label(name: str | None) -> str | None:
     try:
         return _LABEL.validate_python(name)
     except ValidationError as fault:
-        raise typer.BadParameter(f"{name!r}: {message_of(fault.errors()[0])}") from fault
+        raise typer.BadParameter(f"{name!r}: {message_of(fault.errors()[0])}") from None
 
 
 Days = Annotated[int | None, typer.Option(min=1, max=3650, help="Days until it expires; never by default.")]
@@ -276,8 +276,10 @@ def create_token(
     """Issue a token."""
     if role == "enrolment":
         raise typer.BadParameter("`tessera admin join token` issues these", param_hint="'--role'")
-    if (role == "site") != (site is not None):
-        raise typer.BadParameter("role site requires it, other roles do not allow it", param_hint="'--site'")
+    if role == "site" and site is None:
+        raise typer.BadParameter("a token of role site needs it: --site NAME", param_hint="'--site'")
+    if role != "site" and site is not None:
+        raise typer.BadParameter(f"a token of role {role} has no site: leave it out", param_hint="'--site'")
     spec = TokenSpec(name=name, role=role, site=site, expires_in_days=days)
     with new_secret_file(token_file) as file:
         issued = _issue(client_of(ctx), spec, file)

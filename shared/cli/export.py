@@ -1,6 +1,7 @@
 """Export of a run's version to a file, or to a folder that transformers' `from_pretrained` loads."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -83,7 +84,10 @@ def in_place_of(out: Path) -> Iterator[Path]:
     try:
         yield partial
     except OSError as fault:
-        raise Invalid(f"{out} cannot be written: {fault}", remedy="Choose another path.") from fault
+        # pyarrow's own text repeats the number and names the temporary file.
+        reason = os.strerror(fault.errno) if fault.errno else str(fault)
+        remedy = "Choose another path." if out.parent.is_dir() else f"Create the folder {out.parent}."
+        raise Invalid(f"{out} cannot be written: {reason}", remedy=remedy) from fault
     finally:
         if partial.is_dir():
             shutil.rmtree(partial)

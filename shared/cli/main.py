@@ -6,18 +6,23 @@ for a rejected token.
 """
 
 import os
+import re
+from functools import cache
 from importlib.metadata import EntryPoint, entry_points, version
 from importlib.util import find_spec
 from typing import Annotated, Any
 
 import typer
+from pydantic import ValidationError
 from typer.core import TyperGroup
 from typer.main import get_command
 
 from tessera.shared.cli.lazy_import import load
 from tessera.shared.cli.render.output import complain, show_problem, wants_json
 from tessera.shared.environment import refuse_misspelt
+from tessera.shared.near_names import did_you_mean
 from tessera.shared.problems import Invalid, Problem, Unauthenticated
+from tessera.shared.validation_errors import message_of
 
 COMMANDS = "tessera.commands"
 
@@ -68,6 +73,9 @@ class Installed(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
+        except typer.TyperException as refusal:
+            refusal.message = _reworded(refusal)
+            raise
         except Problem as problem:
             show_problem(problem, as_json=wants_json(ctx))
             # Subclasses of Invalid are not about the user's input.
@@ -76,6 +84,20 @@ class Installed(TyperGroup):
             raise typer.Exit(code) from problem
 
 
+def _reworded(refusal: Any) -> str:
+    """Return the message for a line that cannot be parsed, without pydantic's words and with the nearest name."""
+    if unknown := re.match("No such command '(.*?)'", refusal.message):
+        known = refusal.ctx.command.list_commands(refusal.ctx)
+        return f"there is no command {unknown[1]!r}{did_you_mean(unknown[1], known)}"
+    if not isinstance(refusal.__cause__, ValidationError):
+        return str(refusal.message)
+    error: dict[str, Any] = {**refusal.__cause__.errors()[0]}
+    if names := error["msg"].partition(" is not one of ")[2]:
+        error |= {"type": "enum", "ctx": {"expected": names}}
+    return message_of(error)
+
+
+@cache
 def installed() -> dict[str, EntryPoint]:
     """Return the commands' entry points by name, without loading them."""
     return {entry.name: entry for entry in entry_points(group=COMMANDS)}

@@ -19,6 +19,7 @@ from tessera.shared.methods.registry import (
     places_searched,
     settings_type,
 )
+from tessera.shared.near_names import absent
 from tessera.shared.problems import Fault, Invalid, faults_of
 from tessera.shared.tensors.lazy import digest_of
 
@@ -51,6 +52,8 @@ def read_toml(file: Path, settings: Iterable[str]) -> dict[str, Any]:
     """
     try:
         given = tomllib.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise Invalid(absent(file), remedy=f"To write one: `tessera run init METHOD --out {file}`.") from None
     except OSError as fault:
         raise Invalid(f"{file} cannot be read: {fault.strerror}", remedy=REMEDY) from fault
     except ValueError as fault:

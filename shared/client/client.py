@@ -54,10 +54,11 @@ from tessera.shared.api.tasks import (
 from tessera.shared.api.tasks import Progress as TaskProgress
 from tessera.shared.api.versions import BlobRequest, Difference, Manifest, Version
 from tessera.shared.client.transport import Answer, Credential, NotUnderstood, Transport, Unreachable, tls_context
+from tessera.shared.diagnostics import reason_of
 from tessera.shared.environment import refuse_misspelt
 from tessera.shared.hashing import Hashing, Sink, digest_at
 from tessera.shared.model.spec import MAX_DOCUMENT_BYTES, Model
-from tessera.shared.problems import Invalid, NotFound, OffsetMismatch, Problem, faults_of
+from tessera.shared.problems import Forbidden, Invalid, NotFound, OffsetMismatch, Problem, Unauthenticated, faults_of
 from tessera.shared.schema import MAX_BLOBS_PER_REQUEST, Page, RunState
 from tessera.shared.tensors.lazy import digest_of
 from tessera.shared.urls import require_private
@@ -238,7 +239,8 @@ class Client:
     def has_blob(self, digest: str) -> bool:
         try:
             self._transport.request("HEAD", f"/v1/blobs/{digest}")
-        except NotFound:
+        except (NotFound, Forbidden, Unauthenticated):
+            # A refusal of HEAD has no body. That of the upload says which role it needs.
             return False
         return True
 
@@ -497,7 +499,7 @@ def read_token(text: str | None, file: Path | None) -> str | None:
         try:
             text = file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as fault:
-            detail = f"the token in {file} cannot be read: {fault}"
+            detail = f"the token in {file} cannot be read: {reason_of(fault)}"
             raise Invalid(detail, remedy="Give --token, or another --token-file.") from fault
     token = (text or "").strip()
     if not (token.isascii() and token.isprintable()):

@@ -17,6 +17,7 @@ import httpx
 from opentelemetry.trace import SpanKind
 from pydantic import ValidationError
 
+from tessera.shared.diagnostics import reason_of
 from tessera.shared.problems import (
     MEDIA_TYPE,
     Invalid,
@@ -33,6 +34,7 @@ from tessera.shared.telemetry.trace_ids import HEADER
 from tessera.shared.urls import proxy_of
 
 T = TypeVar("T")
+E = TypeVar("E", bound=Exception)
 
 MAX_PAUSE_SECONDS = 15.0
 MAX_ANSWER_BYTES = 64 << 20
@@ -263,10 +265,10 @@ def unreachable_errors(proxy: str | None = None) -> Iterator[None]:
     try:
         yield
     except httpx.RequestError as fault:
-        if tls := _tls_fault(fault):
+        if tls := _cause(fault, ssl.SSLError):
             raise _untrusted(tls) from fault
         by = f" by the proxy {proxy}" if proxy else ""
-        detail, remedy = f"no answer from the coordinator{by}: {type(fault).__name__}: {fault}", None
+        detail, remedy = f"no answer from the coordinator{by}: {_reason(fault)}", None
         if proxy:
             remedy = BY_PROXY
         elif isinstance(fault, httpx.RemoteProtocolError) and fault.request.url.scheme == "https":
@@ -280,12 +282,19 @@ def unreachable_errors(proxy: str | None = None) -> Iterator[None]:
         raise Unreachable(f"the coordinator's URL cannot be read: {fault}") from fault
 
 
-def _tls_fault(fault: BaseException) -> ssl.SSLError | None:
-    """Return the TLS error that caused httpx's error, if any."""
+def _cause(fault: BaseException, kind: type[E]) -> E | None:
+    """Return the error of this kind that caused httpx's error, if any."""
     cause: BaseException | None = fault
-    while cause is not None and not isinstance(cause, ssl.SSLError):
+    while cause is not None and not isinstance(cause, kind):
         cause = cause.__cause__ or cause.__context__
     return cause
+
+
+def _reason(fault: httpx.RequestError) -> str:
+    if isinstance(fault, httpx.TimeoutException):
+        return "it takes too long"
+    system = _cause(fault, OSError)
+    return (system.strerror if system else None) or str(fault) or "the connection broke"
 
 
 def _untrusted(fault: ssl.SSLError) -> Unreachable:
@@ -313,7 +322,7 @@ def tls_context(
     try:
         context = ssl.create_default_context(cafile=ca_bundle) if ca_bundle else httpx.create_ssl_context()
     except OSError as fault:
-        raise Invalid(f"ca_bundle: {ca_bundle} cannot be used: {fault}", remedy=remedy) from fault
+        raise Invalid(f"ca_bundle: {ca_bundle} cannot be used: {reason_of(fault)}", remedy=remedy) from fault
     if client_key and not client_cert:
         raise Invalid("client_key: it is set without a client_cert", remedy=remedy)
     if client_cert:
@@ -321,7 +330,7 @@ def tls_context(
             context.load_cert_chain(client_cert, client_key)
         except OSError as fault:
             named = f"{client_cert} and {client_key}" if client_key else f"{client_cert}"
-            raise Invalid(f"client_cert: {named} cannot be used: {fault}", remedy=remedy) from fault
+            raise Invalid(f"client_cert: {named} cannot be used: {reason_of(fault)}", remedy=remedy) from fault
     return context
 
 

@@ -10,15 +10,19 @@ import tempfile
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 
 import structlog
 from typer.testing import CliRunner
 
-from tessera.shared.cli.main import app
+from tessera.shared.cli import main
 from tests.support import zygote
 
 NOWHERE = "http://127.0.0.1:9"
 """Nothing listens there."""
+
+# Made anew for each line, a command takes longer than most of them do.
+main.get_command = cache(main.get_command)
 
 COMMAND = (sys.executable, "-m", "tessera.shared.cli")
 
@@ -38,7 +42,7 @@ def tessera(*arguments: str, **settings: str) -> subprocess.CompletedProcess[str
     unset = dict.fromkeys((name for name in os.environ if name.startswith("TESSERA_")), None)
     wanted = {**unset, "COLUMNS": "200", "NO_COLOR": "1", **settings}
     with _logs_restored():
-        done = CliRunner().invoke(app, arguments, env=wanted, prog_name="tessera")
+        done = CliRunner().invoke(main.app, arguments, env=wanted, prog_name="tessera")
     fault = done.exception
     told = "" if fault is None or isinstance(fault, SystemExit) else "".join(traceback.format_exception(fault))
     return subprocess.CompletedProcess(arguments, done.exit_code, done.stdout, done.stderr + told)

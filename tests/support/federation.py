@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
+import json
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,10 +19,11 @@ from tessera.shared.client.client import Client
 from tessera.shared.methods.base import MethodSpec
 from tessera.shared.model.blocks import Block, TensorSlice
 from tessera.shared.model.dataset_schema import DatasetSchema
-from tessera.shared.model.spec import Model
+from tessera.shared.model.spec import BLOCKS_FILE, WEIGHTS_FILE, Model
 from tessera.shared.schema import canonical
 from tessera.shared.tensors.dtypes import NUMPY_DTYPES
 from tessera.shared.tensors.lazy import ArrayTensor, as_bytes, from_bytes
+from tessera.shared.updates import safetensors_file
 from tessera.shared.updates.update_file import TrainedBlock, write_update
 
 Arrays = Mapping[str, np.ndarray]
@@ -53,6 +56,26 @@ def small_model(width: int = 4) -> Model:
 def values(model: Model, seed: int = 0) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(seed)
     return {b.name: rng.normal(size=b.shape).astype(NUMPY_DTYPES[b.dtype]) for b in model.blocks}
+
+
+def whole_tensors(model: Model) -> dict[str, np.ndarray]:
+    """The small model's tensors, its fused matrix whole."""
+    blocks = values(model)
+    fused = np.concatenate([blocks.pop(f"layer.0.qkv.weight#{role}") for role in ("query", "key", "value")])
+    return {"layer.0.qkv.weight": fused, **blocks}
+
+
+def model_folder(folder: Path, model: Model) -> Path:
+    """The small model as `tessera model init` writes one."""
+    folder.mkdir()
+    (folder / BLOCKS_FILE).write_text(model.model_dump_json())
+    (folder / "config.json").write_text(json.dumps(model.config))
+    (folder / "tokenizer.json").write_text("{}")
+    tensors = whole_tensors(model)
+    with (folder / WEIGHTS_FILE).open("wb") as file:
+        layout = [(name, "F32", array.shape) for name, array in tensors.items()]
+        safetensors_file.write(file, layout, [as_bytes(array) for array in tensors.values()])
+    return folder
 
 
 def start_run(client: Client, model: Model, start: Arrays, **spec: Any) -> Run:

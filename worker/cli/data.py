@@ -11,6 +11,7 @@ import typer
 from pydantic import TypeAdapter, ValidationError
 
 from tessera.shared.cli.render.output import AsJson, note, out, print_json, table
+from tessera.shared.near_names import did_you_mean
 from tessera.shared.validation_errors import message_of
 from tessera.worker.cli.exits import BAD_SETTINGS, Errors, exits
 from tessera.worker.data.dataset import DataError, Dataset
@@ -215,7 +216,7 @@ def _source(settings: DataSettings, name: str | None) -> tuple[str, DataSource]:
     if name is None:
         name = next(iter(settings.datasets))
     if name not in settings.datasets:
-        raise SettingsError(f"there is no data set {name!r}, but {', '.join(settings.datasets)}")
+        raise SettingsError(f"there is no data set {name!r}{did_you_mean(name, settings.datasets)}")
     return name, settings.datasets[name]
 
 

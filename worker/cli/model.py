@@ -33,7 +33,7 @@ from tessera.shared.model.spec import (
     Prompts,
     stored_name,
 )
-from tessera.shared.near_names import nearest
+from tessera.shared.near_names import absent
 from tessera.shared.problems import Problem
 from tessera.shared.updates.model_folder import ModelFolder
 from tessera.shared.validation_errors import in_one_line
@@ -238,7 +238,7 @@ def blocks(
     with exits(ERRORS):
         path = Path(source)
         if not pretrained and not path.exists():
-            raise ValueError(_absent(path))
+            raise ValueError(absent(path))
         if not pretrained and _holds_table(path):
             if head or mapping_file:
                 raise ValueError(f"{path} has a table of blocks already: --head and --mapping are for configs")
@@ -274,29 +274,24 @@ def _read_config(source: str) -> Config:
             raise ValueError(f"{source} has no config.json: name a folder that `save_pretrained` has written")
     if path.exists():
         return _read_object(path)
-    absent = _absent(path)
+    missing = absent(path, "name a folder that `save_pretrained` has written")
     if path.suffix == ".json" or not HUB_NAME.fullmatch(source) or ("/" in source and path.parent.is_dir()):
-        raise ValueError(absent)
-    output.note(f"{absent}; asking the Hugging Face hub ...")
+        raise ValueError(missing)
+    output.note(f"there is no file or folder {path}; asking the Hugging Face hub ...")
     # It logs each of several attempts at WARNING.
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     try:
         config, _ = PreTrainedConfig.get_config_dict(source)
     except (OSError, ValueError) as fault:
-        raise ValueError(f"{absent}, and the hub has no such model or cannot be reached") from fault
+        raise ValueError(f"the hub has no model {source} or cannot be reached, and {missing}") from fault
     return cast("Config", config)
-
-
-def _absent(path: Path) -> str:
-    near = nearest(path.name, (file.name for file in path.parent.iterdir())) if path.parent.is_dir() else None
-    return f"there is no folder or file {path}" + (f"; did you mean {path.with_name(near)}?" if near else "")
 
 
 def _read_object(path: Path) -> Config:
     try:
         content = json.loads(path.read_bytes())
     except ValueError as fault:
-        raise ValueError(f"{path} is not JSON: {fault}") from fault
+        raise ValueError(f"{path} is not JSON: {fault}. Save the config again with `save_pretrained`") from fault
     if not isinstance(content, dict):
         raise ValueError(f"{path} is not a transformers config: it contains no JSON object")
     return content
@@ -352,8 +347,12 @@ def _pretrained(source: str, config: Config, head: Head, seed: int, mapping: Map
                 output_loading_info=True,
             )
         except Exception as error:  # each model class and each format of weights fails in its own way
-            reason = " ".join(str(error).split())[:300]
-            raise ValueError(f"the weights of {source} cannot be read as a {built.model_type}: {reason}") from error
+            damaged = isinstance(error, SafetensorError)
+            reason = "the file is damaged" if damaged else " ".join(str(error).split())[:300]
+            raise ValueError(
+                f"the weights of {source} cannot be read as a {built.model_type}: {reason}. Save the model again "
+                "with `save_pretrained`"
+            ) from error
     if "num_labels" not in config and (shapes := sorted(name for name, *_ in info["mismatched_keys"])):
         raise ValueError(f"{source}: the weights have other shapes than the config says: {_some(shapes)}")
     absent = {*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])}

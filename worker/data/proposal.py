@@ -9,7 +9,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from tessera.shared.near_names import did_you_mean
+from tessera.shared.near_names import absent
 from tessera.worker.data.dataset import DataError, counted
 from tessera.worker.data.kinds.images import files_below
 from tessera.worker.data.readers.image_processor import FORMATS, SUFFIXES, UNREADABLE
@@ -82,8 +82,7 @@ def propose(
 ) -> Proposal:
     """Return the options for the data at a path. Raises DataError for what a person has to decide."""
     if not path.exists():
-        near = did_you_mean(path.name, [file.name for file in path.parent.glob("*")])
-        raise DataError(f"there is no file or folder {path}{near}")
+        raise DataError(absent(path))
     path = path.resolve()
     proposal = Proposal()
     if path.suffix.lower() == ".safetensors":

@@ -16,6 +16,7 @@ from typing import BinaryIO, Protocol
 import numpy as np
 
 from tessera.shared.model.blocks import Block
+from tessera.shared.near_names import did_you_mean
 from tessera.shared.tensors.dtypes import NUMPY_DTYPES
 from tessera.shared.tensors.lazy import Array, ArrayTensor, Steps, Tensor, as_bytes, chunk_counts, unpacked
 from tessera.shared.tensors.mmap_file import taken
@@ -69,7 +70,7 @@ def parse(codec: str) -> Codec:
     if unknown := [name for name in names if name not in STAGES]:
         raise CodecError(
             "codec-unknown",
-            f"codec {codec!r} has unknown stages {unknown}; there are raw, {', '.join(sorted(STAGES))}",
+            f"codec {codec!r} has unknown stages {unknown}{did_you_mean(unknown[0], [RAW, *STAGES])}",
         )
     if len(set(names)) < len(names):
         # A worker chooses the codec of its blocks: a chain of a thousand stages would cost a thousand passes.

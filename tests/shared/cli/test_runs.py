@@ -26,12 +26,10 @@ from tessera.shared.client.client import Client
 from tessera.shared.client.round_outcomes import follow
 from tessera.shared.model.spec import BLOCKS_FILE, WEIGHTS_FILE
 from tessera.shared.problems import Fault, InvalidUpdate
-from tessera.shared.tensors.lazy import as_bytes
 from tessera.shared.token_format import hash_of, new_secret
-from tessera.shared.updates import safetensors_file
 from tests.support.cli import COMMAND, environment, tessera
 from tests.support.coordinator import LiveCoordinator, until
-from tests.support.federation import ScriptedWorker, small_model, start_run, values
+from tests.support.federation import ScriptedWorker, model_folder, small_model, start_run, values, whole_tensors
 
 SPEC = """
 name = "trial"
@@ -43,27 +41,11 @@ method = {name = "fedavg"}
 MODEL = small_model()
 
 
-def whole_tensors() -> dict[str, np.ndarray]:
-    """The small model's tensors, its fused matrix whole."""
-    blocks = values(MODEL)
-    fused = np.concatenate([blocks.pop(f"layer.0.qkv.weight#{role}") for role in ("query", "key", "value")])
-    return {"layer.0.qkv.weight": fused, **blocks}
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A model folder, and run.toml beside it."""
     (tmp_path / "run.toml").write_text(SPEC)
-    made = tmp_path / "model"
-    made.mkdir()
-    (made / BLOCKS_FILE).write_text(MODEL.model_dump_json())
-    (made / "config.json").write_text(json.dumps(MODEL.config))
-    (made / "tokenizer.json").write_text("{}")
-    tensors = whole_tensors()
-    with (made / WEIGHTS_FILE).open("wb") as file:
-        layout = [(name, "F32", array.shape) for name, array in tensors.items()]
-        safetensors_file.write(file, layout, [as_bytes(array) for array in tensors.values()])
-    return made
+    return model_folder(tmp_path / "model", MODEL)
 
 
 class Commands:
@@ -133,7 +115,7 @@ def test_a_watched_status_is_a_line_for_each_change_where_there_is_no_terminal(
 def test_a_model_is_exported_as_it_was_uploaded(commands: Commands, folder: Path, tmp_path: Path) -> None:
     run = commands.create(folder)
     commands.say("run", "export", run, str(tmp_path / "out.safetensors"))
-    exported, expected = load_file(tmp_path / "out.safetensors"), whole_tensors()
+    exported, expected = load_file(tmp_path / "out.safetensors"), whole_tensors(MODEL)
     assert exported.keys() == expected.keys()
     assert all(np.array_equal(exported[name], expected[name]) for name in expected)
 

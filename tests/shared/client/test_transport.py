@@ -53,7 +53,7 @@ def test_a_proxy_that_is_in_the_way_is_named_without_its_password(monkeypatch: p
     with answering(Answer(407)) as (url, asked), socket.socket() as dead:
         dead.bind(("127.0.0.1", 0))
         proxies = {
-            f"http://me:hunter2@127.0.0.1:{dead.getsockname()[1]}": "by the proxy {}: ConnectError",
+            f"http://me:hunter2@127.0.0.1:{dead.getsockname()[1]}": "by the proxy {}: Connection refused",
             url.replace("//", "//me:hunter2@"): "the proxy {} requires authentication (HTTP 407)",
         }
         for proxy, told in proxies.items():

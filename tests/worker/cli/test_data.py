@@ -162,7 +162,7 @@ def test_without_matplotlib_the_table_is_there_and_a_picture_is_refused_with_the
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (("show", "--dataset", "none"), "there is no data set 'none', but digits, test"),
+        (("show", "--dataset", "none"), "there is no data set 'none'; it can be digits, test"),
         (("split",), "there are several data sets: give --dataset digits or test"),
         (("split", "--dataset", "test"), "give --scheme and --sites"),
         (("split", "--dataset", "test", "--scheme", "iid"), "--sites: required, but missing"),

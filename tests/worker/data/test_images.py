@@ -226,8 +226,8 @@ def test_a_row_without_an_image_is_named(pets: Path) -> None:
         ({"processor": "x", "mean": [0.1]}, "leave them out"),
         ({"size": 4, "file": "x.csv"}, "give either folder or file"),
         ({"size": 4, "domain": "hospital"}, "are about a file"),
-        ({"size": 4, "folder": "/nowhere/at/all"}, "folder: there is no folder /nowhere/at/all"),
-        ({"processor": "/nowhere/at/all"}, "processor: there is no folder /nowhere/at/all"),
+        ({"size": 4, "folder": "/nowhere/at/all"}, "folder: there is no file or folder /nowhere/at/all"),
+        ({"processor": "/nowhere/at/all"}, "processor: there is no file or folder /nowhere/at/all"),
     ],
 )
 def test_wrong_options_are_named(pets: Path, options: dict[str, Any], told: str) -> None:
@@ -321,7 +321,7 @@ def test_tokenizer_and_pixels_may_come_from_elsewhere_and_texts_be_filled_up(pet
         ({"labels": ["cat", "dog", "emu", "gnu"]}, "'emu' and 'gnu' have the same tokens in"),
         ({"max_length": 3}, "'cat' and 'dog' have the same tokens in"),
         ({"processor": None, "size": 4}, "give tokenizer, or a processor that contains one"),
-        ({"tokenizer": "/nowhere/at/all"}, "tokenizer: there is no folder /nowhere/at/all"),
+        ({"tokenizer": "/nowhere/at/all"}, "tokenizer: there is no file or folder /nowhere/at/all"),
     ],
 )
 def test_wrong_options_of_images_with_texts_are_named(

@@ -183,7 +183,10 @@ def test_a_table_without_rows_is_refused_as_such(tmp_path: Path, bert: str, name
         pq.write_table(pa.table({"text": pa.array([], pa.string()), "label": pa.array([], pa.int64())}), file)
     else:
         file.write_text({".csv": "text,label\n", ".tsv": "text\tlabel\n\n", ".jsonl": "\n"}[file.suffix])
-    assert refusal(file=str(file), tokenizer=bert) == f"file: {file} cannot be read: it has no rows"
+    assert (
+        refusal(file=str(file), tokenizer=bert)
+        == f"file: {file} cannot be read: it has no rows; correct it, or name another"
+    )
 
 
 def test_a_line_that_is_no_json_object_is_named(tmp_path: Path, bert: str) -> None:
@@ -381,7 +384,7 @@ def test_a_text_that_is_missing_is_named_by_its_row(tmp_path: Path, bert: str) -
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"tokenizer": "/nowhere/at/all"}, "tokenizer: there is no folder /nowhere/at/all"),
+        ({"tokenizer": "/nowhere/at/all"}, "tokenizer: there is no file or folder /nowhere/at/all"),
         ({"labels": ["a", "a"]}, "labels: named twice: a"),
         ({"second_text": "text", "head": "causal-lm"}, "second_text: needs head text-classification"),
         ({"max_length": 0}, "max_length"),

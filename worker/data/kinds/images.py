@@ -19,6 +19,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from tessera.shared.model.dataset_schema import PIXELS
+from tessera.shared.near_names import absent
 from tessera.worker.data.dataset import LABELS, Adapter, DataError, Dataset, LoadReport, counted, schema_of
 from tessera.worker.data.readers.class_labels import Absent, Names, numbered
 from tessera.worker.data.readers.image_processor import (
@@ -112,7 +113,7 @@ def _in_folder(folder: Path, options: ImagesOptions) -> tuple[list[Picture], lis
     """Return the images below `folder/CLASS` or `folder/DOMAIN/CLASS`, at any depth, by path, their labels and
     domains, and the number of files that are not images."""
     if not folder.is_dir():
-        raise DataError(f"folder: there is no folder {folder}")
+        raise DataError(f"folder: {absent(folder)}")
     if is_saved(folder):
         raise DataError(
             f"folder: {folder} was saved by `datasets`, as a table: name it in `file` instead of `folder`"
@@ -127,7 +128,9 @@ def _in_folder(folder: Path, options: ImagesOptions) -> tuple[list[Picture], lis
     if misplaced := [file for file in files if len(file.parts) <= depth]:
         raise DataError(f"folder: {folder / misplaced[0]} is not in the folder of a class: move it into one")
     if not files:
-        raise DataError(f"folder: {where} contains no images ({', '.join(sorted(SUFFIXES))})")
+        raise DataError(
+            f"folder: {where} contains no images ({', '.join(sorted(SUFFIXES))}); name one with folders of them"
+        )
     labels = numbered("folder", where, [parts[depth - 1] for parts in steps], options.labels, options.absent)
     domains = numbered_domains([parts[0] for parts in steps]) if options.domain_folders else None
     return [folder / file for file in files], labels, domains, LoadReport(ignored_files=others)

@@ -48,7 +48,9 @@ def numbered(
     shown = _listed(unknown)
     if names is None:
         raise DataError(f"{option}: {where} has {shown}; list the classes' names in `labels`, the same at every site")
-    raise DataError(f"{option}: {where} has {shown}, not among the {len(names)} names in `labels`")
+    raise DataError(
+        f"{option}: {where} has {shown}, not among the {len(names)} names in `labels`; correct it, or add it there"
+    )
 
 
 def _require_examples(where: str, present: set[int], names: Sequence[str], absent: Absent | None) -> None:

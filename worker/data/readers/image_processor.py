@@ -8,11 +8,12 @@ from typing import Any, Literal, Self
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 from torch import Tensor
 from transformers import AutoImageProcessor
 
+from tessera.shared.diagnostics import reason_of
 from tessera.worker.data.dataset import DataError, Options, Shape
 from tessera.worker.data.readers.pretrained import load_pretrained
 
@@ -125,8 +126,10 @@ def _open(picture: Picture, row: int) -> Image.Image:
             upright = ImageOps.exif_transpose(image)
     except UNREADABLE as fault:
         dicom = isinstance(picture, Path) and picture.suffix.lower() in DICOM
-        remedy = "; convert DICOM files to PNG first" if dicom else ""
-        raise DataError(f"image: {where} cannot be read: {str(fault)[:200]}{remedy}") from fault
+        remedy = "convert DICOM files to PNG first" if dicom else "replace it or take it out"
+        unknown = isinstance(fault, UnidentifiedImageError) and f"it is none of {', '.join(FORMATS)}"
+        reason = unknown or reason_of(fault)[:200]
+        raise DataError(f"image: {where} cannot be read: {reason}; {remedy}") from fault
     if upright.mode in DEEP_MODES:
         raise DataError(
             f"image: {where} has more than 8 bits per channel (mode {upright.mode}), which would be clipped: "

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tessera.shared.near_names import absent
 from tessera.worker.data.dataset import DataError, in_short
 
 HUB_NAME = re.compile(r"(?P<name>\w[\w.-]*(/[\w.-]+)?)(@(?P<revision>[\w./-]+))?")
@@ -22,8 +23,14 @@ def load_pretrained(option: str, source: str, load: Callable[..., Any], **more: 
     elif hub:
         name, more = hub["name"], {**more, "revision": hub["revision"] or "main"}
     else:
-        raise DataError(f"{option}: there is no folder {source}, and it is not a valid name on the hub")
+        raise DataError(f"{option}: {absent(folder, 'and it is not a valid name on the hub')}")
     try:
         return load(name, trust_remote_code=False, **more)
     except (OSError, ValueError, LookupError, ImportError, TypeError, AttributeError) as fault:
-        raise DataError(f"{option}: {source} cannot be loaded: {in_short(fault)}") from fault
+        remedy = (
+            "save it there with `save_pretrained`, or name the folder that has it"
+            if folder.is_dir()
+            else "the hub has no such name or cannot be reached: name a local folder"
+        )
+        needs = f" ({in_short(fault)})" if isinstance(fault, ImportError) else ""
+        raise DataError(f"{option}: {source} cannot be loaded{needs}; {remedy}") from fault

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from glob import glob
 from pathlib import Path
 
-from tessera.shared.near_names import did_you_mean
+from tessera.shared.near_names import absent
 from tessera.worker.data.dataset import DataError
 
 SPLITS = frozenset({"train", "training", "test", "testing", "val", "valid", "validation", "dev", "eval"})
@@ -51,7 +51,9 @@ def table_files(
             if not tables:
                 inside = ", ".join(sorted(file.name for file in path.iterdir())[:MAX_SHOWN]) or "nothing"
                 kinds = ", ".join(suffixes)
-                raise DataError(f"{option}: the folder {path} contains no table ({kinds}); it contains {inside}")
+                raise DataError(
+                    f"{option}: the folder {path} contains no table ({kinds}); it contains {inside}: name another"
+                )
             others.update(file.suffix.lower() or "without suffix" for file in there if file not in tables)
             files += _of_split(path, tables, split)
         elif path.is_file():
@@ -59,8 +61,7 @@ def table_files(
         elif matched := sorted(glob(str(path), recursive=True)):  # noqa: PTH207 (a pattern may be absolute)
             files += map(Path, matched)
         else:
-            near = did_you_mean(path.name, [file.name for file in path.parent.glob("*")])
-            raise DataError(f"{option}: there is no file or folder {path}{near}")
+            raise DataError(f"{option}: {absent(path)}")
     if split is not None and not any(path.is_dir() for path in named):
         raise DataError(f"split: needs a folder in {option}, but {named[0]} is a file: leave split out")
     return tuple(files), others

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from datasets.exceptions import DatasetsError
 from pandas.errors import ParserWarning
-from pyarrow import parquet
+from pyarrow import ArrowException, parquet
 from pydantic import BeforeValidator, Field
 from torch import Tensor
 
@@ -225,7 +225,9 @@ def read_table(option: str, named: tuple[Path, ...], split: str | None = None) -
         with TemporaryDirectory(prefix="tessera-") as cache:
             columns = reader([str(file) for file in files], cache)
     except (DatasetsError, OSError, ValueError, LookupError, TypeError, csv.Error) as fault:
-        raise DataError(f"{option}: {files[0]} cannot be read: {in_short(fault.__cause__ or fault)}") from fault
+        cause = fault.__cause__ or fault
+        reason = "it is damaged" if isinstance(cause, ArrowException) else in_short(cause)
+        raise DataError(f"{option}: {files[0]} cannot be read: {reason}; correct it, or name another") from fault
     return DataTable(files, columns, ignored)
 
 
