@@ -53,7 +53,9 @@ def read_toml(file: Path, settings: Iterable[str]) -> dict[str, Any]:
     try:
         given = tomllib.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise Invalid(absent(file), remedy=f"To write one: `tessera run init METHOD --out {file}`.") from None
+        raise Invalid(
+            absent(file, "check the path"), remedy=f"To write one: `tessera run init METHOD --out {file}`."
+        ) from None
     except OSError as fault:
         raise Invalid(f"{file} cannot be read: {fault.strerror}", remedy=REMEDY) from fault
     except ValueError as fault:

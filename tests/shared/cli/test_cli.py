@@ -96,7 +96,7 @@ def test_a_command_of_our_own_that_does_not_import_is_not_hidden() -> None:
 def test_an_unknown_command_is_wrong_usage() -> None:
     answer = tessera("rnu")
     assert answer.returncode == 2
-    assert "No such command 'rnu'" in answer.stderr
+    assert "there is no command 'rnu'; did you mean `run`?" in answer.stderr
 
 
 def test_the_version_is_told() -> None:
@@ -137,7 +137,7 @@ def test_a_run_file_that_is_not_there_is_wrong_usage(tmp_path: Path) -> None:
     file = str(tmp_path / "missing.toml")
     answer = tessera("run", "--url", NOWHERE, "create", file, "--model", str(tmp_path), "--json")
     assert (answer.returncode, json.loads(answer.stdout)["code"]) == (2, "invalid")
-    assert "missing.toml cannot be read: No such file" in answer.stderr
+    assert "missing.toml; check the path" in answer.stderr
 
 
 def test_a_spec_is_refused_before_the_coordinator_is_asked(tmp_path: Path) -> None:
@@ -159,7 +159,7 @@ def test_a_spec_is_refused_before_the_coordinator_is_asked(tmp_path: Path) -> No
         (["admin", "token", "create", "x", "--role", "site", "--site", "a b"], "Invalid value for '--site': 'a b'"),
         (
             ["admin", "token", "create", "x", "--role", "site"],
-            "Invalid value for '--site': role site requires it",
+            "Invalid value for '--site': a token of role site needs it",
         ),
         (["admin", "token", "create", "x", "--role", "viewer", "--site", "a"], "Invalid value for '--site'"),
         (

@@ -184,7 +184,7 @@ def test_what_cannot_be_done_is_told_in_one_line(
 
 
 def test_a_file_that_is_wrong_is_named(tmp_path: Path) -> None:
-    assert "nowhere.toml cannot be read" in told("show", str(tmp_path / "nowhere.toml"), code=2)
+    assert "nowhere.toml; `tessera worker join` writes one" in told("show", str(tmp_path / "nowhere.toml"), code=2)
     assert "datasets: " in told("show", config(tmp_path, "name = 'x'"), code=2)
     odd = config(tmp_path, DIGITS + "splitt = 1\n")
     assert "error: datasets.digits.splitt: " in told("show", odd, code=2)

@@ -209,7 +209,7 @@ def test_mistakes_in_a_source_or_head_are_told_in_our_words(tmp_path: Path) -> N
             "features",
             f"there is no file or folder {tmp_path}/my-bret; did you mean `{bert.name}`?",
         ),
-        ("./nowhere/at-all", "features", "there is no file or folder nowhere/at-all. Name a folder"),
+        ("./nowhere/at-all", "features", "there is no file or folder nowhere/at-all; name a folder"),
         (tmp_path / "empty", "features", "has no config.json"),
         (tmp_path / "notes.json", "features", "notes.json is not JSON"),
         (tmp_path / "list.json", "features", "list.json is not a transformers config"),
