@@ -341,10 +341,10 @@ OF_WORKERS: Mapping[str, str] = {
     "set's options (size, channels, labels, tokenizer, max_length).",
     "invalid-model": _MISFIT,
     "invalid-version": _MISFIT,
-    "tokenizer-mismatch": "Begin a run with the tokenizer that the model was trained with, or ask the site to name its "
-    "own (tokenizer).",
-    "no-tokenizer": "Begin a run with a model that has its tokenizer (`tessera model init --pretrained` keeps it), or "
-    "ask the site to name its own (tokenizer).",
+    "tokenizer-mismatch": "Begin a run with the tokenizer that the model was trained with, or ask the site to name "
+    "its own (tokenizer).",
+    "no-tokenizer": "Begin a run with a model that has its tokenizer (`tessera model init --pretrained` keeps it), "
+    "or ask the site to name its own (tokenizer).",
     "invalid-tokenizer": _MISFIT,
     "no-receipt": "Upgrade the coordinator, or all of them, before the workers.",
     "invalid-plan": _PLAN,
