@@ -26,12 +26,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f"; it can be {', '.join(names)}" if 0 < len(names) <= MAX_LISTED else ""
 
 
-def absent(path: Path, remedy: str = "") -> str:
-    """Return the message for a path where nothing is, with the nearest name in its folder, or else the remedy.
-
-    Without a remedy, it lists the folder's names if they are few.
-    """
-    names = [file.name for file in path.parent.glob("*")]
-    if remedy and not nearest(path.name, names, MISSPELT):
-        return f"there is no file or folder {path}; {remedy}"
-    return f"there is no file or folder {path}{did_you_mean(path.name, names) or '; check the path'}"
+def absent(path: Path, remedy: str = "check the path") -> str:
+    """Return the message for a path where nothing is, with the nearest name in its folder or else the remedy."""
+    near = nearest(path.name, (file.name for file in path.parent.glob("*")), MISSPELT)
+    return f"there is no file or folder {path}; " + (f"did you mean `{near}`?" if near else remedy)

@@ -132,7 +132,7 @@ def test_wrong_path_is_answered_with_what_there_is(tmp_path: Path) -> None:
     (tmp_path / "notes.csv").write_text("text\nthe cat\n")
     (tmp_path / "scans").mkdir()
     assert refusal(tmp_path / "note.csv").endswith("note.csv; did you mean `notes.csv`?")
-    assert refusal(tmp_path / "*.tsv").endswith("*.tsv; it can be notes.csv, scans")
+    assert refusal(tmp_path / "*.tsv").endswith("*.tsv; check the path")
     assert "split: needs a folder" in refusal(tmp_path / "notes.csv", split="train")
     assert "contains no table (.csv, .tsv, .parquet, .jsonl, .ndjson); it contains nothing" in refusal(
         tmp_path / "scans"
