@@ -1,5 +1,6 @@
 """Texts of others, made fit to be shown."""
 
+import re
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -7,12 +8,19 @@ T = TypeVar("T")
 KEPT = "\n\t\u00a0\u202f\u2009"
 """Line ends, tabs and spaces that count as not printable."""
 
+SUSPECT = re.compile(r"[^ -~\n\t]")
+"""Few characters of a page are: a look at each of the others takes long."""
+
 
 def fit_to_show(value: T) -> T | str:
     """Return a text with a replacement character for each character in it that is not to be seen: that begins an
     escape sequence, say, or has what follows shown from right to left. Return any other value as it is."""
     if not isinstance(value, str) or value.isprintable():
         return value
-    fit = "".join(letter if letter.isprintable() or letter in KEPT else "\ufffd" for letter in value)
     # What is markup already stays markup.
-    return type(value)(fit)
+    return type(value)(SUSPECT.sub(_fit, value))
+
+
+def _fit(found: re.Match[str]) -> str:
+    letter = found.group()
+    return letter if letter.isprintable() or letter in KEPT else "\ufffd"

@@ -3,13 +3,13 @@
 import json
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from functools import cache
 from itertools import groupby
 from operator import add, attrgetter
-from typing import Any, TypeVar, get_args
+from typing import Any, get_args
 
 from sqlalchemy import ColumnElement, Row, String, case, cast, func, select, true
 from sqlalchemy.orm import InstrumentedAttribute, Session
@@ -33,13 +33,13 @@ from tessera.shared.metrics.site_spread import scores_by_version
 from tessera.shared.rounds.eta import Pace, expected_end
 from tessera.shared.schema import ACCEPTED, TaskKind
 
-T = TypeVar("T")
-
 MAX_POINTS = 60
 """Most versions in a chart: of longer runs every n-th version is shown."""
 MAX_BARS = 60
 MAX_SCORES = 200
 PAST_ROUNDS = 5
+ALL = ""
+"""In place of a layer's name: all updates."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class TrafficTotals:
     full: int = 0
 
     def __add__(self, other: "TrafficTotals") -> "TrafficTotals":
-        return TrafficTotals(*map(add, astuple(self), astuple(other)))
+        return TrafficTotals(*map(add, vars(self).values(), vars(other).values()))
 
     @property
     def total(self) -> int:
@@ -236,41 +236,36 @@ def by_worker(session: Session, run: Run, name: str) -> dict[str, dict[int, floa
     return found
 
 
-def layers_by_site(session: Session, run_id: str) -> tuple[dict[str, list[float]], list[str]]:
-    """Return, for each site, the share of its accepted updates with blocks of each layer; and the layers' names."""
-    return _layer_shares(_layers_by(session, run_id, SiteRow.name))
+Shares = Mapping[str, Sequence[float]]
 
 
-def layers_by_round(session: Session, run_id: str, most: int) -> tuple[dict[str, list[float]], list[str]]:
-    """Return the same for each round or, of more than `most`, for groups of rounds, named by the first."""
-    rows = list(_layers_by(session, run_id, TaskRow.version_number))
-    step = math.ceil((rows[-1][0] + 1) / most) if rows else 1
-    return _layer_shares((str(version // step * step + 1), layers, count) for version, layers, count in rows)
-
-
-def _layers_by(session: Session, run_id: str, by: InstrumentedAttribute[T]) -> Iterator[tuple[T, str, int]]:
-    written = cast(TaskRow.layers, String)
+def layer_shares(session: Session, run: Run, most: int) -> tuple[list[str], Shares, Shares]:
+    """Return the layers of a run's accepted updates, and the share of updates with blocks of each layer: by site, and
+    by round or, of more than `most` rounds, by groups of rounds, named by the first."""
+    step = math.ceil((run.version.number + 1) / most)
+    first = (TaskRow.version_number - TaskRow.version_number % step + 1).label("first")
+    written = cast(TaskRow.layers, String).label("written")
     rows = session.execute(
-        select(by, written, func.count())
+        select(SiteRow.name, first, written, func.count())
         .join_from(TaskRow, WorkerRow)
         .join(SiteRow)
-        .where(TaskRow.run_id == run_id, TaskRow.kind == "train", TaskRow.state.in_(ACCEPTED))
-        .group_by(by, written)
-        .order_by(by)
+        .where(TaskRow.run_id == run.id, TaskRow.kind == "train", TaskRow.state.in_(ACCEPTED))
+        .group_by(SiteRow.name, first, written)
+        .order_by(first)
     )
-    return ((key, layers, count) for key, layers, count in rows)
-
-
-def _layer_shares(rows: Iterable[tuple[str, str, int]]) -> tuple[dict[str, list[float]], list[str]]:
-    held: dict[str, Counter[str]] = defaultdict(Counter)
-    totals: Counter[str] = Counter()
     # Sites often choose the same layers: each choice is parsed once.
     read = cache(json.loads)
-    for name, layers, count in rows:
-        totals[name] += count
-        held[name].update(dict.fromkeys(read(layers), count))
-    names = sorted({layer for by_layer in held.values() for layer in by_layer}, key=natural)
-    return {name: [held[name][layer] / totals[name] for layer in names] for name in totals}, names
+    by_site: dict[str, Counter[str]] = defaultdict(Counter)
+    by_round: dict[str, Counter[str]] = defaultdict(Counter)
+    for site, number, layers, count in rows:
+        for held in (by_site[site], by_round[str(number)]):
+            held[ALL] += count
+            for layer in read(layers):
+                held[layer] += count
+    names = sorted({layer for held in by_site.values() for layer in held if layer != ALL}, key=natural)
+    in_order = dict(sorted(by_site.items())), by_round
+    sites, rounds = ({key: [held[n] / held[ALL] for n in names] for key, held in of.items()} for of in in_order)
+    return names, sites, rounds
 
 
 def natural(name: str) -> tuple[str, int]:

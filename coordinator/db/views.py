@@ -186,8 +186,15 @@ def measurement_view(row: Row[TaskRow, str], spec: RunSpec) -> Measurement:
     """Return an evaluation of a run with these settings."""
     task, worker = row
     dataset, examples = dataset_of(spec, "evaluate", held_out=task.held_out), task.examples or 0
-    named = {"version": task.version_number, "dataset": dataset, "worker": worker, "examples": examples}
-    return view_of(Measurement, task, **named)
+    return Measurement(
+        version=task.version_number,
+        dataset=dataset,
+        worker=worker,
+        held_out=task.held_out,
+        examples=examples,
+        metrics=task.metrics,
+        download_bytes=task.download_bytes,
+    )
 
 
 def latest_measurements(

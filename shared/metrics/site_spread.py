@@ -114,9 +114,10 @@ def scores_by_version(measurements: Iterable[Measurement]) -> dict[int, dict[str
 
 def _mean(group: list[Measurement]) -> dict[str, float]:
     counted = [measurement for measurement in group if not measurement.held_out] or group
-    scores: dict[str, float] = {}
-    for name in sorted({name for measurement in counted for name in measurement.metrics}):
-        found = [(one.metrics[name], one.examples) for one in counted if name in one.metrics]
-        if any(examples for _, examples in found):
-            scores[name] = fmean([value for value, _ in found], [examples for _, examples in found])
-    return scores
+    by_name: dict[str, tuple[list[float], list[int]]] = {}
+    for one in counted:
+        for name, value in one.metrics.items():
+            values, examples = by_name.setdefault(name, ([], []))
+            values.append(value)
+            examples.append(one.examples)
+    return {name: fmean(*found) for name, found in sorted(by_name.items()) if any(found[1])}

@@ -16,8 +16,7 @@ from tessera.coordinator.dashboard.queries import (
     MAX_BARS,
     RoundSum,
     by_worker,
-    layers_by_round,
-    layers_by_site,
+    layer_shares,
     measured,
     natural,
     round_costs,
@@ -108,7 +107,7 @@ def panels(session: Session, figures: Figures, metric: str | None, along: Along)
     first = figures.chosen(metric)
     second = next((name for name in ("loss", TRAINING_LOSS) if name in figures.metrics and name != first), "")
     shown = [_metric(session, figures, name, bands, every, along, axis) for name in (first, second) if name]
-    shown += [_bytes_by_round(figures.sums), _by_site(session, run), _by_round(session, run)]
+    shown += [_bytes_by_round(figures.sums), *_layers(session, run)]
     declared = charts(run.spec.method)
     metrics = version_numbers(session, run, tuple(name for chart in declared for name in chart.scalars))
     shown += [_declared(chart, metrics, bands, every) for chart in declared]
@@ -258,20 +257,15 @@ def _bytes_by_round(sums: Sequence[RoundSum]) -> Panel:
     return Panel("bytes", "Bytes by round", picture, columns, rows, (down, up), note, "bars")
 
 
-def _by_site(session: Session, run: Run) -> Panel:
-    """Chart the layers of each site's updates; without a picture if all have the same."""
-    rows, layers = layers_by_site(session, run.id)
-    columns = short_layers(layers)
-    return _heat("heat", "Layers that each site trained", rows, columns, "site", "layer")
-
-
-def _by_round(session: Session, run: Run) -> Panel:
-    """Chart the layers of each round's updates, of long runs of groups of rounds."""
-    found, layers = layers_by_round(session, run.id, MAX_COLUMNS)
-    columns = list(found)
+def _layers(session: Session, run: Run) -> list[Panel]:
+    """Chart the layers of each site's and of each round's updates; without a picture if all have the same."""
+    layers, by_site, by_round = layer_shares(session, run, MAX_COLUMNS)
     names = short_layers(layers)
-    by_layer = {f"layer {name}": [found[one][place] for one in columns] for place, name in enumerate(names)}
-    return _heat("heat-rounds", "Layers that each round trained", by_layer, columns, "layer", "round")
+    by_layer = {f"layer {name}": [shares[place] for shares in by_round.values()] for place, name in enumerate(names)}
+    return [
+        _heat("heat", "Layers that each site trained", by_site, names, "site", "layer"),
+        _heat("heat-rounds", "Layers that each round trained", by_layer, list(by_round), "layer", "round"),
+    ]
 
 
 def _heat(
