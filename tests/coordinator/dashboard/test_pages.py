@@ -12,6 +12,8 @@ from xml.etree import ElementTree as ET
 import pytest
 from sqlalchemy import update
 
+from tessera.coordinator.dashboard.queries import layer_shares
+from tessera.coordinator.db import views
 from tessera.coordinator.db.tables import SiteRow, TaskRow, VersionRow, WorkerRow
 from tessera.shared.api.admin import EnrolmentSpec
 from tessera.shared.api.runs import Cohort, Evaluation
@@ -167,6 +169,23 @@ def test_pages_of_a_run_show_what_the_api_shows(coordinator: LiveCoordinator, ad
     assert "1 task failed within a day" in overview
     assert "round.abandon" in admin.http.get(f"/page/audit?run={run}").text
     assert "wards" in admin.http.get("/page/storage").text
+
+
+def test_layers_are_counted_by_site_and_by_groups_of_rounds(coordinator: LiveCoordinator) -> None:
+    run_id = worked(coordinator)
+    with coordinator.services.database.transaction() as session:
+        trained = session.query(TaskRow).filter_by(kind="train", version_number=0).join(WorkerRow).join(SiteRow)
+        first, later = trained.order_by(SiteRow.name)
+        first.layers, later.layers, later.version_number = ["layer.10", "layer.2"], ["layer.2"], 4
+        session.flush()
+        run = views.run_view(session, views.find_run(session, run_id))
+        run = run.model_copy(update={"version": run.version.model_copy(update={"number": 4})})
+        names, by_site, by_round = layer_shares(session, run, 2)
+        assert names == ["layer.2", "layer.10"]
+        assert by_site == {"a": [1, 1], "b": [1, 0]}
+        assert by_round == {"1": [1, 1], "4": [1, 0]}
+        assert layer_shares(session, run, 1)[2] == {"1": [1, 0.5]}
+        assert list(layer_shares(session, run, 9)[2]) == ["1", "5"]
 
 
 def test_scores_of_a_run_are_chosen_and_taken_away(coordinator: LiveCoordinator, admin: Person) -> None:
