@@ -68,10 +68,9 @@ def parse(codec: str) -> Codec:
     parts = [part.partition("=") for part in ([] if codec == RAW else codec.split("+"))]
     names = [name for name, _, _ in parts]
     if unknown := [name for name in names if name not in STAGES]:
-        raise CodecError(
-            "codec-unknown",
-            f"codec {codec!r} has unknown stages {unknown}{did_you_mean(unknown[0], [RAW, *STAGES])}",
-        )
+        # Raw blocks have no stages: it stands alone.
+        near = did_you_mean(unknown[0], STAGES if RAW in names else [RAW, *STAGES])
+        raise CodecError("codec-unknown", f"codec {codec!r} has unknown stages {unknown}{near}")
     if len(set(names)) < len(names):
         # A worker chooses the codec of its blocks: a chain of a thousand stages would cost a thousand passes.
         raise CodecError("codec-repeated", f"codec {codec[:64]!r} names a stage twice")
