@@ -19,9 +19,10 @@ from sqlalchemy import (
     UniqueConstraint,
     exists,
     false,
+    select,
     text,
 )
-from sqlalchemy.orm import DeclarativeBase, Mapped, column_property, mapped_column, validates
+from sqlalchemy.orm import DeclarativeBase, Mapped, column_property, mapped_column, relationship, validates
 
 from tessera.shared.tensors.lazy import digest_of
 
@@ -230,6 +231,8 @@ class RoundRow(Table):
     deadline_at: Mapped[float]
     closed_at: Mapped[float | None]
     reason: Mapped[str | None]
+    # Loaded by `round_views.WITH_TASKS` alone.
+    task_rows: Mapped[list["TaskRow"]] = relationship(viewonly=True, lazy="raise")
 
 
 EVALUATION = "kind = 'evaluate' and state in ('offered', 'leased', 'expired', 'accepted')"
@@ -305,6 +308,13 @@ class TaskRow(Table):
     # Blocks of the merged update that the version did not take.
     unmerged: Mapped[list[str]] = mapped_column(server_default="[]")
     problem: Mapped[dict[str, Any] | None]
+    worker_name: Mapped[str] = column_property(
+        select(WORKER_NAME)
+        .where(WorkerRow.id == worker_id, SiteRow.id == WorkerRow.site_id)
+        .correlate_except(WorkerRow, SiteRow)
+        .scalar_subquery(),
+        deferred=True,
+    )
 
 
 class BlobRow(Table):
