@@ -103,8 +103,6 @@ def init(
             typer.echo(text, nl=False)
         else:
             _append(to, given, text)
-    for option, what in proposal.unset.items():
-        note(f"set {option} in it: {what}")
     note(f"then check it: tessera data show {to or 'FILE'}")
 
 
@@ -142,7 +140,7 @@ def _described(name: str, source: DataSource, key: bytes) -> dict[str, Any]:
         "domains": None if loaded.domains is None else len(set(loaded.domains.tolist())),
         "tensors of each": _shapes(loaded, common=False),
         "common to all": _shapes(loaded, common=True),
-        "tokenizer": "of each run" if loaded.texts else None,
+        "tokenizer": "of each run: without one, tokens and unknown words cannot be shown" if loaded.texts else None,
         "unknown tokens": loaded.report.unknown_tokens,
         "warnings": [f"{detail}. {remedy}" for detail, remedy in loaded.report.warnings()],
     }
