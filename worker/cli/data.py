@@ -32,7 +32,7 @@ app = typer.Typer(
 )
 
 ConfigFile = Annotated[
-    Path, typer.Argument(help="A worker's settings, or a TOML file with only [datasets.NAME] tables.")
+    Path, typer.Argument(help="A worker's settings, or a TOML file with only tables of data sets.")
 ]
 
 ERRORS: Errors = {BAD_SETTINGS: (SettingsError, OSError)}
@@ -86,7 +86,7 @@ def init(
         typer.Option("--out", help="Append it to this file, such as worker.toml, instead of printing it."),
     ] = None,
 ) -> None:
-    """Write the [datasets.NAME] table for a folder or a file, with the reason for each option.
+    """Write the settings of a data set for a folder or a file, with the reason for each option.
 
     Exit code 2: the data leave a choice that only a person can make, or there is such a table already.
     """
