@@ -64,9 +64,8 @@ def show(
     rows = [[_cell(row[column]) for column in filled] for row in shown]
     out().print(table(filled, rows, right=("examples", "held out", "classes", "domains", "unknown tokens")))
     if converted := [row["name"] for row in shown if row["tokenizer"]]:
-        note(
-            f"{', '.join(converted)}: tokens and unknown words depend on each run's tokenizer, and cannot be shown here"
-        )
+        names = ", ".join(converted)
+        note(f"{names}: tokens and unknown words depend on each run's tokenizer, and cannot be shown here")
     for row in shown:
         for warning in row["warnings"]:
             note(f"warning: {row['name']}: {warning}")
