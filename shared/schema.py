@@ -72,7 +72,7 @@ Seed = Annotated[int, Field(ge=0, lt=1 << 53)]
 LeaseSeconds = Annotated[float, Field(gt=0, le=86400)]
 
 TaskKind = Literal["train", "evaluate"]
-RunState = Literal["running", "paused", "completed", "failed", "cancelled"]
+RunState = Literal["running", "paused", "completed", "cancelled"]
 RoundState = Literal["open", "merging", "committed", "abandoned"]
 TaskState = Literal[
     "offered", "leased", "accepted", "merged", "left_out", "rejected", "expired", "failed", "cancelled"

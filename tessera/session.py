@@ -166,7 +166,7 @@ class Run:
 
     @property
     def state(self) -> str:
-        """`running`, `paused`, `completed`, `failed` or `cancelled`."""
+        """`running`, `paused`, `completed` or `cancelled`."""
         return self.record.state
 
     @property

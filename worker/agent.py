@@ -70,7 +70,7 @@ REMOVAL_SECONDS = 3600.0
 
 DAY_SECONDS = 86400.0
 
-ENDED = ("completed", "failed", "cancelled")
+ENDED = ("completed", "cancelled")
 
 CLOSED_SECONDS = 10.0
 """Time between two looks of a worker whose site currently lets it claim nothing."""

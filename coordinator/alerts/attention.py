@@ -57,7 +57,7 @@ class Alert:
 def alerts(session: Session, now: float, liveness_seconds: float, disk: DiskSpace, memory: Memory) -> Iterator[Alert]:
     """Yield everything that needs a person now. Disk and memory are those of this process."""
     live = live_workers(session, now - liveness_seconds)
-    yield from _of_runs(session, now, live)
+    yield from _of_runs(session, live)
     yield from _of_sites(session, now)
     pending = (EnrolmentRow.state == "pending") & (EnrolmentRow.expires_at > now)
     waiting = session.scalars(select(EnrolmentRow.id).where(pending).order_by(EnrolmentRow.created_at)).all()
@@ -95,16 +95,13 @@ def alerts(session: Session, now: float, liveness_seconds: float, disk: DiskSpac
         yield Alert("memory-low", "Memory is low", detail, "Give the process more memory.", weight="bad")
 
 
-def _of_runs(session: Session, now: float, live: Sequence[LiveWorker]) -> Iterator[Alert]:
+def _of_runs(session: Session, live: Sequence[LiveWorker]) -> Iterator[Alert]:
     newest = select(RunRow).order_by(RunRow.updated_at.desc()).limit(MAX_RUNS)
     for run in session.scalars(newest.where(RunRow.state == "paused")):
         why, remedy = run.reason or "A person paused it.", "Fix what the reason names, then resume the run."
         # Its revision may still change: a merge that has begun ends.
         key = f"{run.id}/{run.resumed_at}"
         yield Alert("run-paused", f"{run.name} is paused", why, remedy, f"/runs/{run.id}", key=key)
-    lately = RunRow.updated_at >= now - LATELY_SECONDS
-    for run in session.scalars(newest.where(RunRow.state == "failed", lately)):
-        yield Alert("run-failed", f"{run.name} failed", run.reason or "", link=f"/runs/{run.id}", key=run.id)
     for run in session.scalars(newest.where(RunRow.state == "running")):
         invited, link = invitation(session, run), f"/runs/{run.id}"
         able, quorum = sites_of(candidates(session, invited, live)), invited.spec.cohort.quorum

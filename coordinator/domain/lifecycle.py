@@ -20,7 +20,6 @@ RUN: Lifecycle = {
     "resume": Move(("paused",), "running"),
     "cancel": Move(("running", "paused"), "cancelled"),
     "complete": Move(("running",), "completed"),
-    "fail": Move(("running", "paused"), "failed"),
 }
 
 ROUND: Lifecycle = {

@@ -38,7 +38,7 @@ app = typer.Typer(
 app.command()(metrics)
 app.command()(compare)
 
-EXIT_CODES: dict[RunState, int] = {"completed": 0, "failed": 1, "cancelled": 1, "paused": 3}
+EXIT_CODES: dict[RunState, int] = {"completed": 0, "cancelled": 1, "paused": 3}
 
 ROUND_COLUMNS = ("round", "stage", "state", "accepted", "accuracy", "macro-F1", "down", "up", "seconds", "")
 
@@ -314,7 +314,7 @@ def _row(outcome: Outcome, best: BestVersion | None) -> tuple[object, ...]:
 
 @app.command()
 def watch(ctx: typer.Context, run: Named, as_json: AsJson = False) -> None:
-    """Follow a run until it ends or pauses. Exit code 0: completed, 1: failed or cancelled, 3: paused.
+    """Follow a run until it ends or pauses. Exit code 0: completed, 1: cancelled, 3: paused.
 
     A terminal shows the phase, step, loss and time left of each worker in place; a pipe gets lines.
     Times are estimated from the rounds that have ended.

@@ -22,7 +22,7 @@ from tessera.shared.metrics.rows import MetricRow
 from tessera.shared.problems import Invalid
 
 TAG = "tessera.run"
-STATUS = {"completed": "FINISHED", "failed": "FAILED", "cancelled": "KILLED"}
+STATUS = {"completed": "FINISHED", "cancelled": "KILLED"}
 
 # What one request to a tracking server may hold.
 BATCH = 1000

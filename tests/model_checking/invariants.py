@@ -32,7 +32,6 @@ LEGAL = {
         "resume": {"paused": "running"},
         "cancel": {"running": "cancelled", "paused": "cancelled"},
         "complete": {"running": "completed"},
-        "fail": {"running": "failed", "paused": "failed"},
     },
     "round": {
         "close": {"open": "merging"},
@@ -60,7 +59,7 @@ Rows = dict[str, sqlite3.Row]
 LEASED = """SELECT tasks.id, lease_expires_at FROM tasks JOIN rounds ON rounds.id = round_id
     WHERE tasks.state = 'leased' AND rounds.state = 'open'"""
 LEFT_OVER = """SELECT rounds.id, runs.state FROM rounds JOIN runs ON runs.id = run_id
-    WHERE rounds.state IN ('open', 'merging') AND runs.state IN ('cancelled', 'completed', 'failed')
+    WHERE rounds.state IN ('open', 'merging') AND runs.state IN ('cancelled', 'completed')
     AND updated_at < ?"""
 
 

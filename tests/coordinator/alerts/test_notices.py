@@ -402,8 +402,8 @@ def test_people_hear_of_what_lasts_at_sites_and_of_strangers_once(tmp_path: Path
         assert told() == []
         with database.transaction() as session:
             session.execute(update(EnrolmentRow).where(EnrolmentRow.id == "0").values(state="declined"))
-            session.execute(update(RunRow).where(RunRow.id == run.id).values(state="failed", updated_at=clock.at))
-        assert set(told()) == {"3 workers wait for enrolment", "cats failed"}
+            session.execute(update(RunRow).where(RunRow.id == run.id).values(state="paused", updated_at=clock.at))
+        assert set(told()) == {"3 workers wait for enrolment", "cats is paused"}
         counted = coordinator.http("viewer").get("/metrics").text
         assert f'tessera_notices_total{{channel="webhook",outcome="sent"}} {len(receiver.asked)}.0' in counted
         page = coordinator.http("viewer").get("/v1/admin/status").text

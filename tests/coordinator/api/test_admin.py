@@ -51,7 +51,7 @@ def test_metrics_are_prometheus_text_and_tell_of_runs_and_workers(coordinator: L
     assert answer.headers["Content-Type"].startswith("text/plain")
     families = {family.name: family for family in text_string_to_metric_families(answer.text)}
     running = {sample.labels["state"]: sample.value for sample in families["tessera_runs"].samples}
-    assert running == {"running": 1, "paused": 0, "completed": 0, "failed": 0, "cancelled": 0}
+    assert running == {"running": 1, "paused": 0, "completed": 0, "cancelled": 0}
     assert families["tessera_live_workers"].samples[0].value == 1
     # Six blocks, a model and a manifest.
     assert families["tessera_blobs"].samples[0].value == 8

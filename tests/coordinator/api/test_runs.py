@@ -201,7 +201,7 @@ def test_a_first_version_s_memory_must_be_there_and_fit(coordinator: LiveCoordin
     assert [(f.pointer, "4 bytes; 8" in f.detail) for f in caught.value.errors] == [("/version/server_state/m", True)]
 
 
-@pytest.mark.parametrize("state", ["completed", "failed", "open", ""])
+@pytest.mark.parametrize("state", ["completed", "merging", "open", ""])
 def test_only_three_states_may_be_asked_for(standing: LiveCoordinator, spec: dict[str, Any], state: str) -> None:
     refused(patch(standing.http(), "x", state, '"1"'), 422, "invalid")
 

@@ -190,7 +190,7 @@ def test_no_page_is_wider_than_a_phone(browser: Browser, scene: Scene) -> None:
         for name, path in PAGES.items():
             page = visit.open(path.format(**scene.ids))
             widths[name] = page.evaluate("document.documentElement.scrollWidth")
-            if name in ("run", "runs", "compare", "start"):
+            if name in ("run", "runs", "sites", "worker", "compare", "start"):
                 assert violations(page) == [], name
             if name in ("audit", "round"):
                 box = page.locator(".scroll").first

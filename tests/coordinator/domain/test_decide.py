@@ -288,7 +288,7 @@ def test_a_finished_run_does_not_wait_for_evaluators_that_are_not_there() -> Non
 # ---------------------------------------------------------------- winding up
 
 
-@pytest.mark.parametrize("state", ["cancelled", "failed"])
+@pytest.mark.parametrize("state", ["cancelled", "completed"])
 def test_a_run_that_was_ended_winds_up_its_round_and_its_evaluations(state: str) -> None:
     ended = run(state=state, round=a_round("leased"), evaluations=(task("leased"),), eligible=9)
     assert decided(ended) == [Abandon("r", f"the run was {state}"), CancelEvaluations()]

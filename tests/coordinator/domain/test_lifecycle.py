@@ -15,7 +15,7 @@ STATES = {
     "task": (TASK, "offered", set(get_args(TaskState))),
 }
 ENDS = {
-    "run": {"completed", "failed", "cancelled"},
+    "run": {"completed", "cancelled"},
     "round": {"committed", "abandoned"},
     "task": {"merged", "left_out", "rejected", "failed", "cancelled"},
 }
