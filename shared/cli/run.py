@@ -184,7 +184,7 @@ def _spec(
         task = bar.add_task("model", total=folder.model.nbytes)
         uploaded = upload_model(client, folder, partial(bar.advance, task))
     spec = RunSpec.model_validate({**given, "model": uploaded.model, "version": uploaded.version})
-    return spec, f"sent {output.size(uploaded.sent_bytes)} of a model of {output.size(folder.model.nbytes)}"
+    return spec, f"sent {output.size(uploaded.sent_bytes)}; the weights have {output.size(folder.model.nbytes)}"
 
 
 @app.command("list")

@@ -14,7 +14,7 @@ from tessera.shared.cli.render.output import AsJson, note, out, print_json, tabl
 from tessera.shared.near_names import did_you_mean
 from tessera.shared.validation_errors import message_of
 from tessera.worker.cli.exits import BAD_SETTINGS, Errors, exits
-from tessera.worker.data.dataset import DataError, Dataset
+from tessera.worker.data.dataset import LABELS, DataError, Dataset
 from tessera.worker.data.partition.division import ClassCounts, class_counts, divide, key_of_seed
 from tessera.worker.data.partition.schemes import Partition, Scheme
 from tessera.worker.data.proposal import propose
@@ -63,6 +63,9 @@ def show(
     ]
     rows = [[_cell(row[column]) for column in filled] for row in shown]
     out().print(table(filled, rows, right=("examples", "held out", "classes", "domains", "unknown tokens")))
+    if converted := [row["name"] for row in shown if row["tokenizer"]]:
+        names = ", ".join(converted)
+        note(f"{names}: tokens and unknown words depend on each run's tokenizer, and cannot be shown here")
     for row in shown:
         for warning in row["warnings"]:
             note(f"warning: {row['name']}: {warning}")
@@ -103,8 +106,6 @@ def init(
             typer.echo(text, nl=False)
         else:
             _append(to, given, text)
-    for option, what in proposal.unset.items():
-        note(f"set {option} in it: {what}")
     note(f"then check it: tessera data show {to or 'FILE'}")
 
 
@@ -152,7 +153,9 @@ def _shapes(loaded: Dataset, *, common: bool) -> list[str]:
     shapes = []
     for name, tensor in sorted((loaded.common if common else loaded.tensors).items()):
         shape = list(tensor.shape if common else tensor.shape[1:])
-        shapes.append(f"{name} {str(tensor.dtype).removeprefix('torch.')}{shape or ''}")
+        # Labels of words become those of tokens.
+        if not (loaded.texts and name == LABELS and shape):
+            shapes.append(f"{name} {str(tensor.dtype).removeprefix('torch.')}{shape or ''}")
     return shapes
 
 

@@ -57,6 +57,8 @@ from tessera.worker.model.prompts import PROMPTS, caption_start
 
 Asks = Literal["local", "global"]
 
+Config = dict[str, JsonValue]
+
 ERRORS: Errors = {BAD_SETTINGS: (ValueError, OSError, ImportError, RuntimeError, SafetensorError, Problem)}
 
 
@@ -100,11 +102,19 @@ def _lora_from(rank: int | None, alpha: float | None, roles: str) -> Lora | None
     return Lora.model_validate({"rank": rank, "alpha": alpha if alpha is not None else 2 * rank, "roles": names})
 
 
+def _labels_from(labels: str) -> Config:
+    """Return the keys of a config for the number or the names of its classes."""
+    if labels.isdecimal() and int(labels):
+        return {"num_labels": int(labels)}
+    names = [name.strip() for name in labels.split(",")]
+    if len(names) < 2 or not all(names) or len(set(names)) < len(names):
+        raise ValueError(f"--labels: {labels!r} is neither a number of classes nor two names or more, each once")
+    return {"num_labels": len(names), "id2label": {str(number): name for number, name in enumerate(names)}}
+
+
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, help="Make and inspect the models that runs start from."
 )
-
-Config = dict[str, JsonValue]
 
 MappingOption = Annotated[
     Path | None, typer.Option("--mapping", help="A TOML file that describes attention of an unknown layout.")
@@ -134,7 +144,10 @@ def init(
         bool,
         typer.Option("--pretrained/--random", help="Take the weights that lie beside the config, or random ones."),
     ] = True,
-    labels: Annotated[int | None, typer.Option(min=1, help="The number of the head's classes.")] = None,
+    labels: Annotated[
+        str | None,
+        typer.Option(help="The head's classes: their names in order, separated by commas, or their number."),
+    ] = None,
     mapping_file: MappingOption = None,
     vision_prompts: Annotated[
         int, typer.Option(min=0, max=MAX_TOKENS, help="Learnt tokens in the image tower of a dual encoder.")
@@ -172,7 +185,7 @@ def init(
         settings = _plain(_read_config(config))
         if labels is not None:
             settings = {key: value for key, value in settings.items() if key not in {"id2label", "label2id"}}
-            settings["num_labels"] = labels
+            settings |= _labels_from(labels)
         caption = _caption_ids(text_prompt_from, config)
         prompts = _prompts_from(vision_prompts, text_prompts, caption, prompt_fusion, fusion_heads)
         lora = _lora_from(lora_rank, lora_alpha, lora_roles)

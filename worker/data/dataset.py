@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -82,20 +82,38 @@ class LoadReport:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class RawTexts:
-    """Texts, and the second ones of pairs, which each run's own tokenizer converts to at most `max_length` tokens."""
+    """Texts, and the second ones of pairs, which a tokenizer converts to at most `max_length` tokens.
 
-    first: Sequence[str]
-    second: Sequence[str] | None
-    max_length: int
+    Each is the text of an example, or with `of_classes` that of a class. With `by_word` it is a list of words.
+    """
 
-    def pairs(self) -> Iterator[tuple[str, ...]]:
-        """Yield each text, with its second one if there is one."""
-        yield from zip(self.first, *([] if self.second is None else [self.second]), strict=True)
+    first: Sequence[str] | Sequence[Sequence[str]]
+    convert: Callable[[Dataset, RawTexts, Any], Dataset]
+    """A function from a data set, its texts and a tokenizer to the data set with tokens. Raises DataError."""
+    max_length: int | None
+    second: Sequence[str] | None = None
+    by_word: bool = False
+    of_classes: bool = False
+    numbers: Sequence[int] = ()
+    """The row of each text in the file."""
+
+    def parts(self) -> Iterator[tuple[str, ...]]:
+        """Yield the words of each text, or the text, with its second one if there is one."""
+        if self.by_word:
+            yield from map(tuple, self.first)
+        else:
+            yield from zip(self.first, *([] if self.second is None else [self.second]), strict=True)
 
     def rows(self, index: Sequence[int]) -> RawTexts:
-        """Return the texts at these places."""
-        second = None if self.second is None else [self.second[place] for place in index]
-        return RawTexts([self.first[place] for place in index], second, self.max_length)
+        """Return the texts of the examples at these places."""
+        if self.of_classes:
+            return self
+        chosen: dict[str, Any] = {
+            name: [values[place] for place in index]
+            for name in ("first", "second", "numbers")
+            if (values := getattr(self, name))
+        }
+        return replace(self, **chosen)
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -54,8 +54,6 @@ class Proposal:
 
     options: dict[str, object] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
-    unset: dict[str, str] = field(default_factory=dict)
-    """The options that only a person can set, each with what to write."""
 
     def add(self, option: str, value: object, reason: str) -> None:
         self.options[option] = value
@@ -69,7 +67,6 @@ class Proposal:
         for option, value in self.options.items():
             # A string, a number, a truth value or a list of strings is written alike in JSON and in TOML.
             lines += [f"# {_one_line(self.reasons[option])}", f"{option} = {json.dumps(value, ensure_ascii=False)}"]
-        lines += [f"# SET THIS: {what}\n# {option} = " for option, what in self.unset.items()]
         return "\n".join(lines) + "\n"
 
 
@@ -161,10 +158,8 @@ def _of_table(
         _pixels(proposal, paths, processor)
     elif tokenizer is not None:
         proposal.add("tokenizer", tokenizer, "the tokenizer that you named")
-    elif proposal.options.get("head") == "text-classification":
-        proposal.add("tokenizer", "run", "the tokenizer that each run's model brings; or a folder with one")
     else:
-        proposal.unset["tokenizer"] = "the folder with the tokenizer of the run's model, or its name on the hub"
+        proposal.add("tokenizer", "run", "the tokenizer that each run's model brings; or a folder with one")
 
 
 def _of_label(proposal: Proposal, table: DataTable, image: str | None, text: str | None) -> None:

@@ -26,9 +26,13 @@ def size(nbytes: int) -> str:
     return f"{nbytes} bytes"
 
 
-def summary(task: Task, model: Model, examples: int) -> str:
-    """Return a few sentences on what the task's run does, what leaves the site, for whom, and how privately."""
-    return " ".join([_work(task, model, examples), _leaving(task, model), _privacy(task)])
+def summary(task: Task, model: Model, examples: int, *, raw_texts: bool = False) -> str:
+    """Return a few sentences on what the task's run does, what leaves the site, for whom, and how privately.
+
+    `raw_texts`: whether the data set takes the run's tokenizer.
+    """
+    work = [_work(task, model, examples), *_tokenizer(task, model, raw_texts=raw_texts)]
+    return " ".join([*work, _leaving(task, model), _privacy(task)])
 
 
 def _work(task: Task, model: Model, examples: int) -> str:
@@ -40,6 +44,16 @@ def _work(task: Task, model: Model, examples: int) -> str:
     epochs = task.training.epochs
     often = f"for {epochs} {'epoch' if epochs == 1 else 'epochs'} a round, {task.rounds} rounds"
     return f"Trains {trained} of {_model(model)} {on} {often}, by the method {task.method.name}."
+
+
+def _tokenizer(task: Task, model: Model, *, raw_texts: bool) -> Iterator[str]:
+    brought = model.preprocessing.get("tokenizer.json")
+    if raw_texts and brought:
+        yield f"`{task.dataset}` is converted with the run's own tokenizer, {brought.digest}."
+    elif raw_texts:
+        yield f"`{task.dataset}` takes the run's own tokenizer, and the run has none: its tasks will fail."
+    elif brought:
+        yield f"The run brings its own tokenizer, {brought.digest}, which `{task.dataset}` does not use."
 
 
 def _leaving(task: Task, model: Model) -> str:

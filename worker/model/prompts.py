@@ -148,7 +148,7 @@ def add_prompts(model: PreTrainedModel, prompts: Prompts) -> None:
         raise PromptError(
             f"{model.config.model_type} does not support prompts; these families do: {', '.join(sorted(TOWERS))}"
         )
-    embedding = _token_embedding(model)
+    embedding = token_embedding(model)
     widths: dict[Modality, int] = {"vision": model.config.vision_config.hidden_size, "text": embedding.embedding_dim}
     vision, text = (model.get_submodule(f"{modality}_model") for modality in MODALITIES)
     tokens = PromptTokens(prompts, widths, model.dtype)
@@ -168,11 +168,12 @@ def add_prompts(model: PreTrainedModel, prompts: Prompts) -> None:
 
 def caption_start(model: PreTrainedModel, ids: Tensor) -> Tensor:
     """Return the embeddings of a caption's tokens, int64 [tokens], as CoOp's initial prompts, [tokens, width]."""
-    return _token_embedding(model).weight.detach()[ids]
+    return token_embedding(model).weight.detach()[ids]
 
 
-def _token_embedding(model: PreTrainedModel) -> nn.Embedding:
-    text = model.get_submodule("text_model")
+def token_embedding(model: PreTrainedModel) -> nn.Embedding:
+    """Return the table of a model's tokens: of a dual encoder, the text tower's."""
+    text = getattr(model, "text_model", model)
     return cast("nn.Embedding", cast("PreTrainedModel", text).get_input_embeddings())
 
 

@@ -84,8 +84,9 @@ class TokenizerRequest(Frozen):
     tokenizer: str
     """The content of `tokenizer.json`."""
     texts: tuple[tuple[str, ...], ...]
-    """Each text, or each pair."""
+    """Each text, or each pair; or with `by_word` each text's words."""
     max_length: int
+    by_word: bool = False
 
 
 REQUEST: TypeAdapter[LayoutRequest | TokenizerRequest] = TypeAdapter(LayoutRequest | TokenizerRequest)
@@ -345,9 +346,9 @@ def _status(
 def _convert(request: TokenizerRequest) -> None:
     tokenizer = Tokenizer.from_str(request.tokenizer)
     tokenizer.enable_truncation(request.max_length)
-    texts = [text if len(text) > 1 else text[0] for text in request.texts]
+    texts = [text if len(text) > 1 or request.by_word else text[0] for text in request.texts]
     for first in range(0, len(texts), AT_ONCE):
-        tokenizer.encode_batch(texts[first : first + AT_ONCE])
+        tokenizer.encode_batch(texts[first : first + AT_ONCE], is_pretokenized=request.by_word)
 
 
 def _is_out_of_memory(error: BaseException | None) -> bool:

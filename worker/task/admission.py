@@ -83,7 +83,7 @@ def _require_approval(run: TaskRun, inbox: Inbox, snapshot: RunSnapshot, dataset
             examples=examples,
             worker=run.env.name,
             asked_at=datetime.now(UTC),
-            summary=summary(task, read_model(run), examples),
+            summary=summary(task, read_model(run), examples, raw_texts=dataset.texts is not None),
         )
         run.journal.note("run.ask", terms=terms, summary=request.summary)
         return request

@@ -2,7 +2,6 @@
 
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import structlog
 
@@ -10,7 +9,8 @@ from tessera.shared.model.preprocessing import FileName, require_file
 from tessera.shared.model.spec import Model
 from tessera.shared.problems import Invalid
 from tessera.worker.data.dataset import DataError, Dataset
-from tessera.worker.data.readers.tokenizer import tokenized, tokenizer_of
+from tessera.worker.data.readers.tokenizer import MAX_TOKENS, tokenized, tokenizer_of
+from tessera.worker.model.prompts import token_embedding
 from tessera.worker.model.sandbox import TokenizerRequest
 from tessera.worker.task.environment import TaskRun
 from tessera.worker.task.errors import TaskFailure
@@ -26,7 +26,7 @@ def tokenize(run: TaskRun, document: Model, loaded: Loaded, dataset: Dataset) ->
     Raises TaskFailure, UnsafeConfig and Problem. No message depends on the texts.
     """
     env, task = run.env, run.task
-    if dataset.texts is None:
+    if (texts := dataset.texts) is None:
         return dataset
     if (known := env.tokenized.get(task.dataset)) and known[0] == task.model:
         return known[1]
@@ -36,15 +36,15 @@ def tokenize(run: TaskRun, document: Model, loaded: Loaded, dataset: Dataset) ->
             request = TokenizerRequest(
                 tokenizer=raw.decode(errors="replace"),
                 texts=tuple(
-                    pair for part in (dataset, dataset.held_out) if part and part.texts for pair in part.texts.pairs()
+                    text for part in (dataset, dataset.held_out) if part and part.texts for text in part.texts.parts()
                 ),
-                max_length=dataset.texts.max_length,
+                max_length=texts.max_length or MAX_TOKENS,
+                by_word=texts.by_word,
             )
             env.sandbox.require_tokenizer(request, run.check)
-        table: Any = loaded.built.model.get_input_embeddings()
-        embeddings: int = table.num_embeddings
+        embeddings = token_embedding(loaded.built.model).num_embeddings
         try:
-            tokenizer = tokenizer_of("tokenizer", folder)
+            tokenizer = tokenizer_of("tokenizer", folder, by_word=texts.by_word)
         except DataError as fault:
             raise TaskFailure("invalid-tokenizer", str(fault).replace(folder, "the run's tokenizer")) from None
     if (highest := max(tokenizer.get_vocab().values())) >= embeddings:

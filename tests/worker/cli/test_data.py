@@ -125,6 +125,15 @@ def test_show_warns_of_ignored_files_and_unknown_words(tmp_path: Path) -> None:
     assert "warning: pets: 1 file ignored: 1 .dcm. Convert" in shown
 
 
+def test_show_says_what_it_cannot_show_without_a_run(tmp_path: Path) -> None:
+    (tmp_path / "lines.csv").write_text("text\nthe cat\n")
+    lines = f'kind = "text"\nfile = "{tmp_path / "lines.csv"}"\nhead = "causal-lm"\ntokenizer = "run"\n'
+    shown = told("show", config(tmp_path, f"[datasets.lines]\n{lines}"))
+    assert "of each run" in shown
+    assert "int64" not in shown
+    assert "lines: tokens and unknown words depend on each run's tokenizer, and cannot be shown here" in shown
+
+
 def test_many_classes_and_none_are_told_in_short(tmp_path: Path) -> None:
     save_file({"labels": torch.arange(100) % 50}, tmp_path / "many.safetensors")
     save_file({"labels": torch.zeros(10, 3)}, tmp_path / "none.safetensors")

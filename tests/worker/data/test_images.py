@@ -318,7 +318,7 @@ def test_tokenizer_and_pixels_may_come_from_elsewhere_and_texts_be_filled_up(pet
     [
         ({"template": "a photo"}, "template: has no {}"),
         ({"labels": None}, "labels"),
-        ({"labels": ["cat", "dog", "emu", "gnu"]}, "'emu' and 'gnu' have the same tokens in"),
+        ({"labels": ["cat", "dog", "emu", "gnu"], "absent": "any"}, "'emu' and 'gnu' have the same tokens in"),
         ({"max_length": 3}, "'cat' and 'dog' have the same tokens in"),
         ({"processor": None, "size": 4}, "give tokenizer, or a processor that contains one"),
         ({"tokenizer": "/nowhere/at/all"}, "tokenizer: there is no file or folder /nowhere/at/all"),

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tessera.shared.api.runs import Training
 from tessera.shared.api.tasks import Task
 from tessera.shared.api.versions import VersionRef
 from tessera.shared.methods.base import MethodSpec, Plan
+from tessera.shared.model.preprocessing import FileName, FileRef
 from tessera.shared.model.selectors import roles
 from tessera.shared.run_settings import Privacy
 from tessera.worker.governance.descriptions import in_words, size, summary
@@ -13,6 +16,7 @@ from tests.support.federation import small_model
 
 MODEL = small_model()
 DIGEST = f"sha256:{'0' * 64}"
+FILE, REF = "tokenizer.json", FileRef(digest=DIGEST, nbytes=2)
 PRIVATE = Privacy(epsilon=4.0, delta=1e-6, clip_norm=1.0)
 
 
@@ -36,6 +40,19 @@ def test_a_run_is_told_in_full() -> None:
         "measured on what is held out here, which sends figures. No differential privacy: "
         "anyone who sees the updates, such as the coordinator's operator, may learn about single examples."
     )
+
+
+@pytest.mark.parametrize(
+    ("files", "raw_texts", "told"),
+    [
+        ({FILE: REF}, True, f" `notes` is converted with the run's own tokenizer, {DIGEST}. Sends "),
+        ({FILE: REF}, False, f" The run brings its own tokenizer, {DIGEST}, which `notes` does not use. Sends "),
+        ({}, True, " `notes` takes the run's own tokenizer, and the run has none: its tasks will fail. Sends "),
+        ({"preprocessor_config.json": REF}, False, " by the method fedfrozen. Sends "),
+    ],
+)
+def test_a_run_with_its_own_tokenizer_says_so(files: dict[FileName, FileRef], raw_texts: bool, told: str) -> None:
+    assert told in summary(task(), MODEL.model_copy(update={"preprocessing": files}), 10, raw_texts=raw_texts)
 
 
 def test_privacy_is_told_with_what_it_does_not_cover() -> None:

@@ -358,12 +358,18 @@ def test_pretrained_takes_the_weights_and_gives_the_head_as_many_labels_as_asked
     first, second = tmp_path / "first", tmp_path / "second"
     config = config_file(tmp_path, VIT)
     tessera_model("init", first, "--config", config, "--head", "image-classification", "--random", "--seed", 1)
-    more = ("--pretrained", "--labels", 5)
+    more = ("--pretrained", "--labels", "a, b, c, d, e")
     code, _, said = tessera_model("init", second, "--config", first, "--head", "image-classification", *more)
     old, new = load_file(first / "model.safetensors"), load_file(second / "model.safetensors")
     assert code == 0
     assert "new and random: classifier.bias, classifier.weight" in said
     assert new["classifier.weight"].shape == (5, 16)
+    assert [*json.loads((second / "config.json").read_text())["id2label"].values()] == [*"abcde"]
+    for odd in ("0", "one", "a,,b", "a,b,a"):
+        code, _, said = tessera_model(
+            "init", tmp_path / "odd", "--config", first, "--head", "features", "--labels", odd
+        )
+        assert (code, f"{odd!r} is neither a number of classes nor two names" in said) == (2, True)
     assert all(torch.equal(old[name], new[name]) for name in old if not name.startswith("classifier"))
 
 

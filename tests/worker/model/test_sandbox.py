@@ -57,9 +57,10 @@ def test_a_tokenizer_first_converts_the_texts_in_the_child(tmp_path: Path) -> No
     # Repeats each word of each text 2,000,000 times.
     bomb = json.loads(raw)
     bomb["normalizer"] = {"type": "Replace", "pattern": {"String": "t"}, "content": "t " * 2_000_000}
-    hostile = good.model_copy(update={"tokenizer": json.dumps(bomb), "texts": (("t" * 200,),)})
-    with pytest.raises(UnsafeConfig, match="converting the texts with it takes more than 128 MiB"):
-        Sandbox(memory_bytes=128 << 20).require_tokenizer(hostile, lambda: None)
+    for by_word, text in ((False, "t" * 200), (True, ("t",) * 200)):
+        asked = {"tokenizer": json.dumps(bomb), "texts": (text if by_word else (text,),), "by_word": by_word}
+        with pytest.raises(UnsafeConfig, match="converting the texts with it takes more than 128 MiB"):
+            Sandbox(memory_bytes=128 << 20).require_tokenizer(good.model_copy(update=asked), lambda: None)
 
 
 def test_verdicts_that_nobody_used_for_thirty_days_are_removed(tmp_path: Path) -> None:

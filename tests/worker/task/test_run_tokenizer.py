@@ -5,24 +5,41 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from transformers import RobertaTokenizer
 
-from tessera.shared.model.preprocessing import FileRef
+from tessera.shared.api.runs import Training
+from tessera.shared.api.tasks import Task
+from tessera.shared.model.preprocessing import FileRef, read_files
+from tessera.shared.model.spec import Model
 from tessera.shared.problems import DigestMismatch
+from tessera.shared.schema import canonical
 from tessera.shared.tensors.lazy import digest_of
-from tessera.worker.data.dataset import DataError, Dataset
+from tessera.worker.agent import Agent
+from tessera.worker.data.dataset import Dataset
 from tessera.worker.data.partition.division import hold_out
 from tessera.worker.data.registry import load
+from tessera.worker.governance.approvals import ApprovalDecision, Unapproved
+from tessera.worker.governance.run_history import RunSnapshot
+from tessera.worker.model.block_map import block_table, named_tensors
+from tessera.worker.model.build import instantiate, read_block
 from tessera.worker.model.sandbox import Sandbox
+from tessera.worker.settings import WorkerSettings
 from tessera.worker.state.blob_cache import BlobTooLarge, Cache
+from tessera.worker.stores import inbox_of
 from tessera.worker.task.errors import TaskFailure
+from tessera.worker.task.heartbeat import Stop
 from tessera.worker.task.tokenize import tokenize
-from tests.support.pretrained import bert_tokenizer
+from tests.support.coordinator import LiveCoordinator, until
+from tests.support.federation import start_run
+from tests.support.pretrained import bert_tokenizer, picture
 
 WORDS = ("the", "cat", "sat", "dog")
 FILES = ("tokenizer.json", "tokenizer_config.json")
@@ -35,16 +52,16 @@ def texts(folder: Path, *rows: str, **options: object) -> Dataset:
     return load("text", {"file": str(folder / "notes.csv"), "tokenizer": "run", **options})
 
 
-def files(folder: Path, words: tuple[str, ...] = WORDS) -> dict[str, bytes]:
-    made = bert_tokenizer(folder / "bert", words)
+def files(folder: Path, words: tuple[str, ...] = WORDS, **more: object) -> dict[str, bytes]:
+    made = bert_tokenizer(folder / "bert", words, **more)
     settings = json.loads((made / FILES[1]).read_text())
-    kept = {key: value for key, value in settings.items() if key.endswith("_token") or key == "model_input_names"}
+    kept = {key: value for key, value in settings.items() if key.endswith(("_token", "_side", "_names"))}
     (made / FILES[1]).write_text(json.dumps(kept))
     return {name: (made / name).read_bytes() for name in FILES}
 
 
 def tokens(
-    folder: Path, dataset: Dataset, held: Mapping[str, bytes], *, embeddings: int = 8, sandbox: Sandbox | None = None,
+    folder: Path, dataset: Dataset, held: Mapping[Any, bytes], *, embeddings: int = 8, sandbox: Sandbox | None = None,
     refs: Mapping[str, FileRef] | None = None, sent: bytes | None = None,
 ) -> Dataset:  # fmt: skip
     """The data set as a task of a run with these files sees it."""
@@ -68,38 +85,67 @@ def tokens(
     return made
 
 
-def test_texts_become_the_tensors_that_the_same_tokenizer_of_a_site_makes(tmp_path: Path) -> None:
-    rows = ("the cat", "the dog sat", "sat", "cat cat cat dog")
-    made = tokens(tmp_path, texts(tmp_path, *rows), files(tmp_path))
-    own = load("text", {"file": str(tmp_path / "notes.csv"), "tokenizer": str(tmp_path / "bert")})
-    assert made.tensors.keys() == own.tensors.keys()
-    assert all(torch.equal(made.tensors[name], own.tensors[name]) for name in own.tensors)
-    assert made.schema == own.schema
-    assert list(made.identities()) == list(own.identities())
-    assert torch.equal(made.padded().tensors["input_ids"], own.padded().tensors["input_ids"])
+ROWS = [{"text": text, "label": text.split()} for text in ("the cat", "the dog sat", "sat", "cat cat cat dog")]
+ROWS = [{**row, "other": "the sat", "class": number % 2} for number, row in enumerate(ROWS * 5)]
+ONE_OF_EACH = {"label": "class"}
+PETS = {"kind": "imagetext", "labels": ["cat", "dog"], "size": 4, "template": "the {}"}
 
 
-def test_pairs_and_what_is_held_out_are_converted_too(tmp_path: Path) -> None:
-    (tmp_path / "pairs.csv").write_text(
-        "text,other,label\n" + "".join(f"{'cat ' * n}dog,the sat,0\n" for n in range(20))
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        ONE_OF_EACH,
+        {**ONE_OF_EACH, "second_text": "other"},
+        {"head": "token-classification", "labels": list(WORDS)},
+        {"head": "token-classification", "labels": list(WORDS), "max_length": 4},
+        {"head": "causal-lm"},
+        PETS,
+        {**PETS, "max_length": 7},
+    ],
+    ids=["text", "pair", "words", "words cut off", "language", "classes", "classes filled up"],
+)
+def test_texts_become_the_tensors_that_the_same_tokenizer_of_a_site_makes(
+    tmp_path: Path, options: dict[str, Any], side: str
+) -> None:
+    held = files(tmp_path, padding_side=side)
+    (tmp_path / "notes.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
+    for number in range(20):
+        picture(tmp_path / "pets" / ("cat", "dog")[number % 2] / f"{number}.png", (number, 0, 0))
+    kind = options.get("kind", "text")
+    given = {name: value for name, value in options.items() if name != "kind"}
+    given |= {"folder": str(tmp_path / "pets")} if kind == "imagetext" else {"file": str(tmp_path / "notes.jsonl")}
+    theirs, own = (
+        hold_out(load(kind, {**given, "tokenizer": tokenizer}), 0.5, b"key")
+        for tokenizer in ("run", str(tmp_path / "bert"))
     )
-    options = {"file": str(tmp_path / "pairs.csv"), "second_text": "other"}
-    held = files(tmp_path)
-    made = tokens(tmp_path, hold_out(load("text", {**options, "tokenizer": "run"}), 0.5, b"key"), held)
-    own = hold_out(load("text", {**options, "tokenizer": str(tmp_path / "bert")}), 0.5, b"key")
-    for mine, theirs in ((made, own), (made.held_out, own.held_out)):
-        assert mine
-        assert theirs
-        assert mine.texts is None
-        assert torch.equal(mine.tensors["labels"], theirs.tensors["labels"])
+    assert theirs.texts
+    assert (own.classes is None) == (theirs.classes is None)
+    assert list(theirs.identities()) == list(own.identities())
+    if kind == "text":
+        assert theirs.schema == own.schema
+    made = tokens(tmp_path, theirs, held)
+    for part, same in ((made, own), (made.held_out, own.held_out)):
+        assert part
+        assert same
+        assert part.texts is None
+        assert part.schema == same.schema
         # Each side is as wide as its own longest text.
-        assert torch.equal(mine.padded().tensors["input_ids"], theirs.padded().tensors["input_ids"])
+        found, wanted = ({**each.padded().tensors, **each.common} for each in (part, same))
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
 
 
-@pytest.mark.parametrize("head", ["token-classification", "causal-lm"])
-def test_other_heads_name_a_tokenizer_of_the_site(tmp_path: Path, head: str) -> None:
-    with pytest.raises(DataError, match=f"needs head text-classification, not {head}: name a folder"):
-        texts(tmp_path, "the cat", "dog", head=head)
+def test_words_of_a_byte_level_tokenizer_begin_with_a_space_as_within_a_sentence(tmp_path: Path) -> None:
+    pieces = ("<s>", "<pad>", "</s>", "<unk>", "<mask>", *"cat", "\u0120", "ca", "cat", "\u0120cat")
+    vocabulary = {piece: number for number, piece in enumerate(pieces)}
+    made = RobertaTokenizer(vocab=vocabulary, merges=[("c", "a"), ("ca", "t"), ("\u0120", "cat")])
+    made.save_pretrained(tmp_path / "roberta")
+    options = {"head": "token-classification", "label": "text", "labels": ["cat"]}
+    dataset = texts(tmp_path, "cat cat", **options)
+    own = load("text", {"file": str(tmp_path / "notes.csv"), "tokenizer": str(tmp_path / "roberta"), **options})
+    for each in (tokens(tmp_path, dataset, read_files(tmp_path / "roberta"), embeddings=12), own):
+        assert each.tensors["input_ids"].tolist() == [[0, 11, 11, 2]]
 
 
 @pytest.mark.parametrize(
@@ -134,3 +180,53 @@ def test_bytes_that_are_others_or_too_many_are_refused(tmp_path: Path) -> None:
     refs = {"tokenizer.json": FileRef(digest=digest_of(held["tokenizer.json"]), nbytes=10)}
     with pytest.raises(BlobTooLarge, match="more than the 10 bytes"):
         tokens(tmp_path, dataset, held, refs=refs)
+
+
+# ---------------------------------------------------------------- over HTTP
+
+BERT = {
+    "model_type": "bert", "vocab_size": 12, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "intermediate_size": 8, "num_labels": 2,
+}  # fmt: skip
+TABLE = "bert.embeddings.word_embeddings.weight"
+CLS, SEP, THE, CAT, DOG = 2, 3, 4, 5, 7
+
+
+def test_a_site_trains_with_the_tokenizer_of_the_run_that_it_approved(
+    coordinator: LiveCoordinator, tmp_path: Path
+) -> None:
+    client, held = coordinator.client(), files(tmp_path)
+    refs = {name: FileRef(digest=client.put_bytes(raw), nbytes=len(raw)) for name, raw in held.items()}
+    model = instantiate(BERT, "token-classification", seed=0)
+    document = Model(config=BERT, head="token-classification", blocks=block_table(model), preprocessing=refs)
+    start = {block.name: read_block(named_tensors(model), block) for block in document.blocks}
+    plain = Training(optimizer="sgd", learning_rate=0.1, weight_decay=0.0, batch_size=4)
+    (tmp_path / "notes.csv").write_text("text,label\nthe cat,0 1\ndog,1\n")
+    notes = {
+        "kind": "text", "file": str(tmp_path / "notes.csv"), "head": "token-classification", "tokenizer": "run",
+    }  # fmt: skip
+    settings = WorkerSettings(
+        url=coordinator.url, token=coordinator.token("site", "a"), name="w", state_dir=tmp_path / "state", threads=1,
+        poll_seconds=5, datasets={"notes": notes}, policy={"approve_runs": True},
+    )  # fmt: skip
+    agent, inbox = Agent(settings, Stop()), inbox_of(settings)
+    run = start_run(client, document, start, dataset="notes", training=plain)
+    asked: Task = until(agent._next)
+    agent._run_task(asked)
+    (request,) = inbox.requests()
+    assert f"`notes` is converted with the run's own tokenizer, {refs[FILES[0]].digest}." in request.summary
+
+    inbox.decide(run.id, ApprovalDecision(approved=True, by="ann", at=datetime.now(UTC)))
+    task: Task = until(agent._next)
+    # The approval does not cover the same task with another tokenizer.
+    other = document.model_copy(update={"preprocessing": {FILES[0]: refs[FILES[1]]}})
+    changed = RunSnapshot.of(task.model_copy(update={"model": digest_of(canonical(other))}))
+    with pytest.raises(Unapproved, match="awaiting-approval"):
+        inbox.require(changed, lambda terms: request.model_copy(update={"terms": terms}))
+    agent._run_task(task)
+    until(lambda: client.run(run.id).state == "completed")
+    agent._client.close()
+    first, last = (client.manifest(version.digest).blocks[TABLE] for version in client.versions(run.id))
+    before, after = (np.frombuffer(client.read_blob(digest), np.float32).reshape(12, 8) for digest in (first, last))
+    # Only the tokens of these texts have learnt.
+    assert np.flatnonzero((before != after).any(axis=1)).tolist() == [CLS, SEP, THE, CAT, DOG]

@@ -10,7 +10,7 @@ processor = "/models/vit"
 import hashlib
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Self
 
@@ -64,7 +64,7 @@ class ImagesOptions(PixelOptions):
         return self
 
 
-def images(options: ImagesOptions, common: Mapping[str, Tensor] | None = None) -> Dataset:
+def images(options: ImagesOptions) -> Dataset:
     """Return `pixel_values` float32 [n, channels, height, width], a processor's other inputs, `labels` int64 [n].
 
     An example's source is the digest of its image's file. Raises DataError.
@@ -86,9 +86,7 @@ def images(options: ImagesOptions, common: Mapping[str, Tensor] | None = None) -
     sources = [_digest(picture) for picture in pictures]
     shapes = {PIXELS: fixed_shape(options, prepare), LABELS: ()}
     schema = schema_of({name: tensors[name] for name in shapes}, shapes, len(options.labels or ()) or None)
-    return Dataset(
-        tensors, common or {}, domains=domains, sources=sources, groups=groups, report=report, schema=schema
-    )
+    return Dataset(tensors, domains=domains, sources=sources, groups=groups, report=report, schema=schema)
 
 
 def _digest(picture: Picture) -> bytes:

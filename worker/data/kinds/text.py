@@ -11,17 +11,19 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from pydantic import Field, PositiveInt
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
 from tessera.worker.data.dataset import LABELS, Adapter, DataError, Dataset, LoadReport, Options, RawTexts, schema_of
 from tessera.worker.data.readers.class_labels import Absent, Names, numbered
 from tessera.worker.data.readers.tables import DataTable, Files, read_table
-from tessera.worker.data.readers.tokenizer import MAX_TOKENS, RUN, Encoded, encode, tokenizer_of
+from tessera.worker.data.readers.tokenizer import MAX_TOKENS, RUN, Encoded, encode, tokenized, tokenizer_of
 from tessera.worker.model.forward import IGNORED
 
 
@@ -58,52 +60,48 @@ def text(options: TextOptions) -> Dataset:
     if options.second_text is not None and options.head != "text-classification":
         raise DataError(f"second_text: needs head text-classification, not {options.head}: leave it out")
     table = read_table("file", options.file, options.split)
-    if options.tokenizer == RUN:
-        return _raw(options, table)
-    # A word of a list is encoded like a word within a sentence.
-    more = {"add_prefix_space": True} if options.head == "token-classification" else {}
-    tokenizer = tokenizer_of("tokenizer", options.tokenizer, **more)
-    encoded, labels = _HEADS[options.head](options, table, tokenizer)
-    # A text without tokens gives a loss of nan, and so does a single token without a next one.
-    least = 2 if options.head == "causal-lm" else 1
-    if len(short := torch.nonzero((~encoded.empty).sum(dim=1) < least)):
-        raise DataError(f"text: row {int(short[0])} of {table.where} has fewer than {least} tokens: remove the row")
-    padding = encoded.padding
-    if labels.ndim > 1:
-        padding = replace(padding, values={**padding.values, LABELS: IGNORED})
-    tensors = {**encoded.inputs, LABELS: labels}
-    domains, groups = table.domains(options.domain), table.groups(options.group)
-    sources, report = _sources(options, table), LoadReport(encoded.unknown, table.ignored_files)
-    # Without token types, which are left out or not by what the texts are.
-    declared = {name: tensor for name, tensor in tensors.items() if name != "token_type_ids"}
-    shapes = {name: (padding.width,) if tensor.ndim > 1 else () for name, tensor in declared.items()}
-    schema = schema_of(declared, shapes, len(options.labels or ()) or None)
-    return Dataset(
-        tensors, domains=domains, sources=sources, padding=padding, groups=groups, report=report, schema=schema
-    )
-
-
-def _raw(options: TextOptions, table: DataTable) -> Dataset:
-    """Return the texts and `labels`, int64 [n], for the tokenizer of each run."""
-    if options.head != "text-classification":
-        raise DataError(f'tokenizer: "{RUN}" needs head text-classification, not {options.head}: name a folder')
-    first, second = _texts(options, table)
-    labels = torch.tensor(_numbered(options, table, table.column("label", options.label)))
-    shapes = {"input_ids": (options.max_length,), "attention_mask": (options.max_length,), LABELS: ()}
-    return Dataset(
+    texts, labels = _HEADS[options.head](options, table)
+    tokens = (options.max_length,)
+    shapes = {"input_ids": tokens, "attention_mask": tokens, LABELS: tokens if labels.ndim > 1 else ()}
+    raw = Dataset(
         {LABELS: labels},
         domains=table.domains(options.domain),
         sources=_sources(options, table),
         groups=table.groups(options.group),
-        texts=RawTexts(first, second, options.max_length),
+        texts=texts,
         report=LoadReport(None, table.ignored_files),
         schema=schema_of(dict.fromkeys(shapes, labels), shapes, len(options.labels or ()) or None),
     )
+    if options.tokenizer == RUN:
+        return raw
+    return tokenized(raw, tokenizer_of("tokenizer", options.tokenizer, by_word=texts.by_word))
 
 
-def _texts(options: TextOptions, table: DataTable) -> tuple[list[str], list[str] | None]:
-    seconds = None if options.second_text is None else table.texts("second_text", options.second_text)
-    return table.texts("text", options.text), seconds
+def _converted(where: str, dataset: Dataset, texts: RawTexts, tokenizer: PreTrainedTokenizerBase) -> Dataset:
+    """Return the data set that `text` describes from raw texts and the label of each, or of each of its words."""
+    encoded = encode(tokenizer, texts)
+    labels, padding, least = dataset.tensors[LABELS], encoded.padding, 1
+    if texts.by_word:
+        labels = _of_first_tokens(labels, encoded)
+        # A batch in which all labels are ignored has a loss of nan.
+        if len(empty := torch.nonzero((labels == IGNORED).all(dim=1))):
+            row = f"row {texts.numbers[int(empty[0])]} of {where}"
+            raise DataError(f"max_length: {row} has no word in its first {texts.max_length} tokens")
+    elif labels.ndim > 1:
+        labels, least = encoded.ids.masked_fill(encoded.empty, IGNORED), 2
+    # A text without tokens gives a loss of nan, and so does a single token without a next one.
+    if len(short := torch.nonzero((~encoded.empty).sum(dim=1) < least)):
+        row = f"row {texts.numbers[int(short[0])]} of {where}"
+        raise DataError(f"text: {row} has fewer than {least} tokens: remove the row")
+    if labels.ndim > 1:
+        padding = replace(padding, values={**padding.values, LABELS: IGNORED})
+    tensors = {**encoded.inputs, LABELS: labels}
+    # Without token types, which are left out or not by what the texts are.
+    declared = {name: tensor for name, tensor in tensors.items() if name != "token_type_ids"}
+    shapes = {name: (padding.width,) if tensor.ndim > 1 else () for name, tensor in declared.items()}
+    report = replace(dataset.report, unknown_tokens=encoded.unknown)
+    schema = schema_of(declared, shapes, dataset.schema.classes)
+    return replace(dataset, tensors=tensors, padding=padding, report=report, schema=schema)
 
 
 def _sources(options: TextOptions, table: DataTable) -> list[bytes]:
@@ -113,35 +111,41 @@ def _sources(options: TextOptions, table: DataTable) -> list[bytes]:
     return [hashlib.sha256(json.dumps(row, default=str).encode()).digest() for row in rows]
 
 
-def _classified(options: TextOptions, table: DataTable, tokenizer: PreTrainedTokenizerBase) -> tuple[Encoded, Tensor]:
-    texts, seconds = _texts(options, table)
-    labels = _numbered(options, table, table.column("label", options.label))
-    return encode(tokenizer, texts, seconds, max_length=options.max_length), torch.tensor(labels)
+def _raw(options: TextOptions, table: DataTable, first: Sequence[Any], **more: Any) -> RawTexts:
+    convert = partial(_converted, table.where)
+    return RawTexts(first, convert, options.max_length, numbers=range(len(first)), **more)
 
 
-def _tagged(options: TextOptions, table: DataTable, tokenizer: PreTrainedTokenizerBase) -> tuple[Encoded, Tensor]:
-    if not tokenizer.is_fast:
-        raise DataError(f"tokenizer: {options.tokenizer} has no fast version, which token-classification needs")
+def _classified(options: TextOptions, table: DataTable) -> tuple[RawTexts, Tensor]:
+    seconds = None if options.second_text is None else table.texts("second_text", options.second_text)
+    labels = torch.tensor(_numbered(options, table, table.column("label", options.label)))
+    return _raw(options, table, table.texts("text", options.text), second=seconds), labels
+
+
+def _tagged(options: TextOptions, table: DataTable) -> tuple[RawTexts, Tensor]:
+    """Return lists of words, and the label of each word, int64 [n, words], with -100 after a list's end."""
     words = [_words(value) for value in table.column("text", options.text)]
     tags = [_words(value) for value in table.column("label", options.label)]
     for row, (of_words, of_tags) in enumerate(zip(words, tags, strict=True)):
         if not of_words or len(of_words) != len(of_tags):
             raise DataError(f"label: row {row} of {table.where} has {len(of_tags)} labels for {len(of_words)} words")
     numbers = iter(_numbered(options, table, [tag for row in tags for tag in row]))
-    by_word = [[next(numbers) for _ in row] for row in tags]
-    encoded = encode(tokenizer, words, max_length=options.max_length, by_word=True)
+    # Further words have no token within `max_length`.
+    by_word = [torch.tensor([next(numbers) for _ in row][: options.max_length]) for row in tags]
+    first = [row[: options.max_length] for row in words]
+    return _raw(options, table, first, by_word=True), pad_sequence(by_word, True, IGNORED)
+
+
+def _of_first_tokens(by_word: Tensor, encoded: Encoded) -> Tensor:
+    """Return the labels of words, [n, words], at the first token of each, [n, tokens], and -100 elsewhere."""
     labels = torch.full_like(encoded.ids, IGNORED)
-    for row, of_row in enumerate(by_word):
+    for row, words in enumerate(encoded.words):
         before = None
-        for place, word in enumerate(encoded.words[row]):
+        for place, word in enumerate(words):
             if word is not None and word != before:
-                labels[row, place] = of_row[word]
+                labels[row, place] = by_word[row, word]
             before = word
-    # A batch in which all labels are ignored has a loss of nan.
-    if len(empty := torch.nonzero((labels == IGNORED).all(dim=1))):
-        where = f"row {int(empty[0])} of {table.where}"
-        raise DataError(f"max_length: {where} has no word in its first {options.max_length} tokens")
-    return encoded, labels
+    return labels
 
 
 def _numbered(options: TextOptions, table: DataTable, values: Sequence[object]) -> list[int]:
@@ -156,9 +160,10 @@ def _words(value: object) -> list[str]:
     return value.split() if isinstance(value, str) else []
 
 
-def _continued(options: TextOptions, table: DataTable, tokenizer: PreTrainedTokenizerBase) -> tuple[Encoded, Tensor]:
-    encoded = encode(tokenizer, table.texts("text", options.text), max_length=options.max_length)
-    return encoded, encoded.ids.masked_fill(encoded.empty, IGNORED)
+def _continued(options: TextOptions, table: DataTable) -> tuple[RawTexts, Tensor]:
+    """Return texts, and no labels before there are tokens: int64 [n, 0]."""
+    texts = table.texts("text", options.text)
+    return _raw(options, table, texts), torch.empty((len(texts), 0), dtype=torch.int64)
 
 
 _HEADS = {"text-classification": _classified, "token-classification": _tagged, "causal-lm": _continued}

@@ -1,14 +1,14 @@
 """Conversion of texts to a model's `input_ids`, by a tokenizer of transformers."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from tokenizers.pre_tokenizers import ByteLevel
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from tessera.worker.data.dataset import LABELS, DataError, Dataset, Padding, in_short
+from tessera.worker.data.dataset import DataError, Dataset, Padding, RawTexts, in_short
 from tessera.worker.data.readers.pretrained import load_pretrained
 
 MAX_TOKENS = 1 << 20
@@ -16,8 +16,6 @@ RUN = "run"
 """The setting of a data set that is converted with the tokenizer of each run."""
 AT_ONCE = 4096
 """Number of texts to encode together: a tokenizer's result needs many times the memory of the tensors."""
-
-Texts = Sequence[str] | Sequence[Sequence[str]]
 
 
 def load_tokenizer(option: str, source: str, **more: object) -> PreTrainedTokenizerBase:
@@ -27,7 +25,8 @@ def load_tokenizer(option: str, source: str, **more: object) -> PreTrainedTokeni
     """
     if source == RUN:
         raise DataError(
-            f"{option}: {RUN!r} is possible only for kind text: name a folder; ./{RUN} is one of this name"
+            f"{option}: {RUN!r} is the tokenizer of each run, which only a data set's `tokenizer` may name: name a "
+            f"folder; ./{RUN} is one of this name"
         )
     tokenizer: PreTrainedTokenizerBase = load_pretrained(option, source, AutoTokenizer.from_pretrained, **more)
     if not set(tokenizer.get_vocab()).difference(tokenizer.all_special_tokens):
@@ -39,9 +38,15 @@ def load_tokenizer(option: str, source: str, **more: object) -> PreTrainedTokeni
     return tokenizer
 
 
-def tokenizer_of(option: str, source: str, **more: object) -> PreTrainedTokenizerBase:
+def tokenizer_of(option: str, source: str, *, by_word: bool = False) -> PreTrainedTokenizerBase:
     """Return a tokenizer with a padding token: its end-of-text token if it has no other. Raises DataError."""
-    tokenizer = load_tokenizer(option, source, **more)
+    # A word of a list is encoded like a word within a sentence.
+    tokenizer = load_tokenizer(option, source, **({"add_prefix_space": True} if by_word else {}))
+    if by_word and not tokenizer.is_fast:
+        raise DataError(f"{option}: {source} has no fast version, which token-classification needs")
+    # Of `tokenizer.json` alone, transformers makes a tokenizer that ignores the setting.
+    if by_word and isinstance(step := tokenizer.backend_tokenizer.pre_tokenizer, ByteLevel):
+        step.add_prefix_space = True
     if tokenizer.pad_token is None:
         if tokenizer.eos_token is None:
             raise DataError(f"{option}: {source} has no padding token: set its pad_token")
@@ -85,38 +90,29 @@ class Encoded:
         return inputs if types is None or not torch.any(types) else {**inputs, "token_type_ids": types}
 
 
-def encode(
-    tokenizer: PreTrainedTokenizerBase,
-    texts: Texts,
-    seconds: Sequence[str] | None = None,
-    *,
-    max_length: int | None,
-    fill: bool = False,
-    by_word: bool = False,
-) -> Encoded:
+def encode(tokenizer: PreTrainedTokenizerBase, texts: RawTexts, *, fill: bool = False) -> Encoded:
     """Return the texts as tokens, truncated to `max_length` or the tokenizer's limit, and padded to the longest text.
 
-    With `fill` they are padded to that limit instead. With `by_word` each text is a list of words. Raises DataError
-    if the tokenizer fails.
+    With `fill` they are padded to that limit instead. Raises DataError if the tokenizer fails.
     """
-    longest = min(max_length or MAX_TOKENS, tokenizer.model_max_length, MAX_TOKENS)
+    longest = min(texts.max_length or MAX_TOKENS, tokenizer.model_max_length, MAX_TOKENS)
     settings = {
         "padding": "max_length" if fill else "longest",
         "truncation": True,
         "max_length": longest,
-        "is_split_into_words": by_word,
+        "is_split_into_words": texts.by_word,
         "return_attention_mask": True,
         "return_tensors": "pt",
     }
     pieces, words = [], []
-    for first in range(0, len(texts), AT_ONCE):
+    for first in range(0, len(texts.first), AT_ONCE):
         some = slice(first, first + AT_ONCE)
         try:
-            encoded: Any = tokenizer(texts[some], None if seconds is None else seconds[some], **settings)
+            encoded: Any = tokenizer(texts.first[some], texts.second and texts.second[some], **settings)
         except (ValueError, TypeError, LookupError, AssertionError, OverflowError) as fault:
             raise DataError(f"tokenizer: {in_short(fault)}") from fault
         pieces.append({name: tensor for name, tensor in encoded.items() if isinstance(tensor, Tensor)})
-        words += [encoded.word_ids(row) for row in range(len(texts[some]))] if by_word else []
+        words += [encoded.word_ids(row) for row in range(len(texts.first[some]))] if texts.by_word else []
     width = max(piece["input_ids"].shape[1] for piece in pieces)
     on_left = tokenizer.padding_side == "left"
     known = {"input_ids": tokenizer.pad_token_id, "token_type_ids": tokenizer.pad_token_type_id}
@@ -141,17 +137,8 @@ def encode(
 
 def tokenized(dataset: Dataset, tokenizer: PreTrainedTokenizerBase) -> Dataset:
     """Return a data set of raw texts, and its held-out share, as tokens. Raises DataError."""
-
-    def converted(part: Dataset) -> Dataset:
-        if part.texts is None:
-            return part
-        encoded = encode(tokenizer, part.texts.first, part.texts.second, max_length=part.texts.max_length)
-        if encoded.empty.all(dim=1).any():
-            raise DataError("tokenizer: a text has no token")
-        tensors = {**encoded.inputs, LABELS: part.tensors[LABELS]}
-        return replace(part, tensors=tensors, padding=encoded.padding, texts=None)
-
-    return replace(converted(dataset), held_out=dataset.held_out and converted(dataset.held_out))
+    made = replace(dataset.texts.convert(dataset, dataset.texts, tokenizer), texts=None) if dataset.texts else dataset
+    return replace(made, held_out=dataset.held_out and tokenized(dataset.held_out, tokenizer))
 
 
 def _unknown(tokenizer: PreTrainedTokenizerBase, ids: Tensor) -> float | None:
