@@ -13,7 +13,7 @@ from tessera.coordinator.db.tables import AuditRow, RoundRow, RunRow, SiteRow, T
 from tessera.coordinator.domain.lifecycle import LIVE_ROUND
 from tessera.coordinator.operations import sites
 from tessera.coordinator.telemetry.metrics import Metrics
-from tessera.shared.api.admin import AuditEntry, IssuedToken, Status, Token, TokenSpec
+from tessera.shared.api.admin import AuditEntry, IssuedToken, Rotated, Rotation, Status, Token, TokenSpec
 from tessera.shared.schema import PROTOCOL, Page
 from tessera.shared.version import VERSION
 
@@ -42,6 +42,12 @@ def list_tokens(serving: Serving, caller: Admin, limit: Limit = 100, cursor: Cur
 def revoke_token(token_id: str, serving: Serving, caller: Admin) -> None:
     """Revoke a token at once, and end the claims that wait with it."""
     sites.revoke_token(serving, caller, token_id)
+
+
+@router.post("/v1/admin/tokens/{token_id}/rotate", operation_id="rotateTokenById")
+def rotate_token(token_id: str, rotation: Rotation, serving: Serving, caller: Admin) -> Rotated:
+    """Replace the secret of a token by one made by the administrator. The previous one stays valid for a while."""
+    return sites.rotate_token(serving, caller, token_id, rotation.secret_hash)
 
 
 @router.get("/v1/admin/audit", operation_id="listAudit")

@@ -29,6 +29,7 @@ from tessera.shared.api.tasks import AdvertisedPolicy, LiveValues, TaskView
 from tessera.shared.problems import NotFound
 from tessera.shared.rounds.outliers import ABSENT
 from tessera.shared.schema import ACCEPTED
+from tessera.shared.token_format import hash_of, new_secret
 
 router = APIRouter(prefix=PREFIX, include_in_schema=False, route_class=PageRoute)
 
@@ -353,8 +354,11 @@ def revoke_token(token_id: str, serving: Serving, who: Sender) -> Response:
 @router.post("/tokens/{token_id}/rotate")
 def rotate_token(token_id: str, request: Request, serving: Serving, who: Sender) -> Response:
     require_role(who.principal, "admin")
-    issued = sites.rotate_token(serving, who.principal, token_id)
-    return render(request, "secret.html", who, token=issued, grace=serving.settings.rotation_grace_seconds)
+    with serving.database.snapshot() as session:
+        token = _token(session, token_id)
+    secret = new_secret(token.role)
+    rotated = sites.rotate_token(serving, who.principal, token_id, hash_of(secret))
+    return render(request, "secret.html", who, token=token, secret=secret, grace=rotated.grace_seconds)
 
 
 def _token(session: Session, token_id: str) -> Token:

@@ -18,7 +18,7 @@ from tessera.coordinator.db.tables import AuditRow, EnrolmentRow, SiteRow, Token
 from tessera.coordinator.db.workers import create_site, no_site
 from tessera.coordinator.domain.principal import Principal
 from tessera.coordinator.services import Services
-from tessera.shared.api.admin import Approval, Enrolment, EnrolmentSpec, Rotated, Rotation
+from tessera.shared.api.admin import Approval, Enrolment, EnrolmentSpec
 from tessera.shared.problems import Busy, Conflict, Fault, Forbidden, Invalid, NotFound, Unauthenticated
 from tessera.shared.schema import Page
 from tessera.shared.token_format import hash_of, normal_code
@@ -122,14 +122,6 @@ def decline(services: Services, caller: Principal, enrolment_id: str) -> Enrolme
         _end(session, now, row, "declined", row.site)
         audit.record(session, now, caller.actor, "enrolment.decline", row.id, **_told(row))
         return views.enrolment_view(row, now)
-
-
-def rotate(services: Services, caller: Principal, secret: str, rotation: Rotation) -> Rotated:
-    """Replace the secret of a site's token; `secret`, the current one, stays valid for a while."""
-    grace = services.settings.rotation_grace_seconds
-    with services.database.transaction() as session:
-        tokens.rotate_token(session, services.database.now(), caller, secret, rotation.secret_hash, grace)
-    return Rotated(grace_seconds=grace)
 
 
 def _wait(session: Session, now: float, spec: EnrolmentSpec, address: str, most: int) -> EnrolmentRow:
