@@ -13,8 +13,7 @@ from tessera.coordinator.api.request_limits import BoundedRoute
 from tessera.coordinator.auth.permissions import run_within_reach, runs_of
 from tessera.coordinator.db import views
 from tessera.coordinator.db.round_views import WITH_TASKS, round_view
-from tessera.coordinator.db.tables import RoundRow, RunRow, SiteRow, TaskRow, VersionRow
-from tessera.coordinator.db.workers import find_site
+from tessera.coordinator.db.tables import RoundRow, RunRow, SiteRow, TaskRow, VersionRow, find
 from tessera.coordinator.domain.principal import Principal
 from tessera.coordinator.operations import runs
 from tessera.shared.api.runs import Measurement, Preview, Round, Run, RunPatch, RunSpec
@@ -70,7 +69,7 @@ def get_run(run_id: str, serving: Serving, caller: Anyone, response: Response) -
 
 
 def _site_of(session: Session, caller: Principal) -> SiteRow | None:
-    return None if caller.site_id is None else find_site(session, caller.site_id)
+    return None if caller.site_id is None else find(session, SiteRow, caller.site_id)
 
 
 def _shown(session: Session, site: SiteRow | None, row: RunRow) -> Run:

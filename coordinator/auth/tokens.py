@@ -4,11 +4,11 @@ from sqlalchemy import ColumnElement, Row, exists, select
 from sqlalchemy.orm import Session
 
 from tessera.coordinator.db import audit
-from tessera.coordinator.db.tables import SiteRow, TokenRow, new_id
+from tessera.coordinator.db.tables import SiteRow, TokenRow, find, new_id
 from tessera.coordinator.db.workers import no_site
 from tessera.coordinator.domain.principal import Principal
 from tessera.shared.api.admin import TokenSpec
-from tessera.shared.problems import Conflict, Invalid, NotFound, SiteSuspended, Unauthenticated
+from tessera.shared.problems import Conflict, Invalid, SiteSuspended, Unauthenticated
 from tessera.shared.token_format import hash_of, new_secret
 
 SUSPENDED_SECONDS = 30.0
@@ -99,9 +99,7 @@ def revoke_token(
     session: Session, now: float, actor: str, token_id: str, *, admins_sign_in: bool = False
 ) -> TokenRow:
     """Revoke a token. Raise NotFound, and Conflict for the last admin token unless `admins_sign_in` elsewhere."""
-    row = session.get(TokenRow, token_id)
-    if row is None:
-        raise NotFound(f"there is no token {token_id}")
+    row = find(session, TokenRow, token_id)
     if row.revoked_at is None:
         unexpired = TokenRow.expires_at.is_(None) | (TokenRow.expires_at > now)
         other = (TokenRow.role == "admin") & (TokenRow.id != token_id) & TokenRow.revoked_at.is_(None) & unexpired
@@ -123,9 +121,7 @@ def rotate_token(
 
     Raise NotFound, and Conflict for a token or a shown secret that is not valid, and for a hash that is known.
     """
-    row = session.get(TokenRow, token_id)
-    if row is None:
-        raise NotFound(f"there is no token {token_id}")
+    row = find(session, TokenRow, token_id)
     if row.secret_hash == fresh_hash:
         return
     if row.revoked_at is not None or (row.expires_at is not None and row.expires_at <= now) or row.uses_left == 0:

@@ -6,7 +6,7 @@ added later has a default in the schema, so that the previous version can still 
 
 import json
 import uuid
-from typing import Any
+from typing import Any, TypeVar
 
 from sqlalchemy import (
     JSON,
@@ -22,8 +22,17 @@ from sqlalchemy import (
     select,
     text,
 )
-from sqlalchemy.orm import DeclarativeBase, Mapped, column_property, mapped_column, relationship, validates
+from sqlalchemy.orm import (
+    DeclarativeBase,
+    Mapped,
+    Session,
+    column_property,
+    mapped_column,
+    relationship,
+    validates,
+)
 
+from tessera.shared.problems import NotFound
 from tessera.shared.tensors.lazy import digest_of
 
 
@@ -43,6 +52,17 @@ class Table(DeclarativeBase):
     metadata = MetaData(naming_convention=NAMES)
     # Sizes and seeds outgrow 32 bits.
     type_annotation_map = {dict[str, Any]: JSON, list[str]: JSON, str: String, int: BigInteger}
+
+
+R = TypeVar("R", bound=Table)
+
+
+def find(session: Session, table: type[R], row_id: str) -> R:
+    """Return the row with this id. Raise NotFound."""
+    row = session.get(table, row_id)
+    if row is None:
+        raise NotFound(f"there is no {table.__tablename__[:-1]} {row_id}")
+    return row
 
 
 def _partial_index(name: str, *columns: str, where: str, unique: bool = False) -> Index:

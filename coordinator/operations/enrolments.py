@@ -14,7 +14,7 @@ from sqlalchemy.orm import Session
 
 from tessera.coordinator.auth import tokens
 from tessera.coordinator.db import audit, views
-from tessera.coordinator.db.tables import AuditRow, EnrolmentRow, SiteRow, TokenRow, new_id
+from tessera.coordinator.db.tables import AuditRow, EnrolmentRow, SiteRow, TokenRow, find, new_id
 from tessera.coordinator.db.workers import create_site, no_site
 from tessera.coordinator.domain.principal import Principal
 from tessera.coordinator.services import Services
@@ -206,9 +206,7 @@ def _decided_at(session: Session, row: EnrolmentRow) -> float | None:
 
 
 def _pending(session: Session, now: float, enrolment_id: str) -> EnrolmentRow:
-    row = session.get(EnrolmentRow, enrolment_id)
-    if row is None:
-        raise NotFound(f"there is no enrolment {enrolment_id}")
+    row = find(session, EnrolmentRow, enrolment_id)
     if row.state != "pending" or row.expires_at <= now:
         state = row.state if row.state != "pending" else "expired"
         raise Conflict(f"the enrolment is {state}, which is final", remedy="Have the worker join again.")

@@ -3,6 +3,7 @@
 from tessera.coordinator.auth import tokens
 from tessera.coordinator.db import audit, views, workers
 from tessera.coordinator.db.idempotency import once
+from tessera.coordinator.db.tables import SiteRow, find
 from tessera.coordinator.domain.principal import Principal
 from tessera.coordinator.services import Services
 from tessera.shared.api.admin import IssuedToken, Rotated, Site, SiteSpec, Token, TokenSpec
@@ -36,7 +37,7 @@ def resume_site(services: Services, caller: Principal, site_id: str) -> Site:
 def _set_suspended(services: Services, caller: Principal, site_id: str, *, suspended: bool) -> tuple[Site, list[str]]:
     """Return the site and its workers' ids. Repeating it changes nothing."""
     with services.database.transaction() as session:
-        now, row = services.database.now(), workers.find_site(session, site_id)
+        now, row = services.database.now(), find(session, SiteRow, site_id)
         if suspended != (row.suspended_at is not None):
             row.suspended_at = now if suspended else None
             action = "site.suspend" if suspended else "site.resume"
