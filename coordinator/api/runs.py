@@ -13,7 +13,7 @@ from tessera.coordinator.api.request_limits import BoundedRoute
 from tessera.coordinator.auth.permissions import run_within_reach, runs_of
 from tessera.coordinator.db import views
 from tessera.coordinator.db.round_views import WITH_TASKS, round_view
-from tessera.coordinator.db.tables import RoundRow, RunRow, SiteRow, TaskRow, VersionRow, find
+from tessera.coordinator.db.tables import RUNS, RoundRow, RunRow, SiteRow, TaskRow, VersionRow, find
 from tessera.coordinator.domain.principal import Principal
 from tessera.coordinator.operations import runs
 from tessera.shared.api.runs import Measurement, Preview, Round, Run, RunPatch, RunSpec
@@ -50,9 +50,7 @@ def preview_run(spec: RunSpec, serving: Serving, caller: Orchestrator) -> Previe
 def list_runs(serving: Serving, caller: Anyone, limit: Limit = 100, cursor: Cursor = None) -> Page[Run]:
     """Return all runs; for a site, those that it takes part in."""
     with serving.database.snapshot() as session:
-        # `run_view` finds the version in the session.
-        latest = (VersionRow.run_id == RunRow.id) & (VersionRow.number == RunRow.version_number)
-        query, site = select(RunRow, VersionRow).join(VersionRow, latest), _site_of(session, caller)
+        query, site = RUNS, _site_of(session, caller)
         if site:
             query = query.where(RunRow.id.in_(runs_of(site.id)))
         keys = (RunRow.created_at, RunRow.id)

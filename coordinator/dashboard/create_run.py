@@ -19,7 +19,7 @@ from tessera.coordinator.dashboard.session import FORM_TOKEN, STEERING, Fields, 
 from tessera.coordinator.dashboard.templating import render
 from tessera.coordinator.db import views
 from tessera.coordinator.db.snapshots import live_workers
-from tessera.coordinator.db.tables import RunRow, UploadRow, VersionRow, new_id
+from tessera.coordinator.db.tables import RUNS, RunRow, UploadRow, VersionRow, new_id
 from tessera.coordinator.domain.principal import Principal
 from tessera.coordinator.operations import runs
 from tessera.coordinator.services import Services
@@ -205,16 +205,10 @@ def _choices(serving: Services, caller: Principal, chosen: str = "") -> dict[str
 
 def _of_runs(session: Session) -> list[tuple[str, str]]:
     """Return the last stored version of each of the latest runs: its model's digest and its own, and a label."""
-    rows = session.execute(
-        select(RunRow, VersionRow.digest)
-        .join(VersionRow, (VersionRow.run_id == RunRow.id) & (VersionRow.number == RunRow.version_number))
-        .where(VersionRow.retired_at.is_(None))
-        .order_by(RunRow.updated_at.desc())
-        .limit(MAX_RUNS)
-    )
+    stored = RUNS.where(VersionRow.retired_at.is_(None)).order_by(RunRow.updated_at.desc()).limit(MAX_RUNS)
     return [
-        (f"{run.spec['model']} {digest}", f"{run.name} ({run.id[:8]}), version {run.version_number}")
-        for run, digest in rows
+        (f"{run.spec['model']} {version.digest}", f"{run.name} ({run.id[:8]}), version {version.number}")
+        for run, version in session.execute(stored)
     ]
 
 

@@ -37,7 +37,7 @@ from tessera.coordinator.dashboard.templating import number, plural, render, siz
 from tessera.coordinator.db import views
 from tessera.coordinator.db.round_views import WITH_TASKS, round_view
 from tessera.coordinator.db.snapshots import candidates, invitation, live_workers
-from tessera.coordinator.db.tables import AuditRow, RoundRow, RunRow, VersionRow
+from tessera.coordinator.db.tables import RUNS, AuditRow, RoundRow, RunRow, VersionRow
 from tessera.coordinator.domain.lifecycle import LIVE_ROUND, LIVE_RUN
 from tessera.coordinator.domain.workers import sites_of
 from tessera.coordinator.operations.runs import etag, patch_run
@@ -83,7 +83,7 @@ def list_runs(
     chosen = {"state": state, "method": method, "dataset": dataset, "q": q.strip()}
     with serving.database.snapshot() as session:
         names = {"method": RunRow.spec["method"]["name"].as_string(), "dataset": RunRow.spec["dataset"].as_string()}
-        query = select(RunRow).order_by(RunRow.created_at.desc(), RunRow.id.desc()).limit(AT_A_TIME + 1)
+        query = RUNS.order_by(RunRow.created_at.desc(), RunRow.id.desc()).limit(AT_A_TIME + 1)
         for name, column in {"state": RunRow.state, **names}.items():
             if chosen[name]:
                 query = query.where(column == chosen[name])
@@ -95,8 +95,8 @@ def list_runs(
             last = views.find_run(session, before)
             same = (RunRow.created_at == last.created_at) & (RunRow.id < last.id)
             query = query.where((RunRow.created_at < last.created_at) | same)
-        rows = session.scalars(query).all()
-        runs = [views.run_view(session, row) for row in rows[:AT_A_TIME]]
+        rows = session.execute(query).all()
+        runs = [views.run_view(session, row) for row, _ in rows[:AT_A_TIME]]
         filters = {name: value for name, value in chosen.items() if value}
         return render(
             request,
