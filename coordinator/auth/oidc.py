@@ -233,15 +233,13 @@ class OIDCLogin:
     provider is shown of it are HMACs, each for one purpose.
     """
 
-    def __init__(
-        self, settings: CoordinatorSettings, people: OIDCVerifier, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, settings: CoordinatorSettings, people: OIDCVerifier) -> None:
         self._settings = settings
         self._issuer = settings.oidc_issuer or ""
         self._client_id = settings.oidc_client_id or ""
         self._back = (settings.public_url or "").rstrip("/") + BACK
         self._people = people
-        self._about = _Hourly(self._issuer, lambda: discovered(self._issuer), clock, "oidc.provider_away")
+        self._about = _Hourly(self._issuer, lambda: discovered(self._issuer), time.monotonic, "oidc.provider_away")
 
     @property
     def host(self) -> str:

@@ -14,6 +14,7 @@ from sqlalchemy import ColumnElement, func, select, true
 from sqlalchemy.orm import InstrumentedAttribute, Session
 
 from tessera.coordinator.api.dependencies import Serving, require_role
+from tessera.coordinator.dashboard.charts.run_charts import download
 from tessera.coordinator.dashboard.security_headers import PREFIX
 from tessera.coordinator.dashboard.session import PageRoute, Signed
 from tessera.coordinator.dashboard.templating import render, span
@@ -100,8 +101,7 @@ def as_csv(name: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) 
     for row in rows:
         cells = ("" if cell is None else str(cell) for cell in row)
         writer.writerow("'" + cell if cell.startswith(FORMULAS) else cell for cell in cells)
-    headers = {"Content-Disposition": f'attachment; filename="{name}.csv"'}
-    return Response(file.getvalue(), media_type="text/csv; charset=utf-8", headers=headers)
+    return download(file.getvalue(), f"{name}.csv", "text/csv")
 
 
 # ---------------------------------------------------------------- failures

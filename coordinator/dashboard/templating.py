@@ -133,8 +133,8 @@ def clock(at: datetime | None) -> str:
     return NOTHING if at is None else at.astimezone(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
-def plural(count: int, one: str, many: str | None = None) -> str:
-    return f"{number(count)} {one if count == 1 else many or one + 's'}"
+def plural(count: int, one: str) -> str:
+    return f"{number(count)} {one}{'' if count == 1 else 's'}"
 
 
 def first_up(text: str) -> str:
