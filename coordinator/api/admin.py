@@ -8,10 +8,12 @@ from sqlalchemy import Row, select
 from tessera.coordinator.api.dependencies import Admin, Anyone, Cursor, Key, Limit, Serving, Viewer
 from tessera.coordinator.api.request_limits import BoundedRoute
 from tessera.coordinator.db import views
+from tessera.coordinator.db.round_views import WITH_TASKS, round_view
 from tessera.coordinator.db.tables import AuditRow, RoundRow, RunRow, SiteRow, TokenRow, WorkerRow
+from tessera.coordinator.domain.lifecycle import LIVE_ROUND
 from tessera.coordinator.operations import sites
 from tessera.coordinator.telemetry.metrics import Metrics
-from tessera.shared.api.admin import AuditEntry, IssuedToken, Status, Token, TokenSpec
+from tessera.shared.api.admin import AuditEntry, IssuedToken, Rotated, Rotation, Status, Token, TokenSpec
 from tessera.shared.schema import PROTOCOL, Page
 from tessera.shared.version import VERSION
 
@@ -42,6 +44,12 @@ def revoke_token(token_id: str, serving: Serving, caller: Admin) -> None:
     sites.revoke_token(serving, caller, token_id)
 
 
+@router.post("/v1/admin/tokens/{token_id}/rotate", operation_id="rotateTokenById")
+def rotate_token(token_id: str, rotation: Rotation, serving: Serving, caller: Admin) -> Rotated:
+    """Replace the secret of a token by one made by the administrator. The previous one stays valid for a while."""
+    return sites.rotate_token(serving, caller, token_id, rotation.secret_hash)
+
+
 @router.get("/v1/admin/audit", operation_id="listAudit")
 def list_audit(serving: Serving, caller: Admin, limit: Limit = 100, cursor: Cursor = None) -> Page[AuditEntry]:
     """Return every change of state, oldest first, each chained to the previous one."""
@@ -56,13 +64,13 @@ def status(serving: Serving, caller: Viewer) -> Status:
     with serving.database.snapshot() as session:
         live = select(WorkerRow, SiteRow).join_from(WorkerRow, SiteRow).where(WorkerRow.last_seen_at >= since)
         workers = session.execute(live.order_by(SiteRow.name, WorkerRow.name))
-        open_rounds = session.scalars(select(RoundRow).where(RoundRow.state.in_(("open", "merging"))))
+        open_rounds = session.scalars(select(RoundRow).options(WITH_TASKS).where(RoundRow.state.in_(LIVE_ROUND)))
         blobs, blob_bytes = views.blob_totals(session)
         return Status(
             version=VERSION,
             protocol=PROTOCOL,
             runs=views.counts_by_state(session, RunRow),
-            open_rounds=tuple(views.round_view(session, row) for row in open_rounds),
+            open_rounds=tuple(map(round_view, open_rounds)),
             workers=tuple(views.worker_view(row, site, since) for row, site in workers),
             blobs=blobs,
             blob_bytes=blob_bytes,

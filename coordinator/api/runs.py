@@ -12,8 +12,8 @@ from tessera.coordinator.api.dependencies import Anyone, Cursor, Key, Limit, Orc
 from tessera.coordinator.api.request_limits import BoundedRoute
 from tessera.coordinator.auth.permissions import run_within_reach, runs_of
 from tessera.coordinator.db import views
-from tessera.coordinator.db.tables import RoundRow, RunRow, TaskRow, VersionRow
-from tessera.coordinator.db.workers import find_site
+from tessera.coordinator.db.round_views import WITH_TASKS, round_view
+from tessera.coordinator.db.tables import RoundRow, RunRow, SiteRow, TaskRow, VersionRow, find
 from tessera.coordinator.domain.principal import Principal
 from tessera.coordinator.operations import runs
 from tessera.shared.api.runs import Measurement, Preview, Round, Run, RunPatch, RunSpec
@@ -50,27 +50,31 @@ def preview_run(spec: RunSpec, serving: Serving, caller: Orchestrator) -> Previe
 def list_runs(serving: Serving, caller: Anyone, limit: Limit = 100, cursor: Cursor = None) -> Page[Run]:
     """Return all runs; for a site, those that it takes part in."""
     with serving.database.snapshot() as session:
-        query = select(RunRow)
-        if caller.site_id is not None:
-            query = query.where(RunRow.id.in_(runs_of(caller.site_id)))
+        # `run_view` finds the version in the session.
+        latest = (VersionRow.run_id == RunRow.id) & (VersionRow.number == RunRow.version_number)
+        query, site = select(RunRow, VersionRow).join(VersionRow, latest), _site_of(session, caller)
+        if site:
+            query = query.where(RunRow.id.in_(runs_of(site.id)))
         keys = (RunRow.created_at, RunRow.id)
-        return views.page(session, query, keys, lambda row: _shown(session, caller, row[0]), limit, cursor)
+        return views.page(session, query, keys, lambda row: _shown(session, site, row[0]), limit, cursor)
 
 
 @router.get("/{run_id}", operation_id="getRun")
 def get_run(run_id: str, serving: Serving, caller: Anyone, response: Response) -> Run:
     """Return a run; a site gets only runs that it takes part in, without their other sites."""
     with serving.database.snapshot() as session:
-        run = _shown(session, caller, run_within_reach(session, caller, run_id))
+        run = _shown(session, _site_of(session, caller), run_within_reach(session, caller, run_id))
     response.headers["ETag"] = runs.etag(run.revision)
     return run
 
 
-def _shown(session: Session, caller: Principal, row: RunRow) -> Run:
+def _site_of(session: Session, caller: Principal) -> SiteRow | None:
+    return None if caller.site_id is None else find(session, SiteRow, caller.site_id)
+
+
+def _shown(session: Session, site: SiteRow | None, row: RunRow) -> Run:
     run = views.run_view(session, row)
-    if caller.site_id is None:
-        return run
-    return views.for_site(run, find_site(session, caller.site_id).name)
+    return views.for_site(run, site.name) if site else run
 
 
 @router.patch("/{run_id}", operation_id="patchRun")
@@ -101,9 +105,9 @@ def list_rounds(
     """Return every attempt at every round, with its tasks, oldest first."""
     with serving.database.snapshot() as session:
         views.find_run(session, run_id)
-        query = select(RoundRow).where(RoundRow.run_id == run_id)
+        query = select(RoundRow).options(WITH_TASKS).where(RoundRow.run_id == run_id)
         keys = (RoundRow.number, RoundRow.attempt)
-        return views.page(session, query, keys, lambda row: views.round_view(session, row[0]), limit, cursor)
+        return views.page(session, query, keys, lambda row: round_view(row[0]), limit, cursor)
 
 
 @router.get("/{run_id}/rounds/{number}", operation_id="getRound")
@@ -111,10 +115,11 @@ def get_round(run_id: str, number: RoundNumber, serving: Serving, caller: Viewer
     """Return the latest attempt at a round."""
     with serving.database.snapshot() as session:
         same = (RoundRow.run_id == run_id) & (RoundRow.number == number)
-        row = session.scalars(select(RoundRow).where(same).order_by(RoundRow.attempt.desc()).limit(1)).first()
+        query = select(RoundRow).options(WITH_TASKS).where(same).order_by(RoundRow.attempt.desc())
+        row = session.scalars(query.limit(1)).first()
         if row is None:
             raise NotFound(f"run {run_id} has no round {number}")
-        return views.round_view(session, row)
+        return round_view(row)
 
 
 @router.get("/{run_id}/versions", operation_id="listVersions")

@@ -4,11 +4,11 @@ from sqlalchemy import ColumnElement, Row, exists, select
 from sqlalchemy.orm import Session
 
 from tessera.coordinator.db import audit
-from tessera.coordinator.db.tables import SiteRow, TokenRow, new_id
+from tessera.coordinator.db.tables import SiteRow, TokenRow, find, new_id
 from tessera.coordinator.db.workers import no_site
 from tessera.coordinator.domain.principal import Principal
 from tessera.shared.api.admin import TokenSpec
-from tessera.shared.problems import Conflict, Invalid, NotFound, SiteSuspended, Unauthenticated
+from tessera.shared.problems import Conflict, Invalid, SiteSuspended, Unauthenticated
 from tessera.shared.token_format import hash_of, new_secret
 
 SUSPENDED_SECONDS = 30.0
@@ -99,9 +99,7 @@ def revoke_token(
     session: Session, now: float, actor: str, token_id: str, *, admins_sign_in: bool = False
 ) -> TokenRow:
     """Revoke a token. Raise NotFound, and Conflict for the last admin token unless `admins_sign_in` elsewhere."""
-    row = session.get(TokenRow, token_id)
-    if row is None:
-        raise NotFound(f"there is no token {token_id}")
+    row = find(session, TokenRow, token_id)
     if row.revoked_at is None:
         unexpired = TokenRow.expires_at.is_(None) | (TokenRow.expires_at > now)
         other = (TokenRow.role == "admin") & (TokenRow.id != token_id) & TokenRow.revoked_at.is_(None) & unexpired
@@ -115,35 +113,27 @@ def revoke_token(
     return row
 
 
-def rotate_token(session: Session, now: float, caller: Principal, shown: str, fresh_hash: str, grace: float) -> None:
-    """Replace a token's secret; the `shown` one stays valid for `grace` seconds. Raise Conflict. Safe to repeat."""
-    row = session.get_one(TokenRow, caller.token_id)
+def rotate_token(
+    session: Session, now: float, actor: str, token_id: str, fresh_hash: str, grace: float, shown: str | None = None
+) -> None:
+    """Replace a token's secret; the present one, which a holder has `shown`, stays valid for `grace` seconds. Safe to
+    repeat.
+
+    Raise NotFound, and Conflict for a token or a shown secret that is not valid, and for a hash that is known.
+    """
+    row = find(session, TokenRow, token_id)
     if row.secret_hash == fresh_hash:
         return
-    if row.secret_hash != hash_of(shown):
+    if row.revoked_at is not None or (row.expires_at is not None and row.expires_at <= now) or row.uses_left == 0:
+        raise Conflict(f"token {row.name!r} is not valid any more", remedy="Create another token.")
+    if shown is not None and row.secret_hash != hash_of(shown):
         raise Conflict(
             "this secret was replaced already, by another", remedy="Use the secret that it was replaced by."
         )
     if is_known(session, fresh_hash):
         raise Conflict("this secret is or was another token's", remedy="Make another.")
     row.previous_hash, row.previous_until, row.secret_hash = row.secret_hash, now + grace, fresh_hash
-    audit.record(session, now, caller.actor, "token.rotate", row.id, name=row.name)
-
-
-def renew_secret(session: Session, now: float, actor: str, token_id: str, grace: float) -> tuple[TokenRow, str]:
-    """Return a token and its new secret; the present one stays valid for `grace` seconds.
-
-    Raise NotFound, and Conflict for a token that is not valid.
-    """
-    row = session.get(TokenRow, token_id)
-    if row is None:
-        raise NotFound(f"there is no token {token_id}")
-    if row.revoked_at is not None or (row.expires_at is not None and row.expires_at <= now) or row.uses_left == 0:
-        raise Conflict(f"token {row.name!r} is not valid any more", remedy="Create another token.")
-    secret = new_secret(row.role)
-    row.previous_hash, row.previous_until, row.secret_hash = row.secret_hash, now + grace, hash_of(secret)
     audit.record(session, now, actor, "token.rotate", row.id, name=row.name)
-    return row, secret
 
 
 def is_known(session: Session, secret_hash: str) -> bool:

@@ -7,13 +7,7 @@ from dataclasses import dataclass
 import structlog
 
 from tessera.coordinator.blobs.store import Blobs
-from tessera.coordinator.conductor.actions import (
-    Liveness,
-    open_planned,
-    plan_for_willing,
-    read_base,
-    require,
-)
+from tessera.coordinator.conductor.actions import Liveness, open_planned, plan_for_willing, read_base, require
 from tessera.coordinator.db import rounds
 from tessera.coordinator.db.engine import Database
 from tessera.coordinator.db.tables import RoundRow, RunRow

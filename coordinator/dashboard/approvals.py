@@ -2,7 +2,6 @@
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import RedirectResponse
-from pydantic import ValidationError
 
 from tessera.coordinator.alerts.attention import withheld_runs
 from tessera.coordinator.api.dependencies import Serving, require_role
@@ -12,7 +11,7 @@ from tessera.coordinator.dashboard.templating import render
 from tessera.coordinator.db.snapshots import live_workers
 from tessera.coordinator.operations import enrolments
 from tessera.shared.api.admin import Approval
-from tessera.shared.problems import Fault, Invalid, faults_of
+from tessera.shared.problems import Fault, Invalid, validated
 
 router = APIRouter(prefix=PREFIX, include_in_schema=False, route_class=PageRoute)
 
@@ -34,11 +33,9 @@ def decide(enrolment_id: str, serving: Serving, who: Sender, fields: Fields) -> 
     """Admit a worker by the code that its site's people read on their machine, or decline it."""
     require_role(who.principal, "admin")
     if fields.get("decision") == "approve":
-        given = {name: fields.get(name, "").strip() for name in ("code", "site")}
-        try:
-            approval = Approval.model_validate({**given, "create_site": fields.get("create_site") == "yes"})
-        except ValidationError as refusal:
-            raise Invalid("the form is invalid; see the errors", errors=faults_of(refusal, model=Approval)) from None
+        given: dict[str, object] = {name: fields.get(name, "").strip() for name in ("code", "site")}
+        given["create_site"] = fields.get("create_site") == "yes"
+        approval = validated(Approval, given, "the form is invalid; see the errors")
         enrolments.approve(serving, who.principal, enrolment_id, approval)
     elif fields.get("decision") == "decline":
         enrolments.decline(serving, who.principal, enrolment_id)

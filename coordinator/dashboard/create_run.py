@@ -15,15 +15,7 @@ from tessera.coordinator.api.dependencies import Serving, require_role
 from tessera.coordinator.dashboard.forms import Field, fields_of, filled, placed
 from tessera.coordinator.dashboard.runs import facts_of
 from tessera.coordinator.dashboard.security_headers import PREFIX
-from tessera.coordinator.dashboard.session import (
-    FORM_TOKEN,
-    STEERING,
-    Fields,
-    PageRoute,
-    Sender,
-    Signed,
-    Visitor,
-)
+from tessera.coordinator.dashboard.session import FORM_TOKEN, STEERING, Fields, PageRoute, Sender, Signed, Visitor
 from tessera.coordinator.dashboard.templating import render
 from tessera.coordinator.db import views
 from tessera.coordinator.db.snapshots import live_workers
@@ -248,10 +240,7 @@ def _uploaded(session: Session, serving: Services, caller: Principal) -> list[tu
         except (ValueError, NotFound):
             continue
     return [
-        (
-            f"{model} {version}",
-            f"{models[model].config['model_type']}, uploaded ({model[7:15]}, {version[7:15]})",
-        )
+        (f"{model} {version}", f"{models[model].config['model_type']}, uploaded ({model[7:15]}, {version[7:15]})")
         for model in models
         for version in manifests
         if manifests[version].blocks.keys() == models[model].by_name.keys()

@@ -19,6 +19,7 @@ from tessera.coordinator.dashboard.session import PageRoute, Signed
 from tessera.coordinator.dashboard.templating import render, span
 from tessera.coordinator.dashboard.workers import containing
 from tessera.coordinator.db import views
+from tessera.coordinator.db.round_views import WITH_TASKS, round_view
 from tessera.coordinator.db.tables import (
     WORKER_NAME,
     AuditRow,
@@ -117,6 +118,7 @@ def list_failures(
         paused = select(RunRow).where(RunRow.state == "paused", RunRow.reason.is_not(None)).limit(FAILURES)
         rounds = (
             select(RoundRow, RunRow.name)
+            .options(WITH_TASKS)
             .join_from(RoundRow, RunRow)
             .where(RoundRow.state == "abandoned", RoundRow.run_id == filters.run if filters.run else true())
             .order_by(RoundRow.opened_at.desc())
@@ -131,9 +133,7 @@ def list_failures(
             run=of_run,
             filters=filters,
             failures=failures,
-            abandoned=[(views.round_view(session, row), name) for row, name in session.execute(rounds)]
-            if besides
-            else [],
+            abandoned=[(round_view(row), name) for row, name in session.execute(rounds)] if besides else [],
             paused=[views.run_view(session, row) for row in session.scalars(paused)]
             if besides and not filters.run
             else [],

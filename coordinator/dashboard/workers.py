@@ -10,7 +10,6 @@ from urllib.parse import urlencode
 
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import RedirectResponse
-from pydantic import ValidationError
 from sqlalchemy import ColumnElement, Row, case, func, select
 from sqlalchemy.orm import InstrumentedAttribute, Session, undefer
 
@@ -21,14 +20,16 @@ from tessera.coordinator.dashboard.security_headers import PREFIX
 from tessera.coordinator.dashboard.session import PageRoute, Sender, Signed
 from tessera.coordinator.dashboard.templating import number, plural, render, size, span
 from tessera.coordinator.db import views
-from tessera.coordinator.db.tables import AuditRow, RunRow, SiteRow, TaskRow, TokenRow, WorkerRow
-from tessera.coordinator.db.workers import HOUR_SECONDS, UPTIME_HOURS, find_site
+from tessera.coordinator.db.tables import AuditRow, RunRow, SiteRow, TaskRow, TokenRow, WorkerRow, find
+from tessera.coordinator.db.workers import HOUR_SECONDS, UPTIME_HOURS
+from tessera.coordinator.domain.eligibility import policy_of
 from tessera.coordinator.operations import sites
 from tessera.shared.api.admin import Site, Token, WorkerView
 from tessera.shared.api.tasks import AdvertisedPolicy, LiveValues, TaskView
 from tessera.shared.problems import NotFound
 from tessera.shared.rounds.outliers import ABSENT
 from tessera.shared.schema import ACCEPTED
+from tessera.shared.token_format import hash_of, new_secret
 
 router = APIRouter(prefix=PREFIX, include_in_schema=False, route_class=PageRoute)
 
@@ -159,7 +160,7 @@ def show_worker(worker_id: str, request: Request, serving: Serving, who: Signed)
         worker, site = found
         (line,) = _worker_lines(session, [found], now - serving.settings.liveness_seconds)
         token = session.get(TokenRow, worker.token_id) if who.administers and worker.token_id else None
-        policy = _policy(worker)
+        policy = policy_of(worker.declared)
         return render(
             request,
             "worker.html",
@@ -183,13 +184,6 @@ def uptime(worker: WorkerRow, now: float) -> list[bool | None]:
     bits = worker.seen_hours << min(UPTIME_HOURS, max(0, this - worker.seen_hour))
     hours = range(UPTIME_HOURS - 1, -1, -1)
     return [None if this - back < first else bool(bits >> back & 1) for back in hours]
-
-
-def _policy(worker: WorkerRow) -> AdvertisedPolicy | None:
-    try:
-        return AdvertisedPolicy.model_validate(worker.declared["advertised_policy"])
-    except (KeyError, ValidationError):
-        return None
 
 
 def _rules(policy: AdvertisedPolicy) -> list[tuple[str, str]]:
@@ -255,13 +249,7 @@ def _latest_tasks(session: Session, worker_id: str, worker: WorkerView) -> list[
 
 
 @router.get("/tokens")
-def list_tokens(
-    request: Request,
-    serving: Serving,
-    who: Signed,
-    q: Text = "",
-    after: Text = "",
-) -> Response:
+def list_tokens(request: Request, serving: Serving, who: Signed, q: Text = "", after: Text = "") -> Response:
     """Show the tokens, newest first; for administrators, as in the API."""
     require_role(who.principal, "admin")
     with serving.database.snapshot() as session:
@@ -297,7 +285,7 @@ def confirm_site(
 ) -> Response:
     require_role(who.principal, "admin")
     with serving.database.snapshot() as session:
-        name = find_site(session, site_id).name
+        name = find(session, SiteRow, site_id).name
         workers = session.scalar(select(func.count()).where(WorkerRow.site_id == site_id)) or 0
     told = {
         "suspend": "The coordinator refuses all tokens of the site from now on and gives its workers no task. Tasks "
@@ -353,13 +341,14 @@ def revoke_token(token_id: str, serving: Serving, who: Sender) -> Response:
 @router.post("/tokens/{token_id}/rotate")
 def rotate_token(token_id: str, request: Request, serving: Serving, who: Sender) -> Response:
     require_role(who.principal, "admin")
-    issued = sites.rotate_token(serving, who.principal, token_id)
-    return render(request, "secret.html", who, token=issued, grace=serving.settings.rotation_grace_seconds)
+    with serving.database.snapshot() as session:
+        token = _token(session, token_id)
+    secret = new_secret(token.role)
+    rotated = sites.rotate_token(serving, who.principal, token_id, hash_of(secret))
+    return render(request, "secret.html", who, token=token, secret=secret, grace=rotated.grace_seconds)
 
 
 def _token(session: Session, token_id: str) -> Token:
-    row = session.get(TokenRow, token_id)
-    if row is None:
-        raise NotFound(f"there is no token {token_id}")
+    row = find(session, TokenRow, token_id)
     site = session.get(SiteRow, row.site_id) if row.site_id else None
     return views.token_view(row, site.name if site else None)

@@ -6,7 +6,7 @@ added later has a default in the schema, so that the previous version can still 
 
 import json
 import uuid
-from typing import Any
+from typing import Any, TypeVar
 
 from sqlalchemy import (
     JSON,
@@ -19,10 +19,20 @@ from sqlalchemy import (
     UniqueConstraint,
     exists,
     false,
+    select,
     text,
 )
-from sqlalchemy.orm import DeclarativeBase, Mapped, column_property, mapped_column, validates
+from sqlalchemy.orm import (
+    DeclarativeBase,
+    Mapped,
+    Session,
+    column_property,
+    mapped_column,
+    relationship,
+    validates,
+)
 
+from tessera.shared.problems import NotFound
 from tessera.shared.tensors.lazy import digest_of
 
 
@@ -42,6 +52,17 @@ class Table(DeclarativeBase):
     metadata = MetaData(naming_convention=NAMES)
     # Sizes and seeds outgrow 32 bits.
     type_annotation_map = {dict[str, Any]: JSON, list[str]: JSON, str: String, int: BigInteger}
+
+
+R = TypeVar("R", bound=Table)
+
+
+def find(session: Session, table: type[R], row_id: str) -> R:
+    """Return the row with this id. Raise NotFound."""
+    row = session.get(table, row_id)
+    if row is None:
+        raise NotFound(f"there is no {table.__tablename__[:-1]} {row_id}")
+    return row
 
 
 def _partial_index(name: str, *columns: str, where: str, unique: bool = False) -> Index:
@@ -230,6 +251,8 @@ class RoundRow(Table):
     deadline_at: Mapped[float]
     closed_at: Mapped[float | None]
     reason: Mapped[str | None]
+    # Loaded by `round_views.WITH_TASKS` alone.
+    task_rows: Mapped[list["TaskRow"]] = relationship(viewonly=True, lazy="raise")
 
 
 EVALUATION = "kind = 'evaluate' and state in ('offered', 'leased', 'expired', 'accepted')"
@@ -305,6 +328,13 @@ class TaskRow(Table):
     # Blocks of the merged update that the version did not take.
     unmerged: Mapped[list[str]] = mapped_column(server_default="[]")
     problem: Mapped[dict[str, Any] | None]
+    worker_name: Mapped[str] = column_property(
+        select(WORKER_NAME)
+        .where(WorkerRow.id == worker_id, SiteRow.id == WorkerRow.site_id)
+        .correlate_except(WorkerRow, SiteRow)
+        .scalar_subquery(),
+        deferred=True,
+    )
 
 
 class BlobRow(Table):

@@ -23,7 +23,7 @@ from tessera.coordinator.db import audit
 from tessera.coordinator.db.tables import SiteRow, TokenRow, WorkerRow, declared_text, new_id
 from tessera.shared.api.tasks import Claim, LiveValues
 from tessera.shared.near_names import did_you_mean
-from tessera.shared.problems import Conflict, Fault, NotFound, QuotaExceeded
+from tessera.shared.problems import Conflict, Fault, QuotaExceeded
 from tessera.shared.schema import MAX_CLAIM_BYTES
 from tessera.shared.tensors.lazy import digest_of
 
@@ -63,14 +63,6 @@ def create_site(session: Session, now: float, actor: str, name: str) -> SiteRow:
     row = SiteRow(id=new_id(), name=name, created_at=now)
     session.add(row)
     audit.record(session, now, actor, "site.create", row.id, name=name)
-    return row
-
-
-def find_site(session: Session, site_id: str) -> SiteRow:
-    """Raise NotFound."""
-    row = session.get(SiteRow, site_id)
-    if row is None:
-        raise NotFound(f"there is no site {site_id}")
     return row
 
 

@@ -14,11 +14,11 @@ from sqlalchemy.orm import Session
 
 from tessera.coordinator.auth import tokens
 from tessera.coordinator.db import audit, views
-from tessera.coordinator.db.tables import AuditRow, EnrolmentRow, SiteRow, TokenRow, new_id
+from tessera.coordinator.db.tables import AuditRow, EnrolmentRow, SiteRow, TokenRow, find, new_id
 from tessera.coordinator.db.workers import create_site, no_site
 from tessera.coordinator.domain.principal import Principal
 from tessera.coordinator.services import Services
-from tessera.shared.api.admin import Approval, Enrolment, EnrolmentSpec, Rotated, Rotation
+from tessera.shared.api.admin import Approval, Enrolment, EnrolmentSpec
 from tessera.shared.problems import Busy, Conflict, Fault, Forbidden, Invalid, NotFound, Unauthenticated
 from tessera.shared.schema import Page
 from tessera.shared.token_format import hash_of, normal_code
@@ -124,14 +124,6 @@ def decline(services: Services, caller: Principal, enrolment_id: str) -> Enrolme
         return views.enrolment_view(row, now)
 
 
-def rotate(services: Services, caller: Principal, secret: str, rotation: Rotation) -> Rotated:
-    """Replace the secret of a site's token; `secret`, the current one, stays valid for a while."""
-    grace = services.settings.rotation_grace_seconds
-    with services.database.transaction() as session:
-        tokens.rotate_token(session, services.database.now(), caller, secret, rotation.secret_hash, grace)
-    return Rotated(grace_seconds=grace)
-
-
 def _wait(session: Session, now: float, spec: EnrolmentSpec, address: str, most: int) -> EnrolmentRow:
     """Add a pending enrolment.
 
@@ -214,9 +206,7 @@ def _decided_at(session: Session, row: EnrolmentRow) -> float | None:
 
 
 def _pending(session: Session, now: float, enrolment_id: str) -> EnrolmentRow:
-    row = session.get(EnrolmentRow, enrolment_id)
-    if row is None:
-        raise NotFound(f"there is no enrolment {enrolment_id}")
+    row = find(session, EnrolmentRow, enrolment_id)
     if row.state != "pending" or row.expires_at <= now:
         state = row.state if row.state != "pending" else "expired"
         raise Conflict(f"the enrolment is {state}, which is final", remedy="Have the worker join again.")

@@ -3,9 +3,10 @@
 from tessera.coordinator.auth import tokens
 from tessera.coordinator.db import audit, views, workers
 from tessera.coordinator.db.idempotency import once
+from tessera.coordinator.db.tables import SiteRow, find
 from tessera.coordinator.domain.principal import Principal
 from tessera.coordinator.services import Services
-from tessera.shared.api.admin import IssuedToken, Site, SiteSpec, Token, TokenSpec
+from tessera.shared.api.admin import IssuedToken, Rotated, Site, SiteSpec, Token, TokenSpec
 from tessera.shared.problems import Conflict
 
 
@@ -36,7 +37,7 @@ def resume_site(services: Services, caller: Principal, site_id: str) -> Site:
 def _set_suspended(services: Services, caller: Principal, site_id: str, *, suspended: bool) -> tuple[Site, list[str]]:
     """Return the site and its workers' ids. Repeating it changes nothing."""
     with services.database.transaction() as session:
-        now, row = services.database.now(), workers.find_site(session, site_id)
+        now, row = services.database.now(), find(session, SiteRow, site_id)
         if suspended != (row.suspended_at is not None):
             row.suspended_at = now if suspended else None
             action = "site.suspend" if suspended else "site.resume"
@@ -69,13 +70,17 @@ def issue_token(services: Services, caller: Principal, spec: TokenSpec, key: str
     return IssuedToken(**token.model_dump(), secret=secret)
 
 
-def rotate_token(services: Services, caller: Principal, token_id: str) -> IssuedToken:
-    """Give a token a new secret, which is in this result only. Raise NotFound and Conflict."""
+def rotate_token(
+    services: Services, caller: Principal, token_id: str, secret_hash: str, shown: str | None = None
+) -> Rotated:
+    """Replace a token's secret; the present one, which its holder has `shown`, stays valid for a while.
+
+    Raise NotFound and Conflict.
+    """
+    grace = services.settings.rotation_grace_seconds
     with services.database.transaction() as session:
-        grace = services.settings.rotation_grace_seconds
-        row, secret = tokens.renew_secret(session, services.database.now(), caller.actor, token_id, grace)
-        site = workers.find_site(session, row.site_id).name if row.site_id else None
-        return IssuedToken(**views.token_view(row, site).model_dump(), secret=secret)
+        tokens.rotate_token(session, services.database.now(), caller.actor, token_id, secret_hash, grace, shown)
+    return Rotated(grace_seconds=grace)
 
 
 def revoke_token(services: Services, caller: Principal, token_id: str) -> None:

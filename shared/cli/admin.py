@@ -26,7 +26,7 @@ from tessera.shared.client.round_outcomes import at_work
 from tessera.shared.near_names import did_you_mean
 from tessera.shared.problems import Conflict, Invalid, NotFound
 from tessera.shared.schema import Label, TokenRole
-from tessera.shared.token_format import normal_code
+from tessera.shared.token_format import hash_of, new_secret, normal_code
 from tessera.shared.validation_errors import message_of
 
 app = typer.Typer(
@@ -36,7 +36,7 @@ app = typer.Typer(
     help="Sites, workers, tokens, and the coordinator at a glance.",
 )
 site_app = typer.Typer(no_args_is_help=True, help="Admit institutions.")
-token_app = typer.Typer(no_args_is_help=True, help="Issue and revoke tokens.")
+token_app = typer.Typer(no_args_is_help=True, help="Issue, rotate and revoke tokens.")
 join_app = typer.Typer(no_args_is_help=True, help="Admit workers that ask to join.")
 app.add_typer(join_app, name="join")
 app.add_typer(site_app, name="site")
@@ -58,6 +58,7 @@ TokenFileOut = Annotated[
     Path | None, typer.Option(help="Write the secret to this new file (mode 0600) instead of printing it.")
 ]
 SiteName = Annotated[str, typer.Argument(help="The site's name.")]
+TokenName = Annotated[str, typer.Argument(help="The token's id, the beginning of it, or its name.")]
 Code = Annotated[str, typer.Argument(help="The code that the worker shows, such as WDJB-MJHT.")]
 
 
@@ -339,11 +340,21 @@ def _validity(token: Token) -> str:
 
 
 @token_app.command()
-def revoke(
-    ctx: typer.Context,
-    token: Annotated[str, typer.Argument(help="The token's id, the beginning of it, or its name.")],
-    as_json: AsJson = False,
-) -> None:
+def rotate(ctx: typer.Context, token: TokenName, token_file: TokenFileOut = None, as_json: AsJson = False) -> None:
+    """Give a token a new secret. The present one stays valid for a while, so that its holder can change over."""
+    client = client_of(ctx)
+    found = find_token(client, token)
+    secret = new_secret(found.role)
+    with new_secret_file(token_file) as file:
+        rotated = client.rotate_token(found.id, hash_of(secret))
+        if file:
+            file.write(f"{secret}\n")
+    _print_issued(IssuedToken(**found.model_dump(), secret=secret), token_file, as_json=as_json)
+    output.note(f"the secret before it stays valid for another {rotated.grace_seconds:g} s")
+
+
+@token_app.command()
+def revoke(ctx: typer.Context, token: TokenName, as_json: AsJson = False) -> None:
     """Revoke a token, effective at once."""
     client = client_of(ctx)
     found = find_token(client, token)

@@ -433,6 +433,10 @@ class Client:
     def revoke_token(self, token_id: str) -> None:
         self._transport.request("DELETE", f"/v1/admin/tokens/{token_id}")
 
+    def rotate_token(self, token_id: str, secret_hash: str) -> Rotated:
+        """Replace the secret of any token by the one with this hash, as an administrator."""
+        return self._post(f"/v1/admin/tokens/{token_id}/rotate", Rotation(secret_hash=secret_hash), Rotated)
+
     def ask_to_join(self, spec: EnrolmentSpec) -> Enrolment:
         """Request admission of a worker. Repeating the request with the same secret returns the same enrolment."""
         return self._post("/v1/enrolments", spec, Enrolment)

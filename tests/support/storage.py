@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+from sqlalchemy import event
 from sqlalchemy.orm import Session
 
 from tessera.coordinator.blobs.staging import LOCK
@@ -18,6 +20,19 @@ NOW = 1000.0
 
 def migrated(folder: Path, clock: Callable[[], float] = lambda: NOW) -> Database:
     return Database(url_in(folder), clock)
+
+
+@contextmanager
+def statements(database: Database) -> Iterator[list[str]]:
+    """What the database is asked meanwhile."""
+    seen: list[str] = []
+
+    def note(connection: object, cursor: object, statement: str, *more: object) -> None:
+        seen.append(statement)
+
+    event.listen(database.engine, "before_cursor_execute", note)
+    yield seen
+    event.remove(database.engine, "before_cursor_execute", note)
 
 
 def blobs_in(folder: Path, database: Database, inline_bytes: int = 100) -> Blobs:

@@ -1,5 +1,6 @@
 """Charts of a run, each with a table of the same values."""
 
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ from tessera.shared.metrics.site_spread import BETTER_LOW, PERSONAL, scores_by_s
 from tessera.shared.schema import EPSILON
 
 MAX_LINES = 8
+KEYS_A_LINE = 4
 MAX_COLUMNS = 40
 TRAINING_LOSS = "training_loss"
 """The loss that workers report of their training, beside the names of what evaluations measure."""
@@ -292,21 +294,36 @@ def svg_file(panel: Panel) -> str:
     colours = dict(re.findall(r"(--[\w-]+): light-dark\(([^,]+),", css))
     chart = css[css.index("/* charts */") : css.index("/* forms */")]
     style = re.sub(r"var\((--[\w-]+)\)", lambda found: colours.get(found.group(1), "none"), chart)
-    keys = Markup("").join(
-        Markup('<svg x="{}" y="308" overflow="visible">{}<text x="26" y="4">{}</text></svg>').format(
-            136 + place % 4 * 160, _key(place, panel.shape), one.name[:18]
+    found = re.search(r' height="(\d+)"', panel.picture)
+    below = 70 + int(found[1] if found else svg_charts.HEIGHT)
+    height = below + 20 * max(1, math.ceil(len(panel.series) / KEYS_A_LINE))
+    return Markup(
+        '<svg xmlns="http://www.w3.org/2000/svg" width="820" height="{0}"><style>{1}</style>'
+        '<rect width="820" height="{0}" fill="#fff"/><text x="136" y="30" class="heading">{2}</text>'
+        '<svg x="136" y="44" width="660" overflow="visible">{3}</svg>'
+        '<svg x="136" y="{4}" class="chart">{5}</svg></svg>'
+    ).format(height, Markup(style), panel.title, panel.picture, below, _legend(panel))  # noqa: S704 (our own style sheet)
+
+
+def _legend(panel: Panel) -> Markup:
+    """Return the marks of a chart's series with their names, or the scale of its shares."""
+    if panel.shape == "heat":
+        steps = (
+            Markup('<rect class="heat h{}" x="{}" y="-6" width="30" height="12"/>').format(n, 30 * n)
+            for n in range(10)
+        )
+        return Markup('<text x="-8" y="4" text-anchor="end">0 %</text>{}<text x="308" y="4">100 %</text>').format(
+            Markup("").join(steps)
+        )
+    mark = Markup('<rect class="c{}" width="12" height="10" y="-5"/>')
+    if panel.shape == "lines":
+        mark = Markup('<path class="line c{}" d="M0 0H22"/>')
+    return Markup("").join(
+        Markup('<svg class="chart" x="{}" y="{}">{}<text x="26" y="4">{}</text></svg>').format(
+            place % KEYS_A_LINE * 160,
+            place // KEYS_A_LINE * 20,
+            mark.format(min(place, svg_charts.COLOURS - 1)),
+            one.name[:18],
         )
         for place, one in enumerate(panel.series)
     )
-    return Markup(
-        '<svg xmlns="http://www.w3.org/2000/svg" width="820" height="340"><style>{}</style>'
-        '<rect width="820" height="340" fill="#fff"/><text x="136" y="30" class="heading">{}</text>'
-        '<svg x="136" y="44" width="660" height="260" overflow="visible">{}</svg>{}</svg>'
-    ).format(Markup(style), panel.title, panel.picture, keys)  # noqa: S704 (our own style sheet)
-
-
-def _key(place: int, shape: str) -> Markup:
-    colour = min(place, svg_charts.COLOURS - 1)
-    if shape == "bars":
-        return Markup('<rect class="c{}" width="12" height="10" y="-5"/>').format(colour)
-    return Markup('<path class="line main c{}" d="M0 0H22"/>').format(colour)

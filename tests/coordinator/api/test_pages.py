@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import base64
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import pytest
 
+from tessera.coordinator.api import runs
+from tessera.coordinator.db.engine import Database
+from tessera.coordinator.domain.principal import Principal
+from tessera.shared.api.runs import RunSpec
+from tessera.shared.methods.base import MethodSpec
 from tests.support.coordinator import LiveCoordinator, refused, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
+from tests.support.storage import add_round, add_run, add_task, add_worker, statements
 
 
 def pages(http: httpx.Client, path: str, limit: int) -> list[list[dict[str, object]]]:
@@ -95,3 +104,37 @@ def test_a_cursor_with_values_of_another_kind_is_refused(standing: LiveCoordinat
 @pytest.mark.parametrize("part", ["rounds", "versions", "metrics"])
 def test_the_parts_of_a_run_that_is_not_there_are_not_an_empty_page(standing: LiveCoordinator, part: str) -> None:
     refused(standing.http().get(f"/v1/runs/nothing/{part}"), 404, "not-found")
+
+
+SITE, VIEWER = Principal("t", "site", "site", "site"), Principal("v", "viewer", "viewer", None)
+NONE = f"sha256:{'0' * 64}"
+
+
+@pytest.mark.parametrize(
+    ("collection", "caller"),
+    [(runs.list_runs, VIEWER), (runs.list_runs, SITE), (lambda *of: runs.list_rounds("0", *of), VIEWER)],
+    ids=["runs", "runs of a site", "rounds"],
+)
+def test_a_page_takes_as_many_statements_for_many_rows_as_for_one(
+    database: Database, collection: Callable[..., Any], caller: Principal
+) -> None:
+    spec = RunSpec(name="x", method=MethodSpec(name="fedavg"), model=NONE, version=NONE, dataset="data", rounds=1)
+    with database.transaction() as session:
+        for name in "vw":
+            add_worker(session, name)
+        for number in range(9):
+            add_run(session, str(number)).spec = spec.model_dump(mode="json")
+            add_round(session, "0", number + 1, state="committed")
+            for name in "wv":
+                of = {"round_id": f"0-{number + 1}-1", "run_id": str(number), "version_number": number}
+                add_task(session, f"{number}{name}", name, "merged", **of)
+
+    def page(limit: int) -> tuple[Any, int]:
+        with statements(database) as seen:
+            found = collection(SimpleNamespace(database=database), caller, limit, None)
+        return found.items, len(seen)
+
+    (_, once), (items, often) = page(1), page(9)
+    assert (len(items), often) == (9, once)
+    if hasattr(items[0], "tasks"):
+        assert [[task.worker for task in one.tasks] for one in items] == [["site/v", "site/w"]] * 9

@@ -118,6 +118,7 @@ ROUTES: dict[tuple[str, str], Case] = {
     ("POST", "/v1/admin/tokens"): Case(422, 403, 403, 403, json={}),
     ("GET", "/v1/admin/tokens"): Case(200, 403, 403, 403),
     ("DELETE", "/v1/admin/tokens/{token_id}"): Case((204, 204, 404), 403, 403, 403),
+    ("POST", "/v1/admin/tokens/{token_id}/rotate"): Case(422, 403, 403, 403, json={}),
     ("GET", "/v1/admin/audit"): Case(200, 403, 403, 403),
     ("GET", "/v1/admin/status"): Case(200, 200, 200, 403),
     ("GET", "/metrics"): Case(200, 200, 200, 403),

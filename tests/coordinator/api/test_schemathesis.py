@@ -34,8 +34,8 @@ ROOM = {
 
 # First, while there is a worker to be heard of: the rest may suspend its site.
 STREAMS = "operation-id-regex=^listenTo"
-# Last, for an administrator who revokes their own token is nobody from then on.
-REVOKING = "operation-id=revokeToken"
+# Last, for an administrator who revokes their own token, or rotates it twice, is nobody from then on.
+REVOKING = "operation-id-regex=^(revokeToken|rotateTokenById)$"
 
 
 @pytest.mark.long

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import httpx
 
+from tessera.shared.api.admin import TokenSpec
 from tessera.shared.token_format import hash_of, new_secret
 from tests.support.coordinator import Clock, LiveCoordinator, refused, refusing, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
@@ -55,6 +56,28 @@ def test_a_secret_that_was_replaced_cannot_replace_its_successor(coordinator: Li
     other = coordinator.token("site", "b")
     for taken in (new, old):
         refused(rotate(coordinator, other, taken), 409, "conflict")
+
+
+def test_an_administrator_rotates_any_valid_token_and_may_repeat_it(coordinator: LiveCoordinator) -> None:
+    admin = coordinator.client()
+    old, other, new = coordinator.token("site", "a"), coordinator.token("site", "b"), new_secret("site")
+    spec = TokenSpec(name="gone", role="viewer")
+    gone = admin.issue_token(spec)
+    admin.revoke_token(gone.id)
+    token = next(token for token in admin.tokens() if token.site == "a")
+    for _ in "12":
+        assert admin.rotate_token(token.id, hash_of(new)).grace_seconds == 600
+    assert is_admitted(holding(coordinator, old))
+    assert is_admitted(holding(coordinator, new))
+    assert [entry.action for entry in admin.audit() if entry.subject == token.id] == ["token.issue", "token.rotate"]
+    for named, secret, code in (
+        ("nothing", new_secret("site"), "not-found"),
+        (gone.id, new_secret("viewer"), "conflict"),
+        (token.id, other, "conflict"),
+        (token.id, old, "conflict"),
+    ):
+        with refusing(code):
+            admin.rotate_token(named, hash_of(secret))
 
 
 def test_revoking_a_token_ends_both_of_its_secrets(coordinator: LiveCoordinator) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from typing import Literal
 from xml.etree import ElementTree as ET
 
 import pytest
 
+from tessera.coordinator.dashboard.charts.run_charts import Panel, svg_file
 from tessera.coordinator.dashboard.charts.svg_charts import (
     HEIGHT,
     ROOM,
@@ -115,3 +117,25 @@ def test_a_timeline_shows_who_did_what_when() -> None:
 )
 def test_ticks_are_round_and_hold_the_values_between_them(low: float, high: float, expected: list[float]) -> None:
     assert nice(low, high) == pytest.approx(expected)
+
+
+# ---------------------------------------------------------------- files
+
+
+@pytest.mark.parametrize("shape", ["lines", "bars", "heat"])
+def test_a_chart_s_file_has_room_for_its_picture_and_its_legend(shape: Literal["lines", "bars", "heat"]) -> None:
+    series = [Series(f"site-{number}", {0: 0.5, 1: 0.75}) for number in range(6)]
+    rows = {one.name: [0.5, 0.75] for one in series}
+    if shape == "heat":
+        panel = Panel("x", "Layers", heat("x", "Layers", rows, ["0", "1"], "", "layer"), (), (), shape=shape)
+    else:
+        panel = Panel("x", "Scores", lines("x", "Scores", series, along="version"), (), (), series, shape=shape)
+    root = ET.fromstring(svg_file(panel))  # noqa: S314 (made here)
+    picture_at, legend = root.findall("{*}svg")
+    (picture,) = picture_at.findall("{*}svg")
+    bottom = int(picture_at.attrib["y"]) + int(picture.attrib["height"])
+    places = [(int(key.attrib["x"]), int(key.attrib["y"])) for key in legend.findall("{*}svg")]
+    assert len(set(places)) == len(places) == len(panel.series)
+    top = int(legend.attrib["y"])
+    assert bottom < top
+    assert top + max((y for _, y in places), default=0) + 12 <= int(root.attrib["height"])

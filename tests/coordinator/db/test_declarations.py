@@ -4,18 +4,15 @@ hides anything behind it."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from sqlalchemy import event, func, select, update
+from sqlalchemy import func, select, update
 
 from tessera.coordinator.db import audit
 from tessera.coordinator.db import workers as workers_module
-from tessera.coordinator.db.engine import Database
 from tessera.coordinator.db.snapshots import live_workers
 from tessera.coordinator.db.tables import AnnouncedRow, AuditRow, SiteRow, WorkerRow, declared_text
 from tessera.coordinator.db.views import PAGE_BYTES
@@ -27,7 +24,7 @@ from tessera.shared.tensors.lazy import digest_of
 from tests.support.coordinator import Clock, LiveCoordinator, refused
 from tests.support.federation import ScriptedWorker
 from tests.support.raw import announced
-from tests.support.storage import NOW, migrated
+from tests.support.storage import NOW, migrated, statements
 
 CLAIM = {"worker": "w", "instance": "0" * 32, "datasets": {"data": 10}, "methods": ["fedavg"]}
 
@@ -136,19 +133,6 @@ def test_what_a_site_declares_counts_against_its_quota_and_the_disk_and_claims_g
         assert "site_bytes_per_day" in refused(answer, 429, "quota-exceeded").detail
         live.services.disk._reserve_bytes = 1 << 60
         assert "disk_reserve_bytes" in refused(claim(live.http("site", "b")), 503, "store-full").detail
-
-
-@contextmanager
-def statements(database: Database) -> Iterator[list[str]]:
-    """What the database is asked meanwhile."""
-    seen: list[str] = []
-
-    def note(connection: object, cursor: object, statement: str, *more: object) -> None:
-        seen.append(statement)
-
-    event.listen(database.engine, "before_cursor_execute", note)
-    yield seen
-    event.remove(database.engine, "before_cursor_execute", note)
 
 
 def test_looks_at_the_runs_read_what_is_declared_once_and_again_when_it_changes(tmp_path: Path) -> None:

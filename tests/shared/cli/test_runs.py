@@ -325,10 +325,14 @@ def test_a_site_is_added_with_a_token_that_admits_its_workers(
     assert [site["name"] for site in commands.json("admin", "sites")] == ["north"]
 
 
-def test_a_token_is_issued_listed_and_revoked(commands: Commands) -> None:
+def test_a_token_is_issued_listed_rotated_and_revoked(commands: Commands) -> None:
     issued = commands.say("admin", "token", "create", "reader", "--role", "viewer", "--days", "3")
     secret = issued.stdout.strip()
     reading = {"TESSERA_URL": commands.settings["TESSERA_URL"], "TESSERA_TOKEN": secret}
+    assert tessera("run", "list", **reading).returncode == 0
+    renewed = commands.say("admin", "token", "rotate", "reader")
+    assert "another 600 s" in renewed.stderr
+    reading["TESSERA_TOKEN"] = renewed.stdout.strip()
     assert tessera("run", "list", **reading).returncode == 0
     assert commands.json("admin", "token", "revoke", "reader")["revoked_at"] is not None
     assert tessera("run", "list", **reading).returncode == 3

@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import RobertaTokenizer
 
 from tessera.shared.api.runs import Training
 from tessera.shared.api.tasks import Task
-from tessera.shared.model.preprocessing import FileRef
+from tessera.shared.model.preprocessing import FileRef, read_files
 from tessera.shared.model.spec import Model
 from tessera.shared.problems import DigestMismatch
 from tessera.shared.schema import canonical
@@ -60,7 +61,7 @@ def files(folder: Path, words: tuple[str, ...] = WORDS, **more: object) -> dict[
 
 
 def tokens(
-    folder: Path, dataset: Dataset, held: Mapping[str, bytes], *, embeddings: int = 8, sandbox: Sandbox | None = None,
+    folder: Path, dataset: Dataset, held: Mapping[Any, bytes], *, embeddings: int = 8, sandbox: Sandbox | None = None,
     refs: Mapping[str, FileRef] | None = None, sent: bytes | None = None,
 ) -> Dataset:  # fmt: skip
     """The data set as a task of a run with these files sees it."""
@@ -133,6 +134,18 @@ def test_texts_become_the_tensors_that_the_same_tokenizer_of_a_site_makes(
         found, wanted = ({**each.padded().tensors, **each.common} for each in (part, same))
         assert found.keys() == wanted.keys()
         assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+
+
+def test_words_of_a_byte_level_tokenizer_begin_with_a_space_as_within_a_sentence(tmp_path: Path) -> None:
+    pieces = ("<s>", "<pad>", "</s>", "<unk>", "<mask>", *"cat", "\u0120", "ca", "cat", "\u0120cat")
+    vocabulary = {piece: number for number, piece in enumerate(pieces)}
+    made = RobertaTokenizer(vocab=vocabulary, merges=[("c", "a"), ("ca", "t"), ("\u0120", "cat")])
+    made.save_pretrained(tmp_path / "roberta")
+    options = {"head": "token-classification", "label": "text", "labels": ["cat"]}
+    dataset = texts(tmp_path, "cat cat", **options)
+    own = load("text", {"file": str(tmp_path / "notes.csv"), "tokenizer": str(tmp_path / "roberta"), **options})
+    for each in (tokens(tmp_path, dataset, read_files(tmp_path / "roberta"), embeddings=12), own):
+        assert each.tensors["input_ids"].tolist() == [[0, 11, 11, 2]]
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from tokenizers.pre_tokenizers import ByteLevel
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -43,6 +44,9 @@ def tokenizer_of(option: str, source: str, *, by_word: bool = False) -> PreTrain
     tokenizer = load_tokenizer(option, source, **({"add_prefix_space": True} if by_word else {}))
     if by_word and not tokenizer.is_fast:
         raise DataError(f"{option}: {source} has no fast version, which token-classification needs")
+    # Of `tokenizer.json` alone, transformers makes a tokenizer that ignores the setting.
+    if by_word and isinstance(step := tokenizer.backend_tokenizer.pre_tokenizer, ByteLevel):
+        step.add_prefix_space = True
     if tokenizer.pad_token is None:
         if tokenizer.eos_token is None:
             raise DataError(f"{option}: {source} has no padding token: set its pad_token")
