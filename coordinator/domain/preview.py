@@ -66,7 +66,11 @@ def preview(
         awaiting_approval=len({worker.site for worker in known if not _but_for_approval(found[worker.name])} - sites),
         workers=workers,
         missing_sites=tuple(sorted(set(invited_sites) - {worker.site for worker in known})),
-        warnings=(*_shared_data(invited.spec, known), *warnings_of(invited.spec, model, state)),
+        warnings=(
+            *_shared_data(invited.spec, known),
+            *_unmeasured(invited.spec, pool),
+            *warnings_of(invited.spec, model, state),
+        ),
     )
 
 
@@ -104,6 +108,26 @@ def _shared_data(spec: RunSpec, known: Sequence[LiveWorker]) -> list[str]:
     more = f" and {len(sites) - MAX_NAMED} more" if len(sites) > MAX_NAMED else ""
     subject = f"several workers of {', '.join(sites[:MAX_NAMED])}{more} have a data set {spec.dataset!r}"
     return [f"{subject}: if it is the same data, each spends a separate privacy budget on it; run one worker on it"]
+
+
+def _unmeasured(spec: RunSpec, pool: Sequence[LiveWorker]) -> list[str]:
+    """Return a warning if sites that take part would not measure versions, although the run asks them to."""
+    measuring = {
+        worker.site
+        for worker in pool
+        if "evaluate" in worker.declared["kinds"] and worker.declared.get("held_out", {}).get(spec.dataset, 0) > 0
+    }
+    if (
+        not spec.evaluation
+        or not spec.evaluation.sites
+        or not (sites := {worker.site for worker in pool} - measuring)
+    ):
+        return []
+    more = f" and {len(sites) - MAX_NAMED} more" if len(sites) > MAX_NAMED else ""
+    subject = f"{', '.join(sorted(sites)[:MAX_NAMED])}{more} would give no score: too few examples are held out of"
+    return [
+        f"{subject} {spec.dataset!r}. Raise its held_out: a site measures on min_evaluation_examples (20) or more"
+    ]
 
 
 def _but_for_approval(found: Sequence[Ineligibility]) -> list[Ineligibility]:

@@ -5,9 +5,11 @@ Each part of the page is a case. All share a coordinator and two sites, whose wo
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
@@ -15,14 +17,27 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import datasets
 import pytest
-from transformers import BertConfig, BertModel, pipeline
+from PIL import Image
+from transformers import (
+    BertConfig,
+    BertModel,
+    CLIPConfig,
+    CLIPModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    ViTConfig,
+    ViTForImageClassification,
+    ViTImageProcessorPil,
+    pipeline,
+)
 
 from tests.support.cli import environment
 from tests.support.coordinator import until
 from tests.support.launcher import Launcher
 from tests.support.paths import ROOT
-from tests.support.pretrained import bert_tokenizer
+from tests.support.pretrained import CLS, SEP, bert_tokenizer, image_processor, picture, plain_tokenizer
 from tests.support.processes import CoordinatorProcess
 from tests.support.shell_blocks import blocks, commands
 
@@ -36,24 +51,24 @@ MOST_COMMANDS = 10
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
 GOOD, BAD, REST = ("fine", "clear", "healthy"), ("mass", "lesion", "shadow"), ("the", "left", "lung", "shows", "a")
+WORDS = (*GOOD, *BAD, *REST)
 
 
 def sentence(words: tuple[str, ...], rng: random.Random) -> str:
     return " ".join(rng.sample([rng.choice(words), *REST], 5))
 
 
-def reports(site: Path, rng: random.Random) -> None:
+def reports(folder: Path, rng: random.Random) -> None:
     rows = [
-        (sentence(words, rng), label) for words, label in ((GOOD, "benign"), (BAD, "malignant")) for _ in range(60)
+        (sentence(words, rng), label) for words, label in ((GOOD, "benign"), (BAD, "malignant")) for _ in range(100)
     ]
-    (site / "reports.csv").write_text("text,label\n" + "".join(f"{text},{label}\n" for text, label in rows))
+    (folder / "reports.csv").write_text("text,label\n" + "".join(f"{text},{label}\n" for text, label in rows))
 
 
-def bert(study: Path) -> None:
-    words = [*GOOD, *BAD, *REST]
-    bert_tokenizer(study / "my-bert", words)
-    BertModel(BertConfig(**SIZES, vocab_size=len(words) + 4, max_position_embeddings=128)).save_pretrained(
-        study / "my-bert"
+def bert(folder: Path) -> None:
+    bert_tokenizer(folder / "my-bert", WORDS)
+    BertModel(BertConfig(**SIZES, vocab_size=len(WORDS) + 4, max_position_embeddings=128)).save_pretrained(
+        folder / "my-bert"
     )
 
 
@@ -62,17 +77,98 @@ def classifies_texts(trained: str) -> None:
     assert said["label"] in {"benign", "malignant"}
 
 
+def scans(folder: Path, rng: random.Random) -> None:
+    for label, colour in (("benign", (40, 90, 40)), ("malignant", (90, 40, 40))):
+        for number in range(100):
+            size = (rng.randint(30, 40), rng.randint(30, 40))
+            shade = tuple(value + rng.randint(-30, 30) for value in colour)
+            picture(folder / "scans" / label / f"{number}.png", shade, size)
+
+
+def vit(folder: Path) -> None:
+    config = ViTConfig(**SIZES, image_size=32, patch_size=8)
+    ViTForImageClassification(config).save_pretrained(folder / "my-vit")
+    ViTImageProcessorPil(size={"height": 32, "width": 32}).save_pretrained(folder / "my-vit")
+
+
+def names_images(trained: str) -> None:
+    said = pipeline("image-classification", trained)(Image.new("RGB", (50, 40)))
+    assert {one["label"] for one in said} == {"benign", "malignant"}
+
+
+def letters(folder: Path, rng: random.Random) -> None:
+    features = datasets.Features(
+        {"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["routine", "urgent"])}
+    )
+    rows = [
+        {"text": sentence(words, rng), "label": label} for label, words in enumerate((GOOD, BAD)) for _ in range(100)
+    ]
+    saved = datasets.Dataset.from_list(rows, features=features)
+    datasets.DatasetDict(train=saved, test=saved.select(range(10))).save_to_disk(str(folder / "letters"))
+
+
+def llama(folder: Path) -> None:
+    plain_tokenizer(folder / "my-llama", WORDS)
+    config = LlamaConfig(**SIZES, vocab_size=len(WORDS) + 2, max_position_embeddings=128, eos_token_id=1)
+    LlamaForCausalLM(config).save_pretrained(folder / "my-llama")
+
+
+def classifies_letters(trained: str) -> None:
+    (said,) = pipeline("text-classification", trained)("the left lung shows a lesion")
+    assert said["label"] in {"routine", "urgent"}
+
+
+def notes(folder: Path, rng: random.Random) -> None:
+    lines = [json.dumps({"text": sentence(rng.choice((GOOD, BAD)), rng)}) for _ in range(200)]
+    (folder / "notes.jsonl").write_text("\n".join(lines) + "\n")
+
+
+def continues_texts(trained: str) -> None:
+    (said,) = pipeline("text-generation", trained)("the left lung", max_new_tokens=4)
+    assert said["generated_text"].startswith("the left lung")
+
+
+def clip(folder: Path) -> None:
+    bert_tokenizer(folder / "my-clip", (*WORDS, "scan", "of", "tissue", ".", "benign", "malignant"))
+    text = {
+        **SIZES,
+        "vocab_size": len(WORDS) + 10,
+        "max_position_embeddings": 16,
+        "bos_token_id": CLS,
+        "eos_token_id": SEP,
+    }
+    vision = {**SIZES, "image_size": 32, "patch_size": 8}
+    model = CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=16))
+    model.save_pretrained(folder / "my-clip")
+    image_processor(folder / "my-clip", 32)
+
+
+def compares_images_with_texts(trained: str) -> None:
+    labels = ["a benign lesion", "a malignant lesion"]
+    said = pipeline("zero-shot-image-classification", trained)(Image.new("RGB", (50, 40)), candidate_labels=labels)
+    assert {one["label"] for one in said} == set(labels)
+
+
 @dataclass(frozen=True)
 class Journey:
     """A part of the page: how its data and its model are made, and what its export must do."""
 
+    dataset: str
     data: Callable[[Path, random.Random], None]
     model: Callable[[Path], None]
     use: Callable[[str], None]
+    copied: str | None = None
+    """The model's folder, if the sites have a copy of it."""
     metric: str = "accuracy"
 
 
-JOURNEYS = [Journey(reports, bert, classifies_texts)]
+JOURNEYS = [
+    Journey("reports", reports, bert, classifies_texts),
+    Journey("scans", scans, vit, names_images, copied="my-vit"),
+    Journey("letters", letters, llama, classifies_letters),
+    Journey("notes", notes, llama, continues_texts, copied="my-llama"),
+    Journey("scans-clip", scans, clip, compares_images_with_texts, copied="my-clip"),
+]
 """In the order of the page."""
 
 
@@ -141,7 +237,7 @@ BLOCKS = [block.text for block in blocks(PAGE) if not block.reason]
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("number", range(len(JOURNEYS)), ids=[journey.data.__name__ for journey in JOURNEYS])
+@pytest.mark.parametrize("number", range(len(JOURNEYS)), ids=[journey.dataset for journey in JOURNEYS])
 def test_own_data_and_an_own_model_make_a_scored_model_that_transformers_loads(
     federation: Federation, number: int
 ) -> None:
@@ -150,11 +246,13 @@ def test_own_data_and_an_own_model_make_a_scored_model_that_transformers_loads(
     for place, site in enumerate(SITES):
         journey.data(federation.folder / site, random.Random(place))
     journey.model(federation.folder / "study")
+    for site in SITES if journey.copied else ():
+        shutil.copytree(federation.folder / "study" / journey.copied, federation.folder / site / journey.copied)
     with ExitStack() as running:
         workers = [running.enter_context(federation.begun(site, at_site)) for site in SITES]
-        until(lambda: federation.offered(journey.data.__name__) or any(w.poll() is not None for w, _ in workers), 100)
+        until(lambda: federation.offered(journey.dataset) or any(w.poll() is not None for w, _ in workers), 100)
         said = [log.read_text() for _, log in workers]
         print(*said)
         assert all(worker.poll() is None for worker, _ in workers), said
         assert journey.metric in federation.type("study", at_study)
-    journey.use(str(federation.folder / "study" / f"trained-{journey.data.__name__}"))
+    journey.use(str(federation.folder / "study" / f"trained-{journey.dataset}"))

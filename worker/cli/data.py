@@ -82,7 +82,12 @@ def init(
     path: Annotated[Path, typer.Argument(help="A folder of images, a table, or a folder saved by `datasets`.")],
     name: Annotated[str | None, typer.Option(help="The data set's name; by default the path's.")] = None,
     split: Annotated[str | None, typer.Option(help="The split, if the folder has several.")] = None,
-    tokenizer: Annotated[str | None, typer.Option(help="For texts: a folder, or a name on the hub.")] = None,
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(
+            help="For texts, or for images to compare with a text for each class: a folder, or a name on the hub."
+        ),
+    ] = None,
     processor: Annotated[str | None, typer.Option(help="For images: a folder, or a name on the hub.")] = None,
     to: Annotated[
         Path | None,

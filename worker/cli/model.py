@@ -112,6 +112,17 @@ def _labels_from(labels: str) -> Config:
     return {"num_labels": len(names), "id2label": {str(number): name for number, name in enumerate(names)}}
 
 
+def _padding_from(config: Config, head: Head) -> Config:
+    """Return the padding token of a decoder without one: as for data, the token that ends a text.
+
+    To classify a text, a decoder reads the last token that is no padding.
+    """
+    built = config_from(config).get_text_config()
+    end = getattr(built, "eos_token_id", None)
+    lacks = head == "text-classification" and getattr(built, "pad_token_id", None) is None
+    return {"pad_token_id": end} if lacks and isinstance(end, int) else {}
+
+
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, help="Make and inspect the models that runs start from."
 )
@@ -186,6 +197,7 @@ def init(
         if labels is not None:
             settings = {key: value for key, value in settings.items() if key not in {"id2label", "label2id"}}
             settings |= _labels_from(labels)
+        settings |= _padding_from(settings, head)
         caption = _caption_ids(text_prompt_from, config)
         prompts = _prompts_from(vision_prompts, text_prompts, caption, prompt_fusion, fusion_heads)
         lora = _lora_from(lora_rank, lora_alpha, lora_roles)

@@ -81,16 +81,33 @@ def propose(
     if not path.exists():
         raise DataError(absent(path))
     path = path.resolve()
+    tokenizer, processor = _from_anywhere(tokenizer), _from_anywhere(processor)
     proposal = Proposal()
     if path.suffix.lower() == ".safetensors":
         proposal.add("kind", "arrays", "a safetensors file holds prepared tensors, `labels` among them")
         proposal.add("file", str(path), "the tensors' names are the model's inputs")
     elif path.is_dir() and not is_saved(path) and (found := list(files_below(path))) and not _tables_in(path):
         _of_folder(proposal, path, found, processor)
+        _texts_of_classes(proposal, tokenizer)
     else:
         _of_table(proposal, path, split, tokenizer, processor)
     proposal.add("held_out", 0.2, "the worker measures on this share of the examples, and no run trains on them")
     return proposal
+
+
+def _from_anywhere(source: str | None) -> str | None:
+    """Return the whole path of a folder, since a worker may start elsewhere; or the name on the hub."""
+    return str(Path(source).resolve()) if source and Path(source).is_dir() else source
+
+
+def _texts_of_classes(proposal: Proposal, tokenizer: str | None) -> None:
+    """Make images with a tokenizer those of a contrastive model, which compares them with a text for each class."""
+    if tokenizer is not None:
+        if "labels" not in proposal.options:
+            raise DataError("the classes are numbers: a text for each, which --tokenizer asks for, needs their names")
+        proposal.add("kind", "imagetext", "images, compared with a text for each class, as by CLIP")
+        proposal.add("template", "a photo of a {}.", "the text of a class; {} stands for its name in labels")
+        proposal.add("tokenizer", tokenizer, "the tokenizer that you named")
 
 
 def _tables_in(folder: Path) -> bool:
@@ -156,6 +173,7 @@ def _of_table(
         cells = table.column("image", image)[:SAMPLE]
         paths = [table.folder / cell for cell in cells if isinstance(cell, str)]
         _pixels(proposal, paths, processor)
+        _texts_of_classes(proposal, tokenizer)
     elif tokenizer is not None:
         proposal.add("tokenizer", tokenizer, "the tokenizer that you named")
     else:

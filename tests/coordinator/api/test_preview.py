@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tessera.shared.api.runs import Cohort, Preview, RunSpec, WorkerPreview
+from tessera.shared.api.runs import Cohort, Evaluation, Preview, RunSpec, WorkerPreview
 from tessera.shared.api.tasks import AdvertisedPolicy, Failure
 from tessera.shared.api.versions import Manifest
 from tessera.shared.cli.run import preview_table
@@ -67,6 +67,9 @@ def test_a_preview_names_why_each_worker_would_not_take_part(coordinator: LiveCo
         "f/w": ["never_send"],
     }  # fmt: skip
     assert (found.quorum, found.eligible, found.awaiting_approval, found.missing_sites) == (2, 1, 1, ("nobody",))
+    known(coordinator, "g", kinds=("train", "evaluate"), held_out={"data": 20})
+    (said,) = client.preview_run(spec_of(client, evaluation=Evaluation(sites=True))).warnings
+    assert said.startswith("a, e would give no score: too few examples are held out of 'data'")
 
 
 def test_a_data_set_that_does_not_fit_the_model_is_told_before_the_run_and_gets_no_task(

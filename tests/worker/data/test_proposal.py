@@ -51,6 +51,8 @@ def test_folders_of_images_are_classes(tmp_path: Path) -> None:
     }  # fmt: skip
     assert loaded(options) == [0, 1]
     assert proposed(folder, processor="/models/vit")["processor"] == "/models/vit"
+    pairs = proposed(folder, tokenizer=str(bert_tokenizer(tmp_path / "clip", ("cat", "dog", "a", "photo", "of"))))
+    assert (pairs["kind"], pairs["template"], loaded(pairs)) == ("imagetext", "a photo of a {}.", [0, 1])
 
 
 def test_the_same_folders_in_each_folder_are_classes_in_domains(tmp_path: Path) -> None:
