@@ -8,6 +8,8 @@ T = TypeVar("T")
 KEPT = "\n\t\u00a0\u202f\u2009"
 """Line ends, tabs and spaces that count as not printable."""
 
+FORMULAS = ("=", "+", "-", "@", "\t", "\r")
+
 SUSPECT = re.compile(r"[^ -~\n\t]")
 """Few characters of a page are: a look at each of the others takes long."""
 
@@ -24,3 +26,8 @@ def fit_to_show(value: T) -> T | str:
 def _fit(found: re.Match[str]) -> str:
     letter = found.group()
     return letter if letter.isprintable() or letter in KEPT else "\ufffd"
+
+
+def no_formula(cell: T) -> T | str:
+    """Return a cell of a table for spreadsheets, with a quotation mark before a text that they would compute."""
+    return f"'{cell}" if isinstance(cell, str) and cell.startswith(FORMULAS) else cell

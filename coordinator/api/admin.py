@@ -8,7 +8,6 @@ from sqlalchemy import Row, select
 from tessera.coordinator.api.dependencies import Admin, Anyone, Cursor, Key, Limit, Serving, Viewer
 from tessera.coordinator.api.request_limits import BoundedRoute
 from tessera.coordinator.db import views
-from tessera.coordinator.db.round_views import WITH_TASKS, round_view
 from tessera.coordinator.db.tables import AuditRow, RoundRow, RunRow, SiteRow, TokenRow, WorkerRow
 from tessera.coordinator.domain.lifecycle import LIVE_ROUND
 from tessera.coordinator.operations import sites
@@ -64,13 +63,13 @@ def status(serving: Serving, caller: Viewer) -> Status:
     with serving.database.snapshot() as session:
         live = select(WorkerRow, SiteRow).join_from(WorkerRow, SiteRow).where(WorkerRow.last_seen_at >= since)
         workers = session.execute(live.order_by(SiteRow.name, WorkerRow.name))
-        open_rounds = session.scalars(select(RoundRow).options(WITH_TASKS).where(RoundRow.state.in_(LIVE_ROUND)))
+        rounds = select(RoundRow).options(views.WITH_TASKS).where(RoundRow.state.in_(LIVE_ROUND))
         blobs, blob_bytes = views.blob_totals(session)
         return Status(
             version=VERSION,
             protocol=PROTOCOL,
             runs=views.counts_by_state(session, RunRow),
-            open_rounds=tuple(map(round_view, open_rounds)),
+            open_rounds=tuple(map(views.round_view, session.scalars(rounds))),
             workers=tuple(views.worker_view(row, site, since) for row, site in workers),
             blobs=blobs,
             blob_bytes=blob_bytes,

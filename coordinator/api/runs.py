@@ -12,7 +12,6 @@ from tessera.coordinator.api.dependencies import Anyone, Cursor, Key, Limit, Orc
 from tessera.coordinator.api.request_limits import BoundedRoute
 from tessera.coordinator.auth.permissions import run_within_reach, runs_of
 from tessera.coordinator.db import views
-from tessera.coordinator.db.round_views import WITH_TASKS, round_view
 from tessera.coordinator.db.tables import RUNS, RoundRow, RunRow, SiteRow, TaskRow, VersionRow, find
 from tessera.coordinator.domain.principal import Principal
 from tessera.coordinator.operations import runs
@@ -103,9 +102,9 @@ def list_rounds(
     """Return every attempt at every round, with its tasks, oldest first."""
     with serving.database.snapshot() as session:
         views.find_run(session, run_id)
-        query = select(RoundRow).options(WITH_TASKS).where(RoundRow.run_id == run_id)
+        query = select(RoundRow).options(views.WITH_TASKS).where(RoundRow.run_id == run_id)
         keys = (RoundRow.number, RoundRow.attempt)
-        return views.page(session, query, keys, lambda row: round_view(row[0]), limit, cursor)
+        return views.page(session, query, keys, lambda row: views.round_view(row[0]), limit, cursor)
 
 
 @router.get("/{run_id}/rounds/{number}", operation_id="getRound")
@@ -113,11 +112,11 @@ def get_round(run_id: str, number: RoundNumber, serving: Serving, caller: Viewer
     """Return the latest attempt at a round."""
     with serving.database.snapshot() as session:
         same = (RoundRow.run_id == run_id) & (RoundRow.number == number)
-        query = select(RoundRow).options(WITH_TASKS).where(same).order_by(RoundRow.attempt.desc())
+        query = select(RoundRow).options(views.WITH_TASKS).where(same).order_by(RoundRow.attempt.desc())
         row = session.scalars(query.limit(1)).first()
         if row is None:
             raise NotFound(f"run {run_id} has no round {number}")
-        return round_view(row)
+        return views.round_view(row)
 
 
 @router.get("/{run_id}/versions", operation_id="listVersions")

@@ -12,7 +12,6 @@ from tessera.coordinator.dashboard.security_headers import PREFIX
 from tessera.coordinator.dashboard.session import PageRoute, Signed
 from tessera.coordinator.dashboard.templating import render
 from tessera.coordinator.db import views
-from tessera.coordinator.db.round_views import WITH_TASKS, round_view
 from tessera.coordinator.db.tables import RoundRow, RunRow, SiteRow, TaskRow, WorkerRow
 from tessera.coordinator.domain.lifecycle import LIVE_ROUND, LIVE_RUN
 from tessera.shared.api.tasks import TaskView
@@ -78,13 +77,13 @@ def _run_line(session: Session, row: RunRow, moved: Mapping[str, TrafficTotals])
 def _open_rounds(session: Session, now: float) -> list[dict[str, object]]:
     rows = session.execute(
         select(RoundRow, RunRow.name, RunRow.spec)
-        .options(WITH_TASKS)
+        .options(views.WITH_TASKS)
         .join_from(RoundRow, RunRow)
         .where(RoundRow.state.in_(LIVE_ROUND))
         .order_by(RoundRow.opened_at.desc())
         .limit(MAX_ROUNDS)
     )
-    rounds = [(name, spec["rounds"], round_view(row)) for row, name, spec in rows.all()]
+    rounds = [(name, spec["rounds"], views.round_view(row)) for row, name, spec in rows.all()]
     return [{"name": name, "of": of, "round": view, "end": forecast(session, now, view)} for name, of, view in rounds]
 
 

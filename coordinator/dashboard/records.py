@@ -20,7 +20,6 @@ from tessera.coordinator.dashboard.session import PageRoute, Signed
 from tessera.coordinator.dashboard.templating import render, span
 from tessera.coordinator.dashboard.workers import containing
 from tessera.coordinator.db import views
-from tessera.coordinator.db.round_views import WITH_TASKS, round_view
 from tessera.coordinator.db.tables import (
     WORKER_NAME,
     AuditRow,
@@ -39,6 +38,7 @@ from tessera.coordinator.settings import CoordinatorSettings
 from tessera.shared.api.admin import AuditEntry
 from tessera.shared.api.tasks import TaskView
 from tessera.shared.problems import Fault, Invalid
+from tessera.shared.sanitize import no_formula
 
 router = APIRouter(prefix=PREFIX, include_in_schema=False, route_class=PageRoute)
 
@@ -49,7 +49,6 @@ RUNS = 100
 CHOICES = 200
 MAX_CSV_ROWS = 10_000
 FAULTS = ("failed", "rejected")
-FORMULAS = ("=", "+", "-", "@", "\t", "\r")
 
 Word = Annotated[str, Query(max_length=128)]
 Instant = Annotated[float | None, Query(ge=0, le=1e12)]
@@ -98,9 +97,7 @@ def as_csv(name: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) 
     file = io.StringIO()
     writer = csv.writer(file)
     writer.writerow(columns)
-    for row in rows:
-        cells = ("" if cell is None else str(cell) for cell in row)
-        writer.writerow("'" + cell if cell.startswith(FORMULAS) else cell for cell in cells)
+    writer.writerows(map(no_formula, row) for row in rows)
     return download(file.getvalue(), f"{name}.csv", "text/csv")
 
 
@@ -118,7 +115,7 @@ def list_failures(
         paused = select(RunRow).where(RunRow.state == "paused", RunRow.reason.is_not(None)).limit(FAILURES)
         rounds = (
             select(RoundRow, RunRow.name)
-            .options(WITH_TASKS)
+            .options(views.WITH_TASKS)
             .join_from(RoundRow, RunRow)
             .where(RoundRow.state == "abandoned", RoundRow.run_id == filters.run if filters.run else true())
             .order_by(RoundRow.opened_at.desc())
@@ -133,7 +130,7 @@ def list_failures(
             run=of_run,
             filters=filters,
             failures=failures,
-            abandoned=[(round_view(row), name) for row, name in session.execute(rounds)] if besides else [],
+            abandoned=[(views.round_view(row), name) for row, name in session.execute(rounds)] if besides else [],
             paused=[views.run_view(session, row) for row in session.scalars(paused)]
             if besides and not filters.run
             else [],

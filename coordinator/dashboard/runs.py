@@ -35,7 +35,6 @@ from tessera.coordinator.dashboard.security_headers import PREFIX
 from tessera.coordinator.dashboard.session import STEERING, Fields, PageRoute, Sender, Signed, Visitor
 from tessera.coordinator.dashboard.templating import number, plural, render, size
 from tessera.coordinator.db import views
-from tessera.coordinator.db.round_views import WITH_TASKS, round_view
 from tessera.coordinator.db.snapshots import candidates, invitation, live_workers
 from tessera.coordinator.db.tables import RUNS, AuditRow, RoundRow, RunRow, VersionRow
 from tessera.coordinator.domain.lifecycle import LIVE_ROUND, LIVE_RUN
@@ -181,14 +180,14 @@ def download_metrics(run_id: str, kind: Literal["csv", "json"], serving: Serving
         run = views.run_view(session, views.find_run(session, run_id))
         rounds = session.scalars(
             select(RoundRow)
-            .options(WITH_TASKS)
+            .options(views.WITH_TASKS)
             .where(RoundRow.run_id == run_id)
             .order_by(RoundRow.number, RoundRow.attempt)
         )
         versions = session.scalars(select(VersionRow).where(VersionRow.run_id == run_id).order_by(VersionRow.number))
         rows = rows_of(
             run,
-            [round_view(row) for row in rounds],
+            [views.round_view(row) for row in rounds],
             [views.view_of(Version, row) for row in versions],
             measured(session, run, run.spec.rounds),
         )
@@ -231,10 +230,10 @@ def show_round(
         same = (RoundRow.run_id == run_id) & (RoundRow.number == number)
         attempts = session.scalar(select(func.max(RoundRow.attempt)).where(same))
         chosen = same & (RoundRow.attempt == (attempt or attempts))
-        row = session.scalars(select(RoundRow).options(WITH_TASKS).where(chosen)).one_or_none()
+        row = session.scalars(select(RoundRow).options(views.WITH_TASKS).where(chosen)).one_or_none()
         if row is None:
             raise NotFound(f"run {run_id} has no round {number}" + (f", try {attempt}" if attempt else ""))
-        view = round_view(row)
+        view = views.round_view(row)
         latest = session.scalar(select(func.max(RoundRow.number)).where(RoundRow.run_id == run_id))
         evaluated = moved_by_round(session, run, number, number)[number].evaluated if view.attempt == 1 else 0
         return render(
@@ -267,8 +266,8 @@ def _owns(session: Session, who: Visitor, run: Run) -> bool:
 
 def _open_round(session: Session, run: Run) -> Round | None:
     live = (RoundRow.run_id == run.id) & RoundRow.state.in_(LIVE_ROUND)
-    row = session.scalars(select(RoundRow).options(WITH_TASKS).where(live)).one_or_none()
-    return round_view(row) if row else None
+    row = session.scalars(select(RoundRow).options(views.WITH_TASKS).where(live)).one_or_none()
+    return views.round_view(row) if row else None
 
 
 def _remaining(session: Session, now: float, run: Run, end: datetime | None) -> float | None:

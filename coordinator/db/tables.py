@@ -257,7 +257,7 @@ class RoundRow(Table):
     deadline_at: Mapped[float]
     closed_at: Mapped[float | None]
     reason: Mapped[str | None]
-    # Loaded by `round_views.WITH_TASKS` alone.
+    # Loaded by `views.WITH_TASKS` alone.
     task_rows: Mapped[list["TaskRow"]] = relationship(viewonly=True, lazy="raise")
 
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel
 from pydantic_core import from_json
 from sqlalchemy import ColumnElement, Row, Select, func, select
-from sqlalchemy.orm import InstrumentedAttribute, Session, load_only
+from sqlalchemy.orm import InstrumentedAttribute, Session, load_only, selectinload, undefer
 
 from tessera.coordinator.db.tables import (
     WORKER_NAME,
@@ -132,9 +132,13 @@ def find_run(session: Session, run_id: str) -> RunRow:
     return row
 
 
-def round_view(session: Session, row: RoundRow) -> Round:
-    query = select(TaskRow, WORKER_NAME).join_from(TaskRow, WorkerRow).join(SiteRow).where(TaskRow.round_id == row.id)
-    tasks = [task_view(task, worker, row.number) for task, worker in session.execute(query)]
+WITH_TASKS = selectinload(RoundRow.task_rows).options(undefer(TaskRow.worker_name))
+"""The option of a query whose rounds are for `round_view`: it reads the tasks of all of them in one statement."""
+
+
+def round_view(row: RoundRow) -> Round:
+    """Return the view of a round that was read `WITH_TASKS`."""
+    tasks = [task_view(task, task.worker_name, row.number) for task in row.task_rows]
     return view_of(
         Round,
         row,

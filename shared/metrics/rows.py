@@ -10,6 +10,7 @@ from tessera.shared.api.tasks import TaskView
 from tessera.shared.api.versions import Version
 from tessera.shared.metrics.evaluation_bytes import evaluation_bytes
 from tessera.shared.metrics.site_spread import Spread, spreads
+from tessera.shared.sanitize import no_formula
 
 
 class MetricRow(NamedTuple):
@@ -99,8 +100,8 @@ def write_csv(rows: Iterable[MetricRow], file: TextIO) -> None:
     """Write comma-separated values with a header; what does not apply is empty.
 
     `file` is to be opened with newline="". Floats are written so that they read back as the same
-    bits.
+    bits. No cell is a formula to a spreadsheet: workers name some of the metrics.
     """
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow(MetricRow._fields)
-    writer.writerows(rows)
+    writer.writerows(map(no_formula, row) for row in rows)

@@ -124,9 +124,11 @@ def test_what_a_method_tells_of_a_version_has_rows() -> None:
 
 
 def test_comma_separated_values_read_back_as_they_were() -> None:
-    rows = [MetricRow("r", 1, None, None, "sites", "data", "a", "w", "loss", 1 / 3)]
+    rows = [MetricRow("r", 1, None, None, "sites", "data", "a", "w", "=loss", -1 / 3)]
     file = io.StringIO()
     write_csv(rows, file)
     (read,) = csv.DictReader(io.StringIO(file.getvalue()))
     assert list(read) == list(MetricRow._fields)
-    assert (float(read["value"]), read["round"], read["site"]) == (1 / 3, "", "a")
+    assert (float(read["value"]), read["round"], read["site"]) == (-1 / 3, "", "a")
+    # A worker chose the name, and a spreadsheet would compute it.
+    assert read["metric"] == "'=loss"
