@@ -2,6 +2,7 @@
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import RedirectResponse
+from sqlalchemy import select
 
 from tessera.coordinator.alerts.attention import withheld_runs
 from tessera.coordinator.api.dependencies import Serving, require_role
@@ -9,6 +10,7 @@ from tessera.coordinator.dashboard.security_headers import PREFIX
 from tessera.coordinator.dashboard.session import Fields, PageRoute, Sender, Signed
 from tessera.coordinator.dashboard.templating import render
 from tessera.coordinator.db.snapshots import live_workers
+from tessera.coordinator.db.tables import SiteRow
 from tessera.coordinator.operations import enrolments
 from tessera.shared.api.admin import Approval
 from tessera.shared.problems import Fault, Invalid, validated
@@ -23,9 +25,10 @@ def list_approvals(request: Request, serving: Serving, who: Signed) -> Response:
     since = serving.database.now() - serving.settings.liveness_seconds
     with serving.database.snapshot() as session:
         runs = withheld_runs(session, live_workers(session, since))
+        known = set(session.scalars(select(SiteRow.name)))
     # As in the API, only administrators see enrolments.
     pending = enrolments.list_enrolments(serving, MAX_PENDING).items if who.administers else ()
-    return render(request, "approvals.html", who, withheld=runs, pending=pending)
+    return render(request, "approvals.html", who, withheld=runs, pending=pending, known=known)
 
 
 @router.post("/approvals/{enrolment_id}")

@@ -73,12 +73,15 @@ def test_workers_are_admitted_by_the_code_that_they_show(
     coordinator: LiveCoordinator, admin: Person, viewer: Person
 ) -> None:
     with Client(coordinator.url, verify=False) as client:
+        coordinator.client().create_site("south")
         asked = [
             client.ask_to_join(EnrolmentSpec(site=site, worker="gpu-1", secret_hash=hash_of(site)))
             for site in ("north", "south")
         ]
     shown = admin.http.get("/page/approvals").text
-    assert "north/gpu-1" in shown
+    assert re.findall("(?:north|south)/gpu-1</h3>|new site|known site", shown) == [
+        "north/gpu-1</h3>", "new site", "south/gpu-1</h3>", "known site",
+    ]  # fmt: skip
     # Who admits has the code from the site's people, and not from here.
     assert asked[0].code not in shown
     assert "gpu-1" not in viewer.http.get("/page/approvals").text
@@ -89,7 +92,7 @@ def test_workers_are_admitted_by_the_code_that_they_show(
     assert admin.send(way, **yes, code="AAAA-AAAA").status_code >= 400
     assert admin.send(way, **yes, code=asked[0].code).status_code == 303
     assert admin.send(f"/page/approvals/{asked[1].id}", decision="decline").status_code == 303
-    assert [site.name for site in coordinator.client().sites()] == ["north"]
+    assert [site.name for site in coordinator.client().sites()] == ["north", "south"]
     assert "No worker waits" in admin.http.get("/page/approvals").text
 
 
