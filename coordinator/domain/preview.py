@@ -112,19 +112,18 @@ def _shared_data(spec: RunSpec, known: Sequence[LiveWorker]) -> list[str]:
 
 def _unmeasured(spec: RunSpec, pool: Sequence[LiveWorker]) -> list[str]:
     """Return a warning if sites that take part would not measure versions, although the run asks them to."""
+    if not (spec.evaluation and spec.evaluation.sites):
+        return []
     measuring = {
         worker.site
         for worker in pool
         if "evaluate" in worker.declared["kinds"] and worker.declared.get("held_out", {}).get(spec.dataset, 0) > 0
     }
-    if (
-        not spec.evaluation
-        or not spec.evaluation.sites
-        or not (sites := {worker.site for worker in pool} - measuring)
-    ):
+    sites = sorted({worker.site for worker in pool} - measuring)
+    if not sites:
         return []
     more = f" and {len(sites) - MAX_NAMED} more" if len(sites) > MAX_NAMED else ""
-    subject = f"{', '.join(sorted(sites)[:MAX_NAMED])}{more} would give no score: too few examples are held out of"
+    subject = f"{', '.join(sites[:MAX_NAMED])}{more} would give no score: too few examples are held out of"
     return [
         f"{subject} {spec.dataset!r}. Raise its held_out: a site measures on min_evaluation_examples (20) or more"
     ]
