@@ -39,8 +39,21 @@ def live_workers(session: Session, since: float) -> list[LiveWorker]:
     return sorted((LiveWorker(r.id, r.name, r.site, declared[r.id]) for r in rows), key=lambda worker: worker.name)
 
 
+_TERMS: dict[tuple[str, float], RunTerms] = {}
+"""Of the runs that were asked for lately: a run's settings and creator never change."""
+
+MAX_TERMS = 1024
+
+
 def invitation(session: Session, run: RunRow) -> RunTerms:
-    return RunTerms(RunSpec.model_validate(run.spec), run.model_bytes, audit.creator_of(session, run.id), run.id)
+    key = (run.id, run.created_at)
+    if (terms := _TERMS.get(key)) is None:
+        creator = audit.creator_of(session, run.id)
+        terms = RunTerms(RunSpec.model_validate(run.spec), run.model_bytes, creator, run.id)
+        if len(_TERMS) >= MAX_TERMS:
+            _TERMS.clear()
+        _TERMS[key] = terms
+    return terms
 
 
 def eligible(invited: RunTerms, live: Sequence[LiveWorker]) -> list[LiveWorker]:
@@ -126,11 +139,12 @@ def runs_to_decide(session: Session) -> list[str]:
 def run_snapshot(session: Session, run_id: str, live: Sequence[LiveWorker], *, absent_are_gone: bool) -> RunSnapshot:
     """Return a run at this moment. With `absent_are_gone`, workers that are not live are not waited for."""
     here = ids(live) if absent_are_gone else None
-    run = session.get_one(RunRow, run_id)
+    live_round = (RoundRow.run_id == RunRow.id) & RoundRow.state.in_(LIVE_ROUND)
+    run, round_ = session.execute(
+        select(RunRow, RoundRow).outerjoin(RoundRow, live_round).where(RunRow.id == run_id)
+    ).one()
     invited = invitation(session, run)
     spec = invited.spec
-    live_round = (RoundRow.run_id == run_id) & RoundRow.state.in_(LIVE_ROUND)
-    round_ = session.scalars(select(RoundRow).where(live_round)).one_or_none()
     tasks = _task_snapshots(session, TaskRow.round_id == round_.id, here) if round_ else ()
     ended = session.scalar(select(func.max(RoundRow.closed_at)).where(RoundRow.run_id == run_id))
     # An expired evaluation of an earlier version at a site is not repeated: the site's own state may have changed.
@@ -146,8 +160,8 @@ def run_snapshot(session: Session, run_id: str, live: Sequence[LiveWorker], *, a
         version=run.version_number,
         cohort=spec.cohort,
         round=RoundSnapshot(round_.id, round_.number, round_.state, round_.deadline_at, tasks) if round_ else None,
-        abandoned=_abandoned(session, run),
-        eligible=len(sites_of(candidates(session, invited, live))),
+        abandoned=0 if round_ else _abandoned(session, run),
+        eligible=0 if round_ else len(sites_of(candidates(session, invited, live))),
         idle_since=max(run.resumed_at, ended or 0.0),
         evaluations=_task_snapshots(session, pending, here),
         unevaluated=(*central_due(session, run, spec, here), *sites_due(session, run, invited, live)),

@@ -48,9 +48,9 @@ class RunSnapshot:
     round: RoundSnapshot | None
     """The live round, if there is one."""
     abandoned: int
-    """Attempts at the next round that were abandoned since the run was last resumed."""
+    """Attempts at the next round that were abandoned since the run was last resumed; 0 during a round."""
     eligible: int
-    """Sites with live workers that could take part in a round."""
+    """Sites with live workers that could take part in the next round; 0 during a round."""
     idle_since: float
     """The instant of the run's last change: its creation, its resumption, or the end of its last round."""
     evaluations: tuple[TaskSnapshot, ...]

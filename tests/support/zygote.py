@@ -22,6 +22,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 _WORKERS = ("tessera.worker.cli.worker", "tessera.worker.agent", "transformers.modeling_utils")
 NEEDS = {
@@ -154,6 +155,46 @@ def _serve(line: socket.socket) -> dict[str, object]:
             os.close(descriptor)
 
 
+def _fork_conductor() -> list[str] | None:
+    """Forks what `coordinator serve` starts as its conductor, which waits until it does so; the child's arguments, in
+    the child. One that is started again later is a process of its own."""
+    child_process = importlib.import_module("tessera.coordinator.conductor.child_process")
+    (starts, start), (reads, writes) = os.pipe(), os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.setpgid(0, 0)
+        os.close(start)
+        os.close(writes)
+        if not os.read(starts, 1):
+            os._exit(0)
+        os.dup2(reads, 0)
+        os.close(starts)
+        os.close(reads)
+        return list(child_process.COMMAND[3:])
+    os.close(starts)
+    os.close(reads)
+
+    def first(*_: object, **__: object) -> Forked:
+        child_process.subprocess = subprocess
+        forked = Forked(pid)
+        forked.stdin = os.fdopen(writes, "wb")
+        try:
+            os.write(start, b"s")
+        except BrokenPipeError:
+            pass  # somebody has killed it already
+        os.close(start)
+        return forked
+
+    child_process.subprocess = SimpleNamespace(**{**vars(subprocess), "Popen": first})
+    return None
+
+
+def _seed() -> None:
+    random.seed()
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()
+
+
 if __name__ == "__main__":
     for name in sys.argv[2:]:
         importlib.import_module(name)
@@ -163,10 +204,11 @@ if __name__ == "__main__":
     os.chdir(str(given["folder"]))
     os.environ.clear()
     os.environ.update(given["environment"])  # type: ignore[call-overload]
-    random.seed()
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed()
-    sys.argv = [str(given["module"]), *given["arguments"]]  # type: ignore[misc]
+    arguments: list[str] = given["arguments"]  # type: ignore[assignment]
+    if given["module"] == "tessera.coordinator" and arguments[:1] == ["serve"] and "--no-conduct" not in arguments:
+        arguments = _fork_conductor() or arguments
+    _seed()
+    sys.argv = [str(given["module"]), *arguments]
     code: object = 0
     try:
         runpy.run_module(str(given["module"]), run_name="__main__", alter_sys=True)
