@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import os
 import random
 import ssl
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -135,7 +137,11 @@ class Transport:
         timeout = httpx.Timeout(answer_seconds, connect=min(10.0, answer_seconds))
         self._credential = token if isinstance(token, Credential) else Credential(token) if token else None
         self._http = httpx.Client(
-            base_url=url, headers=headers, timeout=timeout, verify=verify, auth=self._credential
+            base_url=url,
+            headers=headers,
+            timeout=timeout,
+            verify=tls_context() if verify is True else verify,
+            auth=self._credential,
         )
         # Read once, as httpx does.
         self._proxy = proxy_of(url)
@@ -319,6 +325,8 @@ def tls_context(
     Raises Invalid that names an unusable file.
     """
     remedy = "Use PEM files that this user may read."
+    if not (ca_bundle or client_cert or client_key):
+        return _usual_tls(os.environ.get("SSL_CERT_FILE"), os.environ.get("SSL_CERT_DIR"))
     try:
         context = ssl.create_default_context(cafile=ca_bundle) if ca_bundle else httpx.create_ssl_context()
     except OSError as fault:
@@ -332,6 +340,12 @@ def tls_context(
             named = f"{client_cert} and {client_key}" if client_key else f"{client_cert}"
             raise Invalid(f"client_cert: {named} cannot be used: {reason_of(fault)}", remedy=remedy) from fault
     return context
+
+
+@lru_cache(maxsize=4)
+def _usual_tls(*_: str | None) -> ssl.SSLContext:
+    """Return what clients without files of their own share: to read the CAs takes longer than most commands."""
+    return httpx.create_ssl_context()
 
 
 def problem_of(response: Answer) -> Problem:

@@ -24,7 +24,12 @@ from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
-_WORKERS = ("tessera.worker.cli.worker", "tessera.worker.agent", "transformers.modeling_utils")
+_WORKERS = (
+    "tessera.worker.cli.worker",
+    "tessera.worker.agent",
+    "tessera.worker.data.kinds.digits",
+    "transformers.modeling_utils",
+)
 NEEDS = {
     "tessera.coordinator": (
         "tessera.coordinator.cli",

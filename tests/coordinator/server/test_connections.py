@@ -75,7 +75,8 @@ def test_the_rest_of_a_request_that_was_answered_is_not_waited_for(tmp_path: Pat
         raw.sendall(head("GET", "/version", {"Content-Length": "1000000"}))
         assert raw.recv(65536).startswith(b"HTTP/1.1 200")
         trickle(raw, b"x" * 20, 0.05)
-        assert rest(raw) == b""
+        # The answer may come in two parts.
+        assert b"HTTP/1.1" not in rest(raw)
 
 
 def test_a_kept_connection_may_be_idle_between_requests(tmp_path: Path) -> None:
