@@ -140,9 +140,10 @@ def run_snapshot(session: Session, run_id: str, live: Sequence[LiveWorker], *, a
     """Return a run at this moment. With `absent_are_gone`, workers that are not live are not waited for."""
     here = ids(live) if absent_are_gone else None
     live_round = (RoundRow.run_id == RunRow.id) & RoundRow.state.in_(LIVE_ROUND)
-    run, round_ = session.execute(
-        select(RunRow, RoundRow).outerjoin(RoundRow, live_round).where(RunRow.id == run_id)
-    ).one()
+    rows = select(RunRow, RoundRow).outerjoin(RoundRow, live_round).where(RunRow.id == run_id)
+    run: RunRow
+    round_: RoundRow | None
+    run, round_ = session.execute(rows).one()
     invited = invitation(session, run)
     spec = invited.spec
     tasks = _task_snapshots(session, TaskRow.round_id == round_.id, here) if round_ else ()

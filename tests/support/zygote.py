@@ -20,6 +20,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -183,10 +184,8 @@ def _fork_conductor() -> list[str] | None:
         child_process.subprocess = subprocess
         forked = Forked(pid)
         forked.stdin = os.fdopen(writes, "wb")
-        try:
+        with suppress(BrokenPipeError):  # somebody has killed it already
             os.write(start, b"s")
-        except BrokenPipeError:
-            pass  # somebody has killed it already
         os.close(start)
         return forked
 
