@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from typing import cast
 
 from sqlalchemy import ColumnElement, func, select
 from sqlalchemy.orm import Session
@@ -141,9 +142,7 @@ def run_snapshot(session: Session, run_id: str, live: Sequence[LiveWorker], *, a
     here = ids(live) if absent_are_gone else None
     live_round = (RoundRow.run_id == RunRow.id) & RoundRow.state.in_(LIVE_ROUND)
     rows = select(RunRow, RoundRow).outerjoin(RoundRow, live_round).where(RunRow.id == run_id)
-    run: RunRow
-    round_: RoundRow | None
-    run, round_ = session.execute(rows).one()
+    run, round_ = cast("tuple[RunRow, RoundRow | None]", session.execute(rows).one())
     invited = invitation(session, run)
     spec = invited.spec
     tasks = _task_snapshots(session, TaskRow.round_id == round_.id, here) if round_ else ()
