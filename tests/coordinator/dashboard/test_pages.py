@@ -5,13 +5,15 @@ from __future__ import annotations
 import csv
 import re
 from collections.abc import Iterator
+from html import unescape
 from io import StringIO
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
 import pytest
-from sqlalchemy import update
+from sqlalchemy import select, update
 
+from tessera.coordinator.dashboard import records
 from tessera.coordinator.dashboard.queries import layer_shares
 from tessera.coordinator.db import views
 from tessera.coordinator.db.tables import SiteRow, TaskRow, VersionRow, WorkerRow
@@ -650,6 +652,35 @@ def test_audit_and_failures_are_filtered_and_downloaded(coordinator: LiveCoordin
     # What a worker says is no formula to a spreadsheet.
     assert ",'=cmd|" in admin.http.get("/page/failures.csv").text
     assert signed_in(coordinator, "viewer").http.get("/page/audit.csv").status_code == 403
+
+
+def test_failures_of_one_instant_are_all_on_a_page_of_the_list(
+    coordinator: LiveCoordinator, admin: Person, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As those of a round are, whose tasks begin together."""
+    monkeypatch.setattr(records, "FAILURES", 2)
+    worked(coordinator)
+    with coordinator.services.database.transaction() as session:
+        session.execute(update(TaskRow).values(state="failed", created_at=1000.0))
+        ids = set(session.scalars(select(TaskRow.id)))
+    found, place = [], "/page/failures"
+    while place:
+        shown = admin.http.get(place).text
+        found += re.findall(r'<details id="task-([0-9a-f]+)"', shown)
+        (place,) = re.findall(r'href="([^"]+)" rel="next"', shown) or [""]
+        place = unescape(place)
+    assert len(ids) == len(found) > 4
+    assert set(found) == ids
+
+
+def test_audit_entries_of_a_run_that_is_not_in_the_menu_show_the_filter(
+    coordinator: LiveCoordinator, admin: Person, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(records, "CHOICES", 1)
+    old, new = (start_run(coordinator.client(), MODEL, values(MODEL), name=name, dataset="none") for name in "ab")
+    for run in (old, new):
+        shown = admin.http.get(f"/page/audit?run={run.id}").text
+        assert re.findall(r'<option value="(\w+)" selected>', shown) == [run.id]
 
 
 def test_a_bar_of_a_round_shows_the_phases_that_its_worker_reported(coordinator: LiveCoordinator) -> None:
