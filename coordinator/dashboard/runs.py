@@ -49,6 +49,7 @@ from tessera.shared.metrics.site_spread import spreads
 from tessera.shared.problems import Fault, Invalid, NotFound, PreconditionFailed, validated
 from tessera.shared.rounds.eta import LIVE_TASKS
 from tessera.shared.rounds.outliers import DISTANCE, JUDGES, NORM
+from tessera.shared.sanitize import fit_to_show
 from tessera.shared.schema import RunState
 
 router = APIRouter(prefix=f"{PREFIX}/runs", include_in_schema=False, route_class=PageRoute)
@@ -432,10 +433,13 @@ def annotate(run_id: str, serving: Serving, who: Sender, fields: Fields) -> Resp
     require_role(who.principal, *STEERING)
     with serving.database.snapshot() as session:
         run = views.run_view(session, views.find_run(session, run_id))
-    if [*run.tags] != fields.get("old_tags", "").split() or run.note != _lines(fields.get("old_note", "")):
+    # A page shows characters that cannot be seen as others, and so the form comes back with those.
+    shown = fit_to_show(run.note)
+    if [*run.tags] != fields.get("old_tags", "").split() or shown != _lines(fields.get("old_note", "")):
         raise PreconditionFailed("the tags or the note have changed meanwhile")
     tags = [*dict.fromkeys(fields.get("tags", "").replace(",", " ").split())]
-    given = {"tags": tags, "note": _lines(fields.get("note", "")).strip()}
+    note = _lines(fields.get("note", "")).strip()
+    given = {"tags": tags, "note": run.note if note == shown.strip() else note}
     patch = validated(RunPatch, given, "the tags or the note are invalid")
     patch_run(serving, who.principal, run_id, patch, etag(run.revision))
     return RedirectResponse(f"{PREFIX}/runs/{run_id}", status_code=303)

@@ -18,7 +18,7 @@ from tessera.coordinator.dashboard.queries import layer_shares
 from tessera.coordinator.db import views
 from tessera.coordinator.db.tables import SiteRow, TaskRow, VersionRow, WorkerRow
 from tessera.shared.api.admin import EnrolmentSpec
-from tessera.shared.api.runs import Cohort, Evaluation
+from tessera.shared.api.runs import Cohort, Evaluation, RunPatch
 from tessera.shared.api.tasks import AdvertisedPolicy, Failure, Progress
 from tessera.shared.client.client import Client
 from tessera.shared.methods.base import MethodSpec
@@ -241,6 +241,21 @@ def test_runs_are_found_by_their_tags_method_and_text(coordinator: LiveCoordinat
     for query, names in found_by.items():
         shown = admin.http.get(f"/page/runs?{query}").text
         assert re.findall(r'aria-label="Compare ([^"]+)"', shown) == names, query
+
+
+def test_a_note_with_letters_that_no_page_shows_can_be_changed(coordinator: LiveCoordinator, admin: Person) -> None:
+    client = coordinator.client()
+    run = start_run(client, MODEL, values(MODEL), dataset="none")
+    place, written = f"/page/runs/{run.id}", "zero\u200bwidth\u202e"
+    client.patch_run(run.id, RunPatch(note=written))
+    (old,) = re.findall(r'name="old_note" value="([^"]*)"', admin.http.get(place).text)
+    assert old == "zero\ufffdwidth\ufffd"
+    # A tag is added: the note that the person left alone stays as it was written.
+    assert admin.send(f"{place}/notes", old_note=old, note=old, tags="pilot").status_code == 303
+    found = client.run(run.id)
+    assert (found.tags, found.note) == (("pilot",), written)
+    assert admin.send(f"{place}/notes", old_note=old, note="new", old_tags="pilot", tags="pilot").status_code == 303
+    assert client.run(run.id).note == "new"
 
 
 def test_runs_are_compared_side_by_side(coordinator: LiveCoordinator, viewer: Person) -> None:
