@@ -39,7 +39,7 @@ from tessera.coordinator.db.snapshots import candidates, invitation, live_worker
 from tessera.coordinator.db.tables import RUNS, AuditRow, RoundRow, RunRow, VersionRow
 from tessera.coordinator.domain.lifecycle import LIVE_ROUND, LIVE_RUN
 from tessera.coordinator.domain.workers import sites_of
-from tessera.coordinator.operations.runs import etag, patch_run
+from tessera.coordinator.operations.runs import etag, patch_run, require_owner
 from tessera.coordinator.services import Services
 from tessera.shared.api.runs import Round, Run, RunPatch, RunSpec
 from tessera.shared.api.tasks import TaskView
@@ -401,7 +401,9 @@ def _intervals(task: TaskView, happened: Sequence[tuple[float, str]], most: floa
 def confirm_cancel(run_id: str, request: Request, serving: Serving, who: Signed) -> Response:
     require_role(who.principal, *STEERING)
     with serving.database.snapshot() as session:
-        run = views.run_view(session, views.find_run(session, run_id))
+        row = views.find_run(session, run_id)
+        require_owner(who.principal, row)
+        run = views.run_view(session, row)
     detail = (
         f"It is at version {run.version.number} of {run.spec.rounds}. Its open round ends at once and the work of "
         "its workers is discarded. This cannot be undone; its versions stay."

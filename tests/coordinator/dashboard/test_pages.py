@@ -23,6 +23,7 @@ from tessera.shared.api.tasks import AdvertisedPolicy, Failure, Progress
 from tessera.shared.client.client import Client
 from tessera.shared.methods.base import MethodSpec
 from tessera.shared.methods.registry import FOLDERS, methods
+from tessera.shared.problems import BadRequest
 from tessera.shared.rounds.eta import Pace, expected_end
 from tessera.shared.run_settings import Budget, Privacy
 from tessera.shared.token_format import hash_of
@@ -63,10 +64,26 @@ def test_runs_are_paused_resumed_and_cancelled(coordinator: LiveCoordinator, adm
     assert admin.send(way, state="running", revision="4").status_code == 409
 
 
+def test_an_address_without_a_page_is_answered_by_a_page(admin: Person) -> None:
+    run = "0" * 32
+    # The second one is where a form goes, which a browser asks for when its address is opened again.
+    for path in ("/page/nothing", f"/page/runs/{run}/state"):
+        answer = admin.http.get(path)
+        assert (answer.status_code, answer.headers["content-type"]) == (404, "text/html; charset=utf-8")
+        assert f"there is no page {path}" in answer.text
+    # What the API answers to such a request names a description that is there.
+    (description,) = re.findall(r"/\S+(?=\.)", BadRequest.remedy)
+    assert admin.http.get(description).status_code == 401
+    admin.http.cookies.clear()
+    assert admin.http.get("/page/nothing").headers["location"] == "/page/sign-in?next=%2Fpage%2Fnothing"
+
+
 def test_an_orchestrator_steers_nobody_elses_runs(coordinator: LiveCoordinator) -> None:
     person = signed_in(coordinator, "orchestrator")
     run = start_run(coordinator.client(), MODEL, values(MODEL), dataset="none")
     assert "Pause" not in person.http.get(f"/page/runs/{run.id}").text
+    # No page asks what its button cannot do.
+    assert person.http.get(f"/page/runs/{run.id}/cancel").status_code == 403
     answer = person.send(f"/page/runs/{run.id}/state", state="paused", revision="1")
     assert (answer.status_code, coordinator.client().run(run.id).state) == (403, "running")
 
@@ -587,6 +604,8 @@ def test_a_worker_has_a_page_whatever_it_tells(coordinator: LiveCoordinator, adm
     text = shown({**LIVE, "watts": 300})
     for words in ("Tensor 9", "of 80 GB", "training</strong>", "from its last heartbeat"):
         assert words in text, words
+    # The load is that of the whole machine, and may be more than its processors.
+    assert "load 5.3<small>of all programs, on 4</small>" in shown({"cpus": 4, "cpu_load": 5.3})
     # What is told takes the place of what was told before.
     assert "Tensor 9" not in shown({"cpus": 4})
     worker.client.fail(task.id, Failure(token=task.token, code="out-of-memory", detail="it does not fit"))
@@ -617,7 +636,8 @@ def test_administrators_suspend_resume_rotate_and_revoke_after_a_second_look(
     assert next(iter(coordinator.client().sites())).suspended_at
     assert admin.send(acts[1][0]).status_code == 303
     (secret,) = re.findall(r'class="secret">(.*?)<', admin.send(acts[2][0]).text)
-    # Both secrets are valid for a while.
+    # Both secrets are valid for a while. Of a third one the page says what it ends.
+    assert "the secret from then, valid for another" in admin.http.get(acts[2][0]).text
     renewed = coordinator.bare({"Authorization": f"Bearer {secret}"})
     assert renewed.get("/v1/workers").status_code == 200
     worker.enrol()
