@@ -256,8 +256,9 @@ def _settings() -> CoordinatorSettings:
         raise _exit(f"{refusal.detail} {refusal.advice}") from None
     except ValidationError as refusal:
         for steps, message in messages_of(refusal.errors(include_url=False), CoordinatorSettings):
-            named = "_".join(("setting TESSERA", *map(str.upper, map(str, steps))))
-            typer.echo(f"{named}: {message}" if steps else message, err=True)
+            within = "".join(f"[{step}]" for step in steps[1:])
+            named = f"setting TESSERA_{str(steps[0]).upper()}{within}: " if steps else ""
+            typer.echo(f"{named}{message}", err=True)
         raise typer.Exit(2) from None
 
 

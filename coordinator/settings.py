@@ -1,5 +1,6 @@
 """The coordinator's settings, read once from the environment (`TESSERA_...`)."""
 
+import json
 import os
 import re
 from pathlib import Path
@@ -15,6 +16,8 @@ from pydantic import (
     PositiveInt,
     SecretStr,
     StringConstraints,
+    ValidationInfo,
+    field_validator,
     model_validator,
 )
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -29,10 +32,32 @@ PersonRole = Literal["admin", "orchestrator", "viewer"]
 MailAddress = Annotated[str, Field(pattern=r"^[^\s@<>]+@[^\s@<>]+$")]
 
 
+MAX_PORT = 65_535
+
+JSON_EXAMPLES = {
+    "oidc_roles": '{"tessera-admins": "admin"}',
+    "mail_to": '["admins@example.org"]',
+    "notice_private_hosts": '["mail.hospital.example"]',
+}
+"""The settings whose values are JSON, with examples."""
+
+
 def _to_https(url: SecretStr) -> SecretStr:
     """Raise ValueError, without the URL, unless it is one of HTTPS."""
-    if not re.fullmatch(r"https://[A-Za-z0-9.-]+(:[0-9]{1,5})?(/[!-~]*)?", url.get_secret_value()):
-        raise ValueError("must be https://HOST/PATH")
+    found = re.fullmatch(r"https://[A-Za-z0-9.-]+(:([0-9]{1,5}))?(/[!-~]*)?", url.get_secret_value())
+    if not found or int(found[2] or 443) > MAX_PORT:
+        raise ValueError(f"must be https://HOST/PATH, with a port of at most {MAX_PORT} if there is one")
+    return url
+
+
+def _to_mail_server(url: str) -> str:
+    """Raise ValueError, without the URL, unless it names a mail server and no password."""
+    found = re.fullmatch(r"smtps?://([^\s:@/]+@)?[A-Za-z0-9.-]+(:([0-9]{1,5}))?", url)
+    if not found or int(found[3] or 465) > MAX_PORT:
+        raise ValueError(
+            "must be smtps://USER@HOST or smtp://USER@HOST:587, without the password, which is in the file that "
+            "TESSERA_SMTP_PASSWORD_FILE names"
+        )
     return url
 
 
@@ -56,7 +81,14 @@ def data_dir() -> Path:
 
 
 class CoordinatorSettings(BaseSettings):
-    model_config = SettingsConfigDict(env_prefix="TESSERA_", frozen=True, extra="forbid", hide_input_in_errors=True)
+    model_config = SettingsConfigDict(
+        env_prefix="TESSERA_",
+        frozen=True,
+        extra="forbid",
+        hide_input_in_errors=True,
+        # `_read_json` does it, and says what is wrong.
+        enable_decoding=False,
+    )
 
     database_url: str = Field(
         default_factory=lambda: f"sqlite:///{data_dir()}/tessera.db",
@@ -121,10 +153,8 @@ class CoordinatorSettings(BaseSettings):
     webhook_secret_file: Path | None = Field(
         default=None, description="file with the key that signs these notices: whsec_ and base64; read at each notice"
     )
-    smtp_url: str | None = Field(
+    smtp_url: Annotated[str, AfterValidator(_to_mail_server)] | None = Field(
         default=None,
-        # Without a password, which is in a file.
-        pattern=r"^smtps?://([^\s:@/]+@)?[A-Za-z0-9.-]+(:[0-9]{1,5})?$",
         description="mail server for the same notices: smtps://user@host (TLS) or smtp://user@host:587 (STARTTLS)",
     )
     smtp_password_file: Path | None = Field(
@@ -262,6 +292,16 @@ class CoordinatorSettings(BaseSettings):
         if self.max_connections_per_address is None and not self.behind_proxy:
             return max(1, self.max_connections // 4)
         return self.max_connections_per_address
+
+    @field_validator(*JSON_EXAMPLES, mode="before")
+    @classmethod
+    def _read_json(cls, given: Any, info: ValidationInfo) -> Any:
+        if not isinstance(given, str):
+            return given
+        try:
+            return json.loads(given)
+        except ValueError:
+            raise ValueError(f"must be JSON, such as {JSON_EXAMPLES[str(info.field_name)]}") from None
 
     @model_validator(mode="before")
     @classmethod

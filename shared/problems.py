@@ -129,7 +129,7 @@ class BadRequest(Problem):
     status = 400
     code = "bad-request"
     title = "The request cannot be read"
-    remedy = "Compare the request with the API's description at /docs."
+    remedy = "Compare the request with the API's description at /openapi.json."
 
 
 class Unauthenticated(Problem):

@@ -56,9 +56,30 @@ def connected(host: str, port: int, private_hosts: Collection[str]) -> Iterator[
                 yield opened
             finally:
                 timer.cancel()
-    # UnicodeError: a host's name that DNS cannot have. ValueError: a key that is not base64.
+    # ValueError: a host's name that DNS cannot have.
     except (OSError, HTTPException, ValueError) as fault:
-        raise Undelivered(f"{host}: {type(fault).__name__}: {fault}"[:300]) from fault
+        raise Undelivered(_reason(host, fault)[:300]) from fault
+
+
+def _reason(host: str, fault: Exception) -> str:
+    """Return what a fault of the network, TLS, the receiver or a file means, with the remedy if it is known."""
+    match fault:
+        case ssl.SSLCertVerificationError():
+            return f"{host} has no trusted certificate ({fault.verify_message}); for your own CA, set SSL_CERT_FILE"
+        case ssl.SSLError():
+            return f"{host} does not speak TLS as expected ({fault.reason}); check the port"
+        case socket.gaierror() | UnicodeError():
+            return f"{host} has no address in DNS; correct the name, or check this machine's DNS"
+        case smtplib.SMTPAuthenticationError():
+            return (
+                f"{host} refuses the user or the password ({fault.smtp_code}); correct TESSERA_SMTP_URL or the file "
+                "that TESSERA_SMTP_PASSWORD_FILE names"
+            )
+        case smtplib.SMTPNotSupportedError():
+            return f"{host} offers no STARTTLS or no sign-in; use its port for TLS, smtps://"
+        case OSError(filename=str() as path):
+            return f"{path} cannot be read: {fault.strerror}"
+    return f"{host}: {type(fault).__name__}: {fault}"
 
 
 def _first(addresses: Collection[str], port: int) -> socket.socket:
@@ -109,7 +130,9 @@ class Webhook:
     def _signed(self, notice: Mapping[str, str], now: int) -> tuple[dict[str, str], bytes]:
         body, file = json.dumps(dict(notice)).encode(), self._settings.webhook_secret_file
         kind, _, encoded = (file.read_text().strip() if file else "").partition("_")
-        key = base64.b64decode(encoded, validate=True)
+        key = b""
+        with suppress(ValueError):
+            key = base64.b64decode(encoded, validate=True)
         if kind != "whsec" or len(key) < MIN_KEY_BYTES:
             raise Undelivered(f"{file} has no key; write whsec_ and {MIN_KEY_BYTES} or more bytes in base64")
         digest = hmac.digest(key, f"{notice['id']}.{now}.".encode() + body, hashlib.sha256)

@@ -1,5 +1,7 @@
 """Authentication by token."""
 
+import itertools
+
 from sqlalchemy import ColumnElement, Row, exists, select
 from sqlalchemy.orm import Session
 
@@ -14,6 +16,7 @@ from tessera.shared.token_format import hash_of, new_secret
 SUSPENDED_SECONDS = 30.0
 """Retry-After of responses to workers of a suspended site."""
 
+MAX_NAME = 64
 
 ANOTHER = "Ask an administrator for another."
 ANEW = "For a worker, delete the token's file and join again: tessera worker join URL --site NAME."
@@ -61,14 +64,27 @@ def _admitted(found: Row[TokenRow, SiteRow] | None, now: float) -> Principal:
 
 def require_free_name(session: Session, now: float, name: str) -> None:
     """Raise Conflict if a valid token has this name, by which people revoke it."""
-    unexpired = TokenRow.expires_at.is_(None) | (TokenRow.expires_at > now)
-    unused = TokenRow.uses_left.is_(None) | (TokenRow.uses_left > 0)
-    valid = (TokenRow.name == name) & TokenRow.revoked_at.is_(None) & unexpired & unused
-    if other := session.scalars(select(TokenRow).where(valid).limit(1)).first():
+    if other := session.scalars(select(TokenRow).where(TokenRow.name == name, *_valid(now)).limit(1)).first():
         raise Conflict(
             f"a valid token of role {other.role} is named {name!r} already",
             remedy=f"Choose another name, or revoke that one first: `tessera admin token revoke {other.id}`.",
         )
+
+
+def free_name(session: Session, now: float, wanted: str) -> str:
+    """Return a name that no valid token has: the wanted one, or the beginning of it with a number."""
+    kept = wanted[: MAX_NAME - 8]
+    same = TokenRow.name.startswith(kept, autoescape=True)
+    taken = set(session.scalars(select(TokenRow.name).where(same, *_valid(now))))
+    numbered = (f"{kept}-{number}" for number in itertools.count(2))
+    return next(name for name in itertools.chain([wanted[:MAX_NAME]], numbered) if name not in taken)
+
+
+def _valid(now: float) -> tuple[ColumnElement[bool], ...]:
+    """Return the conditions of a token that is neither revoked, nor expired, nor used up."""
+    unexpired = TokenRow.expires_at.is_(None) | (TokenRow.expires_at > now)
+    unused = TokenRow.uses_left.is_(None) | (TokenRow.uses_left > 0)
+    return TokenRow.revoked_at.is_(None), unexpired, unused
 
 
 def issue_token(session: Session, now: float, actor: str, spec: TokenSpec) -> tuple[TokenRow, str]:

@@ -51,7 +51,6 @@ MAX_CSV_ROWS = 10_000
 FAULTS = ("failed", "rejected")
 
 Word = Annotated[str, Query(max_length=128)]
-Instant = Annotated[float | None, Query(ge=0, le=1e12)]
 Place = Annotated[int | None, Query(ge=1, lt=1 << 53)]
 
 
@@ -105,13 +104,11 @@ def as_csv(name: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) 
 
 
 @router.get("/failures")
-def list_failures(
-    request: Request, serving: Serving, who: Signed, filters: Filtered, before: Instant = None
-) -> Response:
+def list_failures(request: Request, serving: Serving, who: Signed, filters: Filtered, after: Word = "") -> Response:
     """Show failed tasks and rejected updates, newest first."""
     with serving.database.snapshot() as session:
         of_run = views.run_view(session, views.find_run(session, filters.run)) if filters.run else None
-        failures, older = _failures(session, filters, FAILURES, before)
+        failures, older = _failures(session, filters, FAILURES, after)
         paused = select(RunRow).where(RunRow.state == "paused", RunRow.reason.is_not(None)).limit(FAILURES)
         rounds = (
             select(RoundRow, RunRow.name)
@@ -122,7 +119,7 @@ def list_failures(
             .limit(ABANDONED)
         )
         # They are no tasks, which the other filters are about.
-        besides = not before and filters == Filters(run=filters.run)
+        besides = not after and filters == Filters(run=filters.run)
         return render(
             request,
             "failures.html",
@@ -134,8 +131,8 @@ def list_failures(
             paused=[views.run_view(session, row) for row in session.scalars(paused)]
             if besides and not filters.run
             else [],
-            newer=f"{PREFIX}/failures?{filters.query}" if before else None,
-            older=f"{PREFIX}/failures?{filters.query}before={older!r}" if older else None,
+            newer=f"{PREFIX}/failures?{filters.query}" if after else None,
+            older=f"{PREFIX}/failures?{filters.query}after={older}" if older else None,
         )
 
 
@@ -153,9 +150,9 @@ def download_failures(serving: Serving, who: Signed, filters: Filtered) -> Respo
 
 
 def _failures(
-    session: Session, filters: Filters, most: int, before: float | None = None
-) -> tuple[list[tuple[TaskView, str]], float | None]:
-    """Return failed tasks with the names of their runs, newest first, and the instant before which there are more."""
+    session: Session, filters: Filters, most: int, after: str = ""
+) -> tuple[list[tuple[TaskView, str]], str | None]:
+    """Return failed tasks with the names of their runs, newest first, and the id of the last if there are more."""
     query = (
         select(TaskRow, RunRow.name, WORKER_NAME)
         .join_from(TaskRow, RunRow)
@@ -170,14 +167,16 @@ def _failures(
         query = query.where(containing(WORKER_NAME, filters.who))
     if filters.run:
         query = query.where(TaskRow.run_id == filters.run)
-    if before is not None:
-        query = query.where(TaskRow.created_at < before)
+    if after and (last := session.get(TaskRow, after)):
+        # All tasks of a round have the same instant.
+        same = (TaskRow.created_at == last.created_at) & (TaskRow.id > last.id)
+        query = query.where((TaskRow.created_at < last.created_at) | same)
     rows = session.execute(query).all()
     failures = [
         (views.task_view(task, worker, task.version_number + (task.kind == "train")), name)
         for task, name, worker in rows[:most]
     ]
-    return failures, rows[most - 1][0].created_at if len(rows) > most else None
+    return failures, rows[most - 1][0].id if len(rows) > most else None
 
 
 # ---------------------------------------------------------------- audit

@@ -12,6 +12,7 @@ from tessera.coordinator.dashboard import approvals, comparison, create_run, log
 from tessera.coordinator.dashboard.security_headers import PREFIX, Guarding
 from tessera.coordinator.dashboard.session import PageRoute, Signed, holder
 from tessera.coordinator.dashboard.templating import STATIC, show_problem
+from tessera.shared.problems import NotFound
 
 router = APIRouter(prefix=PREFIX, include_in_schema=False, route_class=PageRoute)
 
@@ -26,6 +27,15 @@ async def run_events(run_id: str, serving: Serving, who: Signed, last_event_id: 
     return await stream(serving, run_id, last_event_id, who.principal.token_id, partial(holder, serving, who.secret))
 
 
+nowhere = APIRouter(prefix=PREFIX, include_in_schema=False, route_class=PageRoute)
+
+
+@nowhere.get("/{path:path}")
+def no_page(path: str, _who: Signed) -> None:
+    """Refuse an address without a page, such as that of a form, which is not for reading."""
+    raise NotFound(f"there is no page {PREFIX}/{path[:200]}", remedy="Go to the overview, and follow its links.")
+
+
 def install(app: FastAPI) -> None:
     """Add the dashboard to the coordinator's application."""
     app.state.show_problem = show_problem
@@ -34,5 +44,7 @@ def install(app: FastAPI) -> None:
     for module in (login, create_run, comparison, approvals, overview, runs, records, workers):
         app.include_router(module.router)
     app.include_router(router)
+    # Last, because it matches every path.
+    app.include_router(nowhere)
     app.add_api_route("/", lambda: RedirectResponse(f"{PREFIX}/"), include_in_schema=False)
     app.add_api_route(PREFIX, lambda: RedirectResponse(f"{PREFIX}/"), include_in_schema=False)

@@ -39,7 +39,7 @@ from tessera.coordinator.db.snapshots import candidates, invitation, live_worker
 from tessera.coordinator.db.tables import RUNS, AuditRow, RoundRow, RunRow, VersionRow
 from tessera.coordinator.domain.lifecycle import LIVE_ROUND, LIVE_RUN
 from tessera.coordinator.domain.workers import sites_of
-from tessera.coordinator.operations.runs import etag, patch_run
+from tessera.coordinator.operations.runs import etag, patch_run, require_owner
 from tessera.coordinator.services import Services
 from tessera.shared.api.runs import Round, Run, RunPatch, RunSpec
 from tessera.shared.api.tasks import TaskView
@@ -49,6 +49,7 @@ from tessera.shared.metrics.site_spread import spreads
 from tessera.shared.problems import Fault, Invalid, NotFound, PreconditionFailed, validated
 from tessera.shared.rounds.eta import LIVE_TASKS
 from tessera.shared.rounds.outliers import DISTANCE, JUDGES, NORM
+from tessera.shared.sanitize import fit_to_show
 from tessera.shared.schema import RunState
 
 router = APIRouter(prefix=f"{PREFIX}/runs", include_in_schema=False, route_class=PageRoute)
@@ -400,7 +401,9 @@ def _intervals(task: TaskView, happened: Sequence[tuple[float, str]], most: floa
 def confirm_cancel(run_id: str, request: Request, serving: Serving, who: Signed) -> Response:
     require_role(who.principal, *STEERING)
     with serving.database.snapshot() as session:
-        run = views.run_view(session, views.find_run(session, run_id))
+        row = views.find_run(session, run_id)
+        require_owner(who.principal, row)
+        run = views.run_view(session, row)
     detail = (
         f"It is at version {run.version.number} of {run.spec.rounds}. Its open round ends at once and the work of "
         "its workers is discarded. This cannot be undone; its versions stay."
@@ -432,10 +435,13 @@ def annotate(run_id: str, serving: Serving, who: Sender, fields: Fields) -> Resp
     require_role(who.principal, *STEERING)
     with serving.database.snapshot() as session:
         run = views.run_view(session, views.find_run(session, run_id))
-    if [*run.tags] != fields.get("old_tags", "").split() or run.note != _lines(fields.get("old_note", "")):
+    # A page shows characters that cannot be seen as others, and so the form comes back with those.
+    shown = fit_to_show(run.note)
+    if [*run.tags] != fields.get("old_tags", "").split() or shown != _lines(fields.get("old_note", "")):
         raise PreconditionFailed("the tags or the note have changed meanwhile")
     tags = [*dict.fromkeys(fields.get("tags", "").replace(",", " ").split())]
-    given = {"tags": tags, "note": _lines(fields.get("note", "")).strip()}
+    note = _lines(fields.get("note", "")).strip()
+    given = {"tags": tags, "note": run.note if note == shown.strip() else note}
     patch = validated(RunPatch, given, "the tags or the note are invalid")
     patch_run(serving, who.principal, run_id, patch, etag(run.revision))
     return RedirectResponse(f"{PREFIX}/runs/{run_id}", status_code=303)

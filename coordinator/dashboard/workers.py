@@ -314,13 +314,15 @@ def confirm_token(
 ) -> Response:
     require_role(who.principal, "admin")
     with serving.database.snapshot() as session:
-        token = _token(session, token_id)
+        token, replaced = _token(session, token_id), find(session, TokenRow, token_id).previous_until
     grace = span(serving.settings.rotation_grace_seconds)
     detail = {
         "revoke": "The coordinator refuses it from now on, and its sessions end. This cannot be undone.",
         "rotate": "It gets a new secret, which the next page shows once. The present secret stays valid for "
         f"{grace}. Give the new one to the token's holder over a channel that you trust.",
     }[action]
+    if action == "rotate" and (left := (replaced or 0.0) - serving.database.now()) > 0:
+        detail += f" It was rotated before: the secret from then, valid for another {span(left)}, ends at once."
     if action == "rotate" and token.role == "site":
         detail += " A worker can do this itself, and then only its site knows the secret: tessera worker rotate."
     return render(

@@ -225,7 +225,8 @@ def _admit(session: Session, now: float, actor: str, row: EnrolmentRow, site: Si
     """Issue the token whose secret the worker created."""
     if tokens.is_known(session, row.secret_hash):
         raise Conflict("a token with this secret was issued meanwhile")
-    name = f"{site.name}.{row.worker}"[:64]
+    # Another worker of this name may have joined before, for example this one before it lost its token.
+    name = tokens.free_name(session, now, f"{site.name}.{row.worker}")
     token = TokenRow(
         id=new_id(), name=name, role="site", secret_hash=row.secret_hash, site_id=site.id, created_at=now
     )

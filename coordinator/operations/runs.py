@@ -88,10 +88,7 @@ def patch_run(services: Services, caller: Principal, run_id: str, patch: RunPatc
     """
     with services.database.transaction() as session:
         row = views.find_run(session, run_id)
-        if caller.role != "admin" and row.owner != caller.owner:
-            raise Forbidden(
-                f"run {run_id} was created by another caller", remedy="Ask its creator or an administrator."
-            )
+        require_owner(caller, row)
         wanted = patch.model_dump(mode="json", exclude_unset=True, exclude_none=True)
         changed = {name: value for name, value in wanted.items() if value != getattr(row, name)}
         if not changed:
@@ -115,6 +112,12 @@ def patch_run(services: Services, caller: Principal, run_id: str, patch: RunPatc
         run = views.run_view(session, row)
     services.wake_conductor()
     return run
+
+
+def require_owner(caller: Principal, row: RunRow) -> None:
+    """Raise Forbidden unless the caller created the run or is an administrator."""
+    if caller.role != "admin" and row.owner != caller.owner:
+        raise Forbidden(f"run {row.id} was created by another caller", remedy="Ask its creator or an administrator.")
 
 
 def etag(revision: int) -> str:

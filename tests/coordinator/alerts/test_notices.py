@@ -310,11 +310,49 @@ def test_a_receiver_of_another_authority_or_without_tls_gets_nothing(tmp_path: P
         asked: list[Asked] = []
         with answering_by(lambda _: Answer(), asked, tls) as url:
             told = undelivered(hook(tmp_path, int(url.rpartition(":")[2])))
-        assert "SSL" in told
+        assert "no trusted certificate" in told if tls else "does not speak TLS" in told
         assert asked == []
     with mailing(trusted, offers_tls=False) as box:
         assert "STARTTLS" in undelivered(post(tmp_path, box.port))
         assert [line.split()[0] for line in box.said] == ["ehlo", "quit"]
+
+
+def test_what_stops_a_notice_is_told_with_its_remedy(tmp_path: Path, trusted: ssl.SSLContext) -> None:
+    with answering_by(lambda _: Answer(), [], receiving_tls(trustme.CA())) as url:
+        given = hook(tmp_path, int(url.rpartition(":")[2]))
+        told = undelivered(given)
+        assert told.startswith("localhost has no trusted certificate (")
+        assert told.endswith("; for your own CA, set SSL_CERT_FILE")
+    with answering_by(lambda _: Answer(), [], trusted) as url:
+        given = hook(tmp_path, int(url.rpartition(":")[2]))
+        absent = tmp_path / "absent"
+        assert undelivered(given | {"webhook_secret_file": absent}) == (
+            f"{absent} cannot be read: No such file or directory"
+        )
+        (tmp_path / "secret").write_text("whsec_%")
+        assert "write whsec_ and 24 or more bytes in base64" in undelivered(given)
+    # A label of 64 letters is too long for DNS, so no resolver is asked.
+    unknown = undelivered(hook(tmp_path, 443, "a" * 64))
+    assert unknown.endswith("has no address in DNS; correct the name, or check this machine's DNS")
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "example"),
+    [
+        ("TESSERA_MAIL_TO", "secret@north.example", '["admins@example.org"]'),
+        ("TESSERA_NOTICE_PRIVATE_HOSTS", "secret.example", '["mail.hospital.example"]'),
+        ("TESSERA_OIDC_ROLES", "secret=admin", '{"tessera-admins": "admin"}'),
+    ],
+)
+def test_a_list_that_is_not_json_is_refused_with_an_example(variable: str, value: str, example: str) -> None:
+    said = tessera("coordinator", "config", "show", **{variable: value})
+    assert said.returncode == 2
+    assert said.stderr == f"setting {variable}: must be JSON, such as {example}\n"
+
+
+def test_an_entry_of_a_list_that_is_wrong_is_named_by_its_place() -> None:
+    said = tessera("coordinator", "config", "show", TESSERA_MAIL_TO='["ada@north.example", "ada"]')
+    assert said.stderr == "setting TESSERA_MAIL_TO[1]: must be a mail address, such as ops@example.org\n"
 
 
 def test_a_receiver_that_answers_byte_by_byte_is_cut_off(
@@ -363,7 +401,9 @@ def test_a_mail_is_sent_over_tls_after_a_sign_in(
     assert {"TLS rcpt TO:<ada@north.example>", "TLS rcpt TO:<max@south.example>"} <= set(box.said)
     (tmp_path / "password").write_text("wrong")
     with mailing(trusted) as box:
-        assert "SMTPAuthenticationError" in undelivered(post(tmp_path, box.port) | wrong_password(tmp_path))
+        told = undelivered(post(tmp_path, box.port) | wrong_password(tmp_path))
+        assert "localhost refuses the user or the password (535)" in told
+        assert "TESSERA_SMTP_PASSWORD_FILE" in told
 
 
 def wrong_password(folder: Path) -> dict[str, Any]:
@@ -455,7 +495,9 @@ def test_what_cannot_be_delivered_is_told_by_doctor_which_also_sends_a_test(
         ({"smtp_url": None}, "smtp_url and mail_from require each other"),
         ({"mail_to": []}, "mail_from and mail_to require each other"),
         ({"mail_to": ["ada@north.example\r\nBcc: x@y"]}, "pattern"),
-        ({"smtp_url": "smtp://tessera:path-secret@mail.example"}, "pattern"),
+        ({"smtp_url": "smtp://tessera:path-secret@mail.example"}, "TESSERA_SMTP_PASSWORD_FILE names"),
+        ({"smtp_url": "smtp://mail.example:99999"}, "must be smtps://USER@HOST"),
+        ({"webhook_url": "https://hooks.example:99999/path-secret"}, "a port of at most 65535"),
     ],
 )
 def test_settings_that_notify_nobody_are_refused_without_what_is_secret(

@@ -5,22 +5,25 @@ from __future__ import annotations
 import csv
 import re
 from collections.abc import Iterator
+from html import unescape
 from io import StringIO
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
 import pytest
-from sqlalchemy import update
+from sqlalchemy import select, update
 
+from tessera.coordinator.dashboard import records
 from tessera.coordinator.dashboard.queries import layer_shares
 from tessera.coordinator.db import views
 from tessera.coordinator.db.tables import SiteRow, TaskRow, VersionRow, WorkerRow
 from tessera.shared.api.admin import EnrolmentSpec
-from tessera.shared.api.runs import Cohort, Evaluation
+from tessera.shared.api.runs import Cohort, Evaluation, RunPatch
 from tessera.shared.api.tasks import AdvertisedPolicy, Failure, Progress
 from tessera.shared.client.client import Client
 from tessera.shared.methods.base import MethodSpec
 from tessera.shared.methods.registry import FOLDERS, methods
+from tessera.shared.problems import BadRequest
 from tessera.shared.rounds.eta import Pace, expected_end
 from tessera.shared.run_settings import Budget, Privacy
 from tessera.shared.token_format import hash_of
@@ -61,10 +64,26 @@ def test_runs_are_paused_resumed_and_cancelled(coordinator: LiveCoordinator, adm
     assert admin.send(way, state="running", revision="4").status_code == 409
 
 
+def test_an_address_without_a_page_is_answered_by_a_page(admin: Person) -> None:
+    run = "0" * 32
+    # The second one is where a form goes, which a browser asks for when its address is opened again.
+    for path in ("/page/nothing", f"/page/runs/{run}/state"):
+        answer = admin.http.get(path)
+        assert (answer.status_code, answer.headers["content-type"]) == (404, "text/html; charset=utf-8")
+        assert f"there is no page {path}" in answer.text
+    # What the API answers to such a request names a description that is there.
+    (description,) = re.findall(r"/\S+(?=\.)", BadRequest.remedy)
+    assert admin.http.get(description).status_code == 401
+    admin.http.cookies.clear()
+    assert admin.http.get("/page/nothing").headers["location"] == "/page/sign-in?next=%2Fpage%2Fnothing"
+
+
 def test_an_orchestrator_steers_nobody_elses_runs(coordinator: LiveCoordinator) -> None:
     person = signed_in(coordinator, "orchestrator")
     run = start_run(coordinator.client(), MODEL, values(MODEL), dataset="none")
     assert "Pause" not in person.http.get(f"/page/runs/{run.id}").text
+    # No page asks what its button cannot do.
+    assert person.http.get(f"/page/runs/{run.id}/cancel").status_code == 403
     answer = person.send(f"/page/runs/{run.id}/state", state="paused", revision="1")
     assert (answer.status_code, coordinator.client().run(run.id).state) == (403, "running")
 
@@ -239,6 +258,21 @@ def test_runs_are_found_by_their_tags_method_and_text(coordinator: LiveCoordinat
     for query, names in found_by.items():
         shown = admin.http.get(f"/page/runs?{query}").text
         assert re.findall(r'aria-label="Compare ([^"]+)"', shown) == names, query
+
+
+def test_a_note_with_letters_that_no_page_shows_can_be_changed(coordinator: LiveCoordinator, admin: Person) -> None:
+    client = coordinator.client()
+    run = start_run(client, MODEL, values(MODEL), dataset="none")
+    place, written = f"/page/runs/{run.id}", "zero\u200bwidth\u202e"
+    client.patch_run(run.id, RunPatch(note=written))
+    (old,) = re.findall(r'name="old_note" value="([^"]*)"', admin.http.get(place).text)
+    assert old == "zero\ufffdwidth\ufffd"
+    # A tag is added: the note that the person left alone stays as it was written.
+    assert admin.send(f"{place}/notes", old_note=old, note=old, tags="pilot").status_code == 303
+    found = client.run(run.id)
+    assert (found.tags, found.note) == (("pilot",), written)
+    assert admin.send(f"{place}/notes", old_note=old, note="new", old_tags="pilot", tags="pilot").status_code == 303
+    assert client.run(run.id).note == "new"
 
 
 def test_runs_are_compared_side_by_side(coordinator: LiveCoordinator, viewer: Person) -> None:
@@ -570,6 +604,8 @@ def test_a_worker_has_a_page_whatever_it_tells(coordinator: LiveCoordinator, adm
     text = shown({**LIVE, "watts": 300})
     for words in ("Tensor 9", "of 80 GB", "training</strong>", "from its last heartbeat"):
         assert words in text, words
+    # The load is that of the whole machine, and may be more than its processors.
+    assert "load 5.3<small>of all programs, on 4</small>" in shown({"cpus": 4, "cpu_load": 5.3})
     # What is told takes the place of what was told before.
     assert "Tensor 9" not in shown({"cpus": 4})
     worker.client.fail(task.id, Failure(token=task.token, code="out-of-memory", detail="it does not fit"))
@@ -600,7 +636,8 @@ def test_administrators_suspend_resume_rotate_and_revoke_after_a_second_look(
     assert next(iter(coordinator.client().sites())).suspended_at
     assert admin.send(acts[1][0]).status_code == 303
     (secret,) = re.findall(r'class="secret">(.*?)<', admin.send(acts[2][0]).text)
-    # Both secrets are valid for a while.
+    # Both secrets are valid for a while. Of a third one the page says what it ends.
+    assert "the secret from then, valid for another" in admin.http.get(acts[2][0]).text
     renewed = coordinator.bare({"Authorization": f"Bearer {secret}"})
     assert renewed.get("/v1/workers").status_code == 200
     worker.enrol()
@@ -650,6 +687,35 @@ def test_audit_and_failures_are_filtered_and_downloaded(coordinator: LiveCoordin
     # What a worker says is no formula to a spreadsheet.
     assert ",'=cmd|" in admin.http.get("/page/failures.csv").text
     assert signed_in(coordinator, "viewer").http.get("/page/audit.csv").status_code == 403
+
+
+def test_failures_of_one_instant_are_all_on_a_page_of_the_list(
+    coordinator: LiveCoordinator, admin: Person, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As those of a round are, whose tasks begin together."""
+    monkeypatch.setattr(records, "FAILURES", 2)
+    worked(coordinator)
+    with coordinator.services.database.transaction() as session:
+        session.execute(update(TaskRow).values(state="failed", created_at=1000.0))
+        ids = set(session.scalars(select(TaskRow.id)))
+    found, place = [], "/page/failures"
+    while place:
+        shown = admin.http.get(place).text
+        found += re.findall(r'<details id="task-([0-9a-f]+)"', shown)
+        (place,) = re.findall(r'href="([^"]+)" rel="next"', shown) or [""]
+        place = unescape(place)
+    assert len(ids) == len(found) > 4
+    assert set(found) == ids
+
+
+def test_audit_entries_of_a_run_that_is_not_in_the_menu_show_the_filter(
+    coordinator: LiveCoordinator, admin: Person, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(records, "CHOICES", 1)
+    old, new = (start_run(coordinator.client(), MODEL, values(MODEL), name=name, dataset="none") for name in "ab")
+    for run in (old, new):
+        shown = admin.http.get(f"/page/audit?run={run.id}").text
+        assert re.findall(r'<option value="(\w+)" selected>', shown) == [run.id]
 
 
 def test_a_bar_of_a_round_shows_the_phases_that_its_worker_reported(coordinator: LiveCoordinator) -> None:

@@ -60,6 +60,19 @@ def test_a_worker_is_admitted_by_its_code_and_its_secret_is_a_token_from_then_on
     assert actions[-3:] == ["site.create", "enrolment.approve", "token.issue"]
 
 
+def test_each_valid_token_has_a_name_of_its_own_by_which_people_revoke_it(coordinator: LiveCoordinator) -> None:
+    admin, long = coordinator.client(), "n" * 64
+    for site in ("north", "north", "north", long, long):
+        approve(coordinator, asking(coordinator).ask_to_join(spec(new_secret("site"), site)), site)
+    names = ["north.gpu-1", "north.gpu-1-2", "north.gpu-1-3", long, f"{long[:56]}-2"]
+    tokens = [token for token in admin.tokens() if token.role == "site"]
+    assert [token.name for token in tokens] == names
+    # The name of a token that is over is free again.
+    admin.revoke_token(tokens[1].id)
+    approve(coordinator, asking(coordinator).ask_to_join(spec(new_secret("site"))))
+    assert [token.name for token in admin.tokens() if token.role == "site"][-1] == "north.gpu-1-2"
+
+
 def test_the_secret_is_nowhere_at_the_coordinator(coordinator: LiveCoordinator) -> None:
     secret = new_secret("site")
     asked = asking(coordinator).ask_to_join(spec(secret))
