@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-import pyarrow
+import pyarrow as pa
 import pytest
 from PIL import Image
 from pyarrow import parquet
@@ -153,6 +153,6 @@ def test_other_separator_is_refused_rather_than_read_as_one_column(tmp_path: Pat
 def test_parquet_shard_without_a_column_is_named(tmp_path: Path, lacking: int) -> None:
     for shard in range(2):
         columns = {"text": ["the cat"]} if shard == lacking else {"text": ["a dog"], "label": ["yes"]}
-        parquet.write_table(pyarrow.table(columns), tmp_path / f"{shard}.parquet")
+        parquet.write_table(pa.table(columns), tmp_path / f"{shard}.parquet")
     with pytest.raises(DataError, match=r"0.parquet .* it and 1.parquet differ in columns: .* has label"):
         read_table("file", (tmp_path,))
