@@ -141,7 +141,13 @@ def _of_folder(proposal: Proposal, folder: Path, found: Sequence[Path], processo
     if by_domain:
         reason = f"each of {', '.join(tops[:8])} contains the same {len(classes)} folders, which are the classes"
         proposal.add("domain_folders", value=True, reason=reason)
-    _labels(proposal, sorted(classes) if by_domain else tops, "the folders' names")
+    # A class without images here has its number all the same; loading the data set then says what to do about it.
+    names = (
+        classes if by_domain else {each.name for each in folder.iterdir() if each.is_dir() and each.name[0] != "."}
+    )
+    bare = [] if by_domain else sorted(names.difference(tops))
+    source = "the folders' names" + (f", of which {', '.join(bare)} contain no images here" if bare else "")
+    _labels(proposal, sorted(names), source)
     step = -(-len(files) // SAMPLE)
     _pixels(proposal, [folder / file for file in files[::step]], processor)
 

@@ -55,6 +55,17 @@ def test_folders_of_images_are_classes(tmp_path: Path) -> None:
     assert (pairs["kind"], pairs["template"], loaded(pairs)) == ("imagetext", "a photo of a {}.", [0, 1])
 
 
+def test_folder_without_images_is_a_class_that_loading_asks_about(tmp_path: Path) -> None:
+    folder = pictures(tmp_path / "scans", "benign/a.png")
+    (folder / "malignant").mkdir()
+    (folder / "malignant" / "b.dcm").touch()
+    proposal = propose(folder)
+    assert proposal.options["labels"] == ["benign", "malignant"]
+    assert "malignant contain no images here" in proposal.reasons["labels"]
+    with pytest.raises(DataError, match=r"no example of 'malignant'; .* set absent"):
+        loaded(proposed(folder))
+
+
 def test_the_same_folders_in_each_folder_are_classes_in_domains(tmp_path: Path) -> None:
     names = [f"{domain}/{label}/a.png" for domain in ("photo", "sketch") for label in ("1", "10", "2")]
     options = proposed(pictures(tmp_path / "pets", *names, size=(8, 8), mode="L"))

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import pyarrow as pa
 import pytest
 from PIL import Image
+from pyarrow import parquet
 
 from tessera.worker.data.dataset import DataError
 from tessera.worker.data.readers.tables import DataTable, read_table
@@ -139,3 +141,18 @@ def test_wrong_path_is_answered_with_what_there_is(tmp_path: Path) -> None:
     )
     (tmp_path / "scans" / "a.png").touch()
     assert "it contains a.png" in refusal(tmp_path / "scans")
+
+
+def test_other_separator_is_refused_rather_than_read_as_one_column(tmp_path: Path) -> None:
+    (tmp_path / "notes.csv").write_text("text;label\nthe cat;no\na dog;yes\n")
+    with pytest.raises(DataError, match="columns are separated by ';', not ',': save it with ','"):
+        read_table("file", (tmp_path / "notes.csv",))
+
+
+@pytest.mark.parametrize("lacking", [0, 1])
+def test_parquet_shard_without_a_column_is_named(tmp_path: Path, lacking: int) -> None:
+    for shard in range(2):
+        columns = {"text": ["the cat"]} if shard == lacking else {"text": ["a dog"], "label": ["yes"]}
+        parquet.write_table(pa.table(columns), tmp_path / f"{shard}.parquet")
+    with pytest.raises(DataError, match=r"0.parquet .* it and 1.parquet differ in columns: .* has label"):
+        read_table("file", (tmp_path,))

@@ -94,12 +94,19 @@ def _header(file: str, separator: str) -> tuple[list[str], bool]:
         has_rows = any(map(str.strip, lines))
     if not names:
         raise ValueError("it is empty")
+    if len(names) == 1 and (other := next((mark for mark in ";\t|," if mark in names[0]), None)):
+        raise ValueError(f"its columns are separated by {other!r}, not {separator!r}: save it with {separator!r}")
     return [name or f"column {place}" for place, name in enumerate(names)], has_rows
 
 
 def _parquet(files: Sequence[str], cache: str) -> Columns:
     if not any(parquet.read_metadata(file).num_rows for file in files):
         raise ValueError(EMPTY)
+    first = parquet.read_schema(files[0]).names
+    for file in files[1:]:
+        # Of a column that is not in all files, `datasets` makes one with empty cells, or fails, by their order.
+        if lone := sorted(set(first).symmetric_difference(parquet.read_schema(file).names)):
+            raise ValueError(f"it and {Path(file).name} differ in columns: only one of them has {', '.join(lone)}")
     return _columns(datasets.Dataset.from_parquet(list(files), cache_dir=cache, keep_in_memory=True))
 
 
