@@ -343,7 +343,7 @@ OF_WORKERS: Mapping[str, str] = {
     "invalid-version": _MISFIT,
     "tokenizer-mismatch": "Begin a run with the tokenizer that the model was trained with, or ask the site to name "
     "its own (tokenizer).",
-    "no-tokenizer": "Begin a run with a model that has its tokenizer (`tessera model init --pretrained` keeps it), "
+    "no-tokenizer": "Begin a run with a model that has its tokenizer (`tessera model init` keeps it), "
     "or ask the site to name its own (tokenizer).",
     "invalid-tokenizer": _MISFIT,
     "no-receipt": "Upgrade the coordinator, or all of them, before the workers.",

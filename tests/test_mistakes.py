@@ -19,6 +19,7 @@ from tests.support.cli import NOWHERE, tessera
 from tests.support.coordinator import LiveCoordinator
 from tests.support.federation import ScriptedWorker, model_folder, small_model, start_run, values
 from tests.support.pretrained import bert_tokenizer
+from tests.support.processes import free_port
 
 MODEL = small_model()
 
@@ -132,9 +133,8 @@ def worker(old: str, new: str, *told: str, remedy: str) -> Mistake:
 
 
 def serve(*told: str, remedy: str, command: str = "coordinator serve", **environment: str) -> Mistake:
-    return Mistake(
-        command, told, remedy, environment={f"TESSERA_{name}": value for name, value in environment.items()}
-    )
+    given = {f"TESSERA_{name}": value for name, value in ({"PORT": str(free_port())} | environment).items()}
+    return Mistake(command, told, remedy, environment=given)
 
 
 MISTAKES = {
@@ -211,6 +211,9 @@ MISTAKES = {
     "init of no method": Mistake(
         "run init fedagv", ("there is no method 'fedagv'", "TESSERA_METHODS is not set"), "did you mean `fedavg`?"
     ),
+    "init for no data set": Mistake(
+        'run init fedavg --dataset "my notes"', ("--dataset: 'my notes' is no name of a data set",), "letters, digits"
+    ),
     "broken file of methods": Mistake(
         "run init broken",
         ("there is no method 'broken'", "skipped: methods/broken.py"),
@@ -224,6 +227,11 @@ MISTAKES = {
         environment={"TESSERA_METHODS": "nowhere"},
     ),
     # ------------------------------------------------------------ a model's folder
+    "labels without classes": Mistake(
+        "model init m --config plain --head causal-lm --labels a,b --random",
+        ("--labels: a model with the head causal-lm has no classes",),
+        "leave it out",
+    ),
     "no model": Mistake("run create run.toml --model none", ("there is no folder none",), "tessera model init"),
     "transformers folder": Mistake(
         "run create run.toml --model plain",

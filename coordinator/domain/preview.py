@@ -19,6 +19,7 @@ from tessera.shared.methods.base import Plan, State
 from tessera.shared.methods.registry import coordinator_half
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.spec import Model
+from tessera.shared.near_names import nearest
 from tessera.shared.rounds.planning import plan_round, run_facts, warnings_of
 from tessera.shared.run_settings import is_open, minutes_until_open
 
@@ -69,6 +70,7 @@ def preview(
         warnings=(
             *_shared_data(invited.spec, known),
             *_unmeasured(invited.spec, pool),
+            *_unmeasured_centrally(invited.spec, known),
             *warnings_of(invited.spec, model, state),
         ),
     )
@@ -127,6 +129,21 @@ def _unmeasured(spec: RunSpec, pool: Sequence[LiveWorker]) -> list[str]:
     return [
         f"{subject} {spec.dataset!r}. Raise its held_out: a site measures on min_evaluation_examples (20) or more"
     ]
+
+
+def _unmeasured_centrally(spec: RunSpec, known: Sequence[LiveWorker]) -> list[str]:
+    """Return a warning if no worker would measure versions on the central data set."""
+    wanted = spec.evaluation and spec.evaluation.dataset
+    if not wanted:
+        return []
+    declared = [worker.declared for worker in known if "evaluate" in worker.declared["kinds"]]
+    held = {name for each in declared for name, examples in each["datasets"].items() if examples > 0}
+    if wanted in held:
+        return []
+    remedy = (
+        f"did you mean {close!r}?" if (close := nearest(wanted, held)) else "ask a site to add it, or leave it out"
+    )
+    return [f"no worker that evaluates has the data set {wanted!r} of evaluation.dataset; {remedy}"]
 
 
 def _but_for_approval(found: Sequence[Ineligibility]) -> list[Ineligibility]:

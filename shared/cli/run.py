@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from pydantic import TypeAdapter, ValidationError
 from rich.table import Table
 
 from tessera.shared.api.runs import Preview, Round, Run, RunPatch, RunSpec, WorkerPreview
@@ -29,7 +30,7 @@ from tessera.shared.client.round_outcomes import Outcome, follow, outcomes
 from tessera.shared.metrics.comparison import BestVersion, best_version
 from tessera.shared.metrics.site_spread import spreads
 from tessera.shared.problems import Invalid, Problem, validated
-from tessera.shared.schema import RunState
+from tessera.shared.schema import Label, RunState
 from tessera.shared.updates.model_folder import ModelFolder
 
 app = typer.Typer(
@@ -85,6 +86,11 @@ def init(
 
     The file is valid as it is, and evaluates at the sites.
     """
+    try:
+        TypeAdapter(Label).validate_python(dataset)
+    except ValidationError:
+        remedy = "Use letters, digits, dot, dash and underscore, 64 at most."
+        raise Invalid(f"--dataset: {dataset!r} is no name of a data set", remedy=remedy) from None
     text = template(installed_method(method), dataset)
     if out is not None:
         try:

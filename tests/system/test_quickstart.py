@@ -36,7 +36,7 @@ class Machines:
             (folder / name).mkdir()
         self.environment = environment(
             PATH=f"{launcher.python.parent}:{os.environ['PATH']}",
-            TESSERA_CHECKOUT=str(ROOT),
+            CHECKOUT=str(ROOT),
             TESSERA_PORT=str(self.port),
             HOME=str(folder),
             PYTHONPATH=str(ROOT),

@@ -195,6 +195,8 @@ def init(
         mapping = read_mapping(mapping_file) if mapping_file else None
         settings = _plain(_read_config(config))
         if labels is not None:
+            if not head.endswith("-classification"):
+                raise ValueError(f"--labels: a model with the head {head} has no classes; leave it out")
             settings = {key: value for key, value in settings.items() if key not in {"id2label", "label2id"}}
             settings |= _labels_from(labels)
         settings |= _padding_from(settings, head)

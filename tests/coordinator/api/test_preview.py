@@ -70,6 +70,9 @@ def test_a_preview_names_why_each_worker_would_not_take_part(coordinator: LiveCo
     known(coordinator, "g", kinds=("train", "evaluate"), held_out={"data": 20})
     (said,) = client.preview_run(spec_of(client, evaluation=Evaluation(sites=True))).warnings
     assert said.startswith("a, e would give no score: too few examples are held out of 'data'")
+    assert client.preview_run(spec_of(client, evaluation=Evaluation(dataset="data"))).warnings == ()
+    (said,) = client.preview_run(spec_of(client, evaluation=Evaluation(dataset="dota"))).warnings
+    assert said == "no worker that evaluates has the data set 'dota' of evaluation.dataset; did you mean 'data'?"
 
 
 def test_a_data_set_that_does_not_fit_the_model_is_told_before_the_run_and_gets_no_task(

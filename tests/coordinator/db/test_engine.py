@@ -18,6 +18,7 @@ from tessera.coordinator.db.tables import Table, VersionRow
 from tessera.coordinator.settings import CoordinatorSettings, data_dir
 from tests.support.cli import forked, tessera
 from tests.support.databases import empty_in, url_in
+from tests.support.processes import free_port
 from tests.support.storage import add_run, add_task, add_worker
 
 
@@ -27,8 +28,9 @@ def coordinator(folder: Path, *arguments: str, **more: str) -> subprocess.Comple
         "TESSERA_DATABASE_URL": empty_in(folder),
         "TESSERA_BLOB_URL": str(folder / "blobs"),
         "TESSERA_STAGING_DIR": str(folder / "staging"),
+        "TESSERA_PORT": str(free_port()),
     }
-    return forked(*arguments, module="tessera.coordinator", **settings, **more)
+    return forked(*arguments, module="tessera.coordinator", **{**settings, **more})
 
 
 @pytest.mark.sqlite

@@ -1,5 +1,6 @@
 """Loading of transformers' tokenizers and image processors, from a local folder or from the hub by name."""
 
+import logging
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +21,9 @@ def load_pretrained(option: str, source: str, load: Callable[..., Any], **more: 
     hub = HUB_NAME.fullmatch(source)
     if folder.is_dir():
         name, more = str(folder), {**more, "local_files_only": True}
-    elif hub:
+    elif hub and not ("/" in source and folder.parent.is_dir()):
+        # It logs each of several attempts at WARNING.
+        logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
         name, more = hub["name"], {**more, "revision": hub["revision"] or "main"}
     else:
         raise DataError(f"{option}: {absent(folder, 'and it is not a valid name on the hub')}")
