@@ -37,7 +37,7 @@ from tessera.shared.updates.codecs.stage import CodecError
 from tessera.shared.version import VERSION
 from tessera.worker.attention.probabilities import UnknownAttention
 from tessera.worker.bootstrap import runner_of, with_rules
-from tessera.worker.data.dataset import in_short
+from tessera.worker.data.dataset import DataError, in_short
 from tessera.worker.governance.airlock import UpdateWithheld
 from tessera.worker.governance.approvals import InboxError, Unapproved
 from tessera.worker.governance.opening_hours import USAGE_FILE, Opening, local_time
@@ -407,8 +407,15 @@ class Agent:
             more = {"remedy": fault.remedy}
         else:
             self._note("task.fail", task, code=code)
-            more = {"cause": in_short(fault.__cause__)} if fault.__cause__ else {}
-        log.error("task-failed", code=code, detail=detail, exc_info=fault if code == "failed" else None, **more)
+            cause = fault if isinstance(fault, DataError) else fault.__cause__
+            more = {"cause": in_short(cause)} if cause else {}
+        log.error(
+            "task-failed",
+            code=code,
+            detail=detail,
+            exc_info=fault if code == "failed" else None,
+            **more,
+        )
         self._send_failure(task, Failure(token=task.token, code=code, detail=detail), log)
 
     def _give_back_unapproved(self, task: Task, unapproved: Unapproved, log: Any) -> None:
@@ -493,4 +500,6 @@ def failure_of(fault: Exception) -> tuple[str, str]:
             return code, str(fault)[:2000]
     if isinstance(fault, torch.OutOfMemoryError | MemoryError):
         return "out-of-memory", "the model and its batches do not fit into this worker's memory"
+    if isinstance(fault, DataError):
+        return "data-unreadable", "an example cannot be read any more; the worker's own log has more"
     return "failed", f"{type(fault).__name__}; the worker's own log has more"

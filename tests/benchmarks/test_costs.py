@@ -53,6 +53,14 @@ def test_waiting_workers_are_all_given_their_task(tmp_path: Path) -> None:
     assert row["last_claim_s"] > 0
 
 
+@pytest.mark.long
+def test_memory_does_not_grow_with_images_on_disk(tmp_path: Path) -> None:
+    rows = quickly("images", tmp_path)["rows"]
+    assert [(row["examples"], row["pixels"]) for row in rows] == [(60, "memory"), (60, "disk"), (600, "disk")]
+    # The pixels of 540 images are 310 MiB.
+    assert rows[2]["added_MiB"] - rows[1]["added_MiB"] < 100
+
+
 def test_each_guard_costs_something(tmp_path: Path) -> None:
     rows = quickly("guards", tmp_path)["rows"]
     assert len(rows) == 6

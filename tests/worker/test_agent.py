@@ -293,7 +293,7 @@ def test_a_worker_removes_verdicts_on_models_that_were_not_used_for_long(
 def test_whoever_started_a_run_can_do_something_about_each_failure() -> None:
     failures = "".join(path.read_text() for path in (ROOT / "worker" / "task").glob("*.py"))
     codes = {*REPORTABLE.values(), *re.findall(r"(?:TaskFailure|failing_as)\(\s*\"([a-z-]+)\"", failures)}
-    assert sorted({*codes, "out-of-memory"} ^ set(OF_WORKERS)) == []
+    assert sorted({*codes, "out-of-memory", "data-unreadable"} ^ set(OF_WORKERS)) == []
 
 
 @pytest.mark.parametrize(

@@ -156,7 +156,7 @@ def _described(name: str, source: DataSource, key: bytes) -> dict[str, Any]:
 
 def _shapes(loaded: Dataset, *, common: bool) -> list[str]:
     shapes = []
-    for name, tensor in sorted((loaded.common if common else loaded.tensors).items()):
+    for name, tensor in sorted((loaded.common if common else loaded.inputs).items()):
         shape = list(tensor.shape if common else tensor.shape[1:])
         # Labels of words become those of tokens.
         if not (loaded.texts and name == LABELS and shape):

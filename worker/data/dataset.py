@@ -1,4 +1,4 @@
-"""Data sets in memory, and the adapter that each kind of data set provides."""
+"""Data sets, and the adapter that each kind of data set provides."""
 
 from __future__ import annotations
 
@@ -117,8 +117,32 @@ class RawTexts:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
+class RowsOnDisk:
+    """An input, [examples, ...], whose rows are read for each batch, so that memory does not grow with them."""
+
+    read: Callable[[Sequence[int]], Tensor]
+    """A function from places in the file or folder to the rows there. Raises DataError."""
+    places: Tensor
+    """The place of each example, int64 [examples]."""
+    row: tuple[int, ...]
+    """The shape of a row."""
+    dtype: torch.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (len(self.places), *self.row)
+
+    def __getitem__(self, index: Tensor) -> Tensor:
+        return self.read(self.places[index].tolist())
+
+    def chosen(self, index: Tensor) -> RowsOnDisk:
+        """Return the rows at these places, without reading them."""
+        return replace(self, places=self.places[index])
+
+
+@dataclass(frozen=True, eq=False, repr=False)
 class Dataset:
-    """Examples in memory: each tensor is one of the model's keyword inputs, [examples, ...].
+    """Examples: each tensor is one of the model's keyword inputs, [examples, ...], and so is each of `on_disk`.
 
     `common` is part of every batch: the texts of a contrastive model's classes, `input_ids` [classes, tokens].
     `domains`, int64 [examples], is the origin of each example; models do not see it. `held_out` are examples of the
@@ -128,7 +152,7 @@ class Dataset:
     the site. `schema` is sent to the coordinator, so it must not depend on the examples.
 
     Raises DataError if the tensors differ in their number of examples or have none, if `labels` is missing, if a name
-    occurs both in `tensors` and `common`, or if the lengths of domains, sources or groups differ.
+    occurs twice, or if the lengths of domains, sources or groups differ.
     """
 
     tensors: dict[str, Tensor]
@@ -141,23 +165,30 @@ class Dataset:
     texts: RawTexts | None = None
     report: LoadReport = LoadReport()
     schema: DatasetSchema = field(default_factory=DatasetSchema)
+    on_disk: Mapping[str, RowsOnDisk] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if LABELS not in self.tensors:
             names = ", ".join(sorted(self.tensors)) or "none"
             raise DataError(f"no tensor {LABELS!r} among the tensors ({names}): add it")
         domains = self.domains
-        all_tensors = self.tensors if domains is None else {**self.tensors, "domain": domains}
-        sizes = {name: tensor.shape[0] if tensor.ndim else 0 for name, tensor in sorted(all_tensors.items())}
+        sizes = {name: tensor.shape[0] if tensor.shape else 0 for name, tensor in sorted(self.inputs.items())}
+        if domains is not None:
+            sizes["domain"] = domains.shape[0] if domains.ndim else 0
         if len(set(sizes.values())) != 1 or 0 in sizes.values():
             raise DataError(f"every tensor must have the same leading size, and it must be positive: {sizes}")
         if domains is not None and (domains.ndim != 1 or domains.is_floating_point()):
             raise DataError(f"domain: {domains.dtype} {list(domains.shape)} is not one integer for each example")
-        if twice := sorted(self.tensors.keys() & self.common.keys()):
+        if twice := sorted(self.inputs.keys() & self.common.keys()):
             raise DataError(f"{', '.join(twice)}: given both for each example and as common to all")
         for what, given in (("sources", self.sources), ("groups", self.groups)):
             if given is not None and len(given) != self.examples:
                 raise DataError(f"{what}: there are {len(given)} for {self.examples} examples; give one for each")
+
+    @property
+    def inputs(self) -> dict[str, Tensor | RowsOnDisk]:
+        """Everything that has a row for each example, in memory or on disk."""
+        return {**self.tensors, **self.on_disk}
 
     @property
     def examples(self) -> int:
@@ -179,11 +210,11 @@ class Dataset:
         if self.sources is not None:
             yield from self.sources
             return
-        inputs = [(name, tensor) for name, tensor in sorted(self.tensors.items()) if name != LABELS]
+        inputs = [(name, values) for name, values in sorted(self.inputs.items()) if name != LABELS]
         for place in range(self.examples):
             digest = hashlib.sha256()
-            for name, tensor in inputs:
-                row = tensor[place].to(dtype).contiguous()
+            for name, values in inputs:
+                row = values[torch.tensor([place])][0].to(dtype).contiguous()
                 digest.update(f"{name} {row.dtype} {list(row.shape)};".encode())
                 digest.update(row.flatten().view(torch.uint8).numpy().tobytes())
             yield digest.digest()
@@ -200,7 +231,18 @@ class Dataset:
             texts=self.texts and self.texts.rows(index.tolist()),
             report=self.report,
             schema=self.schema,
+            on_disk={name: stored.chosen(index) for name, stored in self.on_disk.items()},
         )
+
+    def read(self, index: Tensor) -> dict[str, Tensor]:
+        """Return the inputs of the examples at the places `index`. Raises DataError for unreadable files."""
+        return {name: values[index] for name, values in self.inputs.items()}
+
+    def in_memory(self) -> Dataset:
+        """Return the examples with everything in memory. Raises DataError."""
+        everything = torch.arange(self.examples)
+        read = {name: stored[everything] for name, stored in self.on_disk.items()}
+        return replace(self, tensors={**self.tensors, **read}, on_disk={})
 
     def padded(self) -> Dataset:
         """Return the examples with texts padded to the maximal length, so that no shape reveals the longest text."""
@@ -216,9 +258,9 @@ class Dataset:
         """
         generator = torch.Generator().manual_seed(0)
         inputs = {}
-        for name, tensor in sorted(self.tensors.items()):
+        for name, tensor in sorted(self.inputs.items()):
             shape = (examples, *tensor.shape[1:])
-            if tensor.is_floating_point() and name != LABELS:
+            if tensor.dtype.is_floating_point and name != LABELS:
                 inputs[name] = torch.randn(shape, generator=generator).to(tensor.dtype)
             elif name == "input_ids":
                 words = torch.randint(0, 2, shape, generator=generator)
@@ -241,11 +283,11 @@ class Dataset:
         count = self.examples
         order = torch.arange(count) if generator is None else torch.randperm(count, generator=generator)
         for rows in torch.split(order, batch_size or count):
-            yield {**{name: tensor[rows] for name, tensor in self.tensors.items()}, **self.common}
+            yield {**self.read(rows), **self.common}
 
 
 def schema_of(
-    tensors: Mapping[str, Tensor], shapes: Mapping[str, Shape], classes: int | None = None
+    tensors: Mapping[str, Tensor | RowsOnDisk], shapes: Mapping[str, Shape], classes: int | None = None
 ) -> DatasetSchema:
     """Return the schema of these tensors. `shapes` are for one example, where the settings fix them."""
     inputs = {

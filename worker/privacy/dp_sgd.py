@@ -218,7 +218,7 @@ class NoisyGradients:
         methods = [self._method] if len(rows) > 1 else [self._method, self._alone]
         for method in methods:
             try:
-                batch = {name: tensor[rows].to(self._device) for name, tensor in self._dataset.tensors.items()}
+                batch = {name: tensor.to(self._device) for name, tensor in self._dataset.read(rows).items()}
                 gradients = method(batch)
             except Exception as fault:  # noqa: BLE001  (each model's code raises its own errors)
                 about = {"way": method.name, "examples": len(rows), "reason": repr(fault)}

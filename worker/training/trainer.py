@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -66,8 +67,18 @@ class Batches:
     generator: torch.Generator | None = None
 
     def __iter__(self) -> Iterator[Batch]:
-        for batch in self.dataset.batches(self.size, self.generator):
+        batches = self.dataset.batches(self.size, self.generator)
+        for batch in _ahead(batches) if self.dataset.on_disk else batches:
             yield {name: tensor.to(self.device) for name, tensor in batch.items()}
+
+
+def _ahead(batches: Iterator[Batch]) -> Iterator[Batch]:
+    """Yield the batches, each read while the one before it is used."""
+    with ThreadPoolExecutor(1, "reading") as pool:
+        coming = pool.submit(next, batches, None)
+        while (batch := coming.result()) is not None:
+            coming = pool.submit(next, batches, None)
+            yield batch
 
 
 def seed_everything(seed: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,11 @@ from PIL import Image
 from transformers import CLIPImageProcessorPil
 
 from tessera.worker.data.dataset import DataError, Dataset
+from tessera.worker.data.readers import image_processor as reader
 from tessera.worker.data.registry import load
 from tessera.worker.model.build import instantiate
 from tessera.worker.model.forward import forward
+from tessera.worker.training.trainer import Batches
 from tests.support.pretrained import CLS, PAD, SEP, bert_tokenizer, image_processor, picture, plain_tokenizer
 
 RED, GREEN, BLUE, GREY = (255, 0, 0), (0, 255, 0), (0, 0, 255), (51, 51, 51)
@@ -63,6 +66,59 @@ def colours(dataset: Dataset) -> list[list[float]]:
     pixels = dataset.tensors["pixel_values"].flatten(2)
     assert torch.equal(pixels.amin(dim=2), pixels.amax(dim=2))
     return [[round(value, 3) for value in pixel] for pixel in pixels[:, :, 0].tolist()]
+
+
+# ---------------------------------------------------------------- on disk
+
+
+@pytest.mark.parametrize("by_processor", [False, True])
+def test_pixels_on_disk_are_those_in_memory(pets: Path, clip: Path, *, by_processor: bool) -> None:
+    options = {"labels": ["cat", "dog"]} | ({"processor": clip} if by_processor else {"size": 4})
+    kept, stored = (opened(folder=pets, **options, in_memory=here) for here in (True, False))
+    assert (sorted(kept.on_disk), sorted(stored.on_disk), sorted(stored.tensors)) == (
+        [],
+        ["pixel_values"],
+        ["labels"],
+    )
+    assert kept.schema == stored.schema
+    assert list(kept.identities()) == list(stored.identities())
+    chosen = torch.tensor([2, 0])
+    for one, other in ((kept, stored), (kept.rows(chosen), stored.rows(chosen)), (kept, stored.in_memory())):
+        draws = [torch.Generator().manual_seed(0) for _ in range(2)]
+        for here, there in zip(one.batches(2, draws[0]), other.batches(2, draws[1]), strict=True):
+            assert here.keys() == there.keys()
+            assert all(torch.equal(here[name], there[name]) for name in here)
+    assert torch.equal(kept.placeholder(2)["pixel_values"], stored.placeholder(2)["pixel_values"])
+
+
+def test_only_what_is_small_is_kept_in_memory_without_a_word(pets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not opened(folder=pets, size=4, labels=["cat", "dog"]).on_disk
+    monkeypatch.setattr(reader, "MAX_IN_MEMORY", 3 * 3 * 4 * 4 * 4 - 1)
+    assert opened(folder=pets, size=4, labels=["cat", "dog"]).on_disk["pixel_values"].shape == (3, 3, 4, 4)
+    assert not opened(folder=pets, size=4, labels=["cat", "dog"], in_memory=True).on_disk
+
+
+def test_an_image_that_is_changed_or_removed_later_is_named(pets: Path) -> None:
+    dataset = opened(folder=pets, size=4, labels=["cat", "dog"], in_memory=False)
+    picture(pets / "cat" / "a.png", BLUE)
+    os.utime(pets / "cat" / "a.png", ns=(0, 0))
+    with pytest.raises(DataError, match=r"a\.png has changed since the worker started; restart it"):
+        next(dataset.batches(1))
+    (pets / "cat" / "a.png").unlink()
+    with pytest.raises(DataError, match=r"a\.png cannot be read"):
+        next(dataset.batches(1))
+
+
+def test_pixels_are_read_ahead_in_order_and_a_fault_ends_it(pets: Path) -> None:
+    dataset = opened(folder=pets, size=4, labels=["cat", "dog"], in_memory=False)
+    batches = Batches(dataset, 1, torch.device("cpu"))
+    assert [int(batch["labels"]) for batch in batches] == [0, 0, 1]
+    (pets / "dog" / "c.bmp").unlink()
+    seen = iter(batches)
+    assert [int(next(seen)["labels"]) for _ in range(2)] == [0, 0]
+    with pytest.raises(DataError, match=r"c\.bmp"):
+        next(seen)
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("reading")]
 
 
 # ---------------------------------------------------------------- from folders

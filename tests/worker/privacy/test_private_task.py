@@ -23,7 +23,7 @@ from tessera.shared.model.blocks import Block
 from tessera.shared.model.selectors import EVERYTHING, Selector, named, roles
 from tessera.shared.model.spec import Head
 from tessera.shared.run_settings import Budget, Privacy
-from tessera.worker.data.dataset import Dataset
+from tessera.worker.data.dataset import DataError, Dataset, RowsOnDisk
 from tessera.worker.governance.policy import Allowance, PolicyViolation
 from tessera.worker.model.block_map import block_table
 from tessera.worker.model.build import instantiate
@@ -221,6 +221,24 @@ def test_an_example_with_a_large_gradient_moves_the_sum_by_exactly_the_clip_norm
     data.tensors["pixel_values"][0] *= 50
     noisy, _ = gradients_of(trainer_of(work_on()), EVERYTHING, data, clip=1e-3)
     assert difference(noisy.sums(torch.arange(10)), noisy.sums(torch.arange(1, 10))) == pytest.approx(1e-3, rel=1e-4)
+    noisy.close()
+
+
+def test_an_example_that_cannot_be_read_any_more_adds_nothing() -> None:
+    data = images()
+    pixels = data.tensors["pixel_values"]
+
+    def read(places: Sequence[int]) -> Tensor:
+        if 3 in places:
+            raise DataError("gone")
+        return pixels[list(places)]
+
+    stored = RowsOnDisk(read, torch.arange(len(pixels)), tuple(pixels.shape[1:]), pixels.dtype)
+    on_disk = Dataset({"labels": data.tensors["labels"]}, on_disk={"pixel_values": stored})
+    noisy, _ = gradients_of(trainer_of(work_on()), EVERYTHING, on_disk)
+    others = torch.tensor([row for row in range(10) if row != 3])
+    assert difference(noisy.sums(torch.arange(10)), noisy.sums(others)) == pytest.approx(0, abs=1e-6)
+    assert length(noisy.sums(others)) > 0.1
     noisy.close()
 
 

@@ -11,6 +11,7 @@ import hashlib
 import os
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
@@ -82,11 +83,13 @@ def images(options: ImagesOptions) -> Dataset:
         domains, groups = table.domains(options.domain), table.groups(options.group)
         report = LoadReport(ignored_files=table.ignored_files)
     prepare = preparation(options)
-    tensors = {**inputs_of(pictures, options, prepare), LABELS: torch.tensor(labels)}
+    inputs, on_disk = inputs_of(pictures, options, prepare)
+    tensors = {**inputs, LABELS: torch.tensor(labels)}
     sources = [_digest(picture) for picture in pictures]
     shapes = {PIXELS: fixed_shape(options, prepare), LABELS: ()}
-    schema = schema_of({name: tensors[name] for name in shapes}, shapes, len(options.labels or ()) or None)
-    return Dataset(tensors, domains=domains, sources=sources, groups=groups, report=report, schema=schema)
+    dataset = Dataset(tensors, domains=domains, sources=sources, groups=groups, report=report, on_disk=on_disk)
+    known = {name: values for name, values in dataset.inputs.items() if name in shapes}
+    return replace(dataset, schema=schema_of(known, shapes, len(options.labels or ()) or None))
 
 
 def _digest(picture: Picture) -> bytes:

@@ -41,7 +41,7 @@ def _made(whole: Dataset, partition: Scheme, rows: np.ndarray, index: int) -> Da
     part = whole.rows(torch.from_numpy(rows))
     if not isinstance(partition, Shift):
         return part
-    return _distorted(part, whole, partition.distortion(index), partition.noise_seed(index))
+    return _distorted(part.in_memory(), whole.in_memory(), partition.distortion(index), partition.noise_seed(index))
 
 
 PIXELS = "pixel_values"

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -14,7 +15,7 @@ from torch import Tensor
 from transformers import AutoImageProcessor
 
 from tessera.shared.diagnostics import reason_of
-from tessera.worker.data.dataset import DataError, Options, Shape
+from tessera.worker.data.dataset import DataError, Options, RowsOnDisk, Shape
 from tessera.worker.data.readers.pretrained import load_pretrained
 
 Picture = Path | bytes
@@ -33,8 +34,11 @@ BOMBS = (Image.DecompressionBombWarning, Image.DecompressionBombError)
 UNREADABLE = (OSError, ValueError, SyntaxError, EOFError, *BOMBS)
 
 MAX_SIDE = 1 << 14
-AT_ONCE = 64
+AT_ONCE = 16
 """Number of images to open and prepare together."""
+MAX_IN_MEMORY = 1 << 30
+"""Bytes of pixels that are kept in memory unless the settings say otherwise."""
+PIXELS = "pixel_values"
 
 Prepare = Callable[[list[Image.Image]], dict[str, Tensor]]
 """A function from opened images to a model's inputs, [images, ...] each."""
@@ -54,6 +58,10 @@ class PixelOptions(Options):
         default=(0.5,), description="subtracted from values in 0 to 1, for all channels or for each"
     )
     std: tuple[PositiveFloat, ...] = Field(default=(0.5,), description="divisor after the subtraction")
+
+    in_memory: bool | None = Field(
+        default=None, description="keep all pixels in memory; if unset, up to 1 GiB of them; more are read per batch"
+    )
 
     @model_validator(mode="after")
     def _one_way(self) -> Self:
@@ -87,30 +95,74 @@ def preparation(options: PixelOptions) -> Prepare:
 def fixed_shape(options: PixelOptions, prepare: Prepare) -> Shape:
     """Return the shape of `pixel_values` for one image, or None if it depends on the image's size."""
     try:
-        blank = [prepare([Image.new(options.mode, size)])["pixel_values"].shape[1:] for size in ((60, 90), (110, 70))]
+        blank = [prepare([Image.new(options.mode, size)])[PIXELS].shape[1:] for size in ((60, 90), (110, 70))]
     except (DataError, KeyError):
         return None
     return tuple(blank[0]) if blank[0] == blank[1] else None
 
 
-def inputs_of(pictures: Sequence[Picture], options: PixelOptions, prepare: Prepare) -> dict[str, Tensor]:
-    """Return `pixel_values` float32 [pictures, channels, height, width], and the processor's other inputs.
+def inputs_of(
+    pictures: Sequence[Picture], options: PixelOptions, prepare: Prepare
+) -> tuple[dict[str, Tensor], dict[str, RowsOnDisk]]:
+    """Return `pixel_values` float32 [pictures, channels, height, width] and the processor's other inputs, those in
+    memory and those on disk. Every image is read once, so that one that cannot be read is found now.
 
     Raises DataError if an image cannot be read or the processor fails.
     """
+    stamps = [_stamp(picture) for picture in pictures]
     inputs: dict[str, Tensor] = {}
+    on_disk: dict[str, RowsOnDisk] = {}
     # Tensors are filled in place, so that a large data set is not in memory twice.
     for done in range(0, len(pictures), AT_ONCE):
-        some = enumerate(pictures[done : done + AT_ONCE], done)
-        for name, tensor in prepare([_open(picture, row).convert(options.mode) for row, picture in some]).items():
-            whole = inputs.setdefault(name, tensor.new_empty((len(pictures), *tensor.shape[1:])))
-            if tensor.shape[1:] != whole.shape[1:]:
-                raise DataError(
-                    f"processor: {name} is {list(tensor.shape[1:])} for one image and {list(whole.shape[1:])} for "
-                    "another: use a processor with a fixed size"
-                )
-            whole[done : done + len(tensor)] = tensor
-    return inputs
+        places = range(done, min(done + AT_ONCE, len(pictures)))
+        for name, tensor in prepare([_open(pictures[row], row).convert(options.mode) for row in places]).items():
+            if name not in inputs and name not in on_disk:
+                row, size = tuple(tensor.shape[1:]), tensor[0].nbytes * len(pictures)
+                keep = size <= MAX_IN_MEMORY if options.in_memory is None else options.in_memory
+                if keep or name != PIXELS:
+                    inputs[name] = tensor.new_empty((len(pictures), *row))
+                else:
+                    read = partial(_read, pictures, stamps, options, prepare, row)
+                    on_disk[name] = RowsOnDisk(read, torch.arange(len(pictures)), row, tensor.dtype)
+            _require_shape(name, tensor, (on_disk[name] if name in on_disk else inputs[name]).shape[1:])
+            if name in inputs:
+                inputs[name][done : done + len(tensor)] = tensor
+    return inputs, on_disk
+
+
+def _read(
+    pictures: Sequence[Picture],
+    stamps: Sequence[int],
+    options: PixelOptions,
+    prepare: Prepare,
+    row: tuple[int, ...],
+    places: Sequence[int],
+) -> Tensor:
+    """Return the pixels of the images at these places. Raises DataError, also for a file that was changed."""
+    opened = []
+    for place in places:
+        opened.append(_open(pictures[place], place).convert(options.mode))
+        if _stamp(pictures[place]) != stamps[place]:
+            raise DataError(f"image: {pictures[place]!s} has changed since the worker started; restart it")
+    pixels = prepare(opened)[PIXELS]
+    _require_shape(PIXELS, pixels, row)
+    return pixels
+
+
+def _stamp(picture: Picture) -> int:
+    """Return when a file was changed, or 0 for bytes and for a file that is not there, which `_open` names."""
+    try:
+        return picture.stat().st_mtime_ns if isinstance(picture, Path) else 0
+    except OSError:
+        return 0
+
+
+def _require_shape(name: str, tensor: Tensor, row: Sequence[int]) -> None:
+    if tuple(tensor.shape[1:]) != tuple(row):
+        raise DataError(
+            f"processor: {name} is {list(tensor.shape[1:])} for one image and {list(row)} for another: use a "
+            "processor with a fixed size"
+        )
 
 
 def _open(picture: Picture, row: int) -> Image.Image:
@@ -146,7 +198,7 @@ def _by_options(options: PixelOptions) -> Prepare:
         sized = [image.resize((width, height), Image.Resampling.BICUBIC) for image in images]
         pixels = np.stack([np.asarray(image, np.float32).reshape(height, width, -1) for image in sized]) / 255
         # [n, h, w, c] -> [n, c, h, w]
-        return {"pixel_values": torch.from_numpy(((pixels - mean) / std).transpose(0, 3, 1, 2))}
+        return {PIXELS: torch.from_numpy(((pixels - mean) / std).transpose(0, 3, 1, 2))}
 
     return prepare
 
