@@ -132,7 +132,16 @@ RAISED = {
 }
 """The errors that each type of pydantic's core schema raises."""
 
-OF_OTHERS = {"model-field", "model-fields", "default", "nullable", "no-info", "definition-ref", "definitions"}
+OF_OTHERS = {
+    "model-field",
+    "model-fields",
+    "default",
+    "nullable",
+    "no-info",
+    "with-info",
+    "definition-ref",
+    "definitions",
+}
 OF_OTHERS |= {"function-after", "function-before", "function-wrap", "json-or-python", "lax-or-strict", "is-instance"}
 OF_OTHERS |= {"union", "any"}
 """Core schemas that raise the errors of what they contain, or ours."""

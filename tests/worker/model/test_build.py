@@ -367,7 +367,7 @@ def test_pretrained_takes_the_weights_and_gives_the_head_as_many_labels_as_asked
     assert [*json.loads((second / "config.json").read_text())["id2label"].values()] == [*"abcde"]
     for odd in ("0", "one", "a,,b", "a,b,a"):
         code, _, said = tessera_model(
-            "init", tmp_path / "odd", "--config", first, "--head", "features", "--labels", odd
+            "init", tmp_path / "odd", "--config", first, "--head", "image-classification", "--labels", odd
         )
         assert (code, f"{odd!r} is neither a number of classes nor two names" in said) == (2, True)
     assert all(torch.equal(old[name], new[name]) for name in old if not name.startswith("classifier"))
