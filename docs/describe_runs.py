@@ -54,9 +54,22 @@ This page is made from the models that check the file, by `python -m docs.descri
 compares the two. A default of `none` cannot be written in the file: leave the key out.
 """
 
+TRAINING = """\
+Local training at each worker, the same for all methods.
+
+A round is `epochs` passes at each site, or `steps` steps, which go on over the examples in a new order where a pass
+ends. A site's `max_epochs` counts steps as its epochs, rounded up. Phases with epochs of their own, such as those of
+FedRep's `head_epochs`, keep them.
+
+The schedule runs over the `rounds` of the run. At step s, from 0, of S in round r, the progress of the run is
+`(r - 1 + s / S) / rounds`. So the schedule continues where it was after a restart, and sites with different numbers
+of steps end a round at about the same rate. A personal model is trained through the whole schedule each time that it
+is evaluated.
+"""
+
 TABLES: tuple[tuple[str, type[BaseModel], str], ...] = (
     ("cohort", Cohort, "The participants and time limits of a round; [glossary.md](glossary.md) defines the terms."),
-    ("training", Training, "Local training at each worker, the same for all methods."),
+    ("training", Training, TRAINING),
     ("evaluation", Evaluation, "[evaluation.md](evaluation.md) describes who measures, and what leaves a site."),
     (
         "privacy",

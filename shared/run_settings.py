@@ -1,28 +1,67 @@
 """Settings of a run that no method owns: local training, differential privacy, hours."""
 
 import math
+import operator
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from datetime import datetime
+from functools import partial
 from math import ceil
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, PositiveInt
+from pydantic import AfterValidator, Field, PositiveInt, model_validator
 
 from tessera.shared.schema import Frozen
+
+MAX_STEPS = 1_000_000
+"""Steps of a round that a run may set, and those whose learning rates a method sums one by one."""
+
+Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Training(Frozen):
     """Settings of local training, common to all methods."""
 
-    epochs: PositiveInt = Field(default=1, le=1000, description="passes over a site's examples in a round")
+    # A setting that is newer than version 0.1.0 is written only if it is used (`exclude_if`). So a worker of that
+    # version reads the tasks of runs without it and is offered no others (`LATER_SETTINGS`), and what sites keep of a
+    # run that began before, its terms and the digest of its approval, stays true.
+
+    epochs: PositiveInt | None = Field(
+        default=1, le=1000, description="passes over a site's examples in a round; leave it out if `steps` is given"
+    )
+    steps: PositiveInt | None = Field(
+        default=None,
+        le=MAX_STEPS,
+        exclude_if=partial(operator.is_, None),
+        description="steps of the local optimizer in a round, in place of `epochs`",
+    )
     batch_size: PositiveInt | None = Field(
         default=32, description="examples per step; null, which only JSON can say, puts all in one batch"
     )
     optimizer: Literal["adamw", "sgd"] = Field(default="adamw", description="the local optimizer")
     learning_rate: float = Field(default=1e-4, gt=0, le=100, description="the step size of the local optimizer")
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        default="constant",
+        exclude_if=partial(operator.eq, "constant"),
+        description="a constant learning rate, or its decay to zero over all rounds of the run",
+    )
+    warmup: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        exclude_if=operator.not_,
+        description="share of the run's rounds over which the learning rate first rises",
+    )
     weight_decay: float = Field(default=0.01, ge=0, le=10, description="decay of the weights by the local optimizer")
+    decay_norms_and_biases: bool = Field(
+        default=True, exclude_if=bool, description="whether weights of normalisation layers and biases decay too"
+    )
     momentum: float = Field(default=0.0, ge=0, lt=1, description="for sgd")
+    betas: tuple[Decay, Decay] = Field(
+        default=(0.9, 0.999),
+        exclude_if=partial(operator.eq, (0.9, 0.999)),
+        description="for adamw: decay of the means of gradients and of their squares",
+    )
     max_gradient_norm: float | None = Field(
         default=None, gt=0, description="l2 norm that a batch's gradient is clipped to"
     )
@@ -30,10 +69,92 @@ class Training(Frozen):
         default="float32", description="of forward and backward passes; weights stay in their own type"
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _without_epochs(cls, given: Any) -> Any:
+        if isinstance(given, dict) and given.get("steps") is not None and "epochs" not in given:
+            return {**given, "epochs": None}
+        return given
+
+    @model_validator(mode="after")
+    def _of_one_length(self) -> Self:
+        if self.epochs and self.steps:
+            raise ValueError(
+                f"epochs is {self.epochs} and steps is {self.steps}, but only one can set the length of a round: "
+                "leave out the other"
+            )
+        if not self.epochs and not self.steps:
+            raise ValueError("epochs is null and steps is not given: set one of them to the length of a round")
+        return self
+
+    @property
+    def scheduled(self) -> bool:
+        """True if the learning rate differs between steps."""
+        return self.schedule != "constant" or self.warmup > 0
+
+
+LATER_SETTINGS = frozenset(name for name, field in Training.model_fields.items() if field.exclude_if)
+"""The settings of local training that are newer than version 0.1.0."""
+
+
+def used_later_settings(training: Training) -> frozenset[str]:
+    """Return those of the newer settings that differ from their defaults."""
+    return LATER_SETTINGS & set(training.model_dump())
+
+
+def steps_per_epoch(training: Training, examples: int) -> int:
+    """Return the number of batches in one pass over `examples` examples."""
+    return 1 if training.batch_size is None else max(1, ceil(examples / training.batch_size))
+
 
 def local_steps(training: Training, examples: int) -> int:
     """Return the number of optimizer steps of one phase over `examples` examples."""
-    return training.epochs * ceil(examples / (training.batch_size or examples))
+    return training.steps or (training.epochs or 0) * steps_per_epoch(training, examples)
+
+
+def local_epochs(training: Training, examples: int) -> int:
+    """Return the number of passes over `examples` examples in one phase, the last of which may end early."""
+    return ceil(local_steps(training, examples) / steps_per_epoch(training, examples))
+
+
+def rate_factors(training: Training, steps: int, round_number: int, rounds: int) -> Iterator[float]:
+    """Yield the share of the learning rate, above 0 and at most 1, at each of the `steps` of a task.
+
+    The schedule runs over all rounds, counted from 1, and a task's steps share its round evenly. So the rate depends
+    on no memory and is the same after a restart, and sites with different numbers of steps end a round alike. The
+    decay to zero is that of torch's LinearLR and CosineAnnealingLR, whose first step has the full rate. The warm-up
+    counts the step that is about to be made, since a rate of zero would waste the first.
+    """
+    for step in range(steps):
+        begun, made = ((round_number - 1 + count / steps) / rounds for count in (step, step + 1))
+        if begun < training.warmup:
+            yield min(1.0, made / training.warmup)
+            continue
+        decayed = (begun - training.warmup) / (1 - training.warmup)
+        match training.schedule:
+            case "constant":
+                yield 1.0
+            case "linear":
+                yield 1 - decayed
+            case "cosine":
+                # (1 + cos(pi x)) / 2, which in this form is never rounded to zero.
+                yield math.cos(math.pi / 2 * decayed) ** 2
+
+
+def require_summable(training: Training, steps: int) -> None:
+    """Raise ValueError for more steps under a schedule than the coordinator sums, which a site may claim."""
+    if training.scheduled and steps > MAX_STEPS:
+        raise ValueError(
+            f"{steps} steps in a round are more than the {MAX_STEPS} whose learning rates the method can sum: set "
+            "training.steps, or a constant training.schedule without training.warmup"
+        )
+
+
+def full_rate_steps(training: Training, steps: int, round_number: int, rounds: int) -> float:
+    """Return the sum of a task's `rate_factors`: its learning rates over `learning_rate`. Raises as
+    `require_summable`."""
+    require_summable(training, steps)
+    return math.fsum(rate_factors(training, steps, round_number, rounds)) if training.scheduled else float(steps)
 
 
 class Budget(Frozen):

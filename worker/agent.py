@@ -29,6 +29,7 @@ from tessera.shared.problems import (
     TaskCancelled,
     Unauthenticated,
 )
+from tessera.shared.run_settings import LATER_SETTINGS
 from tessera.shared.schema import canonical
 from tessera.shared.telemetry import spans
 from tessera.shared.telemetry.trace_ids import trace_of, traceparent_of
@@ -146,6 +147,7 @@ class Agent:
             instance=uuid4().hex,
             kinds=settings.kinds,
             datasets={},
+            training=tuple(sorted(LATER_SETTINGS)),
             device=describe(self._runner.device),
             version=VERSION,
             resources=settings.resources,

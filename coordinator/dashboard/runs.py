@@ -49,6 +49,7 @@ from tessera.shared.metrics.site_spread import spreads
 from tessera.shared.problems import Fault, Invalid, NotFound, PreconditionFailed, validated
 from tessera.shared.rounds.eta import LIVE_TASKS
 from tessera.shared.rounds.outliers import DISTANCE, JUDGES, NORM
+from tessera.shared.run_settings import Training
 from tessera.shared.sanitize import fit_to_show
 from tessera.shared.schema import RunState
 
@@ -298,13 +299,14 @@ def facts_of(spec: RunSpec, model_bytes: int | None) -> list[tuple[str, str]]:
     settings = ", ".join(f"{name} {value}" for name, value in spec.method.settings.items())
     training, cohort = spec.training, spec.cohort
     batches = training.batch_size or "all"
+    length = plural(training.steps, "step") if training.steps else plural(training.epochs or 0, "epoch")
     facts = [
         ("Method", spec.method.name + (f" ({settings})" if settings else "")),
         *([("Model", size(model_bytes))] if model_bytes is not None else []),
         ("Data set", spec.dataset),
         ("Cohort", f"{plural(cohort.size, 'site') if cohort.size else 'all live sites'}, quorum {cohort.quorum}"),
-        ("Training", f"{plural(training.epochs, 'epoch')}, batches of {batches}"),
-        ("Optimizer", f"{training.optimizer}, learning rate {training.learning_rate:g}"),
+        ("Training", f"{length}, batches of {batches}"),
+        ("Optimizer", ", ".join(_optimizer_facts(training))),
         ("Codec", spec.codec),
         ("Averaged over", spec.normalization),
         ("Robust rule", spec.robust.rule),
@@ -320,6 +322,18 @@ def facts_of(spec: RunSpec, model_bytes: int | None) -> list[tuple[str, str]]:
     if spec.cohort.sites:
         facts.append(("Sites", ", ".join(spec.cohort.sites)))
     return facts
+
+
+def _optimizer_facts(training: Training) -> Iterator[str]:
+    yield training.optimizer
+    yield f"learning rate {training.learning_rate:g}"
+    if training.scheduled:
+        warmup = f" after a warm-up over {training.warmup:.3g} of the run" if training.warmup else ""
+        yield f"{training.schedule}{warmup}"
+    if training.optimizer == "adamw" and training.betas != Training().betas:
+        yield f"betas {training.betas[0]:g} and {training.betas[1]:g}"
+    if training.weight_decay and not training.decay_norms_and_biases:
+        yield "no decay of norms and biases"
 
 
 # ---------------------------------------------------------------- a round's figures

@@ -11,7 +11,7 @@ from sqlalchemy.orm import Session
 from tessera.coordinator.db import audit
 from tessera.coordinator.db.declarations import Declarations
 from tessera.coordinator.db.tables import WORKER_NAME, RoundRow, RunRow, SiteRow, TaskRow, VersionRow, WorkerRow
-from tessera.coordinator.domain.eligibility import RunTerms, objections
+from tessera.coordinator.domain.eligibility import RunTerms, objections, unknown_settings
 from tessera.coordinator.domain.lifecycle import LIVE_ROUND, LIVE_RUN
 from tessera.coordinator.domain.snapshot import PendingEvaluation, RoundSnapshot, RunSnapshot, TaskSnapshot
 from tessera.coordinator.domain.workers import LiveWorker, ids, sites_of
@@ -114,6 +114,7 @@ def evaluators(invited: RunTerms, live: Sequence[LiveWorker]) -> list[LiveWorker
         and "evaluate" in worker.declared["kinds"]
         and worker.declared["datasets"].get(wanted, 0) > 0
         and invited.run not in worker.declared.get("withheld", {})
+        and not unknown_settings(invited.spec, worker.declared)
     ]
 
 

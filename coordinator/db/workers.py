@@ -33,6 +33,7 @@ DECLARED = {
     "held_out",
     "schemas",
     "methods",
+    "training",
     "device",
     "version",
     "resources",

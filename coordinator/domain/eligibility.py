@@ -16,7 +16,7 @@ from tessera.shared.methods.base import Plan
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.dataset_schema import DatasetSchema
 from tessera.shared.model.spec import Model
-from tessera.shared.run_settings import Budget, about_together
+from tessera.shared.run_settings import Budget, about_together, local_epochs, used_later_settings
 
 SHOWN = 4
 
@@ -33,6 +33,11 @@ class RunTerms:
     def lets_know(self, site: str) -> bool:
         """Return whether the run is visible to a site."""
         return self.spec.cohort.sites is None or site in self.spec.cohort.sites
+
+
+def unknown_settings(spec: RunSpec, declared: Mapping[str, Any]) -> list[str]:
+    """Return the run's settings of local training that the worker's version does not know: it can read no task."""
+    return sorted(used_later_settings(spec.training) - set(declared.get("training", ())))
 
 
 def policy_of(declared: Mapping[str, Any]) -> AdvertisedPolicy | None:
@@ -62,6 +67,9 @@ def _objections(invitation: RunTerms, site: str, declared: Mapping[str, Any]) ->
         yield "kinds", "it does not train"
     if spec.method.name not in declared["methods"]:
         yield "methods", f"it does not know the method {spec.method.name}, or may not use it"
+    if unknown := unknown_settings(spec, declared):
+        names = ", ".join(f"training.{name}" for name in unknown)
+        yield "version", f"its version of Tessera does not know {names}: upgrade it, or leave the setting out"
     examples = declared["datasets"].get(spec.dataset, 0)
     if examples <= 0:
         others = ", ".join(sorted(declared["datasets"])[:SHOWN])
@@ -77,8 +85,8 @@ def _refusals(invitation: RunTerms, examples: int, policy: AdvertisedPolicy) -> 
     spec, privacy = invitation.spec, invitation.spec.privacy
     if policy.orchestrators is not None and invitation.orchestrator not in policy.orchestrators:
         yield "orchestrators", f"it takes no runs of {invitation.orchestrator or 'who is not named'}"
-    if spec.training.epochs > policy.max_epochs:
-        yield "max_epochs", f"{spec.training.epochs} epochs are more than its {policy.max_epochs}"
+    if (epochs := local_epochs(spec.training, examples)) > policy.max_epochs:
+        yield "max_epochs", f"{epochs} epochs are more than its {policy.max_epochs}"
     if (largest := min(spec.training.batch_size or examples, examples)) > policy.max_batch:
         yield "max_batch", f"a batch of {largest} is more than its {policy.max_batch}"
     if invitation.model_bytes > policy.max_model_bytes:

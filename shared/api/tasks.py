@@ -220,6 +220,8 @@ class Claim(Message):
     schemas: dict[Label, DatasetSchema] = Field(default={}, max_length=256)
     """The inputs and the number of classes of each data set, as far as the site's settings fix them."""
     methods: tuple[Short, ...] = Field(default=(), max_length=256)
+    training: tuple[Short, ...] = Field(default=(), max_length=256)
+    """The settings of local training newer than version 0.1.0 that it knows; it cannot read a task with another."""
     device: ShortText = "cpu"
     version: ShortText = ""
     """Of the worker's own code; none of a worker that does not say."""

@@ -79,7 +79,11 @@ def kind_of(schema: Mapping[str, Any], shared: Mapping[str, Any]) -> str:
             words = PATTERNS.get(schema.get("pattern", ""), "must be text")
             return "name" if words == LABEL else words.removeprefix("must be ")
         case "array":
-            noun, *bounds = kind_of(schema.get("items", {}), shared).partition(",")
+            # Each item of a pair is of the same kind.
+            item = schema["items"] if "items" in schema else schema["prefixItems"][0]
+            noun, *bounds = kind_of(item, shared).partition(",")
+            if "prefixItems" in schema:
+                return f"list of {len(schema['prefixItems'])} {noun}s{''.join(bounds)}"
             return f"list of {noun}{'' if '`' in noun else 's'}{''.join(bounds)}"
         case _:
             return "table"

@@ -302,7 +302,7 @@ class Phase:
     train: Selector
     """The run's blocks that train."""
     epochs: int | None = None
-    """The number of epochs; the run's if None."""
+    """The number of epochs; the run's length of a round, in epochs or steps, if None."""
     private: bool = True
     """True if the modules added with `add_private` train too."""
     private_learning_rate: float | None = None
@@ -317,6 +317,8 @@ class TrainingStats:
     examples: int
     steps: int
     loss: float
+    rate_sum: float
+    """The sum of the run's learning rates at these steps: `steps` times the rate if it is constant."""
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,12 @@ examples, d_k the update and a_k the l1 norm of its accumulation vector:
 
     w = w + tau_eff sum_k p_k d_k / a_k,    tau_eff = sum_k p_k a_k
 
-Plain SGD has a_k = steps. With momentum rho, a_k is the sum over the steps of the counter c = rho c + 1. AdamW has no
-such vector: the steps replace it, without the paper's proof. If all a_k are equal it is FedAvg, bit for bit. Blocks
-that only some workers sent are averaged by the run's `normalization`, with the same scaling. No step is scaled to
-more than the run's `max_update_norm`. A site whose weight is capped by the run's `max_examples` counts in tau_eff
-with the a_k of that many examples.
+Plain SGD has a_k = steps. With momentum rho, a_k is the sum over the steps of the counter c = rho c + 1. Under a
+schedule each step counts with its share of the learning rate: the vector covers variable rates. AdamW has no such
+vector: the steps replace it, without the paper's proof. If all a_k are equal it is FedAvg, bit for bit. Blocks that
+only some workers sent are averaged by the run's `normalization`, with the same scaling. No step is scaled to more
+than the run's `max_update_norm`. A site whose weight is capped by the run's `max_examples` counts in tau_eff with the
+a_k of that many examples.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,7 +24,9 @@ from tessera.shared.methods.base import (
     LocalResult,
     Method,
     MethodSettings,
+    Participant,
     Plan,
+    RunInfo,
     State,
     TaskContext,
     TrainingStats,
@@ -31,21 +34,31 @@ from tessera.shared.methods.base import (
     WorkerHalf,
 )
 from tessera.shared.model.selectors import Selector
-from tessera.shared.run_settings import Training, local_steps
+from tessera.shared.run_settings import Training, local_steps, rate_factors, require_summable
 from tessera.shared.tensors.lazy import Stretched
 
 EFFECTIVE_STEPS = "effective_steps"
+ROUND = "round"
+"""The round in a plan's scalars, on which the rates of a schedule depend."""
 ROUNDING = 1e-9
 """The relative tolerance of a reported sum, for a worker that adds up step by step and rounds at each."""
 
 
-def effective_steps(steps: int, training: Training) -> float:
+def effective_steps(steps: int, training: Training, round_number: int = 1, rounds: int = 1) -> float:
     """Return a_k: the factor of a constant gradient in the update, in units of the learning rate.
 
     Takes one iteration per binary digit of `steps`. The closed form, (n - rho (1 - rho^n) / (1 - rho)) / (1 - rho),
-    loses precision where rho is close to 1; doubling adds only positive numbers.
+    loses precision where rho is close to 1; doubling adds only positive numbers. Under a schedule, which depends on
+    the round, it takes one iteration per step, and raises ValueError for too many of them.
     """
     momentum = training.momentum if training.optimizer == "sgd" else 0.0
+    if training.scheduled:
+        require_summable(training, steps)
+        moved, velocity = 0.0, 0.0
+        for factor in rate_factors(training, steps, round_number, rounds):
+            velocity = momentum * velocity + 1
+            moved += factor * velocity
+        return moved
     # After n steps: the sum of the counters, the counter, and momentum ** n.
     total, counter, power = 0.0, 0.0, 1.0
     for digit in f"{steps:b}":
@@ -57,13 +70,21 @@ def effective_steps(steps: int, training: Training) -> float:
     return total
 
 
+def _planned_steps(steps: int, plan: Plan, run: RunInfo) -> float:
+    """Return a_k of a number of steps in the round of a plan."""
+    return effective_steps(steps, run.training, int(plan.scalars.get(ROUND, 1)), run.rounds)
+
+
 class FedNovaCoordinator(CoordinatorHalf[MethodSettings]):
-    def _expected_steps(self, examples: int) -> float:
-        return effective_steps(local_steps(self.run.training, examples), self.run.training)
+    def plan_for(self, state: State, worker: Participant) -> Plan:
+        return Plan(scalars={ROUND: state.round + 1} if self.run.training.scheduled else {})
+
+    def _expected_steps(self, plan: Plan, examples: int) -> float:
+        return _planned_steps(local_steps(self.run.training, examples), plan, self.run)
 
     def check(self, plan: Plan, examples: int, metrics: Mapping[str, float]) -> None:
         # A claim of more work would scale up the steps of all workers, one of less the worker's own.
-        expected = self._expected_steps(examples)
+        expected = self._expected_steps(plan, examples)
         if not abs(metrics.get(EFFECTIVE_STEPS, 0.0) - expected) <= ROUNDING * expected:
             raise ValueError(
                 f"{EFFECTIVE_STEPS} is {metrics.get(EFFECTIVE_STEPS)}; {examples} examples make it {expected:g}"
@@ -80,7 +101,8 @@ class FedNovaCoordinator(CoordinatorHalf[MethodSettings]):
         if self.run.robust.neutral:
             # At most the a_k of the examples that the update may weigh: tau_eff scales the steps of all sites, so a
             # site that claims unlimited work must not raise it.
-            counted = [min(own, self._expected_steps(u.examples)) for own, u in zip(steps, updates, strict=True)]
+            most = [self._expected_steps(update.plan, update.examples) for update in updates]
+            counted = [min(own, capped) for own, capped in zip(steps, most, strict=True)]
             weights = [update.examples for update in updates]
             mean = fsum(n * own for n, own in zip(weights, counted, strict=True)) / fsum(weights)
         else:
@@ -102,7 +124,7 @@ class FedNovaCoordinator(CoordinatorHalf[MethodSettings]):
 
 class FedNovaWorker(WorkerHalf[MethodSettings]):
     def collect(self, context: TaskContext, selected: Selector, stats: TrainingStats) -> LocalResult:
-        metrics = {EFFECTIVE_STEPS: effective_steps(stats.steps, self.run.training)}
+        metrics = {EFFECTIVE_STEPS: _planned_steps(stats.steps, context.plan, self.run)}
         return replace(super().collect(context, selected, stats), metrics=metrics)
 
 

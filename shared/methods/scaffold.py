@@ -2,7 +2,8 @@
 
 Karimireddy et al. 2020, arXiv 1910.06378, Algorithm 1 with option II. A local step is w = w - eta (g - c_k + c), and
 after tau of them a site keeps c_k = c_k - c + (w_t - w_k) / (tau eta). The change is -c + (w_t - w_k) / (tau eta), so
-that the server can compute it from tau: nothing more is sent, and an update is no larger than FedAvg's.
+that the server can compute it from tau: nothing more is sent, and an update is no larger than FedAvg's. Under a
+schedule of the learning rate, tau eta is the sum of the steps' rates, which follows from tau and the round.
 
 The server's c moves by the changes' mean over all sites that ever took part (`shared.methods.population`), so that it
 is the mean of all c_k in every round, also of absent sites. The means of controls and of models weight a site alike,
@@ -33,7 +34,7 @@ from tessera.shared.methods.base import (
 )
 from tessera.shared.methods.population import PopulationCoordinator, PopulationSettings
 from tessera.shared.model.selectors import Selector
-from tessera.shared.run_settings import local_steps
+from tessera.shared.run_settings import full_rate_steps, local_steps, require_summable
 from tessera.shared.tensors.dtypes import NUMPY_DTYPES
 from tessera.shared.tensors.lazy import Array
 
@@ -68,14 +69,21 @@ class ScaffoldCoordinator(PopulationCoordinator[ScaffoldSettings]):
         # The mean gradient is the step over these: fewer would scale up the worker's share of c.
         if metrics.get(STEPS) != (expected := local_steps(self.run.training, examples)):
             raise ValueError(f"{STEPS} is {metrics.get(STEPS)}; {examples} examples make it {expected}")
+        if self.settings.strength:
+            require_summable(self.run.training, expected)
 
     def merge(self, state: State, updates: Sequence[Update]) -> State:
-        updates, rate = self.counted(updates), self.run.training.learning_rate
+        updates, training = self.counted(updates), self.run.training
         if not self.settings.strength:
             return super().merge(state, updates)
+
+        def rate_sum(update: Update) -> float:
+            steps = full_rate_steps(training, int(update.metrics[STEPS]), state.round + 1, self.run.rounds)
+            return steps * training.learning_rate
+
         # A sender's share of c is replaced by its mean gradient, -d / (tau eta).
         updates, server_state = self.next_means(
-            state, updates, CONTROL, lambda share, update: -share / (update.metrics[STEPS] * rate)
+            state, updates, CONTROL, lambda share, update: -share / rate_sum(update)
         )
         merged = super().merge(state, updates)
         return replace(merged, server_state={**merged.server_state, **server_state})
@@ -108,7 +116,7 @@ class ScaffoldWorker(WorkerHalf[ScaffoldSettings]):
         for name, values in result.upload.items():
             # Option II.
             step = self._start[name].astype(np.float64) - values.astype(np.float64)
-            gradient = step / (stats.steps * self.run.training.learning_rate)
+            gradient = step / stats.rate_sum
             own, server = (last.get(CONTROL + name, np.zeros(())) for last in (context.vault, context.server_state))
             control = own.astype(np.float64) - server.astype(np.float64) + gradient
             kept[CONTROL + name] = control.astype(np.float64 if values.dtype == np.float64 else np.float32)

@@ -66,6 +66,7 @@ class Rounds:
             _, result = one_task(
                 self.method,
                 self.settings,
+                round_number=self.state.round,
                 start=model,
                 vault=self.vaults[name],
                 server_state=server_state if plan.server_state else {},

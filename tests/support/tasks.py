@@ -113,5 +113,6 @@ def one_task(
     half.setup(context)
     data = dataset or subject.data()
     selected = half.select(context, Batches(data, wanted.batch_size, CPU))
-    stats = Trainer(half, context, wanted, CPU, lambda: None).train(half.phases(context, selected), data, 0)
+    place = {"round_number": round_number + 1, "rounds": facts.rounds}
+    stats = Trainer(half, context, wanted, CPU, lambda: None, **place).train(half.phases(context, selected), data, 0)
     return context, half.collect(context, selected, stats)

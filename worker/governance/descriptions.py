@@ -7,7 +7,7 @@ from tessera.shared.api.tasks import Task
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.selectors import EVERYTHING
 from tessera.shared.model.spec import Model
-from tessera.shared.run_settings import Privacy
+from tessera.shared.run_settings import Privacy, local_epochs
 from tessera.worker.governance.policy import Policy
 
 NAMES = {
@@ -41,8 +41,11 @@ def _work(task: Task, model: Model, examples: int) -> str:
         held_out = "what is held out of " if task.held_out else ""
         return f"Measures versions of {_model(model)} {on.replace('on ', f'on {held_out}', 1)}."
     trained = in_words(task.plan.train.resolve(model.blocks), model.blocks)
-    epochs = task.training.epochs
-    often = f"for {epochs} {'epoch' if epochs == 1 else 'epochs'} a round, {task.rounds} rounds"
+    epochs, steps = local_epochs(task.training, examples), task.training.steps
+    length = f"{epochs} {'epoch' if epochs == 1 else 'epochs'}"
+    if steps:
+        length = f"{steps} {'step' if steps == 1 else 'steps'} (at most {length})"
+    often = f"for {length} a round, {task.rounds} rounds"
     return f"Trains {trained} of {_model(model)} {on} {often}, by the method {task.method.name}."
 
 

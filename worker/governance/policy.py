@@ -251,8 +251,6 @@ class Policy(Frozen):
         method, dataset, lease, longest = task.method.name, task.dataset, task.lease_seconds, self.max_lease_seconds
         require(self.allows_method(method), "methods", f"the method {method[:80]!r} is not allowed here")
         require(self.allows_dataset(dataset), "datasets", f"runs may not use the data set {dataset!r}")
-        if task.kind == "train":
-            self.check_epochs(task.training.epochs)
         if self.require_privacy:
             self.require_privacy.check(task)
         detail = f"a lease of {lease} s is longer than the {longest} s allowed"

@@ -146,8 +146,6 @@ class NoisyGradients:
     def __init__(
         self, trainer: Trainer, freeze: Freeze, dataset: Dataset, mechanism: Mechanism, source: NoiseSource
     ) -> None:
-        self.steps = mechanism.sampling.steps
-        """Steps of one epoch."""
         self._freeze = freeze
         self._dataset = dataset
         self._mechanism = mechanism

@@ -14,7 +14,7 @@ import numpy as np
 import structlog
 
 from tessera.shared.api.tasks import Task
-from tessera.shared.run_settings import Budget, Privacy, rho_of
+from tessera.shared.run_settings import Budget, Privacy, local_steps, rho_of
 from tessera.shared.tensors.lazy import Array
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.governance.policy import Allowance, PolicyViolation, PrivacyFloor
@@ -87,7 +87,7 @@ class PrivateTask:
         self._epsilon_per_pick = 0.0
         entries = ledger.check(task.dataset)
         choices = [self._choice] * min(1, self._selections)
-        planned = self._noisy_steps(entries, task.training.epochs)
+        planned = self._noisy_steps(entries, local_steps(task.training, examples))
         of_run = self._of_run(entries)
         self._ahead = [
             *self._choices_left(of_run),
@@ -140,9 +140,9 @@ class PrivateTask:
 
     # ------------------------------------------------------------ training
 
-    def begin(self, epochs: int) -> None:
-        """Reserve the privacy of a number of epochs, and reseed all randomness. Raises PolicyViolation."""
-        event = self._spend(lambda entries: self._noisy_steps(entries, epochs))
+    def begin(self, steps: int) -> None:
+        """Reserve the privacy of a number of steps, and reseed all randomness. Raises PolicyViolation."""
+        event = self._spend(lambda entries: self._noisy_steps(entries, steps))
         self._mechanism = Mechanism(self._sampling, self._privacy.clip_norm, event.noise_multiplier)
         # Dropout is off. Other random draws of a model's code must be unpredictable too.
         seed_everything(self._noise_source.seed())
@@ -181,13 +181,13 @@ class PrivateTask:
 
     # ------------------------------------------------------------ spending
 
-    def _noisy_steps(self, entries: Sequence[LedgerEntry], epochs: int) -> NoisySteps:
+    def _noisy_steps(self, entries: Sequence[LedgerEntry], steps: int) -> NoisySteps:
         """Return this task's steps, with noise that keeps the run within its target if the next rounds are alike.
 
         The noise is the same in every round, unless tasks were retried, which spends privacy again, or rounds differ.
         Raises PolicyViolation if the target is spent, or if the site requires more noise.
         """
-        steps, rate = epochs * self._sampling.steps, self._sampling.rate
+        rate = self._sampling.rate
         spent = self._of_run(entries)
         ahead = [*spent, *self._choices_left(spent)]
         used = [event.noise_multiplier for event in spent if isinstance(event, NoisySteps)]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from pydantic import ValidationError
 
 from tessera.shared.methods.registry import check as check_method
+from tessera.shared.run_settings import local_epochs
 from tessera.shared.tensors.lazy import Array
 from tessera.shared.updates.codecs import pipeline
 from tessera.worker.data.dataset import Dataset
@@ -59,6 +60,8 @@ def admit(run: TaskRun) -> Admission:
         raise TaskFailure("unknown-dataset", f"this worker has no data set {task.dataset!r}")
     check_use(task, for_evaluation=task.dataset in env.for_evaluation)
     env.policy.check_batch(task.training.batch_size, dataset.examples)
+    if task.kind == "train":
+        env.policy.check_epochs(local_epochs(task.training, dataset.examples))
     if env.inbox:
         _require_approval(run, env.inbox, snapshot, dataset)
     if allowance := env.allowances.get(task.dataset):

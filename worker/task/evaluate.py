@@ -1,13 +1,14 @@
 """The evaluation stage, with the second gate for evaluation data."""
 
 from tessera.shared.metrics.site_spread import PERSONAL
+from tessera.shared.run_settings import steps_per_epoch
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.task.environment import TaskRun
 from tessera.worker.task.errors import TaskFailure
 from tessera.worker.task.fetch import Loaded
 from tessera.worker.training.evaluate import evaluate as measure
 from tessera.worker.training.progress import rounded
-from tessera.worker.training.trainer import Batches, Trainer, epochs_of, gradient_scaler, steps_in
+from tessera.worker.training.trainer import Batches, Trainer, epochs_of, gradient_scaler
 
 
 def evaluate(run: TaskRun, loaded: Loaded, dataset: Dataset) -> int:
@@ -25,7 +26,7 @@ def evaluate(run: TaskRun, loaded: Loaded, dataset: Dataset) -> int:
     if env.history:
         env.history.measure(task.dataset, env.policy)
     report.examples = measured.examples
-    report.begin("evaluating", steps=steps_in(measured.examples, task.training.batch_size))
+    report.begin("evaluating", steps=steps_per_epoch(task.training, measured.examples))
 
     def counted() -> None:
         report.advance()
@@ -52,7 +53,7 @@ def _personalise(run: TaskRun, loaded: Loaded, dataset: Dataset) -> bool:
         return False
     loaded.personalise()
     phases = half.personalization_phases(context)
-    env.policy.check_epochs(sum(epochs_of(phase, task.training) for phase in phases))
+    env.policy.check_epochs(epochs_of(phases, task.training, dataset.examples))
     if phases and task.privacy:
         # Personalization would train without noise, and its metrics would leak the examples.
         return False

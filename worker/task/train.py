@@ -47,11 +47,23 @@ def train(
     if private:
         private.check_choice()
     phases = half.phases(context, selected)
-    env.policy.check_epochs(sum(epochs_of(phase, task.training) for phase in phases))
+    env.policy.check_epochs(epochs_of(phases, task.training, dataset.examples))
     least = env.policy.min_evaluation_examples
     # Failed training does not put the scaler back: its scale is unusable.
     scaler = env.scalers.pop(task.run, None) or gradient_scaler(task.training, env.device)
-    trainer = Trainer(half, context, task.training, env.device, run.check, private, report, least, scaler)
+    trainer = Trainer(
+        half,
+        context,
+        task.training,
+        env.device,
+        run.check,
+        private,
+        report,
+        least,
+        scaler,
+        round_number=task.round,
+        rounds=task.rounds,
+    )
     stats = trainer.train(phases, dataset, task.seed)
     env.scalers[task.run] = scaler
     result = half.collect(context, selected, stats)

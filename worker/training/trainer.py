@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,7 +16,8 @@ import torch
 from torch import Tensor
 
 from tessera.shared.methods.base import Phase, TrainingStats, WorkerHalf
-from tessera.shared.run_settings import Training
+from tessera.shared.model.blocks import Block
+from tessera.shared.run_settings import Training, local_steps, rate_factors, steps_per_epoch
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.model.block_map import named_tensors
 from tessera.worker.training.context import LocalTaskContext
@@ -33,9 +35,6 @@ MIN_LOSS_SCALE = 2.0**-24
 class PrivateGradients(Protocol):
     """The gradients of a phase, with the noise of differential privacy."""
 
-    steps: int
-    """Steps of one epoch."""
-
     def fill(self) -> None:
         """Set each parameter's gradient."""
 
@@ -46,8 +45,8 @@ class PrivateGradients(Protocol):
 class PrivateTraining(Protocol):
     """The differential privacy of a task, for the training loop. `worker.privacy` implements it."""
 
-    def begin(self, epochs: int) -> None:
-        """Reserve the privacy of a number of epochs. Raises PolicyViolation."""
+    def begin(self, steps: int) -> None:
+        """Reserve the privacy of a number of steps. Raises PolicyViolation."""
 
     def phase(self, trainer: Trainer, freeze: Freeze, dataset: Dataset) -> PrivateGradients:
         """Return the gradients for one phase."""
@@ -108,35 +107,52 @@ class Trainer:
     """Number of examples from which on the mean loss is reported."""
     scaler: torch.amp.GradScaler = field(default_factory=lambda: torch.amp.GradScaler("cpu", enabled=False))
     """The loss scaler for float16. Pass the run's to begin at the scale of its last round."""
+    round_number: int = 1
+    """The round, from 1, of the `rounds` over which a schedule of the learning rate runs. By default it runs over
+    this task alone, as for a personal model."""
+    rounds: int = 1
 
     def train(self, phases: Sequence[Phase], dataset: Dataset, seed: int) -> TrainingStats:
         """Train the phases, each with an optimizer of its own over the blocks that it trains.
 
-        The returned loss is the mean over the examples of the last epoch, or nan without phases or if training is
-        private. Raises TrainingDiverged, SelectorError for a phase that names blocks which the model lacks, and the
+        The returned loss is the mean over the examples of the last whole epoch, or of all steps if they are fewer;
+        nan if these have fewer than `min_loss_examples`, without phases, or if training is private. Raises
+        TrainingDiverged, SelectorError for a phase that names blocks which the model lacks, and the
         exceptions of `check` and `private`.
         """
         generator = torch.Generator().manual_seed(seed)
         batches = Batches(dataset, self.training.batch_size, self.device, generator)
         self.context.model.train()
-        steps, loss = 0, math.nan
-        epochs = sum(epochs_of(phase, self.training) for phase in phases)
-        steps_ahead = epochs * steps_in(dataset.examples, self.training.batch_size)
+        steps, rate_steps, loss = 0, 0.0, math.nan
+        planned = [steps_of(phase, self.training, dataset.examples) for phase in phases]
+        rates = rate_factors(self.training, sum(planned), self.round_number, self.rounds)
         if self.private and phases:
             self.report.activity = CALIBRATING
             self._rehearse(dataset)
-            self.private.begin(epochs)
-        self.report.begin("training", steps=steps_ahead, by_quarter=self.private is not None)
-        for phase in phases:
+            self.private.begin(sum(planned))
+        self.report.begin("training", steps=sum(planned), by_quarter=self.private is not None)
+        for phase, count in zip(phases, planned, strict=True):
             self.half.on_phase_start(self.context, phase)
-            epoch = _Epoch(self, phase)
+            epoch = _Epoch(self, phase, rates)
             if self.private:
-                self._train_privately(self.private, epoch, epochs_of(phase, self.training), dataset)
+                self._train_privately(self.private, epoch, count, dataset)
             else:
-                for _ in range(epochs_of(phase, self.training)):
-                    loss = epoch.run(batches)
+                loss = self._train_openly(epoch, count, batches)
             steps += epoch.steps
-        return TrainingStats(examples=dataset.examples, steps=steps, loss=loss)
+            rate_steps += epoch.rate_steps
+        return TrainingStats(dataset.examples, steps, loss, self.training.learning_rate * rate_steps)
+
+    def _train_openly(self, epoch: _Epoch, steps: int, batches: Batches) -> float:
+        """Make the steps, over a new permutation for each pass over the data. Returns the loss, as `train` does."""
+        loss, examples = math.nan, batches.dataset.examples
+        whole = steps_per_epoch(self.training, examples)
+        for first in range(0, steps, whole):
+            count = min(whole, steps - first)
+            mean = epoch.run(islice(batches, count))
+            enough = first == 0 and count * (batches.size or examples) >= self.min_loss_examples
+            # A pass that ends early does not replace the loss over all examples.
+            loss = mean if count == whole or enough else loss
+        return loss
 
     def _rehearse(self, dataset: Dataset) -> None:
         """Compute a loss on a synthetic example.
@@ -152,10 +168,10 @@ class Trainer:
                 "A private run pads texts to the data set's max_length, which the model must accept."
             ) from fault
 
-    def _train_privately(self, private: PrivateTraining, epoch: _Epoch, epochs: int, dataset: Dataset) -> None:
+    def _train_privately(self, private: PrivateTraining, epoch: _Epoch, steps: int, dataset: Dataset) -> None:
         noisy = private.phase(self, epoch.freeze, dataset)
         try:
-            for _ in range(epochs * noisy.steps):
+            for _ in range(steps):
                 self.check()
                 epoch.noisy_step(noisy)
                 self.report.advance()
@@ -166,36 +182,59 @@ class Trainer:
             raise TrainingDiverged(f"weights are not finite with a learning rate of {self.training.learning_rate:g}")
 
 
-def steps_in(examples: int, batch_size: int | None) -> int:
-    """Return the number of batches in one pass over the examples."""
-    return 1 if batch_size is None else math.ceil(examples / batch_size)
+def steps_of(phase: Phase, training: Training, examples: int) -> int:
+    """Return the number of optimizer steps of a phase."""
+    if phase.epochs is None:
+        return local_steps(training, examples)
+    return phase.epochs * steps_per_epoch(training, examples)
 
 
-def epochs_of(phase: Phase, training: Training) -> int:
-    return training.epochs if phase.epochs is None else phase.epochs
+def epochs_of(phases: Iterable[Phase], training: Training, examples: int) -> int:
+    """Return the number of passes over the data in all phases together, rounded up."""
+    steps = sum(steps_of(phase, training, examples) for phase in phases)
+    return math.ceil(steps / steps_per_epoch(training, examples))
 
 
 class _Epoch:
     """The state of a phase: its trained blocks, its optimizer, and its number of steps so far."""
 
-    def __init__(self, trainer: Trainer, phase: Phase) -> None:
+    def __init__(self, trainer: Trainer, phase: Phase, rates: Iterator[float]) -> None:
+        """Prepare a phase. `rates` gives the share of the learning rate at each step."""
         self.steps = 0
+        self.rate_steps = 0.0
+        """The sum of the shares of the learning rate at these steps."""
+        self._rates = rates
         self._trainer = trainer
         context = trainer.context
         added = context.private if phase.private else ()
         trained = [*phase.train.resolve(context.blocks), *added]
         # Buffers such as a normalisation's statistics depend on the data without noise.
         self.freeze = Freeze(context.model, trained, keep_buffers=trainer.private is not None)
-        tensors = named_tensors(context.model)
-        own = {id(tensors[block.tensor]) for block in added} if phase.private_learning_rate is not None else set()
-        groups: list[dict[str, Any]] = [{"params": [each for each in self.freeze.parameters if id(each) not in own]}]
-        if own:
-            mine = [each for each in self.freeze.parameters if id(each) in own]
-            groups.append({"params": mine, "lr": phase.private_learning_rate})
-        self._optimizer = _optimizer(groups, trainer.training)
+        tensors, training = named_tensors(context.model), trainer.training
+        private_rate = training.learning_rate if phase.private_learning_rate is None else phase.private_learning_rate
+        own = {id(tensors[block.tensor]) for block in added}
+        undecayed = {
+            id(tensors[block.tensor])
+            for block in trained
+            if not training.decay_norms_and_biases and _is_norm_or_bias(block)
+        }
+        # There is one group if nothing differs, and torch refuses to have none.
+        groups: dict[tuple[float, float], list[Tensor]] = {(training.learning_rate, training.weight_decay): []}
+        for each in self.freeze.parameters:
+            rate = private_rate if id(each) in own else training.learning_rate
+            decay = 0.0 if id(each) in undecayed else training.weight_decay
+            groups.setdefault((rate, decay), []).append(each)
+        self._optimizer = _optimizer(groups, training)
 
-    def run(self, batches: Batches) -> float:
-        """Train one pass over the data. Returns the mean loss over its examples."""
+    def _set_rate(self) -> float:
+        """Set the optimizer's rates for the next step. Returns their share of the full ones."""
+        share = next(self._rates)
+        for group in self._optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * share
+        return share
+
+    def run(self, batches: Iterable[Batch]) -> float:
+        """Train on the batches, of at most one pass over the data. Returns the mean loss over their examples."""
         total, examples = 0.0, 0
         for batch in batches:
             self._trainer.check()
@@ -208,9 +247,11 @@ class _Epoch:
     def _step(self, batch: Batch) -> float:
         """Take one step. After an overflow of float16 the step is repeated at half the scale, so each batch
         counts."""
+        share = self._set_rate()
         while True:
             value, stepped = self._try_step(batch)
             if stepped:
+                self.rate_steps += share
                 return value
             self._trainer.check()
 
@@ -239,11 +280,13 @@ class _Epoch:
 
     def noisy_step(self, noisy: PrivateGradients) -> None:
         """Take one step with a noisy gradient. What follows reads no data, so it costs no privacy."""
+        share = self._set_rate()
         noisy.fill()
         self._correct_gradients()
         self._optimizer.step()
         self.freeze.restore()
         self.steps += 1
+        self.rate_steps += share
 
     def _correct_gradients(self) -> None:
         self._trainer.half.after_backward(self._trainer.context)
@@ -252,12 +295,20 @@ class _Epoch:
             torch.nn.utils.clip_grad_norm_(self.freeze.parameters, norm)
 
 
-def _optimizer(parameters: Sequence[dict[str, Any]], training: Training) -> torch.optim.Optimizer:
+def _is_norm_or_bias(block: Block) -> bool:
+    # A bias has the role of its weight. A table of position biases is a weight: its name goes on.
+    return block.role == "norm" or block.tensor.rpartition(".")[2].endswith("bias")
+
+
+def _optimizer(groups: Mapping[tuple[float, float], Sequence[Tensor]], training: Training) -> torch.optim.Optimizer:
+    """Return an optimizer of these tensors, by their learning rate and weight decay."""
+    parameters = [
+        {"params": tensors, "lr": rate, "initial_lr": rate, "weight_decay": decay}
+        for (rate, decay), tensors in groups.items()
+    ]
     if training.optimizer == "adamw":
-        return torch.optim.AdamW(parameters, lr=training.learning_rate, weight_decay=training.weight_decay)
-    return torch.optim.SGD(
-        parameters, lr=training.learning_rate, momentum=training.momentum, weight_decay=training.weight_decay
-    )
+        return torch.optim.AdamW(parameters, betas=training.betas)
+    return torch.optim.SGD(parameters, lr=training.learning_rate, momentum=training.momentum)
 
 
 def gradient_scaler(training: Training, device: torch.device) -> torch.amp.GradScaler:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tessera.shared.client.client import Client
+from tessera.shared.run_settings import Training
 from tessera.shared.schema import PROTOCOL
 from tessera.shared.version import VERSION
 from tests.support.coordinator import LiveCoordinator
@@ -101,8 +102,13 @@ def with_more_in_the_plan(task: dict[str, Any]) -> None:
     task["plan"]["novelty"] = 1
 
 
+def with_a_schedule(task: dict[str, Any]) -> None:
+    given = Training.model_validate(task["training"]).model_dump() | {"schedule": "cosine"}
+    task["training"] = Training.model_validate(given).model_dump(mode="json", exclude_defaults=True)
+
+
 @pytest.mark.parametrize(
-    "change", [without_a_field, with_another_kind, without_a_field_within, with_more_in_the_plan]
+    "change", [without_a_field, with_another_kind, without_a_field_within, with_more_in_the_plan, with_a_schedule]
 )
 def test_what_a_worker_of_then_would_trip_over_is_found(change: Callable[[dict[str, Any]], None]) -> None:
     _, exchanges = read(recordings()[0])

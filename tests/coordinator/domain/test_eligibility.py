@@ -23,7 +23,7 @@ from tessera.shared.api.versions import VersionRef
 from tessera.shared.methods.base import MethodSpec, Plan
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.selectors import roles
-from tessera.shared.run_settings import Budget, Privacy
+from tessera.shared.run_settings import LATER_SETTINGS, Budget, Privacy, local_epochs
 from tessera.worker.governance.policy import Allowance, Policy, PolicyViolation
 from tests.support.federation import small_model
 
@@ -38,7 +38,10 @@ def invited(orchestrator: str | None = "trial", run: str | None = "r", **spec: A
 
 
 def declared(advertised_policy: AdvertisedPolicy | None = None, **more: Any) -> dict[str, Any]:
-    given = {"kinds": ["train"], "datasets": {"wards": 100}, "methods": ["fedavg"], **more}
+    given = {
+        "kinds": ["train"], "datasets": {"wards": 100}, "methods": ["fedavg"], "training": sorted(LATER_SETTINGS),
+        **more,
+    }  # fmt: skip
     return {**given, "advertised_policy": advertised_policy.model_dump(mode="json")} if advertised_policy else given
 
 
@@ -65,6 +68,18 @@ def test_what_a_worker_lacks_is_named(spec: dict[str, Any], said: dict[str, Any]
     assert rules(invited(**spec), **said) == [rule]
 
 
+@pytest.mark.parametrize("training", [{"steps": 5}, {"schedule": "cosine", "warmup": 0.1}, {"betas": (0.9, 0.95)}])
+def test_a_worker_is_offered_no_run_whose_settings_its_version_cannot_read(training: dict[str, Any]) -> None:
+    run = invited(training=Training.model_validate(training))
+    # A version before these settings declares none.
+    (found,) = objections(run, "a", declared(training=[]))
+    names = ", ".join(f"training.{name}" for name in sorted(training))
+    said = f"its version of Tessera does not know {names}: upgrade it, or leave the setting out"
+    assert (found.rule, found.detail) == ("version", said)
+    assert rules(run) == []
+    assert rules(invited(training=Training(epochs=2)), training=[]) == []
+
+
 def test_only_the_run_that_is_named_is_withheld() -> None:
     assert rules(invited(run="s"), withheld={"r": "declined: not ours"}) == []
 
@@ -75,6 +90,8 @@ def test_only_the_run_that_is_named_is_withheld() -> None:
         ({"orchestrators": ["trial"]}, {}, "other"),
         ({"orchestrators": ["trial"]}, {}, None),
         ({"max_epochs": 2}, {"training": Training(epochs=3)}, "trial"),
+        # Four steps are an epoch of 100 examples.
+        ({"max_epochs": 2}, {"training": Training(steps=9)}, "trial"),
         ({"max_batch": 10}, {"training": Training(batch_size=11)}, "trial"),
         ({"max_batch": 10}, {"training": Training(batch_size=None)}, "trial"),
         ({"require_privacy": {"epsilon": 4}}, {}, "trial"),
@@ -99,6 +116,7 @@ def test_the_mirror_objects_to_what_the_policy_refuses_by_the_same_rule(
             {"orchestrators": ["trial"], "max_epochs": 3, "max_batch": 64},
             {"training": Training(epochs=3, batch_size=64)},
         ),
+        ({"max_epochs": 2}, {"training": Training(steps=8)}),
         ({"require_privacy": {"epsilon": 4, "delta": 1e-6}}, {"privacy": PRIVATE}),
     ],
 )
@@ -119,6 +137,7 @@ def judge(site: Policy, invitation: RunTerms) -> None:
     )  # fmt: skip
     site.check_task(task, ("train",))
     site.check_batch(spec.training.batch_size, 100)
+    site.check_epochs(local_epochs(spec.training, 100))
 
 
 def test_a_data_set_with_a_budget_is_for_runs_with_privacy_that_covers_all() -> None:

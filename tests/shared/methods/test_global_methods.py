@@ -25,7 +25,7 @@ from tessera.shared.methods.fednova import effective_steps
 from tessera.shared.methods.registry import coordinator_half, worker_half
 from tessera.shared.model.selectors import roles
 from tessera.shared.model.spec import Head
-from tessera.shared.run_settings import Training
+from tessera.shared.run_settings import Training, rate_factors
 from tessera.shared.tensors.lazy import Array, ArrayTensor, Tensor, to_array
 from tessera.worker.model.block_map import block_table, named_tensors
 from tessera.worker.model.build import instantiate, write_block
@@ -127,6 +127,47 @@ def test_effective_steps_are_what_momentum_makes_of_a_constant_gradient() -> Non
         weight.backward()
         optimizer.step()
     assert -weight.item() == pytest.approx(effective_steps(6, Training(optimizer="sgd", momentum=0.9)), rel=1e-6)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_effective_steps_count_each_step_with_its_share_of_the_rate(momentum: float, schedule: Any) -> None:
+    training = Training(optimizer="sgd", momentum=momentum, schedule=schedule, warmup=0.3)
+    weight = torch.nn.Parameter(torch.zeros((), dtype=torch.float64))
+    optimizer = torch.optim.SGD([weight], lr=1.0, momentum=momentum)
+    for share in rate_factors(training, 6, 2, 3):
+        optimizer.param_groups[0]["lr"] = share
+        optimizer.zero_grad()
+        weight.backward()
+        optimizer.step()
+    assert -weight.item() == pytest.approx(effective_steps(6, training, 2, 3))
+
+
+def test_fednova_goes_the_same_way_under_a_schedule_whatever_the_sites_steps_are() -> None:
+    half = half_of("fednova", batch_size=1, schedule="cosine", momentum=0.5, learning_rate=0.1)
+    state = State(8, {"w": full(0.0)})
+    plan = half.plan_for(state, Participant("a/w", 2))
+    assert plan.scalars == {"round": 9}
+    updates = []
+    # A constant gradient of 1, in the last of nine rounds, where rates differ most.
+    for name, examples in (("a/w", 2), ("b/w", 8)):
+        own = effective_steps(examples, half.run.training, 9, 9)
+        half.check(plan, examples, {"effective_steps": own})
+        updates.append(replace(update(name, examples, -0.1 * own, effective_steps=own), plan=plan))
+    mean = 0.2 * updates[0].metrics["effective_steps"] + 0.8 * updates[1].metrics["effective_steps"]
+    assert first(half.merge(state, updates).model["w"]) == pytest.approx(-0.1 * mean)
+    # What was right without the schedule, or in another round, is not.
+    for wrong in (effective_steps(8, half.run.training, 8, 9), 8.0):
+        with pytest.raises(ValueError, match="8 examples make it"):
+            half.check(plan, 8, {"effective_steps": wrong})
+
+
+@pytest.mark.parametrize("method", ["fednova", "scaffold"])
+def test_a_claim_of_examples_without_end_is_refused_under_a_schedule(method: str) -> None:
+    half = half_of(method, batch_size=1, schedule="linear")
+    steps = float(1 << 39)
+    with pytest.raises(ValueError, match=r"set training\.steps"):
+        half.check(Plan(), 1 << 39, {"effective_steps": steps, "steps": steps})
 
 
 def test_fednova_sends_the_model_and_one_number() -> None:
@@ -290,6 +331,24 @@ def test_scaffold_corrects_each_gradient_by_c_minus_c_k_and_keeps_the_next_c_k()
         np.testing.assert_allclose(result.keep[f"control/{name}"], kept, rtol=1e-4, atol=1e-5)
 
 
+def test_a_control_is_the_mean_gradient_under_a_schedule_as_under_a_constant_rate() -> None:
+    """On w^2 / 2 from w = 1, whose gradient is w, in the last of three rounds."""
+    for schedule in ("constant", "cosine"):
+        training = Training.model_validate({**SGD, "schedule": schedule, "batch_size": 1})
+        rates = [0.1 * share for share in rate_factors(training, 4, 3, 3)]
+        gradients, end = [], 1.0
+        for rate in rates:
+            gradients.append(end)
+            end -= rate * end
+        mean = sum(rate * g for rate, g in zip(rates, gradients, strict=True)) / sum(rates)
+        half = coordinator_half(MethodSpec(name="scaffold"), RunInfo((), 3, training=training))
+        after = half.merge(State(2, {"w": full(1.0)}), [update("a/w", 4, end, steps=4.0)])
+        assert first(after.server_state["control/w"]) == pytest.approx(mean, rel=1e-5)
+        assert end < mean <= 1.0
+        # Divided by steps times the rate, it would be outside of all gradients that there were.
+        assert (schedule == "constant") == ((1 - end) / (4 * 0.1) > end)
+
+
 def kept_mean(run: Rounds, name: str, weights: Mapping[str, float]) -> Array:
     """The weighted mean of what the sites keep under a name; zero for who keeps nothing yet."""
     kept = {worker: run.vaults[worker].get(name) for worker in NAMES}
@@ -305,9 +364,10 @@ def shares(run: Rounds, weigh: str) -> dict[str, float]:
     return {name: weights.get(name, 0) / sum(weights.values()) for name in NAMES}
 
 
+@pytest.mark.parametrize("training", [{}, {"schedule": "cosine", "warmup": 0.2}], ids=["constant", "cosine"])
 @pytest.mark.parametrize("weigh", ["examples", "equal"])
-def test_the_server_s_control_is_the_mean_of_those_that_the_sites_keep(weigh: str) -> None:
-    run = Rounds("scaffold", {"weigh": weigh}, {**SGD, "epochs": 2})
+def test_the_server_s_control_is_the_mean_of_those_that_the_sites_keep(weigh: str, training: dict[str, Any]) -> None:
+    run = Rounds("scaffold", {"weigh": weigh}, {**SGD, "epochs": 2, **training})
     for cohort in BY_TURNS:
         run.play(*cohort)
         for block in run.facts.blocks:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import cos, pi
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +147,21 @@ def test_fednova_tells_how_much_work_is_behind_an_update(field: Field) -> None:
     done = field.run("fednova", epochs=2)
     assert all(task.metrics["effective_steps"] >= 2 for task in done.rounds[0].tasks)
     assert done.vault == set()
+
+
+@pytest.mark.parametrize("method", ["scaffold", "fednova"])
+def test_a_round_of_steps_follows_the_schedule(field: Field, method: str) -> None:
+    done = field.run(method, steps=3, schedule="cosine", warmup=0.25)
+    # A warm-up over a quarter of six steps: 1/6 and 2/6 of the run are 2/3 of the rate and all of it; then it falls.
+    falling = [cos(pi / 2 * (step / 6 - 0.25) / 0.75) ** 2 for step in range(2, 6)]
+    effective = {1: 2 / 3 + 1 + falling[0], 2: sum(falling[1:])}
+    for round_ in done.rounds:
+        for task in round_.tasks:
+            expected = {
+                "scaffold": {"steps": 3.0},
+                "fednova": {"effective_steps": pytest.approx(effective[round_.number])},
+            }
+            assert expected[method].items() <= task.metrics.items()
 
 
 def test_fedbabu_s_head_keeps_its_digest(field: Field) -> None:

@@ -77,6 +77,8 @@ def test_an_approval_is_of_the_terms_that_were_shown(asking: Asking) -> None:
     assert asking.code(task(round=2, plan=Plan(stage="later"), version=VersionRef(number=1, digest=DIGEST))) is None
     for changed in (
         task(training=Training(epochs=9)),
+        task(training=Training(steps=9)),
+        task(training=Training(schedule="cosine")),
         task(method=MethodSpec(name="fedprox")),
         task(dataset="clinics"),
         task(orchestrator="somebody else"),

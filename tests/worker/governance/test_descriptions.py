@@ -42,6 +42,12 @@ def test_a_run_is_told_in_full() -> None:
     )
 
 
+def test_steps_are_told_with_the_epochs_that_they_are_at_this_site() -> None:
+    # 1,204 examples in batches of 32 are 38 steps.
+    told = summary(task(training=Training(steps=100)), MODEL, 1204)
+    assert "for 100 steps (at most 3 epochs) a round, 20 rounds, by" in told
+
+
 @pytest.mark.parametrize(
     ("files", "raw_texts", "told"),
     [

@@ -67,7 +67,6 @@ def test_the_defaults_allow_an_ordinary_task() -> None:
     [
         ("methods", Policy(methods=("fedfrozen",)), task()),
         ("datasets", Policy(datasets=("clinics",)), task()),
-        ("max_epochs", Policy(max_epochs=2), task(training=Training(epochs=3))),
         ("max_lease_seconds", Policy(max_lease_seconds=30), task()),
         ("kinds", Policy(), task(kind="evaluate")),
         ("orchestrators", Policy(orchestrators=("trial",)), task(orchestrator="other")),

@@ -13,6 +13,7 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tessera.shared.api.runs import Training
 from tessera.shared.api.tasks import Task
@@ -477,9 +478,9 @@ def train(
     told: list[str | None] = []
     begin = private.begin
 
-    def watched(epochs: int) -> None:
+    def watched(steps: int) -> None:
         told.append(report.progress().activity)
-        begin(epochs)
+        begin(steps)
 
     private.begin = watched  # type: ignore[method-assign]
     stats = Trainer(trainer.half, context, trainer.training, CPU, lambda: None, private, report).train(
@@ -489,6 +490,30 @@ def train(
     # Nor is a loss told on the way there.
     assert (report.progress().loss, report.step) == (None, stats.steps)
     return stats
+
+
+def test_private_steps_follow_the_schedule_and_are_paid_for_one_by_one(tmp_path: Path) -> None:
+    seen: list[float] = []
+    hook = register_optimizer_step_pre_hook(lambda optimizer, *_: seen.append(optimizer.param_groups[0]["lr"]))
+    try:
+        # 40 examples in batches of 8 are 5 steps.
+        stats = train(tmp_path, work_on(), steps=7, schedule="linear")
+    finally:
+        hook.remove()
+    assert seen == [pytest.approx(0.05 * (1 - step / 7)) for step in range(7)]
+    assert stats.rate_sum == pytest.approx(sum(seen))
+    (paid,) = spent(tmp_path)
+    assert isinstance(paid, NoisySteps)
+    assert (paid.sampling_rate, paid.steps) == (0.2, 7)
+
+
+def test_the_noise_of_a_run_in_steps_is_that_of_all_its_steps(tmp_path: Path) -> None:
+    training = Training(steps=7, batch_size=8)
+    for number in range(1, 5):
+        private_task(tmp_path, round=number, training=training).begin(steps=7)
+    events = spent(tmp_path)
+    assert 0.97 * 3.0 < epsilon(events, 1e-5) <= 3.0
+    assert len({event.noise_multiplier for event in events if isinstance(event, NoisySteps)}) == 1
 
 
 def test_a_private_task_trains_pays_first_and_tells_no_loss(tmp_path: Path) -> None:
@@ -515,7 +540,7 @@ def test_the_same_seed_gives_other_noise_each_time(tmp_path: Path) -> None:
 
 def test_noise_is_the_same_in_every_round_and_the_run_keeps_its_target(tmp_path: Path) -> None:
     for number in range(1, 5):
-        private_task(tmp_path, round=number, token=number).begin(epochs=1)
+        private_task(tmp_path, round=number, token=number).begin(steps=5)
     events = spent(tmp_path)
     assert len({event.noise_multiplier for event in events if isinstance(event, NoisySteps)}) == 1
     assert 0.99 * 3.0 < epsilon(events, 1e-5) <= 3.0
@@ -533,7 +558,7 @@ def test_which_blocks_train_has_no_part_in_what_it_costs(tmp_path: Path) -> None
 def test_a_task_that_is_tried_again_costs_again_and_later_rounds_make_up_for_it(tmp_path: Path) -> None:
     tries = [(1, 1), (1, 2), (2, 3), (3, 4)]
     for number, token in tries:
-        private_task(tmp_path, round=number, token=token).begin(epochs=1)
+        private_task(tmp_path, round=number, token=token).begin(steps=5)
     noises = [event.noise_multiplier for event in spent(tmp_path) if isinstance(event, NoisySteps)]
     assert noises[0] < noises[1] == noises[2] == noises[3]
     assert epsilon(spent(tmp_path), 1e-5) <= 3.0
@@ -549,7 +574,7 @@ def test_a_run_that_has_spent_its_target_is_refused(tmp_path: Path) -> None:
 def test_a_task_beyond_the_sites_budget_is_refused_before_it_spends_anything(tmp_path: Path) -> None:
     budget = Allowance(epsilon=3.5, delta=1e-5)
     for number in range(1, 5):
-        private_task(tmp_path, budget, round=number).begin(epochs=1)
+        private_task(tmp_path, budget, round=number).begin(steps=5)
     # The first run took 3 of 3.5; half a run more, with as much noise, would come to more than that.
     with Ledger(tmp_path).page("wards") as page:
         page.spend(TaskRef.of(task()), 40, PRIVACY, spent(tmp_path)[:2])
@@ -568,7 +593,7 @@ def test_a_run_that_was_chosen_by_the_answers_of_another_needs_the_budget_of_the
         steps = NoisySteps(noise_multiplier=2.0, sampling_rate=0.4, steps=20)
         page.spend(TaskRef.of(task(run="old")), 40, PRIVACY, [steps])
     lines = (tmp_path / "wards.jsonl").read_bytes()
-    private_task(tmp_path / "alone").begin(epochs=1)
+    private_task(tmp_path / "alone").begin(steps=5)
     together = [*spent(tmp_path), *spent(tmp_path / "alone")]
     # Had both settings been fixed beforehand, the budget would hold a twentieth more than this.
     budget = Allowance(epsilon=1.05 * epsilon(together, 1e-5), delta=1e-5)
@@ -581,13 +606,13 @@ def test_a_run_that_was_chosen_by_the_answers_of_another_needs_the_budget_of_the
     assert budget.epsilon < least < to_the_end
     private_task(tmp_path, Allowance(epsilon=least, delta=1e-5))
     for number in range(1, 5):
-        private_task(tmp_path, Allowance(epsilon=to_the_end, delta=1e-5), round=number).begin(epochs=1)
+        private_task(tmp_path, Allowance(epsilon=to_the_end, delta=1e-5), round=number).begin(steps=5)
 
 
 def test_a_budget_that_equals_the_runs_target_is_warned_of_at_the_runs_first_task(tmp_path: Path) -> None:
     with capture_logs() as told:
         for number in range(1, 4):
-            private_task(tmp_path, Allowance(epsilon=3.0, delta=1e-5), round=number).begin(epochs=1)
+            private_task(tmp_path, Allowance(epsilon=3.0, delta=1e-5), round=number).begin(steps=5)
     (warning,) = [line for line in told if line["event"] == "budget-below-run"]
     with pytest.raises(PolicyViolation, match="all rounds of the run need a budget of") as refused:
         private_task(tmp_path, Allowance(epsilon=3.0, delta=1e-5), round=4)
@@ -596,9 +621,7 @@ def test_a_budget_that_equals_the_runs_target_is_warned_of_at_the_runs_first_tas
     assert refused.value.detail.split()[-1] == enough
     with capture_logs() as told:
         for number in range(1, 5):
-            private_task(tmp_path / "more", Allowance(epsilon=float(enough), delta=1e-5), round=number).begin(
-                epochs=1
-            )
+            private_task(tmp_path / "more", Allowance(epsilon=float(enough), delta=1e-5), round=number).begin(steps=5)
     assert "budget-below-run" not in [line["event"] for line in told]
 
 
@@ -698,12 +721,12 @@ def test_choices_and_steps_together_keep_the_runs_target(tmp_path: Path) -> None
         private = private_task(tmp_path, round=number, privacy=NOISY)
         list(private.watched(batches()))
         private.top_k(np.ones((40, 6)), 2)
-        private.begin(epochs=1)
+        private.begin(steps=5)
     events = spent(tmp_path)
     assert sum(isinstance(event, NoisyChoice) for event in events) == 4
     assert 0.97 * 3.0 < epsilon(events, 1e-5) <= 3.0
     quiet = private_task(tmp_path / "without", round=1)
-    quiet.begin(epochs=1)
+    quiet.begin(steps=5)
     assert [e.noise_multiplier for e in spent(tmp_path / "without") if isinstance(e, NoisySteps)] < [
         e.noise_multiplier for e in events if isinstance(e, NoisySteps)
     ]

@@ -136,7 +136,7 @@ def test_what_a_killed_process_reserved_stays_spent(tmp_path: Path) -> None:
 
 def test_what_may_have_left_is_not_taken_back(tmp_path: Path) -> None:
     private = private_task(tmp_path)
-    private.begin(epochs=1)
+    private.begin(steps=5)
     private.leave()
     private.void()
     assert len(spent(tmp_path)) == 1
@@ -145,9 +145,9 @@ def test_what_may_have_left_is_not_taken_back(tmp_path: Path) -> None:
 def test_a_try_under_a_token_that_was_used_before_takes_back_its_own_noise_alone(tmp_path: Path) -> None:
     # A coordinator may give two tries the same token; of the first one something left.
     first, second = private_task(tmp_path), private_task(tmp_path)
-    first.begin(epochs=1)
+    first.begin(steps=5)
     first.leave()
-    second.begin(epochs=1)
+    second.begin(steps=5)
     second.void()
     second.void()
     assert len(spent(tmp_path)) == 1
@@ -165,9 +165,9 @@ def weekly(folder: Path, most: Budget, **more: object) -> PrivateTask:
 def test_a_week_holds_so_much_over_all_runs_and_the_next_one_anew(tmp_path: Path) -> None:
     most = Budget(epsilon=2.0, delta=1e-5)
     for number in range(1, 5):
-        weekly(tmp_path / "once", Budget(epsilon=3.2, delta=1e-5), round=number).begin(epochs=1)
+        weekly(tmp_path / "once", Budget(epsilon=3.2, delta=1e-5), round=number).begin(steps=5)
     # A round of a run with epsilon 3 takes about 1.4 of it.
-    weekly(tmp_path, most, run="run-1").begin(epochs=1)
+    weekly(tmp_path, most, run="run-1").begin(steps=5)
     with pytest.raises(PolicyViolation, match=r"within seven days .* allows 2$") as refusal:
         weekly(tmp_path, most, run="run-2")
     assert refusal.value.rule == "max_weekly_privacy"
@@ -180,7 +180,7 @@ def test_a_week_holds_so_much_over_all_runs_and_the_next_one_anew(tmp_path: Path
                 update={"seq": seq, "previous": previous, "at": before}
             )
         )
-    weekly(tmp_path / "old", most, run="run-9").begin(epochs=1)
+    weekly(tmp_path / "old", most, run="run-9").begin(steps=5)
 
 
 # ---------------------------------------------------------------- what no noise covers
@@ -215,7 +215,7 @@ def test_a_budget_set_after_training_without_privacy_is_refused_until_the_site_a
     assert runner.spent() == {"data": math.inf}
     assert runner.policy.advertised_policy(runner.allowances, 0, runner.spent()).spent == {"data": MAX_NUMBER}
     acknowledged = budget.model_copy(update={"acknowledge_exact": True})
-    PrivateTask(private, private.privacy, 24, site.ledger, acknowledged).begin(epochs=1)
+    PrivateTask(private, private.privacy, 24, site.ledger, acknowledged).begin(steps=3)
     assert 0 < replace(runner, allowances={"data": acknowledged}).spent()["data"] <= 8.0
 
 

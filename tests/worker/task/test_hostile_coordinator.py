@@ -513,6 +513,13 @@ CASES = [
         says(**OTHER_RUN, training={"epochs": 101}),
     ),
     Case(
+        "more epochs in steps",
+        "policy-violation: max_epochs: 33334 epochs are more than the 100 allowed",
+        says(**OTHER_RUN, training={"epochs": None, "steps": 100_000}),
+    ),
+    garbled("both epochs and steps", "only one can set the length", training={"epochs": 1, "steps": 1}),
+    garbled("moments that never forget", "/training/betas", training={"betas": [1.0, 1.0]}),
+    Case(
         "more epochs behind a method's setting",
         "policy-violation: max_epochs: 501",
         says(**OTHER_RUN, method={"name": "fedrep", "settings": {"head_epochs": 500}}),

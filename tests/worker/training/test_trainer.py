@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import PreTrainedModel
 
 from tessera.shared.api.runs import Training
@@ -14,6 +17,7 @@ from tessera.shared.methods.base import MethodSpec, Phase, Plan, RunInfo, Traini
 from tessera.shared.methods.registry import worker_half
 from tessera.shared.model.selectors import EVERYTHING, SelectorError, all_but, named, roles
 from tessera.shared.model.spec import Head
+from tessera.shared.run_settings import rate_factors
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.model.block_map import block_table
 from tessera.worker.model.build import instantiate
@@ -69,13 +73,16 @@ def train(
     report: Report | None = None,
     min_loss_examples: int = 1,
     scaler: torch.amp.GradScaler | None = None,
+    place: tuple[int, int] = (1, 1),
     **training: object,
 ) -> TrainingStats:
     half = worker_half(MethodSpec(name="fedavg"), RunInfo(tuple(context.blocks), rounds=1))
     seed_everything(seed)
     settings = Training.model_validate({"batch_size": 8, "learning_rate": 0.05, **training})
     scaler = scaler or gradient_scaler(settings, CPU)
-    trainer = Trainer(half, context, settings, CPU, check, None, report or Report(), min_loss_examples, scaler)
+    trainer = Trainer(
+        half, context, settings, CPU, check, None, report or Report(), min_loss_examples, scaler, *place
+    )
     return trainer.train(phases or [Phase(EVERYTHING)], data or images(), seed)
 
 
@@ -101,7 +108,112 @@ def test_a_full_batch_sgd_step_is_theta_minus_rate_times_gradient() -> None:
     ):
         step = torch.zeros(()) if theta.grad is None else 0.5 * theta.grad
         assert torch.equal(after, theta - step), name
-    assert stats == TrainingStats(examples=24, steps=1, loss=float(loss.detach()))
+    assert stats == TrainingStats(examples=24, steps=1, loss=float(loss.detach()), rate_sum=0.5)
+
+
+@contextmanager
+def rates_of() -> Iterator[list[list[float]]]:
+    """The learning rates of the optimizer's groups at each of its steps."""
+    seen: list[list[float]] = []
+    hook = register_optimizer_step_pre_hook(
+        lambda optimizer, *_: seen.append([group["lr"] for group in optimizer.param_groups])
+    )
+    yield seen
+    hook.remove()
+
+
+def test_steps_go_on_over_a_new_permutation_where_an_epoch_ends() -> None:
+    context, reference = work_on(hidden_dropout_prob=0.0), work_on(hidden_dropout_prob=0.0)
+    settings = {"optimizer": "sgd", "learning_rate": 0.5, "weight_decay": 0.0}
+    stats = train(context, steps=5, **settings)
+    # An epoch has three batches of eight.
+    generator = torch.Generator().manual_seed(0)
+    batches = [*images().batches(8, generator), *list(images().batches(8, generator))[:2]]
+    reference.model.train()
+    optimizer = torch.optim.SGD(reference.model.parameters(), lr=0.5)
+    losses = []
+    for batch in batches:
+        optimizer.zero_grad()
+        loss = reference.model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert values_of(context) == values_of(reference)
+    # The loss is that of the whole pass: of two batches it would be of fewer examples.
+    assert stats == TrainingStats(examples=24, steps=5, loss=pytest.approx(sum(losses[:3]) / 3), rate_sum=2.5)
+
+
+def test_as_many_steps_as_epochs_make_the_same_bits() -> None:
+    epochs, steps = work_on(), work_on()
+    assert train(epochs, epochs=2) == train(steps, steps=6)
+    assert values_of(epochs) == values_of(steps)
+
+
+def test_the_loss_of_few_steps_is_told_only_of_as_many_examples_as_the_site_tells_figures_of() -> None:
+    assert math.isfinite(train(work_on(), steps=2, min_loss_examples=16).loss)
+    assert math.isnan(train(work_on(), steps=2, min_loss_examples=17).loss)
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_the_rates_of_a_round_are_its_part_of_the_schedule(schedule: str) -> None:
+    phases = (Phase(roles("head")), Phase(all_but("head"), epochs=2))
+    with rates_of() as seen:
+        stats = train(work_on(), *phases, schedule=schedule, warmup=0.1, place=(3, 4))
+    # Both phases together are the task's steps: three and six of nine.
+    settings = Training.model_validate({"schedule": schedule, "warmup": 0.1})
+    expected = [0.05 * share for share in rate_factors(settings, 9, 3, 4)]
+    assert [rate for (rate,) in seen] == expected
+    assert expected[0] < 0.05
+    assert stats.rate_sum == pytest.approx(sum(expected))
+
+
+def test_a_round_that_is_trained_again_after_a_restart_has_the_same_rates_and_bits() -> None:
+    settings = {"schedule": "cosine", "warmup": 0.3, "optimizer": "sgd", "momentum": 0.9}
+    run = work_on()
+    train(run, place=(1, 3), **settings)
+    between = {block.name: run.read(block).copy() for block in run.blocks}
+    train(run, place=(2, 3), **settings)
+    restarted = work_on()
+    for block in restarted.blocks:
+        restarted.write(block, between[block.name])
+    train(restarted, place=(2, 3), **settings)
+    assert values_of(restarted) == values_of(run)
+
+
+def test_a_schedule_scales_the_rate_of_a_site_s_own_modules_too() -> None:
+    context = work_on()
+    context.add_private("own", torch.nn.Linear(2, 2))
+    with rates_of() as seen:
+        train(context, Phase(EVERYTHING, private_learning_rate=0.4), schedule="linear", batch_size=None, place=(2, 4))
+    assert seen == [[pytest.approx(0.05 * 0.75), pytest.approx(0.4 * 0.75)]]
+
+
+def test_norms_and_biases_are_spared_the_decay_if_the_run_says_so() -> None:
+    settings = {"batch_size": None, "optimizer": "sgd", "learning_rate": 0.5}
+    for config, head, data in ((VIT, "image-classification", images()), (GPT2, "causal-lm", sentences())):
+        plain, spared = (work_on(config, head, hidden_dropout_prob=0.0, resid_pdrop=0.0) for _ in range(2))
+        start = {block.name: plain.read(block).copy() for block in plain.blocks}
+        train(plain, data=data, weight_decay=0.0, **settings)
+        train(spared, data=data, weight_decay=0.1, decay_norms_and_biases=False, **settings)
+        for block in plain.blocks:
+            decayed = block.role != "norm" and not block.tensor.endswith("bias")
+            expected = plain.read(block) - (0.5 * 0.1 * start[block.name] if decayed else 0)
+            np.testing.assert_allclose(spared.read(block), expected, rtol=1e-5, atol=1e-6, err_msg=block.name)
+        assert {"norm", "query"} <= {block.role for block in plain.blocks}
+
+
+def test_the_betas_are_adamw_s() -> None:
+    context, reference = work_on(hidden_dropout_prob=0.0), work_on(hidden_dropout_prob=0.0)
+    train(context, epochs=3, batch_size=None, betas=(0.5, 0.7), weight_decay=0.0)
+    generator = torch.Generator().manual_seed(0)
+    optimizer = torch.optim.AdamW(reference.model.parameters(), lr=0.05, betas=(0.5, 0.7), weight_decay=0.0)
+    reference.model.train()
+    for _ in range(3):
+        (batch,) = images().batches(None, generator)
+        optimizer.zero_grad()
+        reference.model(**batch).loss.backward()
+        optimizer.step()
+    assert values_of(context) == values_of(reference)
 
 
 def test_the_loss_of_images_with_texts_is_the_mean_over_the_images() -> None:
@@ -242,7 +354,7 @@ def test_what_is_read_is_what_the_default_harvest_sends() -> None:
     context = work_on()
     context.plan = Plan(upload=roles("head"))
     half = worker_half(MethodSpec(name="fedavg"), RunInfo(tuple(context.blocks), rounds=1))
-    result = half.collect(context, roles("head"), TrainingStats(examples=24, steps=1, loss=1.0))
+    result = half.collect(context, roles("head"), TrainingStats(examples=24, steps=1, loss=1.0, rate_sum=0.05))
     model: PreTrainedModel = context.model
     sent: Sequence[str] = sorted(result.upload)
     assert sent == ["classifier.bias", "classifier.weight"]
