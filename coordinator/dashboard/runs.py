@@ -46,7 +46,7 @@ from tessera.shared.api.tasks import TaskView
 from tessera.shared.api.versions import Version
 from tessera.shared.metrics.rows import rows_of, write_csv
 from tessera.shared.metrics.site_spread import spreads
-from tessera.shared.problems import Fault, Invalid, NotFound, PreconditionFailed, validated
+from tessera.shared.problems import Conflict, Fault, Invalid, NotFound, PreconditionFailed, validated
 from tessera.shared.rounds.eta import LIVE_TASKS
 from tessera.shared.rounds.outliers import DISTANCE, JUDGES, NORM
 from tessera.shared.run_settings import Training
@@ -418,6 +418,8 @@ def confirm_cancel(run_id: str, request: Request, serving: Serving, who: Signed)
         row = views.find_run(session, run_id)
         require_owner(who.principal, row)
         run = views.run_view(session, row)
+    if run.state not in LIVE_RUN:
+        raise Conflict(f"run {run.spec.name} is {run.state} already", remedy="There is nothing left to cancel.")
     detail = (
         f"It is at version {run.version.number} of {run.spec.rounds}. Its open round ends at once and the work of "
         "its workers is discarded. This cannot be undone; its versions stay."

@@ -26,7 +26,7 @@ from tessera.coordinator.domain.eligibility import policy_of
 from tessera.coordinator.operations import sites
 from tessera.shared.api.admin import Site, Token, WorkerView
 from tessera.shared.api.tasks import AdvertisedPolicy, LiveValues, TaskView
-from tessera.shared.problems import NotFound
+from tessera.shared.problems import Conflict, NotFound
 from tessera.shared.rounds.outliers import ABSENT
 from tessera.shared.schema import ACCEPTED
 from tessera.shared.token_format import hash_of, new_secret
@@ -315,6 +315,8 @@ def confirm_token(
     require_role(who.principal, "admin")
     with serving.database.snapshot() as session:
         token, replaced = _token(session, token_id), find(session, TokenRow, token_id).previous_until
+    if token.revoked_at:
+        raise Conflict(f"token {token.name} was revoked", remedy="Issue a new one.")
     grace = span(serving.settings.rotation_grace_seconds)
     detail = {
         "revoke": "The coordinator refuses it from now on, and its sessions end. This cannot be undone.",

@@ -86,6 +86,9 @@ def test_an_orchestrator_steers_nobody_elses_runs(coordinator: LiveCoordinator) 
     assert person.http.get(f"/page/runs/{run.id}/cancel").status_code == 403
     answer = person.send(f"/page/runs/{run.id}/state", state="paused", revision="1")
     assert (answer.status_code, coordinator.client().run(run.id).state) == (403, "running")
+    coordinator.client().set_run_state(run.id, "cancelled")
+    asked = signed_in(coordinator, "admin").http.get(f"/page/runs/{run.id}/cancel")
+    assert (asked.status_code, "is cancelled already" in asked.text) == (409, True)
 
 
 def test_workers_are_admitted_by_the_code_that_they_show(
@@ -644,6 +647,7 @@ def test_administrators_suspend_resume_rotate_and_revoke_after_a_second_look(
     assert admin.send(acts[3][0]).status_code == 303
     assert renewed.get("/v1/workers").status_code == 401
     assert admin.send(acts[2][0]).status_code == 409
+    assert [admin.http.get(path).status_code for path, _ in acts[2:]] == [409, 409]
     tokens = admin.http.get("/page/tokens").text
     assert secret not in tokens
     assert 'class="state revoked"' in tokens
