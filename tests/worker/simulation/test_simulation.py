@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tessera.shared.client.round_outcomes import Outcome
 from tessera.shared.methods.base import (
@@ -86,6 +87,17 @@ def test_a_private_simulation_can_be_repeated_and_another_seed_draws_other_noise
     other = simulate(spec(**private, seed=1), model, {"alone": images(0)})
     assert not set(digests(other)[1:]) & set(digests(first)[1:])
     assert len(set(digests(first))) == 3  # and each round other noise
+
+
+def test_each_round_takes_up_the_schedule_where_the_round_before_left_it(model: Weights) -> None:
+    rates: list[float] = []
+    hook = register_optimizer_step_pre_hook(lambda optimizer, *_: rates.append(optimizer.param_groups[0]["lr"]))
+    try:
+        training = {"batch_size": 8, "learning_rate": 0.05, "schedule": "linear", "steps": 2}
+        simulate(spec(training=training, rounds=2), model, {"alone": images(0)})
+    finally:
+        hook.remove()
+    assert rates == [pytest.approx(0.05 * share) for share in (1.0, 0.75, 0.5, 0.25)]
 
 
 def test_in_which_order_sites_are_named_does_not_matter(model: Weights) -> None:
