@@ -652,12 +652,17 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 
 
 @contextmanager
-def methods_from(environment: dict[str, str]) -> Iterator[None]:
+def methods_from(environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """This process reads the methods once; here anew for a mistake that is about them."""
-    clear = methods.cache_clear if "TESSERA_METHODS" in environment else lambda: None
-    clear()
-    yield
-    clear()
+    if "TESSERA_METHODS" not in environment:
+        yield
+        return
+    # For the whole process: the coordinator's threads may be the first to read them anew.
+    with monkeypatch.context() as patch:
+        patch.setenv("TESSERA_METHODS", environment["TESSERA_METHODS"])
+        methods.cache_clear()
+        yield
+    methods.cache_clear()
 
 
 @pytest.mark.parametrize("name", MISTAKES)
@@ -675,7 +680,7 @@ def test_each_mistake_is_told_with_its_place_and_its_remedy(
     command = [part.format(**world.places) for part in shlex.split(mistake.command)]
     base = {} if command[0] == "coordinator" else {"TESSERA_URL": "{url}", "TESSERA_TOKEN": "{admin}"}
     environment = {key: value.format(**world.places) for key, value in {**base, **mistake.environment}.items()}
-    with methods_from(environment):
+    with methods_from(environment, monkeypatch):
         done = tessera(*command, **environment)
     print(f"## {name}: {done.returncode}\n{done.stdout}{done.stderr}")
     said = " ".join((done.stdout + done.stderr).replace("│", " ").split())
