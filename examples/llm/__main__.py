@@ -152,7 +152,7 @@ def demo(console: Console, federation: Federation, given: argparse.Namespace) ->
     _print_scores(console, before, measure(out, inputs))
     console.print(
         "\nMeasured with transformers alone on texts that no office has. This loads the model with merged adapters:\n"
-        f"  AutoModelForCausalLM.from_pretrained({str(given.out / out.name)!r})\n"
+        f"  AutoModelForCausalLM.from_pretrained({escape(repr(str(given.out / out.name)))})\n"
         f"Models and logs: {escape(str(given.out))}",
         soft_wrap=True,
     )
@@ -193,7 +193,12 @@ def arguments() -> argparse.Namespace:
     made.add_argument(
         "--pretraining-steps", type=int, default=PRETRAINING_STEPS, help="for the small model; default %(default)s"
     )
-    return made.parse_args()
+    given = made.parse_args()
+    if given.model and given.model.resolve().is_relative_to(given.out.resolve()):
+        made.error(
+            f"--model {given.model} is in {given.out}, which this demo replaces: move it, or give another --out"
+        )
+    return given
 
 
 if __name__ == "__main__":

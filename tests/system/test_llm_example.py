@@ -114,6 +114,15 @@ def test_a_folder_without_model_or_tokenizer_is_refused_with_what_to_do(llama: P
         demo.tokenizer_beside(tmp_path)
 
 
+def test_a_model_in_the_folder_that_the_demo_replaces_is_refused(
+    llama: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["demo", "--out", str(llama.parent), "--model", str(llama)])
+    with pytest.raises(SystemExit, match="2"):
+        demo.arguments()
+    assert "which this demo replaces: move it, or give another --out" in " ".join(capsys.readouterr().err.split())
+
+
 @pytest.mark.long
 @pytest.mark.timeout(300)
 def test_the_demo_merges_what_a_model_of_the_users_has_learnt(llama: Path, tmp_path: Path) -> None:
