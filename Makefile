@@ -6,7 +6,7 @@ INSTALLED := .venv/installed
 DEMO_INSTALLED := .venv/installed-demo
 SIDE_BY_SIDE = $(shell cores=$$(nproc); echo $$((cores < 3 ? cores + 1 : 4)))
 
-.PHONY: help install notebook wheel demo demo-reports demo-pairs test test-postgresql check fix system fuzz \
+.PHONY: help install notebook wheel demo demo-reports demo-pairs demo-llm test test-postgresql check fix system fuzz \
   bench bench-quick bench-results bench-rivals bench-attention simulation mutants chaos soak test-long image-check deploy-check \
   migrate image clean docs
 
@@ -41,6 +41,9 @@ demo-reports: $(DEMO_INSTALLED) ## three hospitals learn from synthetic notes wi
 
 demo-pairs: $(DEMO_INSTALLED) ## four sites adapt a small CLIP with pFedDC: prompts alone travel
 	$(BIN)/python -m examples.pairs
+
+demo-llm: $(DEMO_INSTALLED) ## three offices fine-tune a small Llama with LoRA; MODEL=FOLDER fine-tunes another
+	$(BIN)/python -m examples.llm $(if $(MODEL),--model $(MODEL))
 
 # The wheel is built from the source archive: an earlier build in this folder cannot leave a file in it.
 wheel: install ## build the wheel and the source archive into dist/

@@ -392,7 +392,10 @@ def export(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write a version as one safetensors file, or as a folder that transformers' from_pretrained loads."""
+    """Write a version as one safetensors file, or as a folder that transformers' from_pretrained loads.
+
+    LoRA adapters stay beside their matrices, where from_pretrained ignores them: `tessera model merge` adds them.
+    """
     wanted = parse_version(version)
     client = client_of(ctx)
     found = find_run(client, run)
@@ -403,6 +406,11 @@ def export(
         output.print_json({"run": found.id, "version": number, "path": str(out)})
     else:
         output.out().print(f"{out}: version {number} of {found.spec.name}", soft_wrap=True)
+    if out.is_dir() and client.model(found.spec.model).lora:
+        output.note(
+            f"{out} has LoRA adapters, which from_pretrained ignores: `tessera model merge {out} MERGED` writes a "
+            "folder with the adapters added to the weights"
+        )
 
 
 def preview_table(found: Preview) -> Table:

@@ -18,6 +18,7 @@ SOURCES, STAMPS = ("pyproject.toml", "constraints.txt"), ("installed", "installe
     [
         ("demo", (), ["demo"]),
         ("demo-pairs", (), ["demo"]),
+        ("demo-llm", (), ["demo"]),
         ("test", (), ["dev"]),
         ("demo", STAMPS, []),
         ("test", STAMPS, []),

@@ -24,7 +24,7 @@ from tessera.shared.api.tasks import Failure, Submission, TaskView
 from tessera.shared.cli.render.failures import task_failures
 from tessera.shared.client.client import Client
 from tessera.shared.client.round_outcomes import follow
-from tessera.shared.model.spec import BLOCKS_FILE, WEIGHTS_FILE
+from tessera.shared.model.spec import BLOCKS_FILE, WEIGHTS_FILE, Lora
 from tessera.shared.problems import Fault, InvalidUpdate
 from tessera.shared.token_format import hash_of, new_secret
 from tests.support.cli import COMMAND, environment, tessera
@@ -135,6 +135,17 @@ def test_an_exported_folder_is_a_model_folder_with_what_else_the_first_had(
     again = commands.say("run", "create", str(tmp_path / "run.toml"), "--model", str(out), "--set", "name=again")
     assert again.stdout.strip() != run
     assert "sent 0 bytes; the weights have" in again.stderr
+
+
+def test_an_export_with_adapters_tells_how_to_merge_them(commands: Commands, folder: Path, tmp_path: Path) -> None:
+    commands.create(folder)
+    plain, adapted, merged = (tmp_path / name for name in ("plain", "adapted", "merged"))
+    assert "adapters" not in commands.say("run", "export", "trial", str(plain)).stderr
+    made = model_folder(tmp_path / "lora", MODEL.model_copy(update={"lora": Lora(rank=2, alpha=4)}))
+    commands.create(made, "--set", "name=lora")
+    told = commands.say("run", "export", "lora", str(adapted)).stderr
+    assert f"`tessera model merge {adapted} MERGED`" in told
+    assert "adapters" not in commands.say("run", "export", "lora", f"{merged}.safetensors").stderr
 
 
 def test_an_export_that_fails_leaves_nothing(commands: Commands, folder: Path, tmp_path: Path) -> None:
