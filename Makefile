@@ -43,7 +43,8 @@ demo-pairs: $(DEMO_INSTALLED) ## four sites adapt a small CLIP with pFedDC: prom
 	$(BIN)/python -m examples.pairs
 
 demo-llm: $(DEMO_INSTALLED) ## three offices fine-tune a small Llama with LoRA; MODEL=FOLDER fine-tunes another
-	$(BIN)/python -m examples.llm $(if $(MODEL),--model $(MODEL))
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[lora]'
+	$(BIN)/python -m examples.llm $(if $(MODEL),--model "$(MODEL)")
 
 # The wheel is built from the source archive: an earlier build in this folder cannot leave a file in it.
 wheel: install ## build the wheel and the source archive into dist/
