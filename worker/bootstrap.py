@@ -42,6 +42,7 @@ def runner_of(client: Client, settings: WorkerSettings) -> TaskRunner:
         for_evaluation=frozenset(name for name, source in settings.datasets.items() if source.use == "evaluate"),
         divided=frozenset(name for name, source in settings.datasets.items() if source.part),
         device=device_of(settings.device),
+        micro_batch=settings.micro_batch,
         vault=Vault(settings.state_dir / "vault"),
         shelf=Cache(settings.state_dir / "cache", settings.cache_bytes),
         scratch=settings.state_dir,

@@ -143,6 +143,11 @@ class WorkerSettings(DataSettings):
     )
     kinds: tuple[TaskKind, ...] = Field(default=("train", "evaluate"), min_length=1)
     threads: PositiveInt | None = Field(default=None, description="threads of one operation; torch's choice if unset")
+    micro_batch: PositiveInt | None = Field(
+        default=None,
+        description="examples in one forward and backward pass; a larger batch is trained in pieces, whose gradients "
+        "add up to the batch's. Unset, a batch is one piece",
+    )
     cache_bytes: PositiveInt = 20 * GIB
     keep_vaults_days: PositiveFloat | Literal["forever"] = Field(
         default=30.0,

@@ -333,6 +333,10 @@ class LocalResult:
 class WorkerHalf(Generic[C]):
     """The worker's half, at a site: torch, but no network and no other worker."""
 
+    loss_by_example: ClassVar[bool] = False
+    """True if the loss has a mean over examples beside the model's own loss, which is a mean over labels. Where an
+    example has several labels, a batch is then not trained in pieces."""
+
     def __init__(self, settings: C, run: RunInfo) -> None:
         self.settings = settings
         self.run = run

@@ -52,6 +52,8 @@ class MoonCoordinator(CoordinatorHalf[MoonSettings]):
 
 
 class MoonWorker(WorkerHalf[MoonSettings]):
+    loss_by_example = True
+
     def setup(self, context: TaskContext) -> None:
         previous = {
             block.name: context.vault[PREVIOUS + block.name]

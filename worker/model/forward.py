@@ -39,6 +39,16 @@ def forward(
     return Output(cross_entropy(logits, labels), logits)
 
 
+def label_count(head: Head, labels: Tensor) -> int:
+    """Return the number of labels over which the model's own loss of a batch is the mean."""
+    if labels.ndim < 2 or labels.is_floating_point():
+        return len(labels)
+    if head == "causal-lm":
+        # A position predicts the one after it.
+        labels = labels[:, 1:]
+    return int((labels != IGNORED).sum())
+
+
 def losses(output: Output, head: Head, labels: Tensor) -> Tensor:
     """Return the loss of each example of a batch, [examples], each independent of the other examples.
 

@@ -96,6 +96,8 @@ class TaskEnvironment:
     """Data sets that are one part of a partition (`part` in the settings), for experiments."""
     allowances: Mapping[str, Allowance] = field(default_factory=dict)
     """Privacy budgets by data set."""
+    micro_batch: int | None = None
+    """Number of examples in a forward and backward pass; None for a whole batch."""
     resources: Mapping[str, float] = field(default_factory=dict)
     """Resources that a task may use, by name, such as `upload_bytes_per_second`."""
     ledger: Ledger | None = None

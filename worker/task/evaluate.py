@@ -60,7 +60,10 @@ def _personalise(run: TaskRun, loaded: Loaded, dataset: Dataset) -> bool:
     if phases:
         run.journal.note_exact(dataset.examples, "training")
         scaler = env.scalers.pop(task.run, None) or gradient_scaler(task.training, env.device)
-        Trainer(half, context, task.training, env.device, run.check, scaler=scaler).train(phases, dataset, task.seed)
+        trainer = Trainer(
+            half, context, task.training, env.device, run.check, scaler=scaler, micro_batch=env.micro_batch
+        )
+        trainer.train(phases, dataset, task.seed)
         env.scalers[task.run] = scaler
         return True
     # A vault may hold only training state, and a freshly added private layer that never trained personalizes

@@ -63,6 +63,7 @@ def train(
         scaler,
         round_number=task.round,
         rounds=task.rounds,
+        micro_batch=env.micro_batch,
     )
     stats = trainer.train(phases, dataset, task.seed)
     env.scalers[task.run] = scaler

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -14,12 +14,14 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
 
-from tessera.shared.methods.base import Phase, TrainingStats, WorkerHalf
+from tessera.shared.methods.base import Phase, TrainingStats, UnsupportedRun, WorkerHalf
 from tessera.shared.model.blocks import Block
 from tessera.shared.run_settings import Training, local_steps, rate_factors, steps_per_epoch
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.model.block_map import named_tensors
+from tessera.worker.model.forward import label_count
 from tessera.worker.training.context import LocalTaskContext
 from tessera.worker.training.freeze import Freeze
 from tessera.worker.training.input_mismatch import InputMismatch, rehearsal_fault
@@ -111,6 +113,9 @@ class Trainer:
     """The round, from 1, of the `rounds` over which a schedule of the learning rate runs. By default it runs over
     this task alone, as for a personal model."""
     rounds: int = 1
+    micro_batch: int | None = None
+    """Number of examples in a forward and backward pass, for a device on which a batch does not fit. The gradients of
+    a batch's pieces add up to the batch's. A private task splits its batches itself."""
 
     def train(self, phases: Sequence[Phase], dataset: Dataset, seed: int) -> TrainingStats:
         """Train the phases, each with an optimizer of its own over the blocks that it trains.
@@ -133,7 +138,7 @@ class Trainer:
         self.report.begin("training", steps=sum(planned), by_quarter=self.private is not None)
         for phase, count in zip(phases, planned, strict=True):
             self.half.on_phase_start(self.context, phase)
-            epoch = _Epoch(self, phase, rates)
+            epoch = _Epoch(self, phase, rates, frozenset(dataset.common))
             if self.private:
                 self._train_privately(self.private, epoch, count, dataset)
             else:
@@ -198,12 +203,14 @@ def epochs_of(phases: Iterable[Phase], training: Training, examples: int) -> int
 class _Epoch:
     """The state of a phase: its trained blocks, its optimizer, and its number of steps so far."""
 
-    def __init__(self, trainer: Trainer, phase: Phase, rates: Iterator[float]) -> None:
-        """Prepare a phase. `rates` gives the share of the learning rate at each step."""
+    def __init__(self, trainer: Trainer, phase: Phase, rates: Iterator[float], common: Collection[str] = ()) -> None:
+        """Prepare a phase. `rates` gives the share of the learning rate at each step; `common` are inputs of a batch
+        that have no row for each example."""
         self.steps = 0
         self.rate_steps = 0.0
         """The sum of the shares of the learning rate at these steps."""
         self._rates = rates
+        self._common = common
         self._trainer = trainer
         context = trainer.context
         added = context.private if phase.private else ()
@@ -260,14 +267,17 @@ class _Epoch:
         half, context, training = self._trainer.half, self._trainer.context, self._trainer.training
         scaler = self._trainer.scaler
         self._optimizer.zero_grad(set_to_none=True)
-        with autocast(training, self._trainer.device):
-            loss = half.loss(context, batch)
-        value = float(loss.detach())
-        scale = scaler.get_scale()
-        if not math.isfinite(value) or scale < MIN_LOSS_SCALE:
-            what = "gradients are not finite" if math.isfinite(value) else f"the loss is {value}"
-            raise TrainingDiverged(f"{what} at step {self.steps} with a learning rate of {training.learning_rate:g}")
-        scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        value, scale = 0.0, scaler.get_scale()
+        for piece, share in self._pieces(batch):
+            with autocast(training, self._trainer.device):
+                loss = half.loss(context, piece)
+            loss = loss if share == 1 else loss * share
+            value += float(loss.detach())
+            if not math.isfinite(value) or scale < MIN_LOSS_SCALE:
+                what = "gradients are not finite" if math.isfinite(value) else f"the loss is {value}"
+                rate = f"{training.learning_rate:g}"
+                raise TrainingDiverged(f"{what} at step {self.steps} with a learning rate of {rate}")
+            scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         scaler.unscale_(self._optimizer)
         self._correct_gradients()
         # The scaler skips the step if a gradient is not finite; only the lower scale shows it.
@@ -277,6 +287,34 @@ class _Epoch:
         self.freeze.restore()
         self.steps += stepped
         return value, stepped
+
+    def _pieces(self, batch: Batch) -> list[tuple[Batch, float]]:
+        """Return the batch in pieces of `micro_batch` examples, each with its share of the batch's labels, by which
+        its mean loss counts. Raises UnsupportedRun if the pieces' losses do not add up to the batch's."""
+        size, labels = self._trainer.micro_batch, batch["labels"]
+        if size is None or len(labels) <= size:
+            return [(batch, 1.0)]
+        context = self._trainer.context
+        if any(isinstance(module, _BatchNorm) and module.training for module in context.model.modules()):
+            raise UnsupportedRun(
+                f"this worker trains batches in pieces of {size} examples (micro_batch), and the model has batch "
+                f"normalisation, which needs whole batches: begin a run with a training.batch_size of at most {size}"
+            )
+        if self._trainer.half.loss_by_example and labels.ndim > 1:
+            raise UnsupportedRun(
+                f"this worker trains batches in pieces of {size} examples (micro_batch), whose losses do not add up "
+                "to the batch's by this method where an example has several labels: begin a run with a "
+                f"training.batch_size of at most {size}, or with another method"
+            )
+        cut = {name: torch.split(tensor, size) for name, tensor in batch.items() if name not in self._common}
+        common = {name: batch[name] for name in self._common}
+        pieces = [{**dict(zip(cut, parts, strict=True)), **common} for parts in zip(*cut.values(), strict=True)]
+        counts = [label_count(context.head, piece["labels"]) for piece in pieces]
+        whole = sum(counts)
+        if not whole:
+            return [(batch, 1.0)]
+        # The mean loss of a piece without labels is not a number.
+        return [(piece, count / whole) for piece, count in zip(pieces, counts, strict=True) if count]
 
     def noisy_step(self, noisy: PrivateGradients) -> None:
         """Take one step with a noisy gradient. What follows reads no data, so it costs no privacy."""
