@@ -4,8 +4,9 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import cast
+from weakref import WeakKeyDictionary
 
-from sqlalchemy import ColumnElement, func, select
+from sqlalchemy import ColumnElement, Engine, func, select
 from sqlalchemy.orm import Session
 
 from tessera.coordinator.db import audit
@@ -40,20 +41,20 @@ def live_workers(session: Session, since: float) -> list[LiveWorker]:
     return sorted((LiveWorker(r.id, r.name, r.site, declared[r.id]) for r in rows), key=lambda worker: worker.name)
 
 
-_TERMS: dict[tuple[str, float], RunTerms] = {}
-"""Of the runs that were asked for lately: a run's settings and creator never change."""
+_TERMS: WeakKeyDictionary[Engine, dict[str, RunTerms]] = WeakKeyDictionary()
+"""Of the runs that were asked for lately, by database: a run's settings and creator never change."""
 
 MAX_TERMS = 1024
 
 
 def invitation(session: Session, run: RunRow) -> RunTerms:
-    key = (run.id, run.created_at)
-    if (terms := _TERMS.get(key)) is None:
+    known = _TERMS.setdefault(session.get_bind().engine, {})
+    if (terms := known.get(run.id)) is None:
         creator = audit.creator_of(session, run.id)
         terms = RunTerms(RunSpec.model_validate(run.spec), run.model_bytes, creator, run.id)
-        if len(_TERMS) >= MAX_TERMS:
-            _TERMS.clear()
-        _TERMS[key] = terms
+        if len(known) >= MAX_TERMS:
+            known.clear()
+        known[run.id] = terms
     return terms
 
 
