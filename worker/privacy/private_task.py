@@ -14,7 +14,8 @@ import numpy as np
 import structlog
 
 from tessera.shared.api.tasks import Task
-from tessera.shared.run_settings import Budget, Privacy, local_steps, rho_of
+from tessera.shared.run_settings import Budget, Privacy, rho_of
+from tessera.shared.schedule import local_steps
 from tessera.shared.tensors.lazy import Array
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.governance.policy import Allowance, PolicyViolation, PrivacyFloor

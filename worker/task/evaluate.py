@@ -1,7 +1,7 @@
 """The evaluation stage, with the second gate for evaluation data."""
 
 from tessera.shared.metrics.site_spread import PERSONAL
-from tessera.shared.run_settings import steps_per_epoch
+from tessera.shared.schedule import steps_per_epoch
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.task.environment import TaskRun
 from tessera.worker.task.errors import TaskFailure

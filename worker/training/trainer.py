@@ -18,7 +18,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from tessera.shared.methods.base import Phase, TrainingStats, UnsupportedRun, WorkerHalf
 from tessera.shared.model.blocks import Block
-from tessera.shared.run_settings import Training, local_steps, rate_factors, steps_per_epoch
+from tessera.shared.run_settings import Training
+from tessera.shared.schedule import local_steps, rate_factors, steps_per_epoch
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.model.block_map import named_tensors
 from tessera.worker.model.forward import label_count

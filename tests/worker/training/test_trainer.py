@@ -17,7 +17,7 @@ from tessera.shared.methods.base import MethodSpec, Phase, Plan, RunInfo, Traini
 from tessera.shared.methods.registry import worker_half
 from tessera.shared.model.selectors import EVERYTHING, SelectorError, all_but, named, roles
 from tessera.shared.model.spec import Head
-from tessera.shared.run_settings import rate_factors
+from tessera.shared.schedule import rate_factors
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.model.block_map import block_table
 from tessera.worker.model.build import instantiate
