@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -17,6 +19,9 @@ from tessera.shared.schema import Frozen
 LABELS = "labels"
 MAX_UNKNOWN = 0.2
 """Share of unknown tokens above which a tokenizer probably does not fit the texts."""
+
+MAX_REASONS = 3
+"""Number of unreadable images that a warning describes."""
 
 
 class DataError(ValueError):
@@ -65,6 +70,9 @@ class LoadReport:
     ignored_files: Mapping[str, int] = field(default_factory=dict)
     """The number of files in a folder of images or of tables that are neither, by suffix."""
 
+    unreadable: Sequence[str] = ()
+    """What is wrong with each image that is left out because it cannot be read."""
+
     def warnings(self) -> Iterator[tuple[str, str]]:
         """Yield what is probably wrong, each with its remedy."""
         if (self.unknown_tokens or 0) > MAX_UNKNOWN:
@@ -78,6 +86,9 @@ class LoadReport:
                 f"{count} file{'s' * (count > 1)} ignored: {counted(self.ignored_files)}",
                 "Convert them to a format that is read (images to PNG: DICOM is not read), or move them elsewhere.",
             )
+        if count := len(self.unreadable):
+            first = " ".join(f"{reason}." for reason in self.unreadable[:MAX_REASONS])
+            yield f"{count} unreadable image{'s' * (count > 1)} left out. {first}", "Replace or remove them."
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -127,17 +138,37 @@ class RowsOnDisk:
     row: tuple[int, ...]
     """The shape of a row."""
     dtype: torch.dtype
+    finish: Callable[[Tensor], Tensor] | None = None
+    """The conversion of what `read` returns to rows of this shape and dtype, on any device; None if it returns them.
+    Bytes of pixels are converted where the model is, so that a quarter is copied."""
+    in_loaders: bool = False
+    """Whether reading takes so long that processes of its own do it, if the worker has any."""
 
     @property
     def shape(self) -> tuple[int, ...]:
         return (len(self.places), *self.row)
 
     def __getitem__(self, index: Tensor) -> Tensor:
-        return self.read(self.places[index].tolist())
+        return self.finished(self.read(self.places[index].tolist()))
+
+    def finished(self, rows: Tensor) -> Tensor:
+        """Return what `read` returned as rows of the declared shape and dtype, on the same device."""
+        return rows if self.finish is None else self.finish(rows)
 
     def chosen(self, index: Tensor) -> RowsOnDisk:
         """Return the rows at these places, without reading them."""
         return replace(self, places=self.places[index])
+
+
+class Loaders(Protocol):
+    """Processes that read rows on disk. `worker.data.loaders` implements it."""
+
+    def read(
+        self,
+        readers: Mapping[str, Callable[[Sequence[int]], Tensor]],
+        places: Iterable[Mapping[str, NDArray[np.int64]]],
+    ) -> Iterator[dict[str, Tensor]]:
+        """Yield what the readers return for each batch's places, in their order."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -147,9 +178,9 @@ class Dataset:
     `common` is part of every batch: the texts of a contrastive model's classes, `input_ids` [classes, tokens].
     `domains`, int64 [examples], is the origin of each example; models do not see it. `held_out` are examples of the
     same kind on which no run trains. `sources` are the original bytes of each example, if its tensors depend on other
-    examples too: texts are padded to the longest. Examples with equal `groups` are held out together. `padding` pads
-    texts to their maximal length. `texts` have still to be converted to tensors. `report` is for people at
-    the site. `schema` is sent to the coordinator, so it must not depend on the examples.
+    examples too (texts are padded to the longest), or digests, uint8 [examples, bytes]. Examples with equal `groups`
+    are held out together. `padding` pads texts to their maximal length. `texts` are still to be converted to tensors.
+    `report` is for people at the site. `schema` is sent to the coordinator, so it must not depend on the examples.
 
     Raises DataError if the tensors differ in their number of examples or have none, if `labels` is missing, if a name
     occurs twice, or if the lengths of domains, sources or groups differ.
@@ -159,13 +190,15 @@ class Dataset:
     common: Mapping[str, Tensor] = field(default_factory=dict)
     held_out: Dataset | None = None
     domains: Tensor | None = None
-    sources: Sequence[bytes] | None = None
+    sources: Sequence[bytes] | NDArray[np.uint8] | None = None
     padding: Padding | None = None
     groups: Sequence[bytes] | None = None
     texts: RawTexts | None = None
     report: LoadReport = LoadReport()
     schema: DatasetSchema = field(default_factory=DatasetSchema)
     on_disk: Mapping[str, RowsOnDisk] = field(default_factory=dict)
+    loaders: Loaders | None = None
+    """What reads the rows `in_loaders`; None reads them in this process."""
 
     def __post_init__(self) -> None:
         if LABELS not in self.tensors:
@@ -208,7 +241,7 @@ class Dataset:
         """Yield bytes that identify each example, regardless of its label and of the other examples: its source, or
         else a digest of its tensors, converted to `dtype` if given."""
         if self.sources is not None:
-            yield from self.sources
+            yield from map(bytes, self.sources)
             return
         inputs = [(name, values) for name, values in sorted(self.inputs.items()) if name != LABELS]
         for place in range(self.examples):
@@ -225,13 +258,14 @@ class Dataset:
             {name: tensor[index] for name, tensor in self.tensors.items()},
             self.common,
             domains=None if self.domains is None else self.domains[index],
-            sources=None if self.sources is None else [self.sources[place] for place in index.tolist()],
+            sources=_chosen(self.sources, index),
             padding=self.padding,
-            groups=None if self.groups is None else [self.groups[place] for place in index.tolist()],
+            groups=_chosen(self.groups, index),
             texts=self.texts and self.texts.rows(index.tolist()),
             report=self.report,
             schema=self.schema,
             on_disk={name: stored.chosen(index) for name, stored in self.on_disk.items()},
+            loaders=self.loaders,
         )
 
     def read(self, index: Tensor) -> dict[str, Tensor]:
@@ -280,10 +314,21 @@ class Dataset:
 
         The order is the stored one, or drawn from `generator`. Every batch contains the common tensors.
         """
+        for rows in self.order(batch_size, generator):
+            yield {**self.read(rows), **self.common}
+
+    def order(self, batch_size: int | None, generator: torch.Generator | None = None) -> Sequence[Tensor]:
+        """Return the places of the examples of each batch, int64 [batch], as `batches` describes them."""
         count = self.examples
         order = torch.arange(count) if generator is None else torch.randperm(count, generator=generator)
-        for rows in torch.split(order, batch_size or count):
-            yield {**self.read(rows), **self.common}
+        return torch.split(order, batch_size or count)
+
+
+def _chosen(values: Any, index: Tensor) -> Any:
+    """Return the values at these places, of a list or an array with one for each example, or None."""
+    if values is None or isinstance(values, np.ndarray):
+        return values if values is None else values[index.numpy()]
+    return [values[place] for place in index.tolist()]
 
 
 def schema_of(
@@ -306,5 +351,7 @@ class Adapter(Generic[O]):
 
     kind: str
     options: type[O]
-    open: Callable[[O], Dataset]
+    open: Callable[..., Dataset]
     """A function from the options to the data set. Raises DataError."""
+    prepared: bool = False
+    """Whether `open` takes a second argument: a folder for what it prepares and keeps for the next start, or None."""

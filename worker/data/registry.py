@@ -4,6 +4,7 @@ another installed package by an entry point of the group `tessera.datasets`, wit
 import importlib
 import pkgutil
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -13,7 +14,7 @@ from pydantic import ValidationError
 
 from tessera.shared.near_names import did_you_mean
 from tessera.shared.validation_errors import messages_of
-from tessera.worker.data.dataset import Adapter, DataError, Dataset
+from tessera.worker.data.dataset import Adapter, DataError, Dataset, Loaders
 from tessera.worker.data.partition.division import hold_out, part_of
 from tessera.worker.data.partition.schemes import SitePartition
 
@@ -28,9 +29,13 @@ def load(
     part: SitePartition | None = None,
     held_out: float | None = None,
     key: bytes = b"",
+    prepared: Path | None = None,
+    loaders: Loaders | None = None,
 ) -> Dataset:
     """Return the data set of a kind, or a part of it, with a share of the examples held out by a hash with `key`.
 
+    The folder `prepared` keeps what makes the next start quicker, such as an index of images. `loaders` read what is
+    on disk.
     Raises DataError for an unknown kind, an invalid option, an unreadable file or an empty side of the division.
     """
     if held_out is not None and not key:
@@ -39,10 +44,12 @@ def load(
     if adapter is None:
         raise DataError(f"kind: there is no {kind!r}{did_you_mean(kind, kinds())}")
     try:
-        dataset: Dataset = adapter.open(adapter.options.model_validate(options))
+        validated = adapter.options.model_validate(options)
+        dataset = adapter.open(validated, prepared) if adapter.prepared else adapter.open(validated)
     except ValidationError as fault:
         steps, message = messages_of(fault.errors(include_url=False), adapter.options)[0]
         raise DataError(f"{'.'.join(map(str, steps)) or kind}: {message}") from None
+    dataset = replace(dataset, loaders=loaders)
     if part is not None and part.index is not None:
         dataset = part_of(dataset, part, part.index)
     return dataset if held_out is None else hold_out(dataset, held_out, key)

@@ -16,7 +16,7 @@ from PIL import Image
 from transformers import CLIPImageProcessorPil
 
 from tessera.worker.data.dataset import DataError, Dataset
-from tessera.worker.data.readers import image_processor as reader
+from tessera.worker.data.readers import image_index as reader
 from tessera.worker.data.registry import load
 from tessera.worker.model.build import instantiate
 from tessera.worker.model.forward import forward

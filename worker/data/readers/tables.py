@@ -25,6 +25,7 @@ from pydantic import BeforeValidator, Field
 from torch import Tensor
 
 from tessera.worker.data.dataset import DataError, in_short
+from tessera.worker.data.readers.cells import ArrowCells, Cells, ParquetCells, holds_bytes
 from tessera.worker.data.readers.table_files import is_saved, saved_split, table_files
 
 EMPTY = "it has no rows"
@@ -32,22 +33,24 @@ EMPTY = "it has no rows"
 
 class Columns(NamedTuple):
     names: Sequence[str]
-    values: Callable[[str], list[Any]]
-    """A function from a column's name to its values."""
+    values: Callable[[str], Sequence[Any]]
+    """A function from a column's name to its values; those of a column of bytes are read one by one."""
     classes: Mapping[str, tuple[str, ...]] = {}
     """The names of the classes, by the column whose type, a `ClassLabel` of `datasets`, lists them."""
 
 
-def _columns(rows: datasets.Dataset) -> Columns:
-    """Return the columns, with the names of classes in place of numbers."""
+def _columns(rows: datasets.Dataset, cells: Mapping[str, Cells]) -> Columns:
+    """Return the columns, with the names of classes in place of numbers, and those of `cells`, which are bytes."""
     types = {name: _class_label(feature) for name, feature in rows.features.items()}
     classes = {name: tuple(classes.names) for name, classes in types.items() if classes}
 
-    def values(name: str) -> list[Any]:
+    def values(name: str) -> Sequence[Any]:
+        if name in cells:
+            return cells[name]
         found = rows.data.column(name).to_pylist()
         return [_class_names(value, classes[name]) for value in found] if name in classes else found
 
-    return Columns(rows.column_names, values, classes)
+    return Columns([*dict.fromkeys([*rows.column_names, *cells])], values, classes)
 
 
 def _class_label(feature: object) -> datasets.ClassLabel | None:
@@ -84,7 +87,7 @@ def _separated(files: Sequence[str], cache: str, separator: str) -> Columns:
             index_col=False,
             keep_default_na=False,
         )
-    return _columns(rows)
+    return _columns(rows, {})
 
 
 def _header(file: str, separator: str) -> tuple[list[str], bool]:
@@ -102,12 +105,18 @@ def _header(file: str, separator: str) -> tuple[list[str], bool]:
 def _parquet(files: Sequence[str], cache: str) -> Columns:
     if not any(parquet.read_metadata(file).num_rows for file in files):
         raise ValueError(EMPTY)
-    first = parquet.read_schema(files[0]).names
+    schema = parquet.read_schema(files[0])
+    first = schema.names
     for file in files[1:]:
         # Of a column that is not in all files, `datasets` makes one with empty cells, or fails, by their order.
         if lone := sorted(set(first).symmetric_difference(parquet.read_schema(file).names)):
             raise ValueError(f"it and {Path(file).name} differ in columns: only one of them has {', '.join(lone)}")
-    return _columns(datasets.Dataset.from_parquet(list(files), cache_dir=cache, keep_in_memory=True))
+    cells = {name: ParquetCells(files, name) for name in first if holds_bytes(schema.field(name).type)}
+    others = [name for name in first if name not in cells]
+    read = partial(datasets.Dataset.from_parquet, list(files), cache_dir=cache, keep_in_memory=True)
+    # Without columns it would read all.
+    rows = read(columns=others) if others else datasets.Dataset.from_dict({})
+    return _columns(rows, cells)._replace(names=first)
 
 
 def _json_lines(files: Sequence[str], cache: str) -> Columns:  # noqa: ARG001 (it needs none)
@@ -125,7 +134,10 @@ def _saved(folders: Sequence[str], cache: str) -> Columns:  # noqa: ARG001 (it n
     # The library saves a data set without rows, but cannot load it.
     if not json.loads((Path(folders[0]) / "state.json").read_text(encoding="utf-8"))["_data_files"]:
         raise ValueError(EMPTY)
-    return _columns(datasets.Dataset.load_from_disk(folders[0]))
+    rows = datasets.Dataset.load_from_disk(folders[0])
+    files = [entry["filename"] for entry in rows.cache_files]
+    kinds = {field.name: field.type for field in rows.data.schema}
+    return _columns(rows, {name: ArrowCells(files, name) for name, kind in kinds.items() if holds_bytes(kind)})
 
 
 def _objects(file: Path) -> Iterator[dict[str, Any]]:
@@ -175,7 +187,7 @@ class DataTable:
     def where(self) -> str:
         return str(self.files[0]) if len(self.files) == 1 else f"{self.files[0]} and {len(self.files) - 1} more"
 
-    def column(self, option: str, name: str) -> list[Any]:
+    def column(self, option: str, name: str) -> Sequence[Any]:
         """Return the values of the column that an option names. Raises DataError if there is no such column."""
         if name not in self.columns.names:
             there = ", ".join(self.columns.names[:20])
