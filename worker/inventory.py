@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 
 from tessera.shared.diagnostics import reason_of
-from tessera.worker.data.dataset import DataError, Dataset
+from tessera.worker.data.dataset import DataError, Dataset, Loaders
+from tessera.worker.data.loaders import LoaderProcesses
 from tessera.worker.data.partition.division import key_of_seed
 from tessera.worker.data.registry import load
 from tessera.worker.model.layouts import MappingError, MappingFile, read_mapping
@@ -18,9 +19,38 @@ HELD_OUT_KEY_FILE = "held-out.key"
 """The name of the key's file in a worker's state folder."""
 
 
-def load_source(source: DataSource, key: bytes = b"") -> Dataset:
-    """Return the data set. `key` decides which examples are held out. Raises DataError."""
-    return load(source.kind, source.options, part=source.part, held_out=source.held_out, key=key)
+PREPARED_FOLDER = "prepared"
+"""The folder in a worker's state folder with what it prepared of each data set."""
+GPU_LOADERS = 2
+"""Number of loaders for a GPU unless the settings say otherwise. On a CPU a thread keeps up."""
+
+
+def load_source(
+    source: DataSource, key: bytes = b"", prepared: Path | None = None, loaders: Loaders | None = None
+) -> Dataset:
+    """Return the data set. `key` decides which examples are held out, the folder `prepared` keeps what makes the next
+    start quicker, and `loaders` read what is on disk. Raises DataError."""
+    return load(
+        source.kind,
+        source.options,
+        part=source.part,
+        held_out=source.held_out,
+        key=key,
+        prepared=prepared,
+        loaders=loaders,
+    )
+
+
+def prepared_of(settings: WorkerSettings, dataset: str) -> Path:
+    """Return the folder of what a worker prepared of a data set."""
+    return settings.state_dir / PREPARED_FOLDER / dataset
+
+
+def loaders_of(settings: WorkerSettings) -> LoaderProcesses | None:
+    """Return the processes that read data sets on disk, or None if a thread does. Raises SettingsError."""
+    cuda = device_of(settings.device).type == "cuda"
+    count = settings.loaders if settings.loaders is not None else GPU_LOADERS * cuda
+    return LoaderProcesses(count, pinned=cuda) if count else None
 
 
 def held_out_key(settings: WorkerSettings, *, make: bool) -> bytes:
@@ -42,11 +72,11 @@ def held_out_key(settings: WorkerSettings, *, make: bool) -> bytes:
 def datasets_of(settings: WorkerSettings, *, make_key: bool = False) -> dict[str, Dataset]:
     """Return the data sets that the policy lets runs use, by name. Raises SettingsError naming the wrong option."""
     loaded: dict[str, Dataset] = {}
-    key = held_out_key(settings, make=make_key)
+    key, loaders = held_out_key(settings, make=make_key), loaders_of(settings)
     for name, source in settings.datasets.items():
         if settings.policy.allows_dataset(name):
             with named(name):
-                loaded[name] = load_source(source, key)
+                loaded[name] = load_source(source, key, prepared_of(settings, name), loaders)
     return loaded
 
 

@@ -148,6 +148,13 @@ class WorkerSettings(DataSettings):
         description="examples in one forward and backward pass; a larger batch is trained in pieces, whose gradients "
         "add up to the batch's. Unset, a batch is one piece",
     )
+    loaders: int | None = Field(
+        default=None,
+        ge=0,
+        le=64,
+        description="processes that read images from disk, ahead of training; 0: a thread of the worker. Unset, 2 "
+        "with a GPU and else 0",
+    )
     cache_bytes: PositiveInt = 20 * GIB
     keep_vaults_days: PositiveFloat | Literal["forever"] = Field(
         default=30.0,

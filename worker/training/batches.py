@@ -1,13 +1,13 @@
 """The batches of a data set on a device, which training and evaluation iterate."""
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from tessera.worker.data.dataset import Dataset
+from tessera.worker.data.loaders import finished, stream
 
 Batch = dict[str, Tensor]
 
@@ -22,15 +22,7 @@ class Batches:
     generator: torch.Generator | None = None
 
     def __iter__(self) -> Iterator[Batch]:
-        batches = self.dataset.batches(self.size, self.generator)
-        for batch in _ahead(batches) if self.dataset.on_disk else batches:
-            yield {name: tensor.to(self.device) for name, tensor in batch.items()}
-
-
-def _ahead(batches: Iterator[Batch]) -> Iterator[Batch]:
-    """Yield the batches, each read while the one before it is used."""
-    with ThreadPoolExecutor(1, "reading") as pool:
-        coming = pool.submit(next, batches, None)
-        while (batch := coming.result()) is not None:
-            coming = pool.submit(next, batches, None)
-            yield batch
+        for batch in stream(self.dataset, self.size, self.generator):
+            # The copy of pinned memory, which loaders return, need not be waited for.
+            moved = {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()}
+            yield finished(self.dataset, moved)
