@@ -1,5 +1,6 @@
 """The data sets, the device and the mapping files that a worker's settings name."""
 
+import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,9 +11,10 @@ from tessera.shared.diagnostics import reason_of
 from tessera.worker.data.dataset import DataError, Dataset, Loaders
 from tessera.worker.data.loaders import LoaderProcesses
 from tessera.worker.data.partition.division import key_of_seed
+from tessera.worker.data.prepared import ANONYMOUS, Prepared
 from tessera.worker.data.registry import load
 from tessera.worker.model.layouts import MappingError, MappingFile, read_mapping
-from tessera.worker.settings import DataSource, DeviceName, SettingsError, WorkerSettings
+from tessera.worker.settings import DataSettings, DataSource, DeviceName, SettingsError, WorkerSettings
 from tessera.worker.state.atomic_files import secret_key
 
 HELD_OUT_KEY_FILE = "held-out.key"
@@ -20,16 +22,15 @@ HELD_OUT_KEY_FILE = "held-out.key"
 
 
 PREPARED_FOLDER = "prepared"
-"""The folder in a worker's state folder with what it prepared of each data set."""
+"""The name of the folder in a worker's state folder with the files made from its data sets, a folder for each."""
 GPU_LOADERS = 2
 """Number of loaders for a GPU unless the settings say otherwise. On a CPU a thread keeps up."""
 
 
 def load_source(
-    source: DataSource, key: bytes = b"", prepared: Path | None = None, loaders: Loaders | None = None
+    source: DataSource, key: bytes = b"", prepared: Prepared = ANONYMOUS, loaders: Loaders | None = None
 ) -> Dataset:
-    """Return the data set. `key` decides which examples are held out, the folder `prepared` keeps what makes the next
-    start quicker, and `loaders` read what is on disk. Raises DataError."""
+    """Return the data set. `key` decides which examples are held out. Raises DataError."""
     return load(
         source.kind,
         source.options,
@@ -41,9 +42,11 @@ def load_source(
     )
 
 
-def prepared_of(settings: WorkerSettings, dataset: str) -> Path:
-    """Return the folder of what a worker prepared of a data set."""
-    return settings.state_dir / PREPARED_FOLDER / dataset
+def prepared_of(settings: DataSettings, name: str, *, make: bool = False) -> Prepared:
+    """Return the folder of the files made from a data set, which only the worker itself writes (`make`)."""
+    if not isinstance(settings, WorkerSettings):
+        return Prepared()
+    return Prepared(settings.state_dir / PREPARED_FOLDER / name, writable=make)
 
 
 def loaders_of(settings: WorkerSettings) -> LoaderProcesses | None:
@@ -76,7 +79,11 @@ def datasets_of(settings: WorkerSettings, *, make_key: bool = False) -> dict[str
     for name, source in settings.datasets.items():
         if settings.policy.allows_dataset(name):
             with named(name):
-                loaded[name] = load_source(source, key, prepared_of(settings, name), loaders)
+                loaded[name] = load_source(source, key, prepared_of(settings, name, make=make_key), loaders)
+    if make_key and (folder := settings.state_dir / PREPARED_FOLDER).is_dir():
+        for left in folder.iterdir():
+            if left.name not in loaded:
+                shutil.rmtree(left, ignore_errors=True)
     return loaded
 
 

@@ -15,6 +15,7 @@ from torch.nn.functional import pad
 
 from tessera.shared.model.dataset_schema import DatasetSchema, TensorSchema
 from tessera.shared.schema import Frozen
+from tessera.worker.data.prepared import Prepared
 
 LABELS = "labels"
 MAX_UNKNOWN = 0.2
@@ -351,7 +352,7 @@ class Adapter(Generic[O]):
 
     kind: str
     options: type[O]
-    open: Callable[..., Dataset]
+    open: Callable[[O], Dataset]
     """A function from the options to the data set. Raises DataError."""
-    prepared: bool = False
-    """Whether `open` takes a second argument: a folder for what it prepares and keeps for the next start, or None."""
+    open_prepared: Callable[[O, Prepared], Dataset] | None = None
+    """The same for a kind that makes files of its own from the data; it is used in place of `open`."""

@@ -17,6 +17,7 @@ from tessera.shared.validation_errors import messages_of
 from tessera.worker.data.dataset import Adapter, DataError, Dataset, Loaders
 from tessera.worker.data.partition.division import hold_out, part_of
 from tessera.worker.data.partition.schemes import SitePartition
+from tessera.worker.data.prepared import ANONYMOUS, Prepared
 
 KINDS = "tessera.worker.data.kinds"
 GROUP = "tessera.datasets"
@@ -29,13 +30,12 @@ def load(
     part: SitePartition | None = None,
     held_out: float | None = None,
     key: bytes = b"",
-    prepared: Path | None = None,
+    prepared: Prepared = ANONYMOUS,
     loaders: Loaders | None = None,
 ) -> Dataset:
     """Return the data set of a kind, or a part of it, with a share of the examples held out by a hash with `key`.
 
-    The folder `prepared` keeps what makes the next start quicker, such as an index of images. `loaders` read what is
-    on disk.
+    `prepared` is the folder for files that its kind makes once from the data. `loaders` read what is on disk.
     Raises DataError for an unknown kind, an invalid option, an unreadable file or an empty side of the division.
     """
     if held_out is not None and not key:
@@ -44,8 +44,8 @@ def load(
     if adapter is None:
         raise DataError(f"kind: there is no {kind!r}{did_you_mean(kind, kinds())}")
     try:
-        validated = adapter.options.model_validate(options)
-        dataset = adapter.open(validated, prepared) if adapter.prepared else adapter.open(validated)
+        given = adapter.options.model_validate(options)
+        dataset: Dataset = adapter.open_prepared(given, prepared) if adapter.open_prepared else adapter.open(given)
     except ValidationError as fault:
         steps, message = messages_of(fault.errors(include_url=False), adapter.options)[0]
         raise DataError(f"{'.'.join(map(str, steps)) or kind}: {message}") from None

@@ -16,8 +16,9 @@ from PIL import Image
 from transformers import CLIPImageProcessorPil
 
 from tessera.worker.data.dataset import DataError, Dataset
+from tessera.worker.data.prepared import Prepared
 from tessera.worker.data.readers import image_index, pictures
-from tessera.worker.data.readers.cells import ArrowCells, ParquetCells
+from tessera.worker.data.readers.byte_cells import ArrowCells, ParquetCells
 from tessera.worker.data.registry import load
 from tests.support.pretrained import picture
 
@@ -47,7 +48,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def opened(source: Path, prepared: Path | None, **options: Any) -> Dataset:
     where = {"folder": str(source)} if source.is_dir() and not options.get("image") else {"file": str(source)}
-    return load("images", {"size": 4, "in_memory": False, **where, **options}, prepared=prepared)
+    return load("images", {"size": 4, "in_memory": False, **where, **options}, prepared=Prepared(prepared))
 
 
 def test_second_start_reads_only_the_images_that_changed(scans: Path, tmp_path: Path, read: list[str]) -> None:

@@ -21,13 +21,14 @@ from torch import Tensor
 from tessera.shared.model.dataset_schema import PIXELS
 from tessera.shared.near_names import absent
 from tessera.worker.data.dataset import LABELS, Adapter, DataError, Dataset, LoadReport, counted, schema_of
-from tessera.worker.data.readers.cells import pictures_in
+from tessera.worker.data.prepared import ANONYMOUS, Prepared
+from tessera.worker.data.readers.byte_cells import ByteCells, PictureCells, path_in
 from tessera.worker.data.readers.class_labels import Absent, Names, numbered
 from tessera.worker.data.readers.image_index import inputs_of
 from tessera.worker.data.readers.image_processor import PixelOptions, preparation
 from tessera.worker.data.readers.pictures import DICOM, SUFFIXES, PictureFiles, Pictures
 from tessera.worker.data.readers.table_files import is_saved
-from tessera.worker.data.readers.tables import Files, numbered_domains, read_table
+from tessera.worker.data.readers.tables import DataTable, Files, numbered_domains, read_table
 
 
 class ImagesOptions(PixelOptions):
@@ -59,11 +60,11 @@ class ImagesOptions(PixelOptions):
         return self
 
 
-def images(options: ImagesOptions, prepared: Path | None = None) -> Dataset:
+def images(options: ImagesOptions, prepared: Prepared = ANONYMOUS) -> Dataset:
     """Return `pixel_values` float32 [n, channels, height, width], a processor's other inputs, `labels` int64 [n].
 
-    An example's source is the digest of its image's file. If the pixels stay on disk, the folder `prepared` gets an
-    index of the images, with which a later start reads only those that have changed. Raises DataError.
+    An example's source is the digest of its image's file. If the pixels stay on disk, `prepared` gets an index of
+    the images, with which a later start reads only those that have changed. Raises DataError.
     """
     listed = _in_table(options) if options.folder is None else _in_folder(options.folder, options)
     # Before the images are read, which takes longer.
@@ -103,13 +104,25 @@ class _Listed:
 def _in_table(options: ImagesOptions) -> _Listed:
     table = read_table("file", options.file or (), options.split)
     return _Listed(
-        pictures_in(table.column("image", options.image), table.folder, table.where),
+        _pictures(table, options.image),
         ("label", table.where, table.column("label", options.label)),
         options.labels or table.columns.classes.get(options.label),
         table.domains(options.domain),
         table.groups(options.group),
         table.ignored_files,
     )
+
+
+def _pictures(table: DataTable, column: str) -> Pictures:
+    """Return the images of a table's column: paths from its folder, bytes, or records of both as `datasets` writes
+    them. Raises DataError if a row has neither."""
+    values = table.column("image", column)
+    if isinstance(values, ByteCells):
+        return PictureCells(values, table.folder, table.where)
+    paths = [path_in(value) for value in values]
+    if lacking := [row for row, path in enumerate(paths) if not path]:
+        raise DataError(f"image: row {lacking[0]} of {table.where} has neither a path nor an image's bytes")
+    return PictureFiles.of(table.folder, filter(None, paths))
 
 
 def _in_folder(folder: Path, options: ImagesOptions) -> _Listed:
@@ -162,4 +175,4 @@ def _refuse(fault: OSError) -> None:
     raise DataError(f"folder: {fault.filename} cannot be read: {fault.strerror}") from fault
 
 
-ADAPTER = Adapter("images", ImagesOptions, images, prepared=True)
+ADAPTER = Adapter("images", ImagesOptions, images, images)

@@ -10,7 +10,6 @@ processor = "/models/clip"
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Self
 
 from pydantic import Field, PositiveInt, model_validator
@@ -19,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from tessera.shared.model.dataset_schema import IDS, TensorSchema
 from tessera.worker.data.dataset import Adapter, DataError, Dataset, RawTexts, schema_of
 from tessera.worker.data.kinds.images import ImagesOptions, images
+from tessera.worker.data.prepared import ANONYMOUS, Prepared
 from tessera.worker.data.readers.class_labels import Names
 from tessera.worker.data.readers.tokenizer import MAX_TOKENS, RUN, encode, tokenized, tokenizer_of
 
@@ -48,7 +48,7 @@ class ImageTextOptions(ImagesOptions):
         return self
 
 
-def imagetext(options: ImageTextOptions, prepared: Path | None = None) -> Dataset:
+def imagetext(options: ImageTextOptions, prepared: Prepared = ANONYMOUS) -> Dataset:
     """Return `pixel_values` float32 [n, channels, height, width] and `labels` int64 [n].
 
     Common to all are the texts of the classes, int64 [classes, tokens]: `input_ids` and, if the tokenizer's model
@@ -84,4 +84,4 @@ def _converted(
     return replace(dataset, common=encoded.inputs, report=report, schema=schema)
 
 
-ADAPTER = Adapter("imagetext", ImageTextOptions, imagetext, prepared=True)
+ADAPTER = Adapter("imagetext", ImageTextOptions, imagetext, imagetext)

@@ -20,6 +20,7 @@ from torch import Tensor
 from tessera.shared.diagnostics import reason_of
 from tessera.shared.model.dataset_schema import PIXELS
 from tessera.worker.data.dataset import DataError, RowsOnDisk
+from tessera.worker.data.prepared import ANONYMOUS, Prepared
 from tessera.worker.data.readers.image_processor import ByProcessor, PixelOptions, Preparation
 from tessera.worker.data.readers.pictures import Pictures, PixelReader, opened, require_shape
 from tessera.worker.state.atomic_files import written_whole
@@ -113,13 +114,13 @@ _INPUT = "input "
 
 
 def inputs_of(
-    pictures: Pictures, options: PixelOptions, preparation: Preparation, folder: Path | None = None
+    pictures: Pictures, options: PixelOptions, preparation: Preparation, prepared: Prepared = ANONYMOUS
 ) -> PixelInputs:
     """Return `pixel_values` float32 [images, channels, height, width] and the processor's other inputs, those in
     memory and those on disk.
 
     Every image is read once, so that one that cannot be read is found now. If the pixels stay on disk, an index in
-    `folder` remembers the images that were read, and a later start reads only those that are new or have changed.
+    `prepared` remembers the images that were read, and a later start reads only those that are new or have changed.
     Raises DataError if more images cannot be read than the options allow, or if the processor fails.
     """
     one_shape = preparation.pixels_shape(options.mode) is not None
@@ -134,7 +135,7 @@ def inputs_of(
     converts = bool(kept) or not one_shape
     shapes = {name: tuple(values.shape[1:]) for name, values in sample.items()}
     verification = _Verification(pictures, options.mode, preparation if converts else None, shapes, index)
-    verification.run(folder / INDEX_FILE if folder and not stays else None, _terms(pictures, options, preparation))
+    verification.run(ANONYMOUS if stays else prepared, _terms(pictures, options, preparation))
     unreadable = verification.reasons(options.max_unreadable)
     places = np.flatnonzero(index.known)
     chosen = places if unreadable else slice(None)
@@ -162,8 +163,11 @@ class _Verification:
     unreadable: dict[int, str] = field(default_factory=dict)
     """What is wrong with the images that cannot be read, by place."""
 
-    def run(self, file: Path | None, terms: str) -> None:
-        """Fill the index, with what the one in `file` knows and from the images. Raises DataError of a processor."""
+    def run(self, prepared: Prepared, terms: str) -> None:
+        """Fill the index with what the one that was prepared knows, and from the images, and keep it.
+
+        Raises DataError of a processor."""
+        file = prepared.folder and prepared.folder / INDEX_FILE
         complete = file is not None and self.index.adopt(file, terms)
         unknown = np.flatnonzero(~self.index.known)
         pieces = [unknown[begin : begin + AT_ONCE].tolist() for begin in range(0, len(unknown), AT_ONCE)]
@@ -172,7 +176,7 @@ class _Verification:
         with ThreadPoolExecutor(threads, "indexing") as pool:
             for _ in pool.map(self._examine, pieces):
                 pass
-        if file and not complete:
+        if file and prepared.writable and not complete:
             try:
                 self.index.save(file, terms)
             except OSError as fault:

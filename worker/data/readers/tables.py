@@ -25,7 +25,7 @@ from pydantic import BeforeValidator, Field
 from torch import Tensor
 
 from tessera.worker.data.dataset import DataError, in_short
-from tessera.worker.data.readers.cells import ArrowCells, Cells, ParquetCells, holds_bytes
+from tessera.worker.data.readers.byte_cells import ArrowCells, ByteCells, ParquetCells, holds_bytes
 from tessera.worker.data.readers.table_files import is_saved, saved_split, table_files
 
 EMPTY = "it has no rows"
@@ -39,7 +39,7 @@ class Columns(NamedTuple):
     """The names of the classes, by the column whose type, a `ClassLabel` of `datasets`, lists them."""
 
 
-def _columns(rows: datasets.Dataset, cells: Mapping[str, Cells]) -> Columns:
+def _columns(rows: datasets.Dataset, cells: Mapping[str, ByteCells]) -> Columns:
     """Return the columns, with the names of classes in place of numbers, and those of `cells`, which are bytes."""
     types = {name: _class_label(feature) for name, feature in rows.features.items()}
     classes = {name: tuple(classes.names) for name, classes in types.items() if classes}

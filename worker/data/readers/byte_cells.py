@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from pyarrow import ipc, parquet
 
 from tessera.worker.data.dataset import DataError
-from tessera.worker.data.readers.pictures import Picture, PictureFiles, Pictures, Stamp, stamp_of
+from tessera.worker.data.readers.pictures import Picture, Stamp, stamp_of
 
 
 def holds_bytes(kind: pa.DataType) -> bool:
@@ -27,7 +27,7 @@ def holds_bytes(kind: pa.DataType) -> bool:
     return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind))
 
 
-class Cells(Sequence[Any]):
+class ByteCells(Sequence[Any]):
     """The cells of one column of several files of one format, one after the other.
 
     Each process, and each thread of it, opens the files of its own.
@@ -78,7 +78,7 @@ class Cells(Sequence[Any]):
         raise NotImplementedError
 
 
-class ParquetCells(Cells):
+class ParquetCells(ByteCells):
     """Cells in Parquet files. A whole row group is read for each, and remembered for the next one."""
 
     def __init__(self, files: Sequence[str], column: str) -> None:
@@ -117,7 +117,7 @@ class ParquetCells(Cells):
         return self._opened.cells[row - int(begins[group])].as_py()
 
 
-class ArrowCells(Cells):
+class ArrowCells(ByteCells):
     """Cells in the Arrow files that `save_to_disk` of `datasets` wrote, which are mapped into memory."""
 
     def __init__(self, files: Sequence[str], column: str) -> None:
@@ -145,7 +145,7 @@ class ArrowCells(Cells):
 class PictureCells:
     """Images in the cells of a table, of which some may be paths instead: relative ones begin at `folder`."""
 
-    def __init__(self, cells: Cells, folder: Path, where: str) -> None:
+    def __init__(self, cells: ByteCells, folder: Path, where: str) -> None:
         """Describe the images. `where` names the table for people. Raises DataError."""
         self.cells = cells
         self.source = "\n".join([*cells.files, cells.column])
@@ -155,7 +155,7 @@ class PictureCells:
         self._stamps = [stamp_of(Path(file)) for file in cells.files]
         self._paths: NDArray[np.bytes_] | None = None
         if not cells.all_bytes():
-            self._paths = np.array([os.fsencode(_path(cell) or "") for cell in cells], np.bytes_)
+            self._paths = np.array([os.fsencode(path_in(cell) or "") for cell in cells], np.bytes_)
 
     def __len__(self) -> int:
         return len(self.cells)
@@ -185,18 +185,7 @@ class PictureCells:
         return found
 
 
-def _path(cell: object) -> str | None:
-    """Return the path in a record without bytes."""
-    path = cell.get("path") if isinstance(cell, dict) and not cell.get("bytes") else None
+def path_in(cell: object) -> str | None:
+    """Return a cell's path, or that in a record without bytes."""
+    path = cell.get("path") if isinstance(cell, dict) and not cell.get("bytes") else cell
     return path if isinstance(path, str) else None
-
-
-def pictures_in(values: Sequence[Any], folder: Path, where: str) -> Pictures:
-    """Return the images of a table's column: paths from a folder, bytes, or records of both as `datasets` writes
-    them. Raises DataError if a row has neither."""
-    if isinstance(values, Cells):
-        return PictureCells(values, folder, where)
-    paths = [value if isinstance(value, str) else _path(value) for value in values]
-    if lacking := [row for row, path in enumerate(paths) if not path]:
-        raise DataError(f"image: row {lacking[0]} of {where} has neither a path nor an image's bytes")
-    return PictureFiles.of(folder, filter(None, paths))
