@@ -18,7 +18,7 @@ from tessera.worker.data.dataset import LABELS, DataError, Dataset
 from tessera.worker.data.partition.division import ClassCounts, class_counts, divide, key_of_seed
 from tessera.worker.data.partition.schemes import Partition, Scheme
 from tessera.worker.data.proposal import propose
-from tessera.worker.data.registry import load
+from tessera.worker.data.registry import load, streamed
 from tessera.worker.inventory import held_out_key, load_source, named
 from tessera.worker.settings import DataSettings, DataSource, SettingsError, read_data_settings, read_settings
 
@@ -136,7 +136,8 @@ def _key(config: Path) -> bytes:
 
 def _described(name: str, source: DataSource, key: bytes) -> dict[str, Any]:
     with named(name):
-        loaded = load_source(source, key)
+        # No pixel is shown, so none has to stay in memory.
+        loaded = load_source(source.model_copy(update=streamed(source.kind, source.options)), key)
     part = source.part and f"{source.part.index} of {source.part.count}, {source.part.scheme}"
     return {
         "name": name,

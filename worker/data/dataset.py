@@ -24,6 +24,9 @@ MAX_UNKNOWN = 0.2
 MAX_REASONS = 3
 """Number of unreadable images that a warning describes."""
 
+MAX_GROUP_BYTES = 64 << 20
+"""Size of row groups from which on reading images one by one is slow."""
+
 
 class DataError(ValueError):
     """A data set with an unknown kind, invalid options or an unreadable file."""
@@ -72,7 +75,10 @@ class LoadReport:
     """The number of files in a folder of images or of tables that are neither, by suffix."""
 
     unreadable: Sequence[str] = ()
-    """What is wrong with each image that is left out because it cannot be read."""
+    """The fault of each image that is left out because it cannot be read."""
+
+    group_bytes: int = 0
+    """The size of the largest row group of images in a Parquet file, all of which is read for each image."""
 
     def warnings(self) -> Iterator[tuple[str, str]]:
         """Yield what is probably wrong, each with its remedy."""
@@ -90,6 +96,11 @@ class LoadReport:
         if count := len(self.unreadable):
             first = " ".join(f"{reason}." for reason in self.unreadable[:MAX_REASONS])
             yield f"{count} unreadable image{'s' * (count > 1)} left out. {first}", "Replace or remove them."
+        if self.group_bytes > MAX_GROUP_BYTES:
+            yield (
+                f"each image is read with a row group of up to {self.group_bytes >> 20} MiB",
+                "Write the Parquet files with smaller ones (row_group_size=100), or save them by `datasets`.",
+            )
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -143,7 +154,7 @@ class RowsOnDisk:
     """The conversion of what `read` returns to rows of this shape and dtype, on any device; None if it returns them.
     Bytes of pixels are converted where the model is, so that a quarter is copied."""
     in_loaders: bool = False
-    """Whether reading takes so long that processes of its own do it, if the worker has any."""
+    """True if reading takes so long that loaders do it, if the worker has any."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -199,7 +210,7 @@ class Dataset:
     schema: DatasetSchema = field(default_factory=DatasetSchema)
     on_disk: Mapping[str, RowsOnDisk] = field(default_factory=dict)
     loaders: Loaders | None = None
-    """What reads the rows `in_loaders`; None reads them in this process."""
+    """The processes that read the rows `in_loaders`; None reads them in this process."""
 
     def __post_init__(self) -> None:
         if LABELS not in self.tensors:

@@ -214,7 +214,7 @@ class _Sampler:
 
 
 class _Rows(MapDataset[Any]):
-    """What a loader reads from."""
+    """The data set of a loader: batches of rows by their places."""
 
     def __init__(self, readers: Mapping[str, Reader]) -> None:
         self._readers = readers

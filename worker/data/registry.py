@@ -55,6 +55,13 @@ def load(
     return dataset if held_out is None else hold_out(dataset, held_out, key)
 
 
+def streamed(kind: str, options: Mapping[str, object]) -> dict[str, object]:
+    """Return the options with which a kind that can leave its data on disk does so."""
+    adapter = _adapter(kind)
+    leaves = adapter is not None and "in_memory" in adapter.options.model_fields
+    return {**options, "in_memory": False} if leaves else dict(options)
+
+
 def adapters() -> dict[str, Adapter[Any]]:
     """Return every installed adapter by kind. Imports the libraries of all, which takes seconds."""
     return {kind: adapter for kind in kinds() if (adapter := _adapter(kind))}

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import os
+import pickle
 from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -19,7 +21,7 @@ from tessera.worker.data.dataset import DataError, Dataset
 from tessera.worker.data.prepared import Prepared
 from tessera.worker.data.readers import image_index, pictures
 from tessera.worker.data.readers.byte_cells import ArrowCells, ParquetCells
-from tessera.worker.data.registry import load
+from tessera.worker.data.registry import load, streamed
 from tests.support.pretrained import picture
 
 COUNT = 40
@@ -221,3 +223,25 @@ def test_arrow_cells_with_nulls_are_not_all_bytes(tmp_path: Path) -> None:
         datasets.Dataset(pa.table({"image": cells})).save_to_disk(str(tmp_path / name))
         files = sorted(map(str, (tmp_path / name).glob("*.arrow")))
         assert ArrowCells(files, "image").all_bytes() == (name == "full")
+
+
+# ---------------------------------------------------------------- memory
+
+
+def test_loader_copies_few_bytes_for_each_image_and_the_worker_keeps_no_object(tmp_path: Path) -> None:
+    picture(tmp_path / "0" / "a-usual-name.png", (1, 2, 3), size=(2, 2))
+    sizes = []
+    for count in (100, 1100):
+        rows = "".join("0/a-usual-name.png,0\n" for _ in range(count))
+        (tmp_path / "list.csv").write_text("image,label\n" + rows)
+        dataset = opened(tmp_path / "list.csv", None)
+        sizes.append(len(pickle.dumps(dataset.on_disk["pixel_values"].read)))
+        part = dataset.rows(torch.arange(count // 2))
+        assert all(isinstance(each.sources, np.ndarray) for each in (dataset, part))
+    # A path of 18 bytes, and two numbers of 8.
+    assert (sizes[1] - sizes[0]) / 1000 == pytest.approx(34, abs=1)
+
+
+def test_data_are_shown_without_their_pixels_in_memory() -> None:
+    assert streamed("images", {"size": 4, "in_memory": True}) == {"size": 4, "in_memory": False}
+    assert streamed("digits", {}) == {}

@@ -22,7 +22,7 @@ from tessera.shared.model.dataset_schema import PIXELS
 from tessera.shared.near_names import absent
 from tessera.worker.data.dataset import LABELS, Adapter, DataError, Dataset, LoadReport, counted, schema_of
 from tessera.worker.data.prepared import ANONYMOUS, Prepared
-from tessera.worker.data.readers.byte_cells import ByteCells, PictureCells, path_in
+from tessera.worker.data.readers.byte_cells import ByteCells, ParquetCells, PictureCells, path_in
 from tessera.worker.data.readers.class_labels import Absent, Names, numbered
 from tessera.worker.data.readers.image_index import inputs_of
 from tessera.worker.data.readers.image_processor import PixelOptions, preparation
@@ -81,7 +81,9 @@ def images(options: ImagesOptions, prepared: Prepared = ANONYMOUS) -> Dataset:
         domains=None if listed.domains is None else listed.domains[places],
         sources=inputs.digests,
         groups=listed.groups and [listed.groups[place] for place in inputs.places],
-        report=LoadReport(ignored_files=listed.ignored_files, unreadable=inputs.unreadable),
+        report=LoadReport(
+            ignored_files=listed.ignored_files, unreadable=inputs.unreadable, group_bytes=listed.group_bytes
+        ),
         on_disk=inputs.on_disk,
     )
     known = {name: values for name, values in dataset.inputs.items() if name in shapes}
@@ -99,17 +101,22 @@ class _Listed:
     domains: Tensor | None
     groups: Sequence[bytes] | None
     ignored_files: Mapping[str, int]
+    group_bytes: int = 0
+    """The size of the largest row group of a Parquet file's images."""
 
 
 def _in_table(options: ImagesOptions) -> _Listed:
     table = read_table("file", options.file or (), options.split)
+    pictures = _pictures(table, options.image)
+    cells = pictures.cells if isinstance(pictures, PictureCells) else None
     return _Listed(
-        _pictures(table, options.image),
+        pictures,
         ("label", table.where, table.column("label", options.label)),
         options.labels or table.columns.classes.get(options.label),
         table.domains(options.domain),
         table.groups(options.group),
         table.ignored_files,
+        cells.group_bytes if isinstance(cells, ParquetCells) else 0,
     )
 
 

@@ -48,17 +48,17 @@ class PixelInputs:
     places: NDArray[np.int64]
     """The place of each image among the pictures, int64 [images]."""
     unreadable: Sequence[str]
-    """What is wrong with each image that is left out."""
+    """The fault of each image that is left out."""
 
 
 @dataclass(eq=False)
 class _Index:
-    """What is known of each picture: arrays with one row for each."""
+    """The findings about each picture: arrays with one row for each."""
 
     keys: NDArray[Any]
     stamps: NDArray[np.int64]
     known: NDArray[np.bool_]
-    """Whether the picture was read with this stamp. Only then are the rows below filled."""
+    """True for a picture that was read with this stamp. Only for it are the rows below filled."""
     digests: NDArray[np.uint8]
     inputs: dict[str, NDArray[Any]] = field(default_factory=dict)
     """Inputs that stay in memory."""
@@ -161,7 +161,7 @@ class _Verification:
     """The shape that each input of every image must have."""
     index: _Index
     unreadable: dict[int, str] = field(default_factory=dict)
-    """What is wrong with the images that cannot be read, by place."""
+    """The faults of the images that cannot be read, by place."""
 
     def run(self, prepared: Prepared, terms: str) -> None:
         """Fill the index with what the one that was prepared knows, and from the images, and keep it.

@@ -69,7 +69,7 @@ class Preparation:
 
     prepare: Prepare
     finish: Callable[[Tensor], Tensor] | None = None
-    """What remains to do with `pixel_values` on the device; None if nothing does."""
+    """The rest of the conversion of `pixel_values`, done on the device; None if there is none."""
 
     def __call__(self, images: list[Image.Image]) -> dict[str, Tensor]:
         """Return the inputs, [images, ...] each. Raises DataError."""

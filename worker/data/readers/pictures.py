@@ -1,5 +1,7 @@
 """The images of a data set, and the reading of their pixels. Loaders import this module: it must stay light."""
 
+import math
+import mmap
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -44,11 +46,11 @@ class Pictures(Protocol):
 
     @property
     def source(self) -> str:
-        """What contains the images."""
+        """The folder or the files that contain the images."""
 
     @property
     def keys(self) -> NDArray[Any]:
-        """What names each image within the source, [images]."""
+        """The name of each image within the source, [images]."""
 
     def __len__(self) -> int: ...
 
@@ -152,7 +154,16 @@ class Normalized:
     def __call__(self, pixels: Tensor) -> Tensor:
         # Division by a tensor, because by a number a GPU multiplies with its rounded inverse.
         most, mean, std = (pixels.new_tensor(each, dtype=torch.float32) for each in ((255.0,), self.mean, self.std))
-        return ((pixels.float() / most - mean) / std).permute(0, 3, 1, 2)
+        values = _mapped(pixels.shape).copy_(pixels) if pixels.device.type == "cpu" else pixels.float()
+        return values.div_(most).sub_(mean).div_(std).permute(0, 3, 1, 2)
+
+
+def _mapped(shape: Sequence[int]) -> Tensor:
+    """Return a float32 tensor in pages of its own, which go back to the system with it.
+
+    The C library's heap was seen to grow by each batch that it gave room to, up to a gigabyte.
+    """
+    return torch.frombuffer(mmap.mmap(-1, 4 * math.prod(shape)), dtype=torch.float32).view(*shape)
 
 
 @dataclass(frozen=True, eq=False)
