@@ -91,7 +91,7 @@ class LoadReport:
             count = sum(self.ignored_files.values())
             yield (
                 f"{count} file{'s' * (count > 1)} ignored: {counted(self.ignored_files)}",
-                "Convert them to a format that is read (images to PNG: DICOM is not read), or move them elsewhere.",
+                "Convert them to a format that is read (dicom = true reads DICOM, too), or move them elsewhere.",
             )
         if count := len(self.unreadable):
             first = " ".join(f"{reason}." for reason in self.unreadable[:MAX_REASONS])

@@ -7,10 +7,12 @@ labels = ["benign", "malignant"]
 processor = "/models/vit"
 """
 
+import importlib
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -26,7 +28,7 @@ from tessera.worker.data.readers.byte_cells import ByteCells, ParquetCells, Pict
 from tessera.worker.data.readers.class_labels import Absent, Names, numbered
 from tessera.worker.data.readers.image_index import inputs_of
 from tessera.worker.data.readers.image_processor import PixelOptions, preparation
-from tessera.worker.data.readers.pictures import DICOM, SUFFIXES, PictureFiles, Pictures
+from tessera.worker.data.readers.pictures import DICOM, SUFFIXES, DicomReader, PictureFiles, Pictures
 from tessera.worker.data.readers.table_files import is_saved
 from tessera.worker.data.readers.tables import DataTable, Files, numbered_domains, read_table
 
@@ -107,7 +109,7 @@ class _Listed:
 
 def _in_table(options: ImagesOptions) -> _Listed:
     table = read_table("file", options.file or (), options.split)
-    pictures = _pictures(table, options.image)
+    pictures = _pictures(table, options)
     cells = pictures.cells if isinstance(pictures, PictureCells) else None
     return _Listed(
         pictures,
@@ -120,16 +122,26 @@ def _in_table(options: ImagesOptions) -> _Listed:
     )
 
 
-def _pictures(table: DataTable, column: str) -> Pictures:
+def _pictures(table: DataTable, options: ImagesOptions) -> Pictures:
     """Return the images of a table's column: paths from its folder, bytes, or records of both as `datasets` writes
     them. Raises DataError if a row has neither."""
-    values = table.column("image", column)
+    values = table.column("image", options.image)
     if isinstance(values, ByteCells):
         return PictureCells(values, table.folder, table.where)
     paths = [path_in(value) for value in values]
     if lacking := [row for row, path in enumerate(paths) if not path]:
         raise DataError(f"image: row {lacking[0]} of {table.where} has neither a path nor an image's bytes")
-    return PictureFiles.of(table.folder, filter(None, paths))
+    return PictureFiles.of(table.folder, filter(None, paths), _dicom_reader(options))
+
+
+def _dicom_reader(options: ImagesOptions) -> DicomReader | None:
+    """Return the reader that the options ask for. Raises DataError if the extra is not installed."""
+    if not options.dicom:
+        return None
+    try:
+        return partial(importlib.import_module("tessera.worker.data.readers.dicom").read_dicom, window=options.window)
+    except ModuleNotFoundError as fault:
+        raise DataError(f"dicom: {fault.name} is not installed: install tessera[dicom]") from fault
 
 
 def _in_folder(folder: Path, options: ImagesOptions) -> _Listed:
@@ -142,26 +154,29 @@ def _in_folder(folder: Path, options: ImagesOptions) -> _Listed:
         )
     depth = 2 if options.domain_folders else 1
     files, others = list[str](), Counter[str]()
+    suffixes = SUFFIXES | DICOM if options.dicom else SUFFIXES
     for name in names_below(folder):
         suffix = os.path.splitext(name)[1].lower()  # noqa: PTH122  (a path for each takes ten times as long)
-        if suffix in SUFFIXES:
+        if suffix in suffixes:
             files.append(name)
         else:
             others[suffix or "without suffix"] += 1
     # As paths are sorted, by one part after the other.
     files.sort(key=lambda name: name.replace(os.sep, "\0"))
-    dicom = "; convert DICOM files to PNG first" if others.keys() & DICOM else ""
+    dicom = "; set dicom = true to read DICOM files" if others.keys() & DICOM else ""
     where = f"{folder} (ignored: {counted(others)}{dicom})" if others else str(folder)
     steps = [name.split(os.sep, depth) for name in files]
     if misplaced := [name for name, parts in zip(files, steps, strict=True) if len(parts) <= depth]:
         raise DataError(f"folder: {folder / misplaced[0]} is not in the folder of a class: move it into one")
     if not files:
         raise DataError(
-            f"folder: {where} contains no images ({', '.join(sorted(SUFFIXES))}); name one with folders of them"
+            f"folder: {where} contains no images ({', '.join(sorted(suffixes))}); name one with folders of them"
         )
     domains = numbered_domains([parts[0] for parts in steps]) if options.domain_folders else None
     labels = ("folder", where, [parts[depth - 1] for parts in steps])
-    return _Listed(PictureFiles.of(folder, files), labels, options.labels, domains, None, others)
+    return _Listed(
+        PictureFiles.of(folder, files, _dicom_reader(options)), labels, options.labels, domains, None, others
+    )
 
 
 def names_below(folder: Path) -> Iterator[str]:

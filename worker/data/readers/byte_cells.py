@@ -145,6 +145,8 @@ class ArrowCells(ByteCells):
 class PictureCells:
     """Images in the cells of a table, of which some may be paths instead: relative ones begin at `folder`."""
 
+    dicom = None
+
     def __init__(self, cells: ByteCells, folder: Path, where: str) -> None:
         """Describe the images. `where` names the table for people. Raises DataError."""
         self.cells = cells

@@ -230,7 +230,7 @@ def _terms(pictures: Pictures, options: PixelOptions, preparation: Preparation) 
     """Return everything on which the index depends besides the pictures."""
     prepare = preparation.prepare
     processor = prepare.processor.to_json_string() if isinstance(prepare, ByProcessor) else None
-    return json.dumps([INDEX_FORMAT, pictures.source, options.size, options.channels, processor])
+    return json.dumps([INDEX_FORMAT, pictures.source, options.size, options.channels, options.window, processor])
 
 
 def _digest(pictures: Pictures, place: int) -> NDArray[np.uint8]:

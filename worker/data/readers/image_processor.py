@@ -35,6 +35,10 @@ class PixelOptions(Options):
     in_memory: bool | None = Field(
         default=None, description="keep all pixels in memory; if unset, up to 1 GiB of them; more are read per batch"
     )
+    dicom: bool = Field(default=False, description="read DICOM files too, those that end in .dcm or .dicom")
+    window: tuple[float, PositiveFloat] | None = Field(
+        default=None, description="centre and width of the DICOM values to show; the file's own window if unset"
+    )
     max_unreadable: float = Field(
         default=0.0, ge=0, lt=1, description="share of the images that may be unreadable, and are then left out"
     )
@@ -45,6 +49,8 @@ class PixelOptions(Options):
             raise ValueError("give either processor or size")
         if self.processor is not None and self.model_fields_set & {"mean", "std"}:
             raise ValueError("mean and std are set by the processor: leave them out")
+        if self.window and not self.dicom:
+            raise ValueError("window: is for DICOM files: set dicom = true")
         if any(side > MAX_SIDE for side in self.shape):
             raise ValueError(f"size: at most {MAX_SIDE} pixels a side")
         for name, values in (("mean", self.mean), ("std", self.std)):

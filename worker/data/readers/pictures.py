@@ -1,5 +1,7 @@
 """The images of a data set, and the reading of their pixels. Loaders import this module: it must stay light."""
 
+from __future__ import annotations
+
 import math
 import mmap
 import os
@@ -37,6 +39,8 @@ UNREADABLE = (OSError, ValueError, SyntaxError, EOFError, *BOMBS)
 Stamp = tuple[int, int]
 """A file's size in bytes, and when it was changed, in nanoseconds."""
 
+DicomReader = Callable[[Path], Image.Image]
+
 Prepare = Callable[[list[Image.Image]], dict[str, Tensor]]
 """A function from opened images to a model's inputs, [images, ...] each."""
 
@@ -47,6 +51,10 @@ class Pictures(Protocol):
     @property
     def source(self) -> str:
         """The folder or the files that contain the images."""
+
+    @property
+    def dicom(self) -> DicomReader | None:
+        """The reader of DICOM files, or None if they are not read."""
 
     @property
     def keys(self) -> NDArray[Any]:
@@ -73,10 +81,11 @@ class PictureFiles:
 
     source: str
     keys: NDArray[np.bytes_]
+    dicom: DicomReader | None = None
 
     @classmethod
-    def of(cls, folder: Path, names: Iterable[str]) -> Self:
-        return cls(str(folder), np.array([os.fsencode(name) for name in names], np.bytes_))
+    def of(cls, folder: Path, names: Iterable[str], dicom: DicomReader | None = None) -> Self:
+        return cls(str(folder), np.array([os.fsencode(name) for name in names], np.bytes_), dicom)
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -109,6 +118,9 @@ def stamp_of(path: bytes | Path) -> Stamp:
 def opened(pictures: Pictures, place: int, mode: str) -> Image.Image:
     """Return an image in its EXIF orientation, converted to `mode`. Raises DataError."""
     picture = pictures[place]
+    is_dicom = isinstance(picture, Path) and picture.suffix.lower() in DICOM
+    if pictures.dicom and isinstance(picture, Path) and is_dicom:
+        return pictures.dicom(picture).convert(mode)
     try:
         with Image.open(picture if isinstance(picture, Path) else BytesIO(picture), formats=FORMATS) as image:
             # Pillow only warns of an implausibly large image, unless it is twice as large again.
@@ -117,8 +129,7 @@ def opened(pictures: Pictures, place: int, mode: str) -> Image.Image:
             image.load()
             upright = ImageOps.exif_transpose(image)
     except UNREADABLE as fault:
-        dicom = isinstance(picture, Path) and picture.suffix.lower() in DICOM
-        remedy = "convert DICOM files to PNG first" if dicom else "replace it or take it out"
+        remedy = "set dicom = true to read DICOM files" if is_dicom else "replace it or take it out"
         unknown = isinstance(fault, UnidentifiedImageError) and f"it is none of {', '.join(FORMATS)}"
         reason = unknown or reason_of(fault)[:200]
         raise DataError(f"image: {pictures.name(place)} cannot be read: {reason}; {remedy}") from fault
