@@ -1,5 +1,6 @@
 """The stage that converts a site's texts with the tokenizer of the run's model."""
 
+from itertools import chain, islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -18,6 +19,8 @@ from tessera.worker.task.fetch import Loaded, fetch_blob
 
 FILE: FileName = "tokenizer.json"
 SETTINGS_FILE: FileName = "tokenizer_config.json"
+AT_ONCE = 1 << 14
+"""Number of texts that a child of the sandbox converts."""
 
 
 def tokenize(run: TaskRun, document: Model, loaded: Loaded, dataset: Dataset) -> Dataset:
@@ -33,15 +36,17 @@ def tokenize(run: TaskRun, document: Model, loaded: Loaded, dataset: Dataset) ->
     with TemporaryDirectory(dir=env.scratch) as folder:
         raw = _write_files(run, document, Path(folder))
         if env.sandbox:
-            request = TokenizerRequest(
-                tokenizer=raw.decode(errors="replace"),
-                texts=tuple(
-                    text for part in (dataset, dataset.held_out) if part and part.texts for text in part.texts.parts()
-                ),
-                max_length=texts.max_length or MAX_TOKENS,
-                by_word=texts.by_word,
+            parts = chain.from_iterable(
+                part.texts.parts() for part in (dataset, dataset.held_out) if part and part.texts
             )
-            env.sandbox.require_tokenizer(request, run.check)
+            while some := tuple(islice(parts, AT_ONCE)):
+                request = TokenizerRequest(
+                    tokenizer=raw.decode(errors="replace"),
+                    texts=some,
+                    max_length=texts.max_length or MAX_TOKENS,
+                    by_word=texts.by_word,
+                )
+                env.sandbox.require_tokenizer(request, run.check)
         embeddings = token_embedding(loaded.built.model).num_embeddings
         try:
             tokenizer = tokenizer_of("tokenizer", folder, by_word=texts.by_word)
