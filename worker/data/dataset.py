@@ -39,6 +39,10 @@ def counted(by_name: Mapping[str, int]) -> str:
     return ", ".join(f"{number} {name}" for name, number in largest) + ", ..." * (len(by_name) > len(largest))
 
 
+class DataChanged(DataError):
+    """A file that is not the one any more that was read when the worker started."""
+
+
 class Options(Frozen):
     """An adapter's options from the settings file. Unknown options are refused."""
 
@@ -183,6 +187,8 @@ class Dataset:
     report: LoadReport = LoadReport()
     schema: DatasetSchema = field(default_factory=DatasetSchema)
     on_disk: Mapping[str, RowsOnDisk] = field(default_factory=dict)
+    pack: bool = False
+    """Whether tasks put several of these documents into a row (`worker.data.packing`)."""
 
     def __post_init__(self) -> None:
         if LABELS not in self.inputs:
@@ -249,6 +255,7 @@ class Dataset:
             report=self.report,
             schema=self.schema,
             on_disk={name: stored.chosen(index) for name, stored in self.on_disk.items()},
+            pack=self.pack,
         )
 
     def read(self, index: Tensor) -> dict[str, Tensor]:

@@ -78,6 +78,9 @@ class TextOptions(Options):
     group: str | None = Field(default=None, description="column: equal values are held out together (the patient)")
     tokenizer: str = Field(description='a local folder, a name on the hub, or "run": that of each run\'s model')
     max_length: PositiveInt = Field(default=128, le=MAX_TOKENS, description="tokens to which a text is truncated")
+    pack: bool = Field(
+        default=False, description="for causal-lm: whether rows of max_length tokens hold several texts each"
+    )
     in_memory: bool | None = Field(
         default=None,
         description="whether tokens are kept in memory rather than read for each batch; up to 64 MiB if unset",
@@ -93,6 +96,8 @@ def text(options: TextOptions, prepared: Prepared = NOT_KEPT) -> Dataset:
     """
     if options.second_text is not None and options.head != "text-classification":
         raise DataError(f"second_text: needs head text-classification, not {options.head}: leave it out")
+    if options.pack and options.head != "causal-lm":
+        raise DataError(f"pack: needs head causal-lm, not {options.head}: leave it out")
     table = read_table("file", options.file, options.split, prepared)
     parts, labels = _HEADS[options.head](options, table)
     convert, numbers = partial(_converted, options, table, prepared), np.arange(table.examples)
@@ -105,6 +110,7 @@ def text(options: TextOptions, prepared: Prepared = NOT_KEPT) -> Dataset:
         sources=_sources(options, table),
         groups=table.groups(options.group),
         texts=texts,
+        pack=options.pack,
         report=LoadReport(None, table.ignored_files),
         schema=schema_of(dict.fromkeys(shapes, labels), shapes, len(options.labels or ()) or None),
     )
@@ -116,7 +122,7 @@ def text(options: TextOptions, prepared: Prepared = NOT_KEPT) -> Dataset:
 
 def _tokens_name(options: TextOptions, table: DataTable) -> str:
     """Return the beginning of the names of files with the texts of a table as tokens."""
-    others = {"file", "split", "tokenizer", "in_memory", "domain", "group"}
+    others = {"file", "split", "tokenizer", "in_memory", "pack", "domain", "group"}
     return f"tokens-{digest_of([FORMAT, table.digest, options.model_dump(mode='json', exclude=others)])}"
 
 

@@ -31,7 +31,7 @@ from pydantic import BeforeValidator, Field
 from torch import Tensor
 
 from tessera.worker.data.cells import AT_ONCE, Cells
-from tessera.worker.data.dataset import DataError, in_short
+from tessera.worker.data.dataset import DataChanged, DataError, in_short
 from tessera.worker.data.prepared import NOT_KEPT, Prepared, mapped
 from tessera.worker.data.readers.table_files import is_saved, saved_split, table_files
 
@@ -399,7 +399,7 @@ def _require_same(option: str, stamps: Mapping[Path, tuple[int, int]]) -> None:
         except OSError:
             same = False
         if not same:
-            raise DataError(f"{option}: {file} has changed since the worker started; restart it")
+            raise DataChanged(f"{option}: {file} has changed since the worker started; restart it")
 
 
 def _reader_of(option: str, files: tuple[Path, ...]) -> Reader:

@@ -27,7 +27,7 @@ MAX_TOKENS = 1 << 20
 RUN = "run"
 """The setting of a data set that is converted with the tokenizer of each run."""
 WORDS = "words"
-AT_ONCE = 4096
+AT_ONCE = 512
 """Number of texts to encode together: a tokenizer's result needs many times the memory of the tensors."""
 
 
