@@ -30,7 +30,7 @@ from pyarrow import parquet
 from pydantic import BeforeValidator, Field
 from torch import Tensor
 
-from tessera.worker.data.cells import AT_ONCE, Cells
+from tessera.worker.data.cells import Cells
 from tessera.worker.data.dataset import DataChanged, DataError, in_short
 from tessera.worker.data.prepared import NOT_KEPT, Prepared, mapped
 from tessera.worker.data.readers.table_files import is_saved, saved_split, table_files
@@ -74,10 +74,9 @@ class ArrowRows:
             cells = self._batches[batch].column(name).take(pa.array(rows[places] - self._starts[batch]))
             for place, value in zip(places.tolist(), cells.to_pylist(), strict=True):
                 found[place] = value
-        if len(rows) >= AT_ONCE:
-            # Pages that were read would count as this process's memory until they are needed elsewhere.
-            for each in self._maps:
-                each.madvise(mmap.MADV_DONTNEED)
+        # Pages that were read would count as this process's memory until they are needed elsewhere.
+        for each in self._maps:
+            each.madvise(mmap.MADV_DONTNEED)
         return found
 
 
