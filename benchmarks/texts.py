@@ -106,8 +106,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 results.add(examples=examples, tokens="from the file" if again else "made", **row)
     added = {examples: rows[examples, False]["added_MiB"] for examples in (few, many)}
     results.aim(f"more for {many} than for {few}", added[many] - added[few], 100, " MiB")
-    again = rows[many, True]
-    results.aim(f"first batch of {many} once tokenised", again["load_s"] + again["first_batch_s"], 5, " s")
+    later = rows[many, True]
+    results.aim(f"first batch of {many} once tokenised", later["load_s"] + later["first_batch_s"], 5, " s")
     results.finish(given.out)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 from pydantic import TypeAdapter, ValidationError
 
@@ -154,8 +155,8 @@ def _described(name: str, source: DataSource, key: bytes, prepared: Prepared) ->
         "part": part,
         "examples": loaded.examples,
         "held out": loaded.held_out and loaded.held_out.examples,
-        "classes": None if loaded.classes is None else len(loaded.classes.unique()),
-        "domains": None if loaded.domains is None else len(loaded.domains.unique()),
+        "classes": None if loaded.classes is None else len(torch.unique(loaded.classes)),
+        "domains": None if loaded.domains is None else len(torch.unique(loaded.domains)),
         "tensors of each": _shapes(loaded, common=False),
         "common to all": _shapes(loaded, common=True),
         "tokenizer": "of each run" if loaded.texts else None,

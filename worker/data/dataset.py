@@ -188,7 +188,7 @@ class Dataset:
     schema: DatasetSchema = field(default_factory=DatasetSchema)
     on_disk: Mapping[str, RowsOnDisk] = field(default_factory=dict)
     pack: bool = False
-    """Whether tasks put several of these documents into a row (`worker.data.packing`)."""
+    """True if tasks put several of these documents into a row (`worker.data.packing`)."""
 
     def __post_init__(self) -> None:
         if LABELS not in self.inputs:

@@ -1,6 +1,6 @@
 """Packing: several documents one after another in a row, for causal language models.
 
-Positions start anew in each document, and there is no attention mask: transformers then lets no document see another
+Positions begin at 0 in each document, and there is no attention mask: transformers then lets no document see another
 (`find_packed_sequence_indices` in its `masking_utils`). An all-ones mask would let them.
 """
 

@@ -23,7 +23,7 @@ class Prepared:
 
     folder: Path | None = None
     writable: bool = True
-    """Whether missing files are written to the folder; if not, they are anonymous too."""
+    """True if missing files are written to the folder; if not, they are anonymous too."""
 
     @property
     def scratch(self) -> Path | None:

@@ -43,7 +43,7 @@ class TokenFile:
         (size,) = struct.unpack("<Q", stored[:8])
         header = json.loads(stored[8 : 8 + size])
         self.about: dict[str, Any] = json.loads(header["__metadata__"]["about"])
-        """What the writer noted, and `columns` and `longest`, in tokens."""
+        """The notes of the writer, `columns`, and `longest`, in tokens."""
         self._map = stored
         begin, end = (8 + size + place for place in header["tokens"]["data_offsets"])
         self._tokens = np.frombuffer(stored, "<i4", (end - begin) // 4, begin).reshape(header["tokens"]["shape"])
@@ -90,7 +90,7 @@ class TokenRows:
 def write_tokens(
     file: BinaryIO, pieces: Callable[[], Iterable[Piece]], about: Callable[[], Mapping[str, object]]
 ) -> None:
-    """Write texts as tokens. `about` is what to note in the header, known at the end.
+    """Write texts as tokens. `about` returns notes for the header, at the end.
 
     `pieces` is called again if texts turn out to have a column that is usually left out.
     """
