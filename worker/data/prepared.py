@@ -2,13 +2,20 @@
 
 import mmap
 import shutil
+import struct
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
 
 from tessera.worker.state.atomic_files import TEMPORARY, written_whole
+
+T = TypeVar("T")
+
+DAMAGED = (ValueError, LookupError, struct.error)
+"""The errors of readers of a damaged file."""
 
 
 def mapped(path: Path) -> mmap.mmap:
@@ -33,20 +40,23 @@ class Prepared:
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         return self.folder
 
-    def file(self, name: str, write: Callable[[BinaryIO], None]) -> mmap.mmap:
-        """Return the file of this name, mapped; `write` fills it if it is not there. Raises OSError, and the
-        exceptions of `write`, after which no file is left."""
+    def file(self, name: str, write: Callable[[BinaryIO], None], read: Callable[[mmap.mmap], T]) -> T:
+        """Return what `read` makes of the file of this name, mapped. `write` fills it if it is not there or damaged.
+
+        Raises OSError, and the exceptions of `write`, after which no file is left.
+        """
         if self.folder is not None:
             path = self.folder / name
-            if not path.exists() and self.scratch:
+            with suppress(FileNotFoundError, PermissionError, *DAMAGED):
+                return read(mapped(path))
+            if self.scratch:
                 with written_whole(path, mode=0o600) as file:
                     write(file)
-            if path.exists():
-                return mapped(path)
+                return read(mapped(path))
         with TemporaryFile("w+b") as unnamed:
             write(unnamed)
             unnamed.flush()
-            return mmap.mmap(unnamed.fileno(), 0, access=mmap.ACCESS_READ)
+            return read(mmap.mmap(unnamed.fileno(), 0, access=mmap.ACCESS_READ))
 
     def clear(self, keep: Callable[[str], bool]) -> None:
         """Remove the files of other names than those to keep, if the folder is writable. Open files stay readable."""

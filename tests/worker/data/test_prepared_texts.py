@@ -118,6 +118,18 @@ def test_table_and_tokens_are_made_once_and_again_when_the_table_changes(
         of(first)
 
 
+@pytest.mark.parametrize("content", [b"", b"no", b"\0" * 5000])
+@pytest.mark.parametrize("kind", ["table", "tokens"])
+def test_a_damaged_file_is_made_again(tmp_path: Path, table: Path, bert: str, kind: str, content: bytes) -> None:
+    prepared, options = Prepared(tmp_path / "state"), {"file": str(table), "tokenizer": bert, "in_memory": False}
+    expected = of(load("text", options, prepared=prepared))
+    (file,) = (tmp_path / "state").glob(f"{kind}-*")
+    whole = file.read_bytes()
+    file.write_bytes(content)
+    assert of(load("text", options, prepared=prepared)) == expected
+    assert file.read_bytes() == whole
+
+
 def test_another_than_the_worker_reads_what_is_there_and_writes_nothing(
     tmp_path: Path, table: Path, bert: str
 ) -> None:

@@ -145,7 +145,7 @@ def _converted(
     same = f"{_tokens_name(options, table)}-{rows}-"
     name = f"{same}{digest_of(identity_of(tokenizer))}.safetensors"
     try:
-        tokens = TokenFile(prepared.file(name, write))
+        tokens = prepared.file(name, write, TokenFile)
     except OSError as fault:
         raise disk_full("file", f"the texts of {table.where}", fault) from fault
     prepared.clear(lambda other: other == name or not other.startswith(same))

@@ -333,10 +333,10 @@ def read_table(
         stamps = {file: _stamp(file) for file in stored}
         digest = digest_of([FORMAT, [[str(file.absolute()), *stamp] for file, stamp in stamps.items()]])
         if reader:
-            maps = [prepared.file(table_name(digest), partial(_convert, reader, files, prepared))]
+            write = partial(_convert, reader, files, prepared)
+            rows = prepared.file(table_name(digest), write, lambda made: ArrowRows([made]))
         else:
-            maps = list(map(mapped, stored))
-        rows = ArrowRows(maps)
+            rows = ArrowRows(list(map(mapped, stored)))
     except (pa.ArrowException, OSError, ValueError, LookupError, TypeError, csv.Error) as fault:
         # `datasets` has an error of its own for each of these; only where it is imported can it be raised.
         raise _unreadable(option, files[0], fault) from fault

@@ -39,7 +39,7 @@ class TokenFile:
     """The tokens of texts, mapped from a file."""
 
     def __init__(self, stored: mmap.mmap) -> None:
-        """Read the header and the lengths. Raises ValueError and LookupError for a damaged file."""
+        """Read the header and the lengths. Raises ValueError, LookupError and struct.error for a damaged file."""
         (size,) = struct.unpack("<Q", stored[:8])
         header = json.loads(stored[8 : 8 + size])
         self.about: dict[str, Any] = json.loads(header["__metadata__"]["about"])
