@@ -11,7 +11,7 @@ from tessera.shared.diagnostics import reason_of
 from tessera.worker.data.dataset import DataError, Dataset, Loaders
 from tessera.worker.data.loaders import LoaderProcesses
 from tessera.worker.data.partition.division import key_of_seed
-from tessera.worker.data.prepared import ANONYMOUS, Prepared
+from tessera.worker.data.prepared import NOT_KEPT, Prepared
 from tessera.worker.data.registry import load
 from tessera.worker.model.layouts import MappingError, MappingFile, read_mapping
 from tessera.worker.settings import DataSettings, DataSource, DeviceName, SettingsError, WorkerSettings
@@ -28,7 +28,7 @@ GPU_LOADERS = 2
 
 
 def load_source(
-    source: DataSource, key: bytes = b"", prepared: Prepared = ANONYMOUS, loaders: Loaders | None = None
+    source: DataSource, key: bytes = b"", prepared: Prepared = NOT_KEPT, loaders: Loaders | None = None
 ) -> Dataset:
     """Return the data set. `key` decides which examples are held out. Raises DataError."""
     return load(
@@ -45,7 +45,7 @@ def load_source(
 def prepared_of(settings: DataSettings, name: str, *, make: bool = False) -> Prepared:
     """Return the folder of the files made from a data set, which only the worker itself writes (`make`)."""
     if not isinstance(settings, WorkerSettings):
-        return Prepared()
+        return NOT_KEPT
     return Prepared(settings.state_dir / PREPARED_FOLDER / name, writable=make)
 
 

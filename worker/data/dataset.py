@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
@@ -15,6 +16,7 @@ from torch.nn.functional import pad
 
 from tessera.shared.model.dataset_schema import DatasetSchema, TensorSchema
 from tessera.shared.schema import Frozen
+from tessera.worker.data.cells import Cells
 from tessera.worker.data.prepared import Prepared
 
 LABELS = "labels"
@@ -41,6 +43,10 @@ def counted(by_name: Mapping[str, int]) -> str:
     """Return the counts, such as `30 .dcm, 2 .txt`, largest first, and at most eight of them."""
     largest = sorted(by_name.items(), key=lambda item: (-item[1], item[0]))[:8]
     return ", ".join(f"{number} {name}" for name, number in largest) + ", ..." * (len(by_name) > len(largest))
+
+
+class DataChanged(DataError):
+    """A file that is not the one any more that was read when the worker started."""
 
 
 class Options(Frozen):
@@ -117,8 +123,11 @@ class RawTexts:
     second: Sequence[str] | None = None
     by_word: bool = False
     of_classes: bool = False
-    numbers: Sequence[int] = ()
+    numbers: Sequence[int] | NDArray[np.int64] = ()
     """The row of each text in the file."""
+
+    tags: Sequence[Sequence[int]] = ()
+    """The class of each word of each text, if words have classes."""
 
     def parts(self) -> Iterator[tuple[str, ...]]:
         """Yield the words of each text, or the text, with its second one if there is one."""
@@ -127,14 +136,14 @@ class RawTexts:
         else:
             yield from zip(self.first, *([] if self.second is None else [self.second]), strict=True)
 
-    def rows(self, index: Sequence[int]) -> RawTexts:
+    def rows(self, index: Tensor) -> RawTexts:
         """Return the texts of the examples at these places."""
         if self.of_classes:
             return self
         chosen: dict[str, Any] = {
-            name: [values[place] for place in index]
-            for name in ("first", "second", "numbers")
-            if (values := getattr(self, name))
+            name: _chosen(values, index)
+            for name in ("first", "second", "numbers", "tags")
+            if (values := getattr(self, name)) is not None and len(values)
         }
         return replace(self, **chosen)
 
@@ -170,6 +179,14 @@ class RowsOnDisk:
     def chosen(self, index: Tensor) -> RowsOnDisk:
         """Return the rows at these places, without reading them."""
         return replace(self, places=self.places[index])
+
+    def padded(self, name: str, padding: Padding) -> RowsOnDisk:
+        """Return the rows of texts padded further."""
+        return replace(self, read=partial(_padded, self.read, name, padding), row=(padding.width,))
+
+
+def _padded(read: Callable[[Sequence[int]], Tensor], name: str, padding: Padding, places: Sequence[int]) -> Tensor:
+    return padding.fill(name, read(places))
 
 
 class Loaders(Protocol):
@@ -211,10 +228,12 @@ class Dataset:
     on_disk: Mapping[str, RowsOnDisk] = field(default_factory=dict)
     loaders: Loaders | None = None
     """The processes that read the rows `in_loaders`; None reads them in this process."""
+    pack: bool = False
+    """True if tasks put several of these documents into a row (`worker.data.packing`)."""
 
     def __post_init__(self) -> None:
-        if LABELS not in self.tensors:
-            names = ", ".join(sorted(self.tensors)) or "none"
+        if LABELS not in self.inputs:
+            names = ", ".join(sorted(self.inputs)) or "none"
             raise DataError(f"no tensor {LABELS!r} among the tensors ({names}): add it")
         domains = self.domains
         sizes = {name: tensor.shape[0] if tensor.shape else 0 for name, tensor in sorted(self.inputs.items())}
@@ -237,13 +256,13 @@ class Dataset:
 
     @property
     def examples(self) -> int:
-        return len(self.tensors[LABELS])
+        return self.inputs[LABELS].shape[0]
 
     @property
     def classes(self) -> Tensor | None:
         """The class of each example, int64 [examples], or None if `labels` is not one class for each example."""
-        labels = self.tensors[LABELS]
-        return None if labels.ndim != 1 or labels.is_floating_point() else labels.long()
+        labels = self.tensors.get(LABELS)
+        return None if labels is None or labels.ndim != 1 or labels.is_floating_point() else labels.long()
 
     def split_keys(self) -> Iterator[bytes]:
         """Yield the bytes that decide whether each example is held out: its group, or else its identity."""
@@ -273,11 +292,12 @@ class Dataset:
             sources=_chosen(self.sources, index),
             padding=self.padding,
             groups=_chosen(self.groups, index),
-            texts=self.texts and self.texts.rows(index.tolist()),
+            texts=self.texts and self.texts.rows(index),
             report=self.report,
             schema=self.schema,
             on_disk={name: stored.chosen(index) for name, stored in self.on_disk.items()},
             loaders=self.loaders,
+            pack=self.pack,
         )
 
     def read(self, index: Tensor) -> dict[str, Tensor]:
@@ -294,8 +314,10 @@ class Dataset:
         """Return the examples with texts padded to the maximal length, so that no shape reveals the longest text."""
         if self.padding is None:
             return self
-        tensors = {n: self.padding.fill(n, t) if n in self.padding.values else t for n, t in self.tensors.items()}
-        return replace(self, tensors=tensors, padding=None)
+        known = self.padding.values
+        tensors = {n: self.padding.fill(n, t) if n in known else t for n, t in self.tensors.items()}
+        on_disk = {n: rows.padded(n, self.padding) if n in known else rows for n, rows in self.on_disk.items()}
+        return replace(self, tensors=tensors, on_disk=on_disk, padding=None)
 
     def placeholder(self, examples: int, end: int | None = None) -> dict[str, Tensor]:
         """Return synthetic examples that depend only on the shapes and dtypes of these.
@@ -337,7 +359,9 @@ class Dataset:
 
 
 def _chosen(values: Any, index: Tensor) -> Any:
-    """Return the values at these places, of a list or an array with one for each example, or None."""
+    """Return the values at these places, of a list, an array or cells with one for each example, or None."""
+    if isinstance(values, Cells):
+        return values.chosen(index.numpy())
     if values is None or isinstance(values, np.ndarray):
         return values if values is None else values[index.numpy()]
     return [values[place] for place in index.tolist()]

@@ -2,17 +2,24 @@
 
 import mmap
 import shutil
+import struct
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
 
 from tessera.worker.state.atomic_files import TEMPORARY, written_whole
 
+T = TypeVar("T")
+
+DAMAGED = (ValueError, LookupError, struct.error)
+"""The errors of readers of a damaged file."""
+
 
 def mapped(path: Path) -> mmap.mmap:
-    """Return a file mapped to read it. It stays readable when it is removed. Raises OSError, ValueError if empty."""
+    """Return a file mapped, which stays readable when it is removed. Raises OSError, and ValueError if empty."""
     with path.open("rb") as file:
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
@@ -33,22 +40,25 @@ class Prepared:
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         return self.folder
 
-    def file(self, name: str, write: Callable[[BinaryIO], None]) -> mmap.mmap:
-        """Return the file of this name, mapped; `write` fills it if it is not there. Raises OSError, and the
-        exceptions of `write`, after which no file is left."""
+    def file(self, name: str, write: Callable[[BinaryIO], None], read: Callable[[mmap.mmap], T]) -> T:
+        """Return what `read` makes of the file of this name, mapped. `write` fills it if it is not there or damaged.
+
+        Raises OSError, and the exceptions of `write`, after which no file is left.
+        """
         if self.folder is not None:
             path = self.folder / name
-            if not path.exists() and self.scratch:
+            with suppress(FileNotFoundError, PermissionError, *DAMAGED):
+                return read(mapped(path))
+            if self.scratch:
                 with written_whole(path, mode=0o600) as file:
                     write(file)
-            if path.exists():
-                return mapped(path)
+                return read(mapped(path))
         with TemporaryFile("w+b") as unnamed:
             write(unnamed)
             unnamed.flush()
-            return mmap.mmap(unnamed.fileno(), 0, access=mmap.ACCESS_READ)
+            return read(mmap.mmap(unnamed.fileno(), 0, access=mmap.ACCESS_READ))
 
-    def clear(self, keep: Callable[[str], bool] = lambda _: False) -> None:
+    def clear(self, keep: Callable[[str], bool]) -> None:
         """Remove the files of other names than those to keep, if the folder is writable. Open files stay readable."""
         if self.folder is None or not self.writable or not self.folder.is_dir():
             return
@@ -59,5 +69,5 @@ class Prepared:
                 path.unlink(missing_ok=True)
 
 
-ANONYMOUS = Prepared()
-"""No folder."""
+NOT_KEPT = Prepared()
+"""For files that nothing uses again."""

@@ -17,7 +17,7 @@ from tessera.shared.validation_errors import messages_of
 from tessera.worker.data.dataset import Adapter, DataError, Dataset, Loaders
 from tessera.worker.data.partition.division import hold_out, part_of
 from tessera.worker.data.partition.schemes import SitePartition
-from tessera.worker.data.prepared import ANONYMOUS, Prepared
+from tessera.worker.data.prepared import NOT_KEPT, Prepared
 
 KINDS = "tessera.worker.data.kinds"
 GROUP = "tessera.datasets"
@@ -30,12 +30,13 @@ def load(
     part: SitePartition | None = None,
     held_out: float | None = None,
     key: bytes = b"",
-    prepared: Prepared = ANONYMOUS,
+    prepared: Prepared = NOT_KEPT,
     loaders: Loaders | None = None,
 ) -> Dataset:
     """Return the data set of a kind, or a part of it, with a share of the examples held out by a hash with `key`.
 
     `prepared` is the folder for files that its kind makes once from the data. `loaders` read what is on disk.
+
     Raises DataError for an unknown kind, an invalid option, an unreadable file or an empty side of the division.
     """
     if held_out is not None and not key:

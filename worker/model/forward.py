@@ -32,6 +32,9 @@ def forward(
         for name, tensor in batch.items()
     }
     labels = inputs.pop("labels") if head == "contrastive" else None
+    if head == "causal-lm" and "position_ids" in inputs:
+        # With a cache, transformers does not look for the documents of packed rows.
+        inputs["use_cache"] = False  # type: ignore[assignment]
     output: Any = model(**inputs) if values is None else functional_call(model, dict(values), (), inputs)
     if labels is None:
         return Output(output.loss, output.get("logits"))

@@ -22,9 +22,10 @@ from torch import Tensor
 
 from tessera.shared.model.dataset_schema import PIXELS
 from tessera.shared.near_names import absent
+from tessera.worker.data.cells import Cells
 from tessera.worker.data.dataset import LABELS, Adapter, DataError, Dataset, LoadReport, counted, schema_of
-from tessera.worker.data.prepared import ANONYMOUS, Prepared
-from tessera.worker.data.readers.byte_cells import ByteCells, ParquetCells, PictureCells, path_in
+from tessera.worker.data.prepared import NOT_KEPT, Prepared
+from tessera.worker.data.readers.byte_cells import ParquetCells, PictureCells, path_in
 from tessera.worker.data.readers.class_labels import Absent, Names, numbered
 from tessera.worker.data.readers.image_index import inputs_of
 from tessera.worker.data.readers.image_processor import PixelOptions, preparation
@@ -62,13 +63,13 @@ class ImagesOptions(PixelOptions):
         return self
 
 
-def images(options: ImagesOptions, prepared: Prepared = ANONYMOUS) -> Dataset:
+def images(options: ImagesOptions, prepared: Prepared = NOT_KEPT) -> Dataset:
     """Return `pixel_values` float32 [n, channels, height, width], a processor's other inputs, `labels` int64 [n].
 
     An example's source is the digest of its image's file. If the pixels stay on disk, `prepared` gets an index of
     the images, with which a later start reads only those that have changed. Raises DataError.
     """
-    listed = _in_table(options) if options.folder is None else _in_folder(options.folder, options)
+    listed = _in_table(options, prepared) if options.folder is None else _in_folder(options.folder, options)
     # Before the images are read, which takes longer.
     labels = numbered(*listed.labels, listed.names, options.absent)
     conversion = preparation(options)
@@ -82,7 +83,7 @@ def images(options: ImagesOptions, prepared: Prepared = ANONYMOUS) -> Dataset:
         {**inputs.tensors, LABELS: torch.tensor(labels)[places]},
         domains=None if listed.domains is None else listed.domains[places],
         sources=inputs.digests,
-        groups=listed.groups and [listed.groups[place] for place in inputs.places],
+        groups=listed.groups and listed.groups.chosen(inputs.places),
         report=LoadReport(
             ignored_files=listed.ignored_files, unreadable=inputs.unreadable, group_bytes=listed.group_bytes
         ),
@@ -101,14 +102,14 @@ class _Listed:
     """The option that labels come from, the place for people, and the label of each image."""
     names: Sequence[str] | None
     domains: Tensor | None
-    groups: Sequence[bytes] | None
+    groups: Cells[bytes] | None
     ignored_files: Mapping[str, int]
     group_bytes: int = 0
     """The size of the largest row group of a Parquet file's images."""
 
 
-def _in_table(options: ImagesOptions) -> _Listed:
-    table = read_table("file", options.file or (), options.split)
+def _in_table(options: ImagesOptions, prepared: Prepared) -> _Listed:
+    table = read_table("file", options.file or (), options.split, prepared)
     pictures = _pictures(table, options)
     cells = pictures.cells if isinstance(pictures, PictureCells) else None
     return _Listed(
@@ -125,9 +126,9 @@ def _in_table(options: ImagesOptions) -> _Listed:
 def _pictures(table: DataTable, options: ImagesOptions) -> Pictures:
     """Return the images of a table's column: paths from its folder, bytes, or records of both as `datasets` writes
     them. Raises DataError if a row has neither."""
-    values = table.column("image", options.image)
-    if isinstance(values, ByteCells):
-        return PictureCells(values, table.folder, table.where)
+    values = table.cells("image", options.image)
+    if cells := table.bytes_of.get(options.image):
+        return PictureCells(cells, table.folder, table.where)
     paths = [path_in(value) for value in values]
     if lacking := [row for row, path in enumerate(paths) if not path]:
         raise DataError(f"image: row {lacking[0]} of {table.where} has neither a path nor an image's bytes")

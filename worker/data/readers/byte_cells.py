@@ -66,6 +66,10 @@ class ByteCells(Sequence[Any]):
         except (OSError, pa.ArrowException) as fault:
             raise DataError(f"{self.column}: row {row}: {self.files[file]} cannot be read any more") from fault
 
+    def read(self, rows: NDArray[np.int64]) -> list[Any]:
+        """Return the cells of these rows."""
+        return [self[row] for row in rows.tolist()]
+
     def file_of(self, row: int) -> int:
         """Return the place of the file that contains a row."""
         return int(np.searchsorted(self.begins, row, side="right")) - 1
@@ -115,6 +119,12 @@ class ParquetCells(ByteCells):
             column = self._opened.reader.read_row_group(group, columns=[self.column], use_threads=False).column(0)
             self._opened.group, self._opened.cells = (file, group), column
         return self._opened.cells[row - int(begins[group])].as_py()
+
+
+def parquet_cells(files: Sequence[str]) -> dict[str, ByteCells]:
+    """Return the cells of each column of bytes of Parquet files with the same columns."""
+    kinds = {field.name: field.type for field in parquet.read_schema(files[0])}
+    return {name: ParquetCells(files, name) for name, kind in kinds.items() if holds_bytes(kind)}
 
 
 class ArrowCells(ByteCells):

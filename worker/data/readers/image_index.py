@@ -20,7 +20,7 @@ from torch import Tensor
 from tessera.shared.diagnostics import reason_of
 from tessera.shared.model.dataset_schema import PIXELS
 from tessera.worker.data.dataset import DataError, RowsOnDisk
-from tessera.worker.data.prepared import ANONYMOUS, Prepared
+from tessera.worker.data.prepared import NOT_KEPT, Prepared
 from tessera.worker.data.readers.image_processor import ByProcessor, PixelOptions, Preparation
 from tessera.worker.data.readers.pictures import Pictures, PixelReader, opened, require_shape
 from tessera.worker.state.atomic_files import written_whole
@@ -114,7 +114,7 @@ _INPUT = "input "
 
 
 def inputs_of(
-    pictures: Pictures, options: PixelOptions, preparation: Preparation, prepared: Prepared = ANONYMOUS
+    pictures: Pictures, options: PixelOptions, preparation: Preparation, prepared: Prepared = NOT_KEPT
 ) -> PixelInputs:
     """Return `pixel_values` float32 [images, channels, height, width] and the processor's other inputs, those in
     memory and those on disk.
@@ -135,7 +135,7 @@ def inputs_of(
     converts = bool(kept) or not one_shape
     shapes = {name: tuple(values.shape[1:]) for name, values in sample.items()}
     verification = _Verification(pictures, options.mode, preparation if converts else None, shapes, index)
-    verification.run(ANONYMOUS if stays else prepared, _terms(pictures, options, preparation))
+    verification.run(NOT_KEPT if stays else prepared, _terms(pictures, options, preparation))
     unreadable = verification.reasons(options.max_unreadable)
     places = np.flatnonzero(index.known)
     chosen = places if unreadable else slice(None)
