@@ -5,8 +5,8 @@
 
 import importlib
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from threading import RLock
+from contextlib import contextmanager, nullcontext
+from threading import RLock, get_ident
 from types import ModuleType
 from typing import Any, Literal, cast
 
@@ -83,6 +83,18 @@ def build(
     UnsafeConfig, ConfigError, UnknownArchitecture or ModelMismatch before any weights are allocated.
     """
     check_model(model, mapping)
+    return laid_out(model, mapping, attention=attention, seed=seed)
+
+
+def laid_out(
+    model: Model,
+    mapping: MappingFile | None = None,
+    *,
+    attention: Attention | None = None,
+    seed: int = 0,
+    random_weights: bool = True,
+) -> PreTrainedModel:
+    """Return the model of a block table, which is not compared with it. See `instantiate`."""
     return instantiate(
         model.config,
         model.head,
@@ -91,12 +103,15 @@ def build(
         prompts=model.prompts,
         lora=model.lora,
         mapping=mapping,
+        random_weights=random_weights,
     )
 
 
 def load(folder: ModelFolder, mapping: MappingFile | None = None) -> PreTrainedModel:
     """Return a folder's model with its prompts and adapters, which `from_pretrained` ignores. Raises as `build`."""
-    model = build(folder.model, mapping=mapping)
+    check_model(folder.model, mapping)
+    model = laid_out(folder.model, mapping, random_weights=False)
+    allocate(model, torch.device("cpu"))
     tensors = named_tensors(model)
     for block, raw in folder.blocks():
         write_block(tensors, block, np.frombuffer(raw, NUMPY_DTYPES[block.dtype]).reshape(block.shape))
@@ -110,11 +125,11 @@ def check_model(model: Model, mapping: MappingFile | None = None) -> tuple[Block
     rejected. `worker/model/sandbox.py` bounds what transformers allocates besides parameters. Raises as `build` does.
     """
     with torch.device("meta"), _bounded(model):
-        laid_out = instantiate(model.config, model.head, prompts=model.prompts, lora=model.lora, mapping=mapping)
-    table = block_table(laid_out, mapping)
+        without_storage = laid_out(model, mapping)
+    table = block_table(without_storage, mapping)
     if faults := list(_differences(model.by_name, {block.name: block for block in table})):
         raise ModelMismatch(faults)
-    if (size := sum(buffer.nbytes for buffer in laid_out.buffers())) > MAX_BUFFER_BYTES + model.nbytes:
+    if (size := sum(buffer.nbytes for buffer in without_storage.buffers())) > MAX_BUFFER_BYTES + model.nbytes:
         raise UnsafeConfig(
             f"the config is refused: it needs {size} bytes of buffers besides its weights, and "
             f"{MAX_BUFFER_BYTES + model.nbytes} are allowed"
@@ -135,19 +150,21 @@ def instantiate(
     prompts: Prompts | None = None,
     lora: Lora | None = None,
     mapping: MappingFile | None = None,
+    random_weights: bool = True,
 ) -> PreTrainedModel:
     """Build a model without comparing it with a block table. Float32 unless the config names a dtype.
 
     Leaves the global random state as it was, and gives transformers' own tensors the same values with and without
-    prompts and adapters. The mapping locates the matrices to adapt. Raises UnsafeConfig or ConfigError, and with
-    `lora` as `block_table`.
+    prompts and adapters. Without `random_weights` the parameters have no storage until `allocate`; the buffers, such
+    as position tables, have their values. The mapping locates the matrices to adapt. Raises UnsafeConfig or
+    ConfigError, and with `lora` as `block_table`.
     """
     built = config_from(config)
     require_head(built, head)
     options: dict[str, Any] = {"trust_remote_code": False, "dtype": built.dtype or torch.float32}
     if attention:
         options["attn_implementation"] = attention
-    with _BUILDING, torch.random.fork_rng(devices=[]):
+    with _BUILDING, torch.random.fork_rng(devices=[]), nullcontext() if random_weights else _without_storage():
         torch.default_generator.manual_seed(seed)
         try:
             model = cast("PreTrainedModel", AUTO_CLASSES[head].from_config(built, **options))
@@ -161,17 +178,49 @@ def instantiate(
 
 
 @contextmanager
+def _without_storage() -> Iterator[None]:
+    """Move each parameter that this thread registers in a module to the meta device, before it gets a value."""
+    thread, moved = get_ident(), dict[int, tuple[nn.Parameter, nn.Parameter]]()
+
+    def move(_module: nn.Module, _name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        if parameter is None or parameter.device.type == "meta" or get_ident() != thread:
+            return None
+        # A parameter with two names stays one.
+        empty = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+        return moved.setdefault(id(parameter), (parameter, empty))[1]
+
+    # torch takes what a hook returns in place of the parameter, which its annotation leaves out.
+    handle = register_module_parameter_registration_hook(move)  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def allocate(model: nn.Module, device: torch.device) -> None:
+    """Give each parameter without storage uninitialised memory on the device, and move all others there."""
+    allocated: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.device.type == "meta":
+                memory = torch.empty_like(parameter, device=device)
+                own = allocated.setdefault(id(parameter), nn.Parameter(memory, parameter.requires_grad))
+                module.register_parameter(name, own)
+    model.to(device)
+
+
+@contextmanager
 def _bounded(model: Model) -> Iterator[None]:
     """Stop laying out a model once it far exceeds its table, so that a billion layers are never built.
 
     The slack is for tied weights, which transformers first creates several times.
     """
-    count, nbytes = 8 * len(model.blocks) + 64, 8 * model.nbytes + (1 << 20)
+    thread, count, nbytes = get_ident(), 8 * len(model.blocks) + 64, 8 * model.nbytes + (1 << 20)
 
     def spend(_module: nn.Module, _name: str, parameter: nn.Parameter | None) -> None:
         nonlocal count, nbytes
-        # The hook sees every module created in this process; other threads allocate theirs on real devices.
-        if parameter is not None and parameter.device.type == "meta":
+        # The hook sees every module created in this process.
+        if parameter is not None and parameter.device.type == "meta" and get_ident() == thread:
             count, nbytes = count - 1, nbytes - parameter.nbytes
             if count < 0 or nbytes < 0:
                 raise ModelMismatch([f"the config describes a model far larger than its table: {model.nbytes} bytes"])
@@ -245,7 +294,8 @@ def write_block(tensors: Mapping[str, Tensor], block: Block, values: np.ndarray)
         raise ValueError(f"{block.name} is {block.dtype} {block.shape}, not {values.dtype} {values.shape}")
     plain = values.view(np.int16) if block.dtype == "BF16" else values
     # torch does not accept read-only memory, such as a blob's.
-    source = torch.from_numpy(np.array(plain, order="C")).view(tensor.dtype).to(tensor.device)
+    writable = np.require(plain, requirements=["C", "W"])
+    source = torch.from_numpy(writable).view(tensor.dtype).to(tensor.device)
     if block.part:
         tensor.index_copy_(block.part.axis, rows_of(block.part.index(), tensor), source)
     else:

@@ -22,7 +22,7 @@ from tessera.shared.updates.codecs.stage import CodecError
 from tessera.shared.updates.update_file import read_update
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.model.block_map import named_tensors
-from tessera.worker.model.build import check_model, instantiate, write_block
+from tessera.worker.model.build import allocate, check_model, laid_out, write_block
 from tessera.worker.model.layouts import MappingFile
 from tessera.worker.state.atomic_files import temporary_file
 from tessera.worker.state.blob_cache import BlobTensor, BlobTooLarge
@@ -121,7 +121,7 @@ def load(run: TaskRun, fetched: Fetched) -> Loaded:
     tensors = named_tensors(built.model)
     for base in fetched.bases.values():
         run.check()
-        values = to_array(base)
+        values = base.values()
         _require_finite(base.block.name, values)
         write_block(tensors, base.block, values)
     seed_everything(task.seed)
@@ -149,15 +149,11 @@ def load(run: TaskRun, fetched: Fetched) -> Loaded:
 
 def _built(run: TaskRun, fetched: Fetched) -> Built:
     """Build the run's model, already checked by `fetch`."""
-    document, task = fetched.document, run.task
-    model = instantiate(
-        document.config,
-        document.head,
-        seed=task.seed,
-        prompts=document.prompts,
-        lora=document.lora,
-        mapping=fetched.mapping,
-    ).to(run.env.device)  # type: ignore[arg-type]
+    task = run.task
+    # A block that is not fetched keeps the value that the seed gives it.
+    random_weights = len(fetched.bases) < len(fetched.blocks)
+    model = laid_out(fetched.document, fetched.mapping, seed=task.seed, random_weights=random_weights)
+    allocate(model, run.env.device)
     return Built(task.run, task.model, model, fetched.blocks, structure_of(model))
 
 
