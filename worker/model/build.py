@@ -4,7 +4,7 @@
 """
 
 import importlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from threading import RLock, get_ident
 from types import ModuleType
@@ -28,7 +28,7 @@ from transformers import (
 )
 
 from tessera.shared.model.blocks import Block
-from tessera.shared.model.spec import Head, Lora, Model, Prompts
+from tessera.shared.model.spec import Float32Role, Head, Lora, Model, Prompts
 from tessera.shared.tensors.dtypes import NUMPY_DTYPES
 from tessera.shared.updates.model_folder import ModelFolder
 from tessera.worker.model.block_map import DTYPES, block_table, named_tensors
@@ -102,6 +102,7 @@ def laid_out(
         seed=seed,
         prompts=model.prompts,
         lora=model.lora,
+        float32=model.float32,
         mapping=mapping,
         random_weights=random_weights,
     )
@@ -149,6 +150,7 @@ def instantiate(
     seed: int = 0,
     prompts: Prompts | None = None,
     lora: Lora | None = None,
+    float32: Collection[Float32Role] = (),
     mapping: MappingFile | None = None,
     random_weights: bool = True,
 ) -> PreTrainedModel:
@@ -173,7 +175,7 @@ def instantiate(
         except Exception as error:  # each model class fails in its own way on a hostile or mistaken size
             reason = " ".join(str(error).split())[:300]
             raise ConfigError(f"transformers builds no {built.model_type} for {head}: {reason}") from error
-        insert(model, prompts, lora, mapping)
+        insert(model, prompts, lora, mapping, float32)
     return model
 
 
@@ -244,9 +246,15 @@ def _differences(stated: Mapping[str, Block], built: Mapping[str, Block]) -> Ite
 
 
 def insert(
-    model: PreTrainedModel, prompts: Prompts | None, lora: Lora | None, mapping: MappingFile | None = None
+    model: PreTrainedModel,
+    prompts: Prompts | None,
+    lora: Lora | None,
+    mapping: MappingFile | None = None,
+    float32: Collection[Float32Role] = (),
 ) -> None:
-    """Add the prompts and adapters of a model document in place. Their random values follow torch's seed.
+    """Add the prompts and adapters of a model document in place, and make the blocks of some roles float32.
+
+    Their random values follow torch's seed.
 
     Raises ConfigError if the model does not support them or PEFT is not installed, and as `block_table` does.
     """
@@ -254,6 +262,27 @@ def insert(
         _lora().add_lora(model, lora, block_table(model, mapping))
     if prompts:
         add_prompts(model, prompts)
+    if float32:
+        _make_float32(model, [block for block in block_table(model, mapping) if block.role in float32])
+
+
+def _make_float32(model: nn.Module, blocks: Iterable[Block]) -> None:
+    """Convert the tensors of these blocks to float32. A head's modules then convert their inputs; PEFT's adapters and
+    the prompts do so by themselves."""
+    hooked = set()
+    for block in blocks:
+        path, _, own = block.tensor.rpartition(".")
+        module = model.get_submodule(path)
+        tensor: Tensor = getattr(module, own)
+        tensor.data = tensor.data.float()
+        if block.role == "head" and path not in hooked and not any(True for _ in module.children()):
+            module.register_forward_pre_hook(_cast_inputs)
+            hooked.add(path)
+
+
+def _cast_inputs(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    dtype = next(module.parameters()).dtype
+    return tuple(each.to(dtype) if isinstance(each, Tensor) and each.is_floating_point() else each for each in args)
 
 
 def merge_adapters(model: PreTrainedModel) -> None:
