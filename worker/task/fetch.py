@@ -22,7 +22,8 @@ from tessera.shared.updates.codecs.stage import CodecError
 from tessera.shared.updates.update_file import read_update
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.model.block_map import named_tensors
-from tessera.worker.model.build import check_model, instantiate, write_block
+from tessera.worker.model.build import allocate, check_model, laid_out, write_block
+from tessera.worker.model.device_memory import free_bytes, needed_bytes
 from tessera.worker.model.layouts import MappingFile
 from tessera.worker.state.atomic_files import temporary_file
 from tessera.worker.state.blob_cache import BlobTensor, BlobTooLarge
@@ -106,8 +107,41 @@ def fetch(run: TaskRun, dataset: Dataset) -> Fetched:
     blocks = last.blocks if last else check_model(document, mapping)
     with failing_as("invalid-version"):
         manifest = Manifest.read(_document(run, task.version.digest), lambda digest: _document(run, digest))
+    if last is None:
+        _require_memory(run, blocks)
     bases = _fetch_blocks(run, manifest, [block for block in blocks if block.name in names], blocks)
     return Fetched(document, mapping, manifest, blocks, bases, last)
+
+
+def _require_memory(run: TaskRun, blocks: Sequence[Block]) -> None:
+    """Raise TaskFailure, before anything large is fetched, if the device cannot hold what the task needs."""
+    task, device = run.task, run.env.device
+    # A method that chooses among the plan's blocks may itself fit its choice to the memory.
+    fixed = task.kind == "train" and type(_half(run, blocks)).select is WorkerHalf.select
+    trained = task.plan.train.resolve(blocks) if fixed else ()
+    needed, free = needed_bytes(blocks, trained, task.training), free_bytes(device)
+    structlog.get_logger("worker").info("memory", needed_bytes=needed, free_bytes=free, device=str(device))
+    if needed > free:
+        raise TaskFailure(
+            "too-little-memory",
+            f"the task needs {needed} bytes on {device}: the model, gradients and moments of {len(trained)} trained "
+            f"blocks, and a margin; {free} are free, {needed - free} too few",
+        )
+
+
+def _half(run: TaskRun, blocks: Sequence[Block]) -> WorkerHalf[Any]:
+    """Return the worker's half of the task's method."""
+    task = run.task
+    facts = RunInfo(
+        tuple(blocks),
+        task.rounds,
+        task.normalization,
+        task.training,
+        task.privacy,
+        upload_budget=task.upload_budget,
+        upload_seconds=task.upload_seconds,
+    )
+    return worker_half(task.method, facts)
 
 
 def load(run: TaskRun, fetched: Fetched) -> Loaded:
@@ -121,20 +155,11 @@ def load(run: TaskRun, fetched: Fetched) -> Loaded:
     tensors = named_tensors(built.model)
     for base in fetched.bases.values():
         run.check()
-        values = to_array(base)
+        values = base.values()
         _require_finite(base.block.name, values)
         write_block(tensors, base.block, values)
     seed_everything(task.seed)
-    facts = RunInfo(
-        built.blocks,
-        task.rounds,
-        task.normalization,
-        task.training,
-        task.privacy,
-        upload_budget=task.upload_budget,
-        upload_seconds=task.upload_seconds,
-    )
-    half = worker_half(task.method, facts)
+    half = _half(run, built.blocks)
     server_state = _fetch_memory(run, fetched.manifest)
     try:
         env.vault.settle_run(task.run, task.receipt, env.coordinator.task)
@@ -149,15 +174,11 @@ def load(run: TaskRun, fetched: Fetched) -> Loaded:
 
 def _built(run: TaskRun, fetched: Fetched) -> Built:
     """Build the run's model, already checked by `fetch`."""
-    document, task = fetched.document, run.task
-    model = instantiate(
-        document.config,
-        document.head,
-        seed=task.seed,
-        prompts=document.prompts,
-        lora=document.lora,
-        mapping=fetched.mapping,
-    ).to(run.env.device)  # type: ignore[arg-type]
+    task = run.task
+    # A block that is not fetched keeps the value that the seed gives it.
+    random_weights = len(fetched.bases) < len(fetched.blocks)
+    model = laid_out(fetched.document, fetched.mapping, seed=task.seed, random_weights=random_weights)
+    allocate(model, run.env.device)
     return Built(task.run, task.model, model, fetched.blocks, structure_of(model))
 
 
