@@ -65,6 +65,11 @@ The schedule runs over the `rounds` of the run. At step s, from 0, of S in round
 `(r - 1 + s / S) / rounds`. So the schedule continues where it was after a restart, and sites with different numbers
 of steps end a round at about the same rate. A personal model is trained through the whole schedule each time that it
 is evaluated.
+
+`label_smoothing` changes the loss that training minimizes and reports, before a method adds its own term. Losses of
+evaluations, and scores of layers, are of the model's own loss, so that runs can be compared. It takes a model whose
+labels are classes or tokens: classifiers and language models, but neither `contrastive` models nor models that learn
+numbers or several labels at once. A worker refuses a model with a further term in its own loss.
 """
 
 TABLES: tuple[tuple[str, type[BaseModel], str], ...] = (

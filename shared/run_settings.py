@@ -68,6 +68,13 @@ class Training(Frozen):
     precision: Literal["float32", "bfloat16", "float16"] = Field(
         default="float32", description="of forward and backward passes; weights stay in their own type"
     )
+    label_smoothing: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        exclude_if=operator.not_,
+        description="share of each label's weight in the training loss that is spread evenly over all classes",
+    )
 
     @model_validator(mode="before")
     @classmethod

@@ -334,6 +334,8 @@ def _optimizer_facts(training: Training) -> Iterator[str]:
         yield f"betas {training.betas[0]:g} and {training.betas[1]:g}"
     if training.weight_decay and not training.decay_norms_and_biases:
         yield "no decay of norms and biases"
+    if training.label_smoothing:
+        yield f"labels smoothed by {training.label_smoothing:g}"
 
 
 # ---------------------------------------------------------------- a round's figures

@@ -27,6 +27,7 @@ from tessera.shared.tensors.lazy import Array, ArrayTensor
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.model.block_map import block_table
 from tessera.worker.model.build import instantiate
+from tessera.worker.model.forward import objective_of
 from tessera.worker.training.context import LocalTaskContext
 from tessera.worker.training.trainer import Batches, Trainer, seed_everything
 from tests.support.duals import dual, pairs
@@ -103,7 +104,10 @@ def one_task(
     chosen = MethodSpec(name=method, settings=dict(settings or {}))
     worker = Participant("a/w", 24)
     plan = plan or coordinator_half(chosen, facts).plan_for(State(round_number, {}), worker)
-    context = LocalTaskContext(model, subject.head, plan, facts.blocks, dict(vault or {}), dict(server_state or {}))
+    context = LocalTaskContext(
+        model, subject.head, plan, facts.blocks, dict(vault or {}), dict(server_state or {}),
+        objective=objective_of(wanted),
+    )  # fmt: skip
     half = worker_half(chosen, facts)
     for block in facts.blocks:
         if start:

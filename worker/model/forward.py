@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,19 +12,57 @@ from torch.nn.functional import cross_entropy
 
 from tessera.shared.methods.base import Output
 from tessera.shared.model.spec import Head
+from tessera.shared.run_settings import Training
 
 IGNORED = -100
 """Label of positions that the loss ignores, in transformers' models and in ours."""
 
 
+@dataclass(frozen=True)
+class CrossEntropy:
+    """A cross entropy with integer labels that replaces the model's own loss, which has neither of these settings."""
+
+    label_smoothing: float = 0.0
+    """Share of a label's weight that all classes have equally (Szegedy et al. 2016, arXiv 1512.00567, section 7)."""
+
+    def of(self, logits: Tensor, head: Head, labels: Tensor, reduction: str = "mean") -> Tensor:
+        """Return the loss of `logits` [examples, classes] or [examples, positions, classes]: the mean over all labels
+        that count, or with the reduction `none` that of each label, in the shape that `labels` have for the head.
+
+        Raises ValueError for labels that are not integers.
+        """
+        if labels.is_floating_point():
+            raise ValueError(f"a cross entropy of classes needs integer labels: the head {head} has {labels.dtype}")
+        if head == "causal-lm":
+            # A position predicts the one after it.
+            logits, labels = logits[:, :-1], labels[:, 1:]
+        each = cross_entropy(
+            logits.float().flatten(0, -2),
+            labels.flatten(),
+            reduction=reduction,
+            ignore_index=IGNORED,
+            label_smoothing=self.label_smoothing,
+        )
+        return each.reshape(labels.shape) if reduction == "none" else each
+
+
+def objective_of(training: Training) -> CrossEntropy | None:
+    """Return the training loss that a run's settings ask for; None for the model's own."""
+    return CrossEntropy(training.label_smoothing) if training.label_smoothing else None
+
+
 def forward(
-    model: nn.Module, head: Head, batch: Mapping[str, Tensor], values: Mapping[str, Tensor] | None = None
+    model: nn.Module,
+    head: Head,
+    batch: Mapping[str, Tensor],
+    values: Mapping[str, Tensor] | None = None,
+    objective: CrossEntropy | None = None,
 ) -> Output:
     """Return the loss and logits of a batch of the model's keyword inputs, which include `labels`.
 
-    `values` replace the model's tensors of the same names. A contrastive model is a classifier whose classes are
-    texts: beside `pixel_values` [examples, ...] it takes `input_ids` [classes, tokens], and its loss is the
-    cross-entropy of each image's logits over the texts.
+    `values` replace the model's tensors of the same names; an `objective` replaces its own loss. A contrastive model
+    is a classifier whose classes are texts: beside `pixel_values` [examples, ...] it takes `input_ids` [classes,
+    tokens], and its loss is the cross-entropy of each image's logits over the texts.
     """
     # Half of the families require pixels and sound in the dtype of the weights.
     dtype = next(model.parameters()).dtype
@@ -31,8 +70,12 @@ def forward(
         name: tensor.to(dtype) if tensor.is_floating_point() and name != "labels" else tensor
         for name, tensor in batch.items()
     }
-    labels = inputs.pop("labels") if head == "contrastive" else None
+    # Some models make the inputs of their decoder from the labels.
+    ours = head == "contrastive" or (objective is not None and head != "seq2seq-lm")
+    labels = inputs.pop("labels") if ours else None
     output: Any = model(**inputs) if values is None else functional_call(model, dict(values), (), inputs)
+    if objective:
+        return Output(objective.of(output.logits, head, batch["labels"]), output.logits)
     if labels is None:
         return Output(output.loss, output.get("logits"))
     logits: Tensor = output.logits_per_image  # [examples, classes]
@@ -49,7 +92,7 @@ def label_count(head: Head, labels: Tensor) -> int:
     return int((labels != IGNORED).sum())
 
 
-def losses(output: Output, head: Head, labels: Tensor) -> Tensor:
+def losses(output: Output, head: Head, labels: Tensor, objective: CrossEntropy | None = None) -> Tensor:
     """Return the loss of each example of a batch, [examples], each independent of the other examples.
 
     The model's own loss is not the mean of these for texts: it divides by the tokens of the whole batch. Raises
@@ -61,14 +104,11 @@ def losses(output: Output, head: Head, labels: Tensor) -> Tensor:
             f"per-example losses need logits and integer labels: the head {head} has "
             f"{'no logits' if logits is None else f'labels of {labels.dtype}'}"
         )
-    if head == "causal-lm":
-        # A position predicts the one after it.
-        logits, labels = logits[:, :-1], labels[:, 1:]
-    if labels.ndim == 1:
-        return cross_entropy(logits.float(), labels, reduction="none")
-    each = cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="none", ignore_index=IGNORED)
-    counted = labels != IGNORED  # [examples, positions]
-    return each.reshape(labels.shape).sum(dim=1) / counted.sum(dim=1).clamp(min=1)
+    each = (objective or CrossEntropy()).of(logits, head, labels, "none")
+    if each.ndim == 1:
+        return each
+    counted = (labels[:, 1:] if head == "causal-lm" else labels) != IGNORED  # [examples, positions]
+    return each.sum(dim=1) / counted.sum(dim=1).clamp(min=1)
 
 
 @contextmanager

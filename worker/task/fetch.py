@@ -12,10 +12,11 @@ import structlog
 
 from tessera.shared.api.versions import Manifest, ServerTensor
 from tessera.shared.json_limits import check_document
-from tessera.shared.methods.base import RunInfo, WorkerHalf
+from tessera.shared.methods.base import RunInfo, UnsupportedRun, WorkerHalf
 from tessera.shared.methods.registry import worker_half
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.spec import MAX_DOCUMENT_BYTES, Model
+from tessera.shared.model.training_loss import loss_faults
 from tessera.shared.problems import InvalidUpdate
 from tessera.shared.tensors.lazy import CHUNK, Array, as_bytes, digest_of, from_bytes, to_array
 from tessera.shared.updates.codecs.stage import CodecError
@@ -23,6 +24,7 @@ from tessera.shared.updates.update_file import read_update
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.model.block_map import named_tensors
 from tessera.worker.model.build import check_model, instantiate, write_block
+from tessera.worker.model.forward import objective_of
 from tessera.worker.model.layouts import MappingFile
 from tessera.worker.state.atomic_files import temporary_file
 from tessera.worker.state.blob_cache import BlobTensor, BlobTooLarge
@@ -81,7 +83,7 @@ class Loaded:
 def fetch(run: TaskRun, dataset: Dataset) -> Fetched:
     """Fetch the version's blocks into local files.
 
-    Raises PolicyViolation, TaskFailure, InputMismatch, ConfigError, ModelMismatch, Problem.
+    Raises PolicyViolation, TaskFailure, InputMismatch, UnsupportedRun, ConfigError, ModelMismatch, Problem.
     """
     env, task = run.env, run.task
     # Store inline blobs as if they had been fetched; ignore more than the protocol allows.
@@ -94,6 +96,8 @@ def fetch(run: TaskRun, dataset: Dataset) -> Fetched:
     env.policy.check_model_type(model_type)
     env.policy.check_model(document.nbytes)
     require_fit(document, task.dataset, dataset, padded=task.privacy is not None)
+    if faults := [f"training.{name} {said}" for name, said in loss_faults(task.training, document)]:
+        raise UnsupportedRun("; ".join(faults))
     names = {block.name for block in task.plan.fetch.resolve(document.blocks)}
     # Reuse the last round's model only if every block is overwritten: local values of a block that is not fetched
     # must not leak into this round.
@@ -142,8 +146,15 @@ def load(run: TaskRun, fetched: Fetched) -> Loaded:
         raise TaskFailure("no-receipt", str(fault)) from None
     vault = env.vault.load(task.run)
     feedback = Feedback.of(vault, task.plan.stage, task.round)
-    head = fetched.document.head
-    context = LocalTaskContext(built.model, head, task.plan, built.blocks, without_feedback(vault), server_state)
+    context = LocalTaskContext(
+        built.model,
+        fetched.document.head,
+        task.plan,
+        built.blocks,
+        without_feedback(vault),
+        server_state,
+        objective=objective_of(task.training),
+    )
     return Loaded(built, half, context, fetched.bases, feedback)
 
 
