@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from pydantic import ValidationError
 
 from tessera.shared.methods.registry import check as check_method
-from tessera.shared.run_settings import local_epochs
+from tessera.shared.schedule import local_epochs
 from tessera.shared.tensors.lazy import Array
 from tessera.shared.updates.codecs import pipeline
 from tessera.worker.data.dataset import Dataset

@@ -29,6 +29,7 @@ from tessera.worker.state.privacy_ledger import Ledger, Use
 from tessera.worker.state.vault import Vault
 from tessera.worker.task.model_cache import ModelCache
 from tessera.worker.training.progress import Check, Report
+from tessera.worker.training.setup import TrainingSetup
 
 MAX_INLINE = 1 << 20
 """Largest total of inline blobs in a task or a submission, in bytes: these are held in memory several times."""
@@ -73,7 +74,7 @@ class TaskEnvironment:
 
     coordinator: Coordinator
     datasets: Mapping[str, Dataset]
-    device: torch.device
+    setup: TrainingSetup
     vault: Vault
     shelf: Shelf
     scratch: Path
@@ -96,8 +97,6 @@ class TaskEnvironment:
     """Data sets that are one part of a partition (`part` in the settings), for experiments."""
     allowances: Mapping[str, Allowance] = field(default_factory=dict)
     """Privacy budgets by data set."""
-    micro_batch: int | None = None
-    """Number of examples in a forward and backward pass; None for a whole batch."""
     resources: Mapping[str, float] = field(default_factory=dict)
     """Resources that a task may use, by name, such as `upload_bytes_per_second`."""
     ledger: Ledger | None = None
@@ -114,6 +113,10 @@ class TaskEnvironment:
     """Sandbox in which an untrusted model is built first; None trusts every model, as in a simulation."""
     noise_key: Callable[[Task], bytes | None] = lambda _: None
     """Seed of a private task's noise, for simulations; None draws a secret one. Any other protects no data."""
+
+    @property
+    def device(self) -> torch.device:
+        return self.setup.device
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,10 @@ from tessera.worker.model.block_map import block_table, named_tensors
 from tessera.worker.model.build import instantiate, read_block
 from tessera.worker.model.forward import IGNORED, forward, losses, objective_of
 from tessera.worker.simulation import Weights, simulate
+from tessera.worker.training.batches import Batches
 from tessera.worker.training.context import LocalTaskContext
 from tessera.worker.training.evaluate import evaluate
 from tessera.worker.training.input_mismatch import require_own_loss
-from tessera.worker.training.trainer import Batches
 from tests.worker.training.test_micro_batch import BERT, CASES, CLIP, LLAMA
 
 CPU = torch.device("cpu")
