@@ -15,7 +15,10 @@ from tessera.shared.schema import Frozen
 MAX_STEPS = 1_000_000
 """Steps of a round that a run may set, and those whose learning rates a method sums one by one."""
 
+MAX_CLASSES = 100_000
+
 Decay = Annotated[float, Field(ge=0, lt=1)]
+Factor = Annotated[float, Field(gt=0, le=1e6)]
 
 
 class Training(Frozen):
@@ -73,6 +76,11 @@ class Training(Frozen):
         lt=1,
         exclude_if=operator.not_,
         description="share of each label's weight in the training loss that is spread evenly over all classes",
+    )
+    class_weights: Annotated[tuple[Factor, ...] | dict[str, Factor], Field(max_length=MAX_CLASSES)] | None = Field(
+        default=None,
+        exclude_if=partial(operator.is_, None),
+        description="weight of each class in the training loss: a list, or a table by name in which others have 1",
     )
 
     @model_validator(mode="before")

@@ -336,6 +336,8 @@ def _optimizer_facts(training: Training) -> Iterator[str]:
         yield "no decay of norms and biases"
     if training.label_smoothing:
         yield f"labels smoothed by {training.label_smoothing:g}"
+    if training.class_weights is not None:
+        yield "weighted classes"
 
 
 # ---------------------------------------------------------------- a round's figures

@@ -153,7 +153,7 @@ def load(run: TaskRun, fetched: Fetched) -> Loaded:
         built.blocks,
         without_feedback(vault),
         server_state,
-        objective=objective_of(task.training),
+        objective=objective_of(task.training, fetched.document, env.device, private=task.privacy is not None),
     )
     return Loaded(built, half, context, fetched.bases, feedback)
 

@@ -62,13 +62,14 @@ def require_own_loss(context: LocalTaskContext, dataset: Dataset) -> None:
     def compare(batch: dict[str, Tensor]) -> None:
         own, labels = forward(context.model, context.head, batch), batch["labels"]
         if own.logits is not None and not labels.is_floating_point():
-            expected = CrossEntropy().of(own.logits, context.head, labels)
+            expected = CrossEntropy().of_batch(own.logits, context.head, labels)
             precise = own.logits.dtype.itemsize >= 4
             if torch.allclose(own.loss.float(), expected, rtol=1e-5 if precise else 1e-2):
                 return
         raise UnsupportedRun(
             f"the loss of this {context.model.config.model_type} for {context.head} on the data set "
-            f"({dataset.schema}) is not the cross entropy of its logits: leave training.label_smoothing out"
+            f"({dataset.schema}) is not the cross entropy of its logits: leave training.label_smoothing and "
+            "training.class_weights out"
         )
 
     if context.objective:

@@ -34,10 +34,12 @@ T5 = {
 LABELLED = ("classes", "labels of tokens", "continuations")
 
 
-def context_of(config: dict[str, object], head: Head, **training: Any) -> LocalTaskContext:
+def context_of(config: dict[str, object], head: Head, *, private: bool = False, **training: Any) -> LocalTaskContext:
     model = instantiate(config, head, seed=1)
     table = block_table(model)
-    return LocalTaskContext(model, head, Plan(), table, objective=objective_of(Training.model_validate(training)))
+    document = Model(config=config, head=head, blocks=table)
+    objective = objective_of(Training.model_validate(training), document, CPU, private=private)
+    return LocalTaskContext(model, head, Plan(), table, objective=objective)
 
 
 def scored(context: LocalTaskContext, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -98,15 +100,44 @@ def test_methods_add_their_terms_to_the_training_loss(method: str) -> None:
     assert abs(losses_of[1] - losses_of[0]) > 1e-3
 
 
-def test_each_example_of_a_private_task_has_the_loss_that_it_has_alone() -> None:
-    for case in LABELLED:
+@pytest.mark.parametrize("case", ["classes", "labels of tokens"])
+def test_labels_count_by_the_weights_of_their_classes_over_the_batch_s_sum(case: str) -> None:
+    config, head, data = CASES[case]
+    weights = torch.tensor([0.2, 1.0, 5.0])
+    context = context_of(config, head, class_weights=weights.tolist())
+    chances, labels = scored(context, data.tensors)
+    each = -chances.gather(1, labels[:, None]).squeeze(1)
+    expected = (weights[labels] * each).sum() / weights[labels].sum()
+    assert context.forward(data.tensors).loss.item() == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_weights_by_name_follow_the_classes_of_the_model_and_others_weigh_one() -> None:
+    _, head, data = CASES["classes"]
+    config = {**BERT, "num_labels": 3, "id2label": {"0": "cat", "2": "dog", "1": "hen"}}
+    found = [context_of(config, head, class_weights=given) for given in ({"dog": 4.0}, [1.0, 1.0, 4.0])]
+    assert found[0].forward(data.tensors).loss == found[1].forward(data.tensors).loss
+
+
+@pytest.mark.parametrize("training", [{"label_smoothing": 0.2}, {"class_weights": [0.3, 1.0, 1.7]}])
+def test_each_example_of_a_private_task_has_the_loss_that_it_has_alone(training: dict[str, Any]) -> None:
+    for case in LABELLED[: 2 if "class_weights" in training else 3]:
         config, head, data = CASES[case]
-        context = context_of(config, head, label_smoothing=0.2)
+        context = context_of(config, head, private=True, **training)
         found = losses(context.forward(data.tensors), head, data.tensors["labels"], context.objective)
         for row, loss in enumerate(found):
             alone = {name: tensor[row : row + 1] for name, tensor in data.tensors.items()}
             if (alone["labels"] != IGNORED).any():
                 assert loss.item() == pytest.approx(context.forward(alone).loss.item(), rel=1e-5)
+
+
+def test_the_weights_of_a_private_task_are_divided_by_their_mean_and_not_by_the_batch_s() -> None:
+    config, head, data = CASES["classes"]
+    # Of mean 2.
+    context = context_of(config, head, private=True, class_weights=[1.0, 1.0, 4.0])
+    found = losses(context.forward(data.tensors), head, data.tensors["labels"], context.objective)
+    plain = losses(context.forward(data.tensors), head, data.tensors["labels"])
+    expected = plain * torch.tensor([0.5, 0.5, 2.0])[data.tensors["labels"]]
+    assert torch.allclose(found, expected, rtol=1e-5)
 
 
 # ---------------------------------------------------------------- what is refused
@@ -142,6 +173,34 @@ def test_smoothing_is_refused_at_a_run_s_creation_where_labels_are_no_classes(
     assert "leave it out, or make a model of another head" in fault.detail
 
 
+NAMED = {**BERT, "id2label": {"0": "cat", "1": "dog", "2": "hen"}}
+
+
+@pytest.mark.parametrize(
+    ("config", "head", "weights", "said"),
+    [
+        (BERT, "text-classification", [1, 2], "has 2 weights, and the model has 3 classes: give one for each"),
+        (BERT, "text-classification", {"cat": 2}, "names none in `id2label`: give a list of 3 weights"),
+        (
+            NAMED,
+            "text-classification",
+            {"cats": 2},
+            "names 'cats', which is no class of the model; did you mean `cat`?",
+        ),
+        (CLIP, "contrastive", [1, 2], "labels of this clip for contrastive are none: leave it out"),
+        (LLAMA, "causal-lm", [1, 2], "labels of this llama for causal-lm are none: leave it out"),
+    ],
+)
+def test_weights_that_are_not_the_model_s_classes_are_refused_at_a_run_s_creation(
+    config: dict[str, object], head: Head, weights: object, said: str
+) -> None:
+    with pytest.raises(Invalid) as raised:
+        simulate(spec_of(class_weights=weights), start_of(config, head), {"a": CASES["classes"][2]})
+    (fault,) = raised.value.errors
+    assert fault.pointer == "/training/class_weights"
+    assert said in fault.detail
+
+
 @pytest.mark.parametrize(
     ("config", "head", "labels"),
     [
@@ -161,7 +220,7 @@ def test_smoothing_is_refused_before_data_are_read_if_the_model_s_own_loss_is_an
     data = CASES["continuations"][2]
     data = data if labels is None else Dataset({**data.tensors, "labels": labels})
     require_own_loss(context_of(config, head), data)
-    with pytest.raises(UnsupportedRun, match=r"is not the cross entropy .*: leave training\.label_smoothing out"):
+    with pytest.raises(UnsupportedRun, match=r"is not the cross entropy .*: leave training\.label_smoothing and"):
         require_own_loss(context_of(config, head, label_smoothing=0.1), data)
 
 
@@ -174,11 +233,12 @@ def test_models_with_a_plain_cross_entropy_are_accepted(case: str) -> None:
 # ---------------------------------------------------------------- a run
 
 
-def test_a_run_minimizes_the_smoothed_loss() -> None:
+@pytest.mark.parametrize("training", [{"label_smoothing": 0.2}, {"class_weights": [0.2, 1.0, 5.0]}])
+def test_a_run_minimizes_the_training_loss(training: dict[str, Any]) -> None:
     config, head, data = CASES["classes"]
     start = start_of(config, head)
-    result = simulate(spec_of(label_smoothing=0.2), start, {"a": data})
-    context = context_of(config, head, label_smoothing=0.2)
+    result = simulate(spec_of(**training), start, {"a": data})
+    context = context_of(config, head, **training)
     context.model.train()
     context.forward(data.tensors).loss.backward()
     moved = result.arrays()
