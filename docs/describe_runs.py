@@ -66,6 +66,11 @@ The schedule runs over the `rounds` of the run. At step s, from 0, of S in round
 of steps end a round at about the same rate. A personal model is trained through the whole schedule each time that it
 is evaluated.
 
+`rates = { head = 10, adapter = 0.5 }` multiplies the learning rate of the blocks of a role; the schedule scales all
+rates alike. The roles are those in the model's `blocks.json`; roles that share a fused tensor, such as the query, key
+and value of GPT-2, need the same rate. `private` is for modules that a method adds at a site; a method's own
+`private_learning_rate` has precedence. SCAFFOLD, which computes gradients from steps, refuses `rates`.
+
 `label_smoothing` and `class_weights` change the loss that training minimizes and reports, before a method adds its
 own term. Losses of evaluations, and scores of layers, are of the model's own loss, so that runs can be compared.
 Smoothing takes a model whose labels are classes or tokens: classifiers and language models, but neither `contrastive`

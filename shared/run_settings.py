@@ -42,6 +42,13 @@ class Training(Frozen):
     )
     optimizer: Literal["adamw", "sgd"] = Field(default="adamw", description="the local optimizer")
     learning_rate: float = Field(default=1e-4, gt=0, le=100, description="the step size of the local optimizer")
+    rates: dict[str, Factor] = Field(
+        default={},
+        max_length=16,
+        exclude_if=operator.not_,
+        description="learning rates by the role of a block, as multiples of `learning_rate`; `private` is for the "
+        "modules that a method adds at each site",
+    )
     schedule: Literal["constant", "linear", "cosine"] = Field(
         default="constant",
         exclude_if=partial(operator.eq, "constant"),

@@ -20,7 +20,7 @@ from tessera.shared.hashing import derive_seed
 from tessera.shared.methods.base import MethodSpec, Participant, Plan, RunInfo, State, UnsupportedRun, initial_state
 from tessera.shared.methods.registry import UnknownMethod, check, coordinator_half, settings_type
 from tessera.shared.model.spec import Model
-from tessera.shared.model.training_loss import loss_faults
+from tessera.shared.model.training_faults import training_faults
 from tessera.shared.problems import Fault, Invalid, InvalidUpdate, faults_of
 
 MAX_WEIGHT_OF_MEDIAN = 4
@@ -63,9 +63,9 @@ def check_method(chosen: MethodSpec) -> None:
 def begun(spec: RunSpec, model: Model, first: State) -> State:
     """Return the run's state before its first round.
 
-    Raises Invalid for a run that its method cannot do, or with a training loss that its model cannot have.
+    Raises Invalid for a run that its method cannot do, or with settings of training that its model cannot have.
     """
-    faults = [Fault(pointer=f"/training/{name}", detail=said) for name, said in loss_faults(spec.training, model)]
+    faults = [Fault(pointer=f"/training/{name}", detail=said) for name, said in training_faults(spec.training, model)]
     if faults:
         raise Invalid("the model cannot be trained with these settings", errors=faults)
     try:

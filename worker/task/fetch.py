@@ -16,7 +16,7 @@ from tessera.shared.methods.base import RunInfo, UnsupportedRun, WorkerHalf
 from tessera.shared.methods.registry import worker_half
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.spec import MAX_DOCUMENT_BYTES, Model
-from tessera.shared.model.training_loss import loss_faults
+from tessera.shared.model.training_faults import training_faults
 from tessera.shared.problems import InvalidUpdate
 from tessera.shared.tensors.lazy import CHUNK, Array, as_bytes, digest_of, from_bytes, to_array
 from tessera.shared.updates.codecs.stage import CodecError
@@ -96,7 +96,7 @@ def fetch(run: TaskRun, dataset: Dataset) -> Fetched:
     env.policy.check_model_type(model_type)
     env.policy.check_model(document.nbytes)
     require_fit(document, task.dataset, dataset, padded=task.privacy is not None)
-    if faults := [f"training.{name} {said}" for name, said in loss_faults(task.training, document)]:
+    if faults := [f"training.{name} {said}" for name, said in training_faults(task.training, document)]:
         raise UnsupportedRun("; ".join(faults))
     names = {block.name for block in task.plan.fetch.resolve(document.blocks)}
     # Reuse the last round's model only if every block is overwritten: local values of a block that is not fetched

@@ -24,6 +24,7 @@ from tessera.worker.training.batches import Batches
 from tessera.worker.training.context import LocalTaskContext
 from tessera.worker.training.evaluate import evaluate
 from tessera.worker.training.input_mismatch import require_own_loss
+from tests.support.tasks import Subject
 from tests.worker.training.test_micro_batch import BERT, CASES, CLIP, LLAMA
 
 CPU = torch.device("cpu")
@@ -143,11 +144,13 @@ def test_the_weights_of_a_private_task_are_divided_by_their_mean_and_not_by_the_
 # ---------------------------------------------------------------- what is refused
 
 
-def start_of(config: dict[str, object], head: Head) -> Weights:
-    model = instantiate(config, head, seed=1)
-    blocks, tensors = block_table(model), named_tensors(model)
-    document = Model(config=config, head=head, blocks=blocks)
-    return Weights(document, {block.name: read_block(tensors, block) for block in blocks})
+def start_of(subject: Subject) -> Weights:
+    document, tensors = subject.document(), named_tensors(subject.model())
+    return Weights(document, {block.name: read_block(tensors, block) for block in document.blocks})
+
+
+def subject(config: dict[str, object], head: Head) -> Subject:
+    return Subject(config, head, lambda: CASES["classes"][2])
 
 
 def spec_of(**training: Any) -> dict[str, Any]:
@@ -167,7 +170,7 @@ def test_smoothing_is_refused_at_a_run_s_creation_where_labels_are_no_classes(
     config: dict[str, object], head: Head
 ) -> None:
     with pytest.raises(Invalid, match="cannot be trained with these settings") as raised:
-        simulate(spec_of(label_smoothing=0.1), start_of(config, head), {"a": CASES["classes"][2]})
+        simulate(spec_of(label_smoothing=0.1), start_of(subject(config, head)), {"a": CASES["classes"][2]})
     (fault,) = raised.value.errors
     assert fault.pointer == "/training/label_smoothing"
     assert "leave it out, or make a model of another head" in fault.detail
@@ -195,7 +198,7 @@ def test_weights_that_are_not_the_model_s_classes_are_refused_at_a_run_s_creatio
     config: dict[str, object], head: Head, weights: object, said: str
 ) -> None:
     with pytest.raises(Invalid) as raised:
-        simulate(spec_of(class_weights=weights), start_of(config, head), {"a": CASES["classes"][2]})
+        simulate(spec_of(class_weights=weights), start_of(subject(config, head)), {"a": CASES["classes"][2]})
     (fault,) = raised.value.errors
     assert fault.pointer == "/training/class_weights"
     assert said in fault.detail
@@ -236,7 +239,7 @@ def test_models_with_a_plain_cross_entropy_are_accepted(case: str) -> None:
 @pytest.mark.parametrize("training", [{"label_smoothing": 0.2}, {"class_weights": [0.2, 1.0, 5.0]}])
 def test_a_run_minimizes_the_training_loss(training: dict[str, Any]) -> None:
     config, head, data = CASES["classes"]
-    start = start_of(config, head)
+    start = start_of(subject(config, head))
     result = simulate(spec_of(**training), start, {"a": data})
     context = context_of(config, head, **training)
     context.model.train()
