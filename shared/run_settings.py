@@ -15,7 +15,10 @@ from tessera.shared.schema import Frozen
 MAX_STEPS = 1_000_000
 """Steps of a round that a run may set, and those whose learning rates a method sums one by one."""
 
+MAX_CLASSES = 100_000
+
 Decay = Annotated[float, Field(ge=0, lt=1)]
+Factor = Annotated[float, Field(gt=0, le=1e6)]
 
 
 class Training(Frozen):
@@ -39,6 +42,13 @@ class Training(Frozen):
     )
     optimizer: Literal["adamw", "sgd"] = Field(default="adamw", description="the local optimizer")
     learning_rate: float = Field(default=1e-4, gt=0, le=100, description="the step size of the local optimizer")
+    rates: dict[str, Factor] = Field(
+        default={},
+        max_length=16,
+        exclude_if=operator.not_,
+        description="learning rates by the role of a block, as multiples of `learning_rate`; `private` is for the "
+        "modules that a method adds at each site",
+    )
     schedule: Literal["constant", "linear", "cosine"] = Field(
         default="constant",
         exclude_if=partial(operator.eq, "constant"),
@@ -66,6 +76,18 @@ class Training(Frozen):
     )
     precision: Literal["float32", "bfloat16", "float16"] = Field(
         default="float32", description="of forward and backward passes; weights stay in their own type"
+    )
+    label_smoothing: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        exclude_if=operator.not_,
+        description="share of each label's weight in the training loss that is spread evenly over all classes",
+    )
+    class_weights: Annotated[tuple[Factor, ...] | dict[str, Factor], Field(max_length=MAX_CLASSES)] | None = Field(
+        default=None,
+        exclude_if=partial(operator.is_, None),
+        description="weight of each class in the training loss: a list, or a table by name in which others have 1",
     )
 
     @model_validator(mode="before")

@@ -306,7 +306,7 @@ class Phase:
     private: bool = True
     """True if the modules added with `add_private` train too."""
     private_learning_rate: float | None = None
-    """The learning rate of the modules added with `add_private`; the run's if None."""
+    """The learning rate of the modules added with `add_private`; the run's, by its `training.rates`, if None."""
     name: str = "train"
 
 
@@ -318,7 +318,8 @@ class TrainingStats:
     steps: int
     loss: float
     rate_sum: float
-    """The sum of the run's learning rates at these steps: `steps` times the rate if it is constant."""
+    """The sum of the run's learning rates at these steps: `steps` times the rate if it is constant. It leaves out the
+    run's `training.rates` by role."""
 
 
 @dataclass(frozen=True)

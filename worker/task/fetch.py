@@ -12,10 +12,11 @@ import structlog
 
 from tessera.shared.api.versions import Manifest, ServerTensor
 from tessera.shared.json_limits import check_document
-from tessera.shared.methods.base import RunInfo, WorkerHalf
+from tessera.shared.methods.base import RunInfo, UnsupportedRun, WorkerHalf
 from tessera.shared.methods.registry import worker_half
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.spec import MAX_DOCUMENT_BYTES, Model
+from tessera.shared.model.training_faults import training_faults
 from tessera.shared.problems import InvalidUpdate
 from tessera.shared.tensors.lazy import CHUNK, Array, as_bytes, digest_of, from_bytes, to_array
 from tessera.shared.updates.codecs.stage import CodecError
@@ -24,6 +25,7 @@ from tessera.worker.data.dataset import Dataset
 from tessera.worker.model.block_map import named_tensors
 from tessera.worker.model.build import allocate, check_model, laid_out, write_block
 from tessera.worker.model.device_memory import free_bytes, needed_bytes
+from tessera.worker.model.forward import objective_of
 from tessera.worker.model.layouts import MappingFile
 from tessera.worker.state.atomic_files import temporary_file
 from tessera.worker.state.blob_cache import BlobTensor, BlobTooLarge
@@ -82,7 +84,7 @@ class Loaded:
 def fetch(run: TaskRun, dataset: Dataset) -> Fetched:
     """Fetch the version's blocks into local files.
 
-    Raises PolicyViolation, TaskFailure, InputMismatch, ConfigError, ModelMismatch, Problem.
+    Raises PolicyViolation, TaskFailure, InputMismatch, UnsupportedRun, ConfigError, ModelMismatch, Problem.
     """
     env, task = run.env, run.task
     # Store inline blobs as if they had been fetched; ignore more than the protocol allows.
@@ -95,6 +97,8 @@ def fetch(run: TaskRun, dataset: Dataset) -> Fetched:
     env.policy.check_model_type(model_type)
     env.policy.check_model(document.nbytes)
     require_fit(document, task.dataset, dataset, padded=task.privacy is not None)
+    if faults := [f"training.{name} {said}" for name, said in training_faults(task.training, document)]:
+        raise UnsupportedRun("; ".join(faults))
     names = {block.name for block in task.plan.fetch.resolve(document.blocks)}
     # Reuse the last round's model only if every block is overwritten: local values of a block that is not fetched
     # must not leak into this round.
@@ -167,8 +171,15 @@ def load(run: TaskRun, fetched: Fetched) -> Loaded:
         raise TaskFailure("no-receipt", str(fault)) from None
     vault = env.vault.load(task.run)
     feedback = Feedback.of(vault, task.plan.stage, task.round)
-    head = fetched.document.head
-    context = LocalTaskContext(built.model, head, task.plan, built.blocks, without_feedback(vault), server_state)
+    context = LocalTaskContext(
+        built.model,
+        fetched.document.head,
+        task.plan,
+        built.blocks,
+        without_feedback(vault),
+        server_state,
+        objective=objective_of(task.training, fetched.document, env.device, private=task.privacy is not None),
+    )
     return Loaded(built, half, context, fetched.bases, feedback)
 
 

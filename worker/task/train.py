@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from tessera.shared.methods.base import LocalResult, TrainingStats
+from tessera.shared.methods.base import LocalResult, TrainingStats, UnsupportedRun
+from tessera.shared.model.block_rates import PRIVATE
 from tessera.shared.schema import EPSILON
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.task.environment import TaskRun
@@ -77,7 +78,10 @@ def train(
 
 
 def _check_plan(run: TaskRun, loaded: Loaded) -> None:
-    """Check the plan against our own block table before any data is read. Raises PolicyViolation, TaskFailure."""
+    """Check the plan against our own block table before any data is read.
+
+    Raises PolicyViolation, TaskFailure, UnsupportedRun.
+    """
     upload, context, policy = run.task.plan.upload, loaded.context, run.env.policy
     private = [*loaded.half.private().resolve(context.blocks), *context.private]
     policy.check_private(block for block in private if upload.holds(block))
@@ -85,3 +89,8 @@ def _check_plan(run: TaskRun, loaded: Loaded) -> None:
     policy.check_upload(asked)
     if baseless := sorted(block.name for block in asked if block.name not in loaded.bases):
         raise TaskFailure("invalid-plan", f"the plan uploads blocks that it does not fetch as a base: {baseless[:8]}")
+    if PRIVATE in run.task.training.rates and not context.private:
+        raise UnsupportedRun(
+            f"training.rates.{PRIVATE} is for modules that a method adds at a site, and {run.task.method.name} adds "
+            "none: leave it out"
+        )

@@ -4,6 +4,7 @@ import math
 from collections.abc import Collection, Iterable, Iterator
 
 import torch
+from torch import Tensor
 
 from tessera.shared.methods.base import Phase
 from tessera.worker.model.block_map import named_tensors
@@ -74,7 +75,7 @@ class PhaseTraining:
         value, scale = 0.0, scaler.get_scale()
         for piece, share in self._pieces(batch):
             loss = self._local.loss(piece)
-            loss = loss if share == 1 else loss * share
+            loss = loss * share if isinstance(share, Tensor) or share != 1 else loss
             value += float(loss.detach())
             if not math.isfinite(value) or scale < MIN_LOSS_SCALE:
                 what = "gradients are not finite" if math.isfinite(value) else f"the loss is {value}"
@@ -91,10 +92,11 @@ class PhaseTraining:
         self.steps += stepped
         return value, stepped
 
-    def _pieces(self, batch: Batch) -> list[tuple[Batch, float]]:
+    def _pieces(self, batch: Batch) -> list[tuple[Batch, float | Tensor]]:
         context, size = self._local.context, self._local.setup.micro_batch
-        require_additive(context.model, batch, size, loss_by_example=self._local.half.loss_by_example)
-        return pieces_of(batch, size, context.head, self._common)
+        by_example, weighted = self._local.half.loss_by_example, self._local.training.class_weights is not None
+        require_additive(context.model, batch, size, loss_by_example=by_example, weighted=weighted)
+        return pieces_of(batch, size, context.head, self._common, context.objective)
 
     def noisy_step(self, noisy: PrivateGradients) -> None:
         """Take one step with a noisy gradient. What follows reads no data, so it costs no privacy."""
