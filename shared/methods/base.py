@@ -308,6 +308,7 @@ class Phase:
     private_learning_rate: float | None = None
     """The learning rate of the modules added with `add_private`; the run's, by its `training.rates`, if None."""
     name: str = "train"
+    """Moments that a site keeps (`training.keep_moments`) go on in the phase of the same name."""
 
 
 @dataclass(frozen=True)

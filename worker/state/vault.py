@@ -191,7 +191,7 @@ def _read(path: Path) -> dict[str, Array]:
 
 def _write(path: Path, keep: Mapping[str, Array], *, durable: bool) -> None:
     layout = [(name, _dtype_name(name, values), values.shape) for name, values in keep.items()]
-    with written_whole(path, durable=durable) as file:
+    with written_whole(path, durable=durable, mode=0o600) as file:
         write(file, layout, (as_bytes(values) if values.size else b"" for values in keep.values()))
 
 

@@ -66,6 +66,7 @@ def train(
         scaler,
         round_number=task.round,
         rounds=task.rounds,
+        moments=loaded.moments if task.training.keep_moments else None,
     )
     stats = trainer.train(phases, dataset, task.seed)
     env.scalers[task.run] = scaler
