@@ -35,8 +35,8 @@ class Moments:
     def restore(self, phase: str, optimizer: torch.optim.Optimizer, trained: Trained) -> None:
         """Give an optimizer that has taken no step the moments of these blocks.
 
-        Those of a tensor start anew unless all of its trained blocks have moments of equally many steps: it has one
-        number of steps. Frozen rows have moments of zero.
+        Those of a tensor start from zero unless all of its trained blocks have moments of equally many steps, of
+        which a tensor has one number. Frozen rows have moments of zero.
         """
         blocks = _by_tensor(trained)
         state = optimizer.state_dict()
