@@ -220,7 +220,7 @@ class Output:
     """A model's output for a batch."""
 
     loss: torch.Tensor
-    """A scalar, the mean over the scored examples or positions."""
+    """A scalar, the mean over the scored examples or positions, by the run's settings of the training loss."""
     logits: torch.Tensor | None
     """[examples, classes] or [examples, positions, classes]; None for a task without classes."""
 
