@@ -82,6 +82,12 @@ a worker trains the batch in pieces. `class_weights = [1.0, 4.0]` follows the or
 `class_weights = { tumour = 4.0 }` the names in the model's `id2label`. Under differential privacy that sum would mix
 the labels of the other examples into each gradient. There an example's loss is divided by the mean weight of all
 classes, and by the number of its own labels; its gradient is then clipped, which bounds a rare class as any other.
+
+With `keep_moments` a site continues each block with the moments of the last merged round in which it trained it.
+They stay in the site's vault, are removed with it, and take twice the size of the trained weights with `adamw`. A
+site that joins, and a block that trains for the first time, start with new ones. Fine-tuning for a personal
+evaluation always does. FedNova refuses them with `sgd`. Under differential privacy they cost no more, since they
+derive from noisy gradients.
 """
 
 TABLES: tuple[tuple[str, type[BaseModel], str], ...] = (

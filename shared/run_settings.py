@@ -71,6 +71,11 @@ class Training(Frozen):
         exclude_if=partial(operator.eq, (0.9, 0.999)),
         description="for adamw: decay of the means of gradients and of their squares",
     )
+    keep_moments: bool = Field(
+        default=False,
+        exclude_if=operator.not_,
+        description="whether each site keeps the optimizer's moments for its next round, in place of new ones",
+    )
     max_gradient_norm: float | None = Field(
         default=None, gt=0, description="l2 norm that a batch's gradient is clipped to"
     )
@@ -106,6 +111,15 @@ class Training(Frozen):
             )
         if not self.epochs and not self.steps:
             raise ValueError("epochs is null and steps is not given: set one of them to the length of a round")
+        return self
+
+    @model_validator(mode="after")
+    def _has_moments(self) -> Self:
+        if self.keep_moments and self.optimizer == "sgd" and not self.momentum:
+            raise ValueError(
+                "keep_moments is true, but sgd without momentum has no moments: set momentum or optimizer, or leave "
+                "keep_moments out"
+            )
         return self
 
     @property

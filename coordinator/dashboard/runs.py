@@ -335,6 +335,8 @@ def _optimizer_facts(training: Training) -> Iterator[str]:
         yield f"{training.schedule}{warmup}"
     if training.optimizer == "adamw" and training.betas != Training().betas:
         yield f"betas {training.betas[0]:g} and {training.betas[1]:g}"
+    if training.keep_moments:
+        yield "moments kept between rounds"
     if training.weight_decay and not training.decay_norms_and_biases:
         yield "no decay of norms and biases"
     if training.label_smoothing:

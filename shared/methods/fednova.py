@@ -31,6 +31,7 @@ from tessera.shared.methods.base import (
     State,
     TaskContext,
     TrainingStats,
+    UnsupportedRun,
     Update,
     WorkerHalf,
 )
@@ -78,6 +79,14 @@ def _planned_steps(steps: int, plan: Plan, run: RunInfo) -> float:
 
 
 class FedNovaCoordinator(CoordinatorHalf[MethodSettings]):
+    def start(self, state: State) -> State:
+        if self.run.training.keep_moments and self.run.training.optimizer == "sgd":
+            raise UnsupportedRun(
+                "fednova counts a site's momentum from zero in each round: leave training.keep_moments out, or train "
+                "with adamw"
+            )
+        return super().start(state)
+
     def plan_for(self, state: State, worker: Participant) -> Plan:
         return Plan(scalars={ROUND: state.round + 1} if self.run.training.scheduled else {})
 

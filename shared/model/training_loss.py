@@ -33,8 +33,9 @@ def _weights_fault(
             return None
         return f"has {len(given)} weights, and the model has {classes} classes: give one for each, in their order"
     names = class_names(model)
-    if not names:
-        return f"names classes, and the model's config names none in `id2label`: give a list of {classes} weights"
+    if len(names) != classes:
+        said = f"names classes, and `id2label` of the model's config names {len(names)} of {classes}"
+        return f"{said}: give a list of {classes} weights"
     if unknown := [name for name in given if name not in names]:
         return f"names {unknown[0][:64]!r}, which is no class of the model{did_you_mean(unknown[0], names)}"
     return None

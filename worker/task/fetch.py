@@ -36,6 +36,7 @@ from tessera.worker.task.errors import TaskFailure, failing_as
 from tessera.worker.task.model_cache import Built, structure_of
 from tessera.worker.training.context import LocalTaskContext
 from tessera.worker.training.input_mismatch import require_fit
+from tessera.worker.training.optimization.moments import Moments, without_moments
 from tessera.worker.training.randomness import seed_everything
 
 MIN_DIFFERENCE_BYTES = 1 << 16
@@ -68,6 +69,8 @@ class Loaded:
     """The version's value of each fetched block."""
     feedback: Feedback
     """Residuals of lossy codecs from earlier rounds."""
+    moments: Moments
+    """The optimizer's moments from earlier rounds."""
 
     def personalise(self) -> None:
         """Restore the site's private state into the model and let the method set it up."""
@@ -176,11 +179,11 @@ def load(run: TaskRun, fetched: Fetched) -> Loaded:
         fetched.document.head,
         task.plan,
         built.blocks,
-        without_feedback(vault),
+        without_moments(without_feedback(vault)),
         server_state,
         objective=objective_of(task.training, fetched.document, env.device, private=task.privacy is not None),
     )
-    return Loaded(built, half, context, fetched.bases, feedback)
+    return Loaded(built, half, context, fetched.bases, feedback, Moments.of(vault))
 
 
 def _built(run: TaskRun, fetched: Fetched) -> Built:

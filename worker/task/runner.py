@@ -73,7 +73,8 @@ class TaskRunner(TaskEnvironment):
                 with spans.span("upload"):
                     update = egress.upload(result, loaded, stats.examples)
                 with spans.span("submit"):
-                    egress.submit(update, {**result.keep, **loaded.feedback.kept()}, stats.examples)
+                    keep = {**result.keep, **loaded.feedback.kept(), **loaded.moments.values}
+                    egress.submit(update, keep, stats.examples)
             else:
                 with spans.span("evaluate"):
                     with fitting:

@@ -12,8 +12,8 @@ from tessera.worker.data.dataset import Dataset
 from tessera.worker.task.environment import TaskRun
 from tessera.worker.task.errors import TaskFailure
 from tessera.worker.task.fetch import Loaded
+from tessera.worker.task.loss_scale import loss_scaler
 from tessera.worker.training.batches import Batches
-from tessera.worker.training.optimization.precision import gradient_scaler
 from tessera.worker.training.progress import CALIBRATING, rounded
 from tessera.worker.training.trainer import Trainer, epochs_of
 
@@ -52,23 +52,22 @@ def train(
     phases = half.phases(context, selected)
     env.policy.check_epochs(epochs_of(phases, task.training, dataset.examples))
     least = env.policy.min_evaluation_examples
-    # Failed training does not put the scaler back: its scale is unusable.
-    scaler = env.scalers.pop(task.run, None) or gradient_scaler(task.training, env.device)
-    trainer = Trainer(
-        half,
-        context,
-        task.training,
-        env.setup,
-        run.check,
-        private,
-        report,
-        least,
-        scaler,
-        round_number=task.round,
-        rounds=task.rounds,
-    )
-    stats = trainer.train(phases, dataset, task.seed)
-    env.scalers[task.run] = scaler
+    with loss_scaler(env, task) as scaler:
+        trainer = Trainer(
+            half,
+            context,
+            task.training,
+            env.setup,
+            run.check,
+            private,
+            report,
+            least,
+            scaler,
+            round_number=task.round,
+            rounds=task.rounds,
+            moments=loaded.moments if task.training.keep_moments else None,
+        )
+        stats = trainer.train(phases, dataset, task.seed)
     result = half.collect(context, selected, stats)
     measured = {"loss": rounded(stats.loss)} if math.isfinite(stats.loss) else {}
     report.metrics = {**measured, **result.metrics}

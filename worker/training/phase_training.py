@@ -37,9 +37,17 @@ class PhaseTraining:
         # Buffers such as a normalisation's statistics depend on the data without noise.
         self.freeze = Freeze(context.model, trained, keep_buffers=local.private is not None)
         tensors = named_tensors(context.model)
-        pairs = [(block, tensors[block.tensor]) for block in trained]
-        groups = parameter_groups(self.freeze.parameters, pairs, added, phase, local.training)
+        self._trained = [(block, tensors[block.tensor]) for block in trained]
+        groups = parameter_groups(self.freeze.parameters, self._trained, added, phase, local.training)
         self._optimizer = optimizer_of(groups, local.training)
+        self._name = phase.name
+        if local.moments:
+            local.moments.restore(phase.name, self._optimizer, self._trained)
+
+    def keep_moments(self) -> None:
+        """Keep the optimizer's moments for the next round, if the run does."""
+        if self._local.moments:
+            self._local.moments.update(self._name, self._optimizer, self._trained)
 
     def run(self, batches: Iterable[Batch]) -> float:
         """Train on the batches, of at most one pass over the data. Returns the mean loss over their examples."""

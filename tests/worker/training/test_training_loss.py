@@ -183,7 +183,7 @@ NAMED = {**BERT, "id2label": {"0": "cat", "1": "dog", "2": "hen"}}
     ("config", "head", "weights", "said"),
     [
         (BERT, "text-classification", [1, 2], "has 2 weights, and the model has 3 classes: give one for each"),
-        (BERT, "text-classification", {"cat": 2}, "names none in `id2label`: give a list of 3 weights"),
+        (BERT, "text-classification", {"cat": 2}, "names 0 of 3: give a list of 3 weights"),
         (
             NAMED,
             "text-classification",
