@@ -105,7 +105,7 @@ def _lora_from(rank: int | None, alpha: float | None, roles: str) -> Lora | None
 
 
 def _float32_of(
-    dtype: torch.dtype | None, head: Head, prompts: Prompts | None, lora: Lora | None
+    dtype: torch.dtype | str | None, head: Head, prompts: Prompts | None, lora: Lora | None
 ) -> tuple[Float32Role, ...]:
     """Return the roles that are float32 beside a base in this dtype: what is added, and a classifier."""
     if dtype not in (torch.bfloat16, torch.float16):
