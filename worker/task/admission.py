@@ -7,14 +7,16 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
+import numpy as np
 from pydantic import ValidationError
 
 from tessera.shared.methods.registry import check as check_method
 from tessera.shared.run_settings import local_epochs
 from tessera.shared.tensors.lazy import Array
 from tessera.shared.updates.codecs import pipeline
+from tessera.worker.data.content import content_digest
 from tessera.worker.data.dataset import Dataset
-from tessera.worker.data.overlap import MAX_SHARED, fingerprints, share_of, sketch_of
+from tessera.worker.data.overlap import MAX_SHARED, hashes_in_order, share_of, sketch_of
 from tessera.worker.governance.approvals import Inbox, Request
 from tessera.worker.governance.descriptions import summary
 from tessera.worker.governance.policy import PolicyViolation, check_use
@@ -125,7 +127,10 @@ def check_overlap(run: TaskRun, dataset: Dataset) -> None:
 def _fingerprints(run: TaskRun, dataset: str, ledger: Ledger) -> Array:
     known = run.env.fingerprints
     if dataset not in known:
-        known[dataset] = fingerprints(run.env.datasets[dataset], ledger.hash_key, run.check)
+        examples = run.env.datasets[dataset]
+        hashes = hashes_in_order(examples, ledger.hash_key, run.check)
+        run.env.contents[dataset] = content_digest(examples, hashes)
+        known[dataset] = np.unique(hashes)
     return known[dataset]
 
 

@@ -53,5 +53,5 @@ def test_an_optimizer_with_saved_tensors_makes_the_same_next_steps(optimizer: st
 def test_a_tensor_of_an_unknown_parameter_is_refused() -> None:
     parameter = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.AdamW([parameter])
-    with pytest.raises(KeyError, match="b.bias"):
+    with pytest.raises(KeyError, match="bias"):
         set_optimizer_tensors(optimizer, {"a.weight": parameter}, {"b.bias/exp_avg": torch.ones(2)})

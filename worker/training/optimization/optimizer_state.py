@@ -7,9 +7,9 @@ from torch import Tensor
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the optimizer's state as `NAME/KEY`, with the names of `parameters` and torch's keys (`exp_avg`, `step`).
+    """Return the optimizer's state, by the name of a parameter and torch's key: `head.weight/exp_avg`.
 
-    They share the optimizer's memory. A parameter without a step so far has none.
+    The tensors share the optimizer's memory. A parameter without a step so far has none.
     """
     return {
         f"{name}/{key}": value
@@ -24,8 +24,8 @@ def set_optimizer_tensors(
 ) -> None:
     """Set the state that `optimizer_tensors` returned, in place of the present one.
 
-    Each tensor is copied to where the optimizer needs it, one after the other, so `tensors` may be mapped from a file.
-    Raises KeyError for the name of a tensor whose parameter is not among `parameters`.
+    Tensors are copied one after the other, so `tensors` may read each from a file. Raises KeyError for a tensor whose
+    parameter is not among `parameters`.
     """
     groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
     optimizer.state.clear()
