@@ -58,9 +58,9 @@ from tessera.worker.state.hash_chain import ChainError, TaskRef
 from tessera.worker.task.errors import TaskFailure
 from tessera.worker.task.heartbeat import Renewal, Stop, Stopped
 from tessera.worker.task.upload_budget import OverBudget
+from tessera.worker.training.divergence import TrainingDiverged
 from tessera.worker.training.input_mismatch import InputMismatch
 from tessera.worker.training.progress import Report
-from tessera.worker.training.trainer import TrainingDiverged
 
 MAX_PAUSE_SECONDS = 30.0
 COMPLAINT_SECONDS = 60.0

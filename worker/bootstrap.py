@@ -14,6 +14,7 @@ from tessera.worker.state.hash_chain import ChainError
 from tessera.worker.state.vault import Vault
 from tessera.worker.stores import airlock_of, audit_of, inbox_of, ledger_of, run_history_of
 from tessera.worker.task.runner import TaskRunner
+from tessera.worker.training.setup import TrainingSetup
 
 
 def runner_of(client: Client, settings: WorkerSettings) -> TaskRunner:
@@ -41,8 +42,7 @@ def runner_of(client: Client, settings: WorkerSettings) -> TaskRunner:
         datasets=datasets_of(settings, make_key=True),
         for_evaluation=frozenset(name for name, source in settings.datasets.items() if source.use == "evaluate"),
         divided=frozenset(name for name, source in settings.datasets.items() if source.part),
-        device=device_of(settings.device),
-        micro_batch=settings.micro_batch,
+        setup=TrainingSetup(device_of(settings.device), settings.micro_batch),
         vault=Vault(settings.state_dir / "vault"),
         shelf=Cache(settings.state_dir / "cache", settings.cache_bytes),
         scratch=settings.state_dir,

@@ -34,7 +34,8 @@ from tessera.shared.methods.base import (
     WorkerHalf,
 )
 from tessera.shared.model.selectors import Selector
-from tessera.shared.run_settings import Training, local_steps, rate_factors, require_summable
+from tessera.shared.run_settings import Training
+from tessera.shared.schedule import local_steps, rate_factors, require_summable
 from tessera.shared.tensors.lazy import Stretched
 
 EFFECTIVE_STEPS = "effective_steps"

@@ -34,7 +34,7 @@ from tessera.shared.methods.base import (
 )
 from tessera.shared.methods.population import PopulationCoordinator, PopulationSettings
 from tessera.shared.model.selectors import Selector
-from tessera.shared.run_settings import full_rate_steps, local_steps, require_summable
+from tessera.shared.schedule import full_rate_steps, local_steps, require_summable
 from tessera.shared.tensors.dtypes import NUMPY_DTYPES
 from tessera.shared.tensors.lazy import Array
 

@@ -27,8 +27,11 @@ from tessera.shared.tensors.lazy import Array, ArrayTensor
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.model.block_map import block_table
 from tessera.worker.model.build import instantiate
+from tessera.worker.training.batches import Batches
 from tessera.worker.training.context import LocalTaskContext
-from tessera.worker.training.trainer import Batches, Trainer, seed_everything
+from tessera.worker.training.randomness import seed_everything
+from tessera.worker.training.setup import TrainingSetup
+from tessera.worker.training.trainer import Trainer
 from tests.support.duals import dual, pairs
 
 CPU = torch.device("cpu")
@@ -114,5 +117,7 @@ def one_task(
     data = dataset or subject.data()
     selected = half.select(context, Batches(data, wanted.batch_size, CPU))
     place = {"round_number": round_number + 1, "rounds": facts.rounds}
-    stats = Trainer(half, context, wanted, CPU, lambda: None, **place).train(half.phases(context, selected), data, 0)
+    stats = Trainer(half, context, wanted, TrainingSetup(CPU), lambda: None, **place).train(
+        half.phases(context, selected), data, 0
+    )
     return context, half.collect(context, selected, stats)

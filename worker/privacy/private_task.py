@@ -15,7 +15,8 @@ import structlog
 from pydantic import JsonValue, NonNegativeInt
 
 from tessera.shared.api.tasks import Task
-from tessera.shared.run_settings import Budget, Privacy, local_steps, rho_of
+from tessera.shared.run_settings import Budget, Privacy, rho_of
+from tessera.shared.schedule import local_steps
 from tessera.shared.schema import Frozen
 from tessera.shared.tensors.lazy import Array
 from tessera.worker.data.dataset import Dataset
@@ -33,9 +34,11 @@ from tessera.worker.state.privacy_ledger import (
     NoisySteps,
     noisy_in,
 )
+from tessera.worker.training.batches import Batch
 from tessera.worker.training.context import largest
 from tessera.worker.training.freeze import Freeze
-from tessera.worker.training.trainer import Batch, Trainer, seed_everything
+from tessera.worker.training.randomness import seed_everything
+from tessera.worker.training.setup import LocalTraining
 
 DISCLOSED = ("steps", "effective_steps")
 """The metrics that a method may report. They follow from the settings and the number of examples."""
@@ -210,10 +213,10 @@ class PrivateTask:
         )
         return progress.model_dump(mode="json")
 
-    def phase(self, trainer: Trainer, freeze: Freeze, dataset: Dataset) -> NoisyGradients:
+    def phase(self, local: LocalTraining, freeze: Freeze, dataset: Dataset) -> NoisyGradients:
         if self._mechanism is None:
             raise RuntimeError("call begin before phase: it reserves the privacy")
-        return NoisyGradients(trainer, freeze, dataset, self._mechanism, self._noise_source)
+        return NoisyGradients(local, freeze, dataset, self._mechanism, self._noise_source)
 
     def disclosed(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Return the metrics that do not depend on the examples' content."""

@@ -11,7 +11,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from tessera.shared.methods.registry import check as check_method
-from tessera.shared.run_settings import local_epochs
+from tessera.shared.schedule import local_epochs
 from tessera.shared.tensors.lazy import Array
 from tessera.shared.updates.codecs import pipeline
 from tessera.worker.data.content import content_digest

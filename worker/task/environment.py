@@ -31,6 +31,7 @@ from tessera.worker.state.privacy_ledger import Ledger, Use
 from tessera.worker.state.vault import Vault
 from tessera.worker.task.model_cache import ModelCache
 from tessera.worker.training.progress import Check, Report
+from tessera.worker.training.setup import TrainingSetup
 
 MAX_INLINE = 1 << 20
 """Largest total of inline blobs in a task or a submission, in bytes: these are held in memory several times."""
@@ -75,7 +76,7 @@ class TaskEnvironment:
 
     coordinator: Coordinator
     datasets: Mapping[str, Dataset]
-    device: torch.device
+    setup: TrainingSetup
     vault: Vault
     shelf: Shelf
     scratch: Path
@@ -100,8 +101,6 @@ class TaskEnvironment:
     """Data sets that are one part of a partition (`part` in the settings), for experiments."""
     allowances: Mapping[str, Allowance] = field(default_factory=dict)
     """Privacy budgets by data set."""
-    micro_batch: int | None = None
-    """Number of examples in a forward and backward pass; None for a whole batch."""
     resources: Mapping[str, float] = field(default_factory=dict)
     """Resources that a task may use, by name, such as `upload_bytes_per_second`."""
     ledger: Ledger | None = None
@@ -122,6 +121,10 @@ class TaskEnvironment:
     """Time between two checkpoints of a task."""
     noise_key: Callable[[Task], bytes | None] = lambda _: None
     """Seed of a private task's noise, for simulations; None draws a secret one. Any other protects no data."""
+
+    @property
+    def device(self) -> torch.device:
+        return self.setup.device
 
 
 @dataclass(frozen=True)

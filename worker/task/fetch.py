@@ -33,7 +33,7 @@ from tessera.worker.task.errors import TaskFailure, failing_as
 from tessera.worker.task.model_cache import Built, structure_of
 from tessera.worker.training.context import LocalTaskContext
 from tessera.worker.training.input_mismatch import require_fit
-from tessera.worker.training.trainer import seed_everything
+from tessera.worker.training.randomness import seed_everything
 
 MIN_DIFFERENCE_BYTES = 1 << 16
 """Smallest total size of missing blocks for which a difference is requested, in bytes."""

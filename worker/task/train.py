@@ -11,8 +11,10 @@ from tessera.worker.data.dataset import Dataset
 from tessera.worker.task.environment import TaskRun
 from tessera.worker.task.errors import TaskFailure
 from tessera.worker.task.fetch import Loaded
+from tessera.worker.training.batches import Batches
+from tessera.worker.training.optimization.precision import gradient_scaler
 from tessera.worker.training.progress import CALIBRATING, rounded
-from tessera.worker.training.trainer import Batches, Trainer, epochs_of, gradient_scaler
+from tessera.worker.training.trainer import Trainer, epochs_of
 
 if TYPE_CHECKING:
     from tessera.worker.privacy.private_task import PrivateTask
@@ -55,7 +57,7 @@ def train(
         half,
         context,
         task.training,
-        env.device,
+        env.setup,
         run.check,
         private,
         report,
@@ -63,7 +65,6 @@ def train(
         scaler,
         round_number=task.round,
         rounds=task.rounds,
-        micro_batch=env.micro_batch,
     )
     stats = trainer.train(phases, dataset, task.seed)
     env.scalers[task.run] = scaler

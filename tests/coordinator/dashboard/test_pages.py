@@ -20,13 +20,13 @@ from tessera.coordinator.db.tables import SiteRow, TaskRow, VersionRow, WorkerRo
 from tessera.shared.api.admin import EnrolmentSpec
 from tessera.shared.api.runs import Cohort, Evaluation, RunPatch
 from tessera.shared.api.tasks import AdvertisedPolicy, Failure, Progress
+from tessera.shared.api.token_format import hash_of
 from tessera.shared.client.client import Client
 from tessera.shared.methods.base import MethodSpec
 from tessera.shared.methods.registry import FOLDERS, methods
 from tessera.shared.problems import BadRequest
 from tessera.shared.rounds.eta import Pace, expected_end
 from tessera.shared.run_settings import Budget, Privacy
-from tessera.shared.token_format import hash_of
 from tests.coordinator.dashboard.conftest import Person, signed_in
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values

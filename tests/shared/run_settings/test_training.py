@@ -11,15 +11,8 @@ import torch
 from pydantic import ValidationError
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, LRScheduler
 
-from tessera.shared.run_settings import (
-    MAX_STEPS,
-    Training,
-    full_rate_steps,
-    local_epochs,
-    local_steps,
-    rate_factors,
-    require_summable,
-)
+from tessera.shared.run_settings import MAX_STEPS, Training
+from tessera.shared.schedule import full_rate_steps, local_epochs, local_steps, rate_factors, require_summable
 
 ROUNDS, STEPS = 4, 5
 OF_THE_FIRST_VERSION = {

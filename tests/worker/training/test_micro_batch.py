@@ -16,6 +16,7 @@ from tessera.worker.model.block_map import block_table
 from tessera.worker.model.build import instantiate
 from tessera.worker.model.forward import IGNORED
 from tessera.worker.training.context import LocalTaskContext
+from tessera.worker.training.setup import TrainingSetup
 from tessera.worker.training.trainer import Trainer
 
 CPU = torch.device("cpu")
@@ -91,7 +92,7 @@ def trained(
     facts = RunInfo(tuple(context.blocks), rounds=1, training=training)
     half = worker_half(MethodSpec(name=method, settings=settings or {}), facts)
     half.setup(context)
-    trainer = Trainer(half, context, training, CPU, lambda: None, micro_batch=micro_batch)
+    trainer = Trainer(half, context, training, TrainingSetup(CPU, micro_batch), lambda: None)
     stats = trainer.train([Phase(EVERYTHING)], data, 0)
     return {name: tensor.detach().clone() for name, tensor in model.named_parameters()}, stats.loss
 

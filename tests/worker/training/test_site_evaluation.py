@@ -29,9 +29,11 @@ from tessera.worker.state.blob_cache import Cache
 from tessera.worker.state.vault import Vault
 from tessera.worker.task.heartbeat import Stop
 from tessera.worker.task.runner import TaskRunner
+from tessera.worker.training.batches import Batches
+from tessera.worker.training.divergence import TrainingDiverged
 from tessera.worker.training.evaluate import evaluate
 from tessera.worker.training.progress import Report
-from tessera.worker.training.trainer import Batches, TrainingDiverged
+from tessera.worker.training.setup import TrainingSetup
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.duals import dual, pairs
 from tests.support.federation import ScriptedWorker, start_run
@@ -205,7 +207,7 @@ def test_a_site_that_requires_privacy_makes_no_model_of_its_own_without_it(
     )
     cache, vault = Cache(tmp_path / "cache", 1 << 24), Vault(tmp_path / "vault")
     policy = Policy(require_privacy=floor)
-    runner = TaskRunner(worker.client, data, CPU, vault, cache, tmp_path, policy=policy)
+    runner = TaskRunner(worker.client, data, TrainingSetup(CPU), vault, cache, tmp_path, policy=policy)
     worker.enrol()
     client = coordinator.client()
     run = begin(client, "fedbabu", Evaluation(sites=True), tune_epochs=1)
@@ -244,7 +246,9 @@ def test_a_dual_encoder_is_measured_with_the_shared_prompts_and_with_the_site_s_
     )
     cache = Cache(tmp_path / "cache", 1 << 24)
     few = Policy(min_evaluation_examples=6)
-    runner = TaskRunner(worker.client, {"data": data}, CPU, Vault(tmp_path / "vault"), cache, tmp_path, policy=few)
+    runner = TaskRunner(
+        worker.client, {"data": data}, TrainingSetup(CPU), Vault(tmp_path / "vault"), cache, tmp_path, policy=few
+    )
     worker.enrol()
     model = instantiate(dual("clip"), "contrastive", seed=0, prompts=Prompts(vision=2, text=2))
     blocks = block_table(model)
@@ -273,7 +277,9 @@ def digits_runner(coordinator: LiveCoordinator, folder: Path) -> tuple[TaskRunne
     worker = ScriptedWorker(coordinator.client("site", "a"), datasets={"digits": 16})
     cache = Cache(folder / "cache", 1 << 24)
     worker.enrol()
-    return TaskRunner(worker.client, {"digits": data}, CPU, Vault(folder / "vault"), cache, folder), worker
+    return TaskRunner(
+        worker.client, {"digits": data}, TrainingSetup(CPU), Vault(folder / "vault"), cache, folder
+    ), worker
 
 
 def test_a_worker_trains_each_round_of_a_run_at_the_scale_that_the_last_one_found(

@@ -1,0 +1,113 @@
+"""The state of one phase of training, and its steps."""
+
+import math
+from collections.abc import Collection, Iterable, Iterator
+
+import torch
+
+from tessera.shared.methods.base import Phase
+from tessera.worker.model.block_map import named_tensors
+from tessera.worker.training.batches import Batch
+from tessera.worker.training.divergence import TrainingDiverged
+from tessera.worker.training.freeze import Freeze
+from tessera.worker.training.optimization.micro_batch import pieces_of, require_additive
+from tessera.worker.training.optimization.optimizer import optimizer_of, parameter_groups, set_rate
+from tessera.worker.training.optimization.precision import MIN_LOSS_SCALE
+from tessera.worker.training.setup import LocalTraining, PrivateGradients
+
+
+class PhaseTraining:
+    """The state of a phase: its trained blocks, its optimizer, and its number of steps so far."""
+
+    def __init__(
+        self, local: LocalTraining, phase: Phase, rates: Iterator[float], common: Collection[str] = ()
+    ) -> None:
+        """Prepare a phase. `rates` gives the share of the learning rate at each step; `common` are inputs of a batch
+        that have no row for each example."""
+        self.steps = 0
+        self.rate_steps = 0.0
+        """The sum of the shares of the learning rate at these steps."""
+        self._rates = rates
+        self._common = common
+        self._local = local
+        context = local.context
+        added = context.private if phase.private else ()
+        trained = [*phase.train.resolve(context.blocks), *added]
+        # Buffers such as a normalisation's statistics depend on the data without noise.
+        self.freeze = Freeze(context.model, trained, keep_buffers=local.private is not None)
+        tensors = named_tensors(context.model)
+        pairs = [(block, tensors[block.tensor]) for block in trained]
+        groups = parameter_groups(self.freeze.parameters, pairs, added, phase, local.training)
+        self._optimizer = optimizer_of(groups, local.training)
+
+    def run(self, batches: Iterable[Batch]) -> float:
+        """Train on the batches, of at most one pass over the data. Returns the mean loss over their examples."""
+        total, examples = 0.0, 0
+        for batch in batches:
+            self._local.check()
+            count = len(batch["labels"])
+            total += self._step(batch) * count
+            examples += count
+            self._local.report.advance(total / examples if examples >= self._local.min_loss_examples else None)
+        return total / examples
+
+    def _set_rate(self) -> float:
+        share = next(self._rates)
+        set_rate(self._optimizer, share)
+        return share
+
+    def _step(self, batch: Batch) -> float:
+        """Take one step. After an overflow of float16 the step is repeated at half the scale, so each batch
+        counts."""
+        share = self._set_rate()
+        while True:
+            value, stepped = self._try_step(batch)
+            if stepped:
+                self.rate_steps += share
+                return value
+            self._local.check()
+
+    def _try_step(self, batch: Batch) -> tuple[float, bool]:
+        """Return the loss of a batch, and whether its gradients were finite and the optimizer took a step."""
+        scaler = self._local.scaler
+        self._optimizer.zero_grad(set_to_none=True)
+        value, scale = 0.0, scaler.get_scale()
+        for piece, share in self._pieces(batch):
+            loss = self._local.loss(piece)
+            loss = loss if share == 1 else loss * share
+            value += float(loss.detach())
+            if not math.isfinite(value) or scale < MIN_LOSS_SCALE:
+                what = "gradients are not finite" if math.isfinite(value) else f"the loss is {value}"
+                rate = f"{self._local.training.learning_rate:g}"
+                raise TrainingDiverged(f"{what} at step {self.steps} with a learning rate of {rate}")
+            scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        scaler.unscale_(self._optimizer)
+        self._correct_gradients()
+        # The scaler skips the step if a gradient is not finite; only the lower scale shows it.
+        scaler.step(self._optimizer)
+        scaler.update()
+        stepped = scaler.get_scale() >= scale
+        self.freeze.restore()
+        self.steps += stepped
+        return value, stepped
+
+    def _pieces(self, batch: Batch) -> list[tuple[Batch, float]]:
+        context, size = self._local.context, self._local.setup.micro_batch
+        require_additive(context.model, batch, size, loss_by_example=self._local.half.loss_by_example)
+        return pieces_of(batch, size, context.head, self._common)
+
+    def noisy_step(self, noisy: PrivateGradients) -> None:
+        """Take one step with a noisy gradient. What follows reads no data, so it costs no privacy."""
+        share = self._set_rate()
+        noisy.fill()
+        self._correct_gradients()
+        self._optimizer.step()
+        self.freeze.restore()
+        self.steps += 1
+        self.rate_steps += share
+
+    def _correct_gradients(self) -> None:
+        self._local.half.after_backward(self._local.context)
+        self.freeze.mask_gradients()
+        if (norm := self._local.training.max_gradient_norm) is not None:
+            torch.nn.utils.clip_grad_norm_(self.freeze.parameters, norm)
