@@ -80,12 +80,12 @@ class PrivateTask:
         weekly: Budget | None = None,
         key: bytes | None = None,
         checkpoint: str = "",
-        resumed: PrivateProgress | None = None,
+        resumed: Mapping[str, JsonValue] | None = None,
     ) -> None:
         """Check the task against the ledger. `key` seeds all randomness; if None, it is secret and new.
 
-        `checkpoint` is the digest of the task's checkpoint key. With the `resumed` progress of such a checkpoint, the
-        noise continues, and nothing is charged again that the ledger has under this key.
+        `checkpoint` is the digest of the task's checkpoint key. With `resumed`, the `progress` in such a
+        checkpoint, the noise continues, and nothing is charged again that the ledger has under this key.
         """
         _check_delta(privacy.delta, examples)
         self._task = TaskRef.of(task)
@@ -106,9 +106,9 @@ class PrivateTask:
         self._noise_source = NoiseSource(key or secret_key())
         self._events: list[NoisySteps | NoisyChoice] = []
         self._choices: list[tuple[int, ...]] = []
-        self._resumed = resumed
-        if resumed:
-            self._noise_source = NoiseSource(bytes.fromhex(resumed.noise_key), resumed.words_drawn)
+        self._resumed = PrivateProgress.model_validate(resumed) if resumed else None
+        if self._resumed:
+            self._noise_source = NoiseSource(bytes.fromhex(self._resumed.noise_key), self._resumed.words_drawn)
         self._mechanism: Mechanism | None = None
         self._selections = (privacy.selections or task.rounds) if privacy.selection == "noisy" else 0
         self._choice = NoisyChoice(rho=privacy.selection_share * rho_of(privacy) / max(1, self._selections))

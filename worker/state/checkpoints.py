@@ -35,7 +35,7 @@ INSTANCE = "instance"
 
 INSTANCE_FORM = re.compile(r"[0-9a-f]{32}")
 
-KEY, PLACE = "key", "place"
+KEY, DOCUMENT = "key", "document"
 """The entries of a file's metadata: JSON documents."""
 
 _NAMES = {
@@ -96,11 +96,11 @@ class StoredTensors(Mapping[str, Tensor]):
 
 
 class TaskCheckpoint:
-    """The newest checkpoint of one task, if there is one. `place` is its JSON document, None without a checkpoint."""
+    """The newest checkpoint of one task, if there is one. `document` is its JSON, None without a checkpoint."""
 
-    def __init__(self, key: CheckpointKey, path: Path, checkpoints: Checkpoints, place: JsonObject | None) -> None:
+    def __init__(self, key: CheckpointKey, path: Path, checkpoints: Checkpoints, document: JsonObject | None) -> None:
         self.key = key
-        self.place = place
+        self.document = document
         self._path = path
         self._checkpoints = checkpoints
 
@@ -110,21 +110,21 @@ class TaskCheckpoint:
         with safe_open(self._path, framework="pt") as file:
             yield StoredTensors(file)
 
-    def write(self, place: JsonObject, tensors: Mapping[str, Tensor]) -> None:
+    def write(self, document: JsonObject, tensors: Mapping[str, Tensor]) -> None:
         """Replace the checkpoint; it is on disk when this returns. Raises OSError, and then the last one stays.
 
         Tensors are copied from their device one after the other.
         """
         layout = [(name, _NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()]
-        metadata = {KEY: self.key.model_dump_json(), PLACE: json.dumps(place)}
-        self._path.parent.mkdir(exist_ok=True, mode=0o700)
+        metadata = {KEY: self.key.model_dump_json(), DOCUMENT: json.dumps(document)}
+        self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with written_whole(self._path, mode=0o600) as file:
             write(file, layout, map(_bytes, tensors.values()), metadata)
         self._checkpoints.note_instance()
 
     def remove(self) -> None:
         """Remove the checkpoint. Nothing of it survives a power cut when this returns."""
-        self.place = None
+        self.document = None
         _remove(self._path)
         self._checkpoints.forget_instance()
 
@@ -142,6 +142,7 @@ class Checkpoints:
         file = folder / INSTANCE
         left = file.read_text(encoding="ascii").strip() if file.exists() else ""
         self.instance = left if INSTANCE_FORM.fullmatch(left) else uuid4().hex
+        self._noted = False
         self.forget_instance()
 
     def note_instance(self) -> None:
@@ -161,19 +162,19 @@ class Checkpoints:
         """
         folder = self._folder / checked_identifier(key.run)
         path = folder / f"{PREFIX}{checked_identifier(key.task)}{SUFFIX}"
-        place = None
+        document = None
         log = structlog.get_logger("worker").bind(run=key.run, task=key.task)
         for file in self._files(folder):
             written, found = _read(file)
             if written == key:
-                place = found
+                document = found
                 continue
             if written is None:
                 log.warning("checkpoint-unreadable", file=str(file), remedy="Nothing: the task begins anew.")
             else:
                 log.info("checkpoint-removed", differs=_differing(written, key))
             _remove(file)
-        return TaskCheckpoint(key, path, self, place)
+        return TaskCheckpoint(key, path, self, document)
 
     def settle(self, ask: RoundWorkload) -> None:
         """Remove the checkpoints of tasks that no worker can claim any more. Raises the exceptions of `ask`."""
@@ -187,11 +188,11 @@ class Checkpoints:
 
 
 def _read(path: Path) -> tuple[CheckpointKey | None, JsonObject | None]:
-    """Return the key and the place in a checkpoint; None and None if it cannot be read."""
+    """Return the key and the document in a checkpoint; None and None if it cannot be read."""
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
-        return CheckpointKey.model_validate_json(metadata[KEY]), json.loads(metadata[PLACE])
+        return CheckpointKey.model_validate_json(metadata[KEY]), json.loads(metadata[DOCUMENT])
     except (SafetensorError, OSError, ValueError, KeyError):
         return None, None
 

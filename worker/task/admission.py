@@ -21,10 +21,12 @@ from tessera.worker.governance.approvals import Inbox, Request
 from tessera.worker.governance.descriptions import summary
 from tessera.worker.governance.policy import PolicyViolation, check_use
 from tessera.worker.governance.run_history import RunSnapshot
+from tessera.worker.state.checkpoints import TaskCheckpoint
 from tessera.worker.state.privacy_ledger import LEDGER_FOLDER, Ledger
 from tessera.worker.task.environment import TaskRun
 from tessera.worker.task.errors import TaskFailure, faults_in
 from tessera.worker.task.fetch import read_model
+from tessera.worker.task.resumption import checkpoint_of
 from tessera.worker.training.progress import CALIBRATING
 
 if TYPE_CHECKING:
@@ -40,6 +42,8 @@ class Admission:
     """The run's terms and progress, as the task states them."""
     private: PrivateTask | None
     """The task's privacy accounting; None without differential privacy."""
+    checkpoint: TaskCheckpoint | None
+    """The checkpoint to resume from and to write; None if this worker writes none."""
 
 
 def admit(run: TaskRun) -> Admission:
@@ -69,7 +73,10 @@ def admit(run: TaskRun) -> Admission:
     if allowance := env.allowances.get(task.dataset):
         allowance.check(task)
     check_overlap(run, dataset)
-    return Admission(dataset, snapshot, _private(run, dataset) if task.kind == "train" else None)
+    if task.kind != "train":
+        return Admission(dataset, snapshot, None, None)
+    checkpoint = checkpoint_of(env, task)
+    return Admission(dataset, snapshot, _private(run, dataset, checkpoint), checkpoint)
 
 
 def _require_approval(run: TaskRun, inbox: Inbox, snapshot: RunSnapshot, dataset: Dataset) -> None:
@@ -134,7 +141,7 @@ def _fingerprints(run: TaskRun, dataset: str, ledger: Ledger) -> Array:
     return known[dataset]
 
 
-def _private(run: TaskRun, dataset: Dataset) -> PrivateTask | None:
+def _private(run: TaskRun, dataset: Dataset, checkpoint: TaskCheckpoint | None) -> PrivateTask | None:
     """Return the task's privacy accounting, if any. Raises PolicyViolation if the budget does not suffice."""
     env, task = run.env, run.task
     if task.privacy is None:
@@ -162,5 +169,7 @@ def _private(run: TaskRun, dataset: Dataset) -> PrivateTask | None:
         env.policy.require_privacy,
         env.policy.max_weekly_privacy,
         env.noise_key(task),
+        checkpoint.key.digest if checkpoint else "",
+        checkpoint.document["private"] if checkpoint and checkpoint.document else None,
     )
     return private

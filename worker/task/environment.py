@@ -118,7 +118,7 @@ class TaskEnvironment:
     checkpoints: Checkpoints | None = None
     """Checkpoints of unfinished training; None writes none, as in a simulation."""
     checkpoint_seconds: float = math.inf
-    """Time between two checkpoints of a task."""
+    """Time between two checkpoints of a task; infinite for none."""
     noise_key: Callable[[Task], bytes | None] = lambda _: None
     """Seed of a private task's noise, for simulations; None draws a secret one. Any other protects no data."""
 

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING
 from tessera.shared.methods.base import LocalResult, TrainingStats
 from tessera.shared.schema import EPSILON
 from tessera.worker.data.dataset import Dataset
+from tessera.worker.state.checkpoints import TaskCheckpoint
 from tessera.worker.task.environment import TaskRun
 from tessera.worker.task.errors import TaskFailure
 from tessera.worker.task.fetch import Loaded
 from tessera.worker.training.batches import Batches
+from tessera.worker.training.checkpoints import TrainingCheckpoints
 from tessera.worker.training.optimization.precision import gradient_scaler
 from tessera.worker.training.progress import CALIBRATING, rounded
 from tessera.worker.training.trainer import Trainer, epochs_of
@@ -21,7 +23,11 @@ if TYPE_CHECKING:
 
 
 def train(
-    run: TaskRun, loaded: Loaded, dataset: Dataset, private: PrivateTask | None
+    run: TaskRun,
+    loaded: Loaded,
+    dataset: Dataset,
+    private: PrivateTask | None,
+    checkpoint: TaskCheckpoint | None = None,
 ) -> tuple[LocalResult, TrainingStats]:
     """Train by the method and return its result.
 
@@ -65,6 +71,7 @@ def train(
         scaler,
         round_number=task.round,
         rounds=task.rounds,
+        checkpoints=TrainingCheckpoints(checkpoint, env.checkpoint_seconds) if checkpoint else None,
     )
     stats = trainer.train(phases, dataset, task.seed)
     env.scalers[task.run] = scaler
