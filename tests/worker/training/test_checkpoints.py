@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,16 +14,14 @@ import torch
 from structlog.testing import capture_logs
 from torch import Tensor
 
-from tessera.shared.methods.base import LocalResult, MethodSpec, Phase, Plan, RunInfo, TaskContext, WorkerHalf
-from tessera.shared.methods.registry import methods
-from tessera.shared.model.selectors import EVERYTHING
-from tessera.shared.run_settings import Training
+from tessera.shared.methods.base import LocalResult, MethodSpec, Phase, RunInfo, TaskContext, WorkerHalf
+from tessera.shared.methods.registry import methods, worker_half
 from tessera.shared.tensors.lazy import Array
 from tessera.worker.data.dataset import Dataset, RowsOnDisk
 from tessera.worker.model.block_map import block_table
 from tessera.worker.state.checkpoints import CheckpointKey, Checkpoints
-from tessera.worker.training.checkpoints import Document, TrainingCheckpoints
-from tests.support.tasks import ADAPTED, PLAIN, PROMPTED, Subject, images, one_task, subject_of
+from tessera.worker.training.checkpoints import TrainingCheckpoints
+from tests.support.tasks import PLAIN, Subject, images, one_task, subject_of
 
 KEY = CheckpointKey(
     run="run-1", round=1, task="task-1", model="m", base="b", plan="p", settings="s", data="d", libraries="l",
@@ -36,30 +33,36 @@ class Killed(BaseException):
     """Stands for the end of the process."""
 
 
+class Process:
+    """A process that trains with a checkpoint every few steps, and is killed before a step of its own."""
+
+    def __init__(self, folder: Path, every: float, kill: int | None = None) -> None:
+        self.steps = 0
+        self._kill = kill
+        # A new process has other random numbers.
+        random.seed()
+        torch.manual_seed(random.getrandbits(32))
+        np.random.seed(None)  # noqa: NPY002
+        stored = Checkpoints(folder).of_task(KEY)
+        self.checkpoints = TrainingCheckpoints(stored, every, clock=lambda: float(self.steps))
+
+    def check(self) -> None:
+        if self.steps == self._kill:
+            raise Killed
+        self.steps += 1
+
+
 def resumed(
     folder: Path, kills: Sequence[int], every: int, train: Callable[..., tuple[Any, LocalResult]]
 ) -> tuple[LocalResult, int]:
-    """The result of a task that is killed before these steps of its own, with a checkpoint every few steps, and the
-    number of steps that its last process made."""
-    for kill in [*kills, None]:
-        steps = 0
-
-        def check() -> None:
-            nonlocal steps
-            if steps == kill:  # noqa: B023  (it is called within this pass)
-                raise Killed
-            steps += 1
-
-        # A new process has other dice, and its checkpoints are read from the disk.
-        random.seed(), torch.manual_seed(steps), np.random.seed(None)  # noqa: NPY002
-        stored = Checkpoints(folder).of_task(KEY)
-        checkpoints = TrainingCheckpoints(stored, every, clock=lambda: float(steps))
-        try:
-            _, result = train(check=check, checkpoints=checkpoints)
-        except Killed:
-            continue
-        return result, steps
-    raise AssertionError
+    """The result of a task that is killed before these steps of each process, and the steps of its last process."""
+    for kill in kills:
+        killed = Process(folder, every, kill)
+        with pytest.raises(Killed):
+            train(check=killed.check, checkpoints=killed.checkpoints)
+    last = Process(folder, every)
+    _, result = train(check=last.check, checkpoints=last.checkpoints)
+    return result, last.steps
 
 
 def flat(result: LocalResult) -> dict[str, object]:
@@ -110,8 +113,63 @@ def test_a_task_that_is_killed_ends_with_the_same_bits(
         whole_steps += 1
 
     _, undisturbed = train(check=count)
-    # With a checkpoint every second step, one kill comes just after a checkpoint and another loses a step.
+    # With a checkpoint every second step, some kills lose a step and others lose none.
     for number, kills in enumerate([(whole_steps // 2,), (3, whole_steps // 3 + 1)]):
         result, steps = resumed(tmp_path / str(number), kills, 2, train)
         assert flat(result) == flat(undisturbed)
         assert steps < whole_steps  # the last process did not begin anew
+
+
+# ---------------------------------------------------------------- what is not resumed
+
+
+def test_rows_on_disk_that_trained_before_are_not_read_again(tmp_path: Path) -> None:
+    data, read = images(), list[int]()
+
+    def rows(places: Sequence[int]) -> Tensor:
+        read.extend(places)
+        return data.tensors["pixel_values"][list(places)]
+
+    on_disk = Dataset(
+        {"labels": data.tensors["labels"]},
+        on_disk={"pixel_values": RowsOnDisk(rows, torch.arange(24), (1, 8, 8), torch.float32)},
+    )
+
+    def train(**more: Any) -> tuple[Any, LocalResult]:
+        return one_task("fedavg", dataset=on_disk, epochs=2, **more)
+
+    _, undisturbed = train()
+    read.clear()
+    # Six steps of 8 rows; five are made, the last of them after the checkpoint.
+    killed = Process(tmp_path, 2, 5)
+    with pytest.raises(Killed):
+        train(check=killed.check, checkpoints=killed.checkpoints)
+    read.clear()
+    last = Process(tmp_path, 2)
+    _, result = train(check=last.check, checkpoints=last.checkpoints)
+    assert flat(result) == flat(undisturbed)
+    assert (last.steps, len(read)) == (2, 2 * 8)
+
+
+class Anchored(WorkerHalf[Any]):
+    """A half that takes something at the start of a phase, and does not say how it is restored."""
+
+    def on_phase_start(self, context: TaskContext, phase: Phase) -> None:
+        self.anchor = context.read(context.blocks[0])
+
+
+def test_a_half_that_cannot_say_what_it_took_has_no_checkpoints() -> None:
+    facts = RunInfo(block_table(PLAIN.model()), rounds=1)
+    assert not Anchored(None, facts).resumable
+    assert all(worker_half(MethodSpec(name=name), facts).resumable for name in methods())
+
+
+def test_a_full_disk_does_not_end_training(tmp_path: Path) -> None:
+    _, undisturbed = one_task("fedavg", epochs=2)
+    process = Process(tmp_path, 1)
+    full = tmp_path / "run-1"
+    full.write_bytes(b"")  # no folder can be made there
+    with capture_logs() as logs:
+        _, result = one_task("fedavg", epochs=2, check=process.check, checkpoints=process.checkpoints)
+    assert flat(result) == flat(undisturbed)
+    assert {line["event"] for line in logs} == {"checkpoint-not-written"}
