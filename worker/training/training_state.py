@@ -4,6 +4,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 import ml_dtypes
 import numpy as np
+import structlog
 import torch
 from torch import Tensor
 
@@ -31,6 +32,9 @@ class TrainingState:
         self._checkpoints = local.checkpoints if local.half.resumable else None
         self._resumed = self._checkpoints.document if self._checkpoints else None
         self.at = Position(**self._resumed["position"]) if self._resumed else Position()
+        if self._resumed:
+            log = structlog.get_logger("worker")
+            log.info("training-resumed", phase=self.at.phase, batches=self.at.batches)
 
     def start(self, rates: Iterator[float], common: Collection[str]) -> PhaseTraining:
         """Start the phase that training is at, or resume it in its middle."""
