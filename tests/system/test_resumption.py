@@ -72,9 +72,7 @@ def said(worker: Process, event: str) -> int:
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_a_worker_killed_in_the_middle_sends_the_same_update(
-    tmp_path: Path, vit: ModelFolder, running: Keep
-) -> None:
+def test_a_worker_killed_in_the_middle_sends_the_same_update(tmp_path: Path, vit: ModelFolder, running: Keep) -> None:
     undisturbed = final_version(tmp_path / "one", vit, running, kills=0)
     assert final_version(tmp_path / "two", vit, running, kills=2) == undisturbed
     left = [path.name for path in (tmp_path / "two" / "a" / "state" / "vault").rglob("*") if path.is_file()]

@@ -21,6 +21,7 @@ from tessera.worker.data.dataset import Dataset, RowsOnDisk
 from tessera.worker.model.block_map import block_table
 from tessera.worker.state.checkpoints import CheckpointKey, Checkpoints
 from tessera.worker.training.checkpoints import TrainingCheckpoints
+from tessera.worker.training.progress import Report
 from tests.support.tasks import PLAIN, Subject, images, one_task, subject_of
 
 KEY = CheckpointKey(
@@ -162,6 +163,17 @@ def test_a_half_that_cannot_say_what_it_took_has_no_checkpoints() -> None:
     facts = RunInfo(block_table(PLAIN.model()), rounds=1)
     assert not Anchored(None, facts).resumable
     assert all(worker_half(MethodSpec(name=name), facts).resumable for name in methods())
+
+
+def test_progress_continues_from_the_checkpoint() -> None:
+    report = Report()
+    report.begin("training", steps=10)
+    report.resume(4, 7200.0)
+    report.advance()
+    progress = report.progress()
+    assert (progress.step, progress.steps) == (5, 10)
+    # Five steps took two hours and the moment that this test takes, so the other five take as long.
+    assert progress.seconds_left == pytest.approx(7200, rel=0.05)
 
 
 def test_a_full_disk_does_not_end_training(tmp_path: Path) -> None:
