@@ -44,9 +44,9 @@ def test_a_stopped_worker_gives_its_task_back_and_resumes_it_under_a_new_token(
     model = instantiate(VIT, "image-classification")
     document = Model(config=VIT, head="image-classification", blocks=block_table(model))
     start = {block.name: read_block(named_tensors(model), block) for block in document.blocks}
-    # 180 examples one by one: stopping takes effect long before the last of 540 steps.
+    # 180 examples one by one: a stop takes effect long before the last of 360 steps.
     run = start_run(
-        client, document, start, dataset="digits", rounds=1, training=Training(epochs=3, batch_size=1),
+        client, document, start, dataset="digits", rounds=1, training=Training(epochs=2, batch_size=1),
         cohort=Cohort(size=1, max_attempts=1),
     )  # fmt: skip
     settings = WorkerSettings(
