@@ -1,4 +1,4 @@
-"""What local training is given: by the worker for all tasks, by one task, and by its differential privacy."""
+"""The settings of local training: the worker's for all tasks, one task's, and those of its differential privacy."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ from tessera.worker.training.progress import Check, Report
 
 @dataclass(frozen=True)
 class TrainingSetup:
-    """What a worker sets for the training of all tasks."""
+    """A worker's settings for the training of all tasks."""
 
     device: torch.device
     micro_batch: int | None = None
@@ -53,7 +53,7 @@ class PrivateTraining(Protocol):
 
 @dataclass(frozen=True)
 class LocalTraining:
-    """What the training of one task is made of."""
+    """The parts of one task's training."""
 
     half: WorkerHalf[Any]
     context: LocalTaskContext
