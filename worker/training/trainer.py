@@ -14,6 +14,7 @@ from tessera.worker.data.dataset import Dataset
 from tessera.worker.training.batches import Batches
 from tessera.worker.training.divergence import TrainingDiverged
 from tessera.worker.training.input_mismatch import InputMismatch, rehearsal_fault
+from tessera.worker.training.optimization.attention_masks import unread_masks
 from tessera.worker.training.phase_training import PhaseTraining
 from tessera.worker.training.progress import CALIBRATING
 from tessera.worker.training.setup import LocalTraining, PrivateTraining
@@ -63,10 +64,12 @@ class Trainer(LocalTraining):
         whole = steps_per_epoch(self.training, examples)
         for first in range(0, steps, whole):
             count = min(whole, steps - first)
-            mean = current.run(islice(batches, count))
+            with unread_masks(self.setup.device):
+                mean = current.run(islice(batches.with_labels(), count))
             enough = first == 0 and count * (batches.size or examples) >= self.min_loss_examples
             # A pass that ends early does not replace the loss over all examples.
             loss = mean if count == whole or enough else loss
+        current.make_up(batches)
         return loss
 
     def _rehearse(self, dataset: Dataset) -> None:
@@ -93,7 +96,8 @@ class Trainer(LocalTraining):
         finally:
             noisy.close()
         # The loss is private, so the weights show divergence.
-        if not all(bool(parameter.isfinite().all()) for parameter in current.freeze.parameters):
+        finite = [parameter.isfinite().all() for parameter in current.freeze.parameters]
+        if finite and not bool(torch.stack(finite).all()):
             raise TrainingDiverged(f"weights are not finite with a learning rate of {self.training.learning_rate:g}")
 
 
