@@ -66,12 +66,20 @@ class PhaseTraining:
         # Buffers such as a normalisation's statistics depend on the data without noise.
         self.freeze = Freeze(context.model, trained, keep_buffers=local.private is not None)
         tensors = named_tensors(context.model)
-        pairs = [(block, tensors[block.tensor]) for block in trained]
+        self._trained = [(block, tensors[block.tensor]) for block in trained]
         # A fused optimizer skips a step that overflows without waiting for the device.
         fused = local.setup.device.type == "cuda" or local.scaler.is_enabled()
-        groups = parameter_groups(self.freeze.parameters, pairs, added, phase, local.training)
+        groups = parameter_groups(self.freeze.parameters, self._trained, added, phase, local.training)
         self._optimizer = optimizer_of(groups, local.training, fused=fused)
         self._optimizer.register_step_post_hook(self._note_overflow)
+        self._name = phase.name
+        if local.moments:
+            local.moments.restore(phase.name, self._optimizer, self._trained)
+
+    def keep_moments(self) -> None:
+        """Keep the optimizer's moments for the next round, if the run does."""
+        if self._local.moments:
+            self._local.moments.update(self._name, self._optimizer, self._trained)
 
     def run(self, batches: Iterable[tuple[Batch, Tensor]]) -> float:
         """Train on the batches, each with its labels on the CPU, of at most one pass over the data.
@@ -152,7 +160,7 @@ class PhaseTraining:
         value = torch.zeros((), dtype=torch.float64, device=self._local.setup.device)
         for piece, share in self._pieces(batch, labels):
             loss = self._local.loss(piece)
-            loss = loss if share == 1 else loss * share
+            loss = loss * share if isinstance(share, Tensor) or share != 1 else loss
             value += loss.detach()
             scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         scaler.unscale_(self._optimizer)
@@ -165,10 +173,11 @@ class PhaseTraining:
     def _note_overflow(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._overflowed = getattr(optimizer, "found_inf", None)
 
-    def _pieces(self, batch: Batch, labels: Tensor) -> list[tuple[Batch, float]]:
+    def _pieces(self, batch: Batch, labels: Tensor) -> list[tuple[Batch, float | Tensor]]:
         context, size = self._local.context, self._local.setup.micro_batch
-        require_additive(context.model, labels, size, loss_by_example=self._local.half.loss_by_example)
-        return pieces_of(batch, labels, size, context.head, self._common)
+        by_example, weighted = self._local.half.loss_by_example, self._local.training.class_weights is not None
+        require_additive(context.model, labels, size, loss_by_example=by_example, weighted=weighted)
+        return pieces_of(batch, labels, size, context.head, self._common, context.objective)
 
     def noisy_step(self, noisy: PrivateGradients) -> None:
         """Take one step with a noisy gradient. What follows reads no data, so it costs no privacy."""

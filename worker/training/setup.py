@@ -13,6 +13,7 @@ from tessera.shared.run_settings import Training
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.training.context import LocalTaskContext
 from tessera.worker.training.freeze import Freeze
+from tessera.worker.training.optimization.moments import Moments
 from tessera.worker.training.optimization.precision import autocast
 from tessera.worker.training.progress import Check, Report
 
@@ -67,6 +68,8 @@ class LocalTraining:
     """The round, from 1, of the `rounds` over which a schedule of the learning rate runs. By default it runs over
     this task alone, as for a personal model."""
     rounds: int = 1
+    moments: Moments | None = None
+    """The optimizer's moments of earlier rounds, which this training goes on with and updates."""
     clock: Callable[[], float] = time.monotonic
     """Seconds since some instant, by which losses are read from the device."""
 
