@@ -20,13 +20,15 @@ class Batches:
     size: int | None
     device: torch.device
     generator: torch.Generator | None = None
+    skip: int = 0
+    """The number of batches at the start of a pass to leave out."""
 
     def __iter__(self) -> Iterator[Batch]:
         return (batch for batch, _ in self.with_labels())
 
     def with_labels(self) -> Iterator[tuple[Batch, Tensor]]:
         """Yield each batch with its labels on the CPU, where they are counted without waiting for the device."""
-        batches = self.dataset.batches(self.size, self.generator)
+        batches = self.dataset.batches(self.size, self.generator, self.skip)
         for batch in _ahead(batches) if self.dataset.on_disk else batches:
             yield {name: copied(tensor, self.device) for name, tensor in batch.items()}, batch[LABELS]
 

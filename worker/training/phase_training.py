@@ -1,7 +1,7 @@
 """The state of one phase of training, and its steps."""
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice, repeat, zip_longest
 from typing import Any
@@ -10,14 +10,20 @@ import torch
 from torch import Tensor
 
 from tessera.shared.methods.base import Phase
+from tessera.shared.model.blocks import Block
 from tessera.worker.model.block_map import named_tensors
 from tessera.worker.training.batches import Batch, Batches
+from tessera.worker.training.checkpoints import Below, under
+from tessera.worker.training.context import LocalTaskContext
 from tessera.worker.training.divergence import TrainingDiverged
 from tessera.worker.training.freeze import Freeze
 from tessera.worker.training.optimization.micro_batch import pieces_of, require_additive
 from tessera.worker.training.optimization.optimizer import optimizer_of, parameter_groups, set_rate
+from tessera.worker.training.optimization.optimizer_state import optimizer_tensors, set_optimizer_tensors
 from tessera.worker.training.optimization.precision import MIN_LOSS_SCALE
 from tessera.worker.training.setup import LocalTraining, PrivateGradients
+
+COUNTS = ("batches", "steps", "rate_steps", "loss_sum", "examples", "skipped")
 
 READ_SECONDS = 1.0
 """Seconds between readings of the loss from the device, each of which waits for it."""
@@ -47,7 +53,12 @@ class PhaseTraining:
     ) -> None:
         """Prepare a phase. `rates` gives the share of the learning rate at each step; `common` are inputs of a batch
         that have no row for each example."""
+        self.batches = 0
+        """The number of batches, or noisy steps, so far."""
         self.steps = 0
+        self.loss_sum = 0.0
+        """Of this pass, over `examples`."""
+        self.examples = 0
         self.rate_steps = 0.0
         """The sum of the shares of the learning rate at these steps."""
         self._rates = rates
@@ -55,14 +66,14 @@ class PhaseTraining:
         self._local = local
         self._unread: list[_Unread] = []
         self._read_at = local.clock()
-        self._skipped: list[float] = []
+        self.skipped: list[float] = []
         """The shares of the learning rate of skipped steps."""
         self._fitted = not local.scaler.is_enabled()
         """True once the loss scale fits the gradients."""
         self._overflowed: Tensor | None = None
         context = local.context
         added = context.private if phase.private else ()
-        trained = [*phase.train.resolve(context.blocks), *added]
+        trained = trained_blocks(context, phase)
         # Buffers such as a normalisation's statistics depend on the data without noise.
         self.freeze = Freeze(context.model, trained, keep_buffers=local.private is not None)
         tensors = named_tensors(context.model)
@@ -81,34 +92,37 @@ class PhaseTraining:
         if self._local.moments:
             self._local.moments.update(self._name, self._optimizer, self._trained)
 
-    def run(self, batches: Iterable[tuple[Batch, Tensor]]) -> float:
+    def run(self, batches: Iterable[tuple[Batch, Tensor]], after_step: Callable[[], None] = lambda: None) -> float:
         """Train on the batches, each with its labels on the CPU, of at most one pass over the data.
 
-        Returns the mean loss over the examples of the steps that were made. Raises TrainingDiverged.
+        Returns the mean loss over the examples of the pass's steps, with those before a checkpoint from which it
+        resumes. Raises TrainingDiverged.
         """
-        total, examples = 0.0, 0
         for batch, labels in batches:
             self._local.check()
             self._step(batch, labels)
+            self.batches += 1
             self._local.report.advance()
             if self._local.clock() - self._read_at >= READ_SECONDS:
-                total, examples = self._read(total, examples)
-        total, examples = self._read(total, examples)
-        return total / examples if examples else math.nan
+                self._read()
+            after_step()
+        self._read()
+        mean = self.loss_sum / self.examples if self.examples else math.nan
+        self.loss_sum, self.examples = 0.0, 0
+        return mean
 
     def make_up(self, batches: Batches) -> None:
         """Make the steps that were skipped, at their rates, on further batches: methods rely on the number of steps.
         Raises TrainingDiverged."""
-        while self._skipped:
-            count, self._rates, self._skipped = len(self._skipped), iter(self._skipped), []
+        while self.skipped:
+            count, self._rates, self.skipped = len(self.skipped), iter(self.skipped), []
             passes = (batches.with_labels() for _ in repeat(None))
             self.run(islice(chain.from_iterable(passes), count))
 
-    def _read(self, total: float, examples: int) -> tuple[float, int]:
-        """Read the steps since the last reading, and count those that were made.
+    def _read(self) -> None:
+        """Read the steps since the last reading, count those that were made and report their mean loss.
 
-        Returns the epoch's sum of losses over examples and the number of examples, and reports their mean. Raises
-        TrainingDiverged.
+        Raises TrainingDiverged.
         """
         unread, self._unread = self._unread, []
         losses = _values([step.loss for step in unread])
@@ -117,22 +131,42 @@ class PhaseTraining:
             if not math.isfinite(loss):
                 raise self._diverged(f"the loss is {loss}")
             if overflowed:
-                self._skipped.append(step.share)
+                self.skipped.append(step.share)
                 self._local.report.step -= 1
                 continue
-            total += loss * step.examples
-            examples += step.examples
+            self.loss_sum += loss * step.examples
+            self.examples += step.examples
             self.steps += 1
             self.rate_steps += step.share
         if self._local.scaler.get_scale() < MIN_LOSS_SCALE:
             raise self._diverged("gradients are not finite")
-        self._local.report.loss = total / examples if examples >= self._local.min_loss_examples else None
+        enough = self.examples >= self._local.min_loss_examples
+        self._local.report.loss = self.loss_sum / self.examples if enough and self.examples else None
         self._read_at = self._local.clock()
-        return total, examples
 
     def _diverged(self, what: str) -> TrainingDiverged:
         rate = f"{self._local.training.learning_rate:g}"
         return TrainingDiverged(f"{what} at step {self.steps} with a learning rate of {rate}")
+
+    def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Return the state for a checkpoint: a JSON document, and tensors by name, which share the phase's memory.
+
+        Raises TrainingDiverged.
+        """
+        self._read()
+        counts = {name: getattr(self, name) for name in COUNTS}
+        tensors = under("optimizer", optimizer_tensors(self._optimizer, self._by_name()))
+        return {**counts, "scaler": self._local.scaler.state_dict()}, tensors
+
+    def set_state(self, document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """Set the state that `state` returned, and skip the rates of the steps that it counts."""
+        for name in COUNTS:
+            setattr(self, name, document[name])
+        self._local.scaler.load_state_dict(document["scaler"])
+        set_optimizer_tensors(self._optimizer, self._by_name(), Below("optimizer", tensors))
+
+    def _by_name(self) -> dict[str, Tensor]:
+        return {block.tensor: tensor for block, tensor in self._trained}
 
     def _set_rate(self) -> float:
         share = next(self._rates)
@@ -186,6 +220,7 @@ class PhaseTraining:
         self._correct_gradients()
         self._optimizer.step()
         self.freeze.restore()
+        self.batches += 1
         self.steps += 1
         self.rate_steps += share
 
@@ -200,3 +235,8 @@ def _values(scalars: Sequence[Tensor]) -> list[float]:
     """Read scalars of one device, all at once."""
     values: list[float] = torch.stack([*scalars]).tolist() if scalars else []
     return values
+
+
+def trained_blocks(context: LocalTaskContext, phase: Phase) -> list[Block]:
+    """Return the blocks that a phase trains, those of the method's private modules included."""
+    return [*phase.train.resolve(context.blocks), *(context.private if phase.private else ())]

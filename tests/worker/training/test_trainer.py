@@ -102,8 +102,8 @@ def train(
         min_loss_examples,
         scaler,
         *place,
-        moments,
-        clock,
+        moments=moments,
+        clock=clock,
     )
     return trainer.train(phases or [Phase(EVERYTHING)], data or images(), seed)
 
