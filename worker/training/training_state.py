@@ -95,6 +95,7 @@ class TrainingState:
             arrays = local.half.training_state()
             tensors |= {**state, **under("model", self._trained())}
             tensors |= under("half", {name: _tensor(values) for name, values in arrays.items()})
+        self.at.progress = local.report.step if current else 0
         self.at.training_seconds = local.report.training_seconds
         checkpoints.write(self.at, saved, tensors)
 

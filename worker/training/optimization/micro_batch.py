@@ -3,7 +3,7 @@
 from collections.abc import Collection
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from tessera.shared.methods.base import UnsupportedRun
@@ -12,16 +12,17 @@ from tessera.worker.model.forward import label_count
 from tessera.worker.training.batches import Batch
 
 
-def pieces_of(batch: Batch, size: int | None, head: Head, common: Collection[str] = ()) -> list[tuple[Batch, float]]:
+def pieces_of(
+    batch: Batch, labels: Tensor, size: int | None, head: Head, common: Collection[str] = ()
+) -> list[tuple[Batch, float]]:
     """Return the batch in pieces of `size` examples, each with its share of the batch's labels, by which its mean
-    loss counts. `common` are the inputs that have no row for each example."""
-    labels = batch["labels"]
+    loss counts. `labels` are the batch's on the CPU; `common` are the inputs that have no row for each example."""
     if size is None or len(labels) <= size:
         return [(batch, 1.0)]
     cut = {name: torch.split(tensor, size) for name, tensor in batch.items() if name not in common}
     whole_of = {name: batch[name] for name in common}
     pieces = [{**dict(zip(cut, parts, strict=True)), **whole_of} for parts in zip(*cut.values(), strict=True)]
-    counts = [label_count(head, piece["labels"]) for piece in pieces]
+    counts = [label_count(head, part) for part in torch.split(labels, size)]
     whole = sum(counts)
     if not whole:
         return [(batch, 1.0)]
@@ -29,9 +30,8 @@ def pieces_of(batch: Batch, size: int | None, head: Head, common: Collection[str
     return [(piece, count / whole) for piece, count in zip(pieces, counts, strict=True) if count]
 
 
-def require_additive(model: nn.Module, batch: Batch, size: int | None, *, loss_by_example: bool) -> None:
+def require_additive(model: nn.Module, labels: Tensor, size: int | None, *, loss_by_example: bool) -> None:
     """Raise UnsupportedRun if the losses of a batch's pieces do not add up to the batch's."""
-    labels = batch["labels"]
     if size is None or len(labels) <= size:
         return
     if any(isinstance(module, _BatchNorm) and module.training for module in model.modules()):

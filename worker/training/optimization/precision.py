@@ -1,6 +1,6 @@
 """The precision of forward and backward passes."""
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -21,5 +21,7 @@ def gradient_scaler(training: Training, device: torch.device) -> torch.amp.GradS
 
 def autocast(training: Training, device: torch.device) -> AbstractContextManager[object]:
     """Return the context of the forward pass's precision. Where there is no GPU, bfloat16 replaces float16."""
+    if training.precision == "float32":
+        return nullcontext()
     half = torch.float16 if training.precision == "float16" and device.type == "cuda" else torch.bfloat16
-    return torch.autocast(device.type, dtype=half, enabled=training.precision != "float32")
+    return torch.autocast(device.type, dtype=half)
