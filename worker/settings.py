@@ -30,6 +30,7 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    NonNegativeFloat,
     PositiveFloat,
     PositiveInt,
     SecretStr,
@@ -154,6 +155,11 @@ class WorkerSettings(DataSettings):
         le=64,
         description="processes that read images from disk, ahead of training; 0: a thread of the worker. Unset, 2 "
         "with a GPU and else 0",
+    )
+    checkpoint_minutes: NonNegativeFloat = Field(
+        default=10.0,
+        description="minutes between two checkpoints of a task's training, from which it resumes after the worker "
+        "was stopped or killed; 0 for none",
     )
     cache_bytes: PositiveInt = 20 * GIB
     keep_vaults_days: PositiveFloat | Literal["forever"] = Field(

@@ -75,6 +75,12 @@ class Progress(Message):
     phase_seconds: dict[Phase, Annotated[float, Field(ge=0, lt=1 << 31)]] = {}
     """Time in each phase so far, in the order in which they began."""
 
+    @property
+    def seconds_left(self) -> float | None:
+        """The estimated time until the last step of the phase, at its pace so far; None if it is unknown."""
+        took = self.phase_seconds.get(self.phase)
+        return took * max(0, self.steps - self.step) / self.step if took and self.steps and self.step else None
+
 
 class LogEvent(Message):
     """A line of a worker's log tail: which step began or ended when, never a figure or a text."""
@@ -207,7 +213,8 @@ class Claim(Message):
     data set, and `held_out` the number that it reserves for evaluation.
 
     `instance` is new for each process: a process that asks again because an answer was lost gets the same lease
-    again; a second process with the same name does not.
+    again; a second process with the same name does not. A process takes over that of a killed one whose training it
+    resumes.
     """
 
     worker: Label

@@ -51,16 +51,18 @@ class LoaderFailed(RuntimeError):
     """A loader ended or is stuck. The message names it, with the remedy."""
 
 
-def stream(dataset: Dataset, batch_size: int | None, generator: torch.Generator | None = None) -> Iterator[Batch]:
+def stream(
+    dataset: Dataset, batch_size: int | None, generator: torch.Generator | None = None, skip: int = 0
+) -> Iterator[Batch]:
     """Yield the batches of `Dataset.batches`, with rows on disk as they are read: `finished` completes them.
 
     Rows on disk are read while the batch before is used. Raises DataError and LoaderFailed.
     """
     if not dataset.on_disk:
-        yield from dataset.batches(batch_size, generator)
+        yield from dataset.batches(batch_size, generator, skip)
         return
     loaded = {name: stored for name, stored in dataset.on_disk.items() if stored.in_loaders and dataset.loaders}
-    order = dataset.order(batch_size, generator)
+    order = dataset.order(batch_size, generator, skip)
 
     def here(rows: Tensor) -> Batch:
         memory = {name: tensor[rows] for name, tensor in dataset.tensors.items()}

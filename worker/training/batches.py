@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tessera.worker.data.dataset import Dataset
+from tessera.worker.data.dataset import LABELS, Dataset
 from tessera.worker.data.loaders import finished, stream
 
 Batch = dict[str, Tensor]
@@ -20,9 +20,21 @@ class Batches:
     size: int | None
     device: torch.device
     generator: torch.Generator | None = None
+    skip: int = 0
+    """The number of batches at the start of a pass to leave out."""
 
     def __iter__(self) -> Iterator[Batch]:
-        for batch in stream(self.dataset, self.size, self.generator):
-            # The copy of pinned memory, which loaders return, need not be waited for.
-            moved = {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()}
-            yield finished(self.dataset, moved)
+        return (batch for batch, _ in self.with_labels())
+
+    def with_labels(self) -> Iterator[tuple[Batch, Tensor]]:
+        """Yield each batch with its labels on the CPU, where they are counted without waiting for the device."""
+        for batch in stream(self.dataset, self.size, self.generator, self.skip):
+            there = {name: copied(tensor, self.device) for name, tensor in batch.items()}
+            yield finished(self.dataset, there), batch[LABELS]
+
+
+def copied(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor on the device. A GPU copies from pinned memory, for which this thread does not wait."""
+    if device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)

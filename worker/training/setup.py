@@ -1,17 +1,21 @@
 """The settings of local training: the worker's for all tasks, one task's, and those of its differential privacy."""
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
+from pydantic import JsonValue
 from torch import Tensor
 
 from tessera.shared.methods.base import WorkerHalf
 from tessera.shared.run_settings import Training
 from tessera.worker.data.dataset import Dataset
+from tessera.worker.training.checkpoints import TrainingCheckpoints
 from tessera.worker.training.context import LocalTaskContext
 from tessera.worker.training.freeze import Freeze
+from tessera.worker.training.optimization.moments import Moments
 from tessera.worker.training.optimization.precision import autocast
 from tessera.worker.training.progress import Check, Report
 
@@ -42,6 +46,9 @@ class PrivateTraining(Protocol):
     def begin(self, steps: int) -> None:
         """Reserve the privacy of a number of steps. Raises PolicyViolation."""
 
+    def progress(self) -> dict[str, JsonValue]:
+        """Return the charges and the state of the noise, for a checkpoint."""
+
     def phase(self, local: "LocalTraining", freeze: Freeze, dataset: Dataset) -> PrivateGradients:
         """Return the gradients for one phase."""
 
@@ -57,7 +64,7 @@ class LocalTraining:
     check: Check
     private: PrivateTraining | None = None
     report: Report = field(default_factory=Report)
-    """The progress report, updated at each step."""
+    """The progress report: its steps are counted at each, its loss about once a second."""
     min_loss_examples: int = 1
     """Number of examples from which on the mean loss is reported."""
     scaler: torch.amp.GradScaler = field(default_factory=lambda: torch.amp.GradScaler("cpu", enabled=False))
@@ -66,6 +73,11 @@ class LocalTraining:
     """The round, from 1, of the `rounds` over which a schedule of the learning rate runs. By default it runs over
     this task alone, as for a personal model."""
     rounds: int = 1
+    moments: Moments | None = None
+    """The optimizer's moments of earlier rounds, which this training goes on with and updates."""
+    checkpoints: TrainingCheckpoints | None = None
+    clock: Callable[[], float] = time.monotonic
+    """Seconds since some instant, by which losses are read from the device."""
 
     def loss(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the method's loss of a batch, a scalar, computed in the run's precision."""

@@ -50,10 +50,12 @@ def opened(folder: Path, loaders: LoaderProcesses | None = None, **options: Any)
 
 
 def passes(dataset: Dataset) -> list[dict[str, Tensor]]:
-    """The batches of two passes in an order drawn anew for each, of a third that ends early, and of a fourth."""
+    """The batches of two passes in an order drawn anew for each, of a third that ends early, of a fourth, and of one that
+    begins at its second batch."""
     batches = Batches(dataset, 4, CPU, torch.Generator().manual_seed(3))
     first = [batch for _ in range(2) for batch in batches]
-    return [*first, next(iter(batches)), *batches]
+    resumed = Batches(dataset, 4, CPU, torch.Generator().manual_seed(4), skip=1)
+    return [*first, next(iter(batches)), *batches, *resumed]
 
 
 def same(one: list[dict[str, Tensor]], other: list[dict[str, Tensor]]) -> bool:
