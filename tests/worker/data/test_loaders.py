@@ -50,8 +50,7 @@ def opened(folder: Path, loaders: LoaderProcesses | None = None, **options: Any)
 
 
 def passes(dataset: Dataset) -> list[dict[str, Tensor]]:
-    """The batches of two passes in an order drawn anew for each, of a third that ends early, of a fourth, and of one that
-    begins at its second batch."""
+    """The batches of two passes in an order drawn anew for each, of one that ends early, and of one that resumes."""
     batches = Batches(dataset, 4, CPU, torch.Generator().manual_seed(3))
     first = [batch for _ in range(2) for batch in batches]
     resumed = Batches(dataset, 4, CPU, torch.Generator().manual_seed(4), skip=1)
