@@ -45,7 +45,7 @@ def measure(table: Path, side: int, *, in_memory: bool) -> dict[str, float]:
     import torch  # noqa: PLC0415
 
     from tessera.worker.data.registry import load  # noqa: PLC0415
-    from tessera.worker.training.trainer import Batches  # noqa: PLC0415
+    from tessera.worker.training.batches import Batches  # noqa: PLC0415
 
     load("images", {"file": str(write_table(table.parent, 1, side)), "size": side})
     forget_peak(os.getpid())

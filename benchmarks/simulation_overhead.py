@@ -32,6 +32,7 @@ from tessera.worker.inventory import load_source
 from tessera.worker.model.build import load
 from tessera.worker.simulation import Conditions, simulate
 from tessera.worker.training.context import LocalTaskContext
+from tessera.worker.training.setup import TrainingSetup
 from tessera.worker.training.trainer import Trainer
 
 SPEC = {
@@ -90,7 +91,7 @@ def training_alone(sites: dict[str, Dataset], model: ModelFolder, rounds: int) -
         for _ in range(WARM_UP_ROUNDS if version == WARM_UP_ROUNDS else rounds):
             for dataset in sites.values():
                 work = LocalTaskContext(built, document.head, Plan(), document.blocks)
-                trainer = Trainer(half, work, training, torch.device("cpu"), lambda: None)
+                trainer = Trainer(half, work, training, TrainingSetup(torch.device("cpu")), lambda: None)
                 trainer.train(half.phases(work, Plan().train), dataset, 0)
         return time.process_time(), time.monotonic()
 

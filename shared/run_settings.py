@@ -3,10 +3,9 @@
 import math
 import operator
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from datetime import datetime
 from functools import partial
-from math import ceil
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, PositiveInt, model_validator
@@ -16,7 +15,10 @@ from tessera.shared.schema import Frozen
 MAX_STEPS = 1_000_000
 """Steps of a round that a run may set, and those whose learning rates a method sums one by one."""
 
+MAX_CLASSES = 100_000
+
 Decay = Annotated[float, Field(ge=0, lt=1)]
+Factor = Annotated[float, Field(gt=0, le=1e6)]
 
 
 class Training(Frozen):
@@ -40,6 +42,13 @@ class Training(Frozen):
     )
     optimizer: Literal["adamw", "sgd"] = Field(default="adamw", description="the local optimizer")
     learning_rate: float = Field(default=1e-4, gt=0, le=100, description="the step size of the local optimizer")
+    rates: dict[str, Factor] = Field(
+        default={},
+        max_length=16,
+        exclude_if=operator.not_,
+        description="learning rates by the role of a block, as multiples of `learning_rate`; `private` is for the "
+        "modules that a method adds at each site",
+    )
     schedule: Literal["constant", "linear", "cosine"] = Field(
         default="constant",
         exclude_if=partial(operator.eq, "constant"),
@@ -62,11 +71,28 @@ class Training(Frozen):
         exclude_if=partial(operator.eq, (0.9, 0.999)),
         description="for adamw: decay of the means of gradients and of their squares",
     )
+    keep_moments: bool = Field(
+        default=False,
+        exclude_if=operator.not_,
+        description="whether each site keeps the optimizer's moments for its next round, in place of new ones",
+    )
     max_gradient_norm: float | None = Field(
         default=None, gt=0, description="l2 norm that a batch's gradient is clipped to"
     )
     precision: Literal["float32", "bfloat16", "float16"] = Field(
         default="float32", description="of forward and backward passes; weights stay in their own type"
+    )
+    label_smoothing: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        exclude_if=operator.not_,
+        description="share of each label's weight in the training loss that is spread evenly over all classes",
+    )
+    class_weights: Annotated[tuple[Factor, ...] | dict[str, Factor], Field(max_length=MAX_CLASSES)] | None = Field(
+        default=None,
+        exclude_if=partial(operator.is_, None),
+        description="weight of each class in the training loss: a list, or a table by name in which others have 1",
     )
 
     @model_validator(mode="before")
@@ -87,6 +113,15 @@ class Training(Frozen):
             raise ValueError("epochs is null and steps is not given: set one of them to the length of a round")
         return self
 
+    @model_validator(mode="after")
+    def _has_moments(self) -> Self:
+        if self.keep_moments and self.optimizer == "sgd" and not self.momentum:
+            raise ValueError(
+                "keep_moments is true, but sgd without momentum has no moments: set momentum or optimizer, or leave "
+                "keep_moments out"
+            )
+        return self
+
     @property
     def scheduled(self) -> bool:
         """True if the learning rate differs between steps."""
@@ -100,61 +135,6 @@ LATER_SETTINGS = frozenset(name for name, field in Training.model_fields.items()
 def used_later_settings(training: Training) -> frozenset[str]:
     """Return those of the newer settings that differ from their defaults."""
     return LATER_SETTINGS & set(training.model_dump())
-
-
-def steps_per_epoch(training: Training, examples: int) -> int:
-    """Return the number of batches in one pass over `examples` examples."""
-    return 1 if training.batch_size is None else max(1, ceil(examples / training.batch_size))
-
-
-def local_steps(training: Training, examples: int) -> int:
-    """Return the number of optimizer steps of one phase over `examples` examples."""
-    return training.steps or (training.epochs or 0) * steps_per_epoch(training, examples)
-
-
-def local_epochs(training: Training, examples: int) -> int:
-    """Return the number of passes over `examples` examples in one phase, the last of which may end early."""
-    return ceil(local_steps(training, examples) / steps_per_epoch(training, examples))
-
-
-def rate_factors(training: Training, steps: int, round_number: int, rounds: int) -> Iterator[float]:
-    """Yield the share of the learning rate, above 0 and at most 1, at each of the `steps` of a task.
-
-    The schedule runs over all rounds, counted from 1, and a task's steps share its round evenly. So the rate depends
-    on no memory and is the same after a restart, and sites with different numbers of steps end a round alike. The
-    decay to zero is that of torch's LinearLR and CosineAnnealingLR, whose first step has the full rate. The warm-up
-    counts the step that is about to be made, since a rate of zero would waste the first.
-    """
-    for step in range(steps):
-        begun, made = ((round_number - 1 + count / steps) / rounds for count in (step, step + 1))
-        if begun < training.warmup:
-            yield min(1.0, made / training.warmup)
-            continue
-        decayed = (begun - training.warmup) / (1 - training.warmup)
-        match training.schedule:
-            case "constant":
-                yield 1.0
-            case "linear":
-                yield 1 - decayed
-            case "cosine":
-                # (1 + cos(pi x)) / 2, which in this form is never rounded to zero.
-                yield math.cos(math.pi / 2 * decayed) ** 2
-
-
-def require_summable(training: Training, steps: int) -> None:
-    """Raise ValueError for more steps under a schedule than the coordinator sums, which a site may claim."""
-    if training.scheduled and steps > MAX_STEPS:
-        raise ValueError(
-            f"{steps} steps in a round are more than the {MAX_STEPS} whose learning rates the method can sum: set "
-            "training.steps, or a constant training.schedule without training.warmup"
-        )
-
-
-def full_rate_steps(training: Training, steps: int, round_number: int, rounds: int) -> float:
-    """Return the sum of a task's `rate_factors`: its learning rates over `learning_rate`. Raises as
-    `require_summable`."""
-    require_summable(training, steps)
-    return math.fsum(rate_factors(training, steps, round_number, rounds)) if training.scheduled else float(steps)
 
 
 class Budget(Frozen):

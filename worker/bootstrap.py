@@ -1,5 +1,6 @@
 """The composition root of a worker: its parts, built from its settings."""
 
+import math
 from dataclasses import replace
 
 import structlog
@@ -12,10 +13,12 @@ from tessera.worker.state.atomic_files import sweep
 from tessera.worker.state.base_cache import BASES_FOLDER, BaseCache
 from tessera.worker.state.base_sources import BaseSources
 from tessera.worker.state.blob_cache import Cache
+from tessera.worker.state.checkpoints import Checkpoints
 from tessera.worker.state.hash_chain import ChainError
 from tessera.worker.state.vault import Vault
 from tessera.worker.stores import airlock_of, audit_of, inbox_of, ledger_of, run_history_of
 from tessera.worker.task.runner import TaskRunner
+from tessera.worker.training.setup import TrainingSetup
 
 
 def runner_of(client: Client, settings: WorkerSettings) -> TaskRunner:
@@ -38,14 +41,14 @@ def runner_of(client: Client, settings: WorkerSettings) -> TaskRunner:
     except OSError as fault:
         # Nothing can be recorded there, so the worker does nothing.
         structlog.get_logger("worker").error("audit-not-read", detail=str(fault))
+    vault_folder = settings.state_dir / "vault"
     runner = TaskRunner(
         coordinator=client,
         datasets=datasets_of(settings, make_key=True),
         for_evaluation=frozenset(name for name, source in settings.datasets.items() if source.use == "evaluate"),
         divided=frozenset(name for name, source in settings.datasets.items() if source.part),
-        device=device_of(settings.device),
-        micro_batch=settings.micro_batch,
-        vault=Vault(settings.state_dir / "vault"),
+        setup=TrainingSetup(device_of(settings.device), settings.micro_batch),
+        vault=Vault(vault_folder),
         shelf=Cache(settings.state_dir / "cache", settings.cache_bytes),
         scratch=settings.state_dir,
         name=settings.name,
@@ -57,6 +60,8 @@ def runner_of(client: Client, settings: WorkerSettings) -> TaskRunner:
         audit=audit,
         bases=BaseSources(BaseCache(settings.state_dir / BASES_FOLDER), settings.base_sources, tls_of(settings)),
         sandbox=Sandbox(shared_folder()),
+        checkpoints=Checkpoints(vault_folder),
+        checkpoint_seconds=60 * settings.checkpoint_minutes or math.inf,
     )
     return with_rules(runner, settings)
 

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from tessera.shared.api.admin import Enrolment, EnrolmentSpec, Rotated
+from tessera.shared.api.token_format import hash_of, new_secret
 from tessera.shared.client.client import Client
 from tessera.shared.diagnostics import reason_of
 from tessera.shared.problems import Unauthenticated
-from tessera.shared.token_format import hash_of, new_secret
 from tessera.worker.settings import SettingsError
 from tessera.worker.state.atomic_files import replace, write_secret
 

@@ -12,8 +12,8 @@ from tessera.coordinator.auth.tokens import principal_for_token
 from tessera.coordinator.db import audit
 from tessera.coordinator.db.tables import PersonSessionRow, SessionRow
 from tessera.coordinator.domain.principal import Principal
+from tessera.shared.api.token_format import hash_of
 from tessera.shared.problems import Unauthenticated
-from tessera.shared.token_format import hash_of
 
 
 def begin(session: Session, now: float, caller: Principal, seconds: float) -> str:

@@ -10,8 +10,8 @@ from tessera.coordinator.db.tables import SiteRow, TokenRow, find, new_id
 from tessera.coordinator.db.workers import no_site
 from tessera.coordinator.domain.principal import Principal
 from tessera.shared.api.admin import TokenSpec
+from tessera.shared.api.token_format import hash_of, new_secret
 from tessera.shared.problems import Conflict, Invalid, SiteSuspended, Unauthenticated
-from tessera.shared.token_format import hash_of, new_secret
 
 SUSPENDED_SECONDS = 30.0
 """Retry-After of responses to workers of a suspended site."""

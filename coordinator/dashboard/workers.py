@@ -26,10 +26,10 @@ from tessera.coordinator.domain.eligibility import policy_of
 from tessera.coordinator.operations import sites
 from tessera.shared.api.admin import Site, Token, WorkerView
 from tessera.shared.api.tasks import AdvertisedPolicy, LiveValues, TaskView
+from tessera.shared.api.token_format import hash_of, new_secret
 from tessera.shared.problems import Conflict, NotFound
 from tessera.shared.rounds.outliers import ABSENT
 from tessera.shared.schema import ACCEPTED
-from tessera.shared.token_format import hash_of, new_secret
 
 router = APIRouter(prefix=PREFIX, include_in_schema=False, route_class=PageRoute)
 

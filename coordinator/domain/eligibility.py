@@ -16,7 +16,8 @@ from tessera.shared.methods.base import Plan
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.dataset_schema import DatasetSchema
 from tessera.shared.model.spec import Model
-from tessera.shared.run_settings import Budget, about_together, local_epochs, used_later_settings
+from tessera.shared.run_settings import Budget, about_together, used_later_settings
+from tessera.shared.schedule import local_epochs
 
 SHOWN = 4
 

@@ -19,9 +19,9 @@ from tessera.coordinator.db.workers import create_site, no_site
 from tessera.coordinator.domain.principal import Principal
 from tessera.coordinator.services import Services
 from tessera.shared.api.admin import Approval, Enrolment, EnrolmentSpec
+from tessera.shared.api.token_format import hash_of, normal_code
 from tessera.shared.problems import Busy, Conflict, Fault, Forbidden, Invalid, NotFound, Unauthenticated
 from tessera.shared.schema import Page
-from tessera.shared.token_format import hash_of, normal_code
 from tessera.shared.urls import networks_of
 
 LETTERS = "BCDFGHJKLMNPQRSTVWXZ"

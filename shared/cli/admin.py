@@ -18,6 +18,7 @@ from rich.live import Live
 from rich.markup import escape
 
 from tessera.shared.api.admin import Approval, Enrolment, IssuedToken, Site, Status, Token, TokenSpec, WorkerView
+from tessera.shared.api.token_format import hash_of, new_secret, normal_code
 from tessera.shared.cli.connection import WATCHING_PATIENCE_SECONDS, client_of, connect, find_token, only
 from tessera.shared.cli.render import output
 from tessera.shared.cli.render.output import AsJson
@@ -26,7 +27,6 @@ from tessera.shared.client.round_outcomes import at_work
 from tessera.shared.near_names import did_you_mean
 from tessera.shared.problems import Conflict, Invalid, NotFound
 from tessera.shared.schema import Label, TokenRole
-from tessera.shared.token_format import hash_of, new_secret, normal_code
 from tessera.shared.validation_errors import message_of
 
 app = typer.Typer(

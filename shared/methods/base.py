@@ -220,7 +220,7 @@ class Output:
     """A model's output for a batch."""
 
     loss: torch.Tensor
-    """A scalar, the mean over the scored examples or positions."""
+    """A scalar, the mean over the scored examples or positions, by the run's settings of the training loss."""
     logits: torch.Tensor | None
     """[examples, classes] or [examples, positions, classes]; None for a task without classes."""
 
@@ -306,8 +306,9 @@ class Phase:
     private: bool = True
     """True if the modules added with `add_private` train too."""
     private_learning_rate: float | None = None
-    """The learning rate of the modules added with `add_private`; the run's if None."""
+    """The learning rate of the modules added with `add_private`; the run's, by its `training.rates`, if None."""
     name: str = "train"
+    """Moments that a site keeps (`training.keep_moments`) go on in the phase of the same name."""
 
 
 @dataclass(frozen=True)
@@ -318,7 +319,8 @@ class TrainingStats:
     steps: int
     loss: float
     rate_sum: float
-    """The sum of the run's learning rates at these steps: `steps` times the rate if it is constant."""
+    """The sum of the run's learning rates at these steps: `steps` times the rate if it is constant. It leaves out the
+    run's `training.rates` by role."""
 
 
 @dataclass(frozen=True)
@@ -364,6 +366,23 @@ class WorkerHalf(Generic[C]):
 
     def on_phase_start(self, context: TaskContext, phase: Phase) -> None:
         """Prepare a phase."""
+
+    def training_state(self) -> Mapping[str, Array]:
+        """Return what this half took while training, for a checkpoint. What `setup` and `select` compute is computed
+        again when a task resumes, and need not be in it."""
+        return {}
+
+    def on_phase_resume(self, context: TaskContext, phase: Phase, state: Mapping[str, Array]) -> None:
+        """Prepare a phase that resumes in its middle, in place of `on_phase_start`, with the `training_state` of that
+        time. The tensors that trained so far are restored after this. Tasks of a half that overrides `on_phase_start`
+        but not this have no checkpoints."""
+
+    @property
+    def resumable(self) -> bool:
+        """Whether the half can resume a phase in its middle."""
+        half = type(self)
+        starts = half.on_phase_start is not WorkerHalf.on_phase_start
+        return not starts or half.on_phase_resume is not WorkerHalf.on_phase_resume
 
     def loss(self, context: TaskContext, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return the loss of one batch, a scalar; by default the model's own."""

@@ -34,7 +34,7 @@ from tessera.shared.methods.base import (
 )
 from tessera.shared.methods.population import PopulationCoordinator, PopulationSettings
 from tessera.shared.model.selectors import Selector
-from tessera.shared.run_settings import full_rate_steps, local_steps, require_summable
+from tessera.shared.schedule import full_rate_steps, local_steps, require_summable
 from tessera.shared.tensors.dtypes import NUMPY_DTYPES
 from tessera.shared.tensors.lazy import Array
 
@@ -57,6 +57,11 @@ class ScaffoldCoordinator(PopulationCoordinator[ScaffoldSettings]):
             raise UnsupportedRun(
                 f"scaffold needs the steps of plain SGD, and the run trains with {training.optimizer} and momentum "
                 f"{training.momentum:g}: set training.optimizer to 'sgd' and training.momentum to 0"
+            )
+        if self.settings.strength and training.rates:
+            raise UnsupportedRun(
+                "scaffold computes gradients from the steps of all blocks at one learning rate: leave training.rates "
+                "out, or set strength to 0"
             )
         return super().start(state)
 

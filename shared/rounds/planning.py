@@ -30,6 +30,7 @@ from tessera.shared.methods.base import (
 )
 from tessera.shared.methods.registry import UnknownMethod, check, coordinator_half, settings_type
 from tessera.shared.model.spec import Model
+from tessera.shared.model.training_faults import training_faults
 from tessera.shared.problems import Fault, Invalid, InvalidUpdate, faults_of
 from tessera.shared.tensors.dtypes import NUMPY_DTYPES
 
@@ -71,7 +72,13 @@ def check_method(chosen: MethodSpec) -> None:
 
 
 def begun(spec: RunSpec, model: Model, first: State) -> State:
-    """Return the run's state before its first round. Raises Invalid for a run that its method cannot do."""
+    """Return the run's state before its first round.
+
+    Raises Invalid for a run that its method cannot do, or with settings of training that its model cannot have.
+    """
+    faults = [Fault(pointer=f"/training/{name}", detail=said) for name, said in training_faults(spec.training, model)]
+    if faults:
+        raise Invalid("the model cannot be trained with these settings", errors=faults)
     half = coordinator_half(spec.method, run_facts(spec, model))
     try:
         state = initial_state(half, first)

@@ -22,13 +22,18 @@ from tessera.shared.methods.base import (
     initial_state,
 )
 from tessera.shared.methods.registry import coordinator_half, worker_half
-from tessera.shared.model.spec import Fusion, Head, Lora, Prompts
+from tessera.shared.model.spec import Fusion, Head, Lora, Model, Prompts
 from tessera.shared.tensors.lazy import Array, ArrayTensor
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.model.block_map import block_table
 from tessera.worker.model.build import instantiate
+from tessera.worker.model.forward import objective_of
+from tessera.worker.training.batches import Batches
+from tessera.worker.training.checkpoints import TrainingCheckpoints
 from tessera.worker.training.context import LocalTaskContext
-from tessera.worker.training.trainer import Batches, Trainer, seed_everything
+from tessera.worker.training.randomness import seed_everything
+from tessera.worker.training.setup import TrainingSetup
+from tessera.worker.training.trainer import Trainer
 from tests.support.duals import dual, pairs
 
 CPU = torch.device("cpu")
@@ -57,6 +62,10 @@ class Subject:
 
     def model(self) -> PreTrainedModel:
         return instantiate(self.config, self.head, seed=1, prompts=self.prompts, lora=self.lora)
+
+    def document(self) -> Model:
+        table = block_table(self.model())
+        return Model(config=self.config, head=self.head, blocks=table, prompts=self.prompts, lora=self.lora)
 
     def facts(self, **training: Any) -> RunInfo:
         return RunInfo(block_table(self.model()), rounds=10, training=Training.model_validate(training))
@@ -93,6 +102,8 @@ def one_task(
     plan: Plan | None = None,
     dataset: Dataset | None = None,
     subject: Subject = PLAIN,
+    check: Callable[[], None] = lambda: None,
+    checkpoints: TrainingCheckpoints | None = None,
     **training: Any,
 ) -> tuple[LocalTaskContext, LocalResult]:
     """Trains a small model, on its own data and as the method asks in this round unless told otherwise; what is left
@@ -103,7 +114,10 @@ def one_task(
     chosen = MethodSpec(name=method, settings=dict(settings or {}))
     worker = Participant("a/w", 24)
     plan = plan or coordinator_half(chosen, facts).plan_for(State(round_number, {}), worker)
-    context = LocalTaskContext(model, subject.head, plan, facts.blocks, dict(vault or {}), dict(server_state or {}))
+    context = LocalTaskContext(
+        model, subject.head, plan, facts.blocks, dict(vault or {}), dict(server_state or {}),
+        objective=objective_of(wanted, subject.document(), CPU),
+    )  # fmt: skip
     half = worker_half(chosen, facts)
     for block in facts.blocks:
         if start:
@@ -114,5 +128,6 @@ def one_task(
     data = dataset or subject.data()
     selected = half.select(context, Batches(data, wanted.batch_size, CPU))
     place = {"round_number": round_number + 1, "rounds": facts.rounds}
-    stats = Trainer(half, context, wanted, CPU, lambda: None, **place).train(half.phases(context, selected), data, 0)
+    trainer = Trainer(half, context, wanted, TrainingSetup(CPU), check, checkpoints=checkpoints, **place)
+    stats = trainer.train(half.phases(context, selected), data, 0)
     return context, half.collect(context, selected, stats)

@@ -17,9 +17,9 @@ from typer.testing import CliRunner
 from tessera.coordinator.auth.tokens import issue_token
 from tessera.coordinator.db.workers import create_site
 from tessera.shared.api.admin import Approval, Enrolment, TokenSpec
+from tessera.shared.api.token_format import hash_of, new_secret
 from tessera.shared.client.client import Client
 from tessera.shared.problems import Unauthenticated
-from tessera.shared.token_format import hash_of, new_secret
 from tessera.worker.cli import join
 from tessera.worker.cli.worker import app
 from tessera.worker.enrolment import NEXT, prepare, rotate

@@ -107,7 +107,9 @@ def _lora_from(rank: int | None, alpha: float | None, roles: str) -> Lora | None
     return Lora.model_validate({"rank": rank, "alpha": alpha if alpha is not None else 2 * rank, "roles": names})
 
 
-def _float32_of(dtype: object, head: Head, prompts: Prompts | None, lora: Lora | None) -> tuple[Float32Role, ...]:
+def _float32_of(
+    dtype: torch.dtype | str | None, head: Head, prompts: Prompts | None, lora: Lora | None
+) -> tuple[Float32Role, ...]:
     """Return the roles that are float32 beside a base in this dtype: what is added, and a classifier."""
     if dtype not in (torch.bfloat16, torch.float16):
         return ()

@@ -7,7 +7,8 @@ from tessera.shared.api.tasks import Task
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.selectors import EVERYTHING
 from tessera.shared.model.spec import Model
-from tessera.shared.run_settings import Privacy, local_epochs
+from tessera.shared.run_settings import Privacy
+from tessera.shared.schedule import local_epochs
 from tessera.worker.governance.policy import Policy
 
 NAMES = {

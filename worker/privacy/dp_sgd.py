@@ -33,7 +33,8 @@ from tessera.worker.privacy.per_example_grads import (
 )
 from tessera.worker.training.context import LocalTaskContext
 from tessera.worker.training.freeze import Freeze
-from tessera.worker.training.trainer import Trainer, autocast
+from tessera.worker.training.optimization.precision import autocast
+from tessera.worker.training.setup import LocalTraining
 
 GRID = 1024
 """Lower limit on the noise's standard deviation in steps of the grid: rounding adds less than one ten-millionth to
@@ -144,39 +145,35 @@ class NoisyGradients:
     """
 
     def __init__(
-        self, trainer: Trainer, freeze: Freeze, dataset: Dataset, mechanism: Mechanism, source: NoiseSource
+        self, local: LocalTraining, freeze: Freeze, dataset: Dataset, mechanism: Mechanism, source: NoiseSource
     ) -> None:
         self._freeze = freeze
         self._dataset = dataset
         self._mechanism = mechanism
         self._noise_source = source
-        self._device = trainer.device
+        self._device = local.setup.device
         self._without = 0
         self._log = structlog.get_logger("worker")
-        half, context = trainer.half, trainer.context
+        half, context = local.half, local.context
         model, parameters = context.model, freeze.parameters
-        common = {name: tensor.to(trainer.device) for name, tensor in dataset.common.items()}
+        common = {name: tensor.to(self._device) for name, tensor in dataset.common.items()}
         isolate_examples(model, parameters)
 
-        def loss(batch: Batch) -> Tensor:
-            with autocast(trainer.training, trainer.device):
-                return half.loss(context, batch)
-
         def each(batch: Batch) -> Tensor:
-            with autocast(trainer.training, trainer.device):
-                return losses(context.forward(batch), context.head, batch["labels"])
+            with autocast(local.training, self._device):
+                return losses(context.forward(batch), context.head, batch["labels"], context.objective)
 
         plain = type(half).loss is WorkerHalf.loss
         synthetic = context.synthetic_examples(dataset, 2)
-        sample = {name: tensor.to(trainer.device) for name, tensor in synthetic.items()}
-        exact = trainer.training.precision == "float32" and all(p.dtype.itemsize >= 4 for p in parameters)
+        sample = {name: tensor.to(self._device) for name, tensor in synthetic.items()}
+        exact = local.training.precision == "float32" and all(p.dtype.itemsize >= 4 for p in parameters)
         tolerance = EXACT if exact else ROUGH
         self._clip_norm = mechanism.clip_norm * (1 - ROUNDING[tolerance])
-        self._method = fastest(model, loss, each if plain else None, parameters, common, sample, tolerance)
+        self._method = fastest(model, local.loss, each if plain else None, parameters, common, sample, tolerance)
         self.method = self._method.name
         """The name of the method for per-example gradients."""
         self._known = known_examples(context, dataset, {name: tensor[:1] for name, tensor in sample.items()} | common)
-        self._alone = OneByOne(loss, parameters, common)
+        self._alone = OneByOne(local.loss, parameters, common)
         self._at_once = at_once(self._method, parameters)
 
     def fill(self) -> None:

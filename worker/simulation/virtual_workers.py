@@ -24,6 +24,7 @@ from tessera.worker.task.errors import TaskFailure
 from tessera.worker.task.model_cache import ModelCache
 from tessera.worker.task.runner import TaskRunner
 from tessera.worker.training.progress import Report
+from tessera.worker.training.setup import TrainingSetup
 
 EVALUATOR = "evaluator"
 """The site that holds the central data set, and does not train."""
@@ -84,7 +85,7 @@ class Workers:
             coordinator=self.coordinator,
             datasets={task.dataset: dataset},
             for_evaluation=frozenset({task.dataset} if central else ()),
-            device=self.device,
+            setup=TrainingSetup(self.device),
             vault=Vault(home / "vault", durable=False),
             shelf=lent,
             scratch=home,

@@ -28,6 +28,7 @@ IDENTIFIER = re.compile(r"[A-Za-z0-9-]{1,64}")
 STAGED, ACCEPTED = "staged", "accepted"
 PENDING = re.compile(r"(?:staged|accepted)-(?P<task>[A-Za-z0-9-]{1,64})-(?P<token>[0-9]{1,18})\.safetensors")
 CURRENT = "current.safetensors"
+SCALE = "loss-scale.safetensors"
 
 _DTYPES: dict[str, np.dtype] = {
     **{str(name): dtype for name, dtype in NUMPY_DTYPES.items()},
@@ -104,9 +105,22 @@ class Vault:
 
         Raises ValueError for an id that could be a path, or an array of a kind that cannot be stored.
         """
-        path = self._of_run(run) / f"{STAGED}-{_checked(task)}-{token}.safetensors"
+        path = self._of_run(run) / f"{STAGED}-{checked_identifier(task)}-{token}.safetensors"
         _write(path, keep, durable=self._durable)
         return Staged(path, self._durable)
+
+    def load_scale(self, run: str) -> dict[str, Array]:
+        """Return what `keep_scale` kept of a run. Raises as `load`."""
+        path = self._of_run(run) / SCALE
+        return _read(path) if path.exists() else {}
+
+    def keep_scale(self, run: str, state: Mapping[str, Array]) -> None:
+        """Keep the loss scale of a run now, whether or not an update is merged. An empty `state` removes it."""
+        path = self._of_run(run) / SCALE
+        if state:
+            _write(path, state, durable=self._durable)
+        else:
+            path.unlink(missing_ok=True)
 
     def settle(self, ask: RoundWorkload) -> None:
         """Settle the pending files of every run. Raises the exceptions of `ask`."""
@@ -143,7 +157,7 @@ class Vault:
             match = PENDING.fullmatch(path.name)
             if match is None:
                 continue
-            staged, fate = Staged(path, self._durable), _fate_of(match["task"], ask)
+            staged, fate = Staged(path, self._durable), outcome_of(match["task"], ask)
             if fate is None or fate.token != int(match["token"]):
                 staged.discard()
                 continue
@@ -175,7 +189,7 @@ class Vault:
         shutil.rmtree(self._of_run(run))
 
     def _of_run(self, run: str) -> Path:
-        return self._folder / _checked(run)
+        return self._folder / checked_identifier(run)
 
 
 def _read(path: Path) -> dict[str, Array]:
@@ -191,7 +205,7 @@ def _read(path: Path) -> dict[str, Array]:
 
 def _write(path: Path, keep: Mapping[str, Array], *, durable: bool) -> None:
     layout = [(name, _dtype_name(name, values), values.shape) for name, values in keep.items()]
-    with written_whole(path, durable=durable) as file:
+    with written_whole(path, durable=durable, mode=0o600) as file:
         write(file, layout, (as_bytes(values) if values.size else b"" for values in keep.values()))
 
 
@@ -201,7 +215,7 @@ def _of_blocks(name: str, blocks: frozenset[str]) -> bool:
     return any("/".join(parts[first:]) in blocks for first in range(len(parts)))
 
 
-def _fate_of(task: str, ask: RoundWorkload) -> TaskView | Receipt | None:
+def outcome_of(task: str, ask: RoundWorkload) -> TaskView | Receipt | None:
     """Return the outcome of a task; None if the coordinator does not know it, and so has not accepted its update."""
     try:
         answer = ask(task)
@@ -213,7 +227,8 @@ def _fate_of(task: str, ask: RoundWorkload) -> TaskView | Receipt | None:
     return (answer.receipt if isinstance(answer, TaskView) else None) or answer
 
 
-def _checked(identifier: str) -> str:
+def checked_identifier(identifier: str) -> str:
+    """Return an identifier that is safe in a path. Raises ValueError."""
     if not IDENTIFIER.fullmatch(identifier):
         raise ValueError(f"the coordinator sent an invalid identifier: {identifier[:80]!r}")
     return identifier

@@ -1,5 +1,6 @@
 """The environment shared by a worker's tasks, and the context of one task."""
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -25,11 +26,13 @@ from tessera.worker.model.sandbox import Sandbox
 from tessera.worker.state.audit import Action, Audit
 from tessera.worker.state.base_sources import BaseSources
 from tessera.worker.state.blob_cache import Row, Source
+from tessera.worker.state.checkpoints import Checkpoints
 from tessera.worker.state.hash_chain import TaskRef
 from tessera.worker.state.privacy_ledger import Ledger, Use
 from tessera.worker.state.vault import Vault
 from tessera.worker.task.model_cache import ModelCache
 from tessera.worker.training.progress import Check, Report
+from tessera.worker.training.setup import TrainingSetup
 
 MAX_INLINE = 1 << 20
 """Largest total of inline blobs in a task or a submission, in bytes: these are held in memory several times."""
@@ -74,7 +77,7 @@ class TaskEnvironment:
 
     coordinator: Coordinator
     datasets: Mapping[str, Dataset]
-    device: torch.device
+    setup: TrainingSetup
     vault: Vault
     shelf: Shelf
     scratch: Path
@@ -86,19 +89,20 @@ class TaskEnvironment:
     versions: dict[str, CachedVersion] = field(default_factory=dict)
     """The version of the run's last task, by run."""
     scalers: dict[str, torch.amp.GradScaler] = field(default_factory=dict)
-    """Float16 loss scalers by run: the scale is found by trial, so it is kept for the next round."""
+    """Float16 loss scalers by run: the scale is found by trial, so it is kept for the next round, and in the vault
+    for the next start."""
     tokenized: dict[str, tuple[str, Dataset]] = field(default_factory=dict)
     """The data sets that take the run's tokenizer, as tokens for the last run, with the digest of its model."""
     for_evaluation: frozenset[str] = frozenset()
     """Data sets used only for evaluation."""
     fingerprints: dict[str, Array] = field(default_factory=dict)
     """Hashes of the examples, by data set."""
+    contents: dict[str, str] = field(default_factory=dict)
+    """Digests of the data sets' contents, by data set: with another, no checkpoint is resumed."""
     divided: frozenset[str] = frozenset()
     """Data sets that are one part of a partition (`part` in the settings), for experiments."""
     allowances: Mapping[str, Allowance] = field(default_factory=dict)
     """Privacy budgets by data set."""
-    micro_batch: int | None = None
-    """Number of examples in a forward and backward pass; None for a whole batch."""
     resources: Mapping[str, float] = field(default_factory=dict)
     """Resources that a task may use, by name, such as `upload_bytes_per_second`."""
     ledger: Ledger | None = None
@@ -115,8 +119,16 @@ class TaskEnvironment:
     """The site's external bases; None has none, as in a simulation."""
     sandbox: Sandbox | None = None
     """Sandbox in which an untrusted model is built first; None trusts every model, as in a simulation."""
+    checkpoints: Checkpoints | None = None
+    """Checkpoints of unfinished training; None writes none, as in a simulation."""
+    checkpoint_seconds: float = math.inf
+    """Time between two checkpoints of a task; infinite for none."""
     noise_key: Callable[[Task], bytes | None] = lambda _: None
     """Seed of a private task's noise, for simulations; None draws a secret one. Any other protects no data."""
+
+    @property
+    def device(self) -> torch.device:
+        return self.setup.device
 
 
 @dataclass(frozen=True)

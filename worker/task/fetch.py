@@ -12,10 +12,11 @@ import structlog
 
 from tessera.shared.api.versions import Manifest, ServerTensor
 from tessera.shared.json_limits import check_document
-from tessera.shared.methods.base import RunInfo, WorkerHalf
+from tessera.shared.methods.base import RunInfo, UnsupportedRun, WorkerHalf
 from tessera.shared.methods.registry import worker_half
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.spec import MAX_DOCUMENT_BYTES, Model
+from tessera.shared.model.training_faults import training_faults
 from tessera.shared.problems import InvalidUpdate
 from tessera.shared.tensors.lazy import CHUNK, Array, as_bytes, digest_of, from_bytes, to_array
 from tessera.shared.updates.codecs.stage import CodecError
@@ -24,6 +25,7 @@ from tessera.worker.data.dataset import Dataset
 from tessera.worker.model.block_map import named_tensors
 from tessera.worker.model.build import allocate, check_model, laid_out, write_block
 from tessera.worker.model.device_memory import free_bytes, needed_bytes
+from tessera.worker.model.forward import objective_of
 from tessera.worker.model.layouts import MappingFile
 from tessera.worker.state.atomic_files import temporary_file
 from tessera.worker.state.base_cache import BaseRecordError
@@ -36,7 +38,8 @@ from tessera.worker.task.errors import TaskFailure, failing_as
 from tessera.worker.task.model_cache import Built, structure_of
 from tessera.worker.training.context import LocalTaskContext
 from tessera.worker.training.input_mismatch import require_fit
-from tessera.worker.training.trainer import seed_everything
+from tessera.worker.training.optimization.moments import Moments, without_moments
+from tessera.worker.training.randomness import seed_everything
 
 MIN_DIFFERENCE_BYTES = 1 << 16
 """Smallest total size of missing blocks for which a difference is requested, in bytes."""
@@ -68,6 +71,8 @@ class Loaded:
     """The version's value of each fetched block."""
     feedback: Feedback
     """Residuals of lossy codecs from earlier rounds."""
+    moments: Moments
+    """The optimizer's moments from earlier rounds."""
 
     def personalise(self) -> None:
         """Restore the site's private state into the model and let the method set it up."""
@@ -84,7 +89,7 @@ class Loaded:
 def fetch(run: TaskRun, dataset: Dataset) -> Fetched:
     """Fetch the version's blocks into local files.
 
-    Raises PolicyViolation, TaskFailure, InputMismatch, ConfigError, ModelMismatch, Problem.
+    Raises PolicyViolation, TaskFailure, InputMismatch, UnsupportedRun, ConfigError, ModelMismatch, Problem.
     """
     env, task = run.env, run.task
     # Store inline blobs as if they had been fetched; ignore more than the protocol allows.
@@ -97,6 +102,8 @@ def fetch(run: TaskRun, dataset: Dataset) -> Fetched:
     env.policy.check_model_type(model_type)
     env.policy.check_model(document.nbytes)
     require_fit(document, task.dataset, dataset, padded=task.privacy is not None)
+    if faults := [f"training.{name} {said}" for name, said in training_faults(task.training, document)]:
+        raise UnsupportedRun("; ".join(faults))
     names = {block.name for block in task.plan.fetch.resolve(document.blocks)}
     # Reuse the last round's model only if every block is overwritten: local values of a block that is not fetched
     # must not leak into this round.
@@ -173,9 +180,16 @@ def load(run: TaskRun, fetched: Fetched) -> Loaded:
         raise TaskFailure("no-receipt", str(fault)) from None
     vault = env.vault.load(task.run)
     feedback = Feedback.of(vault, task.plan.stage, task.round)
-    head = fetched.document.head
-    context = LocalTaskContext(built.model, head, task.plan, built.blocks, without_feedback(vault), server_state)
-    return Loaded(built, half, context, fetched.bases, feedback)
+    context = LocalTaskContext(
+        built.model,
+        fetched.document.head,
+        task.plan,
+        built.blocks,
+        without_moments(without_feedback(vault)),
+        server_state,
+        objective=objective_of(task.training, fetched.document, env.device, private=task.privacy is not None),
+    )
+    return Loaded(built, half, context, fetched.bases, feedback, Moments.of(vault))
 
 
 def _built(run: TaskRun, fetched: Fetched) -> Built:

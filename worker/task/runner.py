@@ -23,10 +23,11 @@ from tessera.worker.task.environment import Journal, TaskEnvironment, TaskRun
 from tessera.worker.task.evaluate import evaluate
 from tessera.worker.task.fetch import fetch, load
 from tessera.worker.task.heartbeat import Stopped
+from tessera.worker.task.resumption import ending
 from tessera.worker.task.tokenize import tokenize
 from tessera.worker.task.train import train
 from tessera.worker.task.upload import Egress
-from tessera.worker.training.input_mismatch import explained
+from tessera.worker.training.input_mismatch import explained, require_own_loss
 from tessera.worker.training.progress import Check, Report
 
 if TYPE_CHECKING:
@@ -57,22 +58,24 @@ class TaskRunner(TaskEnvironment):
             version=task.version.digest,
         )
         admission = admit(run)
-        dataset, private = admission.dataset, admission.private
+        dataset, private, checkpoint = admission.dataset, admission.private, admission.checkpoint
         report.begin("fetching")
-        with self.shelf.pinning(), _settling(private):
+        with self.shelf.pinning(), _settling(private), ending(checkpoint):
             with spans.span("fetch"):
                 fetched = fetch(run, dataset)
                 loaded = load(run, fetched)
                 dataset = tokenize(run, fetched.document, loaded, dataset)
+                require_own_loss(loaded.context, dataset)
             fitting = explained(fetched.document, loaded.context, dataset, private=task.privacy is not None)
-            egress = Egress(run, admission.snapshot, private)
+            egress = Egress(run, admission.snapshot, private, checkpoint)
             if task.kind == "train":
                 with spans.span("train"), fitting:
-                    result, stats = train(run, loaded, dataset, private)
+                    result, stats = train(run, loaded, dataset, private, checkpoint)
                 with spans.span("upload"):
                     update = egress.upload(result, loaded, stats.examples)
                 with spans.span("submit"):
-                    egress.submit(update, {**result.keep, **loaded.feedback.kept()}, stats.examples)
+                    keep = {**result.keep, **loaded.feedback.kept(), **loaded.moments.values}
+                    egress.submit(update, keep, stats.examples)
             else:
                 with spans.span("evaluate"):
                     with fitting:

@@ -9,8 +9,9 @@ from transformers import PreTrainedModel
 
 from tessera.shared.model.spec import Head
 from tessera.worker.model.forward import IGNORED, forward
+from tessera.worker.training.batches import Batches
+from tessera.worker.training.divergence import TrainingDiverged
 from tessera.worker.training.progress import Check
-from tessera.worker.training.trainer import Batches, TrainingDiverged
 
 CALIBRATION_BINS = 15
 ROWS = 256

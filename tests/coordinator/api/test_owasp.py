@@ -17,8 +17,8 @@ import pytest
 from tessera.coordinator.auth.oidc import OIDCVerifier
 from tessera.coordinator.settings import CoordinatorSettings
 from tessera.shared.api.admin import TokenSpec
+from tessera.shared.api.token_format import hash_of, new_secret
 from tessera.shared.problems import Unavailable
-from tessera.shared.token_format import hash_of, new_secret
 from tests.coordinator.api.test_routes import ROUTES
 from tests.support.coordinator import Clock, LiveCoordinator, refused
 from tests.support.federation import ScriptedWorker, small_model, start_run, values

@@ -25,6 +25,7 @@ from tessera.worker.state.vault import Vault
 from tessera.worker.task.errors import TaskFailure
 from tessera.worker.task.runner import TaskRunner
 from tessera.worker.training.progress import Report
+from tessera.worker.training.setup import TrainingSetup
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
 from tests.support.tasks import VIT, images
@@ -250,5 +251,10 @@ def runner(folder: Path, worker: ScriptedWorker, data: Dataset) -> TaskRunner:
     home.mkdir()
     (name,) = worker.datasets
     return TaskRunner(
-        worker.client, {name: data}, torch.device("cpu"), Vault(home / "vault"), Cache(home / "cache", 1 << 24), home
+        worker.client,
+        {name: data},
+        TrainingSetup(torch.device("cpu")),
+        Vault(home / "vault"),
+        Cache(home / "cache", 1 << 24),
+        home,
     )

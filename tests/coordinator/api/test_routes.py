@@ -16,9 +16,9 @@ from starlette.routing import BaseRoute, Route
 from tessera.shared.api.admin import EnrolmentSpec, TokenSpec
 from tessera.shared.api.runs import Cohort, Run
 from tessera.shared.api.tasks import Task
+from tessera.shared.api.token_format import hash_of, new_secret
 from tessera.shared.client.client import Client
 from tessera.shared.tensors.lazy import digest_of
-from tessera.shared.token_format import hash_of, new_secret
 from tests.support.coordinator import LiveCoordinator, refused, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
 from tests.support.raw import PART, announced

@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 
 from tessera.shared.api.admin import TokenSpec
-from tessera.shared.token_format import hash_of, new_secret
+from tessera.shared.api.token_format import hash_of, new_secret
 from tests.support.coordinator import Clock, LiveCoordinator, refused, refusing, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
 from tests.support.raw import PART, announced

@@ -25,6 +25,7 @@ from tessera.worker.state.vault import Vault
 from tessera.worker.task import fetch
 from tessera.worker.task.runner import TaskRunner
 from tessera.worker.training.progress import Report
+from tessera.worker.training.setup import TrainingSetup
 from tests.support.coordinator import LiveCoordinator, refusing, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
 from tests.support.tasks import CPU, VIT
@@ -108,7 +109,9 @@ def test_on_a_fast_line_none_is_asked_for(coordinator: LiveCoordinator) -> None:
 def runner_and_run(coordinator: LiveCoordinator, folder: Path) -> tuple[TaskRunner, ScriptedWorker, Run]:
     worker = ScriptedWorker(coordinator.client("site", "a"), datasets={"data": 16})
     cache = Cache(folder / "cache", 1 << 24)
-    runner = TaskRunner(worker.client, {"data": images(0)}, CPU, Vault(folder / "vault"), cache, folder)
+    runner = TaskRunner(
+        worker.client, {"data": images(0)}, TrainingSetup(CPU), Vault(folder / "vault"), cache, folder
+    )
     worker.enrol()
     model = instantiate(WIDE, "image-classification", seed=0)
     blocks = block_table(model)

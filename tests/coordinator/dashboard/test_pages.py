@@ -20,13 +20,13 @@ from tessera.coordinator.db.tables import SiteRow, TaskRow, VersionRow, WorkerRo
 from tessera.shared.api.admin import EnrolmentSpec
 from tessera.shared.api.runs import Cohort, Evaluation, RunPatch
 from tessera.shared.api.tasks import AdvertisedPolicy, Failure, Progress
+from tessera.shared.api.token_format import hash_of
 from tessera.shared.client.client import Client
 from tessera.shared.methods.base import MethodSpec
 from tessera.shared.methods.registry import FOLDERS, methods
 from tessera.shared.problems import BadRequest
 from tessera.shared.rounds.eta import Pace, expected_end
-from tessera.shared.run_settings import Budget, Privacy
-from tessera.shared.token_format import hash_of
+from tessera.shared.run_settings import Budget, Privacy, Training
 from tests.coordinator.dashboard.conftest import Person, signed_in
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
@@ -403,6 +403,18 @@ def test_a_run_is_started_from_what_another_made(coordinator: LiveCoordinator) -
     assert person.http.get("/page/runs/new?copy=nothing").status_code == 404
 
 
+def test_settings_of_local_training_are_shown_and_kept_in_a_copy(coordinator: LiveCoordinator, admin: Person) -> None:
+    training = Training.model_validate(
+        {"rates": {"head": 10}, "keep_moments": True, "label_smoothing": 0.1, "class_weights": [1, 2.5]}
+    )
+    run = start_run(coordinator.client(), MODEL, values(MODEL), training=training)
+    page = unescape(admin.http.get(f"/page/runs/{run.id}").text)
+    assert "times 10 for head, moments kept between rounds, labels smoothed by 0.1, weighted classes" in page
+    form = unescape(admin.http.get(f"/page/runs/new?copy={run.id}").text)
+    for text in ('{"head": 10.0}', "[1.0, 2.5]"):
+        assert text in form
+
+
 def test_who_has_no_model_yet_reads_how_to_make_one(coordinator: LiveCoordinator) -> None:
     shown = signed_in(coordinator, "orchestrator").http.get("/page/runs/new").text
     assert "tessera run create run.toml --model my-model" in shown
@@ -529,8 +541,11 @@ def test_progress_becomes_a_forecast_on_the_page(coordinator: LiveCoordinator, v
     worker.enrol()
     run = start_run(coordinator.client(), MODEL, values(MODEL), rounds=2)
     task = worker.take()
-    worker.client.heartbeat(task.id, task.token, Progress(phase="training", step=39, steps=40))
+    at = Progress(phase="training", step=39, steps=40, phase_seconds={"training": 3900.0})
+    worker.client.heartbeat(task.id, task.token, at)
     first = viewer.http.get(f"/page/runs/{run.id}").text
+    # 39 steps took 3900 s, so the last one takes 100 s.
+    assert "training step 39 of 40, 1 min 40 s left" in " ".join(first.split())
     assert "no forecast yet" in first
     assert "Left, about" not in first
     worker.train(task)

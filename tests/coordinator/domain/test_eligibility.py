@@ -23,7 +23,8 @@ from tessera.shared.api.versions import VersionRef
 from tessera.shared.methods.base import MethodSpec, Plan
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.selectors import roles
-from tessera.shared.run_settings import LATER_SETTINGS, Budget, Privacy, local_epochs
+from tessera.shared.run_settings import LATER_SETTINGS, Budget, Privacy
+from tessera.shared.schedule import local_epochs
 from tessera.worker.governance.policy import Allowance, Policy, PolicyViolation
 from tests.support.federation import small_model
 

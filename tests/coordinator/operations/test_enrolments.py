@@ -10,8 +10,8 @@ import pytest
 
 from tessera.coordinator.operations.enrolments import KEPT_SECONDS, LETTERS, PENDING_SECONDS, makes_way
 from tessera.shared.api.admin import Approval, Enrolment, EnrolmentSpec, TokenSpec
+from tessera.shared.api.token_format import hash_of, new_secret, normal_code
 from tessera.shared.client.client import Client
-from tessera.shared.token_format import hash_of, new_secret, normal_code
 from tests.support.coordinator import Clock, LiveCoordinator, refused, refusing
 
 FAST = {"enrolments_per_minute": 1_000}

@@ -21,12 +21,12 @@ from tessera.coordinator.db.tables import TokenRow
 from tessera.shared.api.admin import EnrolmentSpec
 from tessera.shared.api.runs import Round
 from tessera.shared.api.tasks import Failure, Submission, TaskView
+from tessera.shared.api.token_format import hash_of, new_secret
 from tessera.shared.cli.render.failures import task_failures
 from tessera.shared.client.client import Client
 from tessera.shared.client.round_outcomes import follow
 from tessera.shared.model.spec import BLOCKS_FILE, WEIGHTS_FILE, Lora
 from tessera.shared.problems import Fault, InvalidUpdate
-from tessera.shared.token_format import hash_of, new_secret
 from tests.support.cli import COMMAND, environment, tessera
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.federation import ScriptedWorker, model_folder, small_model, start_run, values, whole_tensors

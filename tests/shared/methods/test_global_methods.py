@@ -25,7 +25,8 @@ from tessera.shared.methods.fednova import effective_steps
 from tessera.shared.methods.registry import coordinator_half, worker_half
 from tessera.shared.model.selectors import roles
 from tessera.shared.model.spec import Head
-from tessera.shared.run_settings import Training, rate_factors
+from tessera.shared.run_settings import Training
+from tessera.shared.schedule import rate_factors
 from tessera.shared.tensors.lazy import Array, ArrayTensor, Tensor, to_array
 from tessera.worker.model.block_map import block_table, named_tensors
 from tessera.worker.model.build import instantiate, write_block

@@ -18,7 +18,7 @@ from tessera.shared.tensors.lazy import Array, ArrayTensor, to_array
 from tessera.worker.model.build import instantiate
 from tessera.worker.model.prompts import PromptError, prompts_of
 from tessera.worker.training.context import LocalTaskContext
-from tessera.worker.training.trainer import seed_everything
+from tessera.worker.training.randomness import seed_everything
 from tests.support.tasks import ADAPTED, PLAIN, PROMPTED, Subject, one_task
 
 SGD = {"optimizer": "sgd", "weight_decay": 0.0, "learning_rate": 0.05}

@@ -41,8 +41,11 @@ from tessera.shared.updates.update_file import TrainedBlock
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.model.block_map import block_table
 from tessera.worker.model.build import instantiate
+from tessera.worker.training.batches import Batches
 from tessera.worker.training.context import LocalTaskContext, largest
-from tessera.worker.training.trainer import Batches, Trainer, seed_everything
+from tessera.worker.training.randomness import seed_everything
+from tessera.worker.training.setup import TrainingSetup
+from tessera.worker.training.trainer import Trainer
 from tests.support.duals import CLASSES, dual, pairs
 from tests.support.tasks import CPU, VIT, images
 
@@ -132,7 +135,9 @@ def task(
     worker = worker_half(MethodSpec(name="safl", settings=settings), facts)
     seed_everything(0)
     selected = worker.select(context, Batches(images(), TRAINING.batch_size, CPU))
-    stats = Trainer(worker, context, TRAINING, CPU, lambda: None).train(worker.phases(context, selected), images(), 0)
+    stats = Trainer(worker, context, TRAINING, TrainingSetup(CPU), lambda: None).train(
+        worker.phases(context, selected), images(), 0
+    )
     return Done(plan, context, worker.collect(context, selected, stats), start)
 
 

@@ -11,15 +11,8 @@ import torch
 from pydantic import ValidationError
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, LRScheduler
 
-from tessera.shared.run_settings import (
-    MAX_STEPS,
-    Training,
-    full_rate_steps,
-    local_epochs,
-    local_steps,
-    rate_factors,
-    require_summable,
-)
+from tessera.shared.run_settings import MAX_STEPS, Training
+from tessera.shared.schedule import full_rate_steps, local_epochs, local_steps, rate_factors, require_summable
 
 ROUNDS, STEPS = 4, 5
 OF_THE_FIRST_VERSION = {
@@ -146,6 +139,11 @@ def test_a_run_without_newer_settings_is_written_as_the_first_version_wrote_it()
         {"warmup": 0.1},
         {"betas": [0.9, 0.95]},
         {"decay_norms_and_biases": False},
+        {"keep_moments": True},
+        {"rates": {"head": 10.0}},
+        {"label_smoothing": 0.1},
+        {"class_weights": [1.0, 2.5]},
+        {"class_weights": {"rare": 2.5}},
     ],
 )
 def test_a_newer_setting_that_is_used_is_in_all_that_is_written(training: dict[str, Any]) -> None:

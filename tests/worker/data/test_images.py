@@ -20,7 +20,7 @@ from tessera.worker.data.readers import image_processor as reader
 from tessera.worker.data.registry import load
 from tessera.worker.model.build import instantiate
 from tessera.worker.model.forward import forward
-from tessera.worker.training.trainer import Batches
+from tessera.worker.training.batches import Batches
 from tests.support.pretrained import CLS, PAD, SEP, bert_tokenizer, image_processor, picture, plain_tokenizer
 
 RED, GREEN, BLUE, GREY = (255, 0, 0), (0, 255, 0), (0, 0, 255), (51, 51, 51)

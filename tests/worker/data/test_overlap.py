@@ -26,6 +26,7 @@ from tessera.worker.task.environment import Journal, TaskRun
 from tessera.worker.task.heartbeat import Stopped
 from tessera.worker.task.runner import TaskRunner
 from tessera.worker.training.progress import Report
+from tessera.worker.training.setup import TrainingSetup
 from tests.worker.privacy.test_private_task import task as task_of
 
 KEY = b"k" * 32
@@ -99,7 +100,7 @@ def runner(folder: Path, shared: dict[str, str] | None = None) -> TaskRunner:
     data = {"wards": images(range(200)), "again": images(range(190, 400)), "others": images(range(1000, 1200))}
     return TaskRunner(
         None,  # type: ignore[arg-type]  (nothing is fetched or sent)
-        data, torch.device("cpu"), Vault(folder / "vault"), Cache(folder / "cache", 1 << 20), folder,
+        data, TrainingSetup(torch.device("cpu")), Vault(folder / "vault"), Cache(folder / "cache", 1 << 20), folder,
         ledger=Ledger(folder / "ledger", KEY, shared),
         allowances={"wards": Allowance(epsilon=3.0, delta=1e-5)},
     )  # fmt: skip

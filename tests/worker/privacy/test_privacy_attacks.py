@@ -29,10 +29,12 @@ from tessera.worker.privacy.noise import NoiseSource
 from tessera.worker.privacy.per_example_grads import Hooked
 from tessera.worker.privacy.private_task import PrivateTask
 from tessera.worker.state.privacy_ledger import Ledger
+from tessera.worker.training.batches import Batches
 from tessera.worker.training.context import LocalTaskContext
 from tessera.worker.training.freeze import Freeze
 from tessera.worker.training.progress import Report
-from tessera.worker.training.trainer import Batches, Trainer
+from tessera.worker.training.setup import TrainingSetup
+from tessera.worker.training.trainer import Trainer
 
 DIGEST = f"sha256:{'0' * 64}"
 TOKENS = 64
@@ -88,7 +90,7 @@ def train(
     half.setup(context)
     cpu, drawn = torch.device("cpu"), hashlib.sha256(key.encode()).digest()
     private = PrivateTask(task, privacy, EXAMPLES, Ledger(folder), None, key=drawn)
-    Trainer(half, context, training, cpu, lambda: None, private).train([Phase(train)], data, seed=0)
+    Trainer(half, context, training, TrainingSetup(cpu), lambda: None, private).train([Phase(train)], data, seed=0)
 
 
 # ---------------------------------------------------------------- the last bits of the noise
@@ -179,7 +181,7 @@ def test_an_example_that_fails_counts_as_zero_and_changes_nothing_of_the_others(
     half = worker_half(MethodSpec(name=method), RunInfo(tuple(context.blocks), 1, training=training))
     half.setup(context)
     freeze = Freeze(context.model, named(["*classifier*", "*attention*"]).resolve(context.blocks))
-    trainer = Trainer(half, context, training, torch.device("cpu"), lambda: None)
+    trainer = Trainer(half, context, training, TrainingSetup(torch.device("cpu")), lambda: None)
     noisy = NoisyGradients(
         trainer, freeze, data, Mechanism(sampling(EXAMPLES, None), 1.0, 1.0), NoiseSource(bytes(32))
     )
@@ -275,7 +277,7 @@ def test_dropout_is_off_so_that_what_an_example_adds_does_not_depend_on_its_plac
     half = worker_half(MethodSpec(name="fedavg"), RunInfo(tuple(context.blocks), 1, training=training))
     context.model.train()
     freeze = Freeze(context.model, context.blocks)
-    trainer = Trainer(half, context, training, torch.device("cpu"), lambda: None)
+    trainer = Trainer(half, context, training, TrainingSetup(torch.device("cpu")), lambda: None)
     noisy = NoisyGradients(
         trainer, freeze, data, Mechanism(sampling(EXAMPLES, None), 1.0, 1.0), NoiseSource(bytes(32))
     )

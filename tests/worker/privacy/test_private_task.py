@@ -35,10 +35,13 @@ from tessera.worker.privacy.per_example_grads import norms
 from tessera.worker.privacy.private_task import PrivateTask, bounded_sums, epsilon_per_pick, private_top_k
 from tessera.worker.state.hash_chain import TaskRef
 from tessera.worker.state.privacy_ledger import Event, Exact, Ledger, NoisyChoice, NoisySteps
+from tessera.worker.training.batches import Batches
 from tessera.worker.training.context import LocalTaskContext
 from tessera.worker.training.freeze import Freeze
 from tessera.worker.training.progress import Report
-from tessera.worker.training.trainer import Batches, Trainer, seed_everything
+from tessera.worker.training.randomness import seed_everything
+from tessera.worker.training.setup import TrainingSetup
+from tessera.worker.training.trainer import Trainer
 from tests.support.tasks import ADAPTED, PLAIN, PROMPTED, Subject, subject_of
 
 VIT = {
@@ -81,7 +84,7 @@ def trainer_of(
     )
     half.setup(context)
     context.model.train()
-    return Trainer(half, context, training, CPU, lambda: None)
+    return Trainer(half, context, training, TrainingSetup(CPU), lambda: None)
 
 
 def gradients_of(
@@ -145,7 +148,7 @@ def test_so_it_is_with_every_method_in_every_phase(method: str) -> None:
     phases = half.phases(context, half.select(context, Batches(data, 8, CPU)))
     assert phases
     context.model.train()
-    trainer = Trainer(half, context, facts.training, CPU, lambda: None)
+    trainer = Trainer(half, context, facts.training, TrainingSetup(CPU), lambda: None)
     for phase in phases:
         half.on_phase_start(context, phase)
         freeze = Freeze(
@@ -168,7 +171,7 @@ def test_every_method_gives_a_loss_for_an_example_that_is_made_up(method: str) -
     context = LocalTaskContext(subject.model(), subject.head, plan_of(method, facts), facts.blocks)
     half = worker_half(MethodSpec(name=method), facts)
     half.setup(context)
-    Trainer(half, context, facts.training, CPU, lambda: None)._rehearse(subject.data())
+    Trainer(half, context, facts.training, TrainingSetup(CPU), lambda: None)._rehearse(subject.data())
     context.close()
 
 
@@ -193,7 +196,7 @@ def test_what_is_clipped_are_the_gradients_of_single_examples(
     half.setup(context)
     context.model.train()
     (phase,) = half.phases(context, half.select(context, Batches(data, 8, CPU)))
-    trainer = Trainer(half, context, facts.training, CPU, lambda: None)
+    trainer = Trainer(half, context, facts.training, TrainingSetup(CPU), lambda: None)
     freeze = Freeze(context.model, [*phase.train.resolve(context.blocks), *context.private])
     # In float64, so that rounding is no part of what is compared.
     context.model.double()
@@ -483,7 +486,7 @@ def train(
         begin(steps)
 
     private.begin = watched  # type: ignore[method-assign]
-    stats = Trainer(trainer.half, context, trainer.training, CPU, lambda: None, private, report).train(
+    stats = Trainer(trainer.half, context, trainer.training, TrainingSetup(CPU), lambda: None, private, report).train(
         phases or [Phase(EVERYTHING)], data, seed=0
     )
     assert (told, report.progress().activity) == (["calibrating noise"], None)

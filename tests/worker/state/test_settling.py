@@ -33,6 +33,7 @@ from tessera.worker.state.privacy_ledger import Exact, Ledger, LedgerEntry, Nois
 from tessera.worker.state.vault import Vault
 from tessera.worker.task.runner import TaskRunner
 from tessera.worker.training.progress import Report
+from tessera.worker.training.setup import TrainingSetup
 from tests.support.cli import forked
 from tests.support.coordinator import LiveCoordinator
 from tests.support.federation import ScriptedWorker, start_run
@@ -58,7 +59,7 @@ class SiteWithRun:
         pixels = torch.randn(24, 1, 8, 8, generator=generator)
         data = Dataset({"pixel_values": pixels, "labels": torch.randint(0, 3, (24,), generator=generator)})
         cache = Cache(folder / "cache", 1 << 24)
-        given = (self.worker.client, {"data": data}, CPU, Vault(folder / "vault"), cache, folder)
+        given = (self.worker.client, {"data": data}, TrainingSetup(CPU), Vault(folder / "vault"), cache, folder)
         self.runner = TaskRunner(*given, ledger=self.ledger, audit=self.audit)
         self.worker.enrol()
         model = instantiate(VIT, "image-classification", seed=1)

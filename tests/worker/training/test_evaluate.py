@@ -12,9 +12,10 @@ from transformers import PreTrainedModel
 from tessera.shared.model.spec import Head
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.model.build import instantiate
+from tessera.worker.training.batches import Batches
+from tessera.worker.training.divergence import TrainingDiverged
 from tessera.worker.training.evaluate import calibration_error, evaluate, macro_f1
 from tessera.worker.training.progress import Report, rounded
-from tessera.worker.training.trainer import Batches, TrainingDiverged
 
 VIT = {
     "model_type": "vit", "image_size": 8, "patch_size": 4, "num_channels": 1, "hidden_size": 8, "num_labels": 3,

@@ -29,9 +29,12 @@ from tessera.worker.state.blob_cache import Cache
 from tessera.worker.state.vault import Vault
 from tessera.worker.task.heartbeat import Stop
 from tessera.worker.task.runner import TaskRunner
+from tessera.worker.training.batches import Batches
+from tessera.worker.training.divergence import TrainingDiverged
 from tessera.worker.training.evaluate import evaluate
+from tessera.worker.training.optimization.precision import restore_scale, scale_of
 from tessera.worker.training.progress import Report
-from tessera.worker.training.trainer import Batches, TrainingDiverged
+from tessera.worker.training.setup import TrainingSetup
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.duals import dual, pairs
 from tests.support.federation import ScriptedWorker, start_run
@@ -205,7 +208,7 @@ def test_a_site_that_requires_privacy_makes_no_model_of_its_own_without_it(
     )
     cache, vault = Cache(tmp_path / "cache", 1 << 24), Vault(tmp_path / "vault")
     policy = Policy(require_privacy=floor)
-    runner = TaskRunner(worker.client, data, CPU, vault, cache, tmp_path, policy=policy)
+    runner = TaskRunner(worker.client, data, TrainingSetup(CPU), vault, cache, tmp_path, policy=policy)
     worker.enrol()
     client = coordinator.client()
     run = begin(client, "fedbabu", Evaluation(sites=True), tune_epochs=1)
@@ -244,7 +247,9 @@ def test_a_dual_encoder_is_measured_with_the_shared_prompts_and_with_the_site_s_
     )
     cache = Cache(tmp_path / "cache", 1 << 24)
     few = Policy(min_evaluation_examples=6)
-    runner = TaskRunner(worker.client, {"data": data}, CPU, Vault(tmp_path / "vault"), cache, tmp_path, policy=few)
+    runner = TaskRunner(
+        worker.client, {"data": data}, TrainingSetup(CPU), Vault(tmp_path / "vault"), cache, tmp_path, policy=few
+    )
     worker.enrol()
     model = instantiate(dual("clip"), "contrastive", seed=0, prompts=Prompts(vision=2, text=2))
     blocks = block_table(model)
@@ -273,7 +278,9 @@ def digits_runner(coordinator: LiveCoordinator, folder: Path) -> tuple[TaskRunne
     worker = ScriptedWorker(coordinator.client("site", "a"), datasets={"digits": 16})
     cache = Cache(folder / "cache", 1 << 24)
     worker.enrol()
-    return TaskRunner(worker.client, {"digits": data}, CPU, Vault(folder / "vault"), cache, folder), worker
+    return TaskRunner(
+        worker.client, {"digits": data}, TrainingSetup(CPU), Vault(folder / "vault"), cache, folder
+    ), worker
 
 
 def test_a_worker_trains_each_round_of_a_run_at_the_scale_that_the_last_one_found(
@@ -288,6 +295,11 @@ def test_a_worker_trains_each_round_of_a_run_at_the_scale_that_the_last_one_foun
         runner.run(worker.take(), lambda: None, Report())
         scales.append(runner.scalers[run.id].get_scale())
     assert scales[0] == scales[1] < 2.0**127
+    # A worker that starts again finds it in the vault, whose update waits for the round's end.
+    restarted = torch.amp.GradScaler("cpu")
+    restore_scale(restarted, Vault(tmp_path / "vault").load_scale(run.id))
+    assert restarted.get_scale() == scales[-1]
+    assert restarted.state_dict()["_growth_tracker"] == runner.scalers[run.id].state_dict()["_growth_tracker"] > 0
 
 
 def test_training_that_diverges_leaves_no_scale_for_the_next_round(
@@ -296,6 +308,8 @@ def test_training_that_diverges_leaves_no_scale_for_the_next_round(
     runner, worker = digits_runner(coordinator, tmp_path)
     run = begin(coordinator.client(), "fedavg", None)
     runner.scalers[run.id] = torch.amp.GradScaler("cpu", init_scale=2.0**-30)
+    runner.vault.keep_scale(run.id, scale_of(runner.scalers[run.id]))
     with pytest.raises(TrainingDiverged, match="gradients are not finite at step 0"):
         runner.run(worker.take(), lambda: None, Report())
     assert run.id not in runner.scalers
+    assert not runner.vault.load_scale(run.id)

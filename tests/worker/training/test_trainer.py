@@ -17,15 +17,21 @@ from tessera.shared.methods.base import MethodSpec, Phase, Plan, RunInfo, Traini
 from tessera.shared.methods.registry import worker_half
 from tessera.shared.model.selectors import EVERYTHING, SelectorError, all_but, named, roles
 from tessera.shared.model.spec import Head
-from tessera.shared.run_settings import rate_factors
+from tessera.shared.schedule import rate_factors
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.model.block_map import block_table
 from tessera.worker.model.build import instantiate
 from tessera.worker.task.heartbeat import Stop, Stopped
+from tessera.worker.training.batches import Batches
 from tessera.worker.training.context import LocalTaskContext
+from tessera.worker.training.divergence import TrainingDiverged
 from tessera.worker.training.evaluate import evaluate
+from tessera.worker.training.optimization.moments import Moments
+from tessera.worker.training.optimization.precision import gradient_scaler
 from tessera.worker.training.progress import Report, rounded
-from tessera.worker.training.trainer import Batches, Trainer, TrainingDiverged, gradient_scaler, seed_everything
+from tessera.worker.training.randomness import seed_everything
+from tessera.worker.training.setup import TrainingSetup
+from tessera.worker.training.trainer import Trainer
 
 VIT = {
     "model_type": "vit", "image_size": 8, "patch_size": 4, "num_channels": 1, "hidden_size": 16, "num_labels": 3,
@@ -74,6 +80,7 @@ def train(
     min_loss_examples: int = 1,
     scaler: torch.amp.GradScaler | None = None,
     place: tuple[int, int] = (1, 1),
+    moments: Moments | None = None,
     **training: object,
 ) -> TrainingStats:
     half = worker_half(MethodSpec(name="fedavg"), RunInfo(tuple(context.blocks), rounds=1))
@@ -81,7 +88,17 @@ def train(
     settings = Training.model_validate({"batch_size": 8, "learning_rate": 0.05, **training})
     scaler = scaler or gradient_scaler(settings, CPU)
     trainer = Trainer(
-        half, context, settings, CPU, check, None, report or Report(), min_loss_examples, scaler, *place
+        half,
+        context,
+        settings,
+        TrainingSetup(CPU),
+        check,
+        None,
+        report or Report(),
+        min_loss_examples,
+        scaler,
+        *place,
+        moments,
     )
     return trainer.train(phases or [Phase(EVERYTHING)], data or images(), seed)
 

@@ -1,0 +1,62 @@
+"""Lengths and learning rates of local training: how many steps a task makes, and the rate of each."""
+
+import math
+from collections.abc import Iterator
+from math import ceil
+
+from tessera.shared.run_settings import MAX_STEPS, Training
+
+
+def steps_per_epoch(training: Training, examples: int) -> int:
+    """Return the number of batches in one pass over `examples` examples."""
+    return 1 if training.batch_size is None else max(1, ceil(examples / training.batch_size))
+
+
+def local_steps(training: Training, examples: int) -> int:
+    """Return the number of optimizer steps of one phase over `examples` examples."""
+    return training.steps or (training.epochs or 0) * steps_per_epoch(training, examples)
+
+
+def local_epochs(training: Training, examples: int) -> int:
+    """Return the number of passes over `examples` examples in one phase, the last of which may end early."""
+    return ceil(local_steps(training, examples) / steps_per_epoch(training, examples))
+
+
+def rate_factors(training: Training, steps: int, round_number: int, rounds: int) -> Iterator[float]:
+    """Yield the share of the learning rate, above 0 and at most 1, at each of the `steps` of a task.
+
+    The schedule runs over all rounds, counted from 1, and a task's steps share its round evenly. So the rate depends
+    on no memory and is the same after a restart, and sites with different numbers of steps end a round alike. The
+    decay to zero is that of torch's LinearLR and CosineAnnealingLR, whose first step has the full rate. The warm-up
+    counts the step that is about to be made, since a rate of zero would waste the first.
+    """
+    for step in range(steps):
+        begun, made = ((round_number - 1 + count / steps) / rounds for count in (step, step + 1))
+        if begun < training.warmup:
+            yield min(1.0, made / training.warmup)
+            continue
+        decayed = (begun - training.warmup) / (1 - training.warmup)
+        match training.schedule:
+            case "constant":
+                yield 1.0
+            case "linear":
+                yield 1 - decayed
+            case "cosine":
+                # (1 + cos(pi x)) / 2, which in this form is never rounded to zero.
+                yield math.cos(math.pi / 2 * decayed) ** 2
+
+
+def require_summable(training: Training, steps: int) -> None:
+    """Raise ValueError for more steps under a schedule than the coordinator sums, which a site may claim."""
+    if training.scheduled and steps > MAX_STEPS:
+        raise ValueError(
+            f"{steps} steps in a round are more than the {MAX_STEPS} whose learning rates the method can sum: set "
+            "training.steps, or a constant training.schedule without training.warmup"
+        )
+
+
+def full_rate_steps(training: Training, steps: int, round_number: int, rounds: int) -> float:
+    """Return the sum of a task's `rate_factors`: its learning rates over `learning_rate`. Raises as
+    `require_summable`."""
+    require_summable(training, steps)
+    return math.fsum(rate_factors(training, steps, round_number, rounds)) if training.scheduled else float(steps)

@@ -1,0 +1,1 @@
+"""One step of training: its optimizer, its precision, and the pieces of its batch."""

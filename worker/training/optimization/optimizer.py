@@ -1,0 +1,63 @@
+"""The optimizer of a phase: its groups of parameters, and the rates of its steps."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from tessera.shared.methods.base import Phase
+from tessera.shared.model.block_rates import rate_of
+from tessera.shared.model.blocks import Block
+from tessera.shared.run_settings import Training
+
+Groups = Mapping[tuple[float, float], Sequence[Tensor]]
+"""Tensors by their learning rate and weight decay."""
+
+
+def parameter_groups(
+    parameters: Sequence[Tensor],
+    trained: Sequence[tuple[Block, Tensor]],
+    private: Sequence[Block],
+    phase: Phase,
+    training: Training,
+) -> Groups:
+    """Return the `parameters` by the rate and the decay that a phase sets for their blocks.
+
+    `trained` are the blocks that train, with their tensors, and `private` those of the method's private modules.
+    """
+    rates = {id(tensor): rate_of(training, block) for block, tensor in trained}
+    private_rate = phase.private_learning_rate
+    for block, tensor in trained:
+        if block in private:
+            rates[id(tensor)] = rate_of(training, block, private=True) if private_rate is None else private_rate
+    undecayed = {
+        id(tensor) for block, tensor in trained if not training.decay_norms_and_biases and _is_norm_or_bias(block)
+    }
+    # There is one group if nothing differs, and torch refuses to have none at all.
+    groups: dict[tuple[float, float], list[Tensor]] = {(training.learning_rate, training.weight_decay): []}
+    for each in parameters:
+        decay = 0.0 if id(each) in undecayed else training.weight_decay
+        groups.setdefault((rates[id(each)], decay), []).append(each)
+    return groups
+
+
+def _is_norm_or_bias(block: Block) -> bool:
+    # A bias has the role of its weight. A table of position biases is a weight: its name goes on.
+    return block.role == "norm" or block.tensor.rpartition(".")[2].endswith("bias")
+
+
+def optimizer_of(groups: Groups, training: Training) -> torch.optim.Optimizer:
+    """Return an optimizer of these groups at their full rates."""
+    parameters = [
+        {"params": tensors, "lr": rate, "initial_lr": rate, "weight_decay": decay}
+        for (rate, decay), tensors in groups.items()
+    ]
+    if training.optimizer == "adamw":
+        return torch.optim.AdamW(parameters, betas=training.betas)
+    return torch.optim.SGD(parameters, lr=training.learning_rate, momentum=training.momentum)
+
+
+def set_rate(optimizer: torch.optim.Optimizer, share: float) -> None:
+    """Set the rates of the next step to a share of the full ones."""
+    for group in optimizer.param_groups:
+        group["lr"] = group["initial_lr"] * share
