@@ -27,7 +27,7 @@ BASES_FOLDER = "bases"
 
 
 class FileState(Frozen):
-    """What tells whether a file is still the one that was verified."""
+    """The properties of a file that change with its content."""
 
     size: NonNegativeInt
     mtime_ns: int
