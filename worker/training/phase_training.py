@@ -23,7 +23,7 @@ from tessera.worker.training.optimization.optimizer_state import optimizer_tenso
 from tessera.worker.training.optimization.precision import MIN_LOSS_SCALE
 from tessera.worker.training.setup import LocalTraining, PrivateGradients
 
-COUNTS = ("batches", "steps", "rate_steps", "_loss_sum", "_examples", "_skipped", "_fitted")
+COUNTS = ("batches", "steps", "rate_steps", "loss_sum", "examples", "skipped")
 """The attributes of a phase in a checkpoint."""
 
 READ_SECONDS = 1.0
@@ -56,10 +56,10 @@ class PhaseTraining:
         that have no row for each example."""
         self.batches = 0
         """The number of batches, or noisy steps, so far."""
-        self._loss_sum = 0.0
-        """The sum of this pass's losses over `_examples`."""
-        self._examples = 0
         self.steps = 0
+        self.loss_sum = 0.0
+        """Of this pass, over `examples`."""
+        self.examples = 0
         self.rate_steps = 0.0
         """The sum of the shares of the learning rate at these steps."""
         self._rates = rates
@@ -67,7 +67,7 @@ class PhaseTraining:
         self._local = local
         self._unread: list[_Unread] = []
         self._read_at = local.clock()
-        self._skipped: list[float] = []
+        self.skipped: list[float] = []
         """The shares of the learning rate of skipped steps."""
         self._fitted = not local.scaler.is_enabled()
         """True once the loss scale fits the gradients."""
@@ -78,19 +78,26 @@ class PhaseTraining:
         # Buffers such as a normalisation's statistics depend on the data without noise.
         self.freeze = Freeze(context.model, trained, keep_buffers=local.private is not None)
         tensors = named_tensors(context.model)
-        self._trained = {block.tensor: tensors[block.tensor] for block in trained}
-        pairs = [(block, tensors[block.tensor]) for block in trained]
+        self._trained = [(block, tensors[block.tensor]) for block in trained]
         # A fused optimizer skips a step that overflows without waiting for the device.
         fused = local.setup.device.type == "cuda" or local.scaler.is_enabled()
-        groups = parameter_groups(self.freeze.parameters, pairs, added, phase, local.training)
+        groups = parameter_groups(self.freeze.parameters, self._trained, added, phase, local.training)
         self._optimizer = optimizer_of(groups, local.training, fused=fused)
         self._optimizer.register_step_post_hook(self._note_overflow)
+        self._name = phase.name
+        if local.moments:
+            local.moments.restore(phase.name, self._optimizer, self._trained)
+
+    def keep_moments(self) -> None:
+        """Keep the optimizer's moments for the next round, if the run does."""
+        if self._local.moments:
+            self._local.moments.update(self._name, self._optimizer, self._trained)
 
     def run(self, batches: Iterable[tuple[Batch, Tensor]], after_step: Callable[[], None] = lambda: None) -> float:
         """Train on the batches, each with its labels on the CPU, of at most one pass over the data.
 
-        Returns the mean loss over the examples of the pass's steps that were made, with those before a checkpoint.
-        Raises TrainingDiverged and the exceptions of `after_step`.
+        Returns the mean loss over the examples of the pass's steps, with those before a checkpoint from which it
+        resumes. Raises TrainingDiverged.
         """
         for batch, labels in batches:
             self._local.check()
@@ -101,36 +108,23 @@ class PhaseTraining:
                 self._read()
             after_step()
         self._read()
-        mean = self._loss_sum / self._examples if self._examples else math.nan
-        self._loss_sum, self._examples = 0.0, 0
+        mean = self.loss_sum / self.examples if self.examples else math.nan
+        self.loss_sum, self.examples = 0.0, 0
         return mean
-
-    def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Return the state for a checkpoint: a JSON document, and tensors by name, which share the phase's memory.
-        Raises TrainingDiverged."""
-        self._read()
-        counts = {name: getattr(self, name) for name in COUNTS}
-        tensors = under("optimizer", optimizer_tensors(self._optimizer, self._trained))
-        return {**counts, "scaler": self._local.scaler.state_dict()}, tensors
-
-    def set_state(self, document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Set the state that `state` returned."""
-        for name in COUNTS:
-            setattr(self, name, document[name])
-        self._local.scaler.load_state_dict(document["scaler"])
-        set_optimizer_tensors(self._optimizer, self._trained, Below("optimizer", tensors))
 
     def make_up(self, batches: Batches) -> None:
         """Make the steps that were skipped, at their rates, on further batches: methods rely on the number of steps.
         Raises TrainingDiverged."""
-        while self._skipped:
-            count, self._rates, self._skipped = len(self._skipped), iter(self._skipped), []
+        while self.skipped:
+            count, self._rates, self.skipped = len(self.skipped), iter(self.skipped), []
             passes = (batches.with_labels() for _ in repeat(None))
             self.run(islice(chain.from_iterable(passes), count))
 
     def _read(self) -> None:
-        """Read the steps since the last reading, count those that were made, and report the pass's mean loss. Raises
-        TrainingDiverged."""
+        """Read the steps since the last reading, count those that were made and report their mean loss.
+
+        Raises TrainingDiverged.
+        """
         unread, self._unread = self._unread, []
         losses = _values([step.loss for step in unread])
         overflows = _values([step.overflowed for step in unread if step.overflowed is not None])
@@ -138,22 +132,42 @@ class PhaseTraining:
             if not math.isfinite(loss):
                 raise self._diverged(f"the loss is {loss}")
             if overflowed:
-                self._skipped.append(step.share)
+                self.skipped.append(step.share)
                 self._local.report.step -= 1
                 continue
-            self._loss_sum += loss * step.examples
-            self._examples += step.examples
+            self.loss_sum += loss * step.examples
+            self.examples += step.examples
             self.steps += 1
             self.rate_steps += step.share
         if self._local.scaler.get_scale() < MIN_LOSS_SCALE:
             raise self._diverged("gradients are not finite")
-        enough = self._examples and self._examples >= self._local.min_loss_examples
-        self._local.report.loss = self._loss_sum / self._examples if enough else None
+        enough = self.examples >= self._local.min_loss_examples
+        self._local.report.loss = self.loss_sum / self.examples if enough and self.examples else None
         self._read_at = self._local.clock()
 
     def _diverged(self, what: str) -> TrainingDiverged:
         rate = f"{self._local.training.learning_rate:g}"
         return TrainingDiverged(f"{what} at step {self.steps} with a learning rate of {rate}")
+
+    def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Return the state for a checkpoint: a JSON document, and tensors by name, which share the phase's memory.
+
+        Raises TrainingDiverged.
+        """
+        self._read()
+        counts = {name: getattr(self, name) for name in COUNTS}
+        tensors = under("optimizer", optimizer_tensors(self._optimizer, self._by_name()))
+        return {**counts, "scaler": self._local.scaler.state_dict()}, tensors
+
+    def set_state(self, document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """Set the state that `state` returned."""
+        for name in COUNTS:
+            setattr(self, name, document[name])
+        self._local.scaler.load_state_dict(document["scaler"])
+        set_optimizer_tensors(self._optimizer, self._by_name(), Below("optimizer", tensors))
+
+    def _by_name(self) -> dict[str, Tensor]:
+        return {block.tensor: tensor for block, tensor in self._trained}
 
     def _set_rate(self) -> float:
         share = next(self._rates)
@@ -181,7 +195,7 @@ class PhaseTraining:
         value = torch.zeros((), dtype=torch.float64, device=self._local.setup.device)
         for piece, share in self._pieces(batch, labels):
             loss = self._local.loss(piece)
-            loss = loss if share == 1 else loss * share
+            loss = loss * share if isinstance(share, Tensor) or share != 1 else loss
             value += loss.detach()
             scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         scaler.unscale_(self._optimizer)
@@ -194,10 +208,11 @@ class PhaseTraining:
     def _note_overflow(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._overflowed = getattr(optimizer, "found_inf", None)
 
-    def _pieces(self, batch: Batch, labels: Tensor) -> list[tuple[Batch, float]]:
+    def _pieces(self, batch: Batch, labels: Tensor) -> list[tuple[Batch, float | Tensor]]:
         context, size = self._local.context, self._local.setup.micro_batch
-        require_additive(context.model, labels, size, loss_by_example=self._local.half.loss_by_example)
-        return pieces_of(batch, labels, size, context.head, self._common)
+        by_example, weighted = self._local.half.loss_by_example, self._local.training.class_weights is not None
+        require_additive(context.model, labels, size, loss_by_example=by_example, weighted=weighted)
+        return pieces_of(batch, labels, size, context.head, self._common, context.objective)
 
     def noisy_step(self, noisy: PrivateGradients) -> None:
         """Take one step with a noisy gradient. What follows reads no data, so it costs no privacy."""
@@ -217,12 +232,12 @@ class PhaseTraining:
             torch.nn.utils.clip_grad_norm_(self.freeze.parameters, norm)
 
 
-def trained_blocks(context: LocalTaskContext, phase: Phase) -> list[Block]:
-    """Return the blocks that a phase trains, those of the method's private modules included."""
-    return [*phase.train.resolve(context.blocks), *(context.private if phase.private else ())]
-
-
 def _values(scalars: Sequence[Tensor]) -> list[float]:
     """Read scalars of one device, all at once."""
     values: list[float] = torch.stack([*scalars]).tolist() if scalars else []
     return values
+
+
+def trained_blocks(context: LocalTaskContext, phase: Phase) -> list[Block]:
+    """Return the blocks that a phase trains, those of the method's private modules included."""
+    return [*phase.train.resolve(context.blocks), *(context.private if phase.private else ())]

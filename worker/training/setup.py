@@ -15,6 +15,7 @@ from tessera.worker.data.dataset import Dataset
 from tessera.worker.training.checkpoints import TrainingCheckpoints
 from tessera.worker.training.context import LocalTaskContext
 from tessera.worker.training.freeze import Freeze
+from tessera.worker.training.optimization.moments import Moments
 from tessera.worker.training.optimization.precision import autocast
 from tessera.worker.training.progress import Check, Report
 
@@ -72,9 +73,11 @@ class LocalTraining:
     """The round, from 1, of the `rounds` over which a schedule of the learning rate runs. By default it runs over
     this task alone, as for a personal model."""
     rounds: int = 1
+    moments: Moments | None = None
+    """The optimizer's moments of earlier rounds, which this training goes on with and updates."""
+    checkpoints: TrainingCheckpoints | None = None
     clock: Callable[[], float] = time.monotonic
     """Seconds since some instant, by which losses are read from the device."""
-    checkpoints: TrainingCheckpoints | None = None
 
     def loss(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the method's loss of a batch, a scalar, computed in the run's precision."""

@@ -47,6 +47,9 @@ class TrainingState:
             local.half.on_phase_resume(local.context, phase, {name: _array(kept[name]) for name in kept})
             for name, tensor in self._trained().items():
                 tensor.copy_(stored[f"model/{name}"])
+            if local.moments:
+                moments = Below("moments", stored)
+                local.moments.values.update({name: _array(moments[name]) for name in moments})
             current = PhaseTraining(local, phase, rates, common)
             current.set_state(self._resumed["current"], stored)
         return current
@@ -95,7 +98,10 @@ class TrainingState:
             arrays = local.half.training_state()
             tensors |= {**state, **under("model", self._trained())}
             tensors |= under("half", {name: _tensor(values) for name, values in arrays.items()})
-        self.at.progress = local.report.step if current else 0
+            if local.moments:
+                # Of the phases before, of which nothing else is left.
+                moments = local.moments.values.items()
+                tensors |= under("moments", {name: _tensor(values) for name, values in moments})
         self.at.training_seconds = local.report.training_seconds
         checkpoints.write(self.at, saved, tensors)
 

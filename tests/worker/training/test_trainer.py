@@ -28,6 +28,7 @@ from tessera.worker.training.batches import Batches
 from tessera.worker.training.context import LocalTaskContext
 from tessera.worker.training.divergence import TrainingDiverged
 from tessera.worker.training.evaluate import evaluate
+from tessera.worker.training.optimization.moments import Moments
 from tessera.worker.training.optimization.precision import gradient_scaler
 from tessera.worker.training.phase_training import READ_SECONDS
 from tessera.worker.training.progress import Report, rounded
@@ -82,6 +83,7 @@ def train(
     min_loss_examples: int = 1,
     scaler: torch.amp.GradScaler | None = None,
     place: tuple[int, int] = (1, 1),
+    moments: Moments | None = None,
     clock: Callable[[], float] = time.monotonic,
     **training: object,
 ) -> TrainingStats:
@@ -100,7 +102,8 @@ def train(
         min_loss_examples,
         scaler,
         *place,
-        clock,
+        moments=moments,
+        clock=clock,
     )
     return trainer.train(phases or [Phase(EVERYTHING)], data or images(), seed)
 

@@ -1,0 +1,136 @@
+"""DICOM files, written by pydicom, look to the model as they do to a radiologist."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gdcm
+import numpy as np
+import pydicom
+import pytest
+from pydicom.dataset import FileMetaDataset
+from pydicom.pixels import set_pixel_data
+from pydicom.uid import (
+    ExplicitVRLittleEndian,
+    JPEGLosslessSV1,
+    RLELossless,
+    SecondaryCaptureImageStorage,
+    generate_uid,
+)
+
+from tessera.worker.data.dataset import DataError
+from tessera.worker.data.readers.dicom import read_dicom
+
+# Slices of a body: air, water, and bone, in Hounsfield units.
+UNITS = np.array([[-1000, 10, 40], [80, 410, 1000]])
+STORED = (UNITS + 1024).astype(np.uint16)
+
+
+def written(path: Path, values: np.ndarray[Any, Any], kind: str = "MONOCHROME2", bits: int = 12, **tags: Any) -> Path:
+    header = pydicom.Dataset()
+    header.file_meta = FileMetaDataset()
+    header.file_meta.TransferSyntaxUID = ExplicitVRLittleEndian
+    header.SOPClassUID = header.file_meta.MediaStorageSOPClassUID = SecondaryCaptureImageStorage
+    header.SOPInstanceUID = header.file_meta.MediaStorageSOPInstanceUID = generate_uid()
+    set_pixel_data(header, values, kind, bits)
+    for name, value in tags.items():
+        setattr(header, name, value)
+    header.save_as(path, enforce_file_format=True)
+    return path
+
+
+def seen(path: Path, **options: Any) -> list[list[Any]]:
+    return np.asarray(read_dicom(path, **options)).tolist()
+
+
+def test_values_are_rescaled_and_cut_to_the_files_first_window(tmp_path: Path) -> None:
+    tags = {"RescaleSlope": 1, "RescaleIntercept": -1024, "WindowCenter": [40, 600], "WindowWidth": [401, 2000]}
+    # Of 401 units about 40, the lowest is -160 and the highest 240: 10 is at 170.5 / 400 of the way.
+    path = written(tmp_path / "a.dcm", STORED, **tags)
+    assert seen(path) == [[0, 109, 128], [153, 255, 255]]
+
+
+def test_the_settings_window_replaces_the_files(tmp_path: Path) -> None:
+    tags = {"RescaleSlope": 2, "RescaleIntercept": -2048, "WindowCenter": 40, "WindowWidth": 401}
+    path = written(tmp_path / "a.dcm", STORED, VOILUTFunction="SIGMOID", **tags)
+    assert seen(path, window=(0.5, 2001)) == [[0, 130, 138], [148, 232, 255]]
+
+
+def test_without_a_window_the_whole_range_is_shown(tmp_path: Path) -> None:
+    assert seen(written(tmp_path / "a.dcm", STORED)) == [[0, 129, 133], [138, 180, 255]]
+
+
+def test_an_image_of_one_value_is_black(tmp_path: Path) -> None:
+    assert seen(written(tmp_path / "a.dcm", np.full((1, 2), 7, np.uint16))) == [[0, 0]]
+
+
+def test_monochrome1_is_inverted(tmp_path: Path) -> None:
+    assert seen(written(tmp_path / "a.dcm", STORED, "MONOCHROME1")) == [[255, 126, 122], [117, 75, 0]]
+
+
+def test_signed_values_need_no_rescaling(tmp_path: Path) -> None:
+    path = written(tmp_path / "a.dcm", UNITS.astype(np.int16), WindowCenter=40, WindowWidth=401)
+    assert seen(path) == [[0, 109, 128], [153, 255, 255]]
+
+
+def test_a_table_of_values_is_followed(tmp_path: Path) -> None:
+    table = pydicom.Dataset()
+    table.LUTDescriptor, table.LUTData = [4, 0, 8], [255, 200, 100, 0]
+    for name in ("LUTDescriptor", "LUTData"):
+        table[name].VR = "US"
+    path = written(tmp_path / "a.dcm", np.array([[0, 1], [2, 9]], np.uint16), VOILUTSequence=[table])
+    assert seen(path) == [[255, 200], [100, 0]]
+
+
+def test_colours_stay(tmp_path: Path) -> None:
+    colours = np.array([[[255, 0, 10], [1, 2, 3]]], np.uint8)
+    assert seen(written(tmp_path / "a.dcm", colours, "RGB", 8)) == colours.tolist()
+
+
+def test_run_lengths_are_decompressed(tmp_path: Path) -> None:
+    path = written(tmp_path / "a.dcm", STORED)
+    header = pydicom.dcmread(path)
+    header.compress(RLELossless)
+    header.save_as(tmp_path / "rle.dcm")
+    assert seen(tmp_path / "rle.dcm") == seen(path)
+
+
+def test_lossless_jpeg_as_archives_send_it_is_decompressed(tmp_path: Path) -> None:
+    path = written(tmp_path / "a.dcm", np.arange(64 * 64, dtype=np.uint16).reshape(64, 64))
+    reader = gdcm.ImageReader()
+    reader.SetFileName(str(path))
+    assert reader.Read()
+    change = gdcm.ImageChangeTransferSyntax()
+    change.SetTransferSyntax(gdcm.TransferSyntax(gdcm.TransferSyntax.JPEGLosslessProcess14_1))
+    change.SetInput(reader.GetImage())
+    assert change.Change()
+    writer = gdcm.ImageWriter()
+    writer.SetFileName(str(tmp_path / "jpeg.dcm"))
+    writer.SetFile(reader.GetFile())
+    writer.SetImage(change.GetOutput())
+    assert writer.Write()
+    assert pydicom.dcmread(tmp_path / "jpeg.dcm").file_meta.TransferSyntaxUID == JPEGLosslessSV1
+    assert seen(tmp_path / "jpeg.dcm") == seen(path)
+
+
+def test_what_is_not_one_image_is_refused(tmp_path: Path) -> None:
+    def refusal(path: Path) -> str:
+        with pytest.raises(DataError) as refused:
+            read_dicom(path)
+        assert str(path) in str(refused.value)
+        return str(refused.value)
+
+    assert "2 frames: save those" in refusal(written(tmp_path / "f.dcm", np.zeros((2, 3, 4), np.uint16)))
+    large = written(tmp_path / "l.dcm", STORED, Rows=30_000, Columns=30_000)
+    assert "900000000 pixels" in refusal(large)
+    report = pydicom.dcmread(written(tmp_path / "r.dcm", STORED))
+    del report.PixelData
+    report.save_as(tmp_path / "r.dcm")
+    assert "without an image" in refusal(tmp_path / "r.dcm")
+    short = written(tmp_path / "s.dcm", STORED, Rows=4)
+    assert "cannot be read" in refusal(short)
+    (tmp_path / "t.dcm").write_text("not DICOM")
+    assert "cannot be read" in refusal(tmp_path / "t.dcm")
+    (tmp_path / "e.dcm").touch()
+    assert "cannot be read" in refusal(tmp_path / "e.dcm")
