@@ -323,7 +323,7 @@ def watch(ctx: typer.Context, run: Named, as_json: AsJson = False) -> None:
     """Follow a run until it ends or pauses. Exit code 0: completed, 1: cancelled, 3: paused.
 
     A terminal shows the phase, step, loss and time left of each worker in place; a pipe gets lines.
-    Times are estimated from the rounds that have ended.
+    Times are estimated from the rounds that have ended and, before that, from the steps of each task.
     """
     client = client_of(ctx, WATCHING_PATIENCE_SECONDS)
     found = find_run(client, run)
