@@ -24,7 +24,6 @@ from tessera.worker.training.optimization.precision import MIN_LOSS_SCALE
 from tessera.worker.training.setup import LocalTraining, PrivateGradients
 
 COUNTS = ("batches", "steps", "rate_steps", "loss_sum", "examples", "skipped")
-
 READ_SECONDS = 1.0
 """Seconds between readings of the loss from the device, each of which waits for it."""
 
@@ -95,8 +94,8 @@ class PhaseTraining:
     def run(self, batches: Iterable[tuple[Batch, Tensor]], after_step: Callable[[], None] = lambda: None) -> float:
         """Train on the batches, each with its labels on the CPU, of at most one pass over the data.
 
-        Returns the mean loss over the examples of the pass's steps, with those before a checkpoint from which it
-        resumes. Raises TrainingDiverged.
+        Returns the mean loss over the pass's examples, with those before a checkpoint from which it resumes, of the
+        steps that were made. Raises TrainingDiverged.
         """
         for batch, labels in batches:
             self._local.check()
@@ -119,8 +118,26 @@ class PhaseTraining:
             passes = (batches.with_labels() for _ in repeat(None))
             self.run(islice(chain.from_iterable(passes), count))
 
+    def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Return the state for a checkpoint: a JSON document, and tensors by name, which share the phase's memory.
+        Raises TrainingDiverged."""
+        self._read()
+        counts = {name: getattr(self, name) for name in COUNTS}
+        tensors = under("optimizer", optimizer_tensors(self._optimizer, self._by_name()))
+        return {**counts, "scaler": self._local.scaler.state_dict()}, tensors
+
+    def set_state(self, document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """Set the state that `state` returned, and skip the rates of the steps that it counts."""
+        for name in COUNTS:
+            setattr(self, name, document[name])
+        self._local.scaler.load_state_dict(document["scaler"])
+        set_optimizer_tensors(self._optimizer, self._by_name(), Below("optimizer", tensors))
+
+    def _by_name(self) -> dict[str, Tensor]:
+        return {block.tensor: tensor for block, tensor in self._trained}
+
     def _read(self) -> None:
-        """Read the steps since the last reading, count those that were made and report their mean loss.
+        """Read the steps since the last reading, count those that were made, and report the mean loss.
 
         Raises TrainingDiverged.
         """
@@ -141,32 +158,12 @@ class PhaseTraining:
         if self._local.scaler.get_scale() < MIN_LOSS_SCALE:
             raise self._diverged("gradients are not finite")
         enough = self.examples >= self._local.min_loss_examples
-        self._local.report.loss = self.loss_sum / self.examples if enough and self.examples else None
+        self._local.report.loss = self.loss_sum / self.examples if enough else None
         self._read_at = self._local.clock()
 
     def _diverged(self, what: str) -> TrainingDiverged:
         rate = f"{self._local.training.learning_rate:g}"
         return TrainingDiverged(f"{what} at step {self.steps} with a learning rate of {rate}")
-
-    def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Return the state for a checkpoint: a JSON document, and tensors by name, which share the phase's memory.
-
-        Raises TrainingDiverged.
-        """
-        self._read()
-        counts = {name: getattr(self, name) for name in COUNTS}
-        tensors = under("optimizer", optimizer_tensors(self._optimizer, self._by_name()))
-        return {**counts, "scaler": self._local.scaler.state_dict()}, tensors
-
-    def set_state(self, document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Set the state that `state` returned, and skip the rates of the steps that it counts."""
-        for name in COUNTS:
-            setattr(self, name, document[name])
-        self._local.scaler.load_state_dict(document["scaler"])
-        set_optimizer_tensors(self._optimizer, self._by_name(), Below("optimizer", tensors))
-
-    def _by_name(self) -> dict[str, Tensor]:
-        return {block.tensor: tensor for block, tensor in self._trained}
 
     def _set_rate(self) -> float:
         share = next(self._rates)
@@ -231,12 +228,12 @@ class PhaseTraining:
             torch.nn.utils.clip_grad_norm_(self.freeze.parameters, norm)
 
 
+def trained_blocks(context: LocalTaskContext, phase: Phase) -> list[Block]:
+    """Return the blocks that a phase trains, those of the method's private modules included."""
+    return [*phase.train.resolve(context.blocks), *(context.private if phase.private else ())]
+
+
 def _values(scalars: Sequence[Tensor]) -> list[float]:
     """Read scalars of one device, all at once."""
     values: list[float] = torch.stack([*scalars]).tolist() if scalars else []
     return values
-
-
-def trained_blocks(context: LocalTaskContext, phase: Phase) -> list[Block]:
-    """Return the blocks that a phase trains, those of the method's private modules included."""
-    return [*phase.train.resolve(context.blocks), *(context.private if phase.private else ())]
