@@ -24,6 +24,7 @@ from tessera.shared.methods.base import (
 from tessera.shared.methods.registry import coordinator_half, worker_half
 from tessera.shared.model.spec import Fusion, Head, Lora, Model, Prompts
 from tessera.shared.tensors.lazy import Array, ArrayTensor
+from tessera.worker.compute import Compute
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.model.block_map import block_table
 from tessera.worker.model.build import instantiate
@@ -103,6 +104,7 @@ def one_task(
     plan: Plan | None = None,
     dataset: Dataset | None = None,
     subject: Subject = PLAIN,
+    compute: Compute | None = None,
     check: Callable[[], None] = lambda: None,
     checkpoints: TrainingCheckpoints | None = None,
     **training: Any,
@@ -131,7 +133,8 @@ def one_task(
     selected = half.select(context, Batches(data, wanted.batch_size, CPU))
     place: dict[str, Any] = {"round_number": round_number + 1, "rounds": facts.rounds}
     place["moments"] = moments if wanted.keep_moments else None
-    trainer = Trainer(half, context, wanted, TrainingSetup(CPU), check, checkpoints=checkpoints, **place)
+    setup = TrainingSetup(CPU, compute=compute or Compute())
+    trainer = Trainer(half, context, wanted, setup, check, checkpoints=checkpoints, **place)
     stats = trainer.train(half.phases(context, selected), data, 0)
     result = half.collect(context, selected, stats)
     return context, replace(result, keep={**result.keep, **moments.values})
