@@ -330,6 +330,8 @@ OF_WORKERS: Mapping[str, str] = {
     "(cohort.sites).",
     "withheld-by-site": "A person there kept this update: ask the site's people, or leave it out (cohort.sites).",
     "out-of-memory": "Begin a run with a smaller training.batch_size or model, or leave the worker's site out.",
+    "no-base": "Ask the site to add the base, the snapshot that the model was made of: "
+    "`tessera worker cache add FOLDER`.",
     "too-little-memory": "Begin a run with a smaller model or fewer trained blocks, such as adapters, or leave the "
     "worker's site out (cohort.sites).",
     "diverged": "Begin a run with a lower training.learning_rate.",

@@ -8,14 +8,17 @@ import structlog
 from tessera.shared.client.client import Client
 from tessera.worker.inventory import datasets_of, device_of, mappings_of
 from tessera.worker.model.sandbox import Sandbox, shared_folder
-from tessera.worker.settings import SettingsError, WorkerSettings
+from tessera.worker.settings import SettingsError, WorkerSettings, tls_of
 from tessera.worker.state.atomic_files import sweep
+from tessera.worker.state.base_cache import BASES_FOLDER, BaseCache
+from tessera.worker.state.base_sources import BaseSources
 from tessera.worker.state.blob_cache import Cache
 from tessera.worker.state.checkpoints import Checkpoints
 from tessera.worker.state.hash_chain import ChainError
 from tessera.worker.state.vault import Vault
 from tessera.worker.stores import airlock_of, audit_of, inbox_of, ledger_of, run_history_of
 from tessera.worker.task.runner import TaskRunner
+from tessera.worker.training.optimization.precision import allow_tf32
 from tessera.worker.training.setup import TrainingSetup
 
 
@@ -40,12 +43,13 @@ def runner_of(client: Client, settings: WorkerSettings) -> TaskRunner:
         # Nothing can be recorded there, so the worker does nothing.
         structlog.get_logger("worker").error("audit-not-read", detail=str(fault))
     vault_folder = settings.state_dir / "vault"
+    allow_tf32(allowed=settings.compute.tf32)
     runner = TaskRunner(
         coordinator=client,
         datasets=datasets_of(settings, make_key=True),
         for_evaluation=frozenset(name for name, source in settings.datasets.items() if source.use == "evaluate"),
         divided=frozenset(name for name, source in settings.datasets.items() if source.part),
-        setup=TrainingSetup(device_of(settings.device), settings.micro_batch),
+        setup=TrainingSetup(device_of(settings.device), settings.micro_batch, settings.compute),
         vault=Vault(vault_folder),
         shelf=Cache(settings.state_dir / "cache", settings.cache_bytes),
         scratch=settings.state_dir,
@@ -56,6 +60,7 @@ def runner_of(client: Client, settings: WorkerSettings) -> TaskRunner:
         ledger=ledger,
         history=run_history_of(settings),
         audit=audit,
+        bases=BaseSources(BaseCache(settings.state_dir / BASES_FOLDER), settings.base_sources, tls_of(settings)),
         sandbox=Sandbox(shared_folder()),
         checkpoints=Checkpoints(vault_folder),
         checkpoint_seconds=60 * settings.checkpoint_minutes or math.inf,
