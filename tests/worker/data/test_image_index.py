@@ -164,6 +164,15 @@ def test_images_in_cells_are_read_from_their_files(scans: Path, tmp_path: Path, 
     assert list(again.identities()) == list(dataset.identities())
 
 
+def test_table_that_changes_leaves_no_file_behind(scans: Path, tmp_path: Path) -> None:
+    for count in (2, 4):
+        rows = "".join(f"{place % 2}/{place:02}.png,0\n" for place in range(count))
+        (scans / "list.csv").write_text("image,label\n" + rows)
+        assert opened(scans / "list.csv", tmp_path / "prepared").examples == count
+    index, table = sorted(path.name for path in (tmp_path / "prepared").iterdir())
+    assert (index, table[:6]) == (image_index.INDEX_FILE, "table-")
+
+
 def test_cells_without_bytes_are_paths_beside_the_table(scans: Path, tmp_path: Path, read: list[str]) -> None:
     contents = held(scans, 3)
     mixed = [

@@ -27,11 +27,11 @@ from tessera.worker.data.dataset import LABELS, Adapter, DataError, Dataset, Loa
 from tessera.worker.data.prepared import NOT_KEPT, Prepared
 from tessera.worker.data.readers.byte_cells import ParquetCells, PictureCells, path_in
 from tessera.worker.data.readers.class_labels import Absent, Names, numbered
-from tessera.worker.data.readers.image_index import inputs_of
+from tessera.worker.data.readers.image_index import INDEX_FILE, inputs_of
 from tessera.worker.data.readers.image_processor import PixelOptions, preparation
 from tessera.worker.data.readers.pictures import DICOM, SUFFIXES, DicomReader, PictureFiles, Pictures
 from tessera.worker.data.readers.table_files import is_saved
-from tessera.worker.data.readers.tables import DataTable, Files, numbered_domains, read_table
+from tessera.worker.data.readers.tables import DataTable, Files, numbered_domains, read_table, table_name
 
 
 class ImagesOptions(PixelOptions):
@@ -110,6 +110,8 @@ class _Listed:
 
 def _in_table(options: ImagesOptions, prepared: Prepared) -> _Listed:
     table = read_table("file", options.file or (), options.split, prepared)
+    # Of a table that has changed since.
+    prepared.clear(lambda name: name in (INDEX_FILE, table_name(table.digest)))
     pictures = _pictures(table, options)
     cells = pictures.cells if isinstance(pictures, PictureCells) else None
     return _Listed(

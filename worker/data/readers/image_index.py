@@ -95,6 +95,7 @@ class _Index:
             return False
 
     def save(self, file: Path, terms: str) -> None:
+        """Write the index. Raises OSError."""
         inputs: dict[str, Any] = {_INPUT + name: values for name, values in self.inputs.items()}
         file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         # Names of files may identify patients.
