@@ -55,6 +55,7 @@ def test_waiting_workers_are_all_given_their_task(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(900)  # 42,000 images are read twice
 def test_memory_does_not_grow_with_images_on_disk(tmp_path: Path) -> None:
     rows = quickly("images", tmp_path, "--examples", "2000", "20000", "--side", "64")["rows"]
     assert [(row["examples"], row["pixels"], row["loaders"]) for row in rows] == [
