@@ -87,7 +87,7 @@ def plain(context: LocalTaskContext, data: Dataset) -> Arm:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.01)
         made = 0
         while made < count:
-            for rows in torch.randperm(data.examples).split(BATCH)[: count - made]:
+            for rows in torch.split(torch.randperm(data.examples), BATCH)[: count - made]:
                 optimizer.zero_grad()
                 loss = model(**{name: tensor[rows] for name, tensor in data.tensors.items()}).loss
                 loss.backward()

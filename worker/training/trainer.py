@@ -1,8 +1,8 @@
 """The local training loop of all methods."""
 
 import math
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
 
@@ -17,6 +17,7 @@ from tessera.worker.training.divergence import TrainingDiverged
 from tessera.worker.training.input_mismatch import InputMismatch, rehearsal_fault
 from tessera.worker.training.optimization.attention_masks import unread_masks
 from tessera.worker.training.optimization.compilation import compiled
+from tessera.worker.training.optimization.recomputation import recomputed
 from tessera.worker.training.phase_training import PhaseTraining
 from tessera.worker.training.progress import CALIBRATING
 from tessera.worker.training.setup import LocalTraining, PrivateTraining
@@ -59,7 +60,8 @@ class Trainer(LocalTraining):
             if self.private:
                 self._train_privately(self.private, current, count, dataset, state)
             else:
-                self._train_openly(current, count, batches, state)
+                with self._set_up():
+                    self._train_openly(current, count, batches, state)
             current.keep_moments()
             state.end_phase(current)
         rate_sum = self.training.learning_rate * state.at.rate_steps
@@ -74,8 +76,7 @@ class Trainer(LocalTraining):
             skip = current.batches % whole
             first = current.batches - skip
             count = min(whole, steps - first)
-            with unread_masks(self.setup.device), self._compiled():
-                mean = self._pass(current, replace(batches, skip=skip), first + count, state)
+            mean = self._pass(current, replace(batches, skip=skip), first + count, state)
             enough = first == 0 and count * (batches.size or examples) >= self.min_loss_examples
             # A pass that ends early does not replace the loss over all examples.
             state.end_pass(mean if count == whole or enough else state.at.loss)
@@ -92,8 +93,17 @@ class Trainer(LocalTraining):
 
         return current.run(islice(batches.with_labels(), end - current.batches), after_step)
 
-    def _compiled(self) -> AbstractContextManager[None]:
-        return compiled(self.context.model) if self.setup.compute.compile else nullcontext()
+    @contextmanager
+    def _set_up(self) -> Iterator[None]:
+        """Let forward and backward passes within the block be computed as the run and the worker set."""
+        model = self.context.model
+        with ExitStack() as stack:
+            stack.enter_context(unread_masks(self.setup.device))
+            if self.training.gradient_checkpointing:
+                stack.enter_context(recomputed(model))
+            if self.setup.compute.compile:
+                stack.enter_context(compiled(model))
+            yield
 
     def _rehearse(self, dataset: Dataset) -> None:
         """Compute a loss on a synthetic example.
