@@ -339,6 +339,10 @@ class WorkerHalf(Generic[C]):
     """True if the loss has a mean over examples beside the model's own loss, which is a mean over labels. Where an
     example has several labels, a batch is then not trained in pieces."""
 
+    one_example_per_row: ClassVar[bool] = False
+    """True if the method compares or measures the examples of a batch by its rows. A row must then not hold several
+    texts (`pack` of a data set)."""
+
     def __init__(self, settings: C, run: RunInfo) -> None:
         self.settings = settings
         self.run = run
@@ -379,7 +383,7 @@ class WorkerHalf(Generic[C]):
 
     @property
     def resumable(self) -> bool:
-        """Whether the half can resume a phase in its middle."""
+        """True if the half can resume a phase in its middle."""
         half = type(self)
         starts = half.on_phase_start is not WorkerHalf.on_phase_start
         return not starts or half.on_phase_resume is not WorkerHalf.on_phase_resume

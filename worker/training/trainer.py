@@ -54,7 +54,7 @@ class Trainer(LocalTraining):
             # If the worker is killed from now on, the same privacy is not spent again.
             state.save_start()
         self.report.begin("training", steps=sum(planned), by_quarter=self.private is not None)
-        self.report.resume(done, state.at.training_seconds)
+        self.report.resume(state.at.progress, state.at.training_seconds)
         for count in planned[state.at.phase :]:
             current = state.start(rates, frozenset(dataset.common))
             if self.private:
