@@ -14,11 +14,12 @@ from tessera.shared.schedule import local_steps, rate_factors, steps_per_epoch
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.training.batches import Batches
 from tessera.worker.training.divergence import TrainingDiverged
+from tessera.worker.training.freeze import Freeze
 from tessera.worker.training.input_mismatch import InputMismatch, rehearsal_fault
 from tessera.worker.training.optimization.attention_masks import unread_masks
 from tessera.worker.training.optimization.compilation import compiled
 from tessera.worker.training.optimization.recomputation import recomputed
-from tessera.worker.training.phase_training import PhaseTraining
+from tessera.worker.training.phase_training import PhaseTraining, trained_blocks
 from tessera.worker.training.progress import CALIBRATING
 from tessera.worker.training.setup import LocalTraining, PrivateTraining
 from tessera.worker.training.training_state import TrainingState
@@ -50,6 +51,7 @@ class Trainer(LocalTraining):
         if self.private and phases:
             self.report.activity = CALIBRATING
             self._rehearse(dataset)
+            self._fit_pieces(self.private, phases, dataset)
             self.private.begin(sum(planned))
             # If the worker is killed from now on, the same privacy is not spent again.
             state.save_start()
@@ -116,6 +118,14 @@ class Trainer(LocalTraining):
                 f"the model gives no loss for a synthetic example of the data set ({dataset.schema}). "
                 "A private run pads texts to the data set's max_length, which the model must accept."
             ) from fault
+
+    def _fit_pieces(self, private: PrivateTraining, phases: Sequence[Phase], dataset: Dataset) -> None:
+        """Find the size of a private task's pieces, if it is automatic, before any privacy is spent."""
+        if not self.piece_size or not self.piece_size.automatic:
+            return
+        for phase in phases:
+            freeze = Freeze(self.context.model, trained_blocks(self.context, phase), keep_buffers=True)
+            private.fit(self, freeze, dataset, self.piece_size)
 
     def _train_privately(
         self,
