@@ -23,7 +23,7 @@ from tessera.worker.data.dataset import Dataset
 from tessera.worker.governance.policy import Allowance, PolicyViolation, PrivacyFloor
 from tessera.worker.privacy.accountant import Overspent, admits, epsilon, least_budget, noise_multiplier, within
 from tessera.worker.privacy.dp_sgd import Mechanism, NoisyGradients, sampling
-from tessera.worker.privacy.noise import NoiseSource, secret_key
+from tessera.worker.privacy.noise import KEY_BYTES, NoiseSource, secret_key
 from tessera.worker.state.hash_chain import TaskRef
 from tessera.worker.state.privacy_ledger import (
     Event,
@@ -37,6 +37,7 @@ from tessera.worker.state.privacy_ledger import (
 from tessera.worker.training.batches import Batch
 from tessera.worker.training.context import largest
 from tessera.worker.training.freeze import Freeze
+from tessera.worker.training.optimization.micro_batch import PieceSize
 from tessera.worker.training.randomness import seed_everything
 from tessera.worker.training.setup import LocalTraining
 
@@ -212,6 +213,16 @@ class PrivateTask:
             chosen=tuple(self._choices),
         )
         return progress.model_dump(mode="json")
+
+    def fit(self, local: LocalTraining, freeze: Freeze, dataset: Dataset, size: PieceSize) -> None:
+        """Set `size` to the number of examples of a phase that fit into memory together, without any of the data.
+        Raises ExampleTooLarge."""
+        mechanism = Mechanism(self._sampling, self._privacy.clip_norm, 1.0)
+        gradients = NoisyGradients(local, freeze, dataset, mechanism, NoiseSource(bytes(KEY_BYTES)))
+        try:
+            gradients.fit(size)
+        finally:
+            gradients.close()
 
     def phase(self, local: LocalTraining, freeze: Freeze, dataset: Dataset) -> NoisyGradients:
         if self._mechanism is None:
