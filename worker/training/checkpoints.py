@@ -27,6 +27,8 @@ class Position:
     """The sum of the shares of the learning rate at these."""
     loss: float = math.nan
     """The loss so far, as `Trainer.train` returns it."""
+    progress: int = 0
+    """The number of steps that the task's progress shows."""
     training_seconds: float = 0.0
 
 

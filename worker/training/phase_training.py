@@ -23,7 +23,7 @@ from tessera.worker.training.optimization.optimizer_state import optimizer_tenso
 from tessera.worker.training.optimization.precision import MIN_LOSS_SCALE
 from tessera.worker.training.setup import LocalTraining, PrivateGradients
 
-COUNTS = ("batches", "steps", "rate_steps", "loss_sum", "examples", "skipped")
+COUNTS = ("batches", "steps", "rate_steps", "loss_sum", "examples", "skipped", "_fitted")
 """The attributes of a phase in a checkpoint."""
 
 READ_SECONDS = 1.0
@@ -56,10 +56,10 @@ class PhaseTraining:
         that have no row for each example."""
         self.batches = 0
         """The number of batches, or noisy steps, so far."""
-        self.steps = 0
         self.loss_sum = 0.0
-        """Of this pass, over `examples`."""
+        """The sum of this pass's losses over `examples`."""
         self.examples = 0
+        self.steps = 0
         self.rate_steps = 0.0
         """The sum of the shares of the learning rate at these steps."""
         self._rates = rates

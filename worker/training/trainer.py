@@ -51,7 +51,7 @@ class Trainer(LocalTraining):
             # If the worker is killed from now on, the same privacy is not spent again.
             state.save_start()
         self.report.begin("training", steps=sum(planned), by_quarter=self.private is not None)
-        self.report.resume(done, state.at.training_seconds)
+        self.report.resume(state.at.progress, state.at.training_seconds)
         for count in planned[state.at.phase :]:
             current = state.start(rates, frozenset(dataset.common))
             if self.private:
@@ -72,8 +72,7 @@ class Trainer(LocalTraining):
             skip = current.batches % whole
             first = current.batches - skip
             count = min(whole, steps - first)
-            with unread_masks(self.setup.device):
-                mean = self._pass(current, replace(batches, skip=skip), first + count, state)
+            mean = self._pass(current, replace(batches, skip=skip), first + count, state)
             enough = first == 0 and count * (batches.size or examples) >= self.min_loss_examples
             # A pass that ends early does not replace the loss over all examples.
             state.end_pass(mean if count == whole or enough else state.at.loss)
@@ -88,7 +87,8 @@ class Trainer(LocalTraining):
             if current.batches < end:
                 state.save_if_due(current)
 
-        return current.run(islice(batches.with_labels(), end - current.batches), after_step)
+        with unread_masks(self.setup.device):
+            return current.run(islice(batches.with_labels(), end - current.batches), after_step)
 
     def _rehearse(self, dataset: Dataset) -> None:
         """Compute a loss on a synthetic example.

@@ -102,6 +102,7 @@ class TrainingState:
                 # Of the phases before, of which nothing else is left.
                 moments = local.moments.values.items()
                 tensors |= under("moments", {name: _tensor(values) for name, values in moments})
+        self.at.progress = local.report.step if current else 0
         self.at.training_seconds = local.report.training_seconds
         checkpoints.write(self.at, saved, tensors)
 
