@@ -16,6 +16,7 @@ from tessera.worker.state.hash_chain import ChainError
 from tessera.worker.state.vault import Vault
 from tessera.worker.stores import airlock_of, audit_of, inbox_of, ledger_of, run_history_of
 from tessera.worker.task.runner import TaskRunner
+from tessera.worker.training.optimization.precision import allow_tf32
 from tessera.worker.training.setup import TrainingSetup
 
 
@@ -40,12 +41,13 @@ def runner_of(client: Client, settings: WorkerSettings) -> TaskRunner:
         # Nothing can be recorded there, so the worker does nothing.
         structlog.get_logger("worker").error("audit-not-read", detail=str(fault))
     vault_folder = settings.state_dir / "vault"
+    allow_tf32(allowed=settings.compute.tf32)
     runner = TaskRunner(
         coordinator=client,
         datasets=datasets_of(settings, make_key=True),
         for_evaluation=frozenset(name for name, source in settings.datasets.items() if source.use == "evaluate"),
         divided=frozenset(name for name, source in settings.datasets.items() if source.part),
-        setup=TrainingSetup(device_of(settings.device), settings.micro_batch),
+        setup=TrainingSetup(device_of(settings.device), settings.micro_batch, settings.compute),
         vault=Vault(vault_folder),
         shelf=Cache(settings.state_dir / "cache", settings.cache_bytes),
         scratch=settings.state_dir,

@@ -38,6 +38,7 @@ SLOW_BYTES_PER_SECOND = 20e6
 MIN_FREE_BYTES = 1 << 30
 PROBE_BYTES = 1 << 18
 MATMUL_ROWS = 1024
+COMPILERS = ("g++", "clang++", "c++")
 
 WHAT_LEAVES = (
     "may_send", "never_send", "max_upload_bytes", "max_run_upload_bytes", "require_privacy", "approve_runs", "airlock"
@@ -132,11 +133,22 @@ def _device(settings: WorkerSettings) -> Iterator[Finding]:
     else:
         detail = f"{device}, {torch.get_num_threads()} threads"
     yield ok("device", detail)
+    yield _compute(settings)
     yield _memory(settings.policy.max_model_bytes)
     for dtype, name in ((torch.float32, "float32"), (torch.bfloat16, "bfloat16")):
         seconds = _matmul_seconds(device, dtype)
         rate = 2 * MATMUL_ROWS**3 / seconds / 1e9
         yield ok("device", f"multiplies {name} matrices at {rate:.0f} GFLOP/s")
+
+
+def _compute(settings: WorkerSettings) -> Finding:
+    tf32, compiles = settings.compute.tf32, settings.compute.compile
+    detail = f"TF32 is {'on' if tf32 else 'off'}, compilation is {'on' if compiles else 'off'} (compute)"
+    if compiles and not any(map(shutil.which, COMPILERS)):
+        return warn(
+            "compute", f"{detail}, and there is no C++ compiler", "Install g++, or set compute.compile = false."
+        )
+    return ok("compute", detail)
 
 
 def _memory(max_model_bytes: int) -> Finding:

@@ -61,6 +61,13 @@ def test_memory_does_not_grow_with_images_on_disk(tmp_path: Path) -> None:
     assert rows[2]["added_MiB"] - rows[1]["added_MiB"] < 100
 
 
+@pytest.mark.long
+def test_steps_are_timed_by_what_trains(tmp_path: Path) -> None:
+    rows = {row["trains"]: row for row in quickly("steps", tmp_path)["rows"]}
+    assert rows["full"]["of_full"] == 1
+    assert all(row["ms"] > 0 for row in rows.values())
+
+
 def test_each_guard_costs_something(tmp_path: Path) -> None:
     rows = quickly("guards", tmp_path)["rows"]
     assert len(rows) == 6

@@ -24,6 +24,7 @@ from tessera.shared.methods.base import (
 from tessera.shared.methods.registry import coordinator_half, worker_half
 from tessera.shared.model.spec import Fusion, Head, Lora, Model, Prompts
 from tessera.shared.tensors.lazy import Array, ArrayTensor
+from tessera.worker.compute import Compute
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.model.block_map import block_table
 from tessera.worker.model.build import instantiate
@@ -102,6 +103,7 @@ def one_task(
     plan: Plan | None = None,
     dataset: Dataset | None = None,
     subject: Subject = PLAIN,
+    compute: Compute | None = None,
     check: Callable[[], None] = lambda: None,
     checkpoints: TrainingCheckpoints | None = None,
     **training: Any,
@@ -128,6 +130,14 @@ def one_task(
     data = dataset or subject.data()
     selected = half.select(context, Batches(data, wanted.batch_size, CPU))
     place = {"round_number": round_number + 1, "rounds": facts.rounds}
-    trainer = Trainer(half, context, wanted, TrainingSetup(CPU), check, checkpoints=checkpoints, **place)
+    trainer = Trainer(
+        half,
+        context,
+        wanted,
+        TrainingSetup(CPU, compute=compute or Compute()),
+        check,
+        checkpoints=checkpoints,
+        **place,
+    )
     stats = trainer.train(half.phases(context, selected), data, 0)
     return context, half.collect(context, selected, stats)
