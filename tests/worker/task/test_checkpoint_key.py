@@ -21,7 +21,7 @@ from tessera.worker.state.checkpoints import Checkpoints
 from tessera.worker.state.privacy_ledger import Ledger
 from tessera.worker.state.vault import Vault
 from tessera.worker.task.environment import TaskEnvironment
-from tessera.worker.task.resumption import checkpoint_of, key_of
+from tessera.worker.task.resumption import SETTINGS, checkpoint_of, key_of
 from tessera.worker.training.setup import TrainingSetup
 from tests.support.tasks import images
 
@@ -76,6 +76,13 @@ def test_a_change_of_the_task_is_a_change_of_the_key(env: TaskEnvironment, chang
     one, other = key_of(env, task()), key_of(env, task(**more))
     assert [name for name, value in one if value != getattr(other, name)] == [part]
     assert one.digest != other.digest
+
+
+def test_every_field_of_a_task_is_in_the_key_or_has_no_effect_on_training() -> None:
+    named = {"run", "round", "id", "model", "version", "plan", "dataset"}
+    of_the_lease = {"token", "lease_seconds", "orchestrator", "receipt", "inline_bytes", "inline_blobs", "run_name"}
+    of_evaluations = {"kind", "held_out"}
+    assert set(Task.model_fields) == SETTINGS | named | of_the_lease | of_evaluations
 
 
 def test_a_new_lease_of_the_task_has_the_same_key(env: TaskEnvironment) -> None:
