@@ -8,8 +8,10 @@ import structlog
 from tessera.shared.client.client import Client
 from tessera.worker.inventory import datasets_of, device_of, mappings_of
 from tessera.worker.model.sandbox import Sandbox, shared_folder
-from tessera.worker.settings import SettingsError, WorkerSettings
+from tessera.worker.settings import SettingsError, WorkerSettings, tls_of
 from tessera.worker.state.atomic_files import sweep
+from tessera.worker.state.base_cache import BASES_FOLDER, BaseCache
+from tessera.worker.state.base_sources import BaseSources
 from tessera.worker.state.blob_cache import Cache
 from tessera.worker.state.checkpoints import Checkpoints
 from tessera.worker.state.hash_chain import ChainError
@@ -58,6 +60,7 @@ def runner_of(client: Client, settings: WorkerSettings) -> TaskRunner:
         ledger=ledger,
         history=run_history_of(settings),
         audit=audit,
+        bases=BaseSources(BaseCache(settings.state_dir / BASES_FOLDER), settings.base_sources, tls_of(settings)),
         sandbox=Sandbox(shared_folder()),
         checkpoints=Checkpoints(vault_folder),
         checkpoint_seconds=60 * settings.checkpoint_minutes or math.inf,

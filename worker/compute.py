@@ -4,7 +4,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class Compute(BaseModel):
-    """How the device computes: the table `compute` of a worker's settings. The defaults change no bit."""
+    """The table `compute` of a worker's settings. The defaults change no bit."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

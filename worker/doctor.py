@@ -29,7 +29,7 @@ from tessera.shared.urls import is_loopback, proxy_of
 from tessera.worker.data.dataset import DataError, Dataset
 from tessera.worker.governance.descriptions import ANY_BLOCK, policy_in_words, size
 from tessera.worker.governance.policy import Policy
-from tessera.worker.inventory import device_of, held_out_key, load_source
+from tessera.worker.inventory import device_of, held_out_key, load_source, prepared_of
 from tessera.worker.settings import DataSource, SettingsError, WorkerSettings, tls_of, token_of
 from tessera.worker.state.atomic_files import temporary_file
 
@@ -181,7 +181,7 @@ def _dataset(settings: WorkerSettings, name: str, source: DataSource) -> Iterato
         return
     began_at = time.monotonic()
     try:
-        loaded = load_source(source, held_out_key(settings, make=False))
+        loaded = load_source(source, held_out_key(settings, make=False), prepared_of(settings, name))
     except (DataError, SettingsError) as fault:
         yield fail(f"data {name}", str(fault), f"Fix datasets.{name} in the settings, or the files that it names.")
         return

@@ -157,6 +157,11 @@ class WorkerSettings(DataSettings):
     )
     compute: Compute = Compute()
     cache_bytes: PositiveInt = 20 * GIB
+    base_sources: tuple[str, ...] = Field(
+        default=(),
+        description="folders of snapshots, or addresses of mirrors, for the blocks of external bases that "
+        "`tessera worker cache add` has not added. Each block is verified by its digest",
+    )
     keep_vaults_days: PositiveFloat | Literal["forever"] = Field(
         default=30.0,
         description="days to keep a run's vault after its end, since the vault's last use",

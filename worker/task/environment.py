@@ -24,6 +24,7 @@ from tessera.worker.governance.run_history import RunHistory
 from tessera.worker.model.layouts import MappingFile
 from tessera.worker.model.sandbox import Sandbox
 from tessera.worker.state.audit import Action, Audit
+from tessera.worker.state.base_sources import BaseSources
 from tessera.worker.state.blob_cache import Row, Source
 from tessera.worker.state.checkpoints import Checkpoints
 from tessera.worker.state.hash_chain import TaskRef
@@ -117,6 +118,8 @@ class TaskEnvironment:
     """Updates held for release, if the policy requires it."""
     audit: Audit | None = None
     """The site's audit chain; None keeps no record, as in a simulation."""
+    bases: BaseSources | None = None
+    """The site's external bases; None has none, as in a simulation."""
     sandbox: Sandbox | None = None
     """Sandbox in which an untrusted model is built first; None trusts every model, as in a simulation."""
     checkpoints: Checkpoints | None = None

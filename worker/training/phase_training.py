@@ -165,7 +165,7 @@ class PhaseTraining:
         return {**counts, **document}, tensors
 
     def set_state(self, document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Set the state that `state` returned."""
+        """Set the state that `state` returned, and skip the rates of the steps that it counts."""
         for name in COUNTS:
             setattr(self, name, document[name])
         self._local.scaler.load_state_dict(document["scaler"])

@@ -74,8 +74,7 @@ class Trainer(LocalTraining):
             skip = current.batches % whole
             first = current.batches - skip
             count = min(whole, steps - first)
-            with unread_masks(self.setup.device), self._compiled():
-                mean = self._pass(current, replace(batches, skip=skip), first + count, state)
+            mean = self._pass(current, replace(batches, skip=skip), first + count, state)
             enough = first == 0 and count * (batches.size or examples) >= self.min_loss_examples
             # A pass that ends early does not replace the loss over all examples.
             state.end_pass(mean if count == whole or enough else state.at.loss)
@@ -90,7 +89,8 @@ class Trainer(LocalTraining):
             if current.batches < end:
                 state.save_if_due(current)
 
-        return current.run(islice(batches.with_labels(), end - current.batches), after_step)
+        with unread_masks(self.setup.device), self._compiled():
+            return current.run(islice(batches.with_labels(), end - current.batches), after_step)
 
     def _compiled(self) -> AbstractContextManager[None]:
         return compiled(self.context.model) if self.setup.compute.compile else nullcontext()

@@ -100,6 +100,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "a schedule and momentum": ("fedavg", {}, {"epochs": 2, "momentum": 0.9, "schedule": "cosine"}),
     "two phases": ("fedrep", {"head_epochs": 2}, {"optimizer": "adamw"}),
     "a model of its own": ("ditto", {}, {"epochs": 2, "momentum": 0.9}),
+    "moments of two phases": ("ditto", {}, {"optimizer": "adamw", "keep_moments": True}),
     "an anchor and a past model": ("moon", {}, {"epochs": 2}),
     "corrections from the vault": ("scaffold", {}, {"epochs": 2}),
     "private modules": ("pfeddc", {}, {"epochs": 3, "optimizer": "adamw"}),
