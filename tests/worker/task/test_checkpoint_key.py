@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
 import pytest
 import torch
 
@@ -14,7 +13,7 @@ from tessera.shared.api.tasks import Task
 from tessera.shared.methods.base import MethodSpec, Plan
 from tessera.shared.model.selectors import roles
 from tessera.worker.data.content import content_digest
-from tessera.worker.data.dataset import Dataset
+from tessera.worker.data.dataset import Dataset, RawTexts
 from tessera.worker.data.overlap import hashes_in_order
 from tessera.worker.state.blob_cache import Cache
 from tessera.worker.state.checkpoints import Checkpoints
@@ -124,4 +123,11 @@ def test_the_contents_of_a_data_set_are_its_examples_their_order_and_their_label
     }
     same = [name for name, other in others.items() if contents(other) == contents(data)]
     assert same == ["equal"]
-    assert np.array_equal(hashes_in_order(data, b"k"), hashes_in_order(images(), b"k"))
+
+
+def test_the_classes_of_words_are_part_of_the_contents() -> None:
+    def tagged(tags: list[list[int]]) -> Dataset:
+        raw = RawTexts([["a", "b"]], lambda data, *_: data, None, by_word=True, tags=tags)
+        return Dataset({"labels": torch.zeros(1, dtype=torch.long)}, sources=[b"a b"], texts=raw)
+
+    assert contents(tagged([[0, 1]])) == contents(tagged([[0, 1]])) != contents(tagged([[1, 0]]))
