@@ -310,6 +310,10 @@ class PrivateTask:
             self._reserved = list(resumed.reserved)
             self._events = [*resumed.charged_choices, resumed.charged_steps]
             return
+        events: list[Event] = [*resumed.charged_choices, resumed.charged_steps]
+        if not within([*self._of_run(entries), *events], self._target):
+            # Other tasks of the run may have counted on what was taken back.
+            raise PolicyViolation("privacy", f"the run has spent its target on {self._dataset!r} meanwhile")
         for _ in resumed.charged_choices:
             self._spend(lambda _: self._choice)
         self._spend(lambda _: resumed.charged_steps)
