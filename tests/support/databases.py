@@ -24,12 +24,16 @@ from alembic import command
 from sqlalchemy import URL, Engine, create_engine, make_url
 from sqlalchemy.util import LRUCache
 
+from tessera.coordinator.db import engine as engine_module
 from tessera.coordinator.db.engine import Database, alembic_config
 from tessera.coordinator.db.tables import Table
 
 CHOSEN = os.environ.get("TESSERA_TEST_DATABASE", "")
 EACH = {"": ("sqlite", "postgresql"), "sqlite": ("sqlite",)}.get(CHOSEN, ("postgresql",))
 """What tests run on that are marked `both_databases`."""
+
+# A busy machine may pause a test for longer than PostgreSQL waits for a transaction that does nothing.
+engine_module.IDLE_SECONDS = 120
 
 on = EACH[0]
 """What the present test runs on."""

@@ -88,7 +88,11 @@ def list_(config: ConfigFile, as_json: AsJson = False) -> None:
 
 
 @app.command()
-def remove(source: Annotated[str, typer.Argument(help="The base, as `list` shows it.")], config: ConfigFile) -> None:
+def remove(
+    source: Annotated[str, typer.Argument(help="The base, as `list` shows it.")],
+    config: ConfigFile,
+    as_json: AsJson = False,
+) -> None:
     """Forget a base, and delete what was copied of it. The files of its snapshot stay."""
     with exits(ERRORS):
         cache = _cache(config)
@@ -97,7 +101,10 @@ def remove(source: Annotated[str, typer.Argument(help="The base, as `list` shows
         if record is None:
             known = ", ".join(record.source for record in cache.records()) or "none"
             raise ValueError(f"no base {source} was added; these were: {known}")
-    typer.echo(f"{record.source}: removed")
+    if as_json:
+        output.print_json({"source": record.source})
+    else:
+        typer.echo(f"{record.source}: removed")
 
 
 def _cache(config: Path) -> BaseCache:

@@ -563,7 +563,20 @@ def test_workers_that_need_attention_are_on_top_and_can_be_filtered(
     for site in ("a", "b"):
         for name in ("w1", "w2"):
             ScriptedWorker(coordinator.client("site", site), name=name, datasets={f"of-{site}": 1}).enrol()
-    with coordinator.services.database.transaction() as session:
+    database = coordinator.services.database
+    with database.snapshot() as session:
+        rows = session.execute(select(WorkerRow.id, WorkerRow.token_id)).all()
+    later = database.now() + 1
+    for worker, token in rows:
+        coordinator.services.last_seen.note(worker, later, token)
+
+    def stored() -> bool:
+        with database.snapshot() as session:
+            return set(session.scalars(select(WorkerRow.last_seen_at))) == {later}
+
+    # Once this is stored, nothing earlier is still to be.
+    until(stored)
+    with database.transaction() as session:
         session.execute(update(WorkerRow).where(WorkerRow.name == "w2").values(last_seen_at=0.0))
         session.execute(update(SiteRow).where(SiteRow.name == "a").values(suspended_at=1.0))
 
