@@ -3,10 +3,12 @@
 from dataclasses import replace
 
 import structlog
+import torch
 
 from tessera.shared.client.client import Client
-from tessera.worker.inventory import datasets_of, device_of, mappings_of
+from tessera.worker.inventory import datasets_of, devices_of, mappings_of
 from tessera.worker.model.sandbox import Sandbox, shared_folder
+from tessera.worker.ranks.stages import DeviceStages
 from tessera.worker.settings import SettingsError, WorkerSettings
 from tessera.worker.state.atomic_files import sweep
 from tessera.worker.state.blob_cache import Cache
@@ -37,12 +39,17 @@ def runner_of(client: Client, settings: WorkerSettings) -> TaskRunner:
     except OSError as fault:
         # Nothing can be recorded there, so the worker does nothing.
         structlog.get_logger("worker").error("audit-not-read", detail=str(fault))
+    devices, several = devices_of(settings), None
+    if len(devices) > 1:
+        threads = settings.threads or max(1, torch.get_num_threads() // len(devices))
+        several = DeviceStages(devices, settings.state_dir, threads)
     runner = TaskRunner(
         coordinator=client,
         datasets=datasets_of(settings, make_key=True),
         for_evaluation=frozenset(name for name, source in settings.datasets.items() if source.use == "evaluate"),
         divided=frozenset(name for name, source in settings.datasets.items() if source.part),
-        setup=TrainingSetup(device_of(settings.device), settings.micro_batch),
+        # On several devices, the ranks have the model, and this process only its shapes.
+        setup=TrainingSetup(torch.device("meta") if several else devices[0], settings.micro_batch),
         vault=Vault(settings.state_dir / "vault"),
         shelf=Cache(settings.state_dir / "cache", settings.cache_bytes),
         scratch=settings.state_dir,
@@ -54,6 +61,7 @@ def runner_of(client: Client, settings: WorkerSettings) -> TaskRunner:
         history=run_history_of(settings),
         audit=audit,
         sandbox=Sandbox(shared_folder()),
+        ranks=several,
     )
     return with_rules(runner, settings)
 

@@ -35,6 +35,8 @@ class PhaseTraining:
         trained = [*phase.train.resolve(context.blocks), *added]
         # Buffers such as a normalisation's statistics depend on the data without noise.
         self.freeze = Freeze(context.model, trained, keep_buffers=local.private is not None)
+        self._ranks = local.setup.ranks
+        self._ranks.start_phase(context.model, self.freeze.parameters)
         tensors = named_tensors(context.model)
         pairs = [(block, tensors[block.tensor]) for block in trained]
         groups = parameter_groups(self.freeze.parameters, pairs, added, phase, local.training)
@@ -45,7 +47,7 @@ class PhaseTraining:
         total, examples = 0.0, 0
         for batch in batches:
             self._local.check()
-            count = len(batch["labels"])
+            count = self._ranks.examples(len(batch["labels"]))
             total += self._step(batch) * count
             examples += count
             self._local.report.advance(total / examples if examples >= self._local.min_loss_examples else None)
@@ -81,6 +83,8 @@ class PhaseTraining:
                 rate = f"{self._local.training.learning_rate:g}"
                 raise TrainingDiverged(f"{what} at step {self.steps} with a learning rate of {rate}")
             scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        self._ranks.sum_gradients(self.freeze.parameters)
+        value = self._ranks.total(value)
         scaler.unscale_(self._optimizer)
         self._correct_gradients()
         # The scaler skips the step if a gradient is not finite; only the lower scale shows it.
@@ -94,7 +98,8 @@ class PhaseTraining:
     def _pieces(self, batch: Batch) -> list[tuple[Batch, float]]:
         context, size = self._local.context, self._local.setup.micro_batch
         require_additive(context.model, batch, size, loss_by_example=self._local.half.loss_by_example)
-        return pieces_of(batch, size, context.head, self._common)
+        pieces = pieces_of(batch, size, context.head, self._common)
+        return self._ranks.weigh(pieces, context.head, loss_by_example=self._local.half.loss_by_example)
 
     def noisy_step(self, noisy: PrivateGradients) -> None:
         """Take one step with a noisy gradient. What follows reads no data, so it costs no privacy."""

@@ -14,6 +14,7 @@ from tessera.worker.training.context import LocalTaskContext
 from tessera.worker.training.freeze import Freeze
 from tessera.worker.training.optimization.precision import autocast
 from tessera.worker.training.progress import Check, Report
+from tessera.worker.training.ranks import OneRank, Ranks
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,8 @@ class TrainingSetup:
     micro_batch: int | None = None
     """Number of examples in a forward and backward pass, for a device on which a batch does not fit. The gradients of
     a batch's pieces add up to the batch's. A private task splits its batches itself."""
+    ranks: Ranks = field(default_factory=OneRank)
+    """The processes that train together, of which this is one."""
 
 
 class PrivateGradients(Protocol):

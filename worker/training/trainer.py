@@ -36,7 +36,7 @@ class Trainer(LocalTraining):
         exceptions of `check` and `private`.
         """
         generator = torch.Generator().manual_seed(seed)
-        batches = Batches(dataset, self.training.batch_size, self.setup.device, generator)
+        batches = Batches(self.setup.ranks.share_of(dataset), self.training.batch_size, self.setup.device, generator)
         self.context.model.train()
         steps, rate_steps, loss = 0, 0.0, math.nan
         planned = [steps_of(phase, self.training, dataset.examples) for phase in phases]

@@ -1,0 +1,165 @@
+"""A rank's view of its group: its rows of each batch, and what the ranks sum or agree on."""
+
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from tessera.shared.methods.base import UnsupportedRun
+from tessera.shared.model.spec import Head
+from tessera.worker.data.dataset import Dataset
+from tessera.worker.model.forward import label_count
+from tessera.worker.ranks.faults import packed, unpacked
+from tessera.worker.training.ranks import Pieces
+
+T = TypeVar("T")
+
+BUCKET = 1 << 24
+"""Largest number of gradient values in one reduction, unless a single tensor has more: the memory it takes."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class SharedDataset(Dataset):
+    """A data set of which a rank reads every `size`-th row of each batch, from its own number on.
+
+    A batch that has no row for the rank is empty.
+    """
+
+    rank: int = 0
+    size: int = 1
+
+    def batches(
+        self, batch_size: int | None, generator: torch.Generator | None = None
+    ) -> Iterator[dict[str, Tensor]]:
+        count = self.examples
+        order = torch.arange(count) if generator is None else torch.randperm(count, generator=generator)
+        for rows in torch.split(order, batch_size or count):
+            yield {**self.read(rows[self.rank :: self.size]), **self.common}
+
+
+@dataclass(frozen=True)
+class ReadsNothing:
+    """A reader of rows on disk that accepts an empty list of places."""
+
+    read: Callable[[Sequence[int]], Tensor]
+    first: int
+    """Any place that has a row."""
+
+    def __call__(self, places: Sequence[int]) -> Tensor:
+        return self.read(places) if places else self.read([self.first])[:0]
+
+
+class Group:
+    """`worker.training.ranks.Ranks`, in a process of an initialised process group."""
+
+    def __init__(self) -> None:
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.alone = False
+        """Whether the first rank computes something for all."""
+
+    # ------------------------------------------------------------ rows
+
+    def share_of(self, dataset: Dataset) -> Dataset:
+        plain = {each.name: getattr(dataset, each.name) for each in fields(Dataset)}
+        plain["on_disk"] = {
+            name: replace(stored, read=ReadsNothing(stored.read, int(stored.places[0])))
+            for name, stored in dataset.on_disk.items()
+        }
+        return SharedDataset(**plain, rank=self.rank, size=self.size)
+
+    def examples(self, count: int) -> int:
+        return int(self.total(count))
+
+    # ------------------------------------------------------------ steps
+
+    def start_phase(self, model: nn.Module, parameters: Sequence[Tensor]) -> None:
+        if any(isinstance(module, _BatchNorm) and module.training for module in model.modules()):
+            raise UnsupportedRun(
+                f"this worker divides batches among {self.size} devices, and the model has batch normalisation, "
+                "which needs whole batches: begin a run with another model, or have the site train on one device "
+                "(devices)"
+            )
+        for parameter in parameters:
+            dist.broadcast(parameter.detach(), 0)
+        # Otherwise each rank would drop out the same units of its rows.
+        if self.rank:
+            torch.manual_seed((torch.initial_seed() + self.rank) % (1 << 63))
+
+    def weigh(self, pieces: Pieces, head: Head, *, loss_by_example: bool) -> Pieces:
+        if loss_by_example and any(piece["labels"].ndim > 1 for piece, _ in pieces):
+            raise UnsupportedRun(
+                f"this worker divides batches among {self.size} devices, and by this method the losses of their rows "
+                "do not add up where an example has several labels: begin a run with another method, or have the "
+                "site train on one device (devices)"
+            )
+        own = sum(label_count(head, piece["labels"]) for piece, _ in pieces)
+        whole = self.total(own)
+        if not sum(len(piece["labels"]) for piece, _ in pieces):
+            return []
+        # A batch without any label fails as it does in one process.
+        return [(piece, share * own / whole) for piece, share in pieces if own] if whole else pieces
+
+    def sum_gradients(self, parameters: Sequence[Tensor]) -> None:
+        with_gradient = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.uint8)
+        dist.all_reduce(with_gradient, dist.ReduceOp.MAX)
+        # A parameter that no rank's rows depend on keeps no gradient, as in one process.
+        used = [parameter for parameter, any_rank in zip(parameters, with_gradient, strict=True) if any_rank]
+        for bucket in _buckets(used):
+            flat = torch.cat([self._gradient(parameter).flatten() for parameter in bucket])  # float32
+            dist.all_reduce(flat)
+            for parameter, part in zip(bucket, flat.split([each.numel() for each in bucket]), strict=True):
+                parameter.grad = part.view_as(parameter).to(parameter.dtype)
+
+    def total(self, value: float) -> float:
+        summed = torch.tensor([value], dtype=torch.float64)
+        dist.all_reduce(summed)
+        return float(summed)
+
+    def _gradient(self, parameter: Tensor) -> Tensor:
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        return gradient.float()
+
+    # ------------------------------------------------------------ agreement
+
+    def any_rank(self, true: bool) -> bool:
+        """Return whether it is true in any rank."""
+        return bool(self.total(true))
+
+    def same(self, compute: Callable[[], T]) -> T:
+        # What the first rank computes for all may itself ask for this.
+        if self.alone:
+            return compute()
+        results: list[Any] = [None]
+        if self.rank == 0:
+            results = [self._outcome(compute)]
+        dist.broadcast_object_list(results, 0, device=torch.device("cpu"))
+        value, fault = pickle.loads(results[0])  # noqa: S301  (another rank wrote it)
+        if fault:
+            raise unpacked(fault)
+        return value  # type: ignore[no-any-return]
+
+    def _outcome(self, compute: Callable[[], object]) -> bytes:
+        self.alone = True
+        try:
+            return pickle.dumps((compute(), None))
+        except Exception as fault:  # noqa: BLE001  (each rank raises it)
+            return pickle.dumps((None, packed(fault)))
+        finally:
+            self.alone = False
+
+
+def _buckets(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield the parameters in runs of at most `BUCKET` values."""
+    bucket: list[Tensor] = []
+    for parameter in parameters:
+        if bucket and sum(each.numel() for each in bucket) + parameter.numel() > BUCKET:
+            yield bucket
+            bucket = []
+        bucket.append(parameter)
+    if bucket:
+        yield bucket
