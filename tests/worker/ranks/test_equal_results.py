@@ -56,6 +56,7 @@ class Case:
     head: Head = "image-classification"
     lora: Lora | None = None
     sites: int = 1
+    examples: int = EXAMPLES
     rounds: int = 1
     training: dict[str, Any] = field(default_factory=dict)
     spec: dict[str, Any] = field(default_factory=dict)
@@ -65,7 +66,7 @@ class Case:
         training = {"batch_size": 8, "learning_rate": 0.05, "optimizer": "sgd", "steps": 20, **self.training}
         method = {"name": self.method, "settings": self.settings}
         spec = {"method": method, "rounds": self.rounds, "training": training, "codec": "raw", **self.spec}
-        sites = {f"site-{number}": data(EXAMPLES - 5 * number) for number in range(self.sites)}
+        sites = {f"site-{number}": data(self.examples - 5 * number) for number in range(self.sites)}
         return simulate(spec, model_of(self.config, self.head, self.lora), sites)
 
 
