@@ -65,6 +65,29 @@ The schedule runs over the `rounds` of the run. At step s, from 0, of S in round
 `(r - 1 + s / S) / rounds`. So the schedule continues where it was after a restart, and sites with different numbers
 of steps end a round at about the same rate. A personal model is trained through the whole schedule each time that it
 is evaluated.
+
+`rates = { head = 10, adapter = 0.5 }` multiplies the learning rate of the blocks of a role; the schedule scales all
+rates alike. The roles are those in the model's `blocks.json`; roles that share a fused tensor, such as the query, key
+and value of GPT-2, need the same rate. `private` is for modules that a method adds at a site; a method's own
+`private_learning_rate` has precedence. SCAFFOLD, which computes gradients from steps, refuses `rates`.
+
+`label_smoothing` and `class_weights` change the loss that training minimizes and reports, before a method adds its
+own term. Losses of evaluations, and scores of layers, are of the model's own loss, so that runs can be compared.
+Smoothing takes a model whose labels are classes or tokens: classifiers and language models, but neither `contrastive`
+models nor models that learn numbers or several labels at once. Weights take a classifier of examples or of tokens. A
+worker refuses a model with a further term in its own loss.
+
+The loss of a batch is the sum of its labels' weighted losses over the sum of their weights, as in torch, also where
+a worker trains the batch in pieces. `class_weights = [1.0, 4.0]` follows the order of the classes, and
+`class_weights = { tumour = 4.0 }` the names in the model's `id2label`. Under differential privacy that sum would mix
+the labels of the other examples into each gradient. There an example's loss is divided by the mean weight of all
+classes, and by the number of its own labels; its gradient is then clipped, which bounds a rare class as any other.
+
+With `keep_moments` a site continues each block with the moments of the last merged round in which it trained it.
+They stay in the site's vault, are removed with it, and take twice the size of the trained weights with `adamw`. A
+site that joins, and a block that trains for the first time, start with new ones. Fine-tuning for a personal
+evaluation always does. FedNova refuses them with `sgd`. Under differential privacy they cost no more, since they
+derive from noisy gradients.
 """
 
 TABLES: tuple[tuple[str, type[BaseModel], str], ...] = (

@@ -330,6 +330,8 @@ OF_WORKERS: Mapping[str, str] = {
     "(cohort.sites).",
     "withheld-by-site": "A person there kept this update: ask the site's people, or leave it out (cohort.sites).",
     "out-of-memory": "Begin a run with a smaller training.batch_size or model, or leave the worker's site out.",
+    "too-little-memory": "Begin a run with a smaller model or fewer trained blocks, such as adapters, or leave the "
+    "worker's site out (cohort.sites).",
     "diverged": "Begin a run with a lower training.learning_rate.",
     "over-budget": "Begin a run with a larger upload_budget or upload_seconds, or with a method that sends less.",
     "too-large": "Its site can raise cache_bytes if the detail says so; else begin a run with a smaller model.",

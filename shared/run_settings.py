@@ -15,7 +15,10 @@ from tessera.shared.schema import Frozen
 MAX_STEPS = 1_000_000
 """Steps of a round that a run may set, and those whose learning rates a method sums one by one."""
 
+MAX_CLASSES = 100_000
+
 Decay = Annotated[float, Field(ge=0, lt=1)]
+Factor = Annotated[float, Field(gt=0, le=1e6)]
 
 
 class Training(Frozen):
@@ -39,6 +42,13 @@ class Training(Frozen):
     )
     optimizer: Literal["adamw", "sgd"] = Field(default="adamw", description="the local optimizer")
     learning_rate: float = Field(default=1e-4, gt=0, le=100, description="the step size of the local optimizer")
+    rates: dict[str, Factor] = Field(
+        default={},
+        max_length=16,
+        exclude_if=operator.not_,
+        description="learning rates by the role of a block, as multiples of `learning_rate`; `private` is for the "
+        "modules that a method adds at each site",
+    )
     schedule: Literal["constant", "linear", "cosine"] = Field(
         default="constant",
         exclude_if=partial(operator.eq, "constant"),
@@ -61,11 +71,28 @@ class Training(Frozen):
         exclude_if=partial(operator.eq, (0.9, 0.999)),
         description="for adamw: decay of the means of gradients and of their squares",
     )
+    keep_moments: bool = Field(
+        default=False,
+        exclude_if=operator.not_,
+        description="whether each site keeps the optimizer's moments for its next round, in place of new ones",
+    )
     max_gradient_norm: float | None = Field(
         default=None, gt=0, description="l2 norm that a batch's gradient is clipped to"
     )
     precision: Literal["float32", "bfloat16", "float16"] = Field(
         default="float32", description="of forward and backward passes; weights stay in their own type"
+    )
+    label_smoothing: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        exclude_if=operator.not_,
+        description="share of each label's weight in the training loss that is spread evenly over all classes",
+    )
+    class_weights: Annotated[tuple[Factor, ...] | dict[str, Factor], Field(max_length=MAX_CLASSES)] | None = Field(
+        default=None,
+        exclude_if=partial(operator.is_, None),
+        description="weight of each class in the training loss: a list, or a table by name in which others have 1",
     )
 
     @model_validator(mode="before")
@@ -84,6 +111,15 @@ class Training(Frozen):
             )
         if not self.epochs and not self.steps:
             raise ValueError("epochs is null and steps is not given: set one of them to the length of a round")
+        return self
+
+    @model_validator(mode="after")
+    def _has_moments(self) -> Self:
+        if self.keep_moments and self.optimizer == "sgd" and not self.momentum:
+            raise ValueError(
+                "keep_moments is true, but sgd without momentum has no moments: set momentum or optimizer, or leave "
+                "keep_moments out"
+            )
         return self
 
     @property

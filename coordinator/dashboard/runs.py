@@ -327,13 +327,22 @@ def facts_of(spec: RunSpec, model_bytes: int | None) -> list[tuple[str, str]]:
 def _optimizer_facts(training: Training) -> Iterator[str]:
     yield training.optimizer
     yield f"learning rate {training.learning_rate:g}"
+    if training.rates:
+        by_role = ", ".join(f"{factor:g} for {role}" for role, factor in sorted(training.rates.items()))
+        yield f"times {by_role}"
     if training.scheduled:
         warmup = f" after a warm-up over {training.warmup:.3g} of the run" if training.warmup else ""
         yield f"{training.schedule}{warmup}"
     if training.optimizer == "adamw" and training.betas != Training().betas:
         yield f"betas {training.betas[0]:g} and {training.betas[1]:g}"
+    if training.keep_moments:
+        yield "moments kept between rounds"
     if training.weight_decay and not training.decay_norms_and_biases:
         yield "no decay of norms and biases"
+    if training.label_smoothing:
+        yield f"labels smoothed by {training.label_smoothing:g}"
+    if training.class_weights is not None:
+        yield "weighted classes"
 
 
 # ---------------------------------------------------------------- a round's figures

@@ -220,7 +220,7 @@ class Output:
     """A model's output for a batch."""
 
     loss: torch.Tensor
-    """A scalar, the mean over the scored examples or positions."""
+    """A scalar, the mean over the scored examples or positions, by the run's settings of the training loss."""
     logits: torch.Tensor | None
     """[examples, classes] or [examples, positions, classes]; None for a task without classes."""
 
@@ -306,8 +306,9 @@ class Phase:
     private: bool = True
     """True if the modules added with `add_private` train too."""
     private_learning_rate: float | None = None
-    """The learning rate of the modules added with `add_private`; the run's if None."""
+    """The learning rate of the modules added with `add_private`; the run's, by its `training.rates`, if None."""
     name: str = "train"
+    """Moments that a site keeps (`training.keep_moments`) go on in the phase of the same name."""
 
 
 @dataclass(frozen=True)
@@ -318,7 +319,8 @@ class TrainingStats:
     steps: int
     loss: float
     rate_sum: float
-    """The sum of the run's learning rates at these steps: `steps` times the rate if it is constant."""
+    """The sum of the run's learning rates at these steps: `steps` times the rate if it is constant. It leaves out the
+    run's `training.rates` by role."""
 
 
 @dataclass(frozen=True)

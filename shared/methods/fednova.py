@@ -6,7 +6,8 @@ examples, d_k the update and a_k the l1 norm of its accumulation vector:
     w = w + tau_eff sum_k p_k d_k / a_k,    tau_eff = sum_k p_k a_k
 
 Plain SGD has a_k = steps. With momentum rho, a_k is the sum over the steps of the counter c = rho c + 1. Under a
-schedule each step counts with its share of the learning rate: the vector covers variable rates. AdamW has no such
+schedule each step counts with its share of the learning rate: the vector covers variable rates. Rates by role scale a
+block's d_k and a_k alike at all sites, so that they cancel out. AdamW has no such
 vector: the steps replace it, without the paper's proof. If all a_k are equal it is FedAvg, bit for bit. Blocks that
 only some workers sent are averaged by the run's `normalization`, with the same scaling. No step is scaled to more
 than the run's `max_update_norm`. A site whose weight is capped by the run's `max_examples` counts in tau_eff with the
@@ -30,6 +31,7 @@ from tessera.shared.methods.base import (
     State,
     TaskContext,
     TrainingStats,
+    UnsupportedRun,
     Update,
     WorkerHalf,
 )
@@ -77,6 +79,14 @@ def _planned_steps(steps: int, plan: Plan, run: RunInfo) -> float:
 
 
 class FedNovaCoordinator(CoordinatorHalf[MethodSettings]):
+    def start(self, state: State) -> State:
+        if self.run.training.keep_moments and self.run.training.optimizer == "sgd":
+            raise UnsupportedRun(
+                "fednova counts a site's momentum from zero in each round: leave training.keep_moments out, or train "
+                "with adamw"
+            )
+        return super().start(state)
+
     def plan_for(self, state: State, worker: Participant) -> Plan:
         return Plan(scalars={ROUND: state.round + 1} if self.run.training.scheduled else {})
 

@@ -58,6 +58,11 @@ class ScaffoldCoordinator(PopulationCoordinator[ScaffoldSettings]):
                 f"scaffold needs the steps of plain SGD, and the run trains with {training.optimizer} and momentum "
                 f"{training.momentum:g}: set training.optimizer to 'sgd' and training.momentum to 0"
             )
+        if self.settings.strength and training.rates:
+            raise UnsupportedRun(
+                "scaffold computes gradients from the steps of all blocks at one learning rate: leave training.rates "
+                "out, or set strength to 0"
+            )
         return super().start(state)
 
     def plan_for(self, state: State, worker: Participant) -> Plan:

@@ -27,6 +27,9 @@ FIXED_SIZE = ("vit", "vit_msn", "ijepa", "clip", "siglip")
 POSITIONS = ("position_embeddings", "position_embedding", "wpe", "embed_positions")
 """Names of modules with a learnt vector for each position."""
 
+SINGLE_LABEL = (None, "single_label_classification")
+"""The values of a config's `problem_type` with which transformers takes a label for the number of a class."""
+
 LIMITS = ("image_size", "num_channels", "max_position_embeddings", "n_positions", "vocab_size", "num_labels")
 
 
@@ -83,13 +86,8 @@ class DatasetSchema(Message):
         return None if takes == list(shape) else f"images are {list(shape)}; the model takes {takes}"
 
     def _class_mismatch(self, model: Model) -> str | None:
-        config, names = model.config, _part(model.config, "id2label")
-        said = {len(names)} if names else set()
-        said |= {count} if isinstance(count := config.get("num_labels"), int) else set()
-        # Without either, transformers makes two. With one, the model learns a number rather than classes.
-        classes = max(said) if said else 2
-        single = config.get("problem_type") in (None, "single_label_classification")
-        if not (self.classes and model.head.endswith("-classification") and single and 1 < classes < self.classes):
+        classes = class_count(model)
+        if not (self.classes and classes and classes < self.classes):
             return None
         return f"the model has {classes} classes; the data set has {self.classes} labels"
 
@@ -108,6 +106,18 @@ class DatasetSchema(Message):
         if not shape or positions is None or shape[-1] <= positions:
             return None
         return f"max_length {shape[-1]} is more than the model's {positions} positions"
+
+
+def class_count(model: Model) -> int | None:
+    """Return the number of classes of which each label is one; None for a model of another kind."""
+    config, names = model.config, _part(model.config, "id2label")
+    if not model.head.endswith("-classification") or config.get("problem_type") not in SINGLE_LABEL:
+        return None
+    said = {len(names)} if names else set()
+    said |= {count} if isinstance(count := config.get("num_labels"), int) else set()
+    # Without either, transformers makes two. With one, the model learns a number rather than classes.
+    classes = max(said) if said else 2
+    return classes if classes > 1 else None
 
 
 def limits(model: Model) -> str:

@@ -83,6 +83,10 @@ class Lora(Frozen):
     roles: Annotated[tuple[Role, ...], Field(min_length=1)] = ("query", "value")
 
 
+Float32Role = Literal["head", "prompt", "adapter"]
+"""A role whose blocks a model may have in float32 beside 16-bit others."""
+
+
 def stored_name(tensor: str) -> str:
     """Return what a tensor is called in a file of weights: as in transformers' own model, which `from_pretrained`
     builds.
@@ -90,6 +94,10 @@ def stored_name(tensor: str) -> str:
     Where a matrix has an adapter beside it, PEFT moves it one step down, to `base_layer`.
     """
     return tensor.replace(".base_layer.", ".")
+
+
+LATER_FIELDS = frozenset({"float32", "preprocessing"})
+"""Fields that a model's document has only with a value: a worker older than a field refuses the document."""
 
 
 class Model(Frozen):
@@ -103,14 +111,17 @@ class Model(Frozen):
     head: Head
     prompts: Prompts | None = None
     lora: Lora | None = None
+    float32: tuple[Float32Role, ...] = ()
+    """The roles of the blocks that are float32 where the config's dtype has 16 bits: in 16 bits a weight does not
+    move under small steps."""
     blocks: tuple[Block, ...] = Field(min_length=1)
     preprocessing: dict[FileName, FileRef] = Field(default_factory=dict)
     """The files of the model's tokenizer and image processor, if it has any."""
 
     @model_serializer(mode="wrap")
-    def _without_absent_files(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        # Digests of models without these files stay as they were, and older workers can parse them.
-        return {name: value for name, value in write(self).items() if name != "preprocessing" or value}
+    def _without_empty(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        # Digests of models without these stay as they were, and older workers can parse them.
+        return {name: value for name, value in write(self).items() if name not in LATER_FIELDS or value}
 
     @model_validator(mode="after")
     def _whole(self) -> Self:

@@ -9,6 +9,7 @@ from itertools import chain
 from operator import attrgetter
 from random import Random
 from statistics import median
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -17,10 +18,21 @@ from tessera.shared.api.runs import Bounds, RunSpec
 from tessera.shared.api.tasks import Receipt, Task
 from tessera.shared.api.versions import VersionRef
 from tessera.shared.hashing import derive_seed
-from tessera.shared.methods.base import MethodSpec, Participant, Plan, RunInfo, State, UnsupportedRun, initial_state
+from tessera.shared.methods.base import (
+    CoordinatorHalf,
+    MethodSpec,
+    Participant,
+    Plan,
+    RunInfo,
+    State,
+    UnsupportedRun,
+    initial_state,
+)
 from tessera.shared.methods.registry import UnknownMethod, check, coordinator_half, settings_type
 from tessera.shared.model.spec import Model
+from tessera.shared.model.training_faults import training_faults
 from tessera.shared.problems import Fault, Invalid, InvalidUpdate, faults_of
+from tessera.shared.tensors.dtypes import NUMPY_DTYPES
 
 MAX_WEIGHT_OF_MEDIAN = 4
 """Default limit on a site's weight, in multiples of the median site's."""
@@ -60,11 +72,34 @@ def check_method(chosen: MethodSpec) -> None:
 
 
 def begun(spec: RunSpec, model: Model, first: State) -> State:
-    """Return the run's state before its first round. Raises Invalid for a run that its method cannot do."""
+    """Return the run's state before its first round.
+
+    Raises Invalid for a run that its method cannot do, or with settings of training that its model cannot have.
+    """
+    faults = [Fault(pointer=f"/training/{name}", detail=said) for name, said in training_faults(spec.training, model)]
+    if faults:
+        raise Invalid("the model cannot be trained with these settings", errors=faults)
+    half = coordinator_half(spec.method, run_facts(spec, model))
     try:
-        return initial_state(coordinator_half(spec.method, run_facts(spec, model)), first)
+        state = initial_state(half, first)
+        _check_trained(half, model, state)
     except UnsupportedRun as fault:
         raise Invalid("the method cannot do this run", errors=[Fault(pointer="/method", detail=str(fault))]) from None
+    return state
+
+
+def _check_trained(half: CoordinatorHalf[Any], model: Model, state: State) -> None:
+    """Raise UnsupportedRun if the first round trains blocks of 16 bits."""
+    short = {block.name for block in model.blocks if NUMPY_DTYPES[block.dtype].itemsize == 2}
+    if not short:
+        return
+    plans = half.plan(state, [Participant("any", 1)], Random(0))  # noqa: S311 (no secret)
+    trained = [block.name for plan in plans.values() for block in plan.train.resolve(model.blocks)]
+    if found := sorted(short.intersection(trained)):
+        raise UnsupportedRun(
+            f"the method trains {len(found)} blocks of 16 bits, such as {found[0]}, which small steps do not move: "
+            "create the model with `tessera model init --dtype float32`, or train adapters (--lora-rank) beside it"
+        )
 
 
 def plan_round(spec: RunSpec, model: Model, state: State, willing: Sequence[Participant]) -> dict[str, Plan]:

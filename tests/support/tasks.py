@@ -22,11 +22,12 @@ from tessera.shared.methods.base import (
     initial_state,
 )
 from tessera.shared.methods.registry import coordinator_half, worker_half
-from tessera.shared.model.spec import Fusion, Head, Lora, Prompts
+from tessera.shared.model.spec import Fusion, Head, Lora, Model, Prompts
 from tessera.shared.tensors.lazy import Array, ArrayTensor
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.model.block_map import block_table
 from tessera.worker.model.build import instantiate
+from tessera.worker.model.forward import objective_of
 from tessera.worker.training.batches import Batches
 from tessera.worker.training.context import LocalTaskContext
 from tessera.worker.training.randomness import seed_everything
@@ -60,6 +61,10 @@ class Subject:
 
     def model(self) -> PreTrainedModel:
         return instantiate(self.config, self.head, seed=1, prompts=self.prompts, lora=self.lora)
+
+    def document(self) -> Model:
+        table = block_table(self.model())
+        return Model(config=self.config, head=self.head, blocks=table, prompts=self.prompts, lora=self.lora)
 
     def facts(self, **training: Any) -> RunInfo:
         return RunInfo(block_table(self.model()), rounds=10, training=Training.model_validate(training))
@@ -106,7 +111,10 @@ def one_task(
     chosen = MethodSpec(name=method, settings=dict(settings or {}))
     worker = Participant("a/w", 24)
     plan = plan or coordinator_half(chosen, facts).plan_for(State(round_number, {}), worker)
-    context = LocalTaskContext(model, subject.head, plan, facts.blocks, dict(vault or {}), dict(server_state or {}))
+    context = LocalTaskContext(
+        model, subject.head, plan, facts.blocks, dict(vault or {}), dict(server_state or {}),
+        objective=objective_of(wanted, subject.document(), CPU),
+    )  # fmt: skip
     half = worker_half(chosen, facts)
     for block in facts.blocks:
         if start:

@@ -26,6 +26,7 @@ from tessera.shared.model.spec import (
     BLOCKS_FILE,
     MAX_TOKENS,
     WEIGHTS_FILE,
+    Float32Role,
     Fusion,
     Head,
     Lora,
@@ -56,6 +57,7 @@ from tessera.worker.model.layouts import MappingFile, read_mapping
 from tessera.worker.model.prompts import PROMPTS, caption_start
 
 Asks = Literal["local", "global"]
+Dtype = Literal["float32", "bfloat16", "float16"]
 
 Config = dict[str, JsonValue]
 
@@ -100,6 +102,16 @@ def _lora_from(rank: int | None, alpha: float | None, roles: str) -> Lora | None
         return None
     names = [name.strip() for name in roles.split(",") if name.strip()]
     return Lora.model_validate({"rank": rank, "alpha": alpha if alpha is not None else 2 * rank, "roles": names})
+
+
+def _float32_of(
+    dtype: torch.dtype | str | None, head: Head, prompts: Prompts | None, lora: Lora | None
+) -> tuple[Float32Role, ...]:
+    """Return the roles that are float32 beside a base in this dtype: what is added, and a classifier."""
+    if dtype not in (torch.bfloat16, torch.float16):
+        return ()
+    added: dict[Float32Role, object] = {"head": head.endswith("-classification"), "prompt": prompts, "adapter": lora}
+    return tuple(role for role, there in added.items() if there)
 
 
 def _labels_from(labels: str) -> Config:
@@ -159,6 +171,10 @@ def init(
         str | None,
         typer.Option(help="The head's classes: their names in order, separated by commas, or their number."),
     ] = None,
+    dtype: Annotated[
+        Dtype | None,
+        typer.Option(help="The weights' dtype; the config's if unset. Blocks to be trained must be float32."),
+    ] = None,
     mapping_file: MappingOption = None,
     vision_prompts: Annotated[
         int, typer.Option(min=0, max=MAX_TOKENS, help="Learnt tokens in the image tower of a dual encoder.")
@@ -200,6 +216,8 @@ def init(
             settings = {key: value for key, value in settings.items() if key not in {"id2label", "label2id"}}
             settings |= _labels_from(labels)
         settings |= _padding_from(settings, head)
+        if dtype is not None:
+            settings |= {"dtype": dtype}
         caption = _caption_ids(text_prompt_from, config)
         prompts = _prompts_from(vision_prompts, text_prompts, caption, prompt_fusion, fusion_heads)
         lora = _lora_from(lora_rank, lora_alpha, lora_roles)
@@ -207,13 +225,17 @@ def init(
             model = _pretrained(_weights_place(config), settings, head, seed, mapping)
             with torch.random.fork_rng(devices=[]):
                 torch.default_generator.manual_seed(seed)
-                insert(model, prompts, lora, mapping)
+                float32 = _float32_of(model.dtype, head, prompts, lora)
+                insert(model, prompts, lora, mapping, float32)
         else:
-            model = instantiate(settings, head, seed=seed, prompts=prompts, lora=lora, mapping=mapping)
+            float32 = _float32_of(config_from(settings).dtype, head, prompts, lora)
+            model = instantiate(
+                settings, head, seed=seed, prompts=prompts, lora=lora, float32=float32, mapping=mapping
+            )
         if caption:
             text = model.get_parameter(f"{PROMPTS}.text")
             text.detach().copy_(caption_start(model, torch.tensor(caption)))
-        document = _document(model, head, mapping, prompts, lora)
+        document = _document(model, head, mapping, prompts, lora, float32)
         _write(out, model, document, partial(_save_preprocessing, config, hub=pretrained))
     weights = f"weights of {config}" if pretrained else f"random weights from seed {seed}"
     _print_created(out, document, weights, as_json=as_json)
@@ -244,7 +266,8 @@ def merge(
         mapping = read_mapping(mapping_file) if mapping_file else None
         model = load(folder, mapping)
         merge_adapters(model)
-        document = _document(model, folder.model.head, mapping)
+        float32 = tuple(role for role in folder.model.float32 if role == "head")
+        document = _document(model, folder.model.head, mapping, float32=float32)
         _write(out, model, document, partial(copy_rest, source))
     _print_created(out, document, f"weights of {source}", as_json=as_json)
 
@@ -371,6 +394,7 @@ def _pretrained(source: str, config: Config, head: Head, seed: int, mapping: Map
                 trust_remote_code=False,
                 use_safetensors=True,
                 ignore_mismatched_sizes=True,
+                dtype=built.dtype or "auto",
                 output_loading_info=True,
             )
         except Exception as error:  # each model class and each format of weights fails in its own way
@@ -416,10 +440,12 @@ def _document(
     mapping: MappingFile | None,
     prompts: Prompts | None = None,
     lora: Lora | None = None,
+    float32: tuple[Float32Role, ...] = (),
 ) -> Model:
     """Return the model's document. Raises unless the model can be rebuilt from the document alone."""
     config = _plain(json.loads(model.config.to_json_string()))
-    document = Model(config=config, head=head, prompts=prompts, lora=lora, blocks=block_table(model, mapping))
+    table = block_table(model, mapping)
+    document = Model(config=config, head=head, prompts=prompts, lora=lora, float32=float32, blocks=table)
     check_model(document, mapping)
     return document
 

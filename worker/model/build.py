@@ -4,9 +4,9 @@
 """
 
 import importlib
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from threading import RLock
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from threading import RLock, get_ident
 from types import ModuleType
 from typing import Any, Literal, cast
 
@@ -28,7 +28,7 @@ from transformers import (
 )
 
 from tessera.shared.model.blocks import Block
-from tessera.shared.model.spec import Head, Lora, Model, Prompts
+from tessera.shared.model.spec import Float32Role, Head, Lora, Model, Prompts
 from tessera.shared.tensors.dtypes import NUMPY_DTYPES
 from tessera.shared.updates.model_folder import ModelFolder
 from tessera.worker.model.block_map import DTYPES, block_table, named_tensors
@@ -83,6 +83,18 @@ def build(
     UnsafeConfig, ConfigError, UnknownArchitecture or ModelMismatch before any weights are allocated.
     """
     check_model(model, mapping)
+    return laid_out(model, mapping, attention=attention, seed=seed)
+
+
+def laid_out(
+    model: Model,
+    mapping: MappingFile | None = None,
+    *,
+    attention: Attention | None = None,
+    seed: int = 0,
+    random_weights: bool = True,
+) -> PreTrainedModel:
+    """Return the model of a block table, which is not compared with it. See `instantiate`."""
     return instantiate(
         model.config,
         model.head,
@@ -90,13 +102,17 @@ def build(
         seed=seed,
         prompts=model.prompts,
         lora=model.lora,
+        float32=model.float32,
         mapping=mapping,
+        random_weights=random_weights,
     )
 
 
 def load(folder: ModelFolder, mapping: MappingFile | None = None) -> PreTrainedModel:
     """Return a folder's model with its prompts and adapters, which `from_pretrained` ignores. Raises as `build`."""
-    model = build(folder.model, mapping=mapping)
+    check_model(folder.model, mapping)
+    model = laid_out(folder.model, mapping, random_weights=False)
+    allocate(model, torch.device("cpu"))
     tensors = named_tensors(model)
     for block, raw in folder.blocks():
         write_block(tensors, block, np.frombuffer(raw, NUMPY_DTYPES[block.dtype]).reshape(block.shape))
@@ -110,11 +126,11 @@ def check_model(model: Model, mapping: MappingFile | None = None) -> tuple[Block
     rejected. `worker/model/sandbox.py` bounds what transformers allocates besides parameters. Raises as `build` does.
     """
     with torch.device("meta"), _bounded(model):
-        laid_out = instantiate(model.config, model.head, prompts=model.prompts, lora=model.lora, mapping=mapping)
-    table = block_table(laid_out, mapping)
+        without_storage = laid_out(model, mapping)
+    table = block_table(without_storage, mapping)
     if faults := list(_differences(model.by_name, {block.name: block for block in table})):
         raise ModelMismatch(faults)
-    if (size := sum(buffer.nbytes for buffer in laid_out.buffers())) > MAX_BUFFER_BYTES + model.nbytes:
+    if (size := sum(buffer.nbytes for buffer in without_storage.buffers())) > MAX_BUFFER_BYTES + model.nbytes:
         raise UnsafeConfig(
             f"the config is refused: it needs {size} bytes of buffers besides its weights, and "
             f"{MAX_BUFFER_BYTES + model.nbytes} are allowed"
@@ -134,20 +150,23 @@ def instantiate(
     seed: int = 0,
     prompts: Prompts | None = None,
     lora: Lora | None = None,
+    float32: Collection[Float32Role] = (),
     mapping: MappingFile | None = None,
+    random_weights: bool = True,
 ) -> PreTrainedModel:
     """Build a model without comparing it with a block table. Float32 unless the config names a dtype.
 
     Leaves the global random state as it was, and gives transformers' own tensors the same values with and without
-    prompts and adapters. The mapping locates the matrices to adapt. Raises UnsafeConfig or ConfigError, and with
-    `lora` as `block_table`.
+    prompts and adapters. Without `random_weights` the parameters have no storage until `allocate`; the buffers, such
+    as position tables, have their values. The mapping locates the matrices to adapt. Raises UnsafeConfig or
+    ConfigError, and with `lora` as `block_table`.
     """
     built = config_from(config)
     require_head(built, head)
     options: dict[str, Any] = {"trust_remote_code": False, "dtype": built.dtype or torch.float32}
     if attention:
         options["attn_implementation"] = attention
-    with _BUILDING, torch.random.fork_rng(devices=[]):
+    with _BUILDING, torch.random.fork_rng(devices=[]), nullcontext() if random_weights else _without_storage():
         torch.default_generator.manual_seed(seed)
         try:
             model = cast("PreTrainedModel", AUTO_CLASSES[head].from_config(built, **options))
@@ -156,8 +175,40 @@ def instantiate(
         except Exception as error:  # each model class fails in its own way on a hostile or mistaken size
             reason = " ".join(str(error).split())[:300]
             raise ConfigError(f"transformers builds no {built.model_type} for {head}: {reason}") from error
-        insert(model, prompts, lora, mapping)
+        insert(model, prompts, lora, mapping, float32)
     return model
+
+
+@contextmanager
+def _without_storage() -> Iterator[None]:
+    """Move each parameter that this thread registers in a module to the meta device, before it gets a value."""
+    thread, moved = get_ident(), dict[int, tuple[nn.Parameter, nn.Parameter]]()
+
+    def move(_module: nn.Module, _name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        if parameter is None or parameter.device.type == "meta" or get_ident() != thread:
+            return None
+        # A parameter with two names stays one.
+        empty = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+        return moved.setdefault(id(parameter), (parameter, empty))[1]
+
+    # torch takes what a hook returns in place of the parameter, which its annotation leaves out.
+    handle = register_module_parameter_registration_hook(move)  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def allocate(model: nn.Module, device: torch.device) -> None:
+    """Give each parameter without storage uninitialised memory on the device, and move all others there."""
+    allocated: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.device.type == "meta":
+                memory = torch.empty_like(parameter, device=device)
+                own = allocated.setdefault(id(parameter), nn.Parameter(memory, parameter.requires_grad))
+                module.register_parameter(name, own)
+    model.to(device)
 
 
 @contextmanager
@@ -166,12 +217,12 @@ def _bounded(model: Model) -> Iterator[None]:
 
     The slack is for tied weights, which transformers first creates several times.
     """
-    count, nbytes = 8 * len(model.blocks) + 64, 8 * model.nbytes + (1 << 20)
+    thread, count, nbytes = get_ident(), 8 * len(model.blocks) + 64, 8 * model.nbytes + (1 << 20)
 
     def spend(_module: nn.Module, _name: str, parameter: nn.Parameter | None) -> None:
         nonlocal count, nbytes
-        # The hook sees every module created in this process; other threads allocate theirs on real devices.
-        if parameter is not None and parameter.device.type == "meta":
+        # The hook sees every module created in this process.
+        if parameter is not None and parameter.device.type == "meta" and get_ident() == thread:
             count, nbytes = count - 1, nbytes - parameter.nbytes
             if count < 0 or nbytes < 0:
                 raise ModelMismatch([f"the config describes a model far larger than its table: {model.nbytes} bytes"])
@@ -195,9 +246,15 @@ def _differences(stated: Mapping[str, Block], built: Mapping[str, Block]) -> Ite
 
 
 def insert(
-    model: PreTrainedModel, prompts: Prompts | None, lora: Lora | None, mapping: MappingFile | None = None
+    model: PreTrainedModel,
+    prompts: Prompts | None,
+    lora: Lora | None,
+    mapping: MappingFile | None = None,
+    float32: Collection[Float32Role] = (),
 ) -> None:
-    """Add the prompts and adapters of a model document in place. Their random values follow torch's seed.
+    """Add the prompts and adapters of a model document in place, and make the blocks of some roles float32.
+
+    Their random values follow torch's seed.
 
     Raises ConfigError if the model does not support them or PEFT is not installed, and as `block_table` does.
     """
@@ -205,6 +262,27 @@ def insert(
         _lora().add_lora(model, lora, block_table(model, mapping))
     if prompts:
         add_prompts(model, prompts)
+    if float32:
+        _make_float32(model, [block for block in block_table(model, mapping) if block.role in float32])
+
+
+def _make_float32(model: nn.Module, blocks: Iterable[Block]) -> None:
+    """Convert the tensors of these blocks to float32. A head's modules then convert their inputs; PEFT's adapters and
+    the prompts do so by themselves."""
+    hooked = set()
+    for block in blocks:
+        path, _, own = block.tensor.rpartition(".")
+        module = model.get_submodule(path)
+        tensor: Tensor = getattr(module, own)
+        tensor.data = tensor.data.float()
+        if block.role == "head" and path not in hooked and not any(True for _ in module.children()):
+            module.register_forward_pre_hook(_cast_inputs)
+            hooked.add(path)
+
+
+def _cast_inputs(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    dtype = next(module.parameters()).dtype
+    return tuple(each.to(dtype) if isinstance(each, Tensor) and each.is_floating_point() else each for each in args)
 
 
 def merge_adapters(model: PreTrainedModel) -> None:
@@ -245,7 +323,8 @@ def write_block(tensors: Mapping[str, Tensor], block: Block, values: np.ndarray)
         raise ValueError(f"{block.name} is {block.dtype} {block.shape}, not {values.dtype} {values.shape}")
     plain = values.view(np.int16) if block.dtype == "BF16" else values
     # torch does not accept read-only memory, such as a blob's.
-    source = torch.from_numpy(np.array(plain, order="C")).view(tensor.dtype).to(tensor.device)
+    writable = np.require(plain, requirements=["C", "W"])
+    source = torch.from_numpy(writable).view(tensor.dtype).to(tensor.device)
     if block.part:
         tensor.index_copy_(block.part.axis, rows_of(block.part.index(), tensor), source)
     else:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,20 +11,81 @@ from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 
 from tessera.shared.methods.base import Output
-from tessera.shared.model.spec import Head
+from tessera.shared.model.spec import Head, Model
+from tessera.shared.model.training_loss import class_weights_of
+from tessera.shared.run_settings import Training
 
 IGNORED = -100
 """Label of positions that the loss ignores, in transformers' models and in ours."""
 
 
+@dataclass(frozen=True)
+class CrossEntropy:
+    """A cross entropy with integer labels that replaces the model's own loss, which has none of these settings."""
+
+    label_smoothing: float = 0.0
+    """Share of a label's weight that all classes have equally (Szegedy et al. 2016, arXiv 1512.00567, section 7)."""
+    class_weights: Tensor | None = None
+    """The weight of each class, float32 [classes]."""
+    private: bool = False
+    """True for differential privacy: an example's loss does not depend on the weights of the others' labels."""
+
+    def of_batch(self, logits: Tensor, head: Head, labels: Tensor) -> Tensor:
+        """Return the mean over all labels that count, each by the weight of its class."""
+        return self.of_examples(logits, head, labels).mean() if self.private else self._of(logits, head, labels)
+
+    def of_examples(self, logits: Tensor, head: Head, labels: Tensor) -> Tensor:
+        """Return the loss of each example, [examples]: the sum of its labels' weighted losses over their number."""
+        each = self._of(logits, head, labels, "none")
+        if labels.ndim == 1:
+            return each
+        counted = counted_labels(head, labels) != IGNORED  # [examples, positions]
+        return each.reshape(counted.shape).sum(dim=1) / counted.sum(dim=1).clamp(min=1)
+
+    def _of(self, logits: Tensor, head: Head, labels: Tensor, reduction: str = "mean") -> Tensor:
+        logits = logits[:, :-1] if head == "causal-lm" else logits
+        return cross_entropy(
+            logits.float().flatten(0, -2),  # [labels, classes]
+            counted_labels(head, labels).flatten(),
+            self.class_weights,
+            reduction=reduction,
+            ignore_index=IGNORED,
+            label_smoothing=self.label_smoothing,
+        )
+
+    def weight_of(self, head: Head, labels: Tensor) -> Tensor:
+        """Return the sum of the weights of the labels that count, a scalar on their device."""
+        labels = counted_labels(head, labels)
+        weights = 1.0 if self.class_weights is None else self.class_weights[labels.clamp(min=0)]
+        return (weights * (labels != IGNORED)).sum()
+
+
+def objective_of(
+    training: Training, model: Model, device: torch.device, *, private: bool = False
+) -> CrossEntropy | None:
+    """Return the training loss that a run's settings ask for; None for the model's own.
+
+    For a private task, the weights are divided by the mean weight of all classes, which reads no example.
+    """
+    weights = class_weights_of(training, model)
+    if weights is None:
+        return CrossEntropy(training.label_smoothing, private=private) if training.label_smoothing else None
+    each = torch.tensor(weights, dtype=torch.float32, device=device)
+    return CrossEntropy(training.label_smoothing, each / each.mean() if private else each, private)
+
+
 def forward(
-    model: nn.Module, head: Head, batch: Mapping[str, Tensor], values: Mapping[str, Tensor] | None = None
+    model: nn.Module,
+    head: Head,
+    batch: Mapping[str, Tensor],
+    values: Mapping[str, Tensor] | None = None,
+    objective: CrossEntropy | None = None,
 ) -> Output:
     """Return the loss and logits of a batch of the model's keyword inputs, which include `labels`.
 
-    `values` replace the model's tensors of the same names. A contrastive model is a classifier whose classes are
-    texts: beside `pixel_values` [examples, ...] it takes `input_ids` [classes, tokens], and its loss is the
-    cross-entropy of each image's logits over the texts.
+    `values` replace the model's tensors of the same names; an `objective` replaces its own loss. A contrastive model
+    is a classifier whose classes are texts: beside `pixel_values` [examples, ...] it takes `input_ids` [classes,
+    tokens], and its loss is the cross-entropy of each image's logits over the texts.
     """
     # Half of the families require pixels and sound in the dtype of the weights.
     dtype = next(model.parameters()).dtype
@@ -31,8 +93,12 @@ def forward(
         name: tensor.to(dtype) if tensor.is_floating_point() and name != "labels" else tensor
         for name, tensor in batch.items()
     }
-    labels = inputs.pop("labels") if head == "contrastive" else None
+    # Some models make the inputs of their decoder from the labels.
+    ours = head == "contrastive" or (objective is not None and head != "seq2seq-lm")
+    labels = inputs.pop("labels") if ours else None
     output: Any = model(**inputs) if values is None else functional_call(model, dict(values), (), inputs)
+    if objective:
+        return Output(objective.of_batch(output.logits, head, batch["labels"]), output.logits)
     if labels is None:
         return Output(output.loss, output.get("logits"))
     logits: Tensor = output.logits_per_image  # [examples, classes]
@@ -43,13 +109,16 @@ def label_count(head: Head, labels: Tensor) -> int:
     """Return the number of labels over which the model's own loss of a batch is the mean."""
     if labels.ndim < 2 or labels.is_floating_point():
         return len(labels)
-    if head == "causal-lm":
-        # A position predicts the one after it.
-        labels = labels[:, 1:]
-    return int((labels != IGNORED).sum())
+    return int((counted_labels(head, labels) != IGNORED).sum())
 
 
-def losses(output: Output, head: Head, labels: Tensor) -> Tensor:
+def counted_labels(head: Head, labels: Tensor) -> Tensor:
+    """Return the labels of the positions that predict one, of which the loss ignores those that are `IGNORED`."""
+    # A position predicts the one after it.
+    return labels[:, 1:] if head == "causal-lm" else labels
+
+
+def losses(output: Output, head: Head, labels: Tensor, objective: CrossEntropy | None = None) -> Tensor:
     """Return the loss of each example of a batch, [examples], each independent of the other examples.
 
     The model's own loss is not the mean of these for texts: it divides by the tokens of the whole batch. Raises
@@ -61,14 +130,7 @@ def losses(output: Output, head: Head, labels: Tensor) -> Tensor:
             f"per-example losses need logits and integer labels: the head {head} has "
             f"{'no logits' if logits is None else f'labels of {labels.dtype}'}"
         )
-    if head == "causal-lm":
-        # A position predicts the one after it.
-        logits, labels = logits[:, :-1], labels[:, 1:]
-    if labels.ndim == 1:
-        return cross_entropy(logits.float(), labels, reduction="none")
-    each = cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="none", ignore_index=IGNORED)
-    counted = labels != IGNORED  # [examples, positions]
-    return each.reshape(labels.shape).sum(dim=1) / counted.sum(dim=1).clamp(min=1)
+    return (objective or CrossEntropy()).of_examples(logits, head, labels)
 
 
 @contextmanager

@@ -161,7 +161,7 @@ class NoisyGradients:
 
         def each(batch: Batch) -> Tensor:
             with autocast(local.training, self._device):
-                return losses(context.forward(batch), context.head, batch["labels"])
+                return losses(context.forward(batch), context.head, batch["labels"], context.objective)
 
         plain = type(half).loss is WorkerHalf.loss
         synthetic = context.synthetic_examples(dataset, 2)

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from tessera.shared.methods.base import UnsupportedRun
-from tessera.shared.model.spec import Head
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.model.forward import label_count
 from tessera.worker.ranks.faults import packed, unpacked
+from tessera.worker.training.context import LocalTaskContext
 from tessera.worker.training.ranks import Pieces
 
 T = TypeVar("T")
@@ -90,16 +90,20 @@ class Group:
         if self.rank:
             torch.manual_seed((torch.initial_seed() + self.rank) % (1 << 63))
 
-    def weigh(self, pieces: Pieces, head: Head, *, loss_by_example: bool) -> Pieces:
-        if loss_by_example and any(piece["labels"].ndim > 1 for piece, _ in pieces):
+    def weigh(self, pieces: Pieces, context: LocalTaskContext, *, loss_by_example: bool) -> Pieces:
+        labels, objective = [piece["labels"] for piece, _ in pieces], context.objective
+        weighted = objective is not None and objective.class_weights is not None
+        if loss_by_example and (weighted or any(each.ndim > 1 for each in labels)):
             raise UnsupportedRun(
                 f"this worker divides batches among {self.size} devices, and by this method the losses of their rows "
-                "do not add up where an example has several labels: begin a run with another method, or have the "
-                "site train on one device (devices)"
+                "do not add up where an example has several labels or classes have weights: begin a run with another "
+                "method, or have the site train on one device (devices)"
             )
-        own = sum(label_count(head, piece["labels"]) for piece, _ in pieces)
+        own = float(sum(label_count(context.head, each) for each in labels))
+        if own and weighted and objective:
+            own = sum(float(objective.weight_of(context.head, each)) for each in labels)
         whole = self.total(own)
-        if not sum(len(piece["labels"]) for piece, _ in pieces):
+        if not sum(map(len, labels)):
             return []
         # A batch without any label fails as it does in one process.
         return [(piece, share * own / whole) for piece, share in pieces if own] if whole else pieces

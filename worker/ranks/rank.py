@@ -27,17 +27,18 @@ from tessera.worker.state.blob_cache import Source
 from tessera.worker.state.vault import RoundWorkload, Vault
 from tessera.worker.task.environment import Coordinator, Journal, Shelf, TaskEnvironment, TaskRun
 from tessera.worker.task.evaluate import evaluate
-from tessera.worker.task.fetch import Loaded, load
+from tessera.worker.task.fetch import load, require_memory
 from tessera.worker.task.model_cache import ModelCache
 from tessera.worker.task.train import train
 from tessera.worker.training.context import LocalTaskContext
-from tessera.worker.training.input_mismatch import FAULTS, explained
+from tessera.worker.training.input_mismatch import FAULTS, explained, require_own_loss
 from tessera.worker.training.progress import Report
 
 REPORT_SECONDS = 0.5
 """Least time between two reports of a rank's progress."""
 
-Result = tuple[LocalResult, TrainingStats] | int
+Result = tuple[tuple[LocalResult, TrainingStats] | int, dict[str, Array], dict[str, Any]]
+"""The result of a stage, the optimizer's moments, and the fields of the report."""
 
 
 class RanksStopped(Exception):
@@ -72,7 +73,7 @@ class Rank:
             # The agent explains an error of a library by its type alone: what it knows of the model is not this one.
             return Ended(fault=packed(failure_of_rank(fault) if type(fault) in FAULTS else fault))
         if self._group.rank == 0:
-            handover.write(self._folder / RESULT_FILE, (result, vars(self._report)))
+            handover.write(self._folder / RESULT_FILE, result)
         return Ended()
 
     def _execute(self, given: Handover) -> Result:
@@ -80,20 +81,19 @@ class Rank:
         self._report = given.report
         run = TaskRun(self._environment(given), task, self._check, given.report, self._journal())
         built = self._models.take(task.run, task.model)
-        whole = len(fetched.bases) == len(fetched.blocks)
-        loaded = load(run, replace(fetched, last=built if whole else None))
+        if built is None or len(fetched.bases) < len(fetched.blocks):
+            # As in `fetch`: a local value of a block that is not fetched must not leak into this round.
+            built = None
+            require_memory(run, fetched.blocks)
+        loaded = load(run, replace(fetched, last=built))
         loaded = replace(loaded, context=MeasuringTogether.of(loaded.context, self._group))
         dataset = self._read(given.dataset)
+        require_own_loss(loaded.context, dataset)
         with explained(fetched.document, loaded.context, dataset, private=given.private):
-            result = self._stage(run, loaded, dataset, given)
+            stage = evaluate(run, loaded, dataset) if task.kind == "evaluate" else train(run, loaded, dataset, None)
         loaded.context.close()
         self._models.keep(loaded.built)
-        return result
-
-    def _stage(self, run: TaskRun, loaded: Loaded, dataset: Dataset, given: Handover) -> Result:
-        if run.task.kind == "evaluate":
-            return evaluate(run, loaded, dataset)
-        return train(run, loaded, dataset, None)
+        return stage, loaded.moments.values, vars(run.report)
 
     def _environment(self, given: Handover) -> TaskEnvironment:
         return TaskEnvironment(

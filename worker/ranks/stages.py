@@ -75,7 +75,7 @@ class DeviceStages:
             task,
             replace(fetched, last=None),
             self._hand(session, dataset),
-            dict(loaded.context.vault),
+            {**loaded.context.vault, **loaded.moments.values},
             {states[name].digest: env.shelf.path(states[name].digest) for name in loaded.context.server_state},
             run.report,
             env.setup,
@@ -84,8 +84,9 @@ class DeviceStages:
             private is not None,
         )
         targets = {"journal": run.journal, "private": private}
-        result, report = session.execute(given, targets, vars(run.report).update, run.check)
+        result, moments, report = session.execute(given, targets, vars(run.report).update, run.check)
         vars(run.report).update(report)
+        loaded.moments.values.update(moments)
         self._until = time.monotonic() + IDLE_SECONDS - MARGIN_SECONDS
         return result
 

@@ -219,10 +219,11 @@ def _found(folder: Path) -> list[tuple[str, int]]:
 
 @dataclass(frozen=True)
 class BlobTensor:
-    """A block in a blob: its bytes in C order, read chunk by chunk on each iteration."""
+    """A block in a file, from `offset`: its bytes in C order, read chunk by chunk on each iteration."""
 
     path: Path
     block: Block
+    offset: int = 0
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -232,8 +233,14 @@ class BlobTensor:
     def dtype(self) -> DType:
         return self.block.dtype
 
+    def values(self) -> Array:
+        """Return the block's values as a private mapping of the file: read when used, and not kept in memory."""
+        dtype = NUMPY_DTYPES[self.block.dtype]
+        return np.memmap(self.path, dtype=dtype, mode="c", offset=self.offset, shape=self.block.shape)
+
     def chunks(self) -> Iterator[Array]:
         dtype = NUMPY_DTYPES[self.block.dtype]
         with self.path.open("rb") as file:
+            file.seek(self.offset)
             for count in chunk_counts(self.block.numel):
                 yield np.frombuffer(file.read(count * dtype.itemsize), dtype=dtype)

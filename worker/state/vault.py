@@ -28,6 +28,7 @@ IDENTIFIER = re.compile(r"[A-Za-z0-9-]{1,64}")
 STAGED, ACCEPTED = "staged", "accepted"
 PENDING = re.compile(r"(?:staged|accepted)-(?P<task>[A-Za-z0-9-]{1,64})-(?P<token>[0-9]{1,18})\.safetensors")
 CURRENT = "current.safetensors"
+SCALE = "loss-scale.safetensors"
 
 _DTYPES: dict[str, np.dtype] = {
     **{str(name): dtype for name, dtype in NUMPY_DTYPES.items()},
@@ -107,6 +108,19 @@ class Vault:
         path = self._of_run(run) / f"{STAGED}-{_checked(task)}-{token}.safetensors"
         _write(path, keep, durable=self._durable)
         return Staged(path, self._durable)
+
+    def load_scale(self, run: str) -> dict[str, Array]:
+        """Return what `keep_scale` kept of a run. Raises as `load`."""
+        path = self._of_run(run) / SCALE
+        return _read(path) if path.exists() else {}
+
+    def keep_scale(self, run: str, state: Mapping[str, Array]) -> None:
+        """Keep the loss scale of a run now, whether or not an update is merged. An empty `state` removes it."""
+        path = self._of_run(run) / SCALE
+        if state:
+            _write(path, state, durable=self._durable)
+        else:
+            path.unlink(missing_ok=True)
 
     def settle(self, ask: RoundWorkload) -> None:
         """Settle the pending files of every run. Raises the exceptions of `ask`."""
@@ -191,7 +205,7 @@ def _read(path: Path) -> dict[str, Array]:
 
 def _write(path: Path, keep: Mapping[str, Array], *, durable: bool) -> None:
     layout = [(name, _dtype_name(name, values), values.shape) for name, values in keep.items()]
-    with written_whole(path, durable=durable) as file:
+    with written_whole(path, durable=durable, mode=0o600) as file:
         write(file, layout, (as_bytes(values) if values.size else b"" for values in keep.values()))
 
 

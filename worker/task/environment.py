@@ -86,7 +86,8 @@ class TaskEnvironment:
     versions: dict[str, CachedVersion] = field(default_factory=dict)
     """The version of the run's last task, by run."""
     scalers: dict[str, torch.amp.GradScaler] = field(default_factory=dict)
-    """Float16 loss scalers by run: the scale is found by trial, so it is kept for the next round."""
+    """Float16 loss scalers by run: the scale is found by trial, so it is kept for the next round, and in the vault
+    for the next start."""
     tokenized: dict[str, tuple[str, Dataset]] = field(default_factory=dict)
     """The data sets that take the run's tokenizer, as tokens for the last run, with the digest of its model."""
     for_evaluation: frozenset[str] = frozenset()

@@ -6,9 +6,9 @@ from tessera.worker.data.dataset import Dataset
 from tessera.worker.task.environment import TaskRun
 from tessera.worker.task.errors import TaskFailure
 from tessera.worker.task.fetch import Loaded
+from tessera.worker.task.loss_scale import loss_scaler
 from tessera.worker.training.batches import Batches
 from tessera.worker.training.evaluate import evaluate as measure
-from tessera.worker.training.optimization.precision import gradient_scaler
 from tessera.worker.training.progress import rounded
 from tessera.worker.training.trainer import Trainer, epochs_of
 
@@ -61,10 +61,9 @@ def _personalise(run: TaskRun, loaded: Loaded, dataset: Dataset) -> bool:
         return False
     if phases:
         run.journal.note_exact(dataset.examples, "training")
-        scaler = env.scalers.pop(task.run, None) or gradient_scaler(task.training, env.device)
-        trainer = Trainer(half, context, task.training, env.setup, run.check, scaler=scaler)
-        trainer.train(phases, dataset, task.seed)
-        env.scalers[task.run] = scaler
+        with loss_scaler(env, task) as scaler:
+            trainer = Trainer(half, context, task.training, env.setup, run.check, scaler=scaler)
+            trainer.train(phases, dataset, task.seed)
         return True
     # A vault may hold only training state, and a freshly added private layer that never trained personalizes
     # nothing.

@@ -12,17 +12,20 @@ import structlog
 
 from tessera.shared.api.versions import Manifest, ServerTensor
 from tessera.shared.json_limits import check_document
-from tessera.shared.methods.base import RunInfo, WorkerHalf
+from tessera.shared.methods.base import RunInfo, UnsupportedRun, WorkerHalf
 from tessera.shared.methods.registry import worker_half
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.spec import MAX_DOCUMENT_BYTES, Model
+from tessera.shared.model.training_faults import training_faults
 from tessera.shared.problems import InvalidUpdate
 from tessera.shared.tensors.lazy import CHUNK, Array, as_bytes, digest_of, from_bytes, to_array
 from tessera.shared.updates.codecs.stage import CodecError
 from tessera.shared.updates.update_file import read_update
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.model.block_map import named_tensors
-from tessera.worker.model.build import check_model, instantiate, write_block
+from tessera.worker.model.build import allocate, check_model, laid_out, write_block
+from tessera.worker.model.device_memory import free_bytes, needed_bytes
+from tessera.worker.model.forward import objective_of
 from tessera.worker.model.layouts import MappingFile
 from tessera.worker.state.atomic_files import temporary_file
 from tessera.worker.state.blob_cache import BlobTensor, BlobTooLarge
@@ -33,6 +36,7 @@ from tessera.worker.task.errors import TaskFailure, failing_as
 from tessera.worker.task.model_cache import Built, structure_of
 from tessera.worker.training.context import LocalTaskContext
 from tessera.worker.training.input_mismatch import require_fit
+from tessera.worker.training.optimization.moments import Moments, without_moments
 from tessera.worker.training.randomness import seed_everything
 
 MIN_DIFFERENCE_BYTES = 1 << 16
@@ -65,6 +69,8 @@ class Loaded:
     """The version's value of each fetched block."""
     feedback: Feedback
     """Residuals of lossy codecs from earlier rounds."""
+    moments: Moments
+    """The optimizer's moments from earlier rounds."""
 
     def personalise(self) -> None:
         """Restore the site's private state into the model and let the method set it up."""
@@ -81,7 +87,7 @@ class Loaded:
 def fetch(run: TaskRun, dataset: Dataset) -> Fetched:
     """Fetch the version's blocks into local files.
 
-    Raises PolicyViolation, TaskFailure, InputMismatch, ConfigError, ModelMismatch, Problem.
+    Raises PolicyViolation, TaskFailure, InputMismatch, UnsupportedRun, ConfigError, ModelMismatch, Problem.
     """
     env, task = run.env, run.task
     # Store inline blobs as if they had been fetched; ignore more than the protocol allows.
@@ -94,6 +100,8 @@ def fetch(run: TaskRun, dataset: Dataset) -> Fetched:
     env.policy.check_model_type(model_type)
     env.policy.check_model(document.nbytes)
     require_fit(document, task.dataset, dataset, padded=task.privacy is not None)
+    if faults := [f"training.{name} {said}" for name, said in training_faults(task.training, document)]:
+        raise UnsupportedRun("; ".join(faults))
     names = {block.name for block in task.plan.fetch.resolve(document.blocks)}
     # Reuse the last round's model only if every block is overwritten: local values of a block that is not fetched
     # must not leak into this round.
@@ -106,8 +114,44 @@ def fetch(run: TaskRun, dataset: Dataset) -> Fetched:
     blocks = last.blocks if last else check_model(document, mapping)
     with failing_as("invalid-version"):
         manifest = Manifest.read(_document(run, task.version.digest), lambda digest: _document(run, digest))
+    if last is None:
+        require_memory(run, blocks)
     bases = _fetch_blocks(run, manifest, [block for block in blocks if block.name in names], blocks)
     return Fetched(document, mapping, manifest, blocks, bases, last)
+
+
+def require_memory(run: TaskRun, blocks: Sequence[Block]) -> None:
+    """Raise TaskFailure, before anything large is fetched, if the device cannot hold what the task needs."""
+    task, device = run.task, run.env.device
+    if device.type == "meta":
+        # The ranks have the model. Each looks for itself.
+        return
+    # A method that chooses among the plan's blocks may itself fit its choice to the memory.
+    fixed = task.kind == "train" and type(_half(run, blocks)).select is WorkerHalf.select
+    trained = task.plan.train.resolve(blocks) if fixed else ()
+    needed, free = needed_bytes(blocks, trained, task.training), free_bytes(device)
+    structlog.get_logger("worker").info("memory", needed_bytes=needed, free_bytes=free, device=str(device))
+    if needed > free:
+        raise TaskFailure(
+            "too-little-memory",
+            f"the task needs {needed} bytes on {device}: the model, gradients and moments of {len(trained)} trained "
+            f"blocks, and a margin; {free} are free, {needed - free} too few",
+        )
+
+
+def _half(run: TaskRun, blocks: Sequence[Block]) -> WorkerHalf[Any]:
+    """Return the worker's half of the task's method."""
+    task = run.task
+    facts = RunInfo(
+        tuple(blocks),
+        task.rounds,
+        task.normalization,
+        task.training,
+        task.privacy,
+        upload_budget=task.upload_budget,
+        upload_seconds=task.upload_seconds,
+    )
+    return worker_half(task.method, facts)
 
 
 def load(run: TaskRun, fetched: Fetched) -> Loaded:
@@ -121,20 +165,11 @@ def load(run: TaskRun, fetched: Fetched) -> Loaded:
     tensors = named_tensors(built.model)
     for base in fetched.bases.values():
         run.check()
-        values = to_array(base)
+        values = base.values()
         _require_finite(base.block.name, values)
         write_block(tensors, base.block, values)
     seed_everything(task.seed)
-    facts = RunInfo(
-        built.blocks,
-        task.rounds,
-        task.normalization,
-        task.training,
-        task.privacy,
-        upload_budget=task.upload_budget,
-        upload_seconds=task.upload_seconds,
-    )
-    half = worker_half(task.method, facts)
+    half = _half(run, built.blocks)
     server_state = _fetch_memory(run, fetched.manifest)
     try:
         env.vault.settle_run(task.run, task.receipt, env.coordinator.task)
@@ -142,22 +177,25 @@ def load(run: TaskRun, fetched: Fetched) -> Loaded:
         raise TaskFailure("no-receipt", str(fault)) from None
     vault = env.vault.load(task.run)
     feedback = Feedback.of(vault, task.plan.stage, task.round)
-    head = fetched.document.head
-    context = LocalTaskContext(built.model, head, task.plan, built.blocks, without_feedback(vault), server_state)
-    return Loaded(built, half, context, fetched.bases, feedback)
+    context = LocalTaskContext(
+        built.model,
+        fetched.document.head,
+        task.plan,
+        built.blocks,
+        without_moments(without_feedback(vault)),
+        server_state,
+        objective=objective_of(task.training, fetched.document, env.device, private=task.privacy is not None),
+    )
+    return Loaded(built, half, context, fetched.bases, feedback, Moments.of(vault))
 
 
 def _built(run: TaskRun, fetched: Fetched) -> Built:
     """Build the run's model, already checked by `fetch`."""
-    document, task = fetched.document, run.task
-    model = instantiate(
-        document.config,
-        document.head,
-        seed=task.seed,
-        prompts=document.prompts,
-        lora=document.lora,
-        mapping=fetched.mapping,
-    ).to(run.env.device)  # type: ignore[arg-type]
+    task = run.task
+    # A block that is not fetched keeps the value that the seed gives it.
+    random_weights = len(fetched.bases) < len(fetched.blocks)
+    model = laid_out(fetched.document, fetched.mapping, seed=task.seed, random_weights=random_weights)
+    allocate(model, run.env.device)
     return Built(task.run, task.model, model, fetched.blocks, structure_of(model))
 
 

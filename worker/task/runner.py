@@ -28,7 +28,7 @@ from tessera.worker.task.heartbeat import Stopped
 from tessera.worker.task.tokenize import tokenize
 from tessera.worker.task.train import train
 from tessera.worker.task.upload import Egress
-from tessera.worker.training.input_mismatch import explained
+from tessera.worker.training.input_mismatch import explained, require_own_loss
 from tessera.worker.training.progress import Check, Report
 
 if TYPE_CHECKING:
@@ -78,6 +78,7 @@ class TaskRunner(TaskEnvironment):
                 fetched = fetch(run, dataset)
                 loaded = load(run, fetched)
                 dataset = tokenize(run, fetched.document, loaded, dataset)
+                require_own_loss(loaded.context, dataset)
             fitting = explained(fetched.document, loaded.context, dataset, private=task.privacy is not None)
             egress = Egress(run, admission.snapshot, private)
             if task.kind == "train":
@@ -90,7 +91,8 @@ class TaskRunner(TaskEnvironment):
                 with spans.span("upload"):
                     update = egress.upload(result, loaded, stats.examples)
                 with spans.span("submit"):
-                    egress.submit(update, {**result.keep, **loaded.feedback.kept()}, stats.examples)
+                    keep = {**result.keep, **loaded.feedback.kept(), **loaded.moments.values}
+                    egress.submit(update, keep, stats.examples)
             else:
                 with spans.span("evaluate"):
                     with fitting:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from tessera.shared.methods.base import LocalResult, TrainingStats
+from tessera.shared.methods.base import LocalResult, TrainingStats, UnsupportedRun
+from tessera.shared.model.block_rates import PRIVATE
 from tessera.shared.schema import EPSILON
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.task.environment import TaskRun
 from tessera.worker.task.errors import TaskFailure
 from tessera.worker.task.fetch import Loaded
+from tessera.worker.task.loss_scale import loss_scaler
 from tessera.worker.training.batches import Batches
-from tessera.worker.training.optimization.precision import gradient_scaler
 from tessera.worker.training.progress import CALIBRATING, rounded
 from tessera.worker.training.trainer import Trainer, epochs_of
 
@@ -52,23 +53,22 @@ def train(
     phases = half.phases(context, selected)
     env.policy.check_epochs(epochs_of(phases, task.training, dataset.examples))
     least = env.policy.min_evaluation_examples
-    # Failed training does not put the scaler back: its scale is unusable.
-    scaler = env.scalers.pop(task.run, None) or gradient_scaler(task.training, env.device)
-    trainer = Trainer(
-        half,
-        context,
-        task.training,
-        env.setup,
-        run.check,
-        private,
-        report,
-        least,
-        scaler,
-        round_number=task.round,
-        rounds=task.rounds,
-    )
-    stats = trainer.train(phases, dataset, task.seed)
-    env.scalers[task.run] = scaler
+    with loss_scaler(env, task) as scaler:
+        trainer = Trainer(
+            half,
+            context,
+            task.training,
+            env.setup,
+            run.check,
+            private,
+            report,
+            least,
+            scaler,
+            round_number=task.round,
+            rounds=task.rounds,
+            moments=loaded.moments if task.training.keep_moments else None,
+        )
+        stats = trainer.train(phases, dataset, task.seed)
     result = half.collect(context, selected, stats)
     measured = {"loss": rounded(stats.loss)} if math.isfinite(stats.loss) else {}
     report.metrics = {**measured, **result.metrics}
@@ -78,7 +78,10 @@ def train(
 
 
 def _check_plan(run: TaskRun, loaded: Loaded) -> None:
-    """Check the plan against our own block table before any data is read. Raises PolicyViolation, TaskFailure."""
+    """Check the plan against our own block table before any data is read.
+
+    Raises PolicyViolation, TaskFailure, UnsupportedRun.
+    """
     upload, context, policy = run.task.plan.upload, loaded.context, run.env.policy
     private = [*loaded.half.private().resolve(context.blocks), *context.private]
     policy.check_private(block for block in private if upload.holds(block))
@@ -86,3 +89,8 @@ def _check_plan(run: TaskRun, loaded: Loaded) -> None:
     policy.check_upload(asked)
     if baseless := sorted(block.name for block in asked if block.name not in loaded.bases):
         raise TaskFailure("invalid-plan", f"the plan uploads blocks that it does not fetch as a base: {baseless[:8]}")
+    if PRIVATE in run.task.training.rates and not context.private:
+        raise UnsupportedRun(
+            f"training.rates.{PRIVATE} is for modules that a method adds at a site, and {run.task.method.name} adds "
+            "none: leave it out"
+        )

@@ -21,7 +21,7 @@ from tessera.worker.data.dataset import Dataset
 from tessera.worker.model.block_map import DTYPES, named_tensors
 from tessera.worker.model.build import read_block, write_block
 from tessera.worker.model.config import ConfigError
-from tessera.worker.model.forward import IGNORED, forward
+from tessera.worker.model.forward import IGNORED, CrossEntropy, forward
 from tessera.worker.model.prompts import REMEDY, PromptError, fused_prompts, prompts_of
 
 
@@ -45,6 +45,8 @@ class LocalTaskContext:
     """The function behind `top_k`: without noise, unless the task is private."""
     placeholder: Mapping[str, Tensor] | None = None
     """A synthetic example for a private task, in which no measurement may fail because of the examples."""
+    objective: CrossEntropy | None = None
+    """The training loss that the run's settings put in place of the model's own."""
     _added: list[str] = field(default_factory=list)
 
     def read(self, block: Block) -> Array:
@@ -81,7 +83,7 @@ class LocalTaskContext:
         return whole
 
     def forward(self, batch: Mapping[str, Tensor], values: Mapping[str, Tensor] | None = None) -> Output:
-        return forward(self.model, self.head, batch, values)
+        return forward(self.model, self.head, batch, values, self.objective)
 
     def forward_with_features(self, batch: Mapping[str, Tensor]) -> tuple[Output, Tensor]:
         return self._output_and_features(batch, None)
@@ -151,7 +153,8 @@ class LocalTaskContext:
         return fisher(self.model, blocks, batches, self._loss, self.head)
 
     def _loss(self, batch: Mapping[str, Tensor]) -> Tensor:
-        return self.forward(batch).loss
+        # The model's own loss, as in evaluations, so that settings of the training loss change no score.
+        return forward(self.model, self.head, batch).loss
 
     def top_k(self, scores: Array, count: int, picks: int | None = None) -> list[int]:
         return self.choose_top(scores, count, picks)

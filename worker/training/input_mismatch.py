@@ -1,4 +1,4 @@
-"""Mismatches of a data set and a model that do not depend on the examples."""
+"""Mismatches of a data set, a model and a training loss that do not depend on the examples."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ from tessera.shared.methods.base import UnsupportedRun
 from tessera.shared.model.dataset_schema import limits
 from tessera.shared.model.spec import Model
 from tessera.worker.data.dataset import Dataset
-from tessera.worker.model.forward import evaluation_mode
+from tessera.worker.model.forward import CrossEntropy, evaluation_mode, forward
 from tessera.worker.training.context import LocalTaskContext
 
 FAULTS = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
@@ -50,6 +50,30 @@ def explained(model: Model, context: LocalTaskContext, dataset: Dataset, *, priv
         if not private and str(fault).startswith(UNKNOWN_INDEX):
             raise InputMismatch(f"the data set has tokens or labels that the model lacks. {takes}") from fault
         raise
+
+
+def require_own_loss(context: LocalTaskContext, dataset: Dataset) -> None:
+    """Raise UnsupportedRun if settings change the training loss, and the model's own is no plain cross entropy.
+
+    The two are compared on a synthetic example. A model that fails on it fails in training too, where that is
+    explained.
+    """
+
+    def compare(batch: dict[str, Tensor]) -> None:
+        own, labels = forward(context.model, context.head, batch), batch["labels"]
+        if own.logits is not None and not labels.is_floating_point():
+            expected = CrossEntropy().of_batch(own.logits, context.head, labels)
+            precise = own.logits.dtype.itemsize >= 4
+            if torch.allclose(own.loss.float(), expected, rtol=1e-5 if precise else 1e-2):
+                return
+        raise UnsupportedRun(
+            f"the loss of this {context.model.config.model_type} for {context.head} on the data set "
+            f"({dataset.schema}) is not the cross entropy of its logits: leave training.label_smoothing and "
+            "training.class_weights out"
+        )
+
+    if context.objective:
+        rehearsal_fault(context, dataset, compare)
 
 
 def rehearsal_fault(

@@ -4,6 +4,7 @@ import math
 from collections.abc import Collection, Iterable, Iterator
 
 import torch
+from torch import Tensor
 
 from tessera.shared.methods.base import Phase
 from tessera.worker.model.block_map import named_tensors
@@ -38,9 +39,17 @@ class PhaseTraining:
         self._ranks = local.setup.ranks
         self._ranks.start_phase(context.model, self.freeze.parameters)
         tensors = named_tensors(context.model)
-        pairs = [(block, tensors[block.tensor]) for block in trained]
-        groups = parameter_groups(self.freeze.parameters, pairs, added, phase, local.training)
+        self._trained = [(block, tensors[block.tensor]) for block in trained]
+        groups = parameter_groups(self.freeze.parameters, self._trained, added, phase, local.training)
         self._optimizer = optimizer_of(groups, local.training)
+        self._name = phase.name
+        if local.moments:
+            local.moments.restore(phase.name, self._optimizer, self._trained)
+
+    def keep_moments(self) -> None:
+        """Keep the optimizer's moments for the next round, if the run does."""
+        if self._local.moments:
+            self._local.moments.update(self._name, self._optimizer, self._trained)
 
     def run(self, batches: Iterable[Batch]) -> float:
         """Train on the batches, of at most one pass over the data. Returns the mean loss over their examples."""
@@ -76,7 +85,7 @@ class PhaseTraining:
         value, scale = 0.0, scaler.get_scale()
         for piece, share in self._pieces(batch):
             loss = self._local.loss(piece)
-            loss = loss if share == 1 else loss * share
+            loss = loss * share if isinstance(share, Tensor) or share != 1 else loss
             value += float(loss.detach())
             if not math.isfinite(value) or scale < MIN_LOSS_SCALE:
                 what = "gradients are not finite" if math.isfinite(value) else f"the loss is {value}"
@@ -95,11 +104,12 @@ class PhaseTraining:
         self.steps += stepped
         return value, stepped
 
-    def _pieces(self, batch: Batch) -> list[tuple[Batch, float]]:
+    def _pieces(self, batch: Batch) -> list[tuple[Batch, float | Tensor]]:
         context, size = self._local.context, self._local.setup.micro_batch
-        require_additive(context.model, batch, size, loss_by_example=self._local.half.loss_by_example)
-        pieces = pieces_of(batch, size, context.head, self._common)
-        return self._ranks.weigh(pieces, context.head, loss_by_example=self._local.half.loss_by_example)
+        by_example, weighted = self._local.half.loss_by_example, self._local.training.class_weights is not None
+        require_additive(context.model, batch, size, loss_by_example=by_example, weighted=weighted)
+        pieces = pieces_of(batch, size, context.head, self._common, context.objective)
+        return self._ranks.weigh(pieces, context, loss_by_example=by_example)
 
     def noisy_step(self, noisy: PrivateGradients) -> None:
         """Take one step with a noisy gradient. What follows reads no data, so it costs no privacy."""

@@ -5,9 +5,9 @@ from typing import Any, Protocol, TypeVar
 
 from torch import Tensor, nn
 
-from tessera.shared.model.spec import Head
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.training.batches import Batch
+from tessera.worker.training.context import LocalTaskContext
 
 T = TypeVar("T")
 Pieces = list[tuple[Batch, Any]]
@@ -29,7 +29,7 @@ class Ranks(Protocol):
     def examples(self, count: int) -> int:
         """Return the sum of the ranks' numbers of examples."""
 
-    def weigh(self, pieces: Pieces, head: Head, *, loss_by_example: bool) -> Pieces:
+    def weigh(self, pieces: Pieces, context: LocalTaskContext, *, loss_by_example: bool) -> Pieces:
         """Return the pieces of this rank's rows with their shares of the whole batch's loss. Raises UnsupportedRun
         for losses that do not add up."""
 
@@ -55,7 +55,7 @@ class OneRank:
     def examples(self, count: int) -> int:
         return count
 
-    def weigh(self, pieces: Pieces, head: Head, *, loss_by_example: bool) -> Pieces:
+    def weigh(self, pieces: Pieces, context: LocalTaskContext, *, loss_by_example: bool) -> Pieces:
         return pieces
 
     def sum_gradients(self, parameters: Sequence[Tensor]) -> None:

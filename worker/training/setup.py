@@ -12,6 +12,7 @@ from tessera.shared.run_settings import Training
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.training.context import LocalTaskContext
 from tessera.worker.training.freeze import Freeze
+from tessera.worker.training.optimization.moments import Moments
 from tessera.worker.training.optimization.precision import autocast
 from tessera.worker.training.progress import Check, Report
 from tessera.worker.training.ranks import OneRank, Ranks
@@ -69,6 +70,8 @@ class LocalTraining:
     """The round, from 1, of the `rounds` over which a schedule of the learning rate runs. By default it runs over
     this task alone, as for a personal model."""
     rounds: int = 1
+    moments: Moments | None = None
+    """The optimizer's moments of earlier rounds, which this training goes on with and updates."""
 
     def loss(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the method's loss of a batch, a scalar, computed in the run's precision."""

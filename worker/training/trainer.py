@@ -53,6 +53,7 @@ class Trainer(LocalTraining):
                 self._train_privately(self.private, current, count, dataset)
             else:
                 loss = self._train_openly(current, count, batches)
+            current.keep_moments()
             steps += current.steps
             rate_steps += current.rate_steps
         return TrainingStats(dataset.examples, steps, loss, self.training.learning_rate * rate_steps)

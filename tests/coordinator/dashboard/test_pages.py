@@ -26,7 +26,7 @@ from tessera.shared.methods.base import MethodSpec
 from tessera.shared.methods.registry import FOLDERS, methods
 from tessera.shared.problems import BadRequest
 from tessera.shared.rounds.eta import Pace, expected_end
-from tessera.shared.run_settings import Budget, Privacy
+from tessera.shared.run_settings import Budget, Privacy, Training
 from tests.coordinator.dashboard.conftest import Person, signed_in
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
@@ -401,6 +401,18 @@ def test_a_run_is_started_from_what_another_made(coordinator: LiveCoordinator) -
     (again,) = [run for run in coordinator.client().runs() if run.spec.name == "second-2"]
     assert again.spec.model_copy(update={"name": "second"}) == made.spec
     assert person.http.get("/page/runs/new?copy=nothing").status_code == 404
+
+
+def test_settings_of_local_training_are_shown_and_kept_in_a_copy(coordinator: LiveCoordinator, admin: Person) -> None:
+    training = Training.model_validate(
+        {"rates": {"head": 10}, "keep_moments": True, "label_smoothing": 0.1, "class_weights": [1, 2.5]}
+    )
+    run = start_run(coordinator.client(), MODEL, values(MODEL), training=training)
+    page = unescape(admin.http.get(f"/page/runs/{run.id}").text)
+    assert "times 10 for head, moments kept between rounds, labels smoothed by 0.1, weighted classes" in page
+    form = unescape(admin.http.get(f"/page/runs/new?copy={run.id}").text)
+    for text in ('{"head": 10.0}', "[1.0, 2.5]"):
+        assert text in form
 
 
 def test_who_has_no_model_yet_reads_how_to_make_one(coordinator: LiveCoordinator) -> None:

@@ -139,6 +139,11 @@ def test_a_run_without_newer_settings_is_written_as_the_first_version_wrote_it()
         {"warmup": 0.1},
         {"betas": [0.9, 0.95]},
         {"decay_norms_and_biases": False},
+        {"keep_moments": True},
+        {"rates": {"head": 10.0}},
+        {"label_smoothing": 0.1},
+        {"class_weights": [1.0, 2.5]},
+        {"class_weights": {"rare": 2.5}},
     ],
 )
 def test_a_newer_setting_that_is_used_is_in_all_that_is_written(training: dict[str, Any]) -> None:

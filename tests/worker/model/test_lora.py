@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tessera.shared.model.spec import Head, Lora, Model, stored_name
+from tessera.shared.model.spec import Float32Role, Head, Lora, Model, stored_name
+from tessera.shared.problems import Invalid
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.model.block_map import block_table, named_tensors
 from tessera.worker.model.build import ModelMismatch, build, instantiate, merge_adapters
@@ -228,3 +229,44 @@ def test_fedfrozen_freezes_the_kernel_of_a_model_with_adapters(scope: str) -> No
         before, after = _matrices(warm, role), _matrices(last, role)
         assert all((before[at] == after[at]).all() for at in before), f"the {role} rows moved"
     assert all((_matrices(warm, "value")[at] != values).any() for at, values in _matrices(last, "value").items())
+
+
+@pytest.mark.parametrize("head", ["text-classification", "causal-lm"])
+def test_beside_a_base_of_16_bits_adapters_and_a_classifier_are_float32_and_move(head: Head) -> None:
+    """At 1e-4 AdamW moves no weight of 16 bits: it is a thousandth of the distance between two of them."""
+    config = {"model_type": "llama", **SIZES, "num_key_value_heads": 1, "dtype": "bfloat16", "num_labels": 3}
+    roles: tuple[Float32Role, ...] = ("head", "adapter") if head == "text-classification" else ("adapter",)
+    model = instantiate(config, head, seed=3, lora=NARROW, float32=roles)
+    table = block_table(model)
+    assert {block.dtype for block in table if block.role in roles} == {"F32"}
+    assert {block.dtype for block in table if block.role not in roles} == {"BF16"}
+    document = Model(config=config, head=head, lora=NARROW, float32=roles, blocks=table)
+    assert block_table(build(document)) == table
+    tensors = named_tensors(model)
+    before = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+    trained = [tensors[block.tensor] for block in table if block.role in roles]
+    optimizer = torch.optim.AdamW(trained, lr=1e-4)
+    ids = torch.tensor([[3, 5, 6, 7]])
+    labels = ids if head == "causal-lm" else torch.tensor([2])
+    for _ in range(3):
+        optimizer.zero_grad()
+        forward(model, head, {"input_ids": ids, "labels": labels}).loss.backward()
+        optimizer.step()
+    moved = {name for name, tensor in tensors.items() if not torch.equal(tensor, before[name])}
+    assert moved == {block.tensor for block in table if block.role in roles}
+
+
+def test_a_document_without_float32_blocks_is_written_as_before() -> None:
+    config, head = CASES["bert"]
+    table = block_table(made("bert"))
+    assert "float32" not in Model(config=config, head=head, blocks=table).model_dump()
+
+
+def test_a_run_that_would_train_16_bits_is_refused_with_the_way_out() -> None:
+    config: dict[str, Any] = {**dual("clip"), "dtype": "bfloat16"}
+    weights = Weights.of(instantiate(config, "contrastive", seed=3), config, "contrastive")
+    spec = {"method": {"name": "fedavg"}, "rounds": 1}
+    with pytest.raises(Invalid) as refusal:
+        simulate(spec, weights, {"north": pairs("clip", 6)}, test=None)
+    assert "blocks of 16 bits" in str(refusal.value.errors)
+    assert "--dtype float32" in str(refusal.value.errors)

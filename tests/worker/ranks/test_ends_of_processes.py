@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 import sys
 import threading
@@ -11,7 +9,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-import torch
 
 from tessera.worker.ranks.stages import FOLDER, DeviceStages
 from tessera.worker.simulation import Stalled

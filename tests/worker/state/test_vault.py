@@ -260,3 +260,17 @@ def test_a_spoilt_file_is_refused_rather_than_trained_from(tmp_path: Path) -> No
 def test_only_the_owner_may_look_into_the_vault(tmp_path: Path) -> None:
     Vault(tmp_path / "vault")
     assert (tmp_path / "vault").stat().st_mode & 0o777 == 0o700
+
+
+def test_a_loss_scale_is_kept_at_once_and_beside_what_waits_for_a_merge(tmp_path: Path) -> None:
+    vault = Vault(tmp_path)
+    vault.keep_scale(RUN, {})
+    assert vault.load_scale(RUN) == {}
+    vault.stage(RUN, TASK, 3, kept(1.0))
+    vault.keep_scale(RUN, {"scale": np.array(1024.0)})
+    vault.settle(lambda _: answer("left_out"))
+    assert Vault(tmp_path).load_scale(RUN)["scale"] == 1024.0
+    assert files(tmp_path) == ["loss-scale.safetensors"]
+    assert all(path.stat().st_mode & 0o777 == 0o600 for path in tmp_path.rglob("*.safetensors"))
+    vault.keep_scale(RUN, {})
+    assert files(tmp_path) == []

@@ -520,6 +520,16 @@ CASES = [
     garbled("both epochs and steps", "only one can set the length", training={"epochs": 1, "steps": 1}),
     garbled("moments that never forget", "/training/betas", training={"betas": [1.0, 1.0]}),
     Case(
+        "a weight for each of many classes that the model lacks",
+        r"unsuited: training\.class_weights has 50000 weights, and the model has \d+ classes: give one for each",
+        says(**OTHER_RUN, training={"class_weights": [1.0] * 50_000}),
+    ),
+    Case(
+        "a rate for blocks that the model lacks",
+        r"unsuited: training\.rates no block of the model has the role 'secrets'",
+        says(**OTHER_RUN, training={"rates": {"secrets": 2.0}}),
+    ),
+    Case(
         "more epochs behind a method's setting",
         "policy-violation: max_epochs: 501",
         says(**OTHER_RUN, method={"name": "fedrep", "settings": {"head_epochs": 500}}),

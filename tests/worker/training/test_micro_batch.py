@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -9,12 +11,12 @@ from torch import Tensor, nn
 from tessera.shared.methods.base import MethodSpec, Phase, Plan, RunInfo, UnsupportedRun
 from tessera.shared.methods.registry import worker_half
 from tessera.shared.model.selectors import EVERYTHING
-from tessera.shared.model.spec import Head
+from tessera.shared.model.spec import Head, Model
 from tessera.shared.run_settings import Training
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.model.block_map import block_table
 from tessera.worker.model.build import instantiate
-from tessera.worker.model.forward import IGNORED
+from tessera.worker.model.forward import IGNORED, objective_of
 from tessera.worker.training.context import LocalTaskContext
 from tessera.worker.training.setup import TrainingSetup
 from tessera.worker.training.trainer import Trainer
@@ -81,14 +83,17 @@ def trained(
     method: str = "fedavg",
     settings: dict[str, float] | None = None,
     further: nn.Module | None = None,
+    **more: Any,
 ) -> tuple[dict[str, Tensor], float]:
     """The weights after three steps, the second of which has a smaller batch; and the loss."""
     config, head, data = CASES[case]
     model = instantiate(config, head, seed=1)
     if further:
         model.add_module("further", further)
-    context = LocalTaskContext(model, head, Plan(), block_table(model))
-    training = Training(batch_size=7, steps=3, optimizer="sgd", learning_rate=0.5, max_gradient_norm=5.0)
+    training = Training(batch_size=7, steps=3, optimizer="sgd", learning_rate=0.5, max_gradient_norm=5.0, **more)
+    table = block_table(model)
+    objective = objective_of(training, Model(config=config, head=head, blocks=table), CPU)
+    context = LocalTaskContext(model, head, Plan(), table, objective=objective)
     facts = RunInfo(tuple(context.blocks), rounds=1, training=training)
     half = worker_half(MethodSpec(name=method, settings=settings or {}), facts)
     half.setup(context)
@@ -106,6 +111,22 @@ def test_pieces_make_the_step_of_the_whole_batch(case: str, size: int) -> None:
         assert torch.allclose(pieces[name], values, rtol=1e-4, atol=1e-5), name
     if size == 7:
         assert all(torch.equal(pieces[name], values) for name, values in whole.items())
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize(
+    ("case", "training"),
+    [
+        ("classes", {"class_weights": (0.2, 1.0, 5.0)}),
+        ("labels of tokens", {"class_weights": (0.2, 1.0, 5.0), "label_smoothing": 0.1}),
+        ("continuations", {"label_smoothing": 0.1}),
+    ],
+)
+def test_pieces_of_a_weighted_or_smoothed_batch_make_its_step(case: str, training: dict[str, Any], size: int) -> None:
+    (whole, loss), (pieces, told) = trained(case, None, **training), trained(case, size, **training)
+    assert told == pytest.approx(loss, rel=1e-5)
+    for name, values in whole.items():
+        assert torch.allclose(pieces[name], values, rtol=1e-4, atol=1e-5), name
 
 
 def test_a_term_of_the_loss_that_reads_no_example_counts_once() -> None:
@@ -128,6 +149,8 @@ def test_losses_that_do_not_add_up_are_refused_and_say_which_batch_would_do() ->
         trained("labels of tokens", 2, "moon")
     trained("labels of tokens", 7, "moon")
     trained("classes", 2, "moon")
+    with pytest.raises(UnsupportedRun, match="or classes have weights"):
+        trained("classes", 2, "moon", class_weights=(1.0, 2.0, 3.0))
 
 
 def test_batch_normalisation_is_refused() -> None:

@@ -32,6 +32,7 @@ from tessera.worker.task.runner import TaskRunner
 from tessera.worker.training.batches import Batches
 from tessera.worker.training.divergence import TrainingDiverged
 from tessera.worker.training.evaluate import evaluate
+from tessera.worker.training.optimization.precision import restore_scale, scale_of
 from tessera.worker.training.progress import Report
 from tessera.worker.training.setup import TrainingSetup
 from tests.support.coordinator import LiveCoordinator, until
@@ -294,6 +295,11 @@ def test_a_worker_trains_each_round_of_a_run_at_the_scale_that_the_last_one_foun
         runner.run(worker.take(), lambda: None, Report())
         scales.append(runner.scalers[run.id].get_scale())
     assert scales[0] == scales[1] < 2.0**127
+    # A worker that starts again finds it in the vault, whose update waits for the round's end.
+    restarted = torch.amp.GradScaler("cpu")
+    restore_scale(restarted, Vault(tmp_path / "vault").load_scale(run.id))
+    assert restarted.get_scale() == scales[-1]
+    assert restarted.state_dict()["_growth_tracker"] == runner.scalers[run.id].state_dict()["_growth_tracker"] > 0
 
 
 def test_training_that_diverges_leaves_no_scale_for_the_next_round(
@@ -302,6 +308,8 @@ def test_training_that_diverges_leaves_no_scale_for_the_next_round(
     runner, worker = digits_runner(coordinator, tmp_path)
     run = begin(coordinator.client(), "fedavg", None)
     runner.scalers[run.id] = torch.amp.GradScaler("cpu", init_scale=2.0**-30)
+    runner.vault.keep_scale(run.id, scale_of(runner.scalers[run.id]))
     with pytest.raises(TrainingDiverged, match="gradients are not finite at step 0"):
         runner.run(worker.take(), lambda: None, Report())
     assert run.id not in runner.scalers
+    assert not runner.vault.load_scale(run.id)

@@ -26,6 +26,7 @@ from tessera.worker.training.batches import Batches
 from tessera.worker.training.context import LocalTaskContext
 from tessera.worker.training.divergence import TrainingDiverged
 from tessera.worker.training.evaluate import evaluate
+from tessera.worker.training.optimization.moments import Moments
 from tessera.worker.training.optimization.precision import gradient_scaler
 from tessera.worker.training.progress import Report, rounded
 from tessera.worker.training.randomness import seed_everything
@@ -79,6 +80,7 @@ def train(
     min_loss_examples: int = 1,
     scaler: torch.amp.GradScaler | None = None,
     place: tuple[int, int] = (1, 1),
+    moments: Moments | None = None,
     **training: object,
 ) -> TrainingStats:
     half = worker_half(MethodSpec(name="fedavg"), RunInfo(tuple(context.blocks), rounds=1))
@@ -96,6 +98,7 @@ def train(
         min_loss_examples,
         scaler,
         *place,
+        moments,
     )
     return trainer.train(phases or [Phase(EVERYTHING)], data or images(), seed)
 

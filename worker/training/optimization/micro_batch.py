@@ -3,18 +3,24 @@
 from collections.abc import Collection
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from tessera.shared.methods.base import UnsupportedRun
 from tessera.shared.model.spec import Head
-from tessera.worker.model.forward import label_count
+from tessera.worker.model.forward import CrossEntropy, label_count
 from tessera.worker.training.batches import Batch
 
 
-def pieces_of(batch: Batch, size: int | None, head: Head, common: Collection[str] = ()) -> list[tuple[Batch, float]]:
-    """Return the batch in pieces of `size` examples, each with its share of the batch's labels, by which its mean
-    loss counts. `common` are the inputs that have no row for each example."""
+def pieces_of(
+    batch: Batch,
+    size: int | None,
+    head: Head,
+    common: Collection[str] = (),
+    objective: CrossEntropy | None = None,
+) -> list[tuple[Batch, float | Tensor]]:
+    """Return the batch in pieces of `size` examples, each with its share of the batch's labels, or of their weights,
+    by which its mean loss counts. `common` are the inputs that have no row for each example."""
     labels = batch["labels"]
     if size is None or len(labels) <= size:
         return [(batch, 1.0)]
@@ -26,11 +32,18 @@ def pieces_of(batch: Batch, size: int | None, head: Head, common: Collection[str
     if not whole:
         return [(batch, 1.0)]
     # The mean loss of a piece without labels is not a number.
-    return [(piece, count / whole) for piece, count in zip(pieces, counts, strict=True) if count]
+    labelled = [(piece, count) for piece, count in zip(pieces, counts, strict=True) if count]
+    if objective is None or objective.class_weights is None:
+        return [(piece, count / whole) for piece, count in labelled]
+    weights = torch.stack([objective.weight_of(head, piece["labels"]) for piece, _ in labelled])
+    return [(piece, share) for (piece, _), share in zip(labelled, weights / weights.sum(), strict=True)]
 
 
-def require_additive(model: nn.Module, batch: Batch, size: int | None, *, loss_by_example: bool) -> None:
-    """Raise UnsupportedRun if the losses of a batch's pieces do not add up to the batch's."""
+def require_additive(
+    model: nn.Module, batch: Batch, size: int | None, *, loss_by_example: bool, weighted: bool = False
+) -> None:
+    """Raise UnsupportedRun if the losses of a batch's pieces do not add up to the batch's. `weighted`: whether
+    classes have weights."""
     labels = batch["labels"]
     if size is None or len(labels) <= size:
         return
@@ -39,9 +52,9 @@ def require_additive(model: nn.Module, batch: Batch, size: int | None, *, loss_b
             f"this worker trains batches in pieces of {size} examples (micro_batch), and the model has batch "
             f"normalisation, which needs whole batches: begin a run with a training.batch_size of at most {size}"
         )
-    if loss_by_example and labels.ndim > 1:
+    if loss_by_example and (labels.ndim > 1 or weighted):
         raise UnsupportedRun(
             f"this worker trains batches in pieces of {size} examples (micro_batch), whose losses do not add up "
-            "to the batch's by this method where an example has several labels: begin a run with a "
-            f"training.batch_size of at most {size}, or with another method"
+            "to the batch's by this method where an example has several labels or classes have weights: begin a run "
+            f"with a training.batch_size of at most {size}, or with another method"
         )

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from tessera.shared.methods.base import Phase
+from tessera.shared.model.block_rates import rate_of
 from tessera.shared.model.blocks import Block
 from tessera.shared.run_settings import Training
 
@@ -24,17 +25,19 @@ def parameter_groups(
 
     `trained` are the blocks that train, with their tensors, and `private` those of the method's private modules.
     """
-    private_rate = training.learning_rate if phase.private_learning_rate is None else phase.private_learning_rate
-    own = {id(tensor) for block, tensor in trained if block in private}
+    rates = {id(tensor): rate_of(training, block) for block, tensor in trained}
+    private_rate = phase.private_learning_rate
+    for block, tensor in trained:
+        if block in private:
+            rates[id(tensor)] = rate_of(training, block, private=True) if private_rate is None else private_rate
     undecayed = {
         id(tensor) for block, tensor in trained if not training.decay_norms_and_biases and _is_norm_or_bias(block)
     }
-    # There is one group if nothing differs, and torch refuses to have none.
+    # There is one group if nothing differs, and torch refuses to have none at all.
     groups: dict[tuple[float, float], list[Tensor]] = {(training.learning_rate, training.weight_decay): []}
     for each in parameters:
-        rate = private_rate if id(each) in own else training.learning_rate
         decay = 0.0 if id(each) in undecayed else training.weight_decay
-        groups.setdefault((rate, decay), []).append(each)
+        groups.setdefault((rates[id(each)], decay), []).append(each)
     return groups
 
 

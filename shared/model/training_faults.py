@@ -1,0 +1,14 @@
+"""Settings of local training that a run's model cannot have, checked at the run's creation and at each worker."""
+
+from collections.abc import Iterator
+
+from tessera.shared.model.block_rates import rate_faults
+from tessera.shared.model.spec import Model
+from tessera.shared.model.training_loss import loss_faults
+from tessera.shared.run_settings import Training
+
+
+def training_faults(training: Training, model: Model) -> Iterator[tuple[str, str]]:
+    """Yield each such setting, with the reason and the remedy."""
+    yield from loss_faults(training, model)
+    yield from (("rates", said) for said in rate_faults(training, model.blocks))

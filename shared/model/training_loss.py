@@ -1,0 +1,56 @@
+"""The training loss that a run's settings ask for, and the models that have it."""
+
+from collections.abc import Iterator, Mapping
+
+from tessera.shared.model.dataset_schema import class_count
+from tessera.shared.model.spec import Head, Model
+from tessera.shared.near_names import did_you_mean
+from tessera.shared.run_settings import Training
+
+TOKEN_HEADS: tuple[Head, ...] = ("masked-lm", "causal-lm", "seq2seq-lm")
+"""Heads whose classes are the tokens of a vocabulary."""
+
+
+def loss_faults(training: Training, model: Model) -> Iterator[tuple[str, str]]:
+    """Yield each setting of the training loss that the model cannot have, with the reason and the remedy."""
+    classes = class_count(model)
+    kind = f"{model.config['model_type']} for {model.head}"
+    if training.label_smoothing and classes is None and model.head not in TOKEN_HEADS:
+        said = f"smooths labels that are classes or tokens, and those of this {kind} are neither"
+        yield "label_smoothing", f"{said}: leave it out, or make a model of another head, or of several classes"
+    given = training.class_weights
+    if given is not None and (fault := _weights_fault(given, model, classes, kind)):
+        yield "class_weights", fault
+
+
+def _weights_fault(
+    given: tuple[float, ...] | Mapping[str, float], model: Model, classes: int | None, kind: str
+) -> str | None:
+    if classes is None:
+        return f"weighs classes, and labels of this {kind} are none: leave it out, or make a model of several classes"
+    if not isinstance(given, Mapping):
+        if len(given) == classes:
+            return None
+        return f"has {len(given)} weights, and the model has {classes} classes: give one for each, in their order"
+    names = class_names(model)
+    if len(names) != classes:
+        said = f"names classes, and `id2label` of the model's config names {len(names)} of {classes}"
+        return f"{said}: give a list of {classes} weights"
+    if unknown := [name for name in given if name not in names]:
+        return f"names {unknown[0][:64]!r}, which is no class of the model{did_you_mean(unknown[0], names)}"
+    return None
+
+
+def class_names(model: Model) -> list[str]:
+    """Return the names that the model's config gives its classes, in their order; empty without names."""
+    names = model.config.get("id2label")
+    if not isinstance(names, dict) or not all(number.isdecimal() for number in names):
+        return []
+    return [str(names[number]) for number in sorted(names, key=int)]
+
+
+def class_weights_of(training: Training, model: Model) -> tuple[float, ...] | None:
+    """Return the weight of each class, in the order of the classes. The settings have no `loss_faults`."""
+    if isinstance(training.class_weights, Mapping):
+        return tuple(training.class_weights.get(name, 1.0) for name in class_names(model))
+    return training.class_weights
