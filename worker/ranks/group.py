@@ -116,7 +116,7 @@ class Group:
         for bucket in _buckets(used):
             flat = torch.cat([self._gradient(parameter).flatten() for parameter in bucket])  # float32
             dist.all_reduce(flat)
-            for parameter, part in zip(bucket, flat.split([each.numel() for each in bucket]), strict=True):
+            for parameter, part in zip(bucket, torch.split(flat, [each.numel() for each in bucket]), strict=True):
                 parameter.grad = part.view_as(parameter).to(parameter.dtype)
 
     def total(self, value: float) -> float:

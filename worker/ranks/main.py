@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from tessera.shared.telemetry import logging
 from tessera.worker.ranks import handover
 from tessera.worker.ranks.messages import START_FILE, Start, TaskAt, connect
 from tessera.worker.ranks.processes import end_with_parent
@@ -21,6 +22,7 @@ from tessera.worker.ranks.rank import Rank
 def main(folder: Path, launcher: int) -> None:
     """Execute tasks until the agent ends, or hands over none for a while."""
     end_with_parent(launcher, signal.SIGKILL)
+    logging.configure(sys.stdout, console=False)
     start: Start = handover.read(folder / START_FILE)
     device = start.devices[int(os.environ["RANK"])]
     torch.set_num_threads(start.threads)

@@ -100,13 +100,18 @@ class Rank:
             coordinator=cast("Coordinator", _Remote(self._call, "coordinator")),
             datasets={},
             setup=replace(given.setup, device=self._device, ranks=self._group),
-            vault=_HandedVault(given.vault),
+            vault=_HandedVault(given.vault, _Remote(self._call, "vault"), self._keep_scale),
             shelf=cast("Shelf", _HandedShelf(given.blobs)),
             scratch=self._folder,
             policy=given.policy,
             scalers=self._scalers,
             allowances=given.allowances,
         )
+
+    def _keep_scale(self, run: str, state: Mapping[str, Array]) -> None:
+        # Also where one rank fails alone, so that the others must not take part.
+        if self._group.rank == 0:
+            self._ask(Call("vault", "keep_scale", (run, state)))
 
     def _journal(self) -> Journal:
         return cast("Journal", _Remote(self._call, "journal"))
@@ -166,16 +171,26 @@ class _Remote:
 
 
 class _HandedVault(Vault):
-    """What the vault has for one task. The agent has settled it."""
+    """What the vault has for one task. The agent has settled it, and keeps the loss scale."""
 
-    def __init__(self, arrays: dict[str, Array]) -> None:
+    def __init__(
+        self, arrays: dict[str, Array], agent: Any, keep_scale: Callable[[str, Mapping[str, Array]], None]
+    ) -> None:
         self._arrays = arrays
+        self._agent = agent
+        self._keep_scale = keep_scale
 
     def load(self, run: str) -> dict[str, Array]:
         return self._arrays
 
     def settle_run(self, run: str, receipt: Receipt | None, ask: RoundWorkload) -> None:
         pass
+
+    def load_scale(self, run: str) -> dict[str, Array]:
+        return self._agent.load_scale(run)  # type: ignore[no-any-return]
+
+    def keep_scale(self, run: str, state: Mapping[str, Array]) -> None:
+        self._keep_scale(run, state)
 
 
 class _HandedShelf:
