@@ -142,9 +142,10 @@ class Agent:
         self._figures = Figures(settings.metrics_file)
         self._live = LiveMonitor(self._runner.device, settings.state_dir, shares_log=settings.share_log)
         self._log = structlog.get_logger("worker").bind(worker=settings.name)
+        checkpoints = self._runner.checkpoints
         self._claim = Claim(
             worker=settings.name,
-            instance=uuid4().hex,
+            instance=checkpoints.instance if checkpoints else uuid4().hex,
             kinds=settings.kinds,
             datasets={},
             training=tuple(sorted(LATER_SETTINGS)),
@@ -229,6 +230,8 @@ class Agent:
         """Settle pending receipts, and remove old vaults of ended runs and old verdicts on models."""
         vault, days = self._runner.vault, self._settings.keep_vaults_days
         vault.settle(self._client.task)
+        if self._runner.checkpoints:
+            self._runner.checkpoints.settle(self._client.task)
         if time.monotonic() < self._removes_at:
             return
         self._removes_at = time.monotonic() + REMOVAL_SECONDS

@@ -1,5 +1,6 @@
 """The composition root of a worker: its parts, built from its settings."""
 
+import math
 from dataclasses import replace
 
 import structlog
@@ -12,6 +13,7 @@ from tessera.worker.ranks.stages import DeviceStages
 from tessera.worker.settings import SettingsError, WorkerSettings
 from tessera.worker.state.atomic_files import sweep
 from tessera.worker.state.blob_cache import Cache
+from tessera.worker.state.checkpoints import Checkpoints
 from tessera.worker.state.hash_chain import ChainError
 from tessera.worker.state.vault import Vault
 from tessera.worker.stores import airlock_of, audit_of, inbox_of, ledger_of, run_history_of
@@ -43,6 +45,7 @@ def runner_of(client: Client, settings: WorkerSettings) -> TaskRunner:
     if len(devices) > 1:
         threads = settings.threads or max(1, torch.get_num_threads() // len(devices))
         several = DeviceStages(devices, settings.state_dir, threads)
+    vault_folder = settings.state_dir / "vault"
     runner = TaskRunner(
         coordinator=client,
         datasets=datasets_of(settings, make_key=True),
@@ -50,7 +53,7 @@ def runner_of(client: Client, settings: WorkerSettings) -> TaskRunner:
         divided=frozenset(name for name, source in settings.datasets.items() if source.part),
         # On several devices, the ranks have the model, and this process only its shapes.
         setup=TrainingSetup(torch.device("meta") if several else devices[0], settings.micro_batch),
-        vault=Vault(settings.state_dir / "vault"),
+        vault=Vault(vault_folder),
         shelf=Cache(settings.state_dir / "cache", settings.cache_bytes),
         scratch=settings.state_dir,
         name=settings.name,
@@ -62,6 +65,9 @@ def runner_of(client: Client, settings: WorkerSettings) -> TaskRunner:
         audit=audit,
         sandbox=Sandbox(shared_folder()),
         ranks=several,
+        checkpoints=Checkpoints(vault_folder),
+        # A group's training is not checkpointed.
+        checkpoint_seconds=math.inf if several else 60 * settings.checkpoint_minutes or math.inf,
     )
     return with_rules(runner, settings)
 

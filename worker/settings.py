@@ -30,6 +30,7 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    NonNegativeFloat,
     PositiveFloat,
     PositiveInt,
     SecretStr,
@@ -151,6 +152,11 @@ class WorkerSettings(DataSettings):
         default=None,
         description="examples in one forward and backward pass; a larger batch is trained in pieces, whose gradients "
         "add up to the batch's. Unset, a batch is one piece",
+    )
+    checkpoint_minutes: NonNegativeFloat = Field(
+        default=10.0,
+        description="minutes between two checkpoints of a task's training, from which it resumes after the worker "
+        "was stopped or killed; 0 for none",
     )
     cache_bytes: PositiveInt = 20 * GIB
     keep_vaults_days: PositiveFloat | Literal["forever"] = Field(

@@ -75,6 +75,12 @@ class Progress(Message):
     phase_seconds: dict[Phase, Annotated[float, Field(ge=0, lt=1 << 31)]] = {}
     """Time in each phase so far, in the order in which they began."""
 
+    @property
+    def seconds_left(self) -> float | None:
+        """The estimated time until the last step of the phase, at its pace so far; None if it is unknown."""
+        took = self.phase_seconds.get(self.phase)
+        return took * max(0, self.steps - self.step) / self.step if took and self.steps and self.step else None
+
 
 class LogEvent(Message):
     """A line of a worker's log tail: which step began or ended when, never a figure or a text."""

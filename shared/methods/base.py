@@ -367,6 +367,23 @@ class WorkerHalf(Generic[C]):
     def on_phase_start(self, context: TaskContext, phase: Phase) -> None:
         """Prepare a phase."""
 
+    def training_state(self) -> Mapping[str, Array]:
+        """Return what this half took while training, for a checkpoint. What `setup` and `select` compute is computed
+        again when a task resumes, and need not be in it."""
+        return {}
+
+    def on_phase_resume(self, context: TaskContext, phase: Phase, state: Mapping[str, Array]) -> None:
+        """Prepare a phase that resumes in its middle, in place of `on_phase_start`, with the `training_state` of that
+        time. The tensors that trained so far are restored after this. Tasks of a half that overrides `on_phase_start`
+        but not this have no checkpoints."""
+
+    @property
+    def resumable(self) -> bool:
+        """Whether the half can resume a phase in its middle."""
+        half = type(self)
+        starts = half.on_phase_start is not WorkerHalf.on_phase_start
+        return not starts or half.on_phase_resume is not WorkerHalf.on_phase_resume
+
     def loss(self, context: TaskContext, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return the loss of one batch, a scalar; by default the model's own."""
         return context.forward(batch).loss

@@ -56,6 +56,13 @@ class DittoWorker(WorkerHalf[DittoSettings]):
             self._trained = {block.name: context.read(block) for block in context.blocks}
             self._take_own(context)
 
+    def training_state(self) -> Mapping[str, Array]:
+        return self._trained
+
+    def on_phase_resume(self, context: TaskContext, phase: Phase, state: Mapping[str, Array]) -> None:
+        self.on_phase_start(context, phase)
+        self._trained = dict(state)
+
     def personalization_phases(self, context: TaskContext) -> Sequence[Phase]:
         self._take_own(context)
         return ()

@@ -29,6 +29,7 @@ from tessera.worker.model.block_map import block_table
 from tessera.worker.model.build import instantiate
 from tessera.worker.model.forward import objective_of
 from tessera.worker.training.batches import Batches
+from tessera.worker.training.checkpoints import TrainingCheckpoints
 from tessera.worker.training.context import LocalTaskContext
 from tessera.worker.training.randomness import seed_everything
 from tessera.worker.training.setup import TrainingSetup
@@ -101,6 +102,8 @@ def one_task(
     plan: Plan | None = None,
     dataset: Dataset | None = None,
     subject: Subject = PLAIN,
+    check: Callable[[], None] = lambda: None,
+    checkpoints: TrainingCheckpoints | None = None,
     **training: Any,
 ) -> tuple[LocalTaskContext, LocalResult]:
     """Trains a small model, on its own data and as the method asks in this round unless told otherwise; what is left
@@ -125,7 +128,6 @@ def one_task(
     data = dataset or subject.data()
     selected = half.select(context, Batches(data, wanted.batch_size, CPU))
     place = {"round_number": round_number + 1, "rounds": facts.rounds}
-    stats = Trainer(half, context, wanted, TrainingSetup(CPU), lambda: None, **place).train(
-        half.phases(context, selected), data, 0
-    )
+    trainer = Trainer(half, context, wanted, TrainingSetup(CPU), check, checkpoints=checkpoints, **place)
+    stats = trainer.train(half.phases(context, selected), data, 0)
     return context, half.collect(context, selected, stats)

@@ -274,16 +274,21 @@ class Dataset:
         return inputs
 
     def batches(
-        self, batch_size: int | None, generator: torch.Generator | None = None
+        self, batch_size: int | None, generator: torch.Generator | None = None, skip: int = 0
     ) -> Iterator[dict[str, Tensor]]:
         """Yield every example once in batches of `batch_size` (None: one batch); the last may be smaller.
 
-        The order is the stored one, or drawn from `generator`. Every batch contains the common tensors.
+        The order is the stored one, or drawn from `generator`. Every batch contains the common tensors. The first
+        `skip` batches are left out, and not read.
         """
+        for rows in self.order(batch_size, generator)[skip:]:
+            yield {**self.read(rows), **self.common}
+
+    def order(self, batch_size: int | None, generator: torch.Generator | None = None) -> Sequence[Tensor]:
+        """Return the places of the examples of each batch, int64 [batch], as `batches` describes them."""
         count = self.examples
         order = torch.arange(count) if generator is None else torch.randperm(count, generator=generator)
-        for rows in torch.split(order, batch_size or count):
-            yield {**self.read(rows), **self.common}
+        return torch.split(order, batch_size or count)
 
 
 def schema_of(

@@ -27,7 +27,13 @@ CHECKED = 1000
 
 
 def fingerprints(dataset: Dataset, key: bytes, check: Callable[[], None] = lambda: None) -> Array:
-    """Return the sorted hashes of all distinct examples, held-out ones included: uint64 [examples].
+    """Return the sorted hashes of all distinct examples, held-out ones included: uint64 [examples]. Raises as
+    `hashes_in_order` does."""
+    return np.unique(hashes_in_order(dataset, key, check))
+
+
+def hashes_in_order(dataset: Dataset, key: bytes, check: Callable[[], None] = lambda: None) -> Array:
+    """Return the hash of each example, then of each held-out one: uint64 [examples].
 
     The hash ignores an example's group and the dtype of its tensors. Exceptions of `check` propagate.
     """
@@ -39,7 +45,7 @@ def fingerprints(dataset: Dataset, key: bytes, check: Callable[[], None] = lambd
                     check()
                 yield int.from_bytes(hmac.digest(key, identity, "sha256")[:HASH_BYTES], "big")
 
-    return np.unique(np.fromiter(hashes(), np.uint64))
+    return np.fromiter(hashes(), np.uint64)
 
 
 def sketch_of(prints: Array, known: Sequence[int] = ()) -> tuple[int, ...]:

@@ -23,10 +23,22 @@ def secret_key() -> bytes:
 
 
 class NoiseSource:
-    """Random draws in float64 from the key stream of AES-256 in counter mode. The same key gives the same draws."""
+    """Random draws in float64 from the key stream of AES-256 in counter mode. The same key gives the same draws.
 
-    def __init__(self, key: bytes) -> None:
-        self._stream = Cipher(AES256(key), CTR(bytes(16))).encryptor()
+    `drawn` words of 8 bytes are skipped: with the `state` of another source, the draws continue where it was.
+    """
+
+    def __init__(self, key: bytes, drawn: int = 0) -> None:
+        blocks, rest = divmod(drawn, 2)  # a block has 16 bytes
+        self._stream = Cipher(AES256(key), CTR(blocks.to_bytes(16, "big"))).encryptor()
+        self._stream.update(bytes(8 * rest))
+        self._key = key
+        self._drawn = drawn
+
+    @property
+    def state(self) -> tuple[bytes, int]:
+        """The key and the number of words drawn so far: as secret as the noise."""
+        return self._key, self._drawn
 
     def seed(self) -> int:
         """Draw a seed for other generators, below 2^63."""
@@ -62,4 +74,5 @@ class NoiseSource:
 
     def _words(self, count: int) -> Array:
         """Return the next words of the key stream, uint64 [count]."""
+        self._drawn += count
         return np.frombuffer(self._stream.update(bytes(8 * count)), "<u8")

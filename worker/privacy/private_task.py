@@ -12,10 +12,12 @@ from typing import TypeVar
 
 import numpy as np
 import structlog
+from pydantic import JsonValue, NonNegativeInt
 
 from tessera.shared.api.tasks import Task
 from tessera.shared.run_settings import Budget, Privacy, rho_of
 from tessera.shared.schedule import local_steps
+from tessera.shared.schema import Frozen
 from tessera.shared.tensors.lazy import Array
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.governance.policy import Allowance, PolicyViolation, PrivacyFloor
@@ -46,6 +48,20 @@ WEEK = timedelta(days=7)
 E = TypeVar("E", NoisySteps, NoisyChoice)
 
 
+class PrivateProgress(Frozen):
+    """What a private task needs to resume with the same noise: in a checkpoint, and as secret as the data."""
+
+    noise_key: str
+    """In hexadecimal digits."""
+    words_drawn: NonNegativeInt
+    reserved: tuple[NonNegativeInt, ...]
+    """The numbers of the ledger's entries for its events."""
+    charged_choices: tuple[NoisyChoice, ...]
+    charged_steps: NoisySteps
+    chosen: tuple[tuple[int, ...], ...]
+    """What `top_k` returned, in that order."""
+
+
 class PrivateTask:
     """One task's training under differential privacy.
 
@@ -63,8 +79,14 @@ class PrivateTask:
         floor: PrivacyFloor | None = None,
         weekly: Budget | None = None,
         key: bytes | None = None,
+        checkpoint: str = "",
+        resumed: Mapping[str, JsonValue] | None = None,
     ) -> None:
-        """Check the task against the ledger. `key` seeds all randomness; if None, it is secret and new."""
+        """Check the task against the ledger. `key` seeds all randomness; if None, it is secret and new.
+
+        `checkpoint` is the digest of the task's checkpoint key. With `resumed`, the `progress` in such a
+        checkpoint, the noise continues, and nothing is charged again that the ledger has under this key.
+        """
         _check_delta(privacy.delta, examples)
         self._task = TaskRef.of(task)
         self._dataset = task.dataset
@@ -78,9 +100,15 @@ class PrivateTask:
         self._budget = budget
         self._floor = floor
         self._weekly = weekly
+        self._checkpoint = checkpoint
         self._reserved: list[int] = []
         self._leaves = False
         self._noise_source = NoiseSource(key or secret_key())
+        self._events: list[NoisySteps | NoisyChoice] = []
+        self._choices: list[tuple[int, ...]] = []
+        self._resumed = PrivateProgress.model_validate(resumed) if resumed else None
+        if self._resumed:
+            self._noise_source = NoiseSource(bytes.fromhex(self._resumed.noise_key), self._resumed.words_drawn)
         self._mechanism: Mechanism | None = None
         self._selections = (privacy.selections or task.rounds) if privacy.selection == "noisy" else 0
         self._choice = NoisyChoice(rho=privacy.selection_share * rho_of(privacy) / max(1, self._selections))
@@ -88,7 +116,7 @@ class PrivateTask:
         self._looked = False
         self._picks_left = 0
         self._epsilon_per_pick = 0.0
-        entries = ledger.check(task.dataset)
+        entries = self._others(ledger.check(task.dataset))
         choices = [self._choice] * min(1, self._selections)
         planned = self._noisy_steps(entries, local_steps(task.training, examples))
         of_run = self._of_run(entries)
@@ -115,7 +143,10 @@ class PrivateTask:
                 "privacy.selection to 'noisy', or to 'uncovered' to accept this explicitly",
             )
         if self._privacy.selection == "noisy" and not self._looked:
-            self._spend(lambda _: self._choice)
+            if self._resumed:
+                self._reserve_again(self._resumed)
+            else:
+                self._spend(lambda _: self._choice)
         if self._privacy.selection == "uncovered" and not self._looked:
             with self._ledger.page(self._dataset) as page:
                 page.exact(self._task, self._sampling.examples, "choice")
@@ -123,6 +154,14 @@ class PrivateTask:
 
     def top_k(self, scores: Array, count: int, picks: int | None = None) -> list[int]:
         """Return as `Work.top_k`, by noisy sums if the run sets so. Each choice after the first spends privacy."""
+        place, before = len(self._choices), self._resumed.chosen if self._resumed else ()
+        # A resumed task chose already: other noise would be another choice.
+        chosen = list(before[place]) if place < len(before) else self._top_k(scores, count, picks)
+        self._chosen = True
+        self._choices.append(tuple(chosen))
+        return chosen
+
+    def _top_k(self, scores: Array, count: int, picks: int | None) -> list[int]:
         if self._privacy.selection != "noisy":
             return largest(scores, count)
         if not self._looked:
@@ -132,7 +171,6 @@ class PrivateTask:
                 self._spend(lambda _: self._choice)
             self._picks_left = max(1, count, picks or 0)
             self._epsilon_per_pick = epsilon_per_pick(self._choice.rho, self._picks_left)
-        self._chosen = True
         self._picks_left -= count
         return private_top_k(bounded_sums(scores), count, self._epsilon_per_pick, self._noise_source)
 
@@ -144,11 +182,36 @@ class PrivateTask:
     # ------------------------------------------------------------ training
 
     def begin(self, steps: int) -> None:
-        """Reserve the privacy of a number of steps, and reseed all randomness. Raises PolicyViolation."""
+        """Reserve the privacy of a number of steps, and reseed all randomness. Raises PolicyViolation.
+
+        A resumed task has reserved it, and its randomness is that of its checkpoint.
+        """
+        if self._resumed:
+            self._reserve_again(self._resumed)
+            if self._floor:
+                self._floor.check_noise(self._resumed.charged_steps.noise_multiplier)
+            self._mechanism = self._with_noise_of(self._resumed.charged_steps)
+            return
         event = self._spend(lambda entries: self._noisy_steps(entries, steps))
-        self._mechanism = Mechanism(self._sampling, self._privacy.clip_norm, event.noise_multiplier)
+        self._mechanism = self._with_noise_of(event)
         # Dropout is off. Other random draws of a model's code must be unpredictable too.
         seed_everything(self._noise_source.seed())
+
+    def _with_noise_of(self, event: NoisySteps) -> Mechanism:
+        return Mechanism(self._sampling, self._privacy.clip_norm, event.noise_multiplier)
+
+    def progress(self) -> dict[str, JsonValue]:
+        """Return what the task needs to resume, for its checkpoint, as `PrivateProgress` in JSON."""
+        key, drawn = self._noise_source.state
+        progress = PrivateProgress(
+            noise_key=key.hex(),
+            words_drawn=drawn,
+            reserved=tuple(self._reserved),
+            charged_choices=tuple(event for event in self._events if isinstance(event, NoisyChoice)),
+            charged_steps=next(event for event in self._events if isinstance(event, NoisySteps)),
+            chosen=tuple(self._choices),
+        )
+        return progress.model_dump(mode="json")
 
     def phase(self, local: LocalTraining, freeze: Freeze, dataset: Dataset) -> NoisyGradients:
         if self._mechanism is None:
@@ -219,11 +282,34 @@ class PrivateTask:
         with self._ledger.page(self._dataset) as page:
             event = event_of(page.entries)
             self._judge(page.entries, [event])
-            entry = page.spend(self._task, self._sampling.examples, self._target, [event])
+            entry = page.spend(self._task, self._sampling.examples, self._target, [event], self._checkpoint)
             self._reserved.append(entry.seq)
+            self._events.append(event)
             log = structlog.get_logger("worker")
             log.info("privacy-spent", dataset=self._dataset, events=[event.model_dump()])
         return event
+
+    def _reserve_again(self, resumed: PrivateProgress) -> None:
+        """Take over what the ledger has under the checkpoint's key. Reserve it again if the process that reserved it
+        took it back, because nothing had left. Raises PolicyViolation."""
+        if self._reserved:
+            return
+        entries = self._ledger.check(self._dataset)
+        if {entry.seq for entry in entries if self._is_own(entry)} == set(resumed.reserved):
+            self._reserved = list(resumed.reserved)
+            self._events = [*resumed.charged_choices, resumed.charged_steps]
+            return
+        for _ in resumed.charged_choices:
+            self._spend(lambda _: self._choice)
+        self._spend(lambda _: resumed.charged_steps)
+
+    def _is_own(self, entry: LedgerEntry) -> bool:
+        """Return whether a resumed task reserved this entry before."""
+        resumed = self._resumed
+        return resumed is not None and entry.seq in resumed.reserved and entry.checkpoint == self._checkpoint
+
+    def _others(self, entries: Iterable[LedgerEntry]) -> list[LedgerEntry]:
+        return [entry for entry in entries if not self._is_own(entry)]
 
     def _judge(self, entries: Sequence[LedgerEntry], events: Sequence[Event]) -> None:
         """Raise PolicyViolation if the events would exceed the data set's budget, in total or within a week."""

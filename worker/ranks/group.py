@@ -33,13 +33,8 @@ class SharedDataset(Dataset):
     rank: int = 0
     size: int = 1
 
-    def batches(
-        self, batch_size: int | None, generator: torch.Generator | None = None
-    ) -> Iterator[dict[str, Tensor]]:
-        count = self.examples
-        order = torch.arange(count) if generator is None else torch.randperm(count, generator=generator)
-        for rows in torch.split(order, batch_size or count):
-            yield {**self.read(rows[self.rank :: self.size]), **self.common}
+    def order(self, batch_size: int | None, generator: torch.Generator | None = None) -> Sequence[Tensor]:
+        return [rows[self.rank :: self.size] for rows in super().order(batch_size, generator)]
 
 
 @dataclass(frozen=True)

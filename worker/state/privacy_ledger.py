@@ -85,6 +85,8 @@ class LedgerEntry(Link):
     events: tuple[Event, ...] = ()
     voids: tuple[NonNegativeInt, ...] = ()
     """The numbers of entries of which nothing left."""
+    checkpoint: str = ""
+    """The digest of the key under which a checkpoint of this attempt resumes without a second charge."""
     sketch: tuple[NonNegativeInt, ...] = ()
     """A sample of keyed hashes of all examples that were ever used under this name (`worker.data.overlap`)."""
 
@@ -105,10 +107,12 @@ class LedgerPage:
     def head(self) -> Head | None:
         return head_of(self._held.entries)
 
-    def spend(self, task: TaskRef, examples: int, target: Budget, events: Sequence[Event]) -> LedgerEntry:
+    def spend(
+        self, task: TaskRef, examples: int, target: Budget, events: Sequence[Event], checkpoint: str = ""
+    ) -> LedgerEntry:
         """Reserve what the events cost. The entry is on disk when this returns, and counts until it is voided."""
         budget = Budget(epsilon=target.epsilon, delta=target.delta)
-        return self._add(task, examples=examples, target=budget, events=tuple(events))
+        return self._add(task, examples=examples, target=budget, events=tuple(events), checkpoint=checkpoint)
 
     def void(self, task: TaskRef, seqs: Collection[int]) -> LedgerEntry:
         """Void entries of this task of which nothing left."""

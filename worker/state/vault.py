@@ -105,7 +105,7 @@ class Vault:
 
         Raises ValueError for an id that could be a path, or an array of a kind that cannot be stored.
         """
-        path = self._of_run(run) / f"{STAGED}-{_checked(task)}-{token}.safetensors"
+        path = self._of_run(run) / f"{STAGED}-{checked_identifier(task)}-{token}.safetensors"
         _write(path, keep, durable=self._durable)
         return Staged(path, self._durable)
 
@@ -157,7 +157,7 @@ class Vault:
             match = PENDING.fullmatch(path.name)
             if match is None:
                 continue
-            staged, fate = Staged(path, self._durable), _fate_of(match["task"], ask)
+            staged, fate = Staged(path, self._durable), outcome_of(match["task"], ask)
             if fate is None or fate.token != int(match["token"]):
                 staged.discard()
                 continue
@@ -189,7 +189,7 @@ class Vault:
         shutil.rmtree(self._of_run(run))
 
     def _of_run(self, run: str) -> Path:
-        return self._folder / _checked(run)
+        return self._folder / checked_identifier(run)
 
 
 def _read(path: Path) -> dict[str, Array]:
@@ -215,7 +215,7 @@ def _of_blocks(name: str, blocks: frozenset[str]) -> bool:
     return any("/".join(parts[first:]) in blocks for first in range(len(parts)))
 
 
-def _fate_of(task: str, ask: RoundWorkload) -> TaskView | Receipt | None:
+def outcome_of(task: str, ask: RoundWorkload) -> TaskView | Receipt | None:
     """Return the outcome of a task; None if the coordinator does not know it, and so has not accepted its update."""
     try:
         answer = ask(task)
@@ -227,7 +227,8 @@ def _fate_of(task: str, ask: RoundWorkload) -> TaskView | Receipt | None:
     return (answer.receipt if isinstance(answer, TaskView) else None) or answer
 
 
-def _checked(identifier: str) -> str:
+def checked_identifier(identifier: str) -> str:
+    """Return an identifier that is safe in a path. Raises ValueError."""
     if not IDENTIFIER.fullmatch(identifier):
         raise ValueError(f"the coordinator sent an invalid identifier: {identifier[:80]!r}")
     return identifier

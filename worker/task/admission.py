@@ -7,22 +7,26 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
+import numpy as np
 from pydantic import ValidationError
 
 from tessera.shared.methods.registry import check as check_method
 from tessera.shared.schedule import local_epochs
 from tessera.shared.tensors.lazy import Array
 from tessera.shared.updates.codecs import pipeline
+from tessera.worker.data.content import content_digest
 from tessera.worker.data.dataset import Dataset
-from tessera.worker.data.overlap import MAX_SHARED, fingerprints, share_of, sketch_of
+from tessera.worker.data.overlap import MAX_SHARED, hashes_in_order, share_of, sketch_of
 from tessera.worker.governance.approvals import Inbox, Request
 from tessera.worker.governance.descriptions import summary
 from tessera.worker.governance.policy import PolicyViolation, check_use
 from tessera.worker.governance.run_history import RunSnapshot
+from tessera.worker.state.checkpoints import TaskCheckpoint
 from tessera.worker.state.privacy_ledger import LEDGER_FOLDER, Ledger
 from tessera.worker.task.environment import TaskRun
 from tessera.worker.task.errors import TaskFailure, faults_in
 from tessera.worker.task.fetch import read_model
+from tessera.worker.task.resumption import checkpoint_of
 from tessera.worker.training.progress import CALIBRATING
 
 if TYPE_CHECKING:
@@ -38,6 +42,8 @@ class Admission:
     """The run's terms and progress, as the task states them."""
     private: PrivateTask | None
     """The task's privacy accounting; None without differential privacy."""
+    checkpoint: TaskCheckpoint | None
+    """The checkpoint to resume from and to write; None if this worker writes none."""
 
 
 def admit(run: TaskRun) -> Admission:
@@ -67,7 +73,10 @@ def admit(run: TaskRun) -> Admission:
     if allowance := env.allowances.get(task.dataset):
         allowance.check(task)
     check_overlap(run, dataset)
-    return Admission(dataset, snapshot, _private(run, dataset) if task.kind == "train" else None)
+    if task.kind != "train":
+        return Admission(dataset, snapshot, None, None)
+    checkpoint = checkpoint_of(env, task)
+    return Admission(dataset, snapshot, _private(run, dataset, checkpoint), checkpoint)
 
 
 def _require_approval(run: TaskRun, inbox: Inbox, snapshot: RunSnapshot, dataset: Dataset) -> None:
@@ -125,11 +134,14 @@ def check_overlap(run: TaskRun, dataset: Dataset) -> None:
 def _fingerprints(run: TaskRun, dataset: str, ledger: Ledger) -> Array:
     known = run.env.fingerprints
     if dataset not in known:
-        known[dataset] = fingerprints(run.env.datasets[dataset], ledger.hash_key, run.check)
+        examples = run.env.datasets[dataset]
+        hashes = hashes_in_order(examples, ledger.hash_key, run.check)
+        run.env.contents[dataset] = content_digest(examples, hashes)
+        known[dataset] = np.unique(hashes)
     return known[dataset]
 
 
-def _private(run: TaskRun, dataset: Dataset) -> PrivateTask | None:
+def _private(run: TaskRun, dataset: Dataset, checkpoint: TaskCheckpoint | None) -> PrivateTask | None:
     """Return the task's privacy accounting, if any. Raises PolicyViolation if the budget does not suffice."""
     env, task = run.env, run.task
     if task.privacy is None:
@@ -157,5 +169,7 @@ def _private(run: TaskRun, dataset: Dataset) -> PrivateTask | None:
         env.policy.require_privacy,
         env.policy.max_weekly_privacy,
         env.noise_key(task),
+        checkpoint.key.digest if checkpoint else "",
+        checkpoint.document["private"] if checkpoint and checkpoint.document else None,
     )
     return private

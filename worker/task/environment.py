@@ -1,5 +1,6 @@
 """The environment shared by a worker's tasks, and the context of one task."""
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from tessera.worker.model.layouts import MappingFile
 from tessera.worker.model.sandbox import Sandbox
 from tessera.worker.state.audit import Action, Audit
 from tessera.worker.state.blob_cache import Row, Source
+from tessera.worker.state.checkpoints import Checkpoints
 from tessera.worker.state.hash_chain import TaskRef
 from tessera.worker.state.privacy_ledger import Ledger, Use
 from tessera.worker.state.vault import Vault
@@ -94,6 +96,8 @@ class TaskEnvironment:
     """Data sets used only for evaluation."""
     fingerprints: dict[str, Array] = field(default_factory=dict)
     """Hashes of the examples, by data set."""
+    contents: dict[str, str] = field(default_factory=dict)
+    """Digests of the data sets' contents, by data set: with another, no checkpoint is resumed."""
     divided: frozenset[str] = frozenset()
     """Data sets that are one part of a partition (`part` in the settings), for experiments."""
     allowances: Mapping[str, Allowance] = field(default_factory=dict)
@@ -112,6 +116,10 @@ class TaskEnvironment:
     """The site's audit chain; None keeps no record, as in a simulation."""
     sandbox: Sandbox | None = None
     """Sandbox in which an untrusted model is built first; None trusts every model, as in a simulation."""
+    checkpoints: Checkpoints | None = None
+    """Checkpoints of unfinished training; None writes none, as in a simulation."""
+    checkpoint_seconds: float = math.inf
+    """Time between two checkpoints of a task; infinite for none."""
     noise_key: Callable[[Task], bytes | None] = lambda _: None
     """Seed of a private task's noise, for simulations; None draws a secret one. Any other protects no data."""
 

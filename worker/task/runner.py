@@ -25,6 +25,7 @@ from tessera.worker.task.environment import Journal, TaskEnvironment, TaskRun
 from tessera.worker.task.evaluate import evaluate
 from tessera.worker.task.fetch import Fetched, Loaded, fetch, load
 from tessera.worker.task.heartbeat import Stopped
+from tessera.worker.task.resumption import ending
 from tessera.worker.task.tokenize import tokenize
 from tessera.worker.task.train import train
 from tessera.worker.task.upload import Egress
@@ -71,22 +72,22 @@ class TaskRunner(TaskEnvironment):
             version=task.version.digest,
         )
         admission = admit(run)
-        dataset, private = admission.dataset, admission.private
+        dataset, private, checkpoint = admission.dataset, admission.private, admission.checkpoint
         report.begin("fetching")
-        with self.shelf.pinning(), _settling(private):
+        with self.shelf.pinning(), _settling(private), ending(checkpoint):
             with spans.span("fetch"):
                 fetched = fetch(run, dataset)
                 loaded = load(run, fetched)
                 dataset = tokenize(run, fetched.document, loaded, dataset)
                 require_own_loss(loaded.context, dataset)
             fitting = explained(fetched.document, loaded.context, dataset, private=task.privacy is not None)
-            egress = Egress(run, admission.snapshot, private)
+            egress = Egress(run, admission.snapshot, private, checkpoint)
             if task.kind == "train":
                 with spans.span("train"), fitting:
                     result, stats = (
                         self.ranks.train(run, fetched, loaded, dataset, private)
                         if self.ranks
-                        else train(run, loaded, dataset, private)
+                        else train(run, loaded, dataset, private, checkpoint)
                     )
                 with spans.span("upload"):
                     update = egress.upload(result, loaded, stats.examples)

@@ -9,11 +9,13 @@ from tessera.shared.methods.base import LocalResult, TrainingStats, UnsupportedR
 from tessera.shared.model.block_rates import PRIVATE
 from tessera.shared.schema import EPSILON
 from tessera.worker.data.dataset import Dataset
+from tessera.worker.state.checkpoints import TaskCheckpoint
 from tessera.worker.task.environment import TaskRun
 from tessera.worker.task.errors import TaskFailure
 from tessera.worker.task.fetch import Loaded
 from tessera.worker.task.loss_scale import loss_scaler
 from tessera.worker.training.batches import Batches
+from tessera.worker.training.checkpoints import TrainingCheckpoints
 from tessera.worker.training.progress import CALIBRATING, rounded
 from tessera.worker.training.trainer import Trainer, epochs_of
 
@@ -22,7 +24,11 @@ if TYPE_CHECKING:
 
 
 def train(
-    run: TaskRun, loaded: Loaded, dataset: Dataset, private: PrivateTask | None
+    run: TaskRun,
+    loaded: Loaded,
+    dataset: Dataset,
+    private: PrivateTask | None,
+    checkpoint: TaskCheckpoint | None = None,
 ) -> tuple[LocalResult, TrainingStats]:
     """Train by the method and return its result.
 
@@ -67,6 +73,7 @@ def train(
             round_number=task.round,
             rounds=task.rounds,
             moments=loaded.moments if task.training.keep_moments else None,
+            checkpoints=TrainingCheckpoints(checkpoint, env.checkpoint_seconds) if checkpoint else None,
         )
         stats = trainer.train(phases, dataset, task.seed)
     result = half.collect(context, selected, stats)

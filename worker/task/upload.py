@@ -28,6 +28,7 @@ from tessera.worker.governance.run_history import RunSnapshot
 from tessera.worker.state.atomic_files import temporary_file
 from tessera.worker.state.audit import names_digest
 from tessera.worker.state.blob_cache import BlobTensor
+from tessera.worker.state.checkpoints import TaskCheckpoint
 from tessera.worker.task.environment import MAX_INLINE, TaskRun
 from tessera.worker.task.error_feedback import Feedback
 from tessera.worker.task.errors import TaskFailure
@@ -57,6 +58,7 @@ class Egress:
     run: TaskRun
     snapshot: RunSnapshot
     private: PrivateTask | None = None
+    checkpoint: TaskCheckpoint | None = None
 
     def upload(self, result: LocalResult, loaded: Loaded, examples: int) -> Sent:
         """Write the update and upload it, unless it is small enough to be sent inline.
@@ -83,6 +85,9 @@ class Egress:
                 report.begin("waiting")
                 self._hold(env.airlock, path, summary)
             if self.private:
+                if self.checkpoint:
+                    # Another update with the same noise would reveal the sums that differ.
+                    self.checkpoint.remove()
                 self.private.leave()
             if env.history:
                 env.history.add(self.snapshot, env.policy, nbytes)

@@ -20,9 +20,11 @@ class Batches:
     size: int | None
     device: torch.device
     generator: torch.Generator | None = None
+    skip: int = 0
+    """The number of batches at the start of a pass to leave out."""
 
     def __iter__(self) -> Iterator[Batch]:
-        batches = self.dataset.batches(self.size, self.generator)
+        batches = self.dataset.batches(self.size, self.generator, self.skip)
         for batch in _ahead(batches) if self.dataset.on_disk else batches:
             yield {name: tensor.to(self.device) for name, tensor in batch.items()}
 

@@ -1,20 +1,27 @@
 """The state of one phase of training, and its steps."""
 
 import math
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tessera.shared.methods.base import Phase
+from tessera.shared.model.blocks import Block
 from tessera.worker.model.block_map import named_tensors
 from tessera.worker.training.batches import Batch
+from tessera.worker.training.checkpoints import Below, under
+from tessera.worker.training.context import LocalTaskContext
 from tessera.worker.training.divergence import TrainingDiverged
 from tessera.worker.training.freeze import Freeze
 from tessera.worker.training.optimization.micro_batch import pieces_of, require_additive
 from tessera.worker.training.optimization.optimizer import optimizer_of, parameter_groups, set_rate
+from tessera.worker.training.optimization.optimizer_state import optimizer_tensors, set_optimizer_tensors
 from tessera.worker.training.optimization.precision import MIN_LOSS_SCALE
 from tessera.worker.training.setup import LocalTraining, PrivateGradients
+
+COUNTS = ("batches", "steps", "rate_steps", "loss_sum", "examples")
 
 
 class PhaseTraining:
@@ -25,7 +32,12 @@ class PhaseTraining:
     ) -> None:
         """Prepare a phase. `rates` gives the share of the learning rate at each step; `common` are inputs of a batch
         that have no row for each example."""
+        self.batches = 0
+        """The number of batches, or noisy steps, so far."""
         self.steps = 0
+        self.loss_sum = 0.0
+        """Of this pass, over `examples`."""
+        self.examples = 0
         self.rate_steps = 0.0
         """The sum of the shares of the learning rate at these steps."""
         self._rates = rates
@@ -33,7 +45,7 @@ class PhaseTraining:
         self._local = local
         context = local.context
         added = context.private if phase.private else ()
-        trained = [*phase.train.resolve(context.blocks), *added]
+        trained = trained_blocks(context, phase)
         # Buffers such as a normalisation's statistics depend on the data without noise.
         self.freeze = Freeze(context.model, trained, keep_buffers=local.private is not None)
         self._ranks = local.setup.ranks
@@ -51,16 +63,37 @@ class PhaseTraining:
         if self._local.moments:
             self._local.moments.update(self._name, self._optimizer, self._trained)
 
-    def run(self, batches: Iterable[Batch]) -> float:
-        """Train on the batches, of at most one pass over the data. Returns the mean loss over their examples."""
-        total, examples = 0.0, 0
+    def run(self, batches: Iterable[Batch], after_step: Callable[[], None] = lambda: None) -> float:
+        """Train on the batches of at most one pass over the data. Returns the mean loss over the pass's examples,
+        with those before a checkpoint from which it resumes."""
         for batch in batches:
             self._local.check()
             count = self._ranks.examples(len(batch["labels"]))
-            total += self._step(batch) * count
-            examples += count
-            self._local.report.advance(total / examples if examples >= self._local.min_loss_examples else None)
-        return total / examples
+            self.loss_sum += self._step(batch) * count
+            self.examples += count
+            self.batches += 1
+            enough = self.examples >= self._local.min_loss_examples
+            self._local.report.advance(self.loss_sum / self.examples if enough else None)
+            after_step()
+        mean = self.loss_sum / self.examples
+        self.loss_sum, self.examples = 0.0, 0
+        return mean
+
+    def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Return the state for a checkpoint: a JSON document, and tensors by name, which share the phase's memory."""
+        counts = {name: getattr(self, name) for name in COUNTS}
+        tensors = under("optimizer", optimizer_tensors(self._optimizer, self._by_name()))
+        return {**counts, "scaler": self._local.scaler.state_dict()}, tensors
+
+    def set_state(self, document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """Set the state that `state` returned, and skip the rates of the steps that it counts."""
+        for name in COUNTS:
+            setattr(self, name, document[name])
+        self._local.scaler.load_state_dict(document["scaler"])
+        set_optimizer_tensors(self._optimizer, self._by_name(), Below("optimizer", tensors))
+
+    def _by_name(self) -> dict[str, Tensor]:
+        return {block.tensor: tensor for block, tensor in self._trained}
 
     def _set_rate(self) -> float:
         share = next(self._rates)
@@ -118,6 +151,7 @@ class PhaseTraining:
         self._correct_gradients()
         self._optimizer.step()
         self.freeze.restore()
+        self.batches += 1
         self.steps += 1
         self.rate_steps += share
 
@@ -126,3 +160,8 @@ class PhaseTraining:
         self.freeze.mask_gradients()
         if (norm := self._local.training.max_gradient_norm) is not None:
             torch.nn.utils.clip_grad_norm_(self.freeze.parameters, norm)
+
+
+def trained_blocks(context: LocalTaskContext, phase: Phase) -> list[Block]:
+    """Return the blocks that a phase trains, those of the method's private modules included."""
+    return [*phase.train.resolve(context.blocks), *(context.private if phase.private else ())]

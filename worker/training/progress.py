@@ -38,6 +38,8 @@ class Report:
     """Bytes to transfer until the end of this phase, with those already transferred."""
     by_quarter: bool = False
     """Report only full quarters of the steps: the duration of a single step would reveal the size of its batch."""
+    resumed_seconds: float = 0.0
+    """Time in training before the checkpoint from which it resumed."""
     began: list[tuple[float, Phase]] = field(default_factory=list)
     """The instants at which phases began, in seconds since 1970."""
 
@@ -47,9 +49,20 @@ class Report:
         self.phase = phase
         self.began.append((time.time(), phase))
 
+    def resume(self, step: int, seconds: float) -> None:
+        """Continue from a checkpoint's step, after this time in training."""
+        self.step, self.resumed_seconds = step, seconds
+
+    @property
+    def training_seconds(self) -> float:
+        """Time in training until now, to the second, with that before a checkpoint."""
+        return self.phase_seconds().get("training", 0.0)
+
     def phase_seconds(self) -> dict[Phase, float]:
         """Return the time in each phase until now, to the second: more would be a figure of the data's size."""
         began, seconds = [*self.began, (time.time(), self.phase)], dict[Phase, float]()
+        if self.resumed_seconds:
+            seconds["training"] = self.resumed_seconds
         for (begin, phase), (end, _) in pairwise(began):
             # The clock may have been set back.
             seconds[phase] = seconds.get(phase, 0.0) + max(0.0, end - begin)

@@ -5,11 +5,13 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
+from pydantic import JsonValue
 from torch import Tensor
 
 from tessera.shared.methods.base import WorkerHalf
 from tessera.shared.run_settings import Training
 from tessera.worker.data.dataset import Dataset
+from tessera.worker.training.checkpoints import TrainingCheckpoints
 from tessera.worker.training.context import LocalTaskContext
 from tessera.worker.training.freeze import Freeze
 from tessera.worker.training.optimization.moments import Moments
@@ -46,6 +48,9 @@ class PrivateTraining(Protocol):
     def begin(self, steps: int) -> None:
         """Reserve the privacy of a number of steps. Raises PolicyViolation."""
 
+    def progress(self) -> dict[str, JsonValue]:
+        """Return the charges and the state of the noise, for a checkpoint."""
+
     def phase(self, local: "LocalTraining", freeze: Freeze, dataset: Dataset) -> PrivateGradients:
         """Return the gradients for one phase."""
 
@@ -72,6 +77,7 @@ class LocalTraining:
     rounds: int = 1
     moments: Moments | None = None
     """The optimizer's moments of earlier rounds, which this training goes on with and updates."""
+    checkpoints: TrainingCheckpoints | None = None
 
     def loss(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the method's loss of a batch, a scalar, computed in the run's precision."""

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
 import torch
@@ -17,6 +17,7 @@ from tessera.worker.training.input_mismatch import InputMismatch, rehearsal_faul
 from tessera.worker.training.phase_training import PhaseTraining
 from tessera.worker.training.progress import CALIBRATING
 from tessera.worker.training.setup import LocalTraining, PrivateTraining
+from tessera.worker.training.training_state import TrainingState
 
 
 @dataclass(frozen=True)
@@ -35,40 +36,56 @@ class Trainer(LocalTraining):
         TrainingDiverged, SelectorError for a phase that names blocks which the model lacks, and the
         exceptions of `check` and `private`.
         """
-        generator = torch.Generator().manual_seed(seed)
-        batches = Batches(self.setup.ranks.share_of(dataset), self.training.batch_size, self.setup.device, generator)
+        order = torch.Generator().manual_seed(seed)
+        batches = Batches(self.setup.ranks.share_of(dataset), self.training.batch_size, self.setup.device, order)
         self.context.model.train()
-        steps, rate_steps, loss = 0, 0.0, math.nan
+        state = TrainingState(self, phases, order)
         planned = [steps_of(phase, self.training, dataset.examples) for phase in phases]
-        rates = rate_factors(self.training, sum(planned), self.round_number, self.rounds)
+        done = sum(planned[: state.at.phase]) + state.at.batches
+        rates = islice(rate_factors(self.training, sum(planned), self.round_number, self.rounds), done, None)
         if self.private and phases:
             self.report.activity = CALIBRATING
             self._rehearse(dataset)
             self.private.begin(sum(planned))
+            # If the worker is killed from now on, the same privacy is not spent again.
+            state.save_start()
         self.report.begin("training", steps=sum(planned), by_quarter=self.private is not None)
-        for phase, count in zip(phases, planned, strict=True):
-            self.half.on_phase_start(self.context, phase)
-            current = PhaseTraining(self, phase, rates, frozenset(dataset.common))
+        self.report.resume(done, state.at.training_seconds)
+        for count in planned[state.at.phase :]:
+            current = state.start(rates, frozenset(dataset.common))
             if self.private:
-                self._train_privately(self.private, current, count, dataset)
+                self._train_privately(self.private, current, count, dataset, state)
             else:
-                loss = self._train_openly(current, count, batches)
+                self._train_openly(current, count, batches, state)
             current.keep_moments()
-            steps += current.steps
-            rate_steps += current.rate_steps
-        return TrainingStats(dataset.examples, steps, loss, self.training.learning_rate * rate_steps)
+            state.end_phase(current)
+        rate_sum = self.training.learning_rate * state.at.rate_steps
+        return TrainingStats(dataset.examples, state.at.steps, state.at.loss, rate_sum)
 
-    def _train_openly(self, current: PhaseTraining, steps: int, batches: Batches) -> float:
-        """Make the steps, over a new permutation for each pass over the data. Returns the loss, as `train` does."""
-        loss, examples = math.nan, batches.dataset.examples
+    def _train_openly(self, current: PhaseTraining, steps: int, batches: Batches, state: TrainingState) -> None:
+        """Make the steps, over a new permutation for each pass over the data, and note the loss, as in `train`."""
+        examples = batches.dataset.examples
         whole = steps_per_epoch(self.training, examples)
-        for first in range(0, steps, whole):
+        state.restore_generators()
+        while current.batches < steps:
+            skip = current.batches % whole
+            first = current.batches - skip
             count = min(whole, steps - first)
-            mean = current.run(islice(batches, count))
+            mean = self._pass(current, replace(batches, skip=skip), first + count, state)
             enough = first == 0 and count * (batches.size or examples) >= self.min_loss_examples
             # A pass that ends early does not replace the loss over all examples.
-            loss = mean if count == whole or enough else loss
-        return loss
+            state.end_pass(mean if count == whole or enough else state.at.loss)
+            state.save_if_due(current)
+
+    def _pass(self, current: PhaseTraining, batches: Batches, end: int, state: TrainingState) -> float:
+        """Train up to the phase's batch `end`, in one pass over the data. Returns the mean loss."""
+
+        def after_step() -> None:
+            # After the pass's last batch, the loss has to be noted first.
+            if current.batches < end:
+                state.save_if_due(current)
+
+        return current.run(islice(batches, end - current.batches), after_step)
 
     def _rehearse(self, dataset: Dataset) -> None:
         """Compute a loss on a synthetic example.
@@ -83,14 +100,21 @@ class Trainer(LocalTraining):
             ) from fault
 
     def _train_privately(
-        self, private: PrivateTraining, current: PhaseTraining, steps: int, dataset: Dataset
+        self,
+        private: PrivateTraining,
+        current: PhaseTraining,
+        steps: int,
+        dataset: Dataset,
+        state: TrainingState,
     ) -> None:
         noisy = private.phase(self, current.freeze, dataset)
+        state.restore_generators()
         try:
-            for _ in range(steps):
+            while current.batches < steps:
                 self.check()
                 current.noisy_step(noisy)
                 self.report.advance()
+                state.save_if_due(current)
         finally:
             noisy.close()
         # The loss is private, so the weights show divergence.

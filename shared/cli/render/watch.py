@@ -144,9 +144,17 @@ class Estimates:
                 self._seconds.setdefault(outcome.round.stage, deque(maxlen=PAST_ROUNDS)).append(seconds)
 
     def worker_left(self, round_: Round, task: TaskView, now: datetime) -> str:
-        """Return the estimated time until a worker has done its task, or nothing."""
+        """Return the estimated time until a worker has done its task, or nothing.
+
+        Before a round of the stage has ended, only the time of the steps that are left is known.
+        """
         pace = Pace.of(task)
-        return "" if pace.over else self._left(round_, [pace], now, 0)
+        if pace.over:
+            return ""
+        if left := self._left(round_, [pace], now, 0):
+            return left
+        seconds = task.progress.seconds_left if task.progress else None
+        return f"{output.about(seconds)} of {pace.phase} left" if seconds else ""
 
     def run_left(self, glimpse: RunProgress, now: datetime) -> str:
         """Return the estimated time until the run's last round has ended, or nothing."""

@@ -541,8 +541,11 @@ def test_progress_becomes_a_forecast_on_the_page(coordinator: LiveCoordinator, v
     worker.enrol()
     run = start_run(coordinator.client(), MODEL, values(MODEL), rounds=2)
     task = worker.take()
-    worker.client.heartbeat(task.id, task.token, Progress(phase="training", step=39, steps=40))
+    at = Progress(phase="training", step=39, steps=40, phase_seconds={"training": 3900.0})
+    worker.client.heartbeat(task.id, task.token, at)
     first = viewer.http.get(f"/page/runs/{run.id}").text
+    # 39 steps took 3900 s, so the last one takes 100 s.
+    assert "training step 39 of 40, 1 min 40 s left" in " ".join(first.split())
     assert "no forecast yet" in first
     assert "Left, about" not in first
     worker.train(task)

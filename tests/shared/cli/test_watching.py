@@ -97,6 +97,15 @@ def test_time_is_estimated_once_a_round_of_the_stage_has_ended() -> None:
     ]
 
 
+def test_in_the_first_round_the_steps_that_are_left_are_estimated_by_their_own_pace() -> None:
+    # Two of eight steps took an hour, so the other six take three.
+    progress = {"phase": "training", "step": 2, "steps": 8, "phase_seconds": {"fetching": 60.0, "training": 3600.0}}
+    assert lines(task("b/w", progress=progress)) == [
+        "round 2 of 5, train",
+        "  b/w: training, step 2 of 8, about 3 h of training left",
+    ]
+
+
 def test_of_many_workers_a_few_are_shown_and_all_are_counted() -> None:
     found = lines(*(task(f"s{n}/w", "offered") for n in range(20)), task("x/w", progress=TRAINING))
     assert len(found) == 2 + watch.MAX_WORKERS

@@ -72,3 +72,14 @@ def test_a_key_has_256_bits_from_the_system() -> None:
     assert secret_key() != secret_key()
     with pytest.raises(ValueError, match="key size"):
         NoiseSource(bytes(16))
+
+
+@pytest.mark.parametrize("drawn", [0, 1, 6, 9])
+def test_a_source_continues_where_another_was(drawn: int) -> None:
+    whole, first = NoiseSource(KEY), NoiseSource(KEY)
+    # A seed takes one word, and a block of the cipher has two.
+    expected = [whole.seed() for _ in range(drawn + 5)][drawn:]
+    for _ in range(drawn):
+        first.seed()
+    second = NoiseSource(*first.state)
+    assert [second.seed() for _ in range(5)] == expected

@@ -1,0 +1,187 @@
+"""Training that resumes from a checkpoint ends with the same bits as training that was never interrupted."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from structlog.testing import capture_logs
+from torch import Tensor
+
+from tessera.shared.methods.base import LocalResult, MethodSpec, Phase, RunInfo, TaskContext, WorkerHalf
+from tessera.shared.methods.registry import methods, worker_half
+from tessera.shared.tensors.lazy import Array
+from tessera.worker.data.dataset import Dataset, RowsOnDisk
+from tessera.worker.model.block_map import block_table
+from tessera.worker.state.checkpoints import CheckpointKey, Checkpoints
+from tessera.worker.training.checkpoints import TrainingCheckpoints
+from tessera.worker.training.progress import Report
+from tests.support.tasks import PLAIN, Subject, images, one_task, subject_of
+
+KEY = CheckpointKey(
+    run="run-1", round=1, task="task-1", model="m", base="b", plan="p", settings="s", data="d", libraries="l",
+    device="cpu",
+)  # fmt: skip
+
+
+class Killed(BaseException):
+    """Stands for the end of the process."""
+
+
+class Process:
+    """A process that trains with a checkpoint every few steps, and is killed before a step of its own."""
+
+    def __init__(self, folder: Path, every: float, kill: int | None = None) -> None:
+        self.steps = 0
+        self._kill = kill
+        # A new process has other random numbers.
+        random.seed()
+        torch.manual_seed(random.getrandbits(32))
+        np.random.seed(None)  # noqa: NPY002
+        stored = Checkpoints(folder).of_task(KEY)
+        self.checkpoints = TrainingCheckpoints(stored, every, clock=lambda: float(self.steps))
+
+    def check(self) -> None:
+        if self.steps == self._kill:
+            raise Killed
+        self.steps += 1
+
+
+def resumed(
+    folder: Path, kills: Sequence[int], every: int, train: Callable[..., tuple[Any, LocalResult]]
+) -> tuple[LocalResult, int]:
+    """The result of a task that is killed before these steps of each process, and the steps of its last process."""
+    for kill in kills:
+        killed = Process(folder, every, kill)
+        with pytest.raises(Killed):
+            train(check=killed.check, checkpoints=killed.checkpoints)
+    last = Process(folder, every)
+    _, result = train(check=last.check, checkpoints=last.checkpoints)
+    return result, last.steps
+
+
+def flat(result: LocalResult) -> dict[str, object]:
+    arrays = {**{f"up/{name}": v for name, v in result.upload.items()}, **result.keep}
+    return {**{name: values.tobytes() for name, values in arrays.items()}, **result.metrics}
+
+
+def kept_before(method: str, subject: Subject, settings: Mapping[str, Any], **training: Any) -> dict[str, Array]:
+    """What a site keeps of an earlier round."""
+    _, result = one_task(method, settings, subject=subject, **training)
+    return dict(result.keep)
+
+
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "adamw, three epochs": ("fedavg", {}, {"epochs": 3, "optimizer": "adamw"}),
+    "steps that end within an epoch": ("fedavg", {}, {"epochs": None, "steps": 7, "optimizer": "adamw"}),
+    "a schedule and momentum": ("fedavg", {}, {"epochs": 2, "momentum": 0.9, "schedule": "cosine"}),
+    "two phases": ("fedrep", {"head_epochs": 2}, {"optimizer": "adamw"}),
+    "a model of its own": ("ditto", {}, {"epochs": 2, "momentum": 0.9}),
+    "an anchor and a past model": ("moon", {}, {"epochs": 2}),
+    "corrections from the vault": ("scaffold", {}, {"epochs": 2}),
+    "private modules": ("pfeddc", {}, {"epochs": 3, "optimizer": "adamw"}),
+    "chosen layers": ("safl", {"layers": 1}, {"epochs": 2}),
+}
+LONG = [
+    pytest.param(method, {}, {"epochs": 3, "optimizer": "sgd"}, id=method, marks=pytest.mark.long)
+    for method in sorted(methods())
+]
+SHORT = [pytest.param(*case, id=name) for name, case in CASES.items()]
+
+
+@pytest.mark.parametrize(("method", "settings", "training"), [*SHORT, *LONG])
+def test_a_task_that_is_killed_ends_with_the_same_bits(
+    tmp_path: Path, method: str, settings: dict[str, Any], training: dict[str, Any]
+) -> None:
+    subject = subject_of(method)
+    if subject is PLAIN:
+        subject = replace(subject, config={**subject.config, "hidden_dropout_prob": 0.1})
+    training = {"optimizer": "sgd", **training}
+    vault = kept_before(method, subject, settings, **training)
+    whole_steps = 0
+
+    def train(**more: Any) -> tuple[Any, LocalResult]:
+        return one_task(method, settings, subject=subject, vault=vault, **training, **more)
+
+    def count() -> None:
+        nonlocal whole_steps
+        whole_steps += 1
+
+    _, undisturbed = train(check=count)
+    # With a checkpoint every second step, some kills lose a step and others lose none.
+    for number, kills in enumerate([(whole_steps // 2,), (3, whole_steps // 3 + 1)]):
+        result, steps = resumed(tmp_path / str(number), kills, 2, train)
+        assert flat(result) == flat(undisturbed)
+        assert steps < whole_steps  # the last process did not begin anew
+
+
+# ---------------------------------------------------------------- what is not resumed
+
+
+def test_rows_on_disk_that_trained_before_are_not_read_again(tmp_path: Path) -> None:
+    data, read = images(), list[int]()
+
+    def rows(places: Sequence[int]) -> Tensor:
+        read.extend(places)
+        return data.tensors["pixel_values"][list(places)]
+
+    on_disk = Dataset(
+        {"labels": data.tensors["labels"]},
+        on_disk={"pixel_values": RowsOnDisk(rows, torch.arange(24), (1, 8, 8), torch.float32)},
+    )
+
+    def train(**more: Any) -> tuple[Any, LocalResult]:
+        return one_task("fedavg", dataset=on_disk, epochs=2, **more)
+
+    _, undisturbed = train()
+    read.clear()
+    # Six steps of 8 rows; five are made, the last of them after the checkpoint.
+    killed = Process(tmp_path, 2, 5)
+    with pytest.raises(Killed):
+        train(check=killed.check, checkpoints=killed.checkpoints)
+    read.clear()
+    last = Process(tmp_path, 2)
+    _, result = train(check=last.check, checkpoints=last.checkpoints)
+    assert flat(result) == flat(undisturbed)
+    assert (last.steps, len(read)) == (2, 2 * 8)
+
+
+class Anchored(WorkerHalf[Any]):
+    """A half that takes something at the start of a phase, and does not say how it is restored."""
+
+    def on_phase_start(self, context: TaskContext, phase: Phase) -> None:
+        self.anchor = context.read(context.blocks[0])
+
+
+def test_a_half_that_cannot_say_what_it_took_has_no_checkpoints() -> None:
+    facts = RunInfo(block_table(PLAIN.model()), rounds=1)
+    assert not Anchored(None, facts).resumable
+    assert all(worker_half(MethodSpec(name=name), facts).resumable for name in methods())
+
+
+def test_progress_continues_from_the_checkpoint() -> None:
+    report = Report()
+    report.begin("training", steps=10)
+    report.resume(4, 7200.0)
+    report.advance()
+    progress = report.progress()
+    assert (progress.step, progress.steps) == (5, 10)
+    # Five steps took two hours and the moment that this test takes, so the other five take as long.
+    assert progress.seconds_left == pytest.approx(7200, rel=0.05)
+
+
+def test_a_full_disk_does_not_end_training(tmp_path: Path) -> None:
+    _, undisturbed = one_task("fedavg", epochs=2)
+    process = Process(tmp_path, 1)
+    full = tmp_path / "run-1"
+    full.write_bytes(b"")  # no folder can be made there
+    with capture_logs() as logs:
+        _, result = one_task("fedavg", epochs=2, check=process.check, checkpoints=process.checkpoints)
+    assert flat(result) == flat(undisturbed)
+    assert {line["event"] for line in logs} == {"checkpoint-not-written"}

@@ -1,0 +1,24 @@
+"""A digest of everything in a data set that training depends on."""
+
+import hashlib
+
+import torch
+
+from tessera.shared.tensors.lazy import Array, as_bytes
+from tessera.worker.data.dataset import Dataset
+
+
+def content_digest(dataset: Dataset, hashes: Array) -> str:
+    """Return a digest of the examples, their order and their labels. `hashes` are of the examples in that order.
+
+    Of an input on disk it covers the places and the first row, in which another way of reading shows; the other rows
+    are in `hashes`.
+    """
+    digest = hashlib.sha256(as_bytes(hashes))
+    first = {name: stored[torch.tensor([0])] for name, stored in dataset.on_disk.items()}
+    places = {f"{name} places": stored.places for name, stored in dataset.on_disk.items()}
+    tensors = {**dataset.tensors, **dataset.common, **first, **places}
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)};".encode())
+        digest.update(as_bytes(tensor.contiguous().flatten().view(torch.uint8).numpy()))
+    return f"sha256:{digest.hexdigest()}"

@@ -1,0 +1,215 @@
+"""Checkpoints of unfinished training, from which a task resumes after its worker was killed.
+
+A checkpoint is one safetensors file in the vault's folder of its run, readable by the owner alone. It replaces the
+task's last one by a rename, and is used only for a task with the same key. It gives no right to the task: the lease
+decides that. Under privacy it holds the noise's secret state, so whoever reads it can remove the noise.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import structlog
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from tessera.shared.rounds.eta import LIVE_TASKS
+from tessera.shared.schema import Frozen, canonical
+from tessera.shared.tensors.lazy import as_bytes, digest_of
+from tessera.shared.updates.safetensors_file import write
+from tessera.worker.state.atomic_files import sync_names, write_secret, written_whole
+from tessera.worker.state.vault import RoundWorkload, checked_identifier, outcome_of
+
+JsonObject = dict[str, Any]
+
+PREFIX, SUFFIX = "checkpoint-", ".safetensors"
+INSTANCE = "instance"
+"""File with the instance of the process that wrote the last checkpoint."""
+
+INSTANCE_FORM = re.compile(r"[0-9a-f]{32}")
+
+KEY, DOCUMENT = "key", "document"
+"""The entries of a file's metadata: JSON documents."""
+
+_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+class CheckpointKey(Frozen):
+    """Everything that a task's training depends on. Threads and loaders are not part of it."""
+
+    run: str
+    round: int
+    task: str
+    model: str
+    """The digest of the model's description."""
+    base: str
+    """The digest of the version from which training starts."""
+    plan: str
+    settings: str
+    """A digest of the settings of training, method, privacy and codec, and of the seed."""
+    data: str
+    """A digest of the examples in their order, and of their labels."""
+    libraries: str
+    device: str
+
+    @property
+    def digest(self) -> str:
+        return digest_of(canonical(self))
+
+
+class StoredTensors(Mapping[str, Tensor]):
+    """The tensors of a checkpoint, each of which is read when it is asked for."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+        self._names = frozenset(file.keys())
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._names:
+            raise KeyError(name)
+        tensor: Tensor = self._file.get_tensor(name)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(sorted(self._names))
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+class TaskCheckpoint:
+    """The newest checkpoint of one task, if there is one. `document` is its JSON, None without a checkpoint."""
+
+    def __init__(self, key: CheckpointKey, path: Path, checkpoints: Checkpoints, document: JsonObject | None) -> None:
+        self.key = key
+        self.document = document
+        self._path = path
+        self._checkpoints = checkpoints
+
+    @contextmanager
+    def tensors(self) -> Iterator[StoredTensors]:
+        """Yield the tensors. Do not keep one of them: it is a view of the file."""
+        with safe_open(self._path, framework="pt") as file:
+            yield StoredTensors(file)
+
+    def write(self, document: JsonObject, tensors: Mapping[str, Tensor]) -> None:
+        """Replace the checkpoint; it is on disk when this returns. Raises OSError, and then the last one stays.
+
+        Tensors are copied from their device one after the other.
+        """
+        layout = [(name, _NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()]
+        metadata = {KEY: self.key.model_dump_json(), DOCUMENT: json.dumps(document)}
+        self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with written_whole(self._path, mode=0o600) as file:
+            write(file, layout, map(_bytes, tensors.values()), metadata)
+        self._checkpoints.note_instance()
+
+    def remove(self) -> None:
+        """Remove the checkpoint. Nothing of it survives a power cut when this returns."""
+        self.document = None
+        _remove(self._path)
+        self._checkpoints.forget_instance()
+
+
+class Checkpoints:
+    """The checkpoints of all tasks, in the vault under `folder`.
+
+    `instance` names this process in its claims. A process that starts where another left a checkpoint takes over the
+    other's name, and so its lease; but only once for each checkpoint, so that a task which kills its worker counts
+    as an attempt.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        file = folder / INSTANCE
+        left = file.read_text(encoding="ascii").strip() if file.exists() else ""
+        self.instance = left if INSTANCE_FORM.fullmatch(left) else uuid4().hex
+        self._noted = False
+        self.forget_instance()
+
+    def note_instance(self) -> None:
+        """Leave this process's name to the one that resumes from its checkpoints."""
+        if not self._noted:
+            write_secret(self._folder / INSTANCE, self.instance)
+            self._noted = True
+
+    def forget_instance(self) -> None:
+        (self._folder / INSTANCE).unlink(missing_ok=True)
+        self._noted = False
+
+    def of_task(self, key: CheckpointKey) -> TaskCheckpoint:
+        """Return the task's checkpoint, and remove every other one of its run.
+
+        Raises ValueError for an id that could be a path.
+        """
+        folder = self._folder / checked_identifier(key.run)
+        path = folder / f"{PREFIX}{checked_identifier(key.task)}{SUFFIX}"
+        document = None
+        log = structlog.get_logger("worker").bind(run=key.run, task=key.task)
+        for file in self._files(folder):
+            written, found = _read(file)
+            if written == key:
+                document = found
+                continue
+            if written is None:
+                log.warning("checkpoint-unreadable", file=str(file), remedy="Nothing: the task begins anew.")
+            else:
+                log.info("checkpoint-removed", differs=_differing(written, key))
+            _remove(file)
+        return TaskCheckpoint(key, path, self, document)
+
+    def settle(self, ask: RoundWorkload) -> None:
+        """Remove the checkpoints of tasks that no worker can claim any more. Raises the exceptions of `ask`."""
+        for file in self._files(self._folder / "*"):
+            task = outcome_of(file.name.removeprefix(PREFIX).removesuffix(SUFFIX), ask)
+            if task is None or task.state not in LIVE_TASKS:
+                _remove(file)
+
+    def _files(self, folder: Path) -> list[Path]:
+        return sorted(self._folder.glob(f"{folder.name}/{PREFIX}*{SUFFIX}"))
+
+
+def _read(path: Path) -> tuple[CheckpointKey | None, JsonObject | None]:
+    """Return the key and the document in a checkpoint; None and None if it cannot be read."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+        return CheckpointKey.model_validate_json(metadata[KEY]), json.loads(metadata[DOCUMENT])
+    except (SafetensorError, OSError, ValueError, KeyError):
+        return None, None
+
+
+def _differing(one: CheckpointKey, other: CheckpointKey) -> list[str]:
+    return [name for name, value in one if value != getattr(other, name)]
+
+
+def _remove(path: Path) -> None:
+    if path.exists():
+        path.unlink()
+        sync_names(path.parent)
+        # A run that keeps nothing needs no folder.
+        with suppress(OSError):
+            path.parent.rmdir()
+
+
+def _bytes(tensor: Tensor) -> bytes | memoryview:
+    flat = tensor.detach().to("cpu").contiguous().flatten()
+    return as_bytes(flat.view(torch.uint8).numpy()) if flat.numel() else b""

@@ -1,0 +1,71 @@
+"""The checkpoint of a task: what has to be equal for it to be resumed, and when it ends."""
+
+import json
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+
+from tessera.shared.api.tasks import Task
+from tessera.shared.problems import Forbidden, LeaseLost, Problem, Unauthenticated
+from tessera.shared.schema import canonical
+from tessera.shared.tensors.lazy import digest_of
+from tessera.shared.version import VERSION
+from tessera.worker.state.checkpoints import CheckpointKey, TaskCheckpoint
+from tessera.worker.task.environment import TaskEnvironment
+from tessera.worker.task.heartbeat import Stopped
+
+SETTINGS = {
+    "training",
+    "method",
+    "privacy",
+    "codec",
+    "normalization",
+    "upload_budget",
+    "upload_seconds",
+    "seed",
+    "rounds",
+}
+"""The fields of a task that training depends on, beside those that a key names."""
+
+OFFERED_AGAIN = (Stopped, LeaseLost, Unauthenticated, Forbidden)
+"""Ends of a task after which this worker may get it again."""
+
+
+def key_of(env: TaskEnvironment, task: Task) -> CheckpointKey:
+    """Return the key of a task's checkpoints. The contents of its data set must be known in `env.contents`."""
+    settings = task.model_dump(mode="json", include=SETTINGS)
+    return CheckpointKey(
+        run=task.run,
+        round=task.round,
+        task=task.id,
+        model=task.model,
+        base=task.version.digest,
+        plan=digest_of(canonical(task.plan)),
+        settings=digest_of(json.dumps(settings, sort_keys=True).encode()),
+        data=f"{task.dataset} {env.contents[task.dataset]}",
+        libraries=f"torch {version('torch')}, transformers {version('transformers')}, tessera {VERSION}",
+        device=env.device.type,
+    )
+
+
+def checkpoint_of(env: TaskEnvironment, task: Task) -> TaskCheckpoint | None:
+    """Return the task's checkpoint, to resume from and to write; None if this worker writes none."""
+    if env.checkpoints is None or env.ledger is None or math.isinf(env.checkpoint_seconds):
+        return None
+    return env.checkpoints.of_task(key_of(env, task))
+
+
+@contextmanager
+def ending(checkpoint: TaskCheckpoint | None) -> Iterator[None]:
+    """Remove the checkpoint when the block ends, unless the task may be offered to this worker again."""
+    try:
+        yield
+    except OFFERED_AGAIN:
+        raise
+    except Exception as fault:
+        if checkpoint and not (isinstance(fault, Problem) and fault.retryable):
+            checkpoint.remove()
+        raise
+    if checkpoint:
+        checkpoint.remove()
