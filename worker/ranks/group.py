@@ -18,6 +18,7 @@ from tessera.worker.training.context import LocalTaskContext
 from tessera.worker.training.ranks import Pieces
 
 T = TypeVar("T")
+N = TypeVar("N", float, Tensor)
 
 BUCKET = 1 << 24
 """Largest number of gradient values in one reduction, unless a single tensor has more: the memory it takes."""
@@ -85,23 +86,26 @@ class Group:
         if self.rank:
             torch.manual_seed((torch.initial_seed() + self.rank) % (1 << 63))
 
-    def weigh(self, pieces: Pieces, context: LocalTaskContext, *, loss_by_example: bool) -> Pieces:
-        labels, objective = [piece["labels"] for piece, _ in pieces], context.objective
+    def weigh(self, pieces: Pieces, labels: Tensor, context: LocalTaskContext, *, loss_by_example: bool) -> Pieces:
+        objective = context.objective
         weighted = objective is not None and objective.class_weights is not None
-        if loss_by_example and (weighted or any(each.ndim > 1 for each in labels)):
+        if loss_by_example and (weighted or labels.ndim > 1):
             raise UnsupportedRun(
                 f"this worker divides batches among {self.size} devices, and by this method the losses of their rows "
                 "do not add up where an example has several labels or classes have weights: begin a run with another "
                 "method, or have the site train on one device (devices)"
             )
-        own = float(sum(label_count(context.head, each) for each in labels))
-        if own and weighted and objective:
-            own = sum(float(objective.weight_of(context.head, each)) for each in labels)
+        own: float | Tensor = float(label_count(context.head, labels))
         whole = self.total(own)
-        if not sum(map(len, labels)):
-            return []
-        # A batch without any label fails as it does in one process.
-        return [(piece, share * own / whole) for piece, share in pieces if own] if whole else pieces
+        if not whole:
+            # A batch without any label fails as it does in one process.
+            return pieces
+        labelled = pieces if own else []
+        if weighted and objective:
+            weights = [objective.weight_of(context.head, piece["labels"]) for piece, _ in pieces]
+            own = torch.stack(weights).sum()
+            whole = self.total(own)
+        return [(piece, share * own / whole) for piece, share in labelled]
 
     def sum_gradients(self, parameters: Sequence[Tensor]) -> None:
         with_gradient = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.uint8)
@@ -114,10 +118,10 @@ class Group:
             for parameter, part in zip(bucket, torch.split(flat, [each.numel() for each in bucket]), strict=True):
                 parameter.grad = part.view_as(parameter).to(parameter.dtype)
 
-    def total(self, value: float) -> float:
-        summed = torch.tensor([value], dtype=torch.float64)
+    def total(self, value: N) -> N:
+        summed = torch.as_tensor(value, dtype=torch.float64).clone()
         dist.all_reduce(summed)
-        return float(summed)
+        return summed if isinstance(value, Tensor) else float(summed)  # type: ignore[return-value]
 
     def _gradient(self, parameter: Tensor) -> Tensor:
         gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad

@@ -142,7 +142,7 @@ class PhaseTraining:
         by_example, weighted = self._local.half.loss_by_example, self._local.training.class_weights is not None
         require_additive(context.model, batch, size, loss_by_example=by_example, weighted=weighted)
         pieces = pieces_of(batch, size, context.head, self._common, context.objective)
-        return self._ranks.weigh(pieces, context, loss_by_example=by_example)
+        return self._ranks.weigh(pieces, batch["labels"], context, loss_by_example=by_example)
 
     def noisy_step(self, noisy: PrivateGradients) -> None:
         """Take one step with a noisy gradient. What follows reads no data, so it costs no privacy."""

@@ -10,6 +10,7 @@ from tessera.worker.training.batches import Batch
 from tessera.worker.training.context import LocalTaskContext
 
 T = TypeVar("T")
+N = TypeVar("N", float, Tensor)
 Pieces = list[tuple[Batch, Any]]
 """The pieces of a batch, each with its share of the batch's loss."""
 
@@ -29,15 +30,15 @@ class Ranks(Protocol):
     def examples(self, count: int) -> int:
         """Return the sum of the ranks' numbers of examples."""
 
-    def weigh(self, pieces: Pieces, context: LocalTaskContext, *, loss_by_example: bool) -> Pieces:
+    def weigh(self, pieces: Pieces, labels: Tensor, context: LocalTaskContext, *, loss_by_example: bool) -> Pieces:
         """Return the pieces of this rank's rows with their shares of the whole batch's loss. Raises UnsupportedRun
         for losses that do not add up."""
 
     def sum_gradients(self, parameters: Sequence[Tensor]) -> None:
         """Replace the parameters' gradients by their sums over the ranks."""
 
-    def total(self, value: float) -> float:
-        """Return the sum of the ranks' values."""
+    def total(self, value: N) -> N:
+        """Return the sum of the ranks' values, of a tensor on its device."""
 
     def same(self, compute: Callable[[], T]) -> T:
         """Return what the first rank computes, or raise what it raises."""
@@ -55,13 +56,13 @@ class OneRank:
     def examples(self, count: int) -> int:
         return count
 
-    def weigh(self, pieces: Pieces, context: LocalTaskContext, *, loss_by_example: bool) -> Pieces:
+    def weigh(self, pieces: Pieces, labels: Tensor, context: LocalTaskContext, *, loss_by_example: bool) -> Pieces:
         return pieces
 
     def sum_gradients(self, parameters: Sequence[Tensor]) -> None:
         pass
 
-    def total(self, value: float) -> float:
+    def total(self, value: N) -> N:
         return value
 
     def same(self, compute: Callable[[], T]) -> T:
