@@ -95,17 +95,16 @@ class Group:
                 "do not add up where an example has several labels or classes have weights: begin a run with another "
                 "method, or have the site train on one device (devices)"
             )
-        own: float | Tensor = float(label_count(context.head, labels))
+        own = float(label_count(context.head, labels))
         whole = self.total(own)
         if not whole:
             # A batch without any label fails as it does in one process.
             return pieces
-        labelled = pieces if own else []
+        of_all: float | Tensor = own / whole
         if weighted and objective:
-            weights = [objective.weight_of(context.head, piece["labels"]) for piece, _ in pieces]
-            own = torch.stack(weights).sum()
-            whole = self.total(own)
-        return [(piece, share * own / whole) for piece, share in labelled]
+            weight = torch.stack([objective.weight_of(context.head, piece["labels"]) for piece, _ in pieces]).sum()
+            of_all = weight / self.total(weight)
+        return [(piece, share * of_all) for piece, share in pieces if own]
 
     def sum_gradients(self, parameters: Sequence[Tensor]) -> None:
         with_gradient = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.uint8)
@@ -119,9 +118,11 @@ class Group:
                 parameter.grad = part.view_as(parameter).to(parameter.dtype)
 
     def total(self, value: N) -> N:
-        summed = torch.as_tensor(value, dtype=torch.float64).clone()
-        dist.all_reduce(summed)
-        return summed if isinstance(value, Tensor) else float(summed)  # type: ignore[return-value]
+        if isinstance(value, Tensor):
+            summed = value.detach().clone()
+            dist.all_reduce(summed)
+            return summed
+        return float(self.total(torch.tensor(value, dtype=torch.float64)))
 
     def _gradient(self, parameter: Tensor) -> Tensor:
         gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad

@@ -7,32 +7,37 @@ import os
 import shutil
 import signal
 import sys
+from contextlib import suppress
 from pathlib import Path
-from types import FrameType
 
-from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.run import main as torchrun
 
-from tessera.worker.ranks.processes import end_with_parent
+from tessera.worker.ranks.processes import END, end_with_parent
 
 
 def main(agent: int, folder: Path, ranks: int) -> int:
     """Run the ranks until they end. Return the exit status."""
-    signal.signal(signal.SIGTERM, _end)
+    # torchrun's own signals let the ranks end in peace, which takes half a minute if one of them is stuck.
+    signal.signal(END, lambda *_: _end(folder))
+    end_with_parent(agent, END)
     module = ["-m", "tessera.worker.ranks.main", str(folder), str(os.getpid())]
     try:
-        end_with_parent(agent, signal.SIGTERM)
-        # It replaces the signal's handler by one that ends the ranks too, whose sessions are their own.
         torchrun(["--standalone", f"--nproc-per-node={ranks}", *module])
-    except (Exception, SystemExit, SignalException):  # noqa: BLE001  (the agent reports how a group ended)
+    except Exception:  # noqa: BLE001  (the agent reports how a group ended)
         return 1
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return 0
 
 
-def _end(_signal: int, _frame: FrameType | None) -> None:
-    raise SystemExit(1)
+def _end(folder: Path) -> None:
+    """End the ranks, whose sessions are their own, then remove the folder, and end."""
+    for thread in Path("/proc/self/task").iterdir():
+        for child in (thread / "children").read_text().split():
+            with suppress(ProcessLookupError):
+                os.kill(int(child), signal.SIGKILL)
+    shutil.rmtree(folder, ignore_errors=True)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -28,6 +27,7 @@ from tessera.worker.ranks.messages import (
     accept,
     listen,
 )
+from tessera.worker.ranks.processes import END
 from tessera.worker.task.errors import TaskFailure
 from tessera.worker.training.progress import Check
 
@@ -171,7 +171,7 @@ class Session:
         for connection in self._connections:
             connection.close()
         self._connections = []
-        self._launcher.send_signal(signal.SIGTERM)
+        self._launcher.send_signal(END)
         try:
             self._launcher.wait(END_SECONDS)
         except subprocess.TimeoutExpired:

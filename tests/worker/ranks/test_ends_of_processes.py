@@ -20,14 +20,14 @@ ENDLESS = Case("fedavg", examples=10_000, training={"batch_size": 1, "steps": 1_
 """The most epochs that a policy allows: it takes an hour."""
 
 
-def processes(state: Path, module: str = "tessera.worker.ranks") -> list[psutil.Process]:
-    """The processes of the group in a state folder that run this module."""
-    found = []
-    for process in psutil.process_iter(["cmdline"]):
-        line = " ".join(process.info["cmdline"] or ())
-        if module in line and str(state) in line and "torch.distributed" not in line:
-            found.append(process)
-    return found
+def processes(state: Path, *modules: str) -> list[psutil.Process]:
+    """The processes of the group in a state folder that run one of these modules of the ranks' package."""
+    wanted = {f"tessera.worker.ranks.{module}" for module in modules or ("main", "launcher")}
+    return [
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if (line := process.info["cmdline"] or ()) and wanted.intersection(line) and str(state) in " ".join(line)
+    ]
 
 
 def trains(state: Path) -> bool:
@@ -46,15 +46,23 @@ def test_task_fails_when_a_rank_or_the_launcher_is_killed(
 ) -> None:
     stages = DeviceStages((CPU, CPU), tmp_path, threads=1)
 
+    ended = threading.Event()
+
     def kill() -> None:
-        until(lambda: trains(tmp_path), 120)
-        processes(tmp_path, f"tessera.worker.ranks.{victim}")[-1].kill()
+        """Kill one process of each group that trains: a round is attempted several times."""
+        while not ended.wait(0.1):
+            if trains(tmp_path) and (found := processes(tmp_path, victim)):
+                found[-1].kill()
+                until(lambda: ended.is_set() or not trains(tmp_path))
 
     killer = threading.Thread(target=kill)
     killer.start()
-    with pytest.raises(Stalled, match="ranks-ended: the process of rank"):
-        divided(ENDLESS, stages, monkeypatch)
-    killer.join()
+    try:
+        with pytest.raises(Stalled, match="ranks-ended: the process of rank"):
+            divided(ENDLESS, stages, monkeypatch)
+    finally:
+        ended.set()
+        killer.join()
     until(lambda: nothing_left(tmp_path), 10)
     # The next task gets a new group.
     assert divided(Case("fedavg"), stages, monkeypatch).versions
