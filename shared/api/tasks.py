@@ -213,7 +213,8 @@ class Claim(Message):
     data set, and `held_out` the number that it reserves for evaluation.
 
     `instance` is new for each process: a process that asks again because an answer was lost gets the same lease
-    again; a second process with the same name does not.
+    again; a second process with the same name does not. A process takes over that of a killed one whose training it
+    resumes.
     """
 
     worker: Label

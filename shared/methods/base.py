@@ -379,7 +379,7 @@ class WorkerHalf(Generic[C]):
 
     @property
     def resumable(self) -> bool:
-        """Whether the half can resume a phase in its middle."""
+        """True if the half can resume a phase in its middle."""
         half = type(self)
         starts = half.on_phase_start is not WorkerHalf.on_phase_start
         return not starts or half.on_phase_resume is not WorkerHalf.on_phase_resume

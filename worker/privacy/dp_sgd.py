@@ -31,6 +31,7 @@ from tessera.worker.privacy.per_example_grads import (
     isolate_examples,
     norms,
 )
+from tessera.worker.training.batches import copied
 from tessera.worker.training.context import LocalTaskContext
 from tessera.worker.training.freeze import Freeze
 from tessera.worker.training.optimization.precision import autocast
@@ -111,7 +112,7 @@ def release(total: Tensor, mechanism: Mechanism, source: NoiseSource) -> None:
     Only these multiples of the grid are released; the data are used nowhere else.
     """
     for values in torch.split(total.view(-1), NOISE_AT_ONCE):
-        noise = torch.from_numpy(source.normal(len(values))).to(values.device)
+        noise = copied(torch.from_numpy(source.normal(len(values))), values.device)
         values.add_(noise, alpha=mechanism.deviation).div_(mechanism.grid).round_().mul_(mechanism.grid)
 
 
@@ -153,6 +154,8 @@ class NoisyGradients:
         self._noise_source = source
         self._device = local.setup.device
         self._without = 0
+        self._not_finite = torch.zeros((), dtype=torch.int64, device=self._device)
+        """Number of examples whose gradients are not finite. It stays on the device until the end."""
         self._log = structlog.get_logger("worker")
         half, context = local.half, local.context
         model, parameters = context.model, freeze.parameters
@@ -199,7 +202,7 @@ class NoisyGradients:
                 for parameter, gradient in zip(self._freeze.parameters, gradients, strict=True):
                     self._freeze.mask(parameter, gradient)
                 scale = scales(gradients, self._clip_norm)
-                self._without += int((scale == 0).sum())
+                self._not_finite += (scale == 0).sum()
                 for total, part in zip(totals, scaled_sum(gradients, scale), strict=True):
                     total.add_(part)
         return totals
@@ -213,7 +216,7 @@ class NoisyGradients:
         methods = [self._method] if len(rows) > 1 else [self._method, self._alone]
         for method in methods:
             try:
-                batch = {name: tensor.to(self._device) for name, tensor in self._dataset.read(rows).items()}
+                batch = {name: copied(tensor, self._device) for name, tensor in self._dataset.read(rows).items()}
                 gradients = method(batch)
             except Exception as fault:  # noqa: BLE001  (each model's code raises its own errors)
                 about = {"way": method.name, "examples": len(rows), "reason": repr(fault)}
@@ -229,7 +232,8 @@ class NoisyGradients:
 
     def close(self) -> None:
         self._method.close()
-        if self._without:
+        without = self._without + int(self._not_finite)
+        if without:
             # Only for the site: the existence of such examples is exact information about its data.
             reason = "their gradients are not finite, or could not be computed"
-            self._log.warning("examples-counted-as-zero", times=self._without, reason=reason)
+            self._log.warning("examples-counted-as-zero", times=without, reason=reason)

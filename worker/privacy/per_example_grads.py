@@ -165,21 +165,24 @@ class Hooked(PerExample):
             self._hooks.disable_hooks()
             self._reset()
         finite = norms(each).isfinite()
-        if not bool(finite.all()):
+        # The tolerance includes the norms over all parameters: if gradients cancel out, their sum is rounding error.
+        lengths = norms(each).sum()
+        fits = [
+            (one.sum(dim=0) - total).float().norm()
+            <= self._tolerance * norms([one]).sum() + self._tolerance / 100 * lengths
+            for one, total in zip(each, totals, strict=True)
+            if total is not None
+        ]
+        # What is computed next depends on these, so this waits for the device, once.
+        all_finite, any_finite, *fitting = torch.stack([finite.all(), finite.any(), *fits]).tolist()
+        if not all_finite:
             # One infinite gradient makes the sum infinite, so the others are computed and checked without it.
-            if bool(finite.any()):
+            if any_finite:
                 others = self({name: tensor[finite] for name, tensor in batch.items()})
                 for one, other in zip(each, others, strict=True):
                     one[finite] = other
-            return each
-        # The tolerance includes the norms over all parameters: if gradients cancel out, their sum is rounding error.
-        lengths = norms(each).sum()
-        for one, total in zip(each, totals, strict=True):
-            allowed = self._tolerance * norms([one]).sum() + self._tolerance / 100 * lengths
-            if total is not None and not bool((one.sum(dim=0) - total).float().norm() <= allowed):
-                raise NotImplementedError(
-                    "the examples' gradients do not add up: a tensor is used outside its own layer"
-                )
+        elif not all(fitting):
+            raise NotImplementedError("the examples' gradients do not add up: a tensor is used outside its own layer")
         return each
 
     def _reset(self) -> None:

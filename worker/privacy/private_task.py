@@ -49,7 +49,7 @@ E = TypeVar("E", NoisySteps, NoisyChoice)
 
 
 class PrivateProgress(Frozen):
-    """What a private task needs to resume with the same noise: in a checkpoint, and as secret as the data."""
+    """The progress of a private task in its checkpoint, to resume with the same noise: as secret as the data."""
 
     noise_key: str
     """In hexadecimal digits."""
@@ -59,7 +59,7 @@ class PrivateProgress(Frozen):
     charged_choices: tuple[NoisyChoice, ...]
     charged_steps: NoisySteps
     chosen: tuple[tuple[int, ...], ...]
-    """What `top_k` returned, in that order."""
+    """The results of `top_k`, in that order."""
 
 
 class PrivateTask:

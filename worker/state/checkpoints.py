@@ -2,7 +2,7 @@
 
 A checkpoint is one safetensors file in the vault's folder of its run, readable by the owner alone. It replaces the
 task's last one by a rename, and is used only for a task with the same key. It gives no right to the task: the lease
-decides that. Under privacy it holds the noise's secret state, so whoever reads it can remove the noise.
+decides that. Under privacy it holds the noise's secret state, which would reveal the update without noise.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ class Checkpoints:
                 document = found
                 continue
             if written is None:
-                log.warning("checkpoint-unreadable", file=str(file), remedy="Nothing: the task begins anew.")
+                log.warning("checkpoint-unreadable", file=str(file), remedy="Nothing: the task begins again.")
             else:
                 log.info("checkpoint-removed", differs=_differing(written, key))
             _remove(file)

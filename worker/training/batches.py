@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tessera.worker.data.dataset import Dataset
+from tessera.worker.data.dataset import LABELS, Dataset
 
 Batch = dict[str, Tensor]
 
@@ -24,9 +24,20 @@ class Batches:
     """The number of batches at the start of a pass to leave out."""
 
     def __iter__(self) -> Iterator[Batch]:
+        return (batch for batch, _ in self.with_labels())
+
+    def with_labels(self) -> Iterator[tuple[Batch, Tensor]]:
+        """Yield each batch with its labels on the CPU, where they are counted without waiting for the device."""
         batches = self.dataset.batches(self.size, self.generator, self.skip)
         for batch in _ahead(batches) if self.dataset.on_disk else batches:
-            yield {name: tensor.to(self.device) for name, tensor in batch.items()}
+            yield {name: copied(tensor, self.device) for name, tensor in batch.items()}, batch[LABELS]
+
+
+def copied(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor on the device. A GPU copies from pinned memory, for which this thread does not wait."""
+    if device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
 
 
 def _ahead(batches: Iterator[Batch]) -> Iterator[Batch]:

@@ -16,7 +16,7 @@ Document = dict[str, Any]
 
 @dataclass
 class Position:
-    """How far training is."""
+    """The position of training."""
 
     phase: int = 0
     batches: int = 0
@@ -27,15 +27,17 @@ class Position:
     """The sum of the shares of the learning rate at these."""
     loss: float = math.nan
     """The loss so far, as `Trainer.train` returns it."""
+    progress: int = 0
+    """The number of steps that the task's progress shows."""
     training_seconds: float = 0.0
 
 
 class StoredCheckpoint(Protocol):
-    """Where one task's newest checkpoint is. `worker.state.checkpoints` implements it."""
+    """The place of one task's newest checkpoint. `worker.state.checkpoints` implements it."""
 
     @property
     def document(self) -> Document | None:
-        """What a process before this one wrote; None without a checkpoint."""
+        """The document that an earlier process wrote; None without a checkpoint."""
 
     def tensors(self) -> AbstractContextManager[Mapping[str, Tensor]]: ...
     def write(self, document: Document, tensors: Mapping[str, Tensor]) -> None: ...

@@ -1,7 +1,9 @@
 """The state of one phase of training, and its steps."""
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, islice, repeat, zip_longest
 from typing import Any
 
 import torch
@@ -10,7 +12,7 @@ from torch import Tensor
 from tessera.shared.methods.base import Phase
 from tessera.shared.model.blocks import Block
 from tessera.worker.model.block_map import named_tensors
-from tessera.worker.training.batches import Batch
+from tessera.worker.training.batches import Batch, Batches
 from tessera.worker.training.checkpoints import Below, under
 from tessera.worker.training.context import LocalTaskContext
 from tessera.worker.training.divergence import TrainingDiverged
@@ -21,11 +23,31 @@ from tessera.worker.training.optimization.optimizer_state import optimizer_tenso
 from tessera.worker.training.optimization.precision import MIN_LOSS_SCALE
 from tessera.worker.training.setup import LocalTraining, PrivateGradients
 
-COUNTS = ("batches", "steps", "rate_steps", "loss_sum", "examples")
+COUNTS = ("batches", "steps", "rate_steps", "loss_sum", "examples", "skipped", "_fitted")
+"""The attributes of a phase in a checkpoint."""
+
+READ_SECONDS = 1.0
+"""Seconds between readings of the loss from the device, each of which waits for it."""
+
+
+@dataclass(frozen=True)
+class _Unread:
+    """A step whose results are still on the device."""
+
+    loss: Tensor
+    overflowed: Tensor | None
+    """Not 0 if the gradients overflowed float16, so that the optimizer skipped the step; None in other precisions."""
+    examples: int
+    share: float
+    """The share of the learning rate."""
 
 
 class PhaseTraining:
-    """The state of a phase: its trained blocks, its optimizer, and its number of steps so far."""
+    """The state of a phase: its trained blocks, its optimizer, and its number of steps so far.
+
+    Steps do not wait for the device. Their losses stay there and are read about once a second and at the end of an
+    epoch; only then is divergence noticed.
+    """
 
     def __init__(
         self, local: LocalTraining, phase: Phase, rates: Iterator[float], common: Collection[str] = ()
@@ -34,15 +56,22 @@ class PhaseTraining:
         that have no row for each example."""
         self.batches = 0
         """The number of batches, or noisy steps, so far."""
-        self.steps = 0
         self.loss_sum = 0.0
-        """Of this pass, over `examples`."""
+        """The sum of this pass's losses over `examples`."""
         self.examples = 0
+        self.steps = 0
         self.rate_steps = 0.0
         """The sum of the shares of the learning rate at these steps."""
         self._rates = rates
         self._common = common
         self._local = local
+        self._unread: list[_Unread] = []
+        self._read_at = local.clock()
+        self.skipped: list[float] = []
+        """The shares of the learning rate of skipped steps."""
+        self._fitted = not local.scaler.is_enabled()
+        """True once the loss scale fits the gradients."""
+        self._overflowed: Tensor | None = None
         context = local.context
         added = context.private if phase.private else ()
         trained = trained_blocks(context, phase)
@@ -52,8 +81,11 @@ class PhaseTraining:
         self._ranks.start_phase(context.model, self.freeze.parameters)
         tensors = named_tensors(context.model)
         self._trained = [(block, tensors[block.tensor]) for block in trained]
+        # A fused optimizer skips a step that overflows without waiting for the device.
+        fused = local.setup.device.type == "cuda" or local.scaler.is_enabled()
         groups = parameter_groups(self.freeze.parameters, self._trained, added, phase, local.training)
-        self._optimizer = optimizer_of(groups, local.training)
+        self._optimizer = optimizer_of(groups, local.training, fused=fused)
+        self._optimizer.register_step_post_hook(self._note_overflow)
         self._name = phase.name
         if local.moments:
             local.moments.restore(phase.name, self._optimizer, self._trained)
@@ -63,24 +95,68 @@ class PhaseTraining:
         if self._local.moments:
             self._local.moments.update(self._name, self._optimizer, self._trained)
 
-    def run(self, batches: Iterable[Batch], after_step: Callable[[], None] = lambda: None) -> float:
-        """Train on the batches of at most one pass over the data. Returns the mean loss over the pass's examples,
-        with those before a checkpoint from which it resumes."""
-        for batch in batches:
+    def run(self, batches: Iterable[tuple[Batch, Tensor]], after_step: Callable[[], None] = lambda: None) -> float:
+        """Train on the batches, each with its labels on the CPU, of at most one pass over the data.
+
+        Returns the mean loss over the examples of the pass's steps, with those before a checkpoint from which it
+        resumes. Raises TrainingDiverged.
+        """
+        for batch, labels in batches:
             self._local.check()
-            count = self._ranks.examples(len(batch["labels"]))
-            self.loss_sum += self._step(batch) * count
-            self.examples += count
+            self._step(batch, labels)
             self.batches += 1
-            enough = self.examples >= self._local.min_loss_examples
-            self._local.report.advance(self.loss_sum / self.examples if enough else None)
+            self._local.report.advance()
+            if self._local.clock() - self._read_at >= READ_SECONDS:
+                self._read()
             after_step()
-        mean = self.loss_sum / self.examples
+        self._read()
+        mean = self.loss_sum / self.examples if self.examples else math.nan
         self.loss_sum, self.examples = 0.0, 0
         return mean
 
+    def make_up(self, batches: Batches) -> None:
+        """Make the steps that were skipped, at their rates, on further batches: methods rely on the number of steps.
+        Raises TrainingDiverged."""
+        while self.skipped:
+            count, self._rates, self.skipped = len(self.skipped), iter(self.skipped), []
+            passes = (batches.with_labels() for _ in repeat(None))
+            self.run(islice(chain.from_iterable(passes), count))
+
+    def _read(self) -> None:
+        """Read the steps since the last reading, count those that were made and report their mean loss.
+
+        Raises TrainingDiverged.
+        """
+        unread, self._unread = self._unread, []
+        losses = _values([step.loss for step in unread])
+        overflows = _values([step.overflowed for step in unread if step.overflowed is not None])
+        for step, loss, overflowed in zip_longest(unread, losses, overflows):
+            if not math.isfinite(loss):
+                raise self._diverged(f"the loss is {loss}")
+            if overflowed:
+                self.skipped.append(step.share)
+                self._local.report.step -= 1
+                continue
+            self.loss_sum += loss * step.examples
+            self.examples += step.examples
+            self.steps += 1
+            self.rate_steps += step.share
+        if self._local.scaler.get_scale() < MIN_LOSS_SCALE:
+            raise self._diverged("gradients are not finite")
+        enough = self.examples >= self._local.min_loss_examples
+        self._local.report.loss = self.loss_sum / self.examples if enough and self.examples else None
+        self._read_at = self._local.clock()
+
+    def _diverged(self, what: str) -> TrainingDiverged:
+        rate = f"{self._local.training.learning_rate:g}"
+        return TrainingDiverged(f"{what} at step {self.steps} with a learning rate of {rate}")
+
     def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Return the state for a checkpoint: a JSON document, and tensors by name, which share the phase's memory."""
+        """Return the state for a checkpoint: a JSON document, and tensors by name, which share the phase's memory.
+
+        Raises TrainingDiverged.
+        """
+        self._read()
         counts = {name: getattr(self, name) for name in COUNTS}
         tensors = under("optimizer", optimizer_tensors(self._optimizer, self._by_name()))
         return {**counts, "scaler": self._local.scaler.state_dict()}, tensors
@@ -100,49 +176,49 @@ class PhaseTraining:
         set_rate(self._optimizer, share)
         return share
 
-    def _step(self, batch: Batch) -> float:
-        """Take one step. After an overflow of float16 the step is repeated at half the scale, so each batch
-        counts."""
+    def _step(self, batch: Batch, labels: Tensor) -> None:
+        """Take one step. The phase's first one is repeated at half the scale until float16 does not overflow. A later
+        one that overflows is skipped: noticing it at once would wait for the device."""
         share = self._set_rate()
         while True:
-            value, stepped = self._try_step(batch)
-            if stepped:
-                self.rate_steps += share
-                return value
+            loss = self._try_step(batch, labels)
+            if self._fitted or not self._overflowed or not math.isfinite(float(loss)):
+                break
+            if self._local.scaler.get_scale() < MIN_LOSS_SCALE:
+                raise self._diverged("gradients are not finite")
             self._local.check()
+        self._fitted = True
+        examples = self._ranks.examples(len(labels))
+        self._unread.append(_Unread(loss, self._overflowed, examples, share))
 
-    def _try_step(self, batch: Batch) -> tuple[float, bool]:
-        """Return the loss of a batch, and whether its gradients were finite and the optimizer took a step."""
+    def _try_step(self, batch: Batch, labels: Tensor) -> Tensor:
+        """Take a step unless the gradients overflow, which `_overflowed` then shows. Returns the batch's loss."""
         scaler = self._local.scaler
         self._optimizer.zero_grad(set_to_none=True)
-        value, scale = 0.0, scaler.get_scale()
-        for piece, share in self._pieces(batch):
+        value = torch.zeros((), dtype=torch.float64, device=self._local.setup.device)
+        for piece, share in self._pieces(batch, labels):
             loss = self._local.loss(piece)
             loss = loss * share if isinstance(share, Tensor) or share != 1 else loss
-            value += float(loss.detach())
-            if not math.isfinite(value) or scale < MIN_LOSS_SCALE:
-                what = "gradients are not finite" if math.isfinite(value) else f"the loss is {value}"
-                rate = f"{self._local.training.learning_rate:g}"
-                raise TrainingDiverged(f"{what} at step {self.steps} with a learning rate of {rate}")
+            value += loss.detach()
             scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         self._ranks.sum_gradients(self.freeze.parameters)
         value = self._ranks.total(value)
         scaler.unscale_(self._optimizer)
         self._correct_gradients()
-        # The scaler skips the step if a gradient is not finite; only the lower scale shows it.
         scaler.step(self._optimizer)
         scaler.update()
-        stepped = scaler.get_scale() >= scale
         self.freeze.restore()
-        self.steps += stepped
-        return value, stepped
+        return value
 
-    def _pieces(self, batch: Batch) -> list[tuple[Batch, float | Tensor]]:
+    def _note_overflow(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self._overflowed = getattr(optimizer, "found_inf", None)
+
+    def _pieces(self, batch: Batch, labels: Tensor) -> list[tuple[Batch, float | Tensor]]:
         context, size = self._local.context, self._local.setup.micro_batch
         by_example, weighted = self._local.half.loss_by_example, self._local.training.class_weights is not None
-        require_additive(context.model, batch, size, loss_by_example=by_example, weighted=weighted)
-        pieces = pieces_of(batch, size, context.head, self._common, context.objective)
-        return self._ranks.weigh(pieces, batch["labels"], context, loss_by_example=by_example)
+        require_additive(context.model, labels, size, loss_by_example=by_example, weighted=weighted)
+        pieces = pieces_of(batch, labels, size, context.head, self._common, context.objective)
+        return self._ranks.weigh(pieces, labels, context, loss_by_example=by_example)
 
     def noisy_step(self, noisy: PrivateGradients) -> None:
         """Take one step with a noisy gradient. What follows reads no data, so it costs no privacy."""
@@ -160,6 +236,12 @@ class PhaseTraining:
         self.freeze.mask_gradients()
         if (norm := self._local.training.max_gradient_norm) is not None:
             torch.nn.utils.clip_grad_norm_(self.freeze.parameters, norm)
+
+
+def _values(scalars: Sequence[Tensor]) -> list[float]:
+    """Read scalars of one device, all at once."""
+    values: list[float] = torch.stack([*scalars]).tolist() if scalars else []
+    return values
 
 
 def trained_blocks(context: LocalTaskContext, phase: Phase) -> list[Block]:

@@ -34,6 +34,7 @@ class Report:
     steps: int = 0
     """0 if unknown."""
     loss: float | None = None
+    """The epoch's mean so far, if it may be reported."""
     total_bytes: int = 0
     """Bytes to transfer until the end of this phase, with those already transferred."""
     by_quarter: bool = False
@@ -68,10 +69,9 @@ class Report:
             seconds[phase] = seconds.get(phase, 0.0) + max(0.0, end - begin)
         return {phase: float(round(each)) for phase, each in seconds.items()}
 
-    def advance(self, loss: float | None = None) -> None:
-        """Count a step. `loss` is the epoch's mean so far, if it may be reported."""
+    def advance(self) -> None:
+        """Count a step."""
         self.step += 1
-        self.loss = loss
 
     def progress(self) -> Progress:
         """Return the progress for a heartbeat."""

@@ -1,6 +1,7 @@
 """The settings of local training: the worker's for all tasks, one task's, and those of its differential privacy."""
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -66,7 +67,7 @@ class LocalTraining:
     check: Check
     private: PrivateTraining | None = None
     report: Report = field(default_factory=Report)
-    """The progress report, updated at each step."""
+    """The progress report: its steps are counted at each, its loss about once a second."""
     min_loss_examples: int = 1
     """Number of examples from which on the mean loss is reported."""
     scaler: torch.amp.GradScaler = field(default_factory=lambda: torch.amp.GradScaler("cpu", enabled=False))
@@ -78,6 +79,8 @@ class LocalTraining:
     moments: Moments | None = None
     """The optimizer's moments of earlier rounds, which this training goes on with and updates."""
     checkpoints: TrainingCheckpoints | None = None
+    clock: Callable[[], float] = time.monotonic
+    """Seconds since some instant, by which losses are read from the device."""
 
     def loss(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the method's loss of a batch, a scalar, computed in the run's precision."""

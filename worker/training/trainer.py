@@ -14,6 +14,7 @@ from tessera.worker.data.dataset import Dataset
 from tessera.worker.training.batches import Batches
 from tessera.worker.training.divergence import TrainingDiverged
 from tessera.worker.training.input_mismatch import InputMismatch, rehearsal_fault
+from tessera.worker.training.optimization.attention_masks import unread_masks
 from tessera.worker.training.phase_training import PhaseTraining
 from tessera.worker.training.progress import CALIBRATING
 from tessera.worker.training.setup import LocalTraining, PrivateTraining
@@ -50,7 +51,7 @@ class Trainer(LocalTraining):
             # If the worker is killed from now on, the same privacy is not spent again.
             state.save_start()
         self.report.begin("training", steps=sum(planned), by_quarter=self.private is not None)
-        self.report.resume(done, state.at.training_seconds)
+        self.report.resume(state.at.progress, state.at.training_seconds)
         for count in planned[state.at.phase :]:
             current = state.start(rates, frozenset(dataset.common))
             if self.private:
@@ -76,6 +77,7 @@ class Trainer(LocalTraining):
             # A pass that ends early does not replace the loss over all examples.
             state.end_pass(mean if count == whole or enough else state.at.loss)
             state.save_if_due(current)
+        current.make_up(batches)
 
     def _pass(self, current: PhaseTraining, batches: Batches, end: int, state: TrainingState) -> float:
         """Train up to the phase's batch `end`, in one pass over the data. Returns the mean loss."""
@@ -85,7 +87,8 @@ class Trainer(LocalTraining):
             if current.batches < end:
                 state.save_if_due(current)
 
-        return current.run(islice(batches, end - current.batches), after_step)
+        with unread_masks(self.setup.device):
+            return current.run(islice(batches.with_labels(), end - current.batches), after_step)
 
     def _rehearse(self, dataset: Dataset) -> None:
         """Compute a loss on a synthetic example.
@@ -118,7 +121,8 @@ class Trainer(LocalTraining):
         finally:
             noisy.close()
         # The loss is private, so the weights show divergence.
-        if not all(bool(parameter.isfinite().all()) for parameter in current.freeze.parameters):
+        finite = [parameter.isfinite().all() for parameter in current.freeze.parameters]
+        if finite and not bool(torch.stack(finite).all()):
             raise TrainingDiverged(f"weights are not finite with a learning rate of {self.training.learning_rate:g}")
 
 

@@ -1,4 +1,4 @@
-"""The state of a task's training: how far it is, and what a checkpoint holds of it."""
+"""The progress of a task's training, and its part in a checkpoint."""
 
 from collections.abc import Collection, Iterator, Sequence
 
@@ -18,7 +18,7 @@ from tessera.worker.training.setup import LocalTraining
 
 
 class TrainingState:
-    """How far the training of some phases is, from their start or from a checkpoint on.
+    """The progress of training some phases, from their start or from a checkpoint on.
 
     `order` is the generator of the examples' order. It is not drawn from here.
     """
@@ -102,6 +102,7 @@ class TrainingState:
                 # Of the phases before, of which nothing else is left.
                 moments = local.moments.values.items()
                 tensors |= under("moments", {name: _tensor(values) for name, values in moments})
+        self.at.progress = local.report.step if current else 0
         self.at.training_seconds = local.report.training_seconds
         checkpoints.write(self.at, saved, tensors)
 

@@ -141,5 +141,5 @@ def test_figures_leave_a_site_with_three_digits() -> None:
         0.123, 2.32, 1230.0, 0.0, -1.0,
     ]  # fmt: skip
     report = Report(phase="training")
-    report.advance(2.3176862)
+    report.loss = 2.3176862
     assert report.progress().loss == 2.32

@@ -29,7 +29,11 @@ ADAM: dict[str, Any] = {"optimizer": "adamw", "learning_rate": 0.05}
 HEAVY: dict[str, Any] = {"optimizer": "sgd", "learning_rate": 0.1, "momentum": 0.9}
 
 
-@pytest.mark.parametrize("optimizer", [ADAM, HEAVY])
+# As on a GPU, where the number of steps is on the device.
+FUSED: dict[str, Any] = {**ADAM, "scaler": torch.amp.GradScaler("cpu", init_scale=1024.0)}
+
+
+@pytest.mark.parametrize("optimizer", [ADAM, HEAVY, FUSED])
 def test_rounds_with_kept_moments_step_as_one_optimizer_does(optimizer: dict[str, Any]) -> None:
     once, rounds, anew = (work_on(hidden_dropout_prob=0.0) for _ in range(3))
     train(once, steps=4, **ONE, **optimizer)

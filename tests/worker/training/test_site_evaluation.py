@@ -309,7 +309,7 @@ def test_training_that_diverges_leaves_no_scale_for_the_next_round(
     run = begin(coordinator.client(), "fedavg", None)
     runner.scalers[run.id] = torch.amp.GradScaler("cpu", init_scale=2.0**-30)
     runner.vault.keep_scale(run.id, scale_of(runner.scalers[run.id]))
-    with pytest.raises(TrainingDiverged, match="gradients are not finite at step 0"):
+    with pytest.raises(TrainingDiverged, match="gradients are not finite"):
         runner.run(worker.take(), lambda: None, Report())
     assert run.id not in runner.scalers
     assert not runner.vault.load_scale(run.id)

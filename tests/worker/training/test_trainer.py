@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import count
 
 import numpy as np
 import pytest
@@ -28,6 +30,7 @@ from tessera.worker.training.divergence import TrainingDiverged
 from tessera.worker.training.evaluate import evaluate
 from tessera.worker.training.optimization.moments import Moments
 from tessera.worker.training.optimization.precision import gradient_scaler
+from tessera.worker.training.phase_training import READ_SECONDS
 from tessera.worker.training.progress import Report, rounded
 from tessera.worker.training.randomness import seed_everything
 from tessera.worker.training.setup import TrainingSetup
@@ -81,6 +84,7 @@ def train(
     scaler: torch.amp.GradScaler | None = None,
     place: tuple[int, int] = (1, 1),
     moments: Moments | None = None,
+    clock: Callable[[], float] = time.monotonic,
     **training: object,
 ) -> TrainingStats:
     half = worker_half(MethodSpec(name="fedavg"), RunInfo(tuple(context.blocks), rounds=1))
@@ -98,7 +102,8 @@ def train(
         min_loss_examples,
         scaler,
         *place,
-        moments,
+        moments=moments,
+        clock=clock,
     )
     return trainer.train(phases or [Phase(EVERYTHING)], data or images(), seed)
 
@@ -290,6 +295,16 @@ def test_a_loss_that_is_no_number_is_reported_with_step_and_rate() -> None:
         train(work_on(), data=data)
 
 
+@pytest.mark.parametrize(("seconds", "steps"), [(0.0, 6), (READ_SECONDS, 1)])
+def test_divergence_ends_training_when_the_loss_is_next_read(seconds: float, steps: int) -> None:
+    data, made = images(), []
+    data.tensors["pixel_values"][:] = torch.inf
+    settings = {"batch_size": 4, "check": lambda: made.append(1), "clock": count(step=seconds).__next__}
+    with pytest.raises(TrainingDiverged, match="nan at step 0"):
+        train(work_on(), data=data, **settings)
+    assert len(made) == steps
+
+
 def test_the_check_ends_training_between_two_batches() -> None:
     context, stop, seen = work_on(), Stop(), []
 
@@ -328,6 +343,24 @@ def test_a_step_that_overflows_is_made_again_so_that_every_counted_step_was_made
     # The scale is a power of two: it changes no bit of what it does not push out of float32's range.
     for block in exact.blocks:
         np.testing.assert_allclose(scaled.read(block), exact.read(block), rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_a_later_step_that_overflows_is_skipped_and_made_up_for_at_the_end(optimizer: str) -> None:
+    context, steps, values = work_on(), count(), []
+    # The second of three batches overflows.
+    (head,) = (block.tensor for block in context.blocks if block.name == "classifier.bias")
+    context.model.get_parameter(head).register_hook(lambda each: each * torch.inf if next(steps) == 1 else each)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    settings = {"optimizer": optimizer, "schedule": "linear", "learning_rate": 0.01}
+    with rates_of() as rates:
+        stats = train(context, scaler=scaler, check=lambda: values.append(values_of(context)), **settings)
+    assert (stats.examples, stats.steps, scaler.get_scale()) == (24, 3, 512.0)
+    assert len(values) == 4
+    assert values[0] != values[1] == values[2] != values[3] != values_of(context)
+    # The rates of three steps that decay to zero, though the second is the last.
+    assert stats.rate_sum == pytest.approx(0.01 * (1 + 2 / 3 + 1 / 3))
+    assert [rate for (rate,) in rates] == pytest.approx([0.01, 0.02 / 3, 0.01 / 3, 0.02 / 3])
 
 
 def test_the_scale_that_one_round_found_is_where_the_next_begins() -> None:
@@ -410,6 +443,7 @@ def test_each_step_is_told_with_the_mean_loss_of_the_epoch_so_far() -> None:
 
 def test_a_mean_of_fewer_examples_than_the_site_tells_figures_of_is_not_told() -> None:
     report, seen = Report(), []
-    train(work_on(), check=lambda: seen.append(report.loss is None), report=report, min_loss_examples=16, epochs=2)
+    watch = {"check": lambda: seen.append(report.loss is None), "clock": count(step=READ_SECONDS).__next__}
+    train(work_on(), **watch, report=report, min_loss_examples=16, epochs=2)
     # Before each of three batches of 8, twice: none, 8 and 16 examples; an epoch begins anew.
     assert seen == [True, True, False, False, True, False]

@@ -14,20 +14,21 @@ from tessera.worker.training.batches import Batch
 
 def pieces_of(
     batch: Batch,
+    labels: Tensor,
     size: int | None,
     head: Head,
     common: Collection[str] = (),
     objective: CrossEntropy | None = None,
 ) -> list[tuple[Batch, float | Tensor]]:
     """Return the batch in pieces of `size` examples, each with its share of the batch's labels, or of their weights,
-    by which its mean loss counts. `common` are the inputs that have no row for each example."""
-    labels = batch["labels"]
+    by which its mean loss counts. `labels` are the batch's on the CPU; `common` are the inputs that have no row for
+    each example."""
     if size is None or len(labels) <= size:
         return [(batch, 1.0)]
     cut = {name: torch.split(tensor, size) for name, tensor in batch.items() if name not in common}
     whole_of = {name: batch[name] for name in common}
     pieces = [{**dict(zip(cut, parts, strict=True)), **whole_of} for parts in zip(*cut.values(), strict=True)]
-    counts = [label_count(head, piece["labels"]) for piece in pieces]
+    counts = [label_count(head, part) for part in torch.split(labels, size)]
     whole = sum(counts)
     if not whole:
         return [(batch, 1.0)]
@@ -40,11 +41,10 @@ def pieces_of(
 
 
 def require_additive(
-    model: nn.Module, batch: Batch, size: int | None, *, loss_by_example: bool, weighted: bool = False
+    model: nn.Module, labels: Tensor, size: int | None, *, loss_by_example: bool, weighted: bool = False
 ) -> None:
     """Raise UnsupportedRun if the losses of a batch's pieces do not add up to the batch's. `weighted`: whether
     classes have weights."""
-    labels = batch["labels"]
     if size is None or len(labels) <= size:
         return
     if any(isinstance(module, _BatchNorm) and module.training for module in model.modules()):

@@ -46,15 +46,15 @@ def _is_norm_or_bias(block: Block) -> bool:
     return block.role == "norm" or block.tensor.rpartition(".")[2].endswith("bias")
 
 
-def optimizer_of(groups: Groups, training: Training) -> torch.optim.Optimizer:
-    """Return an optimizer of these groups at their full rates."""
+def optimizer_of(groups: Groups, training: Training, *, fused: bool) -> torch.optim.Optimizer:
+    """Return an optimizer of these groups at their full rates. `fused` is one kernel for all tensors."""
     parameters = [
         {"params": tensors, "lr": rate, "initial_lr": rate, "weight_decay": decay}
         for (rate, decay), tensors in groups.items()
     ]
     if training.optimizer == "adamw":
-        return torch.optim.AdamW(parameters, betas=training.betas)
-    return torch.optim.SGD(parameters, lr=training.learning_rate, momentum=training.momentum)
+        return torch.optim.AdamW(parameters, betas=training.betas, fused=fused or None)
+    return torch.optim.SGD(parameters, lr=training.learning_rate, momentum=training.momentum, fused=fused or None)
 
 
 def set_rate(optimizer: torch.optim.Optimizer, share: float) -> None:

@@ -1,7 +1,7 @@
 """The precision of forward and backward passes."""
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import torch
@@ -41,5 +41,7 @@ def restore_scale(scaler: torch.amp.GradScaler, kept: Mapping[str, Array]) -> No
 
 def autocast(training: Training, device: torch.device) -> AbstractContextManager[object]:
     """Return the context of the forward pass's precision. Where there is no GPU, bfloat16 replaces float16."""
+    if training.precision == "float32":
+        return nullcontext()
     half = torch.float16 if training.precision == "float16" and device.type == "cuda" else torch.bfloat16
-    return torch.autocast(device.type, dtype=half, enabled=training.precision != "float32")
+    return torch.autocast(device.type, dtype=half)
