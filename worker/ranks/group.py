@@ -117,6 +117,15 @@ class Group:
             for parameter, part in zip(bucket, torch.split(flat, [each.numel() for each in bucket]), strict=True):
                 parameter.grad = part.view_as(parameter).to(parameter.dtype)
 
+    def rows(self, rows: Tensor) -> Tensor:
+        return rows[self.rank :: self.size]
+
+    def release(self, total: Tensor, add_noise: Callable[[Tensor], None]) -> None:
+        dist.all_reduce(total)
+        if self.rank == 0:
+            add_noise(total)
+        dist.broadcast(total, 0)
+
     def total(self, value: N) -> N:
         if isinstance(value, Tensor):
             summed = value.detach().clone()

@@ -1,5 +1,6 @@
 """Tasks in a rank, and what of the agent's environment takes part in them there."""
 
+import importlib
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
@@ -27,7 +28,7 @@ from tessera.worker.state.blob_cache import Source
 from tessera.worker.state.vault import RoundWorkload, Vault
 from tessera.worker.task.environment import Coordinator, Journal, Shelf, TaskEnvironment, TaskRun
 from tessera.worker.task.evaluate import evaluate
-from tessera.worker.task.fetch import load, require_memory
+from tessera.worker.task.fetch import Loaded, load, require_memory
 from tessera.worker.task.model_cache import ModelCache
 from tessera.worker.task.train import train
 from tessera.worker.training.context import LocalTaskContext
@@ -90,10 +91,21 @@ class Rank:
         dataset = self._read(given.dataset)
         require_own_loss(loaded.context, dataset)
         with explained(fetched.document, loaded.context, dataset, private=given.private):
-            stage = evaluate(run, loaded, dataset) if task.kind == "evaluate" else train(run, loaded, dataset, None)
+            stage = self._stage(run, loaded, dataset, private=given.private)
         loaded.context.close()
         self._models.keep(loaded.built)
         return stage, loaded.moments.values, vars(run.report)
+
+    def _stage(
+        self, run: TaskRun, loaded: Loaded, dataset: Dataset, *, private: bool
+    ) -> tuple[LocalResult, TrainingStats] | int:
+        if run.task.kind == "evaluate":
+            return evaluate(run, loaded, dataset)
+        if not private:
+            return train(run, loaded, dataset, None)
+        # Needs the extra `privacy`, as the agent's accounting does.
+        ranks = importlib.import_module("tessera.worker.ranks.private")
+        return train(run, loaded, dataset, ranks.RankPrivacy(run.task, partial(self._call, "private")))
 
     def _environment(self, given: Handover) -> TaskEnvironment:
         return TaskEnvironment(

@@ -83,7 +83,7 @@ class DeviceStages:
             dict(env.allowances),
             private is not None,
         )
-        targets = {"journal": run.journal, "vault": env.vault}
+        targets = {"journal": run.journal, "vault": env.vault, "private": private}
         result, moments, report = session.execute(given, targets, vars(run.report).update, run.check)
         vars(run.report).update(report)
         loaded.moments.values.update(moments)

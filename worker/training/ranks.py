@@ -37,6 +37,12 @@ class Ranks(Protocol):
     def sum_gradients(self, parameters: Sequence[Tensor]) -> None:
         """Replace the parameters' gradients by their sums over the ranks."""
 
+    def rows(self, rows: Tensor) -> Tensor:
+        """Return this rank's ones of the places of a sample's examples."""
+
+    def release(self, total: Tensor, add_noise: Callable[[Tensor], None]) -> None:
+        """Sum the ranks' tensors, let the first rank add noise in place, and give all ranks the result alone."""
+
     def total(self, value: N) -> N:
         """Return the sum of the ranks' values, of a tensor on its device."""
 
@@ -61,6 +67,12 @@ class OneRank:
 
     def sum_gradients(self, parameters: Sequence[Tensor]) -> None:
         pass
+
+    def rows(self, rows: Tensor) -> Tensor:
+        return rows
+
+    def release(self, total: Tensor, add_noise: Callable[[Tensor], None]) -> None:
+        add_noise(total)
 
     def total(self, value: N) -> N:
         return value

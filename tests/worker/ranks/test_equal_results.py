@@ -81,6 +81,12 @@ FURTHER = {
     "a term without examples": Case("fedprox", {"mu": 2.0}, GPT2, "causal-lm"),
     "features": Case("moon", rounds=2),
     "two phases": Case("ditto", rounds=2),
+    "noise": Case("fedavg", spec={"privacy": {"epsilon": 3.0, "delta": 1e-3, "clip_norm": 1.0}}),
+    "a noisy choice": Case(
+        "safl",
+        {"share": 0.5},
+        spec={"privacy": {"epsilon": 3.0, "delta": 1e-3, "clip_norm": 1.0, "selection": "noisy"}},
+    ),
     "selected layers": Case("safl", {"share": 0.5}),
     "selected by gradients": Case("safl", {"share": 0.5, "score": "fisher"}),
 }
