@@ -12,11 +12,12 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Event, Thread
 from time import monotonic
+from typing import Any
 
 from benchmarks.measuring import MIB, OUT, Results, median
 
@@ -73,13 +74,13 @@ def measure(folder: Path, width: int, *, every_step: bool) -> dict[str, float]:
     seconds: list[float] = []
 
     class Timed(TrainingCheckpoints):
-        def write(self, position: Position, document: dict[str, object], tensors: dict[str, torch.Tensor]) -> None:
+        def write(self, position: Position, document: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
             began = monotonic()
             super().write(position, document, tensors)
             seconds.append(monotonic() - began)
 
     key = CheckpointKey(**{name: 1 if name == "round" else "x" for name in CheckpointKey.model_fields})
-    config = {
+    config: dict[str, Any] = {
         "model_type": "vit", "image_size": 32, "patch_size": 16, "hidden_size": width, "num_hidden_layers": 12,
         "num_attention_heads": width // 32, "intermediate_size": 4 * width, "num_labels": 10,
     }  # fmt: skip

@@ -104,7 +104,7 @@ class Federation:
         self.admin.create_site(site)
         return self.admin.issue_token(TokenSpec(name=site, role="site", site=site)).secret
 
-    def start_workers(self, count: int, examples: Path) -> None:
+    def start_workers(self, count: int, examples: Path, **settings: Any) -> None:
         """Starts `tessera worker run` for that many new sites; returns once all are waiting."""
         for _ in range(count):
             name = f"site-{len(self.workers) + 1}"
@@ -117,6 +117,7 @@ class Federation:
                 "state_dir": str(home / "state"),
                 "device": "cpu",
                 "threads": 1,
+                **settings,
             }
             # JSON's strings and numbers are TOML's.
             lines = [f"{key} = {json.dumps(value)}" for key, value in options.items()]

@@ -330,6 +330,8 @@ OF_WORKERS: Mapping[str, str] = {
     "(cohort.sites).",
     "withheld-by-site": "A person there kept this update: ask the site's people, or leave it out (cohort.sites).",
     "out-of-memory": "Begin a run with a smaller training.batch_size or model, or leave the worker's site out.",
+    "no-base": "Ask the site to add the base, the snapshot that the model was made of: "
+    "`tessera worker cache add FOLDER`.",
     "too-little-memory": "Begin a run with a smaller model or fewer trained blocks, such as adapters, or leave the "
     "worker's site out (cohort.sites).",
     "diverged": "Begin a run with a lower training.learning_rate.",
@@ -349,6 +351,7 @@ OF_WORKERS: Mapping[str, str] = {
     "no-tokenizer": "Begin a run with a model that has its tokenizer (`tessera model init` keeps it), "
     "or ask the site to name its own (tokenizer).",
     "invalid-tokenizer": _MISFIT,
+    "packed-texts": "Have the site set pack = false for the data set, or leave it out (cohort.sites).",
     "no-receipt": "Upgrade the coordinator, or all of them, before the workers.",
     "invalid-plan": _PLAN,
     "invalid-result": _PLAN,

@@ -60,6 +60,7 @@ from tessera.worker.task.heartbeat import Renewal, Stop, Stopped
 from tessera.worker.task.upload_budget import OverBudget
 from tessera.worker.training.divergence import TrainingDiverged
 from tessera.worker.training.input_mismatch import InputMismatch
+from tessera.worker.training.optimization.micro_batch import ExampleTooLarge
 from tessera.worker.training.progress import Report
 
 MAX_PAUSE_SECONDS = 30.0
@@ -95,6 +96,7 @@ UNWANTED = (LeaseLost, TaskCancelled, RoundClosed, StaleVersion, SiteSuspended)
 REPORTABLE: dict[type[Exception], str] = {
     PolicyViolation: "policy-violation",
     UpdateWithheld: "withheld-by-site",
+    ExampleTooLarge: "out-of-memory",
     TrainingDiverged: "diverged",
     ConfigError: "model-refused",
     ModelMismatch: "model-mismatch",

@@ -10,14 +10,17 @@ from tessera.shared.client.client import Client
 from tessera.worker.inventory import datasets_of, devices_of, mappings_of
 from tessera.worker.model.sandbox import Sandbox, shared_folder
 from tessera.worker.ranks.stages import DeviceStages
-from tessera.worker.settings import SettingsError, WorkerSettings
+from tessera.worker.settings import SettingsError, WorkerSettings, tls_of
 from tessera.worker.state.atomic_files import sweep
+from tessera.worker.state.base_cache import BASES_FOLDER, BaseCache
+from tessera.worker.state.base_sources import BaseSources
 from tessera.worker.state.blob_cache import Cache
 from tessera.worker.state.checkpoints import Checkpoints
 from tessera.worker.state.hash_chain import ChainError
 from tessera.worker.state.vault import Vault
 from tessera.worker.stores import airlock_of, audit_of, inbox_of, ledger_of, run_history_of
 from tessera.worker.task.runner import TaskRunner
+from tessera.worker.training.optimization.precision import allow_tf32
 from tessera.worker.training.setup import TrainingSetup
 
 
@@ -46,13 +49,14 @@ def runner_of(client: Client, settings: WorkerSettings) -> TaskRunner:
         threads = settings.threads or max(1, torch.get_num_threads() // len(devices))
         several = DeviceStages(devices, settings.state_dir, threads)
     vault_folder = settings.state_dir / "vault"
+    allow_tf32(allowed=settings.compute.tf32)
     runner = TaskRunner(
         coordinator=client,
         datasets=datasets_of(settings, make_key=True),
         for_evaluation=frozenset(name for name, source in settings.datasets.items() if source.use == "evaluate"),
         divided=frozenset(name for name, source in settings.datasets.items() if source.part),
         # On several devices, the ranks have the model, and this process only its shapes.
-        setup=TrainingSetup(torch.device("meta") if several else devices[0], settings.micro_batch),
+        setup=TrainingSetup(torch.device("meta") if several else devices[0], settings.micro_batch, settings.compute),
         vault=Vault(vault_folder),
         shelf=Cache(settings.state_dir / "cache", settings.cache_bytes),
         scratch=settings.state_dir,
@@ -63,6 +67,7 @@ def runner_of(client: Client, settings: WorkerSettings) -> TaskRunner:
         ledger=ledger,
         history=run_history_of(settings),
         audit=audit,
+        bases=BaseSources(BaseCache(settings.state_dir / BASES_FOLDER), settings.base_sources, tls_of(settings)),
         sandbox=Sandbox(shared_folder()),
         ranks=several,
         checkpoints=Checkpoints(vault_folder),

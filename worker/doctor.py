@@ -29,7 +29,7 @@ from tessera.shared.urls import is_loopback, proxy_of
 from tessera.worker.data.dataset import DataError, Dataset
 from tessera.worker.governance.descriptions import ANY_BLOCK, policy_in_words, size
 from tessera.worker.governance.policy import Policy
-from tessera.worker.inventory import device_of, held_out_key, load_source
+from tessera.worker.inventory import device_of, held_out_key, load_source, prepared_of
 from tessera.worker.settings import DataSource, SettingsError, WorkerSettings, tls_of, token_of
 from tessera.worker.state.atomic_files import temporary_file
 
@@ -38,6 +38,7 @@ SLOW_BYTES_PER_SECOND = 20e6
 MIN_FREE_BYTES = 1 << 30
 PROBE_BYTES = 1 << 18
 MATMUL_ROWS = 1024
+COMPILERS = ("g++", "clang++", "c++")
 
 WHAT_LEAVES = (
     "may_send", "never_send", "max_upload_bytes", "max_run_upload_bytes", "require_privacy", "approve_runs", "airlock"
@@ -132,11 +133,22 @@ def _device(settings: WorkerSettings) -> Iterator[Finding]:
     else:
         detail = f"{device}, {torch.get_num_threads()} threads"
     yield ok("device", detail)
+    yield _compute(settings)
     yield _memory(settings.policy.max_model_bytes)
     for dtype, name in ((torch.float32, "float32"), (torch.bfloat16, "bfloat16")):
         seconds = _matmul_seconds(device, dtype)
         rate = 2 * MATMUL_ROWS**3 / seconds / 1e9
         yield ok("device", f"multiplies {name} matrices at {rate:.0f} GFLOP/s")
+
+
+def _compute(settings: WorkerSettings) -> Finding:
+    tf32, compiles = settings.compute.tf32, settings.compute.compile
+    detail = f"TF32 is {'on' if tf32 else 'off'}, compilation is {'on' if compiles else 'off'} (compute)"
+    if compiles and not any(map(shutil.which, COMPILERS)):
+        return warn(
+            "compute", f"{detail}, and there is no C++ compiler", "Install g++, or set compute.compile = false."
+        )
+    return ok("compute", detail)
 
 
 def _memory(max_model_bytes: int) -> Finding:
@@ -169,7 +181,7 @@ def _dataset(settings: WorkerSettings, name: str, source: DataSource) -> Iterato
         return
     began_at = time.monotonic()
     try:
-        loaded = load_source(source, held_out_key(settings, make=False))
+        loaded = load_source(source, held_out_key(settings, make=False), prepared_of(settings, name))
     except (DataError, SettingsError) as fault:
         yield fail(f"data {name}", str(fault), f"Fix datasets.{name} in the settings, or the files that it names.")
         return

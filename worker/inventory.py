@@ -1,5 +1,6 @@
 """The data sets, the device and the mapping files that a worker's settings name."""
 
+import shutil
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -10,18 +11,30 @@ import torch
 from tessera.shared.diagnostics import reason_of
 from tessera.worker.data.dataset import DataError, Dataset
 from tessera.worker.data.partition.division import key_of_seed
+from tessera.worker.data.prepared import NOT_KEPT, Prepared
 from tessera.worker.data.registry import load
 from tessera.worker.model.layouts import MappingError, MappingFile, read_mapping
-from tessera.worker.settings import DataSource, DeviceName, SettingsError, WorkerSettings
+from tessera.worker.settings import DataSettings, DataSource, DeviceName, SettingsError, WorkerSettings
 from tessera.worker.state.atomic_files import secret_key
 
 HELD_OUT_KEY_FILE = "held-out.key"
 """The name of the key's file in a worker's state folder."""
 
 
-def load_source(source: DataSource, key: bytes = b"") -> Dataset:
+PREPARED_FOLDER = "prepared"
+"""The name of the folder in a worker's state folder with the files made from its data sets, a folder for each."""
+
+
+def load_source(source: DataSource, key: bytes = b"", prepared: Prepared = NOT_KEPT) -> Dataset:
     """Return the data set. `key` decides which examples are held out. Raises DataError."""
-    return load(source.kind, source.options, part=source.part, held_out=source.held_out, key=key)
+    return load(source.kind, source.options, part=source.part, held_out=source.held_out, key=key, prepared=prepared)
+
+
+def prepared_of(settings: DataSettings, name: str, *, make: bool = False) -> Prepared:
+    """Return the folder of the files made from a data set, which only the worker itself writes (`make`)."""
+    if not isinstance(settings, WorkerSettings):
+        return NOT_KEPT
+    return Prepared(settings.state_dir / PREPARED_FOLDER / name, writable=make)
 
 
 def held_out_key(settings: WorkerSettings, *, make: bool) -> bytes:
@@ -47,7 +60,11 @@ def datasets_of(settings: WorkerSettings, *, make_key: bool = False) -> dict[str
     for name, source in settings.datasets.items():
         if settings.policy.allows_dataset(name):
             with named(name):
-                loaded[name] = load_source(source, key)
+                loaded[name] = load_source(source, key, prepared_of(settings, name, make=make_key))
+    if make_key and (folder := settings.state_dir / PREPARED_FOLDER).is_dir():
+        for left in folder.iterdir():
+            if left.name not in loaded:
+                shutil.rmtree(left, ignore_errors=True)
     return loaded
 
 

@@ -48,6 +48,7 @@ from tessera.shared.problems import Invalid
 from tessera.shared.schema import Label, Resources, TaskKind
 from tessera.shared.urls import require_private
 from tessera.shared.validation_errors import messages_of
+from tessera.worker.compute import Compute
 from tessera.worker.data.partition.schemes import SitePartition
 from tessera.worker.governance.policy import GIB, Allowance, Policy
 
@@ -148,17 +149,23 @@ class WorkerSettings(DataSettings):
     )
     kinds: tuple[TaskKind, ...] = Field(default=("train", "evaluate"), min_length=1)
     threads: PositiveInt | None = Field(default=None, description="threads of one operation; torch's choice if unset")
-    micro_batch: PositiveInt | None = Field(
+    micro_batch: PositiveInt | Literal["auto"] | None = Field(
         default=None,
         description="examples in one forward and backward pass; a larger batch is trained in pieces, whose gradients "
-        "add up to the batch's. Unset, a batch is one piece",
+        "add up to the batch's. Unset, a batch is one piece; auto halves the pieces when memory runs out",
     )
     checkpoint_minutes: NonNegativeFloat = Field(
         default=10.0,
         description="minutes between two checkpoints of a task's training, from which it resumes after the worker "
         "was stopped or killed; 0 for none",
     )
+    compute: Compute = Compute()
     cache_bytes: PositiveInt = 20 * GIB
+    base_sources: tuple[str, ...] = Field(
+        default=(),
+        description="folders of snapshots, or addresses of mirrors, for the blocks of external bases that "
+        "`tessera worker cache add` has not added. Each block is verified by its digest",
+    )
     keep_vaults_days: PositiveFloat | Literal["forever"] = Field(
         default=30.0,
         description="days to keep a run's vault after its end, since the vault's last use",

@@ -54,7 +54,7 @@ class RoundMerger:
         """Merge and plan outside of any transaction, then commit version, round and next round in one (I3)."""
         spec = invited.spec
         model = self.states.model(spec.model)
-        self.room.require(model.nbytes)
+        self.room.require(model.stored_bytes)
         # Asked again: only now is `base` known to be the version before this round.
         require(self.is_due(round_id), "the round was merged already")
         with self.database.snapshot() as session:

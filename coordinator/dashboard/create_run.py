@@ -237,5 +237,5 @@ def _uploaded(session: Session, serving: Services, caller: Principal) -> list[tu
         (f"{model} {version}", f"{models[model].config['model_type']}, uploaded ({model[7:15]}, {version[7:15]})")
         for model in models
         for version in manifests
-        if manifests[version].blocks.keys() == models[model].by_name.keys()
+        if manifests[version].blocks.keys() == {block.name for block in models[model].stored}
     ]

@@ -177,5 +177,8 @@ def _ask(plan: Plan, model: Model, largest_update: int) -> RoundWorkload:
     totals: dict[str, int] = {}
     for part in ("fetch", "train", "upload"):
         blocks: tuple[Block, ...] = getattr(plan, part).resolve(model.blocks)
+        if part == "fetch":
+            # An external base is at the sites.
+            blocks = tuple(block for block in blocks if block.name not in model.external)
         totals |= {f"{part}_blocks": len(blocks), f"{part}_bytes": sum(block.nbytes for block in blocks)}
     return RoundWorkload(stage=plan.stage, largest_update_bytes=largest_update, **totals)

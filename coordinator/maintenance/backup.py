@@ -116,7 +116,7 @@ def _faulty_versions(session: Session, run: RunRow, blobs: Blobs, states: States
         except (Problem, ValueError) as fault:
             yield f"{here}: its manifest cannot be read: {fault}"
             continue
-        for block in model.blocks if version.retired_at is None else ():
+        for block in model.stored if version.retired_at is None else ():
             try:
                 nbytes = blobs.size(manifest.blocks[block.name])
             except (NotFound, KeyError):

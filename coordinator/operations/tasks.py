@@ -123,7 +123,8 @@ def _inline_blobs(services: Services, task: Task, earlier: str | None) -> tuple[
     before = services.states.manifest(earlier).blocks if earlier else {}
     blocks = services.states.manifest(task.version.digest).blocks
     model = services.states.model(task.model)
-    new = [block for block in task.plan.fetch.resolve(model.blocks) if blocks[block.name] != before.get(block.name)]
+    fetched = [block for block in task.plan.fetch.resolve(model.blocks) if block.name not in model.external]
+    new = [block for block in fetched if blocks[block.name] != before.get(block.name)]
     digests = dict.fromkeys([task.version.digest, *(blocks[block.name] for block in new)])
     left = services.settings.submission_bytes - sum(block.nbytes for block in new)
     if left < 0 or services.blobs.size(task.version.digest) > left or len(digests) > MAX_INLINE_BLOBS:

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +14,7 @@ from tessera.shared.api.runs import Run
 from tessera.shared.model.preprocessing import require_file
 from tessera.shared.model.spec import BLOCKS_FILE, WEIGHTS_FILE, Model
 from tessera.shared.problems import Invalid
+from tessera.shared.updates.base_folder import base_blocks, write_with_base
 
 CONFIG_FILE = "config.json"
 
@@ -29,28 +31,41 @@ class Exports(Protocol):
     ) -> None: ...
 
 
-def export_file(source: Exports, run: Run, out: Path, number: int | None, progress: Progress) -> None:
-    """Write a version (the latest if `number` is None) as one safetensors file, replacing an existing file."""
+def export_file(
+    source: Exports, run: Run, out: Path, number: int | None, progress: Progress, base: Path | None = None
+) -> None:
+    """Write a version (the latest if `number` is None) as one safetensors file, replacing an existing file.
+
+    `base` is the folder of a model's external base. Raises Invalid if it is missing or another one.
+    """
+    model = source.model(run.spec.model)
     with in_place_of(out) as partial:
-        _export(source, run, partial, number, progress)
+        _export(source, run, model, partial, number, progress, base)
         partial.replace(out)
 
 
 def export_folder(
-    source: Exports, run: Run, out: Path, number: int | None, progress: Progress, like: Path | None = None
+    source: Exports,
+    run: Run,
+    out: Path,
+    number: int | None,
+    progress: Progress,
+    like: Path | None = None,
+    base: Path | None = None,
 ) -> None:
     """Write a model folder from which a run can start: a version's weights, config, tokenizer and table of blocks.
 
-    Other files of the folder `like` are copied too. Raises Invalid if `out` exists, and for unsafe settings of a
-    tokenizer or image processor.
+    Other files of the folder `like` are copied too; `base` is as in `export_file`. Raises Invalid if `out` exists,
+    and for unsafe settings of a tokenizer or image processor.
     """
     if out.exists():
         raise Invalid(f"{out} exists already", remedy="Remove it or choose another name.")
     model = source.model(run.spec.model)
     with in_place_of(out) as partial:
         partial.mkdir()
-        _export(source, run, partial / WEIGHTS_FILE, number, progress)
-        (partial / BLOCKS_FILE).write_text(model.model_dump_json(indent=1) + "\n", encoding="utf-8")
+        _export(source, run, model, partial / WEIGHTS_FILE, number, progress, base)
+        whole = model.model_copy(update={"external": {}})
+        (partial / BLOCKS_FILE).write_text(whole.model_dump_json(indent=1) + "\n", encoding="utf-8")
         (partial / CONFIG_FILE).write_text(json.dumps(model.config, indent=2) + "\n", encoding="utf-8")
         for name, ref in model.preprocessing.items():
             raw = source.read_blob(ref.digest, ref.nbytes)
@@ -61,9 +76,31 @@ def export_folder(
         partial.rename(out)
 
 
-def _export(source: Exports, run: Run, file: Path, number: int | None, progress: Progress) -> None:
-    with file.open("wb") as opened:
-        source.export(run.id, opened, number, progress)
+def _export(
+    source: Exports,
+    run: Run,
+    model: Model,
+    file: Path,
+    number: int | None,
+    progress: Progress,
+    base: Path | None,
+) -> None:
+    if bool(model.external) == (base is None):
+        raise Invalid(
+            "the run's base is external: the coordinator has its digests alone"
+            if model.external
+            else "the run has no external base",
+            remedy="Name the folder with its weights: --base FOLDER." if model.external else "Leave --base out.",
+        )
+    if base is None:
+        with file.open("wb") as opened:
+            source.export(run.id, opened, number, progress)
+        return
+    # Verified before anything is fetched.
+    found = base_blocks(base, model)
+    with tempfile.TemporaryFile(dir=file.parent) as trained, file.open("wb") as opened:
+        source.export(run.id, trained, number, progress)
+        write_with_base(opened, trained, model, found)
 
 
 def copy_rest(like: Path, folder: Path) -> None:

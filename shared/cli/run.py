@@ -187,10 +187,10 @@ def _spec(
     given = read_spec(file, settings or [])
     folder = ModelFolder.open(model)
     with output.progress(quiet=as_json) as bar:
-        task = bar.add_task("model", total=folder.model.nbytes)
+        task = bar.add_task("model", total=folder.model.stored_bytes)
         uploaded = upload_model(client, folder, partial(bar.advance, task))
     spec = RunSpec.model_validate({**given, "model": uploaded.model, "version": uploaded.version})
-    return spec, f"sent {output.size(uploaded.sent_bytes)}; the weights have {output.size(folder.model.nbytes)}"
+    return spec, f"sent {output.size(uploaded.sent_bytes)}; the weights have {output.size(folder.model.stored_bytes)}"
 
 
 @app.command("list")
@@ -323,7 +323,7 @@ def watch(ctx: typer.Context, run: Named, as_json: AsJson = False) -> None:
     """Follow a run until it ends or pauses. Exit code 0: completed, 1: cancelled, 3: paused.
 
     A terminal shows the phase, step, loss and time left of each worker in place; a pipe gets lines.
-    Times are estimated from the rounds that have ended.
+    Times are estimated from the rounds that have ended and, before that, from the steps of each task.
     """
     client = client_of(ctx, WATCHING_PATIENCE_SECONDS)
     found = find_run(client, run)
@@ -390,6 +390,9 @@ def export(
     model: Annotated[
         Path | None, typer.Option(help="Create a folder, with the other files of this one (such as a README).")
     ] = None,
+    base: Annotated[
+        Path | None, typer.Option(help="The folder with the weights of an external base, which are verified.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Write a version as one safetensors file, or as a folder that transformers' from_pretrained loads.
@@ -401,7 +404,7 @@ def export(
     found = find_run(client, run)
     with output.progress(quiet=as_json) as bar:
         advance = partial(bar.advance, bar.add_task(out.name, total=found.model_bytes))
-        number = export_version(client, found, out, wanted, advance, model)
+        number = export_version(client, found, out, wanted, advance, model, base)
     if as_json:
         output.print_json({"run": found.id, "version": number, "path": str(out)})
     else:

@@ -80,18 +80,20 @@ def export_version(
     wanted: Wanted,
     progress: Callable[[int], None] = lambda _: None,
     like: Path | None = None,
+    base: Path | None = None,
 ) -> int:
     """Write a version to a new model folder, or to one file if `out` ends in `.safetensors` and `like` is None.
 
-    Return the version's number. Other files of the folder `like` are copied.
+    Return the version's number. Other files of the folder `like` are copied; `base` is the folder of an external
+    base.
 
     Raises Invalid for a folder that exists, and as `find_version` does.
     """
     number = find_version(client, run, wanted).number
     if out.suffix == ".safetensors" and like is None:
-        export_file(client, run, out, number, progress)
+        export_file(client, run, out, number, progress, base)
     else:
-        export_folder(client, run, out, number, progress, like)
+        export_folder(client, run, out, number, progress, like, base)
     return number
 
 

@@ -339,6 +339,10 @@ class WorkerHalf(Generic[C]):
     """True if the loss has a mean over examples beside the model's own loss, which is a mean over labels. Where an
     example has several labels, a batch is then not trained in pieces."""
 
+    one_example_per_row: ClassVar[bool] = False
+    """True if the method compares or measures the examples of a batch by its rows. A row must then not hold several
+    texts (`pack` of a data set)."""
+
     def __init__(self, settings: C, run: RunInfo) -> None:
         self.settings = settings
         self.run = run

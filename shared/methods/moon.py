@@ -53,6 +53,7 @@ class MoonCoordinator(CoordinatorHalf[MoonSettings]):
 
 class MoonWorker(WorkerHalf[MoonSettings]):
     loss_by_example = True
+    one_example_per_row = True
 
     def setup(self, context: TaskContext) -> None:
         previous = {

@@ -136,6 +136,11 @@ def charts(chosen: MethodSpec) -> tuple[Chart, ...]:
     return method.charts if method else ()
 
 
+def needs_one_example_per_row(chosen: MethodSpec) -> bool:
+    """Return `one_example_per_row` of the method's worker half."""
+    return _method(chosen)[0].worker.one_example_per_row
+
+
 def coordinator_half(chosen: MethodSpec, run: RunInfo) -> CoordinatorHalf[Any]:
     method, settings = _method(chosen)
     return method.coordinator(settings, run)

@@ -406,6 +406,8 @@ def copies_in_training(training: Training) -> int:
 
 
 class SAFLWorker(WorkerHalf[SAFLSettings]):
+    one_example_per_row = True
+
     def __init__(self, settings: SAFLSettings, run: RunInfo) -> None:
         super().__init__(settings, run)
         self._candidates = Candidates.of(settings, run.blocks)

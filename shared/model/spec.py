@@ -9,9 +9,9 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, JsonValue, PositiveFloat, SerializerFunctionWrapHandler, model_serializer, model_validator
 
-from tessera.shared.model.blocks import Block, Role, check_table
+from tessera.shared.model.blocks import Block, Name, Role, check_table
 from tessera.shared.model.preprocessing import FileName, FileRef
-from tessera.shared.schema import Frozen
+from tessera.shared.schema import Digest, Frozen
 
 Head = Literal[
     "image-classification",
@@ -96,7 +96,7 @@ def stored_name(tensor: str) -> str:
     return tensor.replace(".base_layer.", ".")
 
 
-LATER_FIELDS = frozenset({"float32", "preprocessing"})
+LATER_FIELDS = frozenset({"external", "float32", "preprocessing"})
 """Fields that a model's document has only with a value: a worker older than a field refuses the document."""
 
 
@@ -115,6 +115,9 @@ class Model(Frozen):
     """The roles of the blocks that are float32 where the config's dtype has 16 bits: in 16 bits a weight does not
     move under small steps."""
     blocks: tuple[Block, ...] = Field(min_length=1)
+    external: dict[Name, Digest] = Field(default_factory=dict)
+    """The digests of the blocks of an external base: they are in no version and never change, and each worker takes
+    them from its own site."""
     preprocessing: dict[FileName, FileRef] = Field(default_factory=dict)
     """The files of the model's tokenizer and image processor, if it has any."""
 
@@ -128,11 +131,30 @@ class Model(Frozen):
         if not isinstance(self.config.get("model_type"), str):
             raise ValueError("config has no model_type; give a transformers config such as config.json")
         check_table(self.blocks)
+        if unknown := sorted(self.external.keys() - self.by_name.keys()):
+            raise ValueError(f"the external base has blocks that the model lacks: {unknown[:8]}")
+        shared = {block.tensor for block in self.stored} & {block.tensor for block in self.base}
+        if shared or not self.stored:
+            raise ValueError(f"versions need a block, and whole tensors, beside the external base: {sorted(shared)}")
         return self
 
     @cached_property
     def by_name(self) -> dict[str, Block]:
         return {block.name: block for block in self.blocks}
+
+    @cached_property
+    def stored(self) -> tuple[Block, ...]:
+        """The blocks of a version: all but those of an external base."""
+        return tuple(block for block in self.blocks if block.name not in self.external)
+
+    @cached_property
+    def base(self) -> tuple[Block, ...]:
+        """The blocks of the external base; none for most models."""
+        return tuple(block for block in self.blocks if block.name in self.external)
+
+    @property
+    def stored_bytes(self) -> int:
+        return sum(block.nbytes for block in self.stored)
 
     @property
     def nbytes(self) -> int:

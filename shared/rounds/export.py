@@ -1,4 +1,4 @@
-"""A version as one safetensors file, streamed tensor by tensor."""
+"""A version as one safetensors file, streamed tensor by tensor. An external base is not part of it."""
 
 from collections.abc import Iterator
 
@@ -17,14 +17,14 @@ class Export:
 
     def __init__(self, state: State, model: Model) -> None:
         self._state = state
-        self._shapes = whole_shapes(model.blocks)
+        self._shapes = whole_shapes(model.stored)
         self._blocks: dict[str, list[Block]] = {}
-        for block in model.blocks:
+        for block in model.stored:
             self._blocks.setdefault(block.tensor, []).append(block)
         shapes = self._shapes.items()
         layout = [(stored_name(name), self._blocks[name][0].dtype, shape) for name, shape in shapes]
         self._header = header_bytes(layout, {"format": "pt"})
-        self.nbytes = len(self._header) + model.nbytes
+        self.nbytes = len(self._header) + model.stored_bytes
 
     def pieces(self) -> Iterator[bytes | memoryview]:
         yield self._header

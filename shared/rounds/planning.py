@@ -89,16 +89,30 @@ def begun(spec: RunSpec, model: Model, first: State) -> State:
 
 
 def _check_trained(half: CoordinatorHalf[Any], model: Model, state: State) -> None:
-    """Raise UnsupportedRun if the first round trains blocks of 16 bits."""
+    """Raise UnsupportedRun if the first round trains an external base, or blocks of 16 bits."""
     short = {block.name for block in model.blocks if NUMPY_DTYPES[block.dtype].itemsize == 2}
-    if not short:
+    if not short and not model.external:
         return
     plans = half.plan(state, [Participant("any", 1)], Random(0))  # noqa: S311 (no secret)
+    _check_base(model, plans.values())
     trained = [block.name for plan in plans.values() for block in plan.train.resolve(model.blocks)]
     if found := sorted(short.intersection(trained)):
         raise UnsupportedRun(
             f"the method trains {len(found)} blocks of 16 bits, such as {found[0]}, which small steps do not move: "
             "create the model with `tessera model init --dtype float32`, or train adapters (--lora-rank) beside it"
+        )
+
+
+def _check_base(model: Model, plans: Iterable[Plan]) -> None:
+    """Raise UnsupportedRun for a plan that trains or sends a block of an external base."""
+    selectors = [selector for plan in plans for selector in (plan.train, plan.upload)]
+    chosen = {block.name for block in model.base if any(selector.holds(block) for selector in selectors)}
+    if chosen:
+        raise UnsupportedRun(
+            f"the method trains {len(chosen)} blocks of the external base, such as {min(chosen)}, of which the "
+            "coordinator has digests alone: choose a method that trains adapters, prompts or the head alone (with "
+            "`lora`, set method.settings.train_head to false if the head is in the base), or create the model "
+            "without --external-base"
         )
 
 
@@ -118,6 +132,8 @@ def plan_round(spec: RunSpec, model: Model, state: State, willing: Sequence[Part
     for plan in plans.values():
         for selector in (plan.fetch, plan.train, plan.upload):
             selector.resolve(model.blocks)
+    if model.external:
+        _check_base(model, plans.values())
     return {participant.name: plans[participant.name] for participant in cohort if participant.name in plans}
 
 

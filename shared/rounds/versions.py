@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import attrgetter
 from typing import TypeVar
 
 from pydantic import ValidationError
@@ -68,7 +69,7 @@ class States:
         """Return the state that a version holds, none of its tensors read yet."""
         return State(
             round=number,
-            model={block.name: self.tensor(block, manifest) for block in model.blocks},
+            model={block.name: self.tensor(block, manifest) for block in model.stored},
             server_state={
                 name: StoredTensor(self._blobs, entry.digest, entry.shape, entry.dtype)
                 for name, entry in manifest.server_state.items()
@@ -124,11 +125,12 @@ class States:
         model = self._checked("/model", self.model, model_digest)
         manifest = self._checked("/version", self.manifest, version_digest)
         faults = [
-            Fault(pointer=f"/version/blocks/{name}", detail="the model has no such block")
-            for name in sorted(set(manifest.blocks) - set(model.by_name))
+            Fault(pointer=f"/version/blocks/{name}", detail="the model's versions have no such block")
+            for name in sorted(set(manifest.blocks) - {block.name for block in model.stored})
         ]
-        for name, block in sorted(model.by_name.items()):
-            faults += self._blob_faults(f"/version/blocks/{name}", block.nbytes, manifest.blocks.get(name))
+        for block in sorted(model.stored, key=attrgetter("name")):
+            pointer = f"/version/blocks/{block.name}"
+            faults += self._blob_faults(pointer, block.nbytes, manifest.blocks.get(block.name))
         for name, entry in sorted(manifest.server_state.items()):
             faults += self._blob_faults(f"/version/server_state/{name}", entry.nbytes, entry.digest)
         if faults:

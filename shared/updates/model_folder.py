@@ -89,8 +89,8 @@ class ModelFolder:
         return as_bytes(tensor)
 
     def blocks(self) -> Iterator[tuple[Block, memoryview]]:
-        """Yield each block with its bytes, in the table's order."""
-        for block in self.model.blocks:
+        """Yield each block with its bytes, in the table's order, but those of an external base."""
+        for block in self.model.stored:
             yield block, self.block_bytes(block)
 
     def files(self) -> dict[FileName, bytes]:
@@ -100,7 +100,7 @@ class ModelFolder:
 
 def _faults(model: Model, header: Header) -> Iterator[Fault]:
     dtypes = {block.tensor: block.dtype for block in model.blocks}
-    tensors = {stored_name(name): (dtypes[name], shape) for name, shape in whole_shapes(model.blocks).items()}
+    tensors = {stored_name(name): (dtypes[name], shape) for name, shape in whole_shapes(model.stored).items()}
     for name in sorted({*tensors, *header.entries}):
         entry, expected = header.entries.get(name), tensors.get(name)
         if entry is None:
@@ -113,14 +113,19 @@ def _faults(model: Model, header: Header) -> Iterator[Fault]:
             yield Fault(pointer=name, detail=f"is {stored} in the weights and {dtype} {list(shape)} in the table")
 
 
-def _command_for(path: Path) -> str:
-    """Return a remedy with the command that makes a model folder of a folder of transformers."""
+def head_of(path: Path) -> Head:
+    """Return the head of the model in a folder of transformers, by the class that its config names."""
     try:
         config = json.loads((path / CONFIG_FILE).read_bytes())
         made_by = str(config.get("architectures", [""])[0])
         dual = {"text_config", "vision_config"} <= config.keys()
     except (OSError, ValueError, AttributeError, TypeError, LookupError):
         made_by, dual = "", False
-    head = next((head for end, head in HEADS.items() if made_by.endswith(end)), "contrastive" if dual else "features")
+    return next((head for end, head in HEADS.items() if made_by.endswith(end)), "contrastive" if dual else "features")
+
+
+def _command_for(path: Path) -> str:
+    """Return a remedy with the command that makes a model folder of a folder of transformers."""
+    head = head_of(path)
     words = ("tessera", "model", "init", f"{path}-tessera", "--config", str(path), "--head", head)
     return f"Create a model folder from it, and name that one: `{shlex.join(words)}`"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,7 @@ from tessera.shared.methods.base import (
 from tessera.shared.methods.registry import coordinator_half, worker_half
 from tessera.shared.model.spec import Fusion, Head, Lora, Model, Prompts
 from tessera.shared.tensors.lazy import Array, ArrayTensor
+from tessera.worker.compute import Compute
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.model.block_map import block_table
 from tessera.worker.model.build import instantiate
@@ -31,6 +32,7 @@ from tessera.worker.model.forward import objective_of
 from tessera.worker.training.batches import Batches
 from tessera.worker.training.checkpoints import TrainingCheckpoints
 from tessera.worker.training.context import LocalTaskContext
+from tessera.worker.training.optimization.moments import Moments, without_moments
 from tessera.worker.training.randomness import seed_everything
 from tessera.worker.training.setup import TrainingSetup
 from tessera.worker.training.trainer import Trainer
@@ -102,6 +104,7 @@ def one_task(
     plan: Plan | None = None,
     dataset: Dataset | None = None,
     subject: Subject = PLAIN,
+    compute: Compute | None = None,
     check: Callable[[], None] = lambda: None,
     checkpoints: TrainingCheckpoints | None = None,
     **training: Any,
@@ -114,8 +117,9 @@ def one_task(
     chosen = MethodSpec(name=method, settings=dict(settings or {}))
     worker = Participant("a/w", 24)
     plan = plan or coordinator_half(chosen, facts).plan_for(State(round_number, {}), worker)
+    moments = Moments.of(vault or {})
     context = LocalTaskContext(
-        model, subject.head, plan, facts.blocks, dict(vault or {}), dict(server_state or {}),
+        model, subject.head, plan, facts.blocks, without_moments(vault or {}), dict(server_state or {}),
         objective=objective_of(wanted, subject.document(), CPU),
     )  # fmt: skip
     half = worker_half(chosen, facts)
@@ -127,7 +131,10 @@ def one_task(
     half.setup(context)
     data = dataset or subject.data()
     selected = half.select(context, Batches(data, wanted.batch_size, CPU))
-    place = {"round_number": round_number + 1, "rounds": facts.rounds}
-    trainer = Trainer(half, context, wanted, TrainingSetup(CPU), check, checkpoints=checkpoints, **place)
+    place: dict[str, Any] = {"round_number": round_number + 1, "rounds": facts.rounds}
+    place["moments"] = moments if wanted.keep_moments else None
+    setup = TrainingSetup(CPU, compute=compute or Compute())
+    trainer = Trainer(half, context, wanted, setup, check, checkpoints=checkpoints, **place)
     stats = trainer.train(half.phases(context, selected), data, 0)
-    return context, half.collect(context, selected, stats)
+    result = half.collect(context, selected, stats)
+    return context, replace(result, keep={**result.keep, **moments.values})

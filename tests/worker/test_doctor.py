@@ -71,6 +71,16 @@ def test_a_worker_that_could_work_is_told_so_line_by_line(coordinator: LiveCoord
     assert told
     assert sum(map(int, told.groups())) == 1437
     assert any("bfloat16" in found["detail"] for found in findings)
+    assert named(findings, "compute")["detail"] == "TF32 is off, compilation is off (compute)"
+
+
+def test_compilation_without_a_compiler_is_warned_of(
+    coordinator: LiveCoordinator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    _, findings = doctor(tmp_path, coordinator.url, coordinator.token("site", "a"), "[compute]\ncompile = true\n")
+    assert named(findings, "compute")["verdict"] == "warn"
+    assert "no C++ compiler" in named(findings, "compute")["detail"]
 
 
 def test_what_fails_is_named_with_a_remedy_and_the_rest_is_looked_at(

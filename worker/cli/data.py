@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 from pydantic import TypeAdapter, ValidationError
 
@@ -17,10 +18,18 @@ from tessera.worker.cli.exits import BAD_SETTINGS, Errors, exits
 from tessera.worker.data.dataset import LABELS, DataError, Dataset
 from tessera.worker.data.partition.division import ClassCounts, class_counts, divide, key_of_seed
 from tessera.worker.data.partition.schemes import Partition, Scheme
+from tessera.worker.data.prepared import Prepared
 from tessera.worker.data.proposal import propose
 from tessera.worker.data.registry import load
-from tessera.worker.inventory import held_out_key, load_source, named
-from tessera.worker.settings import DataSettings, DataSource, SettingsError, read_data_settings, read_settings
+from tessera.worker.inventory import held_out_key, load_source, named, prepared_of
+from tessera.worker.settings import (
+    DataSettings,
+    DataSource,
+    SettingsError,
+    WorkerSettings,
+    read_data_settings,
+    read_settings,
+)
 
 WIDEST = 16
 """Limit on the classes with a column each in a table; for more, the table has the number of each site's classes."""
@@ -51,8 +60,8 @@ def show(
     with exits(ERRORS):
         settings = read_data_settings(config)
         wanted = settings.datasets if dataset is None else dict([_source(settings, dataset)])
-        key = _key(config)
-        shown = [_described(name, source, key) for name, source in wanted.items()]
+        key, own = _key(config)
+        shown = [_described(name, source, key, prepared_of(own or settings, name)) for name, source in wanted.items()]
     if as_json:
         print_json({"datasets": shown})
         return
@@ -126,17 +135,19 @@ def _append(file: Path, name: str, text: str) -> None:
     file.write_text(before + ("\n" if before else "") + text, encoding="utf-8")
 
 
-def _key(config: Path) -> bytes:
-    """Return the worker's key of held-out examples, or for other files one that holds out about as many."""
+def _key(config: Path) -> tuple[bytes, WorkerSettings | None]:
+    """Return the worker's key of held-out examples and its settings, or for other files a key that holds out about as
+    many."""
     try:
-        return held_out_key(read_settings(config), make=False)
+        settings = read_settings(config)
+        return held_out_key(settings, make=False), settings
     except SettingsError:
-        return key_of_seed(0)
+        return key_of_seed(0), None
 
 
-def _described(name: str, source: DataSource, key: bytes) -> dict[str, Any]:
+def _described(name: str, source: DataSource, key: bytes, prepared: Prepared) -> dict[str, Any]:
     with named(name):
-        loaded = load_source(source, key)
+        loaded = load_source(source, key, prepared)
     part = source.part and f"{source.part.index} of {source.part.count}, {source.part.scheme}"
     return {
         "name": name,
@@ -144,8 +155,8 @@ def _described(name: str, source: DataSource, key: bytes) -> dict[str, Any]:
         "part": part,
         "examples": loaded.examples,
         "held out": loaded.held_out and loaded.held_out.examples,
-        "classes": None if loaded.classes is None else len(set(loaded.classes.tolist())),
-        "domains": None if loaded.domains is None else len(set(loaded.domains.tolist())),
+        "classes": None if loaded.classes is None else len(torch.unique(loaded.classes)),
+        "domains": None if loaded.domains is None else len(torch.unique(loaded.domains)),
         "tensors of each": _shapes(loaded, common=False),
         "common to all": _shapes(loaded, common=True),
         "tokenizer": "of each run" if loaded.texts else None,

@@ -4,8 +4,7 @@ import json
 import logging
 import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
@@ -13,10 +12,9 @@ from uuid import uuid4
 
 import torch
 import typer
-from pydantic import JsonValue, ValidationError
+from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel
-from transformers.utils import logging as transformers_logging
 
 from tessera.shared.cli.export import CONFIG_FILE, copy_rest
 from tessera.shared.cli.render import output
@@ -44,22 +42,27 @@ from tessera.worker.data.readers.image_processor import load_processor
 from tessera.worker.data.readers.tokenizer import load_tokenizer
 from tessera.worker.model.block_map import block_table, named_tensors
 from tessera.worker.model.build import (
-    AUTO_CLASSES,
     check_model,
     insert,
     instantiate,
     load,
     merge_adapters,
-    require_head,
 )
 from tessera.worker.model.config import config_from
 from tessera.worker.model.layouts import MappingFile, read_mapping
+from tessera.worker.model.pretrained import (
+    Config,
+    digests_of,
+    load_pretrained,
+    plain_config,
+    quiet,
+    read_object,
+    weights_place,
+)
 from tessera.worker.model.prompts import PROMPTS, caption_start
 
 Asks = Literal["local", "global"]
 Dtype = Literal["float32", "bfloat16", "float16"]
-
-Config = dict[str, JsonValue]
 
 ERRORS: Errors = {BAD_SETTINGS: (ValueError, OSError, ImportError, RuntimeError, SafetensorError, Problem)}
 
@@ -143,13 +146,7 @@ MappingOption = Annotated[
     Path | None, typer.Option("--mapping", help="A TOML file that describes attention of an unknown layout.")
 ]
 
-# Keys of transformers' own bookkeeping, and of code that is never run here. None of them shapes a tensor.
-BOOKKEEPING = {"transformers_version", "architectures", "auto_map", "name_or_path"}
-
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-SAFE_WEIGHTS = (WEIGHTS_FILE, "model.safetensors.index.json")
-PICKLED_WEIGHTS = ("pytorch_model.bin", "pytorch_model.bin.index.json")
-
 PREPROCESSING: dict[str, tuple[Callable[[str, str], Any], tuple[str, ...]]] = {
     "tokenizer": (load_tokenizer, ("*token*.json", "*vocab*", "*.model")),
     "image processor": (load_processor, ("*processor_config.json",)),
@@ -199,6 +196,10 @@ def init(
     lora_roles: Annotated[
         str, typer.Option(help="The roles of the matrices to adapt, separated by commas.")
     ] = "query,value",
+    external_base: Annotated[
+        bool,
+        typer.Option(help="Leave out the pretrained weights, which the sites have: the run keeps digests alone."),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Create a model folder: transformers' own layout, and the table of the model's blocks.
@@ -209,7 +210,7 @@ def init(
         if out.exists():
             raise ValueError(f"{out} exists already: remove it or choose another name")
         mapping = read_mapping(mapping_file) if mapping_file else None
-        settings = _plain(_read_config(config))
+        settings = plain_config(_read_config(config))
         if labels is not None:
             if not head.endswith("-classification"):
                 raise ValueError(f"--labels: a model with the head {head} has no classes; leave it out")
@@ -221,8 +222,13 @@ def init(
         caption = _caption_ids(text_prompt_from, config)
         prompts = _prompts_from(vision_prompts, text_prompts, caption, prompt_fusion, fusion_heads)
         lora = _lora_from(lora_rank, lora_alpha, lora_roles)
+        new: set[str] = set()
+        if external_base and not pretrained:
+            raise ValueError("--external-base is for pretrained weights, which the sites have; leave out --random")
         if pretrained:
-            model = _pretrained(_weights_place(config), settings, head, seed, mapping)
+            model, new = load_pretrained(weights_place(config), settings, head, seed, mapping)
+            if new:
+                output.note(f"new and random: {', '.join(sorted(new))}")
             with torch.random.fork_rng(devices=[]):
                 torch.default_generator.manual_seed(seed)
                 float32 = _float32_of(model.dtype, head, prompts, lora)
@@ -236,17 +242,41 @@ def init(
             text = model.get_parameter(f"{PROMPTS}.text")
             text.detach().copy_(caption_start(model, torch.tensor(caption)))
         document = _document(model, head, mapping, prompts, lora, float32)
+        if external_base:
+            document = _with_external_base(document, model, new)
         _write(out, model, document, partial(_save_preprocessing, config, hub=pretrained))
     weights = f"weights of {config}" if pretrained else f"random weights from seed {seed}"
     _print_created(out, document, weights, as_json=as_json)
 
 
+def _with_external_base(document: Model, model: PreTrainedModel, new: Collection[str]) -> Model:
+    """Return the document with the digests of the blocks that stay as the weights have them. Raises ValueError."""
+    # A classifier is small and trains; the head of a language model is as large as its embeddings.
+    adapted = (document.lora or document.prompts) and not document.head.endswith("-classification")
+    trained = {"adapter", "prompt"} if adapted else {"adapter", "prompt", "head"}
+    base = [b for b in document.blocks if b.role not in trained and stored_name(b.tensor) not in new]
+    if not base or len(base) == len(document.blocks):
+        raise ValueError(
+            "--external-base needs blocks that train beside it: add --lora-rank or prompts, or choose a --head"
+        )
+    return Model.model_validate(
+        document.model_copy(update={"external": digests_of(named_tensors(model), base)}).model_dump()
+    )
+
+
 def _print_created(out: Path, document: Model, weights: str, *, as_json: bool) -> None:
+    blocks, nbytes = len(document.stored), document.stored_bytes
+    external = {"external_blocks": len(document.base), "external_bytes": document.nbytes - nbytes}
     if as_json:
-        made = {"path": str(out), "blocks": len(document.blocks), "bytes": document.nbytes, "weights": weights}
-        output.print_json(made)
-    else:
-        typer.echo(f"{out}: {len(document.blocks)} blocks, {document.nbytes} bytes, {weights}")
+        made = {"path": str(out), "blocks": blocks, "bytes": nbytes, "weights": weights}
+        output.print_json(made | (external if document.external else {}))
+        return
+    typer.echo(f"{out}: {blocks} blocks, {nbytes} bytes, {weights}")
+    if document.external:
+        typer.echo(
+            f"external base: {len(document.base)} blocks, {document.nbytes - nbytes} bytes; each site adds it with "
+            "`tessera worker cache add`"
+        )
 
 
 @app.command("merge")
@@ -296,7 +326,7 @@ def blocks(
         else:
             mapping = read_mapping(mapping_file) if mapping_file else None
             with torch.device("meta"):
-                listed = block_table(instantiate(_plain(_read_config(source)), head or "features"), mapping)
+                listed = block_table(instantiate(plain_config(_read_config(source)), head or "features"), mapping)
         rows = _summary(listed)
     if as_json:
         typer.echo(json.dumps(rows, indent=1))
@@ -313,7 +343,7 @@ def _holds_table(path: Path) -> bool:
         return (path / BLOCKS_FILE).exists() or not (path / "config.json").exists()
     if path.name == BLOCKS_FILE:
         return True
-    return "blocks" in _read_object(path)
+    return "blocks" in read_object(path)
 
 
 def _read_config(source: str) -> Config:
@@ -323,7 +353,7 @@ def _read_config(source: str) -> Config:
         if not path.exists():
             raise ValueError(f"{source} has no config.json: name a folder that `save_pretrained` has written")
     if path.exists():
-        return _read_object(path)
+        return read_object(path)
     missing = absent(path, "name a folder that `save_pretrained` has written")
     if path.suffix == ".json" or not HUB_NAME.fullmatch(source) or ("/" in source and path.parent.is_dir()):
         raise ValueError(missing)
@@ -337,103 +367,6 @@ def _read_config(source: str) -> Config:
     return cast("Config", config)
 
 
-def _read_object(path: Path) -> Config:
-    try:
-        content = json.loads(path.read_bytes())
-    except ValueError as fault:
-        raise ValueError(f"{path} is not JSON: {fault}. Save the config again with `save_pretrained`") from fault
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} is not a transformers config: it contains no JSON object")
-    return content
-
-
-def _weights_place(source: str) -> str:
-    """Return the folder or name on the hub with the weights of a config. Raises ValueError if it has none."""
-    path = Path(source)
-    if not path.exists():
-        return source
-    folder = path if path.is_dir() else path.parent
-    if path.is_dir() or path.name == "config.json":
-        if any((folder / name).is_file() for name in SAFE_WEIGHTS):
-            return str(folder)
-        if pickled := next((name for name in PICKLED_WEIGHTS if (folder / name).is_file()), None):
-            raise ValueError(
-                f"{folder} has its weights in {pickled}, a pickle, which may run code: where you trust it, load it "
-                f"and `save_pretrained` it again, which writes {WEIGHTS_FILE}"
-            )
-    raise ValueError(
-        f"there are no weights beside {source}: name a folder with {WEIGHTS_FILE}, or start from random weights with "
-        f"--random"
-    )
-
-
-def _plain(config: Config) -> Config:
-    """Return the config without transformers' own bookkeeping, at any depth."""
-
-    def strip(value: JsonValue) -> JsonValue:
-        if isinstance(value, list):
-            return [strip(item) for item in value]
-        if not isinstance(value, dict):
-            return value
-        kept = {key: item for key, item in value.items() if key not in BOOKKEEPING and not key.startswith("_")}
-        # A label may have any name.
-        return {key: item if key == "label2id" else strip(item) for key, item in kept.items()}
-
-    return cast("Config", strip(config))
-
-
-def _pretrained(source: str, config: Config, head: Head, seed: int, mapping: MappingFile | None) -> PreTrainedModel:
-    built = config_from(config)
-    require_head(built, head)
-    with torch.random.fork_rng(devices=[]), _quiet():
-        torch.default_generator.manual_seed(seed)
-        try:
-            model, info = AUTO_CLASSES[head].from_pretrained(
-                source,
-                config=built,
-                trust_remote_code=False,
-                use_safetensors=True,
-                ignore_mismatched_sizes=True,
-                dtype=built.dtype or "auto",
-                output_loading_info=True,
-            )
-        except Exception as error:  # each model class and each format of weights fails in its own way
-            damaged = isinstance(error, SafetensorError)
-            reason = "the file is damaged" if damaged else " ".join(str(error).split())[:300]
-            raise ValueError(
-                f"the weights of {source} cannot be read as a {built.model_type}: {reason}. Save the model again "
-                "with `save_pretrained`"
-            ) from error
-    if "num_labels" not in config and (shapes := sorted(name for name, *_ in info["mismatched_keys"])):
-        raise ValueError(f"{source}: the weights have other shapes than the config says: {_some(shapes)}")
-    absent = {*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])}
-    # Transformers replaces missing weights by random ones. Only a head may be new.
-    old = (block.tensor for block in block_table(model, mapping) if block.role not in {"head", "other"})
-    if odd := sorted(absent.intersection(old)):
-        raise ValueError(f"the weights do not fit a {model.config.model_type}; they lack {_some(odd)}")
-    if absent:
-        output.note(f"new and random: {', '.join(sorted(absent))}")
-    return cast("PreTrainedModel", model)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence transformers' tables of what it loaded: one line here says what matters of them."""
-    verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
-    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(verbosity)
-        if bars:
-            transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")
-
-
 def _document(
     model: PreTrainedModel,
     head: Head,
@@ -443,7 +376,7 @@ def _document(
     float32: tuple[Float32Role, ...] = (),
 ) -> Model:
     """Return the model's document. Raises unless the model can be rebuilt from the document alone."""
-    config = _plain(json.loads(model.config.to_json_string()))
+    config = plain_config(json.loads(model.config.to_json_string()))
     table = block_table(model, mapping)
     document = Model(config=config, head=head, prompts=prompts, lora=lora, float32=float32, blocks=table)
     check_model(document, mapping)
@@ -458,7 +391,7 @@ def _save_preprocessing(source: str, folder: Path, *, hub: bool) -> None:
         if not (any(next(beside.glob(pattern), None) for pattern in patterns) if path.exists() else hub):
             continue
         try:
-            with _quiet():
+            with quiet():
                 load_one(what, str(beside)).save_pretrained(folder)
         except DataError as fault:
             output.note(f"warning: the model folder is without this {fault}")
@@ -470,10 +403,11 @@ def _write(out: Path, model: PreTrainedModel, document: Model, add_rest: Callabl
     folder.mkdir(parents=True)
     try:
         # One file, with the names of the tensors in memory rather than those of older checkpoints.
-        tensors = {stored_name(name): tensor.detach() for name, tensor in named_tensors(model).items()}
+        stored = {block.tensor for block in document.stored}
+        tensors = {stored_name(name): t.detach() for name, t in named_tensors(model).items() if name in stored}
         model.save_pretrained(folder, state_dict=tensors, save_original_format=False, max_shard_size=1 << 62)
         with safe_open(folder / WEIGHTS_FILE, framework="numpy") as file:
-            odd = {stored_name(block.tensor) for block in document.blocks} ^ set(file.keys())
+            odd = set(map(stored_name, stored)) ^ set(file.keys())
         if odd:
             raise ValueError(f"transformers saved other tensors than the model has: {', '.join(sorted(odd))}")
         table = folder / BLOCKS_FILE

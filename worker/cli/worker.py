@@ -20,6 +20,7 @@ from tessera.shared.methods.registry import MethodsUnusable, methods
 from tessera.shared.problems import Forbidden, NotFound, Problem, Unauthenticated
 from tessera.shared.telemetry import logging, spans
 from tessera.shared.urls import without_password
+from tessera.worker.cli import cache
 from tessera.worker.cli.approval import COMMANDS
 from tessera.worker.cli.exits import BAD_SETTINGS, NOT_ADMITTED, ConfigFile, Errors, exits, fail
 from tessera.worker.cli.join import join, rotate
@@ -148,6 +149,8 @@ def show(config: ConfigFile, as_json: AsJson = False) -> None:
         found = effective_settings(config)
     print_settings(found, as_json=as_json)
 
+
+app.add_typer(cache.app, name="cache")
 
 for command in (join, rotate, ledger, adopt, *COMMANDS):
     app.command()(command)

@@ -1,1 +1,2 @@
-"""A site's data sets: the registry of their kinds, and what every kind provides. Imports `model`."""
+"""A site's data sets: the registry of their kinds, and what every kind provides. Imports `model` and
+`state`."""

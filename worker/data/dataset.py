@@ -5,14 +5,19 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Generic, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
 from tessera.shared.model.dataset_schema import DatasetSchema, TensorSchema
 from tessera.shared.schema import Frozen
+from tessera.worker.data.cells import Cells
+from tessera.worker.data.prepared import Prepared
 
 LABELS = "labels"
 MAX_UNKNOWN = 0.2
@@ -32,6 +37,10 @@ def counted(by_name: Mapping[str, int]) -> str:
     """Return the counts, such as `30 .dcm, 2 .txt`, largest first, and at most eight of them."""
     largest = sorted(by_name.items(), key=lambda item: (-item[1], item[0]))[:8]
     return ", ".join(f"{number} {name}" for name, number in largest) + ", ..." * (len(by_name) > len(largest))
+
+
+class DataChanged(DataError):
+    """A file that is not the one any more that was read when the worker started."""
 
 
 class Options(Frozen):
@@ -94,8 +103,11 @@ class RawTexts:
     second: Sequence[str] | None = None
     by_word: bool = False
     of_classes: bool = False
-    numbers: Sequence[int] = ()
+    numbers: Sequence[int] | NDArray[np.int64] = ()
     """The row of each text in the file."""
+
+    tags: Sequence[Sequence[int]] = ()
+    """The class of each word of each text, if words have classes."""
 
     def parts(self) -> Iterator[tuple[str, ...]]:
         """Yield the words of each text, or the text, with its second one if there is one."""
@@ -104,14 +116,14 @@ class RawTexts:
         else:
             yield from zip(self.first, *([] if self.second is None else [self.second]), strict=True)
 
-    def rows(self, index: Sequence[int]) -> RawTexts:
+    def rows(self, index: Tensor) -> RawTexts:
         """Return the texts of the examples at these places."""
         if self.of_classes:
             return self
         chosen: dict[str, Any] = {
-            name: [values[place] for place in index]
-            for name in ("first", "second", "numbers")
-            if (values := getattr(self, name))
+            name: _chosen(values, index)
+            for name in ("first", "second", "numbers", "tags")
+            if (values := getattr(self, name)) is not None and len(values)
         }
         return replace(self, **chosen)
 
@@ -139,6 +151,14 @@ class RowsOnDisk:
         """Return the rows at these places, without reading them."""
         return replace(self, places=self.places[index])
 
+    def padded(self, name: str, padding: Padding) -> RowsOnDisk:
+        """Return the rows of texts padded further."""
+        return replace(self, read=partial(_padded, self.read, name, padding), row=(padding.width,))
+
+
+def _padded(read: Callable[[Sequence[int]], Tensor], name: str, padding: Padding, places: Sequence[int]) -> Tensor:
+    return padding.fill(name, read(places))
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Dataset:
@@ -147,7 +167,8 @@ class Dataset:
     `common` is part of every batch: the texts of a contrastive model's classes, `input_ids` [classes, tokens].
     `domains`, int64 [examples], is the origin of each example; models do not see it. `held_out` are examples of the
     same kind on which no run trains. `sources` are the original bytes of each example, if its tensors depend on other
-    examples too: texts are padded to the longest. Examples with equal `groups` are held out together. `padding` pads
+    examples too: texts are padded to the longest. They may be digests, uint8 [examples, bytes]. Examples with equal
+    `groups` are held out together. `padding` pads
     texts to their maximal length. `texts` have still to be converted to tensors. `report` is for people at
     the site. `schema` is sent to the coordinator, so it must not depend on the examples.
 
@@ -159,17 +180,19 @@ class Dataset:
     common: Mapping[str, Tensor] = field(default_factory=dict)
     held_out: Dataset | None = None
     domains: Tensor | None = None
-    sources: Sequence[bytes] | None = None
+    sources: Sequence[bytes] | NDArray[np.uint8] | None = None
     padding: Padding | None = None
     groups: Sequence[bytes] | None = None
     texts: RawTexts | None = None
     report: LoadReport = LoadReport()
     schema: DatasetSchema = field(default_factory=DatasetSchema)
     on_disk: Mapping[str, RowsOnDisk] = field(default_factory=dict)
+    pack: bool = False
+    """True if tasks put several of these documents into a row (`worker.data.packing`)."""
 
     def __post_init__(self) -> None:
-        if LABELS not in self.tensors:
-            names = ", ".join(sorted(self.tensors)) or "none"
+        if LABELS not in self.inputs:
+            names = ", ".join(sorted(self.inputs)) or "none"
             raise DataError(f"no tensor {LABELS!r} among the tensors ({names}): add it")
         domains = self.domains
         sizes = {name: tensor.shape[0] if tensor.shape else 0 for name, tensor in sorted(self.inputs.items())}
@@ -192,13 +215,13 @@ class Dataset:
 
     @property
     def examples(self) -> int:
-        return len(self.tensors[LABELS])
+        return self.inputs[LABELS].shape[0]
 
     @property
     def classes(self) -> Tensor | None:
         """The class of each example, int64 [examples], or None if `labels` is not one class for each example."""
-        labels = self.tensors[LABELS]
-        return None if labels.ndim != 1 or labels.is_floating_point() else labels.long()
+        labels = self.tensors.get(LABELS)
+        return None if labels is None or labels.ndim != 1 or labels.is_floating_point() else labels.long()
 
     def split_keys(self) -> Iterator[bytes]:
         """Yield the bytes that decide whether each example is held out: its group, or else its identity."""
@@ -208,7 +231,7 @@ class Dataset:
         """Yield bytes that identify each example, regardless of its label and of the other examples: its source, or
         else a digest of its tensors, converted to `dtype` if given."""
         if self.sources is not None:
-            yield from self.sources
+            yield from map(bytes, self.sources)
             return
         inputs = [(name, values) for name, values in sorted(self.inputs.items()) if name != LABELS]
         for place in range(self.examples):
@@ -225,13 +248,14 @@ class Dataset:
             {name: tensor[index] for name, tensor in self.tensors.items()},
             self.common,
             domains=None if self.domains is None else self.domains[index],
-            sources=None if self.sources is None else [self.sources[place] for place in index.tolist()],
+            sources=_chosen(self.sources, index),
             padding=self.padding,
-            groups=None if self.groups is None else [self.groups[place] for place in index.tolist()],
-            texts=self.texts and self.texts.rows(index.tolist()),
+            groups=_chosen(self.groups, index),
+            texts=self.texts and self.texts.rows(index),
             report=self.report,
             schema=self.schema,
             on_disk={name: stored.chosen(index) for name, stored in self.on_disk.items()},
+            pack=self.pack,
         )
 
     def read(self, index: Tensor) -> dict[str, Tensor]:
@@ -248,8 +272,10 @@ class Dataset:
         """Return the examples with texts padded to the maximal length, so that no shape reveals the longest text."""
         if self.padding is None:
             return self
-        tensors = {n: self.padding.fill(n, t) if n in self.padding.values else t for n, t in self.tensors.items()}
-        return replace(self, tensors=tensors, padding=None)
+        known = self.padding.values
+        tensors = {n: self.padding.fill(n, t) if n in known else t for n, t in self.tensors.items()}
+        on_disk = {n: rows.padded(n, self.padding) if n in known else rows for n, rows in self.on_disk.items()}
+        return replace(self, tensors=tensors, on_disk=on_disk, padding=None)
 
     def placeholder(self, examples: int, end: int | None = None) -> dict[str, Tensor]:
         """Return synthetic examples that depend only on the shapes and dtypes of these.
@@ -291,6 +317,15 @@ class Dataset:
         return torch.split(order, batch_size or count)
 
 
+def _chosen(values: Any, index: Tensor) -> Any:
+    """Return the values at these places, of a list, an array or cells with one for each example, or None."""
+    if isinstance(values, Cells):
+        return values.chosen(index.numpy())
+    if values is None or isinstance(values, np.ndarray):
+        return values if values is None else values[index.numpy()]
+    return [values[place] for place in index.tolist()]
+
+
 def schema_of(
     tensors: Mapping[str, Tensor | RowsOnDisk], shapes: Mapping[str, Shape], classes: int | None = None
 ) -> DatasetSchema:
@@ -313,3 +348,5 @@ class Adapter(Generic[O]):
     options: type[O]
     open: Callable[[O], Dataset]
     """A function from the options to the data set. Raises DataError."""
+    open_prepared: Callable[[O, Prepared], Dataset] | None = None
+    """The same for a kind that makes files of its own from the data; it is used in place of `open`."""

@@ -16,6 +16,7 @@ from tessera.shared.validation_errors import messages_of
 from tessera.worker.data.dataset import Adapter, DataError, Dataset
 from tessera.worker.data.partition.division import hold_out, part_of
 from tessera.worker.data.partition.schemes import SitePartition
+from tessera.worker.data.prepared import NOT_KEPT, Prepared
 
 KINDS = "tessera.worker.data.kinds"
 GROUP = "tessera.datasets"
@@ -28,8 +29,11 @@ def load(
     part: SitePartition | None = None,
     held_out: float | None = None,
     key: bytes = b"",
+    prepared: Prepared = NOT_KEPT,
 ) -> Dataset:
     """Return the data set of a kind, or a part of it, with a share of the examples held out by a hash with `key`.
+
+    `prepared` is the folder for files that its kind makes once from the data.
 
     Raises DataError for an unknown kind, an invalid option, an unreadable file or an empty side of the division.
     """
@@ -39,7 +43,8 @@ def load(
     if adapter is None:
         raise DataError(f"kind: there is no {kind!r}{did_you_mean(kind, kinds())}")
     try:
-        dataset: Dataset = adapter.open(adapter.options.model_validate(options))
+        given = adapter.options.model_validate(options)
+        dataset: Dataset = adapter.open_prepared(given, prepared) if adapter.open_prepared else adapter.open(given)
     except ValidationError as fault:
         steps, message = messages_of(fault.errors(include_url=False), adapter.options)[0]
         raise DataError(f"{'.'.join(map(str, steps)) or kind}: {message}") from None

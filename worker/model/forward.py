@@ -96,6 +96,9 @@ def forward(
     # Some models make the inputs of their decoder from the labels.
     ours = head == "contrastive" or (objective is not None and head != "seq2seq-lm")
     labels = inputs.pop("labels") if ours else None
+    if head == "causal-lm" and "position_ids" in inputs:
+        # With a cache, transformers does not look for the documents of packed rows.
+        inputs["use_cache"] = False  # type: ignore[assignment]
     output: Any = model(**inputs) if values is None else functional_call(model, dict(values), (), inputs)
     if objective:
         return Output(objective.of_batch(output.logits, head, batch["labels"]), output.logits)

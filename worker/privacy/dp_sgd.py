@@ -44,6 +44,9 @@ the noise's variance, and each step contains about 2^50 of the noise's possible 
 NOISE_AT_ONCE = 1 << 20
 """Number of noise values to draw at a time."""
 
+KNOWN_AT_ONCE = 1024
+"""Number of examples whose tokens and classes are compared with the model's at a time."""
+
 ROUNDING = {EXACT: 2.0**-14, ROUGH: 2.0**-6}
 """Reduction of the clip norm, as a share of it, by the gradients' tolerance: the rounding errors that an example
 causes in the other gradients of its batch are part of its influence."""
@@ -131,10 +134,12 @@ def known_examples(context: LocalTaskContext, dataset: Dataset, sample: Batch) -
     }
     known = torch.ones(dataset.examples, dtype=torch.bool)
     for name, bound in bounds.items():
-        values = dataset.tensors.get(name)
-        if bound and values is not None and not values.is_floating_point():
-            fits = ((values >= 0) & (values < bound)) | ((values == IGNORED) & (name == "labels"))
-            known &= fits.flatten(1).all(dim=1) if fits.ndim > 1 else fits
+        stored = dataset.inputs.get(name)
+        if bound and stored is not None and not stored.dtype.is_floating_point:
+            for rows in torch.split(torch.arange(dataset.examples), KNOWN_AT_ONCE):
+                values = stored[rows]
+                fits = ((values >= 0) & (values < bound)) | ((values == IGNORED) & (name == "labels"))
+                known[rows] &= fits.flatten(1).all(dim=1) if fits.ndim > 1 else fits
     return known
 
 

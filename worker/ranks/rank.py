@@ -33,6 +33,7 @@ from tessera.worker.task.model_cache import ModelCache
 from tessera.worker.task.train import train
 from tessera.worker.training.context import LocalTaskContext
 from tessera.worker.training.input_mismatch import FAULTS, explained, require_own_loss
+from tessera.worker.training.optimization.precision import allow_tf32
 from tessera.worker.training.progress import Report
 
 REPORT_SECONDS = 0.5
@@ -80,6 +81,7 @@ class Rank:
     def _execute(self, given: Handover) -> Result:
         task, fetched = given.task, given.fetched
         self._report = given.report
+        allow_tf32(allowed=given.setup.compute.tf32)
         run = TaskRun(self._environment(given), task, self._check, given.report, self._journal())
         built = self._models.take(task.run, task.model)
         if built is None or len(fetched.bases) < len(fetched.blocks):

@@ -86,6 +86,11 @@ def simulate(
     quorum, and the exceptions of a method's own code.
     """
     start = ModelFolder.open(model) if isinstance(model, Path) else model
+    if start.model.external:
+        raise Invalid(
+            "a simulation needs the bytes of the model's base, which is external",
+            remedy="Create the model folder without --external-base.",
+        )
     federation = _Federation(spec, start, sites, test, conditions or Conditions())
     if out is not None:
         return federation.run(out, until, watch)

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from pydantic import ValidationError
 
+from tessera.shared.api.tasks import Task
 from tessera.shared.methods.registry import check as check_method
+from tessera.shared.methods.registry import needs_one_example_per_row
 from tessera.shared.schedule import local_epochs
 from tessera.shared.tensors.lazy import Array
 from tessera.shared.updates.codecs import pipeline
@@ -65,6 +67,8 @@ def admit(run: TaskRun) -> Admission:
     if dataset is None:
         raise TaskFailure("unknown-dataset", f"this worker has no data set {task.dataset!r}")
     check_use(task, for_evaluation=task.dataset in env.for_evaluation)
+    if dataset.pack:
+        _require_packable(task)
     env.policy.check_batch(task.training.batch_size, dataset.examples)
     if task.kind == "train":
         env.policy.check_epochs(local_epochs(task.training, dataset.examples))
@@ -77,6 +81,17 @@ def admit(run: TaskRun) -> Admission:
         return Admission(dataset, snapshot, None, None)
     checkpoint = checkpoint_of(env, task)
     return Admission(dataset, snapshot, _private(run, dataset, checkpoint), checkpoint)
+
+
+def _require_packable(task: Task) -> None:
+    """Raise TaskFailure if the run needs a row for each example, and the data set has rows of several texts."""
+    what = None
+    if task.privacy is not None:
+        what = "under differential privacy, where a row of several texts would be protected in place of a text"
+    elif needs_one_example_per_row(task.method):
+        what = f"by the method {task.method.name}, which compares or measures rows of one text each"
+    if what:
+        raise TaskFailure("packed-texts", f"the data set {task.dataset!r} is packed (pack = true), and trains {what}")
 
 
 def _require_approval(run: TaskRun, inbox: Inbox, snapshot: RunSnapshot, dataset: Dataset) -> None:

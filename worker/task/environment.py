@@ -24,12 +24,14 @@ from tessera.worker.governance.run_history import RunHistory
 from tessera.worker.model.layouts import MappingFile
 from tessera.worker.model.sandbox import Sandbox
 from tessera.worker.state.audit import Action, Audit
+from tessera.worker.state.base_sources import BaseSources
 from tessera.worker.state.blob_cache import Row, Source
 from tessera.worker.state.checkpoints import Checkpoints
 from tessera.worker.state.hash_chain import TaskRef
 from tessera.worker.state.privacy_ledger import Ledger, Use
 from tessera.worker.state.vault import Vault
 from tessera.worker.task.model_cache import ModelCache
+from tessera.worker.training.optimization.micro_batch import PieceSize
 from tessera.worker.training.progress import Check, Report
 from tessera.worker.training.setup import TrainingSetup
 
@@ -87,6 +89,8 @@ class TaskEnvironment:
     models: ModelCache = field(default_factory=ModelCache)
     versions: dict[str, CachedVersion] = field(default_factory=dict)
     """The version of the run's last task, by run."""
+    piece_sizes: dict[str, PieceSize] = field(default_factory=dict)
+    """The size of pieces that fits into memory, by run."""
     scalers: dict[str, torch.amp.GradScaler] = field(default_factory=dict)
     """Float16 loss scalers by run: the scale is found by trial, so it is kept for the next round, and in the vault
     for the next start."""
@@ -114,6 +118,8 @@ class TaskEnvironment:
     """Updates held for release, if the policy requires it."""
     audit: Audit | None = None
     """The site's audit chain; None keeps no record, as in a simulation."""
+    bases: BaseSources | None = None
+    """The site's external bases; None has none, as in a simulation."""
     sandbox: Sandbox | None = None
     """Sandbox in which an untrusted model is built first; None trusts every model, as in a simulation."""
     checkpoints: Checkpoints | None = None
@@ -126,6 +132,10 @@ class TaskEnvironment:
     @property
     def device(self) -> torch.device:
         return self.setup.device
+
+    def piece_size(self, run: str) -> PieceSize:
+        """Return the size of pieces for the next task of a run, which its training updates."""
+        return self.piece_sizes.setdefault(run, PieceSize.of(self.setup.micro_batch))
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,8 @@ def _personalise(run: TaskRun, loaded: Loaded, dataset: Dataset) -> bool:
     if phases:
         run.journal.note_exact(dataset.examples, "training")
         with loss_scaler(env, task) as scaler:
-            trainer = Trainer(half, context, task.training, env.setup, run.check, scaler=scaler)
+            size = env.piece_size(task.run)
+            trainer = Trainer(half, context, task.training, env.setup, run.check, scaler=scaler, piece_size=size)
             trainer.train(phases, dataset, task.seed)
         return True
     # A vault may hold only training state, and a freshly added private layer that never trained personalizes

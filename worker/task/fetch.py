@@ -28,6 +28,8 @@ from tessera.worker.model.device_memory import free_bytes, needed_bytes
 from tessera.worker.model.forward import objective_of
 from tessera.worker.model.layouts import MappingFile
 from tessera.worker.state.atomic_files import temporary_file
+from tessera.worker.state.base_cache import BaseRecordError
+from tessera.worker.state.base_sources import BaseUnavailable
 from tessera.worker.state.blob_cache import BlobTensor, BlobTooLarge
 from tessera.worker.state.vault import NoReceipt
 from tessera.worker.task.environment import MAX_INLINE, CachedVersion, TaskRun
@@ -116,7 +118,10 @@ def fetch(run: TaskRun, dataset: Dataset) -> Fetched:
         manifest = Manifest.read(_document(run, task.version.digest), lambda digest: _document(run, digest))
     if last is None:
         require_memory(run, blocks)
-    bases = _fetch_blocks(run, manifest, [block for block in blocks if block.name in names], blocks)
+    wanted = [block for block in blocks if block.name in names]
+    stored = [block for block in blocks if block.name not in document.external]
+    bases = _fetch_base(run, document, wanted)
+    bases |= _fetch_blocks(run, manifest, [block for block in wanted if block.name not in document.external], stored)
     return Fetched(document, mapping, manifest, blocks, bases, last)
 
 
@@ -166,7 +171,8 @@ def load(run: TaskRun, fetched: Fetched) -> Loaded:
     for base in fetched.bases.values():
         run.check()
         values = base.values()
-        _require_finite(base.block.name, values)
+        if fetched.last is None or base.block.name not in fetched.document.external:
+            _require_finite(base.block.name, values)
         write_block(tensors, base.block, values)
     seed_everything(task.seed)
     half = _half(run, built.blocks)
@@ -248,6 +254,31 @@ def _document(run: TaskRun, digest: str) -> bytes:
     raw = fetch_blob(run, digest, MAX_DOCUMENT_BYTES).read_bytes()
     check_document(raw)
     return raw
+
+
+def _fetch_base(run: TaskRun, document: Model, wanted: Sequence[Block]) -> dict[str, BlobTensor]:
+    """Return the wanted blocks of an external base, which come from the site alone. Raises TaskFailure."""
+    blocks = {document.external[block.name]: block for block in wanted if block.name in document.external}
+    if not blocks:
+        return {}
+    if run.env.bases is None:
+        raise TaskFailure("no-base", "this worker has no cache of external bases")
+    try:
+        spans = run.env.bases.fetch(blocks, run.check)
+    except BaseUnavailable as fault:
+        structlog.get_logger("worker").warning("no-base", detail=str(fault), faults=fault.faults)
+        raise TaskFailure("no-base", str(fault)) from None
+    except BaseRecordError as fault:
+        structlog.get_logger("worker").error("no-base", detail=str(fault))
+        raise TaskFailure("no-base", "the worker's record of a base cannot be read; its log names it") from None
+    found = {}
+    for block in wanted:
+        if digest := document.external.get(block.name):
+            span = spans[digest]
+            if span.nbytes != block.nbytes:
+                raise TaskFailure("invalid-model", f"{block.name}: {digest} has {span.nbytes} bytes")
+            found[block.name] = BlobTensor(span.path, block, span.offset)
+    return found
 
 
 def _fetch_blocks(

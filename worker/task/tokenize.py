@@ -1,5 +1,6 @@
-"""The stage that converts a site's texts with the tokenizer of the run's model."""
+"""The stage that converts a site's texts with the tokenizer of the run's model, and packs them into rows."""
 
+from itertools import chain, islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -8,40 +9,63 @@ import structlog
 from tessera.shared.model.preprocessing import FileName, require_file
 from tessera.shared.model.spec import Model
 from tessera.shared.problems import Invalid
-from tessera.worker.data.dataset import DataError, Dataset
+from tessera.worker.data.dataset import DataChanged, DataError, Dataset
+from tessera.worker.data.packing import packed
 from tessera.worker.data.readers.tokenizer import MAX_TOKENS, tokenized, tokenizer_of
 from tessera.worker.model.prompts import token_embedding
 from tessera.worker.model.sandbox import TokenizerRequest
 from tessera.worker.task.environment import TaskRun
 from tessera.worker.task.errors import TaskFailure
 from tessera.worker.task.fetch import Loaded, fetch_blob
+from tessera.worker.training.packing_probe import packing_fault
 
 FILE: FileName = "tokenizer.json"
 SETTINGS_FILE: FileName = "tokenizer_config.json"
+AT_ONCE = 1 << 14
+"""Number of texts that a child of the sandbox converts."""
 
 
 def tokenize(run: TaskRun, document: Model, loaded: Loaded, dataset: Dataset) -> Dataset:
-    """Return the data set as it is, or its raw texts as tokens of the run's tokenizer.
+    """Return the data set as it is, or its raw texts as tokens of the run's tokenizer, packed if it is to be.
 
     Raises TaskFailure, UnsafeConfig and Problem. No message depends on the texts.
     """
     env, task = run.env, run.task
-    if (texts := dataset.texts) is None:
+    if dataset.texts is None and not dataset.pack:
         return dataset
     if (known := env.tokenized.get(task.dataset)) and known[0] == task.model:
         return known[1]
+    if dataset.pack and (fault := packing_fault(loaded.context)):
+        raise TaskFailure(
+            "packed-texts",
+            f"the data set {task.dataset!r} is packed (pack = true), and the model {fault}: it must take "
+            "position_ids and build its attention mask from them, as Llama does",
+        )
+    made = _tokenized(run, document, loaded, dataset) if dataset.texts else dataset
+    if dataset.pack:
+        made = packed(made)
+    env.tokenized[task.dataset] = task.model, made
+    return made
+
+
+def _tokenized(run: TaskRun, document: Model, loaded: Loaded, dataset: Dataset) -> Dataset:
+    env, task, texts = run.env, run.task, dataset.texts
+    if texts is None:
+        return dataset
     with TemporaryDirectory(dir=env.scratch) as folder:
         raw = _write_files(run, document, Path(folder))
         if env.sandbox:
-            request = TokenizerRequest(
-                tokenizer=raw.decode(errors="replace"),
-                texts=tuple(
-                    text for part in (dataset, dataset.held_out) if part and part.texts for text in part.texts.parts()
-                ),
-                max_length=texts.max_length or MAX_TOKENS,
-                by_word=texts.by_word,
+            parts = chain.from_iterable(
+                part.texts.parts() for part in (dataset, dataset.held_out) if part and part.texts
             )
-            env.sandbox.require_tokenizer(request, run.check)
+            while some := tuple(islice(parts, AT_ONCE)):
+                request = TokenizerRequest(
+                    tokenizer=raw.decode(errors="replace"),
+                    texts=some,
+                    max_length=texts.max_length or MAX_TOKENS,
+                    by_word=texts.by_word,
+                )
+                env.sandbox.require_tokenizer(request, run.check)
         embeddings = token_embedding(loaded.built.model).num_embeddings
         try:
             tokenizer = tokenizer_of("tokenizer", folder, by_word=texts.by_word)
@@ -54,15 +78,15 @@ def tokenize(run: TaskRun, document: Model, loaded: Loaded, dataset: Dataset) ->
             "run from a folder with the model's own tokenizer",
         )
     try:
-        made = tokenized(dataset, tokenizer)
+        return tokenized(dataset, tokenizer)
+    except DataChanged:
+        raise
     except DataError as fault:
         structlog.get_logger("worker").error("texts-not-tokenized", dataset=task.dataset, detail=str(fault))
         raise TaskFailure(
             "tokenizer-mismatch",
             "the run's tokenizer cannot convert the texts of this site; the worker's own log has more",
         ) from None
-    env.tokenized[task.dataset] = task.model, made
-    return made
 
 
 def _write_files(run: TaskRun, document: Model, folder: Path) -> bytes:

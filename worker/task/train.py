@@ -72,6 +72,7 @@ def train(
             scaler,
             round_number=task.round,
             rounds=task.rounds,
+            piece_size=env.piece_size(task.run),
             moments=loaded.moments if task.training.keep_moments else None,
             checkpoints=TrainingCheckpoints(checkpoint, env.checkpoint_seconds) if checkpoint else None,
         )

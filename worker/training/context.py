@@ -1,6 +1,7 @@
 """The task context of a method's worker half: a model, the plan, and access to the model's internals."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -23,6 +24,7 @@ from tessera.worker.model.build import read_block, write_block
 from tessera.worker.model.config import ConfigError
 from tessera.worker.model.forward import IGNORED, CrossEntropy, forward
 from tessera.worker.model.prompts import REMEDY, PromptError, fused_prompts, prompts_of
+from tessera.worker.training.optimization.compilation import uncompiled
 
 
 def largest(scores: Array, count: int, picks: int | None = None) -> list[int]:  # noqa: ARG001 (it is for noise)
@@ -83,7 +85,8 @@ class LocalTaskContext:
         return whole
 
     def forward(self, batch: Mapping[str, Tensor], values: Mapping[str, Tensor] | None = None) -> Output:
-        return forward(self.model, self.head, batch, values, self.objective)
+        with nullcontext() if values is None else uncompiled(self.model):
+            return forward(self.model, self.head, batch, values, self.objective)
 
     def forward_with_features(self, batch: Mapping[str, Tensor]) -> tuple[Output, Tensor]:
         return self._output_and_features(batch, None)
@@ -106,7 +109,8 @@ class LocalTaskContext:
         inputs: list[Tensor] = []
         handle = self._head_module().register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
         try:
-            output = self.forward(batch, values)
+            with uncompiled(self.model):
+                output = self.forward(batch, values)
         finally:
             handle.remove()
         features = inputs[0]  # [examples, width] or [examples, positions, width]

@@ -17,10 +17,11 @@ from tessera.worker.training.checkpoints import Below, under
 from tessera.worker.training.context import LocalTaskContext
 from tessera.worker.training.divergence import TrainingDiverged
 from tessera.worker.training.freeze import Freeze
-from tessera.worker.training.optimization.micro_batch import pieces_of, require_additive
-from tessera.worker.training.optimization.optimizer import optimizer_of, parameter_groups, set_rate
+from tessera.worker.training.optimization.micro_batch import PieceSize, pieces_of, require_additive
+from tessera.worker.training.optimization.optimizer import make_moments, optimizer_of, parameter_groups, set_rate
 from tessera.worker.training.optimization.optimizer_state import optimizer_tensors, set_optimizer_tensors
 from tessera.worker.training.optimization.precision import MIN_LOSS_SCALE
+from tessera.worker.training.randomness import generator_states, set_generator_states
 from tessera.worker.training.setup import LocalTraining, PrivateGradients
 
 COUNTS = ("batches", "steps", "rate_steps", "loss_sum", "examples", "skipped", "_fitted")
@@ -69,6 +70,9 @@ class PhaseTraining:
         self._read_at = local.clock()
         self.skipped: list[float] = []
         """The shares of the learning rate of skipped steps."""
+        self._size = local.piece_size or PieceSize.of(local.setup.micro_batch)
+        self._has_moments = not self._size.automatic
+        """True once the optimizer has allocated its moments."""
         self._fitted = not local.scaler.is_enabled()
         """True once the loss scale fits the gradients."""
         self._overflowed: Tensor | None = None
@@ -159,13 +163,16 @@ class PhaseTraining:
         self._read()
         counts = {name: getattr(self, name) for name in COUNTS}
         tensors = under("optimizer", optimizer_tensors(self._optimizer, self._by_name()))
-        return {**counts, "scaler": self._local.scaler.state_dict()}, tensors
+        document = {"scaler": self._local.scaler.state_dict(), "micro_batch": self._size.examples}
+        return {**counts, **document}, tensors
 
     def set_state(self, document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """Set the state that `state` returned, and skip the rates of the steps that it counts."""
         for name in COUNTS:
             setattr(self, name, document[name])
         self._local.scaler.load_state_dict(document["scaler"])
+        if self._size.automatic:
+            self._size.examples = document["micro_batch"]
         set_optimizer_tensors(self._optimizer, self._by_name(), Below("optimizer", tensors))
 
     def _by_name(self) -> dict[str, Tensor]:
@@ -194,13 +201,7 @@ class PhaseTraining:
     def _try_step(self, batch: Batch, labels: Tensor) -> Tensor:
         """Take a step unless the gradients overflow, which `_overflowed` then shows. Returns the batch's loss."""
         scaler = self._local.scaler
-        self._optimizer.zero_grad(set_to_none=True)
-        value = torch.zeros((), dtype=torch.float64, device=self._local.setup.device)
-        for piece, share in self._pieces(batch, labels):
-            loss = self._local.loss(piece)
-            loss = loss * share if isinstance(share, Tensor) or share != 1 else loss
-            value += loss.detach()
-            scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        value = self._fitting_gradients(batch, labels) if self._size.automatic else self._gradients(batch, labels)
         self._ranks.sum_gradients(self.freeze.parameters)
         value = self._ranks.total(value)
         scaler.unscale_(self._optimizer)
@@ -210,11 +211,51 @@ class PhaseTraining:
         self.freeze.restore()
         return value
 
+    def _fitting_gradients(self, batch: Batch, labels: Tensor) -> Tensor:
+        """Set the gradients to a batch's, in pieces that fit into memory. Returns its loss.
+
+        When memory runs out, everything is as it was before the step, except the size of pieces. Raises
+        ExampleTooLarge.
+        """
+        if not self._has_moments:
+            make_moments(self._optimizer)
+            self._has_moments = True
+        value: Tensor | None
+        while True:
+            generators = generator_states()
+            buffers = [(buffer, buffer.clone()) for buffer in self._local.context.model.buffers()]
+            try:
+                value = self._gradients(batch, labels)
+            except torch.OutOfMemoryError:
+                # The traceback holds the tensors of the pass, so nothing is done about it before it is gone.
+                value = None
+            # What the ranks sum in a step, all of them sum again.
+            short = value is None
+            if not self._ranks.any_rank(short) and value is not None:
+                return value
+            self._optimizer.zero_grad(set_to_none=True)
+            for buffer, values in buffers:
+                buffer.copy_(values)
+            set_generator_states(*generators)
+            if short:
+                self._size.halve(len(labels))
+
+    def _gradients(self, batch: Batch, labels: Tensor) -> Tensor:
+        """Set the gradients to a batch's. Returns its loss."""
+        self._optimizer.zero_grad(set_to_none=True)
+        value = torch.zeros((), dtype=torch.float64, device=self._local.setup.device)
+        for piece, share in self._pieces(batch, labels):
+            loss = self._local.loss(piece)
+            loss = loss * share if isinstance(share, Tensor) or share != 1 else loss
+            value += loss.detach()
+            self._local.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        return value
+
     def _note_overflow(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._overflowed = getattr(optimizer, "found_inf", None)
 
     def _pieces(self, batch: Batch, labels: Tensor) -> list[tuple[Batch, float | Tensor]]:
-        context, size = self._local.context, self._local.setup.micro_batch
+        context, size = self._local.context, self._size.examples
         by_example, weighted = self._local.half.loss_by_example, self._local.training.class_weights is not None
         require_additive(context.model, labels, size, loss_by_example=by_example, weighted=weighted)
         pieces = pieces_of(batch, labels, size, context.head, self._common, context.objective)

@@ -22,7 +22,7 @@ def generator_states() -> tuple[dict[str, Any], dict[str, Tensor]]:
     name, words, *rest = np.random.get_state()  # noqa: NPY002
     document = {"python": random.getstate(), "numpy": [name, np.asarray(words).tolist(), *rest]}
     tensors = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         tensors |= {f"cuda:{number}": state for number, state in enumerate(torch.cuda.get_rng_state_all())}
     return document, tensors
 

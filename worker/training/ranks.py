@@ -46,6 +46,9 @@ class Ranks(Protocol):
     def total(self, value: N) -> N:
         """Return the sum of the ranks' values, of a tensor on its device."""
 
+    def any_rank(self, true: bool) -> bool:
+        """Return whether it is true in a rank."""
+
     def same(self, compute: Callable[[], T]) -> T:
         """Return what the first rank computes, or raise what it raises."""
 
@@ -76,6 +79,9 @@ class OneRank:
 
     def total(self, value: N) -> N:
         return value
+
+    def any_rank(self, true: bool) -> bool:
+        return true
 
     def same(self, compute: Callable[[], T]) -> T:
         return compute()

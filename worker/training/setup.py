@@ -11,10 +11,12 @@ from torch import Tensor
 
 from tessera.shared.methods.base import WorkerHalf
 from tessera.shared.run_settings import Training
+from tessera.worker.compute import Compute
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.training.checkpoints import TrainingCheckpoints
 from tessera.worker.training.context import LocalTaskContext
 from tessera.worker.training.freeze import Freeze
+from tessera.worker.training.optimization.micro_batch import MicroBatch, PieceSize
 from tessera.worker.training.optimization.moments import Moments
 from tessera.worker.training.optimization.precision import autocast
 from tessera.worker.training.progress import Check, Report
@@ -26,9 +28,10 @@ class TrainingSetup:
     """A worker's settings for the training of all tasks."""
 
     device: torch.device
-    micro_batch: int | None = None
+    micro_batch: MicroBatch = None
     """Number of examples in a forward and backward pass, for a device on which a batch does not fit. The gradients of
     a batch's pieces add up to the batch's. A private task splits its batches itself."""
+    compute: Compute = field(default_factory=Compute)
     ranks: Ranks = field(default_factory=OneRank)
     """The processes that train together, of which this is one."""
 
@@ -79,6 +82,8 @@ class LocalTraining:
     moments: Moments | None = None
     """The optimizer's moments of earlier rounds, which this training goes on with and updates."""
     checkpoints: TrainingCheckpoints | None = None
+    piece_size: PieceSize | None = None
+    """The size of pieces that the run's last task ended with; that of the setup if None."""
     clock: Callable[[], float] = time.monotonic
     """Seconds since some instant, by which losses are read from the device."""
 

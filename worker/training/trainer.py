@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import islice
 
@@ -15,6 +16,7 @@ from tessera.worker.training.batches import Batches
 from tessera.worker.training.divergence import TrainingDiverged
 from tessera.worker.training.input_mismatch import InputMismatch, rehearsal_fault
 from tessera.worker.training.optimization.attention_masks import unread_masks
+from tessera.worker.training.optimization.compilation import compiled
 from tessera.worker.training.phase_training import PhaseTraining
 from tessera.worker.training.progress import CALIBRATING
 from tessera.worker.training.setup import LocalTraining, PrivateTraining
@@ -87,8 +89,11 @@ class Trainer(LocalTraining):
             if current.batches < end:
                 state.save_if_due(current)
 
-        with unread_masks(self.setup.device):
+        with unread_masks(self.setup.device), self._compiled():
             return current.run(islice(batches.with_labels(), end - current.batches), after_step)
+
+    def _compiled(self) -> AbstractContextManager[None]:
+        return compiled(self.context.model) if self.setup.compute.compile else nullcontext()
 
     def _rehearse(self, dataset: Dataset) -> None:
         """Compute a loss on a synthetic example.

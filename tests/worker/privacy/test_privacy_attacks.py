@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from tessera.shared.model.attention_stats import TaskTokens
 from tessera.shared.model.selectors import EVERYTHING, Selector, named
 from tessera.shared.run_settings import Privacy
 from tessera.shared.tensors.lazy import Array
-from tessera.worker.data.dataset import Dataset
+from tessera.worker.data.dataset import Dataset, RowsOnDisk
 from tessera.worker.model.block_map import block_table
 from tessera.worker.model.build import instantiate
 from tessera.worker.privacy.dp_sgd import Mechanism, NoisyGradients, known_examples, sampling
@@ -200,8 +201,12 @@ def test_an_example_that_fails_counts_as_zero_and_changes_nothing_of_the_others(
 def test_examples_with_words_or_classes_that_the_model_lacks_are_told_before_they_are_computed() -> None:
     context, data = version(vocab_size=127), texts(present=True)
     data.tensors["labels"][2] = 2
-    known = known_examples(context, data, data.placeholder(1))
-    assert known.tolist() == [row not in (2, PLACE) for row in range(EXAMPLES)]
+    ids = data.tensors["input_ids"]
+    stored = RowsOnDisk(ids.__getitem__, torch.arange(EXAMPLES), (TOKENS,), ids.dtype)
+    others = {name: tensor for name, tensor in data.tensors.items() if name != "input_ids"}
+    for each in (data, replace(data, tensors=others, on_disk={"input_ids": stored})):
+        known = known_examples(context, each, each.placeholder(1))
+        assert known.tolist() == [row not in (2, PLACE) for row in range(EXAMPLES)]
 
 
 def test_gradients_that_cancel_each_other_out_are_no_reason_to_fail() -> None:

@@ -23,6 +23,7 @@ from tessera.worker.governance.policy import Policy
 from tessera.worker.model.block_map import block_table, named_tensors
 from tessera.worker.model.build import instantiate, read_block
 from tessera.worker.privacy.accountant import epsilon
+from tessera.worker.privacy.private_task import PrivateTask
 from tessera.worker.settings import WorkerSettings
 from tessera.worker.state.privacy_ledger import Ledger, NoisySteps
 from tessera.worker.task.heartbeat import Stop
@@ -183,3 +184,23 @@ def test_safl_chooses_by_noisy_sums_that_are_paid_for(coordinator: LiveCoordinat
     events = [event for entry in Ledger(tmp_path / "a" / "ledger").read("digits") for event in entry.events]
     assert epsilon(events, 1e-5) <= 4.0
     assert all("score" not in name for task in tasks_of(client, run) for name in task.metrics)
+
+
+def test_the_noise_is_removed_before_anything_leaves(
+    coordinator: LiveCoordinator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, vault = coordinator.client(), tmp_path / "a" / "vault"
+    begun: list[int] = []
+    leaving: list[int] = []
+
+    def checkpoints() -> int:
+        return len(list(vault.glob("*/checkpoint-*")))
+
+    phase, leave = PrivateTask.phase, PrivateTask.leave
+    monkeypatch.setattr(PrivateTask, "phase", lambda *given: begun.append(checkpoints()) or phase(*given))
+    monkeypatch.setattr(PrivateTask, "leave", lambda own: leaving.append(checkpoints()) or leave(own))
+    with site(coordinator, tmp_path):
+        run = ended(client, privacy=PRIVACY, rounds=1)
+    assert run.state == "completed"
+    # The first checkpoint is written with the charge, before the first step.
+    assert (begun, leaving) == ([1], [0])

@@ -19,6 +19,7 @@ from tessera.worker.model.forward import IGNORED
 from tessera.worker.ranks.stages import DeviceStages
 from tessera.worker.simulation import Result, Weights, simulate, virtual_workers
 from tessera.worker.task.runner import TaskRunner
+from tessera.worker.training.optimization.micro_batch import MicroBatch
 from tessera.worker.training.setup import TrainingSetup
 from tests.support.tasks import VIT, images
 
@@ -141,5 +142,8 @@ def test_two_ranks_train_as_one_process_by_other_methods(
 
 
 @pytest.mark.long
-def test_ranks_train_their_rows_in_pieces(stages: DeviceStages, monkeypatch: pytest.MonkeyPatch) -> None:
-    compare(CASES["slices"], stages, monkeypatch, micro_batch=2)
+@pytest.mark.parametrize("micro_batch", [2, "auto"])
+def test_ranks_train_their_rows_in_pieces(
+    micro_batch: MicroBatch, stages: DeviceStages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compare(CASES["slices"], stages, monkeypatch, micro_batch=micro_batch)

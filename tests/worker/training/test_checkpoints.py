@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -14,14 +15,29 @@ import torch
 from structlog.testing import capture_logs
 from torch import Tensor
 
-from tessera.shared.methods.base import LocalResult, MethodSpec, Phase, RunInfo, TaskContext, WorkerHalf
+from tessera.shared.methods.base import (
+    LocalResult,
+    MethodSpec,
+    Phase,
+    Plan,
+    RunInfo,
+    TaskContext,
+    TrainingStats,
+    WorkerHalf,
+)
 from tessera.shared.methods.registry import methods, worker_half
+from tessera.shared.model.selectors import EVERYTHING
+from tessera.shared.run_settings import Training
 from tessera.shared.tensors.lazy import Array
 from tessera.worker.data.dataset import Dataset, RowsOnDisk
 from tessera.worker.model.block_map import block_table
 from tessera.worker.state.checkpoints import CheckpointKey, Checkpoints
 from tessera.worker.training.checkpoints import TrainingCheckpoints
+from tessera.worker.training.context import LocalTaskContext
+from tessera.worker.training.optimization.moments import Moments
 from tessera.worker.training.progress import Report
+from tessera.worker.training.setup import TrainingSetup
+from tessera.worker.training.trainer import Trainer
 from tests.support.tasks import PLAIN, Subject, images, one_task, subject_of
 
 KEY = CheckpointKey(
@@ -83,6 +99,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "a schedule and momentum": ("fedavg", {}, {"epochs": 2, "momentum": 0.9, "schedule": "cosine"}),
     "two phases": ("fedrep", {"head_epochs": 2}, {"optimizer": "adamw"}),
     "a model of its own": ("ditto", {}, {"epochs": 2, "momentum": 0.9}),
+    "moments of two phases": ("ditto", {}, {"optimizer": "adamw", "keep_moments": True}),
     "an anchor and a past model": ("moon", {}, {"epochs": 2}),
     "corrections from the vault": ("scaffold", {}, {"epochs": 2}),
     "private modules": ("pfeddc", {}, {"epochs": 3, "optimizer": "adamw"}),
@@ -114,11 +131,47 @@ def test_a_task_that_is_killed_ends_with_the_same_bits(
         whole_steps += 1
 
     _, undisturbed = train(check=count)
-    # With a checkpoint every second step, some kills lose a step and others lose none.
-    for number, kills in enumerate([(whole_steps // 2,), (3, whole_steps // 3 + 1)]):
+    # With a checkpoint every second step, some kills lose a step. The first kill is in the last phase.
+    for number, kills in enumerate([(whole_steps - 1,), (3, whole_steps // 2)]):
         result, steps = resumed(tmp_path / str(number), kills, 2, train)
         assert flat(result) == flat(undisturbed)
         assert steps < whole_steps  # the last process did not begin anew
+
+
+def trained(process: Process, *phases: Phase, moments: Moments | None = None, **more: Any) -> TrainingStats:
+    """The figures of FedAvg on three batches."""
+    training = Training.model_validate({"batch_size": 8, "learning_rate": 0.05, **more})
+    model = PLAIN.model()
+    facts = RunInfo(block_table(model), rounds=1, training=training)
+    context = LocalTaskContext(model, PLAIN.head, Plan(), facts.blocks)
+    half, setup = worker_half(MethodSpec(name="fedavg"), facts), TrainingSetup(torch.device("cpu"))
+    trainer = Trainer(half, context, training, setup, process.check, moments=moments, checkpoints=process.checkpoints)
+    return trainer.train(phases, images(), 0)
+
+
+@pytest.mark.parametrize("kill", [2, 4, 5])
+def test_the_figures_of_a_resumed_task_are_those_of_the_whole(tmp_path: Path, kill: int) -> None:
+    # Two passes of three steps: the loss is that of the second, in part from before the kill.
+    def stats(process: Process) -> TrainingStats:
+        return trained(process, Phase(EVERYTHING), epochs=2, schedule="linear")
+
+    undisturbed = stats(Process(tmp_path / "one", math.inf))
+    with pytest.raises(Killed):
+        stats(Process(tmp_path / "two", 1, kill))
+    assert stats(Process(tmp_path / "two", 1)) == undisturbed
+
+
+def test_the_moments_that_a_phase_kept_before_the_kill_are_kept_for_the_next_round(tmp_path: Path) -> None:
+    def moments(process: Process) -> dict[str, bytes]:
+        kept = Moments({})
+        trained(process, Phase(EVERYTHING), Phase(EVERYTHING, name="own"), moments=kept, optimizer="adamw")
+        return {name: values.tobytes() for name, values in kept.values.items()}
+
+    undisturbed = moments(Process(tmp_path / "one", math.inf))
+    with pytest.raises(Killed):
+        moments(Process(tmp_path / "two", 1, 5))  # in the second phase
+    assert moments(Process(tmp_path / "two", 1)) == undisturbed
+    assert {name.split("/")[1] for name in undisturbed} == {"train", "own"}
 
 
 # ---------------------------------------------------------------- what is not resumed

@@ -19,6 +19,7 @@ from tessera.shared.run_settings import Training
 from tessera.shared.tensors.lazy import ArrayTensor, to_array
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.model.block_map import block_table
+from tessera.worker.model.forward import objective_of
 from tessera.worker.training.batches import Batches
 from tessera.worker.training.context import LocalTaskContext
 from tessera.worker.training.optimization.attention_masks import unread_masks
@@ -58,9 +59,12 @@ class Reads(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def local_training(method: str, subject: Subject) -> tuple[LocalTraining, list[Phase], Dataset]:
+WEIGHTED: dict[str, Any] = {"class_weights": (0.5, 1.0, 2.0), "label_smoothing": 0.1}
+
+
+def local_training(method: str, subject: Subject, **more: Any) -> tuple[LocalTraining, list[Phase], Dataset]:
     """A site's second task of a run, on the CPU, with all that the first one left."""
-    training = Training(batch_size=4, steps=1, max_gradient_norm=1.0, **methods()[method].training)
+    training = Training(batch_size=4, steps=1, max_gradient_norm=1.0, **methods()[method].training, **more)
     data = subject.data().rows(torch.arange(5))
     _, first = one_task(method, subject=subject, dataset=data, **training.model_dump(exclude_unset=True))
     model = subject.model()
@@ -97,13 +101,15 @@ def move(model: nn.Module, half: object) -> None:
             setattr(half, name, tree_map_only(Tensor, unreadable, value))
 
 
-@pytest.mark.parametrize("method", sorted(methods()))
-def test_a_step_reads_nothing_from_the_device(method: str) -> None:
+@pytest.mark.parametrize(("method", "training"), [*((name, {}) for name in sorted(methods())), ("fedavg", WEIGHTED)])
+def test_a_step_reads_nothing_from_the_device(method: str, training: dict[str, Any]) -> None:
     for number in count():
-        local, phases, data = local_training(method, subject_of(method))
+        local, phases, data = local_training(method, subject_of(method), **training)
         for phase in phases[: number + 1]:
             local.half.on_phase_start(local.context, phase)
         move(local.context.model, local.half)
+        if training is WEIGHTED:
+            local.context.objective = objective_of(local.training, PLAIN.document(), UNREADABLE)
         current = PhaseTraining(local, phases[number], repeat(1.0), frozenset(data.common))
         batches = [
             ({name: unreadable(tensor) for name, tensor in batch.items()}, labels)

@@ -9,22 +9,52 @@ labels = ["benign", "malignant"]
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from pydantic import Field, PositiveInt
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
-from tessera.worker.data.dataset import LABELS, Adapter, DataError, Dataset, LoadReport, Options, RawTexts, schema_of
-from tessera.worker.data.readers.class_labels import Absent, Names, numbered
-from tessera.worker.data.readers.tables import DataTable, Files, read_table
-from tessera.worker.data.readers.tokenizer import MAX_TOKENS, RUN, Encoded, encode, tokenized, tokenizer_of
+from tessera.shared.model.dataset_schema import IDS
+from tessera.worker.data.cells import AT_ONCE, Cells
+from tessera.worker.data.dataset import (
+    LABELS,
+    Adapter,
+    DataError,
+    Dataset,
+    LoadReport,
+    Options,
+    RawTexts,
+    RowsOnDisk,
+    schema_of,
+)
+from tessera.worker.data.prepared import NOT_KEPT, Prepared
+from tessera.worker.data.readers.class_labels import Absent, Names, Numbering
+from tessera.worker.data.readers.tables import DataTable, Files, digest_of, disk_full, read_table, table_name
+from tessera.worker.data.readers.token_file import MASK, Piece, TokenFile, TokenRows, write_tokens
+from tessera.worker.data.readers.tokenizer import (
+    MAX_TOKENS,
+    RUN,
+    WORDS,
+    UnknownShare,
+    identity_of,
+    padding_of,
+    pieces,
+    tokenized,
+    tokenizer_of,
+)
 from tessera.worker.model.forward import IGNORED
+
+FORMAT = 1
+"""The number of the way in which texts become tokens, which is part of their files' names."""
+MAX_IN_MEMORY = 1 << 26
+"""Bytes of the tokens' tensors up to which they are kept in memory if `in_memory` is unset."""
 
 
 class TextOptions(Options):
@@ -48,109 +78,195 @@ class TextOptions(Options):
     group: str | None = Field(default=None, description="column: equal values are held out together (the patient)")
     tokenizer: str = Field(description='a local folder, a name on the hub, or "run": that of each run\'s model')
     max_length: PositiveInt = Field(default=128, le=MAX_TOKENS, description="tokens to which a text is truncated")
+    pack: bool = Field(
+        default=False, description="for causal-lm: whether rows of max_length tokens hold several texts each"
+    )
+    in_memory: bool | None = Field(
+        default=None,
+        description="whether tokens are kept in memory rather than read for each batch; up to 64 MiB if unset",
+    )
 
 
-def text(options: TextOptions) -> Dataset:
+def text(options: TextOptions, prepared: Prepared = NOT_KEPT) -> Dataset:
     """Return `input_ids`, `attention_mask` and, if used, `token_type_ids`, int64 [n, tokens], and `labels`, int64.
 
     Labels are [n] for text classification, else [n, tokens] with -100 where they are ignored: at padding, and after
     the first token of a word. `tokens` is the length of the longest text, at most `max_length`; under privacy it is
-    `max_length`.
+    `max_length`. Tables and tokens are made once, in `prepared`.
     """
     if options.second_text is not None and options.head != "text-classification":
         raise DataError(f"second_text: needs head text-classification, not {options.head}: leave it out")
-    table = read_table("file", options.file, options.split)
-    texts, labels = _HEADS[options.head](options, table)
+    if options.pack and options.head != "causal-lm":
+        raise DataError(f"pack: needs head causal-lm, not {options.head}: leave it out")
+    table = read_table("file", options.file, options.split, prepared)
+    parts, labels = _HEADS[options.head](options, table)
+    convert, numbers = partial(_converted, options, table, prepared), np.arange(table.examples)
+    texts = RawTexts(**parts, convert=convert, max_length=options.max_length, numbers=numbers)
     tokens = (options.max_length,)
-    shapes = {"input_ids": tokens, "attention_mask": tokens, LABELS: tokens if labels.ndim > 1 else ()}
+    shapes = {IDS: tokens, MASK: tokens, LABELS: tokens if labels.ndim > 1 else ()}
     raw = Dataset(
         {LABELS: labels},
         domains=table.domains(options.domain),
         sources=_sources(options, table),
         groups=table.groups(options.group),
         texts=texts,
+        pack=options.pack,
         report=LoadReport(None, table.ignored_files),
         schema=schema_of(dict.fromkeys(shapes, labels), shapes, len(options.labels or ()) or None),
     )
+    prepared.clear(lambda name: name.startswith((table_name(table.digest), _tokens_name(options, table))))
     if options.tokenizer == RUN:
         return raw
     return tokenized(raw, tokenizer_of("tokenizer", options.tokenizer, by_word=texts.by_word))
 
 
-def _converted(where: str, dataset: Dataset, texts: RawTexts, tokenizer: PreTrainedTokenizerBase) -> Dataset:
-    """Return the data set that `text` describes from raw texts and the label of each, or of each of its words."""
-    encoded = encode(tokenizer, texts)
-    labels, padding, least = dataset.tensors[LABELS], encoded.padding, 1
-    if texts.by_word:
-        labels = _of_first_tokens(labels, encoded)
-        # A batch in which all labels are ignored has a loss of nan.
-        if len(empty := torch.nonzero((labels == IGNORED).all(dim=1))):
-            row = f"row {texts.numbers[int(empty[0])]} of {where}"
-            raise DataError(f"max_length: {row} has no word in its first {texts.max_length} tokens")
-    elif labels.ndim > 1:
-        labels, least = encoded.ids.masked_fill(encoded.empty, IGNORED), 2
-    # A text without tokens gives a loss of nan, and so does a single token without a next one.
-    if len(short := torch.nonzero((~encoded.empty).sum(dim=1) < least)):
-        row = f"row {texts.numbers[int(short[0])]} of {where}"
-        raise DataError(f"text: {row} has fewer than {least} tokens: remove the row")
-    if labels.ndim > 1:
+def _tokens_name(options: TextOptions, table: DataTable) -> str:
+    """Return the beginning of the names of files with the texts of a table as tokens."""
+    others = {"file", "split", "tokenizer", "in_memory", "pack", "domain", "group"}
+    return f"tokens-{digest_of([FORMAT, table.digest, options.model_dump(mode='json', exclude=others)])}"
+
+
+def _converted(
+    options: TextOptions,
+    table: DataTable,
+    prepared: Prepared,
+    dataset: Dataset,
+    texts: RawTexts,
+    tokenizer: PreTrainedTokenizerBase,
+) -> Dataset:
+    """Return the data set that `text` describes from raw texts: all of a table, or some for a run's tokenizer."""
+    share = UnknownShare(tokenizer)
+    write = partial(
+        write_tokens,
+        pieces=lambda: _checked(options, table, texts, pieces(tokenizer, texts, share)),
+        about=lambda: {"unknown": share.checked()},
+    )
+    rows = hashlib.sha256(np.asarray(texts.numbers).tobytes()).hexdigest()[:16]
+    same = f"{_tokens_name(options, table)}-{rows}-"
+    name = f"{same}{digest_of(identity_of(tokenizer))}.safetensors"
+    try:
+        tokens = prepared.file(name, write, TokenFile)
+    except OSError as fault:
+        raise disk_full("file", f"the texts of {table.where}", fault) from fault
+    prepared.clear(lambda other: other == name or not other.startswith(same))
+    per_token: dict[str, str | None] = {name: name for name in tokens.about["columns"]}
+    if MASK not in tokenizer.model_input_names:
+        per_token.pop(MASK, None)
+    else:
+        per_token.setdefault(MASK, None)
+    if options.head == "causal-lm":
+        per_token[LABELS] = IDS
+    padding = padding_of(tokenizer, texts, per_token)
+    if LABELS in per_token:
         padding = replace(padding, values={**padding.values, LABELS: IGNORED})
-    tensors = {**encoded.inputs, LABELS: labels}
+    width, places = tokens.about["longest"], torch.arange(len(tokens))
+    on_disk = {
+        name: RowsOnDisk(
+            TokenRows(tokens, table.check, name, column, padding.values[name], width, padding.on_left),
+            places,
+            (width,),
+            torch.int64,
+        )
+        for name, column in per_token.items()
+    }
+    tensors = {} if LABELS in on_disk else dataset.tensors
+    report = replace(dataset.report, unknown_tokens=tokens.about["unknown"])
+    made = replace(dataset, tensors=tensors, on_disk=on_disk, padding=padding, report=report)
     # Without token types, which are left out or not by what the texts are.
-    declared = {name: tensor for name, tensor in tensors.items() if name != "token_type_ids"}
-    shapes = {name: (padding.width,) if tensor.ndim > 1 else () for name, tensor in declared.items()}
-    report = replace(dataset.report, unknown_tokens=encoded.unknown)
-    schema = schema_of(declared, shapes, dataset.schema.classes)
-    return replace(dataset, tensors=tensors, padding=padding, report=report, schema=schema)
+    declared = {name: tensor for name, tensor in made.inputs.items() if name != "token_type_ids"}
+    shapes = {name: (padding.width,) if len(tensor.shape) > 1 else () for name, tensor in declared.items()}
+    made = replace(made, schema=schema_of(declared, shapes, dataset.schema.classes))
+    small = len(tokens) * width * 8 * len(on_disk) <= MAX_IN_MEMORY
+    return made.in_memory() if (small if options.in_memory is None else options.in_memory) else made
 
 
-def _sources(options: TextOptions, table: DataTable) -> list[bytes]:
-    """Return a digest of each row's texts in the file, which does not depend on the tokenizer or on padding."""
-    names = [name for name in (options.text, options.second_text) if name is not None]
-    rows = zip(*(table.column("text", name) for name in names), strict=True)
-    return [hashlib.sha256(json.dumps(row, default=str).encode()).digest() for row in rows]
+def _checked(options: TextOptions, table: DataTable, texts: RawTexts, found: Iterable[Piece]) -> Iterator[Piece]:
+    """Yield the texts as tokens, with the labels of words. Raises DataError, naming the row, for one of which nothing
+    could be learnt."""
+    least, done = 2 if options.head == "causal-lm" else 1, 0
+    for piece in found:
+        some = slice(done, done + len(piece.lengths))
+        rows, done = texts.numbers[some], some.stop
+        columns = dict(piece.columns)
+        if texts.by_word:
+            labels = columns[LABELS] = _of_first_tokens(texts.tags[some], columns.pop(WORDS), piece.lengths)
+            # A batch in which all labels are ignored has a loss of nan.
+            asked = np.bincount(_of_each_token(piece.lengths), labels != IGNORED, len(piece.lengths))
+            if len(empty := np.flatnonzero(asked == 0)):
+                row = f"row {rows[empty[0]]} of {table.where}"
+                raise DataError(f"max_length: {row} has no word in its first {options.max_length} tokens")
+        # A text without tokens gives a loss of nan, and so does a single token without a next one.
+        if len(short := np.flatnonzero(piece.lengths < least)):
+            row = f"row {rows[short[0]]} of {table.where}"
+            raise DataError(f"text: {row} has fewer than {least} tokens: remove the row")
+        yield Piece(piece.lengths, columns)
 
 
-def _raw(options: TextOptions, table: DataTable, first: Sequence[Any], **more: Any) -> RawTexts:
-    convert = partial(_converted, table.where)
-    return RawTexts(first, convert, options.max_length, numbers=range(len(first)), **more)
+def _of_each_token(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the text of each token of texts of these lengths, int64 [tokens of all texts]."""
+    return np.repeat(np.arange(len(lengths)), lengths)
 
 
-def _classified(options: TextOptions, table: DataTable) -> tuple[RawTexts, Tensor]:
-    seconds = None if options.second_text is None else table.texts("second_text", options.second_text)
-    labels = torch.tensor(_numbered(options, table, table.column("label", options.label)))
-    return _raw(options, table, table.texts("text", options.text), second=seconds), labels
+def _of_first_tokens(
+    tags: Sequence[Sequence[int]], words: NDArray[np.int64], lengths: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """Return the labels of words at the first token of each, and -100 elsewhere, int64 [tokens of all texts].
 
-
-def _tagged(options: TextOptions, table: DataTable) -> tuple[RawTexts, Tensor]:
-    """Return lists of words, and the label of each word, int64 [n, words], with -100 after a list's end."""
-    words = [_words(value) for value in table.column("text", options.text)]
-    tags = [_words(value) for value in table.column("label", options.label)]
-    for row, (of_words, of_tags) in enumerate(zip(words, tags, strict=True)):
-        if not of_words or len(of_words) != len(of_tags):
-            raise DataError(f"label: row {row} of {table.where} has {len(of_tags)} labels for {len(of_words)} words")
-    numbers = iter(_numbered(options, table, [tag for row in tags for tag in row]))
-    # Further words have no token within `max_length`.
-    by_word = [torch.tensor([next(numbers) for _ in row][: options.max_length]) for row in tags]
-    first = [row[: options.max_length] for row in words]
-    return _raw(options, table, first, by_word=True), pad_sequence(by_word, True, IGNORED)
-
-
-def _of_first_tokens(by_word: Tensor, encoded: Encoded) -> Tensor:
-    """Return the labels of words, [n, words], at the first token of each, [n, tokens], and -100 elsewhere."""
-    labels = torch.full_like(encoded.ids, IGNORED)
-    for row, words in enumerate(encoded.words):
-        before = None
-        for place, word in enumerate(words):
-            if word is not None and word != before:
-                labels[row, place] = by_word[row, word]
-            before = word
+    `words`, of the same shape, is the place of each token's word in its text, or -1.
+    """
+    texts = _of_each_token(lengths)
+    before = np.stack([texts[:-1], words[:-1]]) != np.stack([texts[1:], words[1:]])
+    begins = (words >= 0) & np.concatenate([[True], before.any(axis=0)])[: len(words)]
+    labels = np.full(len(words), IGNORED, np.int64)
+    labels[begins] = [tags[text][word] for text, word in zip(texts[begins], words[begins], strict=True)]
     return labels
 
 
-def _numbered(options: TextOptions, table: DataTable, values: Sequence[object]) -> list[int]:
+def _sources(options: TextOptions, table: DataTable) -> NDArray[np.uint8]:
+    """Return a digest of each row's texts in the file, which does not depend on the tokenizer or on padding, uint8
+    [rows, 32]."""
+    names = [name for name in (options.text, options.second_text) if name is not None]
+    rows = zip(*(table.cells("text", name) for name in names), strict=True)
+    digests = np.empty((table.examples, hashlib.sha256().digest_size), np.uint8)
+    for place, row in enumerate(rows):
+        digests[place] = memoryview(hashlib.sha256(json.dumps(row, default=str).encode()).digest())
+    return digests
+
+
+Parts = dict[str, Any]
+"""The texts of a table, as arguments of `RawTexts`."""
+
+
+def _classified(options: TextOptions, table: DataTable) -> tuple[Parts, Tensor]:
+    seconds = None if options.second_text is None else _read_once(table.texts("second_text", options.second_text))
+    cells = table.cells("label", options.label)
+    numbering = _numbering(options, table)
+    labels = torch.empty(table.examples, dtype=torch.int64)
+    for first in range(0, len(cells), AT_ONCE):
+        labels[first : first + AT_ONCE] = torch.tensor(numbering.numbers(cells[first : first + AT_ONCE]))
+    numbering.check()
+    return {"first": _read_once(table.texts("text", options.text)), "second": seconds}, labels
+
+
+def _tagged(options: TextOptions, table: DataTable) -> tuple[Parts, Tensor]:
+    """Return lists of words with the label of each, and no labels before there are tokens: int64 [n, 0]."""
+    words = table.cells("text", options.text).mapped(_words)
+    tags = table.cells("label", options.label).mapped(_words)
+    numbering, most = _numbering(options, table), options.max_length
+    for row, (of_words, of_tags) in enumerate(zip(words, tags, strict=True)):
+        if not of_words or len(of_words) != len(of_tags):
+            raise DataError(f"label: row {row} of {table.where} has {len(of_tags)} labels for {len(of_words)} words")
+        numbering.numbers(of_tags)
+    numbering.check()
+    # Further words have no token within `max_length`.
+    classes = tags.mapped(lambda of_text: numbering.numbers(of_text[:most]))
+    first = words.mapped(lambda of_text: of_text[:most])
+    return {"first": first, "tags": classes, "by_word": True}, torch.empty((len(first), 0), dtype=torch.int64)
+
+
+def _numbering(options: TextOptions, table: DataTable) -> Numbering:
     names = options.labels or table.columns.classes.get(options.label)
-    return numbered("label", table.where, values, names, options.absent)
+    return Numbering("label", table.where, names, options.absent)
 
 
 def _words(value: object) -> list[str]:
@@ -160,12 +276,19 @@ def _words(value: object) -> list[str]:
     return value.split() if isinstance(value, str) else []
 
 
-def _continued(options: TextOptions, table: DataTable) -> tuple[RawTexts, Tensor]:
+def _read_once(texts: Cells[str]) -> Cells[str]:
+    """Return the texts after a pass over them, which finds a row without text before any run."""
+    for _ in texts:
+        pass
+    return texts
+
+
+def _continued(options: TextOptions, table: DataTable) -> tuple[Parts, Tensor]:
     """Return texts, and no labels before there are tokens: int64 [n, 0]."""
-    texts = table.texts("text", options.text)
-    return _raw(options, table, texts), torch.empty((len(texts), 0), dtype=torch.int64)
+    texts = _read_once(table.texts("text", options.text))
+    return {"first": texts}, torch.empty((len(texts), 0), dtype=torch.int64)
 
 
 _HEADS = {"text-classification": _classified, "token-classification": _tagged, "causal-lm": _continued}
 
-ADAPTER = Adapter("text", TextOptions, text)
+ADAPTER = Adapter("text", TextOptions, text, text)

@@ -1,7 +1,8 @@
 """Conversion of labels to a model's class numbers, which are the same at every site."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
@@ -28,29 +29,56 @@ Absent = Names | Literal["any"]
 """The names of classes of which a site has no example."""
 
 
+@dataclass
+class Numbering:
+    """The class number of each value of a column, whose values come in batches."""
+
+    option: str
+    where: str
+    names: Sequence[str] | None
+    absent: Absent | None = None
+    _present: set[int] = field(default_factory=set)
+    _unknown: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self._place = {name: number for number, name in enumerate(self.names or ())}
+        self._by_number = not any(name.isdecimal() for name in self._place)
+
+    def numbers(self, values: Iterable[object]) -> list[int]:
+        """Return the class number of each value, and remember it for `check`. A value that is no class gives -1.
+
+        A value among the names is that class; another integer is a class number, unless a name is an integer too.
+        """
+        found = []
+        for value in values:
+            number = _number(value, self._place, by_number=self._by_number)
+            if number is None:
+                self._unknown.add(_shown(value))
+            found.append(-1 if number is None else number)
+        self._present.update(found)
+        return found
+
+    def check(self) -> None:
+        """Raise DataError, naming the values, if some are no class, so that no site numbers classes in an order of
+        its own; and if a name has no example and is not among `absent`: then files may be missing."""
+        if not self._unknown:
+            _require_examples(self.where, self._present, self.names or (), self.absent)
+            return
+        shown = _listed(sorted(self._unknown))
+        found = f"{self.option}: {self.where} has {shown}"
+        if self.names is None:
+            raise DataError(f"{found}; list the classes' names in `labels`, the same at every site")
+        raise DataError(f"{found}, not among the {len(self.names)} names in `labels`; correct it, or add it there")
+
+
 def numbered(
     option: str, where: str, values: Sequence[object], names: Sequence[str] | None, absent: Absent | None = None
 ) -> list[int]:
-    """Return the class number of each value.
-
-    A value among the names is that class; another integer is a class number, unless a name is an integer too. Raises
-    DataError, naming the values, if some are neither, so that no site numbers classes in an order of its own. It also
-    raises DataError if a name has no example and is not among `absent`: then files may be missing.
-    """
-    place = {name: number for number, name in enumerate(names or ())}
-    by_number = not any(name.isdecimal() for name in place)
-    numbers = [_number(value, place, by_number=by_number) for value in values]
-    known = [number for number in numbers if number is not None]
-    if len(known) == len(numbers):
-        _require_examples(where, set(known), names or (), absent)
-        return known
-    unknown = sorted({_shown(value) for value, number in zip(values, numbers, strict=True) if number is None})
-    shown = _listed(unknown)
-    if names is None:
-        raise DataError(f"{option}: {where} has {shown}; list the classes' names in `labels`, the same at every site")
-    raise DataError(
-        f"{option}: {where} has {shown}, not among the {len(names)} names in `labels`; correct it, or add it there"
-    )
+    """Return the class number of each value. Raises DataError as `Numbering.check`."""
+    numbering = Numbering(option, where, names, absent)
+    numbers = numbering.numbers(values)
+    numbering.check()
+    return numbers
 
 
 def _require_examples(where: str, present: set[int], names: Sequence[str], absent: Absent | None) -> None:

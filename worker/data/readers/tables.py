@@ -1,59 +1,114 @@
 """Readers of tables: CSV and TSV, Parquet, JSON lines, and folders saved by `datasets`.
 
 Values are read as they are stored: no content of a file makes the reader decode, fetch or run anything. CSV files
-have no types, so every column is text at every site, regardless of its values.
+have no types, so every column is text at every site, regardless of its values. Rows are mapped from Arrow files, so
+that memory does not grow with them.
 """
 
 import csv
+import errno
+import hashlib
+import importlib
 import json
+import mmap
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain, islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, BinaryIO, NamedTuple
 
-import datasets
 import numpy as np
+import pyarrow as pa
 import torch
-from datasets.exceptions import DatasetsError
+from numpy.typing import NDArray
 from pandas.errors import ParserWarning
-from pyarrow import ArrowException, parquet
+from pyarrow import parquet
 from pydantic import BeforeValidator, Field
 from torch import Tensor
 
-from tessera.worker.data.dataset import DataError, in_short
+from tessera.worker.data.cells import Cells
+from tessera.worker.data.dataset import DataChanged, DataError, in_short
+from tessera.worker.data.prepared import NOT_KEPT, Prepared, mapped
 from tessera.worker.data.readers.table_files import is_saved, saved_split, table_files
 
+JSON_AT_ONCE = 1000
 EMPTY = "it has no rows"
+JSON_CELLS = {b"tessera.cells": b"json"}
+"""The metadata of a table of JSON lines, whose cells are text in JSON."""
+FORMAT = 1
+"""The number of the way in which tables are converted, which is part of their files' names."""
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class Columns(NamedTuple):
     names: Sequence[str]
-    values: Callable[[str], list[Any]]
+    values: Callable[[str], Cells[Any]]
     """A function from a column's name to its values."""
     classes: Mapping[str, tuple[str, ...]] = {}
     """The names of the classes, by the column whose type, a `ClassLabel` of `datasets`, lists them."""
 
 
-def _columns(rows: datasets.Dataset) -> Columns:
-    """Return the columns, with the names of classes in place of numbers."""
-    types = {name: _class_label(feature) for name, feature in rows.features.items()}
-    classes = {name: tuple(classes.names) for name, classes in types.items() if classes}
+class ArrowRows:
+    """The rows of memory-mapped Arrow streams, one after another."""
 
-    def values(name: str) -> list[Any]:
-        found = rows.data.column(name).to_pylist()
-        return [_class_names(value, classes[name]) for value in found] if name in classes else found
+    def __init__(self, maps: Sequence[mmap.mmap]) -> None:
+        """Read the batches' places. Raises ArrowException for a damaged file."""
+        self._maps = maps
+        self._batches = [batch for each in self._maps for batch in pa.ipc.open_stream(pa.py_buffer(each))]
+        self._starts = np.cumsum([0, *map(len, self._batches)])
+        self.schema: pa.Schema = pa.ipc.open_stream(pa.py_buffer(self._maps[0])).schema
 
-    return Columns(rows.column_names, values, classes)
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def values(self, name: str, rows: NDArray[np.int64]) -> list[Any]:
+        """Return a column's values in these rows."""
+        found: list[Any] = [None] * len(rows)
+        of_batches = np.searchsorted(self._starts, rows, side="right") - 1
+        for batch in np.unique(of_batches).tolist():
+            places = np.flatnonzero(of_batches == batch)
+            cells = self._batches[batch].column(name).take(pa.array(rows[places] - self._starts[batch]))
+            for place, value in zip(places.tolist(), cells.to_pylist(), strict=True):
+                found[place] = value
+        # Pages that were read would count as this process's memory until they are needed elsewhere.
+        for each in self._maps:
+            each.madvise(mmap.MADV_DONTNEED)
+        return found
 
 
-def _class_label(feature: object) -> datasets.ClassLabel | None:
-    """Return the type of the classes in a column of classes or of lists of classes."""
-    of_item = getattr(feature, "feature", feature)
-    return of_item if isinstance(of_item, datasets.ClassLabel) and of_item.names else None
+def _columns(rows: ArrowRows, features: Mapping[str, Any] | None, check: Callable[[], None]) -> Columns:
+    """Return the columns, with the names of classes in place of numbers: `features` are the columns' types, if the
+    file does not have them. `check` runs before each reading."""
+    metadata = rows.schema.metadata or {}
+    if features is None:
+        features = json.loads(metadata.get(b"huggingface", b"{}")).get("info", {}).get("features") or {}
+    classes = {name: names for name, feature in features.items() if (names := _class_label(feature))}
+    of_json = JSON_CELLS.items() <= metadata.items()
+    everything = np.arange(len(rows))
+
+    def values(name: str) -> Cells[Any]:
+        def read(places: NDArray[np.int64]) -> list[Any]:
+            check()
+            return rows.values(name, places)
+
+        cells: Cells[Any] = Cells(read, everything)
+        if of_json:
+            return cells.mapped(lambda cell: None if cell is None else json.loads(cell))
+        return cells.mapped(lambda value: _class_names(value, classes[name])) if name in classes else cells
+
+    return Columns(rows.schema.names, values, classes)
+
+
+def _class_label(feature: Any) -> tuple[str, ...]:
+    """Return the names of the classes in a column of them or of lists of them, from its type in `datasets`."""
+    while isinstance(feature, list) and feature:
+        feature = feature[0]
+    of_item = feature.get("feature", feature) if isinstance(feature, dict) else None
+    return tuple(of_item.get("names") or ()) if isinstance(of_item, dict) else ()
 
 
 def _class_names(value: Any, names: tuple[str, ...]) -> Any:
@@ -63,28 +118,43 @@ def _class_names(value: Any, names: tuple[str, ...]) -> Any:
     return names[value] if value is not None and 0 <= value < len(names) else None
 
 
-def _separated(files: Sequence[str], cache: str, separator: str) -> Columns:
-    """Return the columns of CSV files with text in every cell; pandas would guess types."""
+def _library() -> Any:
+    """Return `datasets`, whose import takes a second that a table which was converted before does not need."""
+    library: Any = importlib.import_module("datasets")
+    library.disable_progress_bars()
+    library.logging.set_verbosity(library.logging.CRITICAL)
+    return library
+
+
+def _cached(rows: Any) -> Iterator[pa.RecordBatch]:
+    """Yield the batches of the files that `datasets` wrote, which are read one at a time and not mapped."""
+    for each in rows.cache_files:
+        with pa.OSFile(each["filename"]) as file:
+            yield from pa.ipc.open_stream(file)
+
+
+def _separated(files: Sequence[str], cache: str, separator: str) -> Iterator[pa.RecordBatch]:
+    """Yield the rows of CSV files with text in every cell; pandas would guess types."""
     (header, *others), has_rows = zip(*(_header(file, separator) for file in files), strict=True)
     if any(other != header for other in others):
         raise ValueError("the files do not have the same columns in the same order")
     if not any(has_rows):
         raise ValueError(EMPTY)
+    library = _library()
     # If all rows have one cell too many, pandas makes the first cell an index. With `index_col=False` it cuts off the
     # last one and warns.
     with warnings.catch_warnings(action="error", category=ParserWarning):
-        rows = datasets.Dataset.from_csv(
+        rows = library.Dataset.from_csv(
             list(files),
-            features=datasets.Features(dict.fromkeys(header, datasets.Value("large_string"))),
+            features=library.Features(dict.fromkeys(header, library.Value("large_string"))),
             cache_dir=cache,
-            keep_in_memory=True,
             sep=separator,
             names=header,
             header=0,
             index_col=False,
             keep_default_na=False,
         )
-    return _columns(rows)
+    yield from _cached(rows)
 
 
 def _header(file: str, separator: str) -> tuple[list[str], bool]:
@@ -99,7 +169,7 @@ def _header(file: str, separator: str) -> tuple[list[str], bool]:
     return [name or f"column {place}" for place, name in enumerate(names)], has_rows
 
 
-def _parquet(files: Sequence[str], cache: str) -> Columns:
+def _parquet(files: Sequence[str], cache: str) -> Iterator[pa.RecordBatch]:
     if not any(parquet.read_metadata(file).num_rows for file in files):
         raise ValueError(EMPTY)
     first = parquet.read_schema(files[0]).names
@@ -107,25 +177,31 @@ def _parquet(files: Sequence[str], cache: str) -> Columns:
         # Of a column that is not in all files, `datasets` makes one with empty cells, or fails, by their order.
         if lone := sorted(set(first).symmetric_difference(parquet.read_schema(file).names)):
             raise ValueError(f"it and {Path(file).name} differ in columns: only one of them has {', '.join(lone)}")
-    return _columns(datasets.Dataset.from_parquet(list(files), cache_dir=cache, keep_in_memory=True))
+    yield from _cached(_library().Dataset.from_parquet(list(files), cache_dir=cache))
 
 
-def _json_lines(files: Sequence[str], cache: str) -> Columns:  # noqa: ARG001 (it needs none)
-    """Return the columns of JSON lines, with each value as it is written. `datasets` would convert columns of mixed
-    types to JSON, and text that looks like a date to a date."""
-    rows = [row for file in files for row in _objects(Path(file))]
-    if not rows:
+def _json_lines(files: Sequence[str], cache: str) -> Iterator[pa.RecordBatch]:  # noqa: ARG001 (it needs none)
+    """Yield the rows of JSON lines, with each value as it is written, in JSON. `datasets` would convert columns of
+    mixed types to JSON, and text that looks like a date to a date."""
+    names = list(dict.fromkeys(name for file in files for row in _objects(Path(file)) for name in row))
+    schema = pa.schema([(name, pa.large_string()) for name in names], metadata=JSON_CELLS)
+    objects = (row for file in files for row in _objects(Path(file)))
+    yielded = False
+    while rows := list(islice(objects, JSON_AT_ONCE)):
+        cells = [[json.dumps(row[name]) if name in row else None for row in rows] for name in names]
+        yield pa.record_batch([pa.array(of_column, pa.large_string()) for of_column in cells], schema=schema)
+        yielded = True
+    if not yielded:
         raise ValueError(EMPTY)
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    return Columns(names, lambda name: [row.get(name) for row in rows])
 
 
-def _saved(folders: Sequence[str], cache: str) -> Columns:  # noqa: ARG001 (it needs none)
-    """Return the columns of the folder that `save_to_disk` of `datasets` made. Values are not decoded."""
-    # The library saves a data set without rows, but cannot load it.
-    if not json.loads((Path(folders[0]) / "state.json").read_text(encoding="utf-8"))["_data_files"]:
+def _saved(folder: Path) -> tuple[list[Path], Mapping[str, Any]]:
+    """Return the Arrow files of the folder that `save_to_disk` of `datasets` made, and the types of the columns."""
+    state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+    if not state["_data_files"]:
         raise ValueError(EMPTY)
-    return _columns(datasets.Dataset.load_from_disk(folders[0]))
+    info = json.loads((folder / "dataset_info.json").read_text(encoding="utf-8"))
+    return [folder / each["filename"] for each in state["_data_files"]], info["features"] or {}
 
 
 def _objects(file: Path) -> Iterator[dict[str, Any]]:
@@ -141,8 +217,8 @@ def _objects(file: Path) -> Iterator[dict[str, Any]]:
                 yield row
 
 
-Reader = Callable[[Sequence[str], str], Columns]
-"""A function from the files and a folder for temporary files to their columns."""
+Reader = Callable[[Sequence[str], str], Iterator[pa.RecordBatch]]
+"""A function from the files and a folder for temporary files to their rows."""
 
 READERS: dict[str, Reader] = {
     ".csv": partial(_separated, separator=","),
@@ -170,34 +246,55 @@ class DataTable:
     columns: Columns
     ignored_files: Mapping[str, int]
     """The number of other files in folders of shards, by suffix."""
+    examples: int
+    digest: str
+    """A digest of the files' paths, sizes and times of change."""
+    check: Callable[[], None]
+    """A function that raises DataError if a file has changed."""
 
     @property
     def where(self) -> str:
         return str(self.files[0]) if len(self.files) == 1 else f"{self.files[0]} and {len(self.files) - 1} more"
 
-    def column(self, option: str, name: str) -> list[Any]:
+    def cells(self, option: str, name: str) -> Cells[Any]:
         """Return the values of the column that an option names. Raises DataError if there is no such column."""
         if name not in self.columns.names:
             there = ", ".join(self.columns.names[:20])
             raise DataError(f"{option}: {self.where} has no column {name!r}; its columns are {there}")
         return self.columns.values(name)
 
+    def column(self, option: str, name: str) -> list[Any]:
+        """Return the same values, all in memory."""
+        return list(self.cells(option, name))
+
     @property
     def folder(self) -> Path:
         """The folder from which relative paths in the table begin."""
         return self.files[0] if self.files[0].is_dir() else self.files[0].parent
 
-    def texts(self, option: str, name: str) -> list[str]:
-        """Return a column's values as text. Raises DataError, naming the row, if one is not text or a number."""
-        values = self.column(option, name)
-        for row, value in enumerate(values):
-            if not isinstance(value, str | int | float):
-                raise DataError(f"{option}: row {row} of {self.where} has no text in column {name!r}")
-        return [str(value) for value in values]
+    def texts(self, option: str, name: str) -> Cells[str]:
+        """Return a column's values as text. Reading raises DataError, naming the row, for one that is not text or a
+        number."""
+        cells = self.cells(option, name)
 
-    def groups(self, name: str | None) -> list[bytes] | None:
+        def read(rows: NDArray[np.int64]) -> list[str]:
+            values = cells.read(rows)
+            for row, value in zip(rows.tolist(), values, strict=True):
+                if not isinstance(value, str | int | float):
+                    raise DataError(f"{option}: row {row} of {self.where} has no text in column {name!r}")
+            return [str(value) for value in values]
+
+        return Cells(read, cells.rows)
+
+    def groups(self, name: str | None) -> Cells[bytes] | None:
         """Return the values of the column that the option `group` names, if it is set, as the groups of the rows."""
-        return None if name is None else [value.encode() for value in self.texts("group", name)]
+        if name is None:
+            return None
+        texts = self.texts("group", name)
+        for _ in texts:
+            # A row without a group is refused now.
+            pass
+        return texts.mapped(str.encode)
 
     def domains(self, name: str | None) -> Tensor | None:
         """Return the values of the column that the option `domain` names, if it is set, numbered in alphabetical
@@ -205,19 +302,25 @@ class DataTable:
         return None if name is None else numbered_domains(self.texts("domain", name))
 
 
-def numbered_domains(names: list[str]) -> Tensor:
+def numbered_domains(names: Iterable[str]) -> Tensor:
     """Return the position of each name among the sorted distinct names, int64 [names]."""
-    return torch.from_numpy(np.unique(np.array(names), return_inverse=True)[1].astype(np.int64))
+    first: dict[str, int] = {}
+    numbers = np.fromiter((first.setdefault(name, len(first)) for name in names), np.int64)
+    position = {name: place for place, name in enumerate(sorted(first))}
+    return torch.from_numpy(np.array([position[name] for name in first], np.int64)[numbers])
 
 
-def read_table(option: str, named: tuple[Path, ...], split: str | None = None) -> DataTable:
-    """Return the rows of the files, patterns or folders that an option names.
+def read_table(
+    option: str, named: tuple[Path, ...], split: str | None = None, prepared: Prepared = NOT_KEPT
+) -> DataTable:
+    """Return the rows of the files, patterns or folders that an option names, memory-mapped. Other files than Arrow's
+    are converted once, in `prepared`.
 
     Raises DataError, naming the option, if one is missing, unreadable or unknown, or if the split is not clear.
     """
-    reader: Reader = _saved
     ignored: Counter[str] = Counter()
     files: tuple[Path, ...]
+    reader: Reader | None = None
     if any(map(is_saved, named)):
         if len(named) > 1:
             raise DataError(f"{option}: {named[0]} and others: a folder saved by `datasets` must be the only one")
@@ -225,17 +328,77 @@ def read_table(option: str, named: tuple[Path, ...], split: str | None = None) -
     else:
         files, ignored = table_files(option, named, split, READERS)
         reader = _reader_of(option, files)
-    datasets.disable_progress_bars()
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     try:
-        # Without it, the library would keep a copy of the site's data in a home folder.
-        with TemporaryDirectory(prefix="tessera-") as cache:
-            columns = reader([str(file) for file in files], cache)
-    except (DatasetsError, OSError, ValueError, LookupError, TypeError, csv.Error) as fault:
-        cause = fault.__cause__ or fault
-        reason = "it is damaged" if isinstance(cause, ArrowException) else in_short(cause)
-        raise DataError(f"{option}: {files[0]} cannot be read: {reason}; correct it, or name another") from fault
-    return DataTable(files, columns, ignored)
+        stored, features = (list(files), None) if reader else _saved(files[0])
+        stamps = {file: _stamp(file) for file in stored}
+        digest = digest_of([FORMAT, [[str(file.absolute()), *stamp] for file, stamp in stamps.items()]])
+        if reader:
+            write = partial(_convert, reader, files, prepared)
+            rows = prepared.file(table_name(digest), write, lambda made: ArrowRows([made]))
+        else:
+            rows = ArrowRows(list(map(mapped, stored)))
+    except (pa.ArrowException, OSError, ValueError, LookupError, TypeError, csv.Error) as fault:
+        # `datasets` has an error of its own for each of these; only where it is imported can it be raised.
+        raise _unreadable(option, files[0], fault) from fault
+    except Exception as fault:
+        if type(fault).__module__ != "datasets.exceptions":
+            raise
+        raise _unreadable(option, files[0], fault) from fault
+    check = partial(_require_same, option, stamps)
+    return DataTable(files, _columns(rows, features, check), ignored, len(rows), digest, check)
+
+
+def table_name(digest: str) -> str:
+    """Return the name of the file of a converted table."""
+    return f"table-{digest}.arrow"
+
+
+def digest_of(content: object) -> str:
+    """Return a short digest of a JSON document, for the name of a file."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:24]
+
+
+def _unreadable(option: str, file: Path, fault: Exception) -> DataError:
+    cause = fault.__cause__ or fault
+    if isinstance(cause, OSError) and cause.errno in FULL:
+        return disk_full(option, str(file), cause)
+    reason = "it is damaged" if isinstance(cause, pa.ArrowException) else in_short(cause)
+    return DataError(f"{option}: {file} cannot be read: {reason}; correct it, or name another")
+
+
+def disk_full(option: str, what: str, fault: OSError) -> DataError:
+    """Return the error for a disk without room for what is made of a table."""
+    return DataError(
+        f"{option}: {what} cannot be converted: {fault.strerror or fault}: make room where state_dir is (or, "
+        "without a worker's settings, the folder for temporary files)"
+    )
+
+
+def _convert(reader: Reader, files: Sequence[Path], prepared: Prepared, file: BinaryIO) -> None:
+    """Write the rows as one Arrow stream."""
+    # Without a folder, the library would keep a copy of the site's data in a home folder.
+    with TemporaryDirectory(prefix="tessera-", dir=prepared.scratch) as cache:
+        batches = reader([str(file) for file in files], cache)
+        first = next(batches)
+        with pa.ipc.new_stream(pa.PythonFile(file, "w"), first.schema) as writer:
+            for batch in chain([first], batches):
+                writer.write_batch(batch)
+
+
+def _stamp(file: Path) -> tuple[int, int]:
+    """Return a file's size in bytes, and when it was changed."""
+    stat = file.stat()
+    return stat.st_size, stat.st_mtime_ns
+
+
+def _require_same(option: str, stamps: Mapping[Path, tuple[int, int]]) -> None:
+    for file, stamp in stamps.items():
+        try:
+            same = _stamp(file) == stamp
+        except OSError:
+            same = False
+        if not same:
+            raise DataChanged(f"{option}: {file} has changed since the worker started; restart it")
 
 
 def _reader_of(option: str, files: tuple[Path, ...]) -> Reader:

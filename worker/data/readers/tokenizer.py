@@ -1,20 +1,33 @@
 """Conversion of texts to a model's `input_ids`, by a tokenizer of transformers."""
 
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
+import numpy as np
+import tokenizers
 import torch
+import transformers
+from numpy.typing import NDArray
 from tokenizers.pre_tokenizers import ByteLevel
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from tessera.shared.model.dataset_schema import IDS
 from tessera.worker.data.dataset import DataError, Dataset, Padding, RawTexts, in_short
 from tessera.worker.data.readers.pretrained import load_pretrained
+from tessera.worker.data.readers.token_file import DEFAULTS, MASK, Piece
 
 MAX_TOKENS = 1 << 20
 RUN = "run"
 """The setting of a data set that is converted with the tokenizer of each run."""
-AT_ONCE = 4096
+WORDS = "words"
+AT_ONCE = 512
 """Number of texts to encode together: a tokenizer's result needs many times the memory of the tensors."""
 
 
@@ -60,8 +73,6 @@ class Encoded:
 
     tokenizer: PreTrainedTokenizerBase
     tensors: dict[str, Tensor]
-    words: list[list[int | None]]
-    """The word of each token, [texts][tokens], if the texts are lists of words."""
     padding: Padding
     """The padding to the maximal length of texts."""
     unknown: float | None
@@ -69,12 +80,7 @@ class Encoded:
 
     @property
     def ids(self) -> Tensor:
-        return self.tensors["input_ids"]
-
-    @property
-    def empty(self) -> Tensor:
-        """The mask of padding, bool [texts, tokens]."""
-        return self.tensors["attention_mask"] == 0
+        return self.tensors[IDS]
 
     @property
     def inputs(self) -> dict[str, Tensor]:
@@ -83,9 +89,9 @@ class Encoded:
         `attention_mask` is left out if the model was trained to read padding, as SigLIP was. `token_type_ids` are
         left out if they are all 0, the default, because a model without token types refuses them.
         """
-        inputs = {"input_ids": self.ids}
-        if "attention_mask" in self.tokenizer.model_input_names:
-            inputs["attention_mask"] = self.tensors["attention_mask"]
+        inputs = {IDS: self.ids}
+        if MASK in self.tokenizer.model_input_names:
+            inputs[MASK] = self.tensors[MASK]
         types = self.tensors.get("token_type_ids")
         return inputs if types is None or not torch.any(types) else {**inputs, "token_type_ids": types}
 
@@ -95,44 +101,78 @@ def encode(tokenizer: PreTrainedTokenizerBase, texts: RawTexts, *, fill: bool = 
 
     With `fill` they are padded to that limit instead. Raises DataError if the tokenizer fails.
     """
-    longest = min(texts.max_length or MAX_TOKENS, tokenizer.model_max_length, MAX_TOKENS)
-    settings = {
-        "padding": "max_length" if fill else "longest",
-        "truncation": True,
-        "max_length": longest,
-        "is_split_into_words": texts.by_word,
-        "return_attention_mask": True,
-        "return_tensors": "pt",
-    }
-    pieces, words = [], []
+    share = UnknownShare(tokenizer)
+    encoded = _called(tokenizer, texts, slice(None), padding="max_length" if fill else "longest", return_tensors="pt")
+    tensors = {name: tensor for name, tensor in encoded.items() if isinstance(tensor, Tensor)}
+    share.count(tensors[IDS].numpy())
+    return Encoded(tokenizer, tensors, padding_of(tokenizer, texts, tensors), share.checked())
+
+
+def pieces(tokenizer: PreTrainedTokenizerBase, texts: RawTexts, share: UnknownShare) -> Iterator[Piece]:
+    """Yield the texts as tokens, truncated as by `encode` and not padded. Lists of words have a column `words` too,
+    with the place of each token's word, or -1. Raises DataError if the tokenizer fails."""
     for first in range(0, len(texts.first), AT_ONCE):
-        some = slice(first, first + AT_ONCE)
-        try:
-            encoded: Any = tokenizer(texts.first[some], texts.second and texts.second[some], **settings)
-        except (ValueError, TypeError, LookupError, AssertionError, OverflowError) as fault:
-            raise DataError(f"tokenizer: {in_short(fault)}") from fault
-        pieces.append({name: tensor for name, tensor in encoded.items() if isinstance(tensor, Tensor)})
-        words += [encoded.word_ids(row) for row in range(len(texts.first[some]))] if texts.by_word else []
-    width = max(piece["input_ids"].shape[1] for piece in pieces)
-    on_left = tokenizer.padding_side == "left"
-    known = {"input_ids": tokenizer.pad_token_id, "token_type_ids": tokenizer.pad_token_type_id}
-    padding = Padding(longest, {name: known.get(name, 0) for name in pieces[0]}, on_left)
-    to_longest = replace(padding, width=width)
-    tensors = {name: torch.cat([to_longest.fill(name, piece[name]) for piece in pieces]) for name in pieces[0]}
-    unknown = _unknown(tokenizer, tensors["input_ids"])
-    if unknown == 1:
-        raise DataError(
-            f"tokenizer: {tokenizer.name_or_path} knows none of the texts' words: every token is unknown. Use the "
-            "tokenizer that the model was trained with, for texts in this language"
+        encoded = _called(tokenizer, texts, slice(first, first + AT_ONCE), padding=False)
+        lengths = np.array([len(ids) for ids in encoded[IDS]], np.int64)
+        columns = {
+            name: np.fromiter(chain.from_iterable(values), np.int64)
+            for name, values in encoded.items()
+            if name in (IDS, *DEFAULTS)
+        }
+        if texts.by_word:
+            words = chain.from_iterable(encoded.word_ids(row) for row in range(len(lengths)))
+            columns[WORDS] = np.fromiter((-1 if word is None else word for word in words), np.int64)
+        share.count(columns[IDS])
+        yield Piece(lengths, columns)
+
+
+def padding_of(tokenizer: PreTrainedTokenizerBase, texts: RawTexts, names: Iterable[str]) -> Padding:
+    """Return the padding of these tensors to the maximal length of texts."""
+    known = {IDS: tokenizer.pad_token_id, "token_type_ids": tokenizer.pad_token_type_id}
+    values = {name: known.get(name, 0) for name in names}
+    return Padding(_longest(tokenizer, texts), values, tokenizer.padding_side == "left")
+
+
+def _longest(tokenizer: PreTrainedTokenizerBase, texts: RawTexts) -> int:
+    return min(texts.max_length or MAX_TOKENS, tokenizer.model_max_length, MAX_TOKENS)
+
+
+def _called(tokenizer: PreTrainedTokenizerBase, texts: RawTexts, some: slice, **settings: object) -> Any:
+    try:
+        return tokenizer(
+            texts.first[some],
+            texts.second and texts.second[some],
+            truncation=True,
+            max_length=_longest(tokenizer, texts),
+            is_split_into_words=texts.by_word,
+            return_attention_mask=True,
+            **settings,
         )
-    gaps = [[None] * (width - len(of_text)) for of_text in words]
-    return Encoded(
-        tokenizer,
-        tensors,
-        [gap + of_text if on_left else of_text + gap for gap, of_text in zip(gaps, words, strict=True)],
-        padding,
-        unknown,
+    except DataError:
+        raise
+    except (ValueError, TypeError, LookupError, AssertionError, OverflowError) as fault:
+        raise DataError(f"tokenizer: {in_short(fault)}") from fault
+
+
+def identity_of(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Return what decides how the tokenizer converts texts."""
+    if tokenizer.is_fast:
+        rules = json.loads(tokenizer.backend_tokenizer.to_str())
+        # These two are those of the last call.
+        rules = {name: rule for name, rule in rules.items() if name not in ("truncation", "padding")}
+    else:
+        rules = {"vocabulary": tokenizer.get_vocab(), "settings": str(sorted(tokenizer.init_kwargs.items()))}
+    names = (
+        "model_max_length",
+        "padding_side",
+        "truncation_side",
+        "pad_token_id",
+        "pad_token_type_id",
+        "unk_token_id",
     )
+    settings = {name: str(getattr(tokenizer, name)) for name in (*names, "all_special_ids", "model_input_names")}
+    digest = hashlib.sha256(json.dumps([rules, settings], sort_keys=True).encode()).hexdigest()
+    return [digest, type(tokenizer).__name__, transformers.__version__, tokenizers.__version__]
 
 
 def tokenized(dataset: Dataset, tokenizer: PreTrainedTokenizerBase) -> Dataset:
@@ -141,14 +181,32 @@ def tokenized(dataset: Dataset, tokenizer: PreTrainedTokenizerBase) -> Dataset:
     return replace(made, held_out=dataset.held_out and tokenized(dataset.held_out, tokenizer))
 
 
-def _unknown(tokenizer: PreTrainedTokenizerBase, ids: Tensor) -> float | None:
-    """Return the share of unknown tokens among those that stand for text.
+class UnknownShare:
+    """The share of unknown tokens among those that stand for text.
 
     None for a tokenizer that has no token for unknown words, or none but the one that ends texts, such as GPT-2's.
     """
-    unknown = tokenizer.unk_token_id
-    if unknown is None or unknown in (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id):
-        return None
-    special = torch.tensor([other for other in tokenizer.all_special_ids if other != unknown], dtype=ids.dtype)
-    of_text = int(ids.numel() - torch.isin(ids, special).sum())
-    return int((ids == unknown).sum()) / of_text if of_text else None
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._name = tokenizer.name_or_path
+        unknown = tokenizer.unk_token_id
+        ends = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id)
+        self._unknown = None if unknown in ends else unknown
+        self._special = [other for other in tokenizer.all_special_ids if other != unknown]
+        self._count = self._of_text = 0
+
+    def count(self, ids: NDArray[np.int64]) -> None:
+        """Count some tokens."""
+        if self._unknown is not None:
+            self._count += int((ids == self._unknown).sum())
+            self._of_text += int(ids.size - np.isin(ids, self._special).sum())
+
+    def checked(self) -> float | None:
+        """Return the share. Raises DataError if it is 1."""
+        share = self._count / self._of_text if self._of_text else None
+        if share == 1:
+            raise DataError(
+                f"tokenizer: {self._name} knows none of the texts' words: every token is unknown. Use the tokenizer "
+                "that the model was trained with, for texts in this language"
+            )
+        return share

@@ -1,7 +1,10 @@
 """The pieces of a batch that a device computes one after the other, and their shares of the batch's loss."""
 
 from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Literal
 
+import structlog
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -10,6 +13,38 @@ from tessera.shared.methods.base import UnsupportedRun
 from tessera.shared.model.spec import Head
 from tessera.worker.model.forward import CrossEntropy, label_count
 from tessera.worker.training.batches import Batch
+
+MicroBatch = int | Literal["auto"] | None
+"""Number of examples in a forward and backward pass: a whole batch if None, as many as fit if `auto`."""
+
+
+class ExampleTooLarge(torch.OutOfMemoryError):
+    """A single example for which the device has too little memory."""
+
+
+@dataclass
+class PieceSize:
+    """The number of examples in a forward and backward pass. If it is automatic, it is halved when memory runs out,
+    and stays so for the run."""
+
+    examples: int | None
+    automatic: bool = False
+
+    @classmethod
+    def of(cls, setting: MicroBatch) -> "PieceSize":
+        """Return the size at the start of a run."""
+        return cls(None, automatic=True) if setting == "auto" else cls(setting)
+
+    def halve(self, batch: int) -> None:
+        """Halve the size, after memory ran out in a batch of `batch` examples. Raises ExampleTooLarge."""
+        present = min(self.examples or batch, batch)
+        if present == 1:
+            raise ExampleTooLarge(
+                "one example does not fit into this worker's memory beside the model: begin a run with a smaller "
+                "model, with shorter inputs, or with a method that trains fewer blocks"
+            )
+        self.examples = present // 2
+        structlog.get_logger("worker").info("micro-batch-halved", examples=self.examples)
 
 
 def pieces_of(

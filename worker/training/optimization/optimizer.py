@@ -57,6 +57,20 @@ def optimizer_of(groups: Groups, training: Training, *, fused: bool) -> torch.op
     return torch.optim.SGD(parameters, lr=training.learning_rate, momentum=training.momentum, fused=fused or None)
 
 
+def make_moments(optimizer: torch.optim.Optimizer) -> None:
+    """Allocate the moments that the first step would, as zeros: an optimizer's step that runs out of memory has moved
+    some of the weights already."""
+    for group in optimizer.param_groups:
+        adam = "betas" in group
+        names = ("exp_avg", "exp_avg_sq") if adam else ("momentum_buffer",) if group["momentum"] else ()
+        for tensor in group["params"]:
+            state = optimizer.state[tensor]
+            if names and not state:
+                if adam:
+                    state["step"] = torch.zeros((), device=tensor.device if group["fused"] else None)
+                state |= {name: torch.zeros_like(tensor, memory_format=torch.preserve_format) for name in names}
+
+
 def set_rate(optimizer: torch.optim.Optimizer, share: float) -> None:
     """Set the rates of the next step to a share of the full ones."""
     for group in optimizer.param_groups:

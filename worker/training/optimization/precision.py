@@ -39,6 +39,12 @@ def restore_scale(scaler: torch.amp.GradScaler, kept: Mapping[str, Array]) -> No
         scaler.load_state_dict({**scaler.state_dict(), **dict(zip(SCALE, (scale, int(steps)), strict=True))})
 
 
+def allow_tf32(*, allowed: bool) -> None:
+    """Set whether GPUs may compute products of float32 matrices, and convolutions, in TF32."""
+    torch.backends.cuda.matmul.allow_tf32 = allowed
+    torch.backends.cudnn.allow_tf32 = allowed
+
+
 def autocast(training: Training, device: torch.device) -> AbstractContextManager[object]:
     """Return the context of the forward pass's precision. Where there is no GPU, bfloat16 replaces float16."""
     if training.precision == "float32":

@@ -1,0 +1,120 @@
+"""What has to be equal for a task to resume: everything that its training depends on, and nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+
+from tessera.shared.api.tasks import Task
+from tessera.shared.methods.base import MethodSpec, Plan
+from tessera.shared.model.selectors import roles
+from tessera.worker.data.content import content_digest
+from tessera.worker.data.dataset import Dataset
+from tessera.worker.data.overlap import hashes_in_order
+from tessera.worker.state.blob_cache import Cache
+from tessera.worker.state.checkpoints import Checkpoints
+from tessera.worker.state.privacy_ledger import Ledger
+from tessera.worker.state.vault import Vault
+from tessera.worker.task.environment import TaskEnvironment
+from tessera.worker.task.resumption import checkpoint_of, key_of
+from tessera.worker.training.setup import TrainingSetup
+from tests.support.tasks import images
+
+PRIVACY = {"epsilon": 3.0, "delta": 1e-5, "clip_norm": 1.0}
+
+
+def digest(letter: str) -> str:
+    return f"sha256:{letter * 64}"
+
+
+def task(**more: Any) -> Task:
+    given = {
+        "id": "t", "token": 1, "kind": "train", "run": "r", "run_name": "demo", "round": 1, "rounds": 4, "seed": 0,
+        "method": MethodSpec(name="fedavg"), "plan": Plan(), "dataset": "wards", "codec": "raw",
+        "training": {"batch_size": 8}, "normalization": "participants", "model": digest("a"),
+        "version": {"number": 0, "digest": digest("b")}, "lease_seconds": 60.0,
+    }  # fmt: skip
+    return Task.model_validate({**given, **more})
+
+
+@pytest.fixture
+def env(tmp_path: Path) -> TaskEnvironment:
+    # No task runs, so nothing asks a coordinator.
+    setup, cache = TrainingSetup(torch.device("cpu")), Cache(tmp_path / "cache", 1 << 20)
+    made = TaskEnvironment(cast("Any", None), {}, setup, Vault(tmp_path / "vault"), cache, tmp_path)
+    made.contents.update({"wards": "one", "clinics": "two"})
+    return made
+
+
+CHANGES: dict[str, tuple[str, dict[str, Any]]] = {
+    "run": ("run", {"run": "s"}),
+    "round": ("round", {"round": 2}),
+    "task": ("task", {"id": "u"}),
+    "model": ("model", {"model": digest("c")}),
+    "version": ("base", {"version": {"number": 0, "digest": digest("c")}}),
+    "plan": ("plan", {"plan": Plan(train=roles("head"))}),
+    "a plan's numbers": ("plan", {"plan": Plan(scalars={"layers": 2.0})}),
+    "training": ("settings", {"training": {"batch_size": 9}}),
+    "method": ("settings", {"method": MethodSpec(name="fedprox")}),
+    "a method's settings": ("settings", {"method": MethodSpec(name="fedavg", settings={"x": 1})}),
+    "privacy": ("settings", {"privacy": PRIVACY}),
+    "codec": ("settings", {"codec": "zstd"}),
+    "seed": ("settings", {"seed": 1}),
+    "rounds": ("settings", {"rounds": 5}),
+    "data set": ("data", {"dataset": "clinics"}),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_of_the_task_is_a_change_of_the_key(env: TaskEnvironment, change: str) -> None:
+    part, more = CHANGES[change]
+    one, other = key_of(env, task()), key_of(env, task(**more))
+    assert [name for name, value in one if value != getattr(other, name)] == [part]
+    assert one.digest != other.digest
+
+
+def test_a_new_lease_of_the_task_has_the_same_key(env: TaskEnvironment) -> None:
+    again = task(token=7, lease_seconds=5.0, orchestrator="another", inline_bytes=9)
+    assert key_of(env, again).digest == key_of(env, task()).digest
+
+
+def test_other_data_another_device_and_other_libraries_are_another_key(
+    env: TaskEnvironment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = key_of(env, task())
+    on_gpu = replace(env, setup=TrainingSetup(torch.device("cuda")))
+    assert key_of(on_gpu, task()) == one.model_copy(update={"device": "cuda"})
+    env.contents["wards"] = "changed"
+    assert key_of(env, task()).data != one.data
+    monkeypatch.setattr("tessera.worker.task.resumption.VERSION", "9.9")
+    assert key_of(env, task()).libraries != one.libraries
+
+
+def test_no_checkpoint_is_written_where_the_settings_say_none(env: TaskEnvironment, tmp_path: Path) -> None:
+    with_folder = replace(env, checkpoints=Checkpoints(tmp_path / "vault"), ledger=Ledger(tmp_path / "ledger"))
+    assert checkpoint_of(with_folder, task()) is None
+    assert checkpoint_of(replace(with_folder, checkpoint_seconds=600.0), task()) is not None
+
+
+def contents(data: Dataset) -> str:
+    return content_digest(data, hashes_in_order(data, b"k" * 32))
+
+
+def test_the_contents_of_a_data_set_are_its_examples_their_order_and_their_labels() -> None:
+    data = images()
+    others = {
+        "equal": images(),
+        "fewer": images(23),
+        "another order": data.rows(torch.arange(23, -1, -1)),
+        "another label": Dataset({**data.tensors, "labels": data.tensors["labels"].clone().fill_(0)}),
+        "another dtype": Dataset({**data.tensors, "pixel_values": data.tensors["pixel_values"].double()}),
+        "common inputs": replace(data, common={"input_ids": torch.arange(3)}),
+    }
+    same = [name for name, other in others.items() if contents(other) == contents(data)]
+    assert same == ["equal"]
+    assert np.array_equal(hashes_in_order(data, b"k"), hashes_in_order(images(), b"k"))

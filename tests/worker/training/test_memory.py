@@ -1,0 +1,132 @@
+"""Training where a device runs out of memory: the step begins anew in smaller pieces, with the bits of such a run."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from tessera.shared.methods.base import MethodSpec, Phase, Plan, RunInfo
+from tessera.shared.methods.registry import worker_half
+from tessera.shared.model.selectors import EVERYTHING
+from tessera.shared.run_settings import Training
+from tessera.worker.agent import failure_of
+from tessera.worker.model.block_map import block_table
+from tessera.worker.model.build import instantiate
+from tessera.worker.training.context import LocalTaskContext
+from tessera.worker.training.optimization.micro_batch import ExampleTooLarge, MicroBatch, PieceSize
+from tessera.worker.training.randomness import seed_everything
+from tessera.worker.training.setup import TrainingSetup
+from tessera.worker.training.trainer import Trainer
+from tests.support.tasks import CPU, VIT, images
+
+Memory = Callable[[nn.Module, int], None]
+
+
+def forward_memory(model: nn.Module, most: int) -> None:
+    """Let memory run out in the forward pass of more than `most` examples."""
+
+    def run_out(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        # Of every source of randomness something has been drawn by then.
+        noise = 1 + 0.1 * (random.random() + np.random.rand())  # noqa: NPY002
+        if len(kwargs["pixel_values"]) > most:
+            raise torch.OutOfMemoryError("out of memory in a test")
+        return args, {**kwargs, "pixel_values": kwargs["pixel_values"] * noise}
+
+    model.register_forward_pre_hook(run_out, with_kwargs=True)
+
+
+def backward_memory(model: nn.Module, most: int) -> None:
+    """Let memory run out in the backward pass, when half of the gradients are there."""
+
+    def run_out(gradient: Tensor) -> None:
+        if len(gradient) > most:
+            raise torch.OutOfMemoryError("out of memory in a test")
+
+    def watch(_: nn.Module, __: Any, output: Tensor) -> None:
+        output.register_hook(run_out)
+
+    first = next(module for module in model.modules() if isinstance(module, nn.LayerNorm))
+    first.register_forward_hook(watch)
+
+
+def trained(
+    micro_batch: MicroBatch, memory: Memory, most: int, size: PieceSize | None = None, **settings: Any
+) -> dict[str, Tensor]:
+    """The weights after three steps with dropout, the last of which has a smaller batch."""
+    model = instantiate({**VIT, "hidden_dropout_prob": 0.3}, "image-classification", seed=1)
+    memory(model, most)
+    context = LocalTaskContext(model, "image-classification", Plan(), block_table(model))
+    training = Training.model_validate({"batch_size": 8, "learning_rate": 0.05, **settings})
+    half = worker_half(MethodSpec(name="fedavg"), RunInfo(tuple(context.blocks), rounds=1, training=training))
+    seed_everything(3)
+    setup = TrainingSetup(CPU, micro_batch)
+    Trainer(half, context, training, setup, lambda: None, piece_size=size).train([Phase(EVERYTHING)], images(20), 0)
+    return {name: tensor.detach() for name, tensor in model.named_parameters()}
+
+
+@pytest.mark.parametrize("memory", [forward_memory, backward_memory])
+@pytest.mark.parametrize("settings", [{}, {"optimizer": "sgd", "momentum": 0.9}])
+def test_a_step_that_runs_out_of_memory_begins_anew_in_half_the_size(
+    memory: Memory, settings: dict[str, Any]
+) -> None:
+    size = PieceSize.of("auto")
+    found = trained("auto", memory, 3, size, **settings)
+    assert size.examples == 2
+    for name, expected in trained(2, memory, 3, **settings).items():
+        assert torch.equal(found[name], expected), name
+
+
+def test_the_size_that_went_well_is_where_the_next_task_begins() -> None:
+    sizes: list[int] = []
+
+    def watch(model: nn.Module, most: int) -> None:
+        model.register_forward_pre_hook(
+            lambda _, __, kwargs: sizes.append(len(kwargs["pixel_values"])), with_kwargs=True
+        )
+        forward_memory(model, most)
+
+    size = PieceSize.of("auto")
+    for _ in range(2):
+        trained("auto", watch, 2, size)
+        sizes.append(0)
+    first, second = sizes[: sizes.index(0)], sizes[sizes.index(0) + 1 : -1]
+    assert first == [8, 4, *second]
+    assert max(second) == 2
+
+
+def test_enough_memory_takes_whole_batches_and_changes_no_bit() -> None:
+    size = PieceSize.of("auto")
+    found, expected = trained("auto", forward_memory, 8, size), trained(None, forward_memory, 8)
+    assert size.examples is None
+    assert all(torch.equal(found[name], values) for name, values in expected.items())
+
+
+def test_one_example_that_does_not_fit_fails_the_task_and_says_so() -> None:
+    with pytest.raises(ExampleTooLarge, match=r"one example does not fit.* smaller model") as fault:
+        trained("auto", forward_memory, 0)
+    assert failure_of(fault.value)[0] == "out-of-memory"
+
+
+def test_a_size_that_the_site_set_is_not_changed() -> None:
+    with pytest.raises(torch.OutOfMemoryError, match="in a test"):
+        trained(4, forward_memory, 3)
+
+
+@pytest.mark.parametrize(
+    ("settings", "names"), [({}, {"step", "exp_avg", "exp_avg_sq"}), ({"optimizer": "sgd"}, set())]
+)
+def test_moments_are_allocated_before_the_first_step(settings: dict[str, Any], names: set[str]) -> None:
+    seen: list[set[str]] = []
+    hook = register_optimizer_step_pre_hook(
+        lambda optimizer, *_: seen.append({key for state in optimizer.state.values() for key in state})
+    )
+    trained("auto", forward_memory, 8, **settings)
+    hook.remove()
+    assert seen[0] == names

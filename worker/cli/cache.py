@@ -1,0 +1,163 @@
+"""`tessera worker cache`: the external bases that runs at this site may use."""
+
+import os
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+from huggingface_hub import snapshot_download
+from safetensors import SafetensorError
+
+from tessera.shared.cli.render import output
+from tessera.shared.cli.render.output import AsJson
+from tessera.shared.model.spec import Head, stored_name
+from tessera.shared.near_names import absent
+from tessera.shared.problems import Problem
+from tessera.shared.updates.base_folder import BaseFolder, Span
+from tessera.shared.updates.model_folder import CONFIG_FILE, head_of
+from tessera.worker.cli.exits import BAD_SETTINGS, ConfigFile, Errors, exits
+from tessera.worker.model.block_map import block_table, named_tensors
+from tessera.worker.model.layouts import MappingFile, read_mapping
+from tessera.worker.model.pretrained import block_data, digests_of, load_pretrained, plain_config, read_object
+from tessera.worker.settings import read_settings
+from tessera.worker.state.base_cache import BASES_FOLDER, BaseCache, BaseRecord
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+
+ERRORS: Errors = {BAD_SETTINGS: (ValueError, OSError, SafetensorError, Problem)}
+
+PINNED = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?)@(?P<revision>[0-9a-f]{40})")
+"""A model on the hub at a commit: a branch may be another one tomorrow."""
+
+app = typer.Typer(no_args_is_help=True, help="Add, list and remove the bases that lie at this site (external bases).")
+
+Source = Annotated[
+    str, typer.Argument(help="A folder with safetensors files, or a name on the hub at a commit: NAME@COMMIT.")
+]
+
+
+@app.command()
+def add(
+    source: Source,
+    config: ConfigFile,
+    head: Annotated[Head | None, typer.Option(help="The model's task; by default that of its config.")] = None,
+    dtype: Annotated[
+        Dtype | None, typer.Option(help="The dtype of the run's base; by default that of the config.")
+    ] = None,
+    mapping_file: Annotated[
+        Path | None, typer.Option("--mapping", help="A TOML file that describes attention of an unknown layout.")
+    ] = None,
+    copy: Annotated[
+        bool, typer.Option(help="Copy every block, for other workers to fetch: a mirror is this folder over HTTP.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Verify a local snapshot block by block, so that runs with this external base need no download.
+
+    Blocks that stand in its files as they are, are not copied: keep the files.
+    """
+    with exits(ERRORS):
+        cache = _cache(config)
+        folder, name = _folder_of(source)
+        mapping = read_mapping(mapping_file) if mapping_file else None
+        record = _added(cache, name, folder, head or head_of(folder), dtype, mapping, copy=copy)
+    if as_json:
+        output.print_json(_row(cache, record))
+    else:
+        row = _row(cache, record)
+        copied = output.size(row["copied_bytes"])
+        typer.echo(f"{name}: {row['blocks']} blocks, {output.size(record.nbytes)}, of them {copied} copied")
+
+
+@app.command("list")
+def list_(config: ConfigFile, as_json: AsJson = False) -> None:
+    """Show the bases that were added, and whether their files are still as they were."""
+    with exits(ERRORS):
+        cache = _cache(config)
+        rows = [_row(cache, record) for record in cache.records()]
+    if as_json:
+        output.print_json({"bases": rows})
+        return
+    shown = [
+        (row["source"], row["blocks"], output.size(row["bytes"]), output.size(row["copied_bytes"]), row["changed"])
+        for row in rows
+    ]
+    columns = ("source", "blocks", "size", "copied", "changed files")
+    output.out().print(output.table(columns, shown, right=columns[1:4]))
+
+
+@app.command()
+def remove(source: Annotated[str, typer.Argument(help="The base, as `list` shows it.")], config: ConfigFile) -> None:
+    """Forget a base, and delete what was copied of it. The files of its snapshot stay."""
+    with exits(ERRORS):
+        cache = _cache(config)
+        name = source if PINNED.fullmatch(source) else os.path.realpath(source)
+        record = cache.remove(source) or cache.remove(name)
+        if record is None:
+            known = ", ".join(record.source for record in cache.records()) or "none"
+            raise ValueError(f"no base {source} was added; these were: {known}")
+    typer.echo(f"{record.source}: removed")
+
+
+def _cache(config: Path) -> BaseCache:
+    return BaseCache(read_settings(config).state_dir / BASES_FOLDER)
+
+
+def _folder_of(source: str) -> tuple[Path, str]:
+    """Return the folder of a base, fetched if it is a name on the hub, and the name to record."""
+    path = Path(source)
+    if path.is_dir():
+        return path.resolve(), str(path.resolve())
+    if pinned := PINNED.fullmatch(source):
+        try:
+            folder = snapshot_download(
+                pinned["name"], revision=pinned["revision"], allow_patterns=["*.json", "*.safetensors"]
+            )
+        except (OSError, ValueError) as fault:
+            raise ValueError(f"the hub has no {source}, or cannot be reached: {fault}") from fault
+        return Path(folder), source
+    if "@" in source or not path.exists():
+        raise ValueError(
+            absent(path, "name a folder, or a name on the hub with its commit of 40 hexadecimal digits: NAME@COMMIT")
+        )
+    raise ValueError(f"{source} is a file: name the folder that it lies in")
+
+
+def _added(
+    cache: BaseCache,
+    name: str,
+    folder: Path,
+    head: Head,
+    dtype: Dtype | None,
+    mapping: MappingFile | None,
+    *,
+    copy: bool,
+) -> BaseRecord:
+    raw = BaseFolder.open(folder)
+    settings = plain_config(read_object(folder / CONFIG_FILE))
+    model, new = load_pretrained(str(folder), settings | ({"dtype": dtype} if dtype else {}), head, 0, mapping)
+    blocks = [block for block in block_table(model, mapping) if stored_name(block.tensor) not in new]
+    tensors = named_tensors(model)
+    digests = digests_of(tensors, blocks)
+    found, _ = raw.find(() if copy else blocks, digests)
+    places = {each.block.name: each.span for each in found if each.span}
+    spans: dict[str, tuple[str, Span]] = {}
+    for block in blocks:
+        digest = digests[block.name]
+        span = places.get(block.name) or cache.keep(digest, [block_data(tensors, block)], block.nbytes)
+        spans[digest] = (block.name, span)
+    return cache.add(name, spans)
+
+
+def _row(cache: BaseCache, record: BaseRecord) -> dict[str, Any]:
+    copied = sum(place.nbytes for place in record.places.values() if Path(place.file).parent == cache.blobs)
+    changed = cache.changed(record)
+    return {
+        "source": record.source,
+        "added_at": record.added_at,
+        "blocks": len(record.places),
+        "bytes": record.nbytes,
+        "copied_bytes": copied,
+        "changed": ", ".join(sorted(Path(name).name for name in changed)) or None,
+    }

@@ -1,0 +1,20 @@
+"""A worker's settings of how its device computes."""
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Compute(BaseModel):
+    """The table `compute` of a worker's settings. The defaults change no bit."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    tf32: bool = Field(
+        default=False,
+        description="whether a GPU may multiply float32 matrices with 10 bits of mantissa, which is several times as "
+        "fast",
+    )
+    compile: bool = Field(
+        default=False,
+        description="whether torch.compile compiles the forward and backward passes of training, which takes a "
+        "minute or more at the start of a run and needs a C++ compiler, or Triton on a GPU",
+    )

@@ -1,0 +1,214 @@
+"""External bases that a site has added: where the bytes of each block are, and what was verified of the files.
+
+A record for each base says in which file, from which byte on, a block has its bytes. Files of a local snapshot are
+referred to and not copied; blocks that no file has in one piece lie in `blobs/`. What was verified is not hashed
+again while the file keeps its size, its time of modification and its inode.
+"""
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Self
+
+import numpy as np
+from pydantic import Field, NonNegativeInt, ValidationError
+
+from tessera.shared.hashing import Hashing
+from tessera.shared.problems import DigestMismatch
+from tessera.shared.schema import Digest, Frozen
+from tessera.shared.tensors.lazy import digest_of
+from tessera.shared.updates.base_folder import Span
+from tessera.worker.state.atomic_files import alone, written_whole
+
+BASES_FOLDER = "bases"
+
+
+class FileState(Frozen):
+    """The properties of a file that change with its content."""
+
+    size: NonNegativeInt
+    mtime_ns: int
+    inode: int
+
+    @classmethod
+    def of(cls, path: Path) -> Self:
+        stat = path.stat()
+        return cls(size=stat.st_size, mtime_ns=stat.st_mtime_ns, inode=stat.st_ino)
+
+
+class Place(Frozen):
+    """The bytes of a block in a file."""
+
+    block: str
+    file: str
+    offset: NonNegativeInt
+    nbytes: NonNegativeInt
+
+
+class BaseRecord(Frozen):
+    """A base that was added."""
+
+    source: Annotated[str, Field(min_length=1)]
+    added_at: datetime
+    files: dict[str, FileState]
+    places: dict[Digest, Place]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(place.nbytes for place in self.places.values())
+
+
+class BaseRecordError(ValueError):
+    """A record that cannot be read."""
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """The places of blocks by digest, and a sentence for each file that no longer has what was added."""
+
+    spans: Mapping[str, Span]
+    wrong: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class BaseCache:
+    """The records in a folder. Several processes may use it."""
+
+    folder: Path
+    _records: dict[Path, tuple[int, BaseRecord]] = field(default_factory=dict, compare=False)
+
+    def records(self) -> list[BaseRecord]:
+        """Return the bases that were added, by source. Raises BaseRecordError."""
+        return sorted((self._read(path) for path in self.folder.glob("*.json")), key=lambda record: record.source)
+
+    def find(self, digests: Iterable[str]) -> Lookup:
+        """Return where these blocks are. In a file that changed since it was verified they are hashed again."""
+        wanted = set(digests)
+        spans: dict[str, Span] = {}
+        wrong: dict[str, str] = {}
+        for record in self.records():
+            places = {digest: record.places[digest] for digest in wanted & record.places.keys() - spans.keys()}
+            changed = {name for name in {place.file for place in places.values()} if self._is_changed(record, name)}
+            for digest, place in places.items():
+                span = Span(Path(place.file), place.offset, place.nbytes)
+                if place.file not in changed or _digest_at(span) == digest:
+                    spans[digest] = span
+                elif place.file not in wrong:
+                    gone = "is no longer there" if not Path(place.file).exists() else "has other bytes"
+                    wrong[place.file] = f"{place.file} {gone}: {place.block} is not what was added"
+            if unharmed := changed - wrong.keys():
+                self._verified(record, unharmed)
+        return Lookup(spans, wrong)
+
+    def add(self, source: str, found: Mapping[str, tuple[str, Span]]) -> BaseRecord:
+        """Record a base whose blocks were just verified: each digest with the block's name and its place."""
+        files = {str(span.path) for _, span in found.values()}
+        record = BaseRecord(
+            source=source,
+            added_at=datetime.now(UTC),
+            files={name: FileState.of(Path(name)) for name in sorted(files)},
+            places={
+                digest: Place(block=block, file=str(span.path), offset=span.offset, nbytes=span.nbytes)
+                for digest, (block, span) in found.items()
+            },
+        )
+        self._write(record)
+        return record
+
+    def extend(self, source: str, found: Mapping[str, tuple[str, Span]]) -> None:
+        """Add blocks that were just verified to a base, which may be new."""
+        known = next((record for record in self.records() if record.source == source), None)
+        before = {
+            digest: (place.block, Span(Path(place.file), place.offset, place.nbytes))
+            for digest, place in (known.places.items() if known else ())
+            if known and not self._is_changed(known, place.file)
+        }
+        self.add(source, {**before, **found})
+
+    def remove(self, source: str) -> BaseRecord | None:
+        """Remove a base, and the blobs that no other base needs. Return its record, or None if there is none."""
+        record = next((record for record in self.records() if record.source == source), None)
+        if record is None:
+            return None
+        with alone(self.folder, wait=True):
+            self._path(source).unlink(missing_ok=True)
+            kept = {place.file for other in self.records() for place in other.places.values()}
+            for place in record.places.values():
+                if Path(place.file).parent == self.blobs and place.file not in kept:
+                    Path(place.file).unlink(missing_ok=True)
+        return record
+
+    def changed(self, record: BaseRecord) -> set[str]:
+        """Return the record's files that are not as they were when they were verified."""
+        return {name for name in record.files if self._is_changed(record, name)}
+
+    @property
+    def blobs(self) -> Path:
+        """The folder of blocks that no file of a snapshot has in one piece."""
+        return self.folder.resolve() / "blobs"
+
+    def keep(self, digest: str, pieces: Iterable[bytes | memoryview], max_bytes: int) -> Span:
+        """Store a block as a blob. Raises DigestMismatch for other bytes, or for more than `max_bytes`."""
+        path = self.blobs / digest.replace(":", "-")
+        with written_whole(path) as file:
+            hashing = Hashing(file)
+            for piece in pieces:
+                hashing.write(piece)
+                if hashing.tell() > max_bytes:
+                    raise DigestMismatch(f"{digest} has more than the {max_bytes} bytes of its block")
+            hashing.require(digest)
+            return Span(path, 0, hashing.tell())
+
+    def _is_changed(self, record: BaseRecord, name: str) -> bool:
+        try:
+            return FileState.of(Path(name)) != record.files[name]
+        except (OSError, KeyError):
+            return True
+
+    def _verified(self, record: BaseRecord, names: Iterable[str]) -> None:
+        """Note that files were found to be as they were added. Only all of a file's blocks vouch for the file."""
+        whole = {
+            name
+            for name in names
+            if all(
+                _digest_at(Span(Path(place.file), place.offset, place.nbytes)) == digest
+                for digest, place in record.places.items()
+                if place.file == name
+            )
+        }
+        with suppress(OSError):
+            states = {name: FileState.of(Path(name)) for name in whole}
+            self._write(record.model_copy(update={"files": {**record.files, **states}}))
+
+    def _write(self, record: BaseRecord) -> None:
+        with alone(self.folder, wait=True), written_whole(self._path(record.source)) as file:
+            file.write(record.model_dump_json(indent=1).encode())
+
+    def _path(self, source: str) -> Path:
+        return self.folder / f"{hashlib.sha256(source.encode()).hexdigest()[:32]}.json"
+
+    def _read(self, path: Path) -> BaseRecord:
+        stamp = path.stat().st_mtime_ns
+        known = self._records.get(path)
+        if known is None or known[0] != stamp:
+            try:
+                known = stamp, BaseRecord.model_validate_json(path.read_bytes())
+            except ValidationError as fault:
+                raise BaseRecordError(
+                    f"{path} is not the record of a base ({fault.error_count()} faults): remove it and add the base "
+                    "again with `tessera worker cache add`"
+                ) from None
+            self._records[path] = known
+        return known[1]
+
+
+def _digest_at(span: Span) -> str | None:
+    """Return the digest of a file's bytes, or None if the file does not have them."""
+    try:
+        data = np.memmap(span.path, dtype=np.uint8, mode="r", offset=span.offset, shape=(span.nbytes,))
+    except (OSError, ValueError):
+        return None
+    return digest_of(data.data)
