@@ -9,7 +9,7 @@ Packed = tuple[type[BaseException], tuple[Any, ...], dict[str, Any]]
 
 
 def packed(fault: BaseException) -> Packed:
-    """Return an exception in a form that can be pickled, whatever arguments its constructor takes."""
+    """Return an exception in a form that can be pickled, also if its constructor takes other arguments."""
     found: Packed = type(fault), fault.args, vars(fault)
     try:
         pickle.dumps(found)

@@ -56,7 +56,7 @@ class Group:
     def __init__(self) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.alone = False
-        """Whether the first rank computes something for all."""
+        """True while the first rank computes something for all."""
 
     # ------------------------------------------------------------ rows
 

@@ -1,4 +1,4 @@
-"""What the agent and a rank send each other, and the socket between them."""
+"""Messages between the agent and its ranks, and the socket that carries them."""
 
 import os
 import socket
@@ -27,7 +27,7 @@ PEER = struct.Struct("3i")
 
 @dataclass(frozen=True)
 class Start:
-    """What a group is started with."""
+    """The settings of a group."""
 
     devices: tuple[torch.device, ...]
     threads: int
@@ -54,7 +54,7 @@ class Handover:
     policy: Policy
     allowances: dict[str, Allowance]
     private: bool
-    """Whether the task has privacy accounting, at the agent."""
+    """True if the agent keeps accounts of the task's privacy."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class StopTask:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a rank's task ended: with a result, stopped as asked, or with an exception."""
+    """The end of a rank's task: with a result, stopped as asked, or with an exception."""
 
     stopped: bool = False
     fault: Packed | None = None

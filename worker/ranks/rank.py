@@ -33,6 +33,7 @@ from tessera.worker.task.model_cache import ModelCache
 from tessera.worker.task.train import train
 from tessera.worker.training.context import LocalTaskContext
 from tessera.worker.training.input_mismatch import FAULTS, explained, require_own_loss
+from tessera.worker.training.optimization.micro_batch import PieceSize
 from tessera.worker.training.optimization.precision import allow_tf32
 from tessera.worker.training.progress import Report
 
@@ -57,6 +58,7 @@ class Rank:
         self._group = Group()
         self._models = ModelCache()
         self._scalers: dict[str, torch.amp.GradScaler] = {}
+        self._piece_sizes: dict[str, PieceSize] = {}
         self._dataset: tuple[Path, Dataset] | None = None
         self._report = Report()
         self._reported_at = 0.0
@@ -119,6 +121,7 @@ class Rank:
             scratch=self._folder,
             policy=given.policy,
             scalers=self._scalers,
+            piece_sizes=self._piece_sizes,
             allowances=given.allowances,
         )
 
@@ -185,7 +188,7 @@ class _Remote:
 
 
 class _HandedVault(Vault):
-    """What the vault has for one task. The agent has settled it, and keeps the loss scale."""
+    """The vault's tensors for one task. The agent has settled it, and keeps the loss scale."""
 
     def __init__(
         self, arrays: dict[str, Array], agent: Any, keep_scale: Callable[[str, Mapping[str, Array]], None]

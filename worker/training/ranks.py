@@ -1,4 +1,4 @@
-"""What local training asks of a rank group: processes that train one model together, each on its own device."""
+"""The interface between local training and a rank group: processes that train one model, each on its own device."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
