@@ -228,14 +228,22 @@ class Run:
         """Compare this run with others, as `Session.compare` does."""
         return Session(self._client).compare(self, *others, metric=metric)
 
-    def export(self, out: str | Path, version: Wanted = "latest", *, like: str | Path | None = None) -> Path:
+    def export(
+        self,
+        out: str | Path,
+        version: Wanted = "latest",
+        *,
+        like: str | Path | None = None,
+        base: str | Path | None = None,
+    ) -> Path:
         """Write a version to a new folder that transformers' `from_pretrained` loads, or to one `.safetensors` file.
 
-        `version` is a number, "latest" or "best". Other files of the folder `like`, such as a tokenizer, are copied.
+        `version` is a number, "latest" or "best". Other files of the folder `like`, such as a tokenizer, are copied;
+        `base` is the folder with the weights of an external base.
         Raises Problem for an unknown version, for "best" if none was evaluated, and for a folder that exists.
         """
-        folder = Path(like) if like else None
-        export_version(self._client, self.refresh().record, Path(out), version, like=folder)
+        folder, weights = (Path(given) if given else None for given in (like, base))
+        export_version(self._client, self.refresh().record, Path(out), version, like=folder, base=weights)
         return Path(out)
 
 

@@ -131,7 +131,7 @@ class Model(Frozen):
         if not isinstance(self.config.get("model_type"), str):
             raise ValueError("config has no model_type; give a transformers config such as config.json")
         check_table(self.blocks)
-        if unknown := sorted(self.external.keys() - self.by_name.keys()):
+        if unknown := sorted(self.external.keys() - {block.name for block in self.blocks}):
             raise ValueError(f"the external base has blocks that the model lacks: {unknown[:8]}")
         shared = {block.tensor for block in self.stored} & {block.tensor for block in self.base}
         if shared or not self.stored:
@@ -142,12 +142,12 @@ class Model(Frozen):
     def by_name(self) -> dict[str, Block]:
         return {block.name: block for block in self.blocks}
 
-    @cached_property
+    @property
     def stored(self) -> tuple[Block, ...]:
         """The blocks of a version: all but those of an external base."""
         return tuple(block for block in self.blocks if block.name not in self.external)
 
-    @cached_property
+    @property
     def base(self) -> tuple[Block, ...]:
         """The blocks of the external base; none for most models."""
         return tuple(block for block in self.blocks if block.name in self.external)

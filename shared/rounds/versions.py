@@ -125,7 +125,7 @@ class States:
         model = self._checked("/model", self.model, model_digest)
         manifest = self._checked("/version", self.manifest, version_digest)
         faults = [
-            Fault(pointer=f"/version/blocks/{name}", detail="the model's versions have no such block")
+            Fault(pointer=f"/version/blocks/{name}", detail="the model has no such block")
             for name in sorted(set(manifest.blocks) - {block.name for block in model.stored})
         ]
         for block in sorted(model.stored, key=attrgetter("name")):

@@ -155,6 +155,19 @@ def test_merged_adapters_are_a_plain_folder_that_computes_the_same(tmp_path: Pat
     assert "has no adapters" in refusal("merge", merged, tmp_path / "again")
 
 
+def test_beside_16_bits_adapters_and_classifier_are_float32_also_in_a_merged_folder(tmp_path: Path) -> None:
+    made, merged, config = tmp_path / "made", tmp_path / "merged", source(tmp_path / "bert", BERT)
+    words = ("--random", "--config", config, "--head", "text-classification", "--dtype", "bfloat16")
+    init(made, *words, "--lora-rank", 2)
+    model = ModelFolder.open(made).model
+    assert model.float32 == ("head", "adapter")
+    assert {(block.role in model.float32, block.dtype) for block in model.blocks} == {(True, "F32"), (False, "BF16")}
+    assert CliRunner().invoke(app, ["merge", str(made), str(merged)]).exit_code == 0
+    plain = ModelFolder.open(merged).model
+    assert plain.float32 == ("head",)
+    assert {block.dtype for block in plain.blocks if block.role == "head"} == {"F32"}
+
+
 def test_what_does_not_go_together_is_refused_with_what_would(tmp_path: Path) -> None:
     clip, bert = source(tmp_path / "clip", dual("clip")), source(tmp_path / "bert", BERT)
     for words, told in (

@@ -112,11 +112,12 @@ class Site:
         agent._client.close()
 
     def task(self, client: Client, run: Run) -> TaskView:
-        """The run's latest task, once this worker has ended one: it starts anew, as after a restart."""
+        """The task that this worker took and ended: it starts anew, as after a restart."""
         agent = Agent(self.settings, Stop())
-        agent._run_task(until(agent._next))
+        taken = until(agent._next)
+        agent._run_task(taken)
         agent._client.close()
-        return [task for made in client.rounds(run.id) for task in made.tasks][-1]
+        return next(task for made in client.rounds(run.id) for task in made.tasks if task.id == taken.id)
 
 
 @pytest.fixture
