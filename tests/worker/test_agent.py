@@ -204,6 +204,21 @@ def test_an_agent_trains_and_evaluates_a_run_to_its_end(coordinator: LiveCoordin
     assert whole.examples == partial.examples
 
 
+@pytest.mark.long
+def test_an_agent_with_several_devices_trains_and_evaluates_alike(
+    coordinator: LiveCoordinator, tmp_path: Path
+) -> None:
+    client, scores, losses = coordinator.client(), [], []
+    for devices in (1, 2):
+        run = begin(client, seed=3, rounds=2, evaluation=Evaluation(dataset="held-out"))
+        with working(coordinator, tmp_path / str(devices), device="cpu", devices=devices):
+            until(lambda run=run: client.run(run.id).state == "completed", 300)
+        scores.append({found.version: found.metrics for found in client.measurements(run.id)})
+        losses.append([made.tasks[0].metrics["loss"] for made in client.rounds(run.id)])
+    assert losses[1] == pytest.approx(losses[0], rel=0.01)
+    assert scores[1] == {version: pytest.approx(found, rel=0.01) for version, found in scores[0].items()}
+
+
 def test_the_requests_of_one_task_share_a_trace(coordinator: LiveCoordinator, tmp_path: Path) -> None:
     client = coordinator.client()
     run = begin(client, rounds=2)

@@ -5,6 +5,9 @@ from typing import Any
 
 from tessera.worker.task.errors import TaskFailure
 
+UNEXPLAINED = "failed"
+"""The code of failures that only the worker's own log explains."""
+
 Packed = tuple[type[BaseException], tuple[Any, ...], dict[str, Any]]
 
 
@@ -28,4 +31,4 @@ def unpacked(found: Packed) -> BaseException:
 
 def failure_of_rank(fault: BaseException) -> TaskFailure:
     """Return a failure that names the exception alone: its text might quote data."""
-    return TaskFailure("failed", f"{type(fault).__name__} in a rank; the worker's own log has more")
+    return TaskFailure(UNEXPLAINED, f"{type(fault).__name__} in a rank; the worker's own log has more")

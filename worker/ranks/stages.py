@@ -40,9 +40,10 @@ class DeviceStages:
         """Prepare for groups on these devices. `threads` are those of one operation in each rank."""
         self.devices = devices
         self._start = Start(devices, threads, IDLE_SECONDS, TIMEOUT_SECONDS)
-        self._folder = state_dir / FOLDER
+        self.folder = state_dir / FOLDER
+        """The folder of the groups' folders."""
         # Of an agent that was killed together with its launcher.
-        shutil.rmtree(self._folder, ignore_errors=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
         self._session: Session | None = None
         self._run = ""
         self._until = 0.0
@@ -96,7 +97,7 @@ class DeviceStages:
         if session and session.alive and self._run == run.task.run and time.monotonic() < self._until:
             return session
         self.close()
-        self._session = Session(self._start, self._folder, run.check)
+        self._session = Session(self._start, self.folder, run.check)
         self._run = run.task.run
         return self._session
 

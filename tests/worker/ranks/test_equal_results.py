@@ -11,15 +11,18 @@ import numpy as np
 import pytest
 import torch
 
+from tessera.shared.api.tasks import Task
 from tessera.shared.model.spec import Head, Lora, Model
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.model.block_map import block_table, named_tensors
 from tessera.worker.model.build import instantiate, read_block
 from tessera.worker.model.forward import IGNORED
 from tessera.worker.ranks.stages import DeviceStages
-from tessera.worker.simulation import Result, Weights, simulate, virtual_workers
+from tessera.worker.simulation import Result, Stalled, Weights, simulate, virtual_workers
+from tessera.worker.task.heartbeat import Stopped
 from tessera.worker.task.runner import TaskRunner
 from tessera.worker.training.optimization.micro_batch import MicroBatch
+from tessera.worker.training.progress import Check, Report
 from tessera.worker.training.setup import TrainingSetup
 from tests.support.tasks import VIT, images
 
@@ -100,15 +103,21 @@ def stages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeviceStages]:
     made.close()
 
 
-def divided(case: Case, stages: DeviceStages, monkeypatch: pytest.MonkeyPatch, **setup: Any) -> Result:
+def divided(
+    case: Case,
+    stages: DeviceStages,
+    monkeypatch: pytest.MonkeyPatch,
+    runner: type[TaskRunner] = TaskRunner,
+    **setup: Any,
+) -> Result:
     """The case's run, whose workers train on the devices of `stages`."""
 
-    def runner(**given: Any) -> TaskRunner:
+    def made(**given: Any) -> TaskRunner:
         given["setup"] = TrainingSetup(torch.device("meta"), **setup)
-        return TaskRunner(**given, ranks=stages)
+        return runner(**given, ranks=stages)
 
     with monkeypatch.context() as patch:
-        patch.setattr(virtual_workers, "TaskRunner", runner)
+        patch.setattr(virtual_workers, "TaskRunner", made)
         return case.run()
 
 
@@ -147,3 +156,42 @@ def test_ranks_train_their_rows_in_pieces(
     micro_batch: MicroBatch, stages: DeviceStages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compare(CASES["slices"], stages, monkeypatch, micro_batch=micro_batch)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("case", "told"),
+    [
+        (Case("fedavg", training={"learning_rate": 1e30}), "diverged: "),
+        (Case("moon", config=GPT2, head="causal-lm", rounds=2), "unsuited: .* divides batches among 2 devices"),
+    ],
+)
+def test_a_failure_in_the_ranks_is_told_as_in_one_process(
+    case: Case, told: str, stages: DeviceStages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(Stalled, match=told):
+        divided(case, stages, monkeypatch)
+
+
+class StoppingRunner(TaskRunner):
+    """A runner whose worker is asked to stop after three steps."""
+
+    def run(self, task: Task, check: Check, report: Report) -> None:
+        def stopping() -> None:
+            if report.step >= 3:
+                raise Stopped
+
+        super().run(task, stopping, report)
+
+
+@pytest.mark.long
+def test_ranks_that_are_asked_to_stop_wait_for_the_next_task(
+    stages: DeviceStages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    divided(CASES["full"], stages, monkeypatch)
+    groups = list(stages.folder.iterdir())
+    endless = Case("fedavg", examples=10_000, training={"batch_size": 1, "steps": 1_000_000})
+    with pytest.raises(Stopped):
+        divided(endless, stages, monkeypatch, runner=StoppingRunner)
+    compare(CASES["full"], stages, monkeypatch)
+    assert list(stages.folder.iterdir()) == groups
