@@ -100,7 +100,7 @@ def device_of(name: DeviceName) -> torch.device:
 
 
 def devices_of(settings: WorkerSettings) -> tuple[torch.device, ...]:
-    """Return the devices that train together, each once. Raises SettingsError for a missing one."""
+    """Return the devices that train together. Raises SettingsError for a missing one."""
     if settings.devices == 1:
         return (device_of(settings.device),)
     if sys.platform != "linux":
@@ -108,12 +108,7 @@ def devices_of(settings: WorkerSettings) -> tuple[torch.device, ...]:
     if isinstance(settings.devices, tuple):
         if settings.device != "auto":
             raise SettingsError("device and devices name devices both: leave device out")
-        found = tuple(device_of(name) for name in settings.devices)
-        if twice := sorted({str(each) for each in found if each.type == "cuda" and found.count(each) > 1}):
-            raise SettingsError(f"devices: {', '.join(twice)} twice: name each once")
-        if len({each.type for each in found}) != 1:
-            raise SettingsError("devices: name either GPUs or cpu, at least one")
-        return found
+        return _listed(settings.devices)
     if settings.device == "cpu" and settings.devices != "all":
         return (torch.device("cpu"),) * settings.devices
     if settings.device not in ("auto", "cuda"):
@@ -125,6 +120,17 @@ def devices_of(settings: WorkerSettings) -> tuple[torch.device, ...]:
             f"devices: {settings.devices} GPUs are asked for and {here} are here: lower devices, or set device to cpu"
         )
     return tuple(torch.device("cuda", place) for place in range(count))
+
+
+def _listed(names: Iterable[DeviceName]) -> tuple[torch.device, ...]:
+    found = tuple(map(device_of, names))
+    if len({each.type for each in found}) != 1:
+        raise SettingsError("devices: name either GPUs or cpu, at least one")
+    if len(found) > 1 and torch.device("cuda") in found:
+        raise SettingsError("devices: name each GPU by its number, as in cuda:0")
+    if twice := sorted({str(each) for each in found if each.type == "cuda" and found.count(each) > 1}):
+        raise SettingsError(f"devices: {', '.join(twice)} twice: name each once")
+    return found
 
 
 def describe(*devices: torch.device) -> str:

@@ -2,7 +2,6 @@
 
 import pickle
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
 import torch
@@ -14,6 +13,7 @@ from tessera.shared.methods.base import UnsupportedRun
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.model.forward import label_count
 from tessera.worker.ranks.faults import packed, unpacked
+from tessera.worker.ranks.shared_dataset import SharedDataset
 from tessera.worker.training.context import LocalTaskContext
 from tessera.worker.training.ranks import Pieces
 
@@ -24,49 +24,22 @@ BUCKET = 1 << 24
 """Largest number of gradient values in one reduction, unless a single tensor has more: the memory it takes."""
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class SharedDataset(Dataset):
-    """A data set of which a rank reads every `size`-th row of each batch, from its own number on.
-
-    A batch that has no row for the rank is empty.
-    """
-
-    rank: int = 0
-    size: int = 1
-
-    def order(self, batch_size: int | None, generator: torch.Generator | None = None) -> Sequence[Tensor]:
-        return [rows[self.rank :: self.size] for rows in super().order(batch_size, generator)]
-
-
-@dataclass(frozen=True)
-class ReadsNothing:
-    """A reader of rows on disk that accepts an empty list of places."""
-
-    read: Callable[[Sequence[int]], Tensor]
-    first: int
-    """Any place that has a row."""
-
-    def __call__(self, places: Sequence[int]) -> Tensor:
-        return self.read(places) if places else self.read([self.first])[:0]
-
-
 class Group:
     """`worker.training.ranks.Ranks`, in a process of an initialised process group."""
 
     def __init__(self) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self._shared: tuple[Dataset, SharedDataset] | None = None
         self.alone = False
         """True while the first rank computes something for all."""
 
     # ------------------------------------------------------------ rows
 
     def share_of(self, dataset: Dataset) -> Dataset:
-        plain = {each.name: getattr(dataset, each.name) for each in fields(Dataset)}
-        plain["on_disk"] = {
-            name: replace(stored, read=ReadsNothing(stored.read, int(stored.places[0])))
-            for name, stored in dataset.on_disk.items()
-        }
-        return SharedDataset(**plain, rank=self.rank, size=self.size)
+        # Loaders go on while their data set is the same.
+        if self._shared is None or self._shared[0] is not dataset:
+            self._shared = dataset, SharedDataset.of(dataset, self.rank, self.size)
+        return self._shared[1]
 
     def examples(self, count: int) -> int:
         return int(self.total(count))
