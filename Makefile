@@ -114,6 +114,7 @@ bench: install ## what rounds, waiting workers and cut uploads cost; half an hou
 	$(BIN)/python -m benchmarks.growth
 	$(BIN)/python -m benchmarks.images
 	$(BIN)/python -m benchmarks.checkpoints
+	$(BIN)/python -m benchmarks.steps
 	$(BIN)/python -m benchmarks.texts
 	$(BIN)/python -m benchmarks.uploads
 	$(BIN)/python -m benchmarks.stages
@@ -125,7 +126,7 @@ bench-results: install ## the methods side by side on small tasks, three seeds e
 	for task in digits docstrings pairs privacy; do $(BIN)/python -m benchmarks.results $$task --csv bench-output/$$task.csv || exit 1; done
 
 bench-quick: install ## the same on tiny sizes, in a minute: to see that it works
-	for name in rounds idle guards growth images texts checkpoints uploads stages compression page large_base; do $(BIN)/python -m benchmarks.$$name --quick || exit 1; done
+	for name in rounds idle guards growth images texts checkpoints steps uploads stages compression page large_base; do $(BIN)/python -m benchmarks.$$name --quick || exit 1; done
 
 bench-rivals: install ## rounds beside Flower and NVIDIA FLARE, each installed into an environment of its own
 	$(BIN)/python -m benchmarks.rounds --rivals --sizes 0.01 100 --workers 4 --only full raw

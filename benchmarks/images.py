@@ -1,15 +1,16 @@
 """Memory and time of reading images: `python -m benchmarks.images [--examples 2000 20000] [--side 224]`.
 
-For each number of examples, with pixels in memory and read for each batch, a process of its own loads a table of JPEG
-files and takes one pass over its batches. A few files are listed again and again: what is read stays in the system's
-cache, so that this measures decoding rather than the disk.
+For each number of examples, with pixels in memory, read by a thread, and read by two loaders, a process of its own
+loads a table of JPEG files, once without an index and once with it, and takes one pass over its batches. A few files
+are listed again and again: what is read stays in the system's cache, so that this measures decoding rather than the
+disk. Memory is the most that the process and its loaders hold at one time, with what they share counted once (Pss).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -20,10 +21,11 @@ from time import monotonic
 import numpy as np
 from PIL import Image
 
-from benchmarks.measuring import MIB, OUT, Results, forget_peak, peak_bytes
+from benchmarks.measuring import MIB, OUT, PeakMemory, Results, proportional_bytes
 
 FILES = 50
 BATCH = 32
+LOADERS = 2
 
 
 def write_table(folder: Path, examples: int, side: int) -> Path:
@@ -39,40 +41,47 @@ def write_table(folder: Path, examples: int, side: int) -> Path:
     return table
 
 
-def measure(table: Path, side: int, *, in_memory: bool) -> dict[str, float]:
-    """Return the seconds and the peak memory of loading the table and of one pass, in this process."""
+def measure(table: Path, side: int, loaders: int | None) -> dict[str, float]:
+    """Return the seconds of loading the table, of loading it again, and of one pass, in this process. Pixels are in
+    memory if there is no number of loaders."""
     # The process that starts this one has no need of torch.
     import torch  # noqa: PLC0415
 
+    from tessera.worker.data.loaders import LoaderProcesses  # noqa: PLC0415
+    from tessera.worker.data.prepared import Prepared  # noqa: PLC0415
     from tessera.worker.data.registry import load  # noqa: PLC0415
     from tessera.worker.training.batches import Batches  # noqa: PLC0415
 
+    processes = LoaderProcesses(loaders) if loaders else None
     load("images", {"file": str(write_table(table.parent, 1, side)), "size": side})
-    forget_peak(os.getpid())
-    before, began = peak_bytes(os.getpid()), monotonic()
-    dataset = load("images", {"file": str(table), "size": side, "in_memory": in_memory})
-    loaded = monotonic()
+    options = {"file": str(table), "size": side, "in_memory": loaders is None}
+    times = [monotonic()]
+    for _ in range(2):
+        dataset = load("images", options, prepared=Prepared(table.parent / "prepared"), loaders=processes)
+        times.append(monotonic())
     batches = iter(Batches(dataset, BATCH, torch.device("cpu"), torch.Generator().manual_seed(0)))
     next(batches)
-    first = monotonic()
+    times.append(monotonic())
     for _ in batches:
         pass
-    return {
-        "load_s": loaded - began,
-        "first_batch_s": first - loaded,
-        "pass_s": monotonic() - loaded,
-        "added_MiB": (peak_bytes(os.getpid()) - before) / MIB,
-    }
+    times.append(monotonic())
+    names = ("load_s", "load_again_s", "first_batch_s", "rest_s")
+    return {name: end - begin for name, begin, end in zip(names, times, times[1:], strict=False)}
 
 
-def apart(table: Path, side: int, *, in_memory: bool) -> dict[str, float]:
-    """Measure in a process of its own."""
+def apart(table: Path, side: int, loaders: int | None) -> dict[str, float]:
+    """Measure in a process of its own. Adds the most memory that it and its loaders hold."""
     command = [sys.executable, "-m", "benchmarks.images", "--measure", str(table), "--side", str(side)]
-    done = subprocess.run(
-        [*command, *(["--in-memory"] if in_memory else [])], stdout=subprocess.PIPE, text=True, check=True
-    )
-    found: dict[str, float] = json.loads(done.stdout)
-    return found
+    given = [] if loaders is None else ["--loaders", str(loaders)]
+    with (
+        subprocess.Popen([*command, *given], stdout=subprocess.PIPE, text=True) as process,
+        PeakMemory({"all": [process.pid]}, 0.2, proportional_bytes) as memory,
+    ):
+        printed, _ = process.communicate()
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command)
+    found: dict[str, float] = json.loads(printed)
+    return {**found, "pss_MiB": memory.peaks["all"] / MIB}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -82,21 +91,27 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=OUT)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--measure", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--in-memory", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--loaders", type=int, help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     if given.measure:
-        print(json.dumps(measure(given.measure, given.side, in_memory=given.in_memory)))
+        print(json.dumps(measure(given.measure, given.side, given.loaders)))
         return
     few, many = [60, 600] if given.quick else given.examples
     results = Results("images", f"one pass over JPEG files of {given.side} x {given.side} in batches of {BATCH}")
     with tempfile.TemporaryDirectory(prefix="tessera-images-") as name:
-        added = {}
-        for examples, in_memory in ((few, True), (few, False), (many, False)):
+        found = {}
+        for examples, loaders in ((few, None), (few, 0), (few, LOADERS), (many, 0), (many, LOADERS)):
             table = write_table(Path(name), examples, given.side)
-            row = apart(table, given.side, in_memory=in_memory)
-            results.add(examples=examples, pixels="memory" if in_memory else "disk", **row)
-            added[examples, in_memory] = row["added_MiB"]
-    results.aim(f"more for {many} than for {few} on disk", added[many, False] - added[few, False], 100, " MiB")
+            row = apart(table, given.side, loaders)
+            pixels = "memory" if loaders is None else "disk"
+            results.add(examples=examples, pixels=pixels, loaders=loaders, **row)
+            found[examples, loaders] = row
+            shutil.rmtree(Path(name) / "prepared", ignore_errors=True)
+    more = found[many, LOADERS]["pss_MiB"] - found[few, LOADERS]["pss_MiB"]
+    results.aim(f"more memory for {many} than for {few} with loaders", more, 100, " MiB")
+    results.aim(f"memory for {many} with loaders", found[many, LOADERS]["pss_MiB"], 2048, " MiB")
+    first = found[many, LOADERS]["load_again_s"] + found[many, LOADERS]["first_batch_s"]
+    results.aim(f"first of {many} in a batch once they are indexed", first, 5, " s")
     results.finish(given.out)
 
 

@@ -54,6 +54,16 @@ def resident_bytes(pids: Iterable[int]) -> int:
     return total
 
 
+def proportional_bytes(pids: Iterable[int]) -> int:
+    """What these processes and their descendants hold now; what they share counts once (Pss)."""
+    total = 0
+    for process in _with_descendants(pids):
+        with suppress(psutil.Error, OSError):
+            lines = Path(f"/proc/{process.pid}/smaps_rollup").read_text(encoding="ascii").splitlines()
+            total += next((int(line.split()[1]) for line in lines if line.startswith("Pss:")), 0) * 1024
+    return total
+
+
 def _with_descendants(pids: Iterable[int]) -> Iterable[psutil.Process]:
     for pid in pids:
         with suppress(psutil.Error):
@@ -87,6 +97,7 @@ class PeakMemory:
 
     groups: Mapping[str, Sequence[int]]
     every_seconds: float = 0.05
+    measure: Callable[[Iterable[int]], int] = resident_bytes
     peaks: dict[str, int] = field(default_factory=dict)
 
     def __enter__(self) -> Self:
@@ -104,7 +115,7 @@ class PeakMemory:
     def _watch(self) -> None:
         while True:
             for name, pids in self.groups.items():
-                self.peaks[name] = max(self.peaks.get(name, 0), resident_bytes(pids))
+                self.peaks[name] = max(self.peaks.get(name, 0), self.measure(pids))
             if self._ended.wait(self.every_seconds):
                 return
 

@@ -71,6 +71,10 @@ rates alike. The roles are those in the model's `blocks.json`; roles that share 
 and value of GPT-2, need the same rate. `private` is for modules that a method adds at a site; a method's own
 `private_learning_rate` has precedence. SCAFFOLD, which computes gradients from steps, refuses `rates`.
 
+`gradient_checkpointing` keeps only the inputs of a model's layers and computes the rest again in the backward pass.
+Gradients keep their bits. Use it where a single example does not fit a site's GPU. It is refused for models whose
+layers cannot be computed again, and for private runs.
+
 `label_smoothing` and `class_weights` change the loss that training minimizes and reports, before a method adds its
 own term. Losses of evaluations, and scores of layers, are of the model's own loss, so that runs can be compared.
 Smoothing takes a model whose labels are classes or tokens: classifiers and language models, but neither `contrastive`

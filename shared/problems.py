@@ -344,6 +344,7 @@ OF_WORKERS: Mapping[str, str] = {
     "model-refused": "Begin a run with a model that transformers builds by itself, without code of its own.",
     "model-mismatch": _MISFIT,
     "data-unreadable": "Ask the site: its worker's log names the file.",
+    "loader-failed": "Ask the site to give the worker more memory or shared memory, or to lower its `loaders`.",
     "input-mismatch": "Begin a run with a model that takes these inputs, or ask the site to change the data "
     "set's options (size, channels, labels, tokenizer, max_length).",
     "invalid-model": _MISFIT,

@@ -82,6 +82,12 @@ class Training(Frozen):
     precision: Literal["float32", "bfloat16", "float16"] = Field(
         default="float32", description="of forward and backward passes; weights stay in their own type"
     )
+    gradient_checkpointing: bool = Field(
+        default=False,
+        exclude_if=operator.not_,
+        description="whether the backward pass computes activations again in place of keeping them: less memory, and "
+        "about a third more time",
+    )
     label_smoothing: float = Field(
         default=0.0,
         ge=0,

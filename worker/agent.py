@@ -39,6 +39,7 @@ from tessera.shared.version import VERSION
 from tessera.worker.attention.probabilities import UnknownAttention
 from tessera.worker.bootstrap import runner_of, with_rules
 from tessera.worker.data.dataset import DataError, in_short
+from tessera.worker.data.loaders import LoaderFailed
 from tessera.worker.governance.airlock import UpdateWithheld
 from tessera.worker.governance.approvals import InboxError, Unapproved
 from tessera.worker.governance.opening_hours import USAGE_FILE, Opening, local_time
@@ -110,6 +111,7 @@ REPORTABLE: dict[type[Exception], str] = {
     CodecError: "unknown-codec",
     BlobTooLarge: "too-large",
     OverBudget: "over-budget",
+    LoaderFailed: "loader-failed",
 }
 
 

@@ -27,15 +27,18 @@ from tessera.shared.problems import Forbidden, NotFound, Problem, Unauthenticate
 from tessera.shared.schema import PROTOCOL
 from tessera.shared.urls import is_loopback, proxy_of
 from tessera.worker.data.dataset import DataError, Dataset
+from tessera.worker.data.loaders import SHARED_MEMORY
 from tessera.worker.governance.descriptions import ANY_BLOCK, policy_in_words, size
 from tessera.worker.governance.policy import Policy
-from tessera.worker.inventory import devices_of, held_out_key, load_source, prepared_of
+from tessera.worker.inventory import devices_of, held_out_key, load_source, loaders_of, prepared_of
 from tessera.worker.settings import DataSource, SettingsError, WorkerSettings, tls_of, token_of
 from tessera.worker.state.atomic_files import temporary_file
 
 WRITTEN_BYTES = 32 << 20
 SLOW_BYTES_PER_SECOND = 20e6
 MIN_FREE_BYTES = 1 << 30
+MIN_SHARED_BYTES = 256 << 20
+"""The four batches of two loaders take 150 MiB if each has 256 images of 224 x 224 pixels."""
 PROBE_BYTES = 1 << 18
 MATMUL_ROWS = 1024
 COMPILERS = ("g++", "clang++", "c++")
@@ -136,6 +139,7 @@ def _device(settings: WorkerSettings) -> Iterator[Finding]:
         yield ok("device", detail)
     yield _compute(settings)
     yield _memory(settings.policy.max_model_bytes)
+    yield from _shared_memory(settings)
     for dtype, name in ((torch.float32, "float32"), (torch.bfloat16, "bfloat16")):
         seconds = _matmul_seconds(device, dtype)
         rate = 2 * MATMUL_ROWS**3 / seconds / 1e9
@@ -157,6 +161,15 @@ def _memory(max_model_bytes: int) -> Finding:
     if max_model_bytes > available_bytes():
         return warn("memory", detail, "Lower policy.max_model_bytes: a model larger than the memory ends the worker.")
     return ok("memory", detail)
+
+
+def _shared_memory(settings: WorkerSettings) -> Iterator[Finding]:
+    """Yield a warning if loaders have little memory to share with the worker."""
+    loaders = loaders_of(settings)
+    whole = shutil.disk_usage(SHARED_MEMORY).total if SHARED_MEMORY.is_dir() else 0
+    if loaders and whole < MIN_SHARED_BYTES:
+        detail = f"{size(whole)} at {SHARED_MEMORY} for the batches of {loaders.count} loaders"
+        yield warn("loaders", detail, "Start the container with --shm-size=1g, or set loaders = 0.")
 
 
 def _matmul_seconds(device: torch.device, dtype: torch.dtype) -> float:

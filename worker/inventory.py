@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 
 from tessera.shared.diagnostics import reason_of
-from tessera.worker.data.dataset import DataError, Dataset
+from tessera.worker.data.dataset import DataError, Dataset, Loaders
+from tessera.worker.data.loaders import LoaderProcesses
 from tessera.worker.data.partition.division import key_of_seed
 from tessera.worker.data.prepared import NOT_KEPT, Prepared
 from tessera.worker.data.registry import load
@@ -23,11 +24,23 @@ HELD_OUT_KEY_FILE = "held-out.key"
 
 PREPARED_FOLDER = "prepared"
 """The name of the folder in a worker's state folder with the files made from its data sets, a folder for each."""
+GPU_LOADERS = 2
+"""Number of loaders for a GPU unless the settings say otherwise. On a CPU a thread keeps up."""
 
 
-def load_source(source: DataSource, key: bytes = b"", prepared: Prepared = NOT_KEPT) -> Dataset:
+def load_source(
+    source: DataSource, key: bytes = b"", prepared: Prepared = NOT_KEPT, loaders: Loaders | None = None
+) -> Dataset:
     """Return the data set. `key` decides which examples are held out. Raises DataError."""
-    return load(source.kind, source.options, part=source.part, held_out=source.held_out, key=key, prepared=prepared)
+    return load(
+        source.kind,
+        source.options,
+        part=source.part,
+        held_out=source.held_out,
+        key=key,
+        prepared=prepared,
+        loaders=loaders,
+    )
 
 
 def prepared_of(settings: DataSettings, name: str, *, make: bool = False) -> Prepared:
@@ -35,6 +48,13 @@ def prepared_of(settings: DataSettings, name: str, *, make: bool = False) -> Pre
     if not isinstance(settings, WorkerSettings):
         return NOT_KEPT
     return Prepared(settings.state_dir / PREPARED_FOLDER / name, writable=make)
+
+
+def loaders_of(settings: WorkerSettings) -> LoaderProcesses | None:
+    """Return the processes that read data sets on disk, or None if a thread does. Raises SettingsError."""
+    cuda = device_of(settings.device).type == "cuda"
+    count = settings.loaders if settings.loaders is not None else GPU_LOADERS * cuda
+    return LoaderProcesses(count, pinned=cuda) if count else None
 
 
 def held_out_key(settings: WorkerSettings, *, make: bool) -> bytes:
@@ -56,11 +76,11 @@ def held_out_key(settings: WorkerSettings, *, make: bool) -> bytes:
 def datasets_of(settings: WorkerSettings, *, make_key: bool = False) -> dict[str, Dataset]:
     """Return the data sets that the policy lets runs use, by name. Raises SettingsError naming the wrong option."""
     loaded: dict[str, Dataset] = {}
-    key = held_out_key(settings, make=make_key)
+    key, loaders = held_out_key(settings, make=make_key), loaders_of(settings)
     for name, source in settings.datasets.items():
         if settings.policy.allows_dataset(name):
             with named(name):
-                loaded[name] = load_source(source, key, prepared_of(settings, name, make=make_key))
+                loaded[name] = load_source(source, key, prepared_of(settings, name, make=make_key), loaders)
     if make_key and (folder := settings.state_dir / PREPARED_FOLDER).is_dir():
         for left in folder.iterdir():
             if left.name not in loaded:

@@ -154,6 +154,13 @@ class WorkerSettings(DataSettings):
         description="examples in one forward and backward pass; a larger batch is trained in pieces, whose gradients "
         "add up to the batch's. Unset, a batch is one piece; auto halves the pieces when memory runs out",
     )
+    loaders: int | None = Field(
+        default=None,
+        ge=0,
+        le=64,
+        description="processes that read images from disk, ahead of training; 0: a thread of the worker. Unset, 2 "
+        "with a GPU and else 0",
+    )
     checkpoint_minutes: NonNegativeFloat = Field(
         default=10.0,
         description="minutes between two checkpoints of a task's training, from which it resumes after the worker "

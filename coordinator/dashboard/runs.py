@@ -339,6 +339,8 @@ def _optimizer_facts(training: Training) -> Iterator[str]:
         yield "moments kept between rounds"
     if training.weight_decay and not training.decay_norms_and_biases:
         yield "no decay of norms and biases"
+    if training.gradient_checkpointing:
+        yield "gradient checkpointing"
     if training.label_smoothing:
         yield f"labels smoothed by {training.label_smoothing:g}"
     if training.class_weights is not None:

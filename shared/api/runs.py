@@ -174,6 +174,11 @@ class RunSpec(Frozen):
     def _private_throughout(self) -> Self:
         if self.privacy and self.training.precision == "float16":
             raise ValueError("privacy does not go with float16, whose scaled losses are not clipped: use bfloat16")
+        if self.privacy and self.training.gradient_checkpointing:
+            raise ValueError(
+                "privacy does not go with training.gradient_checkpointing, with which gradients of single examples "
+                "cannot be computed together: leave it out"
+            )
         if self.privacy and self.evaluation and self.evaluation.dataset == self.dataset:
             raise ValueError(
                 f"exact figures of the examples of {self.dataset!r} undo privacy: evaluate on other data"

@@ -15,10 +15,11 @@ from benchmarks.measuring import Results, Target, forget_peak, peak_bytes, resid
 from tests.test_architecture import ROOT
 
 
-def quickly(name: str, out: Path) -> dict[str, Any]:
-    """What the quick form of a benchmark writes. It is a process of its own: it takes over signals and limits."""
+def quickly(name: str, out: Path, *options: str) -> dict[str, Any]:
+    """What a benchmark writes, in its quick form or with these options. It is a process of its own: it takes over
+    signals and limits."""
     done = subprocess.run(
-        [sys.executable, "-m", f"benchmarks.{name}", "--quick", "--out", str(out)],
+        [sys.executable, "-m", f"benchmarks.{name}", *(options or ["--quick"]), "--out", str(out)],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -54,11 +55,27 @@ def test_waiting_workers_are_all_given_their_task(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(900)  # 42,000 images are read twice
 def test_memory_does_not_grow_with_images_on_disk(tmp_path: Path) -> None:
-    rows = quickly("images", tmp_path)["rows"]
-    assert [(row["examples"], row["pixels"]) for row in rows] == [(60, "memory"), (60, "disk"), (600, "disk")]
-    # The pixels of 540 images are 310 MiB.
-    assert rows[2]["added_MiB"] - rows[1]["added_MiB"] < 100
+    rows = quickly("images", tmp_path, "--examples", "2000", "20000", "--side", "64")["rows"]
+    assert [(row["examples"], row["pixels"], row["loaders"]) for row in rows] == [
+        (2000, "memory", None),
+        (2000, "disk", 0),
+        (2000, "disk", 2),
+        (20000, "disk", 0),
+        (20000, "disk", 2),
+    ]
+    # The pixels of 18,000 images are 840 MiB.
+    assert rows[3]["pss_MiB"] - rows[1]["pss_MiB"] < 100
+    assert rows[4]["pss_MiB"] - rows[2]["pss_MiB"] < 100
+    assert rows[4]["pss_MiB"] < 2048
+
+
+@pytest.mark.long
+def test_steps_are_timed_by_what_trains(tmp_path: Path) -> None:
+    rows = {row["trains"]: row for row in quickly("steps", tmp_path)["rows"]}
+    assert rows["full"]["of_full"] == 1
+    assert all(row["ms"] > 0 for row in rows.values())
 
 
 def test_each_guard_costs_something(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from typer.testing import CliRunner
 from tessera.shared.api.tasks import TaskView
 from tessera.shared.diagnostics import Finding, examined
 from tessera.shared.urls import is_loopback, without_password
+from tessera.worker import doctor as doctor_checks
 from tessera.worker.cli.worker import app
 from tessera.worker.doctor import checks, clock, expiry, forecast, under_way, way_to
 from tessera.worker.governance.descriptions import policy_in_words, size
@@ -283,3 +284,18 @@ def test_a_check_that_breaks_is_a_finding_and_not_the_end() -> None:
     found = list(examined([("gpu", breaks), ("next", lambda: [Finding("next", "ok", "well")])]))
     assert [(one.name, one.verdict) for one in found] == [("gpu", "fail"), ("next", "ok")]
     assert found[0].detail == "could not be looked at: OSError: no such device"
+
+
+def test_little_shared_memory_for_loaders_is_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def found(loaders: int) -> list[Finding]:
+        settings = {"url": "https://a.example", "token": "t", "name": "w", "state_dir": tmp_path, "device": "cpu"}
+        given = WorkerSettings(**settings, datasets={"digits": {"kind": "digits"}}, loaders=loaders)
+        return list(doctor_checks._shared_memory(given))
+
+    monkeypatch.setattr(doctor_checks, "MIN_SHARED_BYTES", 1 << 62)
+    assert found(0) == []
+    (warning,) = found(3)
+    assert "for the batches of 3 loaders" in warning.detail
+    assert "--shm-size" in warning.remedy
+    monkeypatch.setattr(doctor_checks, "MIN_SHARED_BYTES", 1)
+    assert found(3) == []

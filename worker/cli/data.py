@@ -20,7 +20,7 @@ from tessera.worker.data.partition.division import ClassCounts, class_counts, di
 from tessera.worker.data.partition.schemes import Partition, Scheme
 from tessera.worker.data.prepared import Prepared
 from tessera.worker.data.proposal import propose
-from tessera.worker.data.registry import load
+from tessera.worker.data.registry import load, streamed
 from tessera.worker.inventory import held_out_key, load_source, named, prepared_of
 from tessera.worker.settings import (
     DataSettings,
@@ -147,7 +147,8 @@ def _key(config: Path) -> tuple[bytes, WorkerSettings | None]:
 
 def _described(name: str, source: DataSource, key: bytes, prepared: Prepared) -> dict[str, Any]:
     with named(name):
-        loaded = load_source(source, key, prepared)
+        # No pixel is shown, so none has to stay in memory.
+        loaded = load_source(source.model_copy(update=streamed(source.kind, source.options)), key, prepared)
     part = source.part and f"{source.part.index} of {source.part.count}, {source.part.scheme}"
     return {
         "name": name,

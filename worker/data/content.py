@@ -21,4 +21,7 @@ def content_digest(dataset: Dataset, hashes: Array) -> str:
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)};".encode())
         digest.update(as_bytes(tensor.contiguous().flatten().view(torch.uint8).numpy()))
+    for classes in dataset.texts.tags if dataset.texts else ():
+        # The classes of words become labels with the tokens.
+        digest.update(f"{list(classes)};".encode())
     return f"sha256:{digest.hexdigest()}"

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -22,6 +22,12 @@ from tessera.worker.data.prepared import Prepared
 LABELS = "labels"
 MAX_UNKNOWN = 0.2
 """Share of unknown tokens above which a tokenizer probably does not fit the texts."""
+
+MAX_REASONS = 3
+"""Number of unreadable images that a warning describes."""
+
+MAX_GROUP_BYTES = 64 << 20
+"""Size of row groups from which on reading images one by one is slow."""
 
 
 class DataError(ValueError):
@@ -74,6 +80,12 @@ class LoadReport:
     ignored_files: Mapping[str, int] = field(default_factory=dict)
     """The number of files in a folder of images or of tables that are neither, by suffix."""
 
+    unreadable: Sequence[str] = ()
+    """The fault of each image that is left out because it cannot be read."""
+
+    group_bytes: int = 0
+    """The size of the largest row group of images in a Parquet file, all of which is read for each image."""
+
     def warnings(self) -> Iterator[tuple[str, str]]:
         """Yield what is probably wrong, each with its remedy."""
         if (self.unknown_tokens or 0) > MAX_UNKNOWN:
@@ -85,7 +97,15 @@ class LoadReport:
             count = sum(self.ignored_files.values())
             yield (
                 f"{count} file{'s' * (count > 1)} ignored: {counted(self.ignored_files)}",
-                "Convert them to a format that is read (images to PNG: DICOM is not read), or move them elsewhere.",
+                "Convert them to a format that is read (dicom = true reads DICOM, too), or move them elsewhere.",
+            )
+        if count := len(self.unreadable):
+            first = " ".join(f"{reason}." for reason in self.unreadable[:MAX_REASONS])
+            yield f"{count} unreadable image{'s' * (count > 1)} left out. {first}", "Replace or remove them."
+        if self.group_bytes > MAX_GROUP_BYTES:
+            yield (
+                f"each image is read with a row group of up to {self.group_bytes >> 20} MiB",
+                "Write the Parquet files with smaller ones (row_group_size=100), or save them by `datasets`.",
             )
 
 
@@ -139,13 +159,22 @@ class RowsOnDisk:
     row: tuple[int, ...]
     """The shape of a row."""
     dtype: torch.dtype
+    finish: Callable[[Tensor], Tensor] | None = None
+    """The conversion of what `read` returns to rows of this shape and dtype, on any device; None if it returns them.
+    Bytes of pixels are converted where the model is, so that a quarter is copied."""
+    in_loaders: bool = False
+    """True if reading takes so long that loaders do it, if the worker has any."""
 
     @property
     def shape(self) -> tuple[int, ...]:
         return (len(self.places), *self.row)
 
     def __getitem__(self, index: Tensor) -> Tensor:
-        return self.read(self.places[index].tolist())
+        return self.finished(self.read(self.places[index].tolist()))
+
+    def finished(self, rows: Tensor) -> Tensor:
+        """Return what `read` returned as rows of the declared shape and dtype, on the same device."""
+        return rows if self.finish is None else self.finish(rows)
 
     def chosen(self, index: Tensor) -> RowsOnDisk:
         """Return the rows at these places, without reading them."""
@@ -160,6 +189,17 @@ def _padded(read: Callable[[Sequence[int]], Tensor], name: str, padding: Padding
     return padding.fill(name, read(places))
 
 
+class Loaders(Protocol):
+    """Processes that read rows on disk. `worker.data.loaders` implements it."""
+
+    def read(
+        self,
+        readers: Mapping[str, Callable[[Sequence[int]], Tensor]],
+        places: Iterable[Mapping[str, NDArray[np.int64]]],
+    ) -> Iterator[dict[str, Tensor]]:
+        """Yield what the readers return for each batch's places, in their order."""
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Dataset:
     """Examples: each tensor is one of the model's keyword inputs, [examples, ...], and so is each of `on_disk`.
@@ -167,10 +207,9 @@ class Dataset:
     `common` is part of every batch: the texts of a contrastive model's classes, `input_ids` [classes, tokens].
     `domains`, int64 [examples], is the origin of each example; models do not see it. `held_out` are examples of the
     same kind on which no run trains. `sources` are the original bytes of each example, if its tensors depend on other
-    examples too: texts are padded to the longest. They may be digests, uint8 [examples, bytes]. Examples with equal
-    `groups` are held out together. `padding` pads
-    texts to their maximal length. `texts` have still to be converted to tensors. `report` is for people at
-    the site. `schema` is sent to the coordinator, so it must not depend on the examples.
+    examples too (texts are padded to the longest), or digests, uint8 [examples, bytes]. Examples with equal `groups`
+    are held out together. `padding` pads texts to their maximal length. `texts` are still to be converted to tensors.
+    `report` is for people at the site. `schema` is sent to the coordinator, so it must not depend on the examples.
 
     Raises DataError if the tensors differ in their number of examples or have none, if `labels` is missing, if a name
     occurs twice, or if the lengths of domains, sources or groups differ.
@@ -187,6 +226,8 @@ class Dataset:
     report: LoadReport = LoadReport()
     schema: DatasetSchema = field(default_factory=DatasetSchema)
     on_disk: Mapping[str, RowsOnDisk] = field(default_factory=dict)
+    loaders: Loaders | None = None
+    """The processes that read the rows `in_loaders`; None reads them in this process."""
     pack: bool = False
     """True if tasks put several of these documents into a row (`worker.data.packing`)."""
 
@@ -255,6 +296,7 @@ class Dataset:
             report=self.report,
             schema=self.schema,
             on_disk={name: stored.chosen(index) for name, stored in self.on_disk.items()},
+            loaders=self.loaders,
             pack=self.pack,
         )
 
@@ -307,14 +349,16 @@ class Dataset:
         The order is the stored one, or drawn from `generator`. Every batch contains the common tensors. The first
         `skip` batches are left out, and not read.
         """
-        for rows in self.order(batch_size, generator)[skip:]:
+        for rows in self.order(batch_size, generator, skip):
             yield {**self.read(rows), **self.common}
 
-    def order(self, batch_size: int | None, generator: torch.Generator | None = None) -> Sequence[Tensor]:
+    def order(
+        self, batch_size: int | None, generator: torch.Generator | None = None, skip: int = 0
+    ) -> Sequence[Tensor]:
         """Return the places of the examples of each batch, int64 [batch], as `batches` describes them."""
         count = self.examples
         order = torch.arange(count) if generator is None else torch.randperm(count, generator=generator)
-        return torch.split(order, batch_size or count)
+        return torch.split(order, batch_size or count)[skip:]
 
 
 def _chosen(values: Any, index: Tensor) -> Any:

@@ -11,8 +11,8 @@ from PIL import Image
 
 from tessera.shared.near_names import absent
 from tessera.worker.data.dataset import DataError, counted
-from tessera.worker.data.kinds.images import files_below
-from tessera.worker.data.readers.image_processor import FORMATS, SUFFIXES, UNREADABLE
+from tessera.worker.data.kinds.images import names_below
+from tessera.worker.data.readers.pictures import FORMATS, SUFFIXES, UNREADABLE
 from tessera.worker.data.readers.table_files import SPLITS, is_saved
 from tessera.worker.data.readers.tables import READERS, DataTable, read_table
 
@@ -86,7 +86,12 @@ def propose(
     if path.suffix.lower() == ".safetensors":
         proposal.add("kind", "arrays", "a safetensors file holds prepared tensors, `labels` among them")
         proposal.add("file", str(path), "the tensors' names are the model's inputs")
-    elif path.is_dir() and not is_saved(path) and (found := list(files_below(path))) and not _tables_in(path):
+    elif (
+        path.is_dir()
+        and not is_saved(path)
+        and (found := list(map(Path, names_below(path))))
+        and not _tables_in(path)
+    ):
         _of_folder(proposal, path, found, processor)
         _texts_of_classes(proposal, tokenizer)
     else:
@@ -115,7 +120,7 @@ def _tables_in(folder: Path) -> bool:
 
 
 def _of_folder(proposal: Proposal, folder: Path, found: Sequence[Path], processor: str | None) -> None:
-    files = sorted(file.relative_to(folder) for file in found if file.suffix.lower() in SUFFIXES)
+    files = sorted(file for file in found if file.suffix.lower() in SUFFIXES)
     if not files:
         kinds = counted(Counter(file.suffix.lower() or "without suffix" for file in found))
         formats = f"{', '.join(sorted(SUFFIXES))}; {', '.join(READERS)}"

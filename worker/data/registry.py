@@ -4,6 +4,7 @@ another installed package by an entry point of the group `tessera.datasets`, wit
 import importlib
 import pkgutil
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -13,7 +14,7 @@ from pydantic import ValidationError
 
 from tessera.shared.near_names import did_you_mean
 from tessera.shared.validation_errors import messages_of
-from tessera.worker.data.dataset import Adapter, DataError, Dataset
+from tessera.worker.data.dataset import Adapter, DataError, Dataset, Loaders
 from tessera.worker.data.partition.division import hold_out, part_of
 from tessera.worker.data.partition.schemes import SitePartition
 from tessera.worker.data.prepared import NOT_KEPT, Prepared
@@ -30,10 +31,11 @@ def load(
     held_out: float | None = None,
     key: bytes = b"",
     prepared: Prepared = NOT_KEPT,
+    loaders: Loaders | None = None,
 ) -> Dataset:
     """Return the data set of a kind, or a part of it, with a share of the examples held out by a hash with `key`.
 
-    `prepared` is the folder for files that its kind makes once from the data.
+    `prepared` is the folder for files that its kind makes once from the data. `loaders` read what is on disk.
 
     Raises DataError for an unknown kind, an invalid option, an unreadable file or an empty side of the division.
     """
@@ -48,9 +50,17 @@ def load(
     except ValidationError as fault:
         steps, message = messages_of(fault.errors(include_url=False), adapter.options)[0]
         raise DataError(f"{'.'.join(map(str, steps)) or kind}: {message}") from None
+    dataset = replace(dataset, loaders=loaders)
     if part is not None and part.index is not None:
         dataset = part_of(dataset, part, part.index)
     return dataset if held_out is None else hold_out(dataset, held_out, key)
+
+
+def streamed(kind: str, options: Mapping[str, object]) -> dict[str, object]:
+    """Return the options with which a kind that can leave its data on disk does so."""
+    adapter = _adapter(kind)
+    leaves = adapter is not None and "in_memory" in adapter.options.model_fields
+    return {**options, "in_memory": False} if leaves else dict(options)
 
 
 def adapters() -> dict[str, Adapter[Any]]:

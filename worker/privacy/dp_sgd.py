@@ -11,6 +11,7 @@ sums would reveal the sum without noise (Mironov 2012); every point of the grid 
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import structlog
 import torch
@@ -34,6 +35,7 @@ from tessera.worker.privacy.per_example_grads import (
 from tessera.worker.training.batches import copied
 from tessera.worker.training.context import LocalTaskContext
 from tessera.worker.training.freeze import Freeze
+from tessera.worker.training.optimization.micro_batch import PieceSize
 from tessera.worker.training.optimization.precision import autocast
 from tessera.worker.training.setup import LocalTraining
 
@@ -184,6 +186,28 @@ class NoisyGradients:
         self._known = known_examples(context, dataset, {name: tensor[:1] for name, tensor in sample.items()} | common)
         self._alone = OneByOne(local.loss, parameters, common)
         self._at_once = at_once(self._method, parameters)
+        if local.piece_size and local.piece_size.automatic and local.piece_size.examples:
+            self._at_once = min(self._at_once, local.piece_size.examples)
+        self._synthetic = partial(context.synthetic_examples, dataset)
+
+    def fit(self, size: PieceSize) -> None:
+        """Find the number of examples whose gradients fit into memory together, on synthetic ones of the largest
+        shape, and set `size` to it.
+
+        A step's sample is seldom more than twice as large as expected, and is then computed in parts. Raises
+        ExampleTooLarge.
+        """
+        size.examples = min(self._at_once, math.ceil(2 * self._mechanism.sampling.expected))
+        while True:
+            batch = {name: tensor.to(self._device) for name, tensor in self._synthetic(size.examples).items()}
+            try:
+                self._method(batch)
+            except torch.OutOfMemoryError:
+                # The traceback holds the tensors of the pass.
+                pass
+            else:
+                return
+            size.halve(size.examples)
 
     def fill(self) -> None:
         """Set each parameter's gradient to the noisy mean of clipped gradients, and to 0 in frozen rows."""

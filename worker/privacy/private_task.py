@@ -23,7 +23,7 @@ from tessera.worker.data.dataset import Dataset
 from tessera.worker.governance.policy import Allowance, PolicyViolation, PrivacyFloor
 from tessera.worker.privacy.accountant import Overspent, admits, epsilon, least_budget, noise_multiplier, within
 from tessera.worker.privacy.dp_sgd import Mechanism, NoisyGradients, sampling
-from tessera.worker.privacy.noise import NoiseSource, secret_key
+from tessera.worker.privacy.noise import KEY_BYTES, NoiseSource, secret_key
 from tessera.worker.state.hash_chain import TaskRef
 from tessera.worker.state.privacy_ledger import (
     Event,
@@ -37,6 +37,7 @@ from tessera.worker.state.privacy_ledger import (
 from tessera.worker.training.batches import Batch
 from tessera.worker.training.context import largest
 from tessera.worker.training.freeze import Freeze
+from tessera.worker.training.optimization.micro_batch import PieceSize
 from tessera.worker.training.randomness import seed_everything
 from tessera.worker.training.setup import LocalTraining
 
@@ -214,6 +215,16 @@ class PrivateTask:
         )
         return progress.model_dump(mode="json")
 
+    def fit(self, local: LocalTraining, freeze: Freeze, dataset: Dataset, size: PieceSize) -> None:
+        """Set `size` to the number of examples of a phase that fit into memory together, without any of the data.
+        Raises ExampleTooLarge."""
+        mechanism = Mechanism(self._sampling, self._privacy.clip_norm, 1.0)
+        gradients = NoisyGradients(local, freeze, dataset, mechanism, NoiseSource(bytes(KEY_BYTES)))
+        try:
+            gradients.fit(size)
+        finally:
+            gradients.close()
+
     def phase(self, local: LocalTraining, freeze: Freeze, dataset: Dataset) -> NoisyGradients:
         if self._mechanism is None:
             raise RuntimeError("call begin before phase: it reserves the privacy")
@@ -300,6 +311,10 @@ class PrivateTask:
             self._reserved = list(resumed.reserved)
             self._events = [*resumed.charged_choices, resumed.charged_steps]
             return
+        events: list[Event] = [*resumed.charged_choices, resumed.charged_steps]
+        if not within([*self._of_run(entries), *events], self._target):
+            # Other tasks of the run may have counted on what was taken back.
+            raise PolicyViolation("privacy", f"the run has spent its target on {self._dataset!r} meanwhile")
         for _ in resumed.charged_choices:
             self._spend(lambda _: self._choice)
         self._spend(lambda _: resumed.charged_steps)

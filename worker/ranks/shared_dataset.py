@@ -29,8 +29,10 @@ class SharedDataset(Dataset):
         }
         return cls(**plain, rank=rank, size=size)
 
-    def order(self, batch_size: int | None, generator: torch.Generator | None = None) -> Sequence[Tensor]:
-        return [rows[self.rank :: self.size] for rows in super().order(batch_size, generator)]
+    def order(
+        self, batch_size: int | None, generator: torch.Generator | None = None, skip: int = 0
+    ) -> Sequence[Tensor]:
+        return [rows[self.rank :: self.size] for rows in super().order(batch_size, generator, skip)]
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,13 @@
 """The batches of a data set on a device, which training and evaluation iterate."""
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from tessera.worker.data.dataset import LABELS, Dataset
+from tessera.worker.data.loaders import finished, stream
 
 Batch = dict[str, Tensor]
 
@@ -28,9 +28,9 @@ class Batches:
 
     def with_labels(self) -> Iterator[tuple[Batch, Tensor]]:
         """Yield each batch with its labels on the CPU, where they are counted without waiting for the device."""
-        batches = self.dataset.batches(self.size, self.generator, self.skip)
-        for batch in _ahead(batches) if self.dataset.on_disk else batches:
-            yield {name: copied(tensor, self.device) for name, tensor in batch.items()}, batch[LABELS]
+        for batch in stream(self.dataset, self.size, self.generator, self.skip):
+            there = {name: copied(tensor, self.device) for name, tensor in batch.items()}
+            yield finished(self.dataset, there), batch[LABELS]
 
 
 def copied(tensor: Tensor, device: torch.device) -> Tensor:
@@ -38,12 +38,3 @@ def copied(tensor: Tensor, device: torch.device) -> Tensor:
     if device.type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
-
-
-def _ahead(batches: Iterator[Batch]) -> Iterator[Batch]:
-    """Yield the batches, each read while the one before it is used."""
-    with ThreadPoolExecutor(1, "reading") as pool:
-        coming = pool.submit(next, batches, None)
-        while (batch := coming.result()) is not None:
-            coming = pool.submit(next, batches, None)
-            yield batch

@@ -30,7 +30,7 @@ class TrainingSetup:
     device: torch.device
     micro_batch: MicroBatch = None
     """Number of examples in a forward and backward pass, for a device on which a batch does not fit. The gradients of
-    a batch's pieces add up to the batch's. A private task splits its batches itself."""
+    a batch's pieces add up to the batch's. A private task splits its samples itself, and uses `auto` only."""
     compute: Compute = field(default_factory=Compute)
     ranks: Ranks = field(default_factory=OneRank)
     """The processes that train together, of which this is one."""
@@ -54,6 +54,9 @@ class PrivateTraining(Protocol):
 
     def progress(self) -> dict[str, JsonValue]:
         """Return the charges and the state of the noise, for a checkpoint."""
+
+    def fit(self, local: "LocalTraining", freeze: Freeze, dataset: Dataset, size: PieceSize) -> None:
+        """Set `size` to the number of examples of a phase that fit into memory together. Raises ExampleTooLarge."""
 
     def phase(self, local: "LocalTraining", freeze: Freeze, dataset: Dataset) -> PrivateGradients:
         """Return the gradients for one phase."""

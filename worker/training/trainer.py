@@ -1,8 +1,8 @@
 """The local training loop of all methods."""
 
 import math
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
 
@@ -14,10 +14,12 @@ from tessera.shared.schedule import local_steps, rate_factors, steps_per_epoch
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.training.batches import Batches
 from tessera.worker.training.divergence import TrainingDiverged
+from tessera.worker.training.freeze import Freeze
 from tessera.worker.training.input_mismatch import InputMismatch, rehearsal_fault
 from tessera.worker.training.optimization.attention_masks import unread_masks
 from tessera.worker.training.optimization.compilation import compiled
-from tessera.worker.training.phase_training import PhaseTraining
+from tessera.worker.training.optimization.recomputation import recomputed
+from tessera.worker.training.phase_training import PhaseTraining, trained_blocks
 from tessera.worker.training.progress import CALIBRATING
 from tessera.worker.training.setup import LocalTraining, PrivateTraining
 from tessera.worker.training.training_state import TrainingState
@@ -49,6 +51,7 @@ class Trainer(LocalTraining):
         if self.private and phases:
             self.report.activity = CALIBRATING
             self._rehearse(dataset)
+            self._fit_pieces(self.private, phases, dataset)
             self.private.begin(sum(planned))
             # If the worker is killed from now on, the same privacy is not spent again.
             state.save_start()
@@ -59,7 +62,8 @@ class Trainer(LocalTraining):
             if self.private:
                 self._train_privately(self.private, current, count, dataset, state)
             else:
-                self._train_openly(current, count, batches, state)
+                with self._set_up():
+                    self._train_openly(current, count, batches, state)
             current.keep_moments()
             state.end_phase(current)
         rate_sum = self.training.learning_rate * state.at.rate_steps
@@ -89,11 +93,19 @@ class Trainer(LocalTraining):
             if current.batches < end:
                 state.save_if_due(current)
 
-        with unread_masks(self.setup.device), self._compiled():
-            return current.run(islice(batches.with_labels(), end - current.batches), after_step)
+        return current.run(islice(batches.with_labels(), end - current.batches), after_step)
 
-    def _compiled(self) -> AbstractContextManager[None]:
-        return compiled(self.context.model) if self.setup.compute.compile else nullcontext()
+    @contextmanager
+    def _set_up(self) -> Iterator[None]:
+        """Let forward and backward passes within the block be computed as the run and the worker set."""
+        model = self.context.model
+        with ExitStack() as stack:
+            stack.enter_context(unread_masks(self.setup.device))
+            if self.training.gradient_checkpointing:
+                stack.enter_context(recomputed(model))
+            if self.setup.compute.compile:
+                stack.enter_context(compiled(model))
+            yield
 
     def _rehearse(self, dataset: Dataset) -> None:
         """Compute a loss on a synthetic example.
@@ -106,6 +118,14 @@ class Trainer(LocalTraining):
                 f"the model gives no loss for a synthetic example of the data set ({dataset.schema}). "
                 "A private run pads texts to the data set's max_length, which the model must accept."
             ) from fault
+
+    def _fit_pieces(self, private: PrivateTraining, phases: Sequence[Phase], dataset: Dataset) -> None:
+        """Find the size of a private task's pieces, if it is automatic, before any privacy is spent."""
+        if not self.piece_size or not self.piece_size.automatic:
+            return
+        for phase in phases:
+            freeze = Freeze(self.context.model, trained_blocks(self.context, phase), keep_buffers=True)
+            private.fit(self, freeze, dataset, self.piece_size)
 
     def _train_privately(
         self,

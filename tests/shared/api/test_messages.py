@@ -63,6 +63,7 @@ PRIVACY = {"epsilon": 3, "delta": 1e-5, "clip_norm": 1}
     ("change", "why"),
     [
         ({"training": {"precision": "float16"}}, "use bfloat16"),
+        ({"training": {"gradient_checkpointing": True}}, "leave it out"),
         ({"evaluation": {"dataset": "d"}}, "exact figures of the examples of 'd'"),
         ({"privacy": PRIVACY | {"delta": 0.1}}, "less than 0.1"),
         ({"privacy": PRIVACY | {"epsilon": 0}}, "greater than 0"),

@@ -142,6 +142,7 @@ def test_a_run_without_newer_settings_is_written_as_the_first_version_wrote_it()
         {"keep_moments": True},
         {"rates": {"head": 10.0}},
         {"label_smoothing": 0.1},
+        {"gradient_checkpointing": True},
         {"class_weights": [1.0, 2.5]},
         {"class_weights": {"rare": 2.5}},
     ],

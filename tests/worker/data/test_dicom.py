@@ -9,35 +9,18 @@ import gdcm
 import numpy as np
 import pydicom
 import pytest
-from pydicom.dataset import FileMetaDataset
-from pydicom.pixels import set_pixel_data
 from pydicom.uid import (
-    ExplicitVRLittleEndian,
     JPEGLosslessSV1,
     RLELossless,
-    SecondaryCaptureImageStorage,
-    generate_uid,
 )
 
 from tessera.worker.data.dataset import DataError
 from tessera.worker.data.readers.dicom import read_dicom
+from tests.support.dicom_files import written
 
 # Slices of a body: air, water, and bone, in Hounsfield units.
 UNITS = np.array([[-1000, 10, 40], [80, 410, 1000]])
 STORED = (UNITS + 1024).astype(np.uint16)
-
-
-def written(path: Path, values: np.ndarray[Any, Any], kind: str = "MONOCHROME2", bits: int = 12, **tags: Any) -> Path:
-    header = pydicom.Dataset()
-    header.file_meta = FileMetaDataset()
-    header.file_meta.TransferSyntaxUID = ExplicitVRLittleEndian
-    header.SOPClassUID = header.file_meta.MediaStorageSOPClassUID = SecondaryCaptureImageStorage
-    header.SOPInstanceUID = header.file_meta.MediaStorageSOPInstanceUID = generate_uid()
-    set_pixel_data(header, values, kind, bits)
-    for name, value in tags.items():
-        setattr(header, name, value)
-    header.save_as(path, enforce_file_format=True)
-    return path
 
 
 def seen(path: Path, **options: Any) -> list[list[Any]]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
+import sys
 import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -16,11 +18,12 @@ from PIL import Image
 from transformers import CLIPImageProcessorPil
 
 from tessera.worker.data.dataset import DataError, Dataset
-from tessera.worker.data.readers import image_processor as reader
+from tessera.worker.data.readers import image_index as reader
 from tessera.worker.data.registry import load
 from tessera.worker.model.build import instantiate
 from tessera.worker.model.forward import forward
 from tessera.worker.training.batches import Batches
+from tests.support.dicom_files import written as dicom_file
 from tests.support.pretrained import CLS, PAD, SEP, bert_tokenizer, image_processor, picture, plain_tokenizer
 
 RED, GREEN, BLUE, GREY = (255, 0, 0), (0, 255, 0), (0, 0, 255), (51, 51, 51)
@@ -280,6 +283,7 @@ def test_a_row_without_an_image_is_named(pets: Path) -> None:
         ({"size": 4, "std": [0.0]}, "std"),
         ({"size": 4, "mean": [0.1, 0.2]}, "mean: give one value"),
         ({"processor": "x", "mean": [0.1]}, "leave them out"),
+        ({"size": 4, "window": [40.0, 400.0]}, "set dicom = true"),
         ({"size": 4, "file": "x.csv"}, "give either folder or file"),
         ({"size": 4, "domain": "hospital"}, "are about a file"),
         ({"size": 4, "folder": "/nowhere/at/all"}, "folder: there is no file or folder /nowhere/at/all"),
@@ -302,11 +306,28 @@ def test_files_that_are_not_images_are_counted_by_suffix(pets: Path) -> None:
     assert "DICOM" in remedy
 
 
+def test_dicom_files_are_read_where_the_options_say_so(
+    pets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = np.array([[0, 100], [200, 4000]], np.uint16)
+    dicom_file(pets / "dog" / "d.DCM", values, WindowCenter=100, WindowWidth=201)
+    options: dict[str, Any] = {"folder": pets, "labels": ["cat", "dog"], "size": 2, "channels": 1, "dicom": True}
+    shown = opened(**options, in_memory=False)
+    assert shown.tensors["labels"].tolist() == [0, 0, 1, 1]
+    assert shown.in_memory().tensors["pixel_values"][3].flatten().tolist() == pytest.approx([-1, 0, 1, 1], abs=0.01)
+    wider = opened(**options, window=[2000.0, 4001.0]).tensors["pixel_values"][3].flatten().tolist()
+    assert wider == pytest.approx([-1, -0.95, -0.9, 1], abs=0.01)
+    (pets / "dog" / "d.DCM").write_bytes(b"DICM")
+    assert "d.DCM cannot be read" in refusal(**options)
+    monkeypatch.setitem(sys.modules, "tessera.worker.data.readers.dicom", None)
+    assert "install tessera[dicom]" in refusal(**options)
+
+
 def test_class_without_an_image_is_named(pets: Path) -> None:
     (pets / "dog" / "c.bmp").rename(pets / "dog" / "c.dcm")
     told = refusal(folder=pets, labels=["cat", "dog"], size=2)
     assert "labels: " in told
-    assert "(ignored: 1 .dcm, 1 .txt; convert DICOM files to PNG first) has no example of 'dog'" in told
+    assert "(ignored: 1 .dcm, 1 .txt; set dicom = true to read DICOM files) has no example of 'dog'" in told
     assert told.endswith('set absent = ["dog"]')
     for absent in (["dog"], "any"):
         assert opened(folder=pets, labels=["cat", "dog"], absent=absent, size=2).examples == 2
@@ -314,7 +335,7 @@ def test_class_without_an_image_is_named(pets: Path) -> None:
     assert misspelt == "absent: 'dogg' is not among the names in `labels`; did you mean `dog`?"
     (pets / "dog" / "c.dcm").write_bytes(b"DICM")
     (pets / "list.csv").write_text("image,label\ndog/c.dcm,0\n")
-    assert "convert DICOM files to PNG first" in refusal(file=pets / "list.csv", size=2)
+    assert "set dicom = true to read DICOM files" in refusal(file=pets / "list.csv", size=2)
 
 
 def test_a_folder_without_images_or_processor_is_named(tmp_path: Path, pets: Path) -> None:

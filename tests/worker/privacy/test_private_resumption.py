@@ -18,7 +18,7 @@ from tessera.worker.model.block_map import block_table
 from tessera.worker.privacy.private_task import PrivateTask
 from tessera.worker.state.checkpoints import CheckpointKey, Checkpoints
 from tessera.worker.state.hash_chain import TaskRef
-from tessera.worker.state.privacy_ledger import Ledger
+from tessera.worker.state.privacy_ledger import Ledger, NoisySteps
 from tessera.worker.training.batches import Batches
 from tessera.worker.training.checkpoints import TrainingCheckpoints
 from tessera.worker.training.context import LocalTaskContext
@@ -144,6 +144,21 @@ def test_what_a_stop_took_back_is_charged_again_when_the_task_resumes(tmp_path: 
     assert update == undisturbed
     assert charges(tmp_path / "two") == ["noisy-choice", "noisy-steps"]
     assert two.spent() == one.spent()
+
+
+def test_what_a_stop_took_back_is_not_charged_again_if_other_tasks_have_spent_the_target(tmp_path: Path) -> None:
+    with pytest.raises(Killed):
+        private_update(tmp_path, KEY, check=killed_at(3))
+    with Ledger(tmp_path).page("wards") as page:
+        ref = TaskRef("r", "demo", 1, "t", 1)
+        (steps,) = (event for entry in page.entries for event in entry.events if isinstance(event, NoisySteps))
+        page.void(ref, [entry.seq for entry in page.entries])
+        # Four rounds of six steps use the target up: with 22, more noise would do for six others, but not this noise.
+        page.spend(
+            ref, 24, PRIVACY, [NoisySteps(noise_multiplier=steps.noise_multiplier, sampling_rate=1 / 3, steps=22)]
+        )
+    with pytest.raises(PolicyViolation, match="meanwhile"):
+        private_update(tmp_path, None)
 
 
 def test_a_budget_that_one_task_uses_up_lets_the_task_resume_but_not_begin_anew(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
 import pytest
 import torch
 
@@ -14,14 +13,14 @@ from tessera.shared.api.tasks import Task
 from tessera.shared.methods.base import MethodSpec, Plan
 from tessera.shared.model.selectors import roles
 from tessera.worker.data.content import content_digest
-from tessera.worker.data.dataset import Dataset
+from tessera.worker.data.dataset import Dataset, RawTexts
 from tessera.worker.data.overlap import hashes_in_order
 from tessera.worker.state.blob_cache import Cache
 from tessera.worker.state.checkpoints import Checkpoints
 from tessera.worker.state.privacy_ledger import Ledger
 from tessera.worker.state.vault import Vault
 from tessera.worker.task.environment import TaskEnvironment
-from tessera.worker.task.resumption import checkpoint_of, key_of
+from tessera.worker.task.resumption import SETTINGS, checkpoint_of, key_of
 from tessera.worker.training.setup import TrainingSetup
 from tests.support.tasks import images
 
@@ -78,6 +77,13 @@ def test_a_change_of_the_task_is_a_change_of_the_key(env: TaskEnvironment, chang
     assert one.digest != other.digest
 
 
+def test_every_field_of_a_task_is_in_the_key_or_has_no_effect_on_training() -> None:
+    named = {"run", "round", "id", "model", "version", "plan", "dataset"}
+    of_the_lease = {"token", "lease_seconds", "orchestrator", "receipt", "inline_bytes", "inline_blobs", "run_name"}
+    of_evaluations = {"kind", "held_out"}
+    assert set(Task.model_fields) == SETTINGS | named | of_the_lease | of_evaluations
+
+
 def test_a_new_lease_of_the_task_has_the_same_key(env: TaskEnvironment) -> None:
     again = task(token=7, lease_seconds=5.0, orchestrator="another", inline_bytes=9)
     assert key_of(env, again).digest == key_of(env, task()).digest
@@ -117,4 +123,11 @@ def test_the_contents_of_a_data_set_are_its_examples_their_order_and_their_label
     }
     same = [name for name, other in others.items() if contents(other) == contents(data)]
     assert same == ["equal"]
-    assert np.array_equal(hashes_in_order(data, b"k"), hashes_in_order(images(), b"k"))
+
+
+def test_the_classes_of_words_are_part_of_the_contents() -> None:
+    def tagged(tags: list[list[int]]) -> Dataset:
+        raw = RawTexts([["a", "b"]], lambda data, *_: data, None, by_word=True, tags=tags)
+        return Dataset({"labels": torch.zeros(1, dtype=torch.long)}, sources=[b"a b"], texts=raw)
+
+    assert contents(tagged([[0, 1]])) == contents(tagged([[0, 1]])) != contents(tagged([[1, 0]]))

@@ -141,7 +141,7 @@ def test_a_run_needs_no_byte_of_the_base_from_the_coordinator(
     with Tap(coordinator.url) as tap:
         one = site(tap.url)
         said = worker("cache", "add", snapshot, "--config", one.config)
-        assert "of them 0 B copied" in said or "of them 0 bytes copied" in said, said
+        assert "of them 0 bytes copied" in said
         run = begin(client, start, rounds=2, evaluation=Evaluation(sites=True))
         one.works_until(lambda: any(found.version == 2 for found in client.measurements(run.id)))
         until(lambda: client.run(run.id).state == "completed")

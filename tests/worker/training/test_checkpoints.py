@@ -34,6 +34,7 @@ from tessera.worker.model.block_map import block_table
 from tessera.worker.state.checkpoints import CheckpointKey, Checkpoints
 from tessera.worker.training.checkpoints import TrainingCheckpoints
 from tessera.worker.training.context import LocalTaskContext
+from tessera.worker.training.optimization.micro_batch import PieceSize
 from tessera.worker.training.optimization.moments import Moments
 from tessera.worker.training.progress import Report
 from tessera.worker.training.setup import TrainingSetup
@@ -138,14 +139,25 @@ def test_a_task_that_is_killed_ends_with_the_same_bits(
         assert steps < whole_steps  # the last process did not begin anew
 
 
-def trained(process: Process, *phases: Phase, moments: Moments | None = None, **more: Any) -> TrainingStats:
+def trained(
+    process: Process, *phases: Phase, moments: Moments | None = None, size: PieceSize | None = None, **more: Any
+) -> TrainingStats:
     """The figures of FedAvg on three batches."""
     training = Training.model_validate({"batch_size": 8, "learning_rate": 0.05, **more})
     model = PLAIN.model()
     facts = RunInfo(block_table(model), rounds=1, training=training)
     context = LocalTaskContext(model, PLAIN.head, Plan(), facts.blocks)
     half, setup = worker_half(MethodSpec(name="fedavg"), facts), TrainingSetup(torch.device("cpu"))
-    trainer = Trainer(half, context, training, setup, process.check, moments=moments, checkpoints=process.checkpoints)
+    trainer = Trainer(
+        half,
+        context,
+        training,
+        setup,
+        process.check,
+        moments=moments,
+        checkpoints=process.checkpoints,
+        piece_size=size,
+    )
     return trainer.train(phases, images(), 0)
 
 
@@ -172,6 +184,18 @@ def test_the_moments_that_a_phase_kept_before_the_kill_are_kept_for_the_next_rou
         moments(Process(tmp_path / "two", 1, 5))  # in the second phase
     assert moments(Process(tmp_path / "two", 1)) == undisturbed
     assert {name.split("/")[1] for name in undisturbed} == {"train", "own"}
+
+
+def test_a_size_of_pieces_that_was_found_by_trial_is_that_of_the_resumed_task(tmp_path: Path) -> None:
+    def stats(process: Process, size: PieceSize) -> TrainingStats:
+        return trained(process, Phase(EVERYTHING), size=size)
+
+    undisturbed = stats(Process(tmp_path / "one", math.inf), PieceSize(3))
+    with pytest.raises(Killed):
+        stats(Process(tmp_path / "two", 1, 2), PieceSize(3, automatic=True))
+    fresh = PieceSize(None, automatic=True)
+    assert stats(Process(tmp_path / "two", 1), fresh) == undisturbed
+    assert fresh.examples == 3
 
 
 # ---------------------------------------------------------------- what is not resumed

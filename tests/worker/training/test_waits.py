@@ -26,6 +26,7 @@ from tessera.worker.training.optimization.attention_masks import unread_masks
 from tessera.worker.training.phase_training import PhaseTraining
 from tessera.worker.training.setup import LocalTraining, TrainingSetup
 from tessera.worker.training.trainer import Trainer
+from tests.support.paths import ROOT
 from tests.support.tasks import CPU, PLAIN, Subject, one_task, subject_of
 
 UNREADABLE = torch.device("meta")
@@ -157,3 +158,9 @@ def test_no_padding_mask_is_read_for_a_gpu(model_type: str) -> None:
         reads[device] = counted.count, loss
     assert reads["cuda"][0] == 0 < reads["cpu"][0]
     assert torch.allclose(reads["cuda"][1], reads["cpu"][1])
+
+
+def test_no_code_of_a_worker_synchronizes_with_the_device() -> None:
+    sources = [path for side in ("worker", "shared") for path in (ROOT / side).rglob("*.py")]
+    assert sources
+    assert [path for path in sources if "synchronize(" in path.read_text()] == []

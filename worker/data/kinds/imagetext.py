@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from tessera.shared.model.dataset_schema import IDS, TensorSchema
 from tessera.worker.data.dataset import Adapter, DataError, Dataset, RawTexts, schema_of
 from tessera.worker.data.kinds.images import ImagesOptions, images
+from tessera.worker.data.prepared import NOT_KEPT, Prepared
 from tessera.worker.data.readers.class_labels import Names
 from tessera.worker.data.readers.tokenizer import MAX_TOKENS, RUN, encode, tokenized, tokenizer_of
 
@@ -47,7 +48,7 @@ class ImageTextOptions(ImagesOptions):
         return self
 
 
-def imagetext(options: ImageTextOptions) -> Dataset:
+def imagetext(options: ImageTextOptions, prepared: Prepared = NOT_KEPT) -> Dataset:
     """Return `pixel_values` float32 [n, channels, height, width] and `labels` int64 [n].
 
     Common to all are the texts of the classes, int64 [classes, tokens]: `input_ids` and, if the tokenizer's model
@@ -57,7 +58,7 @@ def imagetext(options: ImageTextOptions) -> Dataset:
     tokenizer = None if options.tokenizer == RUN else tokenizer_of(option, source or "")
     texts = [options.template.replace(HOLE, name) for name in options.labels]
     raw = RawTexts(texts, partial(_converted, options.labels), options.max_length, of_classes=True)
-    dataset = images(options)
+    dataset = images(options, prepared)
     shape = (options.max_length,) if options.max_length else None
     inputs = {**dataset.schema.inputs, IDS: TensorSchema(dtype="int64", shape=shape)}
     dataset = replace(dataset, texts=raw, schema=dataset.schema.model_copy(update={"inputs": inputs}))
@@ -83,4 +84,4 @@ def _converted(
     return replace(dataset, common=encoded.inputs, report=report, schema=schema)
 
 
-ADAPTER = Adapter("imagetext", ImageTextOptions, imagetext)
+ADAPTER = Adapter("imagetext", ImageTextOptions, imagetext, imagetext)

@@ -33,6 +33,7 @@ from torch import Tensor
 from tessera.worker.data.cells import Cells
 from tessera.worker.data.dataset import DataChanged, DataError, in_short
 from tessera.worker.data.prepared import NOT_KEPT, Prepared, mapped
+from tessera.worker.data.readers.byte_cells import ArrowCells, ByteCells, holds_bytes, parquet_cells
 from tessera.worker.data.readers.table_files import is_saved, saved_split, table_files
 
 JSON_AT_ONCE = 1000
@@ -177,7 +178,10 @@ def _parquet(files: Sequence[str], cache: str) -> Iterator[pa.RecordBatch]:
         # Of a column that is not in all files, `datasets` makes one with empty cells, or fails, by their order.
         if lone := sorted(set(first).symmetric_difference(parquet.read_schema(file).names)):
             raise ValueError(f"it and {Path(file).name} differ in columns: only one of them has {', '.join(lone)}")
-    yield from _cached(_library().Dataset.from_parquet(list(files), cache_dir=cache))
+    # Images are not converted, but read from these files.
+    cells = parquet_cells(files)
+    others = [name for name in first if name not in cells] or None
+    yield from _cached(_library().Dataset.from_parquet(list(files), cache_dir=cache, columns=others))
 
 
 def _json_lines(files: Sequence[str], cache: str) -> Iterator[pa.RecordBatch]:  # noqa: ARG001 (it needs none)
@@ -251,6 +255,8 @@ class DataTable:
     """A digest of the files' paths, sizes and times of change."""
     check: Callable[[], None]
     """A function that raises DataError if a file has changed."""
+    bytes_of: Mapping[str, ByteCells]
+    """The columns of bytes, such as images, whose cells are read from the files one by one."""
 
     @property
     def where(self) -> str:
@@ -261,6 +267,8 @@ class DataTable:
         if name not in self.columns.names:
             there = ", ".join(self.columns.names[:20])
             raise DataError(f"{option}: {self.where} has no column {name!r}; its columns are {there}")
+        if name in self.bytes_of:
+            return Cells(self.bytes_of[name].read, np.arange(self.examples))
         return self.columns.values(name)
 
     def column(self, option: str, name: str) -> list[Any]:
@@ -337,6 +345,7 @@ def read_table(
             rows = prepared.file(table_name(digest), write, lambda made: ArrowRows([made]))
         else:
             rows = ArrowRows(list(map(mapped, stored)))
+        names, bytes_of = _bytes_of(reader, [str(file) for file in stored], rows.schema)
     except (pa.ArrowException, OSError, ValueError, LookupError, TypeError, csv.Error) as fault:
         # `datasets` has an error of its own for each of these; only where it is imported can it be raised.
         raise _unreadable(option, files[0], fault) from fault
@@ -345,7 +354,18 @@ def read_table(
             raise
         raise _unreadable(option, files[0], fault) from fault
     check = partial(_require_same, option, stamps)
-    return DataTable(files, _columns(rows, features, check), ignored, len(rows), digest, check)
+    columns = _columns(rows, features, check)
+    return DataTable(files, columns._replace(names=names), ignored, len(rows), digest, check, bytes_of)
+
+
+def _bytes_of(
+    reader: Reader | None, files: Sequence[str], schema: pa.Schema
+) -> tuple[Sequence[str], Mapping[str, ByteCells]]:
+    """Return the names of all columns, and the cells of those of bytes."""
+    if reader is _parquet:
+        return parquet.read_schema(files[0]).names, parquet_cells(files)
+    kinds = {field.name: field.type for field in schema} if reader is None else {}
+    return schema.names, {name: ArrowCells(files, name) for name, kind in kinds.items() if holds_bytes(kind)}
 
 
 def table_name(digest: str) -> str:

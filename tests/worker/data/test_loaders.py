@@ -1,0 +1,133 @@
+"""Loaders: the same batches as without them, and no process that outlives its worker."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from torch import Tensor
+
+from tessera.worker.data import loaders as module
+from tessera.worker.data.dataset import DataError, Dataset
+from tessera.worker.data.loaders import LoaderFailed, LoaderProcesses
+from tessera.worker.data.registry import load
+from tessera.worker.training.batches import Batches
+from tests.support.coordinator import until
+from tests.support.pretrained import picture
+
+CPU = torch.device("cpu")
+COUNT = 11
+
+
+@pytest.fixture
+def scans(tmp_path: Path) -> Path:
+    for place in range(COUNT):
+        picture(tmp_path / "scans" / str(place % 2) / f"{place:02}.png", (place, 2 * place, 255 - place), size=(7, 5))
+    return tmp_path / "scans"
+
+
+@pytest.fixture
+def processes(monkeypatch: pytest.MonkeyPatch) -> Iterator[LoaderProcesses]:
+    # Two loaders of three batches each are enough to be out of order.
+    monkeypatch.setattr(module, "LOOK_SECONDS", 60.0)
+    made = LoaderProcesses(2)
+    yield made
+    made.close()
+
+
+def opened(folder: Path, loaders: LoaderProcesses | None = None, **options: Any) -> Dataset:
+    size = {} if "processor" in options else {"size": 4}
+    return load("images", {"folder": str(folder), "in_memory": False, **size, **options}, loaders=loaders)
+
+
+def passes(dataset: Dataset) -> list[dict[str, Tensor]]:
+    """The batches of two passes in an order drawn anew for each, of one that ends early, and of one that resumes."""
+    batches = Batches(dataset, 4, CPU, torch.Generator().manual_seed(3))
+    first = [batch for _ in range(2) for batch in batches]
+    resumed = Batches(dataset, 4, CPU, torch.Generator().manual_seed(4), skip=1)
+    return [*first, next(iter(batches)), *batches, *resumed]
+
+
+def same(one: list[dict[str, Tensor]], other: list[dict[str, Tensor]]) -> bool:
+    return all(
+        a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+def test_loaders_give_the_batches_of_a_thread_and_name_what_they_cannot_read(
+    scans: Path, processes: LoaderProcesses
+) -> None:
+    state = torch.random.get_rng_state()
+    dataset = opened(scans, processes)
+    assert same(passes(dataset), passes(opened(scans)))
+    started = pids(processes)
+    # A part, and what is held out, are read by the same loaders.
+    chosen = torch.tensor([7, 2, 9, 2])
+    assert same(list(Batches(dataset.rows(chosen), 3, CPU)), list(Batches(opened(scans).rows(chosen), 3, CPU)))
+    assert pids(processes) == started
+    assert torch.equal(torch.random.get_rng_state(), state)
+    processes.count = 3
+    processes.close()
+    assert same(passes(dataset), passes(opened(scans)))
+    (scans / "1" / "05.png").unlink()
+    with pytest.raises(DataError, match=r"05\.png cannot be read"):
+        list(Batches(dataset, 4, CPU))
+
+
+def test_loader_that_is_killed_fails_the_pass_with_a_remedy(scans: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LOOK_SECONDS", 0.2)
+    processes = LoaderProcesses(1)
+    dataset = opened(scans, processes)
+    batches = iter(Batches(dataset, 1, CPU))
+    next(batches)
+    for loader in pids(processes):
+        os.kill(loader, signal.SIGKILL)
+    with pytest.raises(LoaderFailed, match=r"loaders: .*lower `loaders` in the worker's settings from 1"):
+        list(batches)
+    # The next pass has others.
+    assert same(list(Batches(dataset, 4, CPU)), list(Batches(opened(scans), 4, CPU)))
+    processes.close()
+
+
+def pids(processes: LoaderProcesses) -> list[int]:
+    assert processes._loader is not None
+    return [process.pid for process in processes._loader._iterator._workers]  # type: ignore[union-attr]
+
+
+ORPHANS = """
+import time, torch
+from tessera.worker.data.loaders import LoaderProcesses
+loaders = LoaderProcesses(2)
+places = [{"numbers": torch.tensor([place]).numpy()} for place in range(9)]
+batches = loaders.read({"numbers": torch.tensor}, places)
+assert [int(batch["numbers"]) for batch in batches] == list(range(9))
+print(*[process.pid for process in loaders._loader._iterator._workers], flush=True)
+time.sleep(600)
+"""
+
+
+def test_no_loader_outlives_a_worker_that_is_killed() -> None:
+    with subprocess.Popen([sys.executable, "-c", ORPHANS], stdout=subprocess.PIPE, text=True) as worker:
+        assert worker.stdout
+        loaders = [psutil.Process(int(pid)) for pid in worker.stdout.readline().split()]
+        started = [*loaders, *psutil.Process(worker.pid).children(recursive=True)]
+        assert len(loaders) == 2
+        worker.kill()
+    until(lambda: not any(map(is_running, started)))
+
+
+def is_running(process: psutil.Process) -> bool:
+    """Return whether a process has not ended. Nobody may wait for one whose parent was killed."""
+    with suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False

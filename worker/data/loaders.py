@@ -1,0 +1,250 @@
+"""Batches read ahead of their use: by a thread, or by processes of torch's DataLoader (loaders).
+
+Loaders are started by `forkserver`: the worker has threads and perhaps a GPU, with which a fork is unsafe. They get
+lists of places, drawn by the worker, so that the order is the same for any number of them.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import shutil
+import signal
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import DataLoader
+from torch.utils.data import Dataset as MapDataset
+
+from tessera.worker.data.dataset import DataError, Dataset
+
+Reader = Callable[[Sequence[int]], Tensor]
+Places = Mapping[str, NDArray[np.int64]]
+Batch = dict[str, Tensor]
+
+T = TypeVar("T")
+
+PREFETCH = 2
+"""Number of batches that each loader reads ahead."""
+LOOK_SECONDS = 5.0
+"""Time between two looks whether the loaders are alive."""
+PATIENCE_SECONDS = 600.0
+"""Time to wait for a batch, which a disk on a network may need, before its loader counts as stuck."""
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  (where Linux keeps what processes share)
+
+# The forkserver imports it once, and the loaders share its memory.
+PRELOADED = ["tessera.worker.data.loaders", "tessera.worker.data.readers.pictures"]
+
+
+class LoaderFailed(RuntimeError):
+    """A loader ended or is stuck. The message names it, with the remedy."""
+
+
+def stream(
+    dataset: Dataset, batch_size: int | None, generator: torch.Generator | None = None, skip: int = 0
+) -> Iterator[Batch]:
+    """Yield the batches of `Dataset.batches`, with rows on disk as they are read: `finished` completes them.
+
+    Rows on disk are read while the batch before is used. Raises DataError and LoaderFailed.
+    """
+    if not dataset.on_disk:
+        yield from dataset.batches(batch_size, generator, skip)
+        return
+    loaded = {name: stored for name, stored in dataset.on_disk.items() if stored.in_loaders and dataset.loaders}
+    order = dataset.order(batch_size, generator, skip)
+
+    def here(rows: Tensor) -> Batch:
+        memory = {name: tensor[rows] for name, tensor in dataset.tensors.items()}
+        disk = {
+            name: stored.read(stored.places[rows].tolist())
+            for name, stored in dataset.on_disk.items()
+            if name not in loaded
+        }
+        return {**memory, **disk, **dataset.common}
+
+    if not loaded or not dataset.loaders:
+        yield from _ahead(map(here, order))
+        return
+    readers = {name: stored.read for name, stored in loaded.items()}
+    places = ({name: stored.places[rows].numpy() for name, stored in loaded.items()} for rows in order)
+    for rows, read in zip(order, dataset.loaders.read(readers, places), strict=True):
+        yield {**here(rows), **read}
+
+
+def finished(dataset: Dataset, batch: Batch) -> Batch:
+    """Return a batch of `stream` with its rows on disk converted to the model's inputs, on the device of each."""
+    return {
+        name: dataset.on_disk[name].finished(tensor) if name in dataset.on_disk else tensor
+        for name, tensor in batch.items()
+    }
+
+
+def _ahead(batches: Iterator[T]) -> Iterator[T]:
+    """Yield the batches, each read while the one before it is used."""
+    with ThreadPoolExecutor(1, "reading") as pool:
+        coming = pool.submit(next, batches, None)
+        while (batch := coming.result()) is not None:
+            coming = pool.submit(next, batches, None)
+            yield batch
+
+
+class LoaderProcesses:
+    """A number of loaders, which read the rows of one data set at a time and wait for the next pass over it.
+
+    They start when they are first needed, end when another data set needs its own, and end with this process,
+    however that ends. Used by one thread at a time.
+    """
+
+    def __init__(self, count: int, *, pinned: bool = False) -> None:
+        """Make `count` loaders when they are needed. `pinned` memory is copied to a GPU without a wait."""
+        self.count = count
+        self._pinned = pinned
+        self._readers: dict[str, Reader] = {}
+        self._sampler = _Sampler()
+        self._loader: DataLoader[Any] | None = None
+        self._alive: Connection | None = None
+        self._pass = 0
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Have another process start loaders of its own."""
+        return partial(LoaderProcesses, pinned=self._pinned), (self.count,)
+
+    def read(self, readers: Mapping[str, Reader], places: Iterable[Places]) -> Iterator[Batch]:
+        """Yield what the readers return for each batch's places, in their order. A pass that begins ends the one
+        before. Raises DataError of a reader, and LoaderFailed."""
+        self._pass += 1
+        this = self._pass
+        if self._readers.keys() != readers.keys() or any(
+            self._readers[name] is not readers[name] for name in readers
+        ):
+            self.close()
+            self._readers = dict(readers)
+        batches = self._begin(places)
+        while this == self._pass:
+            batch = self._next(batches)
+            if batch is None:
+                return
+            if isinstance(batch, DataError):
+                raise batch
+            yield batch
+        raise RuntimeError("another pass over the data began before the end of this one")
+
+    def close(self) -> None:
+        """End the loaders. A later `read` starts others."""
+        # The last reference to its iterator ends the processes.
+        self._loader = None
+        if self._alive:
+            self._alive.close()
+        self._alive = None
+
+    def _begin(self, places: Iterable[Places]) -> Iterator[Any]:
+        batches = list(places)
+        self._sampler.batches = batches
+        if self._loader:
+            try:
+                return iter(self._loader)
+            except (RuntimeError, OSError, EOFError):
+                # One has ended, or still reads a batch of a pass that was left.
+                self.close()
+        return self._start()
+
+    def _start(self) -> Iterator[Any]:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
+        ends, self._alive = context.Pipe(duplex=False)
+        # It warns of more loaders than processors, which may wait for a disk.
+        with warnings.catch_warnings(action="ignore"):
+            self._loader = DataLoader(
+                _Rows(self._readers),
+                batch_sampler=self._sampler,  # type: ignore[arg-type]  # any batches of indices
+                num_workers=self.count,
+                collate_fn=_as_it_is,
+                pin_memory=self._pinned,
+                timeout=LOOK_SECONDS,
+                worker_init_fn=partial(_begin_loader, ends),
+                multiprocessing_context=context,
+                # Of its own: it would draw from the global one at each pass.
+                generator=torch.Generator(),
+                prefetch_factor=PREFETCH,
+                persistent_workers=True,
+            )
+            return iter(self._loader)
+
+    def _next(self, batches: Iterator[Any]) -> Any:
+        """Return the next batch, or None at the end."""
+        waited = 0.0
+        while True:
+            try:
+                return next(batches, None)
+            except (RuntimeError, OSError, EOFError) as fault:
+                # Of a loader that ended, what it had read may be lost on the way too.
+                waited += LOOK_SECONDS
+                if "timed out" not in str(fault) or waited >= PATIENCE_SECONDS:
+                    self.close()
+                    raise LoaderFailed(self._about(fault)) from fault
+
+    def _about(self, fault: Exception) -> str:
+        reason = str(fault).partition("\n")[0] or type(fault).__name__
+        try:
+            free = f"{shutil.disk_usage(SHARED_MEMORY).free >> 20} MiB free"
+        except OSError:
+            free = "missing"
+        return (
+            f"loaders: {reason}. The kernel may have ended a loader for lack of memory, or of shared memory "
+            f"({SHARED_MEMORY}: {free}; a container needs --shm-size). Enlarge it, or lower `loaders` in the "
+            f"worker's settings from {self.count}; 0 reads without further processes"
+        )
+
+
+class _Sampler:
+    """The batches' places, set for each pass."""
+
+    batches: Sequence[Places] = ()
+
+    def __iter__(self) -> Iterator[Places]:
+        return iter(self.batches)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+
+class _Rows(MapDataset[Any]):
+    """The data set of a loader: batches of rows by their places."""
+
+    def __init__(self, readers: Mapping[str, Reader]) -> None:
+        self._readers = readers
+
+    def __getitems__(self, places: Places) -> Batch | DataError:
+        """Return a batch, or the error, which torch would wrap in a stack of lines."""
+        try:
+            return {name: reader(places[name].tolist()) for name, reader in self._readers.items()}
+        except DataError as fault:
+            return fault
+
+
+def _as_it_is(batch: T) -> T:
+    return batch
+
+
+def _begin_loader(alive: Connection, _: int) -> None:
+    """Prepare a loader, which ends with its worker: the pipe's other end closes, however the worker ends."""
+    # The worker decides what ^C means, which a terminal sends to all.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_after, args=(alive,), daemon=True).start()
+
+
+def _end_after(alive: Connection) -> None:
+    with suppress(EOFError, OSError):
+        alive.recv_bytes()
+    os._exit(1)

@@ -1,0 +1,247 @@
+"""The verified images of a data set: each was read once and hashed, and a file says so to the next start."""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+from zipfile import BadZipFile
+
+import numpy as np
+import structlog
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor
+
+from tessera.shared.diagnostics import reason_of
+from tessera.shared.model.dataset_schema import PIXELS
+from tessera.worker.data.dataset import DataError, RowsOnDisk
+from tessera.worker.data.prepared import NOT_KEPT, Prepared
+from tessera.worker.data.readers.image_processor import ByProcessor, PixelOptions, Preparation
+from tessera.worker.data.readers.pictures import Pictures, PixelReader, opened, require_shape
+from tessera.worker.state.atomic_files import written_whole
+
+AT_ONCE = 16
+"""Number of images to open and prepare together."""
+MAX_IN_MEMORY = 1 << 30
+"""Bytes of pixels that are kept in memory unless the settings say otherwise."""
+THREADS = 8
+"""Limit on the threads that verify images."""
+SHOWN = 3
+"""Number of unreadable images that a message describes."""
+DIGEST_BYTES = 32
+INDEX_FILE, INDEX_FORMAT = "images.npz", 1
+
+
+@dataclass(frozen=True, eq=False)
+class PixelInputs:
+    """The inputs of the images that can be read."""
+
+    tensors: Mapping[str, Tensor]
+    on_disk: Mapping[str, RowsOnDisk]
+    digests: NDArray[np.uint8]
+    """The SHA-256 of each image's file or bytes, [images, 32]."""
+    places: NDArray[np.int64]
+    """The place of each image among the pictures, int64 [images]."""
+    unreadable: Sequence[str]
+    """The fault of each image that is left out."""
+
+
+@dataclass(eq=False)
+class _Index:
+    """The findings about each picture: arrays with one row for each."""
+
+    keys: NDArray[Any]
+    stamps: NDArray[np.int64]
+    known: NDArray[np.bool_]
+    """True for a picture that was read with this stamp. Only for it are the rows below filled."""
+    digests: NDArray[np.uint8]
+    inputs: dict[str, NDArray[Any]] = field(default_factory=dict)
+    """Inputs that stay in memory."""
+
+    @classmethod
+    def of(cls, pictures: Pictures, sample: Mapping[str, Tensor]) -> Self:
+        """Return the index of pictures of which nothing is known. `sample` has the inputs to keep of an image."""
+        count = len(pictures)
+        # Filled in place, so that a large data set is not in memory twice.
+        inputs = {name: one.new_zeros((count, *one.shape[1:])).numpy() for name, one in sample.items()}
+        digests = np.zeros((count, DIGEST_BYTES), np.uint8)
+        return cls(pictures.keys, pictures.stamps(), np.zeros(count, np.bool_), digests, inputs)
+
+    def adopt(self, file: Path, terms: str) -> bool:
+        """Take over what the index in a file, made on the same terms, knows of pictures that have not changed.
+
+        Return whether it had every picture and no other. A file that is missing or damaged counts as empty.
+        """
+        try:
+            with file.open("rb") as content, np.load(content, allow_pickle=False) as stored:
+                if str(stored["terms"]) != terms or not len(stored["keys"]):
+                    return False
+                order = np.argsort(stored["keys"], kind="stable")
+                places = np.searchsorted(stored["keys"], self.keys, sorter=order)
+                rows = order[np.minimum(places, len(order) - 1)]
+                same = stored["known"][rows] & (stored["keys"][rows] == self.keys)
+                same &= (stored["stamps"][rows] == self.stamps).all(axis=1)
+                self.digests[same] = stored["digests"][rows[same]]
+                for name, values in self.inputs.items():
+                    values[same] = stored[_INPUT + name][rows[same]]
+                self.known = same
+                return bool(same.all()) and len(order) == len(self.keys)
+        except (OSError, ValueError, LookupError, EOFError, BadZipFile):
+            return False
+
+    def save(self, file: Path, terms: str) -> None:
+        """Write the index. Raises OSError."""
+        inputs: dict[str, Any] = {_INPUT + name: values for name, values in self.inputs.items()}
+        file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        # Names of files may identify patients.
+        with written_whole(file, mode=0o600) as opened_file:
+            np.savez(
+                opened_file,
+                terms=np.array(terms),
+                keys=self.keys,
+                stamps=self.stamps,
+                known=self.known,
+                digests=self.digests,
+                **inputs,
+            )
+
+
+_INPUT = "input "
+
+
+def inputs_of(
+    pictures: Pictures, options: PixelOptions, preparation: Preparation, prepared: Prepared = NOT_KEPT
+) -> PixelInputs:
+    """Return `pixel_values` float32 [images, channels, height, width] and the processor's other inputs, those in
+    memory and those on disk.
+
+    Every image is read once, so that one that cannot be read is found now. If the pixels stay on disk, an index in
+    `prepared` remembers the images that were read, and a later start reads only those that are new or have changed.
+    Raises DataError if more images cannot be read than the options allow, or if the processor fails.
+    """
+    one_shape = preparation.pixels_shape(options.mode) is not None
+    image = _sample(pictures, options.mode, blank=one_shape)
+    sample, raw = preparation([image]), preparation.prepare([image])[PIXELS]
+    pixels = sample[PIXELS][0]
+    size = pixels.nbytes * len(pictures)
+    stays = size <= MAX_IN_MEMORY if options.in_memory is None else options.in_memory
+    kept = {name: values for name, values in sample.items() if stays or name != PIXELS}
+    index = _Index.of(pictures, kept)
+    # If all images have one shape, and nothing of them stays in memory, it is enough that they can be opened.
+    converts = bool(kept) or not one_shape
+    shapes = {name: tuple(values.shape[1:]) for name, values in sample.items()}
+    verification = _Verification(pictures, options.mode, preparation if converts else None, shapes, index)
+    verification.run(NOT_KEPT if stays else prepared, _terms(pictures, options, preparation))
+    unreadable = verification.reasons(options.max_unreadable)
+    places = np.flatnonzero(index.known)
+    chosen = places if unreadable else slice(None)
+    on_disk = {}
+    if not stays:
+        reader = PixelReader(pictures, index.stamps, options.mode, preparation.prepare, tuple(raw.shape[1:]))
+        on_disk[PIXELS] = RowsOnDisk(
+            reader, torch.from_numpy(places), shapes[PIXELS], pixels.dtype, preparation.finish, in_loaders=True
+        )
+    tensors = {name: torch.from_numpy(values[chosen]) for name, values in index.inputs.items()}
+    return PixelInputs(tensors, on_disk, index.digests[chosen], places, unreadable)
+
+
+@dataclass
+class _Verification:
+    """The reading of every image that an index does not know."""
+
+    pictures: Pictures
+    mode: str
+    preparation: Preparation | None
+    """The conversion to inputs, some of which stay in memory; None if it is enough that an image can be opened."""
+    shapes: Mapping[str, tuple[int, ...]]
+    """The shape that each input of every image must have."""
+    index: _Index
+    unreadable: dict[int, str] = field(default_factory=dict)
+    """The faults of the images that cannot be read, by place."""
+
+    def run(self, prepared: Prepared, terms: str) -> None:
+        """Fill the index with what the one that was prepared knows, and from the images, and keep it.
+
+        Raises DataError of a processor."""
+        file = prepared.folder and prepared.folder / INDEX_FILE
+        complete = file is not None and self.index.adopt(file, terms)
+        unknown = np.flatnonzero(~self.index.known)
+        pieces = [unknown[begin : begin + AT_ONCE].tolist() for begin in range(0, len(unknown), AT_ONCE)]
+        # Opened images may be large, and those to convert are open together.
+        threads = 1 if self.preparation else min(THREADS, os.cpu_count() or 1)
+        with ThreadPoolExecutor(threads, "indexing") as pool:
+            for _ in pool.map(self._examine, pieces):
+                pass
+        if file and prepared.writable and not complete:
+            try:
+                self.index.save(file, terms)
+            except OSError as fault:
+                structlog.get_logger("worker").warning("index-not-written", file=str(file), reason=reason_of(fault))
+
+    def _examine(self, places: Sequence[int]) -> None:
+        images, read = [], []
+        for place in places:
+            try:
+                image = opened(self.pictures, place, self.mode)
+                self.index.digests[place] = _digest(self.pictures, place)
+            except DataError as fault:
+                self.unreadable[place] = str(fault)
+                continue
+            self.index.known[place] = True
+            if self.preparation:
+                images.append(image)
+                read.append(place)
+        for name, values in self.preparation(images).items() if self.preparation and images else ():
+            require_shape(name, values, self.shapes.get(name, ()))
+            if name in self.index.inputs:
+                self.index.inputs[name][read] = values.numpy()
+
+    def reasons(self, share: float) -> Sequence[str]:
+        """Return what is wrong with each unreadable image. Raises DataError if they are more than a share."""
+        count, reasons = len(self.pictures), [self.unreadable[place] for place in sorted(self.unreadable)]
+        if len(reasons) <= int(share * count):
+            return reasons
+        if len(reasons) == 1:
+            raise DataError(reasons[0])
+        first = ". ".join(reason.removeprefix("image: ") for reason in reasons[:SHOWN])
+        raise DataError(
+            f"image: {len(reasons)} of {count} images cannot be read, more than max_unreadable = {share:g} allows. "
+            f"{first}{'. ...' * (len(reasons) > SHOWN)}"
+        )
+
+
+def _sample(pictures: Pictures, mode: str, *, blank: bool) -> Image.Image:
+    """Return a blank image, or the first one that can be read. Raises DataError if there is none."""
+    if blank:
+        return Image.new(mode, (60, 90))
+    for place in range(len(pictures) - 1):
+        try:
+            return opened(pictures, place, mode)
+        except DataError:
+            continue
+    return opened(pictures, len(pictures) - 1, mode)
+
+
+def _terms(pictures: Pictures, options: PixelOptions, preparation: Preparation) -> str:
+    """Return everything on which the index depends besides the pictures."""
+    prepare = preparation.prepare
+    processor = prepare.processor.to_json_string() if isinstance(prepare, ByProcessor) else None
+    return json.dumps([INDEX_FORMAT, pictures.source, options.size, options.channels, options.window, processor])
+
+
+def _digest(pictures: Pictures, place: int) -> NDArray[np.uint8]:
+    picture = pictures[place]
+    try:
+        if isinstance(picture, bytes):
+            digest = hashlib.sha256(picture)
+        else:
+            with picture.open("rb") as file:
+                digest = hashlib.file_digest(file, "sha256")
+    except OSError as fault:
+        raise DataError(f"image: {pictures.name(place)} cannot be read: {reason_of(fault)}") from fault
+    return np.frombuffer(digest.digest(), np.uint8)

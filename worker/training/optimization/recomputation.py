@@ -1,0 +1,30 @@
+"""Gradient checkpointing: activations that the backward pass computes again."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from transformers import PreTrainedModel
+
+from tessera.shared.methods.base import UnsupportedRun
+
+
+@contextmanager
+def recomputed(model: PreTrainedModel) -> Iterator[None]:
+    """Keep only the inputs of a model's layers within the block, and compute the rest again for the backward pass.
+
+    Gradients have the same bits: dropout is drawn again from the same state. Raises UnsupportedRun for a model
+    without layers that transformers can compute again.
+    """
+    # Newer versions of transformers 5 warn of the older name.
+    what = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
+    try:
+        getattr(model, f"{what}_checkpointing_enable")({"use_reentrant": False})
+    except ValueError as fault:
+        raise UnsupportedRun(
+            f"training.gradient_checkpointing is true, but a model of the type {model.config.model_type!r} has no "
+            "layers that can be computed again: leave it out"
+        ) from fault
+    try:
+        yield
+    finally:
+        getattr(model, f"{what}_checkpointing_disable")()
