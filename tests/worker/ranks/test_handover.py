@@ -11,6 +11,7 @@ import torch
 
 from tessera.shared.problems import RoundClosed
 from tessera.worker.data.dataset import Dataset
+from tessera.worker.data.loaders import LoaderProcesses
 from tessera.worker.governance.policy import PolicyViolation
 from tessera.worker.model.build import ModelMismatch
 from tessera.worker.ranks import handover
@@ -47,9 +48,11 @@ def test_a_handover_that_fails_leaves_no_file(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_data_set_arrives(tmp_path: Path) -> None:
-    handover.write(tmp_path / "given", Dataset({"labels": torch.arange(5)}))
-    assert handover.read(tmp_path / "given").tensors["labels"].tolist() == [0, 1, 2, 3, 4]
+def test_a_data_set_arrives_and_gets_loaders_of_its_new_process(tmp_path: Path) -> None:
+    handover.write(tmp_path / "given", Dataset({"labels": torch.arange(5)}, loaders=LoaderProcesses(2)))
+    arrived = handover.read(tmp_path / "given")
+    assert arrived.tensors["labels"].tolist() == [0, 1, 2, 3, 4]
+    assert arrived.loaders.count == 2
 
 
 @pytest.mark.parametrize(
