@@ -329,6 +329,8 @@ OF_WORKERS: Mapping[str, str] = {
     "policy-violation": "The site's policy forbids it: begin a run that asks for less, or leave the site out "
     "(cohort.sites).",
     "withheld-by-site": "A person there kept this update: ask the site's people, or leave it out (cohort.sites).",
+    "ranks-ended": "If it recurs, ask the site: its worker's log says why a process ended, such as for lack of "
+    "memory.",
     "out-of-memory": "Begin a run with a smaller training.batch_size or model, or leave the worker's site out.",
     "no-base": "Ask the site to add the base, the snapshot that the model was made of: "
     "`tessera worker cache add FOLDER`.",

@@ -44,7 +44,7 @@ from tessera.worker.governance.airlock import UpdateWithheld
 from tessera.worker.governance.approvals import InboxError, Unapproved
 from tessera.worker.governance.opening_hours import USAGE_FILE, Opening, local_time
 from tessera.worker.governance.policy import PolicyViolation
-from tessera.worker.inventory import describe
+from tessera.worker.inventory import describe, devices_of
 from tessera.worker.live_values import LiveMonitor
 from tessera.worker.metrics_file import Figures
 from tessera.worker.model.block_map import UnknownArchitecture
@@ -153,7 +153,7 @@ class Agent:
             kinds=settings.kinds,
             datasets={},
             training=tuple(sorted(LATER_SETTINGS)),
-            device=describe(self._runner.device),
+            device=describe(*devices_of(settings)),
             version=VERSION,
             resources=settings.resources,
         )

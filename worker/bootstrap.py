@@ -4,10 +4,12 @@ import math
 from dataclasses import replace
 
 import structlog
+import torch
 
 from tessera.shared.client.client import Client
-from tessera.worker.inventory import datasets_of, device_of, mappings_of
+from tessera.worker.inventory import datasets_of, devices_of, mappings_of
 from tessera.worker.model.sandbox import Sandbox, shared_folder
+from tessera.worker.ranks.stages import DeviceStages
 from tessera.worker.settings import SettingsError, WorkerSettings, tls_of
 from tessera.worker.state.atomic_files import sweep
 from tessera.worker.state.base_cache import BASES_FOLDER, BaseCache
@@ -42,6 +44,10 @@ def runner_of(client: Client, settings: WorkerSettings) -> TaskRunner:
     except OSError as fault:
         # Nothing can be recorded there, so the worker does nothing.
         structlog.get_logger("worker").error("audit-not-read", detail=str(fault))
+    devices, several = devices_of(settings), None
+    if len(devices) > 1:
+        threads = settings.threads or max(1, torch.get_num_threads() // len(devices))
+        several = DeviceStages(devices, settings.state_dir, threads)
     vault_folder = settings.state_dir / "vault"
     allow_tf32(allowed=settings.compute.tf32)
     runner = TaskRunner(
@@ -49,7 +55,8 @@ def runner_of(client: Client, settings: WorkerSettings) -> TaskRunner:
         datasets=datasets_of(settings, make_key=True),
         for_evaluation=frozenset(name for name, source in settings.datasets.items() if source.use == "evaluate"),
         divided=frozenset(name for name, source in settings.datasets.items() if source.part),
-        setup=TrainingSetup(device_of(settings.device), settings.micro_batch, settings.compute),
+        # On several devices, the ranks have the model, and this process only its shapes.
+        setup=TrainingSetup(torch.device("meta") if several else devices[0], settings.micro_batch, settings.compute),
         vault=Vault(vault_folder),
         shelf=Cache(settings.state_dir / "cache", settings.cache_bytes),
         scratch=settings.state_dir,
@@ -62,8 +69,10 @@ def runner_of(client: Client, settings: WorkerSettings) -> TaskRunner:
         audit=audit,
         bases=BaseSources(BaseCache(settings.state_dir / BASES_FOLDER), settings.base_sources, tls_of(settings)),
         sandbox=Sandbox(shared_folder()),
+        ranks=several,
         checkpoints=Checkpoints(vault_folder),
-        checkpoint_seconds=60 * settings.checkpoint_minutes or math.inf,
+        # A group's training is not checkpointed.
+        checkpoint_seconds=math.inf if several else 60 * settings.checkpoint_minutes or math.inf,
     )
     return with_rules(runner, settings)
 

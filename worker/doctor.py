@@ -30,7 +30,7 @@ from tessera.worker.data.dataset import DataError, Dataset
 from tessera.worker.data.loaders import SHARED_MEMORY
 from tessera.worker.governance.descriptions import ANY_BLOCK, policy_in_words, size
 from tessera.worker.governance.policy import Policy
-from tessera.worker.inventory import device_of, held_out_key, load_source, loaders_of, prepared_of
+from tessera.worker.inventory import devices_of, held_out_key, load_source, loaders_of, prepared_of
 from tessera.worker.settings import DataSource, SettingsError, WorkerSettings, tls_of, token_of
 from tessera.worker.state.atomic_files import temporary_file
 
@@ -125,17 +125,18 @@ def _disk(settings: WorkerSettings) -> Iterator[Finding]:
 
 def _device(settings: WorkerSettings) -> Iterator[Finding]:
     try:
-        device = device_of(settings.device)
+        devices = devices_of(settings)
     except SettingsError as fault:
-        yield fail("device", str(fault), "Set `device` to cpu, or to a GPU of this machine.")
+        yield fail("device", str(fault), "Set `device` to cpu, or `device` and `devices` to GPUs of this machine.")
         return
-    cuda = device.type == "cuda"
-    if cuda:
-        free, whole = torch.cuda.mem_get_info(device)
-        detail = f"{device} {torch.cuda.get_device_name(device)}, {size(free)} of {size(whole)} free"
-    else:
-        detail = f"{device}, {torch.get_num_threads()} threads"
-    yield ok("device", detail)
+    device = devices[0]
+    for each in devices:
+        if each.type == "cuda":
+            free, whole = torch.cuda.mem_get_info(each)
+            detail = f"{each} {torch.cuda.get_device_name(each)}, {size(free)} of {size(whole)} free"
+        else:
+            detail = f"{each}, {torch.get_num_threads() // len(devices)} threads"
+        yield ok("device", detail)
     yield _compute(settings)
     yield _memory(settings.policy.max_model_bytes)
     yield from _shared_memory(settings)

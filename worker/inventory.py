@@ -1,6 +1,7 @@
 """The data sets, the device and the mapping files that a worker's settings name."""
 
 import shutil
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -118,7 +119,43 @@ def device_of(name: DeviceName) -> torch.device:
     return device
 
 
-def describe(device: torch.device) -> str:
-    """Return the device's name in at most 64 printable ASCII characters."""
-    name = f"{device} {torch.cuda.get_device_name(device)}" if device.type == "cuda" else str(device)
-    return "".join(letter for letter in name if " " <= letter <= "~")[:64]
+def devices_of(settings: WorkerSettings) -> tuple[torch.device, ...]:
+    """Return the devices that train together. Raises SettingsError for a missing one."""
+    if settings.devices == 1:
+        return (device_of(settings.device),)
+    if sys.platform != "linux":
+        raise SettingsError("devices: several need Linux; leave devices out")
+    if isinstance(settings.devices, tuple):
+        if settings.device != "auto":
+            raise SettingsError("device and devices name devices both: leave device out")
+        return _listed(settings.devices)
+    if settings.device == "cpu" and settings.devices != "all":
+        return (torch.device("cpu"),) * settings.devices
+    if settings.device not in ("auto", "cuda"):
+        raise SettingsError(f"devices: there is one {settings.device}: leave device or devices out")
+    here = torch.cuda.device_count()
+    count = here if settings.devices == "all" else settings.devices
+    if not 0 < count <= here:
+        raise SettingsError(
+            f"devices: {settings.devices} GPUs are asked for and {here} are here: lower devices, or set device to cpu"
+        )
+    return tuple(torch.device("cuda", place) for place in range(count))
+
+
+def _listed(names: Iterable[DeviceName]) -> tuple[torch.device, ...]:
+    found = tuple(map(device_of, names))
+    if len({each.type for each in found}) != 1:
+        raise SettingsError("devices: name either GPUs or cpu, at least one")
+    if len(found) > 1 and torch.device("cuda") in found:
+        raise SettingsError("devices: name each GPU by its number, as in cuda:0")
+    if twice := sorted({str(each) for each in found if each.type == "cuda" and found.count(each) > 1}):
+        raise SettingsError(f"devices: {', '.join(twice)} twice: name each once")
+    return found
+
+
+def describe(*devices: torch.device) -> str:
+    """Return the devices' names in at most 64 printable ASCII characters."""
+    first = devices[0]
+    name = f"{first} {torch.cuda.get_device_name(first)}" if first.type == "cuda" else str(first)
+    several = f"{len(devices)} x " if len(devices) > 1 else ""
+    return "".join(letter for letter in several + name if " " <= letter <= "~")[:64]

@@ -138,6 +138,10 @@ class WorkerSettings(DataSettings):
     name: Label = Field(description="this worker's name, unique within the site")
     state_dir: Path = Field(description="folder of cache and vault; not shared with other workers")
     device: DeviceName = "auto"
+    devices: Literal["all"] | PositiveInt | tuple[DeviceName, ...] = Field(
+        default=1,
+        description="several devices that train each task together: all GPUs, a number of `device`'s kind, or a list",
+    )
     held_out_key_file: Path | None = Field(
         default=None,
         description="file of the secret key that decides which examples are held out, created if missing; in "

@@ -204,6 +204,24 @@ def test_an_agent_trains_and_evaluates_a_run_to_its_end(coordinator: LiveCoordin
     assert whole.examples == partial.examples
 
 
+@pytest.mark.long
+def test_an_agent_with_several_devices_trains_and_evaluates_alike(
+    coordinator: LiveCoordinator, tmp_path: Path
+) -> None:
+    client, scores, losses = coordinator.client(), [], []
+    for devices in (1, 2):
+        run = begin(client, seed=3, rounds=2, evaluation=Evaluation(dataset="held-out"))
+        with working(coordinator, tmp_path / str(devices), device="cpu", devices=devices):
+            until(lambda run=run: client.run(run.id).state == "completed", 300)
+        scores.append({found.version: found.metrics for found in client.measurements(run.id)})
+        losses.append([made.tasks[0].metrics["loss"] for made in client.rounds(run.id)])
+    # Dropout draws other units.
+    assert losses[1] == pytest.approx(losses[0], rel=0.05)
+    assert {version: found.keys() for version, found in scores[1].items()} == {
+        v: f.keys() for v, f in scores[0].items()
+    }
+
+
 def test_the_requests_of_one_task_share_a_trace(coordinator: LiveCoordinator, tmp_path: Path) -> None:
     client = coordinator.client()
     run = begin(client, rounds=2)
@@ -291,7 +309,8 @@ def test_a_worker_removes_verdicts_on_models_that_were_not_used_for_long(
 
 
 def test_whoever_started_a_run_can_do_something_about_each_failure() -> None:
-    failures = "".join(path.read_text() for path in (ROOT / "worker" / "task").glob("*.py"))
+    folders = (ROOT / "worker" / "task", ROOT / "worker" / "ranks")
+    failures = "".join(path.read_text() for folder in folders for path in folder.glob("*.py"))
     codes = {*REPORTABLE.values(), *re.findall(r"(?:TaskFailure|failing_as)\(\s*\"([a-z-]+)\"", failures)}
     assert sorted({*codes, "out-of-memory", "data-unreadable"} ^ set(OF_WORKERS)) == []
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from tessera.shared.schema import TokenRole
 from tessera.worker.cli.worker import app
 from tessera.worker.governance.policy import Allowance
-from tessera.worker.inventory import datasets_of, device_of, mappings_of
+from tessera.worker.inventory import datasets_of, device_of, devices_of, mappings_of
 from tessera.worker.settings import SettingsError, WorkerSettings, read_settings, token_of
 from tests.support.cli import forked
 from tests.support.coordinator import LiveCoordinator
@@ -185,6 +185,36 @@ def test_a_gpu_that_is_not_there_is_refused_and_auto_does_without(tmp_path: Path
     assert device_of(settings.device) == torch.device("cpu")
     with pytest.raises(SettingsError, match="device: there is no cuda:1 here, of 0"):
         device_of("cuda:1")
+
+
+@pytest.mark.parametrize(
+    ("asked", "found"),
+    [
+        ('device = "cpu"\ndevices = 2', ("cpu", "cpu")),
+        ('devices = ["cpu", "cpu", "cpu"]', ("cpu", "cpu", "cpu")),
+        ("devices = 1", ("cpu",)),
+    ],
+)
+def test_devices_that_train_together_are_each_named(tmp_path: Path, asked: str, found: tuple[str, ...]) -> None:
+    settings = read_settings(written(tmp_path, f"{asked}\n{GOOD}"))
+    assert devices_of(settings) == tuple(map(torch.device, found))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        ('devices = "all"', "devices: all GPUs are asked for and 0 are here"),
+        ("devices = 2", "devices: 2 GPUs are asked for and 0 are here: lower devices, or set device to cpu"),
+        ('devices = ["cuda:0", "cuda:1"]', "device: there is no cuda:0 here"),
+        ('device = "cpu"\ndevices = ["cpu", "cpu"]', "device and devices name devices both"),
+        ('device = "cuda:1"\ndevices = 2', "devices: there is one cuda:1: leave device or devices out"),
+        ("devices = []", "devices: name either GPUs or cpu, at least one"),
+    ],
+)
+def test_devices_that_are_not_there_are_refused(tmp_path: Path, asked: str, told: str) -> None:
+    with pytest.raises(SettingsError, match=told):
+        devices_of(read_settings(written(tmp_path, f"{asked}\n{GOOD}")))
 
 
 def test_check_lists_data_sets_and_says_that_nobody_answers(tmp_path: Path) -> None:

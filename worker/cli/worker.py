@@ -27,7 +27,7 @@ from tessera.worker.cli.join import join, rotate
 from tessera.worker.cli.ledger import adopt, ledger
 from tessera.worker.doctor import checks
 from tessera.worker.governance.policy import PolicyViolation
-from tessera.worker.inventory import datasets_of, describe, device_of
+from tessera.worker.inventory import datasets_of, describe, devices_of
 from tessera.worker.settings import SettingsError, WorkerSettings, effective_settings, read_settings, tls_of, token_of
 from tessera.worker.settings_reload import SettingsFile
 from tessera.worker.state.atomic_files import alone
@@ -86,7 +86,7 @@ def check(config: ConfigFile, as_json: AsJson = False) -> None:
     with exits(ERRORS):
         settings = read_settings(config)
         token, verify = token_of(settings), tls_of(settings)
-        device = describe(device_of(settings.device))
+        device = describe(*devices_of(settings))
         methods()
         loaded = datasets_of(settings)
         measured = {name: run_history_of(settings).measured(name) for name in settings.datasets}

@@ -116,6 +116,10 @@ class LoaderProcesses:
         self._alive: Connection | None = None
         self._pass = 0
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Have another process start loaders of its own."""
+        return partial(LoaderProcesses, pinned=self._pinned), (self.count,)
+
     def read(self, readers: Mapping[str, Reader], places: Iterable[Places]) -> Iterator[Batch]:
         """Yield what the readers return for each batch's places, in their order. A pass that begins ends the one
         before. Raises DataError of a reader, and LoaderFailed."""

@@ -160,6 +160,7 @@ class NoisyGradients:
         self._mechanism = mechanism
         self._noise_source = source
         self._device = local.setup.device
+        self._ranks = local.setup.ranks
         self._without = 0
         self._not_finite = torch.zeros((), dtype=torch.int64, device=self._device)
         """Number of examples whose gradients are not finite. It stays on the device until the end."""
@@ -211,9 +212,10 @@ class NoisyGradients:
     def fill(self) -> None:
         """Set each parameter's gradient to the noisy mean of clipped gradients, and to 0 in frozen rows."""
         sampling = self._mechanism.sampling
-        rows = torch.from_numpy(self._noise_source.sample(sampling.examples, sampling.rate))
+        sampled = self._ranks.same(lambda: self._noise_source.sample(sampling.examples, sampling.rate))
+        rows = self._ranks.rows(torch.from_numpy(sampled))
         for parameter, total in zip(self._freeze.parameters, self.sums(rows), strict=True):
-            release(total, self._mechanism, self._noise_source)
+            self._ranks.release(total, lambda whole: release(whole, self._mechanism, self._noise_source))
             parameter.grad = total.div_(sampling.expected).to(parameter.dtype)
         self._freeze.mask_gradients()
 

@@ -134,9 +134,10 @@ class PrivateTask:
     def watched(self, batches: Iterable[Batch]) -> Iterable[Batch]:
         """Return the batches for a method that chooses blocks by them. Reading them spends privacy, or raises
         PolicyViolation."""
-        return _Watched(batches, self._look)
+        return _Watched(batches, self.look)
 
-    def _look(self) -> None:
+    def look(self) -> None:
+        """Spend the privacy of reading the data for a choice, the first time. Raises PolicyViolation."""
         if self._privacy.selection == "refused":
             raise PolicyViolation(
                 "privacy",

@@ -117,7 +117,7 @@ def fetch(run: TaskRun, dataset: Dataset) -> Fetched:
     with failing_as("invalid-version"):
         manifest = Manifest.read(_document(run, task.version.digest), lambda digest: _document(run, digest))
     if last is None:
-        _require_memory(run, blocks)
+        require_memory(run, blocks)
     wanted = [block for block in blocks if block.name in names]
     stored = [block for block in blocks if block.name not in document.external]
     bases = _fetch_base(run, document, wanted)
@@ -125,9 +125,12 @@ def fetch(run: TaskRun, dataset: Dataset) -> Fetched:
     return Fetched(document, mapping, manifest, blocks, bases, last)
 
 
-def _require_memory(run: TaskRun, blocks: Sequence[Block]) -> None:
+def require_memory(run: TaskRun, blocks: Sequence[Block]) -> None:
     """Raise TaskFailure, before anything large is fetched, if the device cannot hold what the task needs."""
     task, device = run.task, run.env.device
+    if device.type == "meta":
+        # The ranks have the model. Each looks for itself.
+        return
     # A method that chooses among the plan's blocks may itself fit its choice to the memory.
     fixed = task.kind == "train" and type(_half(run, blocks)).select is WorkerHalf.select
     trained = task.plan.train.resolve(blocks) if fixed else ()

@@ -6,13 +6,15 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from tessera.shared.api.tasks import Task
+from tessera.shared.methods.base import LocalResult, TrainingStats
 from tessera.shared.problems import Problem
 from tessera.shared.schema import canonical
 from tessera.shared.telemetry import spans
 from tessera.shared.tensors.lazy import digest_of
+from tessera.worker.data.dataset import Dataset
 from tessera.worker.governance.airlock import UpdateWithheld
 from tessera.worker.governance.policy import PolicyViolation
 from tessera.worker.privacy.cost import least_budget_of
@@ -21,7 +23,7 @@ from tessera.worker.state.privacy_ledger import LedgerError, noisy_in
 from tessera.worker.task.admission import admit
 from tessera.worker.task.environment import Journal, TaskEnvironment, TaskRun
 from tessera.worker.task.evaluate import evaluate
-from tessera.worker.task.fetch import fetch, load
+from tessera.worker.task.fetch import Fetched, Loaded, fetch, load
 from tessera.worker.task.heartbeat import Stopped
 from tessera.worker.task.resumption import ending
 from tessera.worker.task.tokenize import tokenize
@@ -36,10 +38,22 @@ if TYPE_CHECKING:
 CLOCK_RULES = ("max_task_seconds", "max_minutes_per_day")
 
 
+class RankStages(Protocol):
+    """The stages of tasks on several devices, for which this process needs no GPU. `worker.ranks` implements it."""
+
+    def train(
+        self, run: TaskRun, fetched: Fetched, loaded: Loaded, dataset: Dataset, private: PrivateTask | None
+    ) -> tuple[LocalResult, TrainingStats]: ...
+    def evaluate(self, run: TaskRun, fetched: Fetched, loaded: Loaded, dataset: Dataset) -> int: ...
+
+
 @dataclass(frozen=True)
 class TaskRunner(TaskEnvironment):
     """Executor of a worker's tasks. The site's rules apply at three gates: before anything is fetched (`admission`),
     before data are read (`train`, `evaluate`) and before anything leaves (`upload`)."""
+
+    ranks: RankStages | None = None
+    """The stages on several devices; None executes them in this process, on the device of `setup`."""
 
     def run(self, task: Task, check: Check, report: Report) -> None:
         """Execute a task; when this returns, the coordinator has accepted the result.
@@ -70,7 +84,11 @@ class TaskRunner(TaskEnvironment):
             egress = Egress(run, admission.snapshot, private, checkpoint)
             if task.kind == "train":
                 with spans.span("train"), fitting:
-                    result, stats = train(run, loaded, dataset, private, checkpoint)
+                    result, stats = (
+                        self.ranks.train(run, fetched, loaded, dataset, private)
+                        if self.ranks
+                        else train(run, loaded, dataset, private, checkpoint)
+                    )
                 with spans.span("upload"):
                     update = egress.upload(result, loaded, stats.examples)
                 with spans.span("submit"):
@@ -79,7 +97,11 @@ class TaskRunner(TaskEnvironment):
             else:
                 with spans.span("evaluate"):
                     with fitting:
-                        examples = evaluate(run, loaded, dataset)
+                        examples = (
+                            self.ranks.evaluate(run, fetched, loaded, dataset)
+                            if self.ranks
+                            else evaluate(run, loaded, dataset)
+                        )
                     egress.submit_evaluation(examples)
         loaded.context.close()
         self.models.keep(loaded.built)

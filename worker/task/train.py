@@ -52,9 +52,10 @@ def train(
         # selection is reported too.
         run.journal.note_exact(dataset.examples, "training")
     batches = Batches(dataset, task.training.batch_size, env.device)
-    selected = half.select(context, private.watched(batches) if private else batches)
+    chosen = half.select(context, private.watched(batches) if private else batches)
     if private:
         private.check_choice()
+    selected = env.setup.ranks.same(lambda: chosen)
     phases = half.phases(context, selected)
     env.policy.check_epochs(epochs_of(phases, task.training, dataset.examples))
     least = env.policy.min_evaluation_examples

@@ -81,6 +81,8 @@ class PhaseTraining:
         trained = trained_blocks(context, phase)
         # Buffers such as a normalisation's statistics depend on the data without noise.
         self.freeze = Freeze(context.model, trained, keep_buffers=local.private is not None)
+        self._ranks = local.setup.ranks
+        self._ranks.start_phase(context.model, self.freeze.parameters)
         tensors = named_tensors(context.model)
         self._trained = [(block, tensors[block.tensor]) for block in trained]
         # A fused optimizer skips a step that overflows without waiting for the device.
@@ -193,12 +195,15 @@ class PhaseTraining:
                 raise self._diverged("gradients are not finite")
             self._local.check()
         self._fitted = True
-        self._unread.append(_Unread(loss, self._overflowed, len(labels), share))
+        examples = self._ranks.examples(len(labels))
+        self._unread.append(_Unread(loss, self._overflowed, examples, share))
 
     def _try_step(self, batch: Batch, labels: Tensor) -> Tensor:
         """Take a step unless the gradients overflow, which `_overflowed` then shows. Returns the batch's loss."""
         scaler = self._local.scaler
         value = self._fitting_gradients(batch, labels) if self._size.automatic else self._gradients(batch, labels)
+        self._ranks.sum_gradients(self.freeze.parameters)
+        value = self._ranks.total(value)
         scaler.unscale_(self._optimizer)
         self._correct_gradients()
         scaler.step(self._optimizer)
@@ -215,19 +220,25 @@ class PhaseTraining:
         if not self._has_moments:
             make_moments(self._optimizer)
             self._has_moments = True
+        value: Tensor | None
         while True:
             generators = generator_states()
             buffers = [(buffer, buffer.clone()) for buffer in self._local.context.model.buffers()]
             try:
-                return self._gradients(batch, labels)
+                value = self._gradients(batch, labels)
             except torch.OutOfMemoryError:
                 # The traceback holds the tensors of the pass, so nothing is done about it before it is gone.
-                pass
+                value = None
+            # What the ranks sum in a step, all of them sum again.
+            short = value is None
+            if not self._ranks.any_rank(short) and value is not None:
+                return value
             self._optimizer.zero_grad(set_to_none=True)
             for buffer, values in buffers:
                 buffer.copy_(values)
             set_generator_states(*generators)
-            self._size.halve(len(labels))
+            if short:
+                self._size.halve(len(labels))
 
     def _gradients(self, batch: Batch, labels: Tensor) -> Tensor:
         """Set the gradients to a batch's. Returns its loss."""
@@ -247,7 +258,8 @@ class PhaseTraining:
         context, size = self._local.context, self._size.examples
         by_example, weighted = self._local.half.loss_by_example, self._local.training.class_weights is not None
         require_additive(context.model, labels, size, loss_by_example=by_example, weighted=weighted)
-        return pieces_of(batch, labels, size, context.head, self._common, context.objective)
+        pieces = pieces_of(batch, labels, size, context.head, self._common, context.objective)
+        return self._ranks.weigh(pieces, labels, context, loss_by_example=by_example)
 
     def noisy_step(self, noisy: PrivateGradients) -> None:
         """Take one step with a noisy gradient. What follows reads no data, so it costs no privacy."""

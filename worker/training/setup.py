@@ -20,6 +20,7 @@ from tessera.worker.training.optimization.micro_batch import MicroBatch, PieceSi
 from tessera.worker.training.optimization.moments import Moments
 from tessera.worker.training.optimization.precision import autocast
 from tessera.worker.training.progress import Check, Report
+from tessera.worker.training.ranks import OneRank, Ranks
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,8 @@ class TrainingSetup:
     """Number of examples in a forward and backward pass, for a device on which a batch does not fit. The gradients of
     a batch's pieces add up to the batch's. A private task splits its samples itself, and uses `auto` only."""
     compute: Compute = field(default_factory=Compute)
+    ranks: Ranks = field(default_factory=OneRank)
+    """The processes that train together, of which this is one."""
 
 
 class PrivateGradients(Protocol):

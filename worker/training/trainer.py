@@ -42,7 +42,7 @@ class Trainer(LocalTraining):
         exceptions of `check` and `private`.
         """
         order = torch.Generator().manual_seed(seed)
-        batches = Batches(dataset, self.training.batch_size, self.setup.device, order)
+        batches = Batches(self.setup.ranks.share_of(dataset), self.training.batch_size, self.setup.device, order)
         self.context.model.train()
         state = TrainingState(self, phases, order)
         planned = [steps_of(phase, self.training, dataset.examples) for phase in phases]

@@ -174,6 +174,9 @@ def _mapped(shape: Sequence[int]) -> Tensor:
 
     The C library's heap was seen to grow by each batch that it gave room to, up to a gigabyte.
     """
+    if not math.prod(shape):
+        # A rank may have no row of a batch, and no memory is mapped for none.
+        return torch.empty(shape)
     return torch.frombuffer(mmap.mmap(-1, 4 * math.prod(shape)), dtype=torch.float32).view(*shape)
 
 

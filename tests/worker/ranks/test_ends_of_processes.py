@@ -1,0 +1,93 @@
+"""A group whose processes are killed: the task fails with a reason, and nothing is left."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tessera.worker.ranks.stages import FOLDER, DeviceStages
+from tessera.worker.simulation import Stalled
+from tests.support.coordinator import until
+from tests.support.paths import ROOT
+from tests.worker.ranks.test_equal_results import CPU, Case, divided
+
+ENDLESS = Case("fedavg", examples=10_000, training={"batch_size": 1, "steps": 1_000_000})
+"""The most epochs that a policy allows: it takes an hour."""
+
+
+def processes(state: Path, *modules: str) -> list[psutil.Process]:
+    """The processes of the group in a state folder that run one of these modules of the ranks' package."""
+    wanted = {f"tessera.worker.ranks.{module}" for module in modules or ("main", "launcher")}
+    return [
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if (line := process.info["cmdline"] or ()) and wanted.intersection(line) and str(state) in " ".join(line)
+    ]
+
+
+def trains(state: Path) -> bool:
+    """Whether a task was handed over to a group."""
+    return any((state / FOLDER).glob("*/task-*"))
+
+
+def nothing_left(state: Path) -> bool:
+    return not processes(state) and not list((state / FOLDER).glob("*"))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("victim", ["main", "launcher"])
+def test_task_fails_when_a_rank_or_the_launcher_is_killed(
+    victim: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stages = DeviceStages((CPU, CPU), tmp_path, threads=1)
+
+    ended = threading.Event()
+
+    def kill() -> None:
+        """Kill one process of each group that trains: a round is attempted several times."""
+        while not ended.wait(0.1):
+            if trains(tmp_path) and (found := processes(tmp_path, victim)):
+                found[-1].kill()
+                until(lambda: ended.is_set() or not trains(tmp_path))
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    try:
+        with pytest.raises(Stalled, match="ranks-ended: the process of rank"):
+            divided(ENDLESS, stages, monkeypatch)
+    finally:
+        ended.set()
+        killer.join()
+    until(lambda: nothing_left(tmp_path), 10)
+    # The next task gets a new group.
+    assert divided(Case("fedavg"), stages, monkeypatch).versions
+    stages.close()
+    assert nothing_left(tmp_path)
+
+
+AGENT = """
+import sys
+from pathlib import Path
+import pytest
+from tessera.worker.ranks.stages import DeviceStages
+from tests.worker.ranks.test_equal_results import CPU, divided
+from tests.worker.ranks.test_ends_of_processes import ENDLESS
+divided(ENDLESS, DeviceStages((CPU, CPU), Path(sys.argv[1]), threads=1), pytest.MonkeyPatch())
+"""
+
+
+@pytest.mark.long
+def test_nothing_is_left_when_the_agent_is_killed(tmp_path: Path) -> None:
+    agent = subprocess.Popen([sys.executable, "-c", AGENT, str(tmp_path)], cwd=ROOT)
+    try:
+        until(lambda: trains(tmp_path), 120)
+        assert len(processes(tmp_path)) == 3
+    finally:
+        agent.kill()
+        agent.wait()
+    until(lambda: nothing_left(tmp_path), 10)

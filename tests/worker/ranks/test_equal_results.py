@@ -1,0 +1,216 @@
+"""A rank group trains as one process does: the same batches, the same denominators, the same steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tessera.shared.api.tasks import Task
+from tessera.shared.model.spec import Head, Lora, Model
+from tessera.worker.data.dataset import Dataset
+from tessera.worker.model.block_map import block_table, named_tensors
+from tessera.worker.model.build import instantiate, read_block
+from tessera.worker.model.forward import IGNORED
+from tessera.worker.ranks.stages import DeviceStages
+from tessera.worker.simulation import Result, Stalled, Weights, simulate, virtual_workers
+from tessera.worker.task.heartbeat import Stopped
+from tessera.worker.task.runner import TaskRunner
+from tessera.worker.training.optimization.micro_batch import MicroBatch
+from tessera.worker.training.progress import Check, Report
+from tessera.worker.training.setup import TrainingSetup
+from tests.support.tasks import VIT, images
+
+CPU = torch.device("cpu")
+EXAMPLES = 33
+"""With batches of 8, the last batch of a pass has one example, and none for the second rank."""
+
+BERT = {
+    "model_type": "bert", "vocab_size": 20, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "intermediate_size": 24, "max_position_embeddings": 8, "num_labels": 3, "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}  # fmt: skip
+GPT2 = {
+    "model_type": "gpt2", "vocab_size": 20, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 8,
+    "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+
+
+def texts(count: int) -> Dataset:
+    """Texts with one to seven labels each, of which the seventh has none at all."""
+    dice = torch.Generator().manual_seed(3)
+    tokens = torch.randint(0, 20, (count, 8), generator=dice)
+    counted = torch.arange(8) <= 1 + torch.arange(count)[:, None] % 7
+    counted[6] = False
+    return Dataset({"input_ids": tokens, "labels": tokens.where(counted, torch.tensor(IGNORED))})
+
+
+def tagged(count: int) -> Dataset:
+    """Texts with a class for each token."""
+    tokens = texts(count).tensors["input_ids"]
+    return Dataset({"input_ids": tokens, "labels": tokens % 3})
+
+
+def unbounded(count: int) -> Dataset:
+    """Images, in the last of which a value is infinite."""
+    found = images(count)
+    found.tensors["pixel_values"][-1] = torch.inf
+    return found
+
+
+def model_of(config: dict[str, Any], head: Head, lora: Lora | None = None) -> Weights:
+    model = instantiate(config, head, seed=1, lora=lora)
+    blocks, tensors = block_table(model), named_tensors(model)
+    described = Model(config=config, head=head, blocks=blocks, lora=lora)
+    return Weights(described, {block.name: read_block(tensors, block) for block in blocks})
+
+
+@dataclass(frozen=True)
+class Case:
+    method: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=lambda: VIT)
+    head: Head = "image-classification"
+    lora: Lora | None = None
+    data: Callable[[int], Dataset] | None = None
+    sites: int = 1
+    examples: int = EXAMPLES
+    rounds: int = 1
+    training: dict[str, Any] = field(default_factory=dict)
+    spec: dict[str, Any] = field(default_factory=dict)
+
+    def run(self) -> Result:
+        data = self.data or (texts if self.head == "causal-lm" else images)
+        training = {"batch_size": 8, "learning_rate": 0.05, "optimizer": "sgd", "steps": 20, **self.training}
+        method = {"name": self.method, "settings": self.settings}
+        spec = {"method": method, "rounds": self.rounds, "training": training, "codec": "raw", **self.spec}
+        sites = {f"site-{number}": data(self.examples - 5 * number) for number in range(self.sites)}
+        return simulate(spec, model_of(self.config, self.head, self.lora), sites)
+
+
+CASES = {
+    "full": Case("fedavg", training={"max_gradient_norm": 1.0}),
+    "slices": Case("fedfrozen", {"warmup_rounds": 0, "scope": "v_only"}, GPT2, "causal-lm"),
+    "lora": Case("lora", lora=Lora(rank=2, alpha=4), training={"optimizer": "adamw", "learning_rate": 1e-3}),
+    "scaffold": Case("scaffold", sites=2, rounds=2, training={"steps": 10}),
+}
+FURTHER = {
+    "fewer examples than ranks": Case("fedavg", training={"batch_size": 1}),
+    "a term without examples": Case("fedprox", {"mu": 2.0}, GPT2, "causal-lm"),
+    "features": Case("moon", rounds=2),
+    "two phases": Case("ditto", rounds=2),
+    "noise": Case("fedavg", spec={"privacy": {"epsilon": 3.0, "delta": 1e-3, "clip_norm": 1.0}}),
+    "a noisy choice": Case(
+        "safl",
+        {"share": 0.5},
+        spec={"privacy": {"epsilon": 3.0, "delta": 1e-3, "clip_norm": 1.0, "selection": "noisy"}},
+    ),
+    "selected layers": Case("safl", {"share": 0.5}),
+    "selected by gradients": Case("safl", {"share": 0.5, "score": "fisher"}),
+}
+
+
+@pytest.fixture(scope="module")
+def stages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeviceStages]:
+    made = DeviceStages((CPU, CPU), tmp_path_factory.mktemp("state"), threads=1)
+    yield made
+    made.close()
+
+
+def divided(
+    case: Case,
+    stages: DeviceStages,
+    monkeypatch: pytest.MonkeyPatch,
+    runner: type[TaskRunner] = TaskRunner,
+    **setup: Any,
+) -> Result:
+    """The case's run, whose workers train on the devices of `stages`."""
+
+    def made(**given: Any) -> TaskRunner:
+        given["setup"] = TrainingSetup(torch.device("meta"), **setup)
+        return runner(**given, ranks=stages)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(virtual_workers, "TaskRunner", made)
+        return case.run()
+
+
+def distance(one: Mapping[str, np.ndarray], two: Mapping[str, np.ndarray]) -> float:
+    """The l2 norm of the difference of two models. Of single blocks it would say nothing: the gradient of a key's
+    bias is zero but for rounding."""
+    return math.sqrt(sum(float(np.square(one[name] - two[name], dtype=np.float64).sum()) for name in one))
+
+
+def compare(case: Case, stages: DeviceStages, monkeypatch: pytest.MonkeyPatch, **setup: Any) -> None:
+    one, two = case.run(), divided(case, stages, monkeypatch, **setup)
+    assert all(task.state == "merged" for made in two.rounds for task in made.tasks)
+    start = model_of(case.config, case.head, case.lora).values
+    assert distance(one.arrays(), two.arrays()) < 1e-5 * distance(one.arrays(), start)
+    for mine, theirs in zip(one.rounds, two.rounds, strict=True):
+        for alone, together in zip(mine.tasks, theirs.tasks, strict=True):
+            assert together.metrics == pytest.approx(alone.metrics, rel=1e-2)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_ranks_train_as_one_process(name: str, stages: DeviceStages, monkeypatch: pytest.MonkeyPatch) -> None:
+    compare(CASES[name], stages, monkeypatch)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", FURTHER)
+def test_two_ranks_train_as_one_process_by_other_methods(
+    name: str, stages: DeviceStages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compare(FURTHER[name], stages, monkeypatch)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("micro_batch", [2, "auto"])
+def test_ranks_train_their_rows_in_pieces(
+    micro_batch: MicroBatch, stages: DeviceStages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compare(CASES["slices"], stages, monkeypatch, micro_batch=micro_batch)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("case", "told"),
+    [
+        (Case("fedavg", data=unbounded), "diverged: the loss is nan"),
+        (Case("moon", config=BERT, head="token-classification", data=tagged), "unsuited: .* among 2 devices"),
+    ],
+)
+def test_a_failure_in_the_ranks_is_told_as_in_one_process(
+    case: Case, told: str, stages: DeviceStages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(Stalled, match=told):
+        divided(case, stages, monkeypatch)
+
+
+class StoppingRunner(TaskRunner):
+    """A runner whose worker is asked to stop after three steps."""
+
+    def run(self, task: Task, check: Check, report: Report) -> None:
+        def stopping() -> None:
+            if report.step >= 3:
+                raise Stopped
+
+        super().run(task, stopping, report)
+
+
+@pytest.mark.long
+def test_ranks_that_are_asked_to_stop_wait_for_the_next_task(
+    stages: DeviceStages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    divided(CASES["full"], stages, monkeypatch)
+    groups = list(stages.folder.iterdir())
+    endless = Case("fedavg", examples=10_000, training={"batch_size": 1, "steps": 1_000_000})
+    with pytest.raises(Stopped):
+        divided(endless, stages, monkeypatch, runner=StoppingRunner)
+    compare(CASES["full"], stages, monkeypatch)
+    assert list(stages.folder.iterdir()) == groups

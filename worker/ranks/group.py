@@ -1,0 +1,151 @@
+"""A rank's view of its group: its rows of each batch, and what the ranks sum or agree on."""
+
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from tessera.shared.methods.base import UnsupportedRun
+from tessera.worker.data.dataset import Dataset
+from tessera.worker.model.forward import label_count
+from tessera.worker.ranks.faults import packed, unpacked
+from tessera.worker.ranks.shared_dataset import SharedDataset
+from tessera.worker.training.context import LocalTaskContext
+from tessera.worker.training.ranks import Pieces
+
+T = TypeVar("T")
+N = TypeVar("N", float, Tensor)
+
+BUCKET = 1 << 24
+"""Largest number of gradient values in one reduction, unless a single tensor has more: the memory it takes."""
+
+
+class Group:
+    """`worker.training.ranks.Ranks`, in a process of an initialised process group."""
+
+    def __init__(self) -> None:
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self._shared: tuple[Dataset, SharedDataset] | None = None
+        self.alone = False
+        """True while the first rank computes something for all."""
+
+    # ------------------------------------------------------------ rows
+
+    def share_of(self, dataset: Dataset) -> Dataset:
+        # Loaders go on while their data set is the same.
+        if self._shared is None or self._shared[0] is not dataset:
+            self._shared = dataset, SharedDataset.of(dataset, self.rank, self.size)
+        return self._shared[1]
+
+    def examples(self, count: int) -> int:
+        return int(self.total(count))
+
+    # ------------------------------------------------------------ steps
+
+    def start_phase(self, model: nn.Module, parameters: Sequence[Tensor]) -> None:
+        if any(isinstance(module, _BatchNorm) and module.training for module in model.modules()):
+            raise UnsupportedRun(
+                f"this worker divides batches among {self.size} devices, and the model has batch normalisation, "
+                "which needs whole batches: begin a run with another model, or have the site train on one device "
+                "(devices)"
+            )
+        for parameter in parameters:
+            dist.broadcast(parameter.detach(), 0)
+        # Otherwise each rank would drop out the same units of its rows.
+        if self.rank:
+            torch.manual_seed((torch.initial_seed() + self.rank) % (1 << 63))
+
+    def weigh(self, pieces: Pieces, labels: Tensor, context: LocalTaskContext, *, loss_by_example: bool) -> Pieces:
+        objective = context.objective
+        weighted = objective is not None and objective.class_weights is not None
+        if loss_by_example and (weighted or labels.ndim > 1):
+            raise UnsupportedRun(
+                f"this worker divides batches among {self.size} devices, and by this method the losses of their rows "
+                "do not add up where an example has several labels or classes have weights: begin a run with another "
+                "method, or have the site train on one device (devices)"
+            )
+        own = float(label_count(context.head, labels))
+        whole = self.total(own)
+        if not whole:
+            # A batch without any label fails as it does in one process.
+            return pieces
+        of_all: float | Tensor = own / whole
+        if weighted and objective:
+            weight = torch.stack([objective.weight_of(context.head, piece["labels"]) for piece, _ in pieces]).sum()
+            of_all = weight / self.total(weight)
+        return [(piece, share * of_all) for piece, share in pieces if own]
+
+    def sum_gradients(self, parameters: Sequence[Tensor]) -> None:
+        with_gradient = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.uint8)
+        dist.all_reduce(with_gradient, dist.ReduceOp.MAX)
+        # A parameter that no rank's rows depend on keeps no gradient, as in one process.
+        used = [parameter for parameter, any_rank in zip(parameters, with_gradient, strict=True) if any_rank]
+        for bucket in _buckets(used):
+            flat = torch.cat([self._gradient(parameter).flatten() for parameter in bucket])  # float32
+            dist.all_reduce(flat)
+            for parameter, part in zip(bucket, torch.split(flat, [each.numel() for each in bucket]), strict=True):
+                parameter.grad = part.view_as(parameter).to(parameter.dtype)
+
+    def rows(self, rows: Tensor) -> Tensor:
+        return rows[self.rank :: self.size]
+
+    def release(self, total: Tensor, add_noise: Callable[[Tensor], None]) -> None:
+        dist.all_reduce(total)
+        if self.rank == 0:
+            add_noise(total)
+        dist.broadcast(total, 0)
+
+    def total(self, value: N) -> N:
+        if isinstance(value, Tensor):
+            summed = value.detach().clone()
+            dist.all_reduce(summed)
+            return summed
+        return float(self.total(torch.tensor(value, dtype=torch.float64)))
+
+    def _gradient(self, parameter: Tensor) -> Tensor:
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        return gradient.float()
+
+    # ------------------------------------------------------------ agreement
+
+    def any_rank(self, true: bool) -> bool:
+        """Return whether it is true in any rank."""
+        return bool(self.total(true))
+
+    def same(self, compute: Callable[[], T]) -> T:
+        # What the first rank computes for all may itself ask for this.
+        if self.alone:
+            return compute()
+        results: list[Any] = [None]
+        if self.rank == 0:
+            results = [self._outcome(compute)]
+        dist.broadcast_object_list(results, 0, device=torch.device("cpu"))
+        value, fault = pickle.loads(results[0])  # noqa: S301  (another rank wrote it)
+        if fault:
+            raise unpacked(fault)
+        return value  # type: ignore[no-any-return]
+
+    def _outcome(self, compute: Callable[[], object]) -> bytes:
+        self.alone = True
+        try:
+            return pickle.dumps((compute(), None))
+        except Exception as fault:  # noqa: BLE001  (each rank raises it)
+            return pickle.dumps((None, packed(fault)))
+        finally:
+            self.alone = False
+
+
+def _buckets(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield the parameters in runs of at most `BUCKET` values."""
+    bucket: list[Tensor] = []
+    for parameter in parameters:
+        if bucket and sum(each.numel() for each in bucket) + parameter.numel() > BUCKET:
+            yield bucket
+            bucket = []
+        bucket.append(parameter)
+    if bucket:
+        yield bucket

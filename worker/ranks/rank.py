@@ -1,0 +1,241 @@
+"""Tasks in a rank, and what of the agent's environment takes part in them there."""
+
+import importlib
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields, replace
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, cast
+
+import structlog
+import torch
+from torch import Tensor
+
+from tessera.shared.api.tasks import Receipt
+from tessera.shared.client.client import Progress
+from tessera.shared.methods.base import LocalResult, TrainingStats
+from tessera.shared.model.attention_stats import LayerAttention, TaskTokens
+from tessera.shared.model.blocks import Block
+from tessera.shared.tensors.lazy import Array
+from tessera.worker.data.dataset import Dataset
+from tessera.worker.ranks import handover
+from tessera.worker.ranks.faults import failure_of_rank, packed, unpacked
+from tessera.worker.ranks.group import Group
+from tessera.worker.ranks.messages import RESULT_FILE, Call, Ended, Handover, Progressed, Reply
+from tessera.worker.state.blob_cache import Source
+from tessera.worker.state.vault import RoundWorkload, Vault
+from tessera.worker.task.environment import Coordinator, Journal, Shelf, TaskEnvironment, TaskRun
+from tessera.worker.task.evaluate import evaluate
+from tessera.worker.task.fetch import Loaded, load, require_memory
+from tessera.worker.task.model_cache import ModelCache
+from tessera.worker.task.train import train
+from tessera.worker.training.context import LocalTaskContext
+from tessera.worker.training.input_mismatch import FAULTS, explained, require_own_loss
+from tessera.worker.training.optimization.micro_batch import PieceSize
+from tessera.worker.training.optimization.precision import allow_tf32
+from tessera.worker.training.progress import Report
+
+REPORT_SECONDS = 0.5
+"""Least time between two reports of a rank's progress."""
+
+Result = tuple[tuple[LocalResult, TrainingStats] | int, dict[str, Array], dict[str, Any]]
+"""The result of a stage, the optimizer's moments, and the fields of the report."""
+
+
+class RanksStopped(Exception):
+    """The agent asked the group to stop, because the task is no longer wanted."""
+
+
+class Rank:
+    """One rank of a group, for as long as the group lives."""
+
+    def __init__(self, folder: Path, device: torch.device, connection: Connection) -> None:
+        self._folder = folder
+        self._device = device
+        self._connection = connection
+        self._group = Group()
+        self._models = ModelCache()
+        self._scalers: dict[str, torch.amp.GradScaler] = {}
+        self._piece_sizes: dict[str, PieceSize] = {}
+        self._dataset: tuple[Path, Dataset] | None = None
+        self._report = Report()
+        self._reported_at = 0.0
+        self._asked_to_stop = False
+
+    def execute(self, path: Path) -> Ended:
+        """Execute the task of a handover. Rank 0 writes its result beside it."""
+        self._asked_to_stop = False
+        try:
+            given: Handover = handover.read(path)
+            result = self._execute(given)
+        except RanksStopped:
+            return Ended(stopped=True)
+        except Exception as fault:  # noqa: BLE001  (the agent decides what a failure of any kind means)
+            structlog.get_logger("worker").exception("rank-failed", rank=self._group.rank)
+            # The agent explains an error of a library by its type alone: what it knows of the model is not this one.
+            return Ended(fault=packed(failure_of_rank(fault) if type(fault) in FAULTS else fault))
+        if self._group.rank == 0:
+            handover.write(self._folder / RESULT_FILE, result)
+        return Ended()
+
+    def _execute(self, given: Handover) -> Result:
+        task, fetched = given.task, given.fetched
+        self._report = given.report
+        allow_tf32(allowed=given.setup.compute.tf32)
+        run = TaskRun(self._environment(given), task, self._check, given.report, self._journal())
+        built = self._models.take(task.run, task.model)
+        if built is None or len(fetched.bases) < len(fetched.blocks):
+            # As in `fetch`: a local value of a block that is not fetched must not leak into this round.
+            built = None
+            require_memory(run, fetched.blocks)
+        loaded = load(run, replace(fetched, last=built))
+        loaded = replace(loaded, context=MeasuringTogether.of(loaded.context, self._group))
+        dataset = self._read(given.dataset)
+        require_own_loss(loaded.context, dataset)
+        with explained(fetched.document, loaded.context, dataset, private=given.private):
+            stage = self._stage(run, loaded, dataset, private=given.private)
+        loaded.context.close()
+        self._models.keep(loaded.built)
+        return stage, loaded.moments.values, vars(run.report)
+
+    def _stage(
+        self, run: TaskRun, loaded: Loaded, dataset: Dataset, *, private: bool
+    ) -> tuple[LocalResult, TrainingStats] | int:
+        if run.task.kind == "evaluate":
+            return evaluate(run, loaded, dataset)
+        if not private:
+            return train(run, loaded, dataset, None)
+        # Needs the extra `privacy`, as the agent's accounting does.
+        ranks = importlib.import_module("tessera.worker.ranks.private")
+        return train(run, loaded, dataset, ranks.RankPrivacy(run.task, partial(self._call, "private")))
+
+    def _environment(self, given: Handover) -> TaskEnvironment:
+        return TaskEnvironment(
+            coordinator=cast("Coordinator", _Remote(self._call, "coordinator")),
+            datasets={},
+            setup=replace(given.setup, device=self._device, ranks=self._group),
+            vault=_HandedVault(given.vault, _Remote(self._call, "vault"), self._keep_scale),
+            shelf=cast("Shelf", _HandedShelf(given.blobs)),
+            scratch=self._folder,
+            policy=given.policy,
+            scalers=self._scalers,
+            piece_sizes=self._piece_sizes,
+            allowances=given.allowances,
+        )
+
+    def _keep_scale(self, run: str, state: Mapping[str, Array]) -> None:
+        # Also where one rank fails alone, so that the others must not take part.
+        if self._group.rank == 0:
+            self._ask(Call("vault", "keep_scale", (run, state)))
+
+    def _journal(self) -> Journal:
+        return cast("Journal", _Remote(self._call, "journal"))
+
+    def _read(self, path: Path) -> Dataset:
+        if self._dataset is None or self._dataset[0] != path:
+            self._dataset = path, handover.read(path)
+        return self._dataset[1]
+
+    # ------------------------------------------------------------ the agent
+
+    def _check(self) -> None:
+        """Raise RanksStopped in all ranks once the agent asked for it."""
+        if not self._group.alone and self._group.any_rank(self._attend()):
+            raise RanksStopped
+
+    def _attend(self) -> bool:
+        """Report the progress, in rank 0, and return whether the agent asked this rank to stop."""
+        if self._group.rank == 0 and time.monotonic() - self._reported_at >= REPORT_SECONDS:
+            self._connection.send(Progressed(vars(self._report)))
+            self._reported_at = time.monotonic()
+        while not self._asked_to_stop and self._connection.poll():
+            self._receive()
+        return self._asked_to_stop
+
+    def _call(self, target: str, method: str, *arguments: Any) -> Any:
+        """Return the result of a method of an object of the agent, in each rank."""
+        return self._group.same(lambda: self._ask(Call(target, method, arguments)))
+
+    def _ask(self, call: Call) -> Any:
+        self._connection.send(Progressed(vars(self._report)))
+        self._connection.send(call)
+        while (reply := self._receive()) is None:
+            pass
+        if reply.fault:
+            raise unpacked(reply.fault)
+        return reply.value
+
+    def _receive(self) -> Reply | None:
+        """Return the next message if it is a reply; otherwise the agent asks to stop."""
+        message = self._connection.recv()
+        if isinstance(message, Reply):
+            return message
+        self._asked_to_stop = True
+        return None
+
+
+class _Remote:
+    """An object of the agent, each of whose methods all ranks call together."""
+
+    def __init__(self, call: Callable[..., Any], target: str) -> None:
+        self._call = call
+        self._target = target
+
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        return partial(self._call, self._target, method)
+
+
+class _HandedVault(Vault):
+    """The vault's tensors for one task. The agent has settled it, and keeps the loss scale."""
+
+    def __init__(
+        self, arrays: dict[str, Array], agent: Any, keep_scale: Callable[[str, Mapping[str, Array]], None]
+    ) -> None:
+        self._arrays = arrays
+        self._agent = agent
+        self._keep_scale = keep_scale
+
+    def load(self, run: str) -> dict[str, Array]:
+        return self._arrays
+
+    def settle_run(self, run: str, receipt: Receipt | None, ask: RoundWorkload) -> None:
+        pass
+
+    def load_scale(self, run: str) -> dict[str, Array]:
+        return self._agent.load_scale(run)  # type: ignore[no-any-return]
+
+    def keep_scale(self, run: str, state: Mapping[str, Array]) -> None:
+        self._keep_scale(run, state)
+
+
+class _HandedShelf:
+    """The blobs that the agent has fetched for one task."""
+
+    def __init__(self, paths: Mapping[str, Path]) -> None:
+        self._paths = paths
+
+    def fetch(self, digest: str, max_bytes: int, source: Source, progress: Progress | None = None) -> Path:
+        return self._paths[digest]
+
+
+class MeasuringTogether(LocalTaskContext):
+    """A context whose measurements are the first rank's, since those of two GPUs differ by rounding."""
+
+    group: Group
+
+    @classmethod
+    def of(cls, context: LocalTaskContext, group: Group) -> "MeasuringTogether":
+        made = cls(**{each.name: getattr(context, each.name) for each in fields(LocalTaskContext)})
+        made.group = group
+        return made
+
+    def attention(self, batches: Iterable[Mapping[str, Tensor]], tokens: TaskTokens) -> dict[str, LayerAttention]:
+        return self.group.same(lambda: super(MeasuringTogether, self).attention(batches, tokens))
+
+    def gradient_norms(self, batches: Iterable[Mapping[str, Tensor]], blocks: Sequence[Block]) -> dict[str, float]:
+        return self.group.same(lambda: super(MeasuringTogether, self).gradient_norms(batches, blocks))
+
+    def fisher(self, batches: Iterable[Mapping[str, Tensor]], blocks: Sequence[Block]) -> dict[str, float]:
+        return self.group.same(lambda: super(MeasuringTogether, self).fisher(batches, blocks))

@@ -1,0 +1,188 @@
+"""A running rank group, as the agent sees it: its launcher, its folder and its connections."""
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from tessera.worker.ranks import handover
+from tessera.worker.ranks.faults import packed, unpacked
+from tessera.worker.ranks.messages import (
+    RESULT_FILE,
+    START_FILE,
+    Call,
+    Ended,
+    Progressed,
+    Reply,
+    Start,
+    StopTask,
+    TaskAt,
+    accept,
+    listen,
+)
+from tessera.worker.ranks.processes import END
+from tessera.worker.task.errors import TaskFailure
+from tessera.worker.training.progress import Check
+
+LOOK_SECONDS = 0.2
+"""Time between two looks whether the task is still wanted."""
+START_SECONDS = 300.0
+"""Time in which all ranks have to connect: importing torch from a slow disk takes long."""
+STOP_SECONDS = 15.0
+"""Time in which the ranks have to reach the end of a step, once the task is no longer wanted."""
+END_SECONDS = 10.0
+"""Time for the launcher to end its ranks before it is killed."""
+
+
+class Session:
+    """The ranks of a group, from their start until `close`. One thread uses it, and must outlive it: the kernel ends
+    the launcher with the thread that started it."""
+
+    def __init__(self, start: Start, folder: Path, check: Check) -> None:
+        """Start the ranks, with a new folder in `folder`. Raises TaskFailure, and the exceptions of `check`."""
+        self.folder = folder / uuid4().hex
+        self.folder.mkdir(parents=True, mode=0o700)
+        self._devices = start.devices
+        self._connections: list[Connection] = []
+        self._tasks = 0
+        handover.write(self.folder / START_FILE, start)
+        ranks = len(start.devices)
+        server = listen(self.folder, ranks)
+        arguments = [str(os.getpid()), str(self.folder), str(ranks)]
+        self._launcher = subprocess.Popen(  # noqa: S603  (our own module)
+            [sys.executable, "-m", "tessera.worker.ranks.launcher", *arguments],
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, "OMP_NUM_THREADS": str(start.threads)},
+            # ^C at a terminal is for the agent.
+            start_new_session=True,
+        )
+        try:
+            with server:
+                self._connections = self._connected(server, ranks, check)
+        except BaseException:
+            self.close()
+            raise
+
+    def _connected(self, server: socket.socket, ranks: int, check: Check) -> list[Connection]:
+        """Return the connection of each rank, in their order."""
+        server.settimeout(LOOK_SECONDS)
+        found: dict[int, Connection] = {}
+        began_at = time.monotonic()
+        while len(found) < ranks:
+            check()
+            if self._launcher.poll() is not None or time.monotonic() - began_at > START_SECONDS:
+                raise TaskFailure("ranks-ended", self._about(set(range(ranks)) - set(found), "did not start"))
+            try:
+                connection = accept(server)
+            except TimeoutError:
+                continue
+            if connection:
+                found[connection.recv()] = connection
+        return [found[rank] for rank in range(ranks)]
+
+    @property
+    def alive(self) -> bool:
+        return bool(self._connections) and self._launcher.poll() is None
+
+    def execute(
+        self, given: object, targets: Mapping[str, object], received: Callable[..., None], check: Check
+    ) -> Any:
+        """Hand a task over to the ranks and return rank 0's result.
+
+        `targets` are the objects whose methods the ranks call. `received` takes the fields of each report. Raises
+        TaskFailure if a rank ends, what a rank raises, and the exceptions of `check`, after all ranks have stopped.
+        The group has then ended, unless all ranks stopped in time.
+        """
+        self._tasks += 1
+        path = self.folder / f"task-{self._tasks}"
+        handover.write(path, given)
+        result = self.folder / RESULT_FILE
+        try:
+            for connection in self._connections:
+                self._send(connection, TaskAt(path))
+            unwanted = self._serve(targets, received, check)
+            executed = None if unwanted else handover.read(result)
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            path.unlink(missing_ok=True)
+            result.unlink(missing_ok=True)
+        if unwanted:
+            raise unwanted
+        return executed
+
+    def _serve(
+        self, targets: Mapping[str, object], received: Callable[..., None], check: Check
+    ) -> BaseException | None:
+        """Answer the ranks until the task has ended in all of them. Return what `check` raised, if they stopped."""
+        working = list(self._connections)
+        unwanted: BaseException | None = None
+        until = 0.0
+        while working:
+            if unwanted is None:
+                try:
+                    check()
+                except BaseException as reason:  # noqa: BLE001  (raised when the ranks have stopped)
+                    unwanted, until = reason, time.monotonic() + STOP_SECONDS
+                    self._send(self._connections[0], StopTask())
+            elif time.monotonic() > until:
+                raise unwanted
+            for connection in wait(working, LOOK_SECONDS):
+                match self._received(connection):  # type: ignore[arg-type]  # of the connections given
+                    case Progressed(fields):
+                        received(fields)
+                    case Call() as call:
+                        self._send(connection, _answer(call, targets))  # type: ignore[arg-type]
+                    case Ended(fault=fault):
+                        if fault and unwanted is None:
+                            raise unpacked(fault)
+                        working.remove(connection)  # type: ignore[arg-type]
+        return unwanted
+
+    def _send(self, connection: Connection, message: object) -> None:
+        try:
+            connection.send(message)
+        except OSError as fault:
+            raise self._ended(connection) from fault
+
+    def _received(self, connection: Connection) -> object:
+        try:
+            return connection.recv()
+        except (EOFError, OSError) as fault:
+            raise self._ended(connection) from fault
+
+    def _ended(self, connection: Connection) -> TaskFailure:
+        return TaskFailure("ranks-ended", self._about({self._connections.index(connection)}, "ended"))
+
+    def _about(self, ranks: set[int], what: str) -> str:
+        named = ", ".join(f"{rank} ({self._devices[rank]})" for rank in sorted(ranks))
+        return f"the process of rank {named} of {len(self._devices)} {what}; the worker's own log has more"
+
+    def close(self) -> None:
+        """End all processes of the group and remove its folder."""
+        for connection in self._connections:
+            connection.close()
+        self._connections = []
+        self._launcher.send_signal(END)
+        try:
+            self._launcher.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            # The kernel then ends the ranks.
+            self._launcher.kill()
+            self._launcher.wait()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _answer(call: Call, targets: Mapping[str, object]) -> Reply:
+    try:
+        return Reply(getattr(targets[call.target], call.method)(*call.arguments))
+    except Exception as fault:  # noqa: BLE001  (each rank raises it)
+        return Reply(fault=packed(fault))

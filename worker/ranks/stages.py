@@ -1,0 +1,124 @@
+"""The stages of tasks that a rank group executes for the agent, which has no model and no GPU of its own."""
+
+import atexit
+import shutil
+import time
+from dataclasses import replace
+from pathlib import Path
+from pickle import PicklingError
+from typing import Any
+from uuid import uuid4
+
+import torch
+
+from tessera.shared.methods.base import LocalResult, TrainingStats
+from tessera.worker.data.dataset import Dataset, LoadReport
+from tessera.worker.ranks import handover
+from tessera.worker.ranks.messages import Handover, Start
+from tessera.worker.ranks.session import Session
+from tessera.worker.task.environment import TaskRun
+from tessera.worker.task.errors import TaskFailure
+from tessera.worker.task.fetch import Fetched, Loaded
+
+FOLDER = "ranks"
+IDLE_SECONDS = 300.0
+"""Time for which the ranks of a run wait for its next task."""
+MARGIN_SECONDS = 30.0
+"""The agent counts on a group for this much less, so that it hands no task to ranks that are about to end."""
+TIMEOUT_SECONDS = 3600.0
+"""Longest wait of ranks for another one, which may measure a whole data set for all. The end of a rank is noticed
+at once."""
+
+
+class DeviceStages:
+    """The training and evaluation of tasks on several devices.
+
+    A group of ranks is started for the first task of a run, and kept while further ones of that run follow.
+    """
+
+    def __init__(self, devices: tuple[torch.device, ...], state_dir: Path, threads: int) -> None:
+        """Prepare for groups on these devices. `threads` are those of one operation in each rank."""
+        self.devices = devices
+        self._start = Start(devices, threads, IDLE_SECONDS, TIMEOUT_SECONDS)
+        self.folder = state_dir / FOLDER
+        """The folder of the groups' folders."""
+        # Of an agent that was killed together with its launcher.
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self._session: Session | None = None
+        self._run = ""
+        self._until = 0.0
+        self._handed: tuple[Dataset, Path] | None = None
+        atexit.register(self.close)
+
+    def train(
+        self, run: TaskRun, fetched: Fetched, loaded: Loaded, dataset: Dataset, private: object
+    ) -> tuple[LocalResult, TrainingStats]:
+        """Train as `task.train.train` does. Raises its exceptions, and TaskFailure if a rank ends."""
+        return self._executed(run, fetched, loaded, dataset, private)  # type: ignore[no-any-return]
+
+    def evaluate(self, run: TaskRun, fetched: Fetched, loaded: Loaded, dataset: Dataset) -> int:
+        """Evaluate as `task.evaluate.evaluate` does. Raises its exceptions, and TaskFailure if a rank ends."""
+        if run.env.history:
+            run.env.history.measure(run.task.dataset, run.env.policy)
+        return self._executed(run, fetched, loaded, dataset, None)  # type: ignore[no-any-return]
+
+    def close(self) -> None:
+        """End the ranks, if there are any."""
+        if self._session:
+            self._session.close()
+        self._session = self._handed = None
+
+    def _executed(self, run: TaskRun, fetched: Fetched, loaded: Loaded, dataset: Dataset, private: object) -> Any:
+        session = self._session_for(run)
+        task, env = run.task, run.env
+        states = fetched.manifest.server_state
+        given = Handover(
+            task,
+            replace(fetched, last=None),
+            self._hand(session, dataset),
+            {**loaded.context.vault, **loaded.moments.values},
+            {states[name].digest: env.shelf.path(states[name].digest) for name in loaded.context.server_state},
+            run.report,
+            env.setup,
+            env.policy,
+            dict(env.allowances),
+            private is not None,
+        )
+        targets = {"journal": run.journal, "vault": env.vault, "private": private}
+        result, moments, report = session.execute(given, targets, vars(run.report).update, run.check)
+        vars(run.report).update(report)
+        loaded.moments.values.update(moments)
+        self._until = time.monotonic() + IDLE_SECONDS - MARGIN_SECONDS
+        return result
+
+    def _session_for(self, run: TaskRun) -> Session:
+        """Return the run's group, started if there is none."""
+        session = self._session
+        if session and session.alive and self._run == run.task.run and time.monotonic() < self._until:
+            return session
+        self.close()
+        self._session = Session(self._start, self.folder, run.check)
+        self._run = run.task.run
+        return self._session
+
+    def _hand(self, session: Session, dataset: Dataset) -> Path:
+        """Return the handover of a data set, written if it is not that of the last task. Raises TaskFailure."""
+        if self._handed and self._handed[0] is dataset:
+            return self._handed[1]
+        if self._handed:
+            self._handed[1].unlink(missing_ok=True)
+        path = session.folder / f"dataset-{uuid4().hex}"
+        try:
+            handover.write(path, _bare(dataset))
+        except (PicklingError, AttributeError, TypeError) as fault:
+            raise TaskFailure(
+                "unsuited", "the readers of this kind of data set cannot be used by several processes (devices)"
+            ) from fault
+        self._handed = dataset, path
+        return path
+
+
+def _bare(dataset: Dataset) -> Dataset:
+    """Return what training and evaluation read of a data set."""
+    held_out = dataset.held_out and _bare(dataset.held_out)
+    return replace(dataset, held_out=held_out, sources=None, groups=None, texts=None, report=LoadReport())
