@@ -472,7 +472,7 @@ MISTAKES = {
         '"scans"\nsize',
         "scans",
         ".dcm",
-        remedy="convert DICOM files to PNG first",
+        remedy="set dicom = true to read DICOM files",
         file="pictures",
     ),
     "image folder": data(
