@@ -15,6 +15,7 @@ from tessera.shared.model.spec import Lora
 from tessera.shared.run_settings import Training
 from tessera.worker.model.block_map import block_table
 from tessera.worker.model.build import instantiate
+from tessera.worker.task.model_cache import structure_of
 from tessera.worker.training.context import LocalTaskContext
 from tessera.worker.training.optimization.recomputation import recomputed
 from tessera.worker.training.randomness import seed_everything
@@ -53,3 +54,12 @@ def test_a_model_without_such_layers_is_refused() -> None:
     expected = r"gradient_checkpointing is true, but a model of the type 'vit'"
     with pytest.raises(UnsupportedRun, match=expected), recomputed(model):
         pass
+
+
+def test_no_hook_is_added_that_would_keep_a_model_from_being_used_again() -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = instantiate({"model_type": "llama", "vocab_size": 20, **sizes}, "causal-lm")
+    before = structure_of(model)
+    with recomputed(model):
+        assert structure_of(model) == before
+    assert structure_of(model) == before

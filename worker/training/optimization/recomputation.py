@@ -24,6 +24,9 @@ def recomputed(model: PreTrainedModel) -> Iterator[None]:
             f"training.gradient_checkpointing is true, but a model of the type {model.config.model_type!r} has no "
             "layers that can be computed again: leave it out"
         ) from fault
+    # transformers lets gradients reach the embeddings, which only the reentrant way needs: frozen layers would cost a
+    # backward pass, and the hook that is left would keep the model from being used again in the next round.
+    model.disable_input_require_grads()  # type: ignore[no-untyped-call]
     try:
         yield
     finally:
