@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -15,6 +16,9 @@ from tessera.worker.ranks.messages import START_FILE, Start, TaskAt, connect
 from tessera.worker.ranks.processes import end_with_parent
 from tessera.worker.ranks.rank import Rank
 
+LOOPBACK = "lo"
+"""The name of Linux's loopback interface."""
+
 
 def serve(folder: Path, launcher: int) -> None:
     """Execute tasks until the agent ends, or hands over none for a while."""
@@ -25,6 +29,9 @@ def serve(folder: Path, launcher: int) -> None:
     torch.set_num_threads(start.threads)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    if LOOPBACK in {name for _, name in socket.if_nameindex()}:
+        # All ranks are on this machine, and gloo would listen where the machine's name leads.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
     # What the ranks agree on is on the CPU, so that no rank waits for its GPU.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=start.timeout_seconds))
