@@ -27,6 +27,7 @@ from sqlalchemy.orm import Session
 
 from tessera.coordinator.blobs.cache import Recent
 from tessera.coordinator.blobs.object_store import Objects, key_of
+from tessera.coordinator.blobs.socket_transfer import FilePart, Piece
 from tessera.coordinator.blobs.staging import StagingArea, sweep
 from tessera.coordinator.db.engine import Database
 from tessera.coordinator.db.tables import BlobRow
@@ -281,8 +282,22 @@ class Blobs:
         with self.open(digest) as file:
             return file.read()
 
+    @property
+    def in_files(self) -> bool:
+        """True if large blobs are files of this machine."""
+        return self._objects is None
+
+    async def stream_all(self, portions: Iterable[Portion], start: int, stop: int) -> AsyncIterator[bytes]:
+        """Yield bytes `start` to `stop` of the portions, piece by piece, as fast as the receiver reads them."""
+        for portion, first, last in _cut(portions, start, stop):
+            if portion.inline:
+                yield (await to_thread.run_sync(self._read_inline, portion))[first:last]
+            else:
+                async for piece in self.stream(portion.blobs[0], first, last):
+                    yield piece
+
     async def stream(self, blob: Stored, start: int, stop: int) -> AsyncIterator[bytes]:
-        """Yield bytes `start` to `stop` of a blob, piece by piece, as fast as the receiver reads them."""
+        """Yield bytes `start` to `stop` of a blob in the same way."""
         if blob.inline is not None:
             yield blob.inline[start:stop]
         elif self._objects:
@@ -300,6 +315,14 @@ class Blobs:
                 ):
                     start += len(piece)
                     yield piece
+
+    def pieces(self, portions: Iterable[Portion], start: int, stop: int) -> Iterator[Piece]:
+        """Yield the same bytes as parts of files, and small blobs from memory. Only for a store in files."""
+        for portion, first, last in _cut(portions, start, stop):
+            if portion.inline:
+                yield memoryview(self._read_inline(portion))[first:last]
+            else:
+                yield FilePart(self._path(portion.blobs[0].digest), first, last)
 
     def find(self, session: Session, digest: str) -> Stored:
         """Return a blob's row. Raises NotFound."""
@@ -336,21 +359,10 @@ class Blobs:
             elif any(blob.digest not in self._sound for blob in portion.blobs):
                 self._read_inline(portion)
 
-    async def stream_all(self, portions: Iterable[Portion], start: int) -> AsyncIterator[bytes]:
-        """Yield the portions' bytes from offset `start` of all of them, as fast as the receiver reads them."""
-        for portion in portions:
-            skipped = min(start, portion.size)
-            start -= skipped
-            if skipped == portion.size:
-                continue
-            if portion.inline:
-                yield (await to_thread.run_sync(self._read_inline, portion))[skipped:]
-            else:
-                async for piece in self.stream(portion.blobs[0], skipped, portion.size):
-                    yield piece
-
     def _read_inline(self, portion: Portion) -> bytes:
         """Return the bytes of a portion of small blobs. Raises NotFound if one was removed, and StoreSpoilt."""
+        if len(portion.blobs) == 1 and portion.blobs[0].inline is not None:
+            return portion.blobs[0].inline
         digests = [blob.digest for blob in portion.blobs]
         with self._database.snapshot() as session:
             rows = session.execute(select(BlobRow.digest, BlobRow.inline).where(BlobRow.digest.in_(digests)))
@@ -483,6 +495,15 @@ class BlobBatch:
     def take(self, path: Path, digest: str) -> None:
         """Add a finished file of the staging folder."""
         self._taken.append((path, digest, self._pool.submit(self._blobs.move, path, digest)))
+
+
+def _cut(portions: Iterable[Portion], start: int, stop: int) -> Iterator[tuple[Portion, int, int]]:
+    """Yield the portions that bytes `start` to `stop` of all of them lie in, with the part of each."""
+    for portion in portions:
+        first, last = max(0, start), min(portion.size, stop)
+        if first < last:
+            yield portion, first, last
+        start, stop = start - portion.size, stop - portion.size
 
 
 def _require_all(digests: Iterable[str], found: Collection[str]) -> None:
