@@ -20,8 +20,8 @@ from starlette.types import Receive, Scope, Send
 from tessera.coordinator.api.dependencies import Serving, allow
 from tessera.coordinator.api.request_limits import BoundedRoute
 from tessera.coordinator.auth.permissions import readable_blobs
+from tessera.coordinator.blobs.portions import Portion
 from tessera.coordinator.blobs.socket_transfer import BULK_BYTES, BulkBody, bulk_of
-from tessera.coordinator.blobs.store import Portion
 from tessera.coordinator.blobs.uploads import Upload, Uploads
 from tessera.coordinator.domain.principal import Principal
 from tessera.coordinator.services import Services

@@ -14,7 +14,6 @@ import uuid
 from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO, Self, cast
@@ -27,6 +26,7 @@ from sqlalchemy.orm import Session
 
 from tessera.coordinator.blobs.cache import Recent
 from tessera.coordinator.blobs.object_store import Objects, key_of
+from tessera.coordinator.blobs.portions import STREAM_BYTES, InlineReader, Portion, cut
 from tessera.coordinator.blobs.socket_transfer import FilePart, Piece
 from tessera.coordinator.blobs.staging import StagingArea, sweep
 from tessera.coordinator.db.engine import Database
@@ -36,9 +36,6 @@ from tessera.shared.rounds.blob_store import Stored
 from tessera.shared.tensors.mmap_file import MappedFile, mapped
 
 PIECE_BYTES = 1 << 18
-
-STREAM_BYTES = 1 << 20
-"""Bytes read and sent at a time; each piece takes a thread, and perhaps a request to the store."""
 
 ROWS_KEPT = 4_096
 """Cached rows of the table: a merge reads every update once for each block."""
@@ -55,18 +52,6 @@ _HEXADECIMAL = re.compile("[0-9a-f]{64}")
 
 FLUSHES = 4
 """Threads that flush files; they mostly wait for the disk."""
-
-
-@dataclass(frozen=True)
-class Portion:
-    """Part of a response with several blobs: several small ones, or one large one."""
-
-    blobs: tuple[Stored, ...]
-    inline: bool
-
-    @property
-    def size(self) -> int:
-        return sum(blob.size for blob in self.blobs)
 
 
 class StagingOnOtherDisk(RuntimeError):
@@ -287,11 +272,12 @@ class Blobs:
         """True if large blobs are files of this machine."""
         return self._objects is None
 
-    async def stream_all(self, portions: Iterable[Portion], start: int, stop: int) -> AsyncIterator[bytes]:
+    async def stream_all(self, portions: Sequence[Portion], start: int, stop: int) -> AsyncIterator[bytes]:
         """Yield bytes `start` to `stop` of the portions, piece by piece, as fast as the receiver reads them."""
-        for portion, first, last in _cut(portions, start, stop):
+        small = InlineReader(portions, self._read_inline)
+        for portion, first, last in cut(portions, start, stop):
             if portion.inline:
-                yield (await to_thread.run_sync(self._read_inline, portion))[first:last]
+                yield (await to_thread.run_sync(small.read, portion))[first:last]
             else:
                 async for piece in self.stream(portion.blobs[0], first, last):
                     yield piece
@@ -316,11 +302,12 @@ class Blobs:
                     start += len(piece)
                     yield piece
 
-    def pieces(self, portions: Iterable[Portion], start: int, stop: int) -> Iterator[Piece]:
+    def pieces(self, portions: Sequence[Portion], start: int, stop: int) -> Iterator[Piece]:
         """Yield the same bytes as parts of files, and small blobs from memory. Only for a store in files."""
-        for portion, first, last in _cut(portions, start, stop):
+        small = InlineReader(portions, self._read_inline)
+        for portion, first, last in cut(portions, start, stop):
             if portion.inline:
-                yield memoryview(self._read_inline(portion))[first:last]
+                yield memoryview(small.read(portion))[first:last]
             else:
                 yield FilePart(self._path(portion.blobs[0].digest), first, last)
 
@@ -495,15 +482,6 @@ class BlobBatch:
     def take(self, path: Path, digest: str) -> None:
         """Add a finished file of the staging folder."""
         self._taken.append((path, digest, self._pool.submit(self._blobs.move, path, digest)))
-
-
-def _cut(portions: Iterable[Portion], start: int, stop: int) -> Iterator[tuple[Portion, int, int]]:
-    """Yield the portions that bytes `start` to `stop` of all of them lie in, with the part of each."""
-    for portion in portions:
-        first, last = max(0, start), min(portion.size, stop)
-        if first < last:
-            yield portion, first, last
-        start, stop = start - portion.size, stop - portion.size
 
 
 def _require_all(digests: Iterable[str], found: Collection[str]) -> None:
