@@ -98,7 +98,8 @@ def step_squares(tensor: Tensor, base: Tensor) -> float:
                 total += found
     # The version's own squares only raise the limit, and hardly any step comes near it without them.
     if total > MAX_TIMES**2 * numel(tensor):
-        before = sum(squares(chunk.astype(np.float32, copy=False)) for chunk in base.chunks())
+        with np.errstate(over="ignore"):
+            before = sum(squares(chunk.astype(np.float32, copy=False)) for chunk in base.chunks())
         if total > MAX_TIMES**2 * (before + numel(tensor)):
             moved, was = sqrt(total / numel(tensor)), sqrt(before / numel(tensor))
             detail = (
