@@ -88,6 +88,7 @@ def images(options: ImagesOptions, prepared: Prepared = NOT_KEPT) -> Dataset:
             ignored_files=listed.ignored_files, unreadable=inputs.unreadable, group_bytes=listed.group_bytes
         ),
         on_disk=inputs.on_disk,
+        normalization=conversion.normalization(options.mode),
     )
     known = {name: values for name, values in dataset.inputs.items() if name in shapes}
     return replace(dataset, schema=schema_of(known, shapes, len(options.labels or ()) or None))
