@@ -104,7 +104,7 @@ def _turned(image: Tensor, by: float) -> Tensor:
 # ---------------------------------------------------------------- RandAugment
 
 Operation = Callable[[Tensor, float, Random], Tensor]
-"""A function from an image, a strength from 0 to 1 and the dice to the changed image."""
+"""A function from an image, a strength from 0 to 1 and a random generator to the changed image."""
 
 
 def _either(change: Callable[[Tensor, float], Tensor], most: float) -> Operation:
