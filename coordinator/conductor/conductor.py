@@ -43,6 +43,9 @@ log = structlog.get_logger()
 REFUSED_SECONDS = 5.0
 """Delay before a round is planned again, after too few workers were eligible for its plans."""
 
+LAST_SECONDS = 1.0
+"""Time that a conductor that ends leaves to a merge."""
+
 SMALL_BYTES = 1 << 20
 """Most bytes of accepted updates that are merged before their round is closed."""
 
@@ -92,6 +95,9 @@ class Conductor:
                 self.step()
             except Exception:  # the loop outlives a database that is away for a while
                 log.exception("conductor.step_failed")
+        # A small merge ends by itself; the next process repeats a long one.
+        if self._merging.acquire(timeout=LAST_SECONDS):
+            self._merging.release()
 
     def step(self) -> None:
         """Look at every run until none has anything to be done."""
