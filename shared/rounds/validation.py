@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from io import BytesIO
 from math import isfinite, sqrt
 
 import numpy as np
@@ -72,15 +73,22 @@ class Inspector:
     blobs: BlobStore
     states: States
     held: HeldUpdates | None = None
-    """Where checked updates are held for a merge in this process; None to read them again."""
+    """Checked updates that wait for a merge in this process; None to read them again."""
     _squares: dict[tuple[str, DType], float] = field(default_factory=dict, compare=False)
     """The sum of squares of a version's blobs, by digest and type."""
 
-    def open(self, digest: str, model: Model, manifest: Manifest, plan: Plan) -> Mapping[str, EncodedTensor]:
-        """Return an update's blocks, by name, decoded when they are read. Raises InvalidUpdate for a wrong form."""
+    def open(
+        self, digest: str, model: Model, manifest: Manifest, plan: Plan, data: bytes | None = None
+    ) -> dict[str, EncodedTensor]:
+        """Return an update's blocks, lazily decoded, by name; `data` has its bytes if it is not stored.
+
+        Raises InvalidUpdate if its form is wrong.
+        """
         asked = {block.name: block for block in plan.upload.resolve(model.blocks)}
         self.blobs.expect({manifest.blocks[name] for name in asked})
         bases = {name: self.states.tensor(block, manifest) for name, block in asked.items()}
+        if data is not None:
+            return read_update(partial(BytesIO, data), len(data), asked, bases)
         return read_update(partial(self.blobs.open, digest), self.blobs.size(digest), asked, bases)
 
     def hold(self, digest: str, blocks: Mapping[str, UpdateTensor]) -> None:
@@ -109,14 +117,20 @@ class Inspector:
         return self.checked(digest, model, manifest, plan, max_norm)[0]
 
     def checked(
-        self, digest: str, model: Model, manifest: Manifest, plan: Plan, max_norm: float | None
+        self,
+        digest: str,
+        model: Model,
+        manifest: Manifest,
+        plan: Plan,
+        max_norm: float | None,
+        data: bytes | None = None,
     ) -> tuple[Mapping[str, float], Sequence[str]]:
         """Return the same, with the names of the update's blocks in the order of the table.
 
         Raises InvalidUpdate naming every block that cannot be decoded, is not finite or is absurdly far from its
         version, or a norm out of bounds.
         """
-        sent = self.open(digest, model, manifest, plan)
+        sent = self.open(digest, model, manifest, plan, data)
         blocks: Mapping[str, UpdateTensor] = sent
         if self.held:
             # Below, each block that is malformed is named.

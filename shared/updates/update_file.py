@@ -27,7 +27,7 @@ HEADER_BYTES_PER_BLOCK = 2_048
 MAX_HEADER_BYTES = 4 << 20
 """The limit of a header from a worker, for about ten thousand blocks: bounds the memory for a malicious one."""
 MAX_BEGUN_BYTES = 32 << 20
-"""The limit of encoded chunks that are held until they are written."""
+"""The limit of encoded blocks that are held until they are written."""
 SMALL = PIECE
 """Number of elements up to which blocks are encoded and decoded together."""
 SPARE_TENSORS = 64
@@ -91,8 +91,8 @@ def longest_update(blocks: Iterable[Block]) -> int:
 
 
 def _worthwhile(codec: str, changes: Sequence[TrainedBlock]) -> tuple[dict[str, str], dict[str, Array]]:
-    """Return the codec of each block, and the first chunks that were encoded to find it out, as far as they may be
-    held in memory."""
+    """Return the codec of each block, and the blocks that were encoded to find it out, as far as they may be held in
+    memory."""
     chosen: dict[str, str] = {}
     begun: dict[str, Array] = {}
     room = MAX_BEGUN_BYTES

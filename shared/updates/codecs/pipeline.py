@@ -10,7 +10,7 @@ import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate, islice
+from itertools import accumulate
 from math import prod
 from pathlib import Path
 from typing import BinaryIO, Protocol
@@ -37,10 +37,14 @@ from tessera.shared.updates.codecs.stage import F32, ArrayLayout, CodecError, St
 
 RAW = "raw"
 LOSSLESS = "bits+shuffle+zstd"
-"""Exact, and the smallest of the measured codecs: bit-pattern difference, byte planes, zstd level 1."""
+"""Exact, and the smallest of the measured codecs: bit-pattern difference, byte planes, zstd."""
 
 WORTH = 0.95
-"""Lossless stages are used for a block only if they reduce its first chunk below this share of its size."""
+"""Lossless stages are used for a block only if they reduce a probe of it below this share of its size."""
+
+PROBE = CHUNK // 4
+"""Elements at the start of a block that are encoded as a probe. Smaller byte planes would share a Huffman code, and
+seem larger by a twentieth."""
 
 STAGES: dict[str, type[Stage | LowRank]] = {
     stage.name: stage
@@ -127,30 +131,19 @@ class CodecInput(Protocol):
 
 
 def encode(
-    codec: str, change: CodecInput, rng: np.random.Generator | None = None, first: Array | None = None
+    codec: str, change: CodecInput, rng: np.random.Generator | None = None, whole: Array | None = None
 ) -> Iterator[bytes | memoryview]:
-    """Yield the encoded bytes of a block, piece by piece. `rng` is for stages with stochastic rounding; `first` is
-    the first chunk, if `trial` has encoded it."""
+    """Yield the encoded bytes of a block, piece by piece. `rng` is for stages with stochastic rounding; `whole` is
+    the encoded block, if `trial` has it."""
     parsed = parse(codec)
     if not parsed.line:
         yield from map(as_bytes, change.values())
         return
-    if first is None:
-        pieces = _pieces(parsed, change, rng or np.random.default_rng())
-    else:
-        pieces = _after(first, parsed, change)
+    pieces = _pieces(parsed, change, rng or np.random.default_rng()) if whole is None else [whole]
     for piece in pieces:
         data = as_bytes(piece)
         yield struct.pack("<I", len(data))
         yield data
-
-
-def _after(first: Array, parsed: Codec, change: CodecInput) -> Iterator[Array]:
-    """Yield the encoded chunks of a lossless codec, of which the first is at hand."""
-    yield first
-    if numel(change.base) > CHUNK:
-        both = zip(change.values(), change.base.chunks(), strict=True)
-        yield from (_encode_chunk(parsed.line, chunk, base, _NO_DICE) for chunk, base in islice(both, 1, None))
 
 
 def _pieces(parsed: Codec, change: CodecInput, rng: np.random.Generator) -> Iterator[Array]:
@@ -170,26 +163,31 @@ def _encode_chunk(line: tuple[Stage, ...], chunk: Array, base: Array, rng: np.ra
 
 
 def worthwhile(codec: str, change: CodecInput) -> str:
-    """Return the codec without its last lossless stages unless they reduce the first chunk enough; `raw` if it has no
-    other stages."""
+    """Return the codec without its last lossless stages unless they reduce the block's first elements enough; `raw`
+    if it has no other stages."""
     return trial(codec, change)[0]
 
 
 def trial(codec: str, change: CodecInput) -> tuple[str, Array | None]:
-    """Return `worthwhile`, and the encoded first chunk if the codec is lossless and remains whole."""
+    """Return `worthwhile`, and the encoded block if the codec is lossless and the probe was all of the block."""
     parsed = parse(codec)
     rounding = max((place + 1 for place, stage in enumerate(parsed.line) if not stage.lossless), default=0)
     if parsed.lowrank or rounding == len(parsed.line):
         return codec, None
     rng = np.random.default_rng(0) if rounding else _NO_DICE
     without = "+".join(codec.split("+")[:rounding]) or RAW
-    plain = next(_pieces(parse(without), change, rng) if rounding else change.values(), None)
-    if plain is None:
+    values = next(change.steps() if parsed.of_differences else change.values(), None)
+    if values is None:
         return without, None
-    full = _encode_chunk(parsed.line[rounding:], plain, next(change.base.chunks()), rng)
+    whole = numel(change.base) <= PROBE
+    values, base = values[:PROBE], next(change.base.chunks())[:PROBE]
+    # Only differences are rounded, and `steps` has them already.
+    line, place = (parsed.line[1:], rounding - 1) if parsed.of_differences else (parsed.line, 0)
+    plain = _encode_chunk(line[:place], values, base, rng)
+    full = _encode_chunk(line[place:], plain, base, rng)
     if full.nbytes + 4 >= WORTH * plain.nbytes:
         return without, None
-    return codec, None if rounding else full
+    return codec, full if whole and not rounding else None
 
 
 def trials(codec: str, changes: Sequence[CodecInput]) -> list[tuple[str, Array | None]]:

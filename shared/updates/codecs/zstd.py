@@ -1,4 +1,6 @@
-"""Zstandard at level 1, which on byte planes of floats is both faster and smaller than higher levels.
+"""Zstandard with a small search for matches, of which byte planes of floats have few: Huffman codes save the bytes.
+
+On such planes it is faster than level 1, which is both faster and smaller than higher levels.
 
 Decoding reads a stream up to the size that the block's shape gives. The size in a frame's header is not trusted: the
 one-shot call allocates it before it reads a byte.
@@ -15,12 +17,17 @@ from tessera.shared.updates.codecs.stage import U8, ArrayLayout, CodecError, Sta
 
 MAX_WINDOW_BYTES = 1 << 23
 
+PARAMETERS = zstandard.ZstdCompressionParameters(
+    strategy=zstandard.STRATEGY_FAST, window_log=20, hash_log=10, min_match=7
+)
+"""Matches of seven bytes and more, from a table of 1,024 places. With 64, sparse updates grow by 5 %."""
+
 
 class _Contexts(threading.local):
     """The contexts of a thread, kept because making them takes longer than a small block."""
 
     def __init__(self) -> None:
-        self.packer = zstandard.ZstdCompressor(level=1)
+        self.packer = zstandard.ZstdCompressor(compression_params=PARAMETERS)
         self.unpacker = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES)
 
 

@@ -102,6 +102,15 @@ def test_a_codec_that_does_not_pay_is_left_out() -> None:
     assert pipeline.worthwhile("zstd", change_of(noise, noise)) == "raw"
 
 
+def test_a_codec_is_judged_by_the_start_of_a_block() -> None:
+    base = np.zeros(2 * CHUNK, np.float32)
+    noise = np.frombuffer(np.random.default_rng(0).bytes(base.nbytes), np.float32).copy()
+    noise[: pipeline.PROBE] = 0
+    assert pipeline.worthwhile("zstd", change_of(noise, base)) == "zstd"
+    noise[: pipeline.PROBE] = noise[-pipeline.PROBE :]
+    assert pipeline.worthwhile("zstd", change_of(noise, base)) == "raw"
+
+
 @pytest.mark.parametrize("codec", [*CODECS, *LOSSY])
 @pytest.mark.parametrize("dtype", ["F32", "BF16", "F64"])
 def test_incompressible_data_stays_within_the_bound_that_the_reader_sets(codec: str, dtype: DType) -> None:
@@ -422,19 +431,16 @@ def test_blocks_are_tried_together_as_each_alone(codec: str, dtype: DType) -> No
     ]
     alone = [pipeline.trial(codec, change) for change in changes]
     assert together == [(chosen, first if first is None else first.tobytes()) for chosen, first in alone]
-    # The first chunk that a trial encoded need not be encoded again.
+    # A block that a trial encoded need not be encoded again.
     for change, (chosen, first) in zip(changes, alone, strict=True):
-        again, at_once = (b"".join(map(bytes, pipeline.encode(chosen, change, first=each))) for each in (None, first))
+        again, at_once = (b"".join(map(bytes, pipeline.encode(chosen, change, whole=each))) for each in (None, first))
         assert at_once == again
 
 
-def test_a_large_block_is_encoded_behind_its_first_chunk() -> None:
-    base = np.arange(CHUNK + 5, dtype=np.float32)
-    change = change_of(base + 1, base)
-    chosen, first = pipeline.trial(pipeline.LOSSLESS, change)
-    assert first is not None
-    again, at_once = (b"".join(map(bytes, pipeline.encode(chosen, change, first=each))) for each in (None, first))
-    assert at_once == again
+def test_a_trial_encodes_no_more_than_its_probe() -> None:
+    base = np.arange(pipeline.PROBE + 1, dtype=np.float32)
+    assert pipeline.trial(pipeline.LOSSLESS, change_of(base + 1, base)) == (pipeline.LOSSLESS, None)
+    assert pipeline.trial(pipeline.LOSSLESS, change_of(base[:-1] + 1, base[:-1]))[1] is not None
 
 
 @ANY_DTYPE
