@@ -133,7 +133,7 @@ else
 	for name in rounds lines idle guards growth memory images texts checkpoints steps uploads stages compression page large_base; do $(BIN)/python -m benchmarks.$$name --quick || exit 1; done
 endif
 
-bench-lines: install ## rounds over network lines, beside Flower and NVIDIA FLARE; two hours
+bench-lines: install ## rounds over network lines, beside Flower and NVIDIA FLARE; two and a half hours
 	$(BIN)/python -m benchmarks.lines
 
 bench-rivals: install ## rounds beside Flower and NVIDIA FLARE, each installed into an environment of its own
