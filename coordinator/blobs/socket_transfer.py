@@ -156,7 +156,7 @@ class SocketTransfer:
         return filled, False
 
     def _await_bytes(self, count: int) -> None:
-        """Have the socket count as readable from so many bytes on: a turn for each packet would cost more."""
+        """Have the socket count as readable from that many bytes on: a turn for each packet would cost more."""
         with suppress(OSError):
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, count)
 
