@@ -31,6 +31,8 @@ from tessera.worker.data.loaders import SHARED_MEMORY
 from tessera.worker.governance.descriptions import ANY_BLOCK, policy_in_words, size
 from tessera.worker.governance.policy import Policy
 from tessera.worker.inventory import devices_of, held_out_key, load_source, loaders_of, prepared_of
+from tessera.worker.model.config import ConfigError
+from tessera.worker.model.four_bits import REMEDY, library
 from tessera.worker.settings import DataSource, SettingsError, WorkerSettings, tls_of, token_of
 from tessera.worker.state.atomic_files import temporary_file
 
@@ -149,6 +151,12 @@ def _device(settings: WorkerSettings) -> Iterator[Finding]:
 def _compute(settings: WorkerSettings) -> Finding:
     tf32, compiles = settings.compute.tf32, settings.compute.compile
     detail = f"TF32 is {'on' if tf32 else 'off'}, compilation is {'on' if compiles else 'off'} (compute)"
+    if settings.compute.base_bits:
+        detail += ", bases beside adapters are in 4 bits"
+        try:
+            library()
+        except ConfigError as fault:
+            return fail("compute", f"{detail}: {fault}", REMEDY)
     if compiles and not any(map(shutil.which, COMPILERS)):
         return warn(
             "compute", f"{detail}, and there is no C++ compiler", "Install g++, or set compute.compile = false."
