@@ -345,6 +345,9 @@ def _optimizer_facts(training: Training) -> Iterator[str]:
         yield f"labels smoothed by {training.label_smoothing:g}"
     if training.class_weights is not None:
         yield "weighted classes"
+    if training.augments:
+        changes = training.augmentation.model_dump(exclude_defaults=True)
+        yield f"images changed by {', '.join(sorted(changes))}"
 
 
 # ---------------------------------------------------------------- a round's figures

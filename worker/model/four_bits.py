@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from tessera.shared.methods.base import Plan, UnsupportedRun
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.spec import Model
 from tessera.worker.model.build import laid_out
@@ -78,7 +79,7 @@ class FourBitLinear(nn.Module):
         self.register_buffer("scales", torch.empty(0), persistent=False)
 
     def fill(self, matrix: Tensor, content: tuple[str, ...] = ()) -> None:
-        """Convert a matrix [outputs, inputs]. `content` tells whether it has to be converted again."""
+        """Convert a matrix [outputs, inputs]. The same `content` need not be converted again."""
         self.packed, state = library().quantize_4bit(matrix.contiguous(), blocksize=VALUES, quant_type="nf4")
         self.scales = state.absmax
         self.content = content
@@ -141,6 +142,27 @@ def four_bit_tensors(document: Model, mapping: MappingFile | None = None) -> fro
         and (own := roles.get(f"{path}.weight"))
         and not own & KEPT
     )
+
+
+def require_frozen(document: Model, tensors: Collection[str], plan: Plan, *, is_training: bool) -> None:
+    """Raise UnsupportedRun for a task that needs these matrices as they are."""
+    remedy = "remove base_bits from [compute] in this worker's settings, or use the method lora"
+    if not document.lora:
+        raise UnsupportedRun(f"this worker keeps bases in 4 bits beside adapters, and the model has none: {remedy}")
+    matrices = {block.name for block in document.blocks if block.tensor in tensors}
+    # An evaluation trains none of the blocks that its plan names.
+    selected = (("trains", plan.train), ("uploads", plan.upload)) if is_training else ()
+    for asked, selector in selected:
+        if touched := sorted(matrices.intersection(block.name for block in selector.resolve(document.blocks))):
+            raise UnsupportedRun(
+                f"the plan {asked} {len(touched)} blocks of a base that this worker keeps in 4 bits, such as "
+                f"{', '.join(touched[:3])}: {remedy}"
+            )
+    if lacking := sorted(matrices.difference(block.name for block in plan.fetch.resolve(document.blocks))):
+        raise UnsupportedRun(
+            f"the plan leaves {len(lacking)} blocks of the base random, such as {lacking[0]}, and this worker keeps "
+            f"them in 4 bits: {remedy}"
+        )
 
 
 def put_four_bits(model: nn.Module, tensors: Collection[str], *, fill: bool = False) -> None:

@@ -28,7 +28,7 @@ from tessera.worker.model.block_map import named_tensors
 from tessera.worker.model.build import allocate, check_model, laid_out, write_block
 from tessera.worker.model.device_memory import free_bytes, needed_bytes
 from tessera.worker.model.forward import objective_of
-from tessera.worker.model.four_bits import four_bit_layers, put_four_bits
+from tessera.worker.model.four_bits import four_bit_layers, four_bit_tensors, put_four_bits, require_frozen
 from tessera.worker.model.layouts import MappingFile
 from tessera.worker.model.snapshot import converted_blocks
 from tessera.worker.state.atomic_files import temporary_file
@@ -36,7 +36,6 @@ from tessera.worker.state.base_cache import BaseRecordError
 from tessera.worker.state.base_sources import BaseUnavailable
 from tessera.worker.state.blob_cache import BlobTensor, BlobTooLarge
 from tessera.worker.state.vault import NoReceipt
-from tessera.worker.task.base_precision import matrices_in_four_bits
 from tessera.worker.task.environment import MAX_INLINE, CachedVersion, TaskRun
 from tessera.worker.task.error_feedback import Feedback, without_feedback
 from tessera.worker.task.errors import TaskFailure, failing_as
@@ -127,7 +126,10 @@ def fetch(run: TaskRun, dataset: Dataset) -> Fetched:
     if last is None and env.sandbox:
         env.sandbox.require(document, mapping, run.check)
     blocks = last.blocks if last else check_model(document, mapping)
-    four_bits = matrices_in_four_bits(run, document, mapping, last)
+    four_bits = frozenset[str]()
+    if env.setup.compute.base_bits:
+        four_bits = last.four_bits if last else four_bit_tensors(document, mapping)
+        require_frozen(document, four_bits, task.plan, is_training=task.kind == "train")
     with failing_as("invalid-version"):
         manifest = Manifest.read(_document(run, task.version.digest), lambda digest: _document(run, digest))
     if last is None:
