@@ -2,9 +2,10 @@
 
 python -m benchmarks.regression main        about two minutes; also `make bench-quick BASE=main`
 
-Exit with status 1 if rounds of any kind need a quarter more CPU than the commit's, or move more bytes, and with 2 if
-there is no such commit. Both sides use the libraries of this environment. Their workers are on lines so slow that
-updates are always coded, which makes the bytes of each turn the same.
+Exit with status 1 if the coordinator or the workers need over a quarter more CPU than the commit's for rounds of any
+kind, or if these move more bytes, and with 2 if there is no such commit. Both sides use the libraries of this
+environment. Their workers are on lines so slow that updates are always coded, which makes the bytes of each turn the
+same.
 """
 
 from __future__ import annotations
@@ -56,8 +57,8 @@ class Cost:
     nbytes: int
 
     @property
-    def processor(self) -> float:
-        return self.coordinator + self.workers
+    def processor(self) -> dict[str, float]:
+        return {"coordinator": self.coordinator, "workers": self.workers}
 
     @classmethod
     def of(cls, turns: Sequence[Cost]) -> Cost:
@@ -72,9 +73,10 @@ class Cost:
 def faults(name: str, base: Cost, now: Cost) -> list[str]:
     """Return a sentence for each way in which `now` costs more than it may."""
     found = []
-    if now.processor > MOST_PROCESSOR * base.processor:
-        times = f"{now.processor / base.processor:.2f} times the commit's, at most {MOST_PROCESSOR:g}"
-        found.append(f"{name}: {now.processor:.2f} CPU s, {times}")
+    for part, before in base.processor.items():
+        if (seconds := now.processor[part]) > MOST_PROCESSOR * before:
+            times = f"{seconds / before:.2f} times the commit's, at most {MOST_PROCESSOR:g}"
+            found.append(f"{name}: {seconds:.2f} CPU s of the {part}, {times}")
     if now.nbytes > base.nbytes:
         found.append(f"{name}: {now.nbytes} bytes, {now.nbytes - base.nbytes} more than the commit's")
     return found
@@ -150,20 +152,20 @@ def unpack(commit: str, folder: Path) -> Path:
 
 
 def add(results: Results, name: str, base: Sequence[Cost], now: Sequence[Cost]) -> list[str]:
-    """Add the row of a case. Return its faults."""
+    """Add the rows of a case; `spread` is the largest turn of a side by its smallest. Return the faults."""
     before, after = Cost.of(base), Cost.of(now)
-    spread = [max(costs) / min(costs) for costs in ([c.processor for c in side] for side in (base, now))]
-    results.add(
-        rounds_of=name,
-        base_coordinator_cpu_s=before.coordinator,
-        coordinator_cpu_s=after.coordinator,
-        base_workers_cpu_s=before.workers,
-        workers_cpu_s=after.workers,
-        of_base=after.processor / before.processor,
-        spread=max(spread),
-        base_bytes=before.nbytes,
-        bytes=after.nbytes,
-    )
+    for part, seconds in before.processor.items():
+        turns = [[cost.processor[part] for cost in side] for side in (base, now)]
+        results.add(
+            rounds=name,
+            of=part,
+            base_cpu_s=seconds,
+            cpu_s=after.processor[part],
+            of_base=after.processor[part] / seconds,
+            spread=max(max(side) / min(side) for side in turns),
+            base_bytes=before.nbytes,
+            bytes=after.nbytes,
+        )
     return faults(name, before, after)
 
 

@@ -1,6 +1,6 @@
 """Rounds over network lines: Tessera's exchanges, Flower, NVIDIA FLARE and the bare loop through one traffic shaper.
 
-python -m benchmarks.lines                                     everything; about two hours
+python -m benchmarks.lines                                     everything; two and a half hours
 python -m benchmarks.lines --lines 100 --sizes 100 --only lossless int8
 python -m benchmarks.lines --no-rivals --tls
 python -m benchmarks.lines --quick                             tiny models, seconds: to see that it works

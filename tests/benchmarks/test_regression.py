@@ -17,9 +17,9 @@ def test_the_same_cost_is_no_regression() -> None:
 
 
 def test_a_quarter_more_cpu_passes_and_more_does_not() -> None:
-    assert faults("10 MB", BASE, Cost(2.0, 3.0, 1000)) == []
-    (fault,) = faults("10 MB", BASE, Cost(2.5, 3.0, 1000))
-    assert fault == "10 MB: 5.50 CPU s, 1.38 times the commit's, at most 1.25"
+    assert faults("10 MB", BASE, Cost(1.25, 3.75, 1000)) == []
+    (fault,) = faults("10 MB", BASE, Cost(1.5, 3.0, 1000))
+    assert fault == "10 MB: 1.50 CPU s of the coordinator, 1.50 times the commit's, at most 1.25"
 
 
 def test_one_byte_more_is_a_regression_and_fewer_are_not() -> None:
@@ -27,8 +27,8 @@ def test_one_byte_more_is_a_regression_and_fewer_are_not() -> None:
     assert faults("10 MB", BASE, Cost(0.5, 1.0, 10)) == []
 
 
-def test_both_faults_are_named() -> None:
-    assert len(faults("10 MB", BASE, Cost(9.0, 9.0, 2000))) == 2
+def test_all_faults_are_named() -> None:
+    assert len(faults("10 MB", BASE, Cost(9.0, 9.0, 2000))) == 3
 
 
 def test_the_median_leaves_out_a_turn_that_was_disturbed() -> None:
