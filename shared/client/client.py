@@ -93,7 +93,7 @@ class Client:
         self._transport = Transport(url, token, **transport)
         self._rates: deque[float] = deque(maxlen=RATES_KEPT)
         self.frames_blobs = False
-        """Whether the coordinator takes blobs behind a document, as its answer to a claim shows."""
+        """True if the coordinator reads blobs behind a document, which its answer to a claim shows."""
 
     @classmethod
     def from_environment(cls, given: Mapping[str, str | Path | None] | None = None, **transport: Any) -> Self:
