@@ -29,7 +29,6 @@ from tessera.shared.problems import (
     TaskCancelled,
     Unauthenticated,
 )
-from tessera.shared.run_settings import LATER_SETTINGS
 from tessera.shared.schema import canonical
 from tessera.shared.telemetry import spans
 from tessera.shared.telemetry.trace_ids import trace_of, traceparent_of
@@ -44,7 +43,7 @@ from tessera.worker.governance.airlock import UpdateWithheld
 from tessera.worker.governance.approvals import InboxError, Unapproved
 from tessera.worker.governance.opening_hours import USAGE_FILE, Opening, local_time
 from tessera.worker.governance.policy import PolicyViolation
-from tessera.worker.inventory import describe, devices_of
+from tessera.worker.inventory import describe, devices_of, usable_settings
 from tessera.worker.live_values import LiveMonitor
 from tessera.worker.metrics_file import Figures
 from tessera.worker.model.block_map import UnknownArchitecture
@@ -135,6 +134,9 @@ class Agent:
         # Other threads send claims and heartbeats, and may be abandoned while they wait. Each has a client of its own
         # that tries once and leaves the decision about retries to its caller.
         self._connect = partial(bounded, patience_seconds=0)
+        # One for all claims, so that a round soon after another needs no new connection.
+        self._claims = self._connect()
+        self._asking = False
         self._poll_seconds = settings.poll_seconds
         self._file = file
         self._alive = settings.state_dir / ALIVE_FILE
@@ -152,7 +154,7 @@ class Agent:
             instance=checkpoints.instance if checkpoints else uuid4().hex,
             kinds=settings.kinds,
             datasets={},
-            training=tuple(sorted(LATER_SETTINGS)),
+            training=tuple(sorted(usable_settings(settings.kinds))),
             device=describe(*devices_of(settings)),
             version=VERSION,
             resources=settings.resources,
@@ -199,6 +201,9 @@ class Agent:
             raise
         finally:
             self._client.close()
+            # A claim that was abandoned closes it when it ends.
+            if not self._asking:
+                self._claims.close()
 
     def _next(self) -> Task | None:
         """Return a task, or None if there is none yet."""
@@ -316,8 +321,15 @@ class Agent:
             self._log.error("audit-not-written", action=action, detail=str(fault))
 
     def _ask(self) -> Task | None:
-        with self._connect() as client:
-            return client.claim(self._current_claim(), self._poll_seconds)
+        self._asking = True
+        try:
+            task = self._claims.claim(self._current_claim(), self._poll_seconds)
+            self._client.frames_blobs = self._claims.frames_blobs
+            return task
+        finally:
+            self._asking = False
+            if self._stop.requested:
+                self._claims.close()
 
     def _current_claim(self) -> Claim:
         """Return the claim with the parts that change over time: withheld runs, spent budgets, the clock's offset."""

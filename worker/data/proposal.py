@@ -10,8 +10,9 @@ from pathlib import Path
 from PIL import Image
 
 from tessera.shared.near_names import absent
-from tessera.worker.data.dataset import DataError, counted
+from tessera.worker.data.dataset import DataError
 from tessera.worker.data.kinds.images import names_below
+from tessera.worker.data.load_report import counted
 from tessera.worker.data.readers.pictures import FORMATS, SUFFIXES, UNREADABLE
 from tessera.worker.data.readers.table_files import SPLITS, is_saved
 from tessera.worker.data.readers.tables import READERS, DataTable, read_table
@@ -125,7 +126,8 @@ def _of_folder(proposal: Proposal, folder: Path, found: Sequence[Path], processo
         kinds = counted(Counter(file.suffix.lower() or "without suffix" for file in found))
         formats = f"{', '.join(sorted(SUFFIXES))}; {', '.join(READERS)}"
         raise DataError(
-            f"{folder} contains no images or tables ({formats}), but {kinds}: convert DICOM and other images to PNG"
+            f"{folder} contains no images or tables ({formats}), but {kinds}: convert them to PNG, or for DICOM "
+            "write the table by hand with dicom = true, as docs/data.md describes"
         )
     tops = sorted({file.parts[0] for file in files if len(file.parts) > 1})
     if splits := [top for top in tops if top.lower() in SPLITS]:

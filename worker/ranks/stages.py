@@ -12,7 +12,8 @@ from uuid import uuid4
 import torch
 
 from tessera.shared.methods.base import LocalResult, TrainingStats
-from tessera.worker.data.dataset import Dataset, LoadReport
+from tessera.worker.data.dataset import Dataset
+from tessera.worker.data.load_report import LoadReport
 from tessera.worker.ranks import handover
 from tessera.worker.ranks.messages import Handover, Start
 from tessera.worker.ranks.session import Session

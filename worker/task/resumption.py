@@ -35,6 +35,9 @@ OFFERED_AGAIN = (Stopped, LeaseLost, Unauthenticated, Forbidden)
 def key_of(env: TaskEnvironment, task: Task) -> CheckpointKey:
     """Return the key of a task's checkpoints. The contents of its data set must be known in `env.contents`."""
     settings = task.model_dump(mode="json", include=SETTINGS)
+    bits = env.setup.compute.base_bits
+    used = {"kornia": task.training.augments, "bitsandbytes": bits is not None}
+    libraries = ["torch", "transformers", *(name for name, is_used in used.items() if is_used)]
     return CheckpointKey(
         run=task.run,
         round=task.round,
@@ -44,8 +47,8 @@ def key_of(env: TaskEnvironment, task: Task) -> CheckpointKey:
         plan=digest_of(canonical(task.plan)),
         settings=digest_of(json.dumps(settings, sort_keys=True).encode()),
         data=f"{task.dataset} {env.contents[task.dataset]}",
-        libraries=f"torch {version('torch')}, transformers {version('transformers')}, tessera {VERSION}",
-        device=env.device.type,
+        libraries=", ".join(f"{name} {version(name)}" for name in libraries) + f", tessera {VERSION}",
+        device=" ".join([env.device.type, *(["base in 4 bits"] if bits else [])]),
     )
 
 

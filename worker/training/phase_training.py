@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice, repeat, zip_longest
+from itertools import chain, islice, zip_longest
 from typing import Any
 
 import torch
@@ -11,7 +11,6 @@ from torch import Tensor
 
 from tessera.shared.methods.base import Phase
 from tessera.shared.model.blocks import Block
-from tessera.worker.model.block_map import named_tensors
 from tessera.worker.training.batches import Batch, Batches
 from tessera.worker.training.checkpoints import Below, under
 from tessera.worker.training.context import LocalTaskContext
@@ -83,8 +82,7 @@ class PhaseTraining:
         self.freeze = Freeze(context.model, trained, keep_buffers=local.private is not None)
         self._ranks = local.setup.ranks
         self._ranks.start_phase(context.model, self.freeze.parameters)
-        tensors = named_tensors(context.model)
-        self._trained = [(block, tensors[block.tensor]) for block in trained]
+        self._trained = [(block, self.freeze.tensors[block.tensor]) for block in trained]
         # A fused optimizer skips a step that overflows without waiting for the device.
         fused = local.setup.device.type == "cuda" or local.scaler.is_enabled()
         groups = parameter_groups(self.freeze.parameters, self._trained, added, phase, local.training)
@@ -118,13 +116,13 @@ class PhaseTraining:
         self.loss_sum, self.examples = 0.0, 0
         return mean
 
-    def make_up(self, batches: Batches) -> None:
-        """Make the steps that were skipped, at their rates, on further batches: methods rely on the number of steps.
-        Raises TrainingDiverged."""
+    def make_up(self, passes: Iterator[Batches]) -> None:
+        """Make the steps that were skipped, at their rates, on the batches of further passes: methods rely on the
+        number of steps. Raises TrainingDiverged."""
         while self.skipped:
             count, self._rates, self.skipped = len(self.skipped), iter(self.skipped), []
-            passes = (batches.with_labels() for _ in repeat(None))
-            self.run(islice(chain.from_iterable(passes), count))
+            batches = chain.from_iterable(each.with_labels() for each in passes)
+            self.run(islice(batches, count))
 
     def _read(self) -> None:
         """Read the steps since the last reading, count those that were made and report their mean loss.

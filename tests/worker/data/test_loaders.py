@@ -106,14 +106,31 @@ def pids(processes: LoaderProcesses) -> list[int]:
 
 ORPHANS = """
 import time, torch
+from tessera.worker.data.dataset import Request
 from tessera.worker.data.loaders import LoaderProcesses
 loaders = LoaderProcesses(2)
-places = [{"numbers": torch.tensor([place]).numpy()} for place in range(9)]
-batches = loaders.read({"numbers": torch.tensor}, places)
+requests = [Request({"numbers": torch.tensor([place]).numpy()}) for place in range(9)]
+batches = loaders.read({"numbers": torch.tensor}, requests)
 assert [int(batch["numbers"]) for batch in batches] == list(range(9))
 print(*[process.pid for process in loaders._loader._iterator._workers], flush=True)
 time.sleep(600)
 """
+
+
+AHEAD = """
+import sys, psutil
+from tessera.worker.data.loaders import LoaderProcesses
+from tessera.worker.data.registry import load
+for in_memory in (True, False):
+    load("images", {"folder": sys.argv[1], "size": 4, "in_memory": in_memory}, loaders=LoaderProcesses(1))
+    print(sum("forkserver" in " ".join(child.cmdline()) for child in psutil.Process().children()))
+"""
+
+
+@pytest.mark.long
+def test_what_loaders_import_is_imported_while_the_worker_starts(scans: Path) -> None:
+    found = subprocess.run([sys.executable, "-c", AHEAD, str(scans)], capture_output=True, text=True, check=True)
+    assert found.stdout.split() == ["0", "1"]
 
 
 def test_no_loader_outlives_a_worker_that_is_killed() -> None:

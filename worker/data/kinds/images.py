@@ -23,34 +23,26 @@ from torch import Tensor
 from tessera.shared.model.dataset_schema import PIXELS
 from tessera.shared.near_names import absent
 from tessera.worker.data.cells import Cells
-from tessera.worker.data.dataset import LABELS, Adapter, DataError, Dataset, LoadReport, counted, schema_of
+from tessera.worker.data.dataset import LABELS, Adapter, DataError, Dataset, schema_of
+from tessera.worker.data.load_report import LoadReport, counted
 from tessera.worker.data.prepared import NOT_KEPT, Prepared
 from tessera.worker.data.readers.byte_cells import ParquetCells, PictureCells, path_in
-from tessera.worker.data.readers.class_labels import Absent, Names, numbered
+from tessera.worker.data.readers.class_labels import numbered
 from tessera.worker.data.readers.image_index import INDEX_FILE, inputs_of
 from tessera.worker.data.readers.image_processor import PixelOptions, preparation
-from tessera.worker.data.readers.pictures import DICOM, SUFFIXES, DicomReader, PictureFiles, Pictures
-from tessera.worker.data.readers.table_files import is_saved
+from tessera.worker.data.readers.pictures import DICOM, SUFFIXES, DicomReader, PictureFiles, Pictures, is_dicom
+from tessera.worker.data.readers.table_files import TableOptions, is_saved
 from tessera.worker.data.readers.tables import DataTable, Files, numbered_domains, read_table, table_name
 
 
-class ImagesOptions(PixelOptions):
+class ImagesOptions(PixelOptions, TableOptions):
     folder: Path | None = Field(default=None, description="contains a folder of images for each class")
     domain_folders: bool = Field(default=False, description="`folder` contains such a folder for each domain")
     file: Files | None = Field(
         default=None, description="a table with a row for each image, in any form that `text` reads"
     )
-    split: str | None = Field(default=None, description="the split, if `file` is a folder with several")
     image: str = Field(default="image", description="column: the image's path, from the table's folder, or its bytes")
     label: str = Field(default="label", description="column: the class")
-    domain: str | None = Field(default=None, description="column: the image's origin")
-    group: str | None = Field(default=None, description="column: equal values are held out together (the patient)")
-    labels: Names | None = Field(
-        default=None, description="the classes' names in order; unset, those in the table, or labels are numbers"
-    )
-    absent: Absent | None = Field(
-        default=None, description="the names in `labels` of which this site has no example, or `any`"
-    )
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
@@ -88,6 +80,7 @@ def images(options: ImagesOptions, prepared: Prepared = NOT_KEPT) -> Dataset:
             ignored_files=listed.ignored_files, unreadable=inputs.unreadable, group_bytes=listed.group_bytes
         ),
         on_disk=inputs.on_disk,
+        normalization=conversion.normalization(options.mode),
     )
     known = {name: values for name, values in dataset.inputs.items() if name in shapes}
     return replace(dataset, schema=schema_of(known, shapes, len(options.labels or ()) or None))
@@ -130,7 +123,7 @@ def _pictures(table: DataTable, options: ImagesOptions) -> Pictures:
     them. Raises DataError if a row has neither."""
     values = table.cells("image", options.image)
     if cells := table.bytes_of.get(options.image):
-        return PictureCells(cells, table.folder, table.where)
+        return PictureCells(cells, table.folder, table.where, _dicom_reader(options))
     paths = [path_in(value) for value in values]
     if lacking := [row for row, path in enumerate(paths) if not path]:
         raise DataError(f"image: row {lacking[0]} of {table.where} has neither a path nor an image's bytes")
@@ -160,7 +153,7 @@ def _in_folder(folder: Path, options: ImagesOptions) -> _Listed:
     suffixes = SUFFIXES | DICOM if options.dicom else SUFFIXES
     for name in names_below(folder):
         suffix = os.path.splitext(name)[1].lower()  # noqa: PTH122  (a path for each takes ten times as long)
-        if suffix in suffixes:
+        if suffix in suffixes or (options.dicom and _is_dicom_image(folder / name)):
             files.append(name)
         else:
             others[suffix or "without suffix"] += 1
@@ -180,6 +173,11 @@ def _in_folder(folder: Path, options: ImagesOptions) -> _Listed:
     return _Listed(
         PictureFiles.of(folder, files, _dicom_reader(options)), labels, options.labels, domains, None, others
     )
+
+
+def _is_dicom_image(path: Path) -> bool:
+    # A DICOMDIR lists the files of a medium.
+    return path.name.upper() != "DICOMDIR" and is_dicom(path)
 
 
 def names_below(folder: Path) -> Iterator[str]:
