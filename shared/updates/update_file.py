@@ -1,15 +1,17 @@
 """An update on the wire: a safetensors file with a byte string per block, and each block's codec in its metadata."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import BinaryIO
+from typing import BinaryIO, cast
 
 import numpy as np
 
+from tessera.shared.hashing import Hashing
 from tessera.shared.model.blocks import Block
 from tessera.shared.problems import Fault, InvalidUpdate
 from tessera.shared.tensors.dtypes import DType
-from tessera.shared.tensors.lazy import CHUNK, Array, Steps, Tensor, chunk_counts
+from tessera.shared.tensors.lazy import CHUNK, Array, Steps, Tensor, chunk_counts, squares
 from tessera.shared.updates.codecs import pipeline
 from tessera.shared.updates.codecs.delta import difference
 from tessera.shared.updates.codecs.stage import CodecError
@@ -44,9 +46,13 @@ class TrainedBlock:
 
     def steps(self) -> Iterator[Array]:
         """Yield the difference from the version with the rest, as float32, chunk by chunk."""
-        for value, base, rest in zip(self.value.chunks(), self.base.chunks(), self._rests(), strict=True):
+        for value, base, rest in self.parts():
             step = difference(value, base)
             yield step if rest is None else step + rest
+
+    def parts(self) -> Iterator[tuple[Array, Array, Array | None]]:
+        """Yield the new value, the version's and the rest, chunk by chunk."""
+        return zip(self.value.chunks(), self.base.chunks(), self._rests(), strict=True)
 
     def _rests(self) -> Iterator[Array | None]:
         counts = chunk_counts(self.block.numel)
@@ -58,20 +64,86 @@ def codec_for(codec: str, change: TrainedBlock) -> str:
     return pipeline.worthwhile(pipeline.suited(codec, change.block), change)
 
 
+@dataclass(frozen=True)
+class WrittenUpdate:
+    """An update as it was written to a file."""
+
+    nbytes: Mapping[str, int]
+    """The encoded size of each block."""
+    norms: Mapping[str, float]
+    """The l2 norm of each block's difference from its version, before coding; empty unless requested."""
+    digest: str | None
+    """The file's digest; None if the file was not written from its start to its end."""
+
+
 def write_update(
-    file: BinaryIO, chosen: str | Mapping[str, str], changes: Sequence[TrainedBlock], seed: int = 0
-) -> None:
+    file: BinaryIO,
+    chosen: str | Mapping[str, str],
+    changes: Sequence[TrainedBlock],
+    seed: int = 0,
+    *,
+    norms: bool = False,
+) -> WrittenUpdate:
     """Write an update, with a codec for each block, or one for all as far as it is worthwhile for them. `file` must
-    be seekable. With stochastic rounding, the same seed gives the same bytes."""
+    be seekable. With stochastic rounding, the same seed gives the same bytes.
+
+    The differences' norms, if requested, are computed while the codecs read the blocks.
+    """
     if isinstance(chosen, str):
         chosen = {change.block.name: codec_for(chosen, change) for change in changes}
     rng = np.random.Generator(np.random.SFC64(seed))
-    write_streams(
-        file,
-        ((c.block.name, pipeline.encode(chosen[c.block.name], c, rng)) for c in changes),
+    measured = {change.block.name: _Measured(change) for change in changes} if norms else {}
+    raw = all(codec == pipeline.RAW for codec in chosen.values())
+    # Encoded sizes, and so the header at the file's start, are known only in the end.
+    sizes = {change.block.name: change.block.nbytes for change in changes} if raw else None
+    hashing = Hashing(file)
+    nbytes = write_streams(
+        hashing if raw else file,
+        ((c.block.name, pipeline.encode(chosen[c.block.name], measured.get(c.block.name, c), rng)) for c in changes),
         {"format": FORMAT, **{_CODEC + name: codec for name, codec in chosen.items()}},
         chosen,
+        sizes,
     )
+    found = {name: math.sqrt(each.squares) for name, each in measured.items()}
+    return WrittenUpdate(nbytes, found, hashing.digest if raw else None)
+
+
+class _Measured:
+    """A block's change, and the sum of its squared differences from the version, taken while a codec reads it."""
+
+    def __init__(self, change: TrainedBlock) -> None:
+        self.squares = 0.0
+        self._change = change
+        self._start: Array | None = None
+
+    @property
+    def base(self) -> Tensor:
+        """The version's value, chunk by chunk beside `values`, which have read it already."""
+        return cast("Tensor", self)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self._change.base.shape
+
+    def chunks(self) -> Iterator[Array]:
+        for _ in chunk_counts(self._change.block.numel):
+            yield cast("Array", self._start)
+
+    def values(self) -> Iterator[Array]:
+        for value, start, _, rest in self._measured():
+            self._start = start
+            yield value if rest is None else (value + rest).astype(value.dtype)
+
+    def steps(self) -> Iterator[Array]:
+        return (step for _, _, step, _ in self._measured())
+
+    def _measured(self) -> Iterator[tuple[Array, Array, Array, Array | None]]:
+        # Some codecs read a block several times.
+        self.squares = 0.0
+        for value, start, rest in self._change.parts():
+            step = difference(value, start) if rest is None else difference(value, start) + rest
+            self.squares += squares(step)
+            yield value, start, step, rest
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,10 +17,10 @@ from tessera.shared.methods.base import LocalResult
 from tessera.shared.model.blocks import Block
 from tessera.shared.problems import Problem
 from tessera.shared.schema import EPSILON
-from tessera.shared.tensors.lazy import Array, ArrayTensor, squares
+from tessera.shared.tensors.lazy import Array, ArrayTensor
 from tessera.shared.updates.codecs import pipeline
 from tessera.shared.updates.safetensors_file import read_header
-from tessera.shared.updates.update_file import TrainedBlock, read_update, write_update
+from tessera.shared.updates.update_file import TrainedBlock, WrittenUpdate, read_update, write_update
 from tessera.worker.governance.airlock import Airlock, BlockOut, Summary, UpdateWithheld, summary_of
 from tessera.worker.governance.policy import PolicyViolation
 from tessera.worker.governance.run_history import RunSnapshot
@@ -70,17 +69,15 @@ class Egress:
         changes = feedback.add(_changes(result, loaded.bases))
         asked = task.plan.upload.resolve(loaded.built.blocks)
         with temporary_file(env.scratch) as (path, file):
-            exact = self._write(file, changes)
+            written, exact = self._write(file, changes)
             file.flush()
             if not exact:
                 report.metrics["codec_error"] = self._settle(path, changes, feedback)
             nbytes = path.stat().st_size
             self._check_egress(path, asked, result.keep)
             self.run.check()
-            digest = digest_at(path)
-            summary = None
-            if env.audit or env.airlock:
-                summary = self._summary(digest, path, changes, examples)
+            digest = written.digest or digest_at(path)
+            summary = self._summary(digest, nbytes, written, examples) if self._summarized else None
             if env.airlock and summary:
                 report.begin("waiting")
                 self._hold(env.airlock, path, summary)
@@ -156,17 +153,19 @@ class Egress:
 
     # ------------------------------------------------------------ before an update leaves
 
-    def _write(self, file: BinaryIO, changes: Sequence[TrainedBlock]) -> bool:
-        """Write the update. Return whether it is lossless."""
-        task, budget = self.run.task, self._budget()
+    @property
+    def _summarized(self) -> bool:
+        return bool(self.run.env.audit or self.run.env.airlock)
+
+    def _write(self, file: BinaryIO, changes: Sequence[TrainedBlock]) -> tuple[WrittenUpdate, bool]:
+        """Write the update. Return what was written, and whether it is lossless."""
+        task, budget, norms = self.run.task, self._budget(), self._summarized
         if budget is not None:
-            write_within(file, task.codec, changes, budget, task.seed)
-            return False
+            return write_within(file, task.codec, changes, budget, task.seed, norms=norms), False
         lossless = pipeline.parse(task.codec).lossless
         # On a fast line, raw bytes take less time than lossless compression.
         codec = pipeline.RAW if lossless and self.run.env.coordinator.fast_line else task.codec
-        write_update(file, codec, changes, task.seed)
-        return lossless
+        return write_update(file, codec, changes, task.seed, norms=norms), lossless
 
     def _budget(self) -> int | None:
         """Return the update's size limit in bytes, by the run's budget and the site's bandwidth."""
@@ -188,7 +187,7 @@ class Egress:
             header = read_header(file, nbytes)
         self.run.env.policy.check_egress(header.entries, nbytes, asked, keep)
 
-    def _summary(self, digest: str, path: Path, changes: Sequence[TrainedBlock], examples: int) -> Summary:
+    def _summary(self, digest: str, nbytes: int, written: WrittenUpdate, examples: int) -> Summary:
         return summary_of(
             self.run.journal.task,
             orchestrator=self.run.task.orchestrator,
@@ -196,8 +195,8 @@ class Egress:
             examples=examples,
             held_at=datetime.now(UTC),
             update=digest,
-            nbytes=path.stat().st_size,
-            blocks=_blocks_out(path, changes),
+            nbytes=nbytes,
+            blocks={name: BlockOut(nbytes=written.nbytes[name], norm=norm) for name, norm in written.norms.items()},
             metrics=self.run.report.metrics,
             epsilon=self.run.report.metrics.get(EPSILON),
         )
@@ -261,21 +260,6 @@ def _changes(result: LocalResult, bases: Mapping[str, BlobTensor]) -> list[Train
                 )
             changes.append(TrainedBlock(base.block, ArrayTensor(values, base.dtype), base))
     return changes
-
-
-def _blocks_out(path: Path, changes: Sequence[TrainedBlock]) -> dict[str, BlockOut]:
-    """Return the size and norm of each block in an update file."""
-    with path.open("rb") as file:
-        entries = read_header(file, path.stat().st_size).entries
-    return {
-        change.block.name: BlockOut(nbytes=entries[change.block.name].nbytes, norm=_norm(change))
-        for change in changes
-    }
-
-
-def _norm(change: TrainedBlock) -> float:
-    """Return the l2 norm of a block's difference from its version."""
-    return math.sqrt(sum(map(squares, change.steps())))
 
 
 class Throttle:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import re
 
 import numpy as np
@@ -11,7 +12,7 @@ from safetensors.numpy import load
 
 from tessera.shared.model.blocks import Block
 from tessera.shared.problems import InvalidUpdate
-from tessera.shared.tensors.lazy import ArrayTensor, mean_step, to_array
+from tessera.shared.tensors.lazy import ArrayTensor, digest_of, mean_step, to_array
 from tessera.shared.updates.codecs import pipeline
 from tessera.shared.updates.update_file import EncodedTensor, TrainedBlock, read_update, write_update
 from tests.support.federation import small_model, values
@@ -43,6 +44,33 @@ def test_what_is_written_is_read_bit_for_bit_and_as_often_as_wanted(codec: str) 
         assert {name: to_array(t).tobytes() for name, t in tensors.items()} == {
             name: array.tobytes() for name, array in changed.items()
         }
+
+
+@pytest.mark.parametrize(
+    "codec", ["raw", "zstd", pipeline.LOSSLESS, "delta+int8+zstd", "delta+bf16", "delta+lowrank=2+int8"]
+)
+def test_the_norms_of_what_is_sent_are_found_while_it_is_written(codec: str) -> None:
+    """The difference is 0.5 everywhere; half of it is left from before: the norm is half of the root of the size."""
+    rests = {name: np.full(BASE[name].size, np.float32(0.25)) for name in ASKED}
+    changes = [
+        TrainedBlock(block, ArrayTensor(BASE[name] + np.float32(0.25)), BASES[name], rests[name])
+        for name, block in ASKED.items()
+    ]
+    files = [io.BytesIO(), io.BytesIO()]
+    plain, measured = (write_update(file, codec, changes, norms=file is files[1]) for file in files)
+    assert files[0].getvalue() == files[1].getvalue()
+    assert plain.norms == {}
+    expected = {name: 0.5 * math.sqrt(BASE[name].size) for name in ASKED}
+    assert measured.norms == pytest.approx(expected, rel=1e-6)
+    assert measured.nbytes == {name: tensor.nbytes for name, tensor in read(files[1].getvalue()).items()}
+
+
+def test_a_file_of_raw_blocks_is_hashed_while_it_is_written() -> None:
+    file = io.BytesIO()
+    changes = [TrainedBlock(block, BASES[name], BASES[name]) for name, block in ASKED.items()]
+    assert write_update(file, "raw", changes).digest == digest_of(file.getvalue())
+    # The header of another is written last.
+    assert write_update(io.BytesIO(), dict.fromkeys(ASKED, "zstd"), changes).digest is None
 
 
 def test_a_part_of_what_was_asked_for_is_an_update_too() -> None:
