@@ -10,11 +10,12 @@ import struct
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Annotated, BinaryIO, TypeVar
+from typing import Annotated, BinaryIO, TypeVar, cast
 
 from pydantic import Field, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
+from tessera.shared.hashing import Sink
 from tessera.shared.schema import Frozen
 from tessera.shared.updates.errors import HeaderKind, Malformed
 from tessera.shared.validation_errors import message_of
@@ -209,27 +210,44 @@ def write(
 
 
 def write_streams(
-    file: BinaryIO,
+    file: Sink,
     streams: Iterable[tuple[str, Iterator[bytes | memoryview]]],
     metadata: Mapping[str, str],
     names: Iterable[str],
-) -> None:
-    """Write byte strings (dtype U8) of lengths that are unknown in advance.
+    sizes: Mapping[str, int] | None = None,
+) -> dict[str, int]:
+    """Write byte strings (dtype U8), and return their lengths.
 
-    The header is written last, into reserved space that suffices for the longest offsets: the format allows padding
-    with spaces. `file` must be seekable.
+    If `sizes` gives the lengths, the file is written from its start to its end. Otherwise the header is written last,
+    into reserved space, and `file` must be seekable. The space suffices for the longest offsets: the format allows
+    padding with spaces. Raises ContainerError for a length other than that given.
     """
     widest = 10**15
     longest = {name: _bytes_entry(widest, widest) for name in names}
     room = len(_packed({"__metadata__": dict(metadata), **longest})) - 8
-    file.seek(8 + room)
+    if sizes is None:
+        cast("BinaryIO", file).seek(8 + room)
+    else:
+        file.write(_packed(_bytes_header(metadata, sizes), room))
+    written = {name: sum(file.write(piece) for piece in pieces) for name, pieces in streams}
+    if sizes is None:
+        cast("BinaryIO", file).seek(0)
+        file.write(_packed(_bytes_header(metadata, written), room))
+    elif written != sizes:
+        name = next(name for name, size in sizes.items() if written.get(name) != size)
+        raise ContainerError(
+            "shape-misfit", f"{name}: {written.get(name)} bytes were given in place of {sizes[name]}"
+        )
+    return written
+
+
+def _bytes_header(metadata: Mapping[str, str], sizes: Mapping[str, int]) -> dict[str, object]:
     header: dict[str, object] = {"__metadata__": dict(metadata)}
     end = 0
-    for name, pieces in streams:
-        start, end = end, end + sum(file.write(piece) for piece in pieces)
+    for name, size in sizes.items():
+        start, end = end, end + size
         header[name] = _bytes_entry(start, end)
-    file.seek(0)
-    file.write(_packed(header, room))
+    return header
 
 
 def _bytes_entry(start: int, end: int) -> dict[str, object]:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import BinaryIO, ClassVar
+from typing import BinaryIO, ClassVar, cast
 
 import numpy as np
 
+from tessera.shared.hashing import Hashing
 from tessera.shared.model.blocks import Block
 from tessera.shared.problems import Fault, InvalidUpdate
 from tessera.shared.tensors.dtypes import DType
-from tessera.shared.tensors.lazy import CHUNK, PIECE, Array, Steps, Tensor, chunk_counts
+from tessera.shared.tensors.lazy import CHUNK, PIECE, Array, Steps, Tensor, chunk_counts, squares
 from tessera.shared.tensors.mmap_file import taken
 from tessera.shared.updates.codecs import pipeline
 from tessera.shared.updates.codecs.delta import difference
@@ -51,9 +53,13 @@ class TrainedBlock:
 
     def steps(self) -> Iterator[Array]:
         """Yield the difference from the version with the rest, as float32, chunk by chunk."""
-        for value, base, rest in zip(self.value.chunks(), self.base.chunks(), self._rests(), strict=True):
+        for value, base, rest in self.parts():
             step = difference(value, base)
             yield step if rest is None else step + rest
+
+    def parts(self) -> Iterator[tuple[Array, Array, Array | None]]:
+        """Yield the new value, the version's and the rest, chunk by chunk."""
+        return zip(self.value.chunks(), self.base.chunks(), self._rests(), strict=True)
 
     def _rests(self) -> Iterator[Array | None]:
         counts = chunk_counts(self.block.numel)
@@ -65,24 +71,96 @@ def codec_for(codec: str, change: TrainedBlock) -> str:
     return pipeline.worthwhile(pipeline.suited(codec, change.block), change)
 
 
+@dataclass(frozen=True)
+class WrittenUpdate:
+    """An update as it was written to a file."""
+
+    nbytes: Mapping[str, int]
+    """The encoded size of each block."""
+    norms: Mapping[str, float]
+    """The l2 norm of each block's difference from its version, before coding; empty unless requested."""
+    digest: str | None
+    """The file's digest; None if the file was not written from its start to its end."""
+
+
 def write_update(
-    file: BinaryIO, chosen: str | Mapping[str, str], changes: Sequence[TrainedBlock], seed: int = 0
-) -> None:
+    file: BinaryIO,
+    chosen: str | Mapping[str, str],
+    changes: Sequence[TrainedBlock],
+    seed: int = 0,
+    *,
+    norms: bool = False,
+) -> WrittenUpdate:
     """Write an update, with a codec for each block, or one for all as far as it is worthwhile for them. `file` must
-    be seekable. With stochastic rounding, the same seed gives the same bytes."""
+    be seekable. With stochastic rounding, the same seed gives the same bytes.
+
+    The differences' norms, if requested, are computed while the codecs read the blocks.
+    """
+    by_name = {change.block.name: change for change in changes}
+    measured = {name: _Measured(change) for name, change in by_name.items()} if norms else {}
     begun: dict[str, Array] = {}
     if isinstance(chosen, str):
-        chosen, begun = _worthwhile(chosen, changes)
+        chosen, begun = _worthwhile(chosen, changes, measured)
     rng = np.random.Generator(np.random.SFC64(seed))
-    write_streams(
-        file,
+    raw = all(codec == pipeline.RAW for codec in chosen.values())
+    # Encoded sizes, and so the header at the file's start, are known only in the end.
+    sizes = {name: change.block.nbytes for name, change in by_name.items()} if raw else None
+    hashing = Hashing(file)
+    nbytes = write_streams(
+        hashing if raw else file,
         (
-            (c.block.name, pipeline.encode(chosen[c.block.name], c, rng, begun.pop(c.block.name, None)))
-            for c in changes
+            (name, pipeline.encode(chosen[name], measured.get(name, change), rng, begun.pop(name, None)))
+            for name, change in by_name.items()
         ),
         {"format": FORMAT, **{_CODEC + name: codec for name, codec in chosen.items()}},
         chosen,
+        sizes,
     )
+    found = {name: math.sqrt(each.squares) for name, each in measured.items()}
+    return WrittenUpdate(nbytes, found, hashing.digest if raw else None)
+
+
+class _Measured:
+    """A block's change, and the sum of its squared differences from the version, taken while a codec reads it.
+
+    A block that was encoded whole to choose its codec is measured then, and is not read again.
+    """
+
+    def __init__(self, change: TrainedBlock) -> None:
+        self.squares = 0.0
+        self._change = change
+        self._start: Array | None = None
+
+    @property
+    def base(self) -> Tensor:
+        """The version's value, chunk by chunk beside `values`, which have read it already."""
+        return cast("Tensor", self)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self._change.base.shape
+
+    def chunks(self) -> Iterator[Array]:
+        for _ in chunk_counts(self._change.block.numel):
+            start, self._start = self._start, None
+            yield cast("Array", start)
+
+    def values(self) -> Iterator[Array]:
+        for value, _, rest in self._measured():
+            yield value if rest is None else (value + rest).astype(value.dtype)
+
+    def steps(self) -> Iterator[Array]:
+        return (step for _, step, _ in self._measured())
+
+    def _measured(self) -> Iterator[tuple[Array, Array, Array | None]]:
+        # Some codecs read a block several times.
+        self.squares = 0.0
+        for value, start, rest in self._change.parts():
+            step = difference(value, start) if rest is None else difference(value, start) + rest
+            self.squares += squares(step)
+            self._start = start
+            yield value, step, rest
+        self._start = None
 
 
 def longest_update(blocks: Iterable[Block]) -> int:
@@ -90,14 +168,17 @@ def longest_update(blocks: Iterable[Block]) -> int:
     return sum(block.nbytes + block.nbytes // 16 + HEADER_BYTES_PER_BLOCK for block in blocks)
 
 
-def _worthwhile(codec: str, changes: Sequence[TrainedBlock]) -> tuple[dict[str, str], dict[str, Array]]:
+def _worthwhile(
+    codec: str, changes: Sequence[TrainedBlock], measured: Mapping[str, _Measured]
+) -> tuple[dict[str, str], dict[str, Array]]:
     """Return the codec of each block, and the blocks that were encoded to find it out, as far as they may be held in
     memory."""
     chosen: dict[str, str] = {}
     begun: dict[str, Array] = {}
     room = MAX_BEGUN_BYTES
     for (own, _, _), group in _alike(codec, changes).items():
-        for change, (kept, first) in zip(group, pipeline.trials(own, group), strict=True):
+        inputs = [measured.get(change.block.name, change) for change in group]
+        for change, (kept, first) in zip(group, pipeline.trials(own, inputs), strict=True):
             chosen[change.block.name] = kept
             if first is not None and first.nbytes <= room:
                 room -= first.nbytes

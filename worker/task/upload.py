@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,10 +20,16 @@ from tessera.shared.methods.base import LocalResult
 from tessera.shared.model.blocks import Block
 from tessera.shared.problems import Problem
 from tessera.shared.schema import EPSILON
-from tessera.shared.tensors.lazy import Array, ArrayTensor, digest_of, squares
+from tessera.shared.tensors.lazy import Array, ArrayTensor, digest_of
 from tessera.shared.updates.codecs import pipeline
 from tessera.shared.updates.safetensors_file import TensorEntry, read_header
-from tessera.shared.updates.update_file import TrainedBlock, longest_update, read_update, write_update
+from tessera.shared.updates.update_file import (
+    TrainedBlock,
+    WrittenUpdate,
+    longest_update,
+    read_update,
+    write_update,
+)
 from tessera.worker.governance.airlock import Airlock, BlockOut, Summary, UpdateWithheld, summary_of
 from tessera.worker.governance.policy import PolicyViolation
 from tessera.worker.governance.run_history import RunSnapshot
@@ -55,9 +60,10 @@ class Sent:
 
 
 @dataclass(frozen=True)
-class WrittenUpdate:
+class UpdateFile:
     """An update file before it leaves: at `path`, or in memory as `data`."""
 
+    written: WrittenUpdate
     nbytes: int
     path: Path | None = None
     data: bytes = b""
@@ -81,7 +87,7 @@ class WrittenUpdate:
 
     @property
     def digest(self) -> str:
-        return digest_at(self.path) if self.path else digest_of(self.data)
+        return self.written.digest or (digest_at(self.path) if self.path else digest_of(self.data))
 
     @cached_property
     def entries(self) -> Mapping[str, TensorEntry]:
@@ -114,9 +120,7 @@ class Egress:
             self._check_egress(update, asked, result.keep)
             self.run.check()
             digest = update.digest
-            summary = None
-            if env.audit or env.airlock:
-                summary = self._summary(digest, update, changes, examples)
+            summary = self._summary(digest, update, examples) if self._summarized else None
             if env.airlock and update.path and summary:
                 report.begin("waiting")
                 self._hold(env.airlock, update.path, summary)
@@ -192,32 +196,34 @@ class Egress:
 
     # ------------------------------------------------------------ before an update leaves
 
+    @property
+    def _summarized(self) -> bool:
+        return bool(self.run.env.audit or self.run.env.airlock)
+
     @contextmanager
-    def _written(self, changes: Sequence[TrainedBlock]) -> Iterator[tuple[WrittenUpdate, bool]]:
+    def _written(self, changes: Sequence[TrainedBlock]) -> Iterator[tuple[UpdateFile, bool]]:
         """Yield the update, in memory if it will be sent inline, and whether it is lossless."""
         limit = min(self.run.task.inline_bytes, MAX_INLINE)
         if not self.run.env.airlock and longest_update(change.block for change in changes) <= limit:
             memory = BytesIO()
-            exact = self._write(memory, changes)
+            written, exact = self._write(memory, changes)
             data = memory.getvalue()
-            yield WrittenUpdate(len(data), data=data), exact
+            yield UpdateFile(written, len(data), data=data), exact
             return
         with temporary_file(self.run.env.scratch) as (path, file):
-            exact = self._write(file, changes)
+            written, exact = self._write(file, changes)
             file.flush()
-            yield WrittenUpdate(path.stat().st_size, path), exact
+            yield UpdateFile(written, path.stat().st_size, path), exact
 
-    def _write(self, file: BinaryIO, changes: Sequence[TrainedBlock]) -> bool:
-        """Write the update. Return whether it is lossless."""
-        task, budget = self.run.task, self._budget()
+    def _write(self, file: BinaryIO, changes: Sequence[TrainedBlock]) -> tuple[WrittenUpdate, bool]:
+        """Write the update. Return what was written, and whether it is lossless."""
+        task, budget, norms = self.run.task, self._budget(), self._summarized
         if budget is not None:
-            write_within(file, task.codec, changes, budget, task.seed)
-            return False
+            return write_within(file, task.codec, changes, budget, task.seed, norms=norms), False
         lossless = pipeline.parse(task.codec).lossless
         # On a fast line, raw bytes take less time than lossless compression.
         codec = pipeline.RAW if lossless and self.run.env.coordinator.fast_line else task.codec
-        write_update(file, codec, changes, task.seed)
-        return lossless
+        return write_update(file, codec, changes, task.seed, norms=norms), lossless
 
     def _budget(self) -> int | None:
         """Return the update's size limit in bytes, by the run's budget and the site's bandwidth."""
@@ -225,18 +231,19 @@ class Egress:
         by_line = int(rate * seconds) if rate and seconds else None
         return min((limit for limit in (self.run.task.upload_budget, by_line) if limit is not None), default=None)
 
-    def _settle(self, update: WrittenUpdate, changes: Sequence[TrainedBlock], feedback: Feedback) -> float:
+    def _settle(self, update: UpdateFile, changes: Sequence[TrainedBlock], feedback: Feedback) -> float:
         """Decode the file as the coordinator will and store the residuals. Return the codecs' relative error."""
         asked = {change.block.name: change.block for change in changes}
         bases = {change.block.name: change.base for change in changes}
         sent = read_update(update.open, update.nbytes, asked, bases)
         return feedback.settle(changes, sent, self.run.task.round)
 
-    def _check_egress(self, update: WrittenUpdate, asked: Sequence[Block], keep: Collection[str]) -> None:
+    def _check_egress(self, update: UpdateFile, asked: Sequence[Block], keep: Collection[str]) -> None:
         """Check the file itself that is about to leave. Raises PolicyViolation."""
         self.run.env.policy.check_egress(update.entries, update.nbytes, asked, keep)
 
-    def _summary(self, digest: str, update: WrittenUpdate, changes: Sequence[TrainedBlock], examples: int) -> Summary:
+    def _summary(self, digest: str, update: UpdateFile, examples: int) -> Summary:
+        written = update.written
         return summary_of(
             self.run.journal.task,
             orchestrator=self.run.task.orchestrator,
@@ -245,7 +252,7 @@ class Egress:
             held_at=datetime.now(UTC),
             update=digest,
             nbytes=update.nbytes,
-            blocks=_blocks_out(update, changes),
+            blocks={name: BlockOut(nbytes=written.nbytes[name], norm=norm) for name, norm in written.norms.items()},
             metrics=self.run.report.metrics,
             epsilon=self.run.report.metrics.get(EPSILON),
         )
@@ -309,20 +316,6 @@ def _changes(result: LocalResult, bases: Mapping[str, BlobTensor]) -> list[Train
                 )
             changes.append(TrainedBlock(base.block, ArrayTensor(values, base.dtype), base))
     return changes
-
-
-def _blocks_out(update: WrittenUpdate, changes: Sequence[TrainedBlock]) -> dict[str, BlockOut]:
-    """Return the size and norm of each block in an update file."""
-    entries = update.entries
-    return {
-        change.block.name: BlockOut(nbytes=entries[change.block.name].nbytes, norm=_norm(change))
-        for change in changes
-    }
-
-
-def _norm(change: TrainedBlock) -> float:
-    """Return the l2 norm of a block's difference from its version."""
-    return math.sqrt(sum(map(squares, change.steps())))
 
 
 class Throttle:

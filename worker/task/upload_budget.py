@@ -14,7 +14,7 @@ import numpy as np
 from tessera.shared.model.blocks import Block
 from tessera.shared.tensors.lazy import CHUNK, Array, ArrayTensor, unpacked
 from tessera.shared.updates.codecs import pipeline
-from tessera.shared.updates.update_file import EncodedTensor, TrainedBlock, codec_for, write_update
+from tessera.shared.updates.update_file import EncodedTensor, TrainedBlock, WrittenUpdate, codec_for, write_update
 
 COARSER = (
     "delta+bf16+shuffle+zstd",
@@ -42,7 +42,9 @@ class Rung:
     """Sum of squared errors."""
 
 
-def write_within(file: BinaryIO, codec: str, changes: Sequence[TrainedBlock], budget: int, seed: int = 0) -> None:
+def write_within(
+    file: BinaryIO, codec: str, changes: Sequence[TrainedBlock], budget: int, seed: int = 0, *, norms: bool = False
+) -> WrittenUpdate:
     """Write an update of at most `budget` bytes, including the header, to a seekable file.
 
     Every block starts with the run's codec; while the update is too large, the block with the least error per byte
@@ -56,10 +58,11 @@ def write_within(file: BinaryIO, codec: str, changes: Sequence[TrainedBlock], bu
         file.seek(0)
         file.truncate()
         names = [change.block.name for change in changes]
-        write_update(file, {name: rung.codec for name, rung in zip(names, chosen, strict=True)}, changes, seed)
+        codecs = {name: rung.codec for name, rung in zip(names, chosen, strict=True)}
+        written = write_update(file, codecs, changes, seed, norms=norms)
         over = file.seek(0, 2) - budget
         if over <= 0:
-            return
+            return written
         # Sizes are estimates, and the header adds bytes.
         room -= (1 + attempt / 2) * over
     raise OverBudget(

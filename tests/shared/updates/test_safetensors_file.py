@@ -52,6 +52,20 @@ def test_streams_of_unknown_length_become_a_file_that_the_common_reader_reads() 
     assert read(file.getvalue()).metadata == {"format": "test"}
 
 
+def test_streams_of_known_lengths_become_the_same_file_from_start_to_end() -> None:
+    files = [io.BytesIO(), io.BytesIO()]
+    for file, sizes in zip(files, (None, {"x": 3, "y": 4}), strict=True):
+        write_streams(file, [("x", iter([b"ab", b"c"])), ("y", iter([b"defg"]))], {"k": "v"}, ["x", "y"], sizes)
+    assert files[0].getvalue() == files[1].getvalue()
+
+
+@pytest.mark.parametrize("sizes", [{"x": 4, "y": 4}, {"x": 3, "y": 4, "z": 0}])
+def test_streams_of_other_lengths_than_stated_are_refused(sizes: dict[str, int]) -> None:
+    streams = [("x", iter([b"abc"])), ("y", iter([b"defg"]))]
+    with pytest.raises(ContainerError, match="bytes were given in place of"):
+        write_streams(io.BytesIO(), streams, {}, list(sizes), sizes)
+
+
 def test_data_begins_on_a_boundary_of_eight_bytes() -> None:
     for name in ("a", "ab", "abc", "abcdefgh"):
         assert len(header_bytes([(name, "F32", (1,))])) % 8 == 0

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import math
 import re
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -11,7 +13,8 @@ from safetensors.numpy import load
 
 from tessera.shared.model.blocks import Block
 from tessera.shared.problems import InvalidUpdate
-from tessera.shared.tensors.lazy import ArrayTensor, mean_step, to_array
+from tessera.shared.tensors.dtypes import NUMPY_DTYPES, DType
+from tessera.shared.tensors.lazy import Array, ArrayTensor, digest_of, mean_step, squares, to_array
 from tessera.shared.updates.codecs import pipeline
 from tessera.shared.updates.update_file import EncodedTensor, TrainedBlock, read_update, write_update
 from tests.support.federation import small_model, values
@@ -43,6 +46,75 @@ def test_what_is_written_is_read_bit_for_bit_and_as_often_as_wanted(codec: str) 
         assert {name: to_array(t).tobytes() for name, t in tensors.items()} == {
             name: array.tobytes() for name, array in changed.items()
         }
+
+
+@pytest.mark.parametrize(
+    "codec", ["raw", "zstd", pipeline.LOSSLESS, "delta+int8+zstd", "delta+bf16", "delta+lowrank=2+int8"]
+)
+def test_the_norms_of_what_is_sent_are_found_while_it_is_written(codec: str) -> None:
+    """The difference is 0.5 everywhere; half of it is left from before: the norm is half of the root of the size."""
+    rests = {name: np.full(BASE[name].size, np.float32(0.25)) for name in ASKED}
+    changes = [
+        TrainedBlock(block, ArrayTensor(BASE[name] + np.float32(0.25)), BASES[name], rests[name])
+        for name, block in ASKED.items()
+    ]
+    files = [io.BytesIO(), io.BytesIO()]
+    plain, measured = (write_update(file, codec, changes, norms=file is files[1]) for file in files)
+    assert files[0].getvalue() == files[1].getvalue()
+    assert plain.norms == {}
+    expected = {name: 0.5 * math.sqrt(BASE[name].size) for name in ASKED}
+    assert measured.norms == pytest.approx(expected, rel=1e-6)
+    assert measured.nbytes == {name: tensor.nbytes for name, tensor in read(files[1].getvalue()).items()}
+
+
+class ReadTensor(ArrayTensor):
+    """A tensor that counts how often it is read."""
+
+    reads = 0
+
+    def chunks(self) -> Iterator[Array]:
+        type(self).reads += 1
+        return super().chunks()
+
+
+def trained(
+    shape: tuple[int, ...], seed: int, dtype: DType = "F32", kind: type[ArrayTensor] = ArrayTensor
+) -> TrainedBlock:
+    """Return a block that moved little, so that lossless codecs are worthwhile, with a rest from before."""
+    rng = np.random.default_rng(seed)
+    base = rng.normal(size=shape).astype(NUMPY_DTYPES[dtype])
+    moved = base + (1e-3 * rng.normal(size=shape)).astype(base.dtype)
+    rest = 1e-4 * rng.normal(size=base.size).astype(np.float32) if seed % 2 else None
+    block = Block(tensor=f"w{seed}", role="mlp", shape=shape, dtype=dtype)
+    return TrainedBlock(block, kind(moved, dtype), ArrayTensor(base, dtype), rest)
+
+
+@pytest.mark.parametrize(
+    "codec",
+    ["raw", pipeline.LOSSLESS, "delta+int8+zstd", "delta+lowrank=4+int8+zstd", "delta+topk=0.05+shuffle+zstd"],
+)
+def test_norms_equal_those_of_a_separate_pass_and_leave_the_bytes_as_they_are(codec: str) -> None:
+    """Bundled small blocks, a block of one probe, and blocks of several chunks, each with and without a rest."""
+    shapes = [(50, 60), (70, 60), (256, 256), (256, 255), (600, 500), (500, 600)]
+    changes = [trained(shape, seed) for seed, shape in enumerate(shapes)] + [trained((80, 80), 6, "F16")]
+    files = [io.BytesIO(), io.BytesIO()]
+    _, measured = (write_update(file, codec, changes, 7, norms=file is files[1]) for file in files)
+    assert files[0].getvalue() == files[1].getvalue()
+    assert measured.norms == {c.block.name: math.sqrt(sum(map(squares, c.steps()))) for c in changes}
+
+
+def test_a_block_that_was_encoded_to_choose_its_codec_is_not_read_again_for_its_norm() -> None:
+    changes = [trained((50, 60), seed, kind=ReadTensor) for seed in range(3)]
+    write_update(io.BytesIO(), pipeline.LOSSLESS, changes, norms=True)
+    assert ReadTensor.reads == 3
+
+
+def test_a_file_of_raw_blocks_is_hashed_while_it_is_written() -> None:
+    file = io.BytesIO()
+    changes = [TrainedBlock(block, BASES[name], BASES[name]) for name, block in ASKED.items()]
+    assert write_update(file, "raw", changes).digest == digest_of(file.getvalue())
+    # The header of another is written last.
+    assert write_update(io.BytesIO(), dict.fromkeys(ASKED, "zstd"), changes).digest is None
 
 
 def test_a_part_of_what_was_asked_for_is_an_update_too() -> None:
