@@ -45,7 +45,7 @@ def key_of(env: TaskEnvironment, task: Task) -> CheckpointKey:
         settings=digest_of(json.dumps(settings, sort_keys=True).encode()),
         data=f"{task.dataset} {env.contents[task.dataset]}",
         libraries=f"torch {version('torch')}, transformers {version('transformers')}, tessera {VERSION}",
-        device=env.device.type,
+        device=env.device_kind,
     )
 
 
