@@ -36,7 +36,7 @@ FROM build AS build-coordinator
 RUN python -m pip --python /opt/tessera/bin/python install --constraint "$CONSTRAINTS" '.[coordinator,otel]'
 
 FROM build AS build-worker
-RUN python -m pip --python /opt/tessera/bin/python install --constraint "$CONSTRAINTS" '.[worker,privacy,lora,dicom,otel]'
+RUN python -m pip --python /opt/tessera/bin/python install --constraint "$CONSTRAINTS" '.[worker,privacy,lora,augmentation,dicom,otel]'
 
 FROM base AS final
 ARG VERSION=0.1.0

@@ -7,7 +7,7 @@ DEMO_INSTALLED := .venv/installed-demo
 SIDE_BY_SIDE = $(shell cores=$$(nproc); echo $$((cores < 3 ? cores + 1 : 4)))
 
 .PHONY: help install notebook wheel demo demo-reports demo-pairs demo-llm test test-postgresql check fix system fuzz \
-  bench bench-quick bench-results bench-rivals bench-attention simulation mutants chaos soak test-long image-check deploy-check \
+  bench bench-quick bench-results bench-rivals bench-lines bench-attention simulation mutants chaos soak test-long image-check deploy-check \
   migrate image clean docs
 
 help: ## show this help
@@ -112,6 +112,7 @@ bench: install ## what rounds, waiting workers and cut uploads cost; half an hou
 	$(BIN)/python -m benchmarks.idle
 	$(BIN)/python -m benchmarks.guards
 	$(BIN)/python -m benchmarks.growth
+	$(BIN)/python -m benchmarks.memory --sizes 100
 	$(BIN)/python -m benchmarks.images
 	$(BIN)/python -m benchmarks.checkpoints
 	$(BIN)/python -m benchmarks.steps
@@ -125,8 +126,15 @@ bench: install ## what rounds, waiting workers and cut uploads cost; half an hou
 bench-results: install ## the methods side by side on small tasks, three seeds each; hours
 	for task in digits docstrings pairs privacy; do $(BIN)/python -m benchmarks.results $$task --csv bench-output/$$task.csv || exit 1; done
 
-bench-quick: install ## the same on tiny sizes, in a minute: to see that it works
-	for name in rounds idle guards growth images texts checkpoints steps uploads stages compression page large_base; do $(BIN)/python -m benchmarks.$$name --quick || exit 1; done
+bench-quick: install ## the same on tiny sizes, in minutes: to see that it works; BASE=COMMIT compares CPU and bytes with it
+ifdef BASE
+	$(BIN)/python -m benchmarks.regression $(BASE)
+else
+	for name in rounds lines idle guards growth memory images texts checkpoints steps uploads stages compression page large_base; do $(BIN)/python -m benchmarks.$$name --quick || exit 1; done
+endif
+
+bench-lines: install ## rounds over network lines, beside Flower and NVIDIA FLARE; two and a half hours
+	$(BIN)/python -m benchmarks.lines
 
 bench-rivals: install ## rounds beside Flower and NVIDIA FLARE, each installed into an environment of its own
 	$(BIN)/python -m benchmarks.rounds --rivals --sizes 0.01 100 --workers 4 --only full raw

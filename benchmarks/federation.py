@@ -8,7 +8,6 @@ import socket
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -16,13 +15,15 @@ from typing import Any, Self
 import httpx
 
 from benchmarks.measuring import await_true
-from examples.processes import Processes, tessera
+from benchmarks.network import DIRECT, HOST, Moved, Network
+from examples.processes import ROOT, Processes, tessera
 from tessera.shared.api.admin import TokenSpec
 from tessera.shared.api.runs import Round, Run, RunSpec
 from tessera.shared.cli.upload import InitialModel, upload_model
 from tessera.shared.client.client import Client
 
-METHODS = Path(__file__).parent / "methods"
+METHODS = Path("benchmarks", "methods")
+"""Of the checkout whose code runs."""
 DATASET = "nothing"
 READY_SECONDS = 60.0
 ROUND_SECONDS = 900.0
@@ -30,25 +31,17 @@ ROUND_SECONDS = 900.0
 _COUNTER = re.compile(r"^tessera_(received|sent)_bytes_total (\S+)$", re.MULTILINE)
 
 
-@dataclass(frozen=True)
-class Moved:
-    """Bytes of uploads and blobs that a coordinator has moved, as it counts them itself."""
-
-    received: int
-    sent: int
-
-    def since(self, before: Moved) -> Moved:
-        return Moved(self.received - before.received, self.sent - before.sent)
-
-
 class Federation:
     """Used with `with`, which leaves no process behind."""
 
-    def __init__(self, folder: Path, **settings: Any) -> None:
+    def __init__(self, folder: Path, network: Network = DIRECT, root: Path = ROOT, **settings: Any) -> None:
         self.folder = folder
-        self.processes = Processes(folder)
+        self.network = network
+        self.processes = Processes(folder, root)
+        self._methods = {"TESSERA_METHODS": str(root / METHODS)}
         self.port = free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
+        self.url = f"{network.scheme}://{HOST}:{self.port}"
+        self._verify = network.certificates.client_context() if network.certificates else True
         self.workers: list[str] = []
         self._begun = 0
         self._settings = settings
@@ -79,17 +72,18 @@ class Federation:
             "admin_token_file": home / "admin-token",
             **self._settings,
         }
+        if certificates := self.network.certificates:
+            settings |= {"tls_cert": certificates.server, "tls_key": certificates.key}
         environment = {f"TESSERA_{name.upper()}": str(value) for name, value in settings.items()}
-        environment["TESSERA_METHODS"] = str(METHODS)
-        self.processes.start("coordinator", tessera("coordinator", "serve", "--migrate"), environment)
+        self.processes.start("coordinator", tessera("coordinator", "serve", "--migrate"), environment | self._methods)
         await_true(self._ready, READY_SECONDS, "the coordinator is ready")
         self.admin_token = (home / "admin-token").read_text(encoding="ascii").strip()
-        self.admin = Client(self.url, self.admin_token)
+        self.admin = Client(self.url, self.admin_token, verify=self._verify)
 
     def _ready(self) -> bool:
         self.processes.check()
         with suppress(httpx.TransportError):
-            return httpx.get(f"{self.url}/healthz/ready", timeout=5).is_success
+            return httpx.get(f"{self.url}/healthz/ready", timeout=5, verify=self._verify).is_success
         return False
 
     @property
@@ -111,7 +105,7 @@ class Federation:
             home = self.folder / name
             home.mkdir()
             options = {
-                "url": self.url,
+                "url": f"{self.network.scheme}://{HOST}:{self.network.port(self.port)}",
                 "token": self.site_token(name),
                 "name": "w",
                 "state_dir": str(home / "state"),
@@ -119,12 +113,14 @@ class Federation:
                 "threads": 1,
                 **settings,
             }
+            if self.network.certificates:
+                options["ca_bundle"] = str(self.network.certificates.ca)
             # JSON's strings and numbers are TOML's.
             lines = [f"{key} = {json.dumps(value)}" for key, value in options.items()]
             lines += [f"[datasets.{DATASET}]", 'kind = "arrays"', f"file = {json.dumps(str(examples))}"]
             (home / "worker.toml").write_text("\n".join(lines), encoding="utf-8")
             command = tessera("worker", "run", "--config", str(home / "worker.toml"))
-            self.processes.start(name, command, {"TESSERA_METHODS": str(METHODS)})
+            self.processes.start(name, command, self._methods)
             self.workers.append(name)
         await_true(self._all_live, READY_SECONDS + 10 * count, "the workers are waiting", 0.1)
 
@@ -133,7 +129,9 @@ class Federation:
         return sum(worker.live for worker in self.admin.workers()) >= len(self.workers)
 
     def moved(self) -> Moved:
-        answer = httpx.get(f"{self.url}/metrics", headers={"Authorization": f"Bearer {self.admin_token}"}, timeout=30)
+        """Return the bytes of uploads and blobs so far, as the coordinator counts them itself."""
+        headers = {"Authorization": f"Bearer {self.admin_token}"}
+        answer = httpx.get(f"{self.url}/metrics", headers=headers, timeout=30, verify=self._verify)
         found = {name: int(float(value)) for name, value in _COUNTER.findall(answer.text)}
         return Moved(found["received"], found["sent"])
 

@@ -77,7 +77,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.growth", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", choices=["size", "workers", "past", "memory"], help="this question alone")
+    parser.add_argument("--only", choices=["size", "workers", "past"], help="this question alone")
     parser.add_argument("--quick", action="store_true", help="small and few, seconds: to see that it works")
     parser.add_argument("--out", type=Path, default=OUT, help="a folder for the results")
     given = parser.parse_args(arguments)
@@ -97,12 +97,6 @@ def main(arguments: list[str] | None = None) -> None:
         if not given.quick and given.only in (None, "workers"):
             for workers in WORKERS:
                 add(results, "workers", 1.0, workers, measure(folder / f"workers-{workers}", 1.0, workers, 5))
-        if not given.quick and given.only in (None, "memory"):
-            for workers in (4, 64):
-                cost = measure(folder / f"memory-{workers}", 100.0, workers, 1)
-                add(results, "memory", 100.0, workers, cost)
-                what = f"the coordinator's peak with {workers} workers of 100 MB"
-                results.aim(what, cost.server_peak / MIB, 300, " MiB")
     results.finish(given.out)
 
 

@@ -1,17 +1,19 @@
-"""Workers without torch, many to a process: they speak the whole protocol and send real updates, and train nothing.
+"""Workers without torch, many to a process, that speak the whole protocol and send prepared updates.
 
-For what a real worker would be too large for. Each downloads every block that it is asked about, and writes, uploads
-and submits an update of its own, through the same client and codecs; what it does not do is build a model.
+For more workers than fit on a machine. One worker of each process downloads a version and writes an update, through
+the same client and codecs as a real worker. The others of the process download the version too, keep nothing of it,
+and send the same bytes but the last one, which makes theirs another update.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
-import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from io import BufferedReader, FileIO
 from pathlib import Path
 from uuid import uuid4
 
@@ -29,16 +31,17 @@ from tessera.shared.tensors.lazy import CHUNK, Array, Computed
 from tessera.shared.updates.update_file import TrainedBlock, write_update
 
 EXAMPLES = 8
-AT_WORK = 2
-"""Of one process's workers, how many have a task in hand at a time; the others wait, as if they were slower."""
+MAX_WORKERS = 64
+"""The last byte of an update is the worker's number. As the highest byte of a float32 it gives one below 2."""
 
 
 @dataclass(frozen=True)
 class FileTensor:
-    """A block in a file of its own."""
+    """A block at a place in a file."""
 
     path: Path
     block: Block
+    start: int
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -51,77 +54,138 @@ class FileTensor:
     def chunks(self) -> Iterator[Array]:
         dtype = NUMPY_DTYPES[self.block.dtype]
         with self.path.open("rb") as file:
-            while piece := file.read(CHUNK * dtype.itemsize):
-                yield np.frombuffer(piece, dtype)
+            file.seek(self.start)
+            for first in range(0, self.block.numel, CHUNK):
+                yield np.frombuffer(file.read(min(CHUNK, self.block.numel - first) * dtype.itemsize), dtype)
 
 
-class LightWorker:
-    def __init__(self, url: str, token: str, name: str, folder: Path, turn: threading.Semaphore) -> None:
-        self._client = Client(url, token)
-        self._folder = folder
-        self._turn = turn
-        self._claim = Claim(
-            worker=name, instance=uuid4().hex, datasets={DATASET: EXAMPLES}, methods=("fedavg", "drift")
-        )
+class Nowhere:
+    """A sink that counts."""
 
-    def work(self) -> None:
-        while True:
-            try:
-                task = self._client.claim(self._claim, 25)
-                if task:
-                    with self._turn, tempfile.TemporaryDirectory(dir=self._folder) as folder:
-                        self._do(task, Path(folder))
-            except Problem as problem:
-                print(problem.code, problem.detail, file=sys.stderr, flush=True)
+    def __init__(self) -> None:
+        self._nbytes = 0
 
-    def _do(self, task: Task, folder: Path) -> None:
-        model, manifest = self._client.model(task.model), self._client.manifest(task.version.digest)
-        bases = {}
-        for index, block in enumerate(task.plan.fetch.resolve(model.blocks)):
-            base = FileTensor(folder / f"block-{index}", block)
-            with base.path.open("wb") as file:
-                self._client.fetch_blob(manifest.blocks[block.name], file)
-            bases[block.name] = base
+    def write(self, data: bytes | memoryview, /) -> int:
+        self._nbytes += len(data)
+        return len(data)
+
+    def tell(self) -> int:
+        return self._nbytes
+
+
+class LastByteReplaced(BufferedReader):
+    """A file with another last byte."""
+
+    def __init__(self, path: Path, last: bytes) -> None:
+        super().__init__(FileIO(path))
+        self._length = path.stat().st_size
+        self._last = last
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        piece = super().read(size)
+        return piece[:-1] + self._last if piece and self.tell() == self._length else piece
+
+
+class Prepared:
+    """The update for the latest version, shared by the workers of a process."""
+
+    def __init__(self, folder: Path) -> None:
+        self._base, self._update = folder / "base", folder / "update"
+        self._version = ""
+        self._lock = threading.Lock()
+
+    def downloaded(self, client: Client, task: Task, blocks: Sequence[Block], digests: Mapping[str, str]) -> None:
+        """Download the task's version; the first worker to do so writes the update."""
+        wanted = [digests[block.name] for block in blocks]
+        with self._lock:
+            if self._version != task.version.digest:
+                with self._base.open("wb") as file:
+                    client.copy_blobs(wanted, file)
+                self._write(task, blocks)
+                self._version = task.version.digest
+                return
+        client.copy_blobs(wanted, Nowhere())
+
+    def _write(self, task: Task, blocks: Sequence[Block]) -> None:
         steps = drawn(task.seed)
 
         def moved(pieces: Sequence[Array]) -> Array:
             return np.asarray(pieces[0] + steps[: pieces[0].size])
 
-        changes = [
-            TrainedBlock(block, Computed(block.shape, block.dtype, (bases[block.name],), moved), bases[block.name])
-            for block in task.plan.upload.resolve(model.blocks)
-        ]
-        update = folder / "update"
-        with update.open("wb") as written:
-            write_update(written, task.codec, changes)
-        digest = self._client.put_file(update)
-        submission = Submission(token=task.token, version=task.version.digest, update=digest, examples=EXAMPLES)
+        changes, start = [], 0
+        for block in blocks:
+            base = FileTensor(self._base, block, start)
+            changes.append(TrainedBlock(block, Computed(block.shape, block.dtype, (base,), moved), base))
+            start += block.nbytes
+        with self._update.open("wb") as file:
+            write_update(file, task.codec, changes)
+        with self._update.open("rb") as written:
+            self._hash = hashlib.sha256()
+            left = self._update.stat().st_size - 1
+            while piece := written.read(min(left, 1 << 20)):
+                self._hash.update(piece)
+                left -= len(piece)
+
+    def upload(self, client: Client, number: int) -> str:
+        """Upload the update with the worker's number as its last byte. Return its digest."""
+        last = bytes([number])
+        whole = self._hash.copy()
+        whole.update(last)
+        digest = f"sha256:{whole.hexdigest()}"
+        with LastByteReplaced(self._update, last) as file:
+            client.put_stream(digest, file, self._update.stat().st_size)
+        return digest
+
+
+class LightWorker:
+    def __init__(self, url: str, token: str, number: int, prepared: Prepared) -> None:
+        self._client = Client(url, token)
+        self._number = number
+        self._prepared = prepared
+        self._claim = Claim(
+            worker="w", instance=uuid4().hex, datasets={DATASET: EXAMPLES}, methods=("fedavg", "drift")
+        )
+
+    def work(self) -> None:
+        while True:
+            try:
+                if task := self._client.claim(self._claim, 25):
+                    self._do(task)
+            except Problem as problem:
+                print(problem.code, problem.detail, file=sys.stderr, flush=True)
+
+    def _do(self, task: Task) -> None:
+        """Download the whole version and send an update of all blocks."""
+        model, manifest = self._client.model(task.model), self._client.manifest(task.version.digest)
+        self._prepared.downloaded(self._client, task, model.blocks, manifest.blocks)
+        update = self._prepared.upload(self._client, self._number)
+        submission = Submission(token=task.token, version=task.version.digest, update=update, examples=EXAMPLES)
         self._client.submit(task.id, submission)
 
 
-def start(federation: Federation, count: int, processes: int = 2) -> list[int]:
-    """Starts that many, divided among processes; returns once all wait. Gives the processes' ids."""
-    tokens = [federation.site_token(f"light-{index}") for index in range(count)]
-    pids = []
+def start(federation: Federation, count: int, processes: int = 2) -> None:
+    """Start that many workers, divided among processes, and return once all wait for a task."""
+    if count > MAX_WORKERS:
+        raise ValueError(f"there are at most {MAX_WORKERS} light workers, not {count}")
+    tokens = {index: federation.site_token(f"light-{index}") for index in range(count)}
     for index in range(min(processes, count)):
         file = federation.folder / f"light-{index}.json"
-        file.write_text(json.dumps({"url": federation.url, "tokens": tokens[index::processes]}), encoding="ascii")
+        some = {number: tokens[number] for number in range(index, count, processes)}
+        file.write_text(json.dumps({"url": federation.url, "tokens": some}), encoding="ascii")
         federation.processes.start(f"light-{index}", [sys.executable, "-m", "benchmarks.light", str(file)], {})
-        pids.append(federation.processes.pid(f"light-{index}"))
     await_true(
         lambda: sum(worker.live for worker in federation.admin.workers()) >= count, 60, "light workers wait", 0.1
     )
-    return pids
 
 
 def main(file: Path) -> None:
     given = json.loads(file.read_text(encoding="ascii"))
     folder = file.with_suffix("")
     folder.mkdir()
-    turn = threading.Semaphore(AT_WORK)
+    prepared = Prepared(folder)
     threads = [
-        threading.Thread(target=LightWorker(given["url"], token, "w", folder, turn).work, daemon=True)
-        for token in given["tokens"]
+        threading.Thread(target=LightWorker(given["url"], token, int(number), prepared).work, daemon=True)
+        for number, token in given["tokens"].items()
     ]
     for thread in threads:
         thread.start()

@@ -5,21 +5,26 @@ Ratios are to be trusted, not seconds: what is compared is measured in one run, 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
+import mmap
 import os
 import platform
+import socket
 import statistics
+import tempfile
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from time import monotonic, sleep
+from time import monotonic, perf_counter, sleep
 from types import TracebackType
 from typing import Self
 
+import numpy as np
 import psutil
 
 OUT = Path("bench-output")
@@ -129,6 +134,76 @@ def await_true(condition: Callable[[], object], seconds: float, what: str, every
         sleep(every_seconds)
 
 
+# ---------------------------------------------------------------- the machine
+
+
+PIECE_BYTES = 1 << 20
+TRIES = 3
+
+
+def machine() -> dict[str, Cell]:
+    return {
+        "at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "cores": os.cpu_count(),
+        "load_1min": os.getloadavg()[0],
+        "memory_bytes": psutil.virtual_memory().total,
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+    }
+
+
+def machine_speeds(nbytes: int = 1 << 30) -> dict[str, float]:
+    """Return what this machine does now, in GB/s: memory touched for the first time and again, in pages of 4 KiB,
+    a copy, sha-256, a file written into the page cache, and a TCP connection on loopback.
+
+    Figures of two machines, or of two hours of one, differ by these.
+    """
+    memory = mmap.mmap(-1, nbytes)
+    memory.madvise(mmap.MADV_NOHUGEPAGE)
+    pages = np.frombuffer(memory, np.uint8)[:: mmap.PAGESIZE]
+    first, again = (_seconds(lambda: pages.fill(1)) for _ in range(2))
+    source = np.ones(nbytes // 4, np.uint8)
+    sink = np.empty_like(source)
+    seconds = {
+        "copy": lambda: np.copyto(sink, source),
+        "sha256": lambda: hashlib.sha256(source.data),
+        "new_file": lambda: _write_file(source),
+        "loopback": lambda: _send_over_loopback(source),
+    }
+    best = {name: min(_seconds(act) for _ in range(TRIES)) for name, act in seconds.items()}
+    return {
+        "first_touch_GB_s": nbytes / first / 1e9,
+        "touch_again_GB_s": nbytes / again / 1e9,
+        **{f"{name}_GB_s": source.nbytes / spent / 1e9 for name, spent in best.items()},
+    }
+
+
+def _seconds(act: Callable[[], object]) -> float:
+    began = perf_counter()
+    act()
+    return perf_counter() - began
+
+
+def _write_file(data: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> None:
+    with tempfile.TemporaryFile() as file:
+        for start in range(0, data.size, PIECE_BYTES):
+            file.write(data[start : start + PIECE_BYTES].data)
+
+
+def _send_over_loopback(data: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        socket.create_connection(listener.getsockname()) as sender,
+        listener.accept()[0] as receiver,
+    ):
+        sending = threading.Thread(target=sender.sendall, args=(data.data,))
+        sending.start()
+        left, buffer = data.size, bytearray(PIECE_BYTES)
+        while left:
+            left -= receiver.recv_into(buffer)
+        sending.join()
+
+
 # ---------------------------------------------------------------- targets and results
 
 
@@ -159,6 +234,8 @@ class Results:
     rows: list[dict[str, Cell]] = field(default_factory=list)
     targets: list[Target] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    speeds: dict[str, float] = field(default_factory=dict)
+    """Of the machine, measured in the same run."""
 
     def add(self, **cells: Cell) -> None:
         """A row, which is shown at once too: a later one may fail."""
@@ -171,7 +248,8 @@ class Results:
     def show(self) -> None:
         print(f"\n{self.name}: {self.about}\n")
         print(table(self.rows))
-        for line in (*self.notes, *map(str, self.targets)):
+        speeds = "  ".join(f"{name} {_shown(speed)}" for name, speed in self.speeds.items())
+        for line in (*self.notes, *([f"machine: {speeds}"] if speeds else []), *map(str, self.targets)):
             print(line)
 
     def write(self, folder: Path = OUT) -> Path:
@@ -180,7 +258,7 @@ class Results:
         found = {
             "name": self.name,
             "about": self.about,
-            "machine": machine(),
+            "machine": {**machine(), **self.speeds},
             "rows": self.rows,
             "targets": [{**vars(target), "met": target.met} for target in self.targets],
             "notes": self.notes,
@@ -191,17 +269,6 @@ class Results:
     def finish(self, folder: Path) -> None:
         self.show()
         print(f"written to {self.write(folder)}")
-
-
-def machine() -> dict[str, Cell]:
-    return {
-        "at": datetime.now(UTC).isoformat(timespec="seconds"),
-        "cores": os.cpu_count(),
-        "load_1min": os.getloadavg()[0],
-        "memory_bytes": psutil.virtual_memory().total,
-        "system": f"{platform.system()} {platform.machine()}",
-        "python": platform.python_version(),
-    }
 
 
 def table(rows: Sequence[Row]) -> str:

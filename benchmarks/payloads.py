@@ -41,12 +41,17 @@ class Payload:
     options: tuple[str, ...] = ()
 
 
+_SIZES = {
+    "0.01": bert(12, 1, 20, 2, 8),
+    "1": bert(96, 2, 300, 2, 64),
+    "10": bert(256, 3, 300, 4, 64),
+    "100": bert(512, 8, 300, 8, 64),
+    "440": bert(768, 12, 30522, 12, 512),
+}
+
 PAYLOADS: Mapping[str, Payload] = {
-    "0.01": Payload(bert(12, 1, 20, 2, 8)),
-    "1": Payload(bert(96, 2, 300, 2, 64)),
-    "10": Payload(bert(256, 3, 300, 4, 64)),
-    "100": Payload(bert(512, 8, 300, 8, 64)),
-    "440": Payload(bert(768, 12, 30522, 12, 512)),
+    **{size: Payload(config) for size, config in _SIZES.items()},
+    **{f"{size} lora": Payload(config, options=("--lora-rank", "8")) for size, config in _SIZES.items()},
     # CLIP ViT-B/32, with sixteen prompt tokens for its text tower.
     "prompts": Payload({"model_type": "clip", "projection_dim": 512}, "contrastive", ("--text-prompts", "16")),
     "few prompts": Payload(
@@ -62,16 +67,21 @@ PAYLOADS: Mapping[str, Payload] = {
 }
 
 
+TAIL = 8
+"""Elements of the last block of `Weights`, too few for a codec to be worthwhile."""
+
+
 @dataclass(frozen=True)
 class Weights:
-    """A model that only a coordinator reads, and nobody builds: so many layers of one block, all alike."""
+    """A model that only a coordinator reads, and no worker builds: layers of one block, all alike, and a short block
+    at the end."""
 
     model: Model
     values: Array
 
     @classmethod
     def of(cls, nbytes: int, layers: int = 4) -> Self:
-        """Weights of about so many bytes of float32."""
+        """Return weights of about that many bytes of float32."""
         values = np.random.default_rng(0).standard_normal(max(1, nbytes // 4 // layers), np.float32) * np.float32(
             0.02
         )
@@ -79,12 +89,13 @@ class Weights:
             Block(tensor=f"layer.{layer}.weight", role="mlp", layer=layer, shape=values.shape, dtype="F32")
             for layer in range(layers)
         ]
+        blocks.append(Block(tensor="last.weight", role="head", layer=None, shape=(TAIL,), dtype="F32"))
         return cls(Model(config={"model_type": "bert"}, head="text-classification", blocks=tuple(blocks)), values)
 
     def blocks(self) -> Iterator[tuple[Block, memoryview]]:
         for block in self.model.blocks:
             # Were they alike to the bit, one blob would do for all.
-            yield block, as_bytes(np.roll(self.values, block.layer or 0))
+            yield block, as_bytes(np.roll(self.values, block.layer or 0)[: block.numel])
 
     def files(self) -> dict[FileName, bytes]:
         return {}

@@ -67,19 +67,25 @@ def uninterrupted() -> Iterator[None]:
 
 
 class Processes:
-    """The started processes, which are stopped in reverse order."""
+    """The started processes, which are stopped in reverse order. They run the code of the checkout `root`."""
 
-    def __init__(self, logs: Path) -> None:
+    def __init__(self, logs: Path, root: Path = ROOT) -> None:
         self._logs = logs
+        self._root = root
+        self._code = {} if root == ROOT else {"PYTHONPATH": str(root)}
         self._running: dict[str, subprocess.Popen[bytes]] = {}
+
+    def environment(self, settings: Mapping[str, str]) -> dict[str, str]:
+        """Return the environment of a process with these settings."""
+        return environment({**self._code, **settings})
 
     def start(self, name: str, command: Sequence[str], settings: Mapping[str, str]) -> None:
         # An interrupt between a process's start and its entry here would leave it behind.
         with uninterrupted(), self._log(name).open("ab") as log:
             self._running[name] = subprocess.Popen(
                 command,
-                cwd=ROOT,
-                env=environment(settings),
+                cwd=self._root,
+                env=self.environment(settings),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -365,6 +365,7 @@ OF_WORKERS: Mapping[str, str] = {
     "unknown-dataset": "Begin a run with a data set that the site has: `tessera run preview` lists them.",
     "nothing-held-out": "Have the site hold out some of the data set, or begin a run that does not measure at sites.",
     "privacy-not-installed": "Have the site install tessera[privacy], or leave it out (cohort.sites).",
+    "augmentation-not-installed": "Have the site install tessera[augmentation], or leave it out (cohort.sites).",
 }
 """Remedies for failures of workers, by the worker's error code."""
 

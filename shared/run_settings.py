@@ -8,7 +8,7 @@ from datetime import datetime
 from functools import partial
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, PositiveInt, model_validator
+from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt, model_validator
 
 from tessera.shared.schema import Frozen
 
@@ -19,6 +19,64 @@ MAX_CLASSES = 100_000
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
 Factor = Annotated[float, Field(gt=0, le=1e6)]
+
+
+MAX_MAGNITUDE = 30
+COLOURS = ("brightness", "contrast", "saturation", "hue", "rand_augment")
+
+
+class Augmentation(Frozen):
+    """Random changes of images in training. By default there are none."""
+
+    crop: tuple[float, float] | None = Field(
+        default=None,
+        description="smallest and largest share of an image's area, such as [0.5, 1.0], that is cut out at random "
+        "and resized to the whole image's size",
+    )
+    crop_aspect: tuple[float, float] = Field(
+        default=(0.75, 1.333),
+        description="for `crop`: smallest and largest ratio of the width cut out to its height",
+    )
+    crop_padding: NonNegativeInt = Field(
+        default=0,
+        le=1024,
+        description="pixels of black put on each side of an image, of which a part of the image's size is cut out at "
+        "random",
+    )
+    horizontal_flip: float = Field(default=0.0, ge=0, le=1, description="probability of mirroring left to right")
+    vertical_flip: float = Field(default=0.0, ge=0, le=1, description="probability of mirroring top to bottom")
+    brightness: float = Field(
+        default=0.0, ge=0, le=1, description="largest change of the brightness, as a share of it"
+    )
+    contrast: float = Field(default=0.0, ge=0, le=1, description="largest change of the contrast, as a share of it")
+    saturation: float = Field(
+        default=0.0, ge=0, le=1, description="largest change of the saturation, as a share of it"
+    )
+    hue: float = Field(
+        default=0.0, ge=0, le=0.5, description="largest turn of the hue, as a share of the circle of colours"
+    )
+    rand_augment: NonNegativeInt = Field(
+        default=0, le=8, description="number of operations of RandAugment, drawn for each image"
+    )
+    rand_augment_magnitude: int = Field(
+        default=9, ge=0, le=MAX_MAGNITUDE, description="strength of RandAugment's operations"
+    )
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Self:
+        for name, values, most in (("crop", self.crop, 1.0), ("crop_aspect", self.crop_aspect, 100.0)):
+            if values and not 0 < values[0] <= values[1] <= most:
+                raise ValueError(f"{name} is {list(values)}: give two numbers above 0, at most {most:g}, in order")
+        for name, needs in (("crop_aspect", "crop"), ("rand_augment_magnitude", "rand_augment")):
+            default = type(self).model_fields[name].default
+            if getattr(self, name) != default and not getattr(self, needs):
+                raise ValueError(f"{name} is set without {needs}: set {needs}, or leave {name} out")
+        return self
+
+    @property
+    def colours(self) -> list[str]:
+        """The settings in use that change colours."""
+        return [name for name in COLOURS if getattr(self, name)]
 
 
 class Training(Frozen):
@@ -100,6 +158,11 @@ class Training(Frozen):
         exclude_if=partial(operator.is_, None),
         description="weight of each class in the training loss: a list, or a table by name in which others have 1",
     )
+    augmentation: Augmentation = Field(
+        default=Augmentation(),
+        exclude_if=partial(operator.eq, Augmentation()),
+        description="random changes of images in training",
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -132,6 +195,11 @@ class Training(Frozen):
     def scheduled(self) -> bool:
         """True if the learning rate differs between steps."""
         return self.schedule != "constant" or self.warmup > 0
+
+    @property
+    def augments(self) -> bool:
+        """True if training changes images at random."""
+        return self.augmentation != Augmentation()
 
 
 LATER_SETTINGS = frozenset(name for name, field in Training.model_fields.items() if field.exclude_if)

@@ -29,7 +29,6 @@ from tessera.shared.problems import (
     TaskCancelled,
     Unauthenticated,
 )
-from tessera.shared.run_settings import LATER_SETTINGS
 from tessera.shared.schema import canonical
 from tessera.shared.telemetry import spans
 from tessera.shared.telemetry.trace_ids import trace_of, traceparent_of
@@ -44,7 +43,7 @@ from tessera.worker.governance.airlock import UpdateWithheld
 from tessera.worker.governance.approvals import InboxError, Unapproved
 from tessera.worker.governance.opening_hours import USAGE_FILE, Opening, local_time
 from tessera.worker.governance.policy import PolicyViolation
-from tessera.worker.inventory import describe, devices_of
+from tessera.worker.inventory import describe, devices_of, usable_settings
 from tessera.worker.live_values import LiveMonitor
 from tessera.worker.metrics_file import Figures
 from tessera.worker.model.block_map import UnknownArchitecture
@@ -152,7 +151,7 @@ class Agent:
             instance=checkpoints.instance if checkpoints else uuid4().hex,
             kinds=settings.kinds,
             datasets={},
-            training=tuple(sorted(LATER_SETTINGS)),
+            training=tuple(sorted(usable_settings(settings.kinds))),
             device=describe(*devices_of(settings)),
             version=VERSION,
             resources=settings.resources,

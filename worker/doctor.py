@@ -23,6 +23,7 @@ from tessera.shared.client.transport import BY_PROXY
 from tessera.shared.diagnostics import Check, Finding, fail, ok, reason_of, warn
 from tessera.shared.host_memory import available_bytes
 from tessera.shared.methods.registry import methods
+from tessera.shared.model.dataset_schema import PIXELS
 from tessera.shared.problems import Forbidden, NotFound, Problem, Unauthenticated
 from tessera.shared.schema import PROTOCOL
 from tessera.shared.urls import is_loopback, proxy_of
@@ -30,7 +31,14 @@ from tessera.worker.data.dataset import DataError, Dataset
 from tessera.worker.data.loaders import SHARED_MEMORY
 from tessera.worker.governance.descriptions import ANY_BLOCK, policy_in_words, size
 from tessera.worker.governance.policy import Policy
-from tessera.worker.inventory import devices_of, held_out_key, load_source, loaders_of, prepared_of
+from tessera.worker.inventory import (
+    devices_of,
+    held_out_key,
+    load_source,
+    loaders_of,
+    prepared_of,
+    usable_settings,
+)
 from tessera.worker.settings import DataSource, SettingsError, WorkerSettings, tls_of, token_of
 from tessera.worker.state.atomic_files import temporary_file
 
@@ -202,6 +210,9 @@ def _dataset(settings: WorkerSettings, name: str, source: DataSource) -> Iterato
     seconds = time.monotonic() - began_at
     yield ok(f"data {name}", f"{_contents(loaded)}, loaded in {seconds:.1f} s")
     yield from (warn(f"data {name}", detail, remedy) for detail, remedy in loaded.report.warnings())
+    if PIXELS in loaded.inputs and "augmentation" not in usable_settings(settings.kinds):
+        remedy = "Install tessera[augmentation], if it should take part in them."
+        yield warn(f"data {name}", "this worker is offered no run that changes images in training", remedy)
     if "train" not in settings.kinds and source.use == "train" and loaded.held_out is None:
         remedy = f"Set datasets.{name}.use = 'evaluate' if nothing trains on it."
         yield warn(f"data {name}", "this worker only evaluates, and evaluates nothing on it", remedy)

@@ -12,6 +12,7 @@ from typing import Self
 import psutil
 
 from benchmarks.measuring import await_true
+from benchmarks.network import DIRECT, Network
 from benchmarks.rivals.environments import python
 from benchmarks.rivals.timed import watch, write_weights
 from benchmarks.rounds.sides import Turn
@@ -20,6 +21,8 @@ from tessera.shared.updates.model_folder import ModelFolder
 
 APP = Path(__file__).parent / "flare_app"
 STOP_SECONDS = 60.0
+SERVER_PORT = 8002
+"""Where a proof of concept always listens for its clients."""
 
 
 @dataclass
@@ -27,6 +30,7 @@ class Flare:
     folder: Path
     model: ModelFolder
     workers: int
+    network: Network = DIRECT
     name: str = "flare"
     _turns: int = 0
 
@@ -44,9 +48,10 @@ class Flare:
             "PATH": f"{interpreter.parent}:{os.environ['PATH']}",
             "PYTHONPATH": "",
         }
+        ports = [str(self.network.port(SERVER_PORT)) for _ in range(self.workers)]
         with (self.folder / "flare.log").open("w") as log:
             self._driver = subprocess.Popen(
-                [interpreter, APP / "drive.py", str(self.workers), weights],
+                [interpreter, APP / "drive.py", weights, *ports],
                 cwd=self.folder,
                 env=environment,
                 stdin=subprocess.PIPE,
@@ -90,11 +95,10 @@ class Flare:
 
         def start() -> None:
             if self._driver.stdin:
-                # A round is over when the next one starts, so that there is one more than is looked at.
-                self._driver.stdin.write(f"{rounds + 2} {times}\n")
+                self._driver.stdin.write(f"{rounds + 1} {times}\n")
                 self._driver.stdin.flush()
 
-        found = watch(times, rounds, self._server, self._clients, start)
+        found = watch(times, rounds, self._server, self._clients, start, self.network)
         self._told()
         self._told("done")
         return found

@@ -1,19 +1,20 @@
-"""Flower's side: its deployment engine, a SuperLink and a SuperNode for each client, without TLS."""
+"""Flower's side: its deployment engine, a SuperLink and a SuperNode for each client."""
 
 from __future__ import annotations
 
 import os
 import shutil
+import socket
 import subprocess
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-import httpx
-
 from benchmarks.federation import free_port
 from benchmarks.measuring import await_true
+from benchmarks.network import DIRECT, HOST, Network
 from benchmarks.rivals.environments import python
 from benchmarks.rivals.timed import watch, write_weights
 from benchmarks.rounds.sides import Turn
@@ -28,6 +29,7 @@ class Flower:
     folder: Path
     model: ModelFolder
     workers: int
+    network: Network = DIRECT
     name: str = "flower"
     _turns: int = 0
     _nodes: list[str] = field(default_factory=list)
@@ -48,19 +50,23 @@ class Flower:
             "PATH": f"{self._programs}:{os.environ['PATH']}",
             "PYTHONPATH": "",
         }
-        connection = (
-            f'[superlink]\ndefault = "here"\n[superlink.here]\naddress = "127.0.0.1:{port}"\ninsecure = true\n'
-        )
-        (home / "config.toml").write_text(connection, encoding="utf-8")
+        served, trusted, connection = ["--insecure"], ["--insecure"], "insecure = true"
+        if certificates := self.network.certificates:
+            served = ["--ssl-ca-certfile", str(certificates.ca), "--ssl-certfile", str(certificates.server)]
+            served += ["--ssl-keyfile", str(certificates.key)]
+            trusted = ["--root-certificates", str(certificates.ca)]
+            connection = f'root-certificates = "{certificates.ca}"'
+        lines = ["[superlink]", 'default = "here"', "[superlink.here]", f'address = "{HOST}:{port}"', connection, ""]
+        (home / "config.toml").write_text("\n".join(lines), encoding="utf-8")
         try:
-            command = [str(self._programs / "flower-superlink"), "--insecure", "--host", "127.0.0.1"]
+            command = [str(self._programs / "flower-superlink"), *served, "--host", HOST]
             command += ["--port", str(port), "--disable-runtime-dependency-installation"]
             self._processes.start("superlink", command, self._environment)
-            await_true(lambda: self._answers(port), 60, "the SuperLink answers", 0.2)
+            await_true(lambda: self._listens(port), 60, "the SuperLink listens", 0.2)
             for index in range(self.workers):
                 name = f"supernode-{index}"
-                command = [str(self._programs / "flower-supernode"), "--insecure"]
-                command += ["--superlink", f"127.0.0.1:{port}", "--port", str(free_port())]
+                command = [str(self._programs / "flower-supernode"), *trusted]
+                command += ["--superlink", f"{HOST}:{self.network.port(port)}", "--port", str(free_port())]
                 self._processes.start(name, command, self._environment)
                 self._nodes.append(name)
         except BaseException:
@@ -68,13 +74,11 @@ class Flower:
             raise
         return self
 
-    def _answers(self, port: int) -> bool:
+    def _listens(self, port: int) -> bool:
         self._processes.check()
-        try:
-            httpx.get(f"http://127.0.0.1:{port}/", timeout=5)
-        except httpx.TransportError:
-            return False
-        return True
+        with suppress(OSError), socket.create_connection((HOST, port), timeout=5):
+            return True
+        return False
 
     def __exit__(
         self, kind: type[BaseException] | None, fault: BaseException | None, at: TracebackType | None
@@ -96,7 +100,7 @@ class Flower:
                 capture_output=True,
             )
 
-        return watch(times, rounds, self._server, self._clients, start)
+        return watch(times, rounds, self._server, self._clients, start, self.network)
 
     def _server(self) -> list[int]:
         self._processes.check()

@@ -9,11 +9,12 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.measuring import PeakMemory, await_true, processor_seconds
+from benchmarks.network import Network
 from benchmarks.rounds.sides import Turn
 from tessera.shared.tensors.dtypes import NUMPY_DTYPES
 from tessera.shared.updates.model_folder import ModelFolder
 
-ROUND_SECONDS = 600.0
+ROUND_SECONDS = 1800.0
 
 
 def write_weights(model: ModelFolder, file: Path) -> Path:
@@ -37,15 +38,17 @@ def watch(
     server: Callable[[], Sequence[int]],
     clients: Callable[[], Sequence[int]],
     start: Callable[[], None],
+    network: Network,
 ) -> Turn:
     """Starts, and watches the processes until that many rounds and one more have been written down."""
     groups = {"server": server(), **{str(pid): [pid] for pid in clients()}}
     with PeakMemory(groups) as memory:
         start()
         await_true(lambda: len(rounds_in(times)) >= 1, ROUND_SECONDS, "the first round ends", 0.05)
-        before = processor_seconds(server()), processor_seconds(clients())
+        before = processor_seconds(server()), processor_seconds(clients()), network.moved()
         await_true(lambda: len(rounds_in(times)) > rounds, rounds * ROUND_SECONDS, "all rounds end", 0.1)
         after = processor_seconds(server()), processor_seconds(clients())
+        moved = network.moved_since(before[2])
     first, *others = rounds_in(times)
     peaks = dict(memory.peaks)
     return Turn(
@@ -55,4 +58,6 @@ def watch(
         client_processor=(after[1] - before[1]) / rounds,
         server_peak=peaks.pop("server"),
         client_peak=max(peaks.values()),
+        received=moved.received / rounds if moved else None,
+        sent=moved.sent / rounds if moved else None,
     )

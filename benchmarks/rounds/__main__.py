@@ -3,6 +3,7 @@
 python -m benchmarks.rounds                     sizes from 10 kB to 440 MB, 2 to 8 workers; some minutes
 python -m benchmarks.rounds --sizes 100 --workers 4 --turns 3
 python -m benchmarks.rounds --rivals            beside Flower and NVIDIA FLARE too, which are installed if need be
+python -m benchmarks.rounds --tls               with TLS between each server and its clients
 python -m benchmarks.rounds --quick             small models, seconds: to see that it works
 """
 
@@ -11,55 +12,25 @@ from __future__ import annotations
 import argparse
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
-from benchmarks import payloads
 from benchmarks.federation import Federation
-from benchmarks.measuring import MIB, OUT, Results
-from benchmarks.rivals.flare import Flare
-from benchmarks.rivals.flower import Flower
-from benchmarks.rounds.bare import Bare
-from benchmarks.rounds.sides import Side, Summary, Turn
-from benchmarks.rounds.tessera import Tessera
+from benchmarks.measuring import MIB, OUT, Results, machine_speeds
+from benchmarks.network import Certificates, Network
+from benchmarks.rounds.cases import RIVALS, Case, federation_of, measure
+from benchmarks.rounds.sides import Summary
 from examples.processes import end_by_interrupt
-from tessera.shared.updates.codecs.pipeline import LOSSLESS, RAW
-from tessera.shared.updates.model_folder import ModelFolder
+from tessera.shared.updates.codecs.pipeline import RAW
 
-RIVALS: Mapping[str, Callable[[Path, ModelFolder, int], Side]] = {"flower": Flower, "flare": Flare}
-RIVALS_ROUNDS = 3
-"""The most in one turn: theirs take long."""
+QUICK_BYTES = 1 << 26
+"""Of memory, to see that the machine's speeds are measured."""
 
 SIZES = ("0.01", "10", "100", "440")
 WORKERS = (2, 4, 8)
 
 KINDS = ("full", "raw", "value blocks", "prompts")
-
-VALUES = {"include": [{"roles": ["value"]}]}
-PROMPTS = {"include": [{"names": ["prompts.*"]}]}
-"""What the two partial exchanges send; all else is fetched once, and then comes from the worker's cache."""
-
-
-@dataclass(frozen=True)
-class Case:
-    size: str
-    workers: int
-    exchange: str = "full"
-    codec: str = LOSSLESS
-
-    @property
-    def sent(self) -> dict[str, Any] | None:
-        return {"full": None, "value blocks": VALUES, "prompts": PROMPTS}[self.exchange]
-
-    @property
-    def kind(self) -> str:
-        return "raw" if self.codec == RAW else self.exchange
-
-    def __str__(self) -> str:
-        return f"{self.size} x {self.workers}, {self.exchange}, {self.codec}"
 
 
 def cases(sizes: Sequence[str], workers: Sequence[int]) -> Iterator[Case]:
@@ -75,37 +46,6 @@ def cases(sizes: Sequence[str], workers: Sequence[int]) -> Iterator[Case]:
 
 def rounds_of(case: Case) -> int:
     return {"0.01": 20, "10": 8, "440": 2}.get(case.size, 4)
-
-
-@contextmanager
-def federation_of(folder: Path, workers: int) -> Iterator[Federation]:
-    """A coordinator and that many workers, all waiting."""
-    with Federation(folder) as federation:
-        federation.start_workers(workers, payloads.write_examples(folder / "examples.safetensors"))
-        yield federation
-
-
-def measure(
-    case: Case, federation: Federation, folder: Path, turns: int, rounds: int, rivals: Sequence[str] = ()
-) -> dict[str, Summary]:
-    """Each side's figures, all taken in turns."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with ExitStack() as stack:
-        model = payloads.make(folder, federation.processes, case.size)
-        tessera = Tessera(federation, model, case.sent, case.codec)
-        taken: dict[str, list[Turn]] = {tessera.name: [tessera.turn(rounds)]}
-        first = taken[tessera.name][0]
-        down, up = (int((nbytes or 0) / case.workers) for nbytes in (first.sent, first.received))
-        sides: list[Side] = [tessera, Bare(folder / "bare", case.workers, down, up)]
-        sides += [RIVALS[rival](folder / rival, model, case.workers) for rival in rivals]
-        for side in sides[1:]:
-            stack.enter_context(side)
-            taken[side.name] = []
-        for _ in range(turns):
-            for side in sides:
-                if len(taken[side.name]) < turns:
-                    taken[side.name].append(side.turn(min(rounds, RIVALS_ROUNDS) if side.name in rivals else rounds))
-        return {name: Summary.of(found) for name, found in taken.items()}
 
 
 def add(results: Results, case: Case, found: dict[str, Summary]) -> None:
@@ -165,21 +105,25 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--rivals", action="store_true", help="beside Flower and FLARE, which are installed if need be"
     )
+    parser.add_argument("--tls", action="store_true", help="with TLS; FLARE has it always")
     parser.add_argument("--quick", action="store_true", help="small models, seconds: to see that it works")
     parser.add_argument("--out", type=Path, default=OUT, help="a folder for the results")
     given = parser.parse_args(arguments)
     end_by_interrupt()
-    results = Results("rounds", "seconds from a round's opening to its commit, medians; bytes and CPU of one round")
+    about = "seconds from a round's opening to its commit, medians; bytes and CPU of one round"
+    results = Results("rounds-tls" if given.tls else "rounds", about + (", over TLS" if given.tls else ""))
     with tempfile.TemporaryDirectory(prefix="tessera-rounds-") as name, ExitStack() as stack:
         folder = Path(name)
+        network = Network(certificates=Certificates.made(folder / "certificates") if given.tls else None)
+        results.speeds |= machine_speeds(QUICK_BYTES if given.quick else 1 << 30)
         if given.quick:
-            quickly(stack.enter_context(federation_of(folder / "all", 2)), folder, results)
+            quickly(stack.enter_context(federation_of(folder / "all", 2, network)), folder, results)
             wanted = []
         else:
             wanted = [case for case in cases(given.sizes, given.workers) if case.kind in given.only]
         for index, case in enumerate(wanted):
             print(f"{case} ...", flush=True)
-            with federation_of(folder / str(index), case.workers) as federation:
+            with federation_of(folder / str(index), case.workers, network) as federation:
                 # They have one exchange, full and uncompressed, which stands beside both of ours.
                 rivals = list(RIVALS) if given.rivals and case.exchange == "full" else ()
                 found = measure(case, federation, folder / f"{index}-sides", given.turns, rounds_of(case), rivals)

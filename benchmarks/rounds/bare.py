@@ -8,6 +8,7 @@ no codec, no file, no database.
 from __future__ import annotations
 
 import http.client
+import ssl
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable
@@ -22,6 +23,7 @@ import uvicorn
 
 from benchmarks.federation import free_port
 from benchmarks.measuring import await_true, forget_peak, peak_bytes, processor_seconds
+from benchmarks.network import DIRECT, HOST, Network
 from benchmarks.rounds.sides import Turn
 from examples.processes import Processes
 
@@ -38,6 +40,7 @@ class Bare:
     """What each client downloads."""
     up_bytes: int
     """What each client uploads."""
+    network: Network = DIRECT
     name: str = "bare loop"
 
     def __enter__(self) -> Self:
@@ -46,11 +49,16 @@ class Bare:
         self._clients: list[subprocess.Popen[str]] = []
         port = free_port()
         try:
-            command = [sys.executable, "-m", __name__, "serve", str(port), str(self.down_bytes)]
+            certificates = self.network.certificates
+            files = [str(certificates.server), str(certificates.key)] if certificates else []
+            command = [sys.executable, "-m", __name__, "serve", str(port), str(self.down_bytes), *files]
             self._processes.start("bare", command, {})
             await_true(lambda: self._answers(port), 30, "the bare server answers")
             for _ in range(self.workers):
-                command = [sys.executable, "-m", __name__, "ask", str(port), str(self.up_bytes)]
+                way = str(self.network.port(port))
+                command = [sys.executable, "-m", __name__, "ask", way, str(self.up_bytes)]
+                if certificates:
+                    command.append(str(certificates.ca))
                 self._clients.append(
                     subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
                 )
@@ -63,7 +71,8 @@ class Bare:
 
     def _answers(self, port: int) -> bool:
         self._processes.check()
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+        ca = self.network.certificates.ca if self.network.certificates else None
+        connection = _connection(port, ca, timeout=5)
         try:
             connection.request("HEAD", "/")
             return connection.getresponse().status == http.client.OK
@@ -85,8 +94,9 @@ class Bare:
         for pid in (server, *pids):
             forget_peak(pid)
         first = self._round()
-        before = processor_seconds([server]), processor_seconds(pids)
+        before = processor_seconds([server]), processor_seconds(pids), self.network.moved()
         seconds = tuple(self._round() for _ in range(rounds))
+        moved = self.network.moved_since(before[2])
         return Turn(
             first_seconds=first,
             seconds=seconds,
@@ -94,8 +104,8 @@ class Bare:
             client_processor=(processor_seconds(pids) - before[1]) / rounds,
             server_peak=peak_bytes(server),
             client_peak=max(map(peak_bytes, pids)),
-            received=float(self.up_bytes * self.workers),
-            sent=float(self.down_bytes * self.workers),
+            received=moved.received / rounds if moved else float(self.up_bytes * self.workers),
+            sent=moved.sent / rounds if moved else float(self.down_bytes * self.workers),
         )
 
     def _round(self) -> float:
@@ -125,7 +135,14 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
 
-def serve(port: int, down_bytes: int) -> None:
+def _connection(port: int, ca: Path | None, timeout: float) -> http.client.HTTPConnection:
+    if ca is None:
+        return http.client.HTTPConnection(HOST, port, timeout=timeout)
+    context = ssl.create_default_context(cafile=ca)
+    return http.client.HTTPSConnection(HOST, port, timeout=timeout, context=context)
+
+
+def serve(port: int, down_bytes: int, certificate: Path | None = None, key: Path | None = None) -> None:
     payload = memoryview(np.random.default_rng(0).bytes(down_bytes))
     total = np.zeros(PIECE_BYTES // 4, np.float32)
     scratch = np.empty_like(total)
@@ -157,8 +174,9 @@ def serve(port: int, down_bytes: int) -> None:
 
     with np.errstate(all="ignore"):
         # Connections stay between turns, however long the other sides' take.
-        config = uvicorn.Config(app, "127.0.0.1", port, log_config=None, access_log=False, lifespan="off")
+        config = uvicorn.Config(app, HOST, port, log_config=None, access_log=False, lifespan="off")
         config.timeout_keep_alive = 3600
+        config.ssl_certfile, config.ssl_keyfile = certificate, key
         uvicorn.Server(config).run()
 
 
@@ -166,12 +184,12 @@ def _length_of(scope: Message, down_bytes: int) -> tuple[bytes, bytes]:
     return b"content-length", str(down_bytes if scope["method"] == "GET" else 0).encode()
 
 
-def ask(port: int, up_bytes: int) -> None:
+def ask(port: int, up_bytes: int, ca: Path | None = None) -> None:
     """A download and an upload for each line that comes in, with a line out when they are done."""
     # Random bits, as encoded weights nearly are, except that those which are no numbers would be slow to add.
     payload = np.random.default_rng(1).random(up_bytes // 4 + 1, np.float32).view(np.uint8).data[:up_bytes]
     buffer = bytearray(PIECE_BYTES)
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
+    connection = _connection(port, ca, timeout=3600)
     print("ready", flush=True)
     for _ in sys.stdin:
         connection.request("GET", "/")
@@ -184,4 +202,6 @@ def ask(port: int, up_bytes: int) -> None:
 
 
 if __name__ == "__main__":
-    {"serve": serve, "ask": ask}[sys.argv[1]](*map(int, sys.argv[2:]))
+    program, port, nbytes, *files = sys.argv[1:]
+    act = serve if program == "serve" else ask
+    act(int(port), int(nbytes), *map(Path, files))

@@ -9,6 +9,7 @@ from typing import Any, Self
 
 from benchmarks.federation import Federation
 from benchmarks.measuring import forget_peak, peak_bytes, processor_seconds
+from benchmarks.network import Moved
 from benchmarks.rounds.sides import Turn
 from tessera.shared.updates.codecs.pipeline import LOSSLESS
 from tessera.shared.updates.model_folder import ModelFolder
@@ -33,6 +34,9 @@ class Tessera:
     ) -> None:
         """The federation is not its own."""
 
+    def _moved(self) -> Moved:
+        return self.federation.network.moved() or self.federation.moved()
+
     def turn(self, rounds: int) -> Turn:
         federation = self.federation
         server, clients = [federation.coordinator_pid], federation.worker_pids
@@ -42,9 +46,9 @@ class Tessera:
         method = {"name": "drift", "settings": settings}
         run = federation.begin(self.model, rounds + 1, len(clients), method, codec=self.codec)
         federation.await_version(run, 1, every_seconds=0.02)
-        before = processor_seconds(server), processor_seconds(clients), federation.moved()
+        before = processor_seconds(server), processor_seconds(clients), self._moved()
         federation.await_version(run, rounds + 1, every_seconds=0.2)
-        moved = federation.moved().since(before[2])
+        moved = self._moved().since(before[2])
         first, *others = federation.spans(run)
         return Turn(
             first_seconds=first,

@@ -7,7 +7,7 @@ from rich.filesize import decimal
 from sqlalchemy import exists, func, select
 from sqlalchemy.orm import Session
 
-from tessera.coordinator.db.snapshots import candidates, invitation, live_workers
+from tessera.coordinator.db.snapshots import candidates, live_workers, terms_of
 from tessera.coordinator.db.tables import EnrolmentRow, RunRow, SiteRow, TaskRow, VersionRow, WorkerRow
 from tessera.coordinator.domain.lifecycle import LIVE_RUN
 from tessera.coordinator.domain.workers import LiveWorker, sites_of
@@ -103,7 +103,7 @@ def _of_runs(session: Session, live: Sequence[LiveWorker]) -> Iterator[Alert]:
         key = f"{run.id}/{run.resumed_at}"
         yield Alert("run-paused", f"{run.name} is paused", why, remedy, f"/runs/{run.id}", key=key)
     for run in session.scalars(newest.where(RunRow.state == "running")):
-        invited, link = invitation(session, run), f"/runs/{run.id}"
+        invited, link = terms_of(session, run.id), f"/runs/{run.id}"
         able, quorum = sites_of(candidates(session, invited, live)), invited.spec.cohort.quorum
         if len(able) < quorum:
             detail = (

@@ -29,6 +29,7 @@ from tessera.coordinator.blobs.cache import Recent
 from tessera.coordinator.blobs.object_store import Objects, key_of
 from tessera.coordinator.blobs.staging import StagingArea, sweep
 from tessera.coordinator.db.engine import Database
+from tessera.coordinator.db.inserts import insert_missing
 from tessera.coordinator.db.tables import BlobRow
 from tessera.shared.problems import NotFound, StoreSpoilt
 from tessera.shared.rounds.blob_store import Stored
@@ -169,14 +170,10 @@ class Blobs:
 
     def record(self, session: Session, now: float, stored: Sequence[Stored]) -> None:
         """Enter blobs in the table; existing rows stay as they are."""
-        blobs = {blob.digest: blob for blob in stored}
-        known = set(session.scalars(select(BlobRow.digest).where(BlobRow.digest.in_(blobs))))
-        session.add_all(
-            BlobRow(digest=blob.digest, size=blob.size, inline=blob.inline, created_at=now)
-            for blob in blobs.values()
-            if blob.digest not in known
-        )
-        session.flush()
+        rows = [
+            {"digest": blob.digest, "size": blob.size, "inline": blob.inline, "created_at": now} for blob in stored
+        ]
+        insert_missing(session, BlobRow, rows)
 
     def save(self, pieces: Iterable[bytes | memoryview]) -> Stored:
         """Store and record bytes."""

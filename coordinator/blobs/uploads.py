@@ -10,17 +10,18 @@ import asyncio
 import fcntl
 import hashlib
 import os
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 
-from sqlalchemy import ColumnElement, delete, select, update
+from sqlalchemy import ColumnElement, select, update
 from sqlalchemy.orm import Session
 
 from tessera.coordinator.blobs.store import Blobs
 from tessera.coordinator.db.engine import Database
+from tessera.coordinator.db.inserts import insert_or_update
 from tessera.coordinator.db.tables import AnnouncedRow, SiteRow, UploadRow, new_id
 from tessera.coordinator.limits.disk import DiskSpace
 from tessera.coordinator.limits.thread_pool import FairThreadPool
@@ -67,33 +68,42 @@ class Quota:
                 f"{unfinished} uploads of this site are unfinished (setting site_unfinished_uploads)",
                 retry_after_seconds=FINISHING_SECONDS,
             )
-        if self.bytes_per_day is not None:
-            rows = self._of_the_day(session, now, site_id)
-            total = sum(row.bytes for row in rows)
-            if total + more_bytes > self.bytes_per_day:
-                oldest = min((row.hour for row in rows), default=int(now // 3600))
-                raise QuotaExceeded(
-                    f"this site has announced {total} bytes within a day; {more_bytes} more would exceed "
-                    f"{self.bytes_per_day} (setting site_bytes_per_day)",
-                    retry_after_seconds=(oldest + 24) * 3600 - now,
-                )
-        self.note_bytes(session, now, site_id, more_bytes)
+        if self.bytes_per_day is None:
+            return
+        rows = self._of_the_day(session, now, site_id)
+        total = sum(row.bytes for row in rows)
+        if total + more_bytes > self.bytes_per_day:
+            oldest = min((row.hour for row in rows), default=int(now // 3600))
+            raise QuotaExceeded(
+                f"this site has announced {total} bytes within a day; {more_bytes} more would exceed "
+                f"{self.bytes_per_day} (setting site_bytes_per_day)",
+                retry_after_seconds=(oldest + 24) * 3600 - now,
+            )
+        _add(session, now, site_id, rows, more_bytes)
 
     def note_bytes(self, session: Session, now: float, site_id: str, more: int) -> None:
         """Count bytes that a site stores in the tables against what it may announce."""
-        if self.bytes_per_day is None:
-            return
-        hour = int(now // 3600)
-        current = next((row for row in self._of_the_day(session, now, site_id) if row.hour == hour), None)
-        if current:
-            current.bytes += more
-        else:
-            session.add(AnnouncedRow(site_id=site_id, hour=hour, bytes=more))
+        if self.bytes_per_day is not None:
+            _add(session, now, site_id, self._of_the_day(session, now, site_id), more)
 
     def _of_the_day(self, session: Session, now: float, site_id: str) -> list[AnnouncedRow]:
-        of_site = AnnouncedRow.site_id == site_id
-        session.execute(delete(AnnouncedRow).where(of_site, AnnouncedRow.hour <= int(now // 3600) - 24))
-        return list(session.scalars(select(AnnouncedRow).where(of_site)))
+        """Return the rows of the last day, and delete older ones."""
+        rows = session.scalars(select(AnnouncedRow).where(AnnouncedRow.site_id == site_id)).all()
+        first = int(now // 3600) - 23
+        for row in rows:
+            if row.hour < first:
+                session.delete(row)
+        return [row for row in rows if row.hour >= first]
+
+
+def _add(session: Session, now: float, site_id: str, rows: Sequence[AnnouncedRow], more: int) -> None:
+    """Add bytes to the present hour's row, which is one of the day's, or a new one."""
+    hour = int(now // 3600)
+    current = next((row for row in rows if row.hour == hour), None)
+    if current:
+        current.bytes += more
+    else:
+        session.add(AnnouncedRow(site_id=site_id, hour=hour, bytes=more))
 
 
 @dataclass(frozen=True)
@@ -191,17 +201,24 @@ class Uploads:
             )
         await self.threads.run(upload.owner, self.keep, upload, bytes(received))
 
-    def store(self, owner: str, digest: str, data: bytes, *, site_id: str | None = None) -> Upload:
-        """Announce and keep a blob that is in memory. Raise as `announce` and `keep` do."""
-        upload = self.announce(owner, digest, len(data), site_id=site_id)
-        self.keep(upload, data)
-        return upload
+    def enter(
+        self, session: Session, now: float, owner: str, stored: Stored, *, site_id: str, more_bytes: int = 0
+    ) -> None:
+        """Record a blob of a site that came whole as a complete upload. `more_bytes` count against the quota as well.
+
+        Raises StoreFull and QuotaExceeded.
+        """
+        self.disk.require(stored.size)
+        self.quota.spend(session, now, site_id, 0, stored.size + more_bytes)
+        self.blobs.record(session, now, [stored])
+        row = {"id": new_id(), "owner": owner, "digest": stored.digest}
+        state = {"length": stored.size, "complete": True, "created_at": now}
+        insert_or_update(session, UploadRow, ("owner", "digest"), {**row, **state}, state)
 
     def keep(self, upload: Upload, data: bytes) -> None:
         """Store the bytes of an announced blob. Raise DigestMismatch."""
         # Checked even if the blob is stored already, so that a repeated request gets the same answer.
-        if digest_of(data) != upload.digest:
-            raise _mismatch(upload, digest_of(data))
+        require_digest(upload.digest, data)
         if not upload.complete:
             self._complete(upload, self.blobs.put([data]))
 
@@ -288,7 +305,7 @@ class Uploads:
         path = self._path(upload)
         if f"sha256:{hexadecimal}" != upload.digest:
             path.unlink()
-            raise _mismatch(upload, f"sha256:{hexadecimal}")
+            raise _mismatch(upload.digest, f"sha256:{hexadecimal}")
         self._complete(upload, self.blobs.adopt(path, upload.digest, upload.length))
         # A small blob is in the table now. If it was moved, the path may hold the file of a later request.
         if _is_at(path, file):
@@ -349,12 +366,11 @@ def find_finished(session: Session, owner: str, digest: str) -> Upload | None:
     return _record(row) if row else None
 
 
-def retain(session: Session, now: float, upload: Upload) -> None:
+def retain(session: Session, now: float, owner: str, digest: str) -> None:
     """Keep garbage collection from removing a complete upload before a row refers to it. Raise NotFound."""
-    same = _finished(upload.owner, upload.digest)
-    touched = update(UploadRow).where(same).values(created_at=now).returning(UploadRow.id)
+    touched = update(UploadRow).where(_finished(owner, digest)).values(created_at=now).returning(UploadRow.id)
     if session.scalar(touched) is None:
-        raise NotFound(f"{upload.digest} was removed before it was submitted", remedy="Upload it again.")
+        raise NotFound(f"{digest} was removed before it was submitted", remedy="Upload it again.")
 
 
 def _finished(owner: str, digest: str) -> ColumnElement[bool]:
@@ -368,8 +384,14 @@ def _longer(upload: Upload) -> TooLarge:
     )
 
 
-def _mismatch(upload: Upload, found: str) -> DigestMismatch:
-    return DigestMismatch(f"{upload.digest} was announced, but the bytes have {found}")
+def require_digest(announced: str, data: bytes) -> None:
+    """Raise DigestMismatch unless the bytes have the announced digest."""
+    if (found := digest_of(data)) != announced:
+        raise _mismatch(announced, found)
+
+
+def _mismatch(announced: str, found: str) -> DigestMismatch:
+    return DigestMismatch(f"{announced} was announced, but the bytes have {found}")
 
 
 def _record(row: UploadRow) -> Upload:

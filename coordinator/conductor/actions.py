@@ -12,12 +12,12 @@ from tessera.coordinator.db.snapshots import (
     candidates,
     central_due,
     evaluators,
-    invitation,
     live_workers,
     remembering,
     sites_due,
+    terms_of,
 )
-from tessera.coordinator.db.tables import RoundRow, RunRow, TaskRow, VersionRow
+from tessera.coordinator.db.tables import RUNS, RoundRow, RunRow, TaskRow, VersionRow
 from tessera.coordinator.db.transitions import move_run, move_task
 from tessera.coordinator.domain import decide as todo
 from tessera.coordinator.domain.decide import Action
@@ -102,7 +102,8 @@ class Actions:
 
     def open_round(self, run_id: str, number: int) -> list[str]:
         """Open the run's first round, or one that could not open when the last was committed."""
-        invited, base = read_base(self.database, run_id)
+        with self.database.snapshot() as session:
+            invited, base = terms_of(session, run_id), latest(session, run_id)
         spec = invited.spec
         require(base.number + 1 == number, "the run has moved on")
         model = self.states.model(spec.model)
@@ -119,7 +120,7 @@ class Actions:
     def _offer_evaluation(self, session: Session, now: float, run_id: str, due: PendingEvaluation) -> list[str]:
         """Offer a version to the named worker, or to the central worker with the fewest tries."""
         run = session.get_one(RunRow, run_id)
-        invited = invitation(session, run)
+        invited = terms_of(session, run.id)
         live = self.liveness.workers(session)
         if due.worker is None:
             still = central_due(session, run, invited.spec, ids(live) if self.liveness.is_settled() else None)
@@ -150,12 +151,11 @@ def require(holds: bool, otherwise: str) -> None:
         raise Conflict(otherwise)
 
 
-def read_base(database: Database, run_id: str) -> tuple[RunTerms, VersionRef]:
-    """Return the terms of a run, and its latest version."""
-    with database.snapshot() as session:
-        run = session.get_one(RunRow, run_id)
-        version = session.get_one(VersionRow, (run_id, run.version_number))
-        return invitation(session, run), VersionRef(number=version.number, digest=version.digest)
+def latest(session: Session, run_id: str) -> VersionRef:
+    """Return the latest version of a run."""
+    newest = RUNS.where(RunRow.id == run_id).with_only_columns(VersionRow.number, VersionRow.digest)
+    number, digest = session.execute(newest).one()
+    return VersionRef(number=number, digest=digest)
 
 
 def plan_for_willing(spec: RunSpec, model: Model, state: State, willing: Sequence[LiveWorker]) -> Mapping[str, Plan]:

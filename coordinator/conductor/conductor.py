@@ -3,7 +3,10 @@
     look      a snapshot of the run: its round, its tasks, who is live
     decide    what is to be done now (`domain.decide`, a pure function)
     act       open a round, expire a lease, close, abandon, offer an evaluation, end the run (`actions`)
-    merge     a closed round, in a thread of its own: commits the version and opens the next round (`merge`)
+    merge     a round, in a thread of its own: commits the version and opens the next round (`merge`)
+
+Closing a round and merging it are two transactions, since a merge may take long and others must know that the round
+takes no more updates. A round with small updates is closed in the transaction that commits its version.
 
 It keeps nothing that matters in memory, so it may be killed at any moment: what was committed stands, and the next
 look at the tables says what is still to be done.
@@ -40,6 +43,12 @@ log = structlog.get_logger()
 REFUSED_SECONDS = 5.0
 """Delay before a round is planned again, after too few workers were eligible for its plans."""
 
+LAST_SECONDS = 1.0
+"""Time that a conductor that ends leaves to a merge."""
+
+SMALL_BYTES = 1 << 20
+"""Most bytes of accepted updates that are merged before their round is closed."""
+
 FULL_SECONDS = 10.0
 """Delay of merges after the disk was full."""
 
@@ -62,6 +71,7 @@ class Conductor:
     _refused_until: dict[str, float] = field(default_factory=dict)
     _full_until: float = 0.0
     _merging: threading.Lock = field(default_factory=threading.Lock)
+    _merged_run: str | None = None
     _called: threading.Event = field(default_factory=threading.Event)
     _ended: threading.Event = field(default_factory=threading.Event)
 
@@ -85,6 +95,9 @@ class Conductor:
                 self.step()
             except Exception:  # the loop outlives a database that is away for a while
                 log.exception("conductor.step_failed")
+        # A small merge ends by itself; the next process repeats a long one.
+        if self._merging.acquire(timeout=LAST_SECONDS):
+            self._merging.release()
 
     def step(self) -> None:
         """Look at every run until none has anything to be done."""
@@ -109,9 +122,7 @@ class Conductor:
             for action in decide(run, now, self.patience):
                 if self._is_put_off(run, action):
                     continue
-                if isinstance(action, todo.Merge):
-                    self._merge_aside(run, action)
-                else:
+                if not self._merge_aside(run, action):
                     acted |= self._try(run, action)
         return acted
 
@@ -133,18 +144,29 @@ class Conductor:
         until = {todo.Open: self._refused_until.get(run.id, 0.0), todo.Merge: self._full_until}.get(type(action), 0.0)
         return self.database.now() < until
 
-    def _merge_aside(self, run: RunSnapshot, action: todo.Merge) -> None:
-        """Merge one round in a daemon thread, so that leases and deadlines go on; the next process repeats it."""
-        if self._merging.acquire(blocking=False):
-            threading.Thread(target=self._merge_and_call, args=(run, action), name="merge", daemon=True).start()
+    def _merge_aside(self, run: RunSnapshot, action: Action) -> bool:
+        """Merge a round in a daemon thread, so that leases and deadlines go on; the next process repeats it.
 
-    def _merge_and_call(self, run: RunSnapshot, action: todo.Merge) -> None:
+        A round with small updates is closed there too. Return False for an action that this thread does itself.
+        """
+        small = run.round is not None and run.round.update_bytes <= SMALL_BYTES
+        closes = isinstance(action, todo.Close) and small
+        if not (closes or isinstance(action, todo.Merge)):
+            return False
+        if self._merging.acquire(blocking=False):
+            self._merged_run = run.id
+            threading.Thread(target=self._merge_and_call, args=(run, action), name="merge", daemon=True).start()
+            return True
+        # A round that is to close does not wait for the merge of another run.
+        return not closes or self._merged_run == run.id
+
+    def _merge_and_call(self, run: RunSnapshot, action: todo.Close | todo.Merge) -> None:
         """Merge a round, unless another conductor does: should that one fall silent, a later look takes over."""
         try:
             with self.database.alone(f"merging {run.id}") as alone:
                 # The look may be older than a merge that has just ended.
-                if alone and self.merger.is_due(action.round):
-                    self._try(run, action)
+                if alone and (isinstance(action, todo.Close) or self.merger.is_due(action.round)):
+                    self._try(run, action, aside=True)
         except DATABASE_AWAY:
             alone = False
             log.exception("conductor.merge_failed", run=run.id)
@@ -153,12 +175,35 @@ class Conductor:
         if alone:
             self.call()
 
-    def _try(self, run: RunSnapshot, action: Action) -> bool:
-        """Do an action, as a part of its round's trace if it moves one; return whether anything was done."""
+    def _try(self, run: RunSnapshot, action: Action, *, aside: bool = False) -> bool:
+        """Do an action, as a part of its round's trace if it moves one; return whether anything was done. In the
+        thread of merges (`aside`), closing a round merges it too."""
         if not isinstance(action, todo.Open | todo.Close | todo.Merge | todo.Abandon):
             return self._do(run, action, nullcontext())
+        parent = traceparent_of(run.id, run.version + 1)
         with bound_contextvars(trace=trace_of(run.id, run.version + 1)):
-            return self._do(run, action, spans.span(_name(action), parent=traceparent_of(run.id, run.version + 1)))
+            if aside and isinstance(action, todo.Close) and self._merges_at_once(run, action, parent):
+                return True
+            return self._do(run, action, spans.span(_name(action), parent=parent))
+
+    def _merges_at_once(self, run: RunSnapshot, action: todo.Close, parent: str) -> bool:
+        """Close and merge a round in one transaction; return whether that worked.
+
+        Otherwise the round has to be closed first. Merging it then fails in the same way, and is handled.
+        """
+        about = {"run": run.id, "action": str(action)}
+        try:
+            with spans.span("merge", parent=parent):
+                self.merger.merge(run.id, action.round, self.notify, closing=action.reason)
+        except DATABASE_AWAY:
+            raise
+        except Exception as fault:  # noqa: BLE001 (a method is anybody's code)
+            log.info("conductor.closes_first", **about, detail=str(fault))
+            return False
+        log.info("conductor.acted", **about)
+        if spans.on():
+            self._record_round(action.round)
+        return True
 
     def _do(self, run: RunSnapshot, action: Action, span: AbstractContextManager[None]) -> bool:
         """Do an action; note when to try it again if it failed, and pause the run if that is the run's own fault."""

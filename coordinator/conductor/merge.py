@@ -1,5 +1,7 @@
 """Merging a closed round: from its accepted updates to the next version, and to the next round."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -7,24 +9,38 @@ from dataclasses import dataclass
 import structlog
 
 from tessera.coordinator.blobs.store import Blobs
-from tessera.coordinator.conductor.actions import Liveness, open_planned, plan_for_willing, read_base, require
+from tessera.coordinator.conductor.actions import Liveness, latest, open_planned, plan_for_willing, require
 from tessera.coordinator.db import rounds
 from tessera.coordinator.db.engine import Database
+from tessera.coordinator.db.rounds import MergedRound
+from tessera.coordinator.db.snapshots import terms_of
 from tessera.coordinator.db.tables import RoundRow, RunRow
 from tessera.coordinator.domain.eligibility import RunTerms
 from tessera.coordinator.domain.lifecycle import LIVE_RUN
 from tessera.coordinator.domain.workers import sites_of
 from tessera.coordinator.limits.disk import DiskSpace
-from tessera.shared.api.runs import RunSpec
+from tessera.shared.api.runs import Bounds
 from tessera.shared.api.versions import VersionRef
 from tessera.shared.methods.registry import coordinator_half
-from tessera.shared.rounds.aggregate import Aggregation, norm_scores, observed, outlying
+from tessera.shared.rounds.aggregate import Accepted, Aggregation, norm_scores, observed, outlying
 from tessera.shared.rounds.planning import run_facts, warnings_of
 from tessera.shared.rounds.versions import States
 from tessera.shared.telemetry import spans
 from tessera.shared.telemetry.trace_ids import traceparent_of
 
 log = structlog.get_logger()
+
+
+@dataclass(frozen=True)
+class _Due:
+    """A round whose updates are to be merged."""
+
+    run_id: str
+    invited: RunTerms
+    base: VersionRef
+    """The version before the round."""
+    bounds: Bounds
+    accepted: Sequence[Accepted]
 
 
 @dataclass(frozen=True)
@@ -43,31 +59,41 @@ class RoundMerger:
         with self.database.snapshot() as session:
             return session.get_one(RoundRow, round_id).state == "merging"
 
-    def merge(self, run_id: str, round_id: str, notify: Callable[[Sequence[str]], None]) -> None:
-        """Merge a closed round and open the next; wake its workers; then score the merged updates."""
-        invited, base = read_base(self.database, run_id)
-        notify(self._merge(run_id, round_id, invited, base))
-        # Beside the next round, which need not wait for it.
-        self._score(run_id, invited.spec, base)
+    def merge(
+        self, run_id: str, round_id: str, notify: Callable[[Sequence[str]], None], closing: str | None = None
+    ) -> None:
+        """Merge a closed round, or close it for the reason `closing` and merge it in one transaction. Open the next
+        and wake its workers; then score the merged updates.
 
-    def _merge(self, run_id: str, round_id: str, invited: RunTerms, base: VersionRef) -> list[str]:
+        Raises Conflict if the round is in another state, or if another update is accepted while one is closing.
+        """
+        due = self._read(run_id, round_id, "merging" if closing is None else "open")
+        notify(self._merge(due, round_id, closing))
+        # Beside the next round, which need not wait for it.
+        self._score(due)
+
+    def _read(self, run_id: str, round_id: str, state: str) -> _Due:
+        with self.database.snapshot() as session:
+            require(session.get_one(RoundRow, round_id).state == state, "the round was moved on already")
+            run, base, invited = session.get_one(RunRow, run_id), latest(session, run_id), terms_of(session, run_id)
+            open_round = round_id if state == "open" else None
+            accepted = rounds.assigned_updates(session, run_id, base.number + 1, open_round)
+            return _Due(run_id, invited, base, rounds.bounds_in_force(run), accepted)
+
+    def _merge(self, due: _Due, round_id: str, closing: str | None) -> list[str]:
         """Merge and plan outside of any transaction, then commit version, round and next round in one (I3)."""
-        spec = invited.spec
+        spec, base, accepted, bounds = due.invited.spec, due.base, due.accepted, due.bounds
         model = self.states.model(spec.model)
         self.room.require(model.stored_bytes)
-        # Asked again: only now is `base` known to be the version before this round.
-        require(self.is_due(round_id), "the round was merged already")
-        with self.database.snapshot() as session:
-            accepted = rounds.assigned_updates(session, run_id, base.number + 1)
-            bounds = rounds.bounds_in_force(session.get_one(RunRow, run_id))
-
         manifest, new, merged = self.aggregation.merge(spec, bounds, base, accepted)
         made = VersionRef(number=base.number + 1, digest=new[-1].digest)
         state = self.states.load(model, manifest, made.number)
         half = coordinator_half(spec.method, run_facts(spec, model))
         warnings = warnings_of(spec, model, state, bounds, outlying(half, bounds, accepted))
+        scores, kept = norm_scores(half, bounds, accepted), self.states.manifest(base.digest).digests
+        result = MergedRound(made, manifest, kept, warnings, merged, scores)
 
-        live, willing = self.liveness.willing(run_id, invited)
+        live, willing = self.liveness.willing(due.run_id, due.invited)
         # If its cohort is not all here, a later look opens the next round.
         plans = None
         if made.number < spec.rounds and len(sites_of(willing)) >= (spec.cohort.size or spec.cohort.quorum):
@@ -79,13 +105,16 @@ class RoundMerger:
         with self.database.transaction() as session:
             now = self.database.now()
             self.blobs.record(session, now, new)
-            run = session.get_one(RunRow, run_id)
+            run = session.get_one(RunRow, due.run_id)
             require(run.version_number == base.number, "the round was merged already")
             require(run.state in LIVE_RUN, f"the run was {run.state} meanwhile")
             round_ = session.get_one(RoundRow, round_id)
-            for warning in rounds.commit_round(session, now, run, round_, made, manifest, warnings, merged):
-                log.warning("version.warning", run=run_id, number=made.number, warning=warning)
-            rounds.note_scores(session, run_id, made.number, norm_scores(half, bounds, accepted))
+            if closing is not None:
+                assigned = rounds.close_round(session, now, round_, closing)
+                merging = sorted(entry.digest for entry in accepted)
+                require(assigned == merging, "another update was accepted meanwhile")
+            for warning in rounds.commit_round(session, now, run, round_, result):
+                log.warning("version.warning", run=run.id, number=made.number, warning=warning)
             if run.bounds is not None:
                 run.bounds = observed(half, bounds, accepted).model_dump()
             # Before the next round is offered: a site measures its own model as this round left it.
@@ -95,11 +124,12 @@ class RoundMerger:
             with spans.span("open", parent=traceparent_of(run.id, made.number + 1)):
                 return [*woken, *open_planned(session, self.database.now(), run, willing, plans)]
 
-    def _score(self, run_id: str, spec: RunSpec, base: VersionRef) -> None:
-        """Store each update's distance from the merged ones; a process that ends before it leaves them out."""
-        with self.database.snapshot() as session:
-            accepted = rounds.assigned_updates(session, run_id, base.number + 1)
-            bounds = rounds.bounds_in_force(session.get_one(RunRow, run_id))
-        if found := self.aggregation.scores(spec, bounds, base, accepted):
-            with self.database.transaction() as session:
-                rounds.note_scores(session, run_id, base.number + 1, found)
+    def _score(self, due: _Due) -> None:
+        """Store each update's distance from the merged ones; a process that ends before it leaves them out, and what
+        was committed stands without them."""
+        try:
+            if found := self.aggregation.scores(due.invited.spec, due.bounds, due.base, due.accepted):
+                with self.database.transaction() as session:
+                    rounds.note_scores(session, due.run_id, due.base.number + 1, found)
+        except Exception:  # a method is anybody's code
+            log.exception("conductor.not_scored", run=due.run_id, number=due.base.number + 1)

@@ -35,7 +35,7 @@ from tessera.coordinator.dashboard.security_headers import PREFIX
 from tessera.coordinator.dashboard.session import STEERING, Fields, PageRoute, Sender, Signed, Visitor
 from tessera.coordinator.dashboard.templating import number, plural, render, size
 from tessera.coordinator.db import views
-from tessera.coordinator.db.snapshots import candidates, invitation, live_workers
+from tessera.coordinator.db.snapshots import candidates, live_workers, terms_of
 from tessera.coordinator.db.tables import RUNS, AuditRow, RoundRow, RunRow, VersionRow
 from tessera.coordinator.domain.lifecycle import LIVE_ROUND, LIVE_RUN
 from tessera.coordinator.domain.workers import sites_of
@@ -286,7 +286,7 @@ def _remaining(session: Session, now: float, run: Run, end: datetime | None) -> 
 
 def _waiting_for(session: Session, serving: Services, now: float, run: Run) -> str:
     live = live_workers(session, now - serving.settings.liveness_seconds)
-    able = len(sites_of(candidates(session, invitation(session, session.get_one(RunRow, run.id)), live)))
+    able = len(sites_of(candidates(session, terms_of(session, run.id), live)))
     quorum = run.spec.cohort.quorum
     if able < quorum:
         return f"{able} of the {quorum} sites that it needs are live."
@@ -345,6 +345,9 @@ def _optimizer_facts(training: Training) -> Iterator[str]:
         yield f"labels smoothed by {training.label_smoothing:g}"
     if training.class_weights is not None:
         yield "weighted classes"
+    if training.augments:
+        changes = training.augmentation.model_dump(exclude_defaults=True)
+        yield f"images changed by {', '.join(sorted(changes))}"
 
 
 # ---------------------------------------------------------------- a round's figures

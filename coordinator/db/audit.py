@@ -3,12 +3,13 @@
 from contextlib import closing
 from typing import Any
 
-from sqlalchemy import select
+from sqlalchemy import insert, select
 from sqlalchemy.orm import Session
 
 from tessera.coordinator.db.tables import AuditRow
 from tessera.shared.api.audit_chain import GENESIS, link
 
+_HEAD = "audit_head"
 _COVERED = ("seq", "at", "actor", "action", "subject", "run_id", "detail")
 
 
@@ -17,10 +18,9 @@ def record(
 ) -> None:
     """Append an entry whose digest covers its content and the previous entry."""
     session.flush()
-    last = session.execute(select(AuditRow.seq, AuditRow.digest).order_by(AuditRow.seq.desc()).limit(1)).first()
-    seq, previous = (last.seq + 1, last.digest) if last else (1, GENESIS)
+    last, previous = _head(session)
     entry = {
-        "seq": seq,
+        "seq": last + 1,
         # Whole microseconds, which is what the API shows: whoever may read the chain can verify it.
         "at": round(now, 6),
         "actor": actor,
@@ -29,8 +29,18 @@ def record(
         "run_id": run_id,
         "detail": detail,
     }
-    session.add(AuditRow(**entry, previous=previous, digest=link(previous, entry)))
-    session.flush()
+    digest = link(previous, entry)
+    session.connection().execute(insert(AuditRow), {**entry, "previous": previous, "digest": digest})
+    session.info[_HEAD] = (session.get_transaction(), last + 1, digest)
+
+
+def _head(session: Session) -> tuple[int, str]:
+    """Return the last entry's number and digest, which a transaction reads once: it is the only writer."""
+    transaction, last, digest = session.info.get(_HEAD, (None, 0, GENESIS))
+    if transaction is not None and transaction is session.get_transaction():
+        return last, digest
+    row = session.execute(select(AuditRow.seq, AuditRow.digest).order_by(AuditRow.seq.desc()).limit(1)).first()
+    return (row.seq, row.digest) if row else (0, GENESIS)
 
 
 def creator_of(session: Session, run_id: str) -> str | None:

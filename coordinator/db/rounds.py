@@ -2,13 +2,16 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
 from typing import Any
 
 from sqlalchemy import ColumnElement, Row, func, select, update
-from sqlalchemy.orm import Session
+from sqlalchemy.orm import Session, load_only
 
 from tessera.coordinator.db import audit
-from tessera.coordinator.db.snapshots import invitation, sites_due
+from tessera.coordinator.db.inserts import insert_missing
+from tessera.coordinator.db.snapshots import sites_due, terms_of
 from tessera.coordinator.db.tables import (
     WORKER_NAME,
     RoundRow,
@@ -32,6 +35,20 @@ from tessera.shared.rounds.aggregate import Accepted, Merged
 from tessera.shared.rounds.planning import bounds_of, evaluation_seed, training_seed
 
 ACTOR = "conductor"
+
+
+@dataclass(frozen=True)
+class MergedRound:
+    """The result of merging a round's updates."""
+
+    version: VersionRef
+    manifest: Manifest
+    kept: AbstractSet[str]
+    """The blobs of the version before it."""
+    warnings: Sequence[str]
+    merged: Merged
+    scores: Mapping[str, Mapping[str, float]]
+    """By worker."""
 
 
 def open_round(
@@ -92,7 +109,7 @@ def offer_evaluation(session: Session, now: float, run: RunRow, due: PendingEval
 
 def offer_at_sites(session: Session, now: float, run: RunRow, live: Sequence[LiveWorker]) -> list[str]:
     """Offer the run's latest due version to each worker at a site that lacks it; returns their ids."""
-    due = sites_due(session, run, invitation(session, run), live)
+    due = sites_due(session, run, terms_of(session, run.id), live)
     by_id = {worker.id: worker for worker in live}
     asked = [(one, by_id[one.worker]) for one in due if one.worker]
     for one, worker in asked:
@@ -123,12 +140,17 @@ def cancel_evaluations(session: Session, now: float, run_id: str) -> None:
     cancel_tasks(session, now, (TaskRow.run_id == run_id) & (TaskRow.kind == "evaluate"))
 
 
-def close_round(session: Session, now: float, round_: RoundRow, reason: str) -> None:
-    """Close a round to updates, and assign the accepted ones to the next version."""
+def close_round(session: Session, now: float, round_: RoundRow, reason: str) -> list[str]:
+    """Close a round to updates, and assign the accepted ones to the next version. Return their digests, sorted."""
     move_round(session, now, ACTOR, round_, "close", reason)
     cancel_tasks(session, now, TaskRow.round_id == round_.id)
-    accepted = (TaskRow.round_id == round_.id) & (TaskRow.state == "accepted")
-    session.execute(update(TaskRow).where(accepted).values(merged_in=round_.number))
+    assigned = update(TaskRow).where(_accepted_in(round_.id)).values(merged_in=round_.number)
+    digests = session.scalars(assigned.returning(TaskRow.update_digest).execution_options(synchronize_session=False))
+    return sorted(digest or "" for digest in digests)
+
+
+def _accepted_in(round_id: str) -> ColumnElement[bool]:
+    return (TaskRow.round_id == round_id) & (TaskRow.state == "accepted")
 
 
 def abandon_round(session: Session, now: float, round_: RoundRow, reason: str) -> None:
@@ -147,8 +169,15 @@ def bounds_in_force(run: RunRow) -> Bounds:
     return Bounds(max_examples=examples, max_norm_of_median=norm)
 
 
-def assigned_updates(session: Session, run_id: str, number: int) -> list[Accepted]:
-    """Return the updates that were assigned to a version."""
+def assigned_updates(session: Session, run_id: str, number: int, open_round: str | None = None) -> list[Accepted]:
+    """Return the updates that were assigned to a version, or that closing the round `open_round` would assign."""
+    rows = (
+        select(TaskRow, WORKER_NAME, SiteRow.name, VersionRow.digest)
+        .join_from(TaskRow, WorkerRow)
+        .join(SiteRow)
+        .join(VersionRow, (VersionRow.run_id == TaskRow.run_id) & (VersionRow.number == TaskRow.version_number))
+        .where(_accepted_in(open_round) if open_round else _assigned_to(run_id, number))
+    )
     # An accepted task has a digest and a count: they are written together with that state.
     return [
         Accepted(
@@ -160,46 +189,58 @@ def assigned_updates(session: Session, run_id: str, number: int) -> list[Accepte
             plan=Plan.model_validate(task.plan),
             base=VersionRef(number=task.version_number, digest=base),
         )
-        for task, worker, site, base in _assigned(session, run_id, number)
+        for task, worker, site, base in session.execute(rows)
     ]
 
 
-def _assigned(session: Session, run_id: str, number: int) -> Sequence[Row[TaskRow, str, str, str]]:
-    """Return the tasks assigned to a version, with their workers, sites and base versions' digests."""
-    return session.execute(
-        select(TaskRow, WORKER_NAME, SiteRow.name, VersionRow.digest)
-        .join_from(TaskRow, WorkerRow)
-        .join(SiteRow)
-        .join(VersionRow, (VersionRow.run_id == TaskRow.run_id) & (VersionRow.number == TaskRow.version_number))
-        .where(TaskRow.run_id == run_id, TaskRow.merged_in == number)
-    ).all()
+def _assigned_to(run_id: str, number: int) -> ColumnElement[bool]:
+    return (TaskRow.run_id == run_id) & (TaskRow.merged_in == number)
+
+
+def _outcomes(session: Session, run_id: str, number: int) -> Sequence[Row[TaskRow, str]]:
+    """Return the tasks assigned to a version, without their plans, and their workers."""
+    rows = select(TaskRow, WORKER_NAME).join_from(TaskRow, WorkerRow).join(SiteRow)
+    columns = load_only(TaskRow.metrics, TaskRow.unmerged)
+    return session.execute(rows.where(_assigned_to(run_id, number)).options(columns)).all()
 
 
 def note_scores(session: Session, run_id: str, number: int, scores: Mapping[str, Mapping[str, float]]) -> None:
     """Add the scores of each update that was assigned to a version to its numbers."""
-    for task, worker, _, _ in _assigned(session, run_id, number):
+    for task, worker in _outcomes(session, run_id, number):
         task.metrics = {**task.metrics, **scores.get(worker, {})}
 
 
-def _leave_out(session: Session, run_id: str, number: int, merged: Merged) -> list[str]:
-    """Record which of a version's updates were merged in part or left out; return the tasks left out."""
+def _note_outcomes(session: Session, run_id: str, number: int, result: MergedRound) -> list[str]:
+    """Record the scores of a version's updates, and which were merged in part or left out; return the tasks left
+    out."""
     left_out = []
-    for task, worker, _, _ in _assigned(session, run_id, number):
-        unmerged = merged.get(worker)
+    for task, worker in _outcomes(session, run_id, number):
+        if worker in result.scores:
+            task.metrics = {**task.metrics, **result.scores[worker]}
+        unmerged = result.merged.get(worker)
         if unmerged is None:
             left_out.append(task.id)
         elif unmerged:
             task.unmerged = list(unmerged)
-    move_tasks(session, "leave_out", TaskRow.id.in_(left_out))
+    if left_out:
+        move_tasks(session, "leave_out", TaskRow.id.in_(left_out))
     return sorted(left_out)
 
 
 def add_version(
-    session: Session, now: float, run_id: str, ref: VersionRef, manifest: Manifest, warnings: Sequence[str]
+    session: Session,
+    now: float,
+    run_id: str,
+    ref: VersionRef,
+    manifest: Manifest,
+    warnings: Sequence[str],
+    kept: AbstractSet[str] = frozenset(),
 ) -> list[str]:
-    """Add a version whose blobs are recorded. Return the warnings that the previous version did not have, which are
-    also audited."""
-    before = session.get(VersionRow, (run_id, ref.number - 1))
+    """Add a version whose blobs are recorded; those that are `kept` from the version before are the run's already.
+
+    Return the warnings that the previous version did not have, which are also audited.
+    """
+    before = session.get(VersionRow, (run_id, ref.number - 1)) if warnings else None
     row = VersionRow(run_id=run_id, number=ref.number, digest=ref.digest, created_at=now)
     row.scalars, row.warnings = dict(manifest.scalars), list(warnings)
     session.add(row)
@@ -207,11 +248,8 @@ def add_version(
     if news:
         about = {"number": ref.number, "warnings": news}
         audit.record(session, now, ACTOR, "version.warning", ref.digest, run_id=run_id, **about)
-    wanted = {ref.digest, *manifest.digests}
-    same = (RunBlobRow.run_id == run_id) & RunBlobRow.digest.in_(wanted)
-    known = set(session.scalars(select(RunBlobRow.digest).where(same)))
-    session.add_all(RunBlobRow(run_id=run_id, digest=blob) for blob in sorted(wanted - known))
-    session.flush()
+    wanted = {ref.digest, *manifest.digests} - kept
+    insert_missing(session, RunBlobRow, [{"run_id": run_id, "digest": digest} for digest in sorted(wanted)])
     return news
 
 
@@ -220,19 +258,16 @@ def commit_round(
     now: float,
     run: RunRow,
     round_: RoundRow,
-    version: VersionRef,
-    manifest: Manifest,
-    warnings: Sequence[str],
-    merged: Merged,
+    result: MergedRound,
 ) -> list[str]:
     """Record the round's end, its version and its merged updates in the caller's transaction. Return the new
     warnings."""
-    left_out = _leave_out(session, run.id, version.number, merged)
+    version = result.version
+    left_out = _note_outcomes(session, run.id, version.number, result)
     move_round(session, now, ACTOR, round_, "commit", round_.reason, left_out=left_out)
-    assigned = (TaskRow.run_id == run.id) & (TaskRow.merged_in == version.number)
-    if move_tasks(session, "merge", assigned) != len(merged):
+    if move_tasks(session, "merge", _assigned_to(run.id, version.number)) != len(result.merged):
         raise Conflict("other updates were assigned to the version than were merged")
-    news = add_version(session, now, run.id, version, manifest, warnings)
+    news = add_version(session, now, run.id, version, result.manifest, result.warnings, result.kept)
     run.version_number = version.number
     run.revision += 1
     run.updated_at = now

@@ -7,7 +7,7 @@ from typing import cast
 from weakref import WeakKeyDictionary
 
 from sqlalchemy import ColumnElement, Engine, func, select
-from sqlalchemy.orm import Session
+from sqlalchemy.orm import Session, load_only
 
 from tessera.coordinator.db import audit
 from tessera.coordinator.db.declarations import Declarations
@@ -47,14 +47,16 @@ _TERMS: WeakKeyDictionary[Engine, dict[str, RunTerms]] = WeakKeyDictionary()
 MAX_TERMS = 1024
 
 
-def invitation(session: Session, run: RunRow) -> RunTerms:
+def terms_of(session: Session, run_id: str) -> RunTerms:
+    """Return a run's terms, which are parsed once for many requests and looks."""
     known = _TERMS.setdefault(session.get_bind().engine, {})
-    if (terms := known.get(run.id)) is None:
-        creator = audit.creator_of(session, run.id)
-        terms = RunTerms(RunSpec.model_validate(run.spec), run.model_bytes, creator, run.id)
+    if (terms := known.get(run_id)) is None:
+        run = session.get_one(RunRow, run_id)
+        creator = audit.creator_of(session, run_id)
+        terms = RunTerms(RunSpec.model_validate(run.spec), run.model_bytes, creator, run_id)
         if len(known) >= MAX_TERMS:
             known.clear()
-        known[run.id] = terms
+        known[run_id] = terms
     return terms
 
 
@@ -143,18 +145,22 @@ def run_snapshot(session: Session, run_id: str, live: Sequence[LiveWorker], *, a
     """Return a run at this moment. With `absent_are_gone`, workers that are not live are not waited for."""
     here = ids(live) if absent_are_gone else None
     live_round = (RoundRow.run_id == RunRow.id) & RoundRow.state.in_(LIVE_ROUND)
-    rows = select(RunRow, RoundRow).outerjoin(RoundRow, live_round).where(RunRow.id == run_id)
-    run, round_ = cast("tuple[RunRow, RoundRow | None]", session.execute(rows).one())
-    invited = invitation(session, run)
+    ended_at = select(func.max(RoundRow.closed_at)).where(RoundRow.run_id == run_id).scalar_subquery()
+    rows = select(RunRow, RoundRow, ended_at).outerjoin(RoundRow, live_round).where(RunRow.id == run_id)
+    # Not its settings, which were parsed before.
+    columns = load_only(RunRow.state, RunRow.version_number, RunRow.resumed_at)
+    found = session.execute(rows.options(columns)).one()
+    run, round_, ended = cast("tuple[RunRow, RoundRow | None, float | None]", found)
+    invited = terms_of(session, run_id)
     spec = invited.spec
-    tasks = _task_snapshots(session, TaskRow.round_id == round_.id, here) if round_ else ()
-    ended = session.scalar(select(func.max(RoundRow.closed_at)).where(RoundRow.run_id == run_id))
     # An expired evaluation of an earlier version at a site is not repeated: the site's own state may have changed.
     wanted = ~TaskRow.held_out | (TaskRow.version_number == _latest_due(run, spec))
     pending = (TaskRow.run_id == run_id) & (TaskRow.kind == "evaluate")
     pending &= TaskRow.state.in_(("offered", "leased")) | (
         (TaskRow.state == "expired") & (TaskRow.attempts < spec.cohort.max_task_attempts) & wanted
     )
+    which = pending | (TaskRow.round_id == round_.id) if round_ else pending
+    tasks, evaluations = _task_snapshots(session, which, here)
     return RunSnapshot(
         id=run.id,
         state=run.state,
@@ -165,13 +171,16 @@ def run_snapshot(session: Session, run_id: str, live: Sequence[LiveWorker], *, a
         abandoned=0 if round_ else _abandoned(session, run),
         eligible=0 if round_ else len(sites_of(candidates(session, invited, live))),
         idle_since=max(run.resumed_at, ended or 0.0),
-        evaluations=_task_snapshots(session, pending, here),
+        evaluations=evaluations,
         unevaluated=(*central_due(session, run, spec, here), *sites_due(session, run, invited, live)),
         evaluators=len(evaluators(invited, live)),
     )
 
 
-def _task_snapshots(session: Session, which: ColumnElement[bool], here: set[str] | None) -> tuple[TaskSnapshot, ...]:
+def _task_snapshots(
+    session: Session, which: ColumnElement[bool], here: set[str] | None
+) -> tuple[tuple[TaskSnapshot, ...], tuple[TaskSnapshot, ...]]:
+    """Return the tasks of rounds, and the evaluations."""
     # Only these columns: every decision about a run reads them, and a task's plan is slow to decode.
     columns = (
         TaskRow.id,
@@ -180,12 +189,16 @@ def _task_snapshots(session: Session, which: ColumnElement[bool], here: set[str]
         TaskRow.token,
         TaskRow.attempts,
         TaskRow.lease_expires_at,
+        TaskRow.upload_bytes,
     )
-    rows = select(*columns, TaskRow.worker_id).join_from(TaskRow, WorkerRow).where(which).order_by(TaskRow.id)
-    return tuple(
-        TaskSnapshot(id_, site, state, token, attempts, expires_at, here is None or worker_id in here)
-        for id_, site, state, token, attempts, expires_at, worker_id in session.execute(rows)
-    )
+    rows = select(*columns, TaskRow.worker_id, TaskRow.kind).join_from(TaskRow, WorkerRow).where(which)
+    found: dict[bool, list[TaskSnapshot]] = {True: [], False: []}
+    for id_, site, state, token, attempts, expires_at, nbytes, worker_id, kind in session.execute(
+        rows.order_by(TaskRow.id)
+    ):
+        present = here is None or worker_id in here
+        found[kind == "train"].append(TaskSnapshot(id_, site, state, token, attempts, expires_at, present, nbytes))
+    return tuple(found[True]), tuple(found[False])
 
 
 def _abandoned(session: Session, run: RunRow) -> int:

@@ -5,13 +5,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from sqlalchemy import Row, select, update
-from sqlalchemy.orm import Session
+from sqlalchemy import ColumnElement, Row, exists, select, update
+from sqlalchemy.orm import Session, aliased, object_session
 
-from tessera.coordinator.db import audit
-from tessera.coordinator.db.tables import RoundRow, RunRow, SiteRow, TaskRow, VersionRow, WorkerRow
+from tessera.coordinator.db.snapshots import terms_of
+from tessera.coordinator.db.tables import RoundRow, SiteRow, TaskRow, VersionRow, WorkerRow
 from tessera.coordinator.db.transitions import move_task
 from tessera.coordinator.domain.acceptance import refusal
+from tessera.coordinator.domain.eligibility import RunTerms
 from tessera.shared.api.runs import RunSpec
 from tessera.shared.api.tasks import EvaluationResult, Progress, Receipt, Submission, Task
 from tessera.shared.api.versions import VersionRef
@@ -28,14 +29,19 @@ class TaskRecord:
     task: TaskRow
     worker: WorkerRow
     site: str
-    run: RunRow
     round: RoundRow | None
     version: VersionRef
 
     @cached_property
+    def terms(self) -> RunTerms:
+        """The run's terms; read them while the record's session is open."""
+        session = object_session(self.task)
+        assert session is not None  # noqa: S101 (for the types)
+        return terms_of(session, self.task.run_id)
+
+    @property
     def spec(self) -> RunSpec:
-        """The run's settings, parsed at the first use."""
-        return RunSpec.model_validate(self.run.spec)
+        return self.terms.spec
 
     @property
     def plan(self) -> Plan:
@@ -62,19 +68,18 @@ class TaskRecord:
 
 
 RECORDS = (
-    select(TaskRow, WorkerRow, SiteRow.name, RunRow, RoundRow, VersionRow)
+    select(TaskRow, WorkerRow, SiteRow.name, RoundRow, VersionRow.number, VersionRow.digest)
     .join(WorkerRow, WorkerRow.id == TaskRow.worker_id)
     .join(SiteRow, SiteRow.id == WorkerRow.site_id)
-    .join(RunRow, RunRow.id == TaskRow.run_id)
     .join(VersionRow, (VersionRow.run_id == TaskRow.run_id) & (VersionRow.number == TaskRow.version_number))
     .outerjoin(RoundRow, RoundRow.id == TaskRow.round_id)
 )
 """Tasks with the rows around them, for `record_of`."""
 
 
-def record_of(row: Row[TaskRow, WorkerRow, str, RunRow, RoundRow, VersionRow]) -> TaskRecord:
-    task, worker, site, run, round_, version = row
-    return TaskRecord(task, worker, site, run, round_, VersionRef(number=version.number, digest=version.digest))
+def record_of(row: Row[TaskRow, WorkerRow, str, RoundRow, int, str]) -> TaskRecord:
+    task, worker, site, round_, number, digest = row
+    return TaskRecord(task, worker, site, round_, VersionRef(number=number, digest=digest))
 
 
 def find_task(session: Session, task_id: str, site_id: str | None) -> TaskRecord:
@@ -87,8 +92,9 @@ def find_task(session: Session, task_id: str, site_id: str | None) -> TaskRecord
 
 def reload(session: Session, record: TaskRecord) -> TaskRecord:
     """Load a task again in another session: its own row and its round's."""
-    round_ = session.get_one(RoundRow, record.round.id) if record.round else None
-    return replace(record, task=session.get_one(TaskRow, record.task.id), round=round_)
+    rows = select(TaskRow, RoundRow).outerjoin(RoundRow, RoundRow.id == TaskRow.round_id)
+    task, round_ = session.execute(rows.where(TaskRow.id == record.task.id)).one()
+    return replace(record, task=task, round=round_)
 
 
 def withhold(session: Session, now: float, actor: str, worker_id: str, withheld: Mapping[str, str]) -> None:
@@ -105,27 +111,48 @@ def note_withheld(record: TaskRecord, reason: str) -> None:
     worker.declared = {**worker.declared, "withheld": dict(list(withheld.items())[-MAX_WITHHELD:])}
 
 
-def claimable(session: Session, worker_id: str, instance: str) -> TaskRow | None:
+def claimable(session: Session, worker_id: str, instance: str) -> TaskRecord | None:
     """Return the task that this process of the worker holds already, or else the oldest that is offered to the
     worker.
 
     A site's own evaluation comes before training, which would change its state.
     """
+    row = session.execute(RECORDS.where(_open_to(worker_id, instance)).order_by(*_order(instance)).limit(1)).first()
+    return record_of(row) if row else None
+
+
+def is_claimable(session: Session, worker_id: str, instance: str) -> bool:
+    """Return whether `claimable` finds a task."""
+    return session.scalars(select(TaskRow.id).where(_open_to(worker_id, instance)).limit(1)).first() is not None
+
+
+def _open_to(worker_id: str, instance: str) -> ColumnElement[bool]:
+    return (TaskRow.worker_id == worker_id) & (_held(instance) | (TaskRow.state == "offered"))
+
+
+def _order(instance: str) -> tuple[ColumnElement[Any], ...]:
+    return _held(instance).desc(), TaskRow.held_out.desc(), TaskRow.created_at.asc(), TaskRow.id.asc()
+
+
+def _held(instance: str) -> ColumnElement[bool]:
     # After a lost response, the process gets the same task again.
-    again = (TaskRow.state == "leased") & (TaskRow.instance == instance)
-    order = (again.desc(), TaskRow.held_out.desc(), TaskRow.created_at, TaskRow.id)
-    open_to = (TaskRow.worker_id == worker_id) & (again | (TaskRow.state == "offered"))
-    return session.scalars(select(TaskRow).where(open_to).order_by(*order).limit(1)).first()
+    return (TaskRow.state == "leased") & (TaskRow.instance == instance)
 
 
-def has_begun_another(session: Session, task: TaskRow) -> bool:
-    """Return whether the worker had another task on the same version, and so has its blocks."""
-    created_at = session.get_one(VersionRow, (task.run_id, task.version_number)).created_at
+def digest_before(session: Session, task: TaskRow) -> tuple[str | None, bool]:
+    """Return the digest of the version before the task's, and whether the worker had another task on the task's
+    version, and so has its blocks."""
+    this, before = aliased(VersionRow), aliased(VersionRow)
     # Uses an index instead of scanning all tasks of the worker.
     lately = TaskRow.state.in_(("leased", *ACCEPTED)) & TaskRow.kind.in_(("train", "evaluate"))
-    of_worker = (TaskRow.worker_id == task.worker_id) & lately & (TaskRow.created_at >= created_at)
+    of_worker = (TaskRow.worker_id == task.worker_id) & lately & (TaskRow.created_at >= this.created_at)
     same = (TaskRow.run_id == task.run_id) & (TaskRow.version_number == task.version_number) & (TaskRow.id != task.id)
-    return session.scalars(select(TaskRow.id).where(of_worker, same).limit(1)).first() is not None
+    joined = (before.run_id == this.run_id) & (before.number == this.number - 1)
+    rows = select(before.digest, exists().where(of_worker, same)).select_from(this).outerjoin(before, joined)
+    digest, has_another = session.execute(
+        rows.where(this.run_id == task.run_id, this.number == task.version_number)
+    ).one()
+    return digest, has_another
 
 
 def offered_to(session: Session, worker_ids: Sequence[str]) -> list[str]:
@@ -147,7 +174,6 @@ def lease(session: Session, now: float, actor: str, task: TaskRow, instance: str
             "progress": {},
         }
         move_task(session, now, actor, task, "lease", values)
-    session.refresh(task)
 
 
 def renew(session: Session, task: TaskRow, expires_at: float, progress: Progress | None = None) -> None:
@@ -179,7 +205,6 @@ def settle(
     """
     record.require_lease(token)
     move_task(session, now, actor, record.task, event, columns)
-    session.refresh(record.task)
 
 
 def was_released(record: TaskRecord, token: int) -> bool:
@@ -232,6 +257,6 @@ def task_message(session: Session, record: TaskRecord, lease_seconds: float, inl
         seed=task.seed,
         lease_seconds=lease_seconds,
         inline_bytes=inline_bytes,
-        orchestrator=audit.creator_of(session, task.run_id),
+        orchestrator=record.terms.orchestrator,
         receipt=last_receipt(session, task),
     )

@@ -4,6 +4,7 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, update
 from sqlalchemy.orm import Session
+from sqlalchemy.orm.attributes import set_committed_value
 
 from tessera.coordinator.db import audit
 from tessera.coordinator.db.tables import RoundRow, RunRow, TaskRow
@@ -25,19 +26,23 @@ def move_run(session: Session, now: float, actor: str, run_id: str, event: str, 
 def move_round(
     session: Session, now: float, actor: str, round_: RoundRow, event: str, reason: str | None, **detail: Any
 ) -> None:
-    """Raise Conflict if the round is in no state from which `event` starts. The audit has `detail` too."""
+    """Move a round; `round_` then has the new values. The audit has `detail` too.
+
+    Raises Conflict if it is in no state from which `event` starts.
+    """
     values: dict[str, Any] = {"reason": reason}
     if event != "close":
         values["closed_at"] = now
     _move(session, RoundRow, ROUND, event, RoundRow.id == round_.id, values)
     about = {"number": round_.number, "reason": reason, **detail}
     audit.record(session, now, actor, f"round.{event}", round_.id, run_id=round_.run_id, **about)
+    _note(round_, {"state": ROUND[event].target, **values})
 
 
 def move_task(
     session: Session, now: float, actor: str, task: TaskRow, event: str, columns: dict[str, Any] | None = None
 ) -> None:
-    """Move a task that still has the token that `task` was read with.
+    """Move a task that still has the token that `task` was read with; `task` then has the new values.
 
     Raises Conflict if it has another, or is in no state from which `event` starts.
     """
@@ -49,6 +54,7 @@ def move_task(
     if head := values.get("audit_head"):
         about["audit_head"] = head
     audit.record(session, now, actor, f"task.{event}", task.id, run_id=task.run_id, **about)
+    _note(task, {"state": TASK[event].target, **values})
 
 
 def move_tasks(session: Session, event: str, which: ColumnElement[bool], **values: Any) -> int:
@@ -71,6 +77,12 @@ def _move(
     if _update(session, table, move, which, values) != 1:
         kind = table.__tablename__[:-1]
         raise Conflict(f"this {kind} is not in a state to {event}; that starts from {', '.join(move.sources)}")
+
+
+def _note(row: RoundRow | TaskRow, values: dict[str, Any]) -> None:
+    """Give a row in memory what was written, instead of reading it again."""
+    for name, value in values.items():
+        set_committed_value(row, name, value)
 
 
 def _update(

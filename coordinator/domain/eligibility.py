@@ -37,7 +37,8 @@ class RunTerms:
 
 
 def unknown_settings(spec: RunSpec, declared: Mapping[str, Any]) -> list[str]:
-    """Return the run's settings of local training that the worker's version does not know: it can read no task."""
+    """Return the run's settings of local training that the worker cannot apply: its version does not know them, and
+    can read no task, or it lacks an extra."""
     return sorted(used_later_settings(spec.training) - set(declared.get("training", ())))
 
 
@@ -69,8 +70,7 @@ def _objections(invitation: RunTerms, site: str, declared: Mapping[str, Any]) ->
     if spec.method.name not in declared["methods"]:
         yield "methods", f"it does not know the method {spec.method.name}, or may not use it"
     if unknown := unknown_settings(spec, declared):
-        names = ", ".join(f"training.{name}" for name in unknown)
-        yield "version", f"its version of Tessera does not know {names}: upgrade it, or leave the setting out"
+        yield "version", _about(unknown)
     examples = declared["datasets"].get(spec.dataset, 0)
     if examples <= 0:
         others = ", ".join(sorted(declared["datasets"])[:SHOWN])
@@ -79,6 +79,15 @@ def _objections(invitation: RunTerms, site: str, declared: Mapping[str, Any]) ->
         yield "withheld", reason
     if policy := policy_of(declared):
         yield from _refusals(invitation, examples, policy)
+
+
+def _about(unknown: list[str]) -> str:
+    names = ", ".join(f"training.{name}" for name in unknown)
+    if unknown == ["augmentation"]:
+        return (
+            f"it cannot apply {names}: install tessera[augmentation] of this version there, or leave the setting out"
+        )
+    return f"its version of Tessera does not know {names}: upgrade it, or leave the setting out"
 
 
 def _refusals(invitation: RunTerms, examples: int, policy: AdvertisedPolicy) -> Iterator[tuple[str, str]]:

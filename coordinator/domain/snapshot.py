@@ -16,6 +16,8 @@ class TaskSnapshot:
     lease_expires_at: float | None
     present: bool = True
     """Its worker was seen recently, or may still appear."""
+    upload_bytes: int = 0
+    """The size of its accepted update."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,11 @@ class RoundSnapshot:
     state: str
     deadline_at: float
     tasks: tuple[TaskSnapshot, ...]
+
+    @property
+    def update_bytes(self) -> int:
+        """The size of all accepted updates together."""
+        return sum(task.upload_bytes for task in self.tasks if task.state == "accepted")
 
 
 @dataclass(frozen=True)

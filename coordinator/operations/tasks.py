@@ -2,17 +2,18 @@
 
 import asyncio
 import json
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from functools import partial
 from typing import Any
 
 from anyio import to_thread
+from sqlalchemy.orm import Session
 
 from tessera.coordinator.auth import tokens
-from tessera.coordinator.blobs.uploads import Upload, find_finished, retain
+from tessera.coordinator.blobs.uploads import find_finished, require_digest, retain
 from tessera.coordinator.db import tasks, views
-from tessera.coordinator.db.tables import TaskRow, VersionRow, WorkerRow
+from tessera.coordinator.db.tables import TaskRow, WorkerRow
 from tessera.coordinator.db.tasks import TaskRecord
 from tessera.coordinator.db.workers import enrol, enrolled, note_live
 from tessera.coordinator.domain.principal import Principal
@@ -90,27 +91,24 @@ def lease(services: Services, caller: Principal, worker_id: str, instance: str, 
     if not woken:
         # A worker that polls repeatedly must not block writers.
         with services.database.snapshot() as session:
-            if tasks.claimable(session, worker_id, instance) is None:
+            if not tasks.is_claimable(session, worker_id, instance):
                 return None
     seconds, now = services.settings.lease_seconds, services.database.now()
     with services.database.transaction() as session:
         if woken:
             # Revoking a token also wakes the claims that wait with it.
             tokens.principal_for_token(session, now, caller.token_id)
-        offered = tasks.claimable(session, worker_id, instance)
-        if offered is None:
+        record = tasks.claimable(session, worker_id, instance)
+        if record is None:
             return None
         try:
-            tasks.lease(session, now, caller.actor, offered, instance, seconds)
+            tasks.lease(session, now, caller.actor, record.task, instance, seconds)
         except Conflict:
             # Another claim of this worker was faster.
             return None
-        record = tasks.find_task(session, offered.id, caller.site_id)
         task = tasks.task_message(session, record, seconds, services.settings.submission_bytes)
-        before = session.get(VersionRow, (task.run, task.version.number - 1))
-        earlier = before.digest if before else None
-        known = earlier == task.version.digest or tasks.has_begun_another(session, offered)
-    if known:
+        earlier, has_another = tasks.digest_before(session, record.task)
+    if has_another or earlier == task.version.digest:
         return task
     # If a blob cannot be read, the worker finds out and reports it.
     with suppress(Problem):
@@ -189,26 +187,27 @@ def submit_update(services: Services, caller: Principal, task_id: str, report: S
         if (task.state, task.token, task.update_digest) == ("rejected", report.token, report.update) and task.problem:
             raise problem_from(task.problem)
         tasks.require_report(record, report, "train")
-        upload = find_finished(session, caller.owner, report.update)
+        spec, plan = record.spec, record.plan
+        if report.data is None:
+            length = _uploaded_bytes(session, caller.owner, report.update)
     if report.data is not None:
-        _receive(services, len(report.data))
-        upload = services.uploads.store(caller.owner, report.update, report.data, site_id=caller.site_id)
-    if upload is None:
-        missing = Fault(pointer="/update", detail="your site has no complete upload with this digest")
-        raise Invalid(f"{report.update} was not uploaded", errors=[missing], remedy="Upload it, then submit again.")
-    spec, plan = record.spec, record.plan
+        _receive(services, report.update, report.data)
+        length = len(report.data)
     try:
         model = services.states.model(spec.model)
         check_report(spec, model, plan, report.examples, report.metrics)
         manifest = services.states.manifest(record.version.digest)
         # This reads the whole update, outside of any transaction.
-        measured, blocks = services.inspector.checked(report.update, model, manifest, plan, spec.max_update_norm)
+        measured, blocks = services.inspector.checked(
+            report.update, model, manifest, plan, spec.max_update_norm, report.data
+        )
         metrics = {**views.without_scores(report.metrics), **measured}
     except InvalidUpdate as problem:
         _reject(services, caller, record, report, problem)
         raise
     layers = [layer.name for layer in layers_of(model.by_name[name] for name in blocks)]
-    view = _accept(services, caller, record, _accepted(report, metrics, layers, upload), upload)
+    columns = {**_accepted(report, metrics), "layers": layers, "update_digest": report.update, "upload_bytes": length}
+    view = _accept(services, caller, record, columns, report.data)
     UPDATES_TOTAL.labels(outcome="accepted").inc()
     return view
 
@@ -252,48 +251,56 @@ def release(services: Services, caller: Principal, task_id: str, request: Heartb
     return view
 
 
-def _receive(services: Services, nbytes: int) -> None:
-    """Count the bytes of an update inside its submission. Raise Invalid if they are too many."""
-    if nbytes > (most := services.settings.submission_bytes):
-        fault = Fault(pointer="/data", detail=f"{nbytes} bytes; a submission may contain {most}")
+def _uploaded_bytes(session: Session, owner: str, digest: str) -> int:
+    """Return the length of an update that was uploaded. Raise Invalid if it was not."""
+    upload = find_finished(session, owner, digest)
+    if upload is None:
+        missing = Fault(pointer="/update", detail="your site has no complete upload with this digest")
+        raise Invalid(f"{digest} was not uploaded", errors=[missing], remedy="Upload it, then submit again.")
+    return upload.length
+
+
+def _receive(services: Services, digest: str, data: bytes) -> None:
+    """Count the bytes of an update inside its submission. Raise Invalid if they are too many, and DigestMismatch."""
+    if len(data) > (most := services.settings.submission_bytes):
+        fault = Fault(pointer="/data", detail=f"{len(data)} bytes; a submission may contain {most}")
         raise Invalid("the update is too large for its submission", errors=[fault], remedy="Upload it first.")
-    RECEIVED_BYTES.inc(nbytes)
+    RECEIVED_BYTES.inc(len(data))
     services.memory.require()
+    require_digest(digest, data)
 
 
-def _accepted(
-    report: Submission | EvaluationResult,
-    metrics: dict[str, float],
-    layers: Sequence[str] = (),
-    upload: Upload | None = None,
-) -> dict[str, Any]:
+def _accepted(report: Submission | EvaluationResult, metrics: dict[str, float]) -> dict[str, Any]:
     """Return the columns of a task whose report is accepted."""
     progress = {"progress": report.progress.model_dump(mode="json", exclude_none=True)} if report.progress else {}
     return progress | {
         "examples": report.examples,
         "metrics": metrics,
-        "layers": list(layers),
         "download_bytes": report.download_bytes,
-        "upload_bytes": upload.length if upload else 0,
-        "update_digest": upload.digest if upload else None,
         "audit_head": report.audit_head,
     }
 
 
 def _accept(
-    services: Services, caller: Principal, judged: TaskRecord, columns: dict[str, Any], upload: Upload | None = None
+    services: Services, caller: Principal, judged: TaskRecord, columns: dict[str, Any], data: bytes | None = None
 ) -> TaskView:
-    """Accept a report that was validated, under the token of its validation."""
-    token = judged.task.token
+    """Accept a report that was validated, under the token of its validation, and with it the update that it contains
+    or names."""
+    token, digest, site_id = judged.task.token, columns.get("update_digest"), caller.site_id or ""
+    # On disk, if it is large, before the transaction that makes it a blob.
+    stored = services.blobs.put([data]) if data is not None else None
     with services.database.transaction() as session:
         now, record = services.database.now(), tasks.reload(session, judged)
-        if not tasks.was_accepted(record, token, columns["update_digest"]):
-            if upload:
-                retain(session, now, upload)
-            tasks.settle(session, now, caller.actor, record, token, "accept", columns)
-            # Counted but never refused, so that work in progress can finish.
+        if not tasks.was_accepted(record, token, digest):
             nbytes = len(json.dumps(columns["metrics"]))
-            services.uploads.quota.note_bytes(session, now, caller.site_id or "", nbytes)
+            if stored:
+                services.uploads.enter(session, now, caller.owner, stored, site_id=site_id, more_bytes=nbytes)
+            else:
+                # Counted but never refused, so that work in progress can finish.
+                services.uploads.quota.note_bytes(session, now, site_id, nbytes)
+            if digest and not stored:
+                retain(session, now, caller.owner, digest)
+            tasks.settle(session, now, caller.actor, record, token, "accept", columns)
         view = _view(record, caller)
     services.wake_conductor()
     return view

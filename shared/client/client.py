@@ -319,17 +319,18 @@ class Client:
     def put_bytes(self, data: bytes) -> str:
         """Upload bytes and return their digest."""
         digest = digest_of(data)
-        self._upload(digest, io.BytesIO(data), len(data), None)
+        self.put_stream(digest, io.BytesIO(data), len(data))
         return digest
 
     def put_file(self, path: Path, progress: Progress | None = None, digest: str | None = None) -> str:
         """Upload a file, resuming after interruptions, and return its digest, computed unless given."""
         digest = digest or digest_at(path)
         with path.open("rb") as file:
-            self._upload(digest, file, path.stat().st_size, progress)
+            self.put_stream(digest, file, path.stat().st_size, progress)
         return digest
 
-    def _upload(self, digest: str, file: BinaryIO, length: int, progress: Progress | None) -> None:
+    def put_stream(self, digest: str, file: BinaryIO, length: int, progress: Progress | None = None) -> None:
+        """Upload `length` bytes with this digest from a seekable file, resuming after interruptions."""
         whole = length <= ONE_REQUEST_BYTES
         file.seek(0)
         headers = {

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from tessera.shared.model.block_rates import rate_faults
+from tessera.shared.model.dataset_schema import PIXELS, TAKES
 from tessera.shared.model.spec import Model
 from tessera.shared.model.training_loss import loss_faults
 from tessera.shared.run_settings import Training
@@ -12,3 +13,6 @@ def training_faults(training: Training, model: Model) -> Iterator[tuple[str, str
     """Yield each such setting, with the reason and the remedy."""
     yield from loss_faults(training, model)
     yield from (("rates", said) for said in rate_faults(training, model.blocks))
+    if training.augments and PIXELS not in TAKES.get(model.head, (PIXELS,)):
+        kind = f"{model.config['model_type']} for {model.head}"
+        yield "augmentation", f"changes images, and this {kind} takes none: leave it out, or make a model of images"

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from io import BytesIO
 from math import isfinite, sqrt
 
 import numpy as np
@@ -28,11 +29,18 @@ class Inspector:
     blobs: BlobStore
     states: States
 
-    def open(self, digest: str, model: Model, manifest: Manifest, plan: Plan) -> dict[str, EncodedTensor]:
-        """Return an update's blocks, lazily decoded, by name. Raises InvalidUpdate if its form is wrong."""
+    def open(
+        self, digest: str, model: Model, manifest: Manifest, plan: Plan, data: bytes | None = None
+    ) -> dict[str, EncodedTensor]:
+        """Return an update's blocks, lazily decoded, by name; `data` has its bytes if it is not stored.
+
+        Raises InvalidUpdate if its form is wrong.
+        """
         asked = {block.name: block for block in plan.upload.resolve(model.blocks)}
         self.blobs.expect({manifest.blocks[name] for name in asked})
         bases = {name: self.states.tensor(block, manifest) for name, block in asked.items()}
+        if data is not None:
+            return read_update(partial(BytesIO, data), len(data), asked, bases)
         return read_update(partial(self.blobs.open, digest), self.blobs.size(digest), asked, bases)
 
     def check(
@@ -42,14 +50,20 @@ class Inspector:
         return self.checked(digest, model, manifest, plan, max_norm)[0]
 
     def checked(
-        self, digest: str, model: Model, manifest: Manifest, plan: Plan, max_norm: float | None
+        self,
+        digest: str,
+        model: Model,
+        manifest: Manifest,
+        plan: Plan,
+        max_norm: float | None,
+        data: bytes | None = None,
     ) -> tuple[Mapping[str, float], Sequence[str]]:
         """Return the same, with the names of the update's blocks in the order of the table.
 
         Raises InvalidUpdate naming every block that cannot be decoded, is not finite or is absurdly far from its
         version, or a norm out of bounds.
         """
-        blocks = self.open(digest, model, manifest, plan)
+        blocks = self.open(digest, model, manifest, plan, data)
         if not blocks and plan.upload:
             raise of_whole("no-block", "the update holds no block", "Send at least one of the blocks asked for.")
         faults: list[Fault] = []

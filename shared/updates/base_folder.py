@@ -51,9 +51,24 @@ class FoundBlock:
     raw: RawTensor
     span: Span | None
 
+    @classmethod
+    def of(cls, block: Block, raw: RawTensor) -> Self:
+        """Return a block of a tensor."""
+        return cls(block, raw, _span_of(raw, block))
+
     def data(self) -> memoryview:
         """Return the block's bytes as they are stored and sent."""
         return part_of(self.raw.values(), self.block)
+
+
+@dataclass(frozen=True)
+class ConvertedBlock:
+    """A block whose bytes stand in no file, since transformers makes it of others while loading."""
+
+    block: Block
+    data: memoryview
+    sources: tuple[Path, ...]
+    """The files that it was made of."""
 
 
 def part_of(tensor: Array, block: Block) -> memoryview:
@@ -92,7 +107,7 @@ class BaseFolder:
             if raw is None:
                 missing.append(block)
             else:
-                found.append(FoundBlock(block, raw, _span_of(raw, block)))
+                found.append(FoundBlock.of(block, raw))
         return found, missing
 
     def explain(self, missing: Iterable[Block]) -> str:

@@ -11,11 +11,19 @@ from typing import Any
 
 import pytest
 
-from benchmarks.measuring import Results, Target, forget_peak, peak_bytes, resident_bytes, table
+from benchmarks.measuring import (
+    Results,
+    Target,
+    forget_peak,
+    machine_speeds,
+    peak_bytes,
+    resident_bytes,
+    table,
+)
 from tests.test_architecture import ROOT
 
 
-def quickly(name: str, out: Path, *options: str) -> dict[str, Any]:
+def quickly(name: str, out: Path, *options: str, file: str | None = None) -> dict[str, Any]:
     """What a benchmark writes, in its quick form or with these options. It is a process of its own: it takes over
     signals and limits."""
     done = subprocess.run(
@@ -26,14 +34,18 @@ def quickly(name: str, out: Path, *options: str) -> dict[str, Any]:
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    found: dict[str, Any] = json.loads((out / f"{name}.json").read_text())
+    found: dict[str, Any] = json.loads((out / (file or f"{name}.json")).read_text())
     return found
 
 
 @pytest.mark.long
 @pytest.mark.timeout(300)  # five processes that import much, twice
-def test_rounds_are_measured_beside_the_bare_loop_with_the_same_bytes(tmp_path: Path) -> None:
-    rows = quickly("rounds", tmp_path)["rows"]
+@pytest.mark.parametrize("options", [(), ("--tls",)])
+def test_rounds_are_measured_beside_the_bare_loop_with_the_same_bytes(
+    tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    file = "rounds-tls.json" if options else "rounds.json"
+    rows = quickly("rounds", tmp_path, "--quick", *options, file=file)["rows"]
     assert [(row["side"], row["exchange"]) for row in rows] == [
         ("tessera", "full"),
         ("bare loop", "full"),
@@ -129,10 +141,20 @@ def test_results_are_written_with_what_the_machine_was(tmp_path: Path) -> None:
     results = Results("some", "about")
     results.add(side="a", seconds=1.5)
     results.aim("share", 2.0, 1.5)
+    results.speeds |= {"copy_GB_s": 5.0}
     written = json.loads(results.write(tmp_path).read_text())
     assert written["rows"] == [{"side": "a", "seconds": 1.5}]
     assert written["targets"][0]["met"] is False
     assert written["machine"]["cores"] == os.cpu_count()
+    assert written["machine"]["copy_GB_s"] == 5.0
+
+
+def test_the_speeds_of_the_machine_are_measured() -> None:
+    speeds = machine_speeds(1 << 22)
+    assert list(speeds) == [
+        f"{name}_GB_s" for name in ("first_touch", "touch_again", "copy", "sha256", "new_file", "loopback")
+    ]
+    assert min(speeds.values()) > 0
 
 
 def test_a_peak_is_forgotten() -> None:

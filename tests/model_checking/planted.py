@@ -89,7 +89,7 @@ def table_first(self: Any, upload: Any, file: Any, hexadecimal: str) -> None:
     path = self._path(upload)
     if f"sha256:{hexadecimal}" != upload.digest:
         path.unlink()
-        raise uploads._mismatch(upload, f"sha256:{hexadecimal}")
+        raise uploads._mismatch(upload.digest, f"sha256:{hexadecimal}")
     if upload.length <= self.blobs.inline_bytes:
         self._complete(upload, self.blobs.adopt(path, upload.digest, upload.length))
         return
@@ -106,9 +106,10 @@ def taken_as_they_are(self: Any, upload: Any, data: bytes) -> None:
         self._complete(upload, replace(self.blobs.put([data]), digest=upload.digest))
 
 
-def in_two_transactions(session: Any, now: float, run: Any, round_: Any, version: Any, *rest: Any) -> Any:
+def in_two_transactions(session: Any, now: float, run: Any, round_: Any, result: Any) -> Any:
     """The version, and then the round's end and the run's number."""
-    news = rounds.add_version(session, now, run.id, version, *rest[:-1])
+    version = result.version
+    news = rounds.add_version(session, now, run.id, version, result.manifest, result.warnings)
     session.flush()
     session.connection().exec_driver_sql("COMMIT")
     session.connection().exec_driver_sql("BEGIN IMMEDIATE")
@@ -123,33 +124,35 @@ def in_two_transactions(session: Any, now: float, run: Any, round_: Any, version
     return news
 
 
-def unmeasured(self: Any, digest: str, model: Any, manifest: Any, plan: Any, max_norm: Any) -> Any:
-    return {}, tuple(self.open(digest, model, manifest, plan))
+def unmeasured(self: Any, digest: str, model: Any, manifest: Any, plan: Any, max_norm: Any, data: Any = None) -> Any:
+    return {}, tuple(self.open(digest, model, manifest, plan, data))
 
 
-def leaking(session: Any, now: float, round_: Any, reason: str) -> None:
+def leaking(session: Any, now: float, round_: Any, reason: str) -> Any:
     """Assigns what earlier attempts at the round had accepted, too."""
-    CLOSE(session, now, round_, reason)
+    digests = CLOSE(session, now, round_, reason)
     attempts = (TaskRow.run_id == round_.run_id) & (TaskRow.version_number == round_.number - 1)
     accepted = TaskRow.state.in_(("accepted", "left_out"))
     session.execute(update(TaskRow).where(attempts, accepted).values(merged_in=round_.number))
+    return digests
 
 
-def by_arrival(session: Any, run_id: str, number: int) -> Any:
+def by_arrival(session: Any, run_id: str, number: int, *open_round: Any) -> Any:
     seq = select(AuditRow.subject).where(AuditRow.action == "task.accept").order_by(AuditRow.seq)
-    digests = select(TaskRow.id, TaskRow.update_digest).where(TaskRow.run_id == run_id, TaskRow.merged_in == number)
+    accepted = TaskRow.state.in_(("accepted", "merged"))
+    digests = select(TaskRow.id, TaskRow.update_digest).where(TaskRow.run_id == run_id, accepted)
     of_task = dict(session.execute(digests).all())
     order = [of_task[task] for task in session.scalars(seq) if task in of_task]
-    return sorted(ASSIGNED(session, run_id, number), key=lambda one: order.index(one.digest))
+    return sorted(ASSIGNED(session, run_id, number, *open_round), key=lambda one: order.index(one.digest))
 
 
-def twice(session: Any, run_id: str, number: int) -> Any:
-    found = ASSIGNED(session, run_id, number)
+def twice(session: Any, run_id: str, number: int, *open_round: Any) -> Any:
+    found = ASSIGNED(session, run_id, number, *open_round)
     return [*found, replace(found[0], worker=f"{found[0].worker}-again")]
 
 
-def one_lost(session: Any, run_id: str, number: int) -> Any:
-    found = ASSIGNED(session, run_id, number)
+def one_lost(session: Any, run_id: str, number: int, *open_round: Any) -> Any:
+    found = ASSIGNED(session, run_id, number, *open_round)
     return found[:-1] if len(found) > 1 else found
 
 

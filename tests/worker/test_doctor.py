@@ -6,6 +6,7 @@ import json
 import re
 import socket
 import ssl
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -140,6 +141,20 @@ def test_a_worker_that_would_measure_nothing_is_told(tmp_path: Path, use: str, v
     given = {"url": "http://127.0.0.1:9", "token": "t", "name": "w", "state_dir": tmp_path, "kinds": ["evaluate"]}
     found = list(dict(checks(WorkerSettings(**given, datasets={"test": source}), probe=False))["data test"]())
     assert [one.verdict for one in found] == verdicts
+
+
+def test_a_trainer_on_images_without_kornia_is_told_what_it_is_not_offered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "kornia", None)
+    given = {"url": "http://127.0.0.1:9", "token": "t", "name": "w", "state_dir": tmp_path}
+    settings = WorkerSettings(**given, datasets={"test": {"kind": "digits"}})
+    _, warning = dict(checks(settings, probe=False))["data test"]()
+    assert (warning.verdict, warning.remedy) == (
+        "warn",
+        "Install tessera[augmentation], if it should take part in them.",
+    )
+    assert "offered no run that changes images" in warning.detail
 
 
 def test_unknown_words_of_a_data_set_are_reported(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -11,17 +12,19 @@ from safetensors import SafetensorError
 
 from tessera.shared.cli.render import output
 from tessera.shared.cli.render.output import AsJson
-from tessera.shared.model.spec import Head, stored_name
+from tessera.shared.model.spec import Head
 from tessera.shared.near_names import absent
 from tessera.shared.problems import Problem
-from tessera.shared.updates.base_folder import BaseFolder, Span
+from tessera.shared.tensors.lazy import digest_of
+from tessera.shared.updates.base_folder import BaseFolder
 from tessera.shared.updates.model_folder import CONFIG_FILE, head_of
 from tessera.worker.cli.exits import BAD_SETTINGS, ConfigFile, Errors, exits
-from tessera.worker.model.block_map import block_table, named_tensors
+from tessera.worker.model.block_map import block_table
 from tessera.worker.model.layouts import MappingFile, read_mapping
-from tessera.worker.model.pretrained import block_data, digests_of, load_pretrained, plain_config, read_object
+from tessera.worker.model.pretrained import plain_config, read_object, some
+from tessera.worker.model.snapshot import Snapshot
 from tessera.worker.settings import read_settings
-from tessera.worker.state.base_cache import BASES_FOLDER, BaseCache, BaseRecord
+from tessera.worker.state.base_cache import BASES_FOLDER, BaseCache, BaseRecord, Place
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 
@@ -141,20 +144,26 @@ def _added(
     *,
     copy: bool,
 ) -> BaseRecord:
-    raw = BaseFolder.open(folder)
-    settings = plain_config(read_object(folder / CONFIG_FILE))
-    model, new = load_pretrained(str(folder), settings | ({"dtype": dtype} if dtype else {}), head, 0, mapping)
-    blocks = [block for block in block_table(model, mapping) if stored_name(block.tensor) not in new]
-    tensors = named_tensors(model)
-    digests = digests_of(tensors, blocks)
-    found, _ = raw.find(() if copy else blocks, digests)
-    places = {each.block.name: each.span for each in found if each.span}
-    spans: dict[str, tuple[str, Span]] = {}
-    for block in blocks:
-        digest = digests[block.name]
-        span = places.get(block.name) or cache.keep(digest, [block_data(tensors, block)], block.nbytes)
-        spans[digest] = (block.name, span)
-    return cache.add(name, spans)
+    settings = plain_config(read_object(folder / CONFIG_FILE)) | ({"dtype": dtype} if dtype else {})
+    snapshot = Snapshot.open(BaseFolder.open(folder), settings, head)
+    blocks = block_table(snapshot.model, mapping)
+    places: dict[str, Place] = {}
+    found = snapshot.in_place(blocks)
+    there = {each.block.name for each in found}
+    with ThreadPoolExecutor() as pool:
+        for each, digest in zip(found, pool.map(lambda each: digest_of(each.data()), found), strict=True):
+            span = None if copy else each.span
+            span = span or cache.keep(digest, [each.data()], each.block.nbytes)
+            places[digest] = Place.of(each.block.name, span, () if span == each.span else [each.raw.span.path])
+    for made in snapshot.converted(blocks):
+        digest = digest_of(made.data)
+        span = cache.keep(digest, [made.data], made.block.nbytes)
+        places[digest] = Place.of(made.block.name, span, made.sources)
+        there.add(made.block.name)
+    # Only a head may be new, and what transformers computes.
+    if lacking := sorted(b.name for b in blocks if b.name not in there and b.role not in {"head", "other"}):
+        raise ValueError(f"the weights do not fit a {snapshot.model.config.model_type}; they lack {some(lacking)}")
+    return cache.add(name, places)
 
 
 def _row(cache: BaseCache, record: BaseRecord) -> dict[str, Any]:

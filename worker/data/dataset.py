@@ -17,6 +17,7 @@ from torch.nn.functional import pad
 from tessera.shared.model.dataset_schema import DatasetSchema, TensorSchema
 from tessera.shared.schema import Frozen
 from tessera.worker.data.cells import Cells
+from tessera.worker.data.normalization import Normalized
 from tessera.worker.data.prepared import Prepared
 
 LABELS = "labels"
@@ -189,15 +190,27 @@ def _padded(read: Callable[[Sequence[int]], Tensor], name: str, padding: Padding
     return padding.fill(name, read(places))
 
 
+Rows = dict[str, Tensor]
+"""The inputs of some examples, by name."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Request:
+    """Rows to read together."""
+
+    places: Mapping[str, NDArray[np.int64]]
+    """The places of the rows, by input."""
+    change: Callable[[Rows], Rows] | None = None
+    """A conversion of what was read."""
+
+
 class Loaders(Protocol):
     """Processes that read rows on disk. `worker.data.loaders` implements it."""
 
     def read(
-        self,
-        readers: Mapping[str, Callable[[Sequence[int]], Tensor]],
-        places: Iterable[Mapping[str, NDArray[np.int64]]],
-    ) -> Iterator[dict[str, Tensor]]:
-        """Yield what the readers return for each batch's places, in their order."""
+        self, readers: Mapping[str, Callable[[Sequence[int]], Tensor]], requests: Iterable[Request]
+    ) -> Iterator[Rows | DataError]:
+        """Yield what the readers return for each request, or a reader's error, in their order."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -228,6 +241,8 @@ class Dataset:
     on_disk: Mapping[str, RowsOnDisk] = field(default_factory=dict)
     loaders: Loaders | None = None
     """The processes that read the rows `in_loaders`; None reads them in this process."""
+    normalization: Normalized | None = None
+    """The conversion of bytes to `pixel_values`, if it is known: augmentation changes bytes."""
     pack: bool = False
     """True if tasks put several of these documents into a row (`worker.data.packing`)."""
 
@@ -297,6 +312,7 @@ class Dataset:
             schema=self.schema,
             on_disk={name: stored.chosen(index) for name, stored in self.on_disk.items()},
             loaders=self.loaders,
+            normalization=self.normalization,
             pack=self.pack,
         )
 

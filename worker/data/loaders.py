@@ -12,31 +12,31 @@ import shutil
 import signal
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
+from itertools import chain, islice
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as MapDataset
 
-from tessera.worker.data.dataset import DataError, Dataset
+from tessera.worker.data.augmentation import SeededAugmentation, augmented
+from tessera.worker.data.dataset import DataError, Dataset, Request, Rows
 
 Reader = Callable[[Sequence[int]], Tensor]
-Places = Mapping[str, NDArray[np.int64]]
-Batch = dict[str, Tensor]
 
 T = TypeVar("T")
 
 PREFETCH = 2
 """Number of batches that each loader reads ahead."""
+PIECE_ROWS = 16
+"""Number of rows that a loader reads together of a part that several share."""
 LOOK_SECONDS = 5.0
 """Time between two looks whether the loaders are alive."""
 PATIENCE_SECONDS = 600.0
@@ -52,37 +52,84 @@ class LoaderFailed(RuntimeError):
 
 
 def stream(
-    dataset: Dataset, batch_size: int | None, generator: torch.Generator | None = None, skip: int = 0
-) -> Iterator[Batch]:
+    dataset: Dataset,
+    batch_size: int | None,
+    generator: torch.Generator | None = None,
+    skip: int = 0,
+    augmentation: SeededAugmentation | None = None,
+) -> Iterator[Rows]:
     """Yield the batches of `Dataset.batches`, with rows on disk as they are read: `finished` completes them.
 
-    Rows on disk are read while the batch before is used. Raises DataError and LoaderFailed.
+    Rows on disk are read, and images are changed, while the batch before is used. Raises DataError and LoaderFailed.
     """
-    if not dataset.on_disk:
-        yield from dataset.batches(batch_size, generator, skip)
-        return
-    loaded = {name: stored for name, stored in dataset.on_disk.items() if stored.in_loaders and dataset.loaders}
     order = dataset.order(batch_size, generator, skip)
+    batches: Iterator[Rows | DataError]
+    if uses_loaders(dataset):
+        batches = read_by_loaders(dataset, order, augmentation)
+    else:
+        here = (read_here(dataset, rows, augmentation) for rows in order)
+        batches = _ahead(here) if dataset.on_disk or augmentation else here
+    for batch in batches:
+        if isinstance(batch, DataError):
+            raise batch
+        yield {**batch, **dataset.common}
 
-    def here(rows: Tensor) -> Batch:
-        memory = {name: tensor[rows] for name, tensor in dataset.tensors.items()}
-        disk = {
-            name: stored.read(stored.places[rows].tolist())
-            for name, stored in dataset.on_disk.items()
-            if name not in loaded
-        }
-        return {**memory, **disk, **dataset.common}
 
-    if not loaded or not dataset.loaders:
-        yield from _ahead(map(here, order))
-        return
+def uses_loaders(dataset: Dataset) -> bool:
+    """Return whether loaders read a part of the inputs."""
+    return dataset.loaders is not None and any(stored.in_loaders for stored in dataset.on_disk.values())
+
+
+def read_here(dataset: Dataset, rows: Tensor, augmentation: SeededAugmentation | None = None) -> Rows:
+    """Return the inputs of the examples at the places `rows`, without those common to all, read by this thread.
+    Raises DataError."""
+    return augmented(augmentation, dataset, rows, _read(dataset, rows))
+
+
+def read_by_loaders(
+    dataset: Dataset, parts: Sequence[Tensor], augmentation: SeededAugmentation | None = None
+) -> Iterator[Rows | DataError]:
+    """Yield the inputs of the examples at each of these places, without those common to all, or a reader's error.
+    Raises LoaderFailed."""
+    if dataset.loaders is None:
+        raise ValueError("the data set has no loaders")
+    loaded = {name: stored for name, stored in dataset.on_disk.items() if stored.in_loaders}
     readers = {name: stored.read for name, stored in loaded.items()}
-    places = ({name: stored.places[rows].numpy() for name, stored in loaded.items()} for rows in order)
-    for rows, read in zip(order, dataset.loaders.read(readers, places), strict=True):
-        yield {**here(rows), **read}
+    requests = (
+        Request(
+            {name: stored.places[rows].numpy() for name, stored in loaded.items()},
+            augmentation.of(dataset, rows) if augmentation else None,
+        )
+        for rows in parts
+    )
+    for rows, read in zip(parts, dataset.loaders.read(readers, requests), strict=True):
+        if isinstance(read, DataError):
+            yield read
+        else:
+            yield {**augmented(augmentation, dataset, rows, _read(dataset, rows, loaded)), **read}
 
 
-def finished(dataset: Dataset, batch: Batch) -> Batch:
+def read_in_pieces(
+    dataset: Dataset, parts: Sequence[Tensor], augmentation: SeededAugmentation | None = None
+) -> Iterator[Rows | DataError]:
+    """Yield the same as `read_by_loaders`, with several loaders at work on each part."""
+    pieces = [torch.split(part, PIECE_ROWS) for part in parts]
+    read = read_by_loaders(dataset, list(chain.from_iterable(pieces)), augmentation)
+    for of_part in pieces:
+        found = list(islice(read, len(of_part)))
+        rows = [each for each in found if not isinstance(each, DataError)]
+        fault = next((each for each in found if isinstance(each, DataError)), None)
+        yield fault or {name: torch.cat([each[name] for each in rows]) for name in rows[0]}
+
+
+def _read(dataset: Dataset, rows: Tensor, besides: Collection[str] = ()) -> Rows:
+    """Return the inputs of some examples as they are read, in this process, besides some."""
+    stored = {name: each for name, each in dataset.on_disk.items() if name not in besides}
+    memory = {name: tensor[rows] for name, tensor in dataset.tensors.items()}
+    return memory | {name: each.read(each.places[rows].tolist()) for name, each in stored.items()}
+
+
+def finished(dataset: Dataset, batch: Rows) -> Rows:
     """Return a batch of `stream` with its rows on disk converted to the model's inputs, on the device of each."""
     return {
         name: dataset.on_disk[name].finished(tensor) if name in dataset.on_disk else tensor
@@ -116,9 +163,9 @@ class LoaderProcesses:
         self._alive: Connection | None = None
         self._pass = 0
 
-    def read(self, readers: Mapping[str, Reader], places: Iterable[Places]) -> Iterator[Batch]:
-        """Yield what the readers return for each batch's places, in their order. A pass that begins ends the one
-        before. Raises DataError of a reader, and LoaderFailed."""
+    def read(self, readers: Mapping[str, Reader], requests: Iterable[Request]) -> Iterator[Rows | DataError]:
+        """Yield what the readers return for each request, or a reader's error, in their order. A pass that begins
+        ends the one before. Raises LoaderFailed."""
         self._pass += 1
         this = self._pass
         if self._readers.keys() != readers.keys() or any(
@@ -126,13 +173,11 @@ class LoaderProcesses:
         ):
             self.close()
             self._readers = dict(readers)
-        batches = self._begin(places)
+        batches = self._begin(requests)
         while this == self._pass:
             batch = self._next(batches)
             if batch is None:
                 return
-            if isinstance(batch, DataError):
-                raise batch
             yield batch
         raise RuntimeError("another pass over the data began before the end of this one")
 
@@ -144,9 +189,8 @@ class LoaderProcesses:
             self._alive.close()
         self._alive = None
 
-    def _begin(self, places: Iterable[Places]) -> Iterator[Any]:
-        batches = list(places)
-        self._sampler.batches = batches
+    def _begin(self, requests: Iterable[Request]) -> Iterator[Any]:
+        self._sampler.requests = list(requests)
         if self._loader:
             try:
                 return iter(self._loader)
@@ -204,29 +248,30 @@ class LoaderProcesses:
 
 
 class _Sampler:
-    """The batches' places, set for each pass."""
+    """The requests, set for each pass."""
 
-    batches: Sequence[Places] = ()
+    requests: Sequence[Request] = ()
 
-    def __iter__(self) -> Iterator[Places]:
-        return iter(self.batches)
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self.requests)
 
     def __len__(self) -> int:
-        return len(self.batches)
+        return len(self.requests)
 
 
 class _Rows(MapDataset[Any]):
-    """The data set of a loader: batches of rows by their places."""
+    """The data set of a loader: rows by requests."""
 
     def __init__(self, readers: Mapping[str, Reader]) -> None:
         self._readers = readers
 
-    def __getitems__(self, places: Places) -> Batch | DataError:
-        """Return a batch, or the error, which torch would wrap in a stack of lines."""
+    def __getitems__(self, request: Request) -> Rows | DataError:
+        """Return the rows, or the error, which torch would wrap in a stack of lines."""
         try:
-            return {name: reader(places[name].tolist()) for name, reader in self._readers.items()}
+            rows = {name: reader(request.places[name].tolist()) for name, reader in self._readers.items()}
         except DataError as fault:
             return fault
+        return request.change(rows) if request.change else rows
 
 
 def _as_it_is(batch: T) -> T:

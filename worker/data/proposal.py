@@ -125,7 +125,8 @@ def _of_folder(proposal: Proposal, folder: Path, found: Sequence[Path], processo
         kinds = counted(Counter(file.suffix.lower() or "without suffix" for file in found))
         formats = f"{', '.join(sorted(SUFFIXES))}; {', '.join(READERS)}"
         raise DataError(
-            f"{folder} contains no images or tables ({formats}), but {kinds}: convert DICOM and other images to PNG"
+            f"{folder} contains no images or tables ({formats}), but {kinds}: convert them to PNG, or for DICOM "
+            "write the table by hand with dicom = true, as docs/data.md describes"
         )
     tops = sorted({file.parts[0] for file in files if len(file.parts) > 1})
     if splits := [top for top in tops if top.lower() in SPLITS]:

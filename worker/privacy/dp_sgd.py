@@ -9,8 +9,8 @@ sums would reveal the sum without noise (Mironov 2012); every point of the grid 
 """
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -19,7 +19,10 @@ import torch
 from torch import Tensor
 
 from tessera.shared.methods.base import WorkerHalf
-from tessera.worker.data.dataset import Dataset
+from tessera.shared.tensors.lazy import Array
+from tessera.worker.data.augmentation import augmentation_of
+from tessera.worker.data.dataset import DataError, Dataset, Rows
+from tessera.worker.data.loaders import LoaderFailed, finished, read_here, read_in_pieces, uses_loaders
 from tessera.worker.model.forward import IGNORED, evaluation_mode, losses
 from tessera.worker.privacy.noise import NoiseSource
 from tessera.worker.privacy.per_example_grads import (
@@ -173,6 +176,8 @@ class NoisyGradients:
         self._noise_source = source
         self._device = local.setup.device
         self._ranks = local.setup.ranks
+        self._augmentation = augmentation_of(local.training, 0)
+        self._by_loaders = uses_loaders(dataset)
         self._without = 0
         self._not_finite = torch.zeros((), dtype=torch.int64, device=self._device)
         """Number of examples whose gradients are not finite. It stays on the device until the end."""
@@ -224,7 +229,8 @@ class NoisyGradients:
     def fill(self) -> None:
         """Set each parameter's gradient to the noisy mean of clipped gradients, and to 0 in frozen rows."""
         sampling = self._mechanism.sampling
-        sampled = self._ranks.same(lambda: self._noise_source.sample(sampling.examples, sampling.rate))
+        sampled, seed = self._ranks.same(lambda: self._draw(sampling))
+        self._augmentation = self._augmentation and replace(self._augmentation, seed=seed)
         rows = self._ranks.rows(torch.from_numpy(sampled))
         totals, unread = self.unchecked_sums(rows)
         # Drawing the noise takes this process some time, in which the device computes the sums.
@@ -237,6 +243,15 @@ class NoisyGradients:
             round_to_grid(total, self._mechanism)
             parameter.grad = total.div_(sampling.expected).to(parameter.dtype)
         self._freeze.mask_gradients()
+
+    def _draw(self, sampling: Sampling) -> tuple[Array, int]:
+        """Draw a step's sample and the seed of its augmentation.
+
+        The seed is as secret as the noise, so that the changes of an example are distributed alike at any place: an
+        example that is removed moves the places of later ones.
+        """
+        sample = self._noise_source.sample(sampling.examples, sampling.rate)
+        return sample, self._noise_source.seed() if self._augmentation else 0
 
     def sums(self, rows: Tensor) -> list[Tensor]:
         """Return the sum of these examples' clipped gradients for each parameter, float64, without noise. `rows`,
@@ -255,9 +270,10 @@ class NoisyGradients:
             for parameter in self._freeze.parameters
         ]
         unread = []
-        for some in torch.split(rows, self._at_once) if len(rows) else ():
+        parts = torch.split(rows, self._at_once) if len(rows) else ()
+        for some, read in zip(parts, self._reads(parts), strict=True):
             try:
-                gradients, right = self._method.unchecked(self._batch(some))
+                gradients, right = self._method.unchecked(self._there(some, read))
             except Exception as fault:  # noqa: BLE001  (each model's code raises its own errors)
                 self._note_failure(self._method, some, fault)
                 right = torch.zeros((), dtype=torch.bool, device=self._device)
@@ -291,12 +307,22 @@ class NoisyGradients:
         for total, part in zip(totals, parts, strict=True):
             total.add_(part)
 
-    def _batch(self, rows: Tensor) -> Batch:
-        return {name: copied(tensor, self._device) for name, tensor in self._dataset.read(rows).items()}
-
     def _note_failure(self, method: PerExample, rows: Tensor, fault: Exception) -> None:
         about = {"way": method.name, "examples": len(rows), "reason": repr(fault)}
         self._log.info("per-example-gradients-failed", **about)
+
+    def _reads(self, parts: Sequence[Tensor]) -> Iterator[Rows | DataError | None]:
+        """Yield what loaders read of each part, or a reader's error; None if this process has to read it."""
+        yielded = 0
+        try:
+            for read in read_in_pieces(self._dataset, parts, self._augmentation) if self._by_loaders else ():
+                yield read
+                yielded += 1
+        except LoaderFailed as fault:
+            # Perhaps because of an example, which must not fail the task.
+            self._log.warning("loaders-not-used", reason=str(fault))
+            self._by_loaders = False
+        yield from [None] * (len(parts) - yielded)
 
     def _gradients(self, rows: Tensor) -> Iterator[Gradients]:
         """Yield the gradients of these examples: all together or, if that fails, one by one.
@@ -307,7 +333,7 @@ class NoisyGradients:
         methods = [self._method] if len(rows) > 1 else [self._method, self._alone]
         for method in methods:
             try:
-                gradients = method(self._batch(rows))
+                gradients = method(self._there(rows))
             except Exception as fault:  # noqa: BLE001  (each model's code raises its own errors)
                 self._note_failure(method, rows, fault)
             else:
@@ -318,6 +344,13 @@ class NoisyGradients:
                 yield from self._gradients(row)
         else:
             self._without += 1
+
+    def _there(self, rows: Tensor, read: Rows | DataError | None = None) -> Rows:
+        """Return the examples on the device, perhaps read before. Raises DataError."""
+        if isinstance(read, DataError):
+            raise read
+        read = read_here(self._dataset, rows, self._augmentation) if read is None else read
+        return finished(self._dataset, {name: copied(tensor, self._device) for name, tensor in read.items()})
 
     def close(self) -> None:
         self._method.close()

@@ -30,6 +30,7 @@ from tessera.shared.model.spec import Model
 from tessera.shared.tensors.lazy import Array
 from tessera.worker.compute import Compute
 from tessera.worker.data.dataset import Padding
+from tessera.worker.data.normalization import Normalized
 from tessera.worker.governance.policy import Allowance, Policy
 from tessera.worker.model.layouts import MappingFile
 from tessera.worker.ranks import faults
@@ -61,6 +62,7 @@ RECORDS: dict[str, type[Any]] = {
         Manifest,
         MappingFile,
         Model,
+        Normalized,
         Padding,
         Policy,
         Report,

@@ -27,6 +27,7 @@ def parts_of(dataset: Dataset) -> dict[str, Any]:
         "held_out": dataset.held_out and parts_of(dataset.held_out),
         "padding": dataset.padding,
         "schema": dataset.schema,
+        "normalization": dataset.normalization,
         "on_disk": {name: _parts_of_rows(stored) for name, stored in dataset.on_disk.items()},
         "loaders": [loaders.count, loaders.pinned] if isinstance(loaders, LoaderProcesses) else None,
     }
@@ -41,6 +42,7 @@ def dataset_of(parts: dict[str, Any]) -> Dataset:
         held_out=held_out and dataset_of(held_out),
         padding=parts["padding"],
         schema=parts["schema"],
+        normalization=parts["normalization"],
         on_disk={name: _rows_of(stored) for name, stored in parts["on_disk"].items()},
         loaders=loaders and LoaderProcesses(loaders[0], pinned=loaders[1]),
     )

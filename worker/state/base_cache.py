@@ -46,6 +46,22 @@ class Place(Frozen):
     file: str
     offset: NonNegativeInt
     nbytes: NonNegativeInt
+    sources: tuple[str, ...] = ()
+    """The files of the snapshot that a blob was made of, if the block stands in none of them as it is."""
+
+    @classmethod
+    def of(cls, block: str, span: Span, sources: Iterable[Path] = ()) -> Self:
+        names = tuple(map(str, sources))
+        return cls(block=block, file=str(span.path), offset=span.offset, nbytes=span.nbytes, sources=names)
+
+    @property
+    def span(self) -> Span:
+        return Span(Path(self.file), self.offset, self.nbytes)
+
+    @property
+    def origin(self) -> str:
+        """The names of the snapshot's files that have the block, without their folders."""
+        return ", ".join(Path(name).name for name in self.sources or (self.file,))
 
 
 class BaseRecord(Frozen):
@@ -93,40 +109,44 @@ class BaseCache:
             places = {digest: record.places[digest] for digest in wanted & record.places.keys() - spans.keys()}
             changed = {name for name in {place.file for place in places.values()} if self._is_changed(record, name)}
             for digest, place in places.items():
-                span = Span(Path(place.file), place.offset, place.nbytes)
-                if place.file not in changed or _digest_at(span) == digest:
-                    spans[digest] = span
+                if place.file not in changed or _digest_at(place.span) == digest:
+                    spans[digest] = place.span
                 elif place.file not in wrong:
                     gone = "is no longer there" if not Path(place.file).exists() else "has other bytes"
-                    wrong[place.file] = f"{place.file} {gone}: {place.block} is not what was added"
+                    made = f", which was made of {place.origin}," if place.sources else ""
+                    wrong[place.file] = f"{place.file} {gone}: {place.block}{made} is not what was added"
             if unharmed := changed - wrong.keys():
                 self._verified(record, unharmed)
         return Lookup(spans, wrong)
 
-    def add(self, source: str, found: Mapping[str, tuple[str, Span]]) -> BaseRecord:
-        """Record a base whose blocks were just verified: each digest with the block's name and its place."""
-        files = {str(span.path) for _, span in found.values()}
-        record = BaseRecord(
-            source=source,
-            added_at=datetime.now(UTC),
-            files={name: FileState.of(Path(name)) for name in sorted(files)},
-            places={
-                digest: Place(block=block, file=str(span.path), offset=span.offset, nbytes=span.nbytes)
-                for digest, (block, span) in found.items()
-            },
-        )
+    def others(self, names: Mapping[str, str]) -> list[str]:
+        """Return a sentence for each file that has other bytes under the names of blocks, given by their digests.
+
+        Only of the added base that has most of the blocks: other models have blocks of the same names.
+        """
+        best = max(self.records(), key=lambda record: len(names.keys() & record.places.keys()), default=None)
+        if best is None or not names.keys() & best.places.keys():
+            return []
+        lacking = {name for digest, name in names.items() if digest not in best.places}
+        found = {place.origin: place.block for place in best.places.values() if place.block in lacking}
+        return [f"{files} has another {block}" for files, block in sorted(found.items())]
+
+    def add(self, source: str, places: Mapping[str, Place]) -> BaseRecord:
+        """Record a base whose blocks were just verified: the place of each digest."""
+        files = {name: FileState.of(Path(name)) for name in sorted({place.file for place in places.values()})}
+        record = BaseRecord(source=source, added_at=datetime.now(UTC), files=files, places=dict(places))
         self._write(record)
         return record
 
-    def extend(self, source: str, found: Mapping[str, tuple[str, Span]]) -> None:
+    def extend(self, source: str, places: Mapping[str, Place]) -> None:
         """Add blocks that were just verified to a base, which may be new."""
         known = next((record for record in self.records() if record.source == source), None)
         before = {
-            digest: (place.block, Span(Path(place.file), place.offset, place.nbytes))
+            digest: place
             for digest, place in (known.places.items() if known else ())
             if known and not self._is_changed(known, place.file)
         }
-        self.add(source, {**before, **found})
+        self.add(source, {**before, **places})
 
     def remove(self, source: str) -> BaseRecord | None:
         """Remove a base, and the blobs that no other base needs. Return its record, or None if there is none."""
@@ -173,11 +193,7 @@ class BaseCache:
         whole = {
             name
             for name in names
-            if all(
-                _digest_at(Span(Path(place.file), place.offset, place.nbytes)) == digest
-                for digest, place in record.places.items()
-                if place.file == name
-            )
+            if all(_digest_at(place.span) == digest for digest, place in record.places.items() if place.file == name)
         }
         with suppress(OSError):
             states = {name: FileState.of(Path(name)) for name in whole}

@@ -4,7 +4,7 @@ No address and no path comes from the coordinator: it gives digests alone, and e
 """
 
 import ssl
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,8 +12,12 @@ import httpx
 
 from tessera.shared.model.blocks import Block
 from tessera.shared.problems import Invalid
-from tessera.shared.updates.base_folder import BaseFolder, Span
-from tessera.worker.state.base_cache import BaseCache
+from tessera.shared.tensors.lazy import digest_of
+from tessera.shared.updates.base_folder import BaseFolder, ConvertedBlock, Span
+from tessera.worker.state.base_cache import BaseCache, Place
+
+Convert = Callable[[BaseFolder, Iterable[Block]], Iterator[ConvertedBlock]]
+"""A function that yields those of the blocks which transformers makes of a folder's tensors."""
 
 MIRROR_SECONDS = 60.0
 """Limit on a connection to a mirror, and on its silence."""
@@ -41,6 +45,7 @@ class BaseSources:
     def fetch(
         self,
         blocks: Mapping[str, Block],
+        convert: Convert,
         check: Callable[[], None] = lambda: None,
     ) -> dict[str, Span]:
         """Return where the bytes of blocks are, by digest, each verified. `check` ends the task early.
@@ -58,39 +63,58 @@ class BaseSources:
                 found = (
                     self._from_mirror(source, missing, check)
                     if source.startswith(("http://", "https://"))
-                    else self._from_folder(Path(source), missing, faults)
+                    else self._from_folder(Path(source), missing, convert, check, faults)
                 )
-            except (Invalid, OSError, httpx.HTTPError) as fault:
+            except (Invalid, OSError, ValueError, httpx.HTTPError) as fault:
                 faults.append(f"{source}: {fault}")
                 continue
             if found:
-                self.cache.extend(source, {digest: (blocks[digest].name, span) for digest, span in found.items()})
-            spans |= found
+                self.cache.extend(source, found)
+            spans |= {digest: place.span for digest, place in found.items()}
         if missing := {digest: block for digest, block in blocks.items() if digest not in spans}:
             names = sorted(block.name for block in missing.values())
-            wrong = sorted({Path(name).name for name in lookup.wrong})
-            said = f". {', '.join(wrong[:4])} changed since it was added" if wrong else ""
+            said = [f"{name} changed since it was added" for name in sorted({Path(n).name for n in lookup.wrong})]
+            said += self.cache.others({digest: block.name for digest, block in blocks.items()})
             raise BaseUnavailable(
                 f"{len(missing)} of {len(blocks)} blocks of the base are not at this site, such as "
-                f"{', '.join(names[:3])}{said}. Add them with `{COMMAND}`, or name their folder in base_sources",
+                f"{'. '.join([', '.join(names[:3]), *said[:4]])}. Add them with `{COMMAND}`, or name their folder in "
+                "base_sources",
                 tuple(faults),
             )
         return spans
 
-    def _from_folder(self, folder: Path, missing: Mapping[str, Block], faults: list[str]) -> dict[str, Span]:
+    def _from_folder(
+        self,
+        folder: Path,
+        missing: Mapping[str, Block],
+        convert: Convert,
+        check: Callable[[], None],
+        faults: list[str],
+    ) -> dict[str, Place]:
         base = BaseFolder.open(folder)
         digests = {block.name: digest for digest, block in missing.items()}
         found, lacking = base.find(missing.values(), digests)
-        if lacking:
-            faults.append(f"{folder}: {base.explain(lacking)}")
-        return {
-            digests[each.block.name]: each.span
-            or self.cache.keep(digests[each.block.name], [each.data()], each.block.nbytes)
+        places = {
+            digests[each.block.name]: Place.of(
+                each.block.name,
+                each.span or self.cache.keep(digests[each.block.name], [each.data()], each.block.nbytes),
+            )
             for each in found
         }
+        for made in convert(base, lacking) if lacking else ():
+            check()
+            name = made.block.name
+            if (digest := digest_of(made.data)) == digests[name]:
+                span = self.cache.keep(digest, [made.data], made.block.nbytes)
+                places[digest] = Place.of(name, span, made.sources)
+            else:
+                faults.append(f"{folder}: {', '.join(path.name for path in made.sources)} give another {name}")
+        if lacking := [block for block in lacking if digests[block.name] not in places]:
+            faults.append(f"{folder}: {base.explain(lacking)}")
+        return places
 
-    def _from_mirror(self, url: str, missing: Mapping[str, Block], check: Callable[[], None]) -> dict[str, Span]:
-        found: dict[str, Span] = {}
+    def _from_mirror(self, url: str, missing: Mapping[str, Block], check: Callable[[], None]) -> dict[str, Place]:
+        found: dict[str, Place] = {}
         verify = self.tls if self.tls is not None else True
         with httpx.Client(verify=verify, timeout=MIRROR_SECONDS, follow_redirects=False) as client:
             for digest, block in missing.items():
@@ -99,7 +123,8 @@ class BaseSources:
                     if response.status_code == httpx.codes.NOT_FOUND:
                         continue
                     response.raise_for_status()
-                    found[digest] = self.cache.keep(digest, _checked(response, check), block.nbytes)
+                    span = self.cache.keep(digest, _checked(response, check), block.nbytes)
+                    found[digest] = Place.of(block.name, span)
         return found
 
 

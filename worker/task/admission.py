@@ -16,6 +16,7 @@ from tessera.shared.methods.registry import needs_one_example_per_row
 from tessera.shared.schedule import local_epochs
 from tessera.shared.tensors.lazy import Array
 from tessera.shared.updates.codecs import pipeline
+from tessera.worker.data import augmentation
 from tessera.worker.data.content import content_digest
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.data.overlap import MAX_SHARED, hashes_in_order, share_of, sketch_of
@@ -29,6 +30,7 @@ from tessera.worker.task.environment import TaskRun
 from tessera.worker.task.errors import TaskFailure, faults_in
 from tessera.worker.task.fetch import read_model
 from tessera.worker.task.resumption import checkpoint_of
+from tessera.worker.training.input_mismatch import InputMismatch
 from tessera.worker.training.progress import CALIBRATING
 
 if TYPE_CHECKING:
@@ -51,7 +53,7 @@ class Admission:
 def admit(run: TaskRun) -> Admission:
     """Check a task against the site's rules.
 
-    Raises PolicyViolation, Unapproved, TaskFailure, UnknownMethod, CodecError.
+    Raises PolicyViolation, Unapproved, TaskFailure, InputMismatch, UnknownMethod, CodecError.
     """
     env, task = run.env, run.task
     snapshot = RunSnapshot.of(task)
@@ -69,6 +71,8 @@ def admit(run: TaskRun) -> Admission:
     check_use(task, for_evaluation=task.dataset in env.for_evaluation)
     if dataset.pack:
         _require_packable(task)
+    if task.training.augments and (task.kind == "train" or task.held_out):
+        _require_augmentable(task, dataset)
     env.policy.check_batch(task.training.batch_size, dataset.examples)
     if task.kind == "train":
         env.policy.check_epochs(local_epochs(task.training, dataset.examples))
@@ -92,6 +96,17 @@ def _require_packable(task: Task) -> None:
         what = f"by the method {task.method.name}, which compares or measures rows of one text each"
     if what:
         raise TaskFailure("packed-texts", f"the data set {task.dataset!r} is packed (pack = true), and trains {what}")
+
+
+def _require_augmentable(task: Task, dataset: Dataset) -> None:
+    """Raise TaskFailure or InputMismatch if the examples cannot be changed as the run's training asks."""
+    if not augmentation.is_installed():
+        raise TaskFailure(
+            "augmentation-not-installed",
+            "the run uses training.augmentation, which needs kornia: install tessera[augmentation]",
+        )
+    if said := augmentation.misfit(task.training.augmentation, dataset):
+        raise InputMismatch(f"the data set {task.dataset!r} does not take the run's training.augmentation: {said}")
 
 
 def _require_approval(run: TaskRun, inbox: Inbox, snapshot: RunSnapshot, dataset: Dataset) -> None:

@@ -27,6 +27,7 @@ from tessera.worker.model.build import allocate, check_model, laid_out, write_bl
 from tessera.worker.model.device_memory import free_bytes, needed_bytes
 from tessera.worker.model.forward import objective_of
 from tessera.worker.model.layouts import MappingFile
+from tessera.worker.model.snapshot import converted_blocks
 from tessera.worker.state.atomic_files import temporary_file
 from tessera.worker.state.base_cache import BaseRecordError
 from tessera.worker.state.base_sources import BaseUnavailable
@@ -264,7 +265,8 @@ def _fetch_base(run: TaskRun, document: Model, wanted: Sequence[Block]) -> dict[
     if run.env.bases is None:
         raise TaskFailure("no-base", "this worker has no cache of external bases")
     try:
-        spans = run.env.bases.fetch(blocks, run.check)
+        convert = partial(converted_blocks, document.config, document.head)
+        spans = run.env.bases.fetch(blocks, convert, run.check)
     except BaseUnavailable as fault:
         structlog.get_logger("worker").warning("no-base", detail=str(fault), faults=fault.faults)
         raise TaskFailure("no-base", str(fault)) from None

@@ -35,6 +35,7 @@ OFFERED_AGAIN = (Stopped, LeaseLost, Unauthenticated, Forbidden)
 def key_of(env: TaskEnvironment, task: Task) -> CheckpointKey:
     """Return the key of a task's checkpoints. The contents of its data set must be known in `env.contents`."""
     settings = task.model_dump(mode="json", include=SETTINGS)
+    libraries = ["torch", "transformers", *(["kornia"] if task.training.augments else [])]
     return CheckpointKey(
         run=task.run,
         round=task.round,
@@ -44,7 +45,7 @@ def key_of(env: TaskEnvironment, task: Task) -> CheckpointKey:
         plan=digest_of(canonical(task.plan)),
         settings=digest_of(json.dumps(settings, sort_keys=True).encode()),
         data=f"{task.dataset} {env.contents[task.dataset]}",
-        libraries=f"torch {version('torch')}, transformers {version('transformers')}, tessera {VERSION}",
+        libraries=", ".join(f"{name} {version(name)}" for name in libraries) + f", tessera {VERSION}",
         device=env.device_kind,
     )
 

@@ -1,11 +1,12 @@
 """The batches of a data set on a device, which training and evaluation iterate."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from tessera.worker.data.augmentation import SeededAugmentation
 from tessera.worker.data.dataset import LABELS, Dataset
 from tessera.worker.data.loaders import finished, stream
 
@@ -22,13 +23,20 @@ class Batches:
     generator: torch.Generator | None = None
     skip: int = 0
     """The number of batches at the start of a pass to leave out."""
+    augmentation: SeededAugmentation | None = None
+    """The changes of images, in training alone."""
+
+    def of_pass(self, phase: int, number: int, skip: int = 0) -> "Batches":
+        """Return the batches of one pass of a phase, both counted from 0. It decides how images are changed."""
+        augmentation = self.augmentation and self.augmentation.derived(phase, number)
+        return replace(self, skip=skip, augmentation=augmentation)
 
     def __iter__(self) -> Iterator[Batch]:
         return (batch for batch, _ in self.with_labels())
 
     def with_labels(self) -> Iterator[tuple[Batch, Tensor]]:
         """Yield each batch with its labels on the CPU, where they are counted without waiting for the device."""
-        for batch in stream(self.dataset, self.size, self.generator, self.skip):
+        for batch in stream(self.dataset, self.size, self.generator, self.skip, self.augmentation):
             there = {name: copied(tensor, self.device) for name, tensor in batch.items()}
             yield finished(self.dataset, there), batch[LABELS]
 

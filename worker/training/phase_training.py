@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice, repeat, zip_longest
+from itertools import chain, islice, zip_longest
 from typing import Any
 
 import torch
@@ -118,13 +118,13 @@ class PhaseTraining:
         self.loss_sum, self.examples = 0.0, 0
         return mean
 
-    def make_up(self, batches: Batches) -> None:
-        """Make the steps that were skipped, at their rates, on further batches: methods rely on the number of steps.
-        Raises TrainingDiverged."""
+    def make_up(self, passes: Iterator[Batches]) -> None:
+        """Make the steps that were skipped, at their rates, on the batches of further passes: methods rely on the
+        number of steps. Raises TrainingDiverged."""
         while self.skipped:
             count, self._rates, self.skipped = len(self.skipped), iter(self.skipped), []
-            passes = (batches.with_labels() for _ in repeat(None))
-            self.run(islice(chain.from_iterable(passes), count))
+            batches = chain.from_iterable(each.with_labels() for each in passes)
+            self.run(islice(batches, count))
 
     def _read(self) -> None:
         """Read the steps since the last reading, count those that were made and report their mean loss.

@@ -3,7 +3,8 @@
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import count as counted
 from itertools import islice
 
 import torch
@@ -11,6 +12,7 @@ import torch
 from tessera.shared.methods.base import Phase, TrainingStats
 from tessera.shared.run_settings import Training
 from tessera.shared.schedule import local_steps, rate_factors, steps_per_epoch
+from tessera.worker.data.augmentation import augmentation_of
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.training.batches import Batches
 from tessera.worker.training.divergence import TrainingDiverged
@@ -42,7 +44,9 @@ class Trainer(LocalTraining):
         exceptions of `check` and `private`.
         """
         order = torch.Generator().manual_seed(seed)
-        batches = Batches(self.setup.ranks.share_of(dataset), self.training.batch_size, self.setup.device, order)
+        share, size = self.setup.ranks.share_of(dataset), self.training.batch_size
+        changes = augmentation_of(self.training, seed)
+        batches = Batches(share, size, self.setup.device, order, augmentation=changes)
         self.context.model.train()
         state = TrainingState(self, phases, order)
         planned = [steps_of(phase, self.training, dataset.examples) for phase in phases]
@@ -74,16 +78,17 @@ class Trainer(LocalTraining):
         examples = batches.dataset.examples
         whole = steps_per_epoch(self.training, examples)
         state.restore_generators()
+        phase = state.at.phase
         while current.batches < steps:
-            skip = current.batches % whole
-            first = current.batches - skip
+            number, skip = divmod(current.batches, whole)
+            first = number * whole
             count = min(whole, steps - first)
-            mean = self._pass(current, replace(batches, skip=skip), first + count, state)
+            mean = self._pass(current, batches.of_pass(phase, number, skip), first + count, state)
             enough = first == 0 and count * (batches.size or examples) >= self.min_loss_examples
             # A pass that ends early does not replace the loss over all examples.
             state.end_pass(mean if count == whole or enough else state.at.loss)
             state.save_if_due(current)
-        current.make_up(batches)
+        current.make_up(batches.of_pass(phase, number) for number in counted(math.ceil(steps / whole)))
 
     def _pass(self, current: PhaseTraining, batches: Batches, end: int, state: TrainingState) -> float:
         """Train up to the phase's batch `end`, in one pass over the data. Returns the mean loss."""

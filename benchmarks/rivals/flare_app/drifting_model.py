@@ -22,7 +22,7 @@ class Drifting(torch.nn.Module):
 
 
 class Times(FLComponent):
-    """Writes down the seconds from each round's start to the next one's, by when the model was saved."""
+    """Writes down the seconds from each round's start until its model is saved."""
 
     def __init__(self, times: str) -> None:
         super().__init__()
@@ -31,8 +31,7 @@ class Times(FLComponent):
 
     def handle_event(self, event_type, fl_ctx):
         if event_type == AppEventType.ROUND_STARTED:
-            now = time.time()
-            if self.began:
-                with Path(self.times).open("a") as file:
-                    file.write(json.dumps({"seconds": now - self.began}) + "\n")
-            self.began = now
+            self.began = time.time()
+        elif event_type == AppEventType.AFTER_LEARNABLE_PERSIST:
+            with Path(self.times).open("a") as file:
+                file.write(json.dumps({"seconds": time.time() - self.began}) + "\n")

@@ -6,6 +6,7 @@ FLARE's recipe for FedAvg with torch as it comes, its tensors sent as tensors. R
 from __future__ import annotations
 
 import contextlib
+import json
 import sys
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from drifting_model import Drifting, Times
 from nvflare.app_opt.pt.recipes.fedavg import FedAvgRecipe
 from nvflare.client.config import ExchangeFormat
 from nvflare.recipe.poc_env import PocEnv
-from nvflare.tool.poc.poc_commands import _start_poc, prepare_poc_provision
+from nvflare.tool.poc.poc_commands import _start_poc, get_prod_dir, prepare_poc_provision
 
 HERE = Path(__file__).parent
 
@@ -21,7 +22,7 @@ HERE = Path(__file__).parent
 class Standing(PocEnv):
     """Deploys to services that run already, where PocEnv would start them anew for each job."""
 
-    def begin(self) -> None:
+    def begin(self, ports: list[str]) -> None:
         prepare_poc_provision(
             clients=[],
             number_of_clients=self.num_clients,
@@ -31,18 +32,30 @@ class Standing(PocEnv):
             project_conf_path="",
             examples_dir=None,
         )
+        for index, port in enumerate(ports, 1):
+            self._lead(f"site-{index}", port)
         _start_poc(poc_workspace=self.poc_workspace, gpu_ids=[], excluded=[self.username], services_list=[])
+
+    def _lead(self, site: str, port: str) -> None:
+        """Let a client reach the server at another port."""
+        file = Path(get_prod_dir(self.poc_workspace), site, "startup", "fed_client.json")
+        settings = json.loads(file.read_text())
+        for server in settings["servers"]:
+            host = server["service"]["target"].rpartition(":")[0]
+            server["service"]["target"] = f"{host}:{port}"
+        file.write_text(json.dumps(settings, indent=2))
 
     def deploy(self, job) -> str:
         return self._get_session_manager().submit_job(job)
 
 
-def main(workers: int, weights: str) -> None:
+def main(weights: str, ports: list[str]) -> None:
     # What FLARE prints is for people; ours is one line for each thing done.
     out = sys.stdout
+    workers = len(ports)
     environment = Standing(num_clients=workers)
     with contextlib.redirect_stdout(sys.stderr):
-        environment.begin()
+        environment.begin(ports)
     print("ready", file=out, flush=True)
     try:
         for line in sys.stdin:
@@ -60,7 +73,7 @@ def main(workers: int, weights: str) -> None:
                 run = recipe.execute(environment)
             print(run.get_job_id(), file=out, flush=True)
             with contextlib.redirect_stdout(sys.stderr):
-                run.get_result(600)
+                run.get_result()
             print("done", file=out, flush=True)
     finally:
         with contextlib.redirect_stdout(sys.stderr):
@@ -68,4 +81,4 @@ def main(workers: int, weights: str) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2])
+    main(sys.argv[1], sys.argv[2:])

@@ -18,17 +18,21 @@ import numpy as np
 from tessera.shared.model.blocks import Block
 from tessera.shared.near_names import did_you_mean
 from tessera.shared.tensors.dtypes import NUMPY_DTYPES
-from tessera.shared.tensors.lazy import Array, ArrayTensor, Steps, Tensor, as_bytes, chunk_counts, unpacked
+from tessera.shared.tensors.lazy import CHUNK, Array, ArrayTensor, Steps, Tensor, as_bytes, chunk_counts, unpacked
 from tessera.shared.tensors.mmap_file import taken
 from tessera.shared.updates.codecs.lowrank import LowRank
 from tessera.shared.updates.codecs.stage import F32, ArrayLayout, CodecError, Stage
 
 RAW = "raw"
 LOSSLESS = "bits+shuffle+zstd"
-"""Exact, and the smallest of the measured codecs: bit-pattern difference, byte planes, zstd level 1."""
+"""Exact, and the smallest of the measured codecs: bit-pattern difference, byte planes, zstd."""
 
 WORTH = 0.95
-"""Lossless stages are used for a block only if they reduce its first chunk below this share of its size."""
+"""Lossless stages are used for a block only if they reduce a probe of it below this share of its size."""
+
+PROBE = CHUNK // 4
+"""Elements at the start of a block that are encoded as a probe. Smaller byte planes would share a Huffman code, and
+seem larger by a twentieth."""
 
 STAGES: dict[str, type[Stage | LowRank]] = {
     stage.name: stage
@@ -139,18 +143,22 @@ def _encode_chunk(line: tuple[Stage, ...], chunk: Array, base: Array, rng: np.ra
 
 
 def worthwhile(codec: str, change: CodecInput) -> str:
-    """Return the codec without its last lossless stages unless they reduce the first chunk enough; `raw` if it has no
-    other stages."""
+    """Return the codec without its last lossless stages unless they reduce the block's first elements enough; `raw`
+    if it has no other stages."""
     parsed = parse(codec)
     rounding = max((place + 1 for place, stage in enumerate(parsed.line) if not stage.lossless), default=0)
     if parsed.lowrank or rounding == len(parsed.line):
         return codec
     rng = np.random.default_rng(0)
     without = "+".join(codec.split("+")[:rounding]) or RAW
-    plain = next(_pieces(parse(without), change, rng) if rounding else change.values(), None)
-    if plain is None:
+    values = next(change.steps() if parsed.of_differences else change.values(), None)
+    if values is None:
         return without
-    full = _encode_chunk(parsed.line[rounding:], plain, next(change.base.chunks()), rng)
+    values, base = values[:PROBE], next(change.base.chunks())[:PROBE]
+    # Only differences are rounded, and `steps` has them already.
+    line, place = (parsed.line[1:], rounding - 1) if parsed.of_differences else (parsed.line, 0)
+    plain = _encode_chunk(line[:place], values, base, rng)
+    full = _encode_chunk(line[place:], plain, base, rng)
     return codec if full.nbytes + 4 < WORTH * plain.nbytes else without
 
 

@@ -20,8 +20,12 @@ class Shuffle(Stage):
         return values.view(U8).reshape(-1, values.dtype.itemsize).T.reshape(-1)
 
     def decode(self, encoded: Array, layout: ArrayLayout, base: Array) -> Array:
-        planes = encoded.reshape(layout.dtype.itemsize, layout.size)
-        return np.ascontiguousarray(planes.T).reshape(-1).view(layout.dtype)
+        values = np.empty(layout.size, layout.dtype)
+        places = values.view(U8).reshape(layout.size, layout.dtype.itemsize)
+        # Plane by plane: numpy transposes byte by byte, which takes four times as long.
+        for byte, plane in enumerate(encoded.reshape(layout.dtype.itemsize, layout.size)):
+            places[:, byte] = plane
+        return values
 
 
 STAGES = (Shuffle,)

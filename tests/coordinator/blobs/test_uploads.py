@@ -15,10 +15,10 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
-from sqlalchemy import update
+from sqlalchemy import select, update
 
 from tessera.coordinator.blobs.uploads import Upload, Uploads
-from tessera.coordinator.db.tables import UploadRow
+from tessera.coordinator.db.tables import SiteRow, UploadRow
 from tessera.shared.problems import DigestMismatch
 from tessera.shared.rounds.blob_store import Stored
 from tessera.shared.tensors.lazy import digest_of
@@ -92,10 +92,26 @@ def test_a_blob_comes_in_the_request_that_announces_it(http: httpx.Client, data:
 
 def test_other_bytes_are_refused_even_if_the_blob_is_here_already(coordinator: LiveCoordinator) -> None:
     uploads = coordinator.services.uploads
-    uploads.store("site:a", digest_of(SMALL), SMALL)
+    for _ in range(2):
+        uploads.keep(uploads.announce("site:a", digest_of(SMALL), len(SMALL)), SMALL)
+    upload = uploads.announce("site:a", digest_of(SMALL), len(SMALL))
+    assert upload.complete
     with pytest.raises(DigestMismatch):
-        uploads.store("site:a", digest_of(SMALL), SMALL[::-1])
-    assert uploads.store("site:a", digest_of(SMALL), SMALL).complete
+        uploads.keep(upload, SMALL[::-1])
+
+
+def test_a_blob_that_came_whole_completes_the_upload_that_was_begun(coordinator: LiveCoordinator) -> None:
+    services = coordinator.services
+    coordinator.token("site", "a")
+    with services.database.transaction() as session:
+        site = session.scalars(select(SiteRow.id)).one()
+    begun = services.uploads.announce(f"site:{site}", digest_of(SMALL), len(SMALL), site_id=site)
+    stored = services.blobs.put([SMALL])
+    for _ in range(2):
+        with services.database.transaction() as session:
+            services.uploads.enter(session, services.database.now(), begun.owner, stored, site_id=site)
+    assert services.uploads.find(begun.id, begun.owner).complete
+    assert services.blobs.read(digest_of(SMALL)) == SMALL
 
 
 def test_an_upload_goes_on_part_by_part(http: httpx.Client) -> None:

@@ -10,13 +10,14 @@ import pytest
 
 from tessera.coordinator.db import tasks
 from tessera.coordinator.db.engine import Database
-from tessera.coordinator.db.tables import TaskRow
+from tessera.coordinator.db.tables import TaskRow, VersionRow
 from tessera.shared.problems import Conflict
 from tests.support.storage import NOW, add_round, add_run, add_task, add_worker
 
 pytestmark = pytest.mark.both_databases
 
 THREADS, TASKS = 16, 60
+DIGEST = f"sha256:{'0' * 64}"
 
 
 def test_sixteen_threads_claim_each_task_once(database: Database) -> None:
@@ -24,6 +25,8 @@ def test_sixteen_threads_claim_each_task_once(database: Database) -> None:
         add_run(session)
         add_worker(session)
         for number in range(TASKS):
+            if number:
+                session.add(VersionRow(run_id="run", number=number, digest=DIGEST, created_at=NOW))
             add_round(session, number=number, state="abandoned")
             round_id = f"run-{number}-1"
             add_task(session, f"t{number:02}", round_id=round_id, version_number=number, token=0, attempts=0)
@@ -35,11 +38,11 @@ def test_sixteen_threads_claim_each_task_once(database: Database) -> None:
         while True:
             with database.transaction() as session:
                 # An instance is given its own task again, so each lease is under a new name.
-                task = tasks.claimable(session, "w", f"{instance}-{len(got)}")
-                if task is None:
+                record = tasks.claimable(session, "w", f"{instance}-{len(got)}")
+                if record is None:
                     return got
-                tasks.lease(session, NOW, "me", task, f"{instance}-{len(got)}", 60)
-                got.append(task.id)
+                tasks.lease(session, NOW, "me", record.task, f"{instance}-{len(got)}", 60)
+                got.append(record.task.id)
 
     with ThreadPoolExecutor(THREADS) as pool:
         got = [task for each in pool.map(claim, range(THREADS)) for task in each]
@@ -61,7 +64,7 @@ def test_two_that_saw_the_same_offer_do_not_both_get_it(database: Database) -> N
         assert offer is not None
         try:
             with database.transaction() as session:
-                tasks.lease(session, NOW, "me", session.merge(offer, load=False), name * 16, 60)
+                tasks.lease(session, NOW, "me", session.merge(offer.task, load=False), name * 16, 60)
             outcomes.append("leased")
         except Conflict:
             outcomes.append("conflict")

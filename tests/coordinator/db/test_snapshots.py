@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tessera.coordinator.db.snapshots import invitation
-from tessera.coordinator.db.tables import RunRow
+from tessera.coordinator.db.snapshots import terms_of
 from tests.support.storage import add_run, migrated
 
 DIGEST = f"sha256:{'0' * 64}"
@@ -22,6 +21,6 @@ def test_runs_of_two_databases_may_have_one_id(tmp_path: Path, rounds: tuple[int
         with database.transaction() as session:
             add_run(session).spec = {**SPEC, "rounds": number}
         with database.snapshot() as session:
-            found.append(invitation(session, session.get_one(RunRow, "run")).spec.rounds)
+            found.append(terms_of(session, "run").spec.rounds)
         database.close()
     assert tuple(found) == rounds

@@ -81,6 +81,14 @@ def test_a_worker_is_offered_no_run_whose_settings_its_version_cannot_read(train
     assert rules(invited(training=Training(epochs=2)), training=[]) == []
 
 
+def test_a_worker_without_kornia_is_offered_no_run_that_changes_images() -> None:
+    run = invited(training=Training.model_validate({"augmentation": {"horizontal_flip": 0.5}}))
+    (found,) = objections(run, "a", declared(training=sorted(LATER_SETTINGS - {"augmentation"})))
+    said = "it cannot apply training.augmentation: install tessera[augmentation] of this version there"
+    assert found.detail == f"{said}, or leave the setting out"
+    assert rules(run) == []
+
+
 def test_only_the_run_that_is_named_is_withheld() -> None:
     assert rules(invited(run="s"), withheld={"r": "declined: not ours"}) == []
 

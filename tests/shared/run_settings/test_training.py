@@ -11,7 +11,7 @@ import torch
 from pydantic import ValidationError
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, LRScheduler
 
-from tessera.shared.run_settings import MAX_STEPS, Training
+from tessera.shared.run_settings import MAX_STEPS, Augmentation, Training
 from tessera.shared.schedule import full_rate_steps, local_epochs, local_steps, rate_factors, require_summable
 
 ROUNDS, STEPS = 4, 5
@@ -145,6 +145,7 @@ def test_a_run_without_newer_settings_is_written_as_the_first_version_wrote_it()
         {"gradient_checkpointing": True},
         {"class_weights": [1.0, 2.5]},
         {"class_weights": {"rare": 2.5}},
+        {"augmentation": {"horizontal_flip": 0.5, "crop": [0.5, 1.0]}},
     ],
 )
 def test_a_newer_setting_that_is_used_is_in_all_that_is_written(training: dict[str, Any]) -> None:
@@ -153,6 +154,37 @@ def test_a_newer_setting_that_is_used_is_in_all_that_is_written(training: dict[s
         assert Training.model_validate_json(text) == settings
     # A worker of the first version refuses each name that it does not know, and an epochs of null.
     assert set(settings.model_dump()) - set(OF_THE_FIRST_VERSION) == set(training)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"crop": [0.0, 1.0]}, r"crop is \[0.0, 1.0\]: give two numbers above 0, at most 1, in order"),
+        ({"crop": [0.9, 0.5]}, "in order"),
+        ({"crop": [0.5, 1.5]}, "at most 1"),
+        ({"crop": [0.5]}, "Field required"),
+        ({"crop": [0.5, 1.0], "crop_aspect": [2.0, 1.0]}, "crop_aspect is"),
+        ({"crop_aspect": [0.5, 2.0]}, "crop_aspect is set without crop: set crop, or leave crop_aspect out"),
+        ({"rand_augment_magnitude": 5}, "set without rand_augment"),
+        ({"rand_augment": 9}, "less than or equal to 8"),
+        ({"rand_augment": 1, "rand_augment_magnitude": 31}, "less than or equal to 30"),
+        ({"horizontal_flip": 1.1}, "less than or equal to 1"),
+        ({"vertical_flip": -0.1}, "greater than or equal to 0"),
+        ({"hue": 0.6}, "less than or equal to 0.5"),
+        ({"brightness": float("nan")}, "finite number"),
+        ({"crop_padding": -1}, "greater than or equal to 0"),
+        ({"flip": 0.5}, "Extra inputs"),
+    ],
+)
+def test_augmentation_out_of_range_is_refused(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValidationError, match=said):
+        Training.model_validate({"augmentation": given})
+
+
+def test_augmentation_that_changes_nothing_is_none() -> None:
+    assert Training(augmentation=Augmentation()) == Training()
+    assert "augmentation" not in Training.model_validate({"augmentation": {"horizontal_flip": 0.0}}).model_dump()
+    assert Augmentation(hue=0.1, horizontal_flip=0.5, rand_augment=2).colours == ["hue", "rand_augment"]
 
 
 def test_a_cosine_is_half_at_half_of_the_run() -> None:

@@ -102,6 +102,15 @@ def test_a_codec_that_does_not_pay_is_left_out() -> None:
     assert pipeline.worthwhile("zstd", change_of(noise, noise)) == "raw"
 
 
+def test_a_codec_is_judged_by_the_start_of_a_block() -> None:
+    base = np.zeros(2 * CHUNK, np.float32)
+    noise = np.frombuffer(np.random.default_rng(0).bytes(base.nbytes), np.float32).copy()
+    noise[: pipeline.PROBE] = 0
+    assert pipeline.worthwhile("zstd", change_of(noise, base)) == "zstd"
+    noise[: pipeline.PROBE] = noise[-pipeline.PROBE :]
+    assert pipeline.worthwhile("zstd", change_of(noise, base)) == "raw"
+
+
 @pytest.mark.parametrize("codec", [*CODECS, *LOSSY])
 @pytest.mark.parametrize("dtype", ["F32", "BF16", "F64"])
 def test_incompressible_data_stays_within_the_bound_that_the_reader_sets(codec: str, dtype: DType) -> None:

@@ -7,6 +7,8 @@ from typing import Any
 
 import gdcm
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pydicom
 import pytest
 from pydicom.uid import (
@@ -14,8 +16,9 @@ from pydicom.uid import (
     RLELossless,
 )
 
-from tessera.worker.data.dataset import DataError
+from tessera.worker.data.dataset import DataError, Dataset
 from tessera.worker.data.readers.dicom import read_dicom
+from tessera.worker.data.registry import load
 from tests.support.dicom_files import written
 
 # Slices of a body: air, water, and bone, in Hounsfield units.
@@ -24,7 +27,7 @@ STORED = (UNITS + 1024).astype(np.uint16)
 
 
 def seen(path: Path, **options: Any) -> list[list[Any]]:
-    return np.asarray(read_dicom(path, **options)).tolist()
+    return np.asarray(read_dicom(path, str(path), **options)).tolist()
 
 
 def test_values_are_rescaled_and_cut_to_the_files_first_window(tmp_path: Path) -> None:
@@ -100,7 +103,7 @@ def test_lossless_jpeg_as_archives_send_it_is_decompressed(tmp_path: Path) -> No
 def test_what_is_not_one_image_is_refused(tmp_path: Path) -> None:
     def refusal(path: Path) -> str:
         with pytest.raises(DataError) as refused:
-            read_dicom(path)
+            read_dicom(path, str(path))
         assert str(path) in str(refused.value)
         return str(refused.value)
 
@@ -117,3 +120,69 @@ def test_what_is_not_one_image_is_refused(tmp_path: Path) -> None:
     assert "cannot be read" in refusal(tmp_path / "t.dcm")
     (tmp_path / "e.dcm").touch()
     assert "cannot be read" in refusal(tmp_path / "e.dcm")
+
+
+# ---------------------------------------------------------------- where they are found
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Two classes of DICOM files, whose names end as archives write them or not at all."""
+    for number, name in enumerate(("0/IM000001", "0/1.2.840.113619", "1/a.dcm", "1/b.DICOM")):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        written(tmp_path / name, np.full((2, 3), 1000 * number, np.uint16), WindowCenter=1500, WindowWidth=3001)
+    (tmp_path / "0" / "notes.txt").write_text("no image")
+    (tmp_path / "0" / "short").write_bytes(b"DICM")
+    written(tmp_path / "1" / "DICOMDIR", STORED)
+    return tmp_path
+
+
+def brightness(dataset: Dataset) -> list[float]:
+    return [round(float(image.mean()), 2) for image in dataset.in_memory().tensors["pixel_values"]]
+
+
+def opened(**options: Any) -> Dataset:
+    return load("images", {"size": 2, "channels": 1, **options})
+
+
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_files_are_dicom_by_their_content_where_their_names_do_not_say(folder: Path, *, in_memory: bool) -> None:
+    dataset = opened(folder=str(folder), dicom=True, in_memory=in_memory)
+    assert sorted(brightness(dataset)) == [-1.0, -0.33, 0.33, 1.0]
+    assert dataset.tensors["labels"].tolist() == [0, 0, 1, 1]
+    assert dataset.report.ignored_files == {".txt": 1, "without suffix": 2}
+    with pytest.raises(DataError, match="set dicom = true to read DICOM files"):
+        opened(folder=str(folder))
+
+
+@pytest.mark.parametrize("form", ["csv", "paths", "bytes", "records"])
+def test_tables_name_dicom_files_or_contain_them(folder: Path, form: str) -> None:
+    names = ["0/IM000001", "0/1.2.840.113619", "1/a.dcm"]
+    contents = [(folder / name).read_bytes() for name in names]
+    if form == "csv":
+        table = folder / "list.csv"
+        table.write_text("image,label\n" + "".join(f"{name},0\n" for name in names))
+    else:
+        images = {
+            "paths": names,
+            "bytes": contents,
+            "records": [{"bytes": contents[0], "path": None}, *({"bytes": None, "path": name} for name in names[1:])],
+        }[form]
+        table = folder / "list.parquet"
+        pq.write_table(pa.table({"image": images, "label": [0] * 3}), table)
+    dataset = opened(file=str(table), dicom=True, in_memory=False)
+    assert brightness(dataset) == [-1.0, -0.33, 0.33]
+    with pytest.raises(DataError, match=r"of 3 images cannot be read.*set dicom = true to read DICOM files"):
+        opened(file=str(table))
+
+
+def test_what_a_table_names_and_is_not_one_image_is_refused_by_its_name(folder: Path) -> None:
+    written(folder / "0" / "frames", np.zeros((2, 3, 4), np.uint16))
+    for name, said in (("0/frames", "holds 2 frames: save those"), ("0/notes.txt", "it is none of PNG")):
+        (folder / "list.csv").write_text(f"image,label\n{name},0\n")
+        with pytest.raises(DataError, match=f"{name}.* {said}"):
+            opened(file=str(folder / "list.csv"), dicom=True)
+    damaged = (folder / "0" / "IM000001").read_bytes()[:-1]
+    pq.write_table(pa.table({"image": [damaged], "label": [0]}), folder / "list.parquet")
+    with pytest.raises(DataError, match=r"the image in row 0 of .*list\.parquet cannot be read"):
+        opened(file=str(folder / "list.parquet"), dicom=True)

@@ -145,7 +145,7 @@ def test_what_only_a_person_can_decide_is_refused_with_what_to_write(tmp_path: P
     told[pictures(tmp_path / "loose", "cat/a.png", "b.png")] = "b.png is not in the folder of a class"
     (tmp_path / "dicom").mkdir()
     (tmp_path / "dicom" / "a.dcm").touch()
-    told[tmp_path / "dicom"] = "but 1 .dcm: convert DICOM"
+    told[tmp_path / "dicom"] = "but 1 .dcm: convert them to PNG, or for DICOM"
     told[tmp_path / "0.cvs"] = "there is no file or folder"
     for path, what in told.items():
         with pytest.raises(DataError) as refused:

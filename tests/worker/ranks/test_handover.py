@@ -17,6 +17,7 @@ from tessera.shared.model.attention_stats import ByHead, LayerAttention
 from tessera.shared.model.selectors import roles
 from tessera.worker.data.dataset import Dataset, Padding, RowsOnDisk
 from tessera.worker.data.loaders import LoaderProcesses
+from tessera.worker.data.normalization import Normalized
 from tessera.worker.data.prepared import Prepared
 from tessera.worker.data.registry import load
 from tessera.worker.governance.policy import Policy, PolicyViolation
@@ -84,6 +85,7 @@ POLICY = Policy.model_validate(
         Policy(),
         Plan(train=roles("head")).train,
         Padding(5, {"input_ids": 1}, on_left=True),
+        Normalized((0.5,), (0.1, 0.2)),
         TrainingStats(3, 2, float("inf"), 0.1),
         {
             "a": [1, 2.5, None, True],

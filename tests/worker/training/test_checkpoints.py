@@ -98,6 +98,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "adamw, three epochs": ("fedavg", {}, {"epochs": 3, "optimizer": "adamw"}),
     "steps that end within an epoch": ("fedavg", {}, {"epochs": None, "steps": 7, "optimizer": "adamw"}),
     "a schedule and momentum": ("fedavg", {}, {"epochs": 2, "momentum": 0.9, "schedule": "cosine"}),
+    "changed images": ("fedavg", {}, {"epochs": 3, "augmentation": {"horizontal_flip": 0.5, "crop": [0.3, 1.0]}}),
     "two phases": ("fedrep", {"head_epochs": 2}, {"optimizer": "adamw"}),
     "a model of its own": ("ditto", {}, {"epochs": 2, "momentum": 0.9}),
     "moments of two phases": ("ditto", {}, {"optimizer": "adamw", "keep_moments": True}),

@@ -8,6 +8,7 @@ from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
 from tessera.worker.data.dataset import Adapter, Dataset, Options, schema_of
+from tessera.worker.data.normalization import Normalized
 
 TEST_SHARE = 0.2
 BRIGHTEST = 16
@@ -29,7 +30,8 @@ def digits(options: DigitsOptions) -> Dataset:
     rows = np.sort(test if options.split == "test" else train)
     pixels = images[rows, np.newaxis] / (BRIGHTEST / 2) - 1
     tensors = {"pixel_values": torch.from_numpy(pixels), "labels": torch.from_numpy(labels[rows])}
-    return Dataset(tensors, schema=schema_of(tensors, {"pixel_values": (1, 8, 8), "labels": ()}, classes=10))
+    schema = schema_of(tensors, {"pixel_values": (1, 8, 8), "labels": ()}, classes=10)
+    return Dataset(tensors, schema=schema, normalization=Normalized((0.5,), (0.5,)))
 
 
 ADAPTER = Adapter("digits", DigitsOptions, digits)

@@ -29,7 +29,7 @@ from tessera.worker.data.readers.byte_cells import ParquetCells, PictureCells, p
 from tessera.worker.data.readers.class_labels import Absent, Names, numbered
 from tessera.worker.data.readers.image_index import INDEX_FILE, inputs_of
 from tessera.worker.data.readers.image_processor import PixelOptions, preparation
-from tessera.worker.data.readers.pictures import DICOM, SUFFIXES, DicomReader, PictureFiles, Pictures
+from tessera.worker.data.readers.pictures import DICOM, SUFFIXES, DicomReader, PictureFiles, Pictures, is_dicom
 from tessera.worker.data.readers.table_files import is_saved
 from tessera.worker.data.readers.tables import DataTable, Files, numbered_domains, read_table, table_name
 
@@ -88,6 +88,7 @@ def images(options: ImagesOptions, prepared: Prepared = NOT_KEPT) -> Dataset:
             ignored_files=listed.ignored_files, unreadable=inputs.unreadable, group_bytes=listed.group_bytes
         ),
         on_disk=inputs.on_disk,
+        normalization=conversion.normalization(options.mode),
     )
     known = {name: values for name, values in dataset.inputs.items() if name in shapes}
     return replace(dataset, schema=schema_of(known, shapes, len(options.labels or ()) or None))
@@ -130,7 +131,7 @@ def _pictures(table: DataTable, options: ImagesOptions) -> Pictures:
     them. Raises DataError if a row has neither."""
     values = table.cells("image", options.image)
     if cells := table.bytes_of.get(options.image):
-        return PictureCells(cells, table.folder, table.where)
+        return PictureCells(cells, table.folder, table.where, _dicom_reader(options))
     paths = [path_in(value) for value in values]
     if lacking := [row for row, path in enumerate(paths) if not path]:
         raise DataError(f"image: row {lacking[0]} of {table.where} has neither a path nor an image's bytes")
@@ -160,7 +161,7 @@ def _in_folder(folder: Path, options: ImagesOptions) -> _Listed:
     suffixes = SUFFIXES | DICOM if options.dicom else SUFFIXES
     for name in names_below(folder):
         suffix = os.path.splitext(name)[1].lower()  # noqa: PTH122  (a path for each takes ten times as long)
-        if suffix in suffixes:
+        if suffix in suffixes or (options.dicom and _is_dicom_image(folder / name)):
             files.append(name)
         else:
             others[suffix or "without suffix"] += 1
@@ -180,6 +181,11 @@ def _in_folder(folder: Path, options: ImagesOptions) -> _Listed:
     return _Listed(
         PictureFiles.of(folder, files, _dicom_reader(options)), labels, options.labels, domains, None, others
     )
+
+
+def _is_dicom_image(path: Path) -> bool:
+    # A DICOMDIR lists the files of a medium.
+    return path.name.upper() != "DICOMDIR" and is_dicom(path)
 
 
 def names_below(folder: Path) -> Iterator[str]:

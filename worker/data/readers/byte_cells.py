@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from pyarrow import ipc, parquet
 
 from tessera.worker.data.dataset import DataError
-from tessera.worker.data.readers.pictures import Picture, Stamp, stamp_of
+from tessera.worker.data.readers.pictures import DicomReader, Picture, Stamp, stamp_of
 
 
 def holds_bytes(kind: pa.DataType) -> bool:
@@ -155,11 +155,10 @@ class ArrowCells(ByteCells):
 class PictureCells:
     """Images in the cells of a table, of which some may be paths instead: relative ones begin at `folder`."""
 
-    dicom = None
-
-    def __init__(self, cells: ByteCells, folder: Path, where: str) -> None:
+    def __init__(self, cells: ByteCells, folder: Path, where: str, dicom: DicomReader | None = None) -> None:
         """Describe the images. `where` names the table for people. Raises DataError."""
         self.cells = cells
+        self.dicom = dicom
         self.source = "\n".join([*cells.files, cells.column])
         self.keys: NDArray[Any] = np.arange(len(cells))
         self._folder = folder

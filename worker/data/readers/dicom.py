@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,8 @@ Window = tuple[float, float]
 """The centre and the width of the values to show, in the units that the file's rescaling gives (CT: Hounsfield)."""
 
 
-def read_dicom(path: Path, window: Window | None = None) -> Image.Image:
-    """Return the image of a DICOM file, in mode L or RGB.
+def read_dicom(file: Path | bytes, name: str, window: Window | None = None) -> Image.Image:
+    """Return the image of a DICOM file, in mode L or RGB. `name` names it for people.
 
     Grey values are rescaled by the file's modality table or slope, cut to `window`, to the file's first window if
     None, or to their own range if it has neither, and inverted for MONOCHROME1 (DICOM PS3.3, C.11.1, C.11.2 and
@@ -27,8 +28,8 @@ def read_dicom(path: Path, window: Window | None = None) -> Image.Image:
     and for what pydicom cannot read.
     """
     try:
-        header = dcmread(path)
-        _require_one_image(path, header)
+        header = dcmread(BytesIO(file) if isinstance(file, bytes) else file)
+        _require_one_image(name, header)
         values, kind = header.pixel_array, header.PhotometricInterpretation
         if kind in GREY:
             shown = _windowed(values, header, window)
@@ -43,18 +44,18 @@ def read_dicom(path: Path, window: Window | None = None) -> Image.Image:
     # pydicom and the libraries that decompress raise whatever a damaged file leads to.
     except Exception as fault:
         reason = " ".join(str(fault).split())[:200] or type(fault).__name__
-        raise DataError(f"image: {path} cannot be read: {reason}; replace it or take it out") from fault
+        raise DataError(f"image: {name} cannot be read: {reason}; replace it or take it out") from fault
 
 
-def _require_one_image(path: Path, header: Header) -> None:
+def _require_one_image(name: str, header: Header) -> None:
     """Raise DataError before anything is decompressed."""
     if "PixelData" not in header:
-        raise DataError(f"image: {path} is a DICOM file without an image; take it out")
+        raise DataError(f"image: {name} is a DICOM file without an image; take it out")
     if (frames := int(header.get("NumberOfFrames") or 1)) != 1:
-        raise DataError(f"image: {path} holds {frames} frames: save those to learn from as files of their own")
+        raise DataError(f"image: {name} holds {frames} frames: save those to learn from as files of their own")
     pixels, most = int(header.Rows) * int(header.Columns), Image.MAX_IMAGE_PIXELS
     if most is not None and pixels > most:
-        raise DataError(f"image: {path} has {pixels} pixels, more than the {most} that are read; take it out")
+        raise DataError(f"image: {name} has {pixels} pixels, more than the {most} that are read; take it out")
 
 
 def _windowed(values: np.ndarray[Any, Any], header: Header, window: Window | None) -> np.ndarray[Any, Any]:

@@ -1,9 +1,9 @@
 """Conversion of images to a model's `pixel_values`, by an image processor of transformers or by simple options."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
+import torch
 from PIL import Image
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 from torch import Tensor
@@ -11,7 +11,8 @@ from transformers import AutoImageProcessor
 
 from tessera.shared.model.dataset_schema import PIXELS
 from tessera.worker.data.dataset import DataError, Options, Shape
-from tessera.worker.data.readers.pictures import Normalized, Prepare, Resized
+from tessera.worker.data.normalization import Normalized
+from tessera.worker.data.readers.pictures import Prepare, Resized
 from tessera.worker.data.readers.pretrained import load_pretrained
 
 MAX_SIDE = 1 << 14
@@ -35,7 +36,7 @@ class PixelOptions(Options):
     in_memory: bool | None = Field(
         default=None, description="keep all pixels in memory; if unset, up to 1 GiB of them; more are read per batch"
     )
-    dicom: bool = Field(default=False, description="read DICOM files too, those that end in .dcm or .dicom")
+    dicom: bool = Field(default=False, description="read DICOM files too, by their suffix or their content")
     window: tuple[float, PositiveFloat] | None = Field(
         default=None, description="centre and width of the DICOM values to show; the file's own window if unset"
     )
@@ -74,7 +75,7 @@ class Preparation:
     """The conversion of opened images to a model's inputs."""
 
     prepare: Prepare
-    finish: Callable[[Tensor], Tensor] | None = None
+    finish: Normalized | None = None
     """The rest of the conversion of `pixel_values`, done on the device; None if there is none."""
 
     def __call__(self, images: list[Image.Image]) -> dict[str, Tensor]:
@@ -89,6 +90,25 @@ class Preparation:
         except (DataError, KeyError):
             return None
         return tuple(blank[0]) if blank[0] == blank[1] else None
+
+    def normalization(self, mode: str) -> Normalized | None:
+        """Return the conversion of bytes to `pixel_values`, as images of one grey show it; None if it is not affine,
+        or if `pixel_values` are not images."""
+        if self.finish:
+            return self.finish
+
+        def shown(level: int) -> Tensor:
+            pixels = self([Image.new(mode, (64, 64), (level,) * len(mode))])[PIXELS][0]  # [channels, height, width]
+            return pixels[:, pixels.shape[1] // 2, pixels.shape[2] // 2].double()
+
+        try:
+            black, grey, white = map(shown, (0, 102, 255))
+        except (DataError, KeyError, IndexError):
+            return None
+        span = white - black
+        if not bool((span > 0).all()) or not torch.allclose(grey, black + 0.4 * span, rtol=0, atol=1e-3):
+            return None
+        return Normalized(tuple((-black / span).tolist()), tuple((1 / span).tolist()))
 
 
 def preparation(options: PixelOptions) -> Preparation:

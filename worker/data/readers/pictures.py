@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import mmap
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -28,6 +26,8 @@ Picture = Path | bytes
 FORMATS = ("PNG", "JPEG", "WEBP", "TIFF", "BMP", "GIF")
 SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".tif", ".tiff", ".bmp", ".gif"})
 DICOM = frozenset({".dcm", ".dicom"})
+DICOM_MARK = slice(128, 132)
+"""The place of the letters DICM in a DICOM file."""
 
 # Modes whose conversion to eight bits per channel would clip values rather than scale them.
 DEEP_MODES = ("I", "F", "I;16", "I;16B", "I;16L", "I;16N")
@@ -39,7 +39,8 @@ UNREADABLE = (OSError, ValueError, SyntaxError, EOFError, *BOMBS)
 Stamp = tuple[int, int]
 """A file's size in bytes, and when it was changed, in nanoseconds."""
 
-DicomReader = Callable[[Path], Image.Image]
+DicomReader = Callable[[Picture, str], Image.Image]
+"""A function from a DICOM file and its name for people to its image. Raises DataError."""
 
 Prepare = Callable[[list[Image.Image]], dict[str, Tensor]]
 """A function from opened images to a model's inputs, [images, ...] each."""
@@ -115,12 +116,25 @@ def stamp_of(path: bytes | Path) -> Stamp:
     return found.st_size, found.st_mtime_ns
 
 
+def is_dicom(picture: Picture) -> bool:
+    """Return whether an image is a DICOM file: by its suffix, or by its content if that is no image's suffix."""
+    if isinstance(picture, bytes):
+        return picture[DICOM_MARK] == b"DICM"
+    suffix = picture.suffix.lower()
+    if suffix in DICOM or suffix in SUFFIXES:
+        return suffix in DICOM
+    try:
+        with picture.open("rb") as file:
+            return file.read(DICOM_MARK.stop)[DICOM_MARK] == b"DICM"
+    except (OSError, ValueError):
+        return False
+
+
 def opened(pictures: Pictures, place: int, mode: str) -> Image.Image:
     """Return an image in its EXIF orientation, converted to `mode`. Raises DataError."""
     picture = pictures[place]
-    is_dicom = isinstance(picture, Path) and picture.suffix.lower() in DICOM
-    if pictures.dicom and isinstance(picture, Path) and is_dicom:
-        return pictures.dicom(picture).convert(mode)
+    if pictures.dicom and is_dicom(picture):
+        return pictures.dicom(picture, pictures.name(place)).convert(mode)
     try:
         with Image.open(picture if isinstance(picture, Path) else BytesIO(picture), formats=FORMATS) as image:
             # Pillow only warns of an implausibly large image, unless it is twice as large again.
@@ -129,7 +143,7 @@ def opened(pictures: Pictures, place: int, mode: str) -> Image.Image:
             image.load()
             upright = ImageOps.exif_transpose(image)
     except UNREADABLE as fault:
-        remedy = "set dicom = true to read DICOM files" if is_dicom else "replace it or take it out"
+        remedy = "set dicom = true to read DICOM files" if is_dicom(picture) else "replace it or take it out"
         unknown = isinstance(fault, UnidentifiedImageError) and f"it is none of {', '.join(FORMATS)}"
         reason = unknown or reason_of(fault)[:200]
         raise DataError(f"image: {pictures.name(place)} cannot be read: {reason}; {remedy}") from fault
@@ -152,32 +166,6 @@ class Resized:
         sized = [image.resize((self.width, self.height), Image.Resampling.BICUBIC) for image in images]
         arrays = [np.asarray(image, np.uint8).reshape(self.height, self.width, -1) for image in sized]
         return {PIXELS: torch.from_numpy(np.stack(arrays))}
-
-
-@dataclass(frozen=True)
-class Normalized:
-    """Conversion of bytes, uint8 [images, height, width, channels], to float32 [images, channels, height, width], on
-    the device of the bytes: values in 0 to 1, less `mean`, divided by `std`, each for all channels or for each."""
-
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-
-    def __call__(self, pixels: Tensor) -> Tensor:
-        # Division by a tensor, because by a number a GPU multiplies with its rounded inverse.
-        most, mean, std = (pixels.new_tensor(each, dtype=torch.float32) for each in ((255.0,), self.mean, self.std))
-        values = _mapped(pixels.shape).copy_(pixels) if pixels.device.type == "cpu" else pixels.float()
-        return values.div_(most).sub_(mean).div_(std).permute(0, 3, 1, 2)
-
-
-def _mapped(shape: Sequence[int]) -> Tensor:
-    """Return a float32 tensor in pages of its own, which go back to the system with it.
-
-    The C library's heap was seen to grow by each batch that it gave room to, up to a gigabyte.
-    """
-    if not math.prod(shape):
-        # A rank may have no row of a batch, and no memory is mapped for none.
-        return torch.empty(shape)
-    return torch.frombuffer(mmap.mmap(-1, 4 * math.prod(shape)), dtype=torch.float32).view(*shape)
 
 
 @dataclass(frozen=True, eq=False)
