@@ -122,6 +122,7 @@ bench: install ## what rounds, waiting workers and cut uploads cost; half an hou
 	$(BIN)/python -m benchmarks.compression
 	$(BIN)/python -m benchmarks.page
 	$(BIN)/python -m benchmarks.large_base
+	$(BIN)/python -m benchmarks.simulations
 
 bench-results: install ## the methods side by side on small tasks, three seeds each; hours
 	for task in digits docstrings pairs privacy; do $(BIN)/python -m benchmarks.results $$task --csv bench-output/$$task.csv || exit 1; done
@@ -130,7 +131,7 @@ bench-quick: install ## the same on tiny sizes, in minutes: to see that it works
 ifdef BASE
 	$(BIN)/python -m benchmarks.regression $(BASE)
 else
-	for name in rounds lines idle guards growth memory images texts checkpoints steps uploads stages compression page large_base; do $(BIN)/python -m benchmarks.$$name --quick || exit 1; done
+	for name in rounds lines idle guards growth memory images texts checkpoints steps uploads stages compression page large_base simulations; do $(BIN)/python -m benchmarks.$$name --quick || exit 1; done
 endif
 
 bench-lines: install ## rounds over network lines, beside Flower and NVIDIA FLARE; two and a half hours
@@ -139,6 +140,7 @@ bench-lines: install ## rounds over network lines, beside Flower and NVIDIA FLAR
 bench-rivals: install ## rounds beside Flower and NVIDIA FLARE, each installed into an environment of its own
 	$(BIN)/python -m benchmarks.rounds --rivals --sizes 0.01 100 --workers 4 --only full raw
 	$(BIN)/python -m benchmarks.servers
+	$(BIN)/python -m benchmarks.simulations --rivals
 
 bench-attention: install ## FedFrozen's simulation: bias and drift by length of warm-up; some minutes
 	$(BIN)/python -m benchmarks.linear_attention

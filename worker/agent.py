@@ -134,6 +134,9 @@ class Agent:
         # Other threads send claims and heartbeats, and may be abandoned while they wait. Each has a client of its own
         # that tries once and leaves the decision about retries to its caller.
         self._connect = partial(bounded, patience_seconds=0)
+        # One for all claims, so that a round soon after another needs no new connection.
+        self._claims = self._connect()
+        self._asking = False
         self._poll_seconds = settings.poll_seconds
         self._file = file
         self._alive = settings.state_dir / ALIVE_FILE
@@ -198,6 +201,9 @@ class Agent:
             raise
         finally:
             self._client.close()
+            # A claim that was abandoned closes it when it ends.
+            if not self._asking:
+                self._claims.close()
 
     def _next(self) -> Task | None:
         """Return a task, or None if there is none yet."""
@@ -315,8 +321,15 @@ class Agent:
             self._log.error("audit-not-written", action=action, detail=str(fault))
 
     def _ask(self) -> Task | None:
-        with self._connect() as client:
-            return client.claim(self._current_claim(), self._poll_seconds)
+        self._asking = True
+        try:
+            task = self._claims.claim(self._current_claim(), self._poll_seconds)
+            self._client.frames_blobs = self._claims.frames_blobs
+            return task
+        finally:
+            self._asking = False
+            if self._stop.requested:
+                self._claims.close()
 
     def _current_claim(self) -> Claim:
         """Return the claim with the parts that change over time: withheld runs, spent budgets, the clock's offset."""

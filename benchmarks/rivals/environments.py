@@ -8,6 +8,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -17,9 +18,13 @@ FOLDER = ROOT / "build" / "rivals"
 
 REQUIREMENTS: Mapping[str, tuple[str, ...]] = {
     "flower": ("flwr==1.41.0", "numpy"),
+    "flower-simulation": ("flwr[simulation]==1.41.0",),
     "flare": ("nvflare==2.9.0", "numpy", "torch==2.13.0"),
     "granian": ("granian==2.8.7", "uvloop"),
 }
+
+WITH_OUR_LIBRARIES = ("flower-simulation",)
+"""Environments that find in the project's own what they lack: the same torch, so that it is not what is compared."""
 
 
 def python(name: str) -> Path:
@@ -35,6 +40,9 @@ def python(name: str) -> Path:
     subprocess.run([sys.executable, "-m", "venv", folder], check=True)
     pip = (interpreter, "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
     subprocess.run([*pip, *REQUIREMENTS[name]], check=True, stderr=subprocess.DEVNULL)
+    if name in WITH_OUR_LIBRARIES:
+        place = sysconfig.get_path("purelib", vars={"base": str(folder), "platbase": str(folder)})
+        (Path(place) / "ours.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
     made.write_text(wanted, encoding="utf-8")
     return interpreter
 

@@ -84,6 +84,8 @@ def aim(results: Results, case: Case, found: dict[str, Summary]) -> None:
             if rival in found:
                 results.aim(f"{at}, 1/{share} of {rival}", ours.seconds / found[rival].seconds, 1 / share)
     if case.size == "prompts":
+        if case.workers == 4:
+            results.aim("a round of prompts and 4 workers, opening to commit", ours.seconds, 0.1, " s")
         moved = (ours.received or 0) + (ours.sent or 0)
         results.aim("a round of prompts, both ways, each worker", moved / case.workers / 1e3, 200, " kB")
 

@@ -9,10 +9,12 @@ import pydantic_core
 from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
+from starlette.types import Scope
 
 from tessera.coordinator.settings import CoordinatorSettings
+from tessera.shared.api.framing import MEDIA_TYPE, unpack
 from tessera.shared.json_limits import check_document
-from tessera.shared.problems import TooLarge, TooSlow
+from tessera.shared.problems import BadRequest, TooLarge, TooSlow
 
 
 class BoundedRequest(Request):
@@ -34,6 +36,13 @@ class BoundedRequest(Request):
                         raise TooLarge(f"the body is larger than {limit} bytes (setting max_body_bytes)")
             self._body = bytes(received)
         return self._body
+
+    def take_blobs(self) -> None:
+        """Take the blobs behind the document out of the body, which was read. Raises BadRequest."""
+        try:
+            self._body, self.state.blobs = unpack(self._body)
+        except ValueError as fault:
+            raise BadRequest(f"the body is no document with blobs: {str(fault)[:200]}") from None
 
     async def json(self) -> Any:
         try:
@@ -64,16 +73,25 @@ async def in_time(most_seconds: float, idle_timeout_seconds: float) -> AsyncIter
         ) from None
 
 
+def _of_json(scope: Scope) -> Scope:
+    """Return the scope of a request whose blobs are taken out of its body."""
+    others = [(name, value) for name, value in scope["headers"] if name != b"content-type"]
+    return {**scope, "headers": [*others, (b"content-type", b"application/json")]}
+
+
 class BoundedRoute(APIRoute):
-    """A route whose handler gets a BoundedRequest."""
+    """A route whose handler gets a BoundedRequest; blobs behind its document are in `request.state.blobs`."""
 
     def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:  # type: ignore[override]
         handle = super().get_route_handler()
 
         async def bounded(request: Request) -> Response:
-            reading = BoundedRequest(request.scope, request.receive)
+            framed = request.headers.get("Content-Type") == MEDIA_TYPE
+            reading = BoundedRequest(_of_json(request.scope) if framed else request.scope, request.receive)
             # Read here, because FastAPI would turn TooLarge into a bad request.
             await reading.body()
+            if framed:
+                reading.take_blobs()
             return await handle(reading)
 
         return bounded

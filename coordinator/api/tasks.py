@@ -9,8 +9,9 @@ from fastapi import APIRouter, Depends, Header, Query, Request, Response
 from tessera.coordinator.api.dependencies import Anyone, Cursor, Limit, Serving, SiteCaller
 from tessera.coordinator.api.request_limits import BoundedRoute
 from tessera.coordinator.operations import tasks
+from tessera.shared.api.framing import MEDIA_TYPE, pack_task
 from tessera.shared.api.tasks import Claim, EvaluationResult, Failure, Heartbeat, Lease, Submission, Task, TaskView
-from tessera.shared.problems import Fault, Invalid, TooLarge
+from tessera.shared.problems import BadRequest, Fault, Invalid, TooLarge
 from tessera.shared.schema import MAX_CLAIM_BYTES, PROTOCOL, Page
 from tessera.shared.version import VERSION
 
@@ -36,7 +37,7 @@ async def require_protocol(request: Request, _: SiteCaller) -> None:
     "/claim",
     operation_id="claimTask",
     response_model=Task,
-    responses={204: {"description": "nothing now"}},
+    responses={200: {"content": {MEDIA_TYPE: {}}}, 204: {"description": "nothing now"}},
     dependencies=[Depends(require_protocol)],
 )
 async def claim(
@@ -45,6 +46,7 @@ async def claim(
     serving: Serving,
     caller: SiteCaller,
     prefer: Annotated[str, Header(max_length=128, description="'wait=25' waits up to 25 s for a task")] = "",
+    accept: Annotated[str, Header(max_length=256, include_in_schema=False)] = "",
 ) -> Response:
     """Lease the next task that is offered to this worker; wait for one if `Prefer` says so."""
     if (length := len(await request.body())) > MAX_CLAIM_BYTES:
@@ -63,6 +65,8 @@ async def claim(
     if task is None:
         return Response(status_code=204)
     # Omit defaults so that older workers can parse the task.
+    if MEDIA_TYPE in accept:
+        return Response(pack_task(task), media_type=MEDIA_TYPE)
     return Response(task.model_dump_json(exclude_defaults=True), media_type="application/json")
 
 
@@ -90,10 +94,20 @@ def heartbeat(task_id: str, body: Heartbeat, serving: Serving, caller: SiteCalle
     return tasks.heartbeat(serving, caller, task_id, body)
 
 
-@router.post("/{task_id}/update", operation_id="submitUpdate")
-async def submit_update(task_id: str, body: Submission, serving: Serving, caller: SiteCaller) -> TaskView:
+@router.post(
+    "/{task_id}/update",
+    operation_id="submitUpdate",
+    openapi_extra={"requestBody": {"content": {MEDIA_TYPE: {"schema": {"type": "string", "format": "binary"}}}}},
+)
+async def submit_update(
+    task_id: str, body: Submission, request: Request, serving: Serving, caller: SiteCaller
+) -> TaskView:
     """Submit an update that was uploaded before or is in the request. The response accepts it, or rejects it with the
     reason."""
+    if blobs := getattr(request.state, "blobs", ()):
+        if len(blobs) > 1 or body.data is not None:
+            raise BadRequest("the request contains more than one update", remedy="Send the one that `update` names.")
+        body = body.model_copy(update={"data": blobs[0]})
     # Concurrent repetitions wait for the first result instead of inspecting the update again.
     async with serving.submitting.hold(f"{caller.owner} {task_id}"):
         return await serving.inspections.run(caller.owner, tasks.submit_update, serving, caller, task_id, body)

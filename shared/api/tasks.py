@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from datetime import datetime
 from fnmatch import fnmatchcase
 from typing import Annotated, Any, Literal, Self
@@ -236,6 +237,11 @@ class Claim(Message):
     advertised_policy: AdvertisedPolicy | None = None
     withheld: dict[Identifier, Annotated[str, Field(max_length=300)]] = Field(default={}, max_length=MAX_WITHHELD)
     """Runs that it is to be offered no task of, and why."""
+
+    def document(self) -> str:
+        """Return the claim as JSON without defaults, except for the protocol's, which differ between versions."""
+        spoken = {"protocol_min": self.protocol_min, "protocol_max": self.protocol_max}
+        return json.dumps(self.model_dump(mode="json", exclude_defaults=True) | spoken, separators=(",", ":"))
 
     def shortened(self) -> Claim:
         """Return the claim without what a coordinator can do without, if it is longer than one takes: first why runs

@@ -39,6 +39,7 @@ from tessera.shared.api.admin import (
     TokenSpec,
     WorkerView,
 )
+from tessera.shared.api.framing import MEDIA_TYPE, pack_submission, unpack_task
 from tessera.shared.api.runs import Measurement, Preview, Round, Run, RunPatch, RunSpec
 from tessera.shared.api.tasks import (
     Claim,
@@ -91,6 +92,8 @@ class Client:
     def __init__(self, url: str, token: str | Credential | None = None, **transport: Any) -> None:
         self._transport = Transport(url, token, **transport)
         self._rates: deque[float] = deque(maxlen=RATES_KEPT)
+        self.frames_blobs = False
+        """True if the coordinator reads blobs behind a document, which its answer to a claim shows."""
 
     @classmethod
     def from_environment(cls, given: Mapping[str, str | Path | None] | None = None, **transport: Any) -> Self:
@@ -375,8 +378,12 @@ class Client:
 
     def claim(self, claim: Claim, wait_seconds: int = 25) -> Task | None:
         """Lease a task, waiting for one for up to `wait_seconds`."""
-        answer = self._send("POST", "/v1/tasks/claim", claim, {"Prefer": f"wait={wait_seconds}"})
-        return _read(Task, answer.content) if answer.status_code == httpx.codes.OK else None
+        headers = {"Content-Type": "application/json", "Prefer": f"wait={wait_seconds}", "Accept": MEDIA_TYPE}
+        answer = self._transport.request("POST", "/v1/tasks/claim", content=claim.document(), headers=headers)
+        if answer.status_code != httpx.codes.OK:
+            return None
+        self.frames_blobs = answer.headers.get("Content-Type") == MEDIA_TYPE
+        return _read(Task, answer.content, unpack_task if self.frames_blobs else None)
 
     def tasks(self) -> Iterator[TaskView]:
         """Yield the site's own tasks, oldest first."""
@@ -393,8 +400,12 @@ class Client:
         return self._post(f"/v1/tasks/{task_id}/heartbeat", beat, Lease)
 
     def submit(self, task_id: str, submission: Submission) -> TaskView:
-        """Submit a finished `train` task, whose update was uploaded before. It is accepted when this returns."""
-        return self._post(f"/v1/tasks/{task_id}/update", submission, TaskView)
+        """Submit a finished `train` task with its update, or after that. It is accepted when this returns."""
+        path = f"/v1/tasks/{task_id}/update"
+        if not self.frames_blobs:
+            return self._post(path, submission, TaskView)
+        body, headers = pack_submission(submission), {"Content-Type": MEDIA_TYPE}
+        return _read(TaskView, self._transport.request("POST", path, content=body, headers=headers).content)
 
     def submit_evaluation(self, task_id: str, evaluated: EvaluationResult) -> TaskView:
         return self._post(f"/v1/tasks/{task_id}/evaluation", evaluated, TaskView)
@@ -519,11 +530,13 @@ def _upload_path(location: str) -> str:
     return location
 
 
-def _read(kind: type[T], content: bytes) -> T:
+def _read(kind: type[T], content: bytes, read: Callable[[bytes], T] | None = None) -> T:
     try:
-        return kind.model_validate_json(content)
+        return (read or kind.model_validate_json)(content)
     except ValidationError as refusal:
         raise NotUnderstood(f"the answer is not a valid {kind.__name__}", errors=faults_of(refusal)) from None
+    except ValueError as fault:
+        raise NotUnderstood(f"the answer is not a valid {kind.__name__}: {fault}") from None
 
 
 def _pour(response: httpx.Response, file: Sink, progress: Progress | None) -> None:

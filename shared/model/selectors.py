@@ -12,6 +12,12 @@ from tessera.shared.schema import Frozen
 MAX_PATTERNS = 16_384
 """The most names in a selector: each is compared with each block, which for more would take minutes."""
 
+MAX_RESOLVED = 256
+"""Number of selectors whose blocks of a table are remembered: those of the last rounds of a few runs."""
+
+_resolved: "dict[tuple[int, Selector], tuple[tuple[Block, ...], tuple[Block, ...]]]" = {}
+"""By the table's identity and the selector: the table, which must not be freed before, and the selected blocks."""
+
 
 class Match(Frozen):
     """Blocks that meet every condition given; a condition left out holds for all. Names are shell patterns."""
@@ -57,10 +63,18 @@ class Selector(Frozen):
         nothing is nearly always a misspelling, and training the wrong blocks is not noticed by any loss.
         """
         table = tuple(blocks)
+        key = (id(table), self)
+        known, chosen = _resolved.get(key, (None, ()))
+        if known is table:
+            return chosen
         for match in (*self.include, *self.exclude):
             if not any(match.holds(block) for block in table):
                 raise SelectorError(match, table)
-        return tuple(block for block in table if self.holds(block))
+        chosen = tuple(block for block in table if self.holds(block))
+        if len(_resolved) >= MAX_RESOLVED:
+            _resolved.clear()
+        _resolved[key] = (table, chosen)
+        return chosen
 
     def __bool__(self) -> bool:
         return bool(self.include)

@@ -117,7 +117,7 @@ class Aggregation:
 
     def _opened(self, entry: Accepted, model: Model, state: State) -> dict[str, Tensor]:
         """Return an update's blocks. One that has changed since the update started is moved by the update's steps."""
-        sent = self.inspector.open(entry.digest, model, self.states.manifest(entry.base.digest), entry.plan)
+        sent = self.inspector.reopen(entry.digest, model, self.states.manifest(entry.base.digest), entry.plan)
         return {n: t if t.base == state.model[n] else Rebased(state.model[n], t) for n, t in sent.items()}
 
 

@@ -1,7 +1,8 @@
 """Every update is checked before it is accepted (invariant I10): its form first, then each value in it, streamed."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from io import BytesIO
 from math import isfinite, sqrt
@@ -14,20 +15,67 @@ from tessera.shared.model.spec import Model
 from tessera.shared.problems import MAX_FAULTS, Fault, InvalidUpdate
 from tessera.shared.rounds.blob_store import BlobStore
 from tessera.shared.rounds.versions import States
+from tessera.shared.tensors.dtypes import DType
 from tessera.shared.tensors.lazy import PIECE, Array, Tensor, numel, squares
 from tessera.shared.updates.codecs.delta import difference
 from tessera.shared.updates.errors import Malformed
-from tessera.shared.updates.update_file import EncodedTensor, of_whole, read_update
+from tessera.shared.updates.update_file import (
+    DecodedTensor,
+    EncodedTensor,
+    UpdateTensor,
+    decoded,
+    of_whole,
+    read_update,
+)
 
 MAX_TIMES = 2.0**23
 """Limit on the norm of a block's step, in multiples of the version's norm, with 1 added to both mean squares for
 blocks that start at zero. In float32, a sum with such a step retains no bit of the version: it replaces it."""
 
 
+MAX_BASES = 1 << 16
+"""Number of blobs whose sum of squares is remembered: those of the present versions of a few runs."""
+
+
+@dataclass
+class HeldUpdates:
+    """Checked updates that wait in this process to be merged, with small blocks decoded, up to `limit_bytes`."""
+
+    limit_bytes: int
+    blocks: dict[str, Mapping[str, UpdateTensor]] = field(default_factory=dict)
+    """By the update's digest, then by name."""
+    held_bytes: int = 0
+    starts: dict[tuple[str, DType], Array] = field(default_factory=dict)
+    """The values of small blocks of the version, by digest and type."""
+
+    def start_of(self, base: Tensor) -> Array:
+        """Return the values of a small block of the version."""
+        key = (getattr(base, "digest", ""), base.dtype)
+        if key not in self.starts:
+            (self.starts[key],) = base.chunks()
+        return self.starts[key]
+
+    def hold(self, digest: str, blocks: Mapping[str, UpdateTensor]) -> None:
+        nbytes = sum(tensor.block.nbytes for tensor in blocks.values())
+        if digest not in self.blocks and self.held_bytes + nbytes <= self.limit_bytes:
+            self.blocks[digest] = blocks
+            self.held_bytes += nbytes
+
+    def clear(self) -> None:
+        """Release all, at the end of a round."""
+        self.blocks.clear()
+        self.starts.clear()
+        self.held_bytes = 0
+
+
 @dataclass(frozen=True)
 class Inspector:
     blobs: BlobStore
     states: States
+    held: HeldUpdates | None = None
+    """Checked updates that wait for a merge in this process; None to read them again."""
+    _squares: dict[tuple[str, DType], float] = field(default_factory=dict, compare=False)
+    """The sum of squares of a version's blobs, by digest and type."""
 
     def open(
         self, digest: str, model: Model, manifest: Manifest, plan: Plan, data: bytes | None = None
@@ -42,6 +90,25 @@ class Inspector:
         if data is not None:
             return read_update(partial(BytesIO, data), len(data), asked, bases)
         return read_update(partial(self.blobs.open, digest), self.blobs.size(digest), asked, bases)
+
+    def hold(self, digest: str, blocks: Mapping[str, UpdateTensor]) -> None:
+        """Hold a checked update, if this inspector holds any."""
+        if self.held:
+            self.held.hold(digest, blocks)
+
+    def start_of(self, base: Tensor) -> Array:
+        """Return the values of a small block of a version."""
+        return self.held.start_of(base) if self.held else next(base.chunks())
+
+    def release(self) -> None:
+        """Release the updates that are held, once they are merged."""
+        if self.held:
+            self.held.clear()
+
+    def reopen(self, digest: str, model: Model, manifest: Manifest, plan: Plan) -> Mapping[str, UpdateTensor]:
+        """Return the blocks of an update that was checked, as `open` does."""
+        held = self.held.blocks.get(digest) if self.held else None
+        return self.open(digest, model, manifest, plan) if held is None else held
 
     def check(
         self, digest: str, model: Model, manifest: Manifest, plan: Plan, max_norm: float | None
@@ -63,14 +130,19 @@ class Inspector:
         Raises InvalidUpdate naming every block that cannot be decoded, is not finite or is absurdly far from its
         version, or a norm out of bounds.
         """
-        blocks = self.open(digest, model, manifest, plan, data)
+        sent = self.open(digest, model, manifest, plan, data)
+        blocks: Mapping[str, UpdateTensor] = sent
+        if self.held:
+            # Below, each block that is malformed is named.
+            with suppress(Malformed):
+                blocks = decoded(sent, self.held.start_of)
         if not blocks and plan.upload:
             raise of_whole("no-block", "the update holds no block", "Send at least one of the blocks asked for.")
         faults: list[Fault] = []
         squares = 0.0
         for name, tensor in blocks.items():
             try:
-                squares += step_squares(tensor, tensor.base)
+                squares += step_squares(tensor, tensor.base, self._squares)
             except Malformed as fault:
                 faults.append(Fault(pointer=name, detail=str(fault)[:300], code=fault.code))
             if len(faults) >= MAX_FAULTS:
@@ -83,6 +155,7 @@ class Inspector:
         if max_norm is not None and norm > max_norm:
             said = f"the update's l2 norm is {norm:.6g}; this run takes at most {max_norm:.6g}"
             raise of_whole("norm-limit", said)
+        self.hold(digest, blocks)
         return {UPDATE_NORM: norm}, [block.name for block in model.blocks if block.name in blocks]
 
 
@@ -94,13 +167,17 @@ class TooFar(Malformed):
     """A block is finite, and absurdly far from its version."""
 
 
-def step_squares(tensor: Tensor, base: Tensor) -> float:
+def step_squares(tensor: Tensor, base: Tensor, known: dict[tuple[str, DType], float] | None = None) -> float:
     """Return the sum of squares of the difference, infinite if it overflows. Raises NotFinite, TooFar, and
-    CodecError."""
+    CodecError. `known` remembers the sums of squares of stored bases, by digest."""
     total, before = 0.0, 0.0
+    known = {} if known is None else known
+    key = (getattr(base, "digest", ""), base.dtype)
+    measured = known.get(key)
     # Decoding is in here too: scales from anywhere overflow what they scale, which is then not finite.
     with np.errstate(over="ignore", invalid="ignore"):
-        for chunk, start in zip(tensor.chunks(), base.chunks(), strict=True):
+        starts = [tensor.start] if isinstance(tensor, DecodedTensor) else base.chunks()
+        for chunk, start in zip(tensor.chunks(), starts, strict=True):
             for at in range(0, chunk.size, PIECE):
                 values = chunk[at : at + PIECE]
                 found = squares(difference(values, start[at : at + PIECE]))
@@ -110,7 +187,14 @@ def step_squares(tensor: Tensor, base: Tensor) -> float:
                         raise NotFinite("not-finite", f"{wrong} or more values are NaN or infinite")
                     found = _wide_squares(values, start[at : at + PIECE])
                 total += found
-                before += squares(start[at : at + PIECE].astype(np.float32, copy=False))
+                if measured is None:
+                    before += squares(start[at : at + PIECE].astype(np.float32, copy=False))
+    if measured is not None:
+        before = measured
+    elif key[0]:
+        if len(known) >= MAX_BASES:
+            known.clear()
+        known[key] = before
     if total > MAX_TIMES**2 * (before + numel(tensor)):
         moved, was = sqrt(total / numel(tensor)), sqrt(before / numel(tensor))
         detail = f"its values moved by {moved:.3g} and were {was:.3g} (root mean squares): nothing of them is left"

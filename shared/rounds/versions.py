@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import attrgetter
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from pydantic import ValidationError
 
@@ -17,8 +17,19 @@ from tessera.shared.model.preprocessing import require_file
 from tessera.shared.model.spec import MAX_DOCUMENT_BYTES, Model
 from tessera.shared.problems import Fault, Invalid, NotFound, faults_of
 from tessera.shared.rounds.blob_store import Batch, BlobStore, Stored
+from tessera.shared.tensors.bundles import bundled, bundles
 from tessera.shared.tensors.dtypes import NUMPY_DTYPES, DType
-from tessera.shared.tensors.lazy import Array, Tensor, as_bytes, chunk_counts, from_bytes, lockstep, numel, related
+from tessera.shared.tensors.lazy import (
+    Array,
+    SteppedTensor,
+    Tensor,
+    as_bytes,
+    chunk_counts,
+    from_bytes,
+    lockstep,
+    numel,
+    related,
+)
 from tessera.shared.tensors.mmap_file import taken
 
 Groups = Sequence[Sequence[Tensor]]
@@ -173,23 +184,45 @@ class States:
 
 def materialize(blobs: BlobStore, groups: Groups, threads: int = 1) -> list[list[Stored]]:
     """Compute groups of tensors, each group in one pass, and make them safe. Returns what each was stored as."""
-    # The largest first, so that no thread is left with one when the others have done.
-    order = sorted(range(len(groups)), key=lambda index: -sum(map(numel, groups[index])))
+    # Many small tensors as one. The largest first, so that no thread is left with one when the others have done.
+    places = bundles(groups)
+    together = [[groups[place] for place in bundle] for bundle in places]
+    order = sorted(range(len(together)), key=lambda index: -sum(numel(t) for group in together[index] for t in group))
     with blobs.batch() as batch:
-        if threads == 1 or len(groups) <= 1:
-            stored = [_materialize_group(batch, groups[index]) for index in order]
+        if threads == 1 or len(order) <= 1:
+            stored = [_materialize_bundle(batch, together[index]) for index in order]
         else:
             with ThreadPoolExecutor(threads, thread_name_prefix="merge") as pool:
                 try:
-                    stored = list(pool.map(lambda index: _materialize_group(batch, groups[index]), order))
+                    stored = list(pool.map(lambda index: _materialize_bundle(batch, together[index]), order))
                 except BaseException:
                     pool.shutdown(cancel_futures=True)
                     raise
-    return [blobs for _, blobs in sorted(zip(order, stored, strict=True), key=lambda entry: entry[0])]
+    by_place = {
+        place: found
+        for index, bundle in zip(order, stored, strict=True)
+        for place, found in zip(places[index], bundle, strict=True)
+    }
+    return [by_place[place] for place in range(len(groups))]
 
 
 def _materialize_here(blobs: BlobStore, groups: Groups) -> list[list[Stored]]:
     return materialize(blobs, groups)
+
+
+def _materialize_bundle(batch: Batch, groups: Groups) -> list[list[Stored]]:
+    """Compute and store groups: one alone, or a bundle of small tensors."""
+    if len(groups) == 1:
+        return [_materialize_group(batch, groups[0])]
+    tensors = [cast("SteppedTensor", tensor) for (tensor,) in groups]
+    (chunk,) = bundled(tensors).chunks()
+    found, at = [], 0
+    for tensor in tensors:
+        with batch.writer() as writer:
+            writer.write(as_bytes(chunk[at : at + numel(tensor)]))
+            found.append([writer.finish()])
+        at += numel(tensor)
+    return found
 
 
 def _materialize_group(batch: Batch, group: Sequence[Tensor]) -> list[Stored]:

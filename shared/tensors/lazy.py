@@ -133,7 +133,7 @@ class Stepped(Protocol):
 
 
 @dataclass(frozen=True)
-class _StepsOf:
+class StepsOf:
     """The differences of a tensor, where its values would stand."""
 
     tensor: Stepped
@@ -193,7 +193,7 @@ class WeightedSum(Derived):
         # The sum begins at zero, so that it is never -0.0 where nobody changed anything: 0.0 + -0.0 is 0.0.
         out.fill(0)
         for weight, source, part in zip(self.weights, self.sources[1:], parts[1:], strict=True):
-            if not isinstance(source, _StepsOf):
+            if not isinstance(source, StepsOf):
                 np.subtract(part.astype(out.dtype, copy=False), base, out=step)
                 np.multiply(step, out.dtype.type(weight), out=step)
             elif isinstance(part, np.ndarray):
@@ -250,7 +250,7 @@ def lockstep(tensors: Sequence[Tensor]) -> Iterator[tuple[Array, ...]]:
 
 def _identity(tensor: Tensor) -> tuple[int, bool]:
     """Return the identity of a tensor. The steps of one tensor are computed once for all sums that need them."""
-    return (id(tensor.tensor), True) if isinstance(tensor, _StepsOf) else (id(tensor), False)
+    return (id(tensor.tensor), True) if isinstance(tensor, StepsOf) else (id(tensor), False)
 
 
 def related(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
@@ -357,7 +357,7 @@ def weighted_steps(base: Tensor, senders: Sequence[tuple[float, Tensor]]) -> Wei
             raise ValueError(f"an update of {_name(base)} started from {_name(getattr(tensor, 'base', base))}")
         weights.append(factor)
         if getattr(tensor, "sent_as_steps", False):
-            sources.append(_StepsOf(cast("Stepped", tensor), sent.shape, sent.dtype))
+            sources.append(StepsOf(cast("Stepped", tensor), sent.shape, sent.dtype))
         else:
             sources.append(tensor)
     return WeightedSum(base.shape, "F64" if base.dtype == "F64" else "F32", tuple(sources), tuple(weights))
@@ -416,9 +416,12 @@ def squares(steps: Array) -> float:
     few parts in 10^8.
     """
     whole = steps.size - steps.size % _ROW
-    rows, rest = steps[:whole].reshape(-1, _ROW), steps[whole:]
+    rest = steps[whole:]
     with np.errstate(over="ignore", invalid="ignore"):
-        found = float(np.vecdot(rows, rows).sum(dtype=np.float64)) + float(np.vecdot(rest, rest))
+        found = float(np.vecdot(rest, rest))
+        if whole:
+            rows = steps[:whole].reshape(-1, _ROW)
+            found += float(np.vecdot(rows, rows).sum(dtype=np.float64))
         if not isfinite(found):
             wide = steps.astype(np.float64)
             found = float(np.einsum("i,i", wide, wide))

@@ -51,6 +51,7 @@ class TensorEntry(Frozen):
 T = TypeVar("T")
 
 _ENTRY = TypeAdapter(TensorEntry)
+_ENTRIES = TypeAdapter(dict[str, TensorEntry])
 _METADATA = TypeAdapter(dict[str, str])
 
 
@@ -93,7 +94,11 @@ def read_header(
         if not name.isprintable():
             raise ContainerError("bad-name", f"{name[:200]!r} is not a valid tensor name")
     metadata = _checked(_METADATA, "__metadata__", table.pop("__metadata__", {}))
-    entries = {name: _checked(_ENTRY, name, value) for name, value in table.items()}
+    try:
+        entries = _ENTRIES.validate_python(table)
+    except ValidationError:
+        # One by one, to name the first that is wrong.
+        entries = {name: _checked(_ENTRY, name, value) for name, value in table.items()}
     _check_spans(entries, file_bytes - 8 - length)
     return Header(entries, metadata, 8 + length)
 
@@ -151,24 +156,30 @@ def _kind_of(name: str, fault: ErrorDetails) -> HeaderKind:
 def _check_spans(entries: Mapping[str, TensorEntry], data_bytes: int) -> None:
     end = 0
     for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
-        if entry.dtype not in DTYPE_BYTES:
-            raise ContainerError("unknown-dtype", f"{name[:200]!r} has the unknown dtype {entry.dtype[:32]!r}")
-        size = prod(entry.shape) * DTYPE_BYTES[entry.dtype]
-        faults: list[tuple[bool, HeaderKind, str]] = [
-            (entry.nbytes < 0, "offsets-reversed", "it ends before it begins"),
-            (entry.data_offsets[1] > data_bytes, "offsets-beyond-file", "the file ends before that"),
-            (entry.start < end, "offsets-overlap", "another tensor's bytes are there"),
-            (entry.start > end, "offsets-gap", "the bytes before that belong to no tensor"),
-            (entry.nbytes != size, "shape-misfit", f"its shape {list(entry.shape)} needs {size} bytes"),
-        ]
-        for wrong, kind, detail in faults:
-            if wrong:
-                raise ContainerError(kind, f"{name[:200]!r} spans {entry.data_offsets}: {detail}")
-        end += entry.nbytes
+        start, stop = entry.data_offsets
+        size = prod(entry.shape) * DTYPE_BYTES.get(entry.dtype, 0)
+        if start != end or stop - start != size or stop > data_bytes or entry.dtype not in DTYPE_BYTES:
+            raise _span_error(name, entry, size, end, data_bytes)
+        end = stop
     if end != data_bytes:
         raise ContainerError(
             "bytes-behind-data", f"the header describes {end} bytes of data; the file has {data_bytes}"
         )
+
+
+def _span_error(name: str, entry: TensorEntry, size: int, end: int, data_bytes: int) -> ContainerError:
+    """Return the error of a tensor's span, where the one before ends at `end`."""
+    if entry.dtype not in DTYPE_BYTES:
+        return ContainerError("unknown-dtype", f"{name[:200]!r} has the unknown dtype {entry.dtype[:32]!r}")
+    faults: list[tuple[bool, HeaderKind, str]] = [
+        (entry.nbytes < 0, "offsets-reversed", "it ends before it begins"),
+        (entry.data_offsets[1] > data_bytes, "offsets-beyond-file", "the file ends before that"),
+        (entry.start < end, "offsets-overlap", "another tensor's bytes are there"),
+        (entry.start > end, "offsets-gap", "the bytes before that belong to no tensor"),
+        (True, "shape-misfit", f"its shape {list(entry.shape)} needs {size} bytes"),
+    ]
+    kind, detail = next((kind, detail) for wrong, kind, detail in faults if wrong)
+    return ContainerError(kind, f"{name[:200]!r} spans {entry.data_offsets}: {detail}")
 
 
 Layout = Iterable[tuple[str, str, tuple[int, ...]]]

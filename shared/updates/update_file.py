@@ -1,15 +1,18 @@
 """An update on the wire: a safetensors file with a byte string per block, and each block's codec in its metadata."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import BinaryIO
+from typing import BinaryIO, ClassVar
 
 import numpy as np
 
 from tessera.shared.model.blocks import Block
 from tessera.shared.problems import Fault, InvalidUpdate
 from tessera.shared.tensors.dtypes import DType
-from tessera.shared.tensors.lazy import CHUNK, Array, Steps, Tensor, chunk_counts
+from tessera.shared.tensors.lazy import CHUNK, PIECE, Array, Steps, Tensor, chunk_counts
+from tessera.shared.tensors.mmap_file import taken
 from tessera.shared.updates.codecs import pipeline
 from tessera.shared.updates.codecs.delta import difference
 from tessera.shared.updates.codecs.stage import CodecError
@@ -23,6 +26,10 @@ _CODEC = "codec:"
 HEADER_BYTES_PER_BLOCK = 2_048
 MAX_HEADER_BYTES = 4 << 20
 """The limit of a header from a worker, for about ten thousand blocks: bounds the memory for a malicious one."""
+MAX_BEGUN_BYTES = 32 << 20
+"""The limit of encoded blocks that are held until they are written."""
+SMALL = PIECE
+"""Number of elements up to which blocks are encoded and decoded together."""
 SPARE_TENSORS = 64
 """Number of unrequested tensors that are still named in the error; a header with more is not parsed."""
 
@@ -63,15 +70,49 @@ def write_update(
 ) -> None:
     """Write an update, with a codec for each block, or one for all as far as it is worthwhile for them. `file` must
     be seekable. With stochastic rounding, the same seed gives the same bytes."""
+    begun: dict[str, Array] = {}
     if isinstance(chosen, str):
-        chosen = {change.block.name: codec_for(chosen, change) for change in changes}
+        chosen, begun = _worthwhile(chosen, changes)
     rng = np.random.Generator(np.random.SFC64(seed))
     write_streams(
         file,
-        ((c.block.name, pipeline.encode(chosen[c.block.name], c, rng)) for c in changes),
+        (
+            (c.block.name, pipeline.encode(chosen[c.block.name], c, rng, begun.pop(c.block.name, None)))
+            for c in changes
+        ),
         {"format": FORMAT, **{_CODEC + name: codec for name, codec in chosen.items()}},
         chosen,
     )
+
+
+def longest_update(blocks: Iterable[Block]) -> int:
+    """Return about the most bytes of an update of these blocks, with its header."""
+    return sum(block.nbytes + block.nbytes // 16 + HEADER_BYTES_PER_BLOCK for block in blocks)
+
+
+def _worthwhile(codec: str, changes: Sequence[TrainedBlock]) -> tuple[dict[str, str], dict[str, Array]]:
+    """Return the codec of each block, and the blocks that were encoded to find it out, as far as they may be held in
+    memory."""
+    chosen: dict[str, str] = {}
+    begun: dict[str, Array] = {}
+    room = MAX_BEGUN_BYTES
+    for (own, _, _), group in _alike(codec, changes).items():
+        for change, (kept, first) in zip(group, pipeline.trials(own, group), strict=True):
+            chosen[change.block.name] = kept
+            if first is not None and first.nbytes <= room:
+                room -= first.nbytes
+                begun[change.block.name] = first
+    return {change.block.name: chosen[change.block.name] for change in changes}, begun
+
+
+def _alike(codec: str, changes: Sequence[TrainedBlock]) -> dict[tuple[str, DType, str], list[TrainedBlock]]:
+    """Return the small changes of one codec and type together, and each large one alone."""
+    groups: dict[tuple[str, DType, str], list[TrainedBlock]] = {}
+    for change in changes:
+        block = change.block
+        alone = "" if block.numel <= SMALL else block.name
+        groups.setdefault((pipeline.suited(codec, block), block.dtype, alone), []).append(change)
+    return groups
 
 
 @dataclass(frozen=True)
@@ -111,6 +152,62 @@ class EncodedTensor:
         else:
             for chunk, start in zip(self.chunks(), self.base.chunks(), strict=True):
                 yield difference(chunk, start)
+
+
+@dataclass(frozen=True, eq=False)
+class DecodedTensor:
+    """A block of an update, decoded and held in memory as one flat chunk."""
+
+    block: Block
+    base: Tensor
+    values: Array
+    start: Array
+    """The values of `base`."""
+    sent_as_steps: ClassVar[bool] = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.block.shape
+
+    @property
+    def dtype(self) -> DType:
+        return self.block.dtype
+
+    def chunks(self) -> Iterator[Array]:
+        yield self.values
+
+    def steps(self) -> Iterator[Array]:
+        """Yield the difference from the version, as float32."""
+        yield difference(self.values, self.start)
+
+
+UpdateTensor = EncodedTensor | DecodedTensor
+
+
+def decoded(tensors: Mapping[str, EncodedTensor], start_of: Callable[[Tensor], Array]) -> dict[str, UpdateTensor]:
+    """Return the blocks of an update, the small ones decoded, many in one array operation.
+
+    Those that are better summed as they were sent stay as they are. `start_of` returns the values of a base. Raises
+    Malformed without the block's name.
+    """
+    found: dict[str, UpdateTensor] = dict(tensors)
+    groups: dict[tuple[str, DType], list[EncodedTensor]] = {}
+    for tensor in tensors.values():
+        if tensor.block.numel <= SMALL and not tensor.sent_as_steps:
+            groups.setdefault((tensor.codec, tensor.dtype), []).append(tensor)
+    for (codec, dtype), group in groups.items():
+        with group[0].open() as file:
+            pieces = [_bytes_of(file, tensor) for tensor in group]
+        starts = [start_of(tensor.base) for tensor in group]
+        values = pipeline.decode_group(codec, dtype, [start.size for start in starts], pieces, starts)
+        for tensor, start, own in zip(group, starts, values, strict=True):
+            found[tensor.block.name] = DecodedTensor(tensor.block, tensor.base, own, start)
+    return found
+
+
+def _bytes_of(file: BinaryIO, tensor: EncodedTensor) -> bytes | memoryview:
+    file.seek(tensor.start)
+    return taken(file, tensor.nbytes)
 
 
 def read_update(

@@ -126,6 +126,14 @@ def test_codecs_are_measured_on_what_training_leaves(tmp_path: Path) -> None:
     assert rows["bits+shuffle+zstd"]["ratio, AdamW 1e-4"] > 1.2
 
 
+@pytest.mark.long
+@pytest.mark.timeout(300)  # three processes that import much
+def test_simulated_clients_are_counted_beside_training_alone(tmp_path: Path) -> None:
+    rows = quickly("simulations", tmp_path)["rows"]
+    assert [(row["side"], row["processes"]) for row in rows] == [("bare", 1), ("tessera", 1), ("tessera", 2)]
+    assert all(row["clients_per_s"] > 0 and row["pss_MB"] > 0 for row in rows)
+
+
 def test_a_table_has_every_column_that_a_row_has() -> None:
     rows: list[dict[str, Any]] = [{"side": "a", "s": 0.125}, {"side": "long", "MB": 3}]
     assert table(rows).splitlines() == ["side      s  MB", "a     0.125   -", "long      -   3"]

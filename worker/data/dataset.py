@@ -17,18 +17,11 @@ from torch.nn.functional import pad
 from tessera.shared.model.dataset_schema import DatasetSchema, TensorSchema
 from tessera.shared.schema import Frozen
 from tessera.worker.data.cells import Cells
+from tessera.worker.data.load_report import LoadReport
 from tessera.worker.data.normalization import Normalized
 from tessera.worker.data.prepared import Prepared
 
 LABELS = "labels"
-MAX_UNKNOWN = 0.2
-"""Share of unknown tokens above which a tokenizer probably does not fit the texts."""
-
-MAX_REASONS = 3
-"""Number of unreadable images that a warning describes."""
-
-MAX_GROUP_BYTES = 64 << 20
-"""Size of row groups from which on reading images one by one is slow."""
 
 
 class DataError(ValueError):
@@ -38,12 +31,6 @@ class DataError(ValueError):
 def in_short(fault: BaseException) -> str:
     """Return a library's error message on one line, cut off after 300 characters."""
     return " ".join(str(fault).split())[:300]
-
-
-def counted(by_name: Mapping[str, int]) -> str:
-    """Return the counts, such as `30 .dcm, 2 .txt`, largest first, and at most eight of them."""
-    largest = sorted(by_name.items(), key=lambda item: (-item[1], item[0]))[:8]
-    return ", ".join(f"{number} {name}" for name, number in largest) + ", ..." * (len(by_name) > len(largest))
 
 
 class DataChanged(DataError):
@@ -69,45 +56,6 @@ class Padding:
         """Return a tensor, [examples, tokens], padded to `width` tokens."""
         gap = self.width - tensor.shape[1]
         return pad(tensor, (gap, 0) if self.on_left else (0, gap), value=self.values[name])
-
-
-@dataclass(frozen=True)
-class LoadReport:
-    """Findings about the files of a whole data set, for people at its site. They are never sent."""
-
-    unknown_tokens: float | None = None
-    """The share of the texts' tokens that the tokenizer does not know; None without texts or such a token."""
-
-    ignored_files: Mapping[str, int] = field(default_factory=dict)
-    """The number of files in a folder of images or of tables that are neither, by suffix."""
-
-    unreadable: Sequence[str] = ()
-    """The fault of each image that is left out because it cannot be read."""
-
-    group_bytes: int = 0
-    """The size of the largest row group of images in a Parquet file, all of which is read for each image."""
-
-    def warnings(self) -> Iterator[tuple[str, str]]:
-        """Yield what is probably wrong, each with its remedy."""
-        if (self.unknown_tokens or 0) > MAX_UNKNOWN:
-            yield (
-                f"the tokenizer does not know {self.unknown_tokens:.0%} of the tokens",
-                "Use the tokenizer that the model was trained with, for texts in this language.",
-            )
-        if self.ignored_files:
-            count = sum(self.ignored_files.values())
-            yield (
-                f"{count} file{'s' * (count > 1)} ignored: {counted(self.ignored_files)}",
-                "Convert them to a format that is read (dicom = true reads DICOM, too), or move them elsewhere.",
-            )
-        if count := len(self.unreadable):
-            first = " ".join(f"{reason}." for reason in self.unreadable[:MAX_REASONS])
-            yield f"{count} unreadable image{'s' * (count > 1)} left out. {first}", "Replace or remove them."
-        if self.group_bytes > MAX_GROUP_BYTES:
-            yield (
-                f"each image is read with a row group of up to {self.group_bytes >> 20} MiB",
-                "Write the Parquet files with smaller ones (row_group_size=100), or save them by `datasets`.",
-            )
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -207,6 +155,9 @@ class Request:
 class Loaders(Protocol):
     """Processes that read rows on disk. `worker.data.loaders` implements it."""
 
+    def prepare(self) -> None:
+        """Begin to import what they need."""
+
     def read(
         self, readers: Mapping[str, Callable[[Sequence[int]], Tensor]], requests: Iterable[Request]
     ) -> Iterator[Rows | DataError]:
@@ -236,7 +187,7 @@ class Dataset:
     padding: Padding | None = None
     groups: Sequence[bytes] | None = None
     texts: RawTexts | None = None
-    report: LoadReport = LoadReport()
+    report: LoadReport = field(default_factory=LoadReport)
     schema: DatasetSchema = field(default_factory=DatasetSchema)
     on_disk: Mapping[str, RowsOnDisk] = field(default_factory=dict)
     loaders: Loaders | None = None
@@ -268,6 +219,11 @@ class Dataset:
     def inputs(self) -> dict[str, Tensor | RowsOnDisk]:
         """Everything that has a row for each example, in memory or on disk."""
         return {**self.tensors, **self.on_disk}
+
+    @property
+    def for_loaders(self) -> dict[str, RowsOnDisk]:
+        """The inputs that loaders read; none without loaders."""
+        return {name: rows for name, rows in self.on_disk.items() if rows.in_loaders and self.loaders}
 
     @property
     def examples(self) -> int:

@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from itertools import chain, islice
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar
@@ -64,7 +65,7 @@ def stream(
     """
     order = dataset.order(batch_size, generator, skip)
     batches: Iterator[Rows | DataError]
-    if uses_loaders(dataset):
+    if dataset.for_loaders:
         batches = read_by_loaders(dataset, order, augmentation)
     else:
         here = (read_here(dataset, rows, augmentation) for rows in order)
@@ -73,11 +74,6 @@ def stream(
         if isinstance(batch, DataError):
             raise batch
         yield {**batch, **dataset.common}
-
-
-def uses_loaders(dataset: Dataset) -> bool:
-    """Return whether loaders read a part of the inputs."""
-    return dataset.loaders is not None and any(stored.in_loaders for stored in dataset.on_disk.values())
 
 
 def read_here(dataset: Dataset, rows: Tensor, augmentation: SeededAugmentation | None = None) -> Rows:
@@ -93,7 +89,7 @@ def read_by_loaders(
     Raises LoaderFailed."""
     if dataset.loaders is None:
         raise ValueError("the data set has no loaders")
-    loaded = {name: stored for name, stored in dataset.on_disk.items() if stored.in_loaders}
+    loaded = dataset.for_loaders
     readers = {name: stored.read for name, stored in loaded.items()}
     requests = (
         Request(
@@ -163,6 +159,11 @@ class LoaderProcesses:
         self._alive: Connection | None = None
         self._pass = 0
 
+    def prepare(self) -> None:
+        """Start the process that loaders are forked from, so that its imports of seconds are over when they start."""
+        multiprocessing.set_forkserver_preload(PRELOADED)
+        forkserver.ensure_running()
+
     def read(self, readers: Mapping[str, Reader], requests: Iterable[Request]) -> Iterator[Rows | DataError]:
         """Yield what the readers return for each request, or a reader's error, in their order. A pass that begins
         ends the one before. Raises LoaderFailed."""
@@ -200,8 +201,8 @@ class LoaderProcesses:
         return self._start()
 
     def _start(self) -> Iterator[Any]:
+        self.prepare()
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED)
         ends, self._alive = context.Pipe(duplex=False)
         # It warns of more loaders than processors, which may wait for a disk.
         with warnings.catch_warnings(action="ignore"):

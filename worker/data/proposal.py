@@ -10,8 +10,9 @@ from pathlib import Path
 from PIL import Image
 
 from tessera.shared.near_names import absent
-from tessera.worker.data.dataset import DataError, counted
+from tessera.worker.data.dataset import DataError
 from tessera.worker.data.kinds.images import names_below
+from tessera.worker.data.load_report import counted
 from tessera.worker.data.readers.pictures import FORMATS, SUFFIXES, UNREADABLE
 from tessera.worker.data.readers.table_files import SPLITS, is_saved
 from tessera.worker.data.readers.tables import READERS, DataTable, read_table

@@ -51,6 +51,8 @@ def load(
         steps, message = messages_of(fault.errors(include_url=False), adapter.options)[0]
         raise DataError(f"{'.'.join(map(str, steps)) or kind}: {message}") from None
     dataset = replace(dataset, loaders=loaders)
+    if loaders and dataset.for_loaders:
+        loaders.prepare()
     if part is not None and part.index is not None:
         dataset = part_of(dataset, part, part.index)
     return dataset if held_out is None else hold_out(dataset, held_out, key)

@@ -94,9 +94,9 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
     A tensor with several names (tied weights) has its first name in `named_parameters`.
     """
     tensors: dict[str, Tensor] = dict(model.named_parameters())
-    saved = model.state_dict(keep_vars=True)
-    buffers = model.named_buffers()
-    tensors |= {name: buffer for name, buffer in buffers if name in saved and buffer.is_floating_point()}
+    if buffers := {name: buffer for name, buffer in model.named_buffers() if buffer.is_floating_point()}:
+        saved = model.state_dict(keep_vars=True)
+        tensors |= {name: buffer for name, buffer in buffers.items() if name in saved}
     # Where a size in the config is 0, some families create a parameter without elements (DINOv3's registers).
     return {name: tensor for name, tensor in tensors.items() if tensor.numel()}
 

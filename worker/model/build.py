@@ -336,11 +336,13 @@ def tensor_of(tensors: Mapping[str, Tensor], block: Block) -> Tensor:
     tensor = tensors.get(block.tensor)
     if tensor is None:
         raise ModelMismatch([f"{block.tensor}: missing from the model"])
-    axis = block.part.axis if block.part else None
-    alike = tensor.ndim == len(block.shape) and all(
-        there == own for i, (there, own) in enumerate(zip(tensor.shape, block.shape, strict=True)) if i != axis
-    )
-    within = alike and (block.part is None or block.part.spans[-1][1] <= tensor.shape[block.part.axis])
+    if block.part is None:
+        within = tensor.shape == block.shape
+    else:
+        axis, shape = block.part.axis, tuple(tensor.shape)
+        rows = block.shape[axis]
+        alike = len(shape) == len(block.shape) and (*shape[:axis], rows, *shape[axis + 1 :]) == block.shape
+        within = alike and block.part.spans[-1][1] <= shape[axis]
     if not within or DTYPES.get(tensor.dtype) != block.dtype:
         raise ModelMismatch([f"{block.name}: {block.dtype} {block.shape} is not in {tensor.dtype} {tensor.shape}"])
     return tensor

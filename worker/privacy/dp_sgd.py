@@ -22,7 +22,7 @@ from tessera.shared.methods.base import WorkerHalf
 from tessera.shared.tensors.lazy import Array
 from tessera.worker.data.augmentation import augmentation_of
 from tessera.worker.data.dataset import DataError, Dataset, Rows
-from tessera.worker.data.loaders import LoaderFailed, finished, read_here, read_in_pieces, uses_loaders
+from tessera.worker.data.loaders import LoaderFailed, finished, read_here, read_in_pieces
 from tessera.worker.model.forward import IGNORED, evaluation_mode, losses
 from tessera.worker.privacy.noise import NoiseSource
 from tessera.worker.privacy.per_example_grads import (
@@ -177,7 +177,7 @@ class NoisyGradients:
         self._device = local.setup.device
         self._ranks = local.setup.ranks
         self._augmentation = augmentation_of(local.training, 0)
-        self._by_loaders = uses_loaders(dataset)
+        self._by_loaders = bool(dataset.for_loaders)
         self._without = 0
         self._not_finite = torch.zeros((), dtype=torch.int64, device=self._device)
         """Number of examples whose gradients are not finite. It stays on the device until the end."""

@@ -38,7 +38,7 @@ class GroupCheckpoints(TrainingCheckpoints):
 
     @property
     def wanted(self) -> bool:
-        """Whether this rank's clock says that it is time. Only that of the first rank counts."""
+        """True if the first rank's clock says that it is time; false in the others."""
         return self._group.is_first and super().due
 
     def agree(self) -> None:

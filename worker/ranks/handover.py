@@ -158,6 +158,8 @@ class _Writer:
         return self._other(value)
 
     def _other(self, value: Any) -> Any:
+        if isinstance(value, bytes):
+            return ["bytes", self._place(np.frombuffer(value, np.uint8)), len(value)]
         for name, (text, _) in TEXTS.items():
             if isinstance(value, text):
                 return [name, str(value)]
@@ -208,6 +210,8 @@ class _Reader:
         return form
 
     def _other(self, name: str, parts: list[Any]) -> Any:
+        if name == "bytes":
+            return self._bytes(*parts).tobytes()
         if name in TEXTS:
             return TEXTS[name][1](parts[0])
         kind = RECORDS[name]

@@ -247,6 +247,9 @@ class _HandedShelf:
     def fetch(self, digest: str, max_bytes: int, source: Source, progress: Progress | None = None) -> Path:
         return self._paths[digest]
 
+    def in_memory(self, digest: str) -> bytes | None:
+        """Return None: it is read from its file."""
+
 
 class MeasuringTogether(LocalTaskContext):
     """A context whose measurements are the first rank's, since those of two GPUs differ by rounding."""

@@ -1,13 +1,17 @@
 """A folder of blobs by SHA-256, in which a simulation stores versions and updates.
 
-Files appear complete or not at all. They survive the death of a process, but no power cut: nothing is synced.
+Files appear complete or not at all. They survive the death of a process, but no power cut: nothing is synced. Small
+blobs that were written or read lately are in memory too.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import lru_cache
+from io import BytesIO
 from pathlib import Path
 from typing import BinaryIO
 
@@ -18,6 +22,18 @@ from tessera.worker.state.atomic_files import sweep, temporary_file
 from tessera.worker.state.blob_cache import DIGEST
 
 PIECE_BYTES = 1 << 20
+SMALL_BYTES = 1 << 16
+"""The largest size of a blob that stays in memory."""
+MEMORY_BYTES = 64 << 20
+"""The limit of small blobs in memory, of which the newest stay."""
+
+
+@lru_cache(maxsize=1 << 12)
+def _place(folder: Path, digest: str) -> Path:
+    match = DIGEST.fullmatch(digest)
+    if match is None:
+        raise NotFound(f"not a digest: {digest[:80]!r}")
+    return folder / match[1][:2] / match[1]
 
 
 class Folder:
@@ -27,25 +43,50 @@ class Folder:
         path.mkdir(parents=True, exist_ok=True)
         sweep(path)
         self._path = path
+        self._memory: OrderedDict[str, bytes] = OrderedDict()
+        self._memory_bytes = 0
+        self._lent: dict[str, bytes] = {}
 
     def path(self, digest: str) -> Path:
         """Return the path of a blob. Raises NotFound."""
-        path = self._place(digest)
+        path = self.place(digest)
         if not path.is_file():
             raise NotFound(f"there is no blob {digest}")
         return path
 
+    def place(self, digest: str) -> Path:
+        """Return the path of a blob that may be absent. Raises NotFound."""
+        return _place(self._path, digest)
+
+    def small(self, digest: str) -> bytes | None:
+        """Return a blob if it is small, and None for a large one. Raises NotFound."""
+        data = self._lent.get(digest) or self._memory.get(digest)
+        if data is None:
+            path = self.path(digest)
+            if path.stat().st_size > SMALL_BYTES:
+                return None
+            data = path.read_bytes()
+            self._remember(digest, data)
+        return data
+
+    def lend(self, digest: str, data: bytes) -> None:
+        """Hold a blob in memory only, until it is removed."""
+        self._lent[digest] = data
+
     def size(self, digest: str) -> int:
-        return self.path(digest).stat().st_size
+        data = self.small(digest)
+        return self.path(digest).stat().st_size if data is None else len(data)
 
     def expect(self, digests: Collection[str]) -> None:
         """Do nothing: files need no look-up in advance."""
 
     def open(self, digest: str) -> BinaryIO:
-        return self.path(digest).open("rb")
+        data = self.small(digest)
+        return self.path(digest).open("rb") if data is None else BytesIO(data)
 
     def read(self, digest: str) -> bytes:
-        return self.path(digest).read_bytes()
+        data = self.small(digest)
+        return self.path(digest).read_bytes() if data is None else data
 
     def put(self, pieces: Iterable[bytes | memoryview]) -> Stored:
         with self.writer() as writer:
@@ -63,34 +104,36 @@ class Folder:
 
     def adopt(self, temporary: Path, digest: str) -> None:
         """Move a finished file of this folder to the path of its digest."""
-        final = self._place(digest)
+        final = self.place(digest)
         final.parent.mkdir(exist_ok=True)
         temporary.replace(final)
 
     def keep_only(self, wanted: set[str]) -> None:
         """Remove every other blob."""
-        for file in self._path.glob("??/*"):
-            if f"sha256:{file.name}" not in wanted:
-                file.unlink()
+        present = {f"sha256:{file.name}" for file in self._path.glob("??/*")}
+        self.remove(present - wanted)
 
     def remove(self, unwanted: Iterable[str]) -> None:
         """Remove those of these blobs that are present."""
         for digest in unwanted:
-            self._place(digest).unlink(missing_ok=True)
+            if self._lent.pop(digest, None) is None:
+                self.place(digest).unlink(missing_ok=True)
+            self._memory_bytes -= len(self._memory.pop(digest, b""))
+
+    def _remember(self, digest: str, data: bytes) -> None:
+        self._memory[digest] = data
+        self._memory_bytes += len(data)
+        while self._memory_bytes > MEMORY_BYTES:
+            _, oldest = self._memory.popitem(last=False)
+            self._memory_bytes -= len(oldest)
 
     # ------------------------------------------------------------ for `upload_model`
 
     def has_blob(self, digest: str) -> bool:
-        return self._place(digest).is_file()
+        return self.place(digest).is_file()
 
     def put_bytes(self, data: bytes) -> str:
         return digest_of(data) if self.has_blob(digest_of(data)) else self.put([data]).digest
-
-    def _place(self, digest: str) -> Path:
-        match = DIGEST.fullmatch(digest)
-        if match is None:
-            raise NotFound(f"not a digest: {digest[:80]!r}")
-        return self._path / match[1][:2] / match[1]
 
 
 class FolderWriter:

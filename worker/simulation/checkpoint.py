@@ -1,10 +1,10 @@
 """The progress of a simulation in small, atomically written files, from which a killed simulation resumes."""
 
 import json
-import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 from pydantic import BaseModel, JsonValue
 
@@ -33,10 +33,22 @@ class Reported(Message):
     view: TaskView
     update: str
     plan: Plan
+    inline_bytes: int = 0
+    """Size of the update if it was small: it then follows the report."""
+    held: tuple[str, ...] = ()
+    """The blobs that the worker holds after the task."""
 
     def accepted(self, site: str, base: VersionRef) -> Accepted:
         view = self.view
         return Accepted(site, view.worker, self.update, view.examples or 0, view.metrics, self.plan, base)
+
+
+@dataclass(frozen=True)
+class Held:
+    """An accepted update, and its bytes if it was small."""
+
+    reported: Reported
+    data: bytes = b""
 
 
 class MeasuredVersion(Message):
@@ -45,14 +57,58 @@ class MeasuredVersion(Message):
     measurements: tuple[Measurement, ...]
 
 
+class OpenRound:
+    """The accepted updates of the round that is not committed yet, in one file that grows by one entry for each.
+
+    The constructor drops an incomplete entry that a killed process left.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._found: dict[str, Held] = {}
+        if path.exists():
+            with path.open("rb+") as file:
+                for end, held in _entries(file):
+                    self._found[held.reported.view.id] = held
+                    complete = end
+                file.truncate(complete if self._found else 0)
+
+    def get(self, task: str) -> Held | None:
+        return self._found.get(task)
+
+    def all(self) -> list[Held]:
+        return list(self._found.values())
+
+    def add(self, held: Held) -> None:
+        # In one call, so that a killed process leaves an incomplete entry at most at the end.
+        with self._path.open("ab", buffering=0) as file:
+            file.write(held.reported.model_dump_json(exclude_defaults=True).encode() + b"\n" + held.data)
+        self._found[held.reported.view.id] = held
+
+    def clear(self) -> None:
+        self._path.unlink(missing_ok=True)
+        self._found.clear()
+
+
+def _entries(file: BinaryIO) -> Iterator[tuple[int, Held]]:
+    """Yield each complete entry of an open round, and where it ends."""
+    while (line := file.readline()).endswith(b"\n"):
+        reported = Reported.model_validate_json(line)
+        data = file.read(reported.inline_bytes)
+        if len(data) < reported.inline_bytes:
+            return
+        yield file.tell(), Held(reported, data)
+
+
 class Records:
     """The files under a folder. The constructor removes incomplete files that a killed process left."""
 
     def __init__(self, folder: Path) -> None:
-        for kind in ("versions", "measurements", "open"):
+        for kind in ("versions", "measurements"):
             (folder / kind).mkdir(parents=True, exist_ok=True)
             sweep(folder / kind)
         self._folder = folder
+        self.open = OpenRound(folder / "open-round")
 
     def claim(self, identity: Mapping[str, JsonValue]) -> None:
         """Record which simulation this folder holds. Raises Invalid with each setting that differs from before."""
@@ -79,21 +135,19 @@ class Records:
         """Record a version, from which a simulation then resumes."""
         _write(self._folder / "versions" / f"{entry.version.number:07}.json", entry.model_dump_json())
 
-    def accepted(self, task: str) -> Reported | None:
-        file = self._folder / "open" / f"{task}.json"
-        return _read(Reported, file) if file.exists() else None
+    def downloads(self) -> dict[str, frozenset[str]]:
+        """Return the blobs that each worker holds, by the worker's name."""
+        file = self._folder / "downloads.json"
+        stored = json.loads(file.read_bytes()) if file.exists() else {"sets": [], "workers": {}}
+        sets = [frozenset(digests) for digests in stored["sets"]]
+        held = {worker: sets[place] for worker, place in stored["workers"].items()}
+        return held | {one.reported.view.worker: frozenset(one.reported.held) for one in self.open.all()}
 
-    def accept(self, reported: Reported) -> None:
-        _write(self._folder / "open" / f"{reported.view.id}.json", reported.model_dump_json())
-
-    def accepted_updates(self) -> set[str]:
-        """Return the digests of all updates of the round that is not committed yet."""
-        return {_read(Reported, file).update for file in (self._folder / "open").glob("*.json")}
-
-    def forget_accepted(self) -> None:
-        """Delete the reports of the round that is over."""
-        shutil.rmtree(self._folder / "open")
-        (self._folder / "open").mkdir()
+    def keep_downloads(self, held: Mapping[str, frozenset[str]]) -> None:
+        """Record the blobs that each worker holds. Most hold the same."""
+        places: dict[frozenset[str], int] = {}
+        workers = {worker: places.setdefault(digests, len(places)) for worker, digests in held.items()}
+        _write(self._folder / "downloads.json", json.dumps({"sets": list(map(sorted, places)), "workers": workers}))
 
     def measured(self, version: int) -> tuple[Measurement, ...] | None:
         """Return the measurements of a version; None if it was not measured."""

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 from random import Random
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, PositiveInt, model_validator
 
 from tessera.shared.hashing import derive_seed
 from tessera.shared.schema import Frozen, Label
@@ -26,8 +26,18 @@ class Conditions(Frozen):
     mappings: tuple[Path, ...] = Field(default=(), description="mapping files for unsupported attention layouts")
     device: DeviceName = "cpu"
     threads: PositiveInt | None = Field(default=None, description="threads per operation; unchanged if unset")
+    processes: PositiveInt = Field(default=1, description="processes in which sites train at the same time")
     loaded: PositiveInt = Field(default=4, description="sites' data sets held in memory at once")
     keep_versions: PositiveInt | Literal["all"] = Field(default=1, description="the latest versions to keep on disk")
+
+    @model_validator(mode="after")
+    def _processes_are_alike(self) -> Self:
+        if self.processes > 1 and (self.threads != 1 or self.device != "cpu"):
+            raise ValueError(
+                f"processes={self.processes} needs threads = 1 and device = 'cpu', so that the results are those of "
+                f"one process; threads is {self.threads or 'unset'} and device is {self.device}"
+            )
+        return self
 
     def is_there(self, site: str, number: int) -> bool:
         """Return whether a site is available in a round."""

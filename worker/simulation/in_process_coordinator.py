@@ -3,10 +3,9 @@
 It exchanges the same JSON documents and update files as over HTTP, and validates them as the coordinator does.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from pydantic import BaseModel
 
@@ -17,13 +16,17 @@ from tessera.shared.client.client import Progress
 from tessera.shared.hashing import Sink
 from tessera.shared.methods.base import Plan
 from tessera.shared.model.spec import Model
-from tessera.shared.problems import NotFound, Problem
+from tessera.shared.problems import InvalidUpdate, NotFound, Problem
 from tessera.shared.rounds.planning import check_report, dataset_of, evaluation_seed, task_of, training_seed
 from tessera.shared.rounds.validation import Inspector
 from tessera.shared.rounds.versions import States
-from tessera.shared.schema import TaskKind, TaskState
+from tessera.shared.schema import Message, TaskKind, TaskState
+from tessera.shared.tensors.lazy import as_bytes, from_bytes
+from tessera.shared.updates.update_file import DecodedTensor
 from tessera.worker.simulation.blob_folder import PIECE_BYTES, Folder
-from tessera.worker.simulation.checkpoint import Records, Reported
+from tessera.worker.simulation.checkpoint import Held, Reported
+from tessera.worker.simulation.virtual_sites import Lent
+from tessera.worker.task.environment import MAX_INLINE
 
 RUN = "simulation"
 """The id of a simulation's only run."""
@@ -34,8 +37,18 @@ LEASE_SECONDS = 3600.0
 M = TypeVar("M", bound=BaseModel)
 
 
-@dataclass(frozen=True)
-class Order:
+INLINE_BYTES = 256 << 20
+"""The limit of all updates of a round that are in memory."""
+
+
+class AcceptedUpdates(Protocol):
+    """The accepted updates of the round that is not committed yet."""
+
+    def get(self, task: str) -> Held | None: ...
+    def add(self, held: Held) -> None: ...
+
+
+class Order(Message):
     """A task for a worker."""
 
     id: str
@@ -47,18 +60,57 @@ class Order:
     version: VersionRef
     held_out: bool = False
 
+    @property
+    def holder(self) -> str:
+        """The name under which it is known what its worker holds: empty for the central evaluator."""
+        return self.worker if self.kind == "train" or self.held_out else ""
+
+
+class HandedOver(Message):
+    """An accepted update on its way from another process. Its bytes follow, and those of its decoded blocks."""
+
+    reported: Reported
+    blocks: tuple[str, ...] = ()
+    """The names of the decoded blocks, if all of the update's are."""
+
+
+class _LastAccepted:
+    """The update that was accepted last, for a process that hands it over."""
+
+    def __init__(self) -> None:
+        self.last: Held | None = None
+
+    def get(self, task: str) -> Held | None:
+        return self.last if self.last and self.last.reported.view.id == task else None
+
+    def add(self, held: Held) -> None:
+        self.last = held
+
 
 class InProcessCoordinator:
     """Implements `worker.task.environment.Coordinator` for its own orders."""
 
-    def __init__(self, spec: RunSpec, model: Model, folder: Folder, states: States, records: Records) -> None:
+    def __init__(
+        self,
+        spec: RunSpec,
+        model: Model,
+        folder: Folder,
+        states: States,
+        inspector: Inspector,
+        open_: AcceptedUpdates,
+    ) -> None:
+        self.open = open_
+        self.held: dict[str, frozenset[str]] = {}
+        """The blobs that each worker holds after its last task, by the worker's name."""
+        self.cohort = 1
+        """The number of workers of the present round."""
         self._spec = spec
         self._model = model
         self._folder = folder
         self._states = states
-        self._inspector = Inspector(folder, states)
-        self._records = records
-        self._orders: dict[str, Order] = {}
+        self._inspector = inspector
+        self._given: dict[str, tuple[Order, Lent]] = {}
+        """The tasks of the present round that this process has given out, each with its worker's shelf."""
         self._measured: dict[str, Measurement] = {}
         self._over: dict[str, TaskView] = {}
         """The accepted tasks of finished rounds."""
@@ -67,15 +119,25 @@ class InProcessCoordinator:
 
     def end(self, made: Round) -> None:
         """Record the outcome of the accepted updates of a finished attempt."""
+        self._given.clear()
         for view in made.tasks:
             if view.is_accepted:
                 self._over[view.id] = view
                 about = view.model_dump(include={"token", "state", "unmerged"})
                 self._receipts[view.worker] = Receipt.model_validate({"task": view.id, **about})
 
-    def give(self, order: Order) -> Task:
+    @property
+    def blocks(self) -> int:
+        """The number of the model's blocks."""
+        return len(self._model.blocks)
+
+    def shelf(self, order: Order) -> Lent:
+        """Return the shelf of an order's worker."""
+        return Lent(self._folder, self.held.get(order.holder, frozenset()))
+
+    def give(self, order: Order, shelf: Lent) -> Task:
         """Return the order as the task that its worker receives."""
-        self._orders[order.id] = order
+        self._given[order.id] = order, shelf
         if order.kind == "train":
             seed = training_seed(self._spec, order.number, order.worker)
         else:
@@ -92,6 +154,7 @@ class InProcessCoordinator:
                 run=RUN,
                 number=order.number,
                 seed=seed,
+                inline_bytes=min(MAX_INLINE, INLINE_BYTES // self.cohort),
                 lease_seconds=LEASE_SECONDS,
                 receipt=self._receipts.get(order.worker),
             )
@@ -113,12 +176,51 @@ class InProcessCoordinator:
 
     def answered(self, order: Order) -> TaskView | None:
         """Return the order's accepted update, if there is one."""
-        found = self._records.accepted(order.id)
-        return found.view if found else None
+        found = self.open.get(order.id)
+        return found.reported.view if found else None
 
     def measurement(self, order: Order) -> Measurement:
         """Remove and return the measurement of an evaluation order."""
         return self._measured.pop(order.id)
+
+    # ------------------------------------------------------------ between processes
+
+    def serve_alone(self) -> None:
+        """Accept updates from now on for another process, to which they are handed over."""
+        self.open = _LastAccepted()
+
+    def hand_over(self, order: Order) -> tuple[HandedOver, bytes, bytes] | None:
+        """Remove and return the order's accepted update, its bytes if they are in memory, and its decoded blocks."""
+        held = self.open.get(order.id)
+        if held is None:
+            return None
+        update = held.reported.update
+        blocks = self._inspector.reopen(update, self._model, self._states.manifest(order.version.digest), order.plan)
+        decoded = {name: one.values for name, one in blocks.items() if isinstance(one, DecodedTensor)}
+        self._inspector.release()
+        if held.data:
+            self._folder.remove([update])
+        if len(decoded) < len(blocks):
+            decoded = {}
+        accepted = HandedOver(reported=held.reported, blocks=tuple(decoded))
+        return accepted, held.data, b"".join(map(as_bytes, decoded.values()))
+
+    def take_over(self, order: Order, accepted: HandedOver, data: bytes, blocks: bytes) -> None:
+        """Record an update that another process accepted."""
+        reported = accepted.reported
+        if data:
+            self._folder.lend(reported.update, data)
+        self.open.add(Held(reported, data))
+        if accepted.blocks:
+            manifest, table = self._states.manifest(order.version.digest), self._model.by_name
+            decoded, at = dict[str, DecodedTensor](), 0
+            for name in accepted.blocks:
+                block = table[name]
+                values = from_bytes(memoryview(blocks)[at : at + block.nbytes], block.dtype)
+                base = self._states.tensor(block, manifest)
+                decoded[name] = DecodedTensor(block, base, values, self._inspector.start_of(base))
+                at += block.nbytes
+            self._inspector.hold(reported.update, decoded)
 
     # ------------------------------------------------------------ as `Client`
 
@@ -153,10 +255,15 @@ class InProcessCoordinator:
 
     def submit(self, task_id: str, submission: Submission) -> TaskView:
         """Validate and record an update. Raises InvalidUpdate."""
-        order, report = self._orders[task_id], _sent(submission)
-        check_report(self._spec, self._model, order.plan, report.examples, report.metrics)
-        manifest = self._states.manifest(order.version.digest)
-        measured = self._inspector.check(report.update, self._model, manifest, order.plan, self._spec.max_update_norm)
+        (order, shelf), data = self._given[task_id], submission.data
+        report = _sent(submission.model_copy(update={"data": None}))
+        if data is not None:
+            self._folder.lend(report.update, data)
+        try:
+            measured = self._checked(order, report)
+        except InvalidUpdate:
+            self._folder.remove([report.update])
+            raise
         result = {
             "examples": report.examples,
             "metrics": {**report.metrics, **measured},
@@ -164,11 +271,27 @@ class InProcessCoordinator:
             "download_bytes": report.download_bytes,
         }
         view = self.view(order, "accepted").model_copy(update=result)
-        self._records.accept(Reported(view=view, update=report.update, plan=order.plan))
+        held = self._holds(order, shelf)
+        reported = Reported(
+            view=view, update=report.update, plan=order.plan, inline_bytes=len(data or b""), held=tuple(held)
+        )
+        self.open.add(Held(reported, data or b""))
         return view
 
+    def _holds(self, order: Order, shelf: Lent) -> frozenset[str]:
+        """Note and return what an order's worker holds at its end."""
+        held = shelf.kept(self._states.manifest(order.version.digest).digests)
+        self.held[order.holder] = held
+        return held
+
+    def _checked(self, order: Order, report: Submission) -> Mapping[str, float]:
+        check_report(self._spec, self._model, order.plan, report.examples, report.metrics)
+        manifest = self._states.manifest(order.version.digest)
+        return self._inspector.check(report.update, self._model, manifest, order.plan, self._spec.max_update_norm)
+
     def submit_evaluation(self, task_id: str, evaluated: EvaluationResult) -> TaskView:
-        order, report = self._orders[task_id], _sent(evaluated)
+        (order, shelf), report = self._given[task_id], _sent(evaluated)
+        self._holds(order, shelf)
         self._measured[task_id] = Measurement(
             version=order.version.number,
             dataset=dataset_of(self._spec, order.kind, held_out=order.held_out),
@@ -184,8 +307,8 @@ class InProcessCoordinator:
         """Return the outcome of a task, for vaults with pending files. Raises NotFound."""
         if over := self._over.get(task_id):
             return over
-        if found := self._records.accepted(task_id):
-            return found.view
+        if found := self.open.get(task_id):
+            return found.reported.view
         problem = NotFound(f"no update of task {task_id} was accepted")
         # The answer is authoritative, so that the vault discards the task's staged tensors.
         problem.from_document = True

@@ -1,6 +1,7 @@
 """The rounds of one run, one after the other, in this process."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from functools import cached_property
@@ -27,6 +28,7 @@ from tessera.worker.simulation.in_process_coordinator import RUN, InProcessCoord
 from tessera.worker.simulation.result import Result
 from tessera.worker.simulation.virtual_sites import VirtualSites, worker_of
 from tessera.worker.simulation.virtual_workers import EVALUATOR, Workers
+from tessera.worker.simulation.worker_processes import WorkerProcesses
 
 Watch = Callable[[Outcome], None]
 """Called after every attempt at a round, once the new version is measured."""
@@ -50,6 +52,7 @@ class Simulation:
     aggregation: Aggregation
     coordinator: InProcessCoordinator
     workers: Workers
+    processes: WorkerProcesses
     versions: list[CommittedVersion] = field(default_factory=list)
 
     def run(self, until: int | None, watch: Watch) -> bool:
@@ -101,7 +104,7 @@ class Simulation:
 
     def _merge(self, attempts: Sequence[Round]) -> Round:
         """Merge and commit the last attempt, and return it with the scores of its updates."""
-        reports = filter(None, (self.records.accepted(task.id) for task in attempts[-1].tasks))
+        reports = [held.reported for task in attempts[-1].tasks if (held := self.records.open.get(task.id))]
         bounds, base = self.bounds, _ref(self.latest)
         accepted = [one.accepted(self.population.site_of(one.view.worker), base) for one in reports]
         manifest, new, merged = self.aggregation.merge(self.spec, bounds, base, accepted)
@@ -111,9 +114,11 @@ class Simulation:
         made = _ended(_scored(attempts[-1], found), merged)
         aside = outlying(self._half, bounds, accepted)
         self.versions.append(self._commit(new[-1].digest, state, [*attempts[:-1], made], aside))
-        self.coordinator.end(made)
-        updates = self.records.accepted_updates()
-        self.records.forget_accepted()
+        self.processes.end(made)
+        self.records.keep_downloads(self.coordinator.held)
+        updates = self._open_updates()
+        self.records.open.clear()
+        self.aggregation.inspector.release()
         self.blobs.remove(updates)
         keep = self.conditions.keep_versions
         if keep != "all" and len(self.versions) > keep:
@@ -140,7 +145,11 @@ class Simulation:
         kept = self.versions if keep == "all" else self.versions[-keep:]
         digests = set[str]().union(*(self._digests(entry.version) for entry in kept))
         files = {ref.digest for ref in self.states.model(self.spec.model).preprocessing.values()}
-        return {self.spec.model} | files | self.records.accepted_updates() | digests
+        return {self.spec.model} | files | self._open_updates() | digests
+
+    def _open_updates(self) -> set[str]:
+        """Return the digests of the accepted updates of the round that is not committed yet."""
+        return {held.reported.update for held in self.records.open.all()}
 
     def _digests(self, version: Version) -> set[str]:
         """Return a version's blobs; none if they were removed."""
@@ -162,7 +171,7 @@ class Simulation:
             if made[-1].state == "committed":
                 return made
             made[-1] = _ended(made[-1], {})
-            self.coordinator.end(made[-1])
+            self.processes.end(made[-1])
             watch(self._outcome(made[-1]))
         raise Stalled(f"round {made[-1].number} was abandoned {len(made)} times. {_reason(made[-1])}")
 
@@ -209,20 +218,33 @@ class Simulation:
 
     def _order(self, number: int, attempt: int, worker: str, plan: Plan) -> Order:
         task = f"{number}-{attempt}-{self.population.place(self.population.site_of(worker))}"
-        return Order(task, worker, "train", number, plan, _ref(self.latest))
+        return Order(id=task, worker=worker, kind="train", number=number, plan=plan, version=_ref(self.latest))
 
     def _answers(self, orders: Sequence[Order], attempt: int) -> list[TaskView]:
         """Return how each order ended, in the sequence of `orders`."""
-        cohort, views = self.spec.cohort, dict[str, TaskView]()
-        for order in self._arrivals(orders, attempt):
-            accepted = sum(view.state == "accepted" for view in views.values())
-            if cohort.target_updates and accepted >= max(cohort.target_updates, cohort.quorum):
-                views[order.id] = self.coordinator.view(order, "cancelled")
-            elif self.conditions.falls_silent(self.spec.seed, order.number, attempt, order.worker):
-                views[order.id] = self.coordinator.view(order, "expired")
-            else:
-                views[order.id] = self.workers.train(order, self._manifest)
+        views, left = dict[str, TaskView](), deque(self._arrivals(orders, attempt))
+        self.coordinator.cohort = len(orders)
+        while left:
+            needed = self._needed_updates(views.values())
+            asked: list[Order] = []
+            while left and (needed is None or len(asked) < needed):
+                order = left.popleft()
+                if self.conditions.falls_silent(self.spec.seed, order.number, attempt, order.worker):
+                    views[order.id] = self.coordinator.view(order, "expired")
+                else:
+                    asked.append(order)
+            if not asked:
+                views |= {order.id: self.coordinator.view(order, "cancelled") for order in left}
+                break
+            views |= self.processes.train(asked)
         return [views[order.id] for order in orders]
+
+    def _needed_updates(self, views: Iterable[TaskView]) -> int | None:
+        """Return how many more updates the round waits for; None for all."""
+        cohort = self.spec.cohort
+        if not cohort.target_updates:
+            return None
+        return max(0, max(cohort.target_updates, cohort.quorum) - sum(view.state == "accepted" for view in views))
 
     def _arrivals(self, orders: Sequence[Order], attempt: int) -> list[Order]:
         """Return the orders as their answers arrive: shuffled if the round needs only the first of them."""
@@ -271,16 +293,24 @@ class Simulation:
         orders = [self._evaluation(site, held_out=True) for site in sites]
         if evaluation.dataset:
             orders.append(self._evaluation(EVALUATOR, held_out=False))
-        found = tuple(filter(None, (self.workers.evaluate(order, self._manifest) for order in orders)))
+        found = self.processes.evaluate(orders)
+        self.records.keep_downloads(self.coordinator.held)
         self.records.measure(number, found)
 
     def _measures(self, site: str) -> bool:
         return self.population.holdings[site].held_out > 0 and self._is_available(site, self.latest.number)
 
     def _evaluation(self, site: str, *, held_out: bool) -> Order:
-        number, plan = self.latest.number, Plan(stage="evaluate")
-        task = f"evaluate-{number}-{self.population.place(site) if held_out else 'central'}"
-        return Order(task, worker_of(site), "evaluate", number, plan, _ref(self.latest), held_out)
+        number = self.latest.number
+        return Order(
+            id=f"evaluate-{number}-{self.population.place(site) if held_out else 'central'}",
+            worker=worker_of(site),
+            kind="evaluate",
+            number=number,
+            plan=Plan(stage="evaluate"),
+            version=_ref(self.latest),
+            held_out=held_out,
+        )
 
 
 def _ref(version: Version) -> VersionRef:

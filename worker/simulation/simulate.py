@@ -21,7 +21,7 @@ from tessera.shared.model.spec import Head, Model
 from tessera.shared.problems import Fault, Invalid, faults_of
 from tessera.shared.rounds.aggregate import Aggregation
 from tessera.shared.rounds.planning import check_method
-from tessera.shared.rounds.validation import Inspector
+from tessera.shared.rounds.validation import HeldUpdates, Inspector
 from tessera.shared.rounds.versions import States
 from tessera.shared.tensors.lazy import Array, as_bytes
 from tessera.shared.updates.model_folder import ModelFolder
@@ -37,8 +37,11 @@ from tessera.worker.simulation.result import Result
 from tessera.worker.simulation.round_loop import Simulation, Watch
 from tessera.worker.simulation.virtual_sites import VirtualSite, VirtualSites
 from tessera.worker.simulation.virtual_workers import Workers
+from tessera.worker.simulation.worker_processes import WorkerProcesses
 from tessera.worker.state.atomic_files import alone
 
+HELD_BYTES = 64 << 20
+"""The limit of checked updates that are held in memory until they are merged."""
 TEST = "test"
 """The default name of the central data set."""
 
@@ -115,7 +118,8 @@ class _Federation:
     def run(self, folder: Path, until: int | None, watch: Watch) -> Result:
         with _to_itself(folder), _threads(self.conditions.threads):
             simulation = self._begun(folder)
-            over = simulation.run(until, watch)
+            with simulation.processes:
+                over = simulation.run(until, watch)
             return simulation.result(folder, over=over)
 
     def _begun(self, folder: Path) -> Simulation:
@@ -125,8 +129,14 @@ class _Federation:
         device, mappings = device_of(self.conditions.device), mappings_of(self.conditions.mappings)
         population = VirtualSites(self.sites, self.conditions.loaded)
         records.claim(self._identity(spec, population))
+        for held in records.open.all():
+            if held.data:
+                blobs.lend(held.reported.update, held.data)
         states = States(blobs)
-        coordinator = InProcessCoordinator(spec, model, blobs, states, records)
+        inspector = Inspector(blobs, states, HeldUpdates(HELD_BYTES))
+        coordinator = InProcessCoordinator(spec, model, blobs, states, inspector, records.open)
+        coordinator.held |= records.downloads()
+        workers = Workers(population, self.test, coordinator, folder, device, self.conditions.policy, mappings)
         return Simulation(
             spec=spec,
             model=model,
@@ -135,11 +145,10 @@ class _Federation:
             states=states,
             blobs=blobs,
             records=records,
-            aggregation=Aggregation(states, Inspector(blobs, states)),
+            aggregation=Aggregation(states, inspector),
             coordinator=coordinator,
-            workers=Workers(
-                population, self.test, coordinator, blobs, folder, device, self.conditions.policy, mappings
-            ),
+            workers=workers,
+            processes=WorkerProcesses(workers, self.conditions.processes),
         )
 
     def _identity(self, spec: RunSpec, population: VirtualSites) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """The virtual sites: their data, loaded when they participate, and the state that each stores on disk."""
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -12,7 +11,6 @@ from tessera.shared.methods.base import Participant
 from tessera.shared.problems import Invalid
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.simulation.blob_folder import Folder
-from tessera.worker.state.atomic_files import written_whole
 from tessera.worker.state.blob_cache import BlobTooLarge, Row, Source
 
 WORKER = "worker"
@@ -80,10 +78,9 @@ class Lent:
     room for one version. Implements `worker.task.environment.Shelf`.
     """
 
-    def __init__(self, folder: Folder, note: Path) -> None:
+    def __init__(self, folder: Folder, held: frozenset[str]) -> None:
         self._folder = folder
-        self._note = note
-        self._held = set(json.loads(note.read_text())) if note.exists() else set[str]()
+        self._held = held
         self._fetched: set[str] = set()
 
     def __contains__(self, digest: str) -> bool:
@@ -103,18 +100,18 @@ class Lent:
     def pinning(self) -> Iterator[None]:
         yield
 
+    def in_memory(self, digest: str) -> bytes | None:
+        return self._folder.small(digest)
+
     def fetch(self, digest: str, max_bytes: int, source: Source, progress: Progress | None = None) -> Path:
-        path = self._folder.path(digest)
-        size = path.stat().st_size
+        size = self._folder.size(digest)
         if size > max_bytes:
             raise BlobTooLarge(f"{digest} has more than the {max_bytes} bytes that it may have")
         if progress and digest not in self._held and digest not in self._fetched:
             progress(size)
         self._fetched.add(digest)
-        return path
+        return self._folder.place(digest)
 
-    def keep(self, version: set[str]) -> None:
-        """End a task: keep the fetched blobs, and those held before that belong to the current version."""
-        self._held = self._fetched | (self._held & version)
-        with written_whole(self._note, durable=False) as file:
-            file.write(json.dumps(sorted(self._held)).encode())
+    def kept(self, version: set[str]) -> frozenset[str]:
+        """Return what the worker holds after the task: what it fetched, and what it held of the current version."""
+        return frozenset(self._fetched | (self._held & version))

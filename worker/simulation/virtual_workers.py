@@ -9,15 +9,13 @@ import torch
 
 from tessera.shared.api.runs import Measurement
 from tessera.shared.api.tasks import Task, TaskView
-from tessera.shared.api.versions import Manifest
 from tessera.shared.problems import InvalidUpdate, Problem, WorkerFailed
 from tessera.worker.agent import REPORTABLE, failure_of
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.governance.policy import Policy
 from tessera.worker.model.layouts import MappingFile
-from tessera.worker.simulation.blob_folder import Folder
 from tessera.worker.simulation.in_process_coordinator import InProcessCoordinator, Order
-from tessera.worker.simulation.virtual_sites import Lent, VirtualSites
+from tessera.worker.simulation.virtual_sites import VirtualSites
 from tessera.worker.state.atomic_files import sweep
 from tessera.worker.state.vault import Vault
 from tessera.worker.task.errors import TaskFailure
@@ -38,12 +36,12 @@ class Workers:
     population: VirtualSites
     test: Dataset | None
     coordinator: InProcessCoordinator
-    blobs: Folder
     folder: Path
     device: torch.device
     policy: Policy
     mappings: Mapping[str, MappingFile]
     models: ModelCache = field(default_factory=ModelCache)
+    _vaults: dict[Path, Vault] = field(default_factory=dict)
 
     def settle(self) -> None:
         """Commit or discard the vaults' pending files of finished rounds."""
@@ -52,42 +50,40 @@ class Workers:
                 sweep(home)
                 Vault(home / "vault", durable=False).settle(self.coordinator.task)
 
-    def train(self, order: Order, manifest: Manifest) -> TaskView:
-        """Run the task, unless it was accepted before the process was last killed. Return its outcome."""
-        if before := self.coordinator.answered(order):
-            return before
+    def train(self, order: Order) -> TaskView:
+        """Run the task. Return its outcome."""
         try:
-            self._do(order, self.population.dataset(self.population.site_of(order.worker)), manifest)
+            self._do(order, self.population.dataset(self.population.site_of(order.worker)))
         except InvalidUpdate as problem:
             return self.coordinator.view(order, "rejected", problem)
         except OF_THE_RUN as fault:
             return self.coordinator.view(order, "failed", WorkerFailed.of(*failure_of(fault)))
         return self.coordinator.task(order.id)
 
-    def evaluate(self, order: Order, manifest: Manifest) -> Measurement | None:
+    def evaluate(self, order: Order) -> Measurement | None:
         """Measure a version. Return None if it cannot be measured there."""
         try:
             if order.held_out:
-                self._do(order, self.population.dataset(self.population.site_of(order.worker)), manifest)
+                self._do(order, self.population.dataset(self.population.site_of(order.worker)))
             elif self.test:
-                self._do(order, self.test, manifest)
+                self._do(order, self.test)
         except OF_THE_RUN:
             return None
         return self.coordinator.measurement(order)
 
-    def _do(self, order: Order, dataset: Dataset, manifest: Manifest) -> None:
+    def _do(self, order: Order, dataset: Dataset) -> None:
         central = order.kind == "evaluate" and not order.held_out
         site = None if central else self.population.site_of(order.worker)
         home = self._home(site) if site else self.folder / "evaluator"
-        lent = Lent(self.blobs, home / "held.json")
-        task = self.coordinator.give(order)
+        shelf = self.coordinator.shelf(order)
+        task = self.coordinator.give(order, shelf)
         runner = TaskRunner(
             coordinator=self.coordinator,
             datasets={task.dataset: dataset},
             for_evaluation=frozenset({task.dataset} if central else ()),
             setup=TrainingSetup(self.device),
-            vault=Vault(home / "vault", durable=False),
-            shelf=lent,
+            vault=self._vault(home),
+            shelf=shelf,
             scratch=home,
             policy=self.policy,
             mappings=self.mappings,
@@ -96,7 +92,11 @@ class Workers:
             noise_key=noise_key_of,
         )
         runner.run(task, lambda: None, Report())
-        lent.keep(manifest.digests)
+
+    def _vault(self, home: Path) -> Vault:
+        if home not in self._vaults:
+            self._vaults[home] = Vault(home / "vault", durable=False)
+        return self._vaults[home]
 
     def _home(self, site: str) -> Path:
         return self.folder / "sites" / site

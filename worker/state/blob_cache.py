@@ -6,6 +6,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 
 import numpy as np
@@ -108,6 +109,9 @@ class Cache:
         except DigestMismatch:
             return False
         return True
+
+    def in_memory(self, digest: str) -> bytes | None:
+        """Return None: the blobs are files."""
 
     def path(self, digest: str) -> Path:
         """Return the path of a blob, cached or not."""
@@ -224,6 +228,8 @@ class BlobTensor:
     path: Path
     block: Block
     offset: int = 0
+    data: bytes | None = None
+    """The bytes of a small block, if they are in memory."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -234,13 +240,16 @@ class BlobTensor:
         return self.block.dtype
 
     def values(self) -> Array:
-        """Return the block's values as a private mapping of the file: read when used, and not kept in memory."""
+        """Return the block's values, read-only if they are in memory, and otherwise as a private mapping of the file:
+        read when used, and not kept in memory."""
         dtype = NUMPY_DTYPES[self.block.dtype]
+        if self.data is not None:
+            return np.frombuffer(self.data, dtype).reshape(self.block.shape)
         return np.memmap(self.path, dtype=dtype, mode="c", offset=self.offset, shape=self.block.shape)
 
     def chunks(self) -> Iterator[Array]:
         dtype = NUMPY_DTYPES[self.block.dtype]
-        with self.path.open("rb") as file:
+        with BytesIO(self.data) if self.data is not None else self.path.open("rb") as file:
             file.seek(self.offset)
             for count in chunk_counts(self.block.numel):
                 yield np.frombuffer(file.read(count * dtype.itemsize), dtype=dtype)

@@ -52,14 +52,15 @@ RoundWorkload = Callable[[str], TaskView | Receipt]
 
 @dataclass(frozen=True)
 class Staged:
-    """A task's tensors, on disk but not current yet. If `durable`, a rename survives a power cut."""
+    """A task's tensors, on disk but not current yet. If `durable`, a rename survives a power cut. Without a path
+    there are none, and nothing to replace."""
 
-    path: Path
+    path: Path | None
     durable: bool
 
     def accept(self) -> Staged:
         """Mark its update as accepted, and return the renamed file, which waits for the round's end."""
-        if self.path.name.startswith(STAGED):
+        if self.path and self.path.name.startswith(STAGED):
             accepted = self.path.with_name(ACCEPTED + self.path.name.removeprefix(STAGED))
             replace(self.path, accepted, durable=self.durable)
             return Staged(accepted, self.durable)
@@ -67,6 +68,8 @@ class Staged:
 
     def commit(self, unmerged: Collection[str] = ()) -> None:
         """Make it current. Tensors of blocks that were not merged stay as they were."""
+        if self.path is None:
+            return
         current = self.path.with_name(CURRENT)
         if unmerged:
             before, after = (_read(path) if path.exists() else {} for path in (current, self.path))
@@ -77,7 +80,8 @@ class Staged:
         replace(self.path, current, durable=self.durable)
 
     def discard(self) -> None:
-        self.path.unlink(missing_ok=True)
+        if self.path:
+            self.path.unlink(missing_ok=True)
 
 
 class Vault:
@@ -102,10 +106,14 @@ class Vault:
 
     def stage(self, run: str, task: str, token: int, keep: Mapping[str, Array]) -> Staged:
         """Write a task's tensors, to be accepted or discarded. Overwrites an earlier attempt under the same lease.
+        Without any, now and from earlier tasks of the run, nothing is written.
 
         Raises ValueError for an id that could be a path, or an array of a kind that cannot be stored.
         """
-        path = self._of_run(run) / f"{STAGED}-{checked_identifier(task)}-{token}.safetensors"
+        folder = self._of_run(run)
+        path = folder / f"{STAGED}-{checked_identifier(task)}-{token}.safetensors"
+        if not keep and all(other.name == SCALE for other in folder.glob("*")):
+            return Staged(None, self._durable)
         _write(path, keep, durable=self._durable)
         return Staged(path, self._durable)
 

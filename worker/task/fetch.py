@@ -115,8 +115,7 @@ def fetch(run: TaskRun, dataset: Dataset) -> Fetched:
     if last is None and env.sandbox:
         env.sandbox.require(document, mapping, run.check)
     blocks = last.blocks if last else check_model(document, mapping)
-    with failing_as("invalid-version"):
-        manifest = Manifest.read(_document(run, task.version.digest), lambda digest: _document(run, digest))
+    manifest = _read_manifest(run)
     if last is None:
         require_memory(run, blocks)
     wanted = [block for block in blocks if block.name in names]
@@ -208,8 +207,28 @@ def _built(run: TaskRun, fetched: Fetched) -> Built:
 
 def read_model(run: TaskRun) -> Model:
     """Return the description of the task's model. Raises TaskFailure."""
+    digest = run.task.model
     with failing_as("invalid-model"):
-        return Model.model_validate_json(_document(run, run.task.model))
+        path = fetch_blob(run, digest, MAX_DOCUMENT_BYTES)
+        return run.env.models.document(Model, digest, lambda: Model.model_validate_json(_document(run, digest, path)))
+
+
+def _read_manifest(run: TaskRun) -> Manifest:
+    """Return the manifest of the task's version. Raises TaskFailure."""
+    digest = run.task.version.digest
+
+    def fetched(digest: str) -> bytes:
+        return _document(run, digest, fetch_blob(run, digest, MAX_DOCUMENT_BYTES))
+
+    with failing_as("invalid-version"):
+        path = fetch_blob(run, digest, MAX_DOCUMENT_BYTES)
+        manifest = run.env.models.document(
+            Manifest, digest, lambda: Manifest.read(_document(run, digest, path), fetched)
+        )
+        if manifest.root:
+            # Of a manifest read before, the root is fetched too: the cache keeps what tasks use.
+            fetch_blob(run, manifest.root, MAX_DOCUMENT_BYTES)
+    return manifest
 
 
 def _fetch_memory(run: TaskRun, manifest: Manifest) -> dict[str, Array]:
@@ -223,7 +242,8 @@ def _fetch_memory(run: TaskRun, manifest: Manifest) -> dict[str, Array]:
     run.env.policy.check_model(sum(entry.nbytes for entry in entries.values()), "server state")
     arrays: dict[str, Array] = {}
     for name, entry in entries.items():
-        raw = fetch_blob(run, entry.digest, entry.nbytes).read_bytes()
+        path = fetch_blob(run, entry.digest, entry.nbytes)
+        raw = run.env.shelf.in_memory(entry.digest) or path.read_bytes()
         if len(raw) != entry.nbytes:
             raise TaskFailure(
                 "invalid-version", f"server state {name}: the blob has {len(raw)} bytes, not {entry.nbytes}"
@@ -251,8 +271,9 @@ def fetch_blob(run: TaskRun, digest: str, max_bytes: int) -> Path:
     return run.env.shelf.fetch(digest, max_bytes, run.env.coordinator.copy_blob, partial(_count, run))
 
 
-def _document(run: TaskRun, digest: str) -> bytes:
-    raw = fetch_blob(run, digest, MAX_DOCUMENT_BYTES).read_bytes()
+def _document(run: TaskRun, digest: str, path: Path) -> bytes:
+    """Return a fetched document. Raises ValueError for one that would grow out of proportion."""
+    raw = run.env.shelf.in_memory(digest) or path.read_bytes()
     check_document(raw)
     return raw
 
@@ -296,10 +317,13 @@ def _fetch_blocks(
     shelf.fetch_all(sizes, run.env.coordinator.copy_blobs, partial(_count, run))
     bases: dict[str, BlobTensor] = {}
     for block in wanted:
-        path = fetch_blob(run, manifest.blocks[block.name], block.nbytes)
-        if (nbytes := path.stat().st_size) != block.nbytes:
+        digest = manifest.blocks[block.name]
+        path = fetch_blob(run, digest, block.nbytes)
+        data = shelf.in_memory(digest)
+        nbytes = path.stat().st_size if data is None else len(data)
+        if nbytes != block.nbytes:
             raise TaskFailure("invalid-version", f"{block.name}: the blob has {nbytes} bytes, not {block.nbytes}")
-        bases[block.name] = BlobTensor(path, block)
+        bases[block.name] = BlobTensor(path, block, data=data)
     return bases
 
 

@@ -1,6 +1,8 @@
 """Cache of the model built last, for the next task of the same run."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, TypeVar, cast
 
 import torch
 from transformers import PreTrainedModel
@@ -22,11 +24,28 @@ class Built:
     structure: Structure
 
 
+D = TypeVar("D")
+
+MAX_DOCUMENTS = 8
+"""Number of parsed documents that are kept: the models and last versions of a few runs."""
+
+
 class ModelCache:
-    """Cache for a single model: memory may not fit two."""
+    """Cache for a single model, since memory may not fit two, and for the documents that were parsed last."""
 
     def __init__(self) -> None:
         self._last: Built | None = None
+        self._documents: dict[tuple[type, str], Any] = {}
+
+    def document(self, kind: type[D], digest: str, read: Callable[[], D]) -> D:
+        """Return the document of a digest, as `read` returns it if it was not read lately."""
+        key = (kind, digest)
+        if key not in self._documents:
+            document = read()
+            while len(self._documents) >= MAX_DOCUMENTS:
+                self._documents.pop(next(iter(self._documents)), None)
+            self._documents[key] = document
+        return cast("D", self._documents[key])
 
     def take(self, run: str, digest: str) -> Built | None:
         """Remove the cached model and return it if it is this run's."""

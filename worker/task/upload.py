@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import cached_property
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
@@ -18,10 +21,10 @@ from tessera.shared.methods.base import LocalResult
 from tessera.shared.model.blocks import Block
 from tessera.shared.problems import Problem
 from tessera.shared.schema import EPSILON
-from tessera.shared.tensors.lazy import Array, ArrayTensor, squares
+from tessera.shared.tensors.lazy import Array, ArrayTensor, digest_of, squares
 from tessera.shared.updates.codecs import pipeline
-from tessera.shared.updates.safetensors_file import read_header
-from tessera.shared.updates.update_file import TrainedBlock, read_update, write_update
+from tessera.shared.updates.safetensors_file import TensorEntry, read_header
+from tessera.shared.updates.update_file import TrainedBlock, longest_update, read_update, write_update
 from tessera.worker.governance.airlock import Airlock, BlockOut, Summary, UpdateWithheld, summary_of
 from tessera.worker.governance.policy import PolicyViolation
 from tessera.worker.governance.run_history import RunSnapshot
@@ -52,6 +55,42 @@ class Sent:
 
 
 @dataclass(frozen=True)
+class WrittenUpdate:
+    """An update file before it leaves: at `path`, or in memory as `data`."""
+
+    nbytes: int
+    path: Path | None = None
+    data: bytes = b""
+
+    def open(self) -> BinaryIO:
+        return self.path.open("rb") if self.path else BytesIO(self.data)
+
+    def read(self) -> bytes:
+        return self.path.read_bytes() if self.path else self.data
+
+    @contextmanager
+    def on_disk(self, folder: Path) -> Iterator[Path]:
+        """Yield the path, of a temporary file in `folder` if the update is in memory."""
+        if self.path:
+            yield self.path
+            return
+        with temporary_file(folder) as (path, file):
+            file.write(self.data)
+            file.flush()
+            yield path
+
+    @property
+    def digest(self) -> str:
+        return digest_at(self.path) if self.path else digest_of(self.data)
+
+    @cached_property
+    def entries(self) -> Mapping[str, TensorEntry]:
+        """The tensors in the file, by its own header."""
+        with self.open() as file:
+            return read_header(file, self.nbytes).entries
+
+
+@dataclass(frozen=True)
 class Egress:
     """Egress of one task's result from the worker."""
 
@@ -69,37 +108,34 @@ class Egress:
         feedback = loaded.feedback
         changes = feedback.add(_changes(result, loaded.bases))
         asked = task.plan.upload.resolve(loaded.built.blocks)
-        with temporary_file(env.scratch) as (path, file):
-            exact = self._write(file, changes)
-            file.flush()
+        with self._written(changes) as (update, exact):
             if not exact:
-                report.metrics["codec_error"] = self._settle(path, changes, feedback)
-            nbytes = path.stat().st_size
-            self._check_egress(path, asked, result.keep)
+                report.metrics["codec_error"] = self._settle(update, changes, feedback)
+            self._check_egress(update, asked, result.keep)
             self.run.check()
-            digest = digest_at(path)
+            digest = update.digest
             summary = None
             if env.audit or env.airlock:
-                summary = self._summary(digest, path, changes, examples)
-            if env.airlock and summary:
+                summary = self._summary(digest, update, changes, examples)
+            if env.airlock and update.path and summary:
                 report.begin("waiting")
-                self._hold(env.airlock, path, summary)
+                self._hold(env.airlock, update.path, summary)
             if self.private:
                 if self.checkpoint:
                     # Another update with the same noise would reveal the sums that differ.
                     self.checkpoint.remove()
                 self.private.leave()
             if env.history:
-                env.history.add(self.snapshot, env.policy, nbytes)
+                env.history.add(self.snapshot, env.policy, update.nbytes)
             head = self._note_leaving(summary) if summary else None
-            report.begin("uploading", total_bytes=nbytes)
+            report.begin("uploading", total_bytes=update.nbytes)
             sent = self._counting()
-            if nbytes > min(task.inline_bytes, MAX_INLINE):
-                env.coordinator.put_file(path, sent, digest)
+            if update.nbytes > min(task.inline_bytes, MAX_INLINE):
+                with update.on_disk(env.scratch) as path:
+                    env.coordinator.put_file(path, sent, digest)
                 return Sent(digest, audit_head=head)
-            data = path.read_bytes()
-            sent(len(data))
-            return Sent(digest, data, head)
+            sent(update.nbytes)
+            return Sent(digest, update.read(), head)
 
     def submit(self, update: Sent, keep: Mapping[str, Array], examples: int) -> None:
         """Submit the update. `keep` stays staged beside the vault until a receipt confirms the merge."""
@@ -156,6 +192,21 @@ class Egress:
 
     # ------------------------------------------------------------ before an update leaves
 
+    @contextmanager
+    def _written(self, changes: Sequence[TrainedBlock]) -> Iterator[tuple[WrittenUpdate, bool]]:
+        """Yield the update, in memory if it will be sent inline, and whether it is lossless."""
+        limit = min(self.run.task.inline_bytes, MAX_INLINE)
+        if not self.run.env.airlock and longest_update(change.block for change in changes) <= limit:
+            memory = BytesIO()
+            exact = self._write(memory, changes)
+            data = memory.getvalue()
+            yield WrittenUpdate(len(data), data=data), exact
+            return
+        with temporary_file(self.run.env.scratch) as (path, file):
+            exact = self._write(file, changes)
+            file.flush()
+            yield WrittenUpdate(path.stat().st_size, path), exact
+
     def _write(self, file: BinaryIO, changes: Sequence[TrainedBlock]) -> bool:
         """Write the update. Return whether it is lossless."""
         task, budget = self.run.task, self._budget()
@@ -174,21 +225,18 @@ class Egress:
         by_line = int(rate * seconds) if rate and seconds else None
         return min((limit for limit in (self.run.task.upload_budget, by_line) if limit is not None), default=None)
 
-    def _settle(self, path: Path, changes: Sequence[TrainedBlock], feedback: Feedback) -> float:
+    def _settle(self, update: WrittenUpdate, changes: Sequence[TrainedBlock], feedback: Feedback) -> float:
         """Decode the file as the coordinator will and store the residuals. Return the codecs' relative error."""
         asked = {change.block.name: change.block for change in changes}
         bases = {change.block.name: change.base for change in changes}
-        sent = read_update(lambda: path.open("rb"), path.stat().st_size, asked, bases)
+        sent = read_update(update.open, update.nbytes, asked, bases)
         return feedback.settle(changes, sent, self.run.task.round)
 
-    def _check_egress(self, path: Path, asked: Sequence[Block], keep: Collection[str]) -> None:
+    def _check_egress(self, update: WrittenUpdate, asked: Sequence[Block], keep: Collection[str]) -> None:
         """Check the file itself that is about to leave. Raises PolicyViolation."""
-        nbytes = path.stat().st_size
-        with path.open("rb") as file:
-            header = read_header(file, nbytes)
-        self.run.env.policy.check_egress(header.entries, nbytes, asked, keep)
+        self.run.env.policy.check_egress(update.entries, update.nbytes, asked, keep)
 
-    def _summary(self, digest: str, path: Path, changes: Sequence[TrainedBlock], examples: int) -> Summary:
+    def _summary(self, digest: str, update: WrittenUpdate, changes: Sequence[TrainedBlock], examples: int) -> Summary:
         return summary_of(
             self.run.journal.task,
             orchestrator=self.run.task.orchestrator,
@@ -196,8 +244,8 @@ class Egress:
             examples=examples,
             held_at=datetime.now(UTC),
             update=digest,
-            nbytes=path.stat().st_size,
-            blocks=_blocks_out(path, changes),
+            nbytes=update.nbytes,
+            blocks=_blocks_out(update, changes),
             metrics=self.run.report.metrics,
             epsilon=self.run.report.metrics.get(EPSILON),
         )
@@ -263,10 +311,9 @@ def _changes(result: LocalResult, bases: Mapping[str, BlobTensor]) -> list[Train
     return changes
 
 
-def _blocks_out(path: Path, changes: Sequence[TrainedBlock]) -> dict[str, BlockOut]:
+def _blocks_out(update: WrittenUpdate, changes: Sequence[TrainedBlock]) -> dict[str, BlockOut]:
     """Return the size and norm of each block in an update file."""
-    with path.open("rb") as file:
-        entries = read_header(file, path.stat().st_size).entries
+    entries = update.entries
     return {
         change.block.name: BlockOut(nbytes=entries[change.block.name].nbytes, norm=_norm(change))
         for change in changes

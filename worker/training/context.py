@@ -65,9 +65,12 @@ class LocalTaskContext:
 
     def _tensor(self, block: Block) -> dict[str, Tensor]:
         """Return the tensor of a block by its name. It is looked up alone, because listing all tensors is slow."""
-        path, _, name = block.tensor.rpartition(".")
+        *path, name = block.tensor.split(".")
+        module: nn.Module = self.model
         try:
-            return {block.tensor: getattr(self.model.get_submodule(path), name)}
+            for step in path:
+                module = getattr(module, step)
+            return {block.tensor: getattr(module, name)}
         except AttributeError:
             return {}
 

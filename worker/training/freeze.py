@@ -20,7 +20,8 @@ class Freeze:
     """
 
     def __init__(self, model: nn.Module, train: Sequence[Block], *, keep_buffers: bool = False) -> None:
-        tensors = named_tensors(model)
+        self.tensors = tensors = named_tensors(model)
+        """The model's tensors by name."""
         trained: dict[str, list[Block]] = {}
         for block in train:
             tensor_of(tensors, block)
@@ -31,7 +32,8 @@ class Freeze:
         self._buffers: list[tuple[Tensor, Tensor]] = []  # buffers move in the forward pass, not by gradients
         for name, tensor in tensors.items():
             if isinstance(tensor, nn.Parameter):
-                tensor.requires_grad_(name in trained)
+                if tensor.requires_grad != (name in trained):
+                    tensor.requires_grad_(name in trained)
                 if name in trained:
                     self.parameters.append(tensor)
                     self._keep(tensor, trained[name])

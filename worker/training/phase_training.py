@@ -11,7 +11,6 @@ from torch import Tensor
 
 from tessera.shared.methods.base import Phase
 from tessera.shared.model.blocks import Block
-from tessera.worker.model.block_map import named_tensors
 from tessera.worker.training.batches import Batch, Batches
 from tessera.worker.training.checkpoints import Below, under
 from tessera.worker.training.context import LocalTaskContext
@@ -83,8 +82,7 @@ class PhaseTraining:
         self.freeze = Freeze(context.model, trained, keep_buffers=local.private is not None)
         self._ranks = local.setup.ranks
         self._ranks.start_phase(context.model, self.freeze.parameters)
-        tensors = named_tensors(context.model)
-        self._trained = [(block, tensors[block.tensor]) for block in trained]
+        self._trained = [(block, self.freeze.tensors[block.tensor]) for block in trained]
         # A fused optimizer skips a step that overflows without waiting for the device.
         fused = local.setup.device.type == "cuda" or local.scaler.is_enabled()
         groups = parameter_groups(self.freeze.parameters, self._trained, added, phase, local.training)

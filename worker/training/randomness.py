@@ -13,7 +13,11 @@ def seed_everything(seed: int) -> None:
     """Seed every global source of randomness: Python's, numpy's, and torch's on each device."""
     random.seed(seed)
     np.random.seed(seed % (1 << 32))  # noqa: NPY002  (the global state is what other libraries draw from)
-    torch.manual_seed(seed)
+    if torch.accelerator.is_available():
+        torch.manual_seed(seed)
+    else:
+        # Otherwise torch notes the stack for each kind of device that could be found later.
+        torch.default_generator.manual_seed(seed)
 
 
 def generator_states() -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -17,6 +17,7 @@ _SIGNED = {width: np.dtype(f"<i{width}") for width in (2, 4, 8)}
 class Bits(Stage):
     name = "bits"
     reads_base = True
+    elementwise = True
 
     def layout(self, layout: ArrayLayout) -> ArrayLayout:
         width = layout.dtype.itemsize

@@ -7,9 +7,11 @@ stream. `raw` is the block's own bytes.
 import importlib
 import pkgutil
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
+from math import prod
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
@@ -17,8 +19,18 @@ import numpy as np
 
 from tessera.shared.model.blocks import Block
 from tessera.shared.near_names import did_you_mean
-from tessera.shared.tensors.dtypes import NUMPY_DTYPES
-from tessera.shared.tensors.lazy import CHUNK, Array, ArrayTensor, Steps, Tensor, as_bytes, chunk_counts, unpacked
+from tessera.shared.tensors.dtypes import NUMPY_DTYPES, DType
+from tessera.shared.tensors.lazy import (
+    CHUNK,
+    Array,
+    ArrayTensor,
+    Steps,
+    Tensor,
+    as_bytes,
+    chunk_counts,
+    numel,
+    unpacked,
+)
 from tessera.shared.tensors.mmap_file import taken
 from tessera.shared.updates.codecs.lowrank import LowRank
 from tessera.shared.updates.codecs.stage import F32, ArrayLayout, CodecError, Stage
@@ -63,6 +75,10 @@ class Codec:
     def of_differences(self) -> bool:
         """True if the codec sends steps from the version, as float32, rather than the bits of new values."""
         return bool(self.line) and self.line[0].name == "delta"
+
+
+_NO_DICE = np.random.default_rng(0)
+"""For lossless stages, which draw nothing."""
 
 
 @lru_cache
@@ -114,13 +130,17 @@ class CodecInput(Protocol):
     def steps(self) -> Iterator[Array]: ...
 
 
-def encode(codec: str, change: CodecInput, rng: np.random.Generator | None = None) -> Iterator[bytes | memoryview]:
-    """Yield the encoded bytes of a block, piece by piece. `rng` is for stages with stochastic rounding."""
+def encode(
+    codec: str, change: CodecInput, rng: np.random.Generator | None = None, whole: Array | None = None
+) -> Iterator[bytes | memoryview]:
+    """Yield the encoded bytes of a block, piece by piece. `rng` is for stages with stochastic rounding; `whole` is
+    the encoded block, if `trial` has it."""
     parsed = parse(codec)
     if not parsed.line:
         yield from map(as_bytes, change.values())
         return
-    for piece in _pieces(parsed, change, rng or np.random.default_rng()):
+    pieces = _pieces(parsed, change, rng or np.random.default_rng()) if whole is None else [whole]
+    for piece in pieces:
         data = as_bytes(piece)
         yield struct.pack("<I", len(data))
         yield data
@@ -145,31 +165,61 @@ def _encode_chunk(line: tuple[Stage, ...], chunk: Array, base: Array, rng: np.ra
 def worthwhile(codec: str, change: CodecInput) -> str:
     """Return the codec without its last lossless stages unless they reduce the block's first elements enough; `raw`
     if it has no other stages."""
+    return trial(codec, change)[0]
+
+
+def trial(codec: str, change: CodecInput) -> tuple[str, Array | None]:
+    """Return `worthwhile`, and the encoded block if the codec is lossless and the probe was all of the block."""
     parsed = parse(codec)
     rounding = max((place + 1 for place, stage in enumerate(parsed.line) if not stage.lossless), default=0)
     if parsed.lowrank or rounding == len(parsed.line):
-        return codec
-    rng = np.random.default_rng(0)
+        return codec, None
+    rng = np.random.default_rng(0) if rounding else _NO_DICE
     without = "+".join(codec.split("+")[:rounding]) or RAW
     values = next(change.steps() if parsed.of_differences else change.values(), None)
     if values is None:
-        return without
+        return without, None
+    whole = numel(change.base) <= PROBE
     values, base = values[:PROBE], next(change.base.chunks())[:PROBE]
     # Only differences are rounded, and `steps` has them already.
     line, place = (parsed.line[1:], rounding - 1) if parsed.of_differences else (parsed.line, 0)
     plain = _encode_chunk(line[:place], values, base, rng)
     full = _encode_chunk(line[place:], plain, base, rng)
-    return codec if full.nbytes + 4 < WORTH * plain.nbytes else without
+    if full.nbytes + 4 >= WORTH * plain.nbytes:
+        return without, None
+    return codec, full if whole and not rounding else None
+
+
+def trials(codec: str, changes: Sequence[CodecInput]) -> list[tuple[str, Array | None]]:
+    """Return `trial` of each small change, of one type. The first stage encodes them as one, if it can."""
+    parsed = parse(codec)
+    if not (parsed.lossless and parsed.line and parsed.line[0].elementwise and len(changes) > 1):
+        return [trial(codec, change) for change in changes]
+    values = [next(change.values()) for change in changes]
+    bases = [next(change.base.chunks()) for change in changes]
+    first, *rest = parsed.line
+    found: list[tuple[str, Array | None]] = []
+    flat, at = first.encode(np.concatenate(values), np.concatenate(bases), _NO_DICE), 0
+    for plain, base in zip(values, bases, strict=True):
+        encoded = _encode_chunk(tuple(rest), flat[at : at + plain.size], base, _NO_DICE)
+        at += plain.size
+        found.append((codec, encoded) if encoded.nbytes + 4 < WORTH * plain.nbytes else (RAW, None))
+    return found
 
 
 def longest(codec: str, block: Block) -> int:
     """Return the largest size of an encoded block in bytes: incompressible data grows a little."""
+    return _longest(codec, block.shape, NUMPY_DTYPES[block.dtype])
+
+
+@lru_cache(maxsize=4096)
+def _longest(codec: str, shape: tuple[int, ...], dtype: np.dtype) -> int:
     parsed = parse(codec)
-    if not parsed.line:
-        return block.nbytes
-    line, layout = parsed.line, ArrayLayout(block.numel, NUMPY_DTYPES[block.dtype])
+    line, layout = parsed.line, ArrayLayout(prod(shape), dtype)
+    if not line:
+        return layout.nbytes
     if parsed.lowrank:
-        line, layout = line[1:], ArrayLayout(parsed.lowrank.size(block.shape), F32)
+        line, layout = line[1:], ArrayLayout(parsed.lowrank.size(shape), F32)
     return sum(4 + _longest_chunk(line, layout._replace(size=count)) for count in chunk_counts(layout.size))
 
 
@@ -201,6 +251,30 @@ def decode(codec: str, block: Block, base: Tensor, file: BinaryIO, nbytes: int) 
         starts = base.chunks() if needed else (np.empty(0) for _ in chunk_counts(block.numel))
         for (layouts, piece), start in zip(pieces, starts, strict=True):
             yield _decode_chunk(parsed.line, layouts, piece, start)
+
+
+def decode_group(
+    codec: str, dtype: DType, counts: Sequence[int], pieces: Sequence[bytes | memoryview], starts: Sequence[Array]
+) -> list[Array]:
+    """Return small blocks of one type, of `counts` elements each, from their encoded bytes and the version's values.
+    The codec is not one of differences. Raises CodecError if any of them is malformed: `decode` names it."""
+    parsed, kind = parse(codec), NUMPY_DTYPES[dtype]
+    whole = not (parsed.line and parsed.line[0].elementwise)
+    line = parsed.line if whole else parsed.line[1:]
+    found = []
+    for count, piece, start in zip(counts, pieces, starts, strict=True):
+        layouts = _layouts(parsed.line, ArrayLayout(count, kind))
+        framed = 4 if parsed.line else 0
+        if len(piece) <= framed or (framed and struct.unpack_from("<I", piece)[0] != len(piece) - framed):
+            raise CodecError("bytes-left-over", "the bytes are not exactly one chunk")
+        encoded = np.frombuffer(piece, np.uint8, offset=framed)
+        found.append(_decode_chunk(line, layouts[len(parsed.line) - len(line) :], encoded, start))
+    if whole:
+        return found
+    layout = ArrayLayout(sum(counts), kind)
+    flat = parsed.line[0].decode(np.concatenate(found), layout, np.concatenate(starts))
+    ends = list(accumulate(counts))
+    return [flat[end - count : end] for count, end in zip(counts, ends, strict=True)]
 
 
 def decode_steps(codec: str, block: Block, file: BinaryIO, nbytes: int) -> Iterator[Array | Steps]:
@@ -244,6 +318,7 @@ def _pieces_of(
         raise CodecError("bytes-left-over", f"{left} bytes are left over behind the last chunk")
 
 
+@lru_cache(maxsize=4096)
 def _layouts(line: tuple[Stage, ...], layout: ArrayLayout) -> list[ArrayLayout]:
     """Return the layouts before each stage when encoding, which are those of its results when decoding, and the last.
 

@@ -35,6 +35,9 @@ class Stage:
     drops: ClassVar[bool] = False
     """True if it drops values rather than rounding all without bias. The site keeps the dropped part and adds it to
     the next round's differences (error feedback)."""
+    elementwise: ClassVar[bool] = False
+    """True if each element follows from the same element of the values and of the base alone, so that several blocks
+    are encoded and decoded as one."""
     reads_base: ClassVar[bool] = False
     """True if it needs the version's chunk, and so comes first."""
 

@@ -4,35 +4,54 @@ from __future__ import annotations
 
 import io
 import threading
+from collections.abc import Sequence
 
+import numpy as np
 import pytest
 from sqlalchemy import event
 
 from tessera.coordinator.db.engine import Database
 from tessera.coordinator.db.tables import AuditRow, RoundRow, UploadRow
+from tessera.shared.api.framing import MEDIA_TYPE, pack_submission
 from tessera.shared.api.tasks import Submission, Task, TaskView
+from tessera.shared.client.client import Client
+from tessera.shared.model.blocks import Block
+from tessera.shared.model.spec import Model
 from tessera.shared.tensors.lazy import ArrayTensor, digest_of
 from tessera.shared.updates.update_file import TrainedBlock, write_update
-from tests.support.coordinator import LiveCoordinator, refusing, until
-from tests.support.federation import ScriptedWorker, small_model, start_run, values
+from tests.support.coordinator import LiveCoordinator, refused, refusing, until
+from tests.support.federation import _FETCHED, ScriptedWorker, small_model, start_run, values
 from tests.support.storage import statements
+from tests.support.tapping import Tap
 
 pytestmark = pytest.mark.both_databases
 
 MODEL = small_model()
 
 
-def update_of(worker: ScriptedWorker, task: Task, step: float = 1.0) -> bytes:
-    """An update that moves each value by `step`."""
+def update_of(
+    worker: ScriptedWorker, task: Task, model: Model = MODEL, *, step: float = 1.0, names: Sequence[str] = ()
+) -> bytes:
+    """An update that moves each value by `step`, of these blocks or of all."""
     file, base = io.BytesIO(), worker.fetch(task)
-    moved = {name: ArrayTensor(array + array.dtype.type(step), "F32") for name, array in base.items()}
-    write_update(file, task.codec, [TrainedBlock(MODEL.by_name[n], moved[n], ArrayTensor(base[n])) for n in moved])
+    moved = {name: ArrayTensor(base[name] + np.float32(step), "F32") for name in names or base}
+    write_update(file, task.codec, [TrainedBlock(model.by_name[n], moved[n], ArrayTensor(base[n])) for n in moved])
     return file.getvalue()
 
 
 def submit(worker: ScriptedWorker, task: Task, data: bytes, digest: str | None = None) -> TaskView:
     report = {"token": task.token, "version": task.version.digest, "data": data, "examples": 10}
     return worker.client.submit(task.id, Submission(update=digest or digest_of(data), **report))
+
+
+def prompted(layers: int = 400) -> Model:
+    """A model of many small blocks, and 32 kB of prompts."""
+    blocks = [
+        Block(tensor=f"layer.{layer}.weight", role="mlp", layer=layer, shape=(4,), dtype="F32")
+        for layer in range(layers)
+    ]
+    prompts = Block(tensor="prompts", role="prompt", layer=None, shape=(16, 512), dtype="F32")
+    return Model(config={"model_type": "clip"}, head="contrastive", blocks=(*blocks, prompts))
 
 
 def workers_of(coordinator: LiveCoordinator, count: int) -> list[ScriptedWorker]:
@@ -77,9 +96,9 @@ def test_nothing_is_stored_of_a_rejected_small_update(coordinator: LiveCoordinat
     start_run(coordinator.client(), MODEL, values(MODEL))
     task = worker.take()
     with refusing("invalid-update"):
-        submit(worker, task, update_of(worker, task, float("nan")))
+        submit(worker, task, update_of(worker, task, step=float("nan")))
     with refusing("invalid-update"):
-        submit(worker, task, update_of(worker, task, float("nan")))
+        submit(worker, task, update_of(worker, task, step=float("nan")))
     with coordinator.services.database.snapshot() as session:
         assert {row.owner[:5] for row in session.query(UploadRow)} == {"token"}
 
@@ -117,3 +136,67 @@ def test_a_round_of_small_updates_is_closed_merged_and_followed_in_one_transacti
         states = [row.state for row in session.query(RoundRow).order_by(RoundRow.number)]
     assert actions == ["round.open", "round.close", "round.commit", "version", "round.open"]
     assert states == ["committed", "open"]
+
+
+def test_a_round_of_prompts_moves_less_than_4_kb_beside_them(coordinator: LiveCoordinator) -> None:
+    model, client = prompted(), coordinator.client()
+    start_run(client, model, values(model), rounds=4)
+    with Tap(coordinator.url) as tap, Client(tap.url, coordinator.token("site", "a"), verify=False) as site:
+        worker, moved = ScriptedWorker(site), []
+        for _ in range(4):
+            up, down = len(tap.up), tap.down
+            task = worker.take()
+            # As a worker does with its cache.
+            _FETCHED.update({digest_of(blob): blob for blob in task.inline_blobs})
+            data = update_of(worker, task, model, names=["prompts"])
+            submit(worker, task, data)
+            beside = len(data) + (16 * 512 * 4 if task.inline_blobs else 0)
+            moved.append((len(tap.up) - up + tap.down - down - beside, len(task.inline_blobs)))
+    # The first round fetches the model. The prompts of each later version come with its task, and its manifest.
+    assert [blobs for _, blobs in moved[1:]] == [2, 2, 2]
+    assert all(nbytes < 4096 for nbytes, _ in moved[1:]), moved
+
+
+def test_an_older_worker_and_an_older_coordinator_exchange_base64(coordinator: LiveCoordinator) -> None:
+    (worker,) = workers_of(coordinator, 1)
+    start_run(coordinator.client(), MODEL, values(MODEL))
+    claim = {"worker": "w", "instance": worker.instance, "datasets": {"data": 10}, "methods": ["fedavg"]}
+    older = coordinator.http("site", "s0")
+    answer = until(lambda: (found := older.post("/v1/tasks/claim", json=claim)).status_code == 200 and found)
+    task = Task.model_validate_json(answer.content)
+    assert answer.headers["Content-Type"] == "application/json"
+    assert digest_of(task.inline_blobs[0]) == task.version.digest
+    # A coordinator that answers a claim in JSON is sent JSON.
+    assert not worker.client.frames_blobs
+    assert submit(worker, task, update_of(worker, task)).state == "accepted"
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (b"", 400),
+        (b"{}", 400),
+        (b"{}\n", 400),
+        (b"{}\n[1]\n", 400),
+        (b"{}\n[-1]\n", 400),
+        (b"{}\n[true]\nx", 400),
+        (b'{}\n{"a":1}\nx', 400),
+        (b"\xff\n[]\n", 400),
+        (b"{}\n[]\n", 422),
+    ],
+)
+def test_a_body_that_is_no_document_with_blobs_is_refused(
+    coordinator: LiveCoordinator, body: bytes, status: int
+) -> None:
+    http = coordinator.http("site", "a")
+    answer = http.post("/v1/tasks/t/update", content=body, headers={"Content-Type": MEDIA_TYPE})
+    refused(answer, status, "bad-request" if status == 400 else "invalid")
+
+
+def test_a_submission_has_one_update(coordinator: LiveCoordinator) -> None:
+    report = Submission(token=1, version=digest_of(b""), update=digest_of(b""), examples=1, data=b"x")
+    document = report.model_dump_json().encode()
+    http = coordinator.http("site", "a")
+    for body in (document + b"\n[1]\nx", pack_submission(report).replace(b"[1]\nx", b"[1,1]\nxx")):
+        answer = http.post("/v1/tasks/t/update", content=body, headers={"Content-Type": MEDIA_TYPE})
+        assert "more than one update" in refused(answer, 400, "bad-request").detail

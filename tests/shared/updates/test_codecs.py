@@ -406,3 +406,58 @@ def test_a_chunk_that_claims_the_whole_block_is_refused_before_it_is_read() -> N
     claims = struct.pack("<I", 4 * large.numel) + bytes(4 * large.numel)
     with pytest.raises(CodecError, match="claims"):
         next(pipeline.decode("zstd", large, base, io.BytesIO(claims), len(claims)))
+
+
+# ---------------------------------------------------------------- many small blocks at once
+
+
+def small_changes(dtype: DType) -> list[TrainedBlock]:
+    """Blocks that compress, blocks that do not, and one of a single element."""
+    dice = np.random.default_rng(3)
+    changes = []
+    for count, moved in ((700, True), (700, False), (1, True), (64, True), (900, False)):
+        base = bits(dice, count, dtype)
+        value = base.copy() if moved else bits(dice, count, dtype)
+        changes.append(change_of(value, base, dtype))
+    return changes
+
+
+@ANY_DTYPE
+@ANY_CODEC
+def test_blocks_are_tried_together_as_each_alone(codec: str, dtype: DType) -> None:
+    changes = small_changes(dtype)
+    together = [
+        (chosen, first if first is None else first.tobytes()) for chosen, first in pipeline.trials(codec, changes)
+    ]
+    alone = [pipeline.trial(codec, change) for change in changes]
+    assert together == [(chosen, first if first is None else first.tobytes()) for chosen, first in alone]
+    # A block that a trial encoded need not be encoded again.
+    for change, (chosen, first) in zip(changes, alone, strict=True):
+        again, at_once = (b"".join(map(bytes, pipeline.encode(chosen, change, whole=each))) for each in (None, first))
+        assert at_once == again
+
+
+def test_a_trial_encodes_no_more_than_its_probe() -> None:
+    base = np.arange(pipeline.PROBE + 1, dtype=np.float32)
+    assert pipeline.trial(pipeline.LOSSLESS, change_of(base + 1, base)) == (pipeline.LOSSLESS, None)
+    assert pipeline.trial(pipeline.LOSSLESS, change_of(base[:-1] + 1, base[:-1]))[1] is not None
+
+
+@ANY_DTYPE
+@ANY_CODEC
+def test_blocks_are_decoded_together_as_each_alone(codec: str, dtype: DType) -> None:
+    changes = small_changes(dtype)
+    starts = [np.concatenate(list(change.base.chunks())) for change in changes]
+    pieces = [b"".join(map(bytes, pipeline.encode(codec, change))) for change in changes]
+    counts = [start.size for start in starts]
+    found = pipeline.decode_group(codec, dtype, counts, pieces, starts)
+    assert [values.tobytes() for values in found] == [next(change.values()).tobytes() for change in changes]
+
+
+@pytest.mark.parametrize("broken", [b"", b"\x00", b"\x00\x00\x00\x00", b"\x02\x00\x00\x00\x00"])
+def test_a_group_with_a_block_that_is_cut_off_is_refused(broken: bytes) -> None:
+    (change, *_) = small_changes("F32")
+    start = np.concatenate(list(change.base.chunks()))
+    good = b"".join(map(bytes, pipeline.encode(pipeline.LOSSLESS, change)))
+    with pytest.raises(CodecError):
+        pipeline.decode_group(pipeline.LOSSLESS, "F32", [start.size] * 2, [good, broken], [start] * 2)

@@ -17,7 +17,7 @@ from tessera.shared.api.versions import Manifest
 from tessera.shared.methods.base import Plan
 from tessera.shared.model.selectors import Selector
 from tessera.shared.problems import InvalidUpdate
-from tessera.shared.rounds.validation import Inspector, NotFinite
+from tessera.shared.rounds.validation import HeldUpdates, Inspector, NotFinite
 from tessera.shared.rounds.versions import States
 from tessera.shared.schema import canonical
 from tessera.shared.tensors.lazy import as_bytes
@@ -40,12 +40,16 @@ ELSEWHERE = {"file-changed", "chunk-too-long", "bytes-missing", "stage-size", "n
 ELSEWHERE |= {"metrics-unusable"}
 
 
-@pytest.fixture(scope="module")
-def gate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Folder, Inspector, Manifest]:
+@pytest.fixture(scope="module", params=["streamed", "held"])
+def gate(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> tuple[Folder, Inspector, Manifest]:
+    """A gate that decodes updates block by block, and one that decodes small blocks together and holds them."""
     folder = Folder(tmp_path_factory.mktemp("gate"))
+    held = HeldUpdates(MIB) if request.param == "held" else None
     blocks = {name: folder.put([as_bytes(array)]).digest for name, array in values(MODEL).items()}
     folder.put([canonical(MODEL)])
-    return folder, Inspector(folder, States(folder)), Manifest(blocks=blocks)
+    return folder, Inspector(folder, States(folder), held), Manifest(blocks=blocks)
 
 
 def refused(gate: tuple[Folder, Inspector, Manifest], data: bytes) -> InvalidUpdate:

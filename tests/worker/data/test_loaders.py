@@ -117,6 +117,22 @@ time.sleep(600)
 """
 
 
+AHEAD = """
+import sys, psutil
+from tessera.worker.data.loaders import LoaderProcesses
+from tessera.worker.data.registry import load
+for in_memory in (True, False):
+    load("images", {"folder": sys.argv[1], "size": 4, "in_memory": in_memory}, loaders=LoaderProcesses(1))
+    print(sum("forkserver" in " ".join(child.cmdline()) for child in psutil.Process().children()))
+"""
+
+
+@pytest.mark.long
+def test_what_loaders_import_is_imported_while_the_worker_starts(scans: Path) -> None:
+    found = subprocess.run([sys.executable, "-c", AHEAD, str(scans)], capture_output=True, text=True, check=True)
+    assert found.stdout.split() == ["0", "1"]
+
+
 def test_no_loader_outlives_a_worker_that_is_killed() -> None:
     with subprocess.Popen([sys.executable, "-c", ORPHANS], stdout=subprocess.PIPE, text=True) as worker:
         assert worker.stdout

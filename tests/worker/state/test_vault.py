@@ -52,6 +52,21 @@ def test_a_discarded_stage_leaves_what_was_current(tmp_path: Path) -> None:
     assert files(tmp_path) == ["current.safetensors"]
 
 
+def test_nothing_is_staged_while_a_run_keeps_nothing(tmp_path: Path) -> None:
+    vault = Vault(tmp_path)
+    vault.keep_scale(RUN, {"scale": np.ones(1, np.float32)})
+    staged = vault.stage(RUN, TASK, 3, {})
+    staged.discard()
+    staged.accept().commit()
+    assert files(tmp_path) == ["loss-scale.safetensors"]
+    # What was kept before is replaced by nothing, as soon as that is merged.
+    vault.stage(RUN, TASK, 3, kept(1.0)).commit()
+    emptied = vault.stage(RUN, "task-2", 1, {})
+    assert value_in(vault) == 1.0
+    emptied.commit()
+    assert vault.load(RUN) == {}
+
+
 def test_every_dtype_and_shape_comes_back_bit_for_bit(tmp_path: Path) -> None:
     keep = {
         "bf16": np.array([1.5, -0.0, np.nan], dtype=ml_dtypes.bfloat16),

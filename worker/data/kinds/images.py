@@ -23,34 +23,26 @@ from torch import Tensor
 from tessera.shared.model.dataset_schema import PIXELS
 from tessera.shared.near_names import absent
 from tessera.worker.data.cells import Cells
-from tessera.worker.data.dataset import LABELS, Adapter, DataError, Dataset, LoadReport, counted, schema_of
+from tessera.worker.data.dataset import LABELS, Adapter, DataError, Dataset, schema_of
+from tessera.worker.data.load_report import LoadReport, counted
 from tessera.worker.data.prepared import NOT_KEPT, Prepared
 from tessera.worker.data.readers.byte_cells import ParquetCells, PictureCells, path_in
-from tessera.worker.data.readers.class_labels import Absent, Names, numbered
+from tessera.worker.data.readers.class_labels import numbered
 from tessera.worker.data.readers.image_index import INDEX_FILE, inputs_of
 from tessera.worker.data.readers.image_processor import PixelOptions, preparation
 from tessera.worker.data.readers.pictures import DICOM, SUFFIXES, DicomReader, PictureFiles, Pictures, is_dicom
-from tessera.worker.data.readers.table_files import is_saved
+from tessera.worker.data.readers.table_files import TableOptions, is_saved
 from tessera.worker.data.readers.tables import DataTable, Files, numbered_domains, read_table, table_name
 
 
-class ImagesOptions(PixelOptions):
+class ImagesOptions(PixelOptions, TableOptions):
     folder: Path | None = Field(default=None, description="contains a folder of images for each class")
     domain_folders: bool = Field(default=False, description="`folder` contains such a folder for each domain")
     file: Files | None = Field(
         default=None, description="a table with a row for each image, in any form that `text` reads"
     )
-    split: str | None = Field(default=None, description="the split, if `file` is a folder with several")
     image: str = Field(default="image", description="column: the image's path, from the table's folder, or its bytes")
     label: str = Field(default="label", description="column: the class")
-    domain: str | None = Field(default=None, description="column: the image's origin")
-    group: str | None = Field(default=None, description="column: equal values are held out together (the patient)")
-    labels: Names | None = Field(
-        default=None, description="the classes' names in order; unset, those in the table, or labels are numbers"
-    )
-    absent: Absent | None = Field(
-        default=None, description="the names in `labels` of which this site has no example, or `any`"
-    )
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:

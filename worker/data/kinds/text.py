@@ -28,14 +28,14 @@ from tessera.worker.data.dataset import (
     Adapter,
     DataError,
     Dataset,
-    LoadReport,
-    Options,
     RawTexts,
     RowsOnDisk,
     schema_of,
 )
+from tessera.worker.data.load_report import LoadReport
 from tessera.worker.data.prepared import NOT_KEPT, Prepared
-from tessera.worker.data.readers.class_labels import Absent, Names, Numbering
+from tessera.worker.data.readers.class_labels import Numbering
+from tessera.worker.data.readers.table_files import TableOptions
 from tessera.worker.data.readers.tables import DataTable, Files, digest_of, disk_full, read_table, table_name
 from tessera.worker.data.readers.token_file import MASK, Piece, TokenFile, TokenRows, write_tokens
 from tessera.worker.data.readers.tokenizer import (
@@ -57,25 +57,16 @@ MAX_IN_MEMORY = 1 << 26
 """Bytes of the tokens' tensors up to which they are kept in memory if `in_memory` is unset."""
 
 
-class TextOptions(Options):
+class TextOptions(TableOptions):
     file: Files = Field(
         description="a table: a file, a list of files, a pattern, a folder of shards, or one that `datasets` saved"
     )
-    split: str | None = Field(default=None, description="the split, if `file` is a folder with several")
     head: Literal["text-classification", "token-classification", "causal-lm"] = Field(
         default="text-classification", description="the model's task"
     )
     text: str = Field(default="text", description="column: the text, or its words, in a list or separated by spaces")
     second_text: str | None = Field(default=None, description="column: the second text of a pair, as in entailment")
     label: str = Field(default="label", description="column: the class, or the class of each word")
-    labels: Names | None = Field(
-        default=None, description="the classes' names in order; unset, the table's own, or labels are numbers"
-    )
-    absent: Absent | None = Field(
-        default=None, description="the names in `labels` of which this site has no example, or `any`"
-    )
-    domain: str | None = Field(default=None, description="column: the example's origin")
-    group: str | None = Field(default=None, description="column: equal values are held out together (the patient)")
     tokenizer: str = Field(description='a local folder, a name on the hub, or "run": that of each run\'s model')
     max_length: PositiveInt = Field(default=128, le=MAX_TOKENS, description="tokens to which a text is truncated")
     pack: bool = Field(

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tessera.shared.model.dataset_schema import PIXELS
 from tessera.worker.data.dataset import DataError, Dataset
 from tessera.worker.data.partition.schemes import Distortion, Scheme, Shift
 
@@ -42,9 +43,6 @@ def _made(whole: Dataset, partition: Scheme, rows: np.ndarray, index: int) -> Da
     if not isinstance(partition, Shift):
         return part
     return _distorted(part.in_memory(), whole.in_memory(), partition.distortion(index), partition.noise_seed(index))
-
-
-PIXELS = "pixel_values"
 
 
 def _distorted(part: Dataset, whole: Dataset, how: Distortion, seed: int) -> Dataset:

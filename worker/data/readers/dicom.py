@@ -12,7 +12,7 @@ from pydicom import Dataset as Header
 from pydicom import dcmread
 from pydicom.pixels.processing import apply_color_lut, apply_modality_lut, apply_voi, apply_windowing
 
-from tessera.worker.data.dataset import DataError
+from tessera.worker.data.dataset import DataError, in_short
 
 GREY = ("MONOCHROME1", "MONOCHROME2")
 Window = tuple[float, float]
@@ -43,7 +43,7 @@ def read_dicom(file: Path | bytes, name: str, window: Window | None = None) -> I
         raise
     # pydicom and the libraries that decompress raise whatever a damaged file leads to.
     except Exception as fault:
-        reason = " ".join(str(fault).split())[:200] or type(fault).__name__
+        reason = in_short(fault) or type(fault).__name__
         raise DataError(f"image: {name} cannot be read: {reason}; replace it or take it out") from fault
 
 

@@ -7,8 +7,11 @@ from collections.abc import Collection
 from glob import glob
 from pathlib import Path
 
+from pydantic import Field
+
 from tessera.shared.near_names import absent
-from tessera.worker.data.dataset import DataError
+from tessera.worker.data.dataset import DataError, Options
+from tessera.worker.data.readers.class_labels import Absent, Names
 
 SPLITS = frozenset({"train", "training", "test", "testing", "val", "valid", "validation", "dev", "eval"})
 """The names that files of different splits usually have."""
@@ -17,6 +20,20 @@ MAX_SHOWN = 8
 
 _SHARD = re.compile(r"(?P<split>.+)-\d{5}-of-\d{5}")
 _DICT, _STATE = "dataset_dict.json", "state.json"
+
+
+class TableOptions(Options):
+    """The options of the kinds whose examples a table may list."""
+
+    split: str | None = Field(default=None, description="the split, if `file` is a folder with several")
+    labels: Names | None = Field(
+        default=None, description="the classes' names in order; unset, the table's own, or labels are numbers"
+    )
+    absent: Absent | None = Field(
+        default=None, description="the names in `labels` of which this site has no example, or `any`"
+    )
+    domain: str | None = Field(default=None, description="column: the example's origin")
+    group: str | None = Field(default=None, description="column: equal values are held out together (the patient)")
 
 
 def is_saved(folder: Path) -> bool:

@@ -34,6 +34,7 @@ from tessera.worker.data.cells import Cells
 from tessera.worker.data.dataset import DataChanged, DataError, in_short
 from tessera.worker.data.prepared import NOT_KEPT, Prepared, mapped
 from tessera.worker.data.readers.byte_cells import ArrowCells, ByteCells, holds_bytes, parquet_cells
+from tessera.worker.data.readers.pictures import Stamp, stamp_of
 from tessera.worker.data.readers.table_files import is_saved, saved_split, table_files
 
 JSON_AT_ONCE = 1000
@@ -338,7 +339,7 @@ def read_table(
         reader = _reader_of(option, files)
     try:
         stored, features = (list(files), None) if reader else _saved(files[0])
-        stamps = {file: _stamp(file) for file in stored}
+        stamps = {file: stamp_of(file) for file in stored}
         digest = digest_of([FORMAT, [[str(file.absolute()), *stamp] for file, stamp in stamps.items()]])
         if reader:
             write = partial(_convert, reader, files, prepared)
@@ -405,19 +406,9 @@ def _convert(reader: Reader, files: Sequence[Path], prepared: Prepared, file: Bi
                 writer.write_batch(batch)
 
 
-def _stamp(file: Path) -> tuple[int, int]:
-    """Return a file's size in bytes, and when it was changed."""
-    stat = file.stat()
-    return stat.st_size, stat.st_mtime_ns
-
-
-def _require_same(option: str, stamps: Mapping[Path, tuple[int, int]]) -> None:
+def _require_same(option: str, stamps: Mapping[Path, Stamp]) -> None:
     for file, stamp in stamps.items():
-        try:
-            same = _stamp(file) == stamp
-        except OSError:
-            same = False
-        if not same:
+        if stamp_of(file) != stamp:
             raise DataChanged(f"{option}: {file} has changed since the worker started; restart it")
 
 

@@ -10,6 +10,10 @@ from tessera.shared.model.block_rates import rate_of
 from tessera.shared.model.blocks import Block
 from tessera.shared.run_settings import Training
 
+SMALL_ELEMENTS = 1 << 18
+"""Number of elements up to which an optimizer's step is one call for all tensors. It needs memory for two more of
+each."""
+
 Groups = Mapping[tuple[float, float], Sequence[Tensor]]
 """Tensors by their learning rate and weight decay."""
 
@@ -52,9 +56,15 @@ def optimizer_of(groups: Groups, training: Training, *, fused: bool) -> torch.op
         {"params": tensors, "lr": rate, "initial_lr": rate, "weight_decay": decay}
         for (rate, decay), tensors in groups.items()
     ]
+    # On a processor, the calls for many small tensors take longer than their arithmetic, which is the same.
+    elements = sum(tensor.numel() for tensors in groups.values() for tensor in tensors)
+    foreach = True if not fused and elements <= SMALL_ELEMENTS else None
     if training.optimizer == "adamw":
-        return torch.optim.AdamW(parameters, betas=training.betas, fused=fused or None)
-    return torch.optim.SGD(parameters, lr=training.learning_rate, momentum=training.momentum, fused=fused or None)
+        return torch.optim.AdamW(parameters, betas=training.betas, fused=fused or None, foreach=foreach)
+    momentum = training.momentum
+    return torch.optim.SGD(
+        parameters, lr=training.learning_rate, momentum=momentum, fused=fused or None, foreach=foreach
+    )
 
 
 def make_moments(optimizer: torch.optim.Optimizer) -> None:

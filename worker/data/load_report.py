@@ -1,0 +1,58 @@
+"""Findings about the files of a data set, and what people at its site are warned of."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+MAX_UNKNOWN = 0.2
+"""Share of unknown tokens above which a tokenizer probably does not fit the texts."""
+
+MAX_REASONS = 3
+"""Number of unreadable images that a warning describes."""
+
+MAX_GROUP_BYTES = 64 << 20
+"""Size of row groups from which on reading images one by one is slow."""
+
+
+def counted(by_name: Mapping[str, int]) -> str:
+    """Return the counts, such as `30 .dcm, 2 .txt`, largest first, and at most eight of them."""
+    largest = sorted(by_name.items(), key=lambda item: (-item[1], item[0]))[:8]
+    return ", ".join(f"{number} {name}" for name, number in largest) + ", ..." * (len(by_name) > len(largest))
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """Findings about the files of a whole data set, for people at its site. They are never sent."""
+
+    unknown_tokens: float | None = None
+    """The share of the texts' tokens that the tokenizer does not know; None without texts or such a token."""
+
+    ignored_files: Mapping[str, int] = field(default_factory=dict)
+    """The number of files in a folder of images or of tables that are neither, by suffix."""
+
+    unreadable: Sequence[str] = ()
+    """The fault of each image that is left out because it cannot be read."""
+
+    group_bytes: int = 0
+    """The size of the largest row group of images in a Parquet file, all of which is read for each image."""
+
+    def warnings(self) -> Iterator[tuple[str, str]]:
+        """Yield what is probably wrong, each with its remedy."""
+        if (self.unknown_tokens or 0) > MAX_UNKNOWN:
+            yield (
+                f"the tokenizer does not know {self.unknown_tokens:.0%} of the tokens",
+                "Use the tokenizer that the model was trained with, for texts in this language.",
+            )
+        if self.ignored_files:
+            count = sum(self.ignored_files.values())
+            yield (
+                f"{count} file{'s' * (count > 1)} ignored: {counted(self.ignored_files)}",
+                "Convert them to a format that is read (dicom = true reads DICOM, too), or move them elsewhere.",
+            )
+        if count := len(self.unreadable):
+            first = " ".join(f"{reason}." for reason in self.unreadable[:MAX_REASONS])
+            yield f"{count} unreadable image{'s' * (count > 1)} left out. {first}", "Replace or remove them."
+        if self.group_bytes > MAX_GROUP_BYTES:
+            yield (
+                f"each image is read with a row group of up to {self.group_bytes >> 20} MiB",
+                "Write the Parquet files with smaller ones (row_group_size=100), or save them by `datasets`.",
+            )
