@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -76,6 +76,8 @@ class Federation:
         self.folder = folder
         self.processes = processes
         self.url = f"http://127.0.0.1:{_free_port()}"
+        self.compute: dict[str, object] = {}
+        """The table `compute` of each worker's settings."""
 
     def start_coordinator(self) -> None:
         """Start a coordinator on a new database and an empty store, and return when it is ready."""
@@ -120,7 +122,7 @@ class Federation:
 
     def start_worker(self, admin: Client, holding: Holding) -> None:
         """Admit a site and start its worker, with a token for that site only."""
-        home = self.folder / holding.site
+        home = self.home(holding.site)
         home.mkdir()
         admin.create_site(holding.site)
         issued = admin.issue_token(TokenSpec(name=holding.site, role="site", site=holding.site))
@@ -131,6 +133,19 @@ class Federation:
         config.write_text(self._worker_settings(holding, home, token_file), encoding="utf-8")
         self.processes.start(holding.site, tessera("worker", "run", "--config", str(config)), {})
 
+    def home(self, site: str) -> Path:
+        """Return the folder of a site."""
+        return self.folder / site
+
+    def add_base(self, sites: Sequence[str], base: Path) -> None:
+        """Let each of these sites add the base that lies in a folder, as it would at an institution."""
+        for site in sites:
+            config = str(self.home(site) / "worker.toml")
+            added = tessera("worker", "cache", "add", str(base), "--config", config, "--head", "causal-lm")
+            self.processes.start(f"{site}-base", added, {})
+        for site in sites:
+            self.processes.finish(f"{site}-base")
+
     def _worker_settings(self, holding: Holding, home: Path, token_file: Path) -> str:
         lines = [
             f"url = {_toml(self.url)}",
@@ -140,6 +155,8 @@ class Federation:
             f"kinds = {_toml([holding.kind] if holding.kind else ['train', 'evaluate'])}",
             'device = "cpu"',
             "threads = 1",
+            *(["[compute]"] if self.compute else []),
+            *(f"{name} = {_toml(value)}" for name, value in self.compute.items()),
             "",
             f"[datasets.{holding.dataset}]",
             f"kind = {_toml(holding.source.kind)}",

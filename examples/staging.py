@@ -88,9 +88,11 @@ def run_through(
     model: Callable[[], ModelFolder],
     run_file: Path,
     settings: Sequence[str],
+    base: Path | None = None,
 ) -> list[Entry]:
     """Start a coordinator and a worker per site, and run the file's run. Print each round as it ends and the total
-    bytes, and export the last version into `global-model`. Return the committed rounds."""
+    bytes, and export the last version into `global-model`, with the external base of the folder `base` if the model
+    has one. Return the committed rounds."""
     wanted: dict[str, Any] = read_spec(run_file, list(settings))
     federation.start_coordinator()
     entries: list[Entry] = []
@@ -116,7 +118,7 @@ def run_through(
                     entries.append(Entry.of(outcome, folder.model.nbytes))
         if glimpse.run.state != "completed":
             raise DemoFailed(f"the run is {glimpse.run.state}: {glimpse.run.reason}")
-        export_folder(client, run, federation.folder / "global-model", None, lambda _: None, folder.path)
+        export_folder(client, run, federation.folder / "global-model", None, lambda _: None, folder.path, base)
     first, *later = entries
     console.print(
         f"\nRound 1 moved {percent_of_full([first]):.1f} % of the bytes of exchanging the whole model uncompressed"

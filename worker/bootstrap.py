@@ -8,6 +8,8 @@ import torch
 
 from tessera.shared.client.client import Client
 from tessera.worker.inventory import datasets_of, devices_of, mappings_of
+from tessera.worker.model.config import ConfigError
+from tessera.worker.model.four_bits import library
 from tessera.worker.model.sandbox import Sandbox, shared_folder
 from tessera.worker.ranks.stages import DeviceStages
 from tessera.worker.settings import SettingsError, WorkerSettings, tls_of
@@ -50,6 +52,11 @@ def runner_of(client: Client, settings: WorkerSettings) -> TaskRunner:
         several = DeviceStages(devices, settings.state_dir, threads)
     vault_folder = settings.state_dir / "vault"
     allow_tf32(allowed=settings.compute.tf32)
+    if settings.compute.base_bits:
+        try:
+            library()
+        except ConfigError as fault:
+            raise SettingsError(str(fault)) from fault
     runner = TaskRunner(
         coordinator=client,
         datasets=datasets_of(settings, make_key=True),

@@ -1,5 +1,7 @@
 """A worker's settings of how its device computes."""
 
+from typing import Literal
+
 from pydantic import BaseModel, ConfigDict, Field
 
 
@@ -17,4 +19,9 @@ class Compute(BaseModel):
         default=False,
         description="whether torch.compile compiles the forward and backward passes of training, which takes a "
         "minute or more at the start of a run and needs a C++ compiler, or Triton on a GPU",
+    )
+    base_bits: Literal[4] | None = Field(
+        default=None,
+        description="4: the matrices of a base beside adapters are rounded to 4 bits, which takes about a quarter of "
+        "their memory. Tasks that train them are refused. Needs `tessera[quantized]`",
     )

@@ -39,6 +39,8 @@ from tessera.worker.inventory import (
     prepared_of,
     usable_settings,
 )
+from tessera.worker.model.config import ConfigError
+from tessera.worker.model.four_bits import REMEDY, library
 from tessera.worker.settings import DataSource, SettingsError, WorkerSettings, tls_of, token_of
 from tessera.worker.state.atomic_files import temporary_file
 
@@ -157,6 +159,12 @@ def _device(settings: WorkerSettings) -> Iterator[Finding]:
 def _compute(settings: WorkerSettings) -> Finding:
     tf32, compiles = settings.compute.tf32, settings.compute.compile
     detail = f"TF32 is {'on' if tf32 else 'off'}, compilation is {'on' if compiles else 'off'} (compute)"
+    if settings.compute.base_bits:
+        detail += ", bases beside adapters are in 4 bits"
+        try:
+            library()
+        except ConfigError as fault:
+            return fail("compute", f"{detail}: {fault}", REMEDY)
     if compiles and not any(map(shutil.which, COMPILERS)):
         return warn(
             "compute", f"{detail}, and there is no C++ compiler", "Install g++, or set compute.compile = false."

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from random import Random
 
@@ -18,7 +18,7 @@ from transformers.utils import logging
 from examples.federation import Federation, Holding
 from examples.ledger import Entry
 from examples.llm.instructions import EXERCISES, KINDS, Text, encode, texts, word_tokenizer, write_texts
-from examples.llm.measure import Scores, measure
+from examples.llm.measure import Scores, measure, measure_in_four_bits
 from examples.processes import tessera
 from examples.staging import DemoFailed, parser, play, run_through
 from tessera.shared.cli.render import output
@@ -133,6 +133,9 @@ def demo(console: Console, federation: Federation, given: argparse.Namespace) ->
     data = federation.folder / "data"
     data.mkdir()
     base = given.model.resolve() if given.model else data / "llama"
+    is_external = given.base == "external"
+    if given.base_bits:
+        federation.compute["base_bits"] = given.base_bits
     if not given.model:
         with console.status("pre-training a small Llama on other instructions"):
             torch.set_num_threads(1)
@@ -144,12 +147,28 @@ def demo(console: Console, federation: Federation, given: argparse.Namespace) ->
 
     def model() -> ModelFolder:
         adapters = ("--lora-rank", str(RANK), "--lora-roles", ROLES)
-        return federation.make_model("--config", str(base), "--pretrained", "--head", "causal-lm", *adapters)
+        external = ("--external-base",) if is_external else ()
+        made = federation.make_model(
+            "--config", str(base), "--pretrained", "--head", "causal-lm", *adapters, *external
+        )
+        if is_external:
+            federation.add_base([holding.site for holding in held], base)
+        return made
 
-    entries = run_through(console, federation, held, model, HERE / "run.toml", given.settings)
-    _print_bytes(console, entries)
+    folder = base if is_external else None
+    entries = run_through(console, federation, held, model, HERE / "run.toml", given.settings, folder)
+    _print_bytes(console, entries, is_external=is_external)
     out = merged(federation)
-    _print_scores(console, before, measure(out, inputs))
+    found = {"before": before, "after": measure(out, inputs)}
+    if given.base_bits:
+        found["4-bit base"] = measure_in_four_bits(federation.folder / "global-model", inputs)
+    _print_scores(console, found)
+    if given.base_bits:
+        console.print(
+            "\nThe offices trained adapters beside a base in 4 bits (4-bit base). Merging adds them to the base as "
+            "it was (after): the difference comes from rounding to 4 bits.",
+            soft_wrap=True,
+        )
     console.print(
         "\nMeasured with transformers alone on texts that no office has. This loads the model with merged adapters:\n"
         f"  AutoModelForCausalLM.from_pretrained({escape(repr(str(given.out / out.name)))})\n"
@@ -158,26 +177,31 @@ def demo(console: Console, federation: Federation, given: argparse.Namespace) ->
     )
 
 
-def _print_bytes(console: Console, entries: list[Entry]) -> None:
+def _print_bytes(console: Console, entries: Sequence[Entry], *, is_external: bool) -> None:
     first, last = entries[0], entries[-1]
     whole, down, up = (
         output.size(nbytes // entry.accepted)
         for entry, nbytes in ((first, first.download_bytes), (last, last.download_bytes), (last, last.upload_bytes))
     )
+    began = (
+        f"The base never passed the coordinator: each office has it, and received {whole} in round 1."
+        if is_external
+        else f"The whole model went to each office once, in round 1, in {whole}."
+    )
     console.print(
-        f"The whole model went to each office once, in round 1, in {whole}. Only adapters follow: in round "
-        f"{last.number} each office received {down} and sent {up}; the whole model is "
-        f"{output.size(last.model_bytes)}.\n",
+        f"{began} Only adapters follow: in round {last.number} each office received {down} and sent {up}; the whole "
+        f"model is {output.size(last.model_bytes)}.\n",
         soft_wrap=True,
     )
 
 
-def _print_scores(console: Console, before: Mapping[str, Scores], after: Mapping[str, Scores]) -> None:
-    columns = ("instruction", "office", "right before", "right after", "loss before", "loss after")
+def _print_scores(console: Console, found: Mapping[str, Mapping[str, Scores]]) -> None:
+    """Print the scores of each measurement, by its name."""
+    columns = ("instruction", "office", *(f"{figure} {name}" for figure in ("right", "loss") for name in found))
     rows = []
     for site, kind in SITES.items():
-        was, now = before[kind], after[kind]
-        rows.append((kind, site, f"{was.right:.0%}", f"{now.right:.0%}", f"{was.loss:.2f}", f"{now.loss:.2f}"))
+        scores = [each[kind] for each in found.values()]
+        rows.append((kind, site, *(f"{each.right:.0%}" for each in scores), *(f"{each.loss:.2f}" for each in scores)))
     console.print(output.table(columns, rows, right=columns[2:]))
 
 
@@ -193,11 +217,19 @@ def arguments() -> argparse.Namespace:
     made.add_argument(
         "--pretraining-steps", type=int, default=PRETRAINING_STEPS, help="for the small model; default %(default)s"
     )
+    made.add_argument(
+        "--base",
+        choices=("external", "sent"),
+        help="external: each office adds the model's folder to its worker, and the coordinator has digests alone; "
+        "sent: the coordinator has the whole model. Default: external with --model, else sent",
+    )
+    made.add_argument("--base-bits", type=int, choices=(4,), help="keep the base in 4 bits at the offices")
     given = made.parse_args()
     if given.model and given.model.resolve().is_relative_to(given.out.resolve()):
         made.error(
             f"--model {given.model} is in {given.out}, which this demo replaces: move it, or give another --out"
         )
+    given.base = given.base or ("external" if given.model else "sent")
     return given
 
 

@@ -1,4 +1,4 @@
-"""Evaluation of a folder's language model with transformers alone."""
+"""Evaluation of a folder's language model: with transformers alone, or as sites with a base in 4 bits trained it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from tessera.shared.updates.model_folder import ModelFolder
+from tessera.worker.model.build import load
 from tessera.worker.model.forward import IGNORED
+from tessera.worker.model.four_bits import four_bit_tensors, put_four_bits
 
 AT_ONCE = 16
 
@@ -24,7 +27,18 @@ class Scores(NamedTuple):
 
 def measure(folder: Path, inputs: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Scores]:
     """Return a folder's scores on encoded texts, by their names."""
-    model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
+    return _measure(AutoModelForCausalLM.from_pretrained(folder, local_files_only=True), inputs)
+
+
+def measure_in_four_bits(folder: Path, inputs: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Scores]:
+    """Return the scores of an exported model whose adapters stay beside its base, which is put into 4 bits."""
+    found = ModelFolder.open(folder)
+    model = load(found)
+    put_four_bits(model, four_bit_tensors(found.model), fill=True)
+    return _measure(model, inputs)
+
+
+def _measure(model: torch.nn.Module, inputs: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Scores]:
     model.eval()
     with torch.inference_mode():
         return {name: _scores(model, encoded) for name, encoded in inputs.items()}

@@ -30,6 +30,7 @@ from tests.system.test_demo import left_of
         ("reports", r"no hospital has: accuracy 0\.\d+ after round 1", ()),
         ("pairs", r"own model's accuracy", ()),
         ("llm", r"count +cedar-office +0% ", ("--pretraining-steps", "20")),
+        ("llm", r"rounding to 4 bits", ("--pretraining-steps", "20", "--base-bits", "4")),
     ],
 )
 def test_a_demo_ends_with_a_model_and_what_travelled(

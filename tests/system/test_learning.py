@@ -17,7 +17,7 @@ from tessera.shared.cli.upload import upload_model
 from tessera.shared.methods.base import MethodSpec
 from tessera.shared.updates.model_folder import ModelFolder
 from tessera.worker.model.block_map import named_tensors
-from tessera.worker.model.build import build, write_block
+from tessera.worker.model.build import laid_out, write_block
 from tests.support.coordinator import until
 from tests.support.processes import CoordinatorProcess, Process, worker_process
 
@@ -34,7 +34,7 @@ def images(count: int, seed: int) -> dict[str, torch.Tensor]:
 
 def central_descent(vit: ModelFolder, data: dict[str, torch.Tensor], steps: int) -> dict[str, np.ndarray]:
     """Plain gradient descent on all data in one place."""
-    model = build(vit.model)
+    model = laid_out(vit.model)
     tensors = named_tensors(model)
     for block, raw in vit.blocks():
         write_block(tensors, block, np.frombuffer(raw, dtype="<f4").reshape(block.shape))

@@ -11,13 +11,15 @@ from random import Random
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
 
 from examples.llm import __main__ as demo
 from examples.llm.instructions import EXERCISES, KINDS, LENGTHS, Kind, encode, texts, word_tokenizer
-from examples.llm.measure import measure
+from examples.llm.measure import measure, measure_in_four_bits
 from examples.staging import DemoFailed
 from tessera.shared.cli.run_file import read_spec
 from tessera.shared.updates.model_folder import ModelFolder
+from tessera.worker.cli.model import app as model_app
 from tessera.worker.inventory import load_source
 from tessera.worker.model.build import load
 from tests.support.cli import environment
@@ -123,6 +125,31 @@ def test_a_model_in_the_folder_that_the_demo_replaces_is_refused(
     assert "which this demo replaces: move it, or give another --out" in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.parametrize(
+    ("words", "base"),
+    [
+        ([], "sent"),
+        (["--model"], "external"),
+        (["--base", "sent", "--model"], "sent"),
+        (["--base", "external"], "external"),
+    ],
+)
+def test_a_model_of_the_users_stays_at_the_offices_unless_they_say_otherwise(
+    words: list[str], base: str, llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = [str(llama)] if "--model" in words else []
+    monkeypatch.setattr("sys.argv", ["demo", *words, *model])
+    assert demo.arguments().base == base
+
+
+def test_the_measure_in_4_bits_keeps_the_adapters_beside_the_rounded_base(llama: Path, tmp_path: Path) -> None:
+    words = ["init", str(tmp_path / "model"), "--config", str(llama), "--head", "causal-lm", "--lora-rank", "2"]
+    assert CliRunner().invoke(model_app, words).exit_code == 0
+    encoded = {"it": encode(word_tokenizer(), texts(KINDS["reverse"], 8, Random(0)))}
+    whole, rounded = measure(llama, encoded)["it"], measure_in_four_bits(tmp_path / "model", encoded)["it"]
+    assert 0 < abs(whole.loss - rounded.loss) < 0.1 * whole.loss
+
+
 @pytest.mark.long
 @pytest.mark.timeout(300)
 def test_the_demo_merges_what_a_model_of_the_users_has_learnt(llama: Path, tmp_path: Path) -> None:
@@ -130,6 +157,11 @@ def test_the_demo_merges_what_a_model_of_the_users_has_learnt(llama: Path, tmp_p
     command = [sys.executable, "-m", "examples.llm", "--out", str(out), "--model", str(llama), "--set", "rounds=2"]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "The base never passed the coordinator" in done.stdout
+    external = set(ModelFolder.open(out / "model").model.external.values())
+    blobs = {path.name for path in (out / "coordinator" / "blobs").rglob("*") if path.is_file()}
+    assert len(external) > 10
+    assert not any(digest.removeprefix("sha256:") in name for digest in external for name in blobs)
     losses = re.findall(r"(?:capitals|reverse|count) .*?([\d.]+) +([\d.]+)$", done.stdout, re.MULTILINE)
     assert len(losses) == 3, done.stdout
     assert all(float(after) < float(before) for before, after in losses)

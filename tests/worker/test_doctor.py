@@ -22,14 +22,17 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from tessera.shared.api.tasks import TaskView
+from tessera.shared.client.client import Client
 from tessera.shared.diagnostics import Finding, examined
 from tessera.shared.urls import is_loopback, without_password
 from tessera.worker import doctor as doctor_checks
+from tessera.worker.bootstrap import runner_of
 from tessera.worker.cli.worker import app
 from tessera.worker.doctor import checks, clock, expiry, forecast, under_way, way_to
 from tessera.worker.governance.descriptions import policy_in_words, size
 from tessera.worker.governance.policy import Policy
-from tessera.worker.settings import WorkerSettings
+from tessera.worker.model.four_bits import REMEDY, library
+from tessera.worker.settings import SettingsError, WorkerSettings
 from tests.support.coordinator import LiveCoordinator
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
 from tests.support.pretrained import bert_tokenizer
@@ -74,6 +77,23 @@ def test_a_worker_that_could_work_is_told_so_line_by_line(coordinator: LiveCoord
     assert sum(map(int, told.groups())) == 1437
     assert any("bfloat16" in found["detail"] for found in findings)
     assert named(findings, "compute")["detail"] == "TF32 is off, compilation is off (compute)"
+
+
+def test_a_base_in_4_bits_without_its_library_stops_the_worker_with_the_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = WorkerSettings(
+        url="http://127.0.0.1:1", token="t", name="w", state_dir=tmp_path, device="cpu", compute={"base_bits": 4},
+        datasets={"digits": {"kind": "digits"}},
+    )  # fmt: skip
+    assert doctor_checks._compute(settings).detail.endswith(", bases beside adapters are in 4 bits")
+    library.cache_clear()
+    monkeypatch.setitem(sys.modules, "bitsandbytes.functional", None)
+    found = doctor_checks._compute(settings)
+    assert (found.verdict, found.remedy) == ("fail", REMEDY)
+    refused = pytest.raises(SettingsError, match=r"needs bitsandbytes .*: install tessera\[quantized\]")
+    with Client(settings.url, "t") as client, refused:
+        runner_of(client, settings)
 
 
 def test_compilation_without_a_compiler_is_warned_of(

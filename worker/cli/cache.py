@@ -4,7 +4,7 @@ import os
 import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 from huggingface_hub import snapshot_download
@@ -19,14 +19,13 @@ from tessera.shared.tensors.lazy import digest_of
 from tessera.shared.updates.base_folder import BaseFolder
 from tessera.shared.updates.model_folder import CONFIG_FILE, head_of
 from tessera.worker.cli.exits import BAD_SETTINGS, ConfigFile, Errors, exits
+from tessera.worker.cli.model_options import Dtype, MappingOption
 from tessera.worker.model.block_map import block_table
 from tessera.worker.model.layouts import MappingFile, read_mapping
 from tessera.worker.model.pretrained import plain_config, read_object, some
 from tessera.worker.model.snapshot import Snapshot
 from tessera.worker.settings import read_settings
 from tessera.worker.state.base_cache import BASES_FOLDER, BaseCache, BaseRecord, Place
-
-Dtype = Literal["float32", "bfloat16", "float16"]
 
 ERRORS: Errors = {BAD_SETTINGS: (ValueError, OSError, SafetensorError, Problem)}
 
@@ -48,9 +47,7 @@ def add(
     dtype: Annotated[
         Dtype | None, typer.Option(help="The dtype of the run's base; by default that of the config.")
     ] = None,
-    mapping_file: Annotated[
-        Path | None, typer.Option("--mapping", help="A TOML file that describes attention of an unknown layout.")
-    ] = None,
+    mapping_file: MappingOption = None,
     copy: Annotated[
         bool, typer.Option(help="Copy every block, for other workers to fetch: a mirror is this folder over HTTP.")
     ] = False,

@@ -7,14 +7,14 @@ import shutil
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, cast
 from uuid import uuid4
 
 import torch
 import typer
 from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
-from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from tessera.shared.cli.export import CONFIG_FILE, copy_rest
 from tessera.shared.cli.render import output
@@ -25,7 +25,6 @@ from tessera.shared.model.spec import (
     MAX_TOKENS,
     WEIGHTS_FILE,
     Float32Role,
-    Fusion,
     Head,
     Lora,
     Model,
@@ -37,6 +36,17 @@ from tessera.shared.problems import Problem
 from tessera.shared.updates.model_folder import ModelFolder
 from tessera.shared.validation_errors import in_one_line
 from tessera.worker.cli.exits import BAD_SETTINGS, Errors, exits
+from tessera.worker.cli.model_options import (
+    Asks,
+    Dtype,
+    MappingOption,
+    caption_ids,
+    float32_of,
+    labels_from,
+    lora_from,
+    padding_from,
+    prompts_from,
+)
 from tessera.worker.data.dataset import DataError
 from tessera.worker.data.readers.image_processor import load_processor
 from tessera.worker.data.readers.tokenizer import load_tokenizer
@@ -61,90 +71,12 @@ from tessera.worker.model.pretrained import (
 )
 from tessera.worker.model.prompts import PROMPTS, caption_start
 
-Asks = Literal["local", "global"]
-Dtype = Literal["float32", "bfloat16", "float16"]
-
 ERRORS: Errors = {BAD_SETTINGS: (ValueError, OSError, ImportError, RuntimeError, SafetensorError, Problem)}
-
-
-def _caption_ids(caption: str | None, source: str) -> list[int] | None:
-    """Return a caption's tokens without start and end, by the tokenizer of a folder or a name on the hub."""
-    if caption is None:
-        return None
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-    except Exception as fault:  # each class of tokenizer fails in its own way
-        raise ValueError(f"--text-prompt-from needs a tokenizer, and {source} has none that can be loaded") from fault
-    ids = tokenizer(caption, add_special_tokens=False)["input_ids"]
-    if not ids:
-        raise ValueError("the caption for the text prompts has no tokens")
-    return list(ids)
-
-
-def _prompts_from(
-    vision: int, text: int | None, caption: list[int] | None, asks: Asks | None, heads: int | None
-) -> Prompts | None:
-    if heads is not None and not asks:
-        raise ValueError("--fusion-heads needs --prompt-fusion: a fusion that stays at its site has the run's heads")
-    if caption is not None and text is not None and text != len(caption):
-        raise ValueError(
-            f"the caption has {len(caption)} tokens: leave --text-prompts out, or set it to {len(caption)}"
-        )
-    text = text or 0 if caption is None else len(caption)
-    if not vision and not text:
-        if asks:
-            raise ValueError("--prompt-fusion needs --vision-prompts or --text-prompts")
-        return None
-    return Prompts(vision=vision, text=text, fusion=Fusion(asks=asks, heads=heads or 8) if asks else None)
-
-
-def _lora_from(rank: int | None, alpha: float | None, roles: str) -> Lora | None:
-    if rank is None:
-        if alpha is not None:
-            raise ValueError("--lora-alpha needs --lora-rank")
-        return None
-    names = [name.strip() for name in roles.split(",") if name.strip()]
-    return Lora.model_validate({"rank": rank, "alpha": alpha if alpha is not None else 2 * rank, "roles": names})
-
-
-def _float32_of(
-    dtype: torch.dtype | str | None, head: Head, prompts: Prompts | None, lora: Lora | None
-) -> tuple[Float32Role, ...]:
-    """Return the roles that are float32 beside a base in this dtype: what is added, and a classifier."""
-    if dtype not in (torch.bfloat16, torch.float16):
-        return ()
-    added: dict[Float32Role, object] = {"head": head.endswith("-classification"), "prompt": prompts, "adapter": lora}
-    return tuple(role for role, there in added.items() if there)
-
-
-def _labels_from(labels: str) -> Config:
-    """Return the keys of a config for the number or the names of its classes."""
-    if labels.isdecimal() and int(labels):
-        return {"num_labels": int(labels)}
-    names = [name.strip() for name in labels.split(",")]
-    if len(names) < 2 or not all(names) or len(set(names)) < len(names):
-        raise ValueError(f"--labels: {labels!r} is neither a number of classes nor two names or more, each once")
-    return {"num_labels": len(names), "id2label": {str(number): name for number, name in enumerate(names)}}
-
-
-def _padding_from(config: Config, head: Head) -> Config:
-    """Return the padding token of a decoder without one: as for data, the token that ends a text.
-
-    To classify a text, a decoder reads the last token that is no padding.
-    """
-    built = config_from(config).get_text_config()
-    end = getattr(built, "eos_token_id", None)
-    lacks = head == "text-classification" and getattr(built, "pad_token_id", None) is None
-    return {"pad_token_id": end} if lacks and isinstance(end, int) else {}
 
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, help="Make and inspect the models that runs start from."
 )
-
-MappingOption = Annotated[
-    Path | None, typer.Option("--mapping", help="A TOML file that describes attention of an unknown layout.")
-]
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 PREPROCESSING: dict[str, tuple[Callable[[str, str], Any], tuple[str, ...]]] = {
@@ -215,13 +147,13 @@ def init(
             if not head.endswith("-classification"):
                 raise ValueError(f"--labels: a model with the head {head} has no classes; leave it out")
             settings = {key: value for key, value in settings.items() if key not in {"id2label", "label2id"}}
-            settings |= _labels_from(labels)
-        settings |= _padding_from(settings, head)
+            settings |= labels_from(labels)
+        settings |= padding_from(settings, head)
         if dtype is not None:
             settings |= {"dtype": dtype}
-        caption = _caption_ids(text_prompt_from, config)
-        prompts = _prompts_from(vision_prompts, text_prompts, caption, prompt_fusion, fusion_heads)
-        lora = _lora_from(lora_rank, lora_alpha, lora_roles)
+        caption = caption_ids(text_prompt_from, config)
+        prompts = prompts_from(vision_prompts, text_prompts, caption, prompt_fusion, fusion_heads)
+        lora = lora_from(lora_rank, lora_alpha, lora_roles)
         new: set[str] = set()
         if external_base and not pretrained:
             raise ValueError("--external-base is for pretrained weights, which the sites have; leave out --random")
@@ -231,10 +163,10 @@ def init(
                 output.note(f"new and random: {', '.join(sorted(new))}")
             with torch.random.fork_rng(devices=[]):
                 torch.default_generator.manual_seed(seed)
-                float32 = _float32_of(model.dtype, head, prompts, lora)
+                float32 = float32_of(model.dtype, head, prompts, lora)
                 insert(model, prompts, lora, mapping, float32)
         else:
-            float32 = _float32_of(config_from(settings).dtype, head, prompts, lora)
+            float32 = float32_of(config_from(settings).dtype, head, prompts, lora)
             model = instantiate(
                 settings, head, seed=seed, prompts=prompts, lora=lora, float32=float32, mapping=mapping
             )

@@ -1,6 +1,6 @@
 """Building a run's model, and reading and writing its blocks.
 
-`build` first lays the model out without storage and compares it with the block table, and only then allocates memory.
+`check_model` lays the model out without storage and compares it with the block table, before memory is allocated.
 """
 
 import importlib
@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from threading import RLock, get_ident
 from types import ModuleType
-from typing import Any, Literal, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,9 +35,6 @@ from tessera.worker.model.block_map import DTYPES, block_table, named_tensors
 from tessera.worker.model.config import ConfigError, UnsafeConfig, config_from
 from tessera.worker.model.layouts import MappingFile
 from tessera.worker.model.prompts import add_prompts
-
-Attention = Literal["eager", "sdpa"]
-"""Attention implementations that torch itself provides."""
 
 AUTO_CLASSES: dict[Head, Any] = {
     "image-classification": AutoModelForImageClassification,
@@ -74,23 +71,10 @@ class ModelMismatch(ValueError):
         super().__init__("the model and its block table disagree: " + "; ".join(self.faults))
 
 
-def build(
-    model: Model, *, attention: Attention | None = None, seed: int = 0, mapping: MappingFile | None = None
-) -> PreTrainedModel:
-    """Build the model of a block table on the CPU, with random weights from `seed`.
-
-    `attention` is the worker's choice of implementation: only "eager" returns attention probabilities. Raises
-    UnsafeConfig, ConfigError, UnknownArchitecture or ModelMismatch before any weights are allocated.
-    """
-    check_model(model, mapping)
-    return laid_out(model, mapping, attention=attention, seed=seed)
-
-
 def laid_out(
     model: Model,
     mapping: MappingFile | None = None,
     *,
-    attention: Attention | None = None,
     seed: int = 0,
     random_weights: bool = True,
 ) -> PreTrainedModel:
@@ -98,7 +82,6 @@ def laid_out(
     return instantiate(
         model.config,
         model.head,
-        attention=attention,
         seed=seed,
         prompts=model.prompts,
         lora=model.lora,
@@ -109,7 +92,10 @@ def laid_out(
 
 
 def load(folder: ModelFolder, mapping: MappingFile | None = None) -> PreTrainedModel:
-    """Return a folder's model with its prompts and adapters, which `from_pretrained` ignores. Raises as `build`."""
+    """Return a folder's model with its prompts and adapters, which `from_pretrained` ignores.
+
+    Raises as `check_model`.
+    """
     check_model(folder.model, mapping)
     model = laid_out(folder.model, mapping, random_weights=False)
     allocate(model, torch.device("cpu"))
@@ -123,7 +109,8 @@ def check_model(model: Model, mapping: MappingFile | None = None) -> tuple[Block
     """Lay the model out without storage, compare its block table with `model.blocks`, and return it.
 
     The worker trusts only its own block map: if the coordinator's table calls a head a query block, the model is
-    rejected. `worker/model/sandbox.py` bounds what transformers allocates besides parameters. Raises as `build` does.
+    rejected. `worker/model/sandbox.py` bounds what transformers allocates besides parameters. Raises
+    UnsafeConfig, ConfigError, UnknownArchitecture or ModelMismatch.
     """
     with torch.device("meta"), _bounded(model):
         without_storage = laid_out(model, mapping)
@@ -146,7 +133,6 @@ def instantiate(
     config: Mapping[str, JsonValue],
     head: Head,
     *,
-    attention: Attention | None = None,
     seed: int = 0,
     prompts: Prompts | None = None,
     lora: Lora | None = None,
@@ -163,13 +149,11 @@ def instantiate(
     """
     built = config_from(config)
     require_head(built, head)
-    options: dict[str, Any] = {"trust_remote_code": False, "dtype": built.dtype or torch.float32}
-    if attention:
-        options["attn_implementation"] = attention
+    dtype = built.dtype or torch.float32
     with _BUILDING, torch.random.fork_rng(devices=[]), nullcontext() if random_weights else _without_storage():
         torch.default_generator.manual_seed(seed)
         try:
-            model = cast("PreTrainedModel", AUTO_CLASSES[head].from_config(built, **options))
+            model: PreTrainedModel = AUTO_CLASSES[head].from_config(built, trust_remote_code=False, dtype=dtype)
         except ModelMismatch:
             raise
         except Exception as error:  # each model class fails in its own way on a hostile or mistaken size

@@ -1,6 +1,6 @@
 """The memory that a task needs on its device, and what is available there."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 import torch
@@ -8,6 +8,7 @@ import torch
 from tessera.shared.host_memory import available_bytes
 from tessera.shared.model.blocks import Block
 from tessera.shared.run_settings import Training
+from tessera.worker.model.four_bits import stored_bytes
 
 MARGIN_BYTES = 128 << 20
 """For activations, at least, and the libraries' own buffers."""
@@ -18,12 +19,14 @@ MOMENT_BYTES = 4
 MEMINFO = Path("/proc/meminfo")
 
 
-def needed_bytes(blocks: Iterable[Block], trained: Iterable[Block], training: Training) -> int:
+def needed_bytes(
+    blocks: Iterable[Block], trained: Iterable[Block], training: Training, four_bits: Collection[str] = ()
+) -> int:
     """Return the bytes of a model's blocks, and of gradients and optimizer moments in float32 of the trained ones,
-    with a margin. Activations depend on the batch and are not counted."""
+    with a margin. Activations depend on the batch and are not counted. `four_bits` names the matrices in 4 bits."""
     moments = 2 if training.optimizer == "adamw" else int(training.momentum > 0)
     each = GRADIENT_BYTES + moments * MOMENT_BYTES
-    return MARGIN_BYTES + sum(block.nbytes for block in blocks) + each * sum(block.numel for block in trained)
+    return MARGIN_BYTES + stored_bytes(blocks, four_bits) + each * sum(block.numel for block in trained)
 
 
 def free_bytes(device: torch.device, meminfo: Path = MEMINFO) -> int:

@@ -160,6 +160,8 @@ class _Writer:
     def _other(self, value: Any) -> Any:
         if isinstance(value, bytes):
             return ["bytes", self._place(np.frombuffer(value, np.uint8)), len(value)]
+        if isinstance(value, frozenset):
+            return ["frozenset", *map(self.form_of, sorted(value))]
         for name, (text, _) in TEXTS.items():
             if isinstance(value, text):
                 return [name, str(value)]
@@ -212,6 +214,8 @@ class _Reader:
     def _other(self, name: str, parts: list[Any]) -> Any:
         if name == "bytes":
             return self._bytes(*parts).tobytes()
+        if name == "frozenset":
+            return frozenset(map(self.value_of, parts))
         if name in TEXTS:
             return TEXTS[name][1](parts[0])
         kind = RECORDS[name]

@@ -102,7 +102,7 @@ class Rank:
         if built is None or len(fetched.bases) < len(fetched.blocks):
             # As in `fetch`: a local value of a block that is not fetched must not leak into this round.
             built = None
-            require_memory(run, fetched.blocks)
+            require_memory(run, fetched.blocks, fetched.four_bits)
         loaded = load(run, replace(fetched, last=built))
         loaded = replace(loaded, context=MeasuringTogether.of(loaded.context, self._group))
         dataset = self._read(given.dataset)

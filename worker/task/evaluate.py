@@ -41,7 +41,7 @@ def evaluate(run: TaskRun, loaded: Loaded, dataset: Dataset) -> int:
     if task.held_out and _personalise(run, loaded, dataset):
         own = measure(context.model, context.head, batches, run.check, env.setup.ranks)
         found |= {PERSONAL + name: value for name, value in own.items()}
-    report.metrics = {name: rounded(value) for name, value in found.items()}
+    report.metrics = {name: rounded(value) for name, value in found.items()} | loaded.built.metrics
     run.check()
     return measured.examples
 

@@ -4,11 +4,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import structlog
+import torch
 
 from tessera.shared.api.versions import Manifest, ServerTensor
 from tessera.shared.json_limits import check_document
@@ -26,6 +28,7 @@ from tessera.worker.model.block_map import named_tensors
 from tessera.worker.model.build import allocate, check_model, laid_out, write_block
 from tessera.worker.model.device_memory import free_bytes, needed_bytes
 from tessera.worker.model.forward import objective_of
+from tessera.worker.model.four_bits import four_bit_layers, four_bit_tensors, put_four_bits, require_frozen
 from tessera.worker.model.layouts import MappingFile
 from tessera.worker.model.snapshot import converted_blocks
 from tessera.worker.state.atomic_files import temporary_file
@@ -59,6 +62,12 @@ class Fetched:
     """The version's value of each fetched block."""
     last: Built | None
     """The last round's model, if this round can reuse it."""
+    four_bits: frozenset[str] = frozenset()
+    """The matrices to keep in 4 bits."""
+
+    def content(self, block: Block) -> str:
+        """Return the digest of a block's values."""
+        return self.document.external.get(block.name) or self.manifest.blocks[block.name]
 
 
 @dataclass(frozen=True)
@@ -81,9 +90,11 @@ class Loaded:
         self.half.setup(self.context)
 
     def is_changed(self) -> bool:
-        """Return whether any fetched block differs from the version."""
+        """Return whether any fetched block differs from the version. What has 4 bits never changes."""
         return any(
-            self.context.read(base.block).tobytes() != to_array(base).tobytes() for base in self.bases.values()
+            self.context.read(base.block).tobytes() != to_array(base).tobytes()
+            for base in self.bases.values()
+            if base.block.tensor not in self.built.four_bits
         )
 
 
@@ -115,17 +126,21 @@ def fetch(run: TaskRun, dataset: Dataset) -> Fetched:
     if last is None and env.sandbox:
         env.sandbox.require(document, mapping, run.check)
     blocks = last.blocks if last else check_model(document, mapping)
+    four_bits = frozenset[str]()
+    if env.setup.compute.base_bits:
+        four_bits = last.four_bits if last else four_bit_tensors(document, mapping)
+        require_frozen(document, four_bits, task.plan, is_training=task.kind == "train")
     manifest = _read_manifest(run)
     if last is None:
-        require_memory(run, blocks)
+        require_memory(run, blocks, four_bits)
     wanted = [block for block in blocks if block.name in names]
     stored = [block for block in blocks if block.name not in document.external]
     bases = _fetch_base(run, document, wanted)
     bases |= _fetch_blocks(run, manifest, [block for block in wanted if block.name not in document.external], stored)
-    return Fetched(document, mapping, manifest, blocks, bases, last)
+    return Fetched(document, mapping, manifest, blocks, bases, last, four_bits)
 
 
-def require_memory(run: TaskRun, blocks: Sequence[Block]) -> None:
+def require_memory(run: TaskRun, blocks: Sequence[Block], four_bits: frozenset[str]) -> None:
     """Raise TaskFailure, before anything large is fetched, if the device cannot hold what the task needs."""
     task, device = run.task, run.env.device
     if device.type == "meta":
@@ -134,7 +149,7 @@ def require_memory(run: TaskRun, blocks: Sequence[Block]) -> None:
     # A method that chooses among the plan's blocks may itself fit its choice to the memory.
     fixed = task.kind == "train" and type(_half(run, blocks)).select is WorkerHalf.select
     trained = task.plan.train.resolve(blocks) if fixed else ()
-    needed, free = needed_bytes(blocks, trained, task.training), free_bytes(device)
+    needed, free = needed_bytes(blocks, trained, task.training, four_bits), free_bytes(device)
     structlog.get_logger("worker").info("memory", needed_bytes=needed, free_bytes=free, device=str(device))
     if needed > free:
         raise TaskFailure(
@@ -167,13 +182,7 @@ def load(run: TaskRun, fetched: Fetched) -> Loaded:
     env, task = run.env, run.task
     # Only once the version is here, so that a false claim of a large model allocates no memory.
     built = fetched.last or _built(run, fetched)
-    tensors = named_tensors(built.model)
-    for base in fetched.bases.values():
-        run.check()
-        values = base.values()
-        if fetched.last is None or base.block.name not in fetched.document.external:
-            _require_finite(base.block.name, values)
-        write_block(tensors, base.block, values)
+    _fill(run, fetched, built)
     seed_everything(task.seed)
     half = _half(run, built.blocks)
     server_state = _fetch_memory(run, fetched.manifest)
@@ -195,14 +204,38 @@ def load(run: TaskRun, fetched: Fetched) -> Loaded:
     return Loaded(built, half, context, fetched.bases, feedback, Moments.of(vault))
 
 
+def _fill(run: TaskRun, fetched: Fetched, built: Built) -> None:
+    """Write the version's values into a model. Matrices in 4 bits are converted one by one."""
+    tensors, layers = named_tensors(built.model), four_bit_layers(built.model)
+    for name, group in groupby(fetched.bases.values(), key=lambda base: base.block.tensor):
+        bases = list(group)
+        content = tuple(fetched.content(base.block) for base in bases)
+        if (layer := layers.get(name)) and layer.content == content:
+            # It does not train, so that it has these values still.
+            continue
+        matrix = {name: torch.empty_like(layer.weight, device=run.env.device)} if layer else tensors
+        for base in bases:
+            run.check()
+            values = base.values()
+            if fetched.last is None or base.block.name not in fetched.document.external:
+                _require_finite(base.block.name, values)
+            write_block(matrix, base.block, values)
+        if layer:
+            layer.fill(matrix[name], content)
+
+
 def _built(run: TaskRun, fetched: Fetched) -> Built:
     """Build the run's model, already checked by `fetch`."""
     task = run.task
     # A block that is not fetched keeps the value that the seed gives it.
     random_weights = len(fetched.bases) < len(fetched.blocks)
     model = laid_out(fetched.document, fetched.mapping, seed=task.seed, random_weights=random_weights)
-    allocate(model, run.env.device)
-    return Built(task.run, task.model, model, fetched.blocks, structure_of(model))
+    device = run.env.device
+    # On several devices the ranks have the values, and this process shapes.
+    if device.type != "meta":
+        put_four_bits(model, fetched.four_bits)
+    allocate(model, device)
+    return Built(task.run, task.model, model, fetched.blocks, structure_of(model), fetched.four_bits)
 
 
 def read_model(run: TaskRun) -> Model:

@@ -22,6 +22,13 @@ class Built:
     model: PreTrainedModel
     blocks: tuple[Block, ...]
     structure: Structure
+    four_bits: frozenset[str] = frozenset()
+    """The matrices that are in 4 bits."""
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The metrics of each result that was computed with this model."""
+        return {"base_bits": 4.0} if self.four_bits else {}
 
 
 D = TypeVar("D")

@@ -35,7 +35,9 @@ OFFERED_AGAIN = (Stopped, LeaseLost, Unauthenticated, Forbidden)
 def key_of(env: TaskEnvironment, task: Task) -> CheckpointKey:
     """Return the key of a task's checkpoints. The contents of its data set must be known in `env.contents`."""
     settings = task.model_dump(mode="json", include=SETTINGS)
-    libraries = ["torch", "transformers", *(["kornia"] if task.training.augments else [])]
+    bits = env.setup.compute.base_bits
+    used = {"kornia": task.training.augments, "bitsandbytes": bits is not None}
+    libraries = ["torch", "transformers", *(name for name, is_used in used.items() if is_used)]
     return CheckpointKey(
         run=task.run,
         round=task.round,
@@ -46,7 +48,7 @@ def key_of(env: TaskEnvironment, task: Task) -> CheckpointKey:
         settings=digest_of(json.dumps(settings, sort_keys=True).encode()),
         data=f"{task.dataset} {env.contents[task.dataset]}",
         libraries=", ".join(f"{name} {version(name)}" for name in libraries) + f", tessera {VERSION}",
-        device=env.device_kind,
+        device=" ".join([env.device_kind, *(["base in 4 bits"] if bits else [])]),
     )
 
 

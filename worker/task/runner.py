@@ -86,6 +86,7 @@ class TaskRunner(TaskEnvironment):
             dataset=task.dataset,
             plan=digest_of(canonical(task.plan)),
             version=task.version.digest,
+            **({"base_bits": bits} if (bits := self.setup.compute.base_bits) else {}),
         )
         admission = admit(run)
         dataset, private, checkpoint = admission.dataset, admission.private, admission.checkpoint

@@ -81,6 +81,7 @@ def train(
     report.metrics = {**measured, **result.metrics}
     if private:
         report.metrics = {**private.disclosed(report.metrics), EPSILON: private.spent()}
+    report.metrics |= loaded.built.metrics
     return result, stats
 
 

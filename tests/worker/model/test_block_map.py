@@ -18,7 +18,7 @@ from tessera.shared.model.blocks import Block, check_table
 from tessera.shared.model.spec import Model
 from tessera.worker.cli.model import app
 from tessera.worker.model.block_map import UnknownArchitecture, block_table, named_tensors
-from tessera.worker.model.build import build, read_block, write_block
+from tessera.worker.model.build import check_model, read_block, write_block
 from tessera.worker.model.layouts import MappingError, MappingFile, read_mapping
 from tests.support.paths import ROOT
 
@@ -469,8 +469,8 @@ def test_mapping_of_the_document_is_what_convbert_lacks(tmp_path: Path) -> None:
     assert tessera_model("init", out, *options)[0] == 0
     document = Model.model_validate_json((out / "blocks.json").read_bytes())
     with pytest.raises(UnknownArchitecture):
-        build(document)
-    build(document, mapping=read_mapping(mapped))
+        check_model(document)
+    check_model(document, read_mapping(mapped))
     block = document.by_name["convbert.encoder.layer.1.attention.self.conv_out_layer.weight"]
     assert (block.role, block.layer) == ("value", 1)
     again = ("--config", out, "--head", "masked-lm", "--mapping", mapped, "--pretrained")

@@ -20,7 +20,15 @@ from tessera.shared.model.selectors import all_but, roles
 from tessera.shared.model.spec import Head, Model
 from tessera.worker.cli.model import app
 from tessera.worker.model.block_map import block_table, named_tensors
-from tessera.worker.model.build import ModelMismatch, _bounded, build, instantiate, read_block, write_block
+from tessera.worker.model.build import (
+    ModelMismatch,
+    _bounded,
+    check_model,
+    instantiate,
+    laid_out,
+    read_block,
+    write_block,
+)
 from tessera.worker.model.config import ConfigError, UnsafeConfig, check_config
 from tessera.worker.training.freeze import Freeze
 
@@ -50,11 +58,11 @@ def bits(model: nn.Module, model_blocks: Model) -> dict[str, bytes]:
 def test_build_gives_the_model_of_the_table_and_the_same_weights_for_the_same_seed() -> None:
     model = described(BERT, "text-classification")
     state = torch.get_rng_state()
-    built = build(model, seed=3)
+    built = laid_out(model, seed=3)
     assert torch.equal(state, torch.get_rng_state())
     assert block_table(built) == model.blocks
     assert {tensor.dtype for tensor in named_tensors(built).values()} == {torch.float32}
-    assert bits(built, model) == bits(build(model, seed=3), model) != bits(build(model, seed=4), model)
+    assert bits(built, model) == bits(laid_out(model, seed=3), model) != bits(laid_out(model, seed=4), model)
 
 
 def test_every_difference_from_the_table_is_listed_at_once_and_sorted() -> None:
@@ -65,7 +73,7 @@ def test_every_difference_from_the_table_is_listed_at_once_and_sorted() -> None:
     table["transformer.wpe.weight"] = table["transformer.wpe.weight"].model_copy(update={"shape": (9, 16)})
     table["extra"] = table.pop("transformer.wte.weight").model_copy(update={"tensor": "extra"})
     with pytest.raises(ModelMismatch) as mismatch:
-        build(model.model_copy(update={"blocks": tuple(table.values())}))
+        check_model(model.model_copy(update={"blocks": tuple(table.values())}))
     starts = ["extra: missing", "transformer.ln_f.bias: dtype", "transformer.ln_f.weight: role is norm, not query"]
     starts += ["transformer.wpe.weight: shape", "transformer.wte.weight: unexpected"]
     assert [fault[: len(start)] for fault, start in zip(mismatch.value.faults, starts, strict=True)] == starts
@@ -82,7 +90,7 @@ def test_parts_that_swap_queries_and_values_are_a_mismatch() -> None:
         for b in model.blocks
     )
     with pytest.raises(ModelMismatch, match=r"c_attn\.bias#query: part"):
-        build(model.model_copy(update={"blocks": swapped}))
+        check_model(model.model_copy(update={"blocks": swapped}))
 
 
 @pytest.mark.parametrize(
@@ -157,7 +165,7 @@ def test_config_larger_than_its_table_is_given_up_early(size: dict[str, int]) ->
     model = described(BERT, "features")
     began = time.monotonic()
     with pytest.raises(ModelMismatch, match="far larger"):
-        build(model.model_copy(update={"config": {**BERT, **size}}))
+        check_model(model.model_copy(update={"config": {**BERT, **size}}))
     assert time.monotonic() - began < 5
 
 
@@ -175,7 +183,7 @@ def test_bound_counts_what_is_laid_out_and_not_what_another_thread_allocates() -
 
 def test_block_written_is_the_block_read_and_leaves_the_other_parts_alone() -> None:
     model = described(GPT2, "causal-lm")
-    tensors = named_tensors(build(model))
+    tensors = named_tensors(laid_out(model))
     name = "transformer.h.0.attn.c_attn.weight"
     values = np.arange(256, dtype="<f4").reshape(16, 16)
     before = {block.name: read_block(tensors, block) for block in model.blocks}
@@ -189,7 +197,7 @@ def test_block_written_is_the_block_read_and_leaves_the_other_parts_alone() -> N
 
 def test_bfloat16_crosses_bit_for_bit_and_from_read_only_memory() -> None:
     model = described({**GPT2, "dtype": "bfloat16"}, "causal-lm")
-    tensors = named_tensors(build(model))
+    tensors = named_tensors(laid_out(model))
     block = model.by_name["transformer.h.1.attn.c_attn.bias#value"]
     patterns = np.arange(0x4000, 0x4010, dtype="<u2").view(ml_dtypes.bfloat16)
     patterns.flags.writeable = False
@@ -201,7 +209,7 @@ def test_bfloat16_crosses_bit_for_bit_and_from_read_only_memory() -> None:
 
 def test_block_read_does_not_change_when_the_model_is_trained_further() -> None:
     model = described(BERT, "features")
-    tensors = named_tensors(build(model))
+    tensors = named_tensors(laid_out(model))
     block = model.by_name["embeddings.word_embeddings.weight"]
     before = read_block(tensors, block)
     tensors[block.tensor].data.fill_(7)
@@ -210,7 +218,7 @@ def test_block_read_does_not_change_when_the_model_is_trained_further() -> None:
 
 def test_values_of_another_shape_or_dtype_are_refused_and_nothing_is_written() -> None:
     model = described(BERT, "features")
-    tensors = named_tensors(build(model))
+    tensors = named_tensors(laid_out(model))
     block = model.by_name["encoder.layer.0.attention.self.query.bias"]
     before = read_block(tensors, block)
     for wrong in (np.ones(15, "<f4"), np.ones((1, 16), "<f4"), np.ones(16, "<f8"), np.ones(16, ">f4")):
@@ -221,7 +229,7 @@ def test_values_of_another_shape_or_dtype_are_refused_and_nothing_is_written() -
 
 def test_block_of_another_model_is_a_mismatch() -> None:
     wide = described({**GPT2, "n_embd": 32}, "causal-lm")
-    tensors = named_tensors(build(described(GPT2, "causal-lm")))
+    tensors = named_tensors(laid_out(described(GPT2, "causal-lm")))
     for name in ("transformer.ln_f.weight", "transformer.h.0.attn.c_attn.bias#value"):
         with pytest.raises(ModelMismatch, match=name):
             read_block(tensors, wide.by_name[name])
@@ -252,7 +260,7 @@ def frozen_gradients(freeze: Freeze) -> list[torch.Tensor]:
 
 def test_only_gpt2s_values_move_under_adamw_with_weight_decay() -> None:
     model = described(GPT2, "causal-lm")
-    built = build(model)
+    built = laid_out(model)
     before = bits(built, model)
     chosen = roles("value").resolve(model.blocks)
     assert train(built, Freeze(built, chosen)) == 0.0
@@ -262,7 +270,7 @@ def test_only_gpt2s_values_move_under_adamw_with_weight_decay() -> None:
 
 def test_masked_gradients_alone_do_not_keep_a_frozen_slice() -> None:
     model = described(GPT2, "causal-lm")
-    built = build(model)
+    built = laid_out(model)
     before = bits(built, model)
     freeze = Freeze(built, roles("value").resolve(model.blocks))
     freeze.restore = lambda: None  # type: ignore[method-assign]
@@ -275,7 +283,7 @@ def test_masked_gradients_alone_do_not_keep_a_frozen_slice() -> None:
 
 def test_berts_queries_and_keys_stay_bit_identical_while_the_rest_trains() -> None:
     model = described(BERT, "text-classification")
-    built = build(model)
+    built = laid_out(model)
     before = bits(built, model)
     train(built, Freeze(built, all_but("query", "key").resolve(model.blocks)))
     after = bits(built, model)
@@ -290,7 +298,7 @@ def test_berts_queries_and_keys_stay_bit_identical_while_the_rest_trains() -> No
 
 def test_freezing_again_for_another_phase_trains_what_was_frozen() -> None:
     model = described(BERT, "text-classification")
-    built = build(model)
+    built = laid_out(model)
     Freeze(built, roles("head").resolve(model.blocks))
     body = Freeze(built, all_but("head").resolve(model.blocks))
     assert all(parameter.requires_grad for parameter in body.parameters)
@@ -337,7 +345,7 @@ def test_init_makes_a_folder_that_transformers_loads(
     loaded, info = auto.from_pretrained(out, output_loading_info=True)
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert set(load_file(out / "model.safetensors")) == {block.tensor for block in model.blocks}
-    assert bits(loaded, model) == bits(build(model, seed=7), model)
+    assert bits(loaded, model) == bits(laid_out(model, seed=7), model)
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 

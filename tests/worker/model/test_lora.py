@@ -17,7 +17,7 @@ from tessera.shared.model.spec import Float32Role, Head, Lora, Model, stored_nam
 from tessera.shared.problems import Invalid
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.model.block_map import block_table, named_tensors
-from tessera.worker.model.build import ModelMismatch, build, instantiate, merge_adapters
+from tessera.worker.model.build import ModelMismatch, check_model, instantiate, merge_adapters
 from tessera.worker.model.config import ConfigError
 from tessera.worker.model.forward import forward
 from tessera.worker.model.layouts import MappingFile, TensorPattern
@@ -98,7 +98,7 @@ def test_what_was_there_keeps_its_role_layer_and_parts_beside_an_adapter(case: s
     assert {block.role for block in added} == {"adapter"}
     config, head = CASES[case]
     document = Model(config=config, head=head, lora=lora, blocks=table)
-    assert block_table(build(document)) == table
+    assert check_model(document) == table
 
 
 def test_an_adapter_stands_beside_the_matrices_of_the_roles_and_has_their_layer_and_dtype() -> None:
@@ -172,9 +172,9 @@ def test_a_mapping_finds_what_adapters_go_beside_by_the_names_without_them() -> 
     assert adapted == {"query"}
     assert {block.role for block in table if ".self.query.base_layer." in block.name} == {"value"}
     document = Model(config=config, head=head, lora=lora, blocks=table)
-    assert block_table(build(document, mapping=swapped), swapped) == table
+    assert check_model(document, swapped) == table
     with pytest.raises(ModelMismatch, match=r"self\.value\.lora_A.*unexpected"):
-        build(document)
+        check_model(document)
 
 
 def test_roles_without_a_matrix_are_refused() -> None:
@@ -241,7 +241,7 @@ def test_beside_a_base_of_16_bits_adapters_and_a_classifier_are_float32_and_move
     assert {block.dtype for block in table if block.role in roles} == {"F32"}
     assert {block.dtype for block in table if block.role not in roles} == {"BF16"}
     document = Model(config=config, head=head, lora=NARROW, float32=roles, blocks=table)
-    assert block_table(build(document)) == table
+    assert check_model(document) == table
     tensors = named_tensors(model)
     before = {name: tensor.detach().clone() for name, tensor in tensors.items()}
     trained = [tensors[block.tensor] for block in table if block.role in roles]

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from tessera.shared.model.selectors import roles
 from tessera.shared.model.spec import Fusion, Model, Prompts
 from tessera.worker.model.block_map import block_table
-from tessera.worker.model.build import build, instantiate
+from tessera.worker.model.build import check_model, instantiate
 from tessera.worker.model.config import ConfigError
 from tessera.worker.model.forward import forward
 from tessera.worker.model.prompt_fusion import fusion_module
@@ -111,16 +111,16 @@ def test_the_prompts_are_blocks_of_the_run_and_the_document_builds_them(family: 
     found = {block.name: (block.shape, block.layer) for block in table if block.role == "prompt"}
     assert found == {"prompts.vision": ((3, 16), None), "prompts.text": ((2, 16), None)}
     document = Model(config=dual(family), head="contrastive", prompts=BOTH, blocks=table)
-    assert block_table(build(document)) == table
+    assert check_model(document) == table
     assert [block for block in table if block.role != "prompt"] == list(block_table(made(family)))
 
 
 def test_no_table_gets_past_a_model_that_lacks_its_prompts() -> None:
     table = block_table(made("clip", BOTH))
     with pytest.raises(ValueError, match=r"prompts\.text: missing"):
-        build(Model(config=dual("clip"), head="contrastive", blocks=table))
+        check_model(Model(config=dual("clip"), head="contrastive", blocks=table))
     with pytest.raises(ValueError, match=r"prompts\.vision: shape"):
-        build(Model(config=dual("clip"), head="contrastive", prompts=Prompts(vision=9, text=2), blocks=table))
+        check_model(Model(config=dual("clip"), head="contrastive", prompts=Prompts(vision=9, text=2), blocks=table))
 
 
 def test_what_goes_in_may_be_made_of_the_prompts_and_have_another_length() -> None:

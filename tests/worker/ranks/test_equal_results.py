@@ -13,6 +13,7 @@ import torch
 
 from tessera.shared.api.tasks import Task
 from tessera.shared.model.spec import Head, Lora, Model
+from tessera.worker.compute import Compute
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.model.block_map import block_table, named_tensors
 from tessera.worker.model.build import instantiate, read_block
@@ -127,15 +128,15 @@ def stages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeviceStages]:
 
 def divided(
     case: Case,
-    stages: DeviceStages,
+    stages: DeviceStages | None,
     monkeypatch: pytest.MonkeyPatch,
     runner: Callable[..., TaskRunner] = TaskRunner,
     **setup: Any,
 ) -> Result:
-    """The case's run, whose workers train on the devices of `stages`."""
+    """The case's run, whose workers train on the devices of `stages`; None is one process."""
 
     def made(**given: Any) -> TaskRunner:
-        given["setup"] = TrainingSetup(torch.device("meta"), **setup)
+        given["setup"] = TrainingSetup(torch.device("meta") if stages else CPU, **setup)
         return runner(**given, ranks=stages)
 
     with monkeypatch.context() as patch:
@@ -170,6 +171,15 @@ def test_two_ranks_train_as_one_process_by_other_methods(
     name: str, stages: DeviceStages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compare(FURTHER[name], stages, monkeypatch)
+
+
+def test_each_rank_has_its_base_in_4_bits(stages: DeviceStages, monkeypatch: pytest.MonkeyPatch) -> None:
+    four = {"compute": Compute(base_bits=4)}
+    case = CASES["lora"]
+    whole, one = case.run(), divided(case, None, monkeypatch, **four)
+    two = divided(case, stages, monkeypatch, **four)
+    assert all(task.metrics["base_bits"] == 4.0 for made in two.rounds for task in made.tasks)
+    assert distance(one.arrays(), two.arrays()) < 1e-3 * distance(one.arrays(), whole.arrays())
 
 
 @pytest.mark.long

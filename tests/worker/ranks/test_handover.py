@@ -88,7 +88,7 @@ POLICY = Policy.model_validate(
         Normalized((0.5,), (0.1, 0.2)),
         TrainingStats(3, 2, float("inf"), 0.1),
         {
-            "a": [1, 2.5, None, True, b"\x00\xff", b""],
+            "a": [1, 2.5, None, True, b"\x00\xff", b"", frozenset({"x", "y"})],
             3: ("x", {}),
             "path": Path("/x"),
             "kinds": (torch.device("cuda:1"), torch.float16),

@@ -1,0 +1,95 @@
+"""The parts of a model that a command's options describe."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import torch
+import typer
+from transformers import AutoTokenizer
+
+from tessera.shared.model.spec import Float32Role, Fusion, Head, Lora, Prompts
+from tessera.worker.model.config import config_from
+from tessera.worker.model.pretrained import Config
+
+Asks = Literal["local", "global"]
+Dtype = Literal["float32", "bfloat16", "float16"]
+
+MappingOption = Annotated[
+    Path | None, typer.Option("--mapping", help="A TOML file that describes attention of an unknown layout.")
+]
+
+
+def caption_ids(caption: str | None, source: str) -> list[int] | None:
+    """Return a caption's tokens without start and end, by the tokenizer of a folder or a name on the hub.
+
+    Raises ValueError.
+    """
+    if caption is None:
+        return None
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    except Exception as fault:  # each class of tokenizer fails in its own way
+        raise ValueError(f"--text-prompt-from needs a tokenizer, and {source} has none that can be loaded") from fault
+    ids = tokenizer(caption, add_special_tokens=False)["input_ids"]
+    if not ids:
+        raise ValueError("the caption for the text prompts has no tokens")
+    return list(ids)
+
+
+def prompts_from(
+    vision: int, text: int | None, caption: list[int] | None, asks: Asks | None, heads: int | None
+) -> Prompts | None:
+    """Return the prompts of the options, or None without any. Raises ValueError for options that do not fit."""
+    if heads is not None and not asks:
+        raise ValueError("--fusion-heads needs --prompt-fusion: a fusion that stays at its site has the run's heads")
+    if caption is not None and text is not None and text != len(caption):
+        raise ValueError(
+            f"the caption has {len(caption)} tokens: leave --text-prompts out, or set it to {len(caption)}"
+        )
+    text = text or 0 if caption is None else len(caption)
+    if not vision and not text:
+        if asks:
+            raise ValueError("--prompt-fusion needs --vision-prompts or --text-prompts")
+        return None
+    return Prompts(vision=vision, text=text, fusion=Fusion(asks=asks, heads=heads or 8) if asks else None)
+
+
+def lora_from(rank: int | None, alpha: float | None, roles: str) -> Lora | None:
+    """Return the adapters of the options, or None without a rank. Raises ValueError for options that do not fit."""
+    if rank is None:
+        if alpha is not None:
+            raise ValueError("--lora-alpha needs --lora-rank")
+        return None
+    names = [name.strip() for name in roles.split(",") if name.strip()]
+    return Lora.model_validate({"rank": rank, "alpha": alpha if alpha is not None else 2 * rank, "roles": names})
+
+
+def float32_of(
+    dtype: torch.dtype | str | None, head: Head, prompts: Prompts | None, lora: Lora | None
+) -> tuple[Float32Role, ...]:
+    """Return the roles that are float32 beside a base in this dtype: what is added, and a classifier."""
+    if dtype not in (torch.bfloat16, torch.float16):
+        return ()
+    added: dict[Float32Role, object] = {"head": head.endswith("-classification"), "prompt": prompts, "adapter": lora}
+    return tuple(role for role, there in added.items() if there)
+
+
+def labels_from(labels: str) -> Config:
+    """Return the keys of a config for the number or the names of its classes. Raises ValueError."""
+    if labels.isdecimal() and int(labels):
+        return {"num_labels": int(labels)}
+    names = [name.strip() for name in labels.split(",")]
+    if len(names) < 2 or not all(names) or len(set(names)) < len(names):
+        raise ValueError(f"--labels: {labels!r} is neither a number of classes nor two names or more, each once")
+    return {"num_labels": len(names), "id2label": {str(number): name for number, name in enumerate(names)}}
+
+
+def padding_from(config: Config, head: Head) -> Config:
+    """Return the padding token of a decoder without one: as for data, the token that ends a text.
+
+    To classify a text, a decoder reads the last token that is no padding.
+    """
+    built = config_from(config).get_text_config()
+    end = getattr(built, "eos_token_id", None)
+    lacks = head == "text-classification" and getattr(built, "pad_token_id", None) is None
+    return {"pad_token_id": end} if lacks and isinstance(end, int) else {}
