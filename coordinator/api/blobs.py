@@ -7,7 +7,9 @@ responses, which the server cannot send.
 import base64
 import binascii
 import re
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Header, Path, Request, Response
@@ -18,9 +20,11 @@ from starlette.types import Receive, Scope, Send
 from tessera.coordinator.api.dependencies import Serving, allow
 from tessera.coordinator.api.request_limits import BoundedRoute
 from tessera.coordinator.auth.permissions import readable_blobs
+from tessera.coordinator.blobs.portions import Portion
+from tessera.coordinator.blobs.socket_transfer import BULK_BYTES, BulkBody, bulk_of
 from tessera.coordinator.blobs.uploads import Upload, Uploads
 from tessera.coordinator.domain.principal import Principal
-from tessera.coordinator.limits.response_memory import ResponseMemory
+from tessera.coordinator.services import Services
 from tessera.coordinator.telemetry.metrics import RECEIVED_BYTES, SENT_BYTES
 from tessera.shared.api.versions import BlobRequest
 from tessera.shared.problems import BadRequest, NotFound, RangeUnsatisfiable, TooLarge
@@ -101,8 +105,8 @@ def get_blob(
     if request.method == "HEAD":
         headers["Content-Length"] = str(stop - start)
         return Response(status_code=status, headers=headers, media_type="application/octet-stream")
-    body = _counted(serving.blobs.stream(blob, start, stop))
-    return BlobAnswer(serving.answers, caller, body, stop - start, status, headers)
+    portion = Portion((blob,), inline=blob.inline is not None)
+    return BlobAnswer(serving, caller, [portion], start, stop, status, headers)
 
 
 @listed.post("/blobs/read", operation_id="readBlobs", response_class=StreamingResponse)
@@ -120,8 +124,7 @@ def read_blobs(wanted: BlobRequest, serving: Serving, caller: Holder) -> Respons
         raise RangeUnsatisfiable(
             f"the blobs have {left + wanted.start} bytes in total; offset {wanted.start} is beyond"
         )
-    body = _counted(serving.blobs.stream_all(portions, wanted.start))
-    return BlobAnswer(serving.answers, caller, body, left)
+    return BlobAnswer(serving, caller, portions, wanted.start, wanted.start + left)
 
 
 class BlobAnswer(StreamingResponse):
@@ -131,19 +134,37 @@ class BlobAnswer(StreamingResponse):
 
     def __init__(
         self,
-        answers: ResponseMemory,
+        serving: Services,
         caller: Principal,
-        body: AsyncIterator[bytes],
-        length: int,
+        portions: Sequence[Portion],
+        start: int,
+        stop: int,
         status: int = 200,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(body, status, {**(headers or {}), "Content-Length": str(length)})
-        self._answers, self._caller, self._length = answers, caller, length
+        self._serving, self._caller, self._length = serving, caller, stop - start
+        self._part = portions, start, stop
+        self._bulk: BulkBody | None = None
+        body = _counted(serving.blobs.stream_all(*self._part))
+        super().__init__(body, status, {**(headers or {}), "Content-Length": str(self._length)})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._answers.reserve(self._caller.token_id, self._length):
+        if self._length >= BULK_BYTES and self._serving.blobs.in_files:
+            self._bulk = bulk_of(scope)
+        with self._serving.answers.reserve(self._caller.token_id, self._length):
             await super().__call__(scope, receive, send)
+
+    async def stream_response(self, send: Send) -> None:
+        if self._bulk is None:
+            await super().stream_response(send)
+            return
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        try:
+            run = partial(self._serving.uploads.threads.run_to_end, self._caller.owner)
+            await self._bulk.send(self._serving.blobs.pieces(*self._part), run)
+        finally:
+            SENT_BYTES.inc(self._bulk.sent)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 async def _counted(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
@@ -202,7 +223,8 @@ async def create_upload(
         owner, serving.uploads.announce, owner, digest, length, site_id=caller.site_id
     )
     if complete == "?1" and not upload.complete and serving.uploads.offset(upload) == 0:
-        await serving.uploads.whole(upload, _received(request))
+        with _bulk_of(request) as bulk:
+            await serving.uploads.whole(upload, _received(request), bulk)
         upload = await serving.uploads.threads.run(owner, serving.uploads.find, upload.id, owner)
     return Response(
         status_code=201, headers={"Location": f"/v1/uploads/{upload.id}", **_progress(serving.uploads, upload)}
@@ -235,9 +257,20 @@ async def append_upload(
     serving.memory.require()
     owner = caller.owner
     upload = await serving.uploads.threads.run(owner, serving.uploads.find, upload_id, owner)
-    await serving.uploads.append(upload, offset, _received(request))
+    with _bulk_of(request) as bulk:
+        await serving.uploads.append(upload, offset, _received(request), bulk)
     upload = await serving.uploads.threads.run(owner, serving.uploads.find, upload_id, owner)
     return Response(status_code=204, headers=_progress(serving.uploads, upload))
+
+
+@contextmanager
+def _bulk_of(request: Request) -> Iterator[BulkBody | None]:
+    """Yield the server's bulk body, if it offers one, and count the bytes received by it."""
+    bulk = bulk_of(request.scope)
+    try:
+        yield bulk
+    finally:
+        RECEIVED_BYTES.inc(bulk.received if bulk else 0)
 
 
 async def _received(request: Request) -> AsyncIterator[bytes]:

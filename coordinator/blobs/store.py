@@ -14,7 +14,6 @@ import uuid
 from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO, Self, cast
@@ -27,6 +26,8 @@ from sqlalchemy.orm import Session
 
 from tessera.coordinator.blobs.cache import Recent
 from tessera.coordinator.blobs.object_store import Objects, key_of
+from tessera.coordinator.blobs.portions import STREAM_BYTES, InlineReader, Portion, cut
+from tessera.coordinator.blobs.socket_transfer import FilePart, Piece
 from tessera.coordinator.blobs.staging import StagingArea, sweep
 from tessera.coordinator.db.engine import Database
 from tessera.coordinator.db.inserts import insert_missing
@@ -36,9 +37,6 @@ from tessera.shared.rounds.blob_store import Stored
 from tessera.shared.tensors.mmap_file import MappedFile, mapped
 
 PIECE_BYTES = 1 << 18
-
-STREAM_BYTES = 1 << 20
-"""Bytes read and sent at a time; each piece takes a thread, and perhaps a request to the store."""
 
 ROWS_KEPT = 4_096
 """Cached rows of the table: a merge reads every update once for each block."""
@@ -55,18 +53,6 @@ _HEXADECIMAL = re.compile("[0-9a-f]{64}")
 
 FLUSHES = 4
 """Threads that flush files; they mostly wait for the disk."""
-
-
-@dataclass(frozen=True)
-class Portion:
-    """Part of a response with several blobs: several small ones, or one large one."""
-
-    blobs: tuple[Stored, ...]
-    inline: bool
-
-    @property
-    def size(self) -> int:
-        return sum(blob.size for blob in self.blobs)
 
 
 class StagingOnOtherDisk(RuntimeError):
@@ -278,8 +264,23 @@ class Blobs:
         with self.open(digest) as file:
             return file.read()
 
+    @property
+    def in_files(self) -> bool:
+        """True if large blobs are files of this machine."""
+        return self._objects is None
+
+    async def stream_all(self, portions: Sequence[Portion], start: int, stop: int) -> AsyncIterator[bytes]:
+        """Yield bytes `start` to `stop` of the portions, piece by piece, as fast as the receiver reads them."""
+        small = InlineReader(portions, self._read_inline)
+        for portion, first, last in cut(portions, start, stop):
+            if portion.inline:
+                yield (await to_thread.run_sync(small.read, portion))[first:last]
+            else:
+                async for piece in self.stream(portion.blobs[0], first, last):
+                    yield piece
+
     async def stream(self, blob: Stored, start: int, stop: int) -> AsyncIterator[bytes]:
-        """Yield bytes `start` to `stop` of a blob, piece by piece, as fast as the receiver reads them."""
+        """Yield bytes `start` to `stop` of a blob in the same way."""
         if blob.inline is not None:
             yield blob.inline[start:stop]
         elif self._objects:
@@ -297,6 +298,15 @@ class Blobs:
                 ):
                     start += len(piece)
                     yield piece
+
+    def pieces(self, portions: Sequence[Portion], start: int, stop: int) -> Iterator[Piece]:
+        """Yield the same bytes as parts of files, and small blobs from memory. Only for a store in files."""
+        small = InlineReader(portions, self._read_inline)
+        for portion, first, last in cut(portions, start, stop):
+            if portion.inline:
+                yield memoryview(small.read(portion))[first:last]
+            else:
+                yield FilePart(self._path(portion.blobs[0].digest), first, last)
 
     def find(self, session: Session, digest: str) -> Stored:
         """Return a blob's row. Raises NotFound."""
@@ -333,21 +343,10 @@ class Blobs:
             elif any(blob.digest not in self._sound for blob in portion.blobs):
                 self._read_inline(portion)
 
-    async def stream_all(self, portions: Iterable[Portion], start: int) -> AsyncIterator[bytes]:
-        """Yield the portions' bytes from offset `start` of all of them, as fast as the receiver reads them."""
-        for portion in portions:
-            skipped = min(start, portion.size)
-            start -= skipped
-            if skipped == portion.size:
-                continue
-            if portion.inline:
-                yield (await to_thread.run_sync(self._read_inline, portion))[skipped:]
-            else:
-                async for piece in self.stream(portion.blobs[0], skipped, portion.size):
-                    yield piece
-
     def _read_inline(self, portion: Portion) -> bytes:
         """Return the bytes of a portion of small blobs. Raises NotFound if one was removed, and StoreSpoilt."""
+        if len(portion.blobs) == 1 and portion.blobs[0].inline is not None:
+            return portion.blobs[0].inline
         digests = [blob.digest for blob in portion.blobs]
         with self._database.snapshot() as session:
             rows = session.execute(select(BlobRow.digest, BlobRow.inline).where(BlobRow.digest.in_(digests)))

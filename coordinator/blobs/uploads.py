@@ -13,12 +13,14 @@ import os
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from io import FileIO
 from pathlib import Path
 
 from sqlalchemy import ColumnElement, select, update
 from sqlalchemy.orm import Session
 
+from tessera.coordinator.blobs.socket_transfer import BULK_BYTES, BulkBody
 from tessera.coordinator.blobs.store import Blobs
 from tessera.coordinator.db.engine import Database
 from tessera.coordinator.db.inserts import insert_or_update
@@ -185,10 +187,10 @@ class Uploads:
 
     # ------------------------------------------------------------ the bytes
 
-    async def whole(self, upload: Upload, body: AsyncIterator[bytes]) -> None:
+    async def whole(self, upload: Upload, body: AsyncIterator[bytes], bulk: BulkBody | None = None) -> None:
         """Receive a blob in the request that announces it; a small one is not staged."""
         if upload.length > WRITE_BYTES:
-            await self.append(upload, 0, body)
+            await self.append(upload, 0, body, bulk)
             return
         received = bytearray()
         async for piece in self._pieces(body):
@@ -222,8 +224,11 @@ class Uploads:
         if not upload.complete:
             self._complete(upload, self.blobs.put([data]))
 
-    async def append(self, upload: Upload, offset: int, body: AsyncIterator[bytes]) -> int:
-        """Append bytes at `offset` and return the new offset; complete the upload when all are received.
+    async def append(
+        self, upload: Upload, offset: int, body: AsyncIterator[bytes], bulk: BulkBody | None = None
+    ) -> int:
+        """Append bytes at `offset` and return the new offset; complete the upload when all are received. A large body
+        is taken from `bulk` if the server offers one.
 
         Raises OffsetMismatch, UploadBusy, TooLarge, DigestMismatch, StoreFull.
         """
@@ -234,57 +239,70 @@ class Uploads:
             # Hashed while it is received, or once when it is whole: hashing each part again would let a sender of
             # empty parts cause unlimited work.
             received = hashlib.sha256() if offset == 0 else None
-            pending = bytearray()
 
-            def write() -> None:
-                # Written bytes leave `pending` at once: a full disk accepts a part, which must not be written again.
-                while pending:
-                    count = file.write(pending)
+            def write(piece: memoryview) -> None:
+                while piece:
+                    count = file.write(piece)
                     if received is not None:
-                        received.update(memoryview(pending)[:count])
-                    del pending[:count]
+                        received.update(piece[:count])
+                    piece = piece[count:]
                     written(count)
 
-            try:
-                async for piece in self._pieces(body):
-                    pending += piece
-                    if file.tell() + len(pending) > upload.length:
-                        raise _longer(upload)
-                    if len(pending) >= WRITE_BYTES:
-                        await self._uncancelled(upload.owner, write)
-            finally:
-                # Received bytes are kept even when the sender is disconnected, so that it can resume after them.
-                if file.tell() + len(pending) <= upload.length:
-                    write()
+            if bulk and bulk.length >= BULK_BYTES:
+                if offset + bulk.length > upload.length:
+                    raise _longer(upload)
+                with self._in_time():
+                    await bulk.receive(write, partial(self.threads.run_to_end, upload.owner))
+            else:
+                await self._write_pieces(upload, offset, body, write)
             if file.tell() == upload.length:
                 received = received or await self._hashed(upload.owner, file)
                 await self.threads.run(upload.owner, self._finish, upload, file, received.hexdigest())
             return file.tell()
 
+    async def _write_pieces(
+        self, upload: Upload, offset: int, body: AsyncIterator[bytes], write: Callable[[memoryview], None]
+    ) -> None:
+        pending: list[bytes] = []
+        end = offset
+
+        def flush() -> None:
+            # Emptied first: a full disk accepts a part, which must not be written again.
+            pieces, pending[:] = pending[:], []
+            for piece in pieces:
+                write(memoryview(piece))
+
+        try:
+            async for piece in self._pieces(body):
+                end += len(piece)
+                if end > upload.length:
+                    raise _longer(upload)
+                pending.append(piece)
+                if sum(map(len, pending)) >= WRITE_BYTES:
+                    await self.threads.run_to_end(upload.owner, flush)
+        finally:
+            # Received bytes are kept even when the sender is disconnected, so that it can resume after them.
+            flush()
+
     async def _pieces(self, body: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         """Yield the pieces of a body: a slow sender may continue, a silent one is disconnected."""
-        try:
-            while True:
-                async with asyncio.timeout(self.idle_timeout_seconds) as silence:
+        while True:
+            with self._in_time():
+                async with asyncio.timeout(self.idle_timeout_seconds):
                     piece = await anext(body, None)
-                if piece is None:
-                    return
-                yield piece
+            if piece is None:
+                return
+            yield piece
+
+    @contextmanager
+    def _in_time(self) -> Iterator[None]:
+        """Raise BadRequest for a TimeoutError: the sender was silent."""
+        try:
+            yield
         except TimeoutError:
-            if not silence.expired():
-                raise
             raise BadRequest(
                 f"no byte was received for {self.idle_timeout_seconds:g} s", remedy="Resume the upload at its offset."
             ) from None
-
-    async def _uncancelled(self, owner: str, work: Callable[[], None]) -> None:
-        """Run work in a thread and wait for it even when cancelled, because it uses the caller's data."""
-        task = asyncio.ensure_future(self.threads.run(owner, work))
-        try:
-            await asyncio.shield(task)
-        except asyncio.CancelledError:
-            await task
-            raise
 
     async def _hashed(self, owner: str, file: FileIO) -> hashlib._Hash:
         """Return the hash of a file, computed in short turns so that other owners do not wait."""

@@ -44,6 +44,15 @@ class FairThreadPool:
             if not granted.cancelled():
                 self._release(owner)
 
+    async def run_to_end(self, owner: str, work: Callable[[], T]) -> T:
+        """Run work as `run` does, and wait for it even when cancelled, because it uses the caller's data."""
+        task = asyncio.ensure_future(self.run(owner, work))
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            await task
+            raise
+
     def close(self) -> None:
         self._pool.shutdown(wait=False)
 

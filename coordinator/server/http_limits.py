@@ -22,9 +22,10 @@ import structlog
 import uvicorn
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from tessera.coordinator.api.errors import headers_of
+from tessera.coordinator.server.bulk_bodies import BulkHTTPProtocol
 from tessera.coordinator.settings import CoordinatorSettings
 from tessera.coordinator.telemetry.metrics import CONNECTIONS, PROBLEMS_TOTAL
 from tessera.shared.diagnostics import reason_of
@@ -165,7 +166,7 @@ class ConnectionLimiter:
             del self._by_address[address]
 
 
-class LimitedHTTPProtocol(HttpToolsProtocol):
+class LimitedHTTPProtocol(BulkHTTPProtocol):
     """One connection with limits on the bytes and time of a request's head, and on how long a receiver may read
     nothing of a response."""
 
@@ -173,6 +174,7 @@ class LimitedHTTPProtocol(HttpToolsProtocol):
         super().__init__(**uvicorns)
         self._limiter = limiter
         self._settings = limiter.settings
+        self.idle_timeout_seconds = limiter.settings.idle_timeout_seconds
         self._turned_away: Problem | None = None
         self._refused = False
         # The head of the current request: bytes that the parser reported, and bytes fed to it since.

@@ -54,6 +54,7 @@ from tessera.shared.api.tasks import (
 )
 from tessera.shared.api.tasks import Progress as TaskProgress
 from tessera.shared.api.versions import BlobRequest, Difference, Manifest, Version
+from tessera.shared.client.bulk import PIECE_BYTES, FilePart
 from tessera.shared.client.transport import Answer, Credential, NotUnderstood, Transport, Unreachable, tls_context
 from tessera.shared.diagnostics import reason_of
 from tessera.shared.environment import refuse_misspelt
@@ -68,8 +69,6 @@ ONE_REQUEST_BYTES = 1 << 20
 """A blob up to this size is uploaded in the request that announces it."""
 
 DEFAULT_URL = "http://127.0.0.1:8470"
-
-PIECE_BYTES = 1 << 18
 
 FAST_LINE = 100e6
 """Bytes per second. Lossless coding of a block (encoding it, decoding it for the check and for the merge) takes about
@@ -361,12 +360,11 @@ class Client:
                 "Upload-Offset": str(offset),
                 "Upload-Complete": "?1",
                 "Content-Type": "application/partial-upload",
-                "Content-Length": str(length - offset),
             }
-            pieces = _pieces(file, length - offset, progress)
+            part = FilePart(file, offset, length - offset, progress or (lambda _: None))
             try:
                 with self._timing(file.tell):
-                    self._transport.once("PATCH", location, headers=headers, content=pieces)
+                    self._transport.send_file("PATCH", location, headers, part)
             except OffsetMismatch as problem:
                 # An earlier request of this client was still being stored when this one read the offset.
                 problem.retryable = True
@@ -543,13 +541,5 @@ def _pour(response: httpx.Response, file: Sink, progress: Progress | None) -> No
     # In pieces as received: collecting larger ones first may delay `progress` by hours on a slow line.
     for piece in response.iter_raw():
         file.write(piece)
-        if progress:
-            progress(len(piece))
-
-
-def _pieces(file: BinaryIO, count: int, progress: Progress | None) -> Iterator[bytes]:
-    while count and (piece := file.read(min(PIECE_BYTES, count))):
-        count -= len(piece)
-        yield piece
         if progress:
             progress(len(piece))

@@ -19,6 +19,7 @@ import httpx
 from opentelemetry.trace import SpanKind
 from pydantic import ValidationError
 
+from tessera.shared.client.bulk import BULK, PIECE_BYTES, BulkTransport, FilePart
 from tessera.shared.diagnostics import reason_of
 from tessera.shared.problems import (
     MEDIA_TYPE,
@@ -50,9 +51,8 @@ WHOLE_ANSWER = 10
 SILENCE_SECONDS = 30.0
 """The time after which a stream of events without any is taken to be broken: twice the interval of keep-alives."""
 
-READ_BYTES = 1 << 18
-"""The bytes read at once. With the library's default of 64 KiB a download takes 50 % more CPU."""
-httpcore.HTTP11Connection.READ_NUM_BYTES = READ_BYTES
+# By way of a proxy, where httpx's own transport is used: its default of 64 KiB takes 50 % more CPU.
+httpcore.HTTP11Connection.READ_NUM_BYTES = PIECE_BYTES
 
 SHOW_CERTIFICATE = (
     "--client-cert and --client-key for commands and `tessera worker join`, client_cert and client_key in a worker's "
@@ -136,15 +136,18 @@ class Transport:
         headers = {"Accept-Encoding": "identity"}
         timeout = httpx.Timeout(answer_seconds, connect=min(10.0, answer_seconds))
         self._credential = token if isinstance(token, Credential) else Credential(token) if token else None
+        context = tls_context() if verify is True else verify or httpx.create_ssl_context(verify=False)
+        # Read once, as httpx does.
+        self._proxy = proxy_of(url)
         self._http = httpx.Client(
             base_url=url,
             headers=headers,
             timeout=timeout,
-            verify=tls_context() if verify is True else verify,
+            verify=context,
             auth=self._credential,
+            # httpx itself looks up the environment's proxies, unless it is given a transport.
+            transport=None if self._proxy else BulkTransport(context),
         )
-        # Read once, as httpx does.
-        self._proxy = proxy_of(url)
         self._patience_seconds = patience_seconds
         self._sleep = sleep
         self._whole_seconds = WHOLE_ANSWER * answer_seconds
@@ -170,12 +173,18 @@ class Transport:
             _require_success(answer)
         return answer
 
+    def send_file(self, method: str, path: str, headers: dict[str, str], part: FilePart) -> Answer:
+        """Send a request once, with a part of a file as its body. Raises as `once`."""
+        headers = {**headers, "Content-Length": str(part.count)}
+        return self.once(method, path, headers=headers, content=part, extensions={BULK: part})
+
     @contextmanager
     def stream(
         self, path: str, headers: dict[str, str], *, method: str = "GET", content: str | None = None
     ) -> Iterator[httpx.Response]:
-        """Send a request once, and yield the response with its body unread."""
-        with self._sent(method, path, {"headers": headers, "content": content}) as response:
+        """Send a request once, and yield the response with its body unread: one that may be large."""
+        options = {"headers": headers, "content": content, "extensions": {BULK: None}}
+        with self._sent(method, path, options) as response:
             if not response.is_success:
                 _require_success(self._read(response))
             yield response

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from tessera.shared.api.admin import TokenSpec
-from tessera.shared.client.client import ONE_REQUEST_BYTES, PIECE_BYTES, Client
+from tessera.shared.client.bulk import PIECE_BYTES
+from tessera.shared.client.client import ONE_REQUEST_BYTES, Client
 from tessera.shared.problems import DigestMismatch, RangeUnsatisfiable
 from tessera.shared.tensors.lazy import digest_of
 from tests.support.coordinator import LiveCoordinator, refusing

@@ -1,0 +1,215 @@
+"""Bodies that bypass the HTTP server: in order with other requests, cut off, silent, slow, too long and under TLS."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import httpx
+import pytest
+import trustme
+
+from tessera.coordinator.blobs.socket_transfer import BULK_BYTES, PIECE_BYTES
+from tessera.shared.client.client import Client
+from tessera.shared.client.transport import tls_context
+from tessera.shared.tensors.lazy import digest_of
+from tests.support.coordinator import LiveCoordinator, until
+from tests.support.raw import PART, announced, connected, head, parsed, rest, trickle
+
+DATA = bytes(range(256)) * 12_000
+"""3,072,000 bytes."""
+
+VERSION = head("GET", "/version", {"Connection": "close"})
+
+
+@pytest.fixture
+def http(coordinator: LiveCoordinator) -> httpx.Client:
+    return coordinator.http("orchestrator")
+
+
+def announce(http: httpx.Client, data: bytes = DATA) -> str:
+    return str(http.post("/v1/uploads", headers=announced(data)).headers["Location"])
+
+
+def patch(http: httpx.Client, location: str, length: int, offset: int = 0) -> bytes:
+    """The head of a request that appends so many bytes."""
+    headers = {**PART, "Upload-Offset": str(offset), "Content-Length": str(length)}
+    return head("PATCH", location, {**headers, "Authorization": http.headers["Authorization"]})
+
+
+def offset(http: httpx.Client, location: str) -> int:
+    return int(http.head(location).headers["Upload-Offset"])
+
+
+def answers(raw: socket.socket) -> list[int]:
+    """The status of each answer that comes until the connection is closed."""
+    return list(map(int, re.findall(rb"HTTP/1\.1 (\d{3})", rest(raw))))
+
+
+# ---------------------------------------------------------------- up
+
+
+def test_the_request_behind_a_bulk_body_is_answered_after_it(
+    coordinator: LiveCoordinator, http: httpx.Client
+) -> None:
+    location = announce(http)
+    with connected(coordinator) as raw:
+        raw.sendall(patch(http, location, len(DATA)) + DATA + VERSION)
+        assert answers(raw) == [204, 200]
+    assert http.get(f"/v1/blobs/{digest_of(DATA)}").content == DATA
+
+
+def test_one_connection_carries_a_body_after_another(coordinator: LiveCoordinator, http: httpx.Client) -> None:
+    bodies = [DATA[shift:] + DATA[:shift] for shift in (1, 2, 3)]
+    with connected(coordinator) as raw:
+        for body in bodies:
+            raw.sendall(patch(http, announce(http, body), len(body)) + body)
+            assert raw.recv(65536).startswith(b"HTTP/1.1 204")
+    assert [http.get(f"/v1/blobs/{digest_of(body)}").content == body for body in bodies] == [True] * 3
+
+
+def test_a_body_longer_than_announced_is_refused_and_the_next_request_answered(
+    coordinator: LiveCoordinator, http: httpx.Client
+) -> None:
+    location = announce(http)
+    with connected(coordinator) as raw:
+        raw.sendall(patch(http, location, 2 * len(DATA)) + 2 * DATA + VERSION)
+        assert answers(raw) == [413, 200]
+    assert offset(http, location) == 0
+
+
+def test_the_rest_of_a_body_that_cannot_be_written_is_dropped(
+    coordinator: LiveCoordinator, http: httpx.Client
+) -> None:
+    location = announce(http)
+    staged = coordinator.services.blobs.staging_dir / f"upload-{location.rpartition('/')[2]}"
+    # flock works on it, and every write finds the disk full.
+    staged.symlink_to("/dev/full")
+    with connected(coordinator) as raw:
+        raw.sendall(patch(http, location, len(DATA)) + DATA + VERSION)
+        assert answers(raw) == [503, 200]
+
+
+def test_received_bytes_are_kept_when_the_sender_goes(coordinator: LiveCoordinator, http: httpx.Client) -> None:
+    location, sent = announce(http), DATA[: 2 * BULK_BYTES + 1]
+    with connected(coordinator) as raw:
+        raw.sendall(patch(http, location, len(DATA)) + sent)
+        # An orderly end of the connection delivers all that was sent before it.
+        raw.shutdown(socket.SHUT_WR)
+        rest(raw)
+    assert until(lambda: offset(http, location)) == len(sent)
+
+
+def test_a_slow_sender_of_a_bulk_body_goes_on_and_a_silent_one_is_cut_off(tmp_path: Path) -> None:
+    with LiveCoordinator(tmp_path, idle_timeout_seconds=0.4) as live, connected(live) as raw:
+        http = live.http("orchestrator")
+        location = announce(http)
+        raw.sendall(patch(http, location, len(DATA)) + DATA[:BULK_BYTES])
+        # Fewer bytes than wake a turn; each pause is shorter than the limit, all together are longer.
+        trickle(raw, DATA[BULK_BYTES : BULK_BYTES + 10], 0.1)
+        assert "no byte was received for 0.4 s" in parsed(raw.recv(65536)).text
+        assert BULK_BYTES <= offset(http, location) <= BULK_BYTES + 10
+
+
+def test_a_transfer_leaves_no_descriptor_behind(coordinator: LiveCoordinator, http: httpx.Client) -> None:
+    def descriptors() -> list[str]:
+        return sorted(filter(None, map(_opened, Path("/proc/self/fd").iterdir())))
+
+    assert http.get("/version").status_code == 200
+    before = descriptors()
+    for size in (2_000_000, 2_500_000):
+        location = announce(http, DATA[:size])
+        with connected(coordinator) as raw:
+            raw.sendall(patch(http, location, size) + DATA[: size // 2])
+    assert http.post("/v1/uploads", headers=announced(DATA, complete=True), content=DATA).status_code == 201
+    assert http.get(f"/v1/blobs/{digest_of(DATA)}").content == DATA
+    until(lambda: descriptors() == before)
+
+
+def _opened(descriptor: Path) -> str:
+    """The socket or the blob that a descriptor of this process stands for, if it is one."""
+    with suppress(FileNotFoundError):
+        name = str(descriptor.readlink())
+        return name if "socket" in name or "/blobs/" in name or "upload-" in name else ""
+    return ""
+
+
+# ---------------------------------------------------------------- down
+
+
+@pytest.fixture(scope="module")
+def blobs() -> list[bytes]:
+    """Small ones, which the database holds, among large ones, which are files."""
+    return [bytes([n]) * (100 + n if n % 3 else 600_000 + n) for n in range(9)]
+
+
+@pytest.fixture(scope="module")
+def reader(standing: LiveCoordinator, blobs: list[bytes]) -> Iterator[httpx.Client]:
+    http = standing.http("orchestrator")
+    for data in blobs:
+        assert http.post("/v1/uploads", headers=announced(data, complete=True), content=data).status_code == 201
+    return http
+
+
+@pytest.mark.parametrize("start", [0, 1, 599_999, 600_000, 600_101, 600_203, 1_200_206 - PIECE_BYTES])
+def test_files_and_small_blobs_are_sent_one_behind_the_other_from_anywhere(
+    reader: httpx.Client, blobs: list[bytes], start: int
+) -> None:
+    found = reader.post("/v1/blobs/read", json={"digests": list(map(digest_of, blobs)), "start": start})
+    assert (found.status_code, found.content == b"".join(blobs)[start:]) == (200, True)
+
+
+def test_part_of_a_large_blob_is_sent_alone(http: httpx.Client) -> None:
+    http.post("/v1/uploads", headers=announced(DATA, complete=True), content=DATA)
+    found = http.get(f"/v1/blobs/{digest_of(DATA)}", headers={"Range": "bytes=7-2000006"})
+    assert (found.status_code, found.content == DATA[7:2_000_007]) == (206, True)
+
+
+def test_requests_ahead_of_a_bulk_answer_are_answered_after_it(
+    coordinator: LiveCoordinator, http: httpx.Client
+) -> None:
+    assert http.post("/v1/uploads", headers=announced(DATA, complete=True), content=DATA).status_code == 201
+    get = head("GET", f"/v1/blobs/{digest_of(DATA)}", {"Authorization": http.headers["Authorization"]})
+    with connected(coordinator, receive_bytes=8_192) as raw:
+        raw.sendall(get + get + VERSION)
+        received = rest(raw)
+    first, second = received.find(DATA), received.rfind(DATA)
+    assert 0 < first < second < received.rfind(b"HTTP/1.1 200")
+
+
+def test_a_file_that_is_shorter_than_its_blob_ends_the_connection(
+    coordinator: LiveCoordinator, http: httpx.Client
+) -> None:
+    assert http.post("/v1/uploads", headers=announced(DATA, complete=True), content=DATA).status_code == 201
+    os.truncate(coordinator.services.blobs._path(digest_of(DATA)), len(DATA) - 1)
+    with connected(coordinator) as raw:
+        raw.sendall(
+            head("GET", f"/v1/blobs/{digest_of(DATA)}", {"Authorization": http.headers["Authorization"]}) + VERSION
+        )
+        received = rest(raw)
+    assert received.endswith(DATA[:-1])
+
+
+def test_a_receiver_that_goes_ends_its_transfer(coordinator: LiveCoordinator, http: httpx.Client) -> None:
+    large = DATA * 6
+    assert http.post("/v1/uploads", headers=announced(large, complete=True), content=large).status_code == 201
+    with connected(coordinator, receive_bytes=8_192) as raw:
+        raw.sendall(head("GET", f"/v1/blobs/{digest_of(large)}", {"Authorization": http.headers["Authorization"]}))
+        raw.recv(1)
+    until(lambda: not coordinator.services.answers._held)
+
+
+def test_bodies_under_tls_are_the_servers(tmp_path: Path) -> None:
+    authority = trustme.CA()
+    authority.cert_pem.write_to_path(tmp_path / "ca.pem")
+    authority.issue_cert("127.0.0.1").private_key_and_cert_chain_pem.write_to_path(tmp_path / "server.pem")
+    trusting = tls_context(tmp_path / "ca.pem")
+    with (
+        LiveCoordinator(tmp_path, tls_cert=tmp_path / "server.pem") as live,
+        Client(live.url, live.token("orchestrator"), verify=trusting) as client,
+    ):
+        assert client.read_blob(client.put_bytes(DATA)) == DATA
