@@ -9,6 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
+# Before torch is imported, which reads it then. Processes that tests start inherit it.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import pytest
 from hypothesis import settings
 

@@ -78,8 +78,7 @@ def runner_of(client: Client, settings: WorkerSettings) -> TaskRunner:
         sandbox=Sandbox(shared_folder()),
         ranks=several,
         checkpoints=Checkpoints(vault_folder),
-        # A group's training is not checkpointed.
-        checkpoint_seconds=math.inf if several else 60 * settings.checkpoint_minutes or math.inf,
+        checkpoint_seconds=60 * settings.checkpoint_minutes or math.inf,
     )
     return with_rules(runner, settings)
 

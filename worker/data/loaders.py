@@ -152,16 +152,12 @@ class LoaderProcesses:
     def __init__(self, count: int, *, pinned: bool = False) -> None:
         """Make `count` loaders when they are needed. `pinned` memory is copied to a GPU without a wait."""
         self.count = count
-        self._pinned = pinned
+        self.pinned = pinned
         self._readers: dict[str, Reader] = {}
         self._sampler = _Sampler()
         self._loader: DataLoader[Any] | None = None
         self._alive: Connection | None = None
         self._pass = 0
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Have another process start loaders of its own."""
-        return partial(LoaderProcesses, pinned=self._pinned), (self.count,)
 
     def prepare(self) -> None:
         """Start the process that loaders are forked from, so that its imports of seconds are over when they start."""
@@ -215,7 +211,7 @@ class LoaderProcesses:
                 batch_sampler=self._sampler,  # type: ignore[arg-type]  # any batches of indices
                 num_workers=self.count,
                 collate_fn=_as_it_is,
-                pin_memory=self._pinned,
+                pin_memory=self.pinned,
                 timeout=LOOK_SECONDS,
                 worker_init_fn=partial(_begin_loader, ends),
                 multiprocessing_context=context,

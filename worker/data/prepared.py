@@ -18,10 +18,21 @@ DAMAGED = (ValueError, LookupError, struct.error)
 """The errors of readers of a damaged file."""
 
 
+class MappedFile(mmap.mmap):
+    """A mapped file, which another process maps again by its path."""
+
+    path: Path
+
+    def __reduce__(self) -> tuple[Callable[[Path], mmap.mmap], tuple[Path]]:
+        return mapped, (self.path,)
+
+
 def mapped(path: Path) -> mmap.mmap:
     """Return a file mapped, which stays readable when it is removed. Raises OSError, and ValueError if empty."""
     with path.open("rb") as file:
-        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        found = MappedFile(file.fileno(), 0, access=mmap.ACCESS_READ)
+    found.path = path
+    return found
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 import structlog
 import torch
@@ -30,6 +31,7 @@ from tessera.worker.privacy.per_example_grads import (
     Batch,
     Gradients,
     OneByOne,
+    PerExample,
     at_once,
     fastest,
     isolate_examples,
@@ -114,14 +116,17 @@ def scaled_sum(gradients: Gradients, scale: Tensor) -> list[Tensor]:
     ]
 
 
-def release(total: Tensor, mechanism: Mechanism, source: NoiseSource) -> None:
-    """Add the noise to a sum, float64 and contiguous, and round it to the grid, in place.
-
-    Only these multiples of the grid are released; the data are used nowhere else.
-    """
+def add_noise(total: Tensor, mechanism: Mechanism, source: NoiseSource) -> None:
+    """Add the noise to a sum, float64 and contiguous, in place."""
     for values in torch.split(total.view(-1), NOISE_AT_ONCE):
         noise = copied(torch.from_numpy(source.normal(len(values))), values.device)
-        values.add_(noise, alpha=mechanism.deviation).div_(mechanism.grid).round_().mul_(mechanism.grid)
+        values.add_(noise, alpha=mechanism.deviation)
+
+
+def round_to_grid(total: Tensor, mechanism: Mechanism) -> None:
+    """Round a noisy sum to the grid, in place. Only these multiples of the grid are released; the data are used
+    nowhere else."""
+    total.div_(mechanism.grid).round_().mul_(mechanism.grid)
 
 
 def known_examples(context: LocalTaskContext, dataset: Dataset, sample: Batch) -> Tensor:
@@ -146,6 +151,13 @@ def known_examples(context: LocalTaskContext, dataset: Dataset, sample: Batch) -
                 fits = ((values >= 0) & (values < bound)) | ((values == IGNORED) & (name == "labels"))
                 known[rows] &= fits.flatten(1).all(dim=1) if fits.ndim > 1 else fits
     return known
+
+
+class _Unread(NamedTuple):
+    """A piece of a sample: its rows, and whether its gradients are right, which is still on the device."""
+
+    rows: Tensor
+    right: Tensor
 
 
 class NoisyGradients:
@@ -220,8 +232,15 @@ class NoisyGradients:
         sampled, seed = self._ranks.same(lambda: self._draw(sampling))
         self._augmentation = self._augmentation and replace(self._augmentation, seed=seed)
         rows = self._ranks.rows(torch.from_numpy(sampled))
-        for parameter, total in zip(self._freeze.parameters, self.sums(rows), strict=True):
-            self._ranks.release(total, lambda whole: release(whole, self._mechanism, self._noise_source))
+        totals, unread = self.unchecked_sums(rows)
+        # Drawing the noise takes this process some time, in which the device computes the sums.
+        if self._ranks.is_first:
+            for total in totals:
+                add_noise(total, self._mechanism, self._noise_source)
+        self.correct(totals, unread)
+        for parameter, own in zip(self._freeze.parameters, totals, strict=True):
+            total = self._ranks.total(own)
+            round_to_grid(total, self._mechanism)
             parameter.grad = total.div_(sampling.expected).to(parameter.dtype)
         self._freeze.mask_gradients()
 
@@ -237,22 +256,60 @@ class NoisyGradients:
     def sums(self, rows: Tensor) -> list[Tensor]:
         """Return the sum of these examples' clipped gradients for each parameter, float64, without noise. `rows`,
         int64 [sampled], may be empty."""
+        totals, unread = self.unchecked_sums(rows)
+        self.correct(totals, unread)
+        return totals
+
+    def unchecked_sums(self, rows: Tensor) -> tuple[list[Tensor], list[_Unread]]:
+        """Return the same sums without the pieces of the sample whose gradients are wrong, and without a wait for the
+        device, and for each piece whether it is in the sums."""
         self._without += int((~self._known[rows]).sum())
         rows = rows[self._known[rows]]
         totals = [
             torch.zeros_like(parameter, dtype=torch.float64, memory_format=torch.contiguous_format)
             for parameter in self._freeze.parameters
         ]
+        unread = []
         parts = torch.split(rows, self._at_once) if len(rows) else ()
         for some, read in zip(parts, self._reads(parts), strict=True):
-            for gradients in self._gradients(some, read):
-                for parameter, gradient in zip(self._freeze.parameters, gradients, strict=True):
-                    self._freeze.mask(parameter, gradient)
-                scale = scales(gradients, self._clip_norm)
-                self._not_finite += (scale == 0).sum()
-                for total, part in zip(totals, scaled_sum(gradients, scale), strict=True):
-                    total.add_(part)
-        return totals
+            try:
+                gradients, right = self._method.unchecked(self._there(some, read))
+            except Exception as fault:  # noqa: BLE001  (each model's code raises its own errors)
+                self._note_failure(self._method, some, fault)
+                right = torch.zeros((), dtype=torch.bool, device=self._device)
+            else:
+                self._add(totals, gradients, right)
+            if right is not None:
+                unread.append(_Unread(some, right))
+        return totals, unread
+
+    def correct(self, totals: list[Tensor], unread: list[_Unread]) -> None:
+        """Add what `unchecked_sums` left out. Waits for the device, once, unless that is most unusual."""
+        if not unread or bool(torch.stack([piece.right for piece in unread]).all()):
+            return
+        for piece in unread:
+            if not piece.right:
+                for gradients in self._gradients(piece.rows):
+                    self._add(totals, gradients, None)
+
+    def _add(self, totals: list[Tensor], gradients: Gradients, right: Tensor | None) -> None:
+        """Add the sums of clipped gradients, unless they are not `right`."""
+        for parameter, gradient in zip(self._freeze.parameters, gradients, strict=True):
+            self._freeze.mask(parameter, gradient)
+        scale = scales(gradients, self._clip_norm)
+        zeros = (scale == 0).sum()
+        parts = scaled_sum(gradients, scale)
+        if right is not None:
+            zeros *= right
+            for part in parts:
+                part.masked_fill_(~right, 0.0)
+        self._not_finite += zeros
+        for total, part in zip(totals, parts, strict=True):
+            total.add_(part)
+
+    def _note_failure(self, method: PerExample, rows: Tensor, fault: Exception) -> None:
+        about = {"way": method.name, "examples": len(rows), "reason": repr(fault)}
+        self._log.info("per-example-gradients-failed", **about)
 
     def _reads(self, parts: Sequence[Tensor]) -> Iterator[Rows | DataError | None]:
         """Yield what loaders read of each part, or a reader's error; None if this process has to read it."""
@@ -267,8 +324,8 @@ class NoisyGradients:
             self._by_loaders = False
         yield from [None] * (len(parts) - yielded)
 
-    def _gradients(self, rows: Tensor, read: Rows | DataError | None = None) -> Iterator[Gradients]:
-        """Yield the gradients of these examples, perhaps read before: all together or, if that fails, one by one.
+    def _gradients(self, rows: Tensor) -> Iterator[Gradients]:
+        """Yield the gradients of these examples: all together or, if that fails, one by one.
 
         If the method fails for a single example, plain autograd is tried; if that fails too, the example has no
         gradient. So an example's contribution depends on this example alone.
@@ -276,10 +333,9 @@ class NoisyGradients:
         methods = [self._method] if len(rows) > 1 else [self._method, self._alone]
         for method in methods:
             try:
-                gradients = method(self._there(rows, read))
+                gradients = method(self._there(rows))
             except Exception as fault:  # noqa: BLE001  (each model's code raises its own errors)
-                about = {"way": method.name, "examples": len(rows), "reason": repr(fault)}
-                self._log.info("per-example-gradients-failed", **about)
+                self._note_failure(method, rows, fault)
             else:
                 yield gradients
                 return
@@ -289,8 +345,8 @@ class NoisyGradients:
         else:
             self._without += 1
 
-    def _there(self, rows: Tensor, read: Rows | DataError | None) -> Rows:
-        """Return the examples on the device. Raises DataError."""
+    def _there(self, rows: Tensor, read: Rows | DataError | None = None) -> Rows:
+        """Return the examples on the device, perhaps read before. Raises DataError."""
         if isinstance(read, DataError):
             raise read
         read = read_here(self._dataset, rows, self._augmentation) if read is None else read

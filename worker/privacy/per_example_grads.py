@@ -49,6 +49,11 @@ class PerExample:
     def __call__(self, batch: Batch) -> Gradients:
         raise NotImplementedError
 
+    def unchecked(self, batch: Batch) -> tuple[Gradients, Tensor | None]:
+        """Return the gradients without a wait for the device, and whether they are right, a bool on the device. It is
+        None if they are right in any case. If they are wrong, a call computes them, or says that it cannot."""
+        return self(batch), None
+
     def close(self) -> None:
         """Remove everything that the method added to the model."""
 
@@ -151,6 +156,26 @@ class Hooked(PerExample):
 
     def __call__(self, batch: Batch) -> Gradients:
         """Return the gradients. Raises NotImplementedError if they do not add up to the batch's gradient."""
+        each, finite, fitting = self._computed(batch)
+        # What is computed next depends on these, so this waits for the device, once.
+        all_finite, any_finite, fit = torch.stack([finite.all(), finite.any(), fitting]).tolist()
+        if not all_finite:
+            # One infinite gradient makes the sum infinite, so the others are computed and checked without it.
+            if any_finite:
+                others = self({name: tensor[finite] for name, tensor in batch.items()})
+                for one, other in zip(each, others, strict=True):
+                    one[finite] = other
+        elif not fit:
+            raise NotImplementedError("the examples' gradients do not add up: a tensor is used outside its own layer")
+        return each
+
+    def unchecked(self, batch: Batch) -> tuple[Gradients, Tensor | None]:
+        each, finite, fitting = self._computed(batch)
+        return each, finite.all() & fitting
+
+    def _computed(self, batch: Batch) -> tuple[Gradients, Tensor, Tensor]:
+        """Return the gradients, which of them are finite, bool [examples], and whether they add up to the batch's
+        gradient, which is meaningless unless all are finite."""
         self._examples = len(next(iter(batch.values())))
         self._reset()
         self._hooks.enable_hooks()
@@ -173,17 +198,7 @@ class Hooked(PerExample):
             for one, total in zip(each, totals, strict=True)
             if total is not None
         ]
-        # What is computed next depends on these, so this waits for the device, once.
-        all_finite, any_finite, *fitting = torch.stack([finite.all(), finite.any(), *fits]).tolist()
-        if not all_finite:
-            # One infinite gradient makes the sum infinite, so the others are computed and checked without it.
-            if any_finite:
-                others = self({name: tensor[finite] for name, tensor in batch.items()})
-                for one, other in zip(each, others, strict=True):
-                    one[finite] = other
-        elif not all(fitting):
-            raise NotImplementedError("the examples' gradients do not add up: a tensor is used outside its own layer")
-        return each
+        return each, finite, torch.stack([torch.ones_like(finite[0]), *fits]).all()
 
     def _reset(self) -> None:
         """Delete the state of the last pass, which may have failed half way."""

@@ -106,17 +106,11 @@ class PrivateTask:
         self._leaves = False
         self._noise_source = NoiseSource(key or secret_key())
         self._events: list[NoisySteps | NoisyChoice] = []
-        self._choices: list[tuple[int, ...]] = []
-        self._resumed = PrivateProgress.model_validate(resumed) if resumed else None
-        if self._resumed:
-            self._noise_source = NoiseSource(bytes.fromhex(self._resumed.noise_key), self._resumed.words_drawn)
         self._mechanism: Mechanism | None = None
+        self._resumed: PrivateProgress | None = None
+        self._start(resumed)
         self._selections = (privacy.selections or task.rounds) if privacy.selection == "noisy" else 0
         self._choice = NoisyChoice(rho=privacy.selection_share * rho_of(privacy) / max(1, self._selections))
-        self._chosen = False
-        self._looked = False
-        self._picks_left = 0
-        self._epsilon_per_pick = 0.0
         entries = self._others(ledger.check(task.dataset))
         choices = [self._choice] * min(1, self._selections)
         planned = self._noisy_steps(entries, local_steps(task.training, examples))
@@ -128,6 +122,20 @@ class PrivateTask:
         self._judge(entries, [*choices, planned])
         if not of_run:
             self._warn_of_budget(entries)
+
+    def resume(self, progress: Mapping[str, JsonValue]) -> None:
+        """Begin the task again at the `progress` of its checkpoint. What it has reserved stays reserved."""
+        self._start(progress)
+
+    def _start(self, resumed: Mapping[str, JsonValue] | None) -> None:
+        if resumed:
+            self._resumed = PrivateProgress.model_validate(resumed)
+            self._noise_source = NoiseSource(bytes.fromhex(self._resumed.noise_key), self._resumed.words_drawn)
+        self._choices: list[tuple[int, ...]] = []
+        self._chosen = False
+        self._looked = False
+        self._picks_left = 0
+        self._epsilon_per_pick = 0.0
 
     # ------------------------------------------------------------ choosing blocks
 

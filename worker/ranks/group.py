@@ -1,8 +1,8 @@
 """A rank's view of its group: its rows of each batch, and what the ranks sum or agree on."""
 
-import pickle
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from tessera.shared.methods.base import UnsupportedRun
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.model.forward import label_count
-from tessera.worker.ranks.faults import packed, unpacked
+from tessera.worker.ranks.handover import dumps, loads
 from tessera.worker.ranks.shared_dataset import SharedDataset
 from tessera.worker.training.context import LocalTaskContext
 from tessera.worker.training.ranks import Pieces
@@ -29,17 +29,21 @@ class Group:
 
     def __init__(self) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self._shared: tuple[Dataset, SharedDataset] | None = None
+        self._shared: WeakKeyDictionary[Dataset, SharedDataset] = WeakKeyDictionary()
         self.alone = False
         """True while the first rank computes something for all."""
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
 
     # ------------------------------------------------------------ rows
 
     def share_of(self, dataset: Dataset) -> Dataset:
         # Loaders go on while their data set is the same.
-        if self._shared is None or self._shared[0] is not dataset:
-            self._shared = dataset, SharedDataset.of(dataset, self.rank, self.size)
-        return self._shared[1]
+        if dataset not in self._shared:
+            self._shared[dataset] = SharedDataset.of(dataset, self.rank, self.size)
+        return self._shared[dataset]
 
     def examples(self, count: int) -> int:
         return int(self.total(count))
@@ -93,12 +97,6 @@ class Group:
     def rows(self, rows: Tensor) -> Tensor:
         return rows[self.rank :: self.size]
 
-    def release(self, total: Tensor, add_noise: Callable[[Tensor], None]) -> None:
-        dist.all_reduce(total)
-        if self.rank == 0:
-            add_noise(total)
-        dist.broadcast(total, 0)
-
     def total(self, value: N) -> N:
         if isinstance(value, Tensor):
             summed = value.detach().clone()
@@ -120,23 +118,34 @@ class Group:
         # What the first rank computes for all may itself ask for this.
         if self.alone:
             return compute()
-        results: list[Any] = [None]
-        if self.rank == 0:
-            results = [self._outcome(compute)]
-        dist.broadcast_object_list(results, 0, device=torch.device("cpu"))
-        value, fault = pickle.loads(results[0])  # noqa: S301  (another rank wrote it)
+        value, fault = self._sent(self._outcome(compute) if self.is_first else b"", 0)
         if fault:
-            raise unpacked(fault)
+            raise fault
         return value  # type: ignore[no-any-return]
+
+    def each(self, own: object) -> list[Any]:
+        """Return each rank's object, in their order."""
+        document = dumps(own)
+        return [self._sent(document, rank) for rank in range(self.size)]
 
     def _outcome(self, compute: Callable[[], object]) -> bytes:
         self.alone = True
         try:
-            return pickle.dumps((compute(), None))
+            return dumps((compute(), None))
         except Exception as fault:  # noqa: BLE001  (each rank raises it)
-            return pickle.dumps((None, packed(fault)))
+            return dumps((None, fault))
         finally:
             self.alone = False
+
+    def _sent(self, document: bytes, rank: int) -> Any:
+        """Return what a rank's document holds, in each rank."""
+        length = torch.tensor(len(document))
+        dist.broadcast(length, rank)
+        raw = torch.empty(int(length), dtype=torch.uint8)
+        if self.rank == rank:
+            raw = torch.frombuffer(bytearray(document), dtype=torch.uint8)
+        dist.broadcast(raw, rank)
+        return loads(raw.numpy().tobytes())
 
 
 def _buckets(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:

@@ -1,81 +1,227 @@
-"""Objects handed from process to process in a file, whose arrays the reader maps instead of copying.
+"""Objects handed from process to process, as JSON with arrays beside it. No code travels.
 
-A handover holds the bytes of its arrays, then a pickle of everything else, then the pickle's length. Only this
-worker's own processes write and read it, in a folder that only its owner may enter.
+A document holds the bytes of its arrays, then JSON of everything else, then the JSON's length. Read from a file, its
+arrays are mapped in place of copied. A reader builds only numbers, texts, containers, tensors, the records of
+`RECORDS` and the exceptions of `faults`.
 """
 
 import io
-import mmap
-import pickle
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
+import ml_dtypes
 import numpy as np
 import torch
+from pydantic import BaseModel
 from torch import Tensor
 
+from tessera.shared.api.tasks import Task
+from tessera.shared.api.versions import Manifest
+from tessera.shared.methods.base import LocalResult, TrainingStats
+from tessera.shared.model.attention_stats import ByHead, LayerAttention
+from tessera.shared.model.blocks import Block
+from tessera.shared.model.dataset_schema import DatasetSchema
+from tessera.shared.model.selectors import Selector
+from tessera.shared.model.spec import Model
+from tessera.shared.tensors.lazy import Array
+from tessera.worker.compute import Compute
+from tessera.worker.data.dataset import Padding
+from tessera.worker.data.normalization import Normalized
+from tessera.worker.governance.policy import Allowance, Policy
+from tessera.worker.model.layouts import MappingFile
+from tessera.worker.ranks import faults
 from tessera.worker.state.atomic_files import written_whole
+from tessera.worker.state.blob_cache import BlobTensor
+from tessera.worker.state.checkpoints import CheckpointKey
+from tessera.worker.task.fetch import Fetched
+from tessera.worker.training.progress import Report
+
+T = TypeVar("T")
 
 ALIGNMENT = 64
 """Arrays start at multiples of this number of bytes."""
-
 LENGTH_BYTES = 8
+
+RECORDS: dict[str, type[Any]] = {
+    kind.__name__: kind
+    for kind in (
+        Allowance,
+        BlobTensor,
+        Block,
+        ByHead,
+        CheckpointKey,
+        Compute,
+        DatasetSchema,
+        Fetched,
+        LayerAttention,
+        LocalResult,
+        Manifest,
+        MappingFile,
+        Model,
+        Normalized,
+        Padding,
+        Policy,
+        Report,
+        Selector,
+        Task,
+        TrainingStats,
+    )
+}
+"""The records that may be handed over, by name: pydantic models, which are validated again, and dataclasses."""
+
+
+def _dtype_of(name: str) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, name.removeprefix("torch."))
+    return dtype
+
+
+TEXTS: dict[str, tuple[type[Any], Callable[[str], Any]]] = {
+    "path": (Path, Path),
+    "device": (torch.device, torch.device),
+    "dtype": (torch.dtype, _dtype_of),
+}
+"""The kinds that are handed over as text, and what makes them of it."""
+
+
+def record(kind: type[T]) -> type[T]:
+    """Add a class to `RECORDS`."""
+    RECORDS[kind.__name__] = kind
+    return kind
 
 
 def write(path: Path, given: object) -> None:
-    """Write an object to a new handover, which appears when it is complete.
-
-    Raises pickle.PicklingError, AttributeError or TypeError for an object that cannot leave its process.
-    """
+    """Write a document to a new file, which appears when it is complete. Raises TypeError for what none can hold."""
     with written_whole(path, durable=False, mode=0o600) as file:
-        pickled = io.BytesIO()
-        _Writer(pickled, file).dump(given)
-        file.write(pickled.getbuffer())
-        file.write(len(pickled.getbuffer()).to_bytes(LENGTH_BYTES, "little"))
+        _write(file, given)
 
 
 def read(path: Path) -> Any:
-    """Return a copy of the object. Its arrays are the file's pages until they are written to."""
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) as whole:
-        end = len(whole) - LENGTH_BYTES
-        length = int.from_bytes(whole[end:], "little")
-        pickled = whole[end - length : end]
-    return _Reader(io.BytesIO(pickled), path).load()
+    """Return a copy of what a file holds. Its arrays are the file's pages until they are written to."""
+    # Pages that are written to become this process's own. The array that refers to them keeps them mapped.
+    return _read(np.memmap(path, dtype=np.uint8, mode="c"))
 
 
-class _Writer(pickle.Pickler):
-    def __init__(self, pickled: BinaryIO, arrays: BinaryIO) -> None:
-        super().__init__(pickled, protocol=5)
+def dumps(given: object) -> bytes:
+    """Return a document. Raises TypeError for what none can hold."""
+    file = io.BytesIO()
+    _write(file, given)
+    return file.getvalue()
+
+
+def loads(raw: bytes) -> Any:
+    """Return a copy of what a document holds."""
+    return _read(np.frombuffer(bytearray(raw), np.uint8))
+
+
+def _write(file: BinaryIO, given: object) -> None:
+    text = json.dumps(_Writer(file).form_of(given), separators=(",", ":")).encode()
+    file.write(text)
+    file.write(len(text).to_bytes(LENGTH_BYTES, "little"))
+
+
+def _read(whole: Array) -> Any:
+    end = len(whole) - LENGTH_BYTES
+    length = int.from_bytes(whole[end:].tobytes(), "little")
+    return _Reader(whole).value_of(json.loads(whole[end - length : end].tobytes()))
+
+
+class _Writer:
+    """The JSON forms of values: a scalar as it is, everything else as a list of a kind and its parts."""
+
+    def __init__(self, arrays: BinaryIO) -> None:
         self._arrays = arrays
 
-    def persistent_id(self, each: Any) -> Any:
-        """Write the bytes of a tensor or an array, and return its kind, first byte, dtype and shape."""
-        if isinstance(each, Tensor):
-            plain = each.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-            return ("tensor", self._place(plain), each.dtype, tuple(each.shape))
-        if isinstance(each, np.ndarray) and not each.dtype.hasobject:
-            plain = np.ascontiguousarray(each).reshape(-1).view(np.uint8)
-            return ("array", self._place(plain), each.dtype, each.shape)
-        return None
+    def form_of(self, value: Any) -> Any:
+        match value:
+            case None | bool() | int() | float() | str():
+                return value
+            case np.generic():
+                return value.item()
+            case list() | tuple():
+                return [type(value).__name__, *map(self.form_of, value)]
+            case Mapping():
+                return ["dict", *([self.form_of(key), self.form_of(each)] for key, each in value.items())]
+            case Tensor():
+                plain = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+                return ["tensor", self._place(plain), str(value.dtype), list(value.shape)]
+            case np.ndarray() if not value.dtype.hasobject:
+                plain = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
+                name = value.dtype.name if value.dtype.kind == "V" else value.dtype.str
+                return ["array", self._place(plain), name, list(value.shape)]
+            case BaseException():
+                name, arguments, attributes = faults.packed(value)
+                return ["fault", name, self.form_of(arguments), self.form_of(attributes)]
+        return self._other(value)
 
-    def _place(self, plain: np.ndarray) -> int:
+    def _other(self, value: Any) -> Any:
+        if isinstance(value, bytes):
+            return ["bytes", self._place(np.frombuffer(value, np.uint8)), len(value)]
+        if isinstance(value, frozenset):
+            return ["frozenset", *map(self.form_of, sorted(value))]
+        for name, (text, _) in TEXTS.items():
+            if isinstance(value, text):
+                return [name, str(value)]
+        name = type(value).__name__
+        if RECORDS.get(name) is not type(value):
+            raise TypeError(f"a {name} cannot be handed to another process")
+        if isinstance(value, BaseModel):
+            # The defaults of a policy are settings that were left out, some of which nobody can write.
+            return [name, value.model_dump_json(exclude_defaults=isinstance(value, Policy))]
+        return [name, *([each.name, self.form_of(getattr(value, each.name))] for each in fields(value) if each.init)]
+
+    def _place(self, plain: Array) -> int:
         start = self._arrays.tell()
         start += self._arrays.write(bytes(-start % ALIGNMENT))
         self._arrays.write(plain.data)
         return start
 
 
-class _Reader(pickle.Unpickler):
-    def __init__(self, pickled: BinaryIO, path: Path) -> None:
-        super().__init__(pickled)
-        # Pages that are written to become this process's own. The array that refers to them keeps them mapped.
-        self._whole = np.memmap(path, dtype=np.uint8, mode="c")
+class _Reader:
+    """The values of the forms of `_Writer`, whose arrays are in `whole`."""
 
-    def persistent_load(self, identity: Any) -> Any:
-        kind, start, dtype, shape = identity
-        size = prod(shape) * dtype.itemsize
-        plain = np.asarray(self._whole[start : start + size])
-        if kind == "array":
-            return plain.view(dtype).reshape(shape)
-        return torch.from_numpy(plain).view(dtype).reshape(shape) if size else torch.empty(shape, dtype=dtype)
+    def __init__(self, whole: Array) -> None:
+        self._whole = whole
+
+    def value_of(self, form: Any) -> Any:
+        match form:
+            case ["list", *parts]:
+                return [self.value_of(part) for part in parts]
+            case ["tuple", *parts]:
+                return tuple(self.value_of(part) for part in parts)
+            case ["dict", *parts]:
+                return {self.value_of(key): self.value_of(part) for key, part in parts}
+            case ["tensor", start, name, shape]:
+                dtype = _dtype_of(name)
+                plain = self._bytes(start, prod(shape) * dtype.itemsize)
+                return (
+                    torch.from_numpy(plain).view(dtype).reshape(shape)
+                    if len(plain)
+                    else torch.empty(shape, dtype=dtype)
+                )
+            case ["array", start, name, shape]:
+                kind = np.dtype(getattr(ml_dtypes, name, name))
+                return self._bytes(start, prod(shape) * kind.itemsize).view(kind).reshape(shape)
+            case ["fault", name, arguments, attributes]:
+                return faults.unpacked(name, self.value_of(arguments), self.value_of(attributes))
+            case [name, *parts]:
+                return self._other(name, parts)
+        return form
+
+    def _other(self, name: str, parts: list[Any]) -> Any:
+        if name == "bytes":
+            return self._bytes(*parts).tobytes()
+        if name == "frozenset":
+            return frozenset(map(self.value_of, parts))
+        if name in TEXTS:
+            return TEXTS[name][1](parts[0])
+        kind = RECORDS[name]
+        if not is_dataclass(kind):
+            return kind.model_validate_json(parts[0])
+        return kind(**{name: self.value_of(part) for name, part in parts})
+
+    def _bytes(self, start: int, count: int) -> Array:
+        return np.asarray(self._whole[start : start + count])

@@ -12,19 +12,27 @@ import torch
 
 from tessera.shared.api.tasks import Task
 from tessera.shared.tensors.lazy import Array
+from tessera.worker.compute import Compute
 from tessera.worker.governance.policy import Allowance, Policy
-from tessera.worker.ranks.faults import Packed
+from tessera.worker.ranks.handover import dumps, loads, record
+from tessera.worker.state.checkpoints import CheckpointKey
 from tessera.worker.task.fetch import Fetched
+from tessera.worker.training.optimization.micro_batch import MicroBatch
 from tessera.worker.training.progress import Report
-from tessera.worker.training.setup import TrainingSetup
 
 START_FILE = "start"
 RESULT_FILE = "result"
+STORE_FILE = "store"
+"""The file by which the ranks find each other."""
+
+MAX_MESSAGE_BYTES = 1 << 30
+"""Limit on a message: a method's scores of all examples travel in one."""
 
 PEER = struct.Struct("3i")
 """Process, user and group of a socket's other end."""
 
 
+@record
 @dataclass(frozen=True)
 class Start:
     """The settings of a group."""
@@ -38,6 +46,18 @@ class Start:
     """Time after which a rank that waits for the others in a collective operation fails."""
 
 
+@record
+@dataclass(frozen=True)
+class CheckpointAt:
+    """The place of a task's checkpoint."""
+
+    key: CheckpointKey
+    path: Path
+    seconds: float
+    """Time between two checkpoints."""
+
+
+@record
 @dataclass(frozen=True)
 class Handover:
     """One task for a group, after everything that needs the coordinator."""
@@ -50,13 +70,17 @@ class Handover:
     blobs: dict[str, Path]
     """The files of the server state, by digest."""
     report: Report
-    setup: TrainingSetup
+    micro_batch: MicroBatch
+    compute: Compute
     policy: Policy
     allowances: dict[str, Allowance]
     private: bool
     """True if the agent keeps accounts of the task's privacy."""
+    checkpoint: CheckpointAt | None
+    """The checkpoint to resume from and to write; None if this worker writes none."""
 
 
+@record
 @dataclass(frozen=True)
 class Call:
     """A call of a method of an object of the agent, by rank 0."""
@@ -66,14 +90,16 @@ class Call:
     arguments: tuple[Any, ...]
 
 
+@record
 @dataclass(frozen=True)
 class Reply:
     """The result of a call, or the exception that it raised."""
 
     value: Any = None
-    fault: Packed | None = None
+    fault: BaseException | None = None
 
 
+@record
 @dataclass(frozen=True)
 class TaskAt:
     """A task to execute: the path of its handover."""
@@ -81,24 +107,36 @@ class TaskAt:
     path: Path
 
 
+@record
 @dataclass(frozen=True)
 class StopTask:
     """The task of the group is no longer wanted."""
 
 
+@record
 @dataclass(frozen=True)
 class Ended:
-    """The end of a rank's task: with a result, stopped as asked, or with an exception."""
+    """The end of a rank's task: with a result or stopped as asked, or with an exception."""
 
-    stopped: bool = False
-    fault: Packed | None = None
+    fault: BaseException | None = None
 
 
+@record
 @dataclass(frozen=True)
 class Progressed:
     """The fields of the report, of rank 0."""
 
     fields: dict[str, Any] = field(default_factory=dict)
+
+
+def send(connection: Connection, message: object) -> None:
+    """Send a message. Raises OSError, and TypeError for what no document can hold."""
+    connection.send_bytes(dumps(message))
+
+
+def receive(connection: Connection) -> Any:
+    """Return the next message. Raises EOFError and OSError."""
+    return loads(connection.recv_bytes(MAX_MESSAGE_BYTES))
 
 
 def listen(folder: Path, ranks: int) -> socket.socket:

@@ -6,9 +6,6 @@ import signal
 
 PR_SET_PDEATHSIG = 1
 
-END = signal.SIGUSR1
-"""The signal that ends a launcher with its ranks. torchrun has uses of its own for the usual ones."""
-
 
 def end_with_parent(parent: int, how: signal.Signals) -> None:
     """Have the kernel send this process a signal when its parent, process `parent`, ends, however it ends."""

@@ -21,10 +21,22 @@ from tessera.shared.model.blocks import Block
 from tessera.shared.tensors.lazy import Array
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.ranks import handover
-from tessera.worker.ranks.faults import failure_of_rank, packed, unpacked
+from tessera.worker.ranks.checkpoints import GroupCheckpoints
 from tessera.worker.ranks.group import Group
-from tessera.worker.ranks.messages import RESULT_FILE, Call, Ended, Handover, Progressed, Reply
+from tessera.worker.ranks.messages import (
+    RESULT_FILE,
+    Call,
+    CheckpointAt,
+    Ended,
+    Handover,
+    Progressed,
+    Reply,
+    receive,
+    send,
+)
+from tessera.worker.ranks.shared_dataset import dataset_of
 from tessera.worker.state.blob_cache import Source
+from tessera.worker.state.checkpoints import Instance, TaskCheckpoint
 from tessera.worker.state.vault import RoundWorkload, Vault
 from tessera.worker.task.environment import Coordinator, Journal, Shelf, TaskEnvironment, TaskRun
 from tessera.worker.task.evaluate import evaluate
@@ -32,10 +44,11 @@ from tessera.worker.task.fetch import Loaded, load, require_memory
 from tessera.worker.task.model_cache import ModelCache
 from tessera.worker.task.train import train
 from tessera.worker.training.context import LocalTaskContext
-from tessera.worker.training.input_mismatch import FAULTS, explained, require_own_loss
+from tessera.worker.training.input_mismatch import explained, require_own_loss
 from tessera.worker.training.optimization.micro_batch import PieceSize
 from tessera.worker.training.optimization.precision import allow_tf32
 from tessera.worker.training.progress import Report
+from tessera.worker.training.setup import TrainingSetup
 
 REPORT_SECONDS = 0.5
 """Least time between two reports of a rank's progress."""
@@ -63,27 +76,27 @@ class Rank:
         self._report = Report()
         self._reported_at = 0.0
         self._asked_to_stop = False
+        self._checkpoints: GroupCheckpoints | None = None
 
     def execute(self, path: Path) -> Ended:
         """Execute the task of a handover. Rank 0 writes its result beside it."""
-        self._asked_to_stop = False
+        self._asked_to_stop, self._checkpoints = False, None
         try:
             given: Handover = handover.read(path)
             result = self._execute(given)
         except RanksStopped:
-            return Ended(stopped=True)
+            return Ended()
         except Exception as fault:  # noqa: BLE001  (the agent decides what a failure of any kind means)
             structlog.get_logger("worker").exception("rank-failed", rank=self._group.rank)
-            # The agent explains an error of a library by its type alone: what it knows of the model is not this one.
-            return Ended(fault=packed(failure_of_rank(fault) if type(fault) in FAULTS else fault))
-        if self._group.rank == 0:
+            return Ended(fault=fault)
+        if self._group.is_first:
             handover.write(self._folder / RESULT_FILE, result)
         return Ended()
 
     def _execute(self, given: Handover) -> Result:
         task, fetched = given.task, given.fetched
         self._report = given.report
-        allow_tf32(allowed=given.setup.compute.tf32)
+        allow_tf32(allowed=given.compute.tf32)
         run = TaskRun(self._environment(given), task, self._check, given.report, self._journal())
         built = self._models.take(task.run, task.model)
         if built is None or len(fetched.bases) < len(fetched.blocks):
@@ -95,27 +108,36 @@ class Rank:
         dataset = self._read(given.dataset)
         require_own_loss(loaded.context, dataset)
         with explained(fetched.document, loaded.context, dataset, private=given.private):
-            stage = self._stage(run, loaded, dataset, private=given.private)
+            stage = self._stage(run, loaded, dataset, given)
         loaded.context.close()
         self._models.keep(loaded.built)
         return stage, loaded.moments.values, vars(run.report)
 
     def _stage(
-        self, run: TaskRun, loaded: Loaded, dataset: Dataset, *, private: bool
+        self, run: TaskRun, loaded: Loaded, dataset: Dataset, given: Handover
     ) -> tuple[LocalResult, TrainingStats] | int:
         if run.task.kind == "evaluate":
             return evaluate(run, loaded, dataset)
-        if not private:
-            return train(run, loaded, dataset, None)
-        # Needs the extra `privacy`, as the agent's accounting does.
-        ranks = importlib.import_module("tessera.worker.ranks.private")
-        return train(run, loaded, dataset, ranks.RankPrivacy(run.task, partial(self._call, "private")))
+        saving = self._checkpoints = self._checkpoints_at(given.checkpoint) if given.checkpoint else None
+        private = None
+        if given.private:
+            # Needs the extra `privacy`, as the agent's accounting does.
+            ranks = importlib.import_module("tessera.worker.ranks.private")
+            resumes = saving is not None and saving.document is not None
+            private = ranks.RankPrivacy(run.task, partial(self._call, "private"), self._group, resumes=resumes)
+        return train(run, loaded, dataset, private, saving)
+
+    def _checkpoints_at(self, place: CheckpointAt) -> GroupCheckpoints:
+        # Rank 0 alone writes it.
+        agents = cast("Instance", _Remote(self._ask, "checkpoint"))
+        stored = TaskCheckpoint.at(place.key, place.path, agents)
+        return GroupCheckpoints(stored, place.seconds, self._group)
 
     def _environment(self, given: Handover) -> TaskEnvironment:
         return TaskEnvironment(
             coordinator=cast("Coordinator", _Remote(self._call, "coordinator")),
             datasets={},
-            setup=replace(given.setup, device=self._device, ranks=self._group),
+            setup=TrainingSetup(self._device, given.micro_batch, given.compute, self._group),
             vault=_HandedVault(given.vault, _Remote(self._call, "vault"), self._keep_scale),
             shelf=cast("Shelf", _HandedShelf(given.blobs)),
             scratch=self._folder,
@@ -127,28 +149,34 @@ class Rank:
 
     def _keep_scale(self, run: str, state: Mapping[str, Array]) -> None:
         # Also where one rank fails alone, so that the others must not take part.
-        if self._group.rank == 0:
-            self._ask(Call("vault", "keep_scale", (run, state)))
+        if self._group.is_first:
+            self._ask("vault", "keep_scale", run, state)
 
     def _journal(self) -> Journal:
         return cast("Journal", _Remote(self._call, "journal"))
 
     def _read(self, path: Path) -> Dataset:
         if self._dataset is None or self._dataset[0] != path:
-            self._dataset = path, handover.read(path)
+            self._dataset = path, dataset_of(handover.read(path))
         return self._dataset[1]
 
     # ------------------------------------------------------------ the agent
 
     def _check(self) -> None:
-        """Raise RanksStopped in all ranks once the agent asked for it."""
-        if not self._group.alone and self._group.any_rank(self._attend()):
+        """Raise RanksStopped in all ranks once the agent asked for it, and let them agree on the next checkpoint."""
+        if self._group.alone:
+            return
+        wants = self._attend(), bool(self._checkpoints and self._checkpoints.wanted)
+        stop, save = self._group.total(torch.tensor(wants, dtype=torch.float64)).tolist()
+        if self._checkpoints and save:
+            self._checkpoints.agree()
+        if stop:
             raise RanksStopped
 
     def _attend(self) -> bool:
         """Report the progress, in rank 0, and return whether the agent asked this rank to stop."""
-        if self._group.rank == 0 and time.monotonic() - self._reported_at >= REPORT_SECONDS:
-            self._connection.send(Progressed(vars(self._report)))
+        if self._group.is_first and time.monotonic() - self._reported_at >= REPORT_SECONDS:
+            send(self._connection, Progressed(vars(self._report)))
             self._reported_at = time.monotonic()
         while not self._asked_to_stop and self._connection.poll():
             self._receive()
@@ -156,20 +184,20 @@ class Rank:
 
     def _call(self, target: str, method: str, *arguments: Any) -> Any:
         """Return the result of a method of an object of the agent, in each rank."""
-        return self._group.same(lambda: self._ask(Call(target, method, arguments)))
+        return self._group.same(lambda: self._ask(target, method, *arguments))
 
-    def _ask(self, call: Call) -> Any:
-        self._connection.send(Progressed(vars(self._report)))
-        self._connection.send(call)
+    def _ask(self, target: str, method: str, *arguments: Any) -> Any:
+        send(self._connection, Progressed(vars(self._report)))
+        send(self._connection, Call(target, method, arguments))
         while (reply := self._receive()) is None:
             pass
         if reply.fault:
-            raise unpacked(reply.fault)
+            raise reply.fault
         return reply.value
 
     def _receive(self) -> Reply | None:
         """Return the next message if it is a reply; otherwise the agent asks to stop."""
-        message = self._connection.recv()
+        message = receive(self._connection)
         if isinstance(message, Reply):
             return message
         self._asked_to_stop = True
@@ -177,7 +205,7 @@ class Rank:
 
 
 class _Remote:
-    """An object of the agent, each of whose methods all ranks call together."""
+    """An object of the agent, whose methods are called by `call`."""
 
     def __init__(self, call: Callable[..., Any], target: str) -> None:
         self._call = call
@@ -218,6 +246,9 @@ class _HandedShelf:
 
     def fetch(self, digest: str, max_bytes: int, source: Source, progress: Progress | None = None) -> Path:
         return self._paths[digest]
+
+    def in_memory(self, digest: str) -> bytes | None:
+        """Return None: it is read from its file."""
 
 
 class MeasuringTogether(LocalTaskContext):

@@ -13,7 +13,7 @@ from typing import Any
 from uuid import uuid4
 
 from tessera.worker.ranks import handover
-from tessera.worker.ranks.faults import packed, unpacked
+from tessera.worker.ranks.faults import UNEXPLAINED
 from tessera.worker.ranks.messages import (
     RESULT_FILE,
     START_FILE,
@@ -26,8 +26,9 @@ from tessera.worker.ranks.messages import (
     TaskAt,
     accept,
     listen,
+    receive,
+    send,
 )
-from tessera.worker.ranks.processes import END
 from tessera.worker.task.errors import TaskFailure
 from tessera.worker.training.progress import Check
 
@@ -41,6 +42,10 @@ END_SECONDS = 10.0
 """Time for the launcher to end its ranks before it is killed."""
 
 
+class RanksEnded(TaskFailure):
+    """The end of a rank's process within a task."""
+
+
 class Session:
     """The ranks of a group, from their start until `close`. One thread uses it, and must outlive it: the kernel ends
     the launcher with the thread that started it."""
@@ -52,6 +57,8 @@ class Session:
         self._devices = start.devices
         self._connections: list[Connection] = []
         self._tasks = 0
+        self._unwanted: BaseException | None = None
+        """The exception by which the present task is no longer wanted."""
         handover.write(self.folder / START_FILE, start)
         ranks = len(start.devices)
         server = listen(self.folder, ranks)
@@ -84,7 +91,7 @@ class Session:
             except TimeoutError:
                 continue
             if connection:
-                found[connection.recv()] = connection
+                found[receive(connection)] = connection
         return [found[rank] for rank in range(ranks)]
 
     @property
@@ -97,10 +104,11 @@ class Session:
         """Hand a task over to the ranks and return rank 0's result.
 
         `targets` are the objects whose methods the ranks call. `received` takes the fields of each report. Raises
-        TaskFailure if a rank ends, what a rank raises, and the exceptions of `check`, after all ranks have stopped.
+        RanksEnded if a rank ends, what a rank raises, and the exceptions of `check`, after all ranks have stopped.
         The group has then ended, unless all ranks stopped in time.
         """
         self._tasks += 1
+        self._unwanted = None
         path = self.folder / f"task-{self._tasks}"
         handover.write(path, given)
         result = self.folder / RESULT_FILE
@@ -124,17 +132,16 @@ class Session:
     ) -> BaseException | None:
         """Answer the ranks until the task has ended in all of them. Return what `check` raised, if they stopped."""
         working = list(self._connections)
-        unwanted: BaseException | None = None
         until = 0.0
         while working:
-            if unwanted is None:
+            if self._unwanted is None:
                 try:
                     check()
                 except BaseException as reason:  # noqa: BLE001  (raised when the ranks have stopped)
-                    unwanted, until = reason, time.monotonic() + STOP_SECONDS
+                    self._unwanted, until = reason, time.monotonic() + STOP_SECONDS
                     self._send(self._connections[0], StopTask())
             elif time.monotonic() > until:
-                raise unwanted
+                raise self._unwanted
             for connection in wait(working, LOOK_SECONDS):
                 match self._received(connection):  # type: ignore[arg-type]  # of the connections given
                     case Progressed(fields):
@@ -142,25 +149,35 @@ class Session:
                     case Call() as call:
                         self._send(connection, _answer(call, targets))  # type: ignore[arg-type]
                     case Ended(fault=fault):
-                        if fault and unwanted is None:
-                            raise unpacked(fault)
                         working.remove(connection)  # type: ignore[arg-type]
-        return unwanted
+                        if fault and self._unwanted is None:
+                            self._look_behind(fault, working)
+                            raise fault
+        return self._unwanted
 
     def _send(self, connection: Connection, message: object) -> None:
         try:
-            connection.send(message)
+            send(connection, message)
         except OSError as fault:
             raise self._ended(connection) from fault
 
     def _received(self, connection: Connection) -> object:
         try:
-            return connection.recv()
+            return receive(connection)
         except (EOFError, OSError) as fault:
             raise self._ended(connection) from fault
 
-    def _ended(self, connection: Connection) -> TaskFailure:
-        return TaskFailure("ranks-ended", self._about({self._connections.index(connection)}, "ended"))
+    def _look_behind(self, fault: BaseException, others: list[Connection]) -> None:
+        """Raise RanksEnded if a rank may have failed because another one has ended."""
+        if isinstance(fault, TaskFailure) and fault.code == UNEXPLAINED:
+            for connection in wait(others, LOOK_SECONDS):
+                self._received(connection)  # type: ignore[arg-type]  # of the connections given
+
+    def _ended(self, connection: Connection) -> BaseException:
+        """Return the reason to end the task: the rank's end, unless the task is no longer wanted anyway."""
+        return self._unwanted or RanksEnded(
+            "ranks-ended", self._about({self._connections.index(connection)}, "ended")
+        )
 
     def _about(self, ranks: set[int], what: str) -> str:
         named = ", ".join(f"{rank} ({self._devices[rank]})" for rank in sorted(ranks))
@@ -171,7 +188,7 @@ class Session:
         for connection in self._connections:
             connection.close()
         self._connections = []
-        self._launcher.send_signal(END)
+        self._launcher.terminate()
         try:
             self._launcher.wait(END_SECONDS)
         except subprocess.TimeoutExpired:
@@ -185,4 +202,4 @@ def _answer(call: Call, targets: Mapping[str, object]) -> Reply:
     try:
         return Reply(getattr(targets[call.target], call.method)(*call.arguments))
     except Exception as fault:  # noqa: BLE001  (each rank raises it)
-        return Reply(fault=packed(fault))
+        return Reply(fault=fault)

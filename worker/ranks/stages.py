@@ -3,20 +3,24 @@
 import atexit
 import shutil
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from pickle import PicklingError
-from typing import Any
+from typing import Any, Protocol
 from uuid import uuid4
 
+import structlog
 import torch
+from pydantic import JsonValue
 
 from tessera.shared.methods.base import LocalResult, TrainingStats
 from tessera.worker.data.dataset import Dataset
-from tessera.worker.data.load_report import LoadReport
 from tessera.worker.ranks import handover
-from tessera.worker.ranks.messages import Handover, Start
-from tessera.worker.ranks.session import Session
+from tessera.worker.ranks.messages import CheckpointAt, Handover, Start
+from tessera.worker.ranks.session import RanksEnded, Session
+from tessera.worker.ranks.shared_dataset import parts_of
+from tessera.worker.state.checkpoints import TaskCheckpoint
 from tessera.worker.task.environment import TaskRun
 from tessera.worker.task.errors import TaskFailure
 from tessera.worker.task.fetch import Fetched, Loaded
@@ -29,6 +33,12 @@ MARGIN_SECONDS = 30.0
 TIMEOUT_SECONDS = 3600.0
 """Longest wait of ranks for another one, which may measure a whole data set for all. The end of a rank is noticed
 at once."""
+
+
+class Resumable(Protocol):
+    """The accounts of a private task, which can begin again at a checkpoint: a `PrivateTask`."""
+
+    def resume(self, progress: Mapping[str, JsonValue]) -> None: ...
 
 
 class DeviceStages:
@@ -51,17 +61,39 @@ class DeviceStages:
         self._handed: tuple[Dataset, Path] | None = None
         atexit.register(self.close)
 
+    @property
+    def kind(self) -> str:
+        return f"{len(self.devices)} {self.devices[0].type}"
+
     def train(
-        self, run: TaskRun, fetched: Fetched, loaded: Loaded, dataset: Dataset, private: object
+        self,
+        run: TaskRun,
+        fetched: Fetched,
+        loaded: Loaded,
+        dataset: Dataset,
+        private: Resumable | None,
+        checkpoint: TaskCheckpoint | None,
     ) -> tuple[LocalResult, TrainingStats]:
-        """Train as `task.train.train` does. Raises its exceptions, and TaskFailure if a rank ends."""
-        return self._executed(run, fetched, loaded, dataset, private)  # type: ignore[no-any-return]
+        """Train as `task.train.train` does. Raises its exceptions, and TaskFailure if a rank ends.
+
+        With a checkpoint that was written in between, new ranks then go on from it: a task that ends its ranks
+        before the next one fails.
+        """
+        while True:
+            try:
+                return self._executed(run, fetched, loaded, dataset, private, checkpoint)  # type: ignore[no-any-return]
+            except RanksEnded as end:
+                if checkpoint is None or not checkpoint.reread() or checkpoint.document is None:
+                    raise
+                structlog.get_logger("worker").warning("ranks-restarted", detail=str(end))
+                if private:
+                    private.resume(checkpoint.document["private"])
 
     def evaluate(self, run: TaskRun, fetched: Fetched, loaded: Loaded, dataset: Dataset) -> int:
         """Evaluate as `task.evaluate.evaluate` does. Raises its exceptions, and TaskFailure if a rank ends."""
         if run.env.history:
             run.env.history.measure(run.task.dataset, run.env.policy)
-        return self._executed(run, fetched, loaded, dataset, None)  # type: ignore[no-any-return]
+        return self._executed(run, fetched, loaded, dataset, None, None)  # type: ignore[no-any-return]
 
     def close(self) -> None:
         """End the ranks, if there are any."""
@@ -69,7 +101,15 @@ class DeviceStages:
             self._session.close()
         self._session = self._handed = None
 
-    def _executed(self, run: TaskRun, fetched: Fetched, loaded: Loaded, dataset: Dataset, private: object) -> Any:
+    def _executed(
+        self,
+        run: TaskRun,
+        fetched: Fetched,
+        loaded: Loaded,
+        dataset: Dataset,
+        private: Resumable | None,
+        checkpoint: TaskCheckpoint | None,
+    ) -> Any:
         session = self._session_for(run)
         task, env = run.task, run.env
         states = fetched.manifest.server_state
@@ -80,12 +120,14 @@ class DeviceStages:
             {**loaded.context.vault, **loaded.moments.values},
             {states[name].digest: env.shelf.path(states[name].digest) for name in loaded.context.server_state},
             run.report,
-            env.setup,
+            env.setup.micro_batch,
+            env.setup.compute,
             env.policy,
             dict(env.allowances),
             private is not None,
+            CheckpointAt(checkpoint.key, checkpoint.path, env.checkpoint_seconds) if checkpoint else None,
         )
-        targets = {"journal": run.journal, "vault": env.vault, "private": private}
+        targets = {"journal": run.journal, "vault": env.vault, "private": private, "checkpoint": checkpoint}
         result, moments, report = session.execute(given, targets, vars(run.report).update, run.check)
         vars(run.report).update(report)
         loaded.moments.values.update(moments)
@@ -110,16 +152,10 @@ class DeviceStages:
             self._handed[1].unlink(missing_ok=True)
         path = session.folder / f"dataset-{uuid4().hex}"
         try:
-            handover.write(path, _bare(dataset))
+            handover.write(path, parts_of(dataset))
         except (PicklingError, AttributeError, TypeError) as fault:
             raise TaskFailure(
                 "unsuited", "the readers of this kind of data set cannot be used by several processes (devices)"
             ) from fault
         self._handed = dataset, path
         return path
-
-
-def _bare(dataset: Dataset) -> Dataset:
-    """Return what training and evaluation read of a data set."""
-    held_out = dataset.held_out and _bare(dataset.held_out)
-    return replace(dataset, held_out=held_out, sources=None, groups=None, texts=None, report=LoadReport())

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 from uuid import uuid4
 
 import structlog
@@ -95,19 +95,46 @@ class StoredTensors(Mapping[str, Tensor]):
         return len(self._names)
 
 
+class Instance(Protocol):
+    """The note of the process to whose lease a checkpoint belongs."""
+
+    def note_instance(self) -> None: ...
+    def forget_instance(self) -> None: ...
+
+
 class TaskCheckpoint:
     """The newest checkpoint of one task, if there is one. `document` is its JSON, None without a checkpoint."""
 
-    def __init__(self, key: CheckpointKey, path: Path, checkpoints: Checkpoints, document: JsonObject | None) -> None:
+    def __init__(self, key: CheckpointKey, path: Path, instance: Instance, document: JsonObject | None) -> None:
         self.key = key
+        self.path = path
         self.document = document
-        self._path = path
-        self._checkpoints = checkpoints
+        self._instance = instance
+        self._is_newer = False
+
+    @classmethod
+    def at(cls, key: CheckpointKey, path: Path, instance: Instance) -> TaskCheckpoint:
+        """Return the checkpoint in a file, if there is one with this key."""
+        written, document = _read(path)
+        return cls(key, path, instance, document if written == key else None)
+
+    def note_instance(self) -> None:
+        """Note that another process of this worker has replaced the checkpoint."""
+        self._is_newer = True
+        self._instance.note_instance()
+
+    def reread(self) -> bool:
+        """Read the document that another process of this worker has written since the last call, if any. Return
+        whether one has."""
+        is_newer, self._is_newer = self._is_newer, False
+        if is_newer:
+            self.document = _read(self.path)[1]
+        return is_newer and self.document is not None
 
     @contextmanager
     def tensors(self) -> Iterator[StoredTensors]:
         """Yield the tensors. Do not keep one of them: it is a view of the file."""
-        with safe_open(self._path, framework="pt") as file:
+        with safe_open(self.path, framework="pt") as file:
             yield StoredTensors(file)
 
     def write(self, document: JsonObject, tensors: Mapping[str, Tensor]) -> None:
@@ -117,16 +144,16 @@ class TaskCheckpoint:
         """
         layout = [(name, _NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()]
         metadata = {KEY: self.key.model_dump_json(), DOCUMENT: json.dumps(document)}
-        self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with written_whole(self._path, mode=0o600) as file:
+        self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with written_whole(self.path, mode=0o600) as file:
             write(file, layout, map(_bytes, tensors.values()), metadata)
-        self._checkpoints.note_instance()
+        self._instance.note_instance()
 
     def remove(self) -> None:
         """Remove the checkpoint. Nothing of it survives a power cut when this returns."""
         self.document = None
-        _remove(self._path)
-        self._checkpoints.forget_instance()
+        _remove(self.path)
+        self._instance.forget_instance()
 
 
 class Checkpoints:

@@ -136,6 +136,11 @@ class TaskEnvironment:
     def device(self) -> torch.device:
         return self.setup.device
 
+    @property
+    def device_kind(self) -> str:
+        """The kind of the device that trains, and the number of devices if there are several."""
+        return self.device.type
+
     def piece_size(self, run: str) -> PieceSize:
         """Return the size of pieces for the next task of a run, which its training updates."""
         return self.piece_sizes.setdefault(run, PieceSize.of(self.setup.micro_batch))

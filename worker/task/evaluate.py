@@ -37,9 +37,9 @@ def evaluate(run: TaskRun, loaded: Loaded, dataset: Dataset) -> int:
     run.journal.note_exact(measured.examples, "evaluation")
     context = loaded.context
     batches = Batches(measured, task.training.batch_size, env.device)
-    found = measure(context.model, context.head, batches, counted)
+    found = measure(context.model, context.head, batches, counted, env.setup.ranks)
     if task.held_out and _personalise(run, loaded, dataset):
-        own = measure(context.model, context.head, batches, run.check)
+        own = measure(context.model, context.head, batches, run.check, env.setup.ranks)
         found |= {PERSONAL + name: value for name, value in own.items()}
     report.metrics = {name: rounded(value) for name, value in found.items()} | loaded.built.metrics
     run.check()

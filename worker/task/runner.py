@@ -18,6 +18,7 @@ from tessera.worker.data.dataset import Dataset
 from tessera.worker.governance.airlock import UpdateWithheld
 from tessera.worker.governance.policy import PolicyViolation
 from tessera.worker.privacy.cost import least_budget_of
+from tessera.worker.state.checkpoints import TaskCheckpoint
 from tessera.worker.state.hash_chain import TaskRef
 from tessera.worker.state.privacy_ledger import LedgerError, noisy_in
 from tessera.worker.task.admission import admit
@@ -29,6 +30,7 @@ from tessera.worker.task.resumption import ending
 from tessera.worker.task.tokenize import tokenize
 from tessera.worker.task.train import train
 from tessera.worker.task.upload import Egress
+from tessera.worker.training.checkpoints import TrainingCheckpoints
 from tessera.worker.training.input_mismatch import explained, require_own_loss
 from tessera.worker.training.progress import Check, Report
 
@@ -41,8 +43,18 @@ CLOCK_RULES = ("max_task_seconds", "max_minutes_per_day")
 class RankStages(Protocol):
     """The stages of tasks on several devices, for which this process needs no GPU. `worker.ranks` implements it."""
 
+    @property
+    def kind(self) -> str:
+        """The number of the devices, and their kind."""
+
     def train(
-        self, run: TaskRun, fetched: Fetched, loaded: Loaded, dataset: Dataset, private: PrivateTask | None
+        self,
+        run: TaskRun,
+        fetched: Fetched,
+        loaded: Loaded,
+        dataset: Dataset,
+        private: PrivateTask | None,
+        checkpoint: TaskCheckpoint | None,
     ) -> tuple[LocalResult, TrainingStats]: ...
     def evaluate(self, run: TaskRun, fetched: Fetched, loaded: Loaded, dataset: Dataset) -> int: ...
 
@@ -54,6 +66,10 @@ class TaskRunner(TaskEnvironment):
 
     ranks: RankStages | None = None
     """The stages on several devices; None executes them in this process, on the device of `setup`."""
+
+    @property
+    def device_kind(self) -> str:
+        return self.ranks.kind if self.ranks else super().device_kind
 
     def run(self, task: Task, check: Check, report: Report) -> None:
         """Execute a task; when this returns, the coordinator has accepted the result.
@@ -85,11 +101,12 @@ class TaskRunner(TaskEnvironment):
             egress = Egress(run, admission.snapshot, private, checkpoint)
             if task.kind == "train":
                 with spans.span("train"), fitting:
-                    result, stats = (
-                        self.ranks.train(run, fetched, loaded, dataset, private)
-                        if self.ranks
-                        else train(run, loaded, dataset, private, checkpoint)
-                    )
+                    if self.ranks:
+                        result, stats = self.ranks.train(run, fetched, loaded, dataset, private, checkpoint)
+                    else:
+                        seconds = self.checkpoint_seconds
+                        checkpoints = TrainingCheckpoints(checkpoint, seconds) if checkpoint else None
+                        result, stats = train(run, loaded, dataset, private, checkpoints)
                 with spans.span("upload"):
                     update = egress.upload(result, loaded, stats.examples)
                 with spans.span("submit"):

@@ -9,7 +9,6 @@ from tessera.shared.methods.base import LocalResult, TrainingStats, UnsupportedR
 from tessera.shared.model.block_rates import PRIVATE
 from tessera.shared.schema import EPSILON
 from tessera.worker.data.dataset import Dataset
-from tessera.worker.state.checkpoints import TaskCheckpoint
 from tessera.worker.task.environment import TaskRun
 from tessera.worker.task.errors import TaskFailure
 from tessera.worker.task.fetch import Loaded
@@ -28,7 +27,7 @@ def train(
     loaded: Loaded,
     dataset: Dataset,
     private: PrivateTask | None,
-    checkpoint: TaskCheckpoint | None = None,
+    checkpoints: TrainingCheckpoints | None = None,
 ) -> tuple[LocalResult, TrainingStats]:
     """Train by the method and return its result.
 
@@ -74,7 +73,7 @@ def train(
             rounds=task.rounds,
             piece_size=env.piece_size(task.run),
             moments=loaded.moments if task.training.keep_moments else None,
-            checkpoints=TrainingCheckpoints(checkpoint, env.checkpoint_seconds) if checkpoint else None,
+            checkpoints=checkpoints,
         )
         stats = trainer.train(phases, dataset, task.seed)
     result = half.collect(context, selected, stats)

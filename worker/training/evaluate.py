@@ -1,114 +1,124 @@
 """Evaluation of a version on a data set."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from tessera.shared.model.spec import Head
+from tessera.worker.data.dataset import LABELS
 from tessera.worker.model.forward import IGNORED, forward
 from tessera.worker.training.batches import Batches
 from tessera.worker.training.divergence import TrainingDiverged
 from tessera.worker.training.progress import Check
+from tessera.worker.training.ranks import OneRank, Ranks
 
 CALIBRATION_BINS = 15
 ROWS = 256
 
 
-@dataclass(frozen=True)
-class _Scored:
-    """Predictions and true labels, one entry for each scored label."""
+class Scores:
+    """Counts of predictions, which add up over batches and over ranks."""
 
-    predicted: Tensor  # int64 [labels]
-    true: Tensor  # int64 [labels]
-    confidence: Tensor  # float32 [labels]: the probability of the prediction
+    def __init__(self) -> None:
+        self.counts = torch.zeros(3, 0, dtype=torch.int64)
+        """Of each class, [3, classes]: its right predictions, its predictions and its true labels."""
+        self.surplus = torch.zeros(CALIBRATION_BINS, dtype=torch.float64)
+        """Of each bin of confidence: the sum of the confidences, less the number of right predictions."""
 
-    def __len__(self) -> int:
-        return len(self.true)
+    def add(self, predicted: Tensor, true: Tensor, confidence: Tensor, classes: int) -> None:
+        """Count predictions and true labels, int64 [labels]. `confidence` [labels] is the probability of each
+        prediction."""
+        if not self.counts.numel():
+            self.counts = torch.zeros(3, classes, dtype=torch.int64)
+        correct = predicted == true
+        some = (true[correct], predicted, true)
+        self.counts += torch.stack([torch.bincount(each, minlength=classes) for each in some])
+        edges = torch.linspace(0, 1, CALIBRATION_BINS + 1, dtype=torch.float64)
+        # A probability that rounding moved above one belongs to the last bin.
+        bins = torch.bucketize(confidence.double(), edges).clamp(1, CALIBRATION_BINS) - 1
+        self.surplus.index_add_(0, bins, confidence.double() - correct.double())
+
+    def sum_over(self, ranks: Ranks) -> None:
+        """Add the counts of all ranks. Rank 0 has a row of each batch, and so knows the number of classes."""
+        classes = ranks.same(lambda: self.counts.shape[1])
+        if not self.counts.numel():
+            self.counts = torch.zeros(3, classes, dtype=torch.int64)
+        self.counts, self.surplus = ranks.total(self.counts), ranks.total(self.surplus)
+
+    def values(self) -> dict[str, float]:
+        """Return the `accuracy`, `macro_f1` and `calibration_error`; nothing without any scored label."""
+        hits, predictions, positives = self.counts.double()
+        labels = float(positives.sum())
+        if not labels:
+            return {}
+        # A class's F1 is twice its hits over the sum of its predictions and its true labels. Equal to scikit-learn's,
+        # whose import would take every worker about 100 MiB.
+        occurs = predictions + positives > 0
+        f1 = (2 * hits / (predictions + positives))[occurs]
+        return {
+            "accuracy": float(hits.sum()) / labels,
+            "macro_f1": float(f1.mean()),
+            # The expected calibration error (Guo et al. 2017, arXiv 1706.04599, equations 2, 3 and 5): the mean gap
+            # between accuracy and mean confidence over bins of equal width, open below and closed above, weighted by
+            # the number of predictions in each.
+            "calibration_error": float(self.surplus.abs().sum() / labels),
+        }
 
 
-def evaluate(model: PreTrainedModel, head: Head, batches: Batches, check: Check) -> dict[str, float]:
+def evaluate(
+    model: PreTrainedModel, head: Head, batches: Batches, check: Check, ranks: Ranks | None = None
+) -> dict[str, float]:
     """Return the mean `loss` and, for classification, `accuracy`, `macro_f1` and `calibration_error`.
 
-    Every scored label has the same weight; macro F1 is over the classes among the true or predicted labels. Leaves
+    Every scored label has the same weight; macro F1 is over the classes among the true or predicted labels. Each of
+    several `ranks` takes its rows of each batch: their counts add up exactly, and their losses up to rounding. Leaves
     the model in evaluation mode. Raises TrainingDiverged for a loss that is not finite.
     """
+    ranks = ranks or OneRank()
     model.train(mode=False)
-    losses: list[tuple[float, int]] = []
-    scored: list[_Scored] = []
+    scores, loss_sum, weight = Scores(), 0.0, 0
     with torch.inference_mode():
-        for batch in batches:
+        for batch in replace(batches, dataset=ranks.share_of(batches.dataset)):
             check()
+            labels = batch[LABELS]
+            # A rank may have no row of a batch, or none with a label.
+            if not len(labels):
+                continue
             output = forward(model, head, batch)
-            predictions = _scored(output.logits, batch["labels"], head)
-            scored += [predictions] if predictions else []
-            losses.append((float(output.loss), len(predictions or batch["labels"])))
-    loss = sum(value * count for value, count in losses) / max(1, sum(count for _, count in losses))
+            count = _count(scores, output.logits, labels, head)
+            if count:
+                loss_sum += float(output.loss) * count
+                weight += count
+    scores.sum_over(ranks)
+    weight = ranks.examples(weight)
+    loss = ranks.total(loss_sum) / weight if weight else math.nan
     if not math.isfinite(loss):
         raise TrainingDiverged(f"the version's loss on this data is {loss}")
-    return {"loss": loss, **_scores(scored)}
+    return {"loss": loss, **scores.values()}
 
 
-def calibration_error(confidence: Tensor, correct: Tensor) -> float:
-    """Return the expected calibration error (Guo et al. 2017, arXiv 1706.04599, equations 2, 3 and 5).
-
-    `confidence` [labels] is the probability of each prediction, `correct` [labels] whether it is right. It is the
-    mean gap between accuracy and mean confidence over fifteen bins of equal width, open below and closed above,
-    weighted by the number of predictions in each bin.
-    """
-    confidence, correct = confidence.double(), correct.double()
-    edges = torch.linspace(0, 1, CALIBRATION_BINS + 1, dtype=torch.float64)
-    # A probability that rounding moved above one belongs to the last bin.
-    bins = torch.bucketize(confidence, edges).clamp(1, CALIBRATION_BINS) - 1
-    surplus = torch.zeros(CALIBRATION_BINS, dtype=torch.float64).index_add_(0, bins, confidence - correct)
-    return float(surplus.abs().sum() / len(confidence))
-
-
-def macro_f1(predicted: Tensor, true: Tensor) -> float:
-    """Return the mean F1 over the classes that occur in `predicted` or `true`, int64 [labels] each.
-
-    A class's F1 is twice its hits over the sum of its predictions and its true labels. Equal to scikit-learn's, whose
-    import would take every worker about 100 MiB.
-    """
-    classes, places = torch.cat([predicted, true]).unique(return_inverse=True)  # type: ignore[no-untyped-call]
-    predicted, true = places.chunk(2)
-    hits, predictions, positives = (
-        torch.bincount(some, minlength=len(classes)).double() for some in (true[predicted == true], predicted, true)
-    )
-    return float((2 * hits / (predictions + positives)).mean())
-
-
-def _scored(logits: Tensor | None, labels: Tensor, head: Head) -> _Scored | None:
-    """Return the predictions for the scored labels, or None if there are no classes to predict."""
+def _count(scores: Scores, logits: Tensor | None, labels: Tensor, head: Head) -> int:
+    """Add the predictions for the scored labels to the scores. Return the number of these labels, or of the examples
+    if there are no classes to predict."""
     if logits is None or logits.shape[-1] < 2 or labels.is_floating_point():
-        return None
+        return len(labels)
     highest, predicted = logits.max(dim=-1)  # [examples] or [examples, positions]
     confidence = (highest.float() - _logsumexp(logits)).exp()
     if head == "causal-lm":
         # Each position predicts the next one.
         predicted, confidence, labels = predicted[:, :-1], confidence[:, :-1], labels[:, 1:]
     if predicted.shape != labels.shape:
-        return None
+        return len(labels)
     counts = labels != IGNORED
-    return _Scored(predicted[counts].cpu(), labels[counts].cpu(), confidence[counts].cpu())
+    true = labels[counts].cpu()
+    scores.add(predicted[counts].cpu(), true, confidence[counts].cpu(), logits.shape[-1])
+    return len(true)
 
 
 def _logsumexp(logits: Tensor) -> Tensor:
     """Return the logsumexp over the classes in float32, computed a few rows at a time: a vocabulary may be large."""
     rows = torch.split(logits.flatten(0, -2), ROWS)  # [rows, classes] each
     return torch.cat([part.float().logsumexp(dim=-1) for part in rows]).reshape(logits.shape[:-1])
-
-
-def _scores(scored: list[_Scored]) -> dict[str, float]:
-    if not any(map(len, scored)):
-        return {}
-    predicted, true, confidence = (
-        torch.cat([getattr(each, name) for each in scored]) for name in ("predicted", "true", "confidence")
-    )
-    return {
-        "accuracy": float((predicted == true).double().mean()),
-        "macro_f1": macro_f1(predicted, true),
-        "calibration_error": calibration_error(confidence, predicted == true),
-    }

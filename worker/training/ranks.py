@@ -21,6 +21,10 @@ class Ranks(Protocol):
     `worker.ranks` implements it.
     """
 
+    @property
+    def is_first(self) -> bool:
+        """True for one of the ranks."""
+
     def share_of(self, dataset: Dataset) -> Dataset:
         """Return the data set with this rank's rows of each batch."""
 
@@ -40,9 +44,6 @@ class Ranks(Protocol):
     def rows(self, rows: Tensor) -> Tensor:
         """Return this rank's ones of the places of a sample's examples."""
 
-    def release(self, total: Tensor, add_noise: Callable[[Tensor], None]) -> None:
-        """Sum the ranks' tensors, let the first rank add noise in place, and give all ranks the result alone."""
-
     def total(self, value: N) -> N:
         """Return the sum of the ranks' values, of a tensor on its device."""
 
@@ -55,6 +56,8 @@ class Ranks(Protocol):
 
 class OneRank:
     """A single process, whose batches are whole."""
+
+    is_first = True
 
     def share_of(self, dataset: Dataset) -> Dataset:
         return dataset
@@ -73,9 +76,6 @@ class OneRank:
 
     def rows(self, rows: Tensor) -> Tensor:
         return rows
-
-    def release(self, total: Tensor, add_noise: Callable[[Tensor], None]) -> None:
-        add_noise(total)
 
     def total(self, value: N) -> N:
         return value

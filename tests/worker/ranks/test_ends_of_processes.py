@@ -39,6 +39,22 @@ def nothing_left(state: Path) -> bool:
     return not processes(state) and not list((state / FOLDER).glob("*"))
 
 
+def test_only_ranks_listen_and_only_on_the_loopback_interface(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stages = DeviceStages((CPU, CPU), tmp_path, threads=1)
+    try:
+        divided(Case("fedavg", training={"steps": 1}), stages, monkeypatch)
+        (launcher,), ranks = processes(tmp_path, "launcher"), processes(tmp_path, "main")
+        assert launcher.net_connections("all") == []
+        found = [connection for rank in ranks for connection in rank.net_connections("inet")]
+        assert {psutil.CONN_LISTEN, psutil.CONN_ESTABLISHED} == {connection.status for connection in found}
+        assert {connection.laddr.ip for connection in found} == {"127.0.0.1"}
+    finally:
+        stages.close()
+    assert nothing_left(tmp_path)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("victim", ["main", "launcher"])
 def test_task_fails_when_a_rank_or_the_launcher_is_killed(

@@ -81,6 +81,8 @@ class Case:
     data: Callable[[int], Dataset] | None = None
     sites: int = 1
     examples: int = EXAMPLES
+    measured: int = 0
+    """The number of examples on which versions are evaluated centrally."""
     rounds: int = 1
     training: dict[str, Any] = field(default_factory=dict)
     spec: dict[str, Any] = field(default_factory=dict)
@@ -91,7 +93,8 @@ class Case:
         method = {"name": self.method, "settings": self.settings}
         spec = {"method": method, "rounds": self.rounds, "training": training, "codec": "raw", **self.spec}
         sites = {f"site-{number}": data(self.examples - 5 * number) for number in range(self.sites)}
-        return simulate(spec, model_of(self.config, self.head, self.lora), sites)
+        test = data(self.measured) if self.measured else None
+        return simulate(spec, model_of(self.config, self.head, self.lora), sites, test=test)
 
 
 CASES = {
@@ -127,7 +130,7 @@ def divided(
     case: Case,
     stages: DeviceStages | None,
     monkeypatch: pytest.MonkeyPatch,
-    runner: type[TaskRunner] = TaskRunner,
+    runner: Callable[..., TaskRunner] = TaskRunner,
     **setup: Any,
 ) -> Result:
     """The case's run, whose workers train on the devices of `stages`; None is one process."""
@@ -224,3 +227,24 @@ def test_ranks_that_are_asked_to_stop_wait_for_the_next_task(
         divided(endless, stages, monkeypatch, runner=StoppingRunner)
     compare(CASES["full"], stages, monkeypatch)
     assert list(stages.folder.iterdir()) == groups
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("fedavg", measured=EXAMPLES),
+        Case("fedavg", measured=EXAMPLES, training={"batch_size": 1}),
+        Case("fedavg", measured=EXAMPLES, config=GPT2, head="causal-lm"),
+        Case("fedavg", measured=EXAMPLES, config=BERT, head="token-classification", data=tagged),
+    ],
+    ids=["images", "none for one rank", "a text without labels", "classes of tokens"],
+)
+def test_ranks_that_divide_an_evaluation_find_what_one_process_finds(
+    case: Case, stages: DeviceStages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = case.run(), divided(case, stages, monkeypatch)
+    alone, together = (dict(result.measurements[0].metrics) for result in (one, two))
+    # Of three digits, the last may be rounded in another way.
+    assert together == pytest.approx(alone, rel=0.01)
+    assert (together["accuracy"], together["macro_f1"]) == (alone["accuracy"], alone["macro_f1"])

@@ -14,7 +14,7 @@ from tessera.worker.data.dataset import Dataset
 from tessera.worker.model.build import instantiate
 from tessera.worker.training.batches import Batches
 from tessera.worker.training.divergence import TrainingDiverged
-from tessera.worker.training.evaluate import calibration_error, evaluate, macro_f1
+from tessera.worker.training.evaluate import Scores, evaluate
 from tessera.worker.training.progress import Report, rounded
 
 VIT = {
@@ -37,6 +37,12 @@ CLIP = {
 
 def scores(model: PreTrainedModel, head: Head, dataset: Dataset, size: int | None = 2) -> dict[str, float]:
     return evaluate(model, head, Batches(dataset, size, torch.device("cpu")), lambda: None)
+
+
+def calibration_error(confidence: torch.Tensor, correct: torch.Tensor) -> float:
+    found = Scores()
+    found.add(correct.long(), torch.ones_like(correct, dtype=torch.int64), confidence, 2)
+    return found.values()["calibration_error"]
 
 
 def always(label: int, logit: float = math.log(2)) -> PreTrainedModel:
@@ -66,7 +72,9 @@ def test_macro_f1_is_that_of_scikit_learn(classes: int) -> None:
     # Not every class occurs, and some only among the predicted or only among the true.
     predicted, true = (torch.randint(low, classes, (300,), generator=dice) for low in (0, 1))
     wanted = f1_score(true.numpy(), predicted.numpy(), average="macro", zero_division=0.0)
-    assert macro_f1(predicted, true) == pytest.approx(wanted, rel=1e-12)
+    found = Scores()
+    found.add(predicted, true, torch.ones(300), classes)
+    assert found.values()["macro_f1"] == pytest.approx(wanted, rel=1e-12)
 
 
 def test_the_batch_size_does_not_change_the_scores() -> None:

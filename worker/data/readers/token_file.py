@@ -50,6 +50,10 @@ class TokenFile:
         lengths = np.frombuffer(stored, "<i4", header["lengths"]["shape"][0], end)
         self._starts = np.concatenate([[0], lengths.cumsum(dtype=np.int64)])
 
+    def __reduce__(self) -> tuple[type[TokenFile], tuple[mmap.mmap]]:
+        """Have another process map the file itself. Fails for an anonymous one."""
+        return TokenFile, (self._map,)
+
     def __len__(self) -> int:
         return len(self._starts) - 1
 

@@ -1,0 +1,123 @@
+"""A group that is killed in the middle of a task ends it with the same bits as one that was left alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from structlog.testing import capture_logs
+
+from tessera.shared.api.tasks import Task
+from tessera.worker.ranks.stages import DeviceStages
+from tessera.worker.simulation import Stalled
+from tessera.worker.state.checkpoints import Checkpoints
+from tessera.worker.state.privacy_ledger import Ledger
+from tessera.worker.task.runner import TaskRunner
+from tessera.worker.training.progress import Check, Report
+from tests.support.tasks import VIT
+from tests.worker.ranks.test_ends_of_processes import nothing_left, processes
+from tests.worker.ranks.test_equal_results import CPU, Case, divided
+
+KILLED_AT = 3
+"""The step after which a process is killed."""
+STEPS = 7
+"""The second pass over 33 examples has begun."""
+
+PLAIN = Case("fedavg", config={**VIT, "hidden_dropout_prob": 0.1}, training={"steps": STEPS, "optimizer": "adamw"})
+CASES = {
+    "dropout": PLAIN,
+    "two phases": Case("ditto", training={"steps": STEPS}),
+    "privacy": Case("fedavg", spec={"privacy": {"epsilon": 3.0, "delta": 1e-3, "clip_norm": 1.0}}),
+}
+
+
+class AgentKilled(BaseException):
+    """Stands for the end of the agent's process."""
+
+
+class KilledRunner(TaskRunner):
+    """A runner whose group loses a process in the middle of its task, once for each of `kills`."""
+
+    kills: ClassVar[list[Callable[[], None]]] = []
+
+    def run(self, task: Task, check: Check, report: Report) -> None:
+        def killing() -> None:
+            if report.phase == "training" and report.step >= KILLED_AT and self.kills:
+                self.kills.pop()()
+            check()
+
+        super().run(task, killing, report)
+
+
+def final(
+    case: Case, folder: Path, monkeypatch: pytest.MonkeyPatch, seconds: float, *kills: Callable[[], None]
+) -> dict[str, bytes]:
+    """What a run ends with whose worker writes a checkpoint whenever so many seconds have passed."""
+    KilledRunner.kills = list(kills)
+    stages = DeviceStages((CPU, CPU), folder, threads=1)
+    ledger, vault = Ledger(folder / "ledger"), folder / "checkpoints"
+    vault.mkdir(parents=True, exist_ok=True)
+
+    def runner(**given: Any) -> TaskRunner:
+        kept: dict[str, Any] = {"checkpoints": Checkpoints(vault), "checkpoint_seconds": seconds}
+        return KilledRunner(**given, **kept, ledger=ledger)
+
+    try:
+        result = divided(case, stages, monkeypatch, runner)
+    finally:
+        stages.close()
+    assert nothing_left(folder)
+    assert list(vault.glob("*/checkpoint-*")) == []
+    return {name: values.tobytes() for name, values in result.arrays().items()}
+
+
+def kill(folder: Path, module: str) -> None:
+    processes(folder, module)[-1].kill()
+
+
+def end_agent() -> None:
+    raise AgentKilled
+
+
+def charges(folder: Path) -> list[str]:
+    ledger = Ledger(folder / "ledger")
+    entries = [entry for name in ledger.besides([]) for entry in ledger.by_name.read(name)]
+    return [event.kind for entry in entries for event in entry.events]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", CASES)
+def test_a_killed_rank_changes_no_bit(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    undisturbed = final(CASES[case], one, monkeypatch, 1000.0)
+    with capture_logs() as logs:
+        assert final(CASES[case], two, monkeypatch, 0.0, partial(kill, two, "main")) == undisturbed
+    assert [line["event"] for line in logs].count("ranks-restarted") == 1
+    assert charges(two) == charges(one)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", ["dropout", "privacy"])
+def test_a_killed_launcher_and_agent_change_no_bit(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    undisturbed = final(CASES[case], one, monkeypatch, 1000.0)
+    with pytest.raises(AgentKilled):
+        final(CASES[case], two, monkeypatch, 0.0, end_agent, partial(kill, two, "launcher"))
+    assert len(list(two.glob("checkpoints/*/checkpoint-*"))) == 1
+    with capture_logs() as logs:
+        assert final(CASES[case], two, monkeypatch, 0.0) == undisturbed
+    assert "checkpoint-removed" not in [line["event"] for line in logs]
+    assert charges(two) == charges(one)
+
+
+@pytest.mark.long
+def test_a_task_that_ends_its_ranks_before_the_next_checkpoint_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(Stalled, match="ranks-ended"):
+        final(PLAIN, tmp_path, monkeypatch, 1000.0, *[partial(kill, tmp_path, "main")] * 3)
