@@ -200,10 +200,14 @@ class Agent:
             self._log.error("refused", reason=refusal.code, detail=refusal.detail, remedy=refusal.advice)
             raise
         finally:
-            self._client.close()
-            # A claim that was abandoned closes it when it ends.
-            if not self._asking:
-                self._claims.close()
+            self.close()
+
+    def close(self) -> None:
+        """Close the connections to the coordinator."""
+        self._client.close()
+        # A claim that was abandoned closes its own when it ends.
+        if not self._asking:
+            self._claims.close()
 
     def _next(self) -> Task | None:
         """Return a task, or None if there is none yet."""

@@ -236,8 +236,8 @@ EGRESS = (
         "if nbytes > 2 * self.max_upload_bytes:",
         POLICY,
     ),
-    Mutant("worker/task/upload.py", "self._check_egress(path, asked, result.keep)", "pass", AGENT),
-    Mutant("worker/task/upload.py", "self._hold(env.airlock, path, summary)", "pass", DECIDES),
+    Mutant("worker/task/upload.py", "self._check_egress(update, asked, result.keep)", "pass", AGENT),
+    Mutant("worker/task/upload.py", "self._hold(env.airlock, update.path, summary)", "pass", DECIDES),
     Mutant(
         "worker/task/upload.py",
         "if digest_at(path) != decision.update:",

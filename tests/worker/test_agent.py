@@ -279,7 +279,7 @@ def test_vaults_of_ended_runs_are_removed_by_the_site_s_rule_and_those_of_live_r
         """The vaults that are there once a worker with these settings has tidied up."""
         agent = Agent(settings_of(coordinator, tmp_path, **settings), Stop())
         agent._tidy()
-        agent._client.close()
+        agent.close()
         return {folder.name for folder in vault.iterdir()}
 
     every = {ended.id, live.id, "of-another-coordinator"}
@@ -304,7 +304,7 @@ def test_a_worker_removes_verdicts_on_models_that_were_not_used_for_long(
         os.utime(folder / name, (time.time() - days * 86400,) * 2)
     agent = Agent(settings_of(coordinator, tmp_path, keep_vaults_days=keep), Stop())
     agent._tidy()
-    agent._client.close()
+    agent.close()
     assert [path.name for path in folder.iterdir()] == ["recent"]
 
 

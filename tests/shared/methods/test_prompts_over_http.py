@@ -90,7 +90,7 @@ class Site:
     def restarts(self) -> None:
         """From here on it knows what is on its disk and nothing else."""
         if self._agent:
-            self._agent._client.close()
+            self._agent.close()
         self._agent = None
 
     def through(self, tap: Tap) -> None:

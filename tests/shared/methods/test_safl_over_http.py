@@ -85,7 +85,7 @@ def sites(coordinator: LiveCoordinator, folder: Path, *names: str) -> Iterator[l
                 datasets={"digits": digits}, threads=1, poll_seconds=0,
             )  # fmt: skip
             agent = Agent(settings, Stop())
-            stack.callback(agent._client.close)
+            stack.callback(agent.close)
             found.append(Site(name, agent, tap, folder / name))
         for site in found:
             # Makes itself known. A task that it gets by the way, it gets again.

@@ -109,14 +109,14 @@ class Site:
             return condition()
 
         until(over)
-        agent._client.close()
+        agent.close()
 
     def task(self, client: Client, run: Run) -> TaskView:
         """The task that this worker took and ended: it starts anew, as after a restart."""
         agent = Agent(self.settings, Stop())
         taken = until(agent._next)
         agent._run_task(taken)
-        agent._client.close()
+        agent.close()
         return next(task for made in client.rounds(run.id) for task in made.tasks if task.id == taken.id)
 
 

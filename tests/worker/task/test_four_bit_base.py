@@ -77,7 +77,7 @@ def test_matrices_are_converted_once_for_all_tasks_of_a_run(
         built = agent._runner.models._last
         assert built
         packed.append({name: layer.packed.data_ptr() for name, layer in four_bit_layers(built.model).items()})
-    agent._client.close()
+    agent.close()
     assert [each.metrics["base_bits"] for each in client.measurements(run.id)] == [4.0, 4.0]
     # Three layers with query, key, value, output and two of the mlp.
     assert len(packed[0]) == 3 * 6

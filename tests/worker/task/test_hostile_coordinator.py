@@ -142,7 +142,7 @@ class Scene:
             self.does_an_honest_task()
 
     def close(self) -> None:
-        self.agent._client.close()
+        self.agent.close()
 
     def does(self) -> None:
         """Asks for a task, and does it if there is one."""

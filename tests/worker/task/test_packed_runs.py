@@ -61,7 +61,7 @@ def worked(
     start_run(client, document, start, dataset="notes", training=plain, **spec)
     task: Task = until(agent._next)
     agent._run_task(task)
-    agent._client.close()
+    agent.close()
     return client.task(task.id), settings
 
 

@@ -225,7 +225,7 @@ def test_a_site_trains_with_the_tokenizer_of_the_run_that_it_approved(
         inbox.require(changed, lambda terms: request.model_copy(update={"terms": terms}))
     agent._run_task(task)
     until(lambda: client.run(run.id).state == "completed")
-    agent._client.close()
+    agent.close()
     first, last = (client.manifest(version.digest).blocks[TABLE] for version in client.versions(run.id))
     before, after = (np.frombuffer(client.read_blob(digest), np.float32).reshape(12, 8) for digest in (first, last))
     # Only the tokens of these texts have learnt.
