@@ -377,7 +377,9 @@ class Client:
     def claim(self, claim: Claim, wait_seconds: int = 25) -> Task | None:
         """Lease a task, waiting for one for up to `wait_seconds`."""
         headers = {"Content-Type": "application/json", "Prefer": f"wait={wait_seconds}", "Accept": MEDIA_TYPE}
-        answer = self._transport.request("POST", "/v1/tasks/claim", content=claim.document(), headers=headers)
+        # A coordinator of an earlier version may have other defaults.
+        content = claim.document() if self.frames_blobs else claim.model_dump_json()
+        answer = self._transport.request("POST", "/v1/tasks/claim", content=content, headers=headers)
         if answer.status_code != httpx.codes.OK:
             return None
         self.frames_blobs = answer.headers.get("Content-Type") == MEDIA_TYPE
