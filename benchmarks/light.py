@@ -13,11 +13,13 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from io import BufferedReader, FileIO
+from io import RawIOBase
 from pathlib import Path
+from typing import BinaryIO, cast
 from uuid import uuid4
 
 import numpy as np
+from typing_extensions import Buffer
 
 from benchmarks.federation import DATASET, Federation
 from benchmarks.measuring import await_true
@@ -73,17 +75,29 @@ class Nowhere:
         return self._nbytes
 
 
-class LastByteReplaced(BufferedReader):
-    """A file with another last byte."""
+class LastByteReplaced(RawIOBase):
+    """A file with another last byte. It has no descriptor, so that the kernel does not send the file's own byte."""
 
     def __init__(self, path: Path, last: bytes) -> None:
-        super().__init__(FileIO(path))
+        self._file = path.open("rb")
         self._length = path.stat().st_size
         self._last = last
 
-    def read(self, size: int | None = -1, /) -> bytes:
-        piece = super().read(size)
-        return piece[:-1] + self._last if piece and self.tell() == self._length else piece
+    def readinto(self, buffer: Buffer, /) -> int:
+        count = self._file.readinto(buffer)
+        if count and self._file.tell() == self._length:
+            memoryview(buffer)[count - 1 : count] = self._last
+        return int(count)
+
+    def seek(self, offset: int, whence: int = 0, /) -> int:
+        return self._file.seek(offset, whence)
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
 
 
 class Prepared:
@@ -133,7 +147,7 @@ class Prepared:
         whole.update(last)
         digest = f"sha256:{whole.hexdigest()}"
         with LastByteReplaced(self._update, last) as file:
-            client.put_stream(digest, file, self._update.stat().st_size)
+            client.put_stream(digest, cast("BinaryIO", file), self._update.stat().st_size)
         return digest
 
 
