@@ -28,6 +28,7 @@ from tessera.coordinator.services import Services
 from tessera.coordinator.telemetry.metrics import RECEIVED_BYTES, SENT_BYTES
 from tessera.shared.api.versions import BlobRequest
 from tessera.shared.problems import BadRequest, NotFound, RangeUnsatisfiable, TooLarge
+from tessera.shared.schema import WAITED_HEADER
 
 router = APIRouter(prefix="/v1", tags=["blobs"])
 listed = APIRouter(prefix="/v1", tags=["blobs"], route_class=BoundedRoute)
@@ -260,7 +261,9 @@ async def append_upload(
     with _bulk_of(request) as bulk:
         await serving.uploads.append(upload, offset, _received(request), bulk)
     upload = await serving.uploads.threads.run(owner, serving.uploads.find, upload_id, owner)
-    return Response(status_code=204, headers=_progress(serving.uploads, upload))
+    # For the sender's measurement of its line. The server does not time bodies that it passes on as messages.
+    waited = {WAITED_HEADER: f"{bulk.waited_seconds:.6f}"} if bulk and bulk.received else {}
+    return Response(status_code=204, headers=_progress(serving.uploads, upload) | waited)
 
 
 @contextmanager

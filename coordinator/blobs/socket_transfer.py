@@ -15,8 +15,9 @@ import socket
 import struct
 import termios
 import threading
+import time
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -75,6 +76,8 @@ class BulkBody(Protocol):
 
     received: int
     """Bytes passed to `consume`."""
+    waited_seconds: float
+    """Time in which the received bytes were awaited."""
     sent: int
 
     @property
@@ -108,6 +111,7 @@ class SocketTransfer:
         self._socket.setblocking(False)
         self._idle_seconds = idle_timeout_seconds
         self.moved = 0
+        self.waited_seconds = 0.0
 
     def close(self) -> None:
         self._await_bytes(1)
@@ -120,7 +124,8 @@ class SocketTransfer:
         turn = partial(self._receive_turn, count, consume)
         while self.moved < count:
             self._await_bytes(min(PIECE_BYTES, count - self.moved))
-            await self._ready(writing=False)
+            with self._waiting():
+                await self._ready(writing=False)
             if await run(turn):
                 raise ClientDisconnect
 
@@ -197,7 +202,16 @@ class SocketTransfer:
         """Return whether the socket becomes ready within `PAUSE_MS`."""
         poll = select.poll()
         poll.register(self._socket, event)
-        return bool(poll.poll(PAUSE_MS))
+        with self._waiting():
+            return bool(poll.poll(PAUSE_MS))
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        began_at = time.monotonic()
+        try:
+            yield
+        finally:
+            self.waited_seconds += time.monotonic() - began_at
 
     async def _ready(self, *, writing: bool) -> None:
         """Wait until the socket is ready. Raises TimeoutError if the peer moves no byte in time."""

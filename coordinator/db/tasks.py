@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from sqlalchemy import ColumnElement, Row, exists, select, update
+from sqlalchemy import ColumnElement, Row, exists, func, select, update
 from sqlalchemy.orm import Session, aliased, object_session
 
 from tessera.coordinator.db.snapshots import terms_of
@@ -239,6 +239,14 @@ def last_receipt(session: Session, task: TaskRow) -> Receipt | None:
     latest = columns.where(accepted).order_by(TaskRow.created_at.desc(), TaskRow.id.desc()).limit(1)
     row = session.execute(latest).first()
     return Receipt.model_validate(dict(row._mapping)) if row else None  # noqa: SLF001 (SQLAlchemy's public name)
+
+
+def updates_of_round(session: Session, task_id: str) -> int:
+    """Return how many updates the round of a task may get."""
+    round_id = select(TaskRow.round_id).where(TaskRow.id == task_id).scalar_subquery()
+    ended = TaskRow.state.in_(("cancelled", "failed", "rejected"))
+    wanted = select(func.count()).where(TaskRow.round_id == round_id, TaskRow.kind == "train", ~ended)
+    return session.scalars(wanted).one()
 
 
 def task_message(session: Session, record: TaskRecord, lease_seconds: float, inline_bytes: int) -> Task:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from functools import partial
@@ -32,7 +33,9 @@ from tessera.shared.problems import (
     problem_from,
 )
 from tessera.shared.rounds.planning import check_report
-from tessera.shared.schema import GIVEN_BACK, MAX_INLINE_BLOBS, Page
+from tessera.shared.schema import GIVEN_BACK, MAX_INLINE_BLOBS, MAX_SECONDS_PER_BYTE, Page
+from tessera.shared.updates.codec_choice import CHOSEN_BYTES, decode_delay
+from tessera.shared.updates.codecs import pipeline
 
 # ---------------------------------------------------------------- claim
 
@@ -108,12 +111,29 @@ def lease(services: Services, caller: Principal, worker_id: str, instance: str, 
             return None
         task = tasks.task_message(session, record, seconds, services.settings.submission_bytes)
         earlier, has_another = tasks.digest_before(session, record.task)
+    if task.kind == "train":
+        task = task.model_copy(update={"decode_seconds_per_byte": _decode_seconds(services, task)})
     if has_another or earlier == task.version.digest:
         return task
     # If a blob cannot be read, the worker finds out and reports it.
     with suppress(Problem):
         return task.model_copy(update={"inline_blobs": _inline_blobs(services, task, earlier)})
     return task
+
+
+def _decode_seconds(services: Services, task: Task) -> float | None:
+    """Return what the worker needs to choose its codec; None if there is no choice."""
+    if task.codec == pipeline.RAW or not pipeline.parse(task.codec).lossless:
+        return None
+    with suppress(Problem):
+        blocks = task.plan.upload.resolve(services.states.model(task.model).blocks)
+        if sum(block.nbytes for block in blocks) >= CHOSEN_BYTES:
+            with services.database.snapshot() as session:
+                updates = tasks.updates_of_round(session, task.id)
+            load = os.getloadavg()[0] / (os.cpu_count() or 1)
+            delay = decode_delay(task.codec, updates, len(os.sched_getaffinity(0)), load)
+            return min(float(f"{delay:.2e}"), MAX_SECONDS_PER_BYTE)
+    return None
 
 
 def _inline_blobs(services: Services, task: Task, earlier: str | None) -> tuple[bytes, ...]:

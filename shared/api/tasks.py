@@ -34,6 +34,7 @@ from tessera.shared.schema import (
     MAX_INLINE_BLOBS,
     MAX_LOG_EVENTS,
     MAX_PATTERNS,
+    MAX_SECONDS_PER_BYTE,
     MAX_WITHHELD,
     PROTOCOL,
     AuditHead,
@@ -115,11 +116,14 @@ class LiveValues(Message):
 
 
 def _or_nothing(value: object, validate: ValidatorFunctionWrapHandler) -> Any:
-    """Return None for an unreadable value that is for display only: it must not cost a worker its lease."""
+    """Return None for an unreadable value that nothing depends on: it must not cost a worker its task or lease."""
     try:
         return validate(value)
     except ValidationError:
         return None
+
+
+Shown = WrapValidator(_or_nothing)
 
 
 class Receipt(Message):
@@ -287,6 +291,9 @@ class Task(Message):
     version: VersionRef
     inline_bytes: NonNegativeInt = 0
     """Size up to which an update may be sent with its submission."""
+    decode_seconds_per_byte: Annotated[Annotated[float, Field(ge=0, le=MAX_SECONDS_PER_BYTE)] | None, Shown] = None
+    """The time by which each byte of the update delays the end of the round if it arrives coded: that of decoding all
+    updates of the round. None if the coordinator does not report it."""
     orchestrator: Annotated[str, Field(max_length=64)] | None = None
     """Name of the token that started the run. The coordinator asserts it; the worker cannot verify it."""
     lease_seconds: LeaseSeconds
@@ -303,9 +310,6 @@ class Task(Message):
         if self.held_out and self.kind != "evaluate":
             raise ValueError("nothing trains on what is held out")
         return self
-
-
-Shown = WrapValidator(_or_nothing)
 
 
 class Heartbeat(Message):

@@ -11,11 +11,9 @@ import base64
 import io
 import os
 import re
-import time
 import uuid
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Self, TypeVar
@@ -55,13 +53,14 @@ from tessera.shared.api.tasks import (
 from tessera.shared.api.tasks import Progress as TaskProgress
 from tessera.shared.api.versions import BlobRequest, Difference, Manifest, Version
 from tessera.shared.client.bulk import PIECE_BYTES, FilePart
+from tessera.shared.client.line import LineRate, ThreadTimes, reported_seconds
 from tessera.shared.client.transport import Answer, Credential, NotUnderstood, Transport, Unreachable, tls_context
 from tessera.shared.diagnostics import reason_of
 from tessera.shared.environment import refuse_misspelt
 from tessera.shared.hashing import Hashing, Sink, digest_at
 from tessera.shared.model.spec import MAX_DOCUMENT_BYTES, Model
 from tessera.shared.problems import Forbidden, Invalid, NotFound, OffsetMismatch, Problem, Unauthenticated, faults_of
-from tessera.shared.schema import MAX_BLOBS_PER_REQUEST, Page, RunState
+from tessera.shared.schema import MAX_BLOBS_PER_REQUEST, WAITED_HEADER, Page, RunState
 from tessera.shared.tensors.lazy import digest_of
 from tessera.shared.urls import require_private
 
@@ -69,12 +68,6 @@ ONE_REQUEST_BYTES = 1 << 20
 """A blob up to this size is uploaded in the request that announces it."""
 
 DEFAULT_URL = "http://127.0.0.1:8470"
-
-FAST_LINE = 100e6
-"""Bytes per second. Lossless coding of a block (encoding it, decoding it for the check and for the merge) takes about
-4 ns of a core per byte, and saves a third of the transfer."""
-
-RATES_KEPT = 8
 
 _FILES = ("token_file", "ca_bundle", "client_cert", "client_key")
 
@@ -90,7 +83,7 @@ class Client:
 
     def __init__(self, url: str, token: str | Credential | None = None, **transport: Any) -> None:
         self._transport = Transport(url, token, **transport)
-        self._rates: deque[float] = deque(maxlen=RATES_KEPT)
+        self._down, self._up = LineRate(), LineRate()
         self.frames_blobs = False
         """True if the coordinator reads blobs behind a document, which its answer to a claim shows."""
 
@@ -182,10 +175,7 @@ class Client:
         return self._pages(f"/v1/runs/{run_id}/versions", Version, since=since)
 
     def difference(self, run_id: str, number: int, since: int) -> Difference | None:
-        """Return the difference from an earlier version; None if there is none because they are too far apart, or if
-        fetching whole blocks is faster than decoding a difference."""
-        if self.fast_line:
-            return None
+        """Return the difference from an earlier version; None if there is none because they are too far apart."""
         params = {"since": str(since)}
         try:
             answer = self._transport.request("GET", f"/v1/runs/{run_id}/versions/{number}/difference", params=params)
@@ -278,7 +268,7 @@ class Client:
                     raise Unreachable("the rest of a blob was requested, but the coordinator sent all of it")
                 _pour(response, file, progress)
 
-        with self._timing(file.tell):
+        with self._down.measuring(file.tell):
             self._transport.patiently(attempt, moved=file.tell)
 
     def copy_blobs(self, digests: Sequence[str], file: Sink, progress: Progress | None = None) -> None:
@@ -292,22 +282,19 @@ class Client:
                 with self._transport.stream("/v1/blobs/read", headers, method="POST", content=wanted) as response:
                     _pour(response, file, progress)
 
-            with self._timing(file.tell):
+            with self._down.measuring(file.tell):
                 self._transport.patiently(attempt, moved=file.tell)
 
-    @contextmanager
-    def _timing(self, position: Callable[[], int]) -> Iterator[None]:
-        # A small transfer measures the request's latency, not the line's rate.
-        start, began_at = position(), time.monotonic()
-        yield
-        if (moved := position() - start) >= ONE_REQUEST_BYTES:
-            self._rates.append(moved / (time.monotonic() - began_at))
+    @property
+    def download_line(self) -> float | None:
+        """The time that the line takes for a byte from the coordinator, in seconds; None if it was not measured."""
+        return self._down.seconds_per_byte
 
     @property
-    def fast_line(self) -> bool:
-        """True on a line so fast that compressing bytes takes longer than sending them."""
-        # The best rate is the line's: a slower transfer means that one end was busy.
-        return max(self._rates, default=0.0) > FAST_LINE
+    def upload_line(self) -> float | None:
+        """The same for a byte to the coordinator. Before the first upload, the time of downloads."""
+        measured = self._up.seconds_per_byte
+        return self.download_line if measured is None else measured
 
     def model(self, digest: str) -> Model:
         return _read(Model, self.read_blob(digest))
@@ -362,13 +349,15 @@ class Client:
                 "Content-Type": "application/partial-upload",
             }
             part = FilePart(file, offset, length - offset, progress or (lambda _: None))
+            before = ThreadTimes.now()
             try:
-                with self._timing(file.tell):
-                    self._transport.send_file("PATCH", location, headers, part)
+                answer = self._transport.send_file("PATCH", location, headers, part)
             except OffsetMismatch as problem:
                 # An earlier request of this client was still being stored when this one read the offset.
                 problem.retryable = True
                 raise
+            waited = reported_seconds(answer.headers.get(WAITED_HEADER))
+            self._up.note(length - offset, ThreadTimes.now().since(before), waited)
 
         self._transport.patiently(attempt, moved=lambda: offset)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import BinaryIO, ClassVar, cast
 
 import numpy as np
@@ -13,7 +14,7 @@ from tessera.shared.hashing import Hashing
 from tessera.shared.model.blocks import Block
 from tessera.shared.problems import Fault, InvalidUpdate
 from tessera.shared.tensors.dtypes import DType
-from tessera.shared.tensors.lazy import CHUNK, PIECE, Array, Steps, Tensor, chunk_counts, squares
+from tessera.shared.tensors.lazy import CHUNK, PIECE, Array, ArrayTensor, Steps, Tensor, chunk_counts, squares
 from tessera.shared.tensors.mmap_file import taken
 from tessera.shared.updates.codecs import pipeline
 from tessera.shared.updates.codecs.delta import difference
@@ -60,6 +61,12 @@ class TrainedBlock:
     def parts(self) -> Iterator[tuple[Array, Array, Array | None]]:
         """Yield the new value, the version's and the rest, chunk by chunk."""
         return zip(self.value.chunks(), self.base.chunks(), self._rests(), strict=True)
+
+    def sample(self, place: int, most: int = CHUNK) -> TrainedBlock:
+        """Return at most `most` elements at the start of one chunk, as a change of their own."""
+        values, base = (next(islice(chunks, place, None))[:most] for chunks in (self.values(), self.base.chunks()))
+        block = Block(tensor="sample", role="other", shape=values.shape, dtype=self.block.dtype)
+        return TrainedBlock(block, ArrayTensor(values, block.dtype), ArrayTensor(base, block.dtype))
 
     def _rests(self) -> Iterator[Array | None]:
         counts = chunk_counts(self.block.numel)

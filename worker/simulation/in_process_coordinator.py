@@ -5,7 +5,7 @@ It exchanges the same JSON documents and update files as over HTTP, and validate
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import ClassVar, Protocol, TypeVar
 
 from pydantic import BaseModel
 
@@ -224,10 +224,9 @@ class InProcessCoordinator:
 
     # ------------------------------------------------------------ as `Client`
 
-    @property
-    def fast_line(self) -> bool:
-        """False: the simulation counts the bytes that a run would send over a slow connection."""
-        return False
+    # Not measured: the simulation counts the bytes that a run would send over a slow connection.
+    download_line: ClassVar[float | None] = None
+    upload_line: ClassVar[float | None] = None
 
     def copy_blobs(self, digests: Sequence[str], file: Sink, progress: Progress | None = None) -> None:
         for digest in digests:

@@ -13,9 +13,11 @@ from pydantic import JsonValue
 from tessera.shared.api.tasks import EvaluationResult, Submission, Task, TaskView
 from tessera.shared.api.versions import Difference, Manifest
 from tessera.shared.client.client import Progress
+from tessera.shared.client.line import ThreadTimes
 from tessera.shared.hashing import Sink
 from tessera.shared.schema import TaskKind
 from tessera.shared.tensors.lazy import Array
+from tessera.shared.updates.codec_choice import CodecChooser
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.governance.airlock import Airlock
 from tessera.worker.governance.approvals import Inbox
@@ -43,7 +45,9 @@ class Coordinator(Protocol):
     """The coordinator as a task sees it: a `Client` over HTTP, or a simulation in the same process."""
 
     @property
-    def fast_line(self) -> bool: ...
+    def download_line(self) -> float | None: ...
+    @property
+    def upload_line(self) -> float | None: ...
     def copy_blob(self, digest: str, file: Sink, progress: Progress | None = None) -> None: ...
     def copy_blobs(self, digests: Sequence[str], file: Sink, progress: Progress | None = None) -> None: ...
     def difference(self, run_id: str, number: int, since: int) -> Difference | None: ...
@@ -94,6 +98,7 @@ class TaskEnvironment:
     """The version of the run's last task, by run."""
     piece_sizes: dict[str, PieceSize] = field(default_factory=dict)
     """The size of pieces that fits into memory, by run."""
+    codecs: CodecChooser = field(default_factory=CodecChooser)
     scalers: dict[str, torch.amp.GradScaler] = field(default_factory=dict)
     """Float16 loss scalers by run: the scale is found by trial, so it is kept for the next round, and in the vault
     for the next start."""
@@ -181,3 +186,9 @@ class TaskRun:
     """Raises an exception to end the task early."""
     report: Report
     journal: Journal
+    began: ThreadTimes = field(default_factory=ThreadTimes.now)
+
+    @property
+    def contention(self) -> float:
+        """Seconds that a second of computing has taken since the task began."""
+        return ThreadTimes.now().since(self.began).contention

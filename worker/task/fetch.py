@@ -21,6 +21,7 @@ from tessera.shared.model.spec import MAX_DOCUMENT_BYTES, Model
 from tessera.shared.model.training_faults import training_faults
 from tessera.shared.problems import InvalidUpdate
 from tessera.shared.tensors.lazy import CHUNK, Array, as_bytes, digest_of, from_bytes, to_array
+from tessera.shared.updates.codec_choice import difference_pays
 from tessera.shared.updates.codecs.stage import CodecError
 from tessera.shared.updates.update_file import read_update
 from tessera.worker.data.dataset import Dataset
@@ -44,9 +45,6 @@ from tessera.worker.training.context import LocalTaskContext
 from tessera.worker.training.input_mismatch import require_fit
 from tessera.worker.training.optimization.moments import Moments, without_moments
 from tessera.worker.training.randomness import seed_everything
-
-MIN_DIFFERENCE_BYTES = 1 << 16
-"""Smallest total size of missing blocks for which a difference is requested, in bytes."""
 
 
 @dataclass(frozen=True)
@@ -372,7 +370,7 @@ def _catch_up(run: TaskRun, manifest: Manifest, wanted: Sequence[Block], blocks:
     before = known.manifest.blocks
     lacking = [b for b in wanted if manifest.blocks[b.name] not in shelf and before[b.name] in shelf]
     lacking_bytes = sum(block.nbytes for block in lacking)
-    if lacking_bytes < MIN_DIFFERENCE_BYTES:
+    if not difference_pays(lacking_bytes, env.coordinator.download_line, run.contention):
         return
     difference = env.coordinator.difference(task.run, task.version.number, known.number)
     if difference is None or difference.nbytes >= lacking_bytes:

@@ -220,10 +220,17 @@ class Egress:
         task, budget, norms = self.run.task, self._budget(), self._summarized
         if budget is not None:
             return write_within(file, task.codec, changes, budget, task.seed, norms=norms), False
-        lossless = pipeline.parse(task.codec).lossless
-        # On a fast line, raw bytes take less time than lossless compression.
-        codec = pipeline.RAW if lossless and self.run.env.coordinator.fast_line else task.codec
-        return write_update(file, codec, changes, task.seed, norms=norms), lossless
+        if not pipeline.parse(task.codec).lossless:
+            return write_update(file, task.codec, changes, task.seed, norms=norms), False
+        codec = self.run.env.codecs.choose(
+            task.run,
+            task.codec,
+            changes,
+            line=self.run.env.coordinator.upload_line,
+            contention=self.run.contention,
+            decode=task.decode_seconds_per_byte,
+        )
+        return write_update(file, codec, changes, task.seed, norms=norms), True
 
     def _budget(self) -> int | None:
         """Return the update's size limit in bytes, by the run's budget and the site's bandwidth."""

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from io import BytesIO
-from itertools import islice
 from typing import BinaryIO
 
 import numpy as np
 
-from tessera.shared.model.blocks import Block
-from tessera.shared.tensors.lazy import CHUNK, Array, ArrayTensor, unpacked
+from tessera.shared.tensors.lazy import CHUNK, unpacked
 from tessera.shared.updates.codecs import pipeline
 from tessera.shared.updates.update_file import EncodedTensor, TrainedBlock, WrittenUpdate, codec_for, write_update
 
@@ -111,10 +109,7 @@ class _Sample:
 
     @classmethod
     def of(cls, change: TrainedBlock) -> _Sample:
-        middle = change.block.numel // CHUNK // 2
-        values, bases = (_nth(chunks, middle) for chunks in (change.values(), change.base.chunks()))
-        block = Block(tensor="sample", role="other", shape=values.shape, dtype=change.block.dtype)
-        return cls(change, TrainedBlock(block, ArrayTensor(values, block.dtype), ArrayTensor(bases, block.dtype)))
+        return cls(change, change.sample(change.block.numel // CHUNK // 2))
 
     def rung(self, codec: str, seed: int) -> Rung:
         # Low-rank codecs need the whole matrix.
@@ -127,7 +122,3 @@ class _Sample:
             for step, read in zip(change.steps(), tensor.steps(), strict=True)
         )
         return Rung(codec, len(data) / share, missed / share)
-
-
-def _nth(chunks: Iterator[Array], place: int) -> Array:
-    return next(islice(chunks, place, None))

@@ -13,16 +13,17 @@ from sqlalchemy import select
 
 from tessera.coordinator.db.tables import DifferenceRow
 from tessera.shared.api.runs import Run, Training
-from tessera.shared.client.client import FAST_LINE, Client
+from tessera.shared.client.client import Client
+from tessera.shared.client.line import MEASURED_BYTES, ThreadTimes
 from tessera.shared.methods.base import MethodSpec
 from tessera.shared.model.spec import Model
 from tessera.shared.tensors.lazy import ArrayTensor, to_array
+from tessera.shared.updates import codec_choice
 from tessera.shared.updates.update_file import read_update
 from tessera.worker.model.block_map import block_table, named_tensors
 from tessera.worker.model.build import instantiate, read_block
 from tessera.worker.state.blob_cache import Cache
 from tessera.worker.state.vault import Vault
-from tessera.worker.task import fetch
 from tessera.worker.task.runner import TaskRunner
 from tessera.worker.training.progress import Report
 from tessera.worker.training.setup import TrainingSetup
@@ -95,14 +96,6 @@ def test_another_site_sees_none(coordinator: LiveCoordinator) -> None:
         other.read_blob(found.digest)
 
 
-def test_on_a_fast_line_none_is_asked_for(coordinator: LiveCoordinator) -> None:
-    run, site = committed(coordinator, 1)
-    site._rates.append(2 * FAST_LINE)
-    assert site.difference(run.id, 1, 0) is None
-    with coordinator.services.database.snapshot() as session:
-        assert not session.scalars(select(DifferenceRow)).all()
-
-
 # ---------------------------------------------------------------- at a worker
 
 
@@ -135,7 +128,7 @@ def do(runner: TaskRunner, worker: ScriptedWorker) -> int:
 
 @pytest.fixture
 def _however_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fetch, "MIN_DIFFERENCE_BYTES", 1)
+    monkeypatch.setattr(codec_choice, "MIN_DIFFERENCE_BYTES", 1)
 
 
 @pytest.mark.usefixtures("_however_small")
@@ -145,7 +138,8 @@ def test_a_worker_makes_what_it_can_and_comes_to_the_same(coordinator: LiveCoord
     made = []
     for name, fast in (("whole", True), ("made", False)):
         runner, worker, run = runner_and_run(coordinator, tmp_path / name)
-        worker.client._rates.extend([2 * FAST_LINE] * fast)
+        if fast:
+            worker.client._down.note(MEASURED_BYTES, ThreadTimes(0, 0, 0))
         fetched = [do(runner, worker) for _ in range(3)]
         until(lambda run=run: client.run(run.id).state == "completed")
         made.append((client.run(run.id).version.digest, fetched))
