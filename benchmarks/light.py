@@ -24,15 +24,20 @@ from typing_extensions import Buffer
 from benchmarks.federation import DATASET, Federation
 from benchmarks.measuring import await_true
 from benchmarks.methods.drift import drawn
-from tessera.shared.api.tasks import Claim, Submission, Task
+from benchmarks.network import HOST
+from tessera.shared.api.tasks import Claim, Failure, Submission, Task
 from tessera.shared.client.client import Client
+from tessera.shared.client.line import ThreadTimes
 from tessera.shared.model.blocks import Block
 from tessera.shared.problems import Problem
 from tessera.shared.tensors.dtypes import NUMPY_DTYPES, DType
 from tessera.shared.tensors.lazy import CHUNK, Array, Computed
+from tessera.shared.updates.codec_choice import CodecChooser
 from tessera.shared.updates.update_file import TrainedBlock, write_update
 
 EXAMPLES = 8
+CHOOSING = "auto"
+"""The name of a run whose updates have the codec that a real worker chooses; others have the run's."""
 MAX_WORKERS = 64
 """The last byte of an update is the worker's number. As the highest byte of a float32 it gives one below 2."""
 
@@ -101,26 +106,28 @@ class LastByteReplaced(RawIOBase):
 
 
 class Prepared:
-    """The update for the latest version, shared by the workers of a process."""
+    """The update for the latest version, shared by the workers of a process, unless there is only one."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, shared: bool) -> None:
+        self._shared = shared
         self._base, self._update = folder / "base", folder / "update"
         self._version = ""
         self._lock = threading.Lock()
+        self._codecs = CodecChooser()
 
     def downloaded(self, client: Client, task: Task, blocks: Sequence[Block], digests: Mapping[str, str]) -> None:
         """Download the task's version; the first worker to do so writes the update."""
-        wanted = [digests[block.name] for block in blocks]
+        began, wanted = ThreadTimes.now(), [digests[block.name] for block in blocks]
         with self._lock:
             if self._version != task.version.digest:
                 with self._base.open("wb") as file:
                     client.copy_blobs(wanted, file)
-                self._write(task, blocks)
+                self._write(client, task, blocks, began)
                 self._version = task.version.digest
                 return
         client.copy_blobs(wanted, Nowhere())
 
-    def _write(self, task: Task, blocks: Sequence[Block]) -> None:
+    def _write(self, client: Client, task: Task, blocks: Sequence[Block], began: ThreadTimes) -> None:
         steps = drawn(task.seed)
 
         def moved(pieces: Sequence[Array]) -> Array:
@@ -131,8 +138,20 @@ class Prepared:
             base = FileTensor(self._base, block, start)
             changes.append(TrainedBlock(block, Computed(block.shape, block.dtype, (base,), moved), base))
             start += block.nbytes
+        codec = task.codec
+        if task.run_name == CHOOSING:
+            codec = self._codecs.choose(
+                task.run,
+                codec,
+                changes,
+                line=client.upload_line,
+                contention=ThreadTimes.now().since(began).contention,
+                decode=task.decode_seconds_per_byte,
+            )
         with self._update.open("wb") as file:
-            write_update(file, task.codec, changes)
+            self._digest = write_update(file, codec, changes).digest
+        if not self._shared:
+            return
         with self._update.open("rb") as written:
             self._hash = hashlib.sha256()
             left = self._update.stat().st_size - 1
@@ -141,7 +160,9 @@ class Prepared:
                 left -= len(piece)
 
     def upload(self, client: Client, number: int) -> str:
-        """Upload the update with the worker's number as its last byte. Return its digest."""
+        """Upload the update, with the worker's number as its last byte if it is shared. Return its digest."""
+        if not self._shared:
+            return client.put_file(self._update, digest=self._digest)
         last = bytes([number])
         whole = self._hash.copy()
         whole.update(last)
@@ -164,9 +185,18 @@ class LightWorker:
         while True:
             try:
                 if task := self._client.claim(self._claim, 25):
-                    self._do(task)
+                    self._attempt(task)
             except Problem as problem:
                 print(problem.code, problem.detail, file=sys.stderr, flush=True)
+
+    def _attempt(self, task: Task) -> None:
+        """Do the task, or fail it with the reason, so that nothing waits for it."""
+        try:
+            self._do(task)
+        except Exception as fault:
+            detail = f"{type(fault).__name__}: {fault}"[:2000]
+            self._client.fail(task.id, Failure(token=task.token, code="light-worker", detail=detail))
+            raise
 
     def _do(self, task: Task) -> None:
         """Download the whole version and send an update of all blocks."""
@@ -178,25 +208,32 @@ class LightWorker:
 
 
 def start(federation: Federation, count: int, processes: int = 2) -> None:
-    """Start that many workers, divided among processes, and return once all wait for a task."""
+    """Start that many workers, divided among processes, and return once all wait for a task. Each process has a line
+    of its own, if the federation has lines."""
     if count > MAX_WORKERS:
         raise ValueError(f"there are at most {MAX_WORKERS} light workers, not {count}")
     tokens = {index: federation.site_token(f"light-{index}") for index in range(count)}
     for index in range(min(processes, count)):
         file = federation.folder / f"light-{index}.json"
         some = {number: tokens[number] for number in range(index, count, processes)}
-        file.write_text(json.dumps({"url": federation.url, "tokens": some}), encoding="ascii")
+        url = f"http://{HOST}:{federation.network.port(federation.port)}"
+        file.write_text(json.dumps({"url": url, "tokens": some}), encoding="ascii")
         federation.processes.start(f"light-{index}", [sys.executable, "-m", "benchmarks.light", str(file)], {})
     await_true(
         lambda: sum(worker.live for worker in federation.admin.workers()) >= count, 60, "light workers wait", 0.1
     )
 
 
+def pids(federation: Federation, processes: int) -> list[int]:
+    """Return the ids of the processes that `start` has started."""
+    return [federation.processes.pid(f"light-{index}") for index in range(processes)]
+
+
 def main(file: Path) -> None:
     given = json.loads(file.read_text(encoding="ascii"))
     folder = file.with_suffix("")
     folder.mkdir()
-    prepared = Prepared(folder)
+    prepared = Prepared(folder, shared=len(given["tokens"]) > 1)
     threads = [
         threading.Thread(target=LightWorker(given["url"], token, int(number), prepared).work, daemon=True)
         for number, token in given["tokens"].items()

@@ -148,13 +148,14 @@ def decode_delay(codec: str, updates: int, processors: int, load: float = 0.0) -
 def difference_pays(nbytes: int, line: float | None, contention: float) -> bool:
     """Return whether the difference of two versions arrives before `nbytes` of blocks would.
 
-    The coordinator encodes it, and this machine decodes it beside other programs. True for many bytes on an
-    unmeasured line.
+    The coordinator encodes it and stores it first, and this machine decodes it beside other programs. True for many
+    bytes on an unmeasured line.
     """
     if line is None or nbytes < MIN_DIFFERENCE_BYTES:
         return nbytes >= MIN_DIFFERENCE_BYTES
     typical = typical_coding(pipeline.LOSSLESS)
-    return pays(predict(nbytes, line, Coding(typical.encode, contention * typical.decode, typical.ratio)))
+    made = typical.encode + handling_seconds()
+    return pays(predict(nbytes, line, Coding(made, contention * typical.decode, typical.ratio)))
 
 
 # ---------------------------------------------------------------- choices of a worker
