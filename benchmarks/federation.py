@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from time import monotonic
 from types import TracebackType
 from typing import Any, Self
 
@@ -25,7 +26,11 @@ from tessera.shared.client.client import Client
 METHODS = Path("benchmarks", "methods")
 """Of the checkout whose code runs."""
 DATASET = "nothing"
+PAIRS = "pairs"
+"""Images with texts, for models that take both."""
 READY_SECONDS = 60.0
+OPENING_SECONDS = 60.0
+"""Time within which a run's first round opens, if any workers can take part."""
 ROUND_SECONDS = 900.0
 
 _COUNTER = re.compile(r"^tessera_(received|sent)_bytes_total (\S+)$", re.MULTILINE)
@@ -98,8 +103,8 @@ class Federation:
         self.admin.create_site(site)
         return self.admin.issue_token(TokenSpec(name=site, role="site", site=site)).secret
 
-    def start_workers(self, count: int, examples: Path, **settings: Any) -> None:
-        """Starts `tessera worker run` for that many new sites; returns once all are waiting."""
+    def start_workers(self, count: int, examples: Mapping[str, Path], **settings: Any) -> None:
+        """Start `tessera worker run` for that many new sites, each with these data sets, and wait until all wait."""
         for _ in range(count):
             name = f"site-{len(self.workers) + 1}"
             home = self.folder / name
@@ -117,7 +122,8 @@ class Federation:
                 options["ca_bundle"] = str(self.network.certificates.ca)
             # JSON's strings and numbers are TOML's.
             lines = [f"{key} = {json.dumps(value)}" for key, value in options.items()]
-            lines += [f"[datasets.{DATASET}]", 'kind = "arrays"', f"file = {json.dumps(str(examples))}"]
+            for dataset, file in examples.items():
+                lines += [f"[datasets.{dataset}]", 'kind = "arrays"', f"file = {json.dumps(str(file))}"]
             (home / "worker.toml").write_text("\n".join(lines), encoding="utf-8")
             command = tessera("worker", "run", "--config", str(home / "worker.toml"))
             self.processes.start(name, command, self._methods)
@@ -156,14 +162,26 @@ class Federation:
         return self.admin.create_run(RunSpec.model_validate(wanted), key=uuid.uuid4().hex)
 
     def await_version(self, run: Run, number: int, every_seconds: float = 0.02) -> None:
-        """Returns once the run has committed that version. Raises RuntimeError if it stops before."""
+        """Wait until the run has committed that version.
+
+        Raises RuntimeError if the run stops before, or opens no round within OPENING_SECONDS, and TimeoutError after
+        ROUND_SECONDS.
+        """
+        give_up_at = monotonic() + OPENING_SECONDS
+        opened = False
 
         def there() -> bool:
+            nonlocal opened
             self.processes.check()
             now = self.admin.run(run.id)
             if now.state not in ("running", "completed"):
                 problems = [str(task.problem) for round_ in self.admin.rounds(run.id) for task in round_.tasks]
                 raise RuntimeError(f"the run was {now.state}: {now.reason}; {problems}")
+            opened = opened or now.bounds is not None
+            if not opened and monotonic() > give_up_at:
+                raise RuntimeError(
+                    f"no round was opened in {OPENING_SECONDS:.0f} s: {ineligibilities(self.admin, run)}"
+                )
             return now.version.number >= number
 
         await_true(there, ROUND_SECONDS, f"version {number}", every_seconds)
@@ -173,6 +191,13 @@ class Federation:
         committed = {version.number: version.created_at for version in self.admin.versions(run.id)}
         rounds: Sequence[Round] = [round_ for round_ in self.admin.rounds(run.id) if round_.version is not None]
         return [(committed[round_.version] - round_.opened_at).total_seconds() for round_ in rounds if round_.version]
+
+
+def ineligibilities(admin: Client, run: Run) -> str:
+    """Return why workers cannot take part in a run."""
+    preview = admin.preview_run(run.spec)
+    reasons = sorted({reason.detail for worker in preview.workers for reason in worker.ineligibilities})
+    return f"{preview.eligible} of {preview.quorum} sites are eligible: {'; '.join(reasons) or 'no worker is live'}"
 
 
 def free_port() -> int:

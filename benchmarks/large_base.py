@@ -110,7 +110,7 @@ def measure(folder: Path, config: Mapping[str, Any], tokens: int) -> Measured:
     ids = np.random.default_rng(0).integers(0, config["vocab_size"], (EXAMPLES, tokens))
     save_file({"input_ids": ids, "labels": ids}, folder / "examples.safetensors")
     with Federation(folder / "federation") as federation:
-        federation.start_workers(1, folder / "examples.safetensors", micro_batch=1)
+        federation.start_workers(1, {DATASET: folder / "examples.safetensors"}, micro_batch=1)
         settings = federation.folder / federation.workers[0] / "worker.toml"
         subprocess.run([*tessera("worker", "cache", "add", str(snapshot), "--config", str(settings))], check=True)
         (worker,) = federation.worker_pids

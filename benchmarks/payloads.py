@@ -11,6 +11,7 @@ from typing import Any, Self
 import numpy as np
 from safetensors.numpy import save_file
 
+from benchmarks.federation import DATASET, PAIRS
 from examples.processes import Processes, tessera
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.preprocessing import FileName
@@ -49,6 +50,9 @@ _SIZES = {
     "440": bert(768, 12, 30522, 12, 512),
 }
 
+CLIP_SIDE = 224
+"""Pixels of the images that CLIP takes by default."""
+
 PAYLOADS: Mapping[str, Payload] = {
     **{size: Payload(config) for size, config in _SIZES.items()},
     **{f"{size} lora": Payload(config, options=("--lora-rank", "8")) for size, config in _SIZES.items()},
@@ -59,7 +63,7 @@ PAYLOADS: Mapping[str, Payload] = {
             "model_type": "clip",
             "projection_dim": 16,
             "text_config": {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 64},
-            "vision_config": {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 64},
+            "vision_config": {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2},
         },
         "contrastive",
         ("--text-prompts", "4"),
@@ -122,6 +126,11 @@ def make(folder: Path, processes: Processes, size: str) -> ModelFolder:
     return ModelFolder.open(out)
 
 
-def write_examples(file: Path, count: int = 8) -> Path:
-    save_file({"input_ids": np.zeros((count, 8), np.int64), "labels": np.zeros(count, np.int64)}, file)
-    return file
+def write_examples(folder: Path, count: int = 8) -> dict[str, Path]:
+    """Write texts, and images with texts. Return the file of each by the name of its data set."""
+    texts = {"input_ids": np.zeros((count, 8), np.int64), "labels": np.zeros(count, np.int64)}
+    images = {"pixel_values": np.zeros((count, 3, CLIP_SIDE, CLIP_SIDE), np.float32)}
+    files = {DATASET: folder / "texts.safetensors", PAIRS: folder / "pairs.safetensors"}
+    save_file(texts, files[DATASET])
+    save_file(texts | images, files[PAIRS])
+    return files

@@ -95,7 +95,7 @@ class Side:
         """Start the processes, make the models, and have one round of each kind."""
         stack.enter_context(self._federation)
         self._require_own_code()
-        self._federation.start_workers(WORKERS, payloads.write_examples(self._folder / "examples.safetensors"))
+        self._federation.start_workers(WORKERS, payloads.write_examples(self._folder))
         for case, _ in CASES.values():
             if case.size not in self._models:
                 self._models[case.size] = payloads.make(self._folder, self._federation.processes, case.size)

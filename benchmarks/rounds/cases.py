@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import payloads
-from benchmarks.federation import Federation
+from benchmarks.federation import DATASET, PAIRS, Federation
 from benchmarks.network import DIRECT, Network
 from benchmarks.rivals.flare import Flare
 from benchmarks.rivals.flower import Flower
@@ -52,6 +52,10 @@ class Case:
         return {"full": None, "value blocks": VALUES, "prompts": PROMPTS, "lora": ADAPTERS}[self.exchange]
 
     @property
+    def dataset(self) -> str:
+        return PAIRS if self.exchange == "prompts" else DATASET
+
+    @property
     def kind(self) -> str:
         return "raw" if self.codec == RAW else self.exchange
 
@@ -63,7 +67,7 @@ class Case:
 def federation_of(folder: Path, workers: int, network: Network = DIRECT) -> Iterator[Federation]:
     """A coordinator and that many workers, all waiting."""
     with Federation(folder, network) as federation:
-        federation.start_workers(workers, payloads.write_examples(folder / "examples.safetensors"))
+        federation.start_workers(workers, payloads.write_examples(folder))
         yield federation
 
 
@@ -73,7 +77,7 @@ def measure(
     """Each side's figures, all taken in turns."""
     folder.mkdir(parents=True, exist_ok=True)
     model = payloads.make(folder, federation.processes, case.model)
-    tessera = Tessera(federation, model, case.sent, case.codec)
+    tessera = Tessera(federation, model, case.sent, case.codec, case.dataset)
     taken: dict[str, list[Turn]] = {tessera.name: [tessera.turn(rounds)]}
     first = taken[tessera.name][0]
     down, up = (int((nbytes or 0) / case.workers) for nbytes in (first.sent, first.received))

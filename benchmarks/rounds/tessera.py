@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
-from benchmarks.federation import Federation
+from benchmarks.federation import DATASET, Federation
 from benchmarks.measuring import forget_peak, peak_bytes, processor_seconds
 from benchmarks.network import Moved
 from benchmarks.rounds.sides import Turn
@@ -24,6 +24,7 @@ class Tessera:
     sent: Mapping[str, Any] | None = None
     """The selector of what each worker sends; everything if None."""
     codec: str = LOSSLESS
+    dataset: str = DATASET
     name: str = "tessera"
 
     def __enter__(self) -> Self:
@@ -44,7 +45,7 @@ class Tessera:
             forget_peak(pid)
         settings = {"sent": self.sent} if self.sent else {}
         method = {"name": "drift", "settings": settings}
-        run = federation.begin(self.model, rounds + 1, len(clients), method, codec=self.codec)
+        run = federation.begin(self.model, rounds + 1, len(clients), method, codec=self.codec, dataset=self.dataset)
         federation.await_version(run, 1, every_seconds=0.02)
         before = processor_seconds(server), processor_seconds(clients), self._moved()
         federation.await_version(run, rounds + 1, every_seconds=0.2)

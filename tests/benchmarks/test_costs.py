@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.federation import ineligibilities
 from benchmarks.measuring import (
     Results,
     Target,
@@ -20,6 +21,8 @@ from benchmarks.measuring import (
     resident_bytes,
     table,
 )
+from tests.support.coordinator import LiveCoordinator
+from tests.support.federation import small_model, start_run, values
 from tests.test_architecture import ROOT
 
 
@@ -174,3 +177,9 @@ def test_a_peak_is_forgotten() -> None:
     forget_peak(pid)
     assert high > resident_bytes([pid])
     assert peak_bytes(pid) < high
+
+
+def test_a_run_that_cannot_start_is_reported_with_the_reasons(coordinator: LiveCoordinator) -> None:
+    client, model = coordinator.client(), small_model()
+    run = start_run(client, model, values(model))
+    assert ineligibilities(client, run) == "0 of 1 sites are eligible: no worker is live"
