@@ -126,12 +126,17 @@ class PeakMemory:
 
 
 def await_true(condition: Callable[[], object], seconds: float, what: str, every_seconds: float = 0.02) -> None:
-    """Returns once the condition holds. Raises TimeoutError saying `what` did not come."""
+    """Wait until the condition holds. Raises TimeoutError saying that `what` did not come."""
     give_up_at = monotonic() + seconds
     while not condition():
         if monotonic() > give_up_at:
-            raise TimeoutError(f"{what}: not within {seconds:.0f} s")
+            raise TimeoutError(f"timed out after {seconds:.0f} s: {what}")
         sleep(every_seconds)
+
+
+def failure(fault: Exception) -> str:
+    """Return the first line of what an exception says, for a cell."""
+    return (str(fault).strip() or type(fault).__name__).splitlines()[0][:200]
 
 
 # ---------------------------------------------------------------- the machine
@@ -236,10 +241,14 @@ class Results:
     notes: list[str] = field(default_factory=list)
     speeds: dict[str, float] = field(default_factory=dict)
     """Of the machine, measured in the same run."""
+    out: Path | None = None
+    """A folder that each row is written to at once."""
 
     def add(self, **cells: Cell) -> None:
-        """A row, which is shown at once too: a later one may fail."""
+        """Add a row, and show and write it at once: a later one may fail."""
         self.rows.append(cells)
+        if self.out:
+            self.write(self.out)
         print("  ".join(f"{name} {_shown(cell)}" for name, cell in cells.items() if cell is not None), flush=True)
 
     def aim(self, what: str, value: float, limit: float, unit: str = "") -> None:

@@ -22,7 +22,16 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from benchmarks.measuring import MIB, OUT, PeakMemory, Results, await_true, processor_seconds, proportional_bytes
+from benchmarks.measuring import (
+    MIB,
+    OUT,
+    PeakMemory,
+    Results,
+    await_true,
+    failure,
+    processor_seconds,
+    proportional_bytes,
+)
 from benchmarks.rivals.environments import python
 from tessera.shared.client.round_outcomes import Outcome
 from tessera.shared.methods.base import Plan, RunInfo
@@ -136,10 +145,10 @@ def measured(command: Sequence[str], times: Path, work: Work, log: Path) -> Cost
     """Run a side, and measure it from the end of its first round to the end of its last. Raises RuntimeError."""
 
     def ended() -> list[float]:
-        if process.poll():
+        # A side that has ended writes no more rounds.
+        if process.poll() is not None and len(_times(times)) < work.rounds:
             raise RuntimeError(f"{command} failed: {log.read_text(encoding='utf-8')[-2000:]}")
-        lines = times.read_text(encoding="ascii").splitlines() if times.exists() else []
-        return [json.loads(line)["at"] for line in lines]
+        return _times(times)
 
     with log.open("w") as out:
         process = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True)
@@ -155,6 +164,11 @@ def measured(command: Sequence[str], times: Path, work: Work, log: Path) -> Cost
         process.wait()
     clients = work.sites * (work.rounds - 1)
     return Cost((last - first) / clients, (after - before) / clients, memory.peaks["all"])
+
+
+def _times(file: Path) -> list[float]:
+    lines = file.read_text(encoding="ascii").splitlines() if file.exists() else []
+    return [json.loads(line)["at"] for line in lines]
 
 
 def side(name: str, work: Work, folder: Path, processes: int) -> Cost:
@@ -177,7 +191,13 @@ def compare(work: Work, results: Results, processes: Sequence[int], *, rivals: b
     found: dict[tuple[str, int], Cost] = {}
     with tempfile.TemporaryDirectory() as name:
         for arm, count in arms:
-            cost = found[arm, count] = side(arm, work, Path(name) / f"{arm}-{count}", count)
+            try:
+                cost = found[arm, count] = side(arm, work, Path(name) / f"{arm}-{count}", count)
+            except (TimeoutError, RuntimeError, OSError, subprocess.SubprocessError) as fault:
+                if arm != "flower":
+                    raise
+                results.add(case=work.name, side=arm, processes=count, failed=failure(fault))
+                continue
             results.add(
                 case=work.name,
                 side=arm,
@@ -187,7 +207,7 @@ def compare(work: Work, results: Results, processes: Sequence[int], *, rivals: b
                 training_share=found["bare", 1].processor / cost.processor if cost.processor else None,
                 pss_MB=cost.peak_bytes / MIB,
             )
-    if rivals:
+    if ("flower", max(processes)) in found:
         ours, theirs = found["tessera", max(processes)], found["flower", max(processes)]
         results.aim(f"{work.name}: Flower's clients per second over ours", ours.seconds / theirs.seconds, 1.0)
         results.aim(f"{work.name}: our processor time over Flower's", ours.processor / theirs.processor, 1.0)
@@ -215,7 +235,7 @@ def main() -> None:
         work = Work(**{name: settings[name] for name in ("name", "config", "sites", "steps", "rounds")})
         SIDES[settings["side"]](work, Path(settings["times"]), settings["processes"])
         return
-    results = Results("simulations", "clients of a simulation per second")
+    results = Results("simulations", "clients of a simulation per second", out=given.out)
     cases = QUICK if given.quick else [work for work in CASES if not given.cases or work.name in given.cases]
     for work in cases:
         compare(work, results, given.processes, rivals=given.rivals)

@@ -18,7 +18,7 @@ from benchmarks.lines.shaper import Line, Shaper
 from benchmarks.measuring import OUT, Results, machine_speeds, processor_seconds
 from benchmarks.network import Certificates, Network
 from benchmarks.rounds.cases import RIVALS, Case, federation_of, measure
-from benchmarks.rounds.sides import Summary
+from benchmarks.rounds.sides import Comparison, Summary
 from examples.processes import end_by_interrupt
 from tessera.shared.updates.codecs.pipeline import LOSSLESS
 
@@ -71,12 +71,15 @@ class Report:
         self._rival_seconds: dict[str, float] = {}
         """The faster rival's, by size."""
 
-    def add(self, kind: str, case: Case, found: dict[str, Summary]) -> None:
+    def add(self, kind: str, case: Case, comparison: Comparison) -> None:
+        found = comparison.found
         rivals = [found[name].seconds for name in RIVALS if name in found]
         if rivals:
             self._rival_seconds[case.size] = min(rivals)
         for name, summary in found.items():
             self._add_row(kind, case, name, summary, found["bare loop"].seconds)
+        for name, reason in comparison.failures.items():
+            self._results.add(line=str(self._line), MB=case.size, side=name, failed=reason)
         if self._name == AIMED_AT:
             self._aim(kind, case, found["tessera"])
 
@@ -134,10 +137,10 @@ def run(
             with federation_of(folder / "federation", case.workers, network) as federation:
                 # They have one exchange, full and uncompressed.
                 beside = rivals if kind == "lossless" else ()
-                found = measure(case, federation, folder / "sides", 1, rounds_of(line, case.size), beside)
+                comparison = measure(case, federation, folder / "sides", 1, rounds_of(line, case.size), beside)
             for used in ("federation", "sides"):
                 shutil.rmtree(folder / used)
-            report.add(kind, case, found)
+            report.add(kind, case, comparison)
         moved, spent = shaper.moved(), processor_seconds([shaper.pid])
         gigabytes = (moved.received + moved.sent) / 1e9
         results.notes.append(f"{line}: the shaper took {spent / gigabytes:.2f} CPU s a GB, of {gigabytes:.2f} GB")
@@ -158,10 +161,11 @@ def main(arguments: list[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     end_by_interrupt()
     about = "seconds from a round's opening to its commit; bytes of one round on each worker's line, all included"
-    results = Results("lines-tls" if given.tls else "lines", about + (", over TLS" if given.tls else ""))
+    name = "lines-tls" if given.tls else "lines"
+    results = Results(name, about + (", over TLS" if given.tls else ""), out=given.out)
     results.speeds |= machine_speeds(QUICK_BYTES if given.quick else 1 << 30)
-    with tempfile.TemporaryDirectory(prefix="tessera-lines-") as name:
-        folder = Path(name)
+    with tempfile.TemporaryDirectory(prefix="tessera-lines-") as used:
+        folder = Path(used)
         certificates = Certificates.made(folder / "certificates") if given.tls else None
         if given.quick:
             wanted = [("lossless", Case("0.01", 2)), ("lora", Case("0.01", 2, "lora"))]

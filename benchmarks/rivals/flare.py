@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -21,6 +22,8 @@ from tessera.shared.updates.model_folder import ModelFolder
 
 APP = Path(__file__).parent / "flare_app"
 STOP_SECONDS = 60.0
+TOLD_SECONDS = 300.0
+"""The driver is killed if it says nothing for so long."""
 SERVER_PORT = 8002
 """Where a proof of concept always listens for its clients."""
 
@@ -69,7 +72,10 @@ class Flare:
         return self
 
     def _told(self, wanted: str | None = None) -> str:
+        limit = threading.Timer(TOLD_SECONDS, self._driver.kill)
+        limit.start()
         line = self._driver.stdout.readline().strip() if self._driver.stdout else ""
+        limit.cancel()
         if not line or (wanted and line != wanted):
             tail = (self.folder / "flare.log").read_text(encoding="utf-8")[-2000:]
             raise RuntimeError(f"FLARE said {line!r}: {tail}")

@@ -22,6 +22,8 @@ from examples.processes import Processes
 from tessera.shared.updates.model_folder import ModelFolder
 
 APP = Path(__file__).parent / "flower_app"
+COMMAND_SECONDS = 120.0
+"""The most that submitting a run may take."""
 
 
 @dataclass
@@ -98,6 +100,7 @@ class Flower:
                 env={**os.environ, **self._environment},
                 check=True,
                 capture_output=True,
+                timeout=COMMAND_SECONDS,
             )
 
         return watch(times, rounds, self._server, self._clients, start, self.network)

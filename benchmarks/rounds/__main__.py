@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from benchmarks.federation import Federation
 from benchmarks.measuring import MIB, OUT, Results, machine_speeds
 from benchmarks.network import Certificates, Network
 from benchmarks.rounds.cases import RIVALS, Case, federation_of, measure
-from benchmarks.rounds.sides import Summary
+from benchmarks.rounds.sides import Comparison, Summary
 from examples.processes import end_by_interrupt
 from tessera.shared.updates.codecs.pipeline import RAW
 
@@ -48,7 +48,8 @@ def rounds_of(case: Case) -> int:
     return {"0.01": 20, "10": 8, "440": 2}.get(case.size, 4)
 
 
-def add(results: Results, case: Case, found: dict[str, Summary]) -> None:
+def add(results: Results, case: Case, comparison: Comparison) -> None:
+    found = comparison.found
     bare = found["bare loop"].seconds
     for name, summary in found.items():
         results.add(
@@ -70,9 +71,11 @@ def add(results: Results, case: Case, found: dict[str, Summary]) -> None:
             up_MB=None if summary.received is None else summary.received / 1e6,
             down_MB=None if summary.sent is None else summary.sent / 1e6,
         )
+    for name, reason in comparison.failures.items():
+        results.add(side=name, MB=case.size, workers=case.workers, exchange=case.exchange, failed=reason)
 
 
-def aim(results: Results, case: Case, found: dict[str, Summary]) -> None:
+def aim(results: Results, case: Case, found: Mapping[str, Summary]) -> None:
     ours = found["tessera"]
     if (case.size, case.workers, case.exchange) == ("0.01", 4, "full"):
         results.aim("a round of 10 kB and 4 workers, opening to commit", ours.seconds, 0.15, " s")
@@ -113,7 +116,9 @@ def main(arguments: list[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     end_by_interrupt()
     about = "seconds from a round's opening to its commit, medians; bytes and CPU of one round"
-    results = Results("rounds-tls" if given.tls else "rounds", about + (", over TLS" if given.tls else ""))
+    results = Results(
+        "rounds-tls" if given.tls else "rounds", about + (", over TLS" if given.tls else ""), out=given.out
+    )
     with tempfile.TemporaryDirectory(prefix="tessera-rounds-") as name, ExitStack() as stack:
         folder = Path(name)
         network = Network(certificates=Certificates.made(folder / "certificates") if given.tls else None)
@@ -128,11 +133,13 @@ def main(arguments: list[str] | None = None) -> None:
             with federation_of(folder / str(index), case.workers, network) as federation:
                 # They have one exchange, full and uncompressed, which stands beside both of ours.
                 rivals = list(RIVALS) if given.rivals and case.exchange == "full" else ()
-                found = measure(case, federation, folder / f"{index}-sides", given.turns, rounds_of(case), rivals)
+                comparison = measure(
+                    case, federation, folder / f"{index}-sides", given.turns, rounds_of(case), rivals
+                )
             for used in (str(index), f"{index}-sides"):
                 shutil.rmtree(folder / used)
-            add(results, case, found)
-            aim(results, case, found)
+            add(results, case, comparison)
+            aim(results, case, comparison.found)
     results.finish(given.out)
 
 

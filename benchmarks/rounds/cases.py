@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -10,11 +11,12 @@ from typing import Any
 
 from benchmarks import payloads
 from benchmarks.federation import DATASET, PAIRS, Federation
+from benchmarks.measuring import failure
 from benchmarks.network import DIRECT, Network
 from benchmarks.rivals.flare import Flare
 from benchmarks.rivals.flower import Flower
 from benchmarks.rounds.bare import Bare
-from benchmarks.rounds.sides import Side, Summary, Turn
+from benchmarks.rounds.sides import Comparison, Side, Summary, Turn
 from benchmarks.rounds.tessera import Tessera
 from tessera.shared.updates.codecs.pipeline import LOSSLESS, RAW
 from tessera.shared.updates.model_folder import ModelFolder
@@ -73,26 +75,45 @@ def federation_of(folder: Path, workers: int, network: Network = DIRECT) -> Iter
 
 def measure(
     case: Case, federation: Federation, folder: Path, turns: int, rounds: int, rivals: Sequence[str] = ()
-) -> dict[str, Summary]:
-    """Each side's figures, all taken in turns."""
+) -> Comparison:
+    """Measure every side of a case, all in turns."""
     folder.mkdir(parents=True, exist_ok=True)
     model = payloads.make(folder, federation.processes, case.model)
     tessera = Tessera(federation, model, case.sent, case.codec, case.dataset)
-    taken: dict[str, list[Turn]] = {tessera.name: [tessera.turn(rounds)]}
-    first = taken[tessera.name][0]
+    first = tessera.turn(rounds)
     down, up = (int((nbytes or 0) / case.workers) for nbytes in (first.sent, first.received))
     network = federation.network
     others: list[Side] = [Bare(folder / "bare", case.workers, down, up, network)]
     others += [RIVALS[rival](folder / rival, model, case.workers, network) for rival in rivals]
+    return compare(tessera, first, others, turns, rounds)
+
+
+def compare(tessera: Side, first: Turn, others: Sequence[Side], turns: int, rounds: int) -> Comparison:
+    """Measure the other sides, in turns with Tessera's after its first. The failure of a rival leaves it out."""
+    taken: dict[str, list[Turn]] = {tessera.name: [first]}
+    failures: dict[str, str] = {}
     # With one turn for each, one after the other has the machine's memory.
     for group in [[side] for side in others] if turns == 1 else [others]:
         with ExitStack() as stack:
             for side in group:
-                stack.enter_context(side)
-                taken[side.name] = []
+                with _leaving_out(side, failures):
+                    taken[side.name] = []
+                    stack.enter_context(side)
             for _ in range(turns):
                 for side in (tessera, *group):
-                    if len(taken[side.name]) < turns:
-                        some = min(rounds, RIVALS_ROUNDS) if side.name in rivals else rounds
-                        taken[side.name].append(side.turn(some))
-    return {name: Summary.of(found) for name, found in taken.items()}
+                    if len(taken[side.name]) < turns and side.name not in failures:
+                        with _leaving_out(side, failures):
+                            some = min(rounds, RIVALS_ROUNDS) if side.name in RIVALS else rounds
+                            taken[side.name].append(side.turn(some))
+    found = {name: Summary.of(turns) for name, turns in taken.items() if name not in failures}
+    return Comparison(found, failures)
+
+
+@contextmanager
+def _leaving_out(side: Side, failures: dict[str, str]) -> Iterator[None]:
+    try:
+        yield
+    except (TimeoutError, RuntimeError, OSError, subprocess.SubprocessError) as fault:
+        if side.name not in RIVALS:
+            raise
+        failures[side.name] = failure(fault)

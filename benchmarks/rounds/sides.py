@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol, Self
@@ -72,3 +72,11 @@ class Summary:
             received=median(received) if received else None,
             sent=median(sent) if sent else None,
         )
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The figures of a case's sides by name, and the reason why a rival has none."""
+
+    found: Mapping[str, Summary]
+    failures: Mapping[str, str]

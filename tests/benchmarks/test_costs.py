@@ -149,8 +149,10 @@ def test_a_target_is_missed_above_its_limit() -> None:
 
 
 def test_results_are_written_with_what_the_machine_was(tmp_path: Path) -> None:
-    results = Results("some", "about")
+    results = Results("some", "about", out=tmp_path)
     results.add(side="a", seconds=1.5)
+    # An interrupted benchmark keeps its rows.
+    assert json.loads((tmp_path / "some.json").read_text())["rows"] == [{"side": "a", "seconds": 1.5}]
     results.aim("share", 2.0, 1.5)
     results.speeds |= {"copy_GB_s": 5.0}
     written = json.loads(results.write(tmp_path).read_text())

