@@ -11,9 +11,9 @@ from PIL import Image
 
 from tessera.shared.near_names import absent
 from tessera.worker.data.dataset import DataError
-from tessera.worker.data.kinds.images import names_below
+from tessera.worker.data.kinds.images import dicom_reader, is_dicom_image, names_below
 from tessera.worker.data.load_report import counted
-from tessera.worker.data.readers.pictures import FORMATS, SUFFIXES, UNREADABLE
+from tessera.worker.data.readers.pictures import FORMATS, SUFFIXES, UNREADABLE, is_dicom
 from tessera.worker.data.readers.table_files import SPLITS, is_saved
 from tessera.worker.data.readers.tables import READERS, DataTable, read_table
 
@@ -121,14 +121,12 @@ def _tables_in(folder: Path) -> bool:
 
 
 def _of_folder(proposal: Proposal, folder: Path, found: Sequence[Path], processor: str | None) -> None:
-    files = sorted(file for file in found if file.suffix.lower() in SUFFIXES)
+    images = sorted(file for file in found if file.suffix.lower() in SUFFIXES)
+    files = images or sorted(file for file in found if is_dicom_image(folder / file))
     if not files:
         kinds = counted(Counter(file.suffix.lower() or "without suffix" for file in found))
         formats = f"{', '.join(sorted(SUFFIXES))}; {', '.join(READERS)}"
-        raise DataError(
-            f"{folder} contains no images or tables ({formats}), but {kinds}: convert them to PNG, or for DICOM "
-            "write the table by hand with dicom = true, as docs/data.md describes"
-        )
+        raise DataError(f"{folder} contains no images or tables ({formats}; DICOM), but {kinds}: convert them to PNG")
     tops = sorted({file.parts[0] for file in files if len(file.parts) > 1})
     if splits := [top for top in tops if top.lower() in SPLITS]:
         raise DataError(
@@ -148,6 +146,8 @@ def _of_folder(proposal: Proposal, folder: Path, found: Sequence[Path], processo
     if by_domain:
         reason = f"each of {', '.join(tops[:8])} contains the same {len(classes)} folders, which are the classes"
         proposal.add("domain_folders", value=True, reason=reason)
+    if not images:
+        proposal.add("dicom", value=True, reason="the files are DICOM, which the extra tessera[dicom] reads")
     # A class without images here has its number all the same; loading the data set then says what to do about it.
     names = (
         classes if by_domain else {each.name for each in folder.iterdir() if each.is_dir() and each.name[0] != "."}
@@ -242,7 +242,7 @@ def _pixels(proposal: Proposal, pictures: Sequence[Path], processor: str | None)
     sizes, modes = set(), set()
     for picture in pictures:
         try:
-            with Image.open(picture, formats=FORMATS) as image:
+            with _opened(picture) as image:
                 sizes.add(image.size)
                 modes.add(image.mode)
         except UNREADABLE as fault:
@@ -257,6 +257,10 @@ def _pixels(proposal: Proposal, pictures: Sequence[Path], processor: str | None)
     grey = bool(modes) and modes <= {"1", "L"}
     why = "the images are grey" if grey else "images in colour, or of unknown colours; 1 converts to grey"
     proposal.add("channels", 1 if grey else 3, why)
+
+
+def _opened(picture: Path) -> Image.Image:
+    return dicom_reader()(picture, str(picture)) if is_dicom(picture) else Image.open(picture, formats=FORMATS)
 
 
 def _column(table: DataTable, what: str, known: Sequence[str], fits: Callable[[object], bool]) -> str | None:

@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 import pytest
 from PIL import Image
 
 from tessera.worker.data.dataset import DataError
 from tessera.worker.data.proposal import propose
 from tessera.worker.data.registry import load
+from tests.support.dicom_files import written
 from tests.support.pretrained import bert_tokenizer
 
 
@@ -53,6 +55,24 @@ def test_folders_of_images_are_classes(tmp_path: Path) -> None:
     assert proposed(folder, processor="/models/vit")["processor"] == "/models/vit"
     pairs = proposed(folder, tokenizer=str(bert_tokenizer(tmp_path / "clip", ("cat", "dog", "a", "photo", "of"))))
     assert (pairs["kind"], pairs["template"], loaded(pairs)) == ("imagetext", "a photo of a {}.", [0, 1])
+
+
+@pytest.mark.parametrize("suffix", [".dcm", ""])
+def test_a_folder_of_dicom_files_is_read_as_dicom(tmp_path: Path, suffix: str) -> None:
+    for name in ("benign/a", "malignant/b"):
+        (tmp_path / "scans" / name).parent.mkdir(parents=True)
+        written(tmp_path / "scans" / f"{name}{suffix}", np.zeros((4, 6), np.uint16))
+    (tmp_path / "scans" / "DICOMDIR").touch()
+    options = proposed(tmp_path / "scans")
+    assert (options["dicom"], options["size"], options["channels"]) == (True, [4, 6], 1)
+    assert loaded(options) == [0, 1]
+
+
+def test_damaged_dicom_files_are_named(tmp_path: Path) -> None:
+    (tmp_path / "scans" / "benign").mkdir(parents=True)
+    (tmp_path / "scans" / "benign" / "a.dcm").touch()
+    with pytest.raises(DataError, match=r"a\.dcm"):
+        propose(tmp_path / "scans")
 
 
 def test_folder_without_images_is_a_class_that_loading_asks_about(tmp_path: Path) -> None:
@@ -143,9 +163,9 @@ def test_what_only_a_person_can_decide_is_refused_with_what_to_write(tmp_path: P
     told[table(tmp_path / "many.csv", "text,label", *many)] = "has 1001 different values, which are hardly classes"
     told[pictures(tmp_path / "splits", "train/cat/a.png", "test/cat/a.png")] = "folders for splits (test, train)"
     told[pictures(tmp_path / "loose", "cat/a.png", "b.png")] = "b.png is not in the folder of a class"
-    (tmp_path / "dicom").mkdir()
-    (tmp_path / "dicom" / "a.dcm").touch()
-    told[tmp_path / "dicom"] = "but 1 .dcm: convert them to PNG, or for DICOM"
+    (tmp_path / "volumes").mkdir()
+    (tmp_path / "volumes" / "a.nii").touch()
+    told[tmp_path / "volumes"] = "but 1 .nii: convert them to PNG"
     told[tmp_path / "0.cvs"] = "there is no file or folder"
     for path, what in told.items():
         with pytest.raises(DataError) as refused:

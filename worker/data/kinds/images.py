@@ -131,11 +131,13 @@ def _pictures(table: DataTable, options: ImagesOptions) -> Pictures:
 
 
 def _dicom_reader(options: ImagesOptions) -> DicomReader | None:
-    """Return the reader that the options ask for. Raises DataError if the extra is not installed."""
-    if not options.dicom:
-        return None
+    return dicom_reader(options.window) if options.dicom else None
+
+
+def dicom_reader(window: tuple[float, float] | None = None) -> DicomReader:
+    """Return a reader of DICOM files. Raises DataError if the extra is not installed."""
     try:
-        return partial(importlib.import_module("tessera.worker.data.readers.dicom").read_dicom, window=options.window)
+        return partial(importlib.import_module("tessera.worker.data.readers.dicom").read_dicom, window=window)
     except ModuleNotFoundError as fault:
         raise DataError(f"dicom: {fault.name} is not installed: install tessera[dicom]") from fault
 
@@ -153,7 +155,7 @@ def _in_folder(folder: Path, options: ImagesOptions) -> _Listed:
     suffixes = SUFFIXES | DICOM if options.dicom else SUFFIXES
     for name in names_below(folder):
         suffix = os.path.splitext(name)[1].lower()  # noqa: PTH122  (a path for each takes ten times as long)
-        if suffix in suffixes or (options.dicom and _is_dicom_image(folder / name)):
+        if suffix in suffixes or (options.dicom and is_dicom_image(folder / name)):
             files.append(name)
         else:
             others[suffix or "without suffix"] += 1
@@ -175,8 +177,8 @@ def _in_folder(folder: Path, options: ImagesOptions) -> _Listed:
     )
 
 
-def _is_dicom_image(path: Path) -> bool:
-    # A DICOMDIR lists the files of a medium.
+def is_dicom_image(path: Path) -> bool:
+    """Return whether a file is DICOM, and not a DICOMDIR, which lists the files of a medium."""
     return path.name.upper() != "DICOMDIR" and is_dicom(path)
 
 
