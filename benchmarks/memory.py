@@ -79,7 +79,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=OUT, help="a folder for the results")
     given = parser.parse_args(arguments)
     end_by_interrupt()
-    about = "the coordinator's two processes, pages that they share counted once (Pss); at most: the sum of both peaks"
+    about = "the coordinator's two processes, shared pages counted once (Pss); at most: the sum of both peaks"
     results = Results("memory", about)
     sizes, workers = ([1.0], [3]) if given.quick else (given.sizes, given.workers)
     for megabytes in sizes:
