@@ -99,7 +99,8 @@ class Rank:
         allow_tf32(allowed=given.compute.tf32)
         run = TaskRun(self._environment(given), task, self._check, given.report, self._journal())
         built = self._models.take(task.run, task.model)
-        if built is None or len(fetched.bases) < len(fetched.blocks):
+        differs = built and built.four_bits != fetched.four_bits
+        if built is None or differs or len(fetched.bases) < len(fetched.blocks):
             # As in `fetch`: a local value of a block that is not fetched must not leak into this round.
             built = None
             require_memory(run, fetched.blocks, fetched.four_bits)
