@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import tempfile
 from contextlib import ExitStack
+from itertools import permutations
 from pathlib import Path
 
 from benchmarks import light
@@ -31,6 +32,9 @@ MEGABYTES = {"10": 4.0, "100": 16.0, "1000": 32.0, "loopback": 32.0}
 WORKERS = (1, 4, 16)
 TURNS = 5
 SIDES = {"raw": RAW, "lossless": LOSSLESS, light.CHOOSING: LOSSLESS}
+
+STRIDE = 5
+"""Between the orders of two turns, so that few turns have different sides first and last."""
 
 LAYERS = 8
 LEASE_SECONDS = 3600
@@ -53,12 +57,12 @@ class Case:
         self.cpu: dict[str, list[float]] = {side: [] for side in SIDES}
 
     def turn(self, number: int) -> None:
-        """Let each side have its two rounds, another one first in each turn. Raises RuntimeError or TimeoutError if a
-        round does not end."""
+        """Let each side have its two rounds, in another order in each turn: a round leaves work to the disk. Raises
+        RuntimeError or TimeoutError if a round does not end."""
         federation = self._federation
         pids = [federation.coordinator_pid, *light.pids(federation, self._workers)]
-        sides, first = list(SIDES.items()), number % len(SIDES)
-        for side, codec in sides[first:] + sides[:first]:
+        orders = list(permutations(SIDES.items()))
+        for side, codec in orders[number * STRIDE % len(orders)]:
             method = {"name": "fedavg"}
             run = federation.begin(self._weights, 2, self._workers, method, name=side, codec=codec)
             federation.await_version(run, 1)

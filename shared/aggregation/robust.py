@@ -13,7 +13,7 @@ Neither uses BLAS, so that the bits are the same on every machine.
 """
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Annotated, Literal
@@ -127,13 +127,14 @@ class Middle(Derived):
     cut: int
     share: float
 
-    def fill(self, out: Array, parts: Sequence[Array]) -> None:
-        kept = len(parts) - 2 * self.cut
+    def fill(self, out: Array, parts: Iterator[Array]) -> None:
+        senders = list(parts)
+        kept = len(senders) - 2 * self.cut
         factor = out.dtype.type(self.share / kept)
         for start in range(0, len(out), PIECE):
             total = out[start : start + PIECE]
             # [senders][elements], each element in rising order over the senders: the sum's order is the values' own.
-            rows = _sorted([part[start : start + PIECE].copy() for part in parts])
+            rows = _sorted([part[start : start + PIECE].copy() for part in senders])
             total.fill(0)
             for row in rows[self.cut : self.cut + kept]:
                 np.add(total, row, out=total)
@@ -286,11 +287,12 @@ class Weighed(Derived):
     rule: ByGram
     share: float
 
-    def fill(self, out: Array, parts: Sequence[Array]) -> None:
+    def fill(self, out: Array, parts: Iterator[Array]) -> None:
         weights, counted = self._judged
         sources = (self.sources[0], *(self.sources[place + 1] for place in counted))
+        wanted = {0, *(place + 1 for place in counted)}
         summed = WeightedSum(self.shape, self.dtype, sources, weights)
-        summed.fill(out, [parts[0], *(parts[place + 1] for place in counted)])
+        summed.fill(out, (part for place, part in enumerate(parts) if place in wanted))
 
     @cached_property
     def _judged(self) -> tuple[tuple[float, ...], tuple[int, ...]]:

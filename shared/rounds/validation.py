@@ -5,7 +5,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from io import BytesIO
-from math import isfinite, sqrt
+from math import fsum, isfinite, sqrt
 
 import numpy as np
 
@@ -31,10 +31,6 @@ from tessera.shared.updates.update_file import (
 MAX_TIMES = 2.0**23
 """Limit on the norm of a block's step, in multiples of the version's norm, with 1 added to both mean squares for
 blocks that start at zero. In float32, a sum with such a step retains no bit of the version: it replaces it."""
-
-
-MAX_BASES = 1 << 16
-"""Number of blobs whose sum of squares is remembered: those of the present versions of a few runs."""
 
 
 @dataclass
@@ -74,8 +70,6 @@ class Inspector:
     states: States
     held: HeldUpdates | None = None
     """Checked updates that wait for a merge in this process; None to read them again."""
-    _squares: dict[tuple[str, DType], float] = field(default_factory=dict, compare=False)
-    """The sum of squares of a version's blobs, by digest and type."""
 
     def open(
         self, digest: str, model: Model, manifest: Manifest, plan: Plan, data: bytes | None = None
@@ -142,7 +136,7 @@ class Inspector:
         squares = 0.0
         for name, tensor in blocks.items():
             try:
-                squares += step_squares(tensor, tensor.base, self._squares)
+                squares += step_squares(tensor, tensor.base)
             except Malformed as fault:
                 faults.append(Fault(pointer=name, detail=str(fault)[:300], code=fault.code))
             if len(faults) >= MAX_FAULTS:
@@ -167,13 +161,10 @@ class TooFar(Malformed):
     """A block is finite, and absurdly far from its version."""
 
 
-def step_squares(tensor: Tensor, base: Tensor, known: dict[tuple[str, DType], float] | None = None) -> float:
+def step_squares(tensor: Tensor, base: Tensor) -> float:
     """Return the sum of squares of the difference, infinite if it overflows. Raises NotFinite, TooFar, and
-    CodecError. `known` remembers the sums of squares of stored bases, by digest."""
-    total, before = 0.0, 0.0
-    known = {} if known is None else known
-    key = (getattr(base, "digest", ""), base.dtype)
-    measured = known.get(key)
+    CodecError."""
+    total = 0.0
     # Decoding is in here too: scales from anywhere overflow what they scale, which is then not finite.
     with np.errstate(over="ignore", invalid="ignore"):
         starts = [tensor.start] if isinstance(tensor, DecodedTensor) else base.chunks()
@@ -187,18 +178,15 @@ def step_squares(tensor: Tensor, base: Tensor, known: dict[tuple[str, DType], fl
                         raise NotFinite("not-finite", f"{wrong} or more values are NaN or infinite")
                     found = _wide_squares(values, start[at : at + PIECE])
                 total += found
-                if measured is None:
-                    before += squares(start[at : at + PIECE].astype(np.float32, copy=False))
-    if measured is not None:
-        before = measured
-    elif key[0]:
-        if len(known) >= MAX_BASES:
-            known.clear()
-        known[key] = before
-    if total > MAX_TIMES**2 * (before + numel(tensor)):
-        moved, was = sqrt(total / numel(tensor)), sqrt(before / numel(tensor))
-        detail = f"its values moved by {moved:.3g} and were {was:.3g} (root mean squares): nothing of them is left"
-        raise TooFar("too-far", detail)
+    # A version of zeros would allow this much, so only larger steps need the version's own norm.
+    if total > MAX_TIMES**2 * numel(tensor):
+        before = fsum(squares(start.astype(np.float32, copy=False)) for start in base.chunks())
+        if total > MAX_TIMES**2 * (before + numel(tensor)):
+            moved, was = sqrt(total / numel(tensor)), sqrt(before / numel(tensor))
+            detail = (
+                f"its values moved by {moved:.3g} and were {was:.3g} (root mean squares): nothing of them is left"
+            )
+            raise TooFar("too-far", detail)
     return total
 
 

@@ -6,6 +6,7 @@ Everything that the coordinator computes is elementwise over blocks, so a tensor
 
 import hashlib
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import isfinite, prod
@@ -160,8 +161,12 @@ class Derived(ABC):
     sources: tuple[Tensor, ...]
 
     @abstractmethod
-    def fill(self, out: Array, parts: Sequence[Array]) -> None:
-        """Compute a chunk into `out` from the same chunk of each source, which it leaves as it is."""
+    def fill(self, out: Array, parts: Iterator[Array]) -> None:
+        """Compute a chunk into `out` from the same chunk of each source, which it leaves as it is.
+
+        A source that nothing else needs is read when its part is asked for, so a sum that drops each part before the
+        next holds one at a time.
+        """
 
     def chunks(self) -> Iterator[Array]:
         return (chunk for (chunk,) in lockstep([self]))
@@ -173,9 +178,10 @@ class Computed(Derived):
 
     compute: Callable[[Sequence[Array]], Array]
 
-    def fill(self, out: Array, parts: Sequence[Array]) -> None:
+    def fill(self, out: Array, parts: Iterator[Array]) -> None:
+        whole = list(parts)
         for start in range(0, len(out), PIECE):
-            out[start : start + PIECE] = self.compute([part[start : start + PIECE] for part in parts])
+            out[start : start + PIECE] = self.compute([part[start : start + PIECE] for part in whole])
 
 
 @dataclass(frozen=True)
@@ -187,12 +193,12 @@ class WeightedSum(Derived):
 
     weights: tuple[float, ...]
 
-    def fill(self, out: Array, parts: Sequence[Array]) -> None:
-        base = parts[0].astype(out.dtype, copy=False)
+    def fill(self, out: Array, parts: Iterator[Array]) -> None:
+        base = next(parts).astype(out.dtype, copy=False)
         step = np.empty_like(out)
         # The sum begins at zero, so that it is never -0.0 where nobody changed anything: 0.0 + -0.0 is 0.0.
         out.fill(0)
-        for weight, source, part in zip(self.weights, self.sources[1:], parts[1:], strict=True):
+        for weight, source, part in zip(self.weights, self.sources[1:], parts, strict=True):
             if not isinstance(source, StepsOf):
                 np.subtract(part.astype(out.dtype, copy=False), base, out=step)
                 np.multiply(step, out.dtype.type(weight), out=step)
@@ -212,7 +218,7 @@ class SteppedTensor(Derived):
     def step(self) -> Derived:
         return cast("Derived", self.sources[1])
 
-    def fill(self, out: Array, parts: Sequence[Array]) -> None:
+    def fill(self, out: Array, parts: Iterator[Array]) -> None:
         start, step = parts
         if start.dtype == step.dtype == out.dtype:
             np.subtract(start, step, out=out)
@@ -226,26 +232,45 @@ class SteppedTensor(Derived):
 class OverwrittenTensor(SteppedTensor):
     """Moved all the way to its third source, whose bits it takes: what a single sender sent is not rounded again."""
 
-    def fill(self, out: Array, parts: Sequence[Array]) -> None:
-        out[...] = parts[2]
+    def fill(self, out: Array, parts: Iterator[Array]) -> None:
+        _, _, out[...] = parts
 
 
 def lockstep(tensors: Sequence[Tensor]) -> Iterator[tuple[Array, ...]]:
     """Read tensors of one size side by side: yields the next chunk of each.
 
-    What several of them are computed from is read, and computed, once per chunk, however many need it. A chunk of
-    each is held at a time, and of each of their sources. Raises ValueError if the sizes differ.
+    What several of them are computed from is read, and computed, once per chunk, however many need it, and held
+    meanwhile. A tensor that one other is computed from is read when that one asks for it. Raises ValueError if the
+    sizes differ.
     """
     order = _sources_first(tensors)
+    if len(sizes := {numel(tensor) for tensor in order}) > 1:
+        raise ValueError(f"tensors of different sizes are read side by side: {sorted(sizes)} elements")
     derived = [tensor for tensor in order if isinstance(tensor, Derived)]
-    read = [tensor for tensor in order if not isinstance(tensor, Derived)]
-    for parts in zip(*(tensor.chunks() for tensor in read), strict=True):
-        at_hand = {_identity(tensor): part for tensor, part in zip(read, parts, strict=True)}
+    read = {_identity(tensor): tensor.chunks() for tensor in order if not isinstance(tensor, Derived)}
+    needed = Counter(map(_identity, (*tensors, *(source for tensor in derived for source in tensor.sources))))
+    outputs = set(map(_identity, tensors))
+    held = [key for key in read if needed[key] > 1 or key in outputs]
+    for count in chunk_counts(max(sizes, default=0)):
+        at_hand = {key: _next_of(read[key], count) for key in held}
         for tensor in derived:
-            result = np.empty(len(parts[0]), NUMPY_DTYPES[tensor.dtype])
-            tensor.fill(result, [at_hand[_identity(source)] for source in tensor.sources])
+            keys = map(_identity, tensor.sources)
+            parts = (at_hand[key] if key in at_hand else _next_of(read[key], count) for key in keys)
+            result = np.empty(count, NUMPY_DTYPES[tensor.dtype])
+            tensor.fill(result, parts)
             at_hand[_identity(tensor)] = result
         yield tuple(at_hand[_identity(tensor)] for tensor in tensors)
+    for chunks in read.values():
+        # What decodes a tensor checks at its end that no bytes are left over.
+        if next(chunks, None) is not None:
+            raise ValueError("a tensor has more chunks than its shape allows")
+
+
+def _next_of(chunks: Iterator[Array], count: int) -> Array:
+    chunk = next(chunks, None)
+    if chunk is None or len(chunk) != count:
+        raise ValueError(f"a tensor has {0 if chunk is None else len(chunk)} elements in a chunk of {count}")
+    return chunk
 
 
 def _identity(tensor: Tensor) -> tuple[int, bool]:

@@ -7,10 +7,12 @@ first, by reading it in the ordinary way, and is never written to again.
 import io
 import mmap
 from pathlib import Path
+from threading import Lock
 from typing import BinaryIO
+from weakref import WeakSet
 
-DROPPED_BYTES = 1 << 20
-"""Bytes read before their pages are released: they would count as this process's memory."""
+RESIDENT_BYTES = 8 << 20
+"""Bytes of mapped files whose pages stay in this process's memory after they were read, over all files."""
 
 
 def mapped(path: Path) -> mmap.mmap | None:
@@ -20,6 +22,29 @@ def mapped(path: Path) -> mmap.mmap | None:
         return mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) if size else None
 
 
+class _Resident:
+    """The files with pages in this process's memory."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._files: WeakSet[MappedFile] = WeakSet()
+        self._nbytes = 0
+
+    def note(self, file: "MappedFile", count: int) -> None:
+        """Count bytes that are about to be read; release what was read before once it is too much."""
+        with self._lock:
+            self._nbytes += count
+            self._files.add(file)
+            if self._nbytes <= RESIDENT_BYTES:
+                return
+            files, self._files, self._nbytes = self._files, WeakSet([file]), count
+        for each in files:
+            each.drop_pages()
+
+
+_resident = _Resident()
+
+
 class MappedFile(io.RawIOBase):
     """A mapped file, to be read. What `take` gave stays valid as long as it is held, also after `close`."""
 
@@ -27,22 +52,20 @@ class MappedFile(io.RawIOBase):
         self._map = found
         self._view = memoryview(found or b"")
         self._at = 0
-        self._dropped = 0
 
     def take(self, count: int) -> memoryview:
         """Return the next `count` bytes, fewer at the end, and no copy of them."""
-        if self._at - self._dropped >= DROPPED_BYTES:
-            self._drop(self._at - self._at % mmap.PAGESIZE)
-            self._dropped = self._at
         taken = self._view[self._at : self._at + count]
+        _resident.note(self, len(taken))
         self._at += len(taken)
         return taken
 
-    def _drop(self, stop: int) -> None:
-        """Give back all pages up to there, since the kernel brings in more than was asked for. Who still reads one
+    def drop_pages(self) -> None:
+        """Release all pages up to the position, since the kernel brings in more than was asked for. A reader of one
         has it brought in again."""
-        if self._map and stop:
-            self._map.madvise(mmap.MADV_DONTNEED, 0, stop)
+        stop = self._at - self._at % mmap.PAGESIZE
+        if (found := self._map) and stop:
+            found.madvise(mmap.MADV_DONTNEED, 0, stop)
 
     def readable(self) -> bool:
         return True
@@ -56,7 +79,6 @@ class MappedFile(io.RawIOBase):
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: len(self._view)}[whence]
         self._at = max(0, start + offset)
-        self._dropped = self._at
         return self._at
 
     def read(self, count: int | None = -1) -> bytes:
@@ -68,7 +90,8 @@ class MappedFile(io.RawIOBase):
         return len(data)
 
     def close(self) -> None:
-        self._drop(len(self._view))
+        self._at = len(self._view)
+        self.drop_pages()
         # Unmapped once the last array over it is gone.
         self._view, self._map = memoryview(b""), None
         super().close()

@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
+from weakref import finalize
 
 import numpy as np
 import pytest
@@ -318,8 +320,43 @@ def test_each_of_several_outputs_can_be_read_alone() -> None:
 
 def test_in_lockstep_sizes_must_agree() -> None:
     short, long = (ArrayTensor(np.ones(size, np.float32)) for size in (3, CHUNK + 1))
-    with pytest.raises(ValueError, match="shorter"):
+    with pytest.raises(ValueError, match=r"different sizes.*\[3, 262145\]"):
         list(lockstep([long, short]))
+
+
+class Watched(ArrayTensor):
+    """A tensor that counts the chunks of its class that are in memory."""
+
+    alive: ClassVar[list[int]] = []
+    most: ClassVar[int] = 0
+
+    def chunks(self) -> Iterator[np.ndarray]:
+        return map(self._copied, super().chunks())
+
+    @classmethod
+    def _copied(cls, chunk: np.ndarray) -> np.ndarray:
+        copied: np.ndarray = chunk.copy()
+        cls.alive.append(id(copied))
+        cls.most = max(cls.most, len(cls.alive))
+        finalize(copied, cls.alive.remove, id(copied))
+        return copied
+
+
+def test_a_sum_holds_a_chunk_of_one_sender_and_the_next_however_many_there_are() -> None:
+    base, values = ArrayTensor(np.zeros(CHUNK + 5, np.float32)), np.ones(CHUNK + 5, np.float32)
+    merged = to_array(mean_step(base, [(1.0, Watched(values)) for _ in range(20)]))
+    np.testing.assert_allclose(merged, values, rtol=1e-6)
+    assert Watched.most == 2
+
+
+def test_a_tensor_with_more_elements_than_its_shape_is_an_error() -> None:
+    class Longer(ArrayTensor):
+        def chunks(self) -> Iterator[np.ndarray]:
+            yield from (self.values, self.values)
+
+    base, sender = ArrayTensor(np.zeros(3, np.float32)), Longer(np.ones(3, np.float32))
+    with pytest.raises(ValueError, match="more chunks"):
+        to_array(mean_step(base, [(1.0, sender), (1.0, sender)]))
 
 
 def test_what_shares_a_source_however_deep_is_grouped() -> None:

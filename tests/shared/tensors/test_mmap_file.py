@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import io
+import re
 from pathlib import Path
 
 import pytest
 
-from tessera.shared.tensors.mmap_file import MappedFile, mapped, taken
+from tessera.shared.tensors.mmap_file import RESIDENT_BYTES, MappedFile, mapped, taken
 
 DATA = bytes(range(251)) * 20_000
 
@@ -55,3 +56,19 @@ def test_an_empty_file_can_be_read(tmp_path: Path) -> None:
 def test_any_file_is_taken_from(path: Path) -> None:
     with path.open("rb") as file:
         assert taken(io.BytesIO(DATA), 4) == taken(file, 4) == DATA[:4]
+
+
+def test_few_pages_of_files_read_side_by_side_stay_in_memory(tmp_path: Path) -> None:
+    paths = [tmp_path / str(number) for number in range(4)]
+    for path in paths:
+        path.write_bytes(bytes(RESIDENT_BYTES))
+    files = [MappedFile(mapped(path)) for path in paths]
+    for _ in range(RESIDENT_BYTES >> 18):
+        for file in files:
+            assert not any(file.take(1 << 18))
+    pages = re.findall(rf" {tmp_path}/\d\n.*?\nRss: +(\d+) kB", Path("/proc/self/smaps").read_text(), re.DOTALL)
+    assert len(pages) == 4
+    # The kernel brings in up to 64 KiB around a page.
+    assert sum(map(int, pages)) << 10 <= RESIDENT_BYTES + (4 << 18)
+    for file in files:
+        file.close()
