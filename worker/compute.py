@@ -1,8 +1,8 @@
 """A worker's settings of how its device computes."""
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class Compute(BaseModel):
@@ -25,3 +25,17 @@ class Compute(BaseModel):
         description="4: the matrices of a base beside adapters are rounded to 4 bits, which takes about a quarter of "
         "their memory. Tasks that train them are refused. Needs `tessera[quantized]`",
     )
+    shard: bool = Field(
+        default=False,
+        description="whether several devices divide a model's parameters among them (fully_shard), for models that "
+        "do not fit one device. Slower, and not for every run",
+    )
+
+    @model_validator(mode="after")
+    def _shards_alone(self) -> Self:
+        beside = [name for name in ("compile", "base_bits") if getattr(self, name)]
+        if self.shard and beside:
+            raise ValueError(
+                f"shard works with neither compile nor base_bits: remove {' and '.join(beside)} or shard"
+            )
+        return self

@@ -218,6 +218,14 @@ class WorkerSettings(DataSettings):
         return {name: allowance for name, allowance in given.items() if allowance}
 
     @model_validator(mode="after")
+    def _shards_over_devices(self) -> Self:
+        if self.compute.shard and self.devices == 1:
+            raise ValueError("compute.shard divides a model among several devices: set devices, or remove shard")
+        if self.compute.shard and self.micro_batch is not None:
+            raise ValueError("micro_batch: with compute.shard all devices train whole batches: remove micro_batch")
+        return self
+
+    @model_validator(mode="after")
     def _has_token(self) -> Self:
         if self.token is None and self.token_file is None:
             raise ValueError("give token_file (or token), with the token that an administrator issued")

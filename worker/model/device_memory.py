@@ -20,13 +20,19 @@ MEMINFO = Path("/proc/meminfo")
 
 
 def needed_bytes(
-    blocks: Iterable[Block], trained: Iterable[Block], training: Training, four_bits: Collection[str] = ()
+    blocks: Iterable[Block],
+    trained: Iterable[Block],
+    training: Training,
+    four_bits: Collection[str] = (),
+    shards: int = 1,
 ) -> int:
     """Return the bytes of a model's blocks, and of gradients and optimizer moments in float32 of the trained ones,
-    with a margin. Activations depend on the batch and are not counted. `four_bits` names the matrices in 4 bits."""
+    with a margin. Activations depend on the batch and are not counted. `four_bits` names the matrices in 4 bits,
+    and `shards` is the number of devices that divide all this."""
     moments = 2 if training.optimizer == "adamw" else int(training.momentum > 0)
     each = GRADIENT_BYTES + moments * MOMENT_BYTES
-    return MARGIN_BYTES + stored_bytes(blocks, four_bits) + each * sum(block.numel for block in trained)
+    nbytes = stored_bytes(blocks, four_bits) + each * sum(block.numel for block in trained)
+    return MARGIN_BYTES + -(-nbytes // shards)
 
 
 def free_bytes(device: torch.device, meminfo: Path = MEMINFO) -> int:

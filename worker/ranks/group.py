@@ -10,10 +10,12 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from tessera.shared.methods.base import UnsupportedRun
-from tessera.worker.data.dataset import Dataset
+from tessera.worker.data.dataset import LABELS, Dataset
 from tessera.worker.model.forward import label_count
 from tessera.worker.ranks.handover import dumps, loads
+from tessera.worker.ranks.sharding import keep_shard, shard
 from tessera.worker.ranks.shared_dataset import SharedDataset
+from tessera.worker.training.batches import Batch
 from tessera.worker.training.context import LocalTaskContext
 from tessera.worker.training.ranks import Pieces
 
@@ -32,15 +34,36 @@ class Group:
         self._shared: WeakKeyDictionary[Dataset, SharedDataset] = WeakKeyDictionary()
         self.alone = False
         """True while the first rank computes something for all."""
+        self.sharded = False
+        """True while the ranks divide the model's parameters among them (`compute.shard`)."""
+        self._dataset: Dataset | None = None
 
     @property
     def is_first(self) -> bool:
         return self.rank == 0
 
+    # ------------------------------------------------------------ parameters
+
+    @property
+    def shards(self) -> int:
+        return self.size if self.sharded else 1
+
+    def shard(self, model: nn.Module, on: torch.device) -> None:
+        if self.sharded:
+            shard(model, on, self.size)
+
+    def keep_shard(self, tensor: Tensor, values: Tensor) -> None:
+        keep_shard(tensor, values, self.rank, self.size)
+
+    def take_part(self, forward: Callable[[Batch], object], dataset: Dataset, on: torch.device) -> None:
+        if self.sharded:
+            forward(_synthetic(dataset, on))
+
     # ------------------------------------------------------------ rows
 
     def share_of(self, dataset: Dataset) -> Dataset:
         # Loaders go on while their data set is the same.
+        self._dataset = dataset
         if dataset not in self._shared:
             self._shared[dataset] = SharedDataset.of(dataset, self.rank, self.size)
         return self._shared[dataset]
@@ -57,7 +80,7 @@ class Group:
                 "which needs whole batches: begin a run with another model, or have the site train on one device "
                 "(devices)"
             )
-        for parameter in parameters:
+        for parameter in () if self.sharded else parameters:
             dist.broadcast(parameter.detach(), 0)
         # Otherwise each rank would drop out the same units of its rows.
         if self.rank:
@@ -81,9 +104,15 @@ class Group:
         if weighted and objective:
             weight = torch.stack([objective.weight_of(context.head, piece["labels"]) for piece, _ in pieces]).sum()
             of_all = weight / self.total(weight)
+        if not own and self.sharded and self._dataset:
+            # The other ranks wait for this one at each layer. It adds nothing to the gradients.
+            return [(_synthetic(self._dataset, pieces[0][0][LABELS].device), 0.0)]
         return [(piece, share * of_all) for piece, share in pieces if own]
 
     def sum_gradients(self, parameters: Sequence[Tensor]) -> None:
+        if self.sharded:
+            # The backward pass has summed them.
+            return
         with_gradient = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.uint8)
         dist.all_reduce(with_gradient, dist.ReduceOp.MAX)
         # A parameter that no rank's rows depend on keeps no gradient, as in one process.
@@ -146,6 +175,12 @@ class Group:
             raw = torch.frombuffer(bytearray(document), dtype=torch.uint8)
         dist.broadcast(raw, rank)
         return loads(raw.numpy().tobytes())
+
+
+def _synthetic(dataset: Dataset, on: torch.device) -> Batch:
+    """Return a batch of one synthetic example."""
+    batch = {**dataset.placeholder(1), **dataset.common}
+    return {name: tensor.to(on) for name, tensor in batch.items()}
 
 
 def _buckets(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:

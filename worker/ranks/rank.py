@@ -20,6 +20,7 @@ from tessera.shared.model.attention_stats import LayerAttention, TaskTokens
 from tessera.shared.model.blocks import Block
 from tessera.shared.tensors.lazy import Array
 from tessera.worker.data.dataset import Dataset
+from tessera.worker.model.build import read_block
 from tessera.worker.ranks import handover
 from tessera.worker.ranks.checkpoints import GroupCheckpoints
 from tessera.worker.ranks.group import Group
@@ -34,6 +35,7 @@ from tessera.worker.ranks.messages import (
     receive,
     send,
 )
+from tessera.worker.ranks.sharding import bytes_here, gathered
 from tessera.worker.ranks.shared_dataset import dataset_of
 from tessera.worker.state.blob_cache import Source
 from tessera.worker.state.checkpoints import Instance, TaskCheckpoint
@@ -99,18 +101,26 @@ class Rank:
         allow_tf32(allowed=given.compute.tf32)
         run = TaskRun(self._environment(given), task, self._check, given.report, self._journal())
         built = self._models.take(task.run, task.model)
-        if built is None or len(fetched.bases) < len(fetched.blocks):
+        self._group.sharded = given.compute.shard
+        settings_differ = built and (given.compute.shard or built.four_bits != fetched.four_bits)
+        if built is None or settings_differ or len(fetched.bases) < len(fetched.blocks):
             # As in `fetch`: a local value of a block that is not fetched must not leak into this round.
             built = None
             require_memory(run, fetched.blocks, fetched.four_bits)
         loaded = load(run, replace(fetched, last=built))
+        if given.compute.shard:
+            nbytes = sum(each.nbytes for each in loaded.built.model.parameters())
+            log = structlog.get_logger("worker")
+            log.info("model-sharded", rank=self._group.rank, bytes=bytes_here(loaded.built.model), model_bytes=nbytes)
         loaded = replace(loaded, context=MeasuringTogether.of(loaded.context, self._group))
         dataset = self._read(given.dataset)
         require_own_loss(loaded.context, dataset)
         with explained(fetched.document, loaded.context, dataset, private=given.private):
             stage = self._stage(run, loaded, dataset, given)
         loaded.context.close()
-        self._models.keep(loaded.built)
+        # What a sharded model trains is set once.
+        if not given.compute.shard:
+            self._models.keep(loaded.built)
         return stage, loaded.moments.values, vars(run.report)
 
     def _stage(
@@ -261,6 +271,10 @@ class MeasuringTogether(LocalTaskContext):
         made = cls(**{each.name: getattr(context, each.name) for each in fields(LocalTaskContext)})
         made.group = group
         return made
+
+    def read(self, block: Block) -> Array:
+        tensors = self._tensor(block)
+        return read_block({name: gathered(tensor) for name, tensor in tensors.items()}, block)
 
     def attention(self, batches: Iterable[Mapping[str, Tensor]], tokens: TaskTokens) -> dict[str, LayerAttention]:
         return self.group.same(lambda: super(MeasuringTogether, self).attention(batches, tokens))

@@ -77,8 +77,10 @@ class DeviceStages:
         """Train as `task.train.train` does. Raises its exceptions, and TaskFailure if a rank ends.
 
         With a checkpoint that was written in between, new ranks then go on from it: a task that ends its ranks
-        before the next one fails.
+        before the next one fails. A sharded model has no checkpoints.
         """
+        if run.env.setup.compute.shard:
+            checkpoint = None
         while True:
             try:
                 return self._executed(run, fetched, loaded, dataset, private, checkpoint)  # type: ignore[no-any-return]

@@ -45,6 +45,7 @@ from tessera.worker.training.context import LocalTaskContext
 from tessera.worker.training.input_mismatch import require_fit
 from tessera.worker.training.optimization.moments import Moments, without_moments
 from tessera.worker.training.randomness import seed_everything
+from tessera.worker.training.ranks import require_shardable
 
 
 @dataclass(frozen=True)
@@ -128,6 +129,8 @@ def fetch(run: TaskRun, dataset: Dataset) -> Fetched:
     if env.setup.compute.base_bits:
         four_bits = last.four_bits if last else four_bit_tensors(document, mapping)
         require_frozen(document, four_bits, task.plan, is_training=task.kind == "train")
+    if env.setup.compute.shard:
+        require_shardable(_half(run, blocks), task.plan, blocks, task.training, private=task.privacy is not None)
     manifest = _read_manifest(run)
     if last is None:
         require_memory(run, blocks, four_bits)
@@ -147,7 +150,8 @@ def require_memory(run: TaskRun, blocks: Sequence[Block], four_bits: frozenset[s
     # A method that chooses among the plan's blocks may itself fit its choice to the memory.
     fixed = task.kind == "train" and type(_half(run, blocks)).select is WorkerHalf.select
     trained = task.plan.train.resolve(blocks) if fixed else ()
-    needed, free = needed_bytes(blocks, trained, task.training, four_bits), free_bytes(device)
+    shards = run.env.setup.ranks.shards
+    needed, free = needed_bytes(blocks, trained, task.training, four_bits, shards), free_bytes(device)
     structlog.get_logger("worker").info("memory", needed_bytes=needed, free_bytes=free, device=str(device))
     if needed > free:
         raise TaskFailure(
@@ -204,14 +208,17 @@ def load(run: TaskRun, fetched: Fetched) -> Loaded:
 
 def _fill(run: TaskRun, fetched: Fetched, built: Built) -> None:
     """Write the version's values into a model. Matrices in 4 bits are converted one by one."""
-    tensors, layers = named_tensors(built.model), four_bit_layers(built.model)
+    tensors, layers, ranks = named_tensors(built.model), four_bit_layers(built.model), run.env.setup.ranks
     for name, group in groupby(fetched.bases.values(), key=lambda base: base.block.tensor):
         bases = list(group)
         content = tuple(fetched.content(base.block) for base in bases)
         if (layer := layers.get(name)) and layer.content == content:
             # It does not train, so that it has these values still.
             continue
-        matrix = {name: torch.empty_like(layer.weight, device=run.env.device)} if layer else tensors
+        whole = layer.weight if layer else tensors[name] if ranks.shards > 1 else None
+        matrix = tensors
+        if whole is not None:
+            matrix = {name: torch.empty(whole.shape, dtype=whole.dtype, device=run.env.device)}
         for base in bases:
             run.check()
             values = base.values()
@@ -220,6 +227,8 @@ def _fill(run: TaskRun, fetched: Fetched, built: Built) -> None:
             write_block(matrix, base.block, values)
         if layer:
             layer.fill(matrix[name], content)
+        elif whole is not None:
+            ranks.keep_shard(whole, matrix[name])
 
 
 def _built(run: TaskRun, fetched: Fetched) -> Built:
@@ -232,6 +241,7 @@ def _built(run: TaskRun, fetched: Fetched) -> Built:
     # On several devices the ranks have the values, and this process shapes.
     if device.type != "meta":
         put_four_bits(model, fetched.four_bits)
+    run.env.setup.ranks.shard(model, device)
     allocate(model, device)
     return Built(task.run, task.model, model, fetched.blocks, structure_of(model), fetched.four_bits)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -180,6 +180,15 @@ def test_each_rank_has_its_base_in_4_bits(stages: DeviceStages, monkeypatch: pyt
     two = divided(case, stages, monkeypatch, **four)
     assert all(task.metrics["base_bits"] == 4.0 for made in two.rounds for task in made.tasks)
     assert distance(one.arrays(), two.arrays()) < 1e-3 * distance(one.arrays(), whole.arrays())
+
+
+def test_a_group_builds_its_model_again_when_base_bits_change(
+    stages: DeviceStages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = replace(CASES["lora"], training={"steps": 2})
+    for compute, bits in ((Compute(), None), (Compute(base_bits=4), 4.0), (Compute(), None)):
+        result = divided(case, stages, monkeypatch, compute=compute)
+        assert [task.metrics.get("base_bits") for made in result.rounds for task in made.tasks] == [bits]
 
 
 @pytest.mark.long

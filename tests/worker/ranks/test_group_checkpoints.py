@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -27,6 +28,8 @@ STEPS = 7
 """The second pass over 33 examples has begun."""
 
 PLAIN = Case("fedavg", config={**VIT, "hidden_dropout_prob": 0.1}, training={"steps": STEPS, "optimizer": "adamw"})
+ENDLESS = replace(PLAIN, training={"batch_size": 1, "steps": 1_000_000})
+"""A task that does not end before its ranks are killed, however fast they are."""
 CASES = {
     "dropout": PLAIN,
     "two phases": Case("ditto", training={"steps": STEPS}),
@@ -120,4 +123,4 @@ def test_a_task_that_ends_its_ranks_before_the_next_checkpoint_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(Stalled, match="ranks-ended"):
-        final(PLAIN, tmp_path, monkeypatch, 1000.0, *[partial(kill, tmp_path, "main")] * 3)
+        final(ENDLESS, tmp_path, monkeypatch, 1000.0, *[partial(kill, tmp_path, "main")] * 3)

@@ -1,0 +1,101 @@
+"""A group that divides a model's parameters among its ranks trains as one process does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from tessera.worker.compute import Compute
+from tessera.worker.ranks.stages import DeviceStages
+from tessera.worker.settings import WorkerSettings
+from tessera.worker.simulation import Stalled
+from tests.worker.ranks.test_equal_results import BERT, CASES, CPU, EXAMPLES, GPT2, Case, compare, divided, tagged
+
+SHARD = Compute(shard=True)
+TRAINED = {
+    "full": CASES["full"],
+    "lora": CASES["lora"],
+    "texts, some without labels": Case("fedavg", config=GPT2, head="causal-lm"),
+    "recomputed": Case("fedavg", rounds=2, training={"gradient_checkpointing": True, "steps": 10}),
+    "a rank without rows": Case("fedavg", training={"batch_size": 1}),
+    "measured": Case("fedavg", measured=EXAMPLES, config=BERT, head="token-classification", data=tagged),
+}
+REFUSED = {
+    "trains slices of tensors": CASES["slices"],
+    "steps of its own .*after_backward": CASES["scaffold"],
+    "differential privacy": Case("fedavg", spec={"privacy": {"epsilon": 3.0, "delta": 1e-3, "clip_norm": 1.0}}),
+    "keep_moments is true": Case("fedavg", training={"optimizer": "adamw", "keep_moments": True}),
+    "precision is float16": Case("fedavg", training={"precision": "float16"}),
+}
+
+
+@pytest.fixture(scope="module")
+def stages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeviceStages]:
+    made = DeviceStages((CPU, CPU), tmp_path_factory.mktemp("state"), threads=1)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("name", ["full", "lora"])
+def test_two_ranks_with_half_a_model_each_train_as_one_process(
+    name: str, stages: DeviceStages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compare(TRAINED[name], stages, monkeypatch, compute=SHARD)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", [name for name in TRAINED if name not in CASES])
+def test_two_ranks_with_half_a_model_each_train_other_runs_as_one_process(
+    name: str, stages: DeviceStages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compare(TRAINED[name], stages, monkeypatch, compute=SHARD)
+
+
+@pytest.mark.parametrize("told", REFUSED)
+def test_a_run_whose_model_cannot_be_divided_is_refused_before_it_is_fetched(
+    told: str, stages: DeviceStages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(Stalled, match=f"unsuited: .*compute.shard.*{told}"):
+        divided(REFUSED[told], stages, monkeypatch, compute=SHARD)
+
+
+def test_each_rank_keeps_half_of_the_parameters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    stages = DeviceStages((CPU, CPU), tmp_path, threads=1)
+    try:
+        divided(Case("fedavg", config=GPT2, head="causal-lm"), stages, monkeypatch, compute=SHARD)
+    finally:
+        stages.close()
+    lines = [json.loads(line) for line in capfd.readouterr().out.splitlines() if "model-sharded" in line]
+    assert len(lines) == 2
+    for line in lines:
+        assert line["bytes"] == pytest.approx(line["model_bytes"] / 2, rel=0.01)
+
+
+@pytest.mark.parametrize("beside", [{"compile": True}, {"base_bits": 4}])
+def test_shard_is_refused_beside_settings_that_need_whole_parameters(beside: dict[str, object]) -> None:
+    with pytest.raises(ValidationError, match="shard works with neither compile nor base_bits"):
+        Compute.model_validate({"shard": True, **beside})
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [({}, "set devices, or remove shard"), ({"devices": 2, "micro_batch": 4}, "remove micro_batch")],
+)
+def test_shard_is_refused_on_one_device_and_for_batches_in_pieces(
+    settings: dict[str, object], told: str, tmp_path: Path
+) -> None:
+    given: dict[str, object] = {
+        "url": "http://127.0.0.1",
+        "token": "t",
+        "name": "w",
+        "state_dir": tmp_path,
+        "datasets": {"digits": {"kind": "digits"}},
+    }
+    with pytest.raises(ValidationError, match=told):
+        WorkerSettings.model_validate({**given, **settings, "compute": {"shard": True}})
