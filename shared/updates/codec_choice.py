@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -39,7 +40,7 @@ DECODED_PASSES = 2
 
 PROBED_BLOCKS = 4
 PROBES_KEPT = 5
-SAMPLE_CHUNKS = 4
+SAMPLE_CHUNKS = 2
 TRIES = 3
 
 
@@ -99,9 +100,18 @@ def probe(codec: str, changes: Sequence[TrainedBlock]) -> tuple[float, float]:
     return median(seconds), nbytes / sum(sample.block.nbytes for sample in samples)
 
 
-@lru_cache(maxsize=16)
+_measuring = threading.Lock()
+
+
 def typical_coding(codec: str) -> Coding:
     """Return what a codec costs this machine on float32 values that have moved as in fine-tuning, measured once."""
+    # One thread measures: all tasks of a first round are leased at once, and a cache alone lets each of them measure.
+    with _measuring:
+        return _typical_coding(codec)
+
+
+@lru_cache(maxsize=16)
+def _typical_coding(codec: str) -> Coding:
     rng = np.random.default_rng(0)
     scales = np.float32(2e-2), np.float32(1e-4)
     base, step = (np.tile(scale * rng.standard_normal(CHUNK, np.float32), SAMPLE_CHUNKS) for scale in scales)
