@@ -28,7 +28,7 @@ STEPS = 7
 """The second pass over 33 examples has begun."""
 
 PLAIN = Case("fedavg", config={**VIT, "hidden_dropout_prob": 0.1}, training={"steps": STEPS, "optimizer": "adamw"})
-ENDLESS = replace(PLAIN, training={"batch_size": 1, "steps": 1_000_000})
+ENDLESS = replace(PLAIN, examples=10_000, training={"batch_size": 1, "steps": 1_000_000})
 """A task that does not end before its ranks are killed, however fast they are."""
 CASES = {
     "dropout": PLAIN,
@@ -56,11 +56,16 @@ class KilledRunner(TaskRunner):
 
 
 def final(
-    case: Case, folder: Path, monkeypatch: pytest.MonkeyPatch, seconds: float, *kills: Callable[[], None]
+    case: Case,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    seconds: float,
+    *kills: Callable[[], None],
+    ranks: int = 2,
 ) -> dict[str, bytes]:
     """What a run ends with whose worker writes a checkpoint whenever so many seconds have passed."""
     KilledRunner.kills = list(kills)
-    stages = DeviceStages((CPU, CPU), folder, threads=1)
+    stages = DeviceStages((CPU,) * ranks, folder, threads=1)
     ledger, vault = Ledger(folder / "ledger"), folder / "checkpoints"
     vault.mkdir(parents=True, exist_ok=True)
 
@@ -116,6 +121,15 @@ def test_a_killed_launcher_and_agent_change_no_bit(
         assert final(CASES[case], two, monkeypatch, 0.0) == undisturbed
     assert "checkpoint-removed" not in [line["event"] for line in logs]
     assert charges(two) == charges(one)
+
+
+@pytest.mark.long
+def test_another_number_of_devices_removes_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(AgentKilled):
+        final(PLAIN, tmp_path, monkeypatch, 0.0, end_agent)
+    with capture_logs() as logs:
+        final(PLAIN, tmp_path, monkeypatch, 1000.0, ranks=3)
+    assert [line["event"] for line in logs].count("checkpoint-removed") == 1
 
 
 @pytest.mark.long
