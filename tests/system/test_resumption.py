@@ -44,11 +44,15 @@ def long_run(client: Client, vit: ModelFolder, privacy: Privacy | None) -> Run:
     )
 
 
-def final_version(folder: Path, vit: ModelFolder, running: Keep, kills: int, privacy: Privacy | None = None) -> str:
+def final_version(
+    folder: Path, vit: ModelFolder, running: Keep, kills: int, privacy: Privacy | None = None, devices: int = 1
+) -> str:
     """The digest of what a run of one long task ends with. Its worker is killed a few times on the way."""
     # A lease that outlasts the test: the task resumes under it.
     with CoordinatorProcess(folder, lease_seconds=600) as coordinator:
-        worker = running(worker_process(coordinator, "a", DIGITS, checkpoint_minutes=OFTEN))
+        worker = running(
+            worker_process(coordinator, "a", DIGITS, checkpoint_minutes=OFTEN, device="cpu", devices=devices)
+        )
         client = coordinator.admin()
         run = long_run(client, vit, privacy)
         for kill in range(kills):
@@ -60,7 +64,8 @@ def final_version(folder: Path, vit: ModelFolder, running: Keep, kills: int, pri
         assert client.run(run.id).state == "completed"
         (task,) = (task for round_ in client.rounds(run.id) for task in round_.tasks)
         assert (task.attempts, task.token) == (1, 1)
-        assert said(worker, "training-resumed") == kills
+        # Each rank says so.
+        assert said(worker, "training-resumed") == kills * devices
         worker.kill()
         return client.run(run.id).version.digest
 
@@ -77,6 +82,15 @@ def test_a_worker_killed_in_the_middle_sends_the_same_update(tmp_path: Path, vit
     assert final_version(tmp_path / "two", vit, running, kills=2) == undisturbed
     left = [path.name for path in (tmp_path / "two" / "a" / "state" / "vault").rglob("*") if path.is_file()]
     assert [name for name in left if "checkpoint" in name or name == "instance"] == []
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_a_worker_with_two_devices_killed_in_the_middle_sends_the_same_update(
+    tmp_path: Path, vit: ModelFolder, running: Keep
+) -> None:
+    undisturbed = final_version(tmp_path / "one", vit, running, kills=0, devices=2)
+    assert final_version(tmp_path / "two", vit, running, kills=1, devices=2) == undisturbed
 
 
 @pytest.mark.long
