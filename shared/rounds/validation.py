@@ -5,7 +5,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from io import BytesIO
-from math import fsum, isfinite, sqrt
+from math import isfinite, sqrt
 
 import numpy as np
 
@@ -178,16 +178,20 @@ def step_squares(tensor: Tensor, base: Tensor) -> float:
                         raise NotFinite("not-finite", f"{wrong} or more values are NaN or infinite")
                     found = _wide_squares(values, start[at : at + PIECE])
                 total += found
-    # A version of zeros would allow this much, so only larger steps need the version's own norm.
-    if total > MAX_TIMES**2 * numel(tensor):
-        before = fsum(squares(start.astype(np.float32, copy=False)) for start in base.chunks())
-        if total > MAX_TIMES**2 * (before + numel(tensor)):
-            moved, was = sqrt(total / numel(tensor)), sqrt(before / numel(tensor))
-            detail = (
-                f"its values moved by {moved:.3g} and were {was:.3g} (root mean squares): nothing of them is left"
-            )
-            raise TooFar("too-far", detail)
+        # A version of zeros would allow this much, so only larger steps need the version's own norm.
+        before = (
+            sum(_narrow_squares(start) for start in base.chunks()) if total > MAX_TIMES**2 * numel(tensor) else 0.0
+        )
+    if total > MAX_TIMES**2 * (before + numel(tensor)):
+        moved, was = sqrt(total / numel(tensor)), sqrt(before / numel(tensor))
+        detail = f"its values moved by {moved:.3g} and were {was:.3g} (root mean squares): nothing of them is left"
+        raise TooFar("too-far", detail)
     return total
+
+
+def _narrow_squares(values: Array) -> float:
+    """Return the sum of squares of values as float32, infinite if they overflow it."""
+    return squares(values.astype(np.float32, copy=False))
 
 
 def _wide_squares(values: Array, start: Array) -> float:
