@@ -152,6 +152,7 @@ class DeviceStages:
             return self._handed[1]
         if self._handed:
             self._handed[1].unlink(missing_ok=True)
+            self._handed = None
         path = session.folder / f"dataset-{uuid4().hex}"
         try:
             handover.write(path, parts_of(dataset))

@@ -40,9 +40,12 @@ def require_shardable(
     whole = {block.name for block in trained}
     sliced = sorted(name for name, parts in by_tensor.items() if not parts <= whole)
     own = [name for name in HOOKS if getattr(type(half), name) is not getattr(WorkerHalf, name)]
+    # Refused by `fully_shard` itself, once everything was fetched.
+    scalars = sorted(block.name for block in blocks if not block.shape)
     reasons = {
         f"it trains slices of tensors ({', '.join(sliced[:3])}: choose a scope that trains them whole)": sliced,
         f"its method has steps of its own ({', '.join(own)})": own,
+        f"its model has parameters of a single number ({', '.join(scalars[:3])})": scalars,
         f"it fetches {len(fetched)} of {len(blocks)} blocks": len(fetched) < len(blocks),
         "it has differential privacy": private,
         "training.keep_moments is true": training.keep_moments,

@@ -9,10 +9,15 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
+from tessera.shared.methods.base import MethodSpec, Plan, RunInfo, UnsupportedRun
+from tessera.shared.methods.registry import worker_half
+from tessera.shared.model.blocks import Block
+from tessera.shared.run_settings import Training
 from tessera.worker.compute import Compute
 from tessera.worker.ranks.stages import DeviceStages
 from tessera.worker.settings import WorkerSettings
 from tessera.worker.simulation import Stalled
+from tessera.worker.training.ranks import require_shardable
 from tests.worker.ranks.test_equal_results import BERT, CASES, CPU, EXAMPLES, GPT2, Case, compare, divided, tagged
 
 SHARD = Compute(shard=True)
@@ -61,6 +66,13 @@ def test_a_run_whose_model_cannot_be_divided_is_refused_before_it_is_fetched(
 ) -> None:
     with pytest.raises(Stalled, match=f"unsuited: .*compute.shard.*{told}"):
         divided(REFUSED[told], stages, monkeypatch, compute=SHARD)
+
+
+def test_a_model_with_a_parameter_of_a_single_number_is_refused() -> None:
+    scale = Block(tensor="logit_scale", role="other", shape=(), dtype="F32")
+    half = worker_half(MethodSpec(name="fedavg"), RunInfo((scale,), rounds=1))
+    with pytest.raises(UnsupportedRun, match=r"parameters of a single number \(logit_scale\)"):
+        require_shardable(half, Plan(), [scale], Training(), private=False)
 
 
 def test_each_rank_keeps_half_of_the_parameters(
