@@ -1,4 +1,4 @@
-"""What workers are told for the choice of a codec, and the codecs that real workers then choose."""
+"""The costs that the coordinator reports for the choice of a codec, and the codecs that real workers choose."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SLOW = ThreadTimes(1e6, 0, 0)
 
 
 def given(coordinator: LiveCoordinator, model: Model, workers: int = 1, **spec: Any) -> Task:
-    """The task of the first of so many workers of a round."""
+    """Return the task that the first worker of a round claims, by the number of its workers."""
     some = [ScriptedWorker(coordinator.client("site", f"s{number}")) for number in range(workers)]
     for worker in some:
         worker.enrol()

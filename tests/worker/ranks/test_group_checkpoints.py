@@ -63,7 +63,7 @@ def final(
     *kills: Callable[[], None],
     ranks: int = 2,
 ) -> dict[str, bytes]:
-    """What a run ends with whose worker writes a checkpoint whenever so many seconds have passed."""
+    """Return the end of a run whose worker writes a checkpoint at this interval in seconds."""
     KilledRunner.kills = list(kills)
     stages = DeviceStages((CPU,) * ranks, folder, threads=1)
     ledger, vault = Ledger(folder / "ledger"), folder / "checkpoints"

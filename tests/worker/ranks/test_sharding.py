@@ -60,12 +60,12 @@ def test_two_ranks_with_half_a_model_each_train_other_runs_as_one_process(
     compare(TRAINED[name], stages, monkeypatch, compute=SHARD)
 
 
-@pytest.mark.parametrize("told", REFUSED)
+@pytest.mark.parametrize("reason", REFUSED)
 def test_a_run_whose_model_cannot_be_divided_is_refused_before_it_is_fetched(
-    told: str, stages: DeviceStages, monkeypatch: pytest.MonkeyPatch
+    reason: str, stages: DeviceStages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(Stalled, match=f"unsuited: .*compute.shard.*{told}"):
-        divided(REFUSED[told], stages, monkeypatch, compute=SHARD)
+    with pytest.raises(Stalled, match=f"unsuited: .*compute.shard.*{reason}"):
+        divided(REFUSED[reason], stages, monkeypatch, compute=SHARD)
 
 
 def test_a_model_with_a_parameter_of_a_single_number_is_refused() -> None:
@@ -96,11 +96,11 @@ def test_shard_is_refused_beside_settings_that_need_whole_parameters(beside: dic
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "error"),
     [({}, "set devices, or remove shard"), ({"devices": 2, "micro_batch": 4}, "remove micro_batch")],
 )
 def test_shard_is_refused_on_one_device_and_for_batches_in_pieces(
-    settings: dict[str, object], told: str, tmp_path: Path
+    settings: dict[str, object], error: str, tmp_path: Path
 ) -> None:
     given: dict[str, object] = {
         "url": "http://127.0.0.1",
@@ -109,5 +109,5 @@ def test_shard_is_refused_on_one_device_and_for_batches_in_pieces(
         "state_dir": tmp_path,
         "datasets": {"digits": {"kind": "digits"}},
     }
-    with pytest.raises(ValidationError, match=told):
+    with pytest.raises(ValidationError, match=error):
         WorkerSettings.model_validate({**given, **settings, "compute": {"shard": True}})
