@@ -23,15 +23,14 @@ from tessera.worker.data.readers import image_index, pictures
 from tessera.worker.data.readers.byte_cells import ArrowCells, ParquetCells
 from tessera.worker.data.registry import load, streamed
 from tests.support.pretrained import picture
+from tests.support.scans import write_scans
 
 COUNT = 40
 
 
 @pytest.fixture
 def scans(tmp_path: Path) -> Path:
-    for place in range(COUNT):
-        picture(tmp_path / "scans" / str(place % 2) / f"{place:02}.png", (place, place, place), size=(4, 4))
-    return tmp_path / "scans"
+    return write_scans(tmp_path / "scans", COUNT)
 
 
 @pytest.fixture
