@@ -23,14 +23,15 @@ from tessera.worker.data.readers import image_index, pictures
 from tessera.worker.data.readers.byte_cells import ArrowCells, ParquetCells
 from tessera.worker.data.registry import load, streamed
 from tests.support.pretrained import picture
-from tests.support.scans import write_scans
 
 COUNT = 40
 
 
 @pytest.fixture
 def scans(tmp_path: Path) -> Path:
-    return write_scans(tmp_path / "scans", COUNT)
+    for place in range(COUNT):
+        picture(tmp_path / "scans" / str(place % 2) / f"{place:02}.png", (place, place, place), size=(4, 4))
+    return tmp_path / "scans"
 
 
 @pytest.fixture
