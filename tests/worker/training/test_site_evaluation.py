@@ -168,9 +168,11 @@ def test_measuring_changes_no_bit_of_what_is_trained(
         run = begin(client, method, evaluation)
         with working(settings(coordinator, state)):
             until(lambda run=run: client.run(run.id).state == "completed")
-            kept = state / "vault" / run.id / "current.safetensors"
-            until(lambda kept=kept: list(kept.parent.iterdir()) == [kept])
-        made.append((client.run(run.id).version.digest, kept.read_bytes()))
+            vault = state / "vault" / run.id
+            # FedBABU keeps nothing, for which there is no file.
+            names = [] if method == "fedbabu" else ["current.safetensors"]
+            until(lambda vault=vault, names=names: [path.name for path in vault.glob("*")] == names)
+        made.append((client.run(run.id).version.digest, [path.read_bytes() for path in vault.glob("*")]))
     assert made[0] == made[1]
 
 
