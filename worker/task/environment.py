@@ -15,6 +15,8 @@ from tessera.shared.api.versions import Difference, Manifest
 from tessera.shared.client.client import Progress
 from tessera.shared.client.line import ThreadTimes
 from tessera.shared.hashing import Sink
+from tessera.shared.json_limits import check_document
+from tessera.shared.model.spec import MAX_DOCUMENT_BYTES
 from tessera.shared.schema import TaskKind
 from tessera.shared.tensors.lazy import Array
 from tessera.shared.updates.codec_choice import CodecChooser
@@ -187,6 +189,27 @@ class TaskRun:
     report: Report
     journal: Journal
     began: ThreadTimes = field(default_factory=ThreadTimes.now)
+
+    def count(self, nbytes: int) -> None:
+        """Count bytes that were fetched."""
+        self.report.download_bytes += nbytes
+        self.check()
+
+    def fetch(self, digest: str, max_bytes: int) -> Path:
+        """Return the path of a blob, fetched if it is not here. Raises DigestMismatch, BlobTooLarge."""
+        return self.env.shelf.fetch(digest, max_bytes, self.env.coordinator.copy_blob, self.count)
+
+    def read(self, digest: str, max_bytes: int) -> bytes:
+        """Return a blob's bytes, fetched if it is not here. Raises DigestMismatch, BlobTooLarge."""
+        path = self.fetch(digest, max_bytes)
+        data = self.env.shelf.in_memory(digest)
+        return path.read_bytes() if data is None else data
+
+    def document(self, digest: str) -> bytes:
+        """Return a document's bytes as `read` does. Raises ValueError for one that would grow out of proportion."""
+        raw = self.read(digest, MAX_DOCUMENT_BYTES)
+        check_document(raw)
+        return raw
 
     @property
     def contention(self) -> float:
