@@ -205,10 +205,12 @@ class Egress:
             else:
                 written = write_within(file, codec, changes, budget, task.seed, norms=norms)
             nbytes = file.seek(0, SEEK_END)
-            if isinstance(file, BytesIO):
-                opened: Callable[[], BinaryIO] = partial(BytesIO, file.getvalue())
+            if path:
+                opened = cast("Callable[[], BinaryIO]", partial(path.open, "rb"))
+            elif isinstance(file, BytesIO):
+                opened = partial(BytesIO, file.getvalue())
             else:
-                opened = partial(path.open, "rb") if path else cast("PiecesFile", file).opened
+                opened = cast("PiecesFile", file).opened
             yield UpdateFile(written, nbytes, opened, path), exact
 
     def _file(self, *, inline: bool, raw: bool) -> AbstractContextManager[tuple[Path | None, BinaryIO]]:
