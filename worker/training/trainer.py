@@ -47,7 +47,8 @@ class Trainer(LocalTraining):
         share, size = self.setup.ranks.share_of(dataset), self.training.batch_size
         changes = augmentation_of(self.training, seed)
         batches = Batches(share, size, self.setup.device, order, augmentation=changes)
-        self.context.model.train()
+        # Under privacy no module computes statistics of a batch, from its charge on.
+        self.context.model.train(mode=self.private is None)
         state = TrainingState(self, phases, order)
         planned = [steps_of(phase, self.training, dataset.examples) for phase in phases]
         done = sum(planned[: state.at.phase]) + state.at.batches
