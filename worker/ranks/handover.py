@@ -142,7 +142,7 @@ class _Writer:
             case np.generic():
                 return value.item()
             case list() | tuple():
-                return [type(value).__name__, *map(self.form_of, value)]
+                return ["list" if isinstance(value, list) else "tuple", *map(self.form_of, value)]
             case Mapping():
                 return ["dict", *([self.form_of(key), self.form_of(each)] for key, each in value.items())]
             case Tensor():

@@ -16,10 +16,10 @@ from tessera.worker.ranks.processes import end_with_parent
 def main(agent: int, folder: Path, ranks: int) -> None:
     """Run the ranks until one of them ends, or this process gets SIGTERM."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())
-    end_with_parent(agent, signal.SIGTERM)
     module = [sys.executable, "-m", "tessera.worker.ranks.main", str(folder), str(os.getpid())]
     started: list[subprocess.Popen[bytes]] = []
     try:
+        end_with_parent(agent, signal.SIGTERM)
         started.extend(subprocess.Popen([*module, str(rank)]) for rank in range(ranks))  # noqa: S603  (our own)
         # The others cannot go on without it.
         os.wait()

@@ -76,6 +76,8 @@ class Handover:
     allowances: dict[str, Allowance]
     private: bool
     """True if the agent keeps accounts of the task's privacy."""
+    has_history: bool
+    """True if the agent counts evaluations."""
     checkpoint: CheckpointAt | None
     """The checkpoint to resume from and to write; None if this worker writes none."""
 

@@ -1,5 +1,6 @@
 """Tasks in a rank, and what of the agent's environment takes part in them there."""
 
+import gc
 import importlib
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -9,6 +10,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import structlog
 import torch
 from torch import Tensor
@@ -18,8 +20,9 @@ from tessera.shared.client.client import Progress
 from tessera.shared.methods.base import LocalResult, TrainingStats
 from tessera.shared.model.attention_stats import LayerAttention, TaskTokens
 from tessera.shared.model.blocks import Block
-from tessera.shared.tensors.lazy import Array
+from tessera.shared.tensors.lazy import NUMPY_DTYPES, Array
 from tessera.worker.data.dataset import Dataset
+from tessera.worker.governance.run_history import RunHistory
 from tessera.worker.model.build import read_block
 from tessera.worker.ranks import handover
 from tessera.worker.ranks.checkpoints import GroupCheckpoints
@@ -86,13 +89,16 @@ class Rank:
         try:
             given: Handover = handover.read(path)
             result = self._execute(given)
+            if self._group.is_first:
+                handover.write(self._folder / RESULT_FILE, result)
         except RanksStopped:
-            return Ended()
+            pass
         except Exception as fault:  # noqa: BLE001  (the agent decides what a failure of any kind means)
             structlog.get_logger("worker").exception("rank-failed", rank=self._group.rank)
             return Ended(fault=fault)
-        if self._group.is_first:
-            handover.write(self._folder / RESULT_FILE, result)
+        if self._group.sharded:
+            # Its parts refer to each other, and two of them may not fit.
+            gc.collect()
         return Ended()
 
     def _execute(self, given: Handover) -> Result:
@@ -115,7 +121,9 @@ class Rank:
         loaded = replace(loaded, context=MeasuringTogether.of(loaded.context, self._group))
         dataset = self._read(given.dataset)
         require_own_loss(loaded.context, dataset)
-        with explained(fetched.document, loaded.context, dataset, private=given.private):
+        # One rank alone must not compute with a sharded model.
+        rehearses = not given.compute.shard
+        with explained(fetched.document, loaded.context, dataset, private=given.private, rehearses=rehearses):
             stage = self._stage(run, loaded, dataset, given)
         loaded.context.close()
         # What a sharded model trains is set once.
@@ -134,7 +142,8 @@ class Rank:
             # Needs the extra `privacy`, as the agent's accounting does.
             ranks = importlib.import_module("tessera.worker.ranks.private")
             resumes = saving is not None and saving.document is not None
-            private = ranks.RankPrivacy(run.task, partial(self._call, "private"), self._group, resumes=resumes)
+            call = partial(self._call, "private")
+            private = ranks.RankPrivacy(run.task, dataset.examples, call, self._group, resumes=resumes)
         return train(run, loaded, dataset, private, saving)
 
     def _checkpoints_at(self, place: CheckpointAt) -> GroupCheckpoints:
@@ -155,6 +164,7 @@ class Rank:
             scalers=self._scalers,
             piece_sizes=self._piece_sizes,
             allowances=given.allowances,
+            history=cast("RunHistory", _Remote(self._call, "history")) if given.has_history else None,
         )
 
     def _keep_scale(self, run: str, state: Mapping[str, Array]) -> None:
@@ -273,8 +283,11 @@ class MeasuringTogether(LocalTaskContext):
         return made
 
     def read(self, block: Block) -> Array:
-        tensors = self._tensor(block)
-        return read_block({name: gathered(tensor) for name, tensor in tensors.items()}, block)
+        tensors = {name: gathered(tensor) for name, tensor in self._tensor(block).items()}
+        if self.group.sharded and not self.group.is_first:
+            # Of a sharded model, rank 0's result alone is read.
+            return np.zeros(block.shape, NUMPY_DTYPES[block.dtype])
+        return read_block(tensors, block)
 
     def attention(self, batches: Iterable[Mapping[str, Tensor]], tokens: TaskTokens) -> dict[str, LayerAttention]:
         return self.group.same(lambda: super(MeasuringTogether, self).attention(batches, tokens))

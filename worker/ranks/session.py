@@ -5,6 +5,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection, wait
@@ -70,6 +71,7 @@ class Session:
             # ^C at a terminal is for the agent.
             start_new_session=True,
         )
+        threading.Thread(target=self._remove_folder, daemon=True).start()
         try:
             with server:
                 self._connections = self._connected(server, ranks, check)
@@ -182,6 +184,11 @@ class Session:
     def _about(self, ranks: set[int], what: str) -> str:
         named = ", ".join(f"{rank} ({self._devices[rank]})" for rank in sorted(ranks))
         return f"the process of rank {named} of {len(self._devices)} {what}; the worker's own log has more"
+
+    def _remove_folder(self) -> None:
+        """Remove the folder when the launcher has ended, which does so itself unless it was killed."""
+        self._launcher.wait()
+        shutil.rmtree(self.folder, ignore_errors=True)
 
     def close(self) -> None:
         """End all processes of the group and remove its folder."""

@@ -20,10 +20,12 @@ from tessera.worker.ranks import handover
 from tessera.worker.ranks.messages import CheckpointAt, Handover, Start
 from tessera.worker.ranks.session import RanksEnded, Session
 from tessera.worker.ranks.shared_dataset import parts_of
+from tessera.worker.state.atomic_files import sweep
 from tessera.worker.state.checkpoints import TaskCheckpoint
 from tessera.worker.task.environment import TaskRun
 from tessera.worker.task.errors import TaskFailure
 from tessera.worker.task.fetch import Fetched, Loaded
+from tessera.worker.training.ranks import require_divisible
 
 FOLDER = "ranks"
 IDLE_SECONDS = 300.0
@@ -79,6 +81,8 @@ class DeviceStages:
         With a checkpoint that was written in between, new ranks then go on from it: a task that ends its ranks
         before the next one fails. A sharded model has no checkpoints.
         """
+        if private is None:
+            require_divisible(loaded.half, loaded.context, dataset, len(self.devices))
         if run.env.setup.compute.shard:
             checkpoint = None
         while True:
@@ -90,11 +94,13 @@ class DeviceStages:
                 structlog.get_logger("worker").warning("ranks-restarted", detail=str(end))
                 if private:
                     private.resume(checkpoint.document["private"])
+            finally:
+                if checkpoint:
+                    # Of a rank that was killed while it wrote.
+                    sweep(checkpoint.path.parent)
 
     def evaluate(self, run: TaskRun, fetched: Fetched, loaded: Loaded, dataset: Dataset) -> int:
         """Evaluate as `task.evaluate.evaluate` does. Raises its exceptions, and TaskFailure if a rank ends."""
-        if run.env.history:
-            run.env.history.measure(run.task.dataset, run.env.policy)
         return self._executed(run, fetched, loaded, dataset, None, None)  # type: ignore[no-any-return]
 
     def close(self) -> None:
@@ -127,9 +133,16 @@ class DeviceStages:
             env.policy,
             dict(env.allowances),
             private is not None,
+            env.history is not None,
             CheckpointAt(checkpoint.key, checkpoint.path, env.checkpoint_seconds) if checkpoint else None,
         )
-        targets = {"journal": run.journal, "vault": env.vault, "private": private, "checkpoint": checkpoint}
+        targets = {
+            "journal": run.journal,
+            "vault": env.vault,
+            "private": private,
+            "history": env.history,
+            "checkpoint": checkpoint,
+        }
         result, moments, report = session.execute(given, targets, vars(run.report).update, run.check)
         vars(run.report).update(report)
         loaded.moments.values.update(moments)

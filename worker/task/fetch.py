@@ -130,7 +130,7 @@ def fetch(run: TaskRun, dataset: Dataset) -> Fetched:
         four_bits = last.four_bits if last else four_bit_tensors(document, mapping)
         require_frozen(document, four_bits, task.plan, is_training=task.kind == "train")
     if env.setup.compute.shard:
-        require_shardable(_half(run, blocks), task.plan, blocks, task.training, private=task.privacy is not None)
+        require_shardable(_half(run, blocks), task.plan, document, task.training, private=task.privacy is not None)
     manifest = _read_manifest(run)
     if last is None:
         require_memory(run, blocks, four_bits)

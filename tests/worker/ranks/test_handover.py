@@ -89,7 +89,7 @@ POLICY = Policy.model_validate(
         TrainingStats(3, 2, float("inf"), 0.1),
         {
             "a": [1, 2.5, None, True, b"\x00\xff", b"", frozenset({"x", "y"})],
-            3: ("x", {}),
+            3: ("x", {}, torch.Size([2, 3])),
             "path": Path("/x"),
             "kinds": (torch.device("cuda:1"), torch.float16),
         },
