@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from tessera.shared.model.spec import Head
 from tessera.worker.data.dataset import LABELS, Dataset
 from tessera.worker.model.forward import forward, label_count
-from tessera.worker.ranks.handover import dumps, loads
+from tessera.worker.ranks.serialization import dumps, loads
 from tessera.worker.ranks.sharding import keep_shard, shard
 from tessera.worker.ranks.shared_dataset import SharedDataset
 from tessera.worker.training.batches import Batch

@@ -26,11 +26,12 @@ ENDLESS = Case("fedavg", examples=10_000, training={"batch_size": 1, "steps": 1_
 
 def processes(state: Path, *modules: str) -> list[psutil.Process]:
     """The processes of the group in a state folder that run one of these modules of the ranks' package."""
-    wanted = {f"tessera.worker.ranks.{module}" for module in modules or ("main", "launcher")}
+    wanted = [f"tessera.worker.ranks.{module}" for module in modules or ("rank", "launcher")]
+    commands = {process: " ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])}
     return [
         process
-        for process in psutil.process_iter(["cmdline"])
-        if (line := process.info["cmdline"] or ()) and wanted.intersection(line) and str(state) in " ".join(line)
+        for process, line in commands.items()
+        if str(state) in line and any(module in line for module in wanted)
     ]
 
 
@@ -49,7 +50,7 @@ def test_only_ranks_listen_and_only_on_the_loopback_interface(
     stages = DeviceStages((CPU, CPU), tmp_path, threads=1)
     try:
         divided(Case("fedavg", training={"steps": 1}), stages, monkeypatch)
-        (launcher,), ranks = processes(tmp_path, "launcher"), processes(tmp_path, "main")
+        (launcher,), ranks = processes(tmp_path, "launcher"), processes(tmp_path, "rank")
         assert launcher.net_connections("all") == []
         found = [connection for rank in ranks for connection in rank.net_connections("inet")]
         assert {psutil.CONN_LISTEN, psutil.CONN_ESTABLISHED} == {connection.status for connection in found}
@@ -60,7 +61,7 @@ def test_only_ranks_listen_and_only_on_the_loopback_interface(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("victim", ["main", "launcher"])
+@pytest.mark.parametrize("victim", ["rank", "launcher"])
 def test_task_fails_when_a_rank_or_the_launcher_is_killed(
     victim: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -76,6 +76,12 @@ def unbounded(count: int) -> Dataset:
     return found
 
 
+def large(count: int) -> Dataset:
+    """Images of 32 by 32 pixels."""
+    found = images(count)
+    return replace(found, tensors={**found.tensors, "pixel_values": found.tensors["pixel_values"].repeat(1, 1, 4, 4)})
+
+
 def model_of(config: dict[str, Any], head: Head, lora: Lora | None = None) -> Weights:
     model = instantiate(config, head, seed=1, lora=lora)
     blocks, tensors = block_table(model), named_tensors(model)
@@ -121,6 +127,14 @@ FURTHER = {
     "features": Case("moon", rounds=2),
     "two phases": Case("ditto", rounds=2),
     "noise": Case("fedavg", spec={"privacy": {"epsilon": 3.0, "delta": 1e-3, "clip_norm": 1.0}}),
+    "noise without batch statistics": Case(
+        "fedavg",
+        config=MOBILEVIT,
+        data=large,
+        examples=9,
+        training={"steps": 2},
+        spec={"privacy": {"epsilon": 3.0, "delta": 1e-3, "clip_norm": 1.0}},
+    ),
     "a noisy choice": Case(
         "safl",
         {"share": 0.5},

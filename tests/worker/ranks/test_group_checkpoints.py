@@ -106,7 +106,7 @@ def test_a_killed_rank_changes_no_bit(case: str, tmp_path: Path, monkeypatch: py
     one, two = tmp_path / "one", tmp_path / "two"
     undisturbed = final(CASES[case], one, monkeypatch, 1000.0)
     with capture_logs() as logs:
-        assert final(CASES[case], two, monkeypatch, 0.0, partial(kill, two, "main")) == undisturbed
+        assert final(CASES[case], two, monkeypatch, 0.0, partial(kill, two, "rank")) == undisturbed
     assert [line["event"] for line in logs].count("ranks-restarted") == 1
     assert charges(two) == charges(one)
 
@@ -141,4 +141,4 @@ def test_a_task_that_ends_its_ranks_before_the_next_checkpoint_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(Stalled, match="ranks-ended"):
-        final(ENDLESS, tmp_path, monkeypatch, 1000.0, *[partial(kill, tmp_path, "main")] * 3)
+        final(ENDLESS, tmp_path, monkeypatch, 1000.0, *[partial(kill, tmp_path, "rank")] * 3)

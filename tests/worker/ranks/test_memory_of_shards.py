@@ -26,7 +26,7 @@ from tessera.shared.tensors.lazy import as_bytes
 from tessera.worker.compute import Compute
 from tessera.worker.model.build import laid_out
 from tessera.worker.ranks.group import Group
-from tessera.worker.ranks.rank import MeasuringTogether
+from tessera.worker.ranks.rank import GroupContext
 from tessera.worker.ranks.sharding import bytes_here, shard
 from tessera.worker.state.blob_cache import BlobTensor
 from tessera.worker.state.hash_chain import TaskRef
@@ -36,7 +36,7 @@ from tessera.worker.task.fetch import Fetched, load
 from tessera.worker.training.progress import Report
 from tessera.worker.training.setup import TrainingSetup
 from tests.worker.ranks.test_equal_results import CPU, GPT2, model_of
-from tests.worker.ranks.test_handover import TASK
+from tests.worker.ranks.test_serialization import TASK
 
 SHARD = Compute(shard=True)
 
@@ -103,7 +103,7 @@ def test_one_tensor_at_a_time_is_whole_while_a_rank_loads_its_part(tmp_path: Pat
 @pytest.mark.parametrize("group", [0, 1], indirect=True)
 def test_the_first_rank_alone_copies_what_a_method_collects(tmp_path: Path, group: Group) -> None:
     found = load(*loading(tmp_path, group))
-    context = MeasuringTogether.of(found.context, group)
+    context = GroupContext.of(found.context, group)
     block = next(block for block in found.built.blocks if block.role == "norm" and block.name.endswith("weight"))
     read = context.read(block)
     assert (read.shape, read.any()) == (block.shape, group.is_first)
