@@ -29,7 +29,8 @@ from tessera.shared.methods.base import LocalResult, TrainingStats
 from tessera.shared.model.attention_stats import LayerAttention, TaskTokens
 from tessera.shared.model.blocks import Block
 from tessera.shared.telemetry import logging
-from tessera.shared.tensors.lazy import NUMPY_DTYPES, Array
+from tessera.shared.tensors.dtypes import NUMPY_DTYPES
+from tessera.shared.tensors.lazy import Array
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.governance.run_history import RunHistory
 from tessera.worker.model.build import read_block

@@ -25,7 +25,7 @@ from tessera.worker.state.checkpoints import TaskCheckpoint
 from tessera.worker.task.environment import TaskRun
 from tessera.worker.task.errors import TaskFailure
 from tessera.worker.task.fetch import Fetched, Loaded
-from tessera.worker.training.ranks import require_divisible
+from tessera.worker.training.ranks import require_summable
 
 FOLDER = "ranks"
 IDLE_SECONDS = 300.0
@@ -82,7 +82,7 @@ class DeviceStages:
         before the next one fails. A sharded model has no checkpoints.
         """
         if private is None:
-            require_divisible(loaded.half, loaded.context, dataset, len(self.devices))
+            require_summable(loaded.half, loaded.context, dataset, len(self.devices))
         if run.env.setup.compute.shard:
             checkpoint = None
         while True:
@@ -95,7 +95,7 @@ class DeviceStages:
                 if private:
                     private.resume(checkpoint.document["private"])
             finally:
-                if checkpoint:
+                if checkpoint is not None:
                     # Of a rank that was killed while it wrote.
                     sweep(checkpoint.path.parent)
 

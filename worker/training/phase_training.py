@@ -253,9 +253,8 @@ class PhaseTraining:
         self._overflowed = getattr(optimizer, "found_inf", None)
 
     def _pieces(self, batch: Batch, labels: Tensor) -> list[tuple[Batch, float | Tensor]]:
-        context, size = self._local.context, self._size.examples
-        by_example, weighted = self._local.half.loss_by_example, self._local.training.class_weights is not None
-        require_additive(context.model, labels, size, loss_by_example=by_example, weighted=weighted)
+        context, half, size = self._local.context, self._local.half, self._size.examples
+        require_additive(context.model, half, labels, self._local.training, size)
         pieces = pieces_of(batch, labels, size, context.head, self._common, context.objective)
         return self._ranks.weigh(pieces, labels, context)
 

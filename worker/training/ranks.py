@@ -34,7 +34,7 @@ HOOKS = (
 """The methods of a worker half that read or change whole tensors, or that not all ranks call together."""
 
 
-def require_divisible(half: WorkerHalf[Any], context: LocalTaskContext, dataset: Dataset, ranks: int) -> None:
+def require_summable(half: WorkerHalf[Any], context: LocalTaskContext, dataset: Dataset, ranks: int) -> None:
     """Raise UnsupportedRun if the losses of a batch's rows, which `ranks` divide, do not add up to the batch's."""
     objective, labels = context.objective, dataset.inputs[LABELS]
     weighted = objective is not None and objective.class_weights is not None

@@ -36,8 +36,8 @@ def processes(state: Path, *modules: str) -> list[psutil.Process]:
 
 
 def trains(state: Path) -> bool:
-    """Whether a task was handed over to a group."""
-    return any((state / FOLDER).glob("*/task-*"))
+    """Whether a task was handed over to a group, whose ranks have begun to find each other."""
+    return all(any((state / FOLDER).glob(f"*/{name}")) for name in ("task-*", "store"))
 
 
 def nothing_left(state: Path) -> bool:

@@ -15,7 +15,7 @@ import torch
 from tessera.shared.api.tasks import Task
 from tessera.shared.model.spec import Head, Lora, Model
 from tessera.worker.compute import Compute
-from tessera.worker.data.dataset import Dataset
+from tessera.worker.data.dataset import Dataset, Padding
 from tessera.worker.governance.policy import Policy
 from tessera.worker.governance.run_history import RunHistory
 from tessera.worker.model.block_map import block_table, named_tensors
@@ -43,6 +43,7 @@ BERT = {
     "intermediate_size": 24, "max_position_embeddings": 8, "num_labels": 3, "hidden_dropout_prob": 0.0,
     "attention_probs_dropout_prob": 0.0,
 }  # fmt: skip
+BERT_DECODER = {**BERT, "is_decoder": True}
 GPT2 = {
     "model_type": "gpt2", "vocab_size": 20, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 8,
     "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 1, "eos_token_id": 2,
@@ -67,6 +68,12 @@ def tagged(count: int) -> Dataset:
     """Texts with a class for each token."""
     tokens = texts(count).tensors["input_ids"]
     return Dataset({"input_ids": tokens, "labels": tokens % 3})
+
+
+def notes(count: int) -> Dataset:
+    """Texts of one to seven tokens, and one of none, that are packed into rows of eight."""
+    padding = Padding(8, {"input_ids": 0, "labels": IGNORED})
+    return replace(texts(count), padding=padding, pack=True)
 
 
 def unbounded(count: int) -> Dataset:
@@ -120,6 +127,7 @@ CASES = {
     "slices": Case("fedfrozen", {"warmup_rounds": 0, "scope": "v_only"}, GPT2, "causal-lm"),
     "lora": Case("lora", lora=Lora(rank=2, alpha=4), training={"optimizer": "adamw", "learning_rate": 1e-3}),
     "scaffold": Case("scaffold", sites=2, rounds=2, training={"steps": 10}),
+    "packed texts": Case("fedavg", config=GPT2, head="causal-lm", data=notes),
 }
 FURTHER = {
     "fewer examples than ranks": Case("fedavg", training={"batch_size": 1}),
@@ -233,7 +241,7 @@ def test_a_group_builds_its_model_again_when_base_bits_change(
 def test_ranks_train_their_rows_in_pieces(
     name: str, micro_batch: MicroBatch, stages: DeviceStages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compare((CASES | FURTHER)[name], stages, monkeypatch, micro_batch=micro_batch)
+    compare({**CASES, **FURTHER}[name], stages, monkeypatch, micro_batch=micro_batch)
 
 
 @pytest.mark.long
@@ -242,8 +250,9 @@ def test_ranks_train_their_rows_in_pieces(
     [
         (Case("fedavg", data=unbounded), "diverged: the loss is nan"),
         (Case("fedavg", config=GPT2, head="causal-lm", training=UNLABELLED), "diverged: the loss is nan"),
+        (Case("fedavg", config=BERT_DECODER, head="causal-lm", data=notes), "packed-texts: .* see the others of its"),
     ],
-    ids=["an infinite value", "a batch of one text without labels"],
+    ids=["an infinite value", "a batch of one text without labels", "packed texts"],
 )
 def test_a_failure_in_the_ranks_is_told_as_in_one_process(
     case: Case, told: str, stages: DeviceStages, monkeypatch: pytest.MonkeyPatch

@@ -65,7 +65,7 @@ TRAINED = {
     "a rank without rows": Case("fedavg", training={"batch_size": 1}),
     "measured": Case("fedavg", measured=EXAMPLES, config=BERT, head="token-classification", data=tagged),
     "texts that need an end, and a rank without rows": Case(
-        "fedavg", config=BART, head="text-classification", data=ended, measured=5, training={"batch_size": 1}
+        "fedavg", config=BART, head="text-classification", data=ended, measured=7, training={"batch_size": 1}
     ),
 }
 REFUSED = {
@@ -123,7 +123,7 @@ def test_an_example_that_one_rank_cannot_compute_fails_the_task_with_its_reason(
     stages: DeviceStages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = Case("fedavg", config=GPT2, head="causal-lm", data=with_an_unknown_token)
-    with pytest.raises(Stalled, match="unsuited: the data set has tokens or labels that the model lacks"):
+    with pytest.raises(Stalled, match="input-mismatch: the data set has tokens or labels that the model lacks"):
         divided(case, stages, monkeypatch, compute=SHARD)
 
 
