@@ -63,7 +63,7 @@ def add(
     else:
         row = _row(cache, record)
         copied = output.size(row["copied_bytes"])
-        typer.echo(f"{name}: {row['blocks']} blocks, {output.size(record.nbytes)}, of them {copied} copied")
+        typer.echo(f"{name}: {row['blocks']} different blocks, {output.size(record.nbytes)}, of them {copied} copied")
 
 
 @app.command("list")
@@ -79,7 +79,7 @@ def list_(config: ConfigFile, as_json: AsJson = False) -> None:
         (row["source"], row["blocks"], output.size(row["bytes"]), output.size(row["copied_bytes"]), row["changed"])
         for row in rows
     ]
-    columns = ("source", "blocks", "size", "copied", "changed files")
+    columns = ("source", "different blocks", "size", "copied", "changed files")
     output.out().print(output.table(columns, shown, right=columns[1:4]))
 
 

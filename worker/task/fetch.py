@@ -129,7 +129,7 @@ def fetch(run: TaskRun, dataset: Dataset) -> Fetched:
         four_bits = last.four_bits if last else four_bit_tensors(document, mapping)
         require_frozen(document, four_bits, task.plan, is_training=task.kind == "train")
     if env.setup.compute.shard:
-        require_shardable(_half(run, blocks), task.plan, blocks, task.training, private=task.privacy is not None)
+        require_shardable(_half(run, blocks), task.plan, document, task.training, private=task.privacy is not None)
     if task.kind == "train" and task.privacy is None:
         require_divisible(_half(run, blocks), blocks, dataset, task.training, env.setup.micro_batch)
     manifest = _read_manifest(run)

@@ -370,7 +370,12 @@ def test_a_simulation_and_a_folder_that_is_no_base_are_refused(
         BaseFolder.open(tmp_path)
 
 
-def test_a_name_on_the_hub_needs_a_commit(site: Callable[..., Site]) -> None:
-    result = CliRunner().invoke(worker_app, ["cache", "add", "org/model@main", "--config", str(site().config)])
+@pytest.mark.parametrize(
+    ("source", "said"), [("org/model@main", "NAME@COMMIT"), (".", "has no config.json: name a folder that")]
+)
+def test_a_source_that_is_no_snapshot_is_refused(site: Callable[..., Site], source: str, said: str) -> None:
+    one = site()
+    named = source if "@" in source else str(one.config.parent)
+    result = CliRunner().invoke(worker_app, ["cache", "add", named, "--config", str(one.config)])
     assert result.exit_code == 2
-    assert "NAME@COMMIT" in result.output
+    assert said in " ".join(result.output.split())
