@@ -42,16 +42,29 @@ MODULES = {
 PACKAGES = {module for module, path in MODULES.items() if path.name == "__init__.py"}
 
 
+@cache
+def parsed(path: Path) -> ast.Module:
+    """The tree of a file, which nobody changes."""
+    return ast.parse(path.read_text())
+
+
+@cache
+def nodes(path: Path) -> list[ast.AST]:
+    return list(ast.walk(parsed(path)))
+
+
 def imports(module: str, *, typing_too: bool) -> Iterator[str]:
     """Yield the absolute names that a module imports, also through `importlib`.
 
     What only type checkers see is left out unless `typing_too`.
     """
-    tree = ast.parse(MODULES[module].read_text())
-    for node in ast.walk(tree):
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING" and not typing_too:
-            node.body = []
-    for node in ast.walk(tree):
+    path, skipped = MODULES[module], set[int]()
+    if not typing_too:
+        checked = (node for node in nodes(path) if isinstance(node, ast.If) and _of_typing(node))
+        skipped = {id(part) for node in checked for statement in node.body for part in ast.walk(statement)}
+    for node in nodes(path):
+        if id(node) in skipped:
+            continue
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -61,6 +74,10 @@ def imports(module: str, *, typing_too: bool) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.Constant) and node.value in MODULES:
             yield str(node.value)
+
+
+def _of_typing(node: ast.If) -> bool:
+    return isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
 
 
 @cache
@@ -130,7 +147,7 @@ def test_every_import_of_our_own_goes_by_one_name() -> None:
         f"{path.relative_to(ROOT)} imports {name}"
         for folder in (*SIDES, "migrations", "tests", "examples", "benchmarks", "docs")
         for path in (ROOT / folder).rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in nodes(path)
         for name in (
             [alias.name for alias in node.names]
             if isinstance(node, ast.Import)
@@ -165,7 +182,7 @@ def test_the_domain_imports_only_the_standard_library_and_what_is_shared() -> No
 def test_a_package_imports_what_its_docstring_says(package: str) -> None:
     """The first sentence says what it holds; another names the parts of its side that it imports."""
     side = package.rpartition(".")[0]
-    said = ast.get_docstring(ast.parse(MODULES[package].read_text())) or ""
+    said = ast.get_docstring(parsed(MODULES[package])) or ""
     found = re.search(r"\bImports (no other package|[^.]*)[^.]*\.", said)
     assert found, f"{package} does not say what it imports"
     named = {f"{side}.{name}" for name in re.findall(r"`(\w+)`", found.group(1))}
@@ -217,7 +234,7 @@ def test_no_module_imports_inside_a_function() -> None:
     found = [
         f"{module}:{node.lineno}"
         for module, path in MODULES.items()
-        for function in ast.walk(ast.parse(path.read_text()))
+        for function in nodes(path)
         if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
         for node in ast.walk(function)
         if isinstance(node, ast.Import | ast.ImportFrom)
