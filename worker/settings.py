@@ -170,8 +170,9 @@ class WorkerSettings(DataSettings):
     cache_bytes: PositiveInt = 20 * GIB
     base_sources: tuple[str, ...] = Field(
         default=(),
-        description="folders of snapshots, or addresses of mirrors, for the blocks of external bases that "
-        "`tessera worker cache add` has not added. Each block is verified by its digest",
+        description="folders of snapshots, names on the hub at a commit (NAME@COMMIT), or addresses of mirrors, for "
+        "the blocks of external bases that `tessera worker cache add` has not added. Each block is verified by its "
+        "digest",
     )
     keep_vaults_days: PositiveFloat | Literal["forever"] = Field(
         default=30.0,

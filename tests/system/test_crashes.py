@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 from safetensors.numpy import load
@@ -18,12 +19,14 @@ from tessera.shared.cli.upload import upload_model
 from tessera.shared.client.client import Client
 from tessera.shared.methods.base import MethodSpec
 from tessera.shared.problems import RoundClosed
+from tessera.shared.tensors.lazy import digest_of
 from tessera.shared.updates.model_folder import ModelFolder
 from tests.support import databases
 from tests.support.coordinator import until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
 from tests.support.histories import Finding, Log, RecordingClient, check, read
 from tests.support.processes import CoordinatorProcess, Process, start_worker, worker_process
+from tests.support.raw import PART, announced, connected, head
 
 Keep = Callable[[Process], Process]
 
@@ -80,6 +83,31 @@ def test_an_accepted_update_survives_the_coordinator(
     # Both count: (1 + 3) / 2 = 2
     np.testing.assert_allclose(load(file.getvalue())["head.weight"], start["head.weight"] + 2.0, rtol=1e-6)
     assert findings(patient, read(log.path for log in logs.values() if log.path)) == []
+
+
+def test_the_bytes_of_a_large_upload_that_arrived_survive_the_coordinator(live: CoordinatorProcess) -> None:
+    data, admin = bytes(range(256)) * 65_536, live.admin()  # 16 MiB: they bypass the HTTP server
+    token = (live.folder / "admin.token").read_text().strip()
+    with httpx.Client(base_url=live.url, headers={"Authorization": f"Bearer {token}"}) as http:
+        location = http.post("/v1/uploads", headers=announced(data)).headers["Location"]
+
+        def offset() -> int:
+            return int(http.head(location).headers["Upload-Offset"])
+
+        part = {**PART, "Upload-Offset": "0", "Content-Length": str(len(data))}
+        with connected(live) as raw:
+            raw.sendall(
+                head("PATCH", location, {**part, "Authorization": f"Bearer {token}"}) + data[: len(data) // 2]
+            )
+            arrived = until(offset)
+            live.kill()
+        live.start()
+        assert arrived <= offset() <= len(data) // 2
+
+    sent: list[int] = []
+    admin.put_stream(digest_of(data), io.BytesIO(data), len(data), sent.append)
+    assert sum(sent) <= len(data) - arrived
+    assert admin.read_blob(digest_of(data)) == data
 
 
 def findings(coordinator: CoordinatorProcess, lines: list[dict[str, Any]]) -> list[Finding]:

@@ -1,13 +1,11 @@
 """`tessera worker cache`: the external bases that runs at this site may use."""
 
 import os
-import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 
 from tessera.shared.cli.render import output
@@ -26,11 +24,9 @@ from tessera.worker.model.pretrained import plain_config, read_object, some
 from tessera.worker.model.snapshot import Snapshot
 from tessera.worker.settings import read_settings
 from tessera.worker.state.base_cache import BASES_FOLDER, BaseCache, BaseRecord, Place
+from tessera.worker.state.base_sources import PINNED, snapshot_folder
 
 ERRORS: Errors = {BAD_SETTINGS: (ValueError, OSError, SafetensorError, Problem)}
-
-PINNED = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?)@(?P<revision>[0-9a-f]{40})")
-"""A model on the hub at a commit: a branch may be another one tomorrow."""
 
 app = typer.Typer(no_args_is_help=True, help="Add, list and remove the bases that lie at this site (external bases).")
 
@@ -67,7 +63,7 @@ def add(
     else:
         row = _row(cache, record)
         copied = output.size(row["copied_bytes"])
-        typer.echo(f"{name}: {row['blocks']} blocks, {output.size(record.nbytes)}, of them {copied} copied")
+        typer.echo(f"{name}: {row['blocks']} different blocks, {output.size(record.nbytes)}, of them {copied} copied")
 
 
 @app.command("list")
@@ -83,7 +79,7 @@ def list_(config: ConfigFile, as_json: AsJson = False) -> None:
         (row["source"], row["blocks"], output.size(row["bytes"]), output.size(row["copied_bytes"]), row["changed"])
         for row in rows
     ]
-    columns = ("source", "blocks", "size", "copied", "changed files")
+    columns = ("source", "different blocks", "size", "copied", "changed files")
     output.out().print(output.table(columns, shown, right=columns[1:4]))
 
 
@@ -117,13 +113,7 @@ def _folder_of(source: str) -> tuple[Path, str]:
     if path.is_dir():
         return path.resolve(), str(path.resolve())
     if pinned := PINNED.fullmatch(source):
-        try:
-            folder = snapshot_download(
-                pinned["name"], revision=pinned["revision"], allow_patterns=["*.json", "*.safetensors"]
-            )
-        except (OSError, ValueError) as fault:
-            raise ValueError(f"the hub has no {source}, or cannot be reached: {fault}") from fault
-        return Path(folder), source
+        return snapshot_folder(pinned), source
     if "@" in source or not path.exists():
         raise ValueError(
             absent(path, "name a folder, or a name on the hub with its commit of 40 hexadecimal digits: NAME@COMMIT")

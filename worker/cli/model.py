@@ -281,9 +281,7 @@ def _holds_table(path: Path) -> bool:
 def _read_config(source: str) -> Config:
     path = Path(source)
     if path.is_dir():
-        path /= "config.json"
-        if not path.exists():
-            raise ValueError(f"{source} has no config.json: name a folder that `save_pretrained` has written")
+        return read_object(path / CONFIG_FILE)
     if path.exists():
         return read_object(path)
     missing = absent(path, "name a folder that `save_pretrained` has written")

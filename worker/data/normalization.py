@@ -19,18 +19,24 @@ class Normalized:
 
     mean: tuple[float, ...]
     std: tuple[float, ...]
+    scale: float | None = None
+    """The factor that takes bytes to 0 to 1, multiplied in float64 as transformers does; None divides by 255."""
 
     def __call__(self, pixels: Tensor) -> Tensor:
         # Division by a tensor, because by a number a GPU multiplies with its rounded inverse.
         most, mean, std = (pixels.new_tensor(each, dtype=torch.float32) for each in (MOST, self.mean, self.std))
-        values = _mapped(pixels.shape).copy_(pixels) if pixels.device.type == "cpu" else pixels.float()
-        return values.div_(most).sub_(mean).div_(std).permute(0, 3, 1, 2)
+        scaled = pixels if self.scale is None else pixels.double().mul_(self.scale)
+        values = _mapped(pixels.shape).copy_(scaled) if pixels.device.type == "cpu" else scaled.float()
+        if self.scale is None:
+            values.div_(most)
+        return values.sub_(mean).div_(std).permute(0, 3, 1, 2)
 
     def inverse(self, values: Tensor) -> Tensor:
         """Return the nearest bytes, uint8 [images, height, width, channels], to values [images, channels, height,
         width]."""
         most, mean, std = (torch.tensor(each, dtype=torch.float32) for each in (MOST, self.mean, self.std))
-        shown = values.permute(0, 2, 3, 1).float().mul(std).add_(mean).mul_(most)
+        shown = values.permute(0, 2, 3, 1).float().mul(std).add_(mean)
+        shown = shown.mul_(most) if self.scale is None else shown.div_(self.scale)
         return shown.round_().clamp_(0, 255).to(torch.uint8)
 
 

@@ -77,8 +77,14 @@ def packed(dataset: Dataset) -> Dataset:
                 filled = 0
             filled += length
     rows = np.array([*starts, dataset.examples])
+    # What rows are made of alone, since a process of another device gets it.
+    documents = Dataset(
+        {name: tensor for name, tensor in dataset.tensors.items() if name in (IDS, LABELS)},
+        padding=dataset.padding,
+        on_disk={name: stored for name, stored in dataset.on_disk.items() if name in (IDS, LABELS)},
+    )
     on_disk = {
-        name: RowsOnDisk(PackedRows(dataset, rows, width, name), torch.arange(len(starts)), (width,), torch.int64)
+        name: RowsOnDisk(PackedRows(documents, rows, width, name), torch.arange(len(starts)), (width,), torch.int64)
         for name in (IDS, POSITIONS, LABELS)
     }
     made = Dataset(

@@ -58,7 +58,7 @@ class Prepared:
         """
         if self.folder is not None:
             path = self.folder / name
-            with suppress(FileNotFoundError, PermissionError, *DAMAGED):
+            with suppress(OSError, *DAMAGED):
                 return read(mapped(path))
             if self.scratch:
                 with written_whole(path, mode=0o600) as file:

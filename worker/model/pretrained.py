@@ -52,9 +52,13 @@ def weights_place(source: str) -> str:
 
 
 def read_object(path: Path) -> Config:
-    """Return the content of a config file. Raises ValueError for one that is no JSON object."""
+    """Return the content of a config file. Raises ValueError if it is missing or no JSON object."""
     try:
         content = json.loads(path.read_bytes())
+    except FileNotFoundError as fault:
+        raise ValueError(
+            f"{path.parent} has no {path.name}: name a folder that `save_pretrained` has written"
+        ) from fault
     except ValueError as fault:
         raise ValueError(f"{path} is not JSON: {fault}. Save the config again with `save_pretrained`") from fault
     if not isinstance(content, dict):

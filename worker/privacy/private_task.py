@@ -226,7 +226,8 @@ class PrivateTask:
     def fit(self, local: LocalTraining, freeze: Freeze, dataset: Dataset, size: PieceSize) -> None:
         """Set `size` to the number of examples of a phase that fit into memory together, without any of the data.
         Raises ExampleTooLarge."""
-        mechanism = Mechanism(self._sampling, self._privacy.clip_norm, 1.0)
+        # Neither the clip norm nor the noise takes memory.
+        mechanism = Mechanism(sampling(dataset.examples, local.training.batch_size), 1.0, 1.0)
         gradients = NoisyGradients(local, freeze, dataset, mechanism, NoiseSource(bytes(KEY_BYTES)))
         try:
             gradients.fit(size)

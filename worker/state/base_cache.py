@@ -132,21 +132,22 @@ class BaseCache:
         return [f"{files} has another {block}" for files, block in sorted(found.items())]
 
     def add(self, source: str, places: Mapping[str, Place]) -> BaseRecord:
-        """Record a base whose blocks were just verified: the place of each digest."""
-        files = {name: FileState.of(Path(name)) for name in sorted({place.file for place in places.values()})}
-        record = BaseRecord(source=source, added_at=datetime.now(UTC), files=files, places=dict(places))
-        self._write(record)
-        return record
+        """Record blocks of a base that were just verified: the place of each digest.
 
-    def extend(self, source: str, places: Mapping[str, Place]) -> None:
-        """Add blocks that were just verified to a base, which may be new."""
-        known = next((record for record in self.records() if record.source == source), None)
-        before = {
-            digest: place
-            for digest, place in (known.places.items() if known else ())
-            if known and not self._is_changed(known, place.file)
-        }
-        self.add(source, {**before, **places})
+        Blocks that were added before stay while their files do: runs take a base with other heads or dtypes.
+        """
+        with alone(self.folder, wait=True):
+            known = next((record for record in self.records() if record.source == source), None)
+            kept = {
+                digest: place
+                for digest, place in (known.places.items() if known else ())
+                if known and not self._is_changed(known, place.file)
+            }
+            together = {**kept, **places}
+            files = {name: FileState.of(Path(name)) for name in sorted({place.file for place in together.values()})}
+            record = BaseRecord(source=source, added_at=datetime.now(UTC), files=files, places=together)
+            self._write(record)
+        return record
 
     def remove(self, source: str) -> BaseRecord | None:
         """Remove a base, and the blobs that no other base needs. Return its record, or None if there is none."""
@@ -156,9 +157,9 @@ class BaseCache:
         with alone(self.folder, wait=True):
             self._path(source).unlink(missing_ok=True)
             kept = {place.file for other in self.records() for place in other.places.values()}
-            for place in record.places.values():
-                if Path(place.file).parent == self.blobs and place.file not in kept:
-                    Path(place.file).unlink(missing_ok=True)
+            for blob in map(self._blob, record.places):
+                if str(blob) not in kept:
+                    blob.unlink(missing_ok=True)
         return record
 
     def changed(self, record: BaseRecord) -> set[str]:
@@ -172,7 +173,7 @@ class BaseCache:
 
     def keep(self, digest: str, pieces: Iterable[bytes | memoryview], max_bytes: int) -> Span:
         """Store a block as a blob. Raises DigestMismatch for other bytes, or for more than `max_bytes`."""
-        path = self.blobs / digest.replace(":", "-")
+        path = self._blob(digest)
         with written_whole(path) as file:
             hashing = Hashing(file)
             for piece in pieces:
@@ -181,6 +182,9 @@ class BaseCache:
                     raise DigestMismatch(f"{digest} has more than the {max_bytes} bytes of its block")
             hashing.require(digest)
             return Span(path, 0, hashing.tell())
+
+    def _blob(self, digest: str) -> Path:
+        return self.blobs / digest.replace(":", "-")
 
     def _is_changed(self, record: BaseRecord, name: str) -> bool:
         try:
@@ -195,12 +199,13 @@ class BaseCache:
             for name in names
             if all(_digest_at(place.span) == digest for digest, place in record.places.items() if place.file == name)
         }
-        with suppress(OSError):
+        with suppress(OSError), alone(self.folder, wait=True):
             states = {name: FileState.of(Path(name)) for name in whole}
             self._write(record.model_copy(update={"files": {**record.files, **states}}))
 
     def _write(self, record: BaseRecord) -> None:
-        with alone(self.folder, wait=True), written_whole(self._path(record.source)) as file:
+        """Write a record. The caller has locked the folder."""
+        with written_whole(self._path(record.source)) as file:
             file.write(record.model_dump_json(indent=1).encode())
 
     def _path(self, source: str) -> Path:

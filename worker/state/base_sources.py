@@ -3,12 +3,14 @@
 No address and no path comes from the coordinator: it gives digests alone, and each byte is verified by them.
 """
 
+import re
 import ssl
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
+from huggingface_hub import snapshot_download
 
 from tessera.shared.model.blocks import Block
 from tessera.shared.problems import Invalid
@@ -21,6 +23,9 @@ Convert = Callable[[BaseFolder, Iterable[Block]], Iterator[ConvertedBlock]]
 
 MIRROR_SECONDS = 60.0
 """Limit on a connection to a mirror, and on its silence."""
+
+PINNED = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?)@(?P<revision>[0-9a-f]{40})")
+"""A model on the hub at a commit: a branch may be another one tomorrow."""
 
 COMMAND = "tessera worker cache add FOLDER"
 
@@ -36,7 +41,10 @@ class BaseUnavailable(ValueError):
 
 @dataclass(frozen=True)
 class BaseSources:
-    """The cache of bases, and folders and mirrors to fill it from. A mirror has a block at URL/sha256-HEX."""
+    """The cache of bases, and what to fill it from: folders, names on the hub at a commit, and mirrors.
+
+    A mirror has a block at URL/sha256-HEX.
+    """
 
     cache: BaseCache
     sources: tuple[str, ...] = ()
@@ -59,17 +67,20 @@ class BaseSources:
             if not missing:
                 break
             check()
+            found: dict[str, Place] = {}
             try:
-                found = (
-                    self._from_mirror(source, missing, check)
-                    if source.startswith(("http://", "https://"))
-                    else self._from_folder(Path(source), missing, convert, check, faults)
-                )
+                if source.startswith(("http://", "https://")):
+                    self._add_from_mirror(source, missing, check, found)
+                else:
+                    pinned = PINNED.fullmatch(source)
+                    folder = snapshot_folder(pinned) if pinned else Path(source)
+                    self._add_from_folder(folder, missing, convert, check, found, faults)
             except (Invalid, OSError, ValueError, httpx.HTTPError) as fault:
                 faults.append(f"{source}: {fault}")
-                continue
-            if found:
-                self.cache.extend(source, found)
+            finally:
+                # However it ends, what was verified is not fetched again.
+                if found:
+                    self.cache.add(source, found)
             spans |= {digest: place.span for digest, place in found.items()}
         if missing := {digest: block for digest, block in blocks.items() if digest not in spans}:
             names = sorted(block.name for block in missing.values())
@@ -83,24 +94,22 @@ class BaseSources:
             )
         return spans
 
-    def _from_folder(
+    def _add_from_folder(
         self,
         folder: Path,
         missing: Mapping[str, Block],
         convert: Convert,
         check: Callable[[], None],
+        places: dict[str, Place],
         faults: list[str],
-    ) -> dict[str, Place]:
+    ) -> None:
         base = BaseFolder.open(folder)
         digests = {block.name: digest for digest, block in missing.items()}
         found, lacking = base.find(missing.values(), digests)
-        places = {
-            digests[each.block.name]: Place.of(
-                each.block.name,
-                each.span or self.cache.keep(digests[each.block.name], [each.data()], each.block.nbytes),
-            )
-            for each in found
-        }
+        for each in found:
+            digest = digests[each.block.name]
+            span = each.span or self.cache.keep(digest, [each.data()], each.block.nbytes)
+            places[digest] = Place.of(each.block.name, span)
         for made in convert(base, lacking) if lacking else ():
             check()
             name = made.block.name
@@ -111,10 +120,10 @@ class BaseSources:
                 faults.append(f"{folder}: {', '.join(path.name for path in made.sources)} give another {name}")
         if lacking := [block for block in lacking if digests[block.name] not in places]:
             faults.append(f"{folder}: {base.explain(lacking)}")
-        return places
 
-    def _from_mirror(self, url: str, missing: Mapping[str, Block], check: Callable[[], None]) -> dict[str, Place]:
-        found: dict[str, Place] = {}
+    def _add_from_mirror(
+        self, url: str, missing: Mapping[str, Block], check: Callable[[], None], places: dict[str, Place]
+    ) -> None:
         verify = self.tls if self.tls is not None else True
         with httpx.Client(verify=verify, timeout=MIRROR_SECONDS, follow_redirects=False) as client:
             for digest, block in missing.items():
@@ -124,8 +133,25 @@ class BaseSources:
                         continue
                     response.raise_for_status()
                     span = self.cache.keep(digest, _checked(response, check), block.nbytes)
-                    found[digest] = Place.of(block.name, span)
-        return found
+                    places[digest] = Place.of(block.name, span)
+
+
+def snapshot_folder(pinned: re.Match[str]) -> Path:
+    """Return the folder of a model on the hub, by a match of `PINNED`, fetched if it is not here.
+
+    Raises ValueError.
+    """
+    try:
+        folder = snapshot_download(
+            pinned["name"],
+            revision=pinned["revision"],
+            allow_patterns=["*.json", "*.safetensors"],
+            # Folders within it have the same weights in other formats.
+            ignore_patterns="*/*",
+        )
+    except (OSError, ValueError) as fault:
+        raise ValueError(f"the hub has no {pinned.string}, or cannot be reached: {fault}") from fault
+    return Path(folder)
 
 
 def _checked(response: httpx.Response, check: Callable[[], None]) -> Iterator[bytes]:

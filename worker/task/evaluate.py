@@ -7,6 +7,7 @@ from tessera.worker.task.environment import TaskRun
 from tessera.worker.task.errors import TaskFailure
 from tessera.worker.task.fetch import Loaded
 from tessera.worker.task.loss_scale import loss_scaler
+from tessera.worker.task.tokenize import require_apart
 from tessera.worker.training.batches import Batches
 from tessera.worker.training.evaluate import evaluate as measure
 from tessera.worker.training.progress import rounded
@@ -25,6 +26,7 @@ def evaluate(run: TaskRun, loaded: Loaded, dataset: Dataset) -> int:
             "nothing-held-out", f"the data set {task.dataset!r} has no held-out share here; set `held_out`"
         )
     env.policy.check_measured(measured.examples)
+    require_apart(run, loaded.context, measured)
     if env.history:
         env.history.measure(task.dataset, env.policy)
     report.examples = measured.examples
@@ -67,5 +69,5 @@ def _personalise(run: TaskRun, loaded: Loaded, dataset: Dataset) -> bool:
             trainer.train(phases, dataset, task.seed)
         return True
     # A vault may hold only training state, and a freshly added private layer that never trained personalizes
-    # nothing.
-    return bool(context.vault) and (bool(context.private) or loaded.is_changed())
+    # nothing. Of a sharded model nothing is private.
+    return bool(context.vault) and env.setup.ranks.shards == 1 and (bool(context.private) or loaded.is_changed())

@@ -43,6 +43,7 @@ from tessera.worker.task.errors import TaskFailure, failing_as
 from tessera.worker.task.model_cache import Built, structure_of
 from tessera.worker.training.context import LocalTaskContext
 from tessera.worker.training.input_mismatch import require_fit
+from tessera.worker.training.optimization.micro_batch import require_divisible
 from tessera.worker.training.optimization.moments import Moments, without_moments
 from tessera.worker.training.randomness import seed_everything
 from tessera.worker.training.ranks import require_shardable
@@ -130,7 +131,9 @@ def fetch(run: TaskRun, dataset: Dataset) -> Fetched:
         four_bits = last.four_bits if last else four_bit_tensors(document, mapping)
         require_frozen(document, four_bits, task.plan, is_training=task.kind == "train")
     if env.setup.compute.shard:
-        require_shardable(_half(run, blocks), task.plan, blocks, task.training, private=task.privacy is not None)
+        require_shardable(_half(run, blocks), task.plan, document, task.training, private=task.privacy is not None)
+    if task.kind == "train" and task.privacy is None:
+        require_divisible(_half(run, blocks), blocks, dataset, task.training, env.setup.micro_batch)
     manifest = _read_manifest(run)
     if last is None:
         require_memory(run, blocks, four_bits)

@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from importlib.metadata import version
 
 from tessera.shared.api.tasks import Task
@@ -28,6 +29,9 @@ SETTINGS = {
 }
 """The fields of a task that training depends on, beside those that a key names."""
 
+version_of = cache(version)
+"""A library's version, which is looked for on disk once."""
+
 OFFERED_AGAIN = (Stopped, LeaseLost, Unauthenticated, Forbidden)
 """Ends of a task after which this worker may get it again."""
 
@@ -47,7 +51,7 @@ def key_of(env: TaskEnvironment, task: Task) -> CheckpointKey:
         plan=digest_of(canonical(task.plan)),
         settings=digest_of(json.dumps(settings, sort_keys=True).encode()),
         data=f"{task.dataset} {env.contents[task.dataset]}",
-        libraries=", ".join(f"{name} {version(name)}" for name in libraries) + f", tessera {VERSION}",
+        libraries=", ".join(f"{name} {version_of(name)}" for name in libraries) + f", tessera {VERSION}",
         device=" ".join([env.device_kind, *(["base in 4 bits"] if bits else [])]),
     )
 

@@ -10,13 +10,14 @@ from tessera.shared.model.preprocessing import FileName, require_file
 from tessera.shared.model.spec import Model
 from tessera.shared.problems import Invalid
 from tessera.worker.data.dataset import DataChanged, DataError, Dataset
-from tessera.worker.data.packing import packed
+from tessera.worker.data.packing import POSITIONS, packed
 from tessera.worker.data.readers.tokenizer import MAX_TOKENS, tokenized, tokenizer_of
 from tessera.worker.model.prompts import token_embedding
 from tessera.worker.model.sandbox import TokenizerRequest
 from tessera.worker.task.environment import TaskRun
 from tessera.worker.task.errors import TaskFailure
 from tessera.worker.task.fetch import Loaded, fetch_blob
+from tessera.worker.training.context import LocalTaskContext
 from tessera.worker.training.packing_probe import packing_fault
 
 FILE: FileName = "tokenizer.json"
@@ -35,17 +36,21 @@ def tokenize(run: TaskRun, document: Model, loaded: Loaded, dataset: Dataset) ->
         return dataset
     if (known := env.tokenized.get(task.dataset)) and known[0] == task.model:
         return known[1]
-    if dataset.pack and (fault := packing_fault(loaded.context)):
-        raise TaskFailure(
-            "packed-texts",
-            f"the data set {task.dataset!r} is packed (pack = true), and the model {fault}: it must take "
-            "position_ids and build its attention mask from them, as Llama does",
-        )
     made = _tokenized(run, document, loaded, dataset) if dataset.texts else dataset
     if dataset.pack:
         made = packed(made)
     env.tokenized[task.dataset] = task.model, made
     return made
+
+
+def require_apart(run: TaskRun, context: LocalTaskContext, dataset: Dataset) -> None:
+    """Raise TaskFailure for packed rows whose documents the model does not keep apart."""
+    if POSITIONS in dataset.inputs and (fault := packing_fault(context)):
+        raise TaskFailure(
+            "packed-texts",
+            f"the data set {run.task.dataset!r} is packed (pack = true), and the model {fault}: it must take "
+            "position_ids and build its attention mask from them, as Llama does",
+        )
 
 
 def _tokenized(run: TaskRun, document: Model, loaded: Loaded, dataset: Dataset) -> Dataset:

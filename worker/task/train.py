@@ -13,6 +13,7 @@ from tessera.worker.task.environment import TaskRun
 from tessera.worker.task.errors import TaskFailure
 from tessera.worker.task.fetch import Loaded
 from tessera.worker.task.loss_scale import loss_scaler
+from tessera.worker.task.tokenize import require_apart
 from tessera.worker.training.batches import Batches
 from tessera.worker.training.checkpoints import TrainingCheckpoints
 from tessera.worker.training.progress import CALIBRATING, rounded
@@ -37,6 +38,7 @@ def train(
     half, context = loaded.half, loaded.context
     loaded.personalise()
     _check_plan(run, loaded)
+    require_apart(run, context, dataset)
     report.examples = dataset.examples
     # Selecting blocks may read data too; no steps are counted for that.
     report.begin("training")

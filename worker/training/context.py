@@ -32,6 +32,13 @@ def largest(scores: Array, count: int, picks: int | None = None) -> list[int]:  
     return [int(place) for place in np.argsort(-scores.sum(axis=0), kind="stable")[:count]]
 
 
+def synthetic_examples(model: PreTrainedModel, dataset: Dataset, examples: int) -> dict[str, Tensor]:
+    """Return synthetic examples of a data set, whose texts end with the model's end-of-text token."""
+    end, words = (getattr(model.config, name, None) for name in ("eos_token_id", "vocab_size"))
+    known = isinstance(end, int) and isinstance(words, int) and 0 <= end < words
+    return dataset.placeholder(examples, end if known else None)
+
+
 @dataclass
 class LocalTaskContext:
     """`shared.methods.base.Work` on a transformers model. Call `close` at the end of the task."""
@@ -58,10 +65,7 @@ class LocalTaskContext:
         write_block(self._tensor(block), block, values)
 
     def synthetic_examples(self, dataset: Dataset, examples: int) -> dict[str, Tensor]:
-        """Return synthetic examples of a data set, whose texts end with the model's end-of-text token."""
-        end, words = (getattr(self.model.config, name, None) for name in ("eos_token_id", "vocab_size"))
-        known = isinstance(end, int) and isinstance(words, int) and 0 <= end < words
-        return dataset.placeholder(examples, end if known else None)
+        return synthetic_examples(self.model, dataset, examples)
 
     def _tensor(self, block: Block) -> dict[str, Tensor]:
         """Return the tensor of a block by its name. It is looked up alone, because listing all tensors is slow."""

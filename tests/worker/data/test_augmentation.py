@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 from transformers import CLIPImageProcessorPil
 
 from tessera.shared.run_settings import Augmentation
-from tessera.worker.data import loaders as module
 from tessera.worker.data.augmentation import SeededAugmentation, misfit
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.data.image_transforms import OPERATIONS, transform
@@ -23,6 +19,7 @@ from tessera.worker.data.loaders import LoaderProcesses
 from tessera.worker.data.registry import load
 from tessera.worker.ranks.shared_dataset import SharedDataset
 from tessera.worker.training.batches import Batches
+from tests.support.scans import write_scans
 
 CPU = torch.device("cpu")
 COUNT = 11
@@ -126,20 +123,7 @@ def test_same_seed_changes_an_image_alike_whatever_else_is_in_the_batch_and_for_
 
 @pytest.fixture
 def scans(tmp_path: Path) -> Path:
-    dice = np.random.default_rng(0)
-    for place in range(COUNT):
-        file = tmp_path / "scans" / str(place % 2) / f"{place:02}.png"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(dice.integers(0, 256, (9, 7, 3), dtype=np.uint8)).save(file)
-    return tmp_path / "scans"
-
-
-@pytest.fixture
-def processes(monkeypatch: pytest.MonkeyPatch) -> Iterator[LoaderProcesses]:
-    monkeypatch.setattr(module, "LOOK_SECONDS", 60.0)
-    made = LoaderProcesses(3)
-    yield made
-    made.close()
+    return write_scans(tmp_path / "scans", COUNT)
 
 
 def opened(folder: Path, loaders: LoaderProcesses | None = None, **options: Any) -> Dataset:

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from tessera.worker.data.loaders import LoaderFailed, LoaderProcesses
 from tessera.worker.data.registry import load
 from tessera.worker.training.batches import Batches
 from tests.support.coordinator import until
-from tests.support.pretrained import picture
+from tests.support.scans import write_scans
 
 CPU = torch.device("cpu")
 COUNT = 11
@@ -30,18 +29,7 @@ COUNT = 11
 
 @pytest.fixture
 def scans(tmp_path: Path) -> Path:
-    for place in range(COUNT):
-        picture(tmp_path / "scans" / str(place % 2) / f"{place:02}.png", (place, 2 * place, 255 - place), size=(7, 5))
-    return tmp_path / "scans"
-
-
-@pytest.fixture
-def processes(monkeypatch: pytest.MonkeyPatch) -> Iterator[LoaderProcesses]:
-    # Two loaders of three batches each are enough to be out of order.
-    monkeypatch.setattr(module, "LOOK_SECONDS", 60.0)
-    made = LoaderProcesses(2)
-    yield made
-    made.close()
+    return write_scans(tmp_path / "scans", COUNT)
 
 
 def opened(folder: Path, loaders: LoaderProcesses | None = None, **options: Any) -> Dataset:

@@ -13,9 +13,11 @@ from torch.nn.functional import cross_entropy
 from tessera.shared.methods.base import Plan
 from tessera.worker.data.dataset import DataError, Dataset
 from tessera.worker.data.packing import packed
+from tessera.worker.data.prepared import Prepared
 from tessera.worker.data.registry import load
 from tessera.worker.model.build import instantiate
 from tessera.worker.model.forward import forward
+from tessera.worker.ranks.shared_dataset import dataset_of, parts_of
 from tessera.worker.training.context import LocalTaskContext
 from tessera.worker.training.packing_probe import packing_fault
 from tests.support.pretrained import plain_tokenizer
@@ -117,6 +119,20 @@ def test_held_out_documents_are_packed_apart(tmp_path: Path) -> None:
     counts = [int((part.tensors["position_ids"] == 0).sum()) for part in (rows, rows.held_out)]
     paddings = [int((part.tensors["input_ids"][:, -1] == 1).sum()) for part in (rows, rows.held_out)]
     assert sum(counts) - sum(paddings) == whole.examples
+
+
+def test_another_process_reads_packed_rows_from_the_files(tmp_path: Path) -> None:
+    """Also of texts whose other columns no process can be given."""
+    (tmp_path / "notes.jsonl").write_text(
+        "".join(json.dumps({"text": text, "patient": number}) + "\n" for number, text in enumerate(TEXTS))
+    )
+    plain = plain_tokenizer(tmp_path / "plain", WORDS)
+    options = {"file": str(tmp_path / "notes.jsonl"), "tokenizer": str(plain), "head": "causal-lm", "max_length": 8}
+    given = {**options, "pack": True, "in_memory": False, "group": "patient"}
+    rows = packed(load("text", given, prepared=Prepared(tmp_path / "state")))
+    there, index = dataset_of(parts_of(rows)), torch.tensor([2, 0])
+    assert there.on_disk.keys() == {"input_ids", "position_ids", "labels"}
+    assert all(torch.equal(there.read(index)[name], tensor) for name, tensor in rows.read(index).items())
 
 
 def test_rows_of_other_heads_are_not_packed(tmp_path: Path) -> None:

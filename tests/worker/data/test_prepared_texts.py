@@ -118,14 +118,16 @@ def test_table_and_tokens_are_made_once_and_again_when_the_table_changes(
         of(first)
 
 
-@pytest.mark.parametrize("content", [b"", b"no", b"\0" * 5000])
+@pytest.mark.parametrize("content", [b"", b"no", b"\0" * 5000, None], ids=["empty", "short", "zeros", "cut off"])
 @pytest.mark.parametrize("kind", ["table", "tokens"])
-def test_a_damaged_file_is_made_again(tmp_path: Path, table: Path, bert: str, kind: str, content: bytes) -> None:
+def test_a_damaged_file_is_made_again(
+    tmp_path: Path, table: Path, bert: str, kind: str, content: bytes | None
+) -> None:
     prepared, options = Prepared(tmp_path / "state"), {"file": str(table), "tokenizer": bert, "in_memory": False}
     expected = of(load("text", options, prepared=prepared))
     (file,) = (tmp_path / "state").glob(f"{kind}-*")
     whole = file.read_bytes()
-    file.write_bytes(content)
+    file.write_bytes(whole[: 2 * len(whole) // 3] if content is None else content)
     assert of(load("text", options, prepared=prepared)) == expected
     assert file.read_bytes() == whole
 
@@ -174,6 +176,14 @@ def test_tokens_are_a_safetensors_file_of_all_texts_without_padding(tmp_path: Pa
         assert stored.get_tensor("lengths").tolist() == [2, 3]
         about = json.loads(stored.metadata()["about"])
     assert about == {"unknown": 0.0, "columns": ["input_ids"], "longest": 3}
+
+
+def test_each_text_counts_once_where_columns_turn_out_to_be_needed(tmp_path: Path, bert: str) -> None:
+    # Pairs have token types, so that the first 512 texts are converted again.
+    rows = [f"{'fox' if number < 512 else 'dog'},the,0\n" for number in range(600)]
+    (tmp_path / "pairs.csv").write_text("text,other,label\n" + "".join(rows))
+    options = {"file": str(tmp_path / "pairs.csv"), "tokenizer": bert, "second_text": "other"}
+    assert load("text", options).report.unknown_tokens == 512 / (2 * 600)
 
 
 FULL = """

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 from structlog.testing import capture_logs
 
 from tessera.shared.model.selectors import EVERYTHING
@@ -19,6 +16,7 @@ from tessera.worker.data import loaders as module
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.data.loaders import LoaderProcesses
 from tessera.worker.data.registry import load
+from tests.support.scans import write_scans
 from tests.worker.data.test_loaders import pids
 from tests.worker.privacy.test_private_task import difference, gradients_of, images, length, trainer_of, work_on
 
@@ -28,20 +26,7 @@ CHANGES = {"horizontal_flip": 0.5, "crop": [0.3, 1.0]}
 
 @pytest.fixture
 def scans(tmp_path: Path) -> Path:
-    dice = np.random.default_rng(0)
-    for place in range(COUNT):
-        file = tmp_path / "scans" / str(place % 3) / f"{place:02}.png"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(dice.integers(0, 256, (8, 8), dtype=np.uint8)).save(file)
-    return tmp_path / "scans"
-
-
-@pytest.fixture
-def processes(monkeypatch: pytest.MonkeyPatch) -> Iterator[LoaderProcesses]:
-    monkeypatch.setattr(module, "LOOK_SECONDS", 60.0)
-    made = LoaderProcesses(2)
-    yield made
-    made.close()
+    return write_scans(tmp_path / "scans", COUNT, classes=3, shape=(8, 8))
 
 
 def opened(folder: Path, loaders: LoaderProcesses | None = None, **options: Any) -> Dataset:

@@ -5,10 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-import threading
 from collections.abc import Callable
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +40,7 @@ from tessera.worker.task.heartbeat import Stop
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.datafiles import eighth_of_digits, key_file
 from tests.support.federation import start_run
+from tests.support.mirror import serving
 from tests.support.tapping import Tap
 
 VIT = {
@@ -237,15 +235,8 @@ def test_a_mirror_gives_what_was_copied_and_what_it_falsifies_is_refused(
     victim = blobs / next(iter(sorted(start.model.external.values()))).replace(":", "-")
     good = victim.read_bytes()
 
-    class Quiet(SimpleHTTPRequestHandler):
-        def log_message(self, *args: object) -> None:
-            """Silence."""
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(blobs)))
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    try:
-        mirrored = site(base_sources=(f"http://127.0.0.1:{server.server_port}",))
+    with serving(blobs) as (url, _):
+        mirrored = site(base_sources=(url,))
         client = coordinator.client()
         victim.write_bytes(bytes(reversed(good)))
         run = begin(client, start)
@@ -255,10 +246,19 @@ def test_a_mirror_gives_what_was_copied_and_what_it_falsifies_is_refused(
         victim.write_bytes(good)
         mirrored.task(client, run)
         until(lambda: client.run(run.id).state == "completed")
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+
+
+def test_a_folder_may_be_added_again_for_a_run_with_another_dtype(
+    site: Callable[..., Site], snapshot: Path, start: ModelFolder
+) -> None:
+    one = site()
+    worker("cache", "add", snapshot, "--config", one.config, "--dtype", "bfloat16")
+    (record,) = one.cache.records()
+    worker("cache", "add", snapshot, "--config", one.config)
+    both = {*record.places, *start.model.external.values()}
+    assert BaseCache(one.cache.folder).find(both).spans.keys() == both
+    worker("cache", "remove", snapshot, "--config", one.config)
+    assert list(one.cache.blobs.iterdir()) == []
 
 
 def test_what_was_verified_is_not_read_again_until_a_file_changes(
@@ -370,7 +370,12 @@ def test_a_simulation_and_a_folder_that_is_no_base_are_refused(
         BaseFolder.open(tmp_path)
 
 
-def test_a_name_on_the_hub_needs_a_commit(site: Callable[..., Site]) -> None:
-    result = CliRunner().invoke(worker_app, ["cache", "add", "org/model@main", "--config", str(site().config)])
+@pytest.mark.parametrize(
+    ("source", "said"), [("org/model@main", "NAME@COMMIT"), (".", "has no config.json: name a folder that")]
+)
+def test_a_source_that_is_no_snapshot_is_refused(site: Callable[..., Site], source: str, said: str) -> None:
+    one = site()
+    named = source if "@" in source else str(one.config.parent)
+    result = CliRunner().invoke(worker_app, ["cache", "add", named, "--config", str(one.config)])
     assert result.exit_code == 2
-    assert "NAME@COMMIT" in result.output
+    assert said in " ".join(result.output.split())

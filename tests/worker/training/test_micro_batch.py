@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from tessera.shared.methods.base import MethodSpec, Phase, Plan, RunInfo, UnsupportedRun
 from tessera.shared.methods.registry import worker_half
+from tessera.shared.model.blocks import Block
 from tessera.shared.model.selectors import EVERYTHING
 from tessera.shared.model.spec import Head, Model
 from tessera.shared.run_settings import Training
@@ -18,6 +20,7 @@ from tessera.worker.model.block_map import block_table
 from tessera.worker.model.build import instantiate
 from tessera.worker.model.forward import IGNORED, objective_of
 from tessera.worker.training.context import LocalTaskContext
+from tessera.worker.training.optimization.micro_batch import MicroBatch, require_divisible
 from tessera.worker.training.setup import TrainingSetup
 from tessera.worker.training.trainer import Trainer
 
@@ -157,3 +160,24 @@ def test_batch_normalisation_is_refused() -> None:
     with pytest.raises(UnsupportedRun, match=r"batch normalisation.* training\.batch_size of at most 2"):
         trained("classes", 2, further=nn.BatchNorm1d(2))
     trained("classes", 7, further=nn.BatchNorm1d(2))
+
+
+@pytest.mark.parametrize(
+    ("tensor", "size", "batch", "is_refused"),
+    [
+        ("norm.running_mean", 8, 9, True),
+        ("norm.running_mean", 8, None, True),  # all 11 examples
+        ("norm.running_mean", 8, 8, False),
+        ("norm.running_mean", 11, 32, False),
+        ("norm.running_mean", "auto", 9, False),
+        ("norm.weight", 8, 9, False),
+    ],
+)
+def test_batch_normalisation_is_refused_by_the_table_of_blocks(
+    tensor: str, size: MicroBatch, batch: int | None, *, is_refused: bool
+) -> None:
+    block, training = Block(tensor=tensor, role="norm", shape=(2,), dtype="F32"), Training(batch_size=batch)
+    half = worker_half(MethodSpec(name="fedavg"), RunInfo((block,), rounds=1, training=training))
+    _, _, data = CASES["classes"]
+    with pytest.raises(UnsupportedRun, match="batch normalisation") if is_refused else nullcontext():
+        require_divisible(half, [block], data, training, size)

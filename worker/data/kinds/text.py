@@ -127,11 +127,12 @@ def _converted(
 ) -> Dataset:
     """Return the data set that `text` describes from raw texts: all of a table, or some for a run's tokenizer."""
     share = UnknownShare(tokenizer)
-    write = partial(
-        write_tokens,
-        pieces=lambda: _checked(options, table, texts, pieces(tokenizer, texts, share)),
-        about=lambda: {"unknown": share.checked()},
-    )
+
+    def begin() -> Iterator[Piece]:
+        share.restart()
+        return _checked(options, table, texts, pieces(tokenizer, texts, share))
+
+    write = partial(write_tokens, pieces=begin, about=lambda: {"unknown": share.checked()})
     rows = hashlib.sha256(np.asarray(texts.numbers).tobytes()).hexdigest()[:16]
     same = f"{_tokens_name(options, table)}-{rows}-"
     name = f"{same}{digest_of(identity_of(tokenizer))}.safetensors"

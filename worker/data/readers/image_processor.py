@@ -1,8 +1,10 @@
 """Conversion of images to a model's `pixel_values`, by an image processor of transformers or by simple options."""
 
 from dataclasses import dataclass
+from random import Random
 from typing import Any, Literal, Self
 
+import numpy as np
 import torch
 from PIL import Image
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
@@ -16,6 +18,8 @@ from tessera.worker.data.readers.pictures import Prepare, Resized
 from tessera.worker.data.readers.pretrained import load_pretrained
 
 MAX_SIDE = 1 << 14
+PROBED = ((60, 90), (110, 70), (5, 4))
+"""Sizes of images by which two ways of preparing them are compared: a crop of the last has a margin."""
 
 
 class PixelOptions(Options):
@@ -86,7 +90,7 @@ class Preparation:
     def pixels_shape(self, mode: str) -> Shape:
         """Return the shape of `pixel_values` for one image, or None if it depends on the image's size."""
         try:
-            blank = [self([Image.new(mode, size)])[PIXELS].shape[1:] for size in ((60, 90), (110, 70))]
+            blank = [self([Image.new(mode, size)])[PIXELS].shape[1:] for size in PROBED[:2]]
         except (DataError, KeyError):
             return None
         return tuple(blank[0]) if blank[0] == blank[1] else None
@@ -114,7 +118,9 @@ class Preparation:
 def preparation(options: PixelOptions) -> Preparation:
     """Return the conversion that the options describe. Raises DataError."""
     if options.processor is not None:
-        return Preparation(ByProcessor(options.processor, load_processor("processor", options.processor)))
+        processor = load_processor("processor", options.processor)
+        whole = Preparation(ByProcessor(options.processor, processor))
+        return _in_bytes(options.processor, processor, options.mode, whole) or whole
     return Preparation(Resized(*options.shape), Normalized(options.mean, options.std))
 
 
@@ -132,8 +138,41 @@ class ByProcessor:
     processor: Any
 
     def __call__(self, images: list[Image.Image]) -> dict[str, Tensor]:
+        return self._made(images)
+
+    def _made(self, images: list[Image.Image], **settings: bool) -> dict[str, Tensor]:
         try:
-            prepared = self.processor(images=images, return_tensors="pt")
+            prepared = self.processor(images=images, return_tensors="pt", **settings)
         except (ValueError, TypeError, RuntimeError) as fault:
             raise DataError(f"processor: {self.source} cannot process the images: {str(fault)[:200]}") from fault
         return {name: tensor for name, tensor in prepared.items() if isinstance(tensor, Tensor)}
+
+
+@dataclass(frozen=True)
+class BytesByProcessor(ByProcessor):
+    """The same up to the bytes of pixels, uint8 [images, height, width, channels]."""
+
+    def __call__(self, images: list[Image.Image]) -> dict[str, Tensor]:
+        inputs = self._made(images, do_rescale=False, do_normalize=False)
+        return {**inputs, PIXELS: inputs[PIXELS].permute(0, 2, 3, 1).contiguous()}
+
+
+def _in_bytes(source: str, processor: Any, mode: str, whole: Preparation) -> Preparation | None:
+    """Return the preparation of which the device does the arithmetic, if that gives the bits of the `whole` one."""
+    try:
+        given = (processor.image_mean, processor.image_std) if processor.do_normalize else (0.0, 1.0)
+        mean, std = (tuple(map(float, np.atleast_1d(each))) for each in given)
+        made = Preparation(
+            BytesByProcessor(source, processor), Normalized(mean, std, float(processor.rescale_factor))
+        )
+        for width, height in PROBED:
+            noise = Random(0).randbytes(width * height * len(mode))  # noqa: S311  (any pixels)
+            image = Image.frombytes(mode, (width, height), noise)
+            expected, found = whole([image]), made([image])
+            if made.prepare([image])[PIXELS].dtype != torch.uint8 or expected.keys() != found.keys():
+                return None
+            if not all(torch.equal(expected[name], found[name]) for name in expected):
+                return None
+    except (DataError, AttributeError, TypeError, ValueError, RuntimeError, LookupError):
+        return None
+    return made

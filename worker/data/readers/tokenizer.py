@@ -193,6 +193,10 @@ class UnknownShare:
         ends = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id)
         self._unknown = None if unknown in ends else unknown
         self._special = [other for other in tokenizer.all_special_ids if other != unknown]
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget what was counted."""
         self._count = self._of_text = 0
 
     def count(self, ids: NDArray[np.int64]) -> None:

@@ -1,16 +1,19 @@
 """The pieces of a batch that a device computes one after the other, and their shares of the batch's loss."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import structlog
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from tessera.shared.methods.base import UnsupportedRun
+from tessera.shared.methods.base import UnsupportedRun, WorkerHalf
+from tessera.shared.model.blocks import Block
 from tessera.shared.model.spec import Head
+from tessera.shared.run_settings import Training
+from tessera.worker.data.dataset import LABELS, Dataset
 from tessera.worker.model.forward import CrossEntropy, label_count
 from tessera.worker.training.batches import Batch
 
@@ -75,21 +78,45 @@ def pieces_of(
     return [(piece, share) for (piece, _), share in zip(labelled, weights / weights.sum(), strict=True)]
 
 
-def require_additive(
-    model: nn.Module, labels: Tensor, size: int | None, *, loss_by_example: bool, weighted: bool = False
+def require_divisible(
+    half: WorkerHalf[Any], blocks: Iterable[Block], dataset: Dataset, training: Training, size: MicroBatch
 ) -> None:
-    """Raise UnsupportedRun if the losses of a batch's pieces do not add up to the batch's. `weighted`: whether
-    classes have weights."""
-    if size is None or len(labels) <= size:
+    """Raise UnsupportedRun, before anything is fetched, if a task's batches would be trained in pieces of `size`
+    examples whose losses do not add up to the batch's."""
+    if isinstance(size, int):
+        batch = min(training.batch_size or dataset.examples, dataset.examples)
+        normalises = any(block.tensor.endswith(".running_mean") for block in blocks)
+        several = len(dataset.inputs[LABELS].shape) > 1
+        _require_additive(size, batch, normalises=normalises, by_example=_by_example(half, training, several=several))
+
+
+def require_additive(
+    model: nn.Module, half: WorkerHalf[Any], labels: Tensor, training: Training, size: int | None
+) -> None:
+    """Raise UnsupportedRun if the losses of the pieces of a batch with these labels do not add up to the batch's."""
+    if size is not None and len(labels) > size:
+        normalises = any(isinstance(module, _BatchNorm) and module.training for module in model.modules())
+        by_example = _by_example(half, training, several=labels.ndim > 1)
+        _require_additive(size, len(labels), normalises=normalises, by_example=by_example)
+
+
+def _by_example(half: WorkerHalf[Any], training: Training, *, several: bool) -> bool:
+    """Return whether the method's mean over examples is none over their labels, of which one may have several."""
+    return half.loss_by_example and (several or training.class_weights is not None)
+
+
+def _require_additive(size: int, batch: int, *, normalises: bool, by_example: bool) -> None:
+    if batch <= size:
         return
-    if any(isinstance(module, _BatchNorm) and module.training for module in model.modules()):
+    remedy = f"begin a run with a training.batch_size of at most {size}"
+    if normalises:
         raise UnsupportedRun(
             f"this worker trains batches in pieces of {size} examples (micro_batch), and the model has batch "
-            f"normalisation, which needs whole batches: begin a run with a training.batch_size of at most {size}"
+            f"normalisation, which needs whole batches: {remedy}"
         )
-    if loss_by_example and (labels.ndim > 1 or weighted):
+    if by_example:
         raise UnsupportedRun(
             f"this worker trains batches in pieces of {size} examples (micro_batch), whose losses do not add up "
-            "to the batch's by this method where an example has several labels or classes have weights: begin a run "
-            f"with a training.batch_size of at most {size}, or with another method"
+            f"to the batch's by this method where an example has several labels or classes have weights: {remedy}, "
+            "or with another method"
         )
