@@ -42,42 +42,37 @@ MODULES = {
 PACKAGES = {module for module, path in MODULES.items() if path.name == "__init__.py"}
 
 
-@cache
-def parsed(path: Path) -> ast.Module:
-    """The tree of a file, which nobody changes."""
-    return ast.parse(path.read_text())
-
-
-@cache
-def nodes(path: Path) -> list[ast.AST]:
-    return list(ast.walk(parsed(path)))
-
-
 def imports(module: str, *, typing_too: bool) -> Iterator[str]:
     """Yield the absolute names that a module imports, also through `importlib`.
 
     What only type checkers see is left out unless `typing_too`.
     """
-    path, skipped = MODULES[module], set[int]()
-    if not typing_too:
-        checked = (node for node in nodes(path) if isinstance(node, ast.If) and _of_typing(node))
-        skipped = {id(part) for node in checked for statement in node.body for part in ast.walk(statement)}
-    for node in nodes(path):
-        if id(node) in skipped:
-            continue
+    return (name for name, typing in _imports(module) if typing_too or not typing)
+
+
+@cache
+def _imports(module: str) -> list[tuple[str, bool]]:
+    """The names, and whether only type checkers see them. Trees are not kept, which would fill memory."""
+    tree, found = ast.parse(MODULES[module].read_text()), list[tuple[str, bool]]()
+    unseen = {
+        id(part)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        for statement in node.body
+        for part in ast.walk(statement)
+    }
+    for node in ast.walk(tree):
+        names: list[str] = []
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{module} imports by a relative name"
-            yield node.module or ""
             # Of `from package import module`, the module.
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            names = [node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)]
         elif isinstance(node, ast.Constant) and node.value in MODULES:
-            yield str(node.value)
-
-
-def _of_typing(node: ast.If) -> bool:
-    return isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+            names = [str(node.value)]
+        found += [(name, id(node) in unseen) for name in names]
+    return found
 
 
 @cache
@@ -143,11 +138,16 @@ def test_imports_point_one_way(inside: str, forbidden: tuple[str, ...]) -> None:
 
 def test_every_import_of_our_own_goes_by_one_name() -> None:
     """`shared` would be another module than `tessera.shared`, with other classes of the same names."""
+    suspicious = re.compile(
+        rf"^\s*(?:from|import)\b.*(?<![\w.])(?:{'|'.join((*SIDES, 'migrations'))})\b", re.MULTILINE
+    )
     found = [
         f"{path.relative_to(ROOT)} imports {name}"
         for folder in (*SIDES, "migrations", "tests", "examples", "benchmarks", "docs")
         for path in (ROOT / folder).rglob("*.py")
-        for node in nodes(path)
+        # To parse all files takes seconds.
+        if suspicious.search(text := path.read_text().replace("\\\n", ""))
+        for node in ast.walk(ast.parse(text))
         for name in (
             [alias.name for alias in node.names]
             if isinstance(node, ast.Import)
@@ -182,7 +182,7 @@ def test_the_domain_imports_only_the_standard_library_and_what_is_shared() -> No
 def test_a_package_imports_what_its_docstring_says(package: str) -> None:
     """The first sentence says what it holds; another names the parts of its side that it imports."""
     side = package.rpartition(".")[0]
-    said = ast.get_docstring(parsed(MODULES[package])) or ""
+    said = ast.get_docstring(ast.parse(MODULES[package].read_text())) or ""
     found = re.search(r"\bImports (no other package|[^.]*)[^.]*\.", said)
     assert found, f"{package} does not say what it imports"
     named = {f"{side}.{name}" for name in re.findall(r"`(\w+)`", found.group(1))}
@@ -234,7 +234,7 @@ def test_no_module_imports_inside_a_function() -> None:
     found = [
         f"{module}:{node.lineno}"
         for module, path in MODULES.items()
-        for function in nodes(path)
+        for function in ast.walk(ast.parse(path.read_text()))
         if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
         for node in ast.walk(function)
         if isinstance(node, ast.Import | ast.ImportFrom)
