@@ -23,6 +23,7 @@ from tessera.worker.model.block_map import DTYPES, named_tensors
 from tessera.worker.model.build import read_block, write_block
 from tessera.worker.model.config import ConfigError
 from tessera.worker.model.forward import IGNORED, CrossEntropy, forward
+from tessera.worker.model.held_values import HeldValues
 from tessera.worker.model.prompts import REMEDY, PromptError, fused_prompts, prompts_of
 from tessera.worker.training.optimization.compilation import uncompiled
 
@@ -56,12 +57,15 @@ class LocalTaskContext:
     """A synthetic example for a private task, in which no measurement may fail because of the examples."""
     objective: CrossEntropy | None = None
     """The training loss that the run's settings put in place of the model's own."""
+    held: HeldValues = field(default_factory=HeldValues)
+    """The digests of the model's values, which the next task need not write again."""
     _added: list[str] = field(default_factory=list)
 
     def read(self, block: Block) -> Array:
         return read_block(self._tensor(block), block)
 
     def write(self, block: Block, values: Array) -> None:
+        self.held.forget([block.tensor])
         write_block(self._tensor(block), block, values)
 
     def synthetic_examples(self, dataset: Dataset, examples: int) -> dict[str, Tensor]:

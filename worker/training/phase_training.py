@@ -78,6 +78,7 @@ class PhaseTraining:
         context = local.context
         added = context.private if phase.private else ()
         trained = trained_blocks(context, phase)
+        context.held.forget(block.tensor for block in trained)
         # Buffers such as a normalisation's statistics depend on the data without noise.
         self.freeze = Freeze(context.model, trained, keep_buffers=local.private is not None)
         self._ranks = local.setup.ranks
