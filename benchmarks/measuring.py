@@ -50,6 +50,19 @@ def processor_seconds(pids: Iterable[int]) -> float:
     return total
 
 
+def faulted_bytes(pids: Iterable[int]) -> int:
+    """Return the bytes of memory that the kernel has mapped for these processes, page by page as they touched them.
+
+    Minor page faults, of which one may map several pages of a file that is in memory.
+    """
+    found = 0
+    for pid in pids:
+        with suppress(OSError):
+            fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
+            found += int(fields[7]) * mmap.PAGESIZE
+    return found
+
+
 def resident_bytes(pids: Iterable[int]) -> int:
     """What these processes and their descendants hold now; what they share counts once for each."""
     total = 0

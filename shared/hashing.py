@@ -2,7 +2,7 @@
 
 import hashlib
 from pathlib import Path
-from typing import Protocol
+from typing import BinaryIO, Protocol
 
 from tessera.shared.problems import DigestMismatch
 
@@ -41,7 +41,12 @@ class Hashing:
 def digest_at(path: Path) -> str:
     """Return the digest of a file."""
     with path.open("rb") as file:
-        return f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"
+        return digest_in(file)
+
+
+def digest_in(file: BinaryIO) -> str:
+    """Return the digest of the rest of an open file."""
+    return f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"  # type: ignore[arg-type]
 
 
 def derive_seed(seed: int, *names: object) -> int:

@@ -47,20 +47,32 @@ def imports(module: str, *, typing_too: bool) -> Iterator[str]:
 
     What only type checkers see is left out unless `typing_too`.
     """
-    tree = ast.parse(MODULES[module].read_text())
+    return (name for name, typing in _imports(module) if typing_too or not typing)
+
+
+@cache
+def _imports(module: str) -> list[tuple[str, bool]]:
+    """The names, and whether only type checkers see them. Trees are not kept, which would fill memory."""
+    tree, found = ast.parse(MODULES[module].read_text()), list[tuple[str, bool]]()
+    unseen = {
+        id(part)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        for statement in node.body
+        for part in ast.walk(statement)
+    }
     for node in ast.walk(tree):
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING" and not typing_too:
-            node.body = []
-    for node in ast.walk(tree):
+        names: list[str] = []
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{module} imports by a relative name"
-            yield node.module or ""
             # Of `from package import module`, the module.
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            names = [node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)]
         elif isinstance(node, ast.Constant) and node.value in MODULES:
-            yield str(node.value)
+            names = [str(node.value)]
+        found += [(name, id(node) in unseen) for name in names]
+    return found
 
 
 @cache
@@ -126,11 +138,16 @@ def test_imports_point_one_way(inside: str, forbidden: tuple[str, ...]) -> None:
 
 def test_every_import_of_our_own_goes_by_one_name() -> None:
     """`shared` would be another module than `tessera.shared`, with other classes of the same names."""
+    suspicious = re.compile(
+        rf"^\s*(?:from|import)\b.*(?<![\w.])(?:{'|'.join((*SIDES, 'migrations'))})\b", re.MULTILINE
+    )
     found = [
         f"{path.relative_to(ROOT)} imports {name}"
         for folder in (*SIDES, "migrations", "tests", "examples", "benchmarks", "docs")
         for path in (ROOT / folder).rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
+        # To parse all files takes seconds.
+        if suspicious.search(text := path.read_text().replace("\\\n", ""))
+        for node in ast.walk(ast.parse(text))
         for name in (
             [alias.name for alias in node.names]
             if isinstance(node, ast.Import)

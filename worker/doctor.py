@@ -50,7 +50,8 @@ MIN_FREE_BYTES = 1 << 30
 MIN_SHARED_BYTES = 256 << 20
 """The four batches of two loaders take 150 MiB if each has 256 images of 224 x 224 pixels."""
 PROBE_BYTES = 1 << 18
-MATMUL_ROWS = 1024
+CPU_MATMUL_ROWS, GPU_MATMUL_ROWS = 256, 1024
+"""A CPU without instructions for bfloat16 needs seconds for matrices that are large enough for a GPU."""
 COMPILERS = ("g++", "clang++", "c++")
 
 WHAT_LEAVES = (
@@ -151,8 +152,8 @@ def _device(settings: WorkerSettings) -> Iterator[Finding]:
     yield _memory(settings.policy.max_model_bytes)
     yield from _shared_memory(settings)
     for dtype, name in ((torch.float32, "float32"), (torch.bfloat16, "bfloat16")):
-        seconds = _matmul_seconds(device, dtype)
-        rate = 2 * MATMUL_ROWS**3 / seconds / 1e9
+        rows = CPU_MATMUL_ROWS if device.type == "cpu" else GPU_MATMUL_ROWS
+        rate = 2 * rows**3 / _matmul_seconds(device, dtype, rows) / 1e9
         yield ok("device", f"multiplies {name} matrices at {rate:.0f} GFLOP/s")
 
 
@@ -188,12 +189,12 @@ def _shared_memory(settings: WorkerSettings) -> Iterator[Finding]:
         yield warn("loaders", detail, "Start the container with --shm-size=1g, or set loaders = 0.")
 
 
-def _matmul_seconds(device: torch.device, dtype: torch.dtype) -> float:
+def _matmul_seconds(device: torch.device, dtype: torch.dtype, rows: int) -> float:
     """Return the seconds of a product of two square matrices, after one to warm up.
 
     Raises RuntimeError for a wrong product.
     """
-    eye = torch.eye(MATMUL_ROWS, device=device, dtype=dtype)
+    eye = torch.eye(rows, device=device, dtype=dtype)
     seconds = 0.0
     for _ in range(2):
         began_at = time.monotonic()

@@ -124,6 +124,13 @@ def device_of(name: DeviceName) -> torch.device:
 
 def devices_of(settings: WorkerSettings) -> tuple[torch.device, ...]:
     """Return the devices that train together. Raises SettingsError for a missing one."""
+    found = _devices_of(settings)
+    if settings.compute.shard and len(found) == 1:
+        raise SettingsError(f"compute.shard divides a model among several devices, and {found[0]} is one: remove it")
+    return found
+
+
+def _devices_of(settings: WorkerSettings) -> tuple[torch.device, ...]:
     if settings.devices == 1:
         return (device_of(settings.device),)
     if sys.platform != "linux":

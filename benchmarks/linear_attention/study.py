@@ -43,7 +43,7 @@ class Study:
 
 
 STANDARD = Study(deltas=(0.0, 0.25, 0.5, 0.75), local_steps=(1, 10, 50), rounds=150, seeds=3, control_lengths=(8, 30))
-QUICK = Study(deltas=(0.0, 0.5), local_steps=(1, 4, 16), rounds=20, seeds=2, control_lengths=(8,))
+QUICK = Study(deltas=(0.0, 0.5), local_steps=(1, 4, 8), rounds=10, seeds=2, control_lengths=(8,))
 
 
 COLUMNS = (

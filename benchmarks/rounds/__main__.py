@@ -68,6 +68,7 @@ def add(results: Results, case: Case, comparison: Comparison) -> None:
             clients_cpu_s=summary.client_processor,
             server_MiB=summary.server_peak / MIB,
             client_MiB=summary.client_peak / MIB,
+            clients_faulted_MB=None if summary.client_faulted is None else summary.client_faulted / 1e6,
             up_MB=None if summary.received is None else summary.received / 1e6,
             down_MB=None if summary.sent is None else summary.sent / 1e6,
         )

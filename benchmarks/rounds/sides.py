@@ -26,6 +26,8 @@ class Turn:
     received: float | None = None
     """Bytes per round that the server received, of payload; None where it is not counted."""
     sent: float | None = None
+    client_faulted: float | None = None
+    """Bytes of memory per round that all clients together touched for the first time."""
 
 
 class Side(Protocol):
@@ -54,12 +56,14 @@ class Summary:
     client_peak: int
     received: float | None
     sent: float | None
+    client_faulted: float | None
 
     @classmethod
     def of(cls, turns: Sequence[Turn]) -> Summary:
         every = [seconds for turn in turns for seconds in turn.seconds]
         received = [turn.received for turn in turns if turn.received is not None]
         sent = [turn.sent for turn in turns if turn.sent is not None]
+        faulted = [turn.client_faulted for turn in turns if turn.client_faulted is not None]
         return cls(
             first_seconds=turns[0].first_seconds,
             seconds=median(every),
@@ -71,6 +75,7 @@ class Summary:
             client_peak=max(turn.client_peak for turn in turns),
             received=median(received) if received else None,
             sent=median(sent) if sent else None,
+            client_faulted=median(faulted) if faulted else None,
         )
 
 

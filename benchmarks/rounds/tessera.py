@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from benchmarks.federation import DATASET, Federation
-from benchmarks.measuring import forget_peak, peak_bytes, processor_seconds
+from benchmarks.measuring import faulted_bytes, forget_peak, peak_bytes, processor_seconds
 from benchmarks.network import Moved
 from benchmarks.rounds.sides import Turn
 from tessera.shared.updates.codecs.pipeline import LOSSLESS
@@ -48,6 +48,7 @@ class Tessera:
         run = federation.begin(self.model, rounds + 1, len(clients), method, codec=self.codec, dataset=self.dataset)
         federation.await_version(run, 1, every_seconds=0.02)
         before = processor_seconds(server), processor_seconds(clients), self._moved()
+        faulted = faulted_bytes(clients)
         federation.await_version(run, rounds + 1, every_seconds=0.2)
         moved = self._moved().since(before[2])
         first, *others = federation.spans(run)
@@ -60,4 +61,5 @@ class Tessera:
             client_peak=max(map(peak_bytes, clients)),
             received=moved.received / rounds,
             sent=moved.sent / rounds,
+            client_faulted=(faulted_bytes(clients) - faulted) / rounds,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from benchmarks.federation import ineligibilities
 from benchmarks.measuring import (
     Results,
     Target,
+    faulted_bytes,
     forget_peak,
     machine_speeds,
     peak_bytes,
@@ -179,6 +181,17 @@ def test_a_peak_is_forgotten() -> None:
     forget_peak(pid)
     assert high > resident_bytes([pid])
     assert peak_bytes(pid) < high
+
+
+def test_memory_that_is_touched_for_the_first_time_is_counted() -> None:
+    pid, nbytes = os.getpid(), 4 << 20
+    memory = mmap.mmap(-1, nbytes)
+    memory.madvise(mmap.MADV_NOHUGEPAGE)
+    before = faulted_bytes([pid])
+    memory[:: mmap.PAGESIZE] = b"x" * (nbytes // mmap.PAGESIZE)
+    assert faulted_bytes([pid]) - before >= nbytes
+    # Of a process that has ended, nothing is known.
+    assert faulted_bytes([1 << 30]) == 0
 
 
 def test_a_run_that_cannot_start_is_reported_with_the_reasons(coordinator: LiveCoordinator) -> None:

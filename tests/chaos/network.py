@@ -19,6 +19,8 @@ class Line:
         """How long each piece takes."""
         self.dead = False
         """Whether who calls is not answered."""
+        self.refused = 0
+        """How many callers were not answered."""
         self.noisy = 0
         """In how many of the next pieces one byte is changed. Only in those that fill the buffer, which are of blobs
         and updates: in a short message of JSON a changed byte may be another number, which TLS is there to notice."""
@@ -49,6 +51,7 @@ class Line:
                 client, _ = self._listener.accept()
                 try:
                     if self.dead:
+                        self.refused += 1
                         raise ConnectionError
                     server = socket.create_connection(("127.0.0.1", self._target), timeout=5)
                     server.settimeout(None)

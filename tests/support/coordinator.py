@@ -172,7 +172,7 @@ class LiveCoordinator:
 
     def bare(self, headers: dict[str, str] | None = None) -> httpx.Client:
         """The same without a token."""
-        client = httpx.Client(base_url=self.url, headers=headers, verify=False, timeout=30)  # noqa: S501 (no TLS)
+        client = httpx.Client(base_url=self.url, headers=headers, verify=False, timeout=WAIT_SECONDS)  # noqa: S501 (no TLS)
         self._clients.append(client)
         return client
 

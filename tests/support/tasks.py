@@ -29,6 +29,7 @@ from tessera.worker.data.dataset import Dataset
 from tessera.worker.model.block_map import block_table
 from tessera.worker.model.build import instantiate
 from tessera.worker.model.forward import objective_of
+from tessera.worker.model.held_values import HeldValues
 from tessera.worker.training.batches import Batches
 from tessera.worker.training.checkpoints import TrainingCheckpoints
 from tessera.worker.training.context import LocalTaskContext
@@ -107,6 +108,7 @@ def one_task(
     compute: Compute | None = None,
     check: Callable[[], None] = lambda: None,
     checkpoints: TrainingCheckpoints | None = None,
+    written: Callable[[PreTrainedModel], HeldValues] = lambda _: HeldValues(),
     **training: Any,
 ) -> tuple[LocalTaskContext, LocalResult]:
     """Trains a small model, on its own data and as the method asks in this round unless told otherwise; what is left
@@ -126,6 +128,7 @@ def one_task(
     for block in facts.blocks:
         if start:
             context.write(block, start[block.name])
+    context.held = written(model)
     seed_everything(0)
     context.restore(half.private())
     half.setup(context)

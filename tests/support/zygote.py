@@ -31,16 +31,19 @@ _WORKERS = (
     "tessera.worker.data.kinds.digits",
     "transformers.modeling_utils",
 )
+_COORDINATORS = (
+    "tessera.coordinator.cli",
+    "tessera.coordinator.app",
+    "tessera.coordinator.server.http_limits",
+)
 NEEDS = {
-    "tessera.coordinator": (
-        "tessera.coordinator.cli",
-        "tessera.coordinator.app",
-        "tessera.coordinator.server.http_limits",
-    ),
+    "tessera.coordinator": _COORDINATORS,
     "tessera.shared.cli": _WORKERS,
     "tessera.worker.model.sandbox": _WORKERS,
     "tests.support.demo": _WORKERS,
     "tests.support.leaving": _WORKERS,
+    "tests.soak.coordinator": _COORDINATORS,
+    "tests.soak.worker": _COORDINATORS,
 }
 """What is imported before, by the module that is run."""
 

@@ -315,6 +315,16 @@ def write_block(tensors: Mapping[str, Tensor], block: Block, values: np.ndarray)
         tensor.copy_(source)
 
 
+def memory_of(tensors: Mapping[str, Tensor], block: Block) -> np.ndarray | None:
+    """Return the memory of a block, to be read and overwritten; None for a part of a tensor, and outside the CPU's
+    memory. Raises ModelMismatch if `tensors` do not contain the block."""
+    tensor = tensor_of(tensors, block).detach()
+    if block.part or tensor.device.type != "cpu" or not tensor.is_contiguous():
+        return None
+    plain = tensor.view(torch.int16) if tensor.dtype is torch.bfloat16 else tensor
+    return plain.numpy().view(NUMPY_DTYPES[block.dtype])
+
+
 def tensor_of(tensors: Mapping[str, Tensor], block: Block) -> Tensor:
     """Return the tensor that contains the block. Raises ModelMismatch if there is none with its shape and dtype."""
     tensor = tensors.get(block.tensor)

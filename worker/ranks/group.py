@@ -1,5 +1,7 @@
 """A rank's view of its group: its rows of each batch, and what the ranks sum or agree on."""
 
+import hashlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -7,16 +9,16 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from transformers import PreTrainedModel
 
-from tessera.shared.methods.base import UnsupportedRun
+from tessera.shared.model.spec import Head
 from tessera.worker.data.dataset import LABELS, Dataset
-from tessera.worker.model.forward import label_count
-from tessera.worker.ranks.handover import dumps, loads
+from tessera.worker.model.forward import forward, label_count
+from tessera.worker.ranks.serialization import dumps, loads
 from tessera.worker.ranks.sharding import keep_shard, shard
 from tessera.worker.ranks.shared_dataset import SharedDataset
 from tessera.worker.training.batches import Batch
-from tessera.worker.training.context import LocalTaskContext
+from tessera.worker.training.context import LocalTaskContext, synthetic_examples
 from tessera.worker.training.ranks import Pieces
 
 T = TypeVar("T")
@@ -55,9 +57,9 @@ class Group:
     def keep_shard(self, tensor: Tensor, values: Tensor) -> None:
         keep_shard(tensor, values, self.rank, self.size)
 
-    def take_part(self, forward: Callable[[Batch], object], dataset: Dataset, on: torch.device) -> None:
+    def take_part(self, model: PreTrainedModel, head: Head, dataset: Dataset, on: torch.device) -> None:
         if self.sharded:
-            forward(_synthetic(dataset, on))
+            forward(model, head, _synthetic(model, dataset, on))
 
     # ------------------------------------------------------------ rows
 
@@ -73,41 +75,28 @@ class Group:
 
     # ------------------------------------------------------------ steps
 
-    def start_phase(self, model: nn.Module, parameters: Sequence[Tensor]) -> None:
-        if any(isinstance(module, _BatchNorm) and module.training for module in model.modules()):
-            raise UnsupportedRun(
-                f"this worker divides batches among {self.size} devices, and the model has batch normalisation, "
-                "which needs whole batches: begin a run with another model, or have the site train on one device "
-                "(devices)"
-            )
+    def start_phase(self, parameters: Sequence[Tensor]) -> None:
         for parameter in () if self.sharded else parameters:
             dist.broadcast(parameter.detach(), 0)
         # Otherwise each rank would drop out the same units of its rows.
         if self.rank:
-            torch.manual_seed((torch.initial_seed() + self.rank) % (1 << 63))
+            torch.manual_seed(next_seed(torch.initial_seed(), self.rank))
 
-    def weigh(self, pieces: Pieces, labels: Tensor, context: LocalTaskContext, *, loss_by_example: bool) -> Pieces:
+    def weigh(self, pieces: Pieces, labels: Tensor, context: LocalTaskContext) -> Pieces:
         objective = context.objective
-        weighted = objective is not None and objective.class_weights is not None
-        if loss_by_example and (weighted or labels.ndim > 1):
-            raise UnsupportedRun(
-                f"this worker divides batches among {self.size} devices, and by this method the losses of their rows "
-                "do not add up where an example has several labels or classes have weights: begin a run with another "
-                "method, or have the site train on one device (devices)"
-            )
         own = float(label_count(context.head, labels))
         whole = self.total(own)
-        if not whole:
-            # A batch without any label fails as it does in one process.
-            return pieces
-        of_all: float | Tensor = own / whole
-        if weighted and objective:
-            weight = torch.stack([objective.weight_of(context.head, piece["labels"]) for piece, _ in pieces]).sum()
+        # A batch without any label diverges as it does in one process.
+        of_all: float | Tensor = own / whole if whole else math.nan
+        if objective is not None and objective.class_weights is not None:
+            weight = torch.stack([objective.weight_of(context.head, piece[LABELS]) for piece, _ in pieces]).sum()
             of_all = weight / self.total(weight)
-        if not own and self.sharded and self._dataset:
+        if own or (len(labels) and not whole):
+            return [(piece, share * of_all) for piece, share in pieces]
+        if self.sharded and self._dataset:
             # The other ranks wait for this one at each layer. It adds nothing to the gradients.
-            return [(_synthetic(self._dataset, pieces[0][0][LABELS].device), 0.0)]
-        return [(piece, share * of_all) for piece, share in pieces if own]
+            return [(_synthetic(context.model, self._dataset, pieces[0][0][LABELS].device), 0.0)]
+        return []
 
     def sum_gradients(self, parameters: Sequence[Tensor]) -> None:
         if self.sharded:
@@ -177,9 +166,14 @@ class Group:
         return loads(raw.numpy().tobytes())
 
 
-def _synthetic(dataset: Dataset, on: torch.device) -> Batch:
+def next_seed(seed: int, rank: int) -> int:
+    """Return the seed of a rank's randomness in a phase, from that of the phase before, or of all ranks."""
+    return int.from_bytes(hashlib.sha256(f"{seed} {rank}".encode()).digest()[:8], "big") >> 1
+
+
+def _synthetic(model: PreTrainedModel, dataset: Dataset, on: torch.device) -> Batch:
     """Return a batch of one synthetic example."""
-    batch = {**dataset.placeholder(1), **dataset.common}
+    batch = {**synthetic_examples(model, dataset, 1), **dataset.common}
     return {name: tensor.to(on) for name, tensor in batch.items()}
 
 

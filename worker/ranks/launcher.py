@@ -1,37 +1,56 @@
 """The process that starts a group's ranks, and ends them and removes their folder when the agent or one of them ends.
 
-The arguments are the agent's process id, the group's folder and the number of ranks.
+Its arguments are the agent's process id, the group's folder, and the descriptor of each rank's connection.
 """
 
+import ctypes
 import os
 import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
-from tessera.worker.ranks.processes import end_with_parent
+PR_SET_PDEATHSIG = 1
+
+RANK = "from tessera.worker.ranks.rank import main; main()"
+"""The code of a rank: its loaders import the main module of their parent, and need nothing of it."""
 
 
-def main(agent: int, folder: Path, ranks: int) -> None:
+def end_with_parent(parent: int, how: signal.Signals) -> None:
+    """Have the kernel send this process a signal when its parent, process `parent`, ends, however it ends (Linux)."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, int(how))
+    # It may have ended before.
+    if os.getppid() != parent:
+        os.kill(os.getpid(), how)
+
+
+def launch(agent: int, folder: Path, connections: Sequence[int]) -> None:
     """Run the ranks until one of them ends, or this process gets SIGTERM."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())
-    end_with_parent(agent, signal.SIGTERM)
-    module = [sys.executable, "-m", "tessera.worker.ranks.main", str(folder), str(os.getpid())]
-    started: list[subprocess.Popen[bytes]] = []
+    # Set before a rank's own code runs: its imports take seconds.
+    end_with_this = partial(end_with_parent, os.getpid(), signal.SIGKILL)
+    ranks: list[subprocess.Popen[bytes]] = []
     try:
-        started.extend(subprocess.Popen([*module, str(rank)]) for rank in range(ranks))  # noqa: S603  (our own)
+        end_with_parent(agent, signal.SIGTERM)
+        for rank, connection in enumerate(connections):
+            command = [sys.executable, "-c", RANK, str(folder), str(rank), str(connection)]
+            ranks.append(subprocess.Popen(command, pass_fds=[connection], preexec_fn=end_with_this))  # noqa: PLW1509, S603  (no threads; our own)
+            # The agent notices the end of a rank by the end of its connection.
+            os.close(connection)
         # The others cannot go on without it.
         os.wait()
     finally:
         # The agent may ask for the end, and end itself meanwhile.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        for process in started:
+        for process in ranks:
             process.kill()
-        for process in started:
+        for process in ranks:
             process.wait()
         shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))
+    launch(int(sys.argv[1]), Path(sys.argv[2]), [int(each) for each in sys.argv[3:]])

@@ -1,16 +1,26 @@
-"""Tasks in a rank, and what of the agent's environment takes part in them there."""
+"""A rank: a process of a group, which executes the tasks that the agent hands over.
 
+Its arguments are the group's folder, the rank's number and the descriptor of its connection to the agent.
+"""
+
+import gc
 import importlib
+import os
+import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields, replace
+from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import structlog
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from tessera.shared.api.tasks import Receipt
@@ -18,10 +28,13 @@ from tessera.shared.client.client import Progress
 from tessera.shared.methods.base import LocalResult, TrainingStats
 from tessera.shared.model.attention_stats import LayerAttention, TaskTokens
 from tessera.shared.model.blocks import Block
+from tessera.shared.telemetry import logging
+from tessera.shared.tensors.dtypes import NUMPY_DTYPES
 from tessera.shared.tensors.lazy import Array
 from tessera.worker.data.dataset import Dataset
+from tessera.worker.governance.run_history import RunHistory
 from tessera.worker.model.build import read_block
-from tessera.worker.ranks import handover
+from tessera.worker.ranks import serialization
 from tessera.worker.ranks.checkpoints import GroupCheckpoints
 from tessera.worker.ranks.group import Group
 from tessera.worker.ranks.messages import (
@@ -29,9 +42,11 @@ from tessera.worker.ranks.messages import (
     Call,
     CheckpointAt,
     Ended,
-    Handover,
+    GroupTask,
     Progressed,
     Reply,
+    Start,
+    TaskAt,
     receive,
     send,
 )
@@ -52,11 +67,56 @@ from tessera.worker.training.optimization.precision import allow_tf32
 from tessera.worker.training.progress import Report
 from tessera.worker.training.setup import TrainingSetup
 
+LOOPBACK = "lo"
+"""The name of Linux's loopback interface."""
+STORE_FILE = "store"
+"""The file by which the ranks find each other."""
 REPORT_SECONDS = 0.5
 """Least time between two reports of a rank's progress."""
 
 Result = tuple[tuple[LocalResult, TrainingStats] | int, dict[str, Array], dict[str, Any]]
 """The result of a stage, the optimizer's moments, and the fields of the report."""
+
+
+def main() -> None:
+    """Join the group, and execute tasks until the agent ends, or hands over none for a while."""
+    folder, rank = Path(sys.argv[1]), int(sys.argv[2])
+    os.set_inheritable(int(sys.argv[3]), False)
+    logging.configure(sys.stdout, console=False)
+    connection = Connection(int(sys.argv[3]))
+    start: Start = receive(connection)
+    _join(folder, rank, start)
+    executor = Rank(folder, start.devices[rank], connection)
+    for message in _messages(connection, start.idle_seconds):
+        # A request to stop may come when the task has ended already.
+        if isinstance(message, TaskAt):
+            ended = executor.execute(message.path)
+            with suppress(BrokenPipeError):
+                send(connection, ended)
+    dist.destroy_process_group()
+
+
+def _messages(connection: Connection, idle_seconds: float) -> Iterator[Any]:
+    """Yield the agent's messages until it ends, gives up this group, or sends none for a while."""
+    with suppress(EOFError, OSError):
+        while connection.poll(idle_seconds):
+            yield receive(connection)
+
+
+def _join(folder: Path, rank: int, start: Start) -> None:
+    """Join the process group, on this rank's device."""
+    device, ranks = start.devices[rank], len(start.devices)
+    torch.set_num_threads(start.threads)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    # All ranks are on this machine. Otherwise gloo would listen where the machine's name leads.
+    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = LOOPBACK
+    # What the ranks agree on is on the CPU, so that no rank waits for its GPU.
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    timeout = timedelta(seconds=start.timeout_seconds)
+    # Ranks find each other by a file, since a store of torch's on a port has no password.
+    store = dist.FileStore(str(folder / STORE_FILE), ranks)  # type: ignore[attr-defined]  # torch does not declare it
+    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timeout)
 
 
 class RanksStopped(Exception):
@@ -81,21 +141,24 @@ class Rank:
         self._checkpoints: GroupCheckpoints | None = None
 
     def execute(self, path: Path) -> Ended:
-        """Execute the task of a handover. Rank 0 writes its result beside it."""
+        """Execute the task in a file. Rank 0 writes its result beside it."""
         self._asked_to_stop, self._checkpoints = False, None
         try:
-            given: Handover = handover.read(path)
+            given: GroupTask = serialization.read(path)
             result = self._execute(given)
+            if self._group.is_first:
+                serialization.write(self._folder / RESULT_FILE, result)
         except RanksStopped:
-            return Ended()
+            pass
         except Exception as fault:  # noqa: BLE001  (the agent decides what a failure of any kind means)
             structlog.get_logger("worker").exception("rank-failed", rank=self._group.rank)
             return Ended(fault=fault)
-        if self._group.is_first:
-            handover.write(self._folder / RESULT_FILE, result)
+        if self._group.sharded:
+            # Its parts refer to each other, and two of them may not fit.
+            gc.collect()
         return Ended()
 
-    def _execute(self, given: Handover) -> Result:
+    def _execute(self, given: GroupTask) -> Result:
         task, fetched = given.task, given.fetched
         self._report = given.report
         allow_tf32(allowed=given.compute.tf32)
@@ -112,10 +175,12 @@ class Rank:
             nbytes = sum(each.nbytes for each in loaded.built.model.parameters())
             log = structlog.get_logger("worker")
             log.info("model-sharded", rank=self._group.rank, bytes=bytes_here(loaded.built.model), model_bytes=nbytes)
-        loaded = replace(loaded, context=MeasuringTogether.of(loaded.context, self._group))
+        loaded = replace(loaded, context=GroupContext.of(loaded.context, self._group))
         dataset = self._read(given.dataset)
         require_own_loss(loaded.context, dataset)
-        with explained(fetched.document, loaded.context, dataset, private=given.private):
+        # One rank alone must not compute with a sharded model.
+        rehearses = not given.compute.shard
+        with explained(fetched.document, loaded.context, dataset, private=given.private, rehearses=rehearses):
             stage = self._stage(run, loaded, dataset, given)
         loaded.context.close()
         # What a sharded model trains is set once.
@@ -124,7 +189,7 @@ class Rank:
         return stage, loaded.moments.values, vars(run.report)
 
     def _stage(
-        self, run: TaskRun, loaded: Loaded, dataset: Dataset, given: Handover
+        self, run: TaskRun, loaded: Loaded, dataset: Dataset, given: GroupTask
     ) -> tuple[LocalResult, TrainingStats] | int:
         if run.task.kind == "evaluate":
             return evaluate(run, loaded, dataset)
@@ -134,7 +199,8 @@ class Rank:
             # Needs the extra `privacy`, as the agent's accounting does.
             ranks = importlib.import_module("tessera.worker.ranks.private")
             resumes = saving is not None and saving.document is not None
-            private = ranks.RankPrivacy(run.task, partial(self._call, "private"), self._group, resumes=resumes)
+            call = partial(self._call, "private")
+            private = ranks.RankPrivacy(run.task, dataset.examples, call, self._group, resumes=resumes)
         return train(run, loaded, dataset, private, saving)
 
     def _checkpoints_at(self, place: CheckpointAt) -> GroupCheckpoints:
@@ -143,7 +209,7 @@ class Rank:
         stored = TaskCheckpoint.at(place.key, place.path, agents)
         return GroupCheckpoints(stored, place.seconds, self._group)
 
-    def _environment(self, given: Handover) -> TaskEnvironment:
+    def _environment(self, given: GroupTask) -> TaskEnvironment:
         return TaskEnvironment(
             coordinator=cast("Coordinator", _Remote(self._call, "coordinator")),
             datasets={},
@@ -155,6 +221,7 @@ class Rank:
             scalers=self._scalers,
             piece_sizes=self._piece_sizes,
             allowances=given.allowances,
+            history=cast("RunHistory", _Remote(self._call, "history")) if given.counted else None,
         )
 
     def _keep_scale(self, run: str, state: Mapping[str, Array]) -> None:
@@ -167,7 +234,7 @@ class Rank:
 
     def _read(self, path: Path) -> Dataset:
         if self._dataset is None or self._dataset[0] != path:
-            self._dataset = path, dataset_of(handover.read(path))
+            self._dataset = path, dataset_of(serialization.read(path))
         return self._dataset[1]
 
     # ------------------------------------------------------------ the agent
@@ -261,26 +328,29 @@ class _HandedShelf:
         """Return None: it is read from its file."""
 
 
-class MeasuringTogether(LocalTaskContext):
+class GroupContext(LocalTaskContext):
     """A context whose measurements are the first rank's, since those of two GPUs differ by rounding."""
 
     group: Group
 
     @classmethod
-    def of(cls, context: LocalTaskContext, group: Group) -> "MeasuringTogether":
+    def of(cls, context: LocalTaskContext, group: Group) -> "GroupContext":
         made = cls(**{each.name: getattr(context, each.name) for each in fields(LocalTaskContext)})
         made.group = group
         return made
 
     def read(self, block: Block) -> Array:
-        tensors = self._tensor(block)
-        return read_block({name: gathered(tensor) for name, tensor in tensors.items()}, block)
+        tensors = {name: gathered(tensor) for name, tensor in self._tensor(block).items()}
+        if self.group.sharded and not self.group.is_first:
+            # Of a sharded model, rank 0's result alone is read.
+            return np.zeros(block.shape, NUMPY_DTYPES[block.dtype])
+        return read_block(tensors, block)
 
     def attention(self, batches: Iterable[Mapping[str, Tensor]], tokens: TaskTokens) -> dict[str, LayerAttention]:
-        return self.group.same(lambda: super(MeasuringTogether, self).attention(batches, tokens))
+        return self.group.same(lambda: super(GroupContext, self).attention(batches, tokens))
 
     def gradient_norms(self, batches: Iterable[Mapping[str, Tensor]], blocks: Sequence[Block]) -> dict[str, float]:
-        return self.group.same(lambda: super(MeasuringTogether, self).gradient_norms(batches, blocks))
+        return self.group.same(lambda: super(GroupContext, self).gradient_norms(batches, blocks))
 
     def fisher(self, batches: Iterable[Mapping[str, Tensor]], blocks: Sequence[Block]) -> dict[str, float]:
-        return self.group.same(lambda: super(MeasuringTogether, self).fisher(batches, blocks))
+        return self.group.same(lambda: super(GroupContext, self).fisher(batches, blocks))

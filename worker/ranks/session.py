@@ -2,21 +2,20 @@
 
 import os
 import shutil
-import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from tessera.worker.ranks import handover
-from tessera.worker.ranks.faults import UNEXPLAINED
+from tessera.worker.ranks import serialization
 from tessera.worker.ranks.messages import (
     RESULT_FILE,
-    START_FILE,
     Call,
     Ended,
     Progressed,
@@ -24,18 +23,15 @@ from tessera.worker.ranks.messages import (
     Start,
     StopTask,
     TaskAt,
-    accept,
-    listen,
     receive,
     send,
 )
+from tessera.worker.ranks.serialization import UNEXPLAINED
 from tessera.worker.task.errors import TaskFailure
 from tessera.worker.training.progress import Check
 
 LOOK_SECONDS = 0.2
 """Time between two looks whether the task is still wanted."""
-START_SECONDS = 300.0
-"""Time in which all ranks have to connect: importing torch from a slow disk takes long."""
 STOP_SECONDS = 15.0
 """Time in which the ranks have to reach the end of a step, once the task is no longer wanted."""
 END_SECONDS = 10.0
@@ -50,49 +46,38 @@ class Session:
     """The ranks of a group, from their start until `close`. One thread uses it, and must outlive it: the kernel ends
     the launcher with the thread that started it."""
 
-    def __init__(self, start: Start, folder: Path, check: Check) -> None:
-        """Start the ranks, with a new folder in `folder`. Raises TaskFailure, and the exceptions of `check`."""
+    def __init__(self, start: Start, folder: Path) -> None:
+        """Start the ranks, with a new folder in `folder`. Raises RanksEnded."""
         self.folder = folder / uuid4().hex
         self.folder.mkdir(parents=True, mode=0o700)
         self._devices = start.devices
-        self._connections: list[Connection] = []
         self._tasks = 0
         self._unwanted: BaseException | None = None
         """The exception by which the present task is no longer wanted."""
-        handover.write(self.folder / START_FILE, start)
-        ranks = len(start.devices)
-        server = listen(self.folder, ranks)
-        arguments = [str(os.getpid()), str(self.folder), str(ranks)]
-        self._launcher = subprocess.Popen(  # noqa: S603  (our own module)
-            [sys.executable, "-m", "tessera.worker.ranks.launcher", *arguments],
-            stdin=subprocess.DEVNULL,
-            env={**os.environ, "OMP_NUM_THREADS": str(start.threads)},
-            # ^C at a terminal is for the agent.
-            start_new_session=True,
-        )
-        try:
-            with server:
-                self._connections = self._connected(server, ranks, check)
-        except BaseException:
-            self.close()
-            raise
+        pairs = [Pipe() for _ in start.devices]
+        self._connections = [own for own, _ in pairs]
+        # No other process can connect to a rank or to the agent.
+        self._launcher = self._launched([theirs for _, theirs in pairs], start.threads)
+        threading.Thread(target=self._remove_folder, daemon=True).start()
+        for connection in self._connections:
+            self._send(connection, start)
 
-    def _connected(self, server: socket.socket, ranks: int, check: Check) -> list[Connection]:
-        """Return the connection of each rank, in their order."""
-        server.settimeout(LOOK_SECONDS)
-        found: dict[int, Connection] = {}
-        began_at = time.monotonic()
-        while len(found) < ranks:
-            check()
-            if self._launcher.poll() is not None or time.monotonic() - began_at > START_SECONDS:
-                raise TaskFailure("ranks-ended", self._about(set(range(ranks)) - set(found), "did not start"))
-            try:
-                connection = accept(server)
-            except TimeoutError:
-                continue
-            if connection:
-                found[receive(connection)] = connection
-        return [found[rank] for rank in range(ranks)]
+    def _launched(self, connections: Sequence[Connection], threads: int) -> "subprocess.Popen[bytes]":
+        """Start the launcher, which passes each rank its connection, and close these here."""
+        passed = [each.fileno() for each in connections]
+        arguments = [str(os.getpid()), str(self.folder), *map(str, passed)]
+        try:
+            return subprocess.Popen(  # noqa: S603  (our own module)
+                [sys.executable, "-m", "tessera.worker.ranks.launcher", *arguments],
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, "OMP_NUM_THREADS": str(threads)},
+                pass_fds=passed,
+                # ^C at a terminal is for the agent.
+                start_new_session=True,
+            )
+        finally:
+            for each in connections:
+                each.close()
 
     @property
     def alive(self) -> bool:
@@ -110,13 +95,13 @@ class Session:
         self._tasks += 1
         self._unwanted = None
         path = self.folder / f"task-{self._tasks}"
-        handover.write(path, given)
+        serialization.write(path, given)
         result = self.folder / RESULT_FILE
         try:
             for connection in self._connections:
                 self._send(connection, TaskAt(path))
             unwanted = self._serve(targets, received, check)
-            executed = None if unwanted else handover.read(result)
+            executed = None if unwanted else serialization.read(result)
         except BaseException:
             self.close()
             raise
@@ -151,7 +136,7 @@ class Session:
                     case Ended(fault=fault):
                         working.remove(connection)  # type: ignore[arg-type]
                         if fault and self._unwanted is None:
-                            self._look_behind(fault, working)
+                            self._raise_if_another_ended(fault, working)
                             raise fault
         return self._unwanted
 
@@ -167,7 +152,7 @@ class Session:
         except (EOFError, OSError) as fault:
             raise self._ended(connection) from fault
 
-    def _look_behind(self, fault: BaseException, others: list[Connection]) -> None:
+    def _raise_if_another_ended(self, fault: BaseException, others: list[Connection]) -> None:
         """Raise RanksEnded if a rank may have failed because another one has ended."""
         if isinstance(fault, TaskFailure) and fault.code == UNEXPLAINED:
             for connection in wait(others, LOOK_SECONDS):
@@ -182,6 +167,11 @@ class Session:
     def _about(self, ranks: set[int], what: str) -> str:
         named = ", ".join(f"{rank} ({self._devices[rank]})" for rank in sorted(ranks))
         return f"the process of rank {named} of {len(self._devices)} {what}; the worker's own log has more"
+
+    def _remove_folder(self) -> None:
+        """Remove the folder when the launcher has ended, which does so itself unless it was killed."""
+        self._launcher.wait()
+        shutil.rmtree(self.folder, ignore_errors=True)
 
     def close(self) -> None:
         """End all processes of the group and remove its folder."""

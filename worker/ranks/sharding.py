@@ -17,7 +17,8 @@ def shard(model: nn.Module, device: torch.device, ranks: int) -> None:
     mesh = init_device_mesh(device.type, (ranks,))
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    for module in (*layers, model):
+    # Layers within layers first, since a unit takes the parameters below it that no other has.
+    for module in (*reversed(layers), model):
         # Otherwise the root keeps its parameters whole after an evaluation.
         fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
     for module in model.modules():

@@ -16,7 +16,7 @@ from tessera.worker.data.loaders import LoaderProcesses
 
 
 def parts_of(dataset: Dataset) -> dict[str, Any]:
-    """Return what training and evaluation read of a data set, for a handover.
+    """Return what training and evaluation read of a data set, to hand it to a rank.
 
     Raises TypeError, AttributeError or PicklingError for rows on disk that another process cannot read.
     """

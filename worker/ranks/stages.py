@@ -16,14 +16,16 @@ from pydantic import JsonValue
 
 from tessera.shared.methods.base import LocalResult, TrainingStats
 from tessera.worker.data.dataset import Dataset
-from tessera.worker.ranks import handover
-from tessera.worker.ranks.messages import CheckpointAt, Handover, Start
+from tessera.worker.ranks import serialization
+from tessera.worker.ranks.messages import CheckpointAt, GroupTask, Start
 from tessera.worker.ranks.session import RanksEnded, Session
 from tessera.worker.ranks.shared_dataset import parts_of
+from tessera.worker.state.atomic_files import sweep
 from tessera.worker.state.checkpoints import TaskCheckpoint
 from tessera.worker.task.environment import TaskRun
 from tessera.worker.task.errors import TaskFailure
 from tessera.worker.task.fetch import Fetched, Loaded
+from tessera.worker.training.ranks import require_summable
 
 FOLDER = "ranks"
 IDLE_SECONDS = 300.0
@@ -58,7 +60,7 @@ class DeviceStages:
         self._session: Session | None = None
         self._run = ""
         self._until = 0.0
-        self._handed: tuple[Dataset, Path] | None = None
+        self._written: tuple[Dataset, Path] | None = None
         atexit.register(self.close)
 
     @property
@@ -79,6 +81,8 @@ class DeviceStages:
         With a checkpoint that was written in between, new ranks then go on from it: a task that ends its ranks
         before the next one fails. A sharded model has no checkpoints.
         """
+        if private is None:
+            require_summable(loaded.half, loaded.context, dataset, len(self.devices))
         if run.env.setup.compute.shard:
             checkpoint = None
         while True:
@@ -90,18 +94,20 @@ class DeviceStages:
                 structlog.get_logger("worker").warning("ranks-restarted", detail=str(end))
                 if private:
                     private.resume(checkpoint.document["private"])
+            finally:
+                if checkpoint is not None:
+                    # Of a rank that was killed while it wrote.
+                    sweep(checkpoint.path.parent)
 
     def evaluate(self, run: TaskRun, fetched: Fetched, loaded: Loaded, dataset: Dataset) -> int:
         """Evaluate as `task.evaluate.evaluate` does. Raises its exceptions, and TaskFailure if a rank ends."""
-        if run.env.history:
-            run.env.history.measure(run.task.dataset, run.env.policy)
-        return self._executed(run, fetched, loaded, dataset, None, None)  # type: ignore[no-any-return]
+        return self._executed(run, fetched, loaded, dataset)  # type: ignore[no-any-return]
 
     def close(self) -> None:
         """End the ranks, if there are any."""
         if self._session:
             self._session.close()
-        self._session = self._handed = None
+        self._session = self._written = None
 
     def _executed(
         self,
@@ -109,27 +115,34 @@ class DeviceStages:
         fetched: Fetched,
         loaded: Loaded,
         dataset: Dataset,
-        private: Resumable | None,
-        checkpoint: TaskCheckpoint | None,
+        private: Resumable | None = None,
+        checkpoint: TaskCheckpoint | None = None,
     ) -> Any:
         session = self._session_for(run)
         task, env = run.task, run.env
         states = fetched.manifest.server_state
-        given = Handover(
+        given = GroupTask(
             task,
             replace(fetched, last=None),
-            self._hand(session, dataset),
-            {**loaded.context.vault, **loaded.moments.values},
-            {states[name].digest: env.shelf.path(states[name].digest) for name in loaded.context.server_state},
-            run.report,
-            env.setup.micro_batch,
-            env.setup.compute,
-            env.policy,
-            dict(env.allowances),
-            private is not None,
-            CheckpointAt(checkpoint.key, checkpoint.path, env.checkpoint_seconds) if checkpoint else None,
+            dataset=self._file_of(session, dataset),
+            vault={**loaded.context.vault, **loaded.moments.values},
+            blobs={states[name].digest: env.shelf.path(states[name].digest) for name in loaded.context.server_state},
+            report=run.report,
+            micro_batch=env.setup.micro_batch,
+            compute=env.setup.compute,
+            policy=env.policy,
+            allowances=dict(env.allowances),
+            private=private is not None,
+            counted=env.history is not None,
+            checkpoint=CheckpointAt(checkpoint.key, checkpoint.path, env.checkpoint_seconds) if checkpoint else None,
         )
-        targets = {"journal": run.journal, "vault": env.vault, "private": private, "checkpoint": checkpoint}
+        targets = {
+            "journal": run.journal,
+            "vault": env.vault,
+            "private": private,
+            "history": env.history,
+            "checkpoint": checkpoint,
+        }
         result, moments, report = session.execute(given, targets, vars(run.report).update, run.check)
         vars(run.report).update(report)
         loaded.moments.values.update(moments)
@@ -142,23 +155,23 @@ class DeviceStages:
         if session and session.alive and self._run == run.task.run and time.monotonic() < self._until:
             return session
         self.close()
-        self._session = Session(self._start, self.folder, run.check)
+        self._session = Session(self._start, self.folder)
         self._run = run.task.run
         return self._session
 
-    def _hand(self, session: Session, dataset: Dataset) -> Path:
-        """Return the handover of a data set, written if it is not that of the last task. Raises TaskFailure."""
-        if self._handed and self._handed[0] is dataset:
-            return self._handed[1]
-        if self._handed:
-            self._handed[1].unlink(missing_ok=True)
-            self._handed = None
+    def _file_of(self, session: Session, dataset: Dataset) -> Path:
+        """Return the file of a data set, written if it is not that of the last task. Raises TaskFailure."""
+        if self._written and self._written[0] is dataset:
+            return self._written[1]
+        if self._written:
+            self._written[1].unlink(missing_ok=True)
+            self._written = None
         path = session.folder / f"dataset-{uuid4().hex}"
         try:
-            handover.write(path, parts_of(dataset))
+            serialization.write(path, parts_of(dataset))
         except (PicklingError, AttributeError, TypeError) as fault:
             raise TaskFailure(
                 "unsuited", "the readers of this kind of data set cannot be used by several processes (devices)"
             ) from fault
-        self._handed = dataset, path
+        self._written = dataset, path
         return path

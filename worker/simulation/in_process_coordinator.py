@@ -4,8 +4,7 @@ It exchanges the same JSON documents and update files as over HTTP, and validate
 """
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import ClassVar, Protocol, TypeVar
+from typing import BinaryIO, ClassVar, Protocol, TypeVar
 
 from pydantic import BaseModel
 
@@ -243,14 +242,13 @@ class InProcessCoordinator:
         """Return None: a simulation counts whole blocks as fetched."""
         return None
 
-    def put_file(self, path: Path, progress: Progress | None = None, digest: str | None = None) -> str:
-        with path.open("rb") as file, self._folder.writer() as writer:
+    def put_stream(self, digest: str, file: BinaryIO, length: int, progress: Progress | None = None) -> None:
+        with self._folder.writer() as writer:
             while piece := file.read(PIECE_BYTES):
                 writer.write(piece)
             stored = writer.finish()
         if progress:
             progress(stored.size)
-        return stored.digest
 
     def submit(self, task_id: str, submission: Submission) -> TaskView:
         """Validate and record an update. Raises InvalidUpdate."""

@@ -6,7 +6,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
-from io import BytesIO
+from io import BufferedReader, BytesIO
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +15,7 @@ from tessera.shared.hashing import Hashing, Sink, digest_at
 from tessera.shared.model.blocks import Block
 from tessera.shared.problems import DigestMismatch
 from tessera.shared.tensors.dtypes import NUMPY_DTYPES, DType
-from tessera.shared.tensors.lazy import Array, chunk_counts
+from tessera.shared.tensors.lazy import PIECE, Array, chunk_counts
 from tessera.worker.state.atomic_files import sweep, written_whole
 
 DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
@@ -247,9 +247,24 @@ class BlobTensor:
             return np.frombuffer(self.data, dtype).reshape(self.block.shape)
         return np.memmap(self.path, dtype=dtype, mode="c", offset=self.offset, shape=self.block.shape)
 
+    def read_into(self, memory: Array) -> Iterator[Array]:
+        """Read the values into contiguous memory of the block's shape and dtype. Yield each flat piece once it is
+        read, while it is in a core's cache. Raises ValueError if the file ends before the block."""
+        flat = memory.reshape(-1)
+        with self._open() as file:
+            for start in range(0, flat.size, PIECE):
+                piece = flat[start : start + PIECE]
+                if file.readinto(piece.view(np.uint8).data) != piece.nbytes:
+                    raise ValueError(f"{self.path} ends within {self.block.name}")
+                yield piece
+
     def chunks(self) -> Iterator[Array]:
         dtype = NUMPY_DTYPES[self.block.dtype]
-        with BytesIO(self.data) if self.data is not None else self.path.open("rb") as file:
-            file.seek(self.offset)
+        with self._open() as file:
             for count in chunk_counts(self.block.numel):
                 yield np.frombuffer(file.read(count * dtype.itemsize), dtype=dtype)
+
+    def _open(self) -> BytesIO | BufferedReader:
+        file = self.path.open("rb") if self.data is None else BytesIO(self.data)
+        file.seek(self.offset)
+        return file

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import BinaryIO, Protocol
 
 import torch
 from pydantic import JsonValue
@@ -15,6 +15,8 @@ from tessera.shared.api.versions import Difference, Manifest
 from tessera.shared.client.client import Progress
 from tessera.shared.client.line import ThreadTimes
 from tessera.shared.hashing import Sink
+from tessera.shared.json_limits import check_document
+from tessera.shared.model.spec import MAX_DOCUMENT_BYTES
 from tessera.shared.schema import TaskKind
 from tessera.shared.tensors.lazy import Array
 from tessera.shared.updates.codec_choice import CodecChooser
@@ -51,7 +53,7 @@ class Coordinator(Protocol):
     def copy_blob(self, digest: str, file: Sink, progress: Progress | None = None) -> None: ...
     def copy_blobs(self, digests: Sequence[str], file: Sink, progress: Progress | None = None) -> None: ...
     def difference(self, run_id: str, number: int, since: int) -> Difference | None: ...
-    def put_file(self, path: Path, progress: Progress | None = None, digest: str | None = None) -> str: ...
+    def put_stream(self, digest: str, file: BinaryIO, length: int, progress: Progress | None = None) -> None: ...
     def submit(self, task_id: str, submission: Submission) -> TaskView: ...
     def submit_evaluation(self, task_id: str, evaluated: EvaluationResult) -> TaskView: ...
     def task(self, task_id: str) -> TaskView: ...
@@ -187,6 +189,27 @@ class TaskRun:
     report: Report
     journal: Journal
     began: ThreadTimes = field(default_factory=ThreadTimes.now)
+
+    def count(self, nbytes: int) -> None:
+        """Count bytes that were fetched."""
+        self.report.download_bytes += nbytes
+        self.check()
+
+    def fetch(self, digest: str, max_bytes: int) -> Path:
+        """Return the path of a blob, fetched if it is not here. Raises DigestMismatch, BlobTooLarge."""
+        return self.env.shelf.fetch(digest, max_bytes, self.env.coordinator.copy_blob, self.count)
+
+    def read(self, digest: str, max_bytes: int) -> bytes:
+        """Return a blob's bytes, fetched if it is not here. Raises DigestMismatch, BlobTooLarge."""
+        path = self.fetch(digest, max_bytes)
+        data = self.env.shelf.in_memory(digest)
+        return path.read_bytes() if data is None else data
+
+    def document(self, digest: str) -> bytes:
+        """Return a document's bytes as `read` does. Raises ValueError for one that would grow out of proportion."""
+        raw = self.read(digest, MAX_DOCUMENT_BYTES)
+        check_document(raw)
+        return raw
 
     @property
     def contention(self) -> float:

@@ -69,5 +69,5 @@ def _personalise(run: TaskRun, loaded: Loaded, dataset: Dataset) -> bool:
             trainer.train(phases, dataset, task.seed)
         return True
     # A vault may hold only training state, and a freshly added private layer that never trained personalizes
-    # nothing.
-    return bool(context.vault) and (bool(context.private) or loaded.is_changed())
+    # nothing. Of a sharded model nothing is private.
+    return bool(context.vault) and env.setup.ranks.shards == 1 and (bool(context.private) or loaded.is_changed())

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,6 @@ import structlog
 import torch
 
 from tessera.shared.api.versions import Manifest, ServerTensor
-from tessera.shared.json_limits import check_document
 from tessera.shared.methods.base import RunInfo, UnsupportedRun, WorkerHalf
 from tessera.shared.methods.registry import worker_half
 from tessera.shared.model.blocks import Block
@@ -26,7 +24,7 @@ from tessera.shared.updates.codecs.stage import CodecError
 from tessera.shared.updates.update_file import read_update
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.model.block_map import named_tensors
-from tessera.worker.model.build import allocate, check_model, laid_out, write_block
+from tessera.worker.model.build import allocate, check_model, laid_out, memory_of, write_block
 from tessera.worker.model.device_memory import free_bytes, needed_bytes
 from tessera.worker.model.forward import objective_of
 from tessera.worker.model.four_bits import four_bit_layers, four_bit_tensors, put_four_bits, require_frozen
@@ -131,7 +129,7 @@ def fetch(run: TaskRun, dataset: Dataset) -> Fetched:
         four_bits = last.four_bits if last else four_bit_tensors(document, mapping)
         require_frozen(document, four_bits, task.plan, is_training=task.kind == "train")
     if env.setup.compute.shard:
-        require_shardable(_half(run, blocks), task.plan, blocks, task.training, private=task.privacy is not None)
+        require_shardable(_half(run, blocks), task.plan, document, task.training, private=task.privacy is not None)
     if task.kind == "train" and task.privacy is None:
         require_divisible(_half(run, blocks), blocks, dataset, task.training, env.setup.micro_batch)
     manifest = _read_manifest(run)
@@ -205,6 +203,7 @@ def load(run: TaskRun, fetched: Fetched) -> Loaded:
         without_moments(without_feedback(vault)),
         server_state,
         objective=objective_of(task.training, fetched.document, env.device, private=task.privacy is not None),
+        held=built.held,
     )
     return Loaded(built, half, context, fetched.bases, feedback, Moments.of(vault))
 
@@ -215,8 +214,8 @@ def _fill(run: TaskRun, fetched: Fetched, built: Built) -> None:
     for name, group in groupby(fetched.bases.values(), key=lambda base: base.block.tensor):
         bases = list(group)
         content = tuple(fetched.content(base.block) for base in bases)
-        if (layer := layers.get(name)) and layer.content == content:
-            # It does not train, so that it has these values still.
+        layer = layers.get(name)
+        if layer.content == content if layer else built.held.has(name, tensors[name], content):
             continue
         whole = layer.weight if layer else tensors[name] if ranks.shards > 1 else None
         matrix = tensors
@@ -224,14 +223,25 @@ def _fill(run: TaskRun, fetched: Fetched, built: Built) -> None:
             matrix = {name: torch.empty(whole.shape, dtype=whole.dtype, device=run.env.device)}
         for base in bases:
             run.check()
-            values = base.values()
-            if fetched.last is None or base.block.name not in fetched.document.external:
-                _require_finite(base.block.name, values)
-            write_block(matrix, base.block, values)
+            _write(matrix, base, is_checked=fetched.last is not None and base.block.name in fetched.document.external)
         if layer:
             layer.fill(matrix[name], content)
         elif whole is not None:
             ranks.keep_shard(whole, matrix[name])
+        else:
+            built.held.note(name, tensors[name], content)
+
+
+def _write(tensors: Mapping[str, torch.Tensor], base: BlobTensor, *, is_checked: bool) -> None:
+    """Write a block's values, read into the tensor's memory if that is possible. Raises TaskFailure for values that
+    are not finite, unless they are known to be."""
+    block, memory = base.block, memory_of(tensors, base.block)
+    pieces = [base.values()] if memory is None else base.read_into(memory)
+    for values in pieces:
+        if not is_checked:
+            _require_finite(block.name, values)
+        if memory is None:
+            write_block(tensors, block, values)
 
 
 def _built(run: TaskRun, fetched: Fetched) -> Built:
@@ -253,25 +263,21 @@ def read_model(run: TaskRun) -> Model:
     """Return the description of the task's model. Raises TaskFailure."""
     digest = run.task.model
     with failing_as("invalid-model"):
-        path = fetch_blob(run, digest, MAX_DOCUMENT_BYTES)
-        return run.env.models.document(Model, digest, lambda: Model.model_validate_json(_document(run, digest, path)))
+        run.fetch(digest, MAX_DOCUMENT_BYTES)
+        return run.env.models.document(Model, digest, lambda: Model.model_validate_json(run.document(digest)))
 
 
 def _read_manifest(run: TaskRun) -> Manifest:
     """Return the manifest of the task's version. Raises TaskFailure."""
     digest = run.task.version.digest
-
-    def fetched(digest: str) -> bytes:
-        return _document(run, digest, fetch_blob(run, digest, MAX_DOCUMENT_BYTES))
-
     with failing_as("invalid-version"):
-        path = fetch_blob(run, digest, MAX_DOCUMENT_BYTES)
+        run.fetch(digest, MAX_DOCUMENT_BYTES)
         manifest = run.env.models.document(
-            Manifest, digest, lambda: Manifest.read(_document(run, digest, path), fetched)
+            Manifest, digest, lambda: Manifest.read(run.document(digest), run.document)
         )
         if manifest.root:
             # Of a manifest read before, the root is fetched too: the cache keeps what tasks use.
-            fetch_blob(run, manifest.root, MAX_DOCUMENT_BYTES)
+            run.fetch(manifest.root, MAX_DOCUMENT_BYTES)
     return manifest
 
 
@@ -286,12 +292,9 @@ def _fetch_memory(run: TaskRun, manifest: Manifest) -> dict[str, Array]:
     run.env.policy.check_model(sum(entry.nbytes for entry in entries.values()), "server state")
     arrays: dict[str, Array] = {}
     for name, entry in entries.items():
-        path = fetch_blob(run, entry.digest, entry.nbytes)
-        raw = run.env.shelf.in_memory(entry.digest) or path.read_bytes()
+        raw = run.read(entry.digest, entry.nbytes)
         if len(raw) != entry.nbytes:
-            raise TaskFailure(
-                "invalid-version", f"server state {name}: the blob has {len(raw)} bytes, not {entry.nbytes}"
-            )
+            raise TaskFailure("invalid-version", f"server state {name} has {len(raw)} bytes, not {entry.nbytes}")
         arrays[name] = from_bytes(raw, entry.dtype).reshape(entry.shape)
         _require_finite(name, arrays[name])
     return arrays
@@ -302,24 +305,6 @@ def _require_finite(name: str, values: Array) -> None:
     flat = values.reshape(-1)
     if not all(np.isfinite(flat[start : start + CHUNK]).all() for start in range(0, flat.size, CHUNK)):
         raise TaskFailure("invalid-version", f"{name} holds values that are NaN or infinite")
-
-
-def _count(run: TaskRun, nbytes: int) -> None:
-    """Count bytes that were fetched."""
-    run.report.download_bytes += nbytes
-    run.check()
-
-
-def fetch_blob(run: TaskRun, digest: str, max_bytes: int) -> Path:
-    """Return the path of a blob, fetched if it is not here. Raises DigestMismatch, BlobTooLarge."""
-    return run.env.shelf.fetch(digest, max_bytes, run.env.coordinator.copy_blob, partial(_count, run))
-
-
-def _document(run: TaskRun, digest: str, path: Path) -> bytes:
-    """Return a fetched document. Raises ValueError for one that would grow out of proportion."""
-    raw = run.env.shelf.in_memory(digest) or path.read_bytes()
-    check_document(raw)
-    return raw
 
 
 def _fetch_base(run: TaskRun, document: Model, wanted: Sequence[Block]) -> dict[str, BlobTensor]:
@@ -358,11 +343,11 @@ def _fetch_blocks(
     lacking_bytes = sum(nbytes for digest, nbytes in sizes.items() if digest not in shelf)
     report.begin("fetching", total_bytes=report.download_bytes + lacking_bytes)
     _catch_up(run, manifest, wanted, blocks)
-    shelf.fetch_all(sizes, run.env.coordinator.copy_blobs, partial(_count, run))
+    shelf.fetch_all(sizes, run.env.coordinator.copy_blobs, run.count)
     bases: dict[str, BlobTensor] = {}
     for block in wanted:
         digest = manifest.blocks[block.name]
-        path = fetch_blob(run, digest, block.nbytes)
+        path = run.fetch(digest, block.nbytes)
         data = shelf.in_memory(digest)
         nbytes = path.stat().st_size if data is None else len(data)
         if nbytes != block.nbytes:
@@ -390,7 +375,7 @@ def _catch_up(run: TaskRun, manifest: Manifest, wanted: Sequence[Block], blocks:
         return
 
     def received(nbytes: int) -> None:
-        _count(run, nbytes)
+        run.count(nbytes)
         if file.tell() > lacking_bytes:
             raise BlobTooLarge(
                 f"the difference {difference.digest} is larger than the {lacking_bytes} bytes of its blocks"

@@ -1,13 +1,14 @@
 """Cache of the model built last, for the next task of the same run."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
 import torch
 from transformers import PreTrainedModel
 
 from tessera.shared.model.blocks import Block
+from tessera.worker.model.held_values import HeldValues
 
 Structure = tuple[tuple[str, type, int], ...]
 """Name, class and number of hooks of each of a model's modules."""
@@ -24,6 +25,8 @@ class Built:
     structure: Structure
     four_bits: frozenset[str] = frozenset()
     """The matrices that are in 4 bits."""
+    held: HeldValues = field(default_factory=HeldValues)
+    """The digests of the values that the model has from its last task."""
 
     @property
     def metrics(self) -> dict[str, float]:

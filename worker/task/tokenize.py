@@ -16,7 +16,7 @@ from tessera.worker.model.prompts import token_embedding
 from tessera.worker.model.sandbox import TokenizerRequest
 from tessera.worker.task.environment import TaskRun
 from tessera.worker.task.errors import TaskFailure
-from tessera.worker.task.fetch import Loaded, fetch_blob
+from tessera.worker.task.fetch import Loaded
 from tessera.worker.training.context import LocalTaskContext
 from tessera.worker.training.packing_probe import packing_fault
 
@@ -107,7 +107,7 @@ def _write_files(run: TaskRun, document: Model, folder: Path) -> bytes:
     for name in names:
         if name not in files:
             continue
-        raw = fetch_blob(run, files[name].digest, files[name].nbytes).read_bytes()
+        raw = run.read(files[name].digest, files[name].nbytes)
         try:
             require_file(name, raw)
         except Invalid as fault:

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import cached_property
-from io import BytesIO
+from functools import cached_property, partial
+from io import SEEK_END, BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO, cast
 
 from pydantic import JsonValue
 
 from tessera.shared.api.tasks import EvaluationResult, Submission
-from tessera.shared.hashing import digest_at
+from tessera.shared.hashing import digest_at, digest_in
 from tessera.shared.methods.base import LocalResult
 from tessera.shared.model.blocks import Block
 from tessera.shared.problems import Problem
 from tessera.shared.schema import EPSILON
-from tessera.shared.tensors.lazy import Array, ArrayTensor, digest_of
+from tessera.shared.tensors.lazy import Array, ArrayTensor
 from tessera.shared.updates.codecs import pipeline
 from tessera.shared.updates.safetensors_file import TensorEntry, read_header
 from tessera.shared.updates.update_file import (
@@ -37,6 +37,7 @@ from tessera.worker.state.atomic_files import temporary_file
 from tessera.worker.state.audit import names_digest
 from tessera.worker.state.blob_cache import BlobTensor
 from tessera.worker.state.checkpoints import TaskCheckpoint
+from tessera.worker.state.pieces_file import PiecesFile
 from tessera.worker.task.environment import MAX_INLINE, TaskRun
 from tessera.worker.task.error_feedback import Feedback
 from tessera.worker.task.errors import TaskFailure
@@ -61,33 +62,23 @@ class Sent:
 
 @dataclass(frozen=True)
 class UpdateFile:
-    """An update file before it leaves: at `path`, or in memory as `data`."""
+    """An update file before it leaves: at `path`, or in memory."""
 
     written: WrittenUpdate
     nbytes: int
+    open: Callable[[], BinaryIO]
     path: Path | None = None
-    data: bytes = b""
-
-    def open(self) -> BinaryIO:
-        return self.path.open("rb") if self.path else BytesIO(self.data)
 
     def read(self) -> bytes:
-        return self.path.read_bytes() if self.path else self.data
-
-    @contextmanager
-    def on_disk(self, folder: Path) -> Iterator[Path]:
-        """Yield the path, of a temporary file in `folder` if the update is in memory."""
-        if self.path:
-            yield self.path
-            return
-        with temporary_file(folder) as (path, file):
-            file.write(self.data)
-            file.flush()
-            yield path
+        with self.open() as file:
+            return file.read()
 
     @property
     def digest(self) -> str:
-        return self.written.digest or (digest_at(self.path) if self.path else digest_of(self.data))
+        if self.written.digest:
+            return self.written.digest
+        with self.open() as file:
+            return digest_in(file)
 
     @cached_property
     def entries(self) -> Mapping[str, TensorEntry]:
@@ -135,8 +126,8 @@ class Egress:
             report.begin("uploading", total_bytes=update.nbytes)
             sent = self._counting()
             if update.nbytes > min(task.inline_bytes, MAX_INLINE):
-                with update.on_disk(env.scratch) as path:
-                    env.coordinator.put_file(path, sent, digest)
+                with update.open() as file:
+                    env.coordinator.put_stream(digest, file, update.nbytes, sent)
                 return Sent(digest, audit_head=head)
             sent(update.nbytes)
             return Sent(digest, update.read(), head)
@@ -202,35 +193,41 @@ class Egress:
 
     @contextmanager
     def _written(self, changes: Sequence[TrainedBlock]) -> Iterator[tuple[UpdateFile, bool]]:
-        """Yield the update, in memory if it will be sent inline, and whether it is lossless."""
-        limit = min(self.run.task.inline_bytes, MAX_INLINE)
-        if not self.run.env.airlock and longest_update(change.block for change in changes) <= limit:
-            memory = BytesIO()
-            written, exact = self._write(memory, changes)
-            data = memory.getvalue()
-            yield UpdateFile(written, len(data), data=data), exact
-            return
-        with temporary_file(self.run.env.scratch) as (path, file):
-            written, exact = self._write(file, changes)
-            file.flush()
-            yield UpdateFile(written, path.stat().st_size, path), exact
+        """Yield the update, and whether it is lossless. It is in memory if it will be sent inline, or consists of the
+        blocks' own bytes, which are there already."""
+        task, norms, budget = self.run.task, self._summarized, self._budget()
+        exact = budget is None and pipeline.parse(task.codec).lossless
+        codec = self._codec(changes) if exact else task.codec
+        inline = longest_update(change.block for change in changes) <= min(task.inline_bytes, MAX_INLINE)
+        with self._file(inline=inline, raw=exact and codec == pipeline.RAW) as (path, file):
+            if budget is None:
+                written = write_update(file, codec, changes, task.seed, norms=norms)
+            else:
+                written = write_within(file, codec, changes, budget, task.seed, norms=norms)
+            nbytes = file.seek(0, SEEK_END)
+            if path:
+                opened = cast("Callable[[], BinaryIO]", partial(path.open, "rb"))
+            elif isinstance(file, BytesIO):
+                opened = partial(BytesIO, file.getvalue())
+            else:
+                opened = cast("PiecesFile", file).opened
+            yield UpdateFile(written, nbytes, opened, path), exact
 
-    def _write(self, file: BinaryIO, changes: Sequence[TrainedBlock]) -> tuple[WrittenUpdate, bool]:
-        """Write the update. Return what was written, and whether it is lossless."""
-        task, budget, norms = self.run.task, self._budget(), self._summarized
-        if budget is not None:
-            return write_within(file, task.codec, changes, budget, task.seed, norms=norms), False
-        if not pipeline.parse(task.codec).lossless:
-            return write_update(file, task.codec, changes, task.seed, norms=norms), False
-        codec = self.run.env.codecs.choose(
-            task.run,
-            task.codec,
+    def _file(self, *, inline: bool, raw: bool) -> AbstractContextManager[tuple[Path | None, BinaryIO]]:
+        if self.run.env.airlock or not (inline or raw):
+            return temporary_file(self.run.env.scratch)
+        return nullcontext((None, BytesIO() if inline else cast("BinaryIO", PiecesFile())))
+
+    def _codec(self, changes: Sequence[TrainedBlock]) -> str:
+        """Return the run's lossless codec, or `raw` if that ends the round sooner."""
+        return self.run.env.codecs.choose(
+            self.run.task.run,
+            self.run.task.codec,
             changes,
             line=self.run.env.coordinator.upload_line,
             contention=self.run.contention,
-            decode=task.decode_seconds_per_byte,
+            decode=self.run.task.decode_seconds_per_byte,
         )
-        return write_update(file, codec, changes, task.seed, norms=norms), True
 
     def _budget(self) -> int | None:
         """Return the update's size limit in bytes, by the run's budget and the site's bandwidth."""

@@ -23,6 +23,7 @@ from tessera.worker.model.block_map import DTYPES, named_tensors
 from tessera.worker.model.build import read_block, write_block
 from tessera.worker.model.config import ConfigError
 from tessera.worker.model.forward import IGNORED, CrossEntropy, forward
+from tessera.worker.model.held_values import HeldValues
 from tessera.worker.model.prompts import REMEDY, PromptError, fused_prompts, prompts_of
 from tessera.worker.training.optimization.compilation import uncompiled
 
@@ -30,6 +31,13 @@ from tessera.worker.training.optimization.compilation import uncompiled
 def largest(scores: Array, count: int, picks: int | None = None) -> list[int]:  # noqa: ARG001 (it is for noise)
     """Return the places of the `count` largest sums of scores [examples, candidates]; ties go to the first."""
     return [int(place) for place in np.argsort(-scores.sum(axis=0), kind="stable")[:count]]
+
+
+def synthetic_examples(model: PreTrainedModel, dataset: Dataset, examples: int) -> dict[str, Tensor]:
+    """Return synthetic examples of a data set, whose texts end with the model's end-of-text token."""
+    end, words = (getattr(model.config, name, None) for name in ("eos_token_id", "vocab_size"))
+    known = isinstance(end, int) and isinstance(words, int) and 0 <= end < words
+    return dataset.placeholder(examples, end if known else None)
 
 
 @dataclass
@@ -49,19 +57,19 @@ class LocalTaskContext:
     """A synthetic example for a private task, in which no measurement may fail because of the examples."""
     objective: CrossEntropy | None = None
     """The training loss that the run's settings put in place of the model's own."""
+    held: HeldValues = field(default_factory=HeldValues)
+    """The digests of the model's values, which the next task need not write again."""
     _added: list[str] = field(default_factory=list)
 
     def read(self, block: Block) -> Array:
         return read_block(self._tensor(block), block)
 
     def write(self, block: Block, values: Array) -> None:
+        self.held.forget([block.tensor])
         write_block(self._tensor(block), block, values)
 
     def synthetic_examples(self, dataset: Dataset, examples: int) -> dict[str, Tensor]:
-        """Return synthetic examples of a data set, whose texts end with the model's end-of-text token."""
-        end, words = (getattr(self.model.config, name, None) for name in ("eos_token_id", "vocab_size"))
-        known = isinstance(end, int) and isinstance(words, int) and 0 <= end < words
-        return dataset.placeholder(examples, end if known else None)
+        return synthetic_examples(self.model, dataset, examples)
 
     def _tensor(self, block: Block) -> dict[str, Tensor]:
         """Return the tensor of a block by its name. It is looked up alone, because listing all tensors is slow."""

@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -87,7 +86,7 @@ def evaluate(
             labels = batch[LABELS]
             # A rank may have no row of a batch, or none with a label.
             if not len(labels):
-                ranks.take_part(partial(forward, model, head), batches.dataset, labels.device)
+                ranks.take_part(model, head, batches.dataset, labels.device)
                 continue
             output = forward(model, head, batch)
             count = _count(scores, output.logits, labels, head)

@@ -31,11 +31,13 @@ def require_fit(model: Model, name: str, dataset: Dataset, *, padded: bool) -> N
 
 
 @contextmanager
-def explained(model: Model, context: LocalTaskContext, dataset: Dataset, *, private: bool) -> Iterator[None]:
+def explained(
+    model: Model, context: LocalTaskContext, dataset: Dataset, *, private: bool, rehearses: bool = True
+) -> Iterator[None]:
     """Raise InputMismatch in place of a library's error if the model fails on a synthetic example too.
 
     Its text has only what the site's settings fix. Of a private task's errors, no other is explained, as it could
-    depend on the examples.
+    depend on the examples. Without `rehearses`, nothing is computed.
     """
     try:
         yield
@@ -43,7 +45,7 @@ def explained(model: Model, context: LocalTaskContext, dataset: Dataset, *, priv
         if type(fault) not in FAULTS:
             raise
         takes = f"The model is a {limits(model)}"
-        if rehearsal_fault(context, dataset.padded() if private else dataset, context.forward):
+        if rehearses and rehearsal_fault(context, dataset.padded() if private else dataset, context.forward):
             raise InputMismatch(
                 f"the model gives no output for a synthetic example of the data set ({dataset.schema}). {takes}"
             ) from fault

@@ -78,10 +78,11 @@ class PhaseTraining:
         context = local.context
         added = context.private if phase.private else ()
         trained = trained_blocks(context, phase)
+        context.held.forget(block.tensor for block in trained)
         # Buffers such as a normalisation's statistics depend on the data without noise.
         self.freeze = Freeze(context.model, trained, keep_buffers=local.private is not None)
         self._ranks = local.setup.ranks
-        self._ranks.start_phase(context.model, self.freeze.parameters)
+        self._ranks.start_phase(self.freeze.parameters)
         self._trained = [(block, self.freeze.tensors[block.tensor]) for block in trained]
         # A fused optimizer skips a step that overflows without waiting for the device.
         fused = local.setup.device.type == "cuda" or local.scaler.is_enabled()
@@ -256,7 +257,7 @@ class PhaseTraining:
         context, half, size = self._local.context, self._local.half, self._size.examples
         require_additive(context.model, half, labels, self._local.training, size)
         pieces = pieces_of(batch, labels, size, context.head, self._common, context.objective)
-        return self._ranks.weigh(pieces, labels, context, loss_by_example=half.loss_by_example)
+        return self._ranks.weigh(pieces, labels, context)
 
     def noisy_step(self, noisy: PrivateGradients) -> None:
         """Take one step with a noisy gradient. What follows reads no data, so it costs no privacy."""

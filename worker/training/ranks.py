@@ -1,14 +1,17 @@
 """The interface between local training and a rank group: processes that train one model, each on its own device."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 from torch import Tensor, device, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from transformers import PreTrainedModel
 
 from tessera.shared.methods.base import Plan, UnsupportedRun, WorkerHalf
-from tessera.shared.model.blocks import Block
+from tessera.shared.model.spec import Head, Model
 from tessera.shared.run_settings import Training
-from tessera.worker.data.dataset import Dataset
+from tessera.worker.data.dataset import LABELS, Dataset
+from tessera.worker.model.config import config_from
 from tessera.worker.training.batches import Batch
 from tessera.worker.training.context import LocalTaskContext
 
@@ -31,10 +34,28 @@ HOOKS = (
 """The methods of a worker half that read or change whole tensors, or that not all ranks call together."""
 
 
-def require_shardable(
-    half: WorkerHalf[Any], plan: Plan, blocks: Sequence[Block], training: Training, *, private: bool
-) -> None:
+def require_summable(half: WorkerHalf[Any], context: LocalTaskContext, dataset: Dataset, ranks: int) -> None:
+    """Raise UnsupportedRun if the losses of a batch's rows, which `ranks` divide, do not add up to the batch's."""
+    objective, labels = context.objective, dataset.inputs[LABELS]
+    weighted = objective is not None and objective.class_weights is not None
+    reason, other = "", "method"
+    if half.loss_by_example and (weighted or len(labels.shape) > 1):
+        reason = (
+            "by this method the losses of their rows do not add up where an example has several labels or classes "
+            "have weights"
+        )
+    if any(isinstance(module, _BatchNorm) for module in context.model.modules()):
+        reason, other = "the model has batch normalisation, which needs whole batches", "model"
+    if reason:
+        raise UnsupportedRun(
+            f"this worker divides batches among {ranks} devices, and {reason}: begin a run with another {other}, or "
+            "have the site train on one device (devices)"
+        )
+
+
+def require_shardable(half: WorkerHalf[Any], plan: Plan, model: Model, training: Training, *, private: bool) -> None:
     """Raise UnsupportedRun with all reasons why a task's model cannot be divided among devices."""
+    blocks = model.blocks
     trained, fetched = plan.train.resolve(blocks), plan.fetch.resolve(blocks)
     by_tensor = {block.tensor: {each.name for each in blocks if each.tensor == block.tensor} for block in trained}
     whole = {block.name for block in trained}
@@ -42,10 +63,13 @@ def require_shardable(
     own = [name for name in HOOKS if getattr(type(half), name) is not getattr(WorkerHalf, name)]
     # Refused by `fully_shard` itself, once everything was fetched.
     scalars = sorted(block.name for block in blocks if not block.shape)
+    # Each rank would skip others, and gather those that it does not skip.
+    skipping = sorted(_layer_drops(config_from(model.config).to_dict()))
     reasons = {
         f"it trains slices of tensors ({', '.join(sliced[:3])}: choose a scope that trains them whole)": sliced,
         f"its method has steps of its own ({', '.join(own)})": own,
         f"its model has parameters of a single number ({', '.join(scalars[:3])})": scalars,
+        f"its model skips layers at random ({', '.join(skipping)})": skipping,
         f"it fetches {len(fetched)} of {len(blocks)} blocks": len(fetched) < len(blocks),
         "it has differential privacy": private,
         "training.keep_moments is true": training.keep_moments,
@@ -58,11 +82,23 @@ def require_shardable(
         )
 
 
+def _layer_drops(config: Mapping[str, Any]) -> set[str]:
+    """Return the settings of a model's config, or of its parts, that skip whole layers in training."""
+    parts = [_layer_drops(part) for part in config.values() if isinstance(part, dict)]
+    return set().union(
+        *parts, (str(name) for name, value in config.items() if str(name).endswith("layerdrop") and value)
+    )
+
+
 class Ranks(Protocol):
     """A rank group, as one of its ranks sees it. Each rank makes the same calls in the same order.
 
     `worker.ranks` implements it.
     """
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
 
     @property
     def is_first(self) -> bool:
@@ -78,21 +114,20 @@ class Ranks(Protocol):
     def keep_shard(self, tensor: Tensor, values: Tensor) -> None:
         """Set a tensor of a divided model to this rank's part of its values."""
 
-    def take_part(self, forward: Callable[[Batch], object], dataset: Dataset, on: device) -> None:
+    def take_part(self, model: PreTrainedModel, head: Head, dataset: Dataset, on: device) -> None:
         """Compute a forward pass on a synthetic example if the other ranks, which have rows, wait for this one."""
 
     def share_of(self, dataset: Dataset) -> Dataset:
         """Return the data set with this rank's rows of each batch."""
 
-    def start_phase(self, model: nn.Module, parameters: Sequence[Tensor]) -> None:
-        """Give the parameters the first rank's values. Raises UnsupportedRun for a model that needs whole batches."""
+    def start_phase(self, parameters: Sequence[Tensor]) -> None:
+        """Give the parameters the first rank's values, and each rank randomness of its own."""
 
     def examples(self, count: int) -> int:
         """Return the sum of the ranks' numbers of examples."""
 
-    def weigh(self, pieces: Pieces, labels: Tensor, context: LocalTaskContext, *, loss_by_example: bool) -> Pieces:
-        """Return the pieces of this rank's rows with their shares of the whole batch's loss. Raises UnsupportedRun
-        for losses that do not add up."""
+    def weigh(self, pieces: Pieces, labels: Tensor, context: LocalTaskContext) -> Pieces:
+        """Return the pieces of this rank's rows with their shares of the whole batch's loss."""
 
     def sum_gradients(self, parameters: Sequence[Tensor]) -> None:
         """Replace the parameters' gradients by their sums over the ranks."""
@@ -113,8 +148,8 @@ class Ranks(Protocol):
 class OneRank:
     """A single process, whose batches are whole."""
 
+    size = shards = 1
     is_first = True
-    shards = 1
 
     def shard(self, model: nn.Module, on: device) -> None:
         pass
@@ -122,19 +157,19 @@ class OneRank:
     def keep_shard(self, tensor: Tensor, values: Tensor) -> None:
         tensor.detach().copy_(values)
 
-    def take_part(self, forward: Callable[[Batch], object], dataset: Dataset, on: device) -> None:
+    def take_part(self, model: PreTrainedModel, head: Head, dataset: Dataset, on: device) -> None:
         pass
 
     def share_of(self, dataset: Dataset) -> Dataset:
         return dataset
 
-    def start_phase(self, model: nn.Module, parameters: Sequence[Tensor]) -> None:
+    def start_phase(self, parameters: Sequence[Tensor]) -> None:
         pass
 
     def examples(self, count: int) -> int:
         return count
 
-    def weigh(self, pieces: Pieces, labels: Tensor, context: LocalTaskContext, *, loss_by_example: bool) -> Pieces:
+    def weigh(self, pieces: Pieces, labels: Tensor, context: LocalTaskContext) -> Pieces:
         return pieces
 
     def sum_gradients(self, parameters: Sequence[Tensor]) -> None:

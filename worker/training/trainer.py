@@ -23,6 +23,7 @@ from tessera.worker.training.optimization.compilation import compiled
 from tessera.worker.training.optimization.recomputation import recomputed
 from tessera.worker.training.phase_training import PhaseTraining, trained_blocks
 from tessera.worker.training.progress import CALIBRATING
+from tessera.worker.training.ranks import require_summable
 from tessera.worker.training.setup import LocalTraining, PrivateTraining
 from tessera.worker.training.training_state import TrainingState
 
@@ -40,9 +41,11 @@ class Trainer(LocalTraining):
 
         The returned loss is the mean over the examples of the last whole epoch, or of all steps if they are fewer;
         nan if these have fewer than `min_loss_examples`, without phases, or if training is private. Raises
-        TrainingDiverged, SelectorError for a phase that names blocks which the model lacks, and the
-        exceptions of `check` and `private`.
+        TrainingDiverged, SelectorError for a phase that names blocks which the model lacks, UnsupportedRun for
+        losses that several ranks cannot divide, and the exceptions of `check` and `private`.
         """
+        if self.setup.ranks.size > 1 and not self.private:
+            require_summable(self.half, self.context, dataset, self.setup.ranks.size)
         order = torch.Generator().manual_seed(seed)
         share, size = self.setup.ranks.share_of(dataset), self.training.batch_size
         changes = augmentation_of(self.training, seed)

@@ -8,7 +8,7 @@ from pathlib import Path
 from threading import Barrier
 
 from tessera.shared.api.runs import Cohort
-from tests.support.coordinator import LiveCoordinator, refused, until
+from tests.support.coordinator import WAIT_SECONDS, LiveCoordinator, refused, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
 
 CLAIM = {"worker": "w", "instance": "0" * 32, "datasets": {"data": 10}, "methods": ["fedavg"]}
@@ -29,33 +29,30 @@ def test_a_waiting_claim_is_answered_as_soon_as_a_round_opens(tmp_path: Path) ->
         assert task.kind == "train"
 
 
-def test_a_claim_without_a_wait_is_answered_at_once_and_with_one_after_it(coordinator: LiveCoordinator) -> None:
-    http = coordinator.http("site", "a")
-    for prefer, least, most in (("", 0, 10), ("wait=0", 0, 10), ("respond-async, wait=1", 1, 20)):
-        began = time.monotonic()
-        answer = http.post("/v1/tasks/claim", json=CLAIM, headers={"Prefer": prefer})
-        assert (answer.status_code, answer.content) == (204, b"")
-        assert least <= time.monotonic() - began < most
+def test_a_claim_without_a_wait_is_answered_at_once_and_with_one_after_it(tmp_path: Path) -> None:
+    # The client gives up long before a claim would that waited as long as it may.
+    with LiveCoordinator(tmp_path, max_wait_seconds=10 * WAIT_SECONDS) as coordinator:
+        http = coordinator.http("site", "a")
+        for prefer, least in (("", 0), ("wait=0", 0), ("respond-async, wait=1", 1)):
+            began = time.monotonic()
+            answer = http.post("/v1/tasks/claim", json=CLAIM, headers={"Prefer": prefer})
+            assert (answer.status_code, answer.content) == (204, b"")
+            assert time.monotonic() - began >= least
 
 
-def test_nobody_waits_longer_than_the_coordinator_allows(coordinator: LiveCoordinator) -> None:
-    with LiveCoordinator(coordinator.settings.staging_dir.parent / "short", max_wait_seconds=0.2) as live:
-        began = time.monotonic()
+def test_nobody_waits_longer_than_the_coordinator_allows(tmp_path: Path) -> None:
+    with LiveCoordinator(tmp_path, max_wait_seconds=0.2) as live:
         answer = live.http("site", "a").post("/v1/tasks/claim", json=CLAIM, headers={"Prefer": "wait=9999"})
         assert answer.status_code == 204
-        assert time.monotonic() - began < 2
 
 
-def test_who_waits_is_sent_home_when_the_coordinator_stops(coordinator: LiveCoordinator) -> None:
-    live = LiveCoordinator(coordinator.settings.staging_dir.parent / "stopping", max_wait_seconds=30)
+def test_who_waits_is_sent_home_when_the_coordinator_stops(tmp_path: Path) -> None:
     with ThreadPoolExecutor(1) as pool:
-        with live:
+        with LiveCoordinator(tmp_path, max_wait_seconds=10 * WAIT_SECONDS) as live:
             worker = ScriptedWorker(live.client("site", "a"))
-            waiting = pool.submit(worker.claim, 30)
+            waiting = pool.submit(worker.claim, int(10 * WAIT_SECONDS))
             until(lambda: live.services.waiters.workers)
-            began = time.monotonic()
-        assert waiting.result(5) is None
-    assert time.monotonic() - began < 5
+        assert waiting.result(WAIT_SECONDS) is None
 
 
 def test_an_answer_that_was_lost_is_given_again_to_the_same_process(coordinator: LiveCoordinator) -> None:

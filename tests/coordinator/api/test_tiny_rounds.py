@@ -44,8 +44,8 @@ def submit(worker: ScriptedWorker, task: Task, data: bytes, digest: str | None =
     return worker.client.submit(task.id, Submission(update=digest or digest_of(data), **report))
 
 
-def prompted(layers: int = 400) -> Model:
-    """A model of many small blocks, and 32 kB of prompts."""
+def prompted(layers: int = 150) -> Model:
+    """A model of so many small blocks that their digests alone, 32 bytes each, exceed 4 kB; and 32 kB of prompts."""
     blocks = [
         Block(tensor=f"layer.{layer}.weight", role="mlp", layer=layer, shape=(4,), dtype="F32")
         for layer in range(layers)

@@ -136,19 +136,21 @@ def test_a_reader_sees_one_moment_and_writes_nothing(shared: list[Database]) -> 
 def test_a_writer_that_stands_still_loses_its_turn_and_what_it_wrote(
     shared: list[Database], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(module, "IDLE_SECONDS", 1)
+    with shared[0].transaction():
+        pass  # it keeps its connection, which may be idle for longer than the next one
     paused = Database(databases.url_in(tmp_path))
-    began = time.monotonic()
 
     def stand_still() -> None:
         with paused.transaction() as session:
             add_run(session, "lost")
+            # If it waited for longer than it may, it would fail.
             with shared[0].transaction() as other:
                 add_run(other, "kept")
 
-    with pytest.raises(DATABASE_AWAY):
-        stand_still()
-    assert 1 <= time.monotonic() - began < module.TURN_SECONDS
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "IDLE_SECONDS", 1)
+        with pytest.raises(DATABASE_AWAY):
+            stand_still()
     with shared[1].snapshot() as session:
         assert session.scalars(select(RunRow.id)).all() == ["kept"]
     # The connection that was ended is not handed out again.
@@ -177,7 +179,12 @@ def test_a_server_that_was_restarted_is_found_again(shared: list[Database]) -> N
     for number, database in enumerate(shared):
         with database.transaction() as session:
             add_run(session, f"run{number}")
-        assert abs(database.now() - shared[0].now()) < 1
+        assert_same_time(database, shared[0])
+
+
+def assert_same_time(one: Database, other: Database) -> None:
+    """Both clocks are within half a second, however long this process is paused between the two looks."""
+    assert one.now() - 0.5 <= other.now() <= one.now() + 0.5
 
 
 def test_the_clock_is_the_server_s_however_wrong_the_machine_s_is(
@@ -187,8 +194,8 @@ def test_the_clock_is_the_server_s_however_wrong_the_machine_s_is(
         now = float(connection.exec_driver_sql("SELECT extract(epoch FROM clock_timestamp())").scalar_one())
     monkeypatch.setattr(time, "time", lambda: now + 3600)
     monkeypatch.setattr(time, "time_ns", lambda: int((now + 3600) * 1e9))
-    assert 0 <= shared[0].now() - now < 2
-    assert abs(shared[0].now() - shared[1].now()) < 0.5
+    assert 0 <= shared[0].now() - now < 1800
+    assert_same_time(shared[0], shared[1])
 
 
 def test_the_clock_is_compared_again_and_an_answer_that_was_held_up_counts_for_little(
@@ -237,19 +244,30 @@ def test_the_work_of_a_process_that_is_killed_or_paused_is_another_s(
     shared: list[Database], sent: signal.Signals, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     script = tmp_path / "working.py"
-    script.write_text(f"from tessera.coordinator.db import engine\nengine.DUTY_SECONDS = 2\n{WORKING}")
+    script.write_text(f"from tessera.coordinator.db import engine\nengine.DUTY_SECONDS = 6\n{WORKING}")
     command = [sys.executable, str(script), databases.url_in(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout
             assert process.stdout.readline() == "True\n"
-            # Longer than PostgreSQL keeps the lock of who is silent.
-            time.sleep(2.5)
+            # It goes on telling PostgreSQL that it is alive.
+            first = until(lambda: alive_at(shared[0]))
+            until(lambda: alive_at(shared[0]) != first)
             assert not free(shared[0])
             os.kill(process.pid, sent)
-            until(lambda: free(shared[0]), seconds=15)
+            until(lambda: free(shared[0]))
         finally:
             process.kill()
+
+
+def alive_at(database: Database) -> object:
+    """When the process that works last told PostgreSQL so."""
+    query = (
+        "SELECT state_change FROM pg_stat_activity JOIN pg_locks USING (pid) WHERE locktype = 'advisory' "
+        "AND datname = current_database() AND pid <> pg_backend_pid()"
+    )
+    with database.engine.connect() as connection:
+        return connection.exec_driver_sql(query).scalar()
 
 
 def free(database: Database) -> bool:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.cli import COMMAND, environment, process
+from tests.support.cli import COMMAND, environment, forked, process
 
 
 def without(*modules: str) -> list[str]:
@@ -17,11 +17,11 @@ def without(*modules: str) -> list[str]:
     return [sys.executable, "-c", f"{gone}; from tessera.shared.cli.main import main; main()"]
 
 
-def offered(*words: str, command: Sequence[str] = COMMAND) -> list[str]:
+def offered(*words: str, command: Sequence[str] = ()) -> list[str]:
     """What bash is told for a line of these words, whose last is being written."""
     line = " ".join(("tessera", *words))
     asked = {"_TESSERA_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(len(words))}
-    answer = process(command=command, **asked)
+    answer = process(command=command, **asked) if command else forked(**asked)
     assert (answer.returncode, answer.stderr) == (0, "")
     return answer.stdout.split()
 
@@ -49,7 +49,7 @@ def test_a_part_that_is_not_installed_completes_to_nothing_and_says_nothing() ->
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_every_shell_gets_a_script_that_asks_tessera(shell: str) -> None:
-    script = process(_TESSERA_COMPLETE=f"source_{shell}")
+    script = forked(_TESSERA_COMPLETE=f"source_{shell}")
     assert (script.returncode, f"complete_{shell}" in script.stdout) == (0, True), script.stderr
 
 

@@ -10,8 +10,12 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tessera.shared.api.tasks import Task
+from tessera.worker.ranks.messages import RESULT_FILE
 from tessera.worker.ranks.stages import FOLDER, DeviceStages
 from tessera.worker.simulation import Stalled
+from tessera.worker.task.runner import TaskRunner
+from tessera.worker.training.progress import Check, Report
 from tests.support.coordinator import until
 from tests.support.paths import ROOT
 from tests.worker.ranks.test_equal_results import CPU, Case, divided
@@ -22,17 +26,18 @@ ENDLESS = Case("fedavg", examples=10_000, training={"batch_size": 1, "steps": 1_
 
 def processes(state: Path, *modules: str) -> list[psutil.Process]:
     """The processes of the group in a state folder that run one of these modules of the ranks' package."""
-    wanted = {f"tessera.worker.ranks.{module}" for module in modules or ("main", "launcher")}
+    wanted = [f"tessera.worker.ranks.{module}" for module in modules or ("rank", "launcher")]
+    commands = {process: " ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])}
     return [
         process
-        for process in psutil.process_iter(["cmdline"])
-        if (line := process.info["cmdline"] or ()) and wanted.intersection(line) and str(state) in " ".join(line)
+        for process, line in commands.items()
+        if str(state) in line and any(module in line for module in wanted)
     ]
 
 
 def trains(state: Path) -> bool:
-    """Whether a task was handed over to a group."""
-    return any((state / FOLDER).glob("*/task-*"))
+    """Whether a task was handed over to a group, whose ranks have begun to find each other."""
+    return all(any((state / FOLDER).glob(f"*/{name}")) for name in ("task-*", "store"))
 
 
 def nothing_left(state: Path) -> bool:
@@ -45,7 +50,7 @@ def test_only_ranks_listen_and_only_on_the_loopback_interface(
     stages = DeviceStages((CPU, CPU), tmp_path, threads=1)
     try:
         divided(Case("fedavg", training={"steps": 1}), stages, monkeypatch)
-        (launcher,), ranks = processes(tmp_path, "launcher"), processes(tmp_path, "main")
+        (launcher,), ranks = processes(tmp_path, "launcher"), processes(tmp_path, "rank")
         assert launcher.net_connections("all") == []
         found = [connection for rank in ranks for connection in rank.net_connections("inet")]
         assert {psutil.CONN_LISTEN, psutil.CONN_ESTABLISHED} == {connection.status for connection in found}
@@ -56,7 +61,7 @@ def test_only_ranks_listen_and_only_on_the_loopback_interface(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("victim", ["main", "launcher"])
+@pytest.mark.parametrize("victim", ["rank", "launcher"])
 def test_task_fails_when_a_rank_or_the_launcher_is_killed(
     victim: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -82,6 +87,48 @@ def test_task_fails_when_a_rank_or_the_launcher_is_killed(
     until(lambda: nothing_left(tmp_path), 10)
     # The next task gets a new group.
     assert divided(Case("fedavg"), stages, monkeypatch).versions
+    stages.close()
+    assert nothing_left(tmp_path)
+
+
+@pytest.mark.long
+def test_nothing_is_left_of_an_idle_group_whose_launcher_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stages = DeviceStages((CPU, CPU), tmp_path, threads=1)
+    divided(Case("fedavg", training={"steps": 1}), stages, monkeypatch)
+    processes(tmp_path, "launcher")[0].kill()
+    until(lambda: nothing_left(tmp_path), 10)
+    stages.close()
+
+
+def test_a_launcher_whose_agent_has_ended_already_removes_the_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "group"
+    folder.mkdir()
+    another = "0"
+    subprocess.run([sys.executable, "-m", "tessera.worker.ranks.launcher", another, str(folder), "2"], check=False)
+    assert not folder.exists()
+
+
+class BlockingRunner(TaskRunner):
+    """A runner whose group cannot write its result, whose name is taken by a folder."""
+
+    def run(self, task: Task, check: Check, report: Report) -> None:
+        def blocking() -> None:
+            assert isinstance(self.ranks, DeviceStages)
+            for group in self.ranks.folder.glob("*"):
+                (group / RESULT_FILE / "taken").mkdir(parents=True, exist_ok=True)
+
+        super().run(task, blocking, report)
+
+
+@pytest.mark.long
+def test_a_result_that_cannot_be_written_fails_the_task_with_its_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stages = DeviceStages((CPU, CPU), tmp_path, threads=1)
+    with pytest.raises(Stalled, match="failed: IsADirectoryError in a rank"):
+        divided(Case("fedavg", training={"steps": 1}), stages, monkeypatch, BlockingRunner)
     stages.close()
     assert nothing_left(tmp_path)
 

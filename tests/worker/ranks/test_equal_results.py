@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,9 +16,12 @@ from tessera.shared.api.tasks import Task
 from tessera.shared.model.spec import Head, Lora, Model
 from tessera.worker.compute import Compute
 from tessera.worker.data.dataset import Dataset, Padding
+from tessera.worker.governance.policy import Policy
+from tessera.worker.governance.run_history import RunHistory
 from tessera.worker.model.block_map import block_table, named_tensors
 from tessera.worker.model.build import instantiate, read_block
 from tessera.worker.model.forward import IGNORED
+from tessera.worker.ranks.group import next_seed
 from tessera.worker.ranks.stages import DeviceStages
 from tessera.worker.simulation import Result, Stalled, Weights, simulate, virtual_workers
 from tessera.worker.task.heartbeat import Stopped
@@ -31,6 +35,9 @@ CPU = torch.device("cpu")
 EXAMPLES = 33
 """With batches of 8, the last batch of a pass has one example, and none for the second rank."""
 
+UNLABELLED = {"batch_size": 1, "steps": EXAMPLES}
+"""One pass over the examples, one at a time: of `texts`, one has no label."""
+
 BERT = {
     "model_type": "bert", "vocab_size": 20, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
     "intermediate_size": 24, "max_position_embeddings": 8, "num_labels": 3, "hidden_dropout_prob": 0.0,
@@ -40,6 +47,11 @@ BERT_DECODER = {**BERT, "is_decoder": True}
 GPT2 = {
     "model_type": "gpt2", "vocab_size": 20, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 8,
     "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+MOBILEVIT = {
+    "model_type": "mobilevit", "image_size": 32, "num_channels": 1, "patch_size": 1, "hidden_sizes": [8, 8, 8],
+    "neck_hidden_sizes": [4, 4, 4, 4, 4, 4, 8], "num_attention_heads": 2, "num_labels": 3, "mlp_ratio": 2.0,
+    "expand_ratio": 1.0, "hidden_dropout_prob": 0.0, "classifier_dropout_prob": 0.0,
 }  # fmt: skip
 
 
@@ -69,6 +81,12 @@ def unbounded(count: int) -> Dataset:
     found = images(count)
     found.tensors["pixel_values"][-1] = torch.inf
     return found
+
+
+def large(count: int) -> Dataset:
+    """Images of 32 by 32 pixels."""
+    found = images(count)
+    return replace(found, tensors={**found.tensors, "pixel_values": found.tensors["pixel_values"].repeat(1, 1, 4, 4)})
 
 
 def model_of(config: dict[str, Any], head: Head, lora: Lora | None = None) -> Weights:
@@ -117,6 +135,14 @@ FURTHER = {
     "features": Case("moon", rounds=2),
     "two phases": Case("ditto", rounds=2),
     "noise": Case("fedavg", spec={"privacy": {"epsilon": 3.0, "delta": 1e-3, "clip_norm": 1.0}}),
+    "noise without batch statistics": Case(
+        "fedavg",
+        config=MOBILEVIT,
+        data=large,
+        examples=9,
+        training={"steps": 2},
+        spec={"privacy": {"epsilon": 3.0, "delta": 1e-3, "clip_norm": 1.0}},
+    ),
     "a noisy choice": Case(
         "safl",
         {"share": 0.5},
@@ -168,6 +194,17 @@ def compare(case: Case, stages: DeviceStages, monkeypatch: pytest.MonkeyPatch, *
             assert together.metrics == pytest.approx(alone.metrics, rel=1e-2)
 
 
+def test_no_two_ranks_and_phases_have_the_same_randomness() -> None:
+    seeds = set()
+    for rank in range(1, 9):
+        seed = 7
+        for _ in range(4):
+            seed = next_seed(seed, rank)
+            seeds.add(seed)
+    assert len(seeds) == 8 * 4
+    assert all(0 <= seed < 1 << 63 for seed in seeds)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_two_ranks_train_as_one_process(name: str, stages: DeviceStages, monkeypatch: pytest.MonkeyPatch) -> None:
     compare(CASES[name], stages, monkeypatch)
@@ -214,15 +251,48 @@ def test_ranks_train_their_rows_in_pieces(
     ("case", "told"),
     [
         (Case("fedavg", data=unbounded), "diverged: the loss is nan"),
-        (Case("moon", config=BERT, head="token-classification", data=tagged), "unsuited: .* among 2 devices"),
+        (Case("fedavg", config=GPT2, head="causal-lm", training=UNLABELLED), "diverged: the loss is nan"),
         (Case("fedavg", config=BERT_DECODER, head="causal-lm", data=notes), "packed-texts: .* see the others of its"),
     ],
+    ids=["an infinite value", "a batch of one text without labels", "packed texts"],
 )
 def test_a_failure_in_the_ranks_is_told_as_in_one_process(
     case: Case, told: str, stages: DeviceStages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(Stalled, match=told):
         divided(case, stages, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("case", "reason"),
+    [
+        (Case("moon", config=BERT, head="token-classification", data=tagged), "an example has several labels"),
+        (Case("moon", training={"class_weights": [1.0, 2.0, 3.0]}), "classes have weights"),
+        (Case("fedavg", config=MOBILEVIT), "the model has batch normalisation"),
+    ],
+    ids=["labels", "weights", "normalisation"],
+)
+def test_losses_that_do_not_add_up_over_ranks_are_refused_before_any_rank_starts(
+    case: Case, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stages = DeviceStages((CPU, CPU), tmp_path, threads=1)
+    with pytest.raises(Stalled, match=f"unsuited: this worker divides batches among 2 devices, .*{reason}"):
+        divided(case, stages, monkeypatch)
+    assert not stages.folder.exists()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("least", "counted"), [(1, 2), (EXAMPLES + 1, 0)])
+def test_an_evaluation_that_the_site_refuses_is_not_counted(
+    least: int, counted: int, tmp_path: Path, stages: DeviceStages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    history = RunHistory(tmp_path, "worker")
+
+    def runner(**given: Any) -> TaskRunner:
+        return TaskRunner(**{**given, "policy": Policy(min_evaluation_examples=least), "history": history})
+
+    divided(Case("fedavg", measured=EXAMPLES, training={"steps": 1}), stages, monkeypatch, runner)
+    assert sum(history.measured(path.stem) for path in tmp_path.rglob("measured/*.json")) == counted
 
 
 class StoppingRunner(TaskRunner):

@@ -7,20 +7,56 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from pydantic import ValidationError
 
 from tessera.shared.methods.base import MethodSpec, Plan, RunInfo, UnsupportedRun
 from tessera.shared.methods.registry import worker_half
 from tessera.shared.model.blocks import Block
+from tessera.shared.model.spec import Model
 from tessera.shared.run_settings import Training
 from tessera.worker.compute import Compute
+from tessera.worker.data.dataset import Dataset
+from tessera.worker.inventory import devices_of
 from tessera.worker.ranks.stages import DeviceStages
-from tessera.worker.settings import WorkerSettings
+from tessera.worker.settings import SettingsError, WorkerSettings
 from tessera.worker.simulation import Stalled
 from tessera.worker.training.ranks import require_shardable
-from tests.worker.ranks.test_equal_results import BERT, CASES, CPU, EXAMPLES, GPT2, Case, compare, divided, tagged
+from tests.worker.ranks.test_equal_results import (
+    BERT,
+    CASES,
+    CPU,
+    EXAMPLES,
+    GPT2,
+    Case,
+    compare,
+    divided,
+    tagged,
+    texts,
+)
 
 SHARD = Compute(shard=True)
+BART = {
+    "model_type": "bart", "vocab_size": 20, "d_model": 16, "num_labels": 3, "encoder_layers": 1, "decoder_layers": 1,
+    "encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16,
+    "max_position_embeddings": 8, "dropout": 0.0, "bos_token_id": 0, "pad_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+
+
+def ended(count: int) -> Dataset:
+    """Texts with a class, which end with BART's end-of-text token."""
+    tokens = 3 + texts(count).tensors["input_ids"] % 17
+    tokens[:, -1] = 2
+    return Dataset({"input_ids": tokens, "labels": torch.arange(count) % 3})
+
+
+def with_an_unknown_token(count: int) -> Dataset:
+    """Texts, of which one has a token that the model lacks."""
+    found = texts(count)
+    found.tensors["input_ids"][-1, 0] = 99
+    return found
+
+
 TRAINED = {
     "full": CASES["full"],
     "lora": CASES["lora"],
@@ -28,6 +64,9 @@ TRAINED = {
     "recomputed": Case("fedavg", rounds=2, training={"gradient_checkpointing": True, "steps": 10}),
     "a rank without rows": Case("fedavg", training={"batch_size": 1}),
     "measured": Case("fedavg", measured=EXAMPLES, config=BERT, head="token-classification", data=tagged),
+    "texts that need an end, and a rank without rows": Case(
+        "fedavg", config=BART, head="text-classification", data=ended, measured=7, training={"batch_size": 1}
+    ),
 }
 REFUSED = {
     "trains slices of tensors": CASES["slices"],
@@ -35,6 +74,9 @@ REFUSED = {
     "differential privacy": Case("fedavg", spec={"privacy": {"epsilon": 3.0, "delta": 1e-3, "clip_norm": 1.0}}),
     "keep_moments is true": Case("fedavg", training={"optimizer": "adamw", "keep_moments": True}),
     "precision is float16": Case("fedavg", training={"precision": "float16"}),
+    "skips layers at random .encoder_layerdrop": Case(
+        "fedavg", config={**BART, "encoder_layerdrop": 0.5}, head="text-classification", data=ended
+    ),
 }
 
 
@@ -71,8 +113,18 @@ def test_a_run_whose_model_cannot_be_divided_is_refused_before_it_is_fetched(
 def test_a_model_with_a_parameter_of_a_single_number_is_refused() -> None:
     scale = Block(tensor="logit_scale", role="other", shape=(), dtype="F32")
     half = worker_half(MethodSpec(name="fedavg"), RunInfo((scale,), rounds=1))
+    model = Model(config=GPT2, head="causal-lm", blocks=(scale,))
     with pytest.raises(UnsupportedRun, match=r"parameters of a single number \(logit_scale\)"):
-        require_shardable(half, Plan(), [scale], Training(), private=False)
+        require_shardable(half, Plan(), model, Training(), private=False)
+
+
+@pytest.mark.long
+def test_an_example_that_one_rank_cannot_compute_fails_the_task_with_its_reason(
+    stages: DeviceStages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case("fedavg", config=GPT2, head="causal-lm", data=with_an_unknown_token)
+    with pytest.raises(Stalled, match="input-mismatch: the data set has tokens or labels that the model lacks"):
+        divided(case, stages, monkeypatch, compute=SHARD)
 
 
 def test_each_rank_keeps_half_of_the_parameters(
@@ -97,7 +149,11 @@ def test_shard_is_refused_beside_settings_that_need_whole_parameters(beside: dic
 
 @pytest.mark.parametrize(
     ("settings", "error"),
-    [({}, "set devices, or remove shard"), ({"devices": 2, "micro_batch": 4}, "remove micro_batch")],
+    [
+        ({}, "set devices, or remove shard"),
+        ({"devices": 2, "micro_batch": 4}, "remove micro_batch"),
+        ({"devices": ["cpu"]}, "cpu is one: remove it"),
+    ],
 )
 def test_shard_is_refused_on_one_device_and_for_batches_in_pieces(
     settings: dict[str, object], error: str, tmp_path: Path
@@ -109,5 +165,5 @@ def test_shard_is_refused_on_one_device_and_for_batches_in_pieces(
         "state_dir": tmp_path,
         "datasets": {"digits": {"kind": "digits"}},
     }
-    with pytest.raises(ValidationError, match=error):
-        WorkerSettings.model_validate({**given, **settings, "compute": {"shard": True}})
+    with pytest.raises((ValidationError, SettingsError), match=error):
+        devices_of(WorkerSettings.model_validate({**given, **settings, "compute": {"shard": True}}))

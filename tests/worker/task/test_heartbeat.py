@@ -17,12 +17,11 @@ from tessera.shared.client.client import Client
 from tessera.shared.client.transport import Unreachable
 from tessera.shared.problems import LeaseLost, Problem, RoundClosed, TaskCancelled, Unauthenticated
 from tessera.worker.task.heartbeat import Renewal, Stop, Stopped
-
-SOON = 10.0
+from tests.support.coordinator import WAIT_SECONDS
 
 
 def eventually(condition: threading.Event) -> None:
-    assert condition.wait(SOON)
+    assert condition.wait(WAIT_SECONDS)
 
 
 @pytest.fixture
@@ -42,7 +41,7 @@ def test_a_lease_is_renewed_four_times_in_its_length() -> None:
             enough.set()
         return Lease(lease_seconds=0.4)
 
-    with Renewal(heartbeat, lease_seconds=0.4) as renewal:
+    with Renewal(heartbeat, lease_seconds=0.4, clock=lambda: 0.0) as renewal:
         eventually(enough)
         renewal.check()
     between = [later - earlier for earlier, later in pairwise(beats)]
@@ -59,7 +58,7 @@ def test_what_ends_a_lease_is_carried_to_whoever_checks(problem: Problem) -> Non
 
     with Renewal(heartbeat, lease_seconds=0.1) as renewal:
         eventually(asked)
-        renewal._thread.join(SOON)
+        renewal._thread.join(WAIT_SECONDS)
         with pytest.raises(type(problem)):
             renewal.check()
 
@@ -131,7 +130,7 @@ def test_a_lease_that_nothing_renews_any_more_counts_as_lost() -> None:
 
     with Renewal(heartbeat, lease_seconds=0.1, clock=lambda: 0.0) as renewal:
         eventually(asked)
-        renewal._thread.join(SOON)
+        renewal._thread.join(WAIT_SECONDS)
         with pytest.raises(LeaseLost, match="timestamp too large"):
             renewal.check()
 
@@ -145,10 +144,9 @@ def test_no_heartbeat_is_sent_once_the_task_is_over() -> None:
 def test_stopping_ends_a_sleep_at_once_from_another_thread() -> None:
     stop = Stop()
     threading.Timer(0.05, stop.request).start()
-    started_at = time.monotonic()
     with pytest.raises(Stopped):
-        stop.sleep(60)
-    assert time.monotonic() - started_at < SOON
+        # Longer than a test may take.
+        stop.sleep(86400)
     with pytest.raises(Stopped):
         stop.check()
 
@@ -157,12 +155,11 @@ def test_a_signal_ends_a_long_poll_at_once(deaf: str) -> None:
     stop = Stop()
     before = signal.signal(signal.SIGUSR1, lambda *_: stop.request())
     try:
-        with Client(deaf, "token", patience_seconds=0) as client:
+        # It waits for an answer longer than a test may take.
+        with Client(deaf, "token", patience_seconds=0, answer_seconds=86400) as client:
             threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGUSR1)).start()
-            started_at = time.monotonic()
             with pytest.raises(Stopped):
                 stop.interruptible(lambda: client.task("any"), too_late=lambda _: None)
-            assert time.monotonic() - started_at < SOON
     finally:
         signal.signal(signal.SIGUSR1, before)
 

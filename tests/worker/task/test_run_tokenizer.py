@@ -34,9 +34,11 @@ from tessera.worker.model.sandbox import Sandbox
 from tessera.worker.settings import WorkerSettings
 from tessera.worker.state.blob_cache import BlobTooLarge, Cache
 from tessera.worker.stores import inbox_of
+from tessera.worker.task.environment import TaskRun
 from tessera.worker.task.errors import TaskFailure
 from tessera.worker.task.heartbeat import Stop
 from tessera.worker.task.tokenize import tokenize
+from tessera.worker.training.progress import Report
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.federation import start_run
 from tests.support.pretrained import bert_tokenizer, picture
@@ -73,9 +75,10 @@ def tokens(
 
     coordinator = SimpleNamespace(copy_blob=copy_blob)
     shelf = Cache(folder / "cache", 1 << 30)
-    env = SimpleNamespace(tokenized={}, scratch=folder, sandbox=sandbox, shelf=shelf, coordinator=coordinator)
-    task = SimpleNamespace(dataset="notes", model="sha256:" + "0" * 64)
-    run: Any = SimpleNamespace(env=env, task=task, check=lambda: None, report=SimpleNamespace(download_bytes=0))
+    env: Any = SimpleNamespace(tokenized={}, scratch=folder, sandbox=sandbox, shelf=shelf, coordinator=coordinator)
+    task: Any = SimpleNamespace(dataset="notes", model="sha256:" + "0" * 64)
+    journal: Any = None
+    run = TaskRun(env, task, lambda: None, Report(), journal)
     rows = SimpleNamespace(num_embeddings=embeddings)
     loaded: Any = SimpleNamespace(built=SimpleNamespace(model=SimpleNamespace(get_input_embeddings=lambda: rows)))
     document: Any = SimpleNamespace(preprocessing=refs or named)

@@ -1,8 +1,9 @@
-"""Objects handed from process to process, as JSON with arrays beside it. No code travels.
+"""Objects as documents for another process: JSON with arrays beside it. No code travels.
 
 A document holds the bytes of its arrays, then JSON of everything else, then the JSON's length. Read from a file, its
-arrays are mapped in place of copied. A reader builds only numbers, texts, containers, tensors, the records of
-`RECORDS` and the exceptions of `faults`.
+arrays are mapped in place of copied. A reader builds only numbers, texts, containers, tensors, and the records and
+exceptions of two lists. Any other exception arrives by its name alone: it might quote data, or mean something else
+there.
 """
 
 import io
@@ -21,23 +22,33 @@ from torch import Tensor
 
 from tessera.shared.api.tasks import Task
 from tessera.shared.api.versions import Manifest
-from tessera.shared.methods.base import LocalResult, TrainingStats
+from tessera.shared.methods.base import LocalResult, TrainingStats, UnsupportedRun
 from tessera.shared.model.attention_stats import ByHead, LayerAttention
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.dataset_schema import DatasetSchema
-from tessera.shared.model.selectors import Selector
+from tessera.shared.model.selectors import Selector, SelectorError
 from tessera.shared.model.spec import Model
 from tessera.shared.tensors.lazy import Array
+from tessera.worker.attention.probabilities import UnknownAttention
 from tessera.worker.compute import Compute
-from tessera.worker.data.dataset import Padding
+from tessera.worker.data.dataset import DataChanged, DataError, Padding
+from tessera.worker.data.loaders import LoaderFailed
 from tessera.worker.data.normalization import Normalized
-from tessera.worker.governance.policy import Allowance, Policy
-from tessera.worker.model.layouts import MappingFile
-from tessera.worker.ranks import faults
+from tessera.worker.governance.policy import Allowance, Policy, PolicyViolation
+from tessera.worker.model.block_map import UnknownArchitecture
+from tessera.worker.model.build import ModelMismatch
+from tessera.worker.model.config import ConfigError
+from tessera.worker.model.layouts import MappingError, MappingFile
 from tessera.worker.state.atomic_files import written_whole
 from tessera.worker.state.blob_cache import BlobTensor
 from tessera.worker.state.checkpoints import CheckpointKey
+from tessera.worker.state.hash_chain import ChainError
+from tessera.worker.state.privacy_ledger import LedgerError
+from tessera.worker.task.errors import TaskFailure
 from tessera.worker.task.fetch import Fetched
+from tessera.worker.training.divergence import TrainingDiverged
+from tessera.worker.training.input_mismatch import InputMismatch
+from tessera.worker.training.optimization.micro_batch import ExampleTooLarge
 from tessera.worker.training.progress import Report
 
 T = TypeVar("T")
@@ -45,33 +56,59 @@ T = TypeVar("T")
 ALIGNMENT = 64
 """Arrays start at multiples of this number of bytes."""
 LENGTH_BYTES = 8
+UNEXPLAINED = "failed"
+"""The code of failures that only the worker's own log explains."""
 
-RECORDS: dict[str, type[Any]] = {
-    kind.__name__: kind
-    for kind in (
-        Allowance,
-        BlobTensor,
-        Block,
-        ByHead,
-        CheckpointKey,
-        Compute,
-        DatasetSchema,
-        Fetched,
-        LayerAttention,
-        LocalResult,
-        Manifest,
-        MappingFile,
-        Model,
-        Normalized,
-        Padding,
-        Policy,
-        Report,
-        Selector,
-        Task,
-        TrainingStats,
-    )
-}
-"""The records that may be handed over, by name: pydantic models, which are validated again, and dataclasses."""
+
+def _by_name(*kinds: type[Any]) -> dict[str, type[Any]]:
+    return {kind.__name__: kind for kind in kinds}
+
+
+EXCEPTIONS = _by_name(
+    ChainError,
+    ConfigError,
+    DataChanged,
+    DataError,
+    ExampleTooLarge,
+    InputMismatch,
+    LedgerError,
+    LoaderFailed,
+    MappingError,
+    ModelMismatch,
+    PolicyViolation,
+    SelectorError,
+    TaskFailure,
+    TrainingDiverged,
+    UnknownArchitecture,
+    UnknownAttention,
+    UnsupportedRun,
+    torch.OutOfMemoryError,
+)
+"""The exceptions that arrive as they were raised."""
+
+RECORDS = _by_name(
+    Allowance,
+    BlobTensor,
+    Block,
+    ByHead,
+    CheckpointKey,
+    Compute,
+    DatasetSchema,
+    Fetched,
+    LayerAttention,
+    LocalResult,
+    Manifest,
+    MappingFile,
+    Model,
+    Normalized,
+    Padding,
+    Policy,
+    Report,
+    Selector,
+    Task,
+    TrainingStats,
+)
+"""The records that arrive as they were: pydantic models, which are validated again, and dataclasses."""
 
 
 def _dtype_of(name: str) -> torch.dtype:
@@ -84,7 +121,7 @@ TEXTS: dict[str, tuple[type[Any], Callable[[str], Any]]] = {
     "device": (torch.device, torch.device),
     "dtype": (torch.dtype, _dtype_of),
 }
-"""The kinds that are handed over as text, and what makes them of it."""
+"""The kinds that travel as text, and what makes them of it."""
 
 
 def record(kind: type[T]) -> type[T]:
@@ -93,10 +130,10 @@ def record(kind: type[T]) -> type[T]:
     return kind
 
 
-def write(path: Path, given: object) -> None:
+def write(path: Path, value: object) -> None:
     """Write a document to a new file, which appears when it is complete. Raises TypeError for what none can hold."""
     with written_whole(path, durable=False, mode=0o600) as file:
-        _write(file, given)
+        _write(file, value)
 
 
 def read(path: Path) -> Any:
@@ -105,10 +142,10 @@ def read(path: Path) -> Any:
     return _read(np.memmap(path, dtype=np.uint8, mode="c"))
 
 
-def dumps(given: object) -> bytes:
+def dumps(value: object) -> bytes:
     """Return a document. Raises TypeError for what none can hold."""
     file = io.BytesIO()
-    _write(file, given)
+    _write(file, value)
     return file.getvalue()
 
 
@@ -117,8 +154,8 @@ def loads(raw: bytes) -> Any:
     return _read(np.frombuffer(bytearray(raw), np.uint8))
 
 
-def _write(file: BinaryIO, given: object) -> None:
-    text = json.dumps(_Writer(file).form_of(given), separators=(",", ":")).encode()
+def _write(file: BinaryIO, value: object) -> None:
+    text = json.dumps(_Writer(file).form_of(value), separators=(",", ":")).encode()
     file.write(text)
     file.write(len(text).to_bytes(LENGTH_BYTES, "little"))
 
@@ -141,25 +178,26 @@ class _Writer:
                 return value
             case np.generic():
                 return value.item()
-            case list() | tuple():
-                return [type(value).__name__, *map(self.form_of, value)]
+            case list():
+                return ["list", *map(self.form_of, value)]
+            case tuple():
+                return ["tuple", *map(self.form_of, value)]
             case Mapping():
                 return ["dict", *([self.form_of(key), self.form_of(each)] for key, each in value.items())]
             case Tensor():
                 plain = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-                return ["tensor", self._place(plain), str(value.dtype), list(value.shape)]
+                return ["tensor", self.form_of(plain), str(value.dtype), list(value.shape)]
             case np.ndarray() if not value.dtype.hasobject:
                 plain = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
                 name = value.dtype.name if value.dtype.kind == "V" else value.dtype.str
                 return ["array", self._place(plain), name, list(value.shape)]
             case BaseException():
-                name, arguments, attributes = faults.packed(value)
-                return ["fault", name, self.form_of(arguments), self.form_of(attributes)]
+                return ["exception", *map(self.form_of, _parts_of(value))]
         return self._other(value)
 
     def _other(self, value: Any) -> Any:
         if isinstance(value, bytes):
-            return ["bytes", self._place(np.frombuffer(value, np.uint8)), len(value)]
+            return ["bytes", self.form_of(np.frombuffer(value, np.uint8))]
         if isinstance(value, frozenset):
             return ["frozenset", *map(self.form_of, sorted(value))]
         for name, (text, _) in TEXTS.items():
@@ -192,30 +230,28 @@ class _Reader:
                 return [self.value_of(part) for part in parts]
             case ["tuple", *parts]:
                 return tuple(self.value_of(part) for part in parts)
+            case ["frozenset", *parts]:
+                return frozenset(map(self.value_of, parts))
             case ["dict", *parts]:
                 return {self.value_of(key): self.value_of(part) for key, part in parts}
-            case ["tensor", start, name, shape]:
-                dtype = _dtype_of(name)
-                plain = self._bytes(start, prod(shape) * dtype.itemsize)
-                return (
-                    torch.from_numpy(plain).view(dtype).reshape(shape)
-                    if len(plain)
-                    else torch.empty(shape, dtype=dtype)
-                )
+            case ["bytes", plain]:
+                return self.value_of(plain).tobytes()
+            case ["tensor", plain, name, shape]:
+                array, dtype = self.value_of(plain), _dtype_of(name)
+                # No empty array can be viewed.
+                flat = torch.from_numpy(array).view(dtype) if len(array) else torch.empty(0, dtype=dtype)
+                return flat.reshape(shape)
             case ["array", start, name, shape]:
                 kind = np.dtype(getattr(ml_dtypes, name, name))
-                return self._bytes(start, prod(shape) * kind.itemsize).view(kind).reshape(shape)
-            case ["fault", name, arguments, attributes]:
-                return faults.unpacked(name, self.value_of(arguments), self.value_of(attributes))
+                plain = np.asarray(self._whole[start : start + prod(shape) * kind.itemsize])
+                return plain.view(kind).reshape(shape)
+            case ["exception", name, arguments, attributes]:
+                return _exception_of(name, self.value_of(arguments), self.value_of(attributes))
             case [name, *parts]:
                 return self._other(name, parts)
         return form
 
     def _other(self, name: str, parts: list[Any]) -> Any:
-        if name == "bytes":
-            return self._bytes(*parts).tobytes()
-        if name == "frozenset":
-            return frozenset(map(self.value_of, parts))
         if name in TEXTS:
             return TEXTS[name][1](parts[0])
         kind = RECORDS[name]
@@ -223,5 +259,18 @@ class _Reader:
             return kind.model_validate_json(parts[0])
         return kind(**{name: self.value_of(part) for name, part in parts})
 
-    def _bytes(self, start: int, count: int) -> Array:
-        return np.asarray(self._whole[start : start + count])
+
+def _parts_of(exception: BaseException) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
+    """Return the name of an exception's class, its arguments and its attributes: those of a failure that names the
+    exception alone, if it is none of `EXCEPTIONS`."""
+    if EXCEPTIONS.get(type(exception).__name__) is not type(exception):
+        exception = TaskFailure(UNEXPLAINED, f"{type(exception).__name__} in a rank; the worker's own log has more")
+    return type(exception).__name__, exception.args, vars(exception)
+
+
+def _exception_of(name: str, arguments: tuple[Any, ...], attributes: dict[str, Any]) -> BaseException:
+    """Return an exception without its traceback, also if its constructor takes other arguments."""
+    kind = EXCEPTIONS[name]
+    exception: BaseException = kind.__new__(kind, *arguments)
+    vars(exception).update(attributes)
+    return exception
