@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+from tests.support.web_server import Quiet, served
 
 
 @dataclass(frozen=True)
@@ -65,23 +66,13 @@ def _read(service: str, span: Any) -> Span:
 def receiving() -> Iterator[Receiver]:
     """A server on a free port of loopback."""
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(Quiet, BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             receiver.take(self.rfile.read(int(self.headers["Content-Length"])))
             self.send_response(200)
             self.send_header("Content-Length", "0")
             self.end_headers()
 
-        def log_message(self, format: str, *arguments: Any) -> None:  # noqa: A002 (theirs)
-            """Nobody reads it."""
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    receiver = Receiver(f"http://127.0.0.1:{server.server_port}")
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
+    with served(Handler) as url:
+        receiver = Receiver(url)  # known to the handler
         yield receiver
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()

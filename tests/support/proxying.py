@@ -7,8 +7,10 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from urllib.parse import urlsplit
+
+from tests.support.web_server import Quiet, served
 
 
 @contextmanager
@@ -16,7 +18,7 @@ def proxying() -> Iterator[tuple[str, list[str]]]:
     """Its URL, and what it was asked for."""
     asked: list[str] = []
 
-    class Proxy(BaseHTTPRequestHandler):
+    class Proxy(Quiet, BaseHTTPRequestHandler):
         def do_CONNECT(self) -> None:
             asked.append(f"CONNECT {self.path}")
             host, _, port = self.path.partition(":")
@@ -46,18 +48,8 @@ def proxying() -> Iterator[tuple[str, list[str]]]:
 
         do_GET = do_POST = forward  # noqa: N815 (as http.server calls them)
 
-        def log_message(self, *args: object) -> None:
-            """Silence."""
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Proxy)
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}", asked
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    with served(Proxy) as url:
+        yield url, asked
 
 
 def poured(source: socket.socket, sink: socket.socket) -> None:

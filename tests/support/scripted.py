@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ssl
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
+
+from tests.support.web_server import Quiet, served
 
 
 @dataclass
@@ -41,7 +42,7 @@ def answering_by(
 ) -> Iterator[str]:
     """The URL of a server whose answers follow what it is asked, which is noted."""
 
-    class Scripted(BaseHTTPRequestHandler):
+    class Scripted(Quiet, BaseHTTPRequestHandler):
         def answer(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
             asked.append(Asked(self.command, self.path, dict(self.headers), body))
@@ -55,17 +56,5 @@ def answering_by(
 
         do_GET = do_POST = do_PATCH = do_HEAD = do_DELETE = answer  # noqa: N815 (as http.server calls them)
 
-        def log_message(self, *args: object) -> None:
-            """Silence."""
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Scripted)
-    if tls:
-        server.socket = tls.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    try:
-        yield f"{'https' if tls else 'http'}://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    with served(Scripted, tls) as url:
+        yield url

@@ -45,7 +45,7 @@ def submit(worker: ScriptedWorker, task: Task, data: bytes, digest: str | None =
 
 
 def prompted(layers: int = 150) -> Model:
-    """A model of so many small blocks that their digests alone, 32 bytes each, exceed 4 kB; and 32 kB of prompts."""
+    """A model with enough small blocks that their digests, 32 bytes each, exceed 4 kB, and with 32 kB of prompts."""
     blocks = [
         Block(tensor=f"layer.{layer}.weight", role="mlp", layer=layer, shape=(4,), dtype="F32")
         for layer in range(layers)

@@ -261,7 +261,7 @@ def test_the_work_of_a_process_that_is_killed_or_paused_is_another_s(
 
 
 def alive_at(database: Database) -> object:
-    """When the process that works last told PostgreSQL so."""
+    """Return the time of the last sign of life that PostgreSQL has of the process that works."""
     query = (
         "SELECT state_change FROM pg_stat_activity JOIN pg_locks USING (pid) WHERE locktype = 'advisory' "
         "AND datname = current_database() AND pid <> pg_backend_pid()"

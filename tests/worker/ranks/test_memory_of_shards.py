@@ -81,8 +81,8 @@ def loading(folder: Path, group: Group) -> tuple[TaskRun, Fetched]:
         for name, values in start.values.items()
     }
     manifest = Manifest(blocks=dict.fromkeys(blocks, f"sha256:{'c' * 64}"))
-    nobody: Any = SimpleNamespace(task=None)
-    environment = TaskEnvironment(nobody, {}, TrainingSetup(CPU, None, SHARD, group), Vault(folder), nobody, folder)
+    unused: Any = SimpleNamespace(task=None)
+    environment = TaskEnvironment(unused, {}, TrainingSetup(CPU, None, SHARD, group), Vault(folder), unused, folder)
     task = TASK.model_copy(update={"method": MethodSpec(name="fedavg")})
     run = TaskRun(environment, task, lambda: None, Report(), Journal(TaskRef.of(task), "wards", None, None))
     return run, Fetched(start.model, None, manifest, start.model.blocks, bases, None)
