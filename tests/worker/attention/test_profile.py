@@ -29,7 +29,7 @@ from tests.worker.model.test_zoo import WORDS, ZOO, Case, Subject, View
 UNKNOWN = {"longt5": "LocalSelfAttention"}
 """What cannot be measured, and what the refusal names."""
 
-SHORT = OFTEN | {"aimv2", "bart", "convbert", "deberta-v2", "deepseek_v3", "gpt_neox", "qwen3", "swin", "wavlm"}
+SHORT = OFTEN | {"aimv2", "bart", "deberta-v2", "deepseek_v3", "gpt_neox", "qwen3", "wavlm"}
 """Families of each kind of attention. Of every family, `make test` checks the rows by head."""
 
 AVERAGED = {"wavlm"}
