@@ -93,6 +93,7 @@ class Aggregation:
         state = self.states.load(model, self.states.manifest(current.digest), current.number)
         half = coordinator_half(spec.method, run_facts(spec, model))
         aside = set(outlying(half, bounds, accepted))
+        self.inspector.blobs.expect([entry.digest for entry in accepted])
         updates: list[Update] = []
         blocks: dict[str, set[str]] = {}
         for entries in _by_site(entry for entry in accepted if entry.worker not in aside):
