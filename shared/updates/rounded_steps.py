@@ -1,7 +1,7 @@
 """Versions whose steps are small integers, so that the difference between two of them takes a quarter of the bytes.
 
-A run with `download_codec = "int8"` rounds the step of each large block before it commits a version: stochastically, to
-8 bits with a scale for 256 elements (Alistarh et al. 2017, arXiv 1610.02132). Rounding is part of the merge. So all
+A run with `download_codec = "int8"` rounds the step of each large block before it commits a version: stochastically,
+to 8 bits with a scale for 256 elements (Alistarh et al. 2017, arXiv 1610.02132). Rounding is part of the merge. So all
 copies of a version have the same bits, and a difference reproduces them.
 
 Scales are powers of two. The integers can then be computed from the two versions alone, when a worker first requests
@@ -93,7 +93,8 @@ def _rounded(start: Array, moved: Array, rng: np.random.Generator) -> Array:
     if not codes.any():
         return start
     # Added as `Scaled` adds it: -0.0 becomes 0.0 at both ends.
-    return start + (codes * scales[:, None] + np.float32(0)).reshape(-1)[: start.size]
+    value: Array = start + (codes * scales[:, None] + np.float32(0)).reshape(-1)[: start.size]
+    return value
 
 
 def _is_rounded(change: TrainedBlock) -> bool:
