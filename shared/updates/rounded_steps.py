@@ -1,8 +1,8 @@
 """Versions whose steps are small integers, so that the difference between two of them takes a quarter of the bytes.
 
 A run with `download_codec = "int8"` rounds the step of each large block before it commits a version: stochastically,
-to 8 bits with a scale for 256 elements (Alistarh et al. 2017, arXiv 1610.02132). Rounding is part of the merge. So all
-copies of a version have the same bits, and a difference reproduces them.
+to 8 bits with a scale for 256 elements (Alistarh et al. 2017, arXiv 1610.02132). Rounding is part of the merge. So
+all copies of a version have the same bits, and a difference reproduces them.
 
 Scales are powers of two. The integers can then be computed from the two versions alone, when a worker first requests
 their difference, and need not be stored with each version.
@@ -35,8 +35,8 @@ _NEARLY = np.float32(Int8.levels + 0.5)
 
 @dataclass(frozen=True)
 class RoundedStep:
-    """`moved`, with its step from `base` rounded to 8 bits by the dice of `seed`. Chunk by chunk, and the same each
-    time that it is read."""
+    """`moved`, with its step from `base` rounded to 8 bits, stochastically by `seed`: the same each time that it is
+    read."""
 
     base: Tensor
     moved: Tensor
