@@ -21,7 +21,8 @@ from tests.support.coordinator import until
 from tests.support.launcher import Launcher
 from tests.support.zygote import Forked
 
-SHORT = ("--set", "rounds=3", "--set", "method.settings.warmup_rounds=1", "--set", "training.epochs=1")
+SETTINGS = ("rounds=3", "method.settings.warmup_rounds=1", "training.epochs=1", "training.batch_size=256")
+SHORT = [word for setting in SETTINGS for word in ("--set", setting)]
 
 
 @contextmanager
