@@ -167,7 +167,7 @@ def measured(command: Sequence[str], times: Path, work: Work, log: Path) -> Cost
 
 
 def _times(file: Path, sites: int) -> list[float]:
-    """Return when rounds ended. Raises RuntimeError for a round in which clients failed: it would pass for a fast one."""
+    """Return when rounds ended. Raises RuntimeError for a round in which clients failed: it would seem fast."""
     rounds = [json.loads(line) for line in file.read_text(encoding="ascii").splitlines()] if file.exists() else []
     for number, ended in enumerate(rounds, start=1):
         if ended["clients"] < sites:
