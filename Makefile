@@ -22,9 +22,8 @@ RARELY := $(subst $(NONE) ,|,transformers/(models|exporters)/ torch/_inductor/ p
   huggingface_hub/(cli|inference)/ /(async_api|databricks|fontTools|git|graphql|lexers|mlflow|moto|mypy)/ \
   /(mypyc|networkx|pip|pyasn1_modules|pymdownx|setuptools|testing|tests)/)
 
-# Older pips, which come with Python, take twice as long to choose versions. pip would compile all files, and one at a
-# time; the last line compiles those that are often imported, before several
-# processes would at once.
+# The pip that comes with Python takes twice as long to choose versions. pip would compile all files, and one at a time;
+# the last line compiles those that are often imported, before several processes would at once.
 define install-extra
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Tessera needs Python 3.11 or newer")'
 	$(PYTHON) -m venv .venv
