@@ -28,7 +28,8 @@ define install-extra
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Tessera needs Python 3.11 or newer")'
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check 'pip>=25.1'
-	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt --editable '.[$(1)]'
+	PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check \
+	  --constraint constraints.txt --editable '.[$(1)]'
 	$(BIN)/python -m compileall -qq -j 0 -x '$(RARELY)' .venv/lib || true
 endef
 
