@@ -26,26 +26,28 @@ def groups(given: list[nn.Parameter], decay: float) -> list[dict[str, Any]]:
     return [{"params": half, "lr": 0.1 / (1 + n), "weight_decay": n * decay} for n, half in enumerate(halves)]
 
 
-def steps(optimizer: torch.optim.Optimizer, given: list[nn.Parameter], without: int = -1) -> Iterator[None]:
-    """Yield after each step with new gradients, from the fourth on without one of them."""
+def steps(
+    optimizer: torch.optim.Optimizer, given: list[nn.Parameter], without: int = -1, since: int = 0
+) -> Iterator[None]:
+    """Yield after each step with new gradients, from one step on without one of them."""
     dice = torch.Generator().manual_seed(1)
     for number in range(8):
         for place, parameter in enumerate(given):
             gradient = torch.randn(parameter.shape, generator=dice) * 10.0**-place
-            parameter.grad = None if number > 2 and place == without else gradient
+            parameter.grad = None if number >= since and place == without else gradient
         for group in optimizer.param_groups:
             group["lr"] *= 0.9
         optimizer.step()
         yield
 
 
-@pytest.mark.parametrize("without", [-1, 2])
+@pytest.mark.parametrize(("without", "since"), [(-1, 0), (2, 0), (2, 3)])
 @pytest.mark.parametrize("decay", [0.0, 0.01])
-def test_every_step_has_the_bits_of_torchs_own(decay: float, without: int) -> None:
+def test_every_step_has_the_bits_of_torchs_own(decay: float, without: int, since: int) -> None:
     ours, theirs = parameters(), parameters()
     joined = JoinedAdamW(groups(ours, decay), betas=BETAS)
     own = torch.optim.AdamW(groups(theirs, decay), betas=BETAS)
-    for _ in zip(steps(joined, ours, without), steps(own, theirs, without), strict=True):
+    for _ in zip(steps(joined, ours, without, since), steps(own, theirs, without, since), strict=True):
         assert all(map(torch.equal, ours, theirs))
 
 
@@ -77,6 +79,15 @@ def test_moments_that_are_set_replace_those_so_far() -> None:
         group["lr"] = other["lr"]
     list(steps(own, theirs)), list(steps(joined, ours))
     assert all(map(torch.equal, ours, theirs))
+
+
+def test_hooks_are_called_once_for_each_step() -> None:
+    given, called = parameters(), list[int]()
+    torch.optim.AdamW(given)
+    joined = JoinedAdamW(groups(given, 0.01), betas=BETAS)
+    joined.register_step_post_hook(lambda *_: called.append(1))
+    list(steps(joined, given, without=2, since=3))
+    assert len(called) == 8
 
 
 def test_only_parameters_in_float32_on_the_cpu_are_joined() -> None:

@@ -1,11 +1,15 @@
 """AdamW over many small tensors, computed as one: calls for each take longer than their arithmetic."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from inspect import unwrap
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+_STEP: Callable[[torch.optim.Optimizer], None] = unwrap(torch.optim.Adam.step)
+"""Torch's own step, without the hooks, which are called around ours."""
 
 
 @dataclass
@@ -33,14 +37,15 @@ class JoinedAdamW(torch.optim.AdamW):
         super().__init__(params, betas=betas, foreach=True)
         self._steps = 0
         self._joined: list[_Moments] = []
+        self._is_spread = False
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closure is ever given
         """Take a step with the present gradients."""
         if any(parameter.grad is None for group in self.param_groups for parameter in group["params"]):
             self.spread()
-        if self.state:
-            super().step()
+        if self._is_spread or self.state:
+            _STEP(self)
             return
         if not self._joined:
             self._joined = [_moments(group["params"]) for group in self.param_groups]
@@ -51,6 +56,7 @@ class JoinedAdamW(torch.optim.AdamW):
 
     def spread(self) -> None:
         """Put the moments so far into `state`, as torch has them, and leave further steps to torch."""
+        self._is_spread = True
         if self.state:
             return
         for group, moments in zip(self.param_groups, self._joined, strict=False):
