@@ -15,13 +15,20 @@ help: ## show this help
 
 install: $(INSTALLED) ## create .venv with everything in it; a demo installs only what demos need
 
+# Modules that tests and demos import seldom or never.
+NONE :=
+RARELY := $(subst $(NONE) ,|,transformers/(models|exporters)/ torch/_inductor/ pydicom/sr/ numpy/distutils/ \
+  sympy/(combinatorics|parsing|physics|stats)/ sklearn/(cluster|decomposition|ensemble|linear_model)/ \
+  huggingface_hub/(cli|inference)/ /(async_api|databricks|fontTools|git|graphql|lexers|mlflow|moto|mypy)/ \
+  /(mypyc|networkx|pip|pyasn1_modules|pymdownx|setuptools|testing|tests)/)
+
 # pip would compile all files, and one at a time; the last line compiles those that are often imported, before several
 # processes would at once.
 define install-extra
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Tessera needs Python 3.11 or newer")'
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt --editable '.[$(1)]'
-	$(BIN)/python -m compileall -qq -j 0 -x 'transformers/models/|torch/_inductor/|networkx/|/(tests|testing|databricks|fontTools|mlflow|moto|mypy|pip)/' .venv/lib || true
+	$(BIN)/python -m compileall -qq -j 0 -x '$(RARELY)' .venv/lib || true
 endef
 
 # Made anew when what is to be installed changes. `dev` includes `demo`.

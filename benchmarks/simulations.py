@@ -99,7 +99,7 @@ def simulated(work: Work, times: Path, processes: int) -> None:
     spec = {"method": {"name": "fedavg"}, "rounds": work.rounds, "training": work.training}
 
     def watch(outcome: Outcome) -> None:
-        _note(times)
+        _note(times, outcome.accepted)
 
     conditions = Conditions(threads=1, processes=processes)
     simulate({**spec, "cohort": {"quorum": work.sites}}, weights, sites, conditions=conditions, watch=watch)
@@ -118,15 +118,15 @@ def bare(work: Work, times: Path, processes: int) -> None:
             context = LocalTaskContext(built, document.head, Plan(), document.blocks)
             trainer = Trainer(half, context, training, TrainingSetup(torch.device("cpu")), lambda: None)
             trainer.train(half.phases(context, Plan().train), data[n % len(data)], n)
-        _note(times)
+        _note(times, work.sites)
 
 
 SIDES: dict[str, Callable[[Work, Path, int], None]] = {"tessera": simulated, "bare": bare}
 
 
-def _note(times: Path) -> None:
+def _note(times: Path, clients: int) -> None:
     with times.open("a", encoding="ascii") as file:
-        file.write(json.dumps({"at": time.time()}) + "\n")
+        file.write(json.dumps({"at": time.time(), "clients": clients}) + "\n")
 
 
 # ---------------------------------------------------------------- measuring
@@ -146,9 +146,9 @@ def measured(command: Sequence[str], times: Path, work: Work, log: Path) -> Cost
 
     def ended() -> list[float]:
         # A side that has ended writes no more rounds.
-        if process.poll() is not None and len(_times(times)) < work.rounds:
+        if process.poll() is not None and len(_times(times, work.sites)) < work.rounds:
             raise RuntimeError(f"{command} failed: {log.read_text(encoding='utf-8')[-2000:]}")
-        return _times(times)
+        return _times(times, work.sites)
 
     with log.open("w") as out:
         process = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True)
@@ -166,9 +166,13 @@ def measured(command: Sequence[str], times: Path, work: Work, log: Path) -> Cost
     return Cost((last - first) / clients, (after - before) / clients, memory.peaks["all"])
 
 
-def _times(file: Path) -> list[float]:
-    lines = file.read_text(encoding="ascii").splitlines() if file.exists() else []
-    return [json.loads(line)["at"] for line in lines]
+def _times(file: Path, sites: int) -> list[float]:
+    """Return when rounds ended. Raises RuntimeError for a round in which clients failed: it would seem fast."""
+    rounds = [json.loads(line) for line in file.read_text(encoding="ascii").splitlines()] if file.exists() else []
+    for number, ended in enumerate(rounds, start=1):
+        if ended["clients"] < sites:
+            raise RuntimeError(f"{ended['clients']} of {sites} clients returned an update in round {number}")
+    return [ended["at"] for ended in rounds]
 
 
 def side(name: str, work: Work, folder: Path, processes: int) -> Cost:

@@ -111,6 +111,7 @@ OTHERWISE = (
 
 CODED = (
     Arm("fedavg, int8", "fedavg", spec={"codec": "delta+int8"}),
+    Arm("fedavg, int8 both ways", "fedavg", spec={"codec": "delta+int8", "download_codec": "int8"}),
     Arm("fedavg, top 5 % with feedback", "fedavg", spec={"codec": "delta+topk=0.05+shuffle+zstd"}),
 )
 

@@ -16,8 +16,9 @@ from sqlalchemy.orm import Session
 from tessera.coordinator.alerts.attention import Alert, alerts
 from tessera.coordinator.alerts.channels import channels
 from tessera.coordinator.alerts.notices import Notifier
+from tessera.coordinator.blobs.quota import Quota
 from tessera.coordinator.blobs.store import Blobs
-from tessera.coordinator.blobs.uploads import Quota, Uploads
+from tessera.coordinator.blobs.uploads import Uploads
 from tessera.coordinator.blobs.version_diffs import Differences
 from tessera.coordinator.conductor.actions import Actions, Liveness
 from tessera.coordinator.conductor.conductor import Conductor

@@ -102,6 +102,7 @@ def test_every_link_between_documents_leads_somewhere() -> None:
             assert (document.parent / target).exists(), f"{document.name} links to {target}"
 
 
+@pytest.mark.long
 def test_the_documents_build_as_a_site_that_asks_no_other_host_for_anything(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--site-dir", str(tmp_path)]
     built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)

@@ -31,15 +31,16 @@ WORKERS = 2
 """Of 440 MB, four clients of Flower do not fit into 24 GiB."""
 
 INT8 = "delta+int8"
-KINDS = ("lossless", "int8", "value blocks", "safl", "lora", "prompts")
-EXCHANGES = {"lossless": "full", "int8": "full"}
+BOTH = "int8 both ways"
+KINDS = ("lossless", "int8", BOTH, "value blocks", "safl", "lora", "prompts")
+EXCHANGES = {"lossless": "full", "int8": "full", BOTH: "full"}
 """The other kinds are named after their exchange."""
 
 CASE_SECONDS = 30.0
 """A turn has more than one round after its first where they fit into this."""
 
 AIMED_AT = "100"
-OF_RIVAL = {"lossless": 0.75, "int8": 0.5}
+OF_RIVAL = {"lossless": 0.75, "int8": 0.5, BOTH: 0.35}
 OF_LINE = {"value blocks": 1.1, "safl": 1.1}
 
 
@@ -48,8 +49,9 @@ def cases(sizes: Sequence[str], kinds: Sequence[str], workers: int) -> Iterator[
     for size in sizes:
         for kind in kinds:
             if kind != "prompts":
-                codec = INT8 if kind == "int8" else LOSSLESS
-                yield kind, Case(size, workers, EXCHANGES.get(kind, kind), codec)
+                codec = INT8 if kind in ("int8", BOTH) else LOSSLESS
+                down = "int8" if kind == BOTH else "lossless"
+                yield kind, Case(size, workers, EXCHANGES.get(kind, kind), codec, down)
     if "prompts" in kinds:
         yield "prompts", Case("prompts", workers, "prompts")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import threading
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from typing import Self
 import psutil
 
 from benchmarks.measuring import await_true
-from benchmarks.network import DIRECT, Network
+from benchmarks.network import DIRECT, HOST, Network
 from benchmarks.rivals.environments import python
 from benchmarks.rivals.timed import watch, write_weights
 from benchmarks.rounds.sides import Turn
@@ -26,6 +27,7 @@ TOLD_SECONDS = 300.0
 """The driver is killed if it says nothing for so long."""
 SERVER_PORT = 8002
 """Where a proof of concept always listens for its clients."""
+PORT_SECONDS = 120.0
 
 
 @dataclass
@@ -39,6 +41,8 @@ class Flare:
 
     def __enter__(self) -> Self:
         interpreter = python("flare")
+        # The server of an earlier federation may still be ending, and would answer in place of this one.
+        await_true(_port_is_free, PORT_SECONDS, f"port {SERVER_PORT} is free for FLARE's server", 0.5)
         self.folder.mkdir(parents=True)
         self._workspace = self.folder / "poc"
         weights = write_weights(self.model, self.folder / "weights.npz")
@@ -125,3 +129,8 @@ class Flare:
 
     def _clients(self) -> list[int]:
         return self._programs("nvflare.private.fed.app.client.client_train")
+
+
+def _port_is_free() -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex((HOST, SERVER_PORT)) != 0

@@ -42,6 +42,7 @@ class Case:
     workers: int
     exchange: str = "full"
     codec: str = LOSSLESS
+    download_codec: str = "lossless"
 
     @property
     def model(self) -> str:
@@ -79,7 +80,7 @@ def measure(
     """Measure every side of a case, all in turns."""
     folder.mkdir(parents=True, exist_ok=True)
     model = payloads.make(folder, federation.processes, case.model)
-    tessera = Tessera(federation, model, case.sent, case.codec, case.dataset)
+    tessera = Tessera(federation, model, case.sent, case.codec, case.dataset, case.download_codec)
     first = tessera.turn(rounds)
     down, up = (int((nbytes or 0) / case.workers) for nbytes in (first.sent, first.received))
     network = federation.network

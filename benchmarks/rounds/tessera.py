@@ -25,6 +25,7 @@ class Tessera:
     """The selector of what each worker sends; everything if None."""
     codec: str = LOSSLESS
     dataset: str = DATASET
+    download_codec: str = "lossless"
     name: str = "tessera"
 
     def __enter__(self) -> Self:
@@ -45,7 +46,8 @@ class Tessera:
             forget_peak(pid)
         settings = {"sent": self.sent} if self.sent else {}
         method = {"name": "drift", "settings": settings}
-        run = federation.begin(self.model, rounds + 1, len(clients), method, codec=self.codec, dataset=self.dataset)
+        spec = {"codec": self.codec, "download_codec": self.download_codec, "dataset": self.dataset}
+        run = federation.begin(self.model, rounds + 1, len(clients), method, **spec)
         federation.await_version(run, 1, every_seconds=0.02)
         before = processor_seconds(server), processor_seconds(clients), self._moved()
         faulted = faulted_bytes(clients)

@@ -1,8 +1,10 @@
 """Authentication by token."""
 
 import itertools
+from collections.abc import Mapping, Sequence
 
-from sqlalchemy import ColumnElement, Row, exists, select
+from sqlalchemy import ColumnElement, Executable, exists, select
+from sqlalchemy import bindparam as given
 from sqlalchemy.orm import Session
 
 from tessera.coordinator.db import audit
@@ -24,42 +26,45 @@ ANEW = "For a worker, delete the token's file and join again: tessera worker joi
 
 def authenticate(session: Session, now: float, secret: str) -> Principal:
     """Return the holder of a token. Raise Unauthenticated and SiteSuspended."""
-    shown = hash_of(secret)
-    found = _token(session, TokenRow.secret_hash == shown)
-    if found is None:
-        # A running worker reads its file anew only when the secret that it knows is refused.
-        replaced = (TokenRow.previous_hash == shown) & (TokenRow.previous_until > now)
-        found = _token(session, replaced)
-    return _admitted(found, now)
+    shown: dict[str, str | float] = {"shown": hash_of(secret), "now": now}
+    # A running worker reads its file anew only when the secret that it knows is refused.
+    return _admitted(session, (_BY_SECRET, _BY_PREVIOUS_SECRET), shown)
 
 
 def principal_for_token(session: Session, now: float, token_id: str) -> Principal:
     """Return the holder of the token with this id. Raise Unauthenticated and SiteSuspended."""
-    return _admitted(_token(session, TokenRow.id == token_id), now)
+    return _admitted(session, (_BY_ID,), {"id": token_id, "now": now})
 
 
-def _token(session: Session, which: ColumnElement[bool]) -> Row[TokenRow, SiteRow] | None:
-    query = select(TokenRow, SiteRow).outerjoin(SiteRow, SiteRow.id == TokenRow.site_id)
-    return session.execute(query.where(which)).one_or_none()
+# Every request asks: built once, and without rows for the session.
+_TOKEN, _SITE = TokenRow.__table__.c, SiteRow.__table__.c
+_TOKENS = select(
+    *(_TOKEN.id, _TOKEN.name, _TOKEN.role, _TOKEN.site_id, _TOKEN.revoked_at, _TOKEN.expires_at, _TOKEN.uses_left),
+    *(_SITE.name.label("site"), _SITE.suspended_at),
+).select_from(TokenRow.__table__.outerjoin(SiteRow.__table__, _SITE.id == _TOKEN.site_id))
+_BY_ID = _TOKENS.where(_TOKEN.id == given("id"))
+_BY_SECRET = _TOKENS.where(_TOKEN.secret_hash == given("shown"))
+_BY_PREVIOUS_SECRET = _TOKENS.where(_TOKEN.previous_hash == given("shown"), _TOKEN.previous_until > given("now"))
 
 
-def _admitted(found: Row[TokenRow, SiteRow] | None, now: float) -> Principal:
-    if found is None:
+def _admitted(session: Session, queries: Sequence[Executable], shown: Mapping[str, str | float]) -> Principal:
+    """Return the holder of the token that the first of these queries finds."""
+    # A token that was changed in this session is found as it is now.
+    session.flush()
+    found = (session.connection().execute(query, shown).one_or_none() for query in queries)
+    token = next((row for row in found if row), None)
+    if token is None:
         raise Unauthenticated("this token is not known here", remedy=f"{ANOTHER} {ANEW}")
-    token: TokenRow = found[0]
-    remedy = f"{ANOTHER} {ANEW}" if token.role == "site" else ANOTHER
-    # An outer join's.
-    site: SiteRow | None = found[1]
+    remedy, now = f"{ANOTHER} {ANEW}" if token.role == "site" else ANOTHER, shown["now"]
     if token.revoked_at is not None:
         raise Unauthenticated("this token was revoked", remedy=remedy)
     if token.expires_at is not None and token.expires_at <= now:
         raise Unauthenticated("this token has expired", remedy=remedy)
     if token.uses_left == 0:
         raise Unauthenticated("this enrolment token was used up", remedy=ANOTHER)
-    if site is not None and site.suspended_at is not None:
-        raise SiteSuspended(f"site {site.name} is suspended", retry_after_seconds=SUSPENDED_SECONDS)
-    # The role was checked when the token was issued.
-    return Principal(token.id, token.name, token.role, token.site_id)  # type: ignore[arg-type]
+    if token.suspended_at is not None:
+        raise SiteSuspended(f"site {token.site} is suspended", retry_after_seconds=SUSPENDED_SECONDS)
+    return Principal(token.id, token.name, token.role, token.site_id)
 
 
 def require_free_name(session: Session, now: float, name: str) -> None:

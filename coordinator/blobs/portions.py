@@ -1,9 +1,10 @@
 """Responses with several blobs, in portions that take little memory to read."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+from tessera.shared.problems import NotFound
 from tessera.shared.rounds.blob_store import Stored
 
 STREAM_BYTES = 1 << 20
@@ -29,6 +30,13 @@ def cut(portions: Iterable[Portion], start: int, stop: int) -> Iterator[tuple[Po
         if first < last:
             yield portion, first, last
         start, stop = start - portion.size, stop - portion.size
+
+
+def require_all(digests: Iterable[str], found: Collection[str]) -> None:
+    """Raise NotFound for a digest that was not found."""
+    for digest in digests:
+        if digest not in found:
+            raise NotFound(f"there is no blob {digest}")
 
 
 class InlineReader:

@@ -21,12 +21,12 @@ from typing import Any, BinaryIO, Self, cast
 import obstore
 from anyio import to_thread
 from obstore.store import LocalStore
-from sqlalchemy import select
+from sqlalchemy import Row, bindparam, select
 from sqlalchemy.orm import Session
 
 from tessera.coordinator.blobs.cache import Recent
 from tessera.coordinator.blobs.object_store import Objects, key_of
-from tessera.coordinator.blobs.portions import STREAM_BYTES, InlineReader, Portion, cut
+from tessera.coordinator.blobs.portions import STREAM_BYTES, InlineReader, Portion, cut, require_all
 from tessera.coordinator.blobs.socket_transfer import FilePart, Piece
 from tessera.coordinator.blobs.staging import StagingArea, sweep
 from tessera.coordinator.db.engine import Database
@@ -53,6 +53,12 @@ _HEXADECIMAL = re.compile("[0-9a-f]{64}")
 
 FLUSHES = 4
 """Threads that flush files; they mostly wait for the disk."""
+
+
+# Built once: to build a statement takes longer than to execute it.
+_ROWS = select(BlobRow.digest, BlobRow.size, BlobRow.inline, BlobRow.created_at).where(
+    BlobRow.digest.in_(bindparam("digests", expanding=True))
+)
 
 
 class StagingOnOtherDisk(RuntimeError):
@@ -310,7 +316,7 @@ class Blobs:
 
     def find(self, session: Session, digest: str) -> Stored:
         """Return a blob's row. Raises NotFound."""
-        row = session.get(BlobRow, digest)
+        row = session.execute(_ROWS, {"digests": [digest]}).one_or_none()
         if row is None:
             raise NotFound(f"there is no blob {digest}")
         return self._stored(row)
@@ -325,7 +331,7 @@ class Blobs:
         for digest, size, created_at, inline in session.execute(columns.where(BlobRow.digest.in_(set(digests)))):
             self._note_sound(digest, created_at)
             single[digest] = Portion((Stored(digest, size),), inline)
-        _require_all(digests, single)
+        require_all(digests, single)
         portions: list[Portion] = []
         for digest in digests:
             last, one = portions[-1] if portions else None, single[digest]
@@ -351,12 +357,12 @@ class Blobs:
         with self._database.snapshot() as session:
             rows = session.execute(select(BlobRow.digest, BlobRow.inline).where(BlobRow.digest.in_(digests)))
             contents = {digest: inline for digest, inline in rows if inline is not None}
-        _require_all(digests, contents)
+        require_all(digests, contents)
         for digest in digests:
             self.verify(Stored(digest, len(contents[digest]), contents[digest]))
         return b"".join(contents[digest] for digest in digests)
 
-    def _stored(self, row: BlobRow) -> Stored:
+    def _stored(self, row: Row[str, int, bytes | None, float]) -> Stored:
         self._note_sound(row.digest, row.created_at)
         return Stored(row.digest, row.size, row.inline)
 
@@ -377,7 +383,7 @@ class Blobs:
         wanted = [digest for digest in digests if digest not in self._rows]
         if len(wanted) > 1:
             with self._database.snapshot() as session:
-                for row in session.scalars(select(BlobRow).where(BlobRow.digest.in_(wanted))):
+                for row in session.execute(_ROWS, {"digests": wanted}):
                     self._rows.keep(row.digest, self._stored(row))
 
     def _row(self, digest: str) -> Stored:
@@ -479,12 +485,6 @@ class BlobBatch:
     def take(self, path: Path, digest: str) -> None:
         """Add a finished file of the staging folder."""
         self._taken.append((path, digest, self._pool.submit(self._blobs.move, path, digest)))
-
-
-def _require_all(digests: Iterable[str], found: Collection[str]) -> None:
-    for digest in digests:
-        if digest not in found:
-            raise NotFound(f"there is no blob {digest}")
 
 
 def _flush(path: Path) -> None:

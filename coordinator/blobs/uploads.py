@@ -10,7 +10,7 @@ import asyncio
 import fcntl
 import hashlib
 import os
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -20,11 +20,12 @@ from pathlib import Path
 from sqlalchemy import ColumnElement, select, update
 from sqlalchemy.orm import Session
 
+from tessera.coordinator.blobs.quota import Quota
 from tessera.coordinator.blobs.socket_transfer import BULK_BYTES, BulkBody
 from tessera.coordinator.blobs.store import Blobs
 from tessera.coordinator.db.engine import Database
 from tessera.coordinator.db.inserts import insert_or_update
-from tessera.coordinator.db.tables import AnnouncedRow, SiteRow, UploadRow, new_id
+from tessera.coordinator.db.tables import SiteRow, UploadRow, new_id
 from tessera.coordinator.limits.disk import DiskSpace
 from tessera.coordinator.limits.thread_pool import FairThreadPool
 from tessera.shared.problems import (
@@ -32,7 +33,6 @@ from tessera.shared.problems import (
     DigestMismatch,
     NotFound,
     OffsetMismatch,
-    QuotaExceeded,
     TooLarge,
     UploadBusy,
 )
@@ -43,9 +43,6 @@ WRITE_BYTES = 1 << 20
 HASHED_AT_A_TIME = 64
 """Pieces of `WRITE_BYTES` hashed in one turn."""
 
-FINISHING_SECONDS = 30.0
-"""Time after which a site with too many unfinished uploads may retry."""
-
 
 @dataclass(frozen=True)
 class Upload:
@@ -54,58 +51,6 @@ class Upload:
     digest: str
     length: int
     complete: bool
-
-
-@dataclass(frozen=True)
-class Quota:
-    """Limits on what a site announces, counted in the tables so that several coordinators agree."""
-
-    bytes_per_day: int | None
-    unfinished: int
-
-    def spend(self, session: Session, now: float, site_id: str, unfinished: int, more_bytes: int) -> None:
-        """Count the bytes that a new upload, or a new length of one, adds. Raises QuotaExceeded."""
-        if unfinished >= self.unfinished:
-            raise QuotaExceeded(
-                f"{unfinished} uploads of this site are unfinished (setting site_unfinished_uploads)",
-                retry_after_seconds=FINISHING_SECONDS,
-            )
-        if self.bytes_per_day is None:
-            return
-        rows = self._of_the_day(session, now, site_id)
-        total = sum(row.bytes for row in rows)
-        if total + more_bytes > self.bytes_per_day:
-            oldest = min((row.hour for row in rows), default=int(now // 3600))
-            raise QuotaExceeded(
-                f"this site has announced {total} bytes within a day; {more_bytes} more would exceed "
-                f"{self.bytes_per_day} (setting site_bytes_per_day)",
-                retry_after_seconds=(oldest + 24) * 3600 - now,
-            )
-        _add(session, now, site_id, rows, more_bytes)
-
-    def note_bytes(self, session: Session, now: float, site_id: str, more: int) -> None:
-        """Count bytes that a site stores in the tables against what it may announce."""
-        if self.bytes_per_day is not None:
-            _add(session, now, site_id, self._of_the_day(session, now, site_id), more)
-
-    def _of_the_day(self, session: Session, now: float, site_id: str) -> list[AnnouncedRow]:
-        """Return the rows of the last day, and delete older ones."""
-        rows = session.scalars(select(AnnouncedRow).where(AnnouncedRow.site_id == site_id)).all()
-        first = int(now // 3600) - 23
-        for row in rows:
-            if row.hour < first:
-                session.delete(row)
-        return [row for row in rows if row.hour >= first]
-
-
-def _add(session: Session, now: float, site_id: str, rows: Sequence[AnnouncedRow], more: int) -> None:
-    """Add bytes to the present hour's row, which is one of the day's, or a new one."""
-    hour = int(now // 3600)
-    current = next((row for row in rows if row.hour == hour), None)
-    if current:
-        current.bytes += more
-    else:
-        session.add(AnnouncedRow(site_id=site_id, hour=hour, bytes=more))
 
 
 @dataclass(frozen=True)

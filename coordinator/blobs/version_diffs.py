@@ -19,6 +19,7 @@ from tessera.shared.api.versions import Difference
 from tessera.shared.problems import NotFound
 from tessera.shared.rounds.versions import States
 from tessera.shared.updates.codecs.pipeline import LOSSLESS
+from tessera.shared.updates.rounded_steps import write_difference
 from tessera.shared.updates.update_file import TrainedBlock, write_update
 
 FURTHEST = 8
@@ -58,7 +59,10 @@ class Differences:
         blocks, tensor = [model.by_name[name] for name in later.changed(earlier)], self.states.tensor
         changes = [TrainedBlock(block, tensor(block, later), tensor(block, earlier)) for block in blocks]
         with self.blobs.file() as file:
-            write_update(file, LOSSLESS, changes)
+            if spec.download_codec == "int8":
+                write_difference(file, changes)
+            else:
+                write_update(file, LOSSLESS, changes)
             blob = self.blobs.keep(file)
         with self.database.transaction() as session:
             self.blobs.record(session, self.database.now(), [blob])

@@ -10,6 +10,9 @@ from tessera.coordinator.db.tables import AuditRow
 from tessera.shared.api.audit_chain import GENESIS, link
 
 _HEAD = "audit_head"
+# Built once: to build a statement takes longer than to execute it.
+_ENTER = insert(AuditRow)
+_LAST = select(AuditRow.seq, AuditRow.digest).order_by(AuditRow.seq.desc()).limit(1)
 _COVERED = ("seq", "at", "actor", "action", "subject", "run_id", "detail")
 
 
@@ -30,7 +33,7 @@ def record(
         "detail": detail,
     }
     digest = link(previous, entry)
-    session.connection().execute(insert(AuditRow), {**entry, "previous": previous, "digest": digest})
+    session.connection().execute(_ENTER, {**entry, "previous": previous, "digest": digest})
     session.info[_HEAD] = (session.get_transaction(), last + 1, digest)
 
 
@@ -39,7 +42,7 @@ def _head(session: Session) -> tuple[int, str]:
     transaction, last, digest = session.info.get(_HEAD, (None, 0, GENESIS))
     if transaction is not None and transaction is session.get_transaction():
         return last, digest
-    row = session.execute(select(AuditRow.seq, AuditRow.digest).order_by(AuditRow.seq.desc()).limit(1)).first()
+    row = session.connection().execute(_LAST).first()
     return (row.seq, row.digest) if row else (0, GENESIS)
 
 

@@ -1,9 +1,10 @@
 """Inserts of rows that may exist already, in one statement each."""
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
-from sqlalchemy import Table as SchemaTable
+from sqlalchemy import bindparam
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
@@ -17,22 +18,28 @@ def insert_missing(session: Session, table: type[Table], rows: Sequence[Mapping[
     if rows:
         # They may refer to rows that the session has not written yet.
         session.flush()
-        session.connection().execute(_insert(session, table).on_conflict_do_nothing(), rows)
+        session.connection().execute(_insert_missing(session.get_bind().dialect.name, table), rows)
 
 
 def insert_or_update(
-    session: Session, table: type[Table], key: Sequence[str], row: Mapping[str, Any], changes: Mapping[str, Any]
-) -> Any:
-    """Insert a row, or make these changes to the one with the same `key`. Return the row's id."""
-    statement = _insert(session, table).values(row).on_conflict_do_update(index_elements=key, set_=changes)
-    return session.connection().execute(statement.returning(_schema(table).c.id)).scalar_one()
+    session: Session, table: type[Table], key: tuple[str, ...], row: Mapping[str, Any], changes: Mapping[str, Any]
+) -> None:
+    """Insert a row, or make these changes to the one with the same `key`."""
+    statement = _insert_or_update(session.get_bind().dialect.name, table, key, tuple(changes))
+    session.flush()
+    session.connection().execute(statement, {**row, **{_NEW + name: value for name, value in changes.items()}})
 
 
-def _insert(session: Session, table: type[Table]) -> Any:
-    return _INSERTS[session.get_bind().dialect.name](_schema(table))
+_NEW = "new_"
 
 
-def _schema(table: type[Table]) -> SchemaTable:
-    schema = table.__table__
-    assert isinstance(schema, SchemaTable)  # noqa: S101 (for the types: none of ours is a join)
-    return schema
+# Built once: that takes longer than to execute them.
+@cache
+def _insert_missing(dialect: str, table: type[Table]) -> Any:
+    return _INSERTS[dialect](table).on_conflict_do_nothing()
+
+
+@cache
+def _insert_or_update(dialect: str, table: type[Table], key: tuple[str, ...], changes: tuple[str, ...]) -> Any:
+    new: dict[str, Any] = {name: bindparam(_NEW + name) for name in changes}
+    return _INSERTS[dialect](table).on_conflict_do_update(index_elements=key, set_=new)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sqlalchemy import ColumnElement, Row, func, select, update
+from sqlalchemy import bindparam as given
 from sqlalchemy.orm import Session, load_only
 
 from tessera.coordinator.db import audit
@@ -36,6 +37,33 @@ from tessera.shared.rounds.planning import bounds_of, evaluation_seed, training_
 
 ACTOR = "conductor"
 
+# These are built once: to build a statement takes longer than to execute it.
+_LAST_ATTEMPT = select(func.max(RoundRow.attempt)).where(
+    RoundRow.run_id == given("run"), RoundRow.number == given("number")
+)
+_ANY_OF = TaskRow.id.in_(given("ids", expanding=True))
+_IN_ROUND = TaskRow.round_id == given("round")
+_ACCEPTED = _IN_ROUND & (TaskRow.state == "accepted")
+_ASSIGNED = (TaskRow.run_id == given("run")) & (TaskRow.merged_in == given("number"))
+_OPEN_TASKS = (
+    select(TaskRow).where(TaskRow.state.in_(TASK["cancel"].sources)).order_by(TaskRow.created_at, TaskRow.id)
+)
+_ASSIGN = update(TaskRow).where(_ACCEPTED).returning(TaskRow.update_digest)
+_UPDATES = (
+    select(TaskRow, WORKER_NAME, SiteRow.name, VersionRow.digest)
+    .join_from(TaskRow, WorkerRow)
+    .join(SiteRow)
+    .join(VersionRow, (VersionRow.run_id == TaskRow.run_id) & (VersionRow.number == TaskRow.version_number))
+)
+_ACCEPTED_UPDATES, _ASSIGNED_UPDATES = _UPDATES.where(_ACCEPTED), _UPDATES.where(_ASSIGNED)
+_OUTCOMES = (
+    select(TaskRow, WORKER_NAME)
+    .join_from(TaskRow, WorkerRow)
+    .join(SiteRow)
+    .where(_ASSIGNED)
+    .options(load_only(TaskRow.metrics, TaskRow.unmerged))
+)
+
 
 @dataclass(frozen=True)
 class MergedRound:
@@ -60,8 +88,7 @@ def open_round(
     """
     spec = RunSpec.model_validate(run.spec)
     number = run.version_number + 1
-    same = (RoundRow.run_id == run.id) & (RoundRow.number == number)
-    before = session.scalar(select(func.max(RoundRow.attempt)).where(same)) or 0
+    before = session.scalar(_LAST_ATTEMPT, {"run": run.id, "number": number}) or 0
     planned = [worker for worker in willing if worker.name in plans]
     round_ = RoundRow(
         id=new_id(),
@@ -97,7 +124,7 @@ def offer_evaluation(session: Session, now: float, run: RunRow, due: PendingEval
         kin &= TaskRow.worker_id == worker.id
     same = kin & (TaskRow.version_number == due.version)
     replaced = (kin if held_out else same) & TaskRow.state.in_(("offered", "expired"))
-    cancel_tasks(session, now, replaced)
+    cancel_tasks(session, now, replaced, {})
     plan, seed = Plan(stage="evaluate"), evaluation_seed(spec, due.version)
     attempts = session.scalar(select(func.max(TaskRow.attempts)).where(same)) or 0
     columns = {"kind": "evaluate", "held_out": held_out, "seed": seed, "attempts": attempts}
@@ -129,35 +156,29 @@ def _task(now: float, run: RunRow, worker: LiveWorker, version: int, plan: Plan,
     return TaskRow(id=new_id(), created_at=now, **about, **columns)
 
 
-def cancel_tasks(session: Session, now: float, which: ColumnElement[bool]) -> None:
-    """Cancel those of these tasks that are open."""
-    open_tasks = select(TaskRow).where(which, TaskRow.state.in_(TASK["cancel"].sources))
-    for task in session.scalars(open_tasks.order_by(TaskRow.created_at, TaskRow.id)).all():
+def cancel_tasks(session: Session, now: float, which: ColumnElement[bool], parameters: Mapping[str, Any]) -> None:
+    """Cancel those of these tasks that are open; `parameters` are for the parameters of the condition."""
+    for task in session.scalars(_OPEN_TASKS.where(which), parameters).all():
         move_task(session, now, ACTOR, task, "cancel")
 
 
 def cancel_evaluations(session: Session, now: float, run_id: str) -> None:
-    cancel_tasks(session, now, (TaskRow.run_id == run_id) & (TaskRow.kind == "evaluate"))
+    cancel_tasks(session, now, (TaskRow.run_id == run_id) & (TaskRow.kind == "evaluate"), {})
 
 
 def close_round(session: Session, now: float, round_: RoundRow, reason: str) -> list[str]:
     """Close a round to updates, and assign the accepted ones to the next version. Return their digests, sorted."""
     move_round(session, now, ACTOR, round_, "close", reason)
-    cancel_tasks(session, now, TaskRow.round_id == round_.id)
-    assigned = update(TaskRow).where(_accepted_in(round_.id)).values(merged_in=round_.number)
-    digests = session.scalars(assigned.returning(TaskRow.update_digest).execution_options(synchronize_session=False))
-    return sorted(digest or "" for digest in digests)
-
-
-def _accepted_in(round_id: str) -> ColumnElement[bool]:
-    return (TaskRow.round_id == round_id) & (TaskRow.state == "accepted")
+    cancel_tasks(session, now, _IN_ROUND, {"round": round_.id})
+    assigned = session.connection().execute(_ASSIGN, {"round": round_.id, "merged_in": round_.number})
+    return sorted(digest or "" for digest in assigned.scalars())
 
 
 def abandon_round(session: Session, now: float, round_: RoundRow, reason: str) -> None:
     """Abandon a round: its accepted updates are left out."""
     move_round(session, now, ACTOR, round_, "abandon", reason)
-    cancel_tasks(session, now, TaskRow.round_id == round_.id)
-    move_tasks(session, "leave_out", TaskRow.round_id == round_.id, merged_in=None)
+    cancel_tasks(session, now, _IN_ROUND, {"round": round_.id})
+    move_tasks(session, "leave_out", _IN_ROUND, {"round": round_.id}, merged_in=None)
 
 
 def bounds_in_force(run: RunRow) -> Bounds:
@@ -171,13 +192,10 @@ def bounds_in_force(run: RunRow) -> Bounds:
 
 def assigned_updates(session: Session, run_id: str, number: int, open_round: str | None = None) -> list[Accepted]:
     """Return the updates that were assigned to a version, or that closing the round `open_round` would assign."""
-    rows = (
-        select(TaskRow, WORKER_NAME, SiteRow.name, VersionRow.digest)
-        .join_from(TaskRow, WorkerRow)
-        .join(SiteRow)
-        .join(VersionRow, (VersionRow.run_id == TaskRow.run_id) & (VersionRow.number == TaskRow.version_number))
-        .where(_accepted_in(open_round) if open_round else _assigned_to(run_id, number))
-    )
+    if open_round:
+        rows = session.execute(_ACCEPTED_UPDATES, {"round": open_round})
+    else:
+        rows = session.execute(_ASSIGNED_UPDATES, {"run": run_id, "number": number})
     # An accepted task has a digest and a count: they are written together with that state.
     return [
         Accepted(
@@ -189,19 +207,13 @@ def assigned_updates(session: Session, run_id: str, number: int, open_round: str
             plan=Plan.model_validate(task.plan),
             base=VersionRef(number=task.version_number, digest=base),
         )
-        for task, worker, site, base in session.execute(rows)
+        for task, worker, site, base in rows
     ]
-
-
-def _assigned_to(run_id: str, number: int) -> ColumnElement[bool]:
-    return (TaskRow.run_id == run_id) & (TaskRow.merged_in == number)
 
 
 def _outcomes(session: Session, run_id: str, number: int) -> Sequence[Row[TaskRow, str]]:
     """Return the tasks assigned to a version, without their plans, and their workers."""
-    rows = select(TaskRow, WORKER_NAME).join_from(TaskRow, WorkerRow).join(SiteRow)
-    columns = load_only(TaskRow.metrics, TaskRow.unmerged)
-    return session.execute(rows.where(_assigned_to(run_id, number)).options(columns)).all()
+    return session.execute(_OUTCOMES, {"run": run_id, "number": number}).all()
 
 
 def note_scores(session: Session, run_id: str, number: int, scores: Mapping[str, Mapping[str, float]]) -> None:
@@ -223,7 +235,7 @@ def _note_outcomes(session: Session, run_id: str, number: int, result: MergedRou
         elif unmerged:
             task.unmerged = list(unmerged)
     if left_out:
-        move_tasks(session, "leave_out", TaskRow.id.in_(left_out))
+        move_tasks(session, "leave_out", _ANY_OF, {"ids": left_out})
     return sorted(left_out)
 
 
@@ -265,7 +277,8 @@ def commit_round(
     version = result.version
     left_out = _note_outcomes(session, run.id, version.number, result)
     move_round(session, now, ACTOR, round_, "commit", round_.reason, left_out=left_out)
-    if move_tasks(session, "merge", _assigned_to(run.id, version.number)) != len(result.merged):
+    assigned = {"run": run.id, "number": version.number}
+    if move_tasks(session, "merge", _ASSIGNED, assigned) != len(result.merged):
         raise Conflict("other updates were assigned to the version than were merged")
     news = add_version(session, now, run.id, version, result.manifest, result.warnings, result.kept)
     run.version_number = version.number

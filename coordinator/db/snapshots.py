@@ -1,12 +1,13 @@
 """The input of `decide`: a run at one moment, and the workers that could take part."""
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
-from sqlalchemy import ColumnElement, Engine, func, select
+from sqlalchemy import ColumnElement, Engine, Row, func, select
+from sqlalchemy import bindparam as given
 from sqlalchemy.orm import Session, load_only
 
 from tessera.coordinator.db import audit
@@ -32,13 +33,56 @@ MAX_UNAGREED = 100
 def live_workers(session: Session, since: float) -> list[LiveWorker]:
     """Return every worker seen since then whose site is not suspended and whose token is not revoked, ordered by name
     (`site/worker`)."""
-    rows = session.execute(
-        select(WorkerRow.id, WORKER_NAME.label("name"), SiteRow.name.label("site"), WorkerRow.declared_digest)
-        .join_from(WorkerRow, SiteRow)
-        .where(WorkerRow.last_seen_at >= since, SiteRow.suspended_at.is_(None), ~WorkerRow.revoked)
-    ).all()
+    rows = session.execute(_LIVE_WORKERS, {"since": since}).all()
     declared = DECLARATIONS.of(session, {r.id: r.declared_digest for r in rows})
     return sorted((LiveWorker(r.id, r.name, r.site, declared[r.id]) for r in rows), key=lambda worker: worker.name)
+
+
+# These are built once: to build a statement takes longer than to execute it.
+_LIVE_WORKERS = (
+    select(WorkerRow.id, WORKER_NAME.label("name"), SiteRow.name.label("site"), WorkerRow.declared_digest)
+    .join_from(WorkerRow, SiteRow)
+    .where(WorkerRow.last_seen_at >= given("since"), SiteRow.suspended_at.is_(None), ~WorkerRow.revoked)
+)
+_OPEN_ROUNDS = select(RoundRow.run_id).where(RoundRow.state.in_(LIVE_ROUND))
+_OPEN_TASKS = select(TaskRow.run_id).where(TaskRow.state.in_(("offered", "leased")))
+_TO_DECIDE = (
+    select(RunRow.id)
+    .where(RunRow.state.in_(LIVE_RUN) | RunRow.id.in_(_OPEN_ROUNDS) | RunRow.id.in_(_OPEN_TASKS))
+    .order_by(RunRow.created_at, RunRow.id)
+)
+_LIVE_ROUND = (RoundRow.run_id == RunRow.id) & RoundRow.state.in_(LIVE_ROUND)
+_ENDED_AT = select(func.max(RoundRow.closed_at)).where(RoundRow.run_id == given("run")).scalar_subquery()
+_RUN = (
+    select(RunRow, RoundRow, _ENDED_AT)
+    .outerjoin(RoundRow, _LIVE_ROUND)
+    .where(RunRow.id == given("run"))
+    # Not its settings, which were parsed before.
+    .options(load_only(RunRow.state, RunRow.version_number, RunRow.resumed_at))
+)
+# An expired evaluation of an earlier version at a site is not repeated: the site's own state may have changed.
+_REPEATED = (TaskRow.state == "expired") & (TaskRow.attempts < given("most_attempts"))
+_REPEATED &= ~TaskRow.held_out | (TaskRow.version_number == given("latest_due"))
+_PENDING = (TaskRow.run_id == given("run")) & (TaskRow.kind == "evaluate")
+_PENDING &= TaskRow.state.in_(("offered", "leased")) | _REPEATED
+# Only these columns: every decision about a run reads them, and a task's plan is slow to decode.
+_TASKS = (
+    select(
+        TaskRow.id,
+        WorkerRow.site_id,
+        TaskRow.state,
+        TaskRow.token,
+        TaskRow.attempts,
+        TaskRow.lease_expires_at,
+        TaskRow.upload_bytes,
+        TaskRow.worker_id,
+        TaskRow.kind,
+    )
+    .join_from(TaskRow, WorkerRow)
+    .order_by(TaskRow.id)
+)
+_PENDING_TASKS = _TASKS.where(_PENDING)
+_TASKS_IN_ROUND = _TASKS.where(_PENDING | (TaskRow.round_id == given("round")))
 
 
 _TERMS: WeakKeyDictionary[Engine, dict[str, RunTerms]] = WeakKeyDictionary()
@@ -135,32 +179,19 @@ def site_evaluators(invited: RunTerms, live: Sequence[LiveWorker]) -> list[LiveW
 
 def runs_to_decide(session: Session) -> list[str]:
     """Return the ids of live runs, and of ended ones with open rounds or tasks."""
-    open_rounds = select(RoundRow.run_id).where(RoundRow.state.in_(LIVE_ROUND))
-    open_tasks = select(TaskRow.run_id).where(TaskRow.state.in_(("offered", "leased")))
-    which = RunRow.state.in_(LIVE_RUN) | RunRow.id.in_(open_rounds) | RunRow.id.in_(open_tasks)
-    return list(session.scalars(select(RunRow.id).where(which).order_by(RunRow.created_at, RunRow.id)))
+    return list(session.scalars(_TO_DECIDE))
 
 
 def run_snapshot(session: Session, run_id: str, live: Sequence[LiveWorker], *, absent_are_gone: bool) -> RunSnapshot:
     """Return a run at this moment. With `absent_are_gone`, workers that are not live are not waited for."""
     here = ids(live) if absent_are_gone else None
-    live_round = (RoundRow.run_id == RunRow.id) & RoundRow.state.in_(LIVE_ROUND)
-    ended_at = select(func.max(RoundRow.closed_at)).where(RoundRow.run_id == run_id).scalar_subquery()
-    rows = select(RunRow, RoundRow, ended_at).outerjoin(RoundRow, live_round).where(RunRow.id == run_id)
-    # Not its settings, which were parsed before.
-    columns = load_only(RunRow.state, RunRow.version_number, RunRow.resumed_at)
-    found = session.execute(rows.options(columns)).one()
+    found = session.execute(_RUN, {"run": run_id}).one()
     run, round_, ended = cast("tuple[RunRow, RoundRow | None, float | None]", found)
     invited = terms_of(session, run_id)
     spec = invited.spec
-    # An expired evaluation of an earlier version at a site is not repeated: the site's own state may have changed.
-    wanted = ~TaskRow.held_out | (TaskRow.version_number == _latest_due(run, spec))
-    pending = (TaskRow.run_id == run_id) & (TaskRow.kind == "evaluate")
-    pending &= TaskRow.state.in_(("offered", "leased")) | (
-        (TaskRow.state == "expired") & (TaskRow.attempts < spec.cohort.max_task_attempts) & wanted
-    )
-    which = pending | (TaskRow.round_id == round_.id) if round_ else pending
-    tasks, evaluations = _task_snapshots(session, which, here)
+    about = {"run": run_id, "most_attempts": spec.cohort.max_task_attempts, "latest_due": _latest_due(run, spec)}
+    rows = session.execute(_TASKS_IN_ROUND if round_ else _PENDING_TASKS, about | {"round": round_ and round_.id})
+    tasks, evaluations = _task_snapshots(rows, here)
     return RunSnapshot(
         id=run.id,
         state=run.state,
@@ -178,24 +209,11 @@ def run_snapshot(session: Session, run_id: str, live: Sequence[LiveWorker], *, a
 
 
 def _task_snapshots(
-    session: Session, which: ColumnElement[bool], here: set[str] | None
+    rows: Iterable[Row[*tuple[Any, ...]]], here: set[str] | None
 ) -> tuple[tuple[TaskSnapshot, ...], tuple[TaskSnapshot, ...]]:
     """Return the tasks of rounds, and the evaluations."""
-    # Only these columns: every decision about a run reads them, and a task's plan is slow to decode.
-    columns = (
-        TaskRow.id,
-        WorkerRow.site_id,
-        TaskRow.state,
-        TaskRow.token,
-        TaskRow.attempts,
-        TaskRow.lease_expires_at,
-        TaskRow.upload_bytes,
-    )
-    rows = select(*columns, TaskRow.worker_id, TaskRow.kind).join_from(TaskRow, WorkerRow).where(which)
     found: dict[bool, list[TaskSnapshot]] = {True: [], False: []}
-    for id_, site, state, token, attempts, expires_at, nbytes, worker_id, kind in session.execute(
-        rows.order_by(TaskRow.id)
-    ):
+    for id_, site, state, token, attempts, expires_at, nbytes, worker_id, kind in rows:
         present = here is None or worker_id in here
         found[kind == "train"].append(TaskSnapshot(id_, site, state, token, attempts, expires_at, present, nbytes))
     return tuple(found[True]), tuple(found[False])

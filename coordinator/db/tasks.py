@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from sqlalchemy import ColumnElement, Row, exists, func, select, update
+from sqlalchemy import Row, Select, exists, func, select, update
+from sqlalchemy import bindparam as given
 from sqlalchemy.orm import Session, aliased, object_session
 
 from tessera.coordinator.db.snapshots import terms_of
@@ -76,6 +77,21 @@ RECORDS = (
 )
 """Tasks with the rows around them, for `record_of`."""
 
+# To build a statement takes longer than to execute it, so those of every round are built once.
+_BY_ID = RECORDS.where(TaskRow.id == given("id"))
+_OWN_ROWS = select(TaskRow, RoundRow).outerjoin(RoundRow, RoundRow.id == TaskRow.round_id)
+_OWN_ROWS_BY_ID = _OWN_ROWS.where(TaskRow.id == given("id"))
+
+# After a lost response, the process gets the same task again.
+_HELD = (TaskRow.state == "leased") & (TaskRow.instance == given("instance"))
+_OPEN_TO = (TaskRow.worker_id == given("worker")) & (_HELD | (TaskRow.state == "offered"))
+_CLAIMABLE = (
+    RECORDS.where(_OPEN_TO)
+    .order_by(_HELD.desc(), TaskRow.held_out.desc(), TaskRow.created_at.asc(), TaskRow.id.asc())
+    .limit(1)
+)
+_IS_CLAIMABLE = select(TaskRow.id).where(_OPEN_TO).limit(1)
+
 
 def record_of(row: Row[TaskRow, WorkerRow, str, RoundRow, int, str]) -> TaskRecord:
     task, worker, site, round_, number, digest = row
@@ -84,7 +100,7 @@ def record_of(row: Row[TaskRow, WorkerRow, str, RoundRow, int, str]) -> TaskReco
 
 def find_task(session: Session, task_id: str, site_id: str | None) -> TaskRecord:
     """Load a task. Raise NotFound if there is no such task, or if it is another site's."""
-    row = session.execute(RECORDS.where(TaskRow.id == task_id)).one_or_none()
+    row = session.execute(_BY_ID, {"id": task_id}).one_or_none()
     if row is None or (site_id is not None and row[1].site_id != site_id):
         raise NotFound(f"there is no task {task_id}")
     return record_of(row)
@@ -92,8 +108,7 @@ def find_task(session: Session, task_id: str, site_id: str | None) -> TaskRecord
 
 def reload(session: Session, record: TaskRecord) -> TaskRecord:
     """Load a task again in another session: its own row and its round's."""
-    rows = select(TaskRow, RoundRow).outerjoin(RoundRow, RoundRow.id == TaskRow.round_id)
-    task, round_ = session.execute(rows.where(TaskRow.id == record.task.id)).one()
+    task, round_ = session.execute(_OWN_ROWS_BY_ID, {"id": record.task.id}).one()
     return replace(record, task=task, round=round_)
 
 
@@ -117,42 +132,48 @@ def claimable(session: Session, worker_id: str, instance: str) -> TaskRecord | N
 
     A site's own evaluation comes before training, which would change its state.
     """
-    row = session.execute(RECORDS.where(_open_to(worker_id, instance)).order_by(*_order(instance)).limit(1)).first()
+    row = session.execute(_CLAIMABLE, {"worker": worker_id, "instance": instance}).first()
     return record_of(row) if row else None
 
 
 def is_claimable(session: Session, worker_id: str, instance: str) -> bool:
     """Return whether `claimable` finds a task."""
-    return session.scalars(select(TaskRow.id).where(_open_to(worker_id, instance)).limit(1)).first() is not None
-
-
-def _open_to(worker_id: str, instance: str) -> ColumnElement[bool]:
-    return (TaskRow.worker_id == worker_id) & (_held(instance) | (TaskRow.state == "offered"))
-
-
-def _order(instance: str) -> tuple[ColumnElement[Any], ...]:
-    return _held(instance).desc(), TaskRow.held_out.desc(), TaskRow.created_at.asc(), TaskRow.id.asc()
-
-
-def _held(instance: str) -> ColumnElement[bool]:
-    # After a lost response, the process gets the same task again.
-    return (TaskRow.state == "leased") & (TaskRow.instance == instance)
+    return session.scalars(_IS_CLAIMABLE, {"worker": worker_id, "instance": instance}).first() is not None
 
 
 def digest_before(session: Session, task: TaskRow) -> tuple[str | None, bool]:
     """Return the digest of the version before the task's, and whether the worker had another task on the task's
     version, and so has its blocks."""
+    about = {"id": task.id, "worker": task.worker_id, "run": task.run_id, "number": task.version_number}
+    digest, has_another = session.execute(_DIGEST_BEFORE, about).one()
+    return digest, has_another
+
+
+def _digest_before() -> Select[str | None, bool]:
     this, before = aliased(VersionRow), aliased(VersionRow)
     # Uses an index instead of scanning all tasks of the worker.
     lately = TaskRow.state.in_(("leased", *ACCEPTED)) & TaskRow.kind.in_(("train", "evaluate"))
-    of_worker = (TaskRow.worker_id == task.worker_id) & lately & (TaskRow.created_at >= this.created_at)
-    same = (TaskRow.run_id == task.run_id) & (TaskRow.version_number == task.version_number) & (TaskRow.id != task.id)
+    of_worker = (TaskRow.worker_id == given("worker")) & lately & (TaskRow.created_at >= this.created_at)
+    version = (TaskRow.run_id == given("run")) & (TaskRow.version_number == given("number"))
     joined = (before.run_id == this.run_id) & (before.number == this.number - 1)
-    rows = select(before.digest, exists().where(of_worker, same)).select_from(this).outerjoin(before, joined)
-    digest, has_another = session.execute(
-        rows.where(this.run_id == task.run_id, this.number == task.version_number)
-    ).one()
-    return digest, has_another
+    has_another = exists().where(of_worker, version, TaskRow.id != given("id"))
+    rows = select(before.digest, has_another).select_from(this).outerjoin(before, joined)
+    return rows.where(this.run_id == given("run"), this.number == given("number"))
+
+
+_DIGEST_BEFORE = _digest_before()
+
+
+def are_others_leased(session: Session, task: TaskRow) -> bool:
+    """Return whether a worker still has another task of the same round."""
+    return session.scalar(_OTHERS, {"id": task.id, "round": task.round_id}) is not None
+
+
+_OTHERS = (
+    select(TaskRow.id)
+    .where(TaskRow.round_id == given("round"), TaskRow.state == "leased", TaskRow.id != given("id"))
+    .limit(1)
+)
 
 
 def offered_to(session: Session, worker_ids: Sequence[str]) -> list[str]:
@@ -233,12 +254,17 @@ def last_receipt(session: Session, task: TaskRow) -> Receipt | None:
 
     One is enough: a worker settles it before it trains for the run again.
     """
-    own = (TaskRow.worker_id == task.worker_id) & (TaskRow.run_id == task.run_id)
-    accepted = own & (TaskRow.kind == "train") & TaskRow.state.in_(ACCEPTED)
-    columns = select(TaskRow.id.label("task"), TaskRow.token, TaskRow.state, TaskRow.unmerged)
-    latest = columns.where(accepted).order_by(TaskRow.created_at.desc(), TaskRow.id.desc()).limit(1)
-    row = session.execute(latest).first()
+    row = session.execute(_LAST_RECEIPT, {"worker": task.worker_id, "run": task.run_id}).first()
     return Receipt.model_validate(dict(row._mapping)) if row else None  # noqa: SLF001 (SQLAlchemy's public name)
+
+
+_LAST_RECEIPT = (
+    select(TaskRow.id.label("task"), TaskRow.token, TaskRow.state, TaskRow.unmerged)
+    .where(TaskRow.worker_id == given("worker"), TaskRow.run_id == given("run"))
+    .where(TaskRow.kind == "train", TaskRow.state.in_(ACCEPTED))
+    .order_by(TaskRow.created_at.desc(), TaskRow.id.desc())
+    .limit(1)
+)
 
 
 def updates_of_round(session: Session, task_id: str) -> int:

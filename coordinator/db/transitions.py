@@ -1,8 +1,11 @@
 """Guarded writes: each is one UPDATE that must match a row in a state that its event may start from."""
 
+from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
-from sqlalchemy import ColumnElement, update
+from sqlalchemy import ColumnElement, Update, update
+from sqlalchemy import bindparam as given
 from sqlalchemy.orm import Session
 from sqlalchemy.orm.attributes import set_committed_value
 
@@ -16,10 +19,10 @@ _Movable = RunRow | RoundRow | TaskRow
 
 def move_run(session: Session, now: float, actor: str, run_id: str, event: str, reason: str | None = None) -> None:
     """Raise Conflict if the run is in no state from which `event` starts."""
-    values = {"reason": reason, "revision": RunRow.revision + 1, "updated_at": now}
+    values = {"reason": reason, "updated_at": now}
     if event == "resume":
         values["resumed_at"] = now
-    _move(session, RunRow, RUN, event, RunRow.id == run_id, values)
+    _move(session, RunRow, RUN, event, {"id": run_id}, values)
     audit.record(session, now, actor, f"run.{event}", run_id, run_id=run_id, reason=reason)
 
 
@@ -33,7 +36,7 @@ def move_round(
     values: dict[str, Any] = {"reason": reason}
     if event != "close":
         values["closed_at"] = now
-    _move(session, RoundRow, ROUND, event, RoundRow.id == round_.id, values)
+    _move(session, RoundRow, ROUND, event, {"id": round_.id}, values)
     about = {"number": round_.number, "reason": reason, **detail}
     audit.record(session, now, actor, f"round.{event}", round_.id, run_id=round_.run_id, **about)
     _note(round_, {"state": ROUND[event].target, **values})
@@ -47,8 +50,7 @@ def move_task(
     Raises Conflict if it has another, or is in no state from which `event` starts.
     """
     values = columns or {}
-    same = (TaskRow.id == task.id) & (TaskRow.token == task.token)
-    _move(session, TaskRow, TASK, event, same, values)
+    _move(session, TaskRow, TASK, event, {"id": task.id, "token": task.token}, values)
     token, update_digest = values.get("token", task.token), values.get("update_digest")
     about = {"worker": task.worker_id, "token": token, "update": update_digest}
     if head := values.get("audit_head"):
@@ -57,12 +59,16 @@ def move_task(
     _note(task, {"state": TASK[event].target, **values})
 
 
-def move_tasks(session: Session, event: str, which: ColumnElement[bool], **values: Any) -> int:
-    """Move those of these tasks that are in a state from which `event` starts; return how many there were.
+def move_tasks(
+    session: Session, event: str, which: ColumnElement[bool], parameters: Mapping[str, Any], **values: Any
+) -> int:
+    """Move those of these tasks that are in a state from which `event` starts; return how many there were. The
+    condition is one of a module, with `parameters` for its parameters.
 
     For what follows from the end of their round, whose entry in the audit says so.
     """
-    return _update(session, TaskRow, TASK[event], which, values)
+    session.flush()
+    return session.connection().execute(_tasks_statement(event, which), {**values, **parameters}).rowcount
 
 
 def _move(
@@ -70,11 +76,13 @@ def _move(
     table: type[_Movable],
     lifecycle: Lifecycle,
     event: str,
-    which: ColumnElement[bool],
-    values: dict[str, Any],
+    which: Mapping[str, Any],
+    values: Mapping[str, Any],
 ) -> None:
     move = lifecycle[event]
-    if _update(session, table, move, which, values) != 1:
+    session.flush()
+    same = {_OLD + name: value for name, value in which.items()}
+    if session.connection().execute(_statement(table, move, tuple(which)), {**values, **same}).rowcount != 1:
         kind = table.__tablename__[:-1]
         raise Conflict(f"this {kind} is not in a state to {event}; that starts from {', '.join(move.sources)}")
 
@@ -85,10 +93,23 @@ def _note(row: RoundRow | TaskRow, values: dict[str, Any]) -> None:
         set_committed_value(row, name, value)
 
 
-def _update(
-    session: Session, table: type[_Movable], move: Move, which: ColumnElement[bool], values: dict[str, Any]
-) -> int:
-    """Return the number of rows that were in a source state of the move."""
-    statement = update(table).where(which, table.state.in_(move.sources)).values(state=move.target, **values)
-    # mypy does not know that an UPDATE's result counts its rows.
-    return session.execute(statement.execution_options(synchronize_session=False)).rowcount  # type: ignore[attr-defined, no-any-return]
+@cache
+def _tasks_statement(event: str, which: ColumnElement[bool]) -> Update:
+    move = TASK[event]
+    return update(TaskRow).where(which, TaskRow.state.in_(move.sources)).values(state=move.target)
+
+
+_OLD = "old_"
+
+
+@cache
+def _statement(table: type[_Movable], move: Move, which: tuple[str, ...]) -> Update:
+    """Return the UPDATE of the row with these values, to be given under the columns' names behind `old_`. The other
+    values given are its new ones.
+
+    Built once for each event: that takes longer than to execute it.
+    """
+    columns = table.__table__.c
+    counted = {"revision": columns.revision + 1} if table is RunRow else {}
+    same = (columns[name] == given(_OLD + name) for name in which)
+    return update(table).where(*same, columns.state.in_(move.sources)).values(state=move.target, **counted)

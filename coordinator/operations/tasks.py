@@ -138,13 +138,11 @@ def _decode_seconds(services: Services, task: Task) -> float | None:
 
 def _inline_blobs(services: Services, task: Task, earlier: str | None) -> tuple[bytes, ...]:
     """Return the blobs that are new since an earlier version, manifest first, if small: this saves two requests."""
-    before = services.states.manifest(earlier).blocks if earlier else {}
-    blocks = services.states.manifest(task.version.digest).blocks
-    model = services.states.model(task.model)
-    fetched = [block for block in task.plan.fetch.resolve(model.blocks) if block.name not in model.external]
-    new = [block for block in fetched if blocks[block.name] != before.get(block.name)]
-    digests = dict.fromkeys([task.version.digest, *(blocks[block.name] for block in new)])
-    left = services.settings.submission_bytes - sum(block.nbytes for block in new)
+    manifest, blocks = services.states.manifest(task.version.digest), services.states.model(task.model).by_name
+    changed = manifest.changed(services.states.manifest(earlier)) if earlier else manifest.blocks
+    new = {name: digest for name, digest in changed.items() if task.plan.fetch.holds(blocks[name])}
+    digests = dict.fromkeys([task.version.digest, *new.values()])
+    left = services.settings.submission_bytes - sum(blocks[name].nbytes for name in new)
     if left < 0 or services.blobs.size(task.version.digest) > left or len(digests) > MAX_INLINE_BLOBS:
         return ()
     services.blobs.expect(digests)
@@ -322,7 +320,12 @@ def _accept(
                 retain(session, now, caller.owner, digest)
             tasks.settle(session, now, caller.actor, record, token, "accept", columns)
         view = _view(record, caller)
-    services.wake_conductor()
+        # While the round waits for another update of those that it takes, there is nothing to decide.
+        is_waited_for = not record.spec.cohort.target_updates and tasks.are_others_leased(session, record.task)
+    if is_waited_for:
+        services.change_feed.notify()
+    else:
+        services.wake_conductor()
     return view
 
 

@@ -1,6 +1,8 @@
 """Runs: their settings, rounds, previews and measurements. What a site keeps has no place in any message."""
 
+import operator
 from datetime import datetime
+from functools import partial
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -119,6 +121,12 @@ class RunSpec(Frozen):
     )
     upload_seconds: PositiveFloat | None = Field(
         default=None, description="the most that an update may take on the line that its worker declares"
+    )
+    download_codec: Literal["lossless", "int8"] = Field(
+        default="lossless",
+        exclude_if=partial(operator.eq, "lossless"),
+        description="int8 rounds each version's step to 8 bits, so that a worker with the version before downloads a "
+        "quarter of the bytes",
     )
     normalization: Normalization = Field(
         default="participants",

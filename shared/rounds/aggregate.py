@@ -15,6 +15,7 @@ from typing import Any
 from tessera.shared.aggregation.mean import Normalization, average
 from tessera.shared.api.runs import Bounds, RunSpec
 from tessera.shared.api.versions import Manifest, VersionRef
+from tessera.shared.hashing import derive_seed
 from tessera.shared.methods.base import UPDATE_NORM, CoordinatorHalf, Plan, State, Update
 from tessera.shared.methods.registry import coordinator_half
 from tessera.shared.model.spec import Model
@@ -25,6 +26,7 @@ from tessera.shared.rounds.server_step import merge
 from tessera.shared.rounds.validation import Inspector
 from tessera.shared.rounds.versions import States
 from tessera.shared.tensors.lazy import Rebased, Tensor
+from tessera.shared.updates.rounded_steps import rounded
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,9 @@ class Aggregation:
     ) -> tuple[State, Merged]:
         half, state, updates, sent = self._round(spec, bounds, current, accepted)
         after = merge(half, spec.server_optimizer, state, updates)
+        if spec.download_codec == "int8":
+            steps = rounded(state.model, after.model, derive_seed(spec.seed, current.number + 1))
+            after = replace(after, model=steps)
         same = {name for name, tensor in after.model.items() if tensor is state.model[name]}
         # An update of which no block was merged came to nothing. One that has none is a method's that sends none.
         merged = {worker: tuple(sorted(b & same)) for worker, b in sent.items() if not b or b - same}
@@ -93,6 +98,7 @@ class Aggregation:
         state = self.states.load(model, self.states.manifest(current.digest), current.number)
         half = coordinator_half(spec.method, run_facts(spec, model))
         aside = set(outlying(half, bounds, accepted))
+        self.inspector.blobs.expect([entry.digest for entry in accepted])
         updates: list[Update] = []
         blocks: dict[str, set[str]] = {}
         for entries in _by_site(entry for entry in accepted if entry.worker not in aside):

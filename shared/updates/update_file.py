@@ -121,12 +121,23 @@ def write_update(
             (name, pipeline.encode(chosen[name], measured.get(name, change), rng, begun.pop(name, None)))
             for name, change in by_name.items()
         ),
-        {"format": FORMAT, **{_CODEC + name: codec for name, codec in chosen.items()}},
+        _metadata(chosen),
         chosen,
         sizes,
     )
     found = {name: math.sqrt(each.squares) for name, each in measured.items()}
     return WrittenUpdate(nbytes, found, hashing.digest if raw else None)
+
+
+def write_encoded(
+    file: BinaryIO, blocks: Iterable[tuple[str, Iterator[bytes | memoryview]]], codecs: Mapping[str, str]
+) -> None:
+    """Write an update from encoded blocks, in the order of `codecs`. `file` must be seekable."""
+    write_streams(file, blocks, _metadata(codecs), codecs)
+
+
+def _metadata(codecs: Mapping[str, str]) -> dict[str, str]:
+    return {"format": FORMAT, **{_CODEC + name: codec for name, codec in codecs.items()}}
 
 
 class _Measured:

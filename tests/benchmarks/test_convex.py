@@ -42,13 +42,15 @@ def test_at_the_minimum_the_sites_gradients_cancel(problem: Problem, objective: 
 
 
 # Some tens of rounds of a whole federation, 2 to 4 s of CPU each: fewer do not tell a slow method from a wrong one.
+# In short, tests/shared/methods/test_global_methods.py shows the same of three sites.
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "scenario", "rounds"),
     [
         ("scaffold", "2 of 4 drawn", 40),
-        pytest.param("scaffold", "one away 4 of 5", 30, marks=pytest.mark.long),
-        pytest.param("scaffold weigh=examples", "2 of 4 drawn", 30, marks=pytest.mark.long),
-        pytest.param("feddyn alpha=1.0", "2 of 4 drawn", 45, marks=pytest.mark.long),
+        ("scaffold", "one away 4 of 5", 30),
+        ("scaffold weigh=examples", "2 of 4 drawn", 30),
+        ("feddyn alpha=1.0", "2 of 4 drawn", 45),
     ],
 )
 def test_whoever_is_away_the_minimum_is_reached(problem: Problem, name: str, scenario: str, rounds: int) -> None:
@@ -66,6 +68,8 @@ def test_without_a_correction_the_sites_drift_decides(problem: Problem) -> None:
     assert found.error > 0.3
 
 
+# In short, tests/shared/methods/test_receipts_in_rounds.py shows this and the next of a small transformer.
+@pytest.mark.long
 @pytest.mark.parametrize("arm", STATEFUL, ids=named)
 def test_after_abandoned_attempts_a_site_keeps_what_the_server_counts(problem: Problem, arm: Arm) -> None:
     found = run(problem, arm, scenarios(arm, 5)["attempts abandoned"], 5)
@@ -74,6 +78,7 @@ def test_after_abandoned_attempts_a_site_keeps_what_the_server_counts(problem: P
     assert found.invariant < 1e-6
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("arm", STATEFUL, ids=named)
 def test_a_site_that_was_left_out_keeps_what_the_server_counts(problem: Problem, arm: Arm) -> None:
     found = run(problem, arm, Scenario({"max_norm_of_median": 1.01}), 5)

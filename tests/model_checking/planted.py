@@ -118,7 +118,7 @@ def in_two_transactions(session: Any, now: float, run: Any, round_: Any, result:
         schedule.kill(schedule.current.process)
         raise Crash
     rounds.move_round(session, now, rounds.ACTOR, round_, "commit", round_.reason)
-    rounds.move_tasks(session, "merge", TaskRow.merged_in == version.number)
+    rounds.move_tasks(session, "merge", TaskRow.merged_in == version.number, {})
     run.version_number, run.revision, run.updated_at = version.number, run.revision + 1, now
     session.flush()
     return news

@@ -20,7 +20,6 @@ from tests.chaos.network import Line
 from tests.support.coordinator import until
 from tests.support.processes import free_port
 
-KINDS = ("moto", "rclone")
 BUCKET = "tiles"
 KEY, SECRET = "a-key-of-tests", "a-secret-of-tests"
 

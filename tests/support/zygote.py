@@ -9,6 +9,7 @@ from __future__ import annotations
 import array
 import atexit
 import ctypes
+import fcntl
 import importlib
 import json
 import os
@@ -19,16 +20,21 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NoReturn
 
+SANDBOX = "tessera.worker.model.sandbox"
 _WORKERS = (
     "tessera.worker.cli.worker",
     "tessera.worker.agent",
     "tessera.worker.data.kinds.digits",
+    "tessera.worker.ranks.rank",
     "transformers.modeling_utils",
 )
 _COORDINATORS = (
@@ -39,7 +45,9 @@ _COORDINATORS = (
 NEEDS = {
     "tessera.coordinator": _COORDINATORS,
     "tessera.shared.cli": _WORKERS,
-    "tessera.worker.model.sandbox": _WORKERS,
+    SANDBOX: _WORKERS,
+    "tessera.worker.ranks.launcher": _WORKERS,
+    "tests.support.code": _WORKERS,
     "tests.support.demo": _WORKERS,
     "tests.support.leaving": _WORKERS,
     "tests.soak.coordinator": _COORDINATORS,
@@ -50,6 +58,10 @@ NEEDS = {
 _TURN = threading.Lock()
 _ADOPTS = 36
 """PR_SET_CHILD_SUBREAPER: whether what loses its parent becomes a child of this process."""
+_DESCRIPTORS = 16
+"""The most descriptors of one request."""
+_FREE = 200
+"""A descriptor above all that a zygote has open."""
 
 
 class Forked(subprocess.Popen[bytes]):
@@ -75,13 +87,15 @@ def start(
     reads: int,
     writes: int,
     errors: int,
+    more: Sequence[int] = (),
     folder: str | None = None,
 ) -> Forked:
-    """`python -m module`, with these descriptors as its standard streams."""
+    """`python -m module`, with these descriptors as its standard streams, and `more` under the numbers they have."""
     wanted = {
         "module": module,
         "arguments": arguments,
         "environment": dict(environment),
+        "more": list(more),
         "folder": folder or str(Path.cwd()),
     }
     message = json.dumps(wanted).encode()
@@ -89,7 +103,7 @@ def start(
     with _TURN:
         line = _zygote(NEEDS[module])
         adopts(_ADOPTS, 1, 0, 0, 0)
-        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [reads, writes, errors]))]
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [reads, writes, errors, *more]))]
         line.sendmsg([len(message).to_bytes(8, "big")], rights)
         line.sendall(message)
         pid = int.from_bytes(_read(line, 8), "big")
@@ -106,6 +120,14 @@ def piped(command: Sequence[str], *, env: Mapping[str, str], **_: object) -> For
     os.close(theirs_out)
     forked.stdin, forked.stdout = os.fdopen(ours_in, "wb"), os.fdopen(ours_out, "rb")
     return forked
+
+
+def passing(
+    command: Sequence[str], *, env: Mapping[str, str], pass_fds: Sequence[int], **_: object
+) -> subprocess.Popen[bytes]:
+    """In place of `subprocess.Popen` of `python -m module`, with the standard output and error of this process."""
+    with open(os.devnull) as nothing:  # noqa: PTH123 (a device)
+        return start(command[2], command[3:], env, reads=nothing.fileno(), writes=1, errors=2, more=pass_fds)
 
 
 @cache
@@ -138,7 +160,7 @@ def _read(line: socket.socket, length: int) -> bytes:
 def _serve(line: socket.socket) -> dict[str, object]:
     """Forks for each request; what is asked for, in the child that is to do it."""
     while True:
-        head, descriptors, _, _ = socket.recv_fds(line, 8, 3)
+        head, descriptors, _, _ = socket.recv_fds(line, 8, _DESCRIPTORS)
         if not head:
             sys.exit()
         head += _read(line, 8 - len(head))
@@ -146,17 +168,18 @@ def _serve(line: socket.socket) -> dict[str, object]:
         told, telling = os.pipe()
         middle = os.fork()
         if middle == 0:
+            parent = os.getpid()
             if pid := os.fork():
                 os.write(telling, pid.to_bytes(8, "big"))
                 # Its child goes to whoever adopts.
                 os._exit(0)
+            while os.getppid() == parent:
+                time.sleep(0.001)
             os.setsid()
-            for number, descriptor in enumerate(descriptors):
-                os.dup2(descriptor, number)
-                os.close(descriptor)
             os.close(told)
             os.close(telling)
             line.close()
+            _rename(descriptors, [0, 1, 2, *wanted["more"]])  # type: ignore[misc]
             return wanted
         os.waitpid(middle, 0)
         line.sendall(os.read(told, 8))
@@ -164,36 +187,92 @@ def _serve(line: socket.socket) -> dict[str, object]:
             os.close(descriptor)
 
 
-def _fork_conductor() -> list[str] | None:
-    """Forks what `coordinator serve` starts as its conductor, which waits until it does so; the child's arguments, in
-    the child. One that is started again later is a process of its own."""
-    child_process = importlib.import_module("tessera.coordinator.conductor.child_process")
-    (starts, start), (reads, writes) = os.pipe(), os.pipe()
+def _rename(descriptors: Sequence[int], numbers: Sequence[int]) -> None:
+    """Gives open descriptors other numbers, which others of them may have."""
+    apart = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, _FREE) for descriptor in descriptors]
+    for descriptor in descriptors:
+        os.close(descriptor)
+    for descriptor, number in zip(apart, numbers, strict=True):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+
+
+def _fork_rank(command: Sequence[str], *, preexec_fn: Callable[[], None], **_: object) -> Forked:
+    """In place of `subprocess.Popen` in the launcher of a rank group: a rank, which has imported what it needs."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            preexec_fn()
+            sys.argv = ["-c", *command[3:]]
+            _run(importlib.import_module("tessera.worker.ranks.rank").main)
+        except BaseException:  # noqa: BLE001  (its launcher must not go on in this process)
+            traceback.print_exc()
+            os._exit(1)
+    return Forked(pid)
+
+
+def _run(main: Callable[[], object]) -> NoReturn:
+    """Ends as an interpreter does, but for taking apart all that was imported, which takes a second and more."""
+    code: object = 0
+    try:
+        main()
+    except SystemExit as ended:
+        code = ended.code
+    if isinstance(code, str):
+        print(code, file=sys.stderr)
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1 if isinstance(code, str) else int(code or 0))  # type: ignore[call-overload]
+
+
+def _fork_ahead(owner: str, *, answers: bool) -> bool:
+    """Forks what a module's first `subprocess.Popen` starts, which waits until then; whether this is the child.
+
+    It has a pipe for its standard input, and one for its output if it `answers`. What is started later is not forked.
+    """
+    starting = importlib.import_module(owner)
+    (starts, start), (reads, writes), (heard, told) = os.pipe(), os.pipe(), os.pipe()
     pid = os.fork()
     if pid == 0:
         os.setpgid(0, 0)
-        os.close(start)
-        os.close(writes)
+        for number in (start, writes, heard):
+            os.close(number)
         if not os.read(starts, 1):
             os._exit(0)
         os.dup2(reads, 0)
-        os.close(starts)
-        os.close(reads)
-        return list(child_process.COMMAND[3:])
-    os.close(starts)
-    os.close(reads)
+        if answers:
+            os.dup2(told, 1)
+        for number in (starts, reads, told):
+            os.close(number)
+        return True
+    for number in (starts, reads, told):
+        os.close(number)
 
     def first(*_: object, **__: object) -> Forked:
-        child_process.subprocess = subprocess
+        starting.subprocess = subprocess  # type: ignore[attr-defined]
         forked = Forked(pid)
-        forked.stdin = os.fdopen(writes, "wb")
+        forked.stdin, forked.stdout = os.fdopen(writes, "wb"), os.fdopen(heard, "rb")
         with suppress(BrokenPipeError):  # somebody has killed it already
             os.write(start, b"s")
         os.close(start)
         return forked
 
-    child_process.subprocess = SimpleNamespace(**{**vars(subprocess), "Popen": first})
-    return None
+    starting.subprocess = SimpleNamespace(**{**vars(subprocess), "Popen": first})  # type: ignore[attr-defined]
+    return False
+
+
+def _called(module: str, arguments: list[str]) -> tuple[str, list[str]]:
+    """What this process is to run: what was asked for, or what that starts."""
+    if module == "tessera.coordinator" and arguments[:1] == ["serve"] and "--no-conduct" not in arguments:
+        child_process = "tessera.coordinator.conductor.child_process"
+        if _fork_ahead(child_process, answers=False):
+            return module, list(sys.modules[child_process].COMMAND[3:])
+    if arguments[:2] == ["worker", "run"] and _fork_ahead(SANDBOX, answers=True):
+        return SANDBOX, []
+    return module, arguments
 
 
 def _seed() -> None:
@@ -211,21 +290,9 @@ if __name__ == "__main__":
     os.chdir(str(given["folder"]))
     os.environ.clear()
     os.environ.update(given["environment"])  # type: ignore[call-overload]
-    arguments: list[str] = given["arguments"]  # type: ignore[assignment]
-    if given["module"] == "tessera.coordinator" and arguments[:1] == ["serve"] and "--no-conduct" not in arguments:
-        arguments = _fork_conductor() or arguments
+    module, arguments = _called(str(given["module"]), given["arguments"])  # type: ignore[arg-type]
     _seed()
-    sys.argv = [str(given["module"]), *arguments]
-    code: object = 0
-    try:
-        runpy.run_module(str(given["module"]), run_name="__main__", alter_sys=True)
-    except SystemExit as ended:
-        code = ended.code
-    if isinstance(code, str):
-        print(code, file=sys.stderr)
-    # As an interpreter ends, but for taking apart all that was imported, which takes a second and more.
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(1 if isinstance(code, str) else int(code or 0))  # type: ignore[call-overload]
+    sys.argv = [module, *arguments]
+    if module == "tessera.worker.ranks.launcher":
+        subprocess.Popen = _fork_rank  # type: ignore[misc,assignment]
+    _run(lambda: runpy.run_module(module, run_name="__main__", alter_sys=True))

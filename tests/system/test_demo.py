@@ -21,7 +21,8 @@ from tests.support.coordinator import until
 from tests.support.launcher import Launcher
 from tests.support.zygote import Forked
 
-SHORT = ("--set", "rounds=3", "--set", "method.settings.warmup_rounds=1", "--set", "training.epochs=1")
+SETTINGS = ("rounds=3", "method.settings.warmup_rounds=1", "training.epochs=1", "training.batch_size=256")
+SHORT = [word for setting in SETTINGS for word in ("--set", setting)]
 
 
 @contextmanager
@@ -58,6 +59,7 @@ def _told(process: psutil.Process) -> list[str]:
         return []
 
 
+@pytest.mark.long
 def test_the_demo_ends_with_a_model_that_measures_the_same_again(tmp_path: Path) -> None:
     out = tmp_path / "demo"
     with Launcher(tmp_path) as launcher, demo(out, *SHORT, python=str(launcher.python)) as (process, log):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -36,7 +37,7 @@ class Machines:
             (folder / name).mkdir()
         self.environment = environment(
             PATH=f"{launcher.python.parent}:{os.environ['PATH']}",
-            CHECKOUT=str(ROOT),
+            CHECKOUT=str(_with_a_small_model(folder)),
             TESSERA_PORT=str(self.port),
             HOME=str(folder),
             PYTHONPATH=str(ROOT),
@@ -69,6 +70,15 @@ class Machines:
         said = log.read_text()
         assert code == 0, said
         return said
+
+
+def _with_a_small_model(folder: Path) -> Path:
+    """Stands for the checkout, of which the page reads the demo's model. That one takes long to train."""
+    config = json.loads((ROOT / "examples/digits/vit.json").read_text())
+    small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    (folder / "checkout/examples/digits").mkdir(parents=True)
+    (folder / "checkout/examples/digits/vit.json").write_text(json.dumps({**config, **small, "patch_size": 4}))
+    return folder / "checkout"
 
 
 @pytest.fixture

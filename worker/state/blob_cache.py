@@ -2,6 +2,7 @@
 
 import os
 import re
+import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, suppress
@@ -28,6 +29,9 @@ Source = Callable[[str, Sink, Progress], object]
 Row = Callable[[tuple[str, ...], Sink, Progress], object]
 """The same for several blobs in sequence: `Client.copy_blobs`."""
 
+NOTED_SECONDS = 60.0
+"""Precision of the last use of a blob in the file system, by which the next process orders them."""
+
 
 class BlobTooLarge(ValueError):
     """A blob is larger than its content can be, or than the room in the cache."""
@@ -44,6 +48,7 @@ class Cache:
         self._pinned: set[str] = set()
         # A disk may have corrupted what an earlier process wrote, so each blob is hashed again before its first use.
         self._checked: set[str] = set()
+        self._noted_until: dict[str, float] = {}
         self._bytes = OrderedDict(_found(folder))  # by digest, the longest unused first
         self._make_room(0)
 
@@ -69,11 +74,13 @@ class Cache:
         more than fit beside the blobs of the current task.
         """
         path = self.path(digest)
+        # A model has hundreds of blobs, and a task needs each of them several times: one look at the disk is enough.
+        is_here = digest in self._pinned and digest in self._bytes
         self._pinned.add(digest)
-        if not self._holds(digest, path):
+        if not (is_here or self._holds(digest, path)):
             self._download(digest, path, max_bytes, source, progress)
         self._bytes.move_to_end(digest)
-        os.utime(path)
+        self._note_use(digest, path)
         return path
 
     def fetch_all(self, wanted: Mapping[str, int], source: Row, progress: Progress | None = None) -> None:
@@ -118,7 +125,13 @@ class Cache:
         match = DIGEST.fullmatch(digest)
         if match is None:
             raise ValueError(f"not a digest: {digest[:80]!r}")
-        return self._folder / match[1][:2] / f"sha256-{match[1]}"
+        return Path(f"{self._folder}/{match[1][:2]}/sha256-{match[1]}")
+
+    def _note_use(self, digest: str, path: Path) -> None:
+        now = time.monotonic()
+        if now >= self._noted_until.get(digest, now):
+            self._noted_until[digest] = now + NOTED_SECONDS
+            os.utime(path)
 
     def _holds(self, digest: str, path: Path) -> bool:
         if digest not in self._bytes:
@@ -156,6 +169,7 @@ class Cache:
             if over <= 0:
                 return
             self.path(digest).unlink(missing_ok=True)
+            self._noted_until.pop(digest, None)
             over -= self._bytes.pop(digest)
         if over > 0:
             raise BlobTooLarge(f"the task needs {over} bytes more than cache_bytes ({self._limit_bytes}): raise it")

@@ -58,7 +58,7 @@ def train(message: Message, context: Context) -> Message:
         loss = net(**data).loss
         loss.backward()
         optimizer.step()
-    metrics = MetricRecord({"num-examples": SETTINGS["batch"], "loss": float(loss)})
+    metrics = MetricRecord({"num-examples": SETTINGS["batch"], "loss": float(loss.detach())})
     reply = {"arrays": ArrayRecord(net.state_dict()), "metrics": metrics}
     return Message(RecordDict(reply), reply_to=message)
 
@@ -86,8 +86,13 @@ def main(grid: Grid, context: Context) -> None:
 
 if __name__ == "__main__":
     os.environ["SIMULATED_SETTINGS"] = str(Path(sys.argv[1]).resolve())
+    # Client processes import the app: of a main module, cached functions cannot be sent to them.
+    os.environ["PYTHONPATH"] = str(Path(__file__).parent)
+    from simulated import client as client_app
+    from simulated import server as server_app
+
     logging.getLogger("flwr").setLevel(logging.WARNING)
     resources = {"num_cpus": 1, "num_gpus": 0.0}
     init = {"num_cpus": SETTINGS["processes"], "include_dashboard": False, "logging_level": "error"}
     backend = {"client_resources": resources, "init_args": init}
-    run_simulation(server, client, num_supernodes=SETTINGS["sites"], backend_config=backend)
+    run_simulation(server_app, client_app, num_supernodes=SETTINGS["sites"], backend_config=backend)

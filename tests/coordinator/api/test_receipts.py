@@ -145,9 +145,9 @@ def labelled(seed: int) -> Dataset:
     return Dataset({"pixel_values": images(12).tensors["pixel_values"], "labels": labels})
 
 
-@pytest.mark.parametrize(
-    ("method", "prefix"), [("scaffold", "control/"), pytest.param("feddyn", "gradient/", marks=pytest.mark.long)]
-)
+# In short, tests/shared/methods/test_receipts_in_rounds.py shows the same without HTTP.
+@pytest.mark.long
+@pytest.mark.parametrize(("method", "prefix"), [("scaffold", "control/"), ("feddyn", "gradient/")])
 def test_the_server_remembers_the_mean_of_what_sites_keep_after_a_quorum_failure_and_an_exclusion(
     standing: LiveCoordinator, tmp_path: Path, method: str, prefix: str
 ) -> None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import io
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
 from sqlalchemy import event
 
 from tessera.coordinator.db.engine import Database
-from tessera.coordinator.db.tables import AuditRow, RoundRow, UploadRow
+from tessera.coordinator.db.tables import AuditRow, RoundRow, TaskRow, UploadRow
+from tessera.coordinator.db.tasks import are_others_leased
 from tessera.shared.api.framing import MEDIA_TYPE, pack_submission
 from tessera.shared.api.tasks import Submission, Task, TaskView
 from tessera.shared.client.client import Client
@@ -136,6 +138,40 @@ def test_a_round_of_small_updates_is_closed_merged_and_followed_in_one_transacti
         states = [row.state for row in session.query(RoundRow).order_by(RoundRow.number)]
     assert actions == ["round.open", "round.close", "round.commit", "version", "round.open"]
     assert states == ["committed", "open"]
+
+
+@pytest.mark.parametrize(
+    ("cohort", "ends"),
+    [({"quorum": 2}, "train"), ({"quorum": 1}, "fail"), ({"quorum": 1, "target_updates": 1}, "nothing")],
+)
+def test_a_round_closes_at_once_without_a_tick_whatever_the_last_worker_does(
+    tmp_path: Path, cohort: dict[str, int], ends: str
+) -> None:
+    # Between ticks, the conductor looks only when a request wakes it.
+    with LiveCoordinator(tmp_path, tick_seconds=600) as coordinator:
+        first, last = workers_of(coordinator, 2)
+        client = coordinator.client()
+        run = start_run(client, MODEL, values(MODEL), rounds=1, cohort=cohort | {"size": 2})
+        task, other = first.take(), last.take()
+        submit(first, task, update_of(first, task))
+        if ends == "train":
+            submit(last, other, update_of(last, other))
+        elif ends == "fail":
+            last.fail(other)
+        until(lambda: client.run(run.id).version.number == 1)
+
+
+def test_an_update_wakes_the_conductor_unless_another_is_still_made(coordinator: LiveCoordinator) -> None:
+    first, last = workers_of(coordinator, 2)
+    start_run(coordinator.client(), MODEL, values(MODEL), cohort={"quorum": 2})
+    task, other = first.take(), last.take()
+    with coordinator.services.database.snapshot() as session:
+        rows = [session.get_one(TaskRow, one.id) for one in (task, other)]
+        assert [are_others_leased(session, row) for row in rows] == [True, True]
+    submit(first, task, update_of(first, task))
+    with coordinator.services.database.snapshot() as session:
+        rows = [session.get_one(TaskRow, one.id) for one in (task, other)]
+        assert [are_others_leased(session, row) for row in rows] == [True, False]
 
 
 def test_a_round_of_prompts_moves_less_than_4_kb_beside_them(coordinator: LiveCoordinator) -> None:

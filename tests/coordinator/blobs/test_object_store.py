@@ -23,12 +23,12 @@ from tessera.shared.rounds.blob_store import Stored
 from tessera.shared.tensors.lazy import digest_of
 from tests.coordinator.blobs.test_store import INLINE, SIZES, data_of, streamed
 from tests.support.storage import NOW, unfinished
-from tests.support.stores import KEY, KINDS, SECRET, Bucket, Mending, serving
+from tests.support.stores import KEY, SECRET, Bucket, Mending, serving
 
 DATA = data_of(5000)
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=[pytest.param("moto", marks=pytest.mark.long), "rclone"])
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bucket]:
     with serving(request.param, tmp_path_factory.mktemp("store")) as bucket:
         yield bucket

@@ -56,7 +56,12 @@ def test_the_coordinator_needs_no_torch() -> None:
 
 @pytest.mark.parametrize(
     ("command", "module", "extra"),
-    [("worker", "torch", "worker"), ("model", "transformers", "worker"), ("coordinator", "alembic", "coordinator")],
+    [
+        ("worker", "torch", "worker"),
+        # Imports torch first.
+        pytest.param("model", "transformers", "worker", marks=pytest.mark.long),
+        ("coordinator", "alembic", "coordinator"),
+    ],
 )
 def test_a_missing_extra_is_named_in_one_line(command: str, module: str, extra: str) -> None:
     answer = process(command, "--help", command=without(module))

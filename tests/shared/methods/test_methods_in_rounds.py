@@ -18,6 +18,8 @@ from tessera.worker.simulation import Conditions, Result, Weights, simulate
 from tests.support.tasks import subject_of
 
 EVERY_METHOD = pytest.mark.parametrize("method", sorted(methods()))
+FEW = ("fedavg", "moon", "pfeddc", "safl", "scaffold")
+"""Of each kind of state that a server or a site keeps."""
 ROUNDS = 3
 
 
@@ -82,7 +84,9 @@ def test_a_worker_that_missed_a_round_takes_part_again(method: str) -> None:
     assert len(result.versions) == ROUNDS + 1
 
 
-@EVERY_METHOD
+@pytest.mark.parametrize(
+    "method", [name if name in FEW else pytest.param(name, marks=pytest.mark.long) for name in sorted(methods())]
+)
 def test_a_federation_of_one_goes_through_all_its_rounds(method: str) -> None:
     result = run(method, sites=1)
     assert len(result.versions) == ROUNDS + 1

@@ -149,7 +149,7 @@ def test_fednova_tells_how_much_work_is_behind_an_update(field: Field) -> None:
     assert done.vault == set()
 
 
-@pytest.mark.parametrize("method", ["scaffold", "fednova"])
+@pytest.mark.parametrize("method", [pytest.param("scaffold", marks=pytest.mark.long), "fednova"])
 def test_a_round_of_steps_follows_the_schedule(field: Field, method: str) -> None:
     done = field.run(method, steps=3, schedule="cosine", warmup=0.25)
     # A warm-up over a quarter of six steps: 1/6 and 2/6 of the run are 2/3 of the rate and all of it; then it falls.

@@ -18,9 +18,10 @@ ROUNDS = 2
 UNSURE = Conditions(dropout=0.3)
 SPARSE = "delta+topk=0.1"
 PLAIN = {"optimizer": "sgd", "momentum": 0.0, "learning_rate": 0.05, "batch_size": 4}
-STATEFUL = ("scaffold", "feddyn", "moon", "ditto", "pfeddc")
-# These keep blocks of their own, as Ditto and pFedDC do.
-ALIKE = ("fedper", "fedrep", "fedbn", "local", "safl")
+# One keeps what the server counts, the other a model of its own.
+STATEFUL = ("scaffold", "ditto")
+# These keep things of the same kinds.
+ALIKE = ("feddyn", "moon", "pfeddc", "fedper", "fedrep", "fedbn", "local", "safl")
 EACH = pytest.mark.parametrize(
     ("method", "codec"),
     [

@@ -23,10 +23,14 @@ from tessera.worker.model.block_map import block_table
 from tessera.worker.model.build import instantiate, read_block, write_block
 from tessera.worker.model.forward import forward
 from tests.support.duals import dual, pairs
+from tests.worker.model.test_filling import OFTEN
 from tests.worker.model.test_zoo import WORDS, ZOO, Case, Subject, View
 
 UNKNOWN = {"longt5": "LocalSelfAttention"}
 """What cannot be measured, and what the refusal names."""
+
+SHORT = OFTEN | {"aimv2", "bart", "deberta-v2", "deepseek_v3", "gpt_neox", "qwen3", "wavlm"}
+"""Families of each kind of attention. Of every family, `make test` checks the rows by head."""
 
 AVERAGED = {"wavlm"}
 """What puts out its heads' mean in place of each head."""
@@ -69,12 +73,15 @@ def expected(subject: Subject, view: View, position: int) -> list[tuple[np.ndarr
 
 
 def in_turn(names: Iterable[str], *variants: tuple[Any, ...]) -> list[Any]:
-    """Each name with each variant; the long tests run all of them, `make test` one of each name, in turn."""
-    return [
-        pytest.param(name, *variant, marks=[] if at % len(variants) == place else pytest.mark.long)
-        for at, name in enumerate(names)
-        for place, variant in enumerate(variants)
-    ]
+    """Each name with each variant. The long tests run all of them; `make test` runs one of each name in `SHORT`, in
+    turn."""
+    at, found = 0, []
+    for name in names:
+        at += name in SHORT
+        for place, variant in enumerate(variants):
+            short = name in SHORT and at % len(variants) == place
+            found.append(pytest.param(name, *variant, marks=[] if short else pytest.mark.long))
+    return found
 
 
 def own(case: Case) -> list[View]:

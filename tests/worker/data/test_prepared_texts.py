@@ -20,6 +20,7 @@ from tessera.worker.data.dataset import DataError, Dataset
 from tessera.worker.data.partition.schemes import Iid
 from tessera.worker.data.prepared import Prepared
 from tessera.worker.data.registry import load
+from tests.support.cli import forked
 from tests.support.paths import ROOT
 from tests.support.pretrained import bert_tokenizer, plain_tokenizer
 
@@ -208,8 +209,9 @@ def test_a_disk_without_room_leaves_nothing_half_written(tmp_path: Path, bert: s
     file = tmp_path / "notes.csv"
     file.write_text("text,label\n" + f"{'ran ' * 30},1\n" * 2000)
     options = {"file": str(file), "tokenizer": bert, "second_text": "text"}
-    command = [sys.executable, "-c", FULL, json.dumps(options), str(tmp_path / "state")]
-    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    done = forked(FULL, json.dumps(options), str(tmp_path / "state"), module="tests.support.code")
+    found = done.stdout.splitlines()
+    assert len(found) == 2, done.stderr
     reason = f"cannot be converted: {os.strerror(errno.EFBIG)}: make room where state_dir is"
     for line, what, left in zip(found, (file, f"the texts of {file}"), ([], ["table"]), strict=True):
         assert line.startswith(f"file: {what} {reason}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -151,13 +151,6 @@ FURTHER = {
     "selected layers": Case("safl", {"share": 0.5}),
     "selected by gradients": Case("safl", {"share": 0.5, "score": "fisher"}),
 }
-
-
-@pytest.fixture(scope="module")
-def stages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeviceStages]:
-    made = DeviceStages((CPU, CPU), tmp_path_factory.mktemp("state"), threads=1)
-    yield made
-    made.close()
 
 
 def divided(

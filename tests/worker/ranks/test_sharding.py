@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,7 +24,6 @@ from tessera.worker.training.ranks import require_shardable
 from tests.worker.ranks.test_equal_results import (
     BERT,
     CASES,
-    CPU,
     EXAMPLES,
     GPT2,
     Case,
@@ -80,13 +78,6 @@ REFUSED = {
 }
 
 
-@pytest.fixture(scope="module")
-def stages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeviceStages]:
-    made = DeviceStages((CPU, CPU), tmp_path_factory.mktemp("state"), threads=1)
-    yield made
-    made.close()
-
-
 @pytest.mark.parametrize("name", ["full", "lora"])
 def test_two_ranks_with_half_a_model_each_train_as_one_process(
     name: str, stages: DeviceStages, monkeypatch: pytest.MonkeyPatch
@@ -128,13 +119,11 @@ def test_an_example_that_one_rank_cannot_compute_fails_the_task_with_its_reason(
 
 
 def test_each_rank_keeps_half_of_the_parameters(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    fresh_stages: DeviceStages, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    stages = DeviceStages((CPU, CPU), tmp_path, threads=1)
-    try:
-        divided(Case("fedavg", config=GPT2, head="causal-lm"), stages, monkeypatch, compute=SHARD)
-    finally:
-        stages.close()
+    case = Case("fedavg", config=GPT2, head="causal-lm", training={"steps": 1})
+    divided(case, fresh_stages, monkeypatch, compute=SHARD)
+    fresh_stages.close()
     lines = [json.loads(line) for line in capfd.readouterr().out.splitlines() if "model-sharded" in line]
     assert len(lines) == 2
     for line in lines:

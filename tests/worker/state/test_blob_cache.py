@@ -83,6 +83,27 @@ def test_the_order_of_use_survives_a_restart(tmp_path: Path) -> None:
     assert [digest_of(blob) in Cache(tmp_path, 20) for blob in (ONE, TWO, THREE)] == [True, False, True]
 
 
+def test_the_last_use_of_a_blob_is_noted_once_a_minute(tmp_path: Path) -> None:
+    origin, cache = Origin(ONE), Cache(tmp_path, 20)
+    for _ in range(3):
+        with cache.pinning():
+            path = cache.fetch(digest_of(ONE), 10, origin)
+            os.utime(path, ns=(0, 5))
+    assert path.stat().st_mtime_ns == 5
+    Cache(tmp_path, 20).fetch(digest_of(ONE), 10, origin)
+    assert path.stat().st_mtime_ns > 5
+
+
+def test_a_blob_that_disappears_between_tasks_is_fetched_again(tmp_path: Path) -> None:
+    origin, cache = Origin(ONE), Cache(tmp_path, 20)
+    for _ in range(2):
+        with cache.pinning():
+            path = cache.fetch(digest_of(ONE), 10, origin)
+            assert cache.fetch(digest_of(ONE), 10, origin).read_bytes() == ONE
+        path.unlink()
+    assert origin.asked == [digest_of(ONE)] * 2
+
+
 def test_what_the_present_task_needs_is_never_evicted(tmp_path: Path) -> None:
     origin, cache = Origin(ONE, TWO, THREE), Cache(tmp_path, 20)
     with cache.pinning():
