@@ -19,8 +19,9 @@ from tests.support import databases, zygote
 from tests.support.coordinator import LiveCoordinator
 
 # How long one example takes says more about what else the machine does than about the code.
-# `make test` draws the same examples each time, and the long tests draw others.
-settings.register_profile("tessera", deadline=None, derandomize=not os.environ.get("TESSERA_TEST_LONG"))
+# `make test` draws the same examples each time, and the long tests draw others, and twice as many.
+LONG = bool(os.environ.get("TESSERA_TEST_LONG"))
+settings.register_profile("tessera", deadline=None, derandomize=not LONG, max_examples=100 if LONG else 50)
 settings.load_profile("tessera")
 
 
@@ -57,7 +58,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if item.get_closest_marker("long") and not os.environ.get("TESSERA_TEST_LONG"):
+        if item.get_closest_marker("long") and not LONG:
             item.add_marker(pytest.mark.skip(reason="make test-long runs it"))
         if item.get_closest_marker("sqlite") and databases.EACH == ("postgresql",):
             item.add_marker(pytest.mark.skip(reason="is about SQLite"))

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from transformers import PreTrainedModel
 
@@ -21,7 +22,7 @@ from tessera.shared.methods.base import (
     UnsupportedRun,
     initial_state,
 )
-from tessera.shared.methods.registry import coordinator_half, worker_half
+from tessera.shared.methods.registry import coordinator_half, methods, worker_half
 from tessera.shared.model.spec import Fusion, Head, Lora, Model, Prompts
 from tessera.shared.tensors.lazy import Array, ArrayTensor
 from tessera.worker.compute import Compute
@@ -79,6 +80,14 @@ ADAPTED = Subject(VIT, "image-classification", images, lora=Lora(rank=2, alpha=4
 PROMPTED = Subject(
     dual("clip"), "contrastive", lambda: pairs("clip"), prompts=Prompts(vision=2, text=2, fusion=Fusion(heads=2))
 )
+
+
+KINDS = {"ditto", "fedavg", "fedrep", "lora", "moon", "pfeddc", "safl", "scaffold"}
+"""Methods with each kind of plan, of phases, and of state that a server or a site keeps."""
+EACH_METHOD = pytest.mark.parametrize(
+    "method", [name if name in KINDS else pytest.param(name, marks=pytest.mark.long) for name in sorted(methods())]
+)
+"""Each of `KINDS`, and in the long tests every method."""
 
 
 def subject_of(method: str) -> Subject:

@@ -15,11 +15,8 @@ from tessera.worker.data.dataset import Dataset
 from tessera.worker.model.block_map import block_table, named_tensors
 from tessera.worker.model.build import read_block
 from tessera.worker.simulation import Conditions, Result, Weights, simulate
-from tests.support.tasks import subject_of
+from tests.support.tasks import EACH_METHOD, subject_of
 
-EVERY_METHOD = pytest.mark.parametrize("method", sorted(methods()))
-FEW = ("fedavg", "moon", "pfeddc", "safl", "scaffold")
-"""Of each kind of state that a server or a site keeps."""
 ROUNDS = 3
 
 
@@ -61,7 +58,7 @@ def digests(result: Result) -> list[str]:
 
 # In short, tests/worker/simulation/test_simulation.py shows the same of the methods that remember most.
 @pytest.mark.long
-@EVERY_METHOD
+@pytest.mark.parametrize("method", sorted(methods()))
 def test_a_run_that_is_stopped_and_resumed_ends_with_the_same_bits(method: str, tmp_path: Path) -> None:
     whole = run(method)
     run(method, out=tmp_path / "run", until=2)
@@ -75,7 +72,7 @@ def test_a_run_that_is_stopped_and_resumed_ends_with_the_same_bits(method: str, 
         }
 
 
-@EVERY_METHOD
+@EACH_METHOD
 def test_a_worker_that_missed_a_round_takes_part_again(method: str) -> None:
     result = run(method, b=(2,))
     took_part = {attempt.number: {task.worker for task in attempt.tasks} for attempt in result.rounds}
@@ -84,9 +81,7 @@ def test_a_worker_that_missed_a_round_takes_part_again(method: str) -> None:
     assert len(result.versions) == ROUNDS + 1
 
 
-@pytest.mark.parametrize(
-    "method", [name if name in FEW else pytest.param(name, marks=pytest.mark.long) for name in sorted(methods())]
-)
+@EACH_METHOD
 def test_a_federation_of_one_goes_through_all_its_rounds(method: str) -> None:
     result = run(method, sites=1)
     assert len(result.versions) == ROUNDS + 1

@@ -22,7 +22,6 @@ from tessera.shared.cli.export import export_folder
 from tessera.shared.cli.upload import upload_model
 from tessera.shared.client.client import Client
 from tessera.shared.methods.base import MethodSpec
-from tessera.shared.methods.registry import methods
 from tessera.shared.model.spec import Lora, Model
 from tessera.shared.problems import Invalid
 from tessera.shared.schema import canonical
@@ -42,6 +41,7 @@ from tests.support.datafiles import eighth_of_digits, key_file
 from tests.support.federation import start_run
 from tests.support.mirror import serving
 from tests.support.tapping import Tap
+from tests.support.tasks import EACH_METHOD
 
 VIT = {
     "image_size": 8, "patch_size": 4, "num_channels": 1, "hidden_size": 32, "num_labels": 10, "num_hidden_layers": 3,
@@ -323,7 +323,7 @@ def test_a_model_that_does_not_fit_is_refused_before_anything_is_fetched(
     assert "adapters" in task.problem.remedy
 
 
-@pytest.mark.parametrize("method", sorted(methods()))
+@EACH_METHOD
 def test_a_method_that_trains_the_base_is_refused_with_the_way_out(
     coordinator: LiveCoordinator, start: ModelFolder, method: str
 ) -> None:

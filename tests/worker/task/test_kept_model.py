@@ -24,7 +24,7 @@ from tessera.worker.model.build import read_block
 from tessera.worker.simulation import Conditions, Weights, simulate
 from tessera.worker.task.heartbeat import Stop
 from tests.support.coordinator import LiveCoordinator, until
-from tests.support.tasks import PLAIN, Subject, subject_of
+from tests.support.tasks import EACH_METHOD, PLAIN, Subject, subject_of
 from tests.worker.test_agent import begin, settings_of, working
 
 SETTINGS: dict[str, dict[str, Any]] = {"fedfrozen": {"warmup_rounds": 1}, "safl": {"layers": 1, "score": "random"}}
@@ -93,7 +93,7 @@ def require_same(start: dict[str, Array], version: dict[str, Array]) -> None:
     assert [name for name, values in start.items() if values.tobytes() != version[name].tobytes()] == []
 
 
-@pytest.mark.parametrize("method", sorted(methods()))
+@EACH_METHOD
 def test_each_task_of_any_method_starts_from_its_version(method: str) -> None:
     assert simulated(method, subject_of(method)) == [1, 1, 2, 2, 3, 3]
 
