@@ -245,6 +245,9 @@ class TaskContext(Protocol):
     def read(self, block: Block) -> Array:
         """Return the block's present value, in its own shape and dtype."""
 
+    def read_all(self, blocks: Iterable[Block]) -> dict[str, Array]:
+        """Return the present values of blocks by name, as `read` does: sooner, if they are many."""
+
     def write(self, block: Block, values: Array) -> None:
         """Overwrite the block's value in the model."""
 
@@ -401,8 +404,8 @@ class WorkerHalf(Generic[C]):
         sent = [block for block in context.plan.upload.resolve(context.blocks) if selected.holds(block)]
         kept = [*self.private().resolve(context.blocks), *context.private]
         return LocalResult(
-            upload={block.name: context.read(block) for block in sent},
-            keep={block.name: context.read(block) for block in kept},
+            upload=context.read_all(sent),
+            keep=context.read_all(kept),
         )
 
 

@@ -45,7 +45,7 @@ class DittoWorker(WorkerHalf[DittoSettings]):
         return [Phase(selected), Phase(selected, epochs=self.settings.own_epochs, name="own")]
 
     def setup(self, context: TaskContext) -> None:
-        self._version = {block.name: context.read(block) for block in context.blocks}
+        self._version = context.read_all(context.blocks)
         self._near = context.tensors(self._version)
         self._trained: dict[str, Array] = {}
         self._held = False
@@ -53,7 +53,7 @@ class DittoWorker(WorkerHalf[DittoSettings]):
     def on_phase_start(self, context: TaskContext, phase: Phase) -> None:
         self._held = phase.name == "own"
         if self._held:
-            self._trained = {block.name: context.read(block) for block in context.blocks}
+            self._trained = context.read_all(context.blocks)
             self._take_own(context)
 
     def training_state(self) -> Mapping[str, Array]:
@@ -81,7 +81,7 @@ class DittoWorker(WorkerHalf[DittoSettings]):
 
     def collect(self, context: TaskContext, selected: Selector, stats: TrainingStats) -> LocalResult:
         result = super().collect(context, selected, stats)
-        own = {OWN + block.name: context.read(block) for block in context.blocks}
+        own = {OWN + name: values for name, values in context.read_all(context.blocks).items()}
         sent = {name: self._trained[name] for name in result.upload}
         return replace(result, upload=sent, keep={**result.keep, **own})
 

@@ -87,7 +87,7 @@ class FedDynWorker(WorkerHalf[FedDynSettings]):
         self._alpha = self.settings.alpha_of(context.plan)
         if not self._alpha:
             return
-        self._start = {block.name: context.read(block) for block in context.plan.train.resolve(context.blocks)}
+        self._start = context.read_all(context.plan.train.resolve(context.blocks))
         # The minimum of the regularization alone: w_t - g_k / alpha_k.
         centre = {
             name: (_wide(start) - self._gradient(context, name) / self._alpha).astype(start.dtype)

@@ -62,9 +62,7 @@ class MoonWorker(WorkerHalf[MoonSettings]):
             if self.settings.mu and PREVIOUS + block.name in context.vault
         }
         self._previous = context.tensors(previous)
-        self._version = context.tensors(
-            {block.name: context.read(block) for block in context.blocks} if previous else {}
-        )
+        self._version = context.tensors(context.read_all(context.blocks) if previous else {})
 
     def loss(self, context: TaskContext, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         if not self._previous:
@@ -80,7 +78,7 @@ class MoonWorker(WorkerHalf[MoonSettings]):
         result = super().collect(context, selected, stats)
         if not self.settings.mu:
             return result
-        previous = {PREVIOUS + block.name: context.read(block) for block in context.blocks}
+        previous = {PREVIOUS + name: values for name, values in context.read_all(context.blocks).items()}
         return replace(result, keep={**result.keep, **previous})
 
 

@@ -433,7 +433,7 @@ class SAFLWorker(WorkerHalf[SAFLSettings]):
             selected = self._candidates.selector([self._candidates.layers[place] for place in chosen])
         if self.settings.prune:
             matrices = (block for layer in self._candidates.layers for block in layer.blocks if len(block.shape) > 1)
-            self._before = {block.name: context.read(block) for block in matrices if selected.holds(block)}
+            self._before = context.read_all(block for block in matrices if selected.holds(block))
         return selected
 
     def phases(self, context: TaskContext, selected: Selector) -> Sequence[Phase]:

@@ -98,7 +98,7 @@ class ScaffoldWorker(WorkerHalf[ScaffoldSettings]):
     def setup(self, context: TaskContext) -> None:
         if not self.settings.strength:
             return
-        self._start = {block.name: context.read(block) for block in context.plan.train.resolve(context.blocks)}
+        self._start = context.read_all(context.plan.train.resolve(context.blocks))
         corrections: dict[str, Array] = {}
         for block in context.blocks:
             name, zero = CONTROL + block.name, np.zeros(block.shape, np.float32)

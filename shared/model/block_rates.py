@@ -16,6 +16,8 @@ def rate_of(training: Training, block: Block, *, private: bool = False) -> float
 
 def rate_faults(training: Training, blocks: Sequence[Block]) -> Iterator[str]:
     """Yield why a model of these blocks cannot be trained at the run's rates, with the remedies."""
+    if not training.rates:
+        return
     roles: list[str] = sorted({block.role for block in blocks})
     for name in sorted(training.rates.keys() - {*roles, PRIVATE}):
         yield f"no block of the model has the role {name[:32]!r}; it has {', '.join(roles)}"

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
+from functools import cached_property
 from typing import Self
 
 from pydantic import Field, model_validator
@@ -52,9 +53,15 @@ class Selector(Frozen):
         return self
 
     def holds(self, block: Block) -> bool:
-        return any(match.holds(block) for match in self.include) and not any(
-            match.holds(block) for match in self.exclude
+        return self.is_unconditional or (
+            any(match.holds(block) for match in self.include)
+            and not any(match.holds(block) for match in self.exclude)
         )
+
+    @cached_property
+    def is_unconditional(self) -> bool:
+        """True if it selects every block of any model."""
+        return not self.exclude and Match() in self.include
 
     def resolve(self, blocks: Iterable[Block]) -> tuple[Block, ...]:
         """Return the selected blocks, in the table's order.

@@ -293,9 +293,16 @@ def related(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
 
     for tensor in tensors:
         own = _identity(tensor)
-        for source in map(_identity, _sources_first([tensor])):
-            above.setdefault(source, source)
-            above[top(above.setdefault(own, own))] = top(source)
+        above.setdefault(own, own)
+        below = [tensor]
+        for each in below:
+            for source in each.sources if isinstance(each, Derived) else ():
+                key = _identity(source)
+                if key in above:
+                    above[top(own)] = top(key)
+                else:
+                    above[key] = own
+                    below.append(source)
     groups: dict[tuple[int, bool], list[Tensor]] = {}
     for tensor in tensors:
         groups.setdefault(top(_identity(tensor)), []).append(tensor)

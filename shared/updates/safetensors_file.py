@@ -9,6 +9,7 @@ import json
 import struct
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from typing import Annotated, BinaryIO, TypeVar, cast
 
@@ -222,9 +223,8 @@ def write_streams(
     into reserved space, and `file` must be seekable. The space suffices for the longest offsets: the format allows
     padding with spaces. Raises ContainerError for a length other than that given.
     """
-    widest = 10**15
-    longest = {name: _bytes_entry(widest, widest) for name in names}
-    room = len(_packed({"__metadata__": dict(metadata), **longest})) - 8
+    room = _longest_header(tuple(names)) + len(_text(dict(metadata)))
+    room += -room % 8
     if sizes is None:
         cast("BinaryIO", file).seek(8 + room)
     else:
@@ -241,6 +241,14 @@ def write_streams(
     return written
 
 
+@lru_cache(maxsize=8)
+def _longest_header(names: tuple[str, ...]) -> int:
+    """Return the length of the longest header of byte strings, without its metadata."""
+    widest = 10**15
+    longest = {name: _bytes_entry(widest, widest) for name in names}
+    return len(_text({"__metadata__": {}, **longest})) - len(_text({}))
+
+
 def _bytes_header(metadata: Mapping[str, str], sizes: Mapping[str, int]) -> dict[str, object]:
     header: dict[str, object] = {"__metadata__": dict(metadata)}
     end = 0
@@ -255,7 +263,11 @@ def _bytes_entry(start: int, end: int) -> dict[str, object]:
 
 
 def _packed(header: Mapping[str, object], room: int = 0) -> bytes:
-    text = json.dumps(header, separators=(",", ":")).encode()
+    text = _text(header)
     # Data begins on an 8-byte boundary, as readers that map the file require.
     length = max(room, len(text) + -len(text) % 8)
     return struct.pack("<Q", length) + text.ljust(length)
+
+
+def _text(document: Mapping[str, object]) -> bytes:
+    return json.dumps(document, separators=(",", ":")).encode()

@@ -93,8 +93,17 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
 
     A tensor with several names (tied weights) has its first name in `named_parameters`.
     """
-    tensors: dict[str, Tensor] = dict(model.named_parameters())
-    if buffers := {name: buffer for name, buffer in model.named_buffers() if buffer.is_floating_point()}:
+    tensors: dict[str, Tensor] = {}
+    buffers: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    # In one walk over the modules, which takes longer than what it finds.
+    for path, module in model.named_modules():
+        for found, own in ((tensors, module._parameters), (buffers, module._buffers)):  # noqa: SLF001 (as torch does)
+            for name, tensor in own.items():
+                if tensor is not None and id(tensor) not in seen:
+                    seen.add(id(tensor))
+                    found[f"{path}.{name}" if path else name] = tensor
+    if buffers := {name: buffer for name, buffer in buffers.items() if buffer.is_floating_point()}:
         saved = model.state_dict(keep_vars=True)
         tensors |= {name: buffer for name, buffer in buffers.items() if name in saved}
     # Where a size in the config is 0, some families create a parameter without elements (DINOv3's registers).

@@ -346,6 +346,9 @@ class GroupContext(LocalTaskContext):
             return np.zeros(block.shape, NUMPY_DTYPES[block.dtype])
         return read_block(tensors, block)
 
+    def read_all(self, blocks: Iterable[Block]) -> dict[str, Array]:
+        return {block.name: self.read(block) for block in blocks}
+
     def attention(self, batches: Iterable[Mapping[str, Tensor]], tokens: TaskTokens) -> dict[str, LayerAttention]:
         return self.group.same(lambda: super(GroupContext, self).attention(batches, tokens))
 

@@ -101,6 +101,7 @@ class InProcessCoordinator:
         self.open = open_
         self.held: dict[str, frozenset[str]] = {}
         """The blobs that each worker holds after its last task, by the worker's name."""
+        self._last_held = frozenset[str]()
         self.cohort = 1
         """The number of workers of the present round."""
         self._spec = spec
@@ -278,6 +279,8 @@ class InProcessCoordinator:
     def _holds(self, order: Order, shelf: Lent) -> frozenset[str]:
         """Note and return what an order's worker holds at its end."""
         held = shelf.kept(self._states.manifest(order.version.digest).digests)
+        # Most workers hold the same, which is then in memory once.
+        held = self._last_held = self._last_held if held == self._last_held else held
         self.held[order.holder] = held
         return held
 

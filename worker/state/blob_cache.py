@@ -16,7 +16,7 @@ from tessera.shared.hashing import Hashing, Sink, digest_at
 from tessera.shared.model.blocks import Block
 from tessera.shared.problems import DigestMismatch
 from tessera.shared.tensors.dtypes import NUMPY_DTYPES, DType
-from tessera.shared.tensors.lazy import PIECE, Array, chunk_counts
+from tessera.shared.tensors.lazy import CHUNK, PIECE, Array, chunk_counts
 from tessera.worker.state.atomic_files import sweep, written_whole
 
 DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
@@ -279,6 +279,9 @@ class BlobTensor:
 
     def chunks(self) -> Iterator[Array]:
         dtype = NUMPY_DTYPES[self.block.dtype]
+        if self.data is not None and self.block.numel <= CHUNK:
+            yield np.frombuffer(self.data, dtype, self.block.numel, self.offset)
+            return
         with self._open() as file:
             for count in chunk_counts(self.block.numel):
                 yield np.frombuffer(file.read(count * dtype.itemsize), dtype=dtype)

@@ -110,10 +110,10 @@ class Vault:
 
         Raises ValueError for an id that could be a path, or an array of a kind that cannot be stored.
         """
-        folder = self._of_run(run)
-        path = folder / f"{STAGED}-{checked_identifier(task)}-{token}.safetensors"
+        folder, name = self._of_run(run), f"{STAGED}-{checked_identifier(task)}-{token}.safetensors"
         if not keep and all(other.name == SCALE for other in folder.glob("*")):
             return Staged(None, self._durable)
+        path = folder / name
         _write(path, keep, durable=self._durable)
         return Staged(path, self._durable)
 

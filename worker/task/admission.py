@@ -23,7 +23,6 @@ from tessera.worker.data.overlap import MAX_SHARED, hashes_in_order, share_of, s
 from tessera.worker.governance.approvals import Inbox, Request
 from tessera.worker.governance.descriptions import summary
 from tessera.worker.governance.policy import PolicyViolation, check_use
-from tessera.worker.governance.run_history import RunSnapshot
 from tessera.worker.state.checkpoints import TaskCheckpoint
 from tessera.worker.state.privacy_ledger import LEDGER_FOLDER, Ledger
 from tessera.worker.task.environment import TaskRun
@@ -42,8 +41,6 @@ class Admission:
     """The result of admitting a task."""
 
     dataset: Dataset
-    snapshot: RunSnapshot
-    """The run's terms and progress, as the task states them."""
     private: PrivateTask | None
     """The task's privacy accounting; None without differential privacy."""
     checkpoint: TaskCheckpoint | None
@@ -56,10 +53,9 @@ def admit(run: TaskRun) -> Admission:
     Raises PolicyViolation, Unapproved, TaskFailure, InputMismatch, UnknownMethod, CodecError.
     """
     env, task = run.env, run.task
-    snapshot = RunSnapshot.of(task)
     env.policy.check_task(task, env.kinds)
     if env.history:
-        env.history.check(snapshot, env.policy)
+        env.history.check(run.snapshot, env.policy)
     try:
         check_method(task.method)
     except ValidationError as refusal:
@@ -77,14 +73,14 @@ def admit(run: TaskRun) -> Admission:
     if task.kind == "train":
         env.policy.check_epochs(local_epochs(task.training, dataset.examples))
     if env.inbox:
-        _require_approval(run, env.inbox, snapshot, dataset)
+        _require_approval(run, env.inbox, dataset)
     if allowance := env.allowances.get(task.dataset):
         allowance.check(task)
     check_overlap(run, dataset)
     if task.kind != "train":
-        return Admission(dataset, snapshot, None, None)
+        return Admission(dataset, None, None)
     checkpoint = checkpoint_of(env, task)
-    return Admission(dataset, snapshot, _private(run, dataset, checkpoint), checkpoint)
+    return Admission(dataset, _private(run, dataset, checkpoint), checkpoint)
 
 
 def _require_packable(task: Task) -> None:
@@ -109,7 +105,7 @@ def _require_augmentable(task: Task, dataset: Dataset) -> None:
         raise InputMismatch(f"the data set {task.dataset!r} does not take the run's training.augmentation: {said}")
 
 
-def _require_approval(run: TaskRun, inbox: Inbox, snapshot: RunSnapshot, dataset: Dataset) -> None:
+def _require_approval(run: TaskRun, inbox: Inbox, dataset: Dataset) -> None:
     """Raise Unapproved unless the run is approved; file a request from its first task."""
     task = run.task
     measured = dataset.held_out if task.kind == "evaluate" and task.held_out else dataset
@@ -130,7 +126,7 @@ def _require_approval(run: TaskRun, inbox: Inbox, snapshot: RunSnapshot, dataset
         run.journal.note("run.ask", terms=terms, summary=request.summary)
         return request
 
-    inbox.require(snapshot, make_request)
+    inbox.require(run.snapshot, make_request)
 
 
 def check_overlap(run: TaskRun, dataset: Dataset) -> None:

@@ -4,8 +4,9 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import Any, BinaryIO, Protocol
 
 import torch
 from pydantic import JsonValue
@@ -16,6 +17,9 @@ from tessera.shared.client.client import Progress
 from tessera.shared.client.line import ThreadTimes
 from tessera.shared.hashing import Sink
 from tessera.shared.json_limits import check_document
+from tessera.shared.methods.base import RunInfo, WorkerHalf
+from tessera.shared.methods.registry import worker_half
+from tessera.shared.model.blocks import Block
 from tessera.shared.model.spec import MAX_DOCUMENT_BYTES
 from tessera.shared.schema import TaskKind
 from tessera.shared.tensors.lazy import Array
@@ -24,7 +28,7 @@ from tessera.worker.data.dataset import Dataset
 from tessera.worker.governance.airlock import Airlock
 from tessera.worker.governance.approvals import Inbox
 from tessera.worker.governance.policy import Allowance, Policy
-from tessera.worker.governance.run_history import RunHistory
+from tessera.worker.governance.run_history import RunHistory, RunSnapshot
 from tessera.worker.model.layouts import MappingFile
 from tessera.worker.model.sandbox import Sandbox
 from tessera.worker.state.audit import Action, Audit
@@ -210,6 +214,25 @@ class TaskRun:
         raw = self.read(digest, MAX_DOCUMENT_BYTES)
         check_document(raw)
         return raw
+
+    @cached_property
+    def snapshot(self) -> RunSnapshot:
+        """The run's terms and progress, as the task states them."""
+        return RunSnapshot.of(self.task)
+
+    def half(self, blocks: Sequence[Block]) -> WorkerHalf[Any]:
+        """Return the worker's half of the task's method."""
+        task = self.task
+        facts = RunInfo(
+            tuple(blocks),
+            task.rounds,
+            task.normalization,
+            task.training,
+            task.privacy,
+            upload_budget=task.upload_budget,
+            upload_seconds=task.upload_seconds,
+        )
+        return worker_half(task.method, facts)
 
     @property
     def contention(self) -> float:

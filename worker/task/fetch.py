@@ -12,8 +12,7 @@ import structlog
 import torch
 
 from tessera.shared.api.versions import Manifest, ServerTensor
-from tessera.shared.methods.base import RunInfo, UnsupportedRun, WorkerHalf
-from tessera.shared.methods.registry import worker_half
+from tessera.shared.methods.base import UnsupportedRun, WorkerHalf
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.spec import MAX_DOCUMENT_BYTES, Model
 from tessera.shared.model.training_faults import training_faults
@@ -29,6 +28,7 @@ from tessera.worker.model.device_memory import free_bytes, needed_bytes
 from tessera.worker.model.forward import objective_of
 from tessera.worker.model.four_bits import four_bit_layers, four_bit_tensors, put_four_bits, require_frozen
 from tessera.worker.model.layouts import MappingFile
+from tessera.worker.model.small_blocks import write_blocks
 from tessera.worker.model.snapshot import converted_blocks
 from tessera.worker.state.atomic_files import temporary_file
 from tessera.worker.state.base_cache import BaseRecordError
@@ -129,9 +129,9 @@ def fetch(run: TaskRun, dataset: Dataset) -> Fetched:
         four_bits = last.four_bits if last else four_bit_tensors(document, mapping)
         require_frozen(document, four_bits, task.plan, is_training=task.kind == "train")
     if env.setup.compute.shard:
-        require_shardable(_half(run, blocks), task.plan, document, task.training, private=task.privacy is not None)
+        require_shardable(run.half(blocks), task.plan, document, task.training, private=task.privacy is not None)
     if task.kind == "train" and task.privacy is None:
-        require_divisible(_half(run, blocks), blocks, dataset, task.training, env.setup.micro_batch)
+        require_divisible(run.half(blocks), blocks, dataset, task.training, env.setup.micro_batch)
     manifest = _read_manifest(run)
     if last is None:
         require_memory(run, blocks, four_bits)
@@ -149,7 +149,7 @@ def require_memory(run: TaskRun, blocks: Sequence[Block], four_bits: frozenset[s
         # The ranks have the model. Each looks for itself.
         return
     # A method that chooses among the plan's blocks may itself fit its choice to the memory.
-    fixed = task.kind == "train" and type(_half(run, blocks)).select is WorkerHalf.select
+    fixed = task.kind == "train" and type(run.half(blocks)).select is WorkerHalf.select
     trained = task.plan.train.resolve(blocks) if fixed else ()
     shards = run.env.setup.ranks.shards
     needed, free = needed_bytes(blocks, trained, task.training, four_bits, shards), free_bytes(device)
@@ -162,21 +162,6 @@ def require_memory(run: TaskRun, blocks: Sequence[Block], four_bits: frozenset[s
         )
 
 
-def _half(run: TaskRun, blocks: Sequence[Block]) -> WorkerHalf[Any]:
-    """Return the worker's half of the task's method."""
-    task = run.task
-    facts = RunInfo(
-        tuple(blocks),
-        task.rounds,
-        task.normalization,
-        task.training,
-        task.privacy,
-        upload_budget=task.upload_budget,
-        upload_seconds=task.upload_seconds,
-    )
-    return worker_half(task.method, facts)
-
-
 def load(run: TaskRun, fetched: Fetched) -> Loaded:
     """Load the version into a model, without the site's private state (see `Loaded.personalise`).
 
@@ -187,7 +172,7 @@ def load(run: TaskRun, fetched: Fetched) -> Loaded:
     built = fetched.last or _built(run, fetched)
     _fill(run, fetched, built)
     seed_everything(task.seed)
-    half = _half(run, built.blocks)
+    half = run.half(built.blocks)
     server_state = _fetch_memory(run, fetched.manifest)
     try:
         env.vault.settle_run(task.run, task.receipt, env.coordinator.task)
@@ -209,9 +194,19 @@ def load(run: TaskRun, fetched: Fetched) -> Loaded:
 
 
 def _fill(run: TaskRun, fetched: Fetched, built: Built) -> None:
-    """Write the version's values into a model. Matrices in 4 bits are converted one by one."""
+    """Write the version's values into a model: blocks in memory together, matrices in 4 bits one by one."""
     tensors, layers, ranks = named_tensors(built.model), four_bit_layers(built.model), run.env.setup.ranks
-    for name, group in groupby(fetched.bases.values(), key=lambda base: base.block.tensor):
+    together = not layers and ranks.shards == 1 and run.env.device.type == "cpu"
+    small = [
+        base for base in fetched.bases.values() if together and base.data is not None and base.block.part is None
+    ]
+    run.check()
+    if not write_blocks(tensors, [(base.block, base.data or b"") for base in small]):
+        for base in small:
+            _require_finite(base.block.name, base.values())
+    written = {id(base) for base in small}
+    large = (base for base in fetched.bases.values() if id(base) not in written)
+    for name, group in groupby(large, key=lambda base: base.block.tensor):
         bases = list(group)
         content = tuple(fetched.content(base.block) for base in bases)
         layer = layers.get(name)

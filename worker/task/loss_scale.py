@@ -21,11 +21,13 @@ def loss_scaler(env: TaskEnvironment, task: Task) -> Iterator[torch.amp.GradScal
     scaler = env.scalers.pop(task.run, None)
     if scaler is None:
         scaler = gradient_scaler(task.training, env.device)
-        restore_scale(scaler, env.vault.load_scale(task.run))
+        if scaler.is_enabled():
+            restore_scale(scaler, env.vault.load_scale(task.run))
     try:
         yield scaler
     except TrainingDiverged:
         env.vault.keep_scale(task.run, {})
         raise
     env.scalers[task.run] = scaler
-    env.vault.keep_scale(task.run, scale_of(scaler))
+    if scaler.is_enabled():
+        env.vault.keep_scale(task.run, scale_of(scaler))

@@ -78,16 +78,17 @@ class TaskRunner(TaskEnvironment):
         if the coordinator refuses, the exceptions of `check`, and other exceptions if the task fails.
         """
         run = TaskRun(self, task, check, report, Journal(TaskRef.of(task), task.dataset, self.audit, self.ledger))
-        run.journal.note(
-            "task.start",
-            kind=task.kind,
-            method=task.method.name,
-            orchestrator=task.orchestrator,
-            dataset=task.dataset,
-            plan=digest_of(canonical(task.plan)),
-            version=task.version.digest,
-            **({"base_bits": bits} if (bits := self.setup.compute.base_bits) else {}),
-        )
+        if self.audit:
+            run.journal.note(
+                "task.start",
+                kind=task.kind,
+                method=task.method.name,
+                orchestrator=task.orchestrator,
+                dataset=task.dataset,
+                plan=digest_of(canonical(task.plan)),
+                version=task.version.digest,
+                **({"base_bits": bits} if (bits := self.setup.compute.base_bits) else {}),
+            )
         admission = admit(run)
         dataset, private, checkpoint = admission.dataset, admission.private, admission.checkpoint
         report.begin("fetching")
@@ -98,7 +99,7 @@ class TaskRunner(TaskEnvironment):
                 dataset = tokenize(run, fetched.document, loaded, dataset)
                 require_own_loss(loaded.context, dataset)
             fitting = explained(fetched.document, loaded.context, dataset, private=task.privacy is not None)
-            egress = Egress(run, admission.snapshot, private, checkpoint)
+            egress = Egress(run, private, checkpoint)
             if task.kind == "train":
                 with spans.span("train"), fitting:
                     if self.ranks:

@@ -32,7 +32,6 @@ from tessera.shared.updates.update_file import (
 )
 from tessera.worker.governance.airlock import Airlock, BlockOut, Summary, UpdateWithheld, summary_of
 from tessera.worker.governance.policy import PolicyViolation
-from tessera.worker.governance.run_history import RunSnapshot
 from tessera.worker.state.atomic_files import temporary_file
 from tessera.worker.state.audit import names_digest
 from tessera.worker.state.blob_cache import BlobTensor
@@ -92,7 +91,6 @@ class Egress:
     """Egress of one task's result from the worker."""
 
     run: TaskRun
-    snapshot: RunSnapshot
     private: PrivateTask | None = None
     checkpoint: TaskCheckpoint | None = None
 
@@ -121,7 +119,7 @@ class Egress:
                     self.checkpoint.remove()
                 self.private.leave()
             if env.history:
-                env.history.add(self.snapshot, env.policy, update.nbytes)
+                env.history.add(self.run.snapshot, env.policy, update.nbytes)
             head = self._note_leaving(summary) if summary else None
             report.begin("uploading", total_bytes=update.nbytes)
             sent = self._counting()
@@ -164,7 +162,7 @@ class Egress:
         """Submit the metrics measured on `examples`."""
         env, task, metrics = self.run.env, self.run.task, self.run.report.metrics
         if env.history:
-            env.history.add(self.snapshot, env.policy)
+            env.history.add(self.run.snapshot, env.policy)
         names = list[JsonValue](sorted(metrics))
         head = self.run.journal.note(
             "figures.leave",

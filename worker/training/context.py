@@ -25,6 +25,7 @@ from tessera.worker.model.config import ConfigError
 from tessera.worker.model.forward import IGNORED, CrossEntropy, forward
 from tessera.worker.model.held_values import HeldValues
 from tessera.worker.model.prompts import REMEDY, PromptError, fused_prompts, prompts_of
+from tessera.worker.model.small_blocks import read_blocks
 from tessera.worker.training.optimization.compilation import uncompiled
 
 
@@ -63,6 +64,10 @@ class LocalTaskContext:
 
     def read(self, block: Block) -> Array:
         return read_block(self._tensor(block), block)
+
+    def read_all(self, blocks: Iterable[Block]) -> dict[str, Array]:
+        wanted = list(blocks)
+        return read_blocks(named_tensors(self.model), wanted) if wanted else {}
 
     def write(self, block: Block, values: Array) -> None:
         self.held.forget([block.tensor])

@@ -52,9 +52,9 @@ class Freeze:
 
     def mask_gradients(self) -> None:
         """Zero the gradients of frozen rows."""
-        for parameter in self.parameters:
-            if parameter.grad is not None:
-                self.mask(parameter, parameter.grad)
+        for tensor, axis, frozen, _ in self._rows:
+            if tensor.grad is not None:
+                tensor.grad.index_fill_(axis - tensor.ndim, frozen, 0)
 
     def mask(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         """Zero a parameter's frozen rows in a gradient of its shape, which may have additional leading axes."""

@@ -232,7 +232,7 @@ class PhaseTraining:
             short = value is None
             if not self._ranks.any_rank(short) and value is not None:
                 return value
-            self._optimizer.zero_grad(set_to_none=True)
+            self._drop_gradients()
             for buffer, values in buffers:
                 buffer.copy_(values)
             set_generator_states(*generators)
@@ -241,7 +241,7 @@ class PhaseTraining:
 
     def _gradients(self, batch: Batch, labels: Tensor) -> Tensor:
         """Set the gradients to a batch's. Returns its loss."""
-        self._optimizer.zero_grad(set_to_none=True)
+        self._drop_gradients()
         value = torch.zeros((), dtype=torch.float64, device=self._local.setup.device)
         for piece, share in self._pieces(batch, labels):
             loss = self._local.loss(piece)
@@ -249,6 +249,10 @@ class PhaseTraining:
             value += loss.detach()
             self._local.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         return value
+
+    def _drop_gradients(self) -> None:
+        for parameter in self.freeze.parameters:
+            parameter.grad = None
 
     def _note_overflow(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._overflowed = getattr(optimizer, "found_inf", None)

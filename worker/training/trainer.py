@@ -51,7 +51,9 @@ class Trainer(LocalTraining):
         changes = augmentation_of(self.training, seed)
         batches = Batches(share, size, self.setup.device, order, augmentation=changes)
         # Under privacy no module computes statistics of a batch, from its charge on.
-        self.context.model.train(mode=self.private is None)
+        training = self.private is None
+        if any(module.training != training for module in self.context.model.modules()):
+            self.context.model.train(training)
         state = TrainingState(self, phases, order)
         planned = [steps_of(phase, self.training, dataset.examples) for phase in phases]
         done = sum(planned[: state.at.phase]) + state.at.batches

@@ -8,6 +8,9 @@ import numpy as np
 from tessera.shared.tensors.lazy import Array
 from tessera.shared.updates.codecs.stage import U8, ArrayLayout, Stage
 
+FEW = 1 << 10
+"""Number of elements up to which one operation is faster than one for each plane."""
+
 
 class Shuffle(Stage):
     name = "shuffle"
@@ -20,10 +23,13 @@ class Shuffle(Stage):
         return values.view(U8).reshape(-1, values.dtype.itemsize).T.reshape(-1)
 
     def decode(self, encoded: Array, layout: ArrayLayout, base: Array) -> Array:
+        planes = encoded.reshape(layout.dtype.itemsize, layout.size)
+        if layout.size <= FEW:
+            return planes.T.reshape(-1).view(layout.dtype)
         values = np.empty(layout.size, layout.dtype)
         places = values.view(U8).reshape(layout.size, layout.dtype.itemsize)
         # Plane by plane: numpy transposes byte by byte, which takes four times as long.
-        for byte, plane in enumerate(encoded.reshape(layout.dtype.itemsize, layout.size)):
+        for byte, plane in enumerate(planes):
             places[:, byte] = plane
         return values
 

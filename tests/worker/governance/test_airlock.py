@@ -157,8 +157,7 @@ def test_what_was_changed_after_its_release_does_not_leave(tmp_path: Path) -> No
     path, told = tmp_path / "update", summary()
     path.write_bytes(b"another")
     released = ReleaseDecision(update=told.update, verdict="release", by="a person", at=datetime.now(UTC))
-    nothing: Any = None
     airlock: Any = SimpleNamespace(hold=lambda *_: released)
     run: Any = SimpleNamespace(journal=SimpleNamespace(note=lambda *_, **__: None), check=lambda: None)
     with pytest.raises(PolicyViolation, match="the file changed after its release"):
-        Egress(run, nothing)._hold(airlock, path, told)
+        Egress(run)._hold(airlock, path, told)
