@@ -9,7 +9,6 @@ from tessera.shared.methods.base import Phase
 from tessera.shared.model.block_rates import rate_of
 from tessera.shared.model.blocks import Block
 from tessera.shared.run_settings import Training
-from tessera.worker.training.optimization.joined_adamw import JoinedAdamW, can_join
 
 SMALL_ELEMENTS = 1 << 18
 """Number of elements up to which an optimizer's step is one call for all tensors. It needs memory for two more of
@@ -58,11 +57,9 @@ def optimizer_of(groups: Groups, training: Training, *, fused: bool) -> torch.op
         for (rate, decay), tensors in groups.items()
     ]
     # On a processor, the calls for many small tensors take longer than their arithmetic, which is the same.
-    flat = [tensor for tensors in groups.values() for tensor in tensors]
-    foreach = True if not fused and sum(tensor.numel() for tensor in flat) <= SMALL_ELEMENTS else None
+    elements = sum(tensor.numel() for tensors in groups.values() for tensor in tensors)
+    foreach = True if not fused and elements <= SMALL_ELEMENTS else None
     if training.optimizer == "adamw":
-        if foreach and all(map(can_join, flat)):
-            return JoinedAdamW(parameters, betas=training.betas)
         return torch.optim.AdamW(parameters, betas=training.betas, fused=fused or None, foreach=foreach)
     momentum = training.momentum
     return torch.optim.SGD(

@@ -5,16 +5,12 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from tessera.worker.training.optimization.joined_adamw import JoinedAdamW
-
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the optimizer's state, by the name of a parameter and torch's key: `head.weight/exp_avg`.
 
     The tensors share the optimizer's memory. A parameter without a step so far has none.
     """
-    if isinstance(optimizer, JoinedAdamW):
-        optimizer.spread()
     return {
         f"{name}/{key}": value
         for name, parameter in parameters.items()
