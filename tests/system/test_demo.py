@@ -59,7 +59,6 @@ def _told(process: psutil.Process) -> list[str]:
         return []
 
 
-@pytest.mark.long
 def test_the_demo_ends_with_a_model_that_measures_the_same_again(tmp_path: Path) -> None:
     out = tmp_path / "demo"
     with Launcher(tmp_path) as launcher, demo(out, *SHORT, python=str(launcher.python)) as (process, log):
