@@ -7,7 +7,6 @@ query/key/value matrix is one tensor and three blocks; everything else is one bl
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import pairwise
 from math import prod
 from typing import Annotated, Literal, Self
@@ -86,15 +85,15 @@ class Block(Frozen):
             raise ValueError(f"block {self.name!r} has shape {self.shape}, which its part does not fit")
         return self
 
-    @cached_property
+    @property
     def name(self) -> str:
         return f"{self.tensor}#{self.part.label}" if self.part else self.tensor
 
-    @cached_property
+    @property
     def numel(self) -> int:
         return prod(self.shape)
 
-    @cached_property
+    @property
     def nbytes(self) -> int:
         return self.numel * NUMPY_DTYPES[self.dtype].itemsize
 

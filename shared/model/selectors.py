@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
-from functools import cached_property
 from typing import Self
 
 from pydantic import Field, model_validator
@@ -39,6 +38,9 @@ class Match(Frozen):
         )
 
 
+_ANY = Match()
+
+
 class Selector(Frozen):
     """Blocks that match any of `include` and none of `exclude`."""
 
@@ -58,10 +60,10 @@ class Selector(Frozen):
             and not any(match.holds(block) for match in self.exclude)
         )
 
-    @cached_property
+    @property
     def is_unconditional(self) -> bool:
         """True if it selects every block of any model."""
-        return not self.exclude and Match() in self.include
+        return not self.exclude and _ANY in self.include
 
     def resolve(self, blocks: Iterable[Block]) -> tuple[Block, ...]:
         """Return the selected blocks, in the table's order.

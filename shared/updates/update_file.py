@@ -49,10 +49,8 @@ class TrainedBlock:
 
     def values(self) -> Iterator[Array]:
         """Yield the new value with the rest, in the block's own type, chunk by chunk."""
-        if self.rest is None:
-            return self.value.chunks()
-        both = zip(self.value.chunks(), self._rests(), strict=True)
-        return (value if rest is None else (value + rest).astype(value.dtype) for value, rest in both)
+        for value, rest in zip(self.value.chunks(), self._rests(), strict=True):
+            yield value if rest is None else (value + rest).astype(value.dtype)
 
     def steps(self) -> Iterator[Array]:
         """Yield the difference from the version with the rest, as float32, chunk by chunk."""

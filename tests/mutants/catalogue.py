@@ -140,17 +140,17 @@ FENCING = (
     ),
     Mutant(
         "coordinator/db/transitions.py",
-        "same = (TaskRow.id == task.id) & (TaskRow.token == task.token)",
-        "same = TaskRow.id == task.id",
+        '{"id": task.id, "token": task.token}',
+        '{"id": task.id}',
         TRANSITIONS,
     ),
     Mutant(
         "coordinator/db/transitions.py",
-        ".where(which, table.state.in_(move.sources))",
-        ".where(which)",
+        ".where(*same, columns.state.in_(move.sources))",
+        ".where(*same)",
         TRANSITIONS,
     ),
-    Mutant("coordinator/db/transitions.py", "which, values) != 1:", "which, values) > 1:", TRANSITIONS),
+    Mutant("coordinator/db/transitions.py", ".rowcount != 1:", ".rowcount > 1:", TRANSITIONS),
     Mutant("coordinator/db/tasks.py", '"token": task.token + 1,', '"token": task.token,', LEASES),
     Mutant("coordinator/db/tasks.py", '"attempts": task.attempts + 1,', '"attempts": task.attempts,', LEASES),
     Mutant(
