@@ -217,7 +217,7 @@ def compare(work: Work, results: Results, processes: Sequence[int], *, rivals: b
         results.aim(f"{work.name}: our processor time over Flower's", ours.processor / theirs.processor, 1.0)
         results.aim(f"{work.name}: our memory over Flower's", ours.peak_bytes / theirs.peak_bytes, 1.0)
     if work.steps > 1:
-        share = found["bare", 1].processor / found["tessera", 1].processor
+        share = found["bare", 1].processor / found["tessera", min(processes)].processor
         results.aim(f"{work.name}: share of our processor time beside training", 1 - share, 0.2)
 
 
