@@ -6,9 +6,9 @@ from typing import TextIO
 import structlog
 
 
-class Lines(structlog.PrintLogger):
-    """Prints each line; one that cannot be written is lost. That the disk under the log is full is no reason to drop
-    a request, or the work of an hour."""
+class Lines(structlog.WriteLogger):
+    """Writes each line whole, since several processes share a log. One that cannot be written is lost: that the disk
+    under the log is full is no reason to drop a request, or the work of an hour."""
 
     def msg(self, message: str) -> None:
         with suppress(OSError):
