@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from tessera.shared.methods.base import WorkerHalf
+from tessera.shared.privacy.noise import NoiseSource, grid_of
 from tessera.shared.tensors.lazy import Array
 from tessera.worker.data.augmentation import augmentation_of
 from tessera.worker.data.dataset import DataError, Dataset, Rows
 from tessera.worker.data.loaders import LoaderFailed, finished, read_here, read_in_pieces
 from tessera.worker.model.forward import IGNORED, evaluation_mode, losses
-from tessera.worker.privacy.noise import NoiseSource
 from tessera.worker.privacy.per_example_grads import (
     EXACT,
     ROUGH,
@@ -43,10 +43,6 @@ from tessera.worker.training.freeze import Freeze
 from tessera.worker.training.optimization.micro_batch import PieceSize
 from tessera.worker.training.optimization.precision import autocast
 from tessera.worker.training.setup import LocalTraining
-
-GRID = 1024
-"""Lower limit on the noise's standard deviation in steps of the grid: rounding adds less than one ten-millionth to
-the noise's variance, and each step contains about 2^50 of the noise's possible values."""
 
 NOISE_AT_ONCE = 1 << 20
 """Number of noise values to draw at a time."""
@@ -93,8 +89,8 @@ class Mechanism:
 
     @property
     def grid(self) -> float:
-        """The unit of released sums: a power of two, by which floating-point numbers divide exactly."""
-        return math.ldexp(1.0, math.frexp(self.deviation / GRID)[1] - 1)
+        """The unit of released sums."""
+        return grid_of(self.deviation)
 
 
 def scales(gradients: Gradients, clip_norm: float) -> Tensor:

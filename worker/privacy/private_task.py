@@ -15,6 +15,7 @@ import structlog
 from pydantic import JsonValue, NonNegativeInt
 
 from tessera.shared.api.tasks import Task
+from tessera.shared.privacy.noise import KEY_BYTES, NoiseSource, secret_key
 from tessera.shared.run_settings import Budget, Privacy, rho_of
 from tessera.shared.schedule import local_steps
 from tessera.shared.schema import Frozen
@@ -23,7 +24,6 @@ from tessera.worker.data.dataset import Dataset
 from tessera.worker.governance.policy import Allowance, PolicyViolation, PrivacyFloor
 from tessera.worker.privacy.accountant import Overspent, admits, epsilon, least_budget, noise_multiplier, within
 from tessera.worker.privacy.dp_sgd import Mechanism, NoisyGradients, sampling
-from tessera.worker.privacy.noise import KEY_BYTES, NoiseSource, secret_key
 from tessera.worker.state.hash_chain import TaskRef
 from tessera.worker.state.privacy_ledger import (
     Event,

@@ -6,9 +6,9 @@ from typing import Any
 from pydantic import JsonValue
 
 from tessera.shared.api.tasks import Task
+from tessera.shared.privacy.noise import NoiseSource
 from tessera.shared.tensors.lazy import Array
 from tessera.worker.privacy.dp_sgd import sampling
-from tessera.worker.privacy.noise import NoiseSource
 from tessera.worker.privacy.private_task import PrivateProgress, PrivateTask
 from tessera.worker.ranks.group import Group
 from tessera.worker.training.randomness import seed_everything

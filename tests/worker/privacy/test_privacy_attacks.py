@@ -20,13 +20,13 @@ from tessera.shared.methods.base import MethodSpec, Phase, Plan, RunInfo, Unsupp
 from tessera.shared.methods.registry import worker_half
 from tessera.shared.model.attention_stats import TaskTokens
 from tessera.shared.model.selectors import EVERYTHING, Selector, named
+from tessera.shared.privacy.noise import NoiseSource
 from tessera.shared.run_settings import Privacy
 from tessera.shared.tensors.lazy import Array
 from tessera.worker.data.dataset import Dataset, RowsOnDisk
 from tessera.worker.model.block_map import block_table
 from tessera.worker.model.build import instantiate
 from tessera.worker.privacy.dp_sgd import Mechanism, NoisyGradients, known_examples, sampling
-from tessera.worker.privacy.noise import NoiseSource
 from tessera.worker.privacy.per_example_grads import Hooked
 from tessera.worker.privacy.private_task import PrivateTask
 from tessera.worker.state.privacy_ledger import Ledger

@@ -23,6 +23,7 @@ from tessera.shared.methods.registry import coordinator_half, methods, worker_ha
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.selectors import EVERYTHING, Selector, named, roles
 from tessera.shared.model.spec import Head
+from tessera.shared.privacy.noise import NoiseSource, secret_key
 from tessera.shared.run_settings import Budget, Privacy
 from tessera.worker.data.dataset import DataError, Dataset, RowsOnDisk
 from tessera.worker.governance.policy import Allowance, PolicyViolation
@@ -30,7 +31,6 @@ from tessera.worker.model.block_map import block_table
 from tessera.worker.model.build import instantiate
 from tessera.worker.privacy.accountant import epsilon
 from tessera.worker.privacy.dp_sgd import Mechanism, NoisyGradients, sampling, scaled_sum, scales
-from tessera.worker.privacy.noise import NoiseSource, secret_key
 from tessera.worker.privacy.per_example_grads import norms
 from tessera.worker.privacy.private_task import PrivateTask, bounded_sums, epsilon_per_pick, private_top_k
 from tessera.worker.state.hash_chain import TaskRef

@@ -11,7 +11,7 @@ from cryptography.hazmat.primitives.ciphers.algorithms import AES256
 from cryptography.hazmat.primitives.ciphers.modes import ECB
 from scipy.stats import gumbel_r, kstest
 
-from tessera.worker.privacy.noise import NoiseSource, secret_key
+from tessera.shared.privacy.noise import NoiseSource, secret_key
 
 KEY = bytes(range(32))
 DRAWS = 200_000

@@ -1,7 +1,7 @@
-"""Cryptographic randomness for noise, samples and noisy choices, unpredictable outside the task.
+"""Cryptographic randomness for noise, samples and noisy choices, unpredictable without the key.
 
-The run's seed is unsuitable: the coordinator knows it, and could remove the noise. So are the generators of numpy and
-torch, whose state can be computed from their output, which the noise publishes. Needs the extra `privacy`.
+The run's seed is unsuitable: others know it, and could remove the noise. So are the generators of numpy and torch,
+whose state can be computed from their output, which the noise publishes.
 """
 
 import math
@@ -16,10 +16,20 @@ from tessera.shared.tensors.lazy import Array
 
 KEY_BYTES = 32
 
+GRID = 1024
+"""Lower limit on the noise's standard deviation in steps of the grid: rounding adds less than one ten-millionth to
+the noise's variance, and each step contains about 2^50 of the noise's possible values."""
+
 
 def secret_key() -> bytes:
     """Return a new key from the operating system."""
     return secrets.token_bytes(KEY_BYTES)
+
+
+def grid_of(deviation: float) -> float:
+    """Return the unit of released sums with noise of this standard deviation: a power of two, by which floating-point
+    numbers divide exactly."""
+    return math.ldexp(1.0, math.frexp(deviation / GRID)[1] - 1)
 
 
 class NoiseSource:
