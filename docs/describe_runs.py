@@ -16,7 +16,7 @@ from tessera.shared.cli.run_keys import Key, keys_of, toml
 from tessera.shared.methods.base import MethodSpec
 from tessera.shared.methods.registry import methods
 from tessera.shared.model.selectors import Match
-from tessera.shared.run_settings import Privacy, Training
+from tessera.shared.run_settings import ClientPrivacy, Privacy, Training
 
 PREAMBLE = """\
 # A run's file
@@ -111,6 +111,11 @@ TABLES: tuple[tuple[str, type[BaseModel], str], ...] = (
         "privacy",
         Privacy,
         "Differential privacy of what each worker sends ([privacy.md](privacy.md)). Without the table there is none.",
+    ),
+    (
+        "client_privacy",
+        ClientPrivacy,
+        "Noise at the coordinator for [whole sites](privacy.md#whole-sites), with normalization set to cohort.",
     ),
 )
 

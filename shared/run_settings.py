@@ -218,6 +218,11 @@ class Budget(Frozen):
     epsilon: float = Field(gt=0, le=1000, description="bound on the privacy loss; the smaller, the more private")
     delta: float = Field(gt=0, lt=0.1, description="well below one over the number of examples")
 
+    @property
+    def summary(self) -> str:
+        """Return the bound in words, for people."""
+        return f"epsilon {self.epsilon:g}, delta {self.delta:g}"
+
 
 def rho_of(target: Budget) -> float:
     """Return the zCDP that would use up the target (Bun and Steinke 2016, arXiv 1605.02065, proposition 1.3)."""
@@ -253,6 +258,31 @@ class Privacy(Budget):
     )
     selections: PositiveInt | None = Field(
         default=None, description="noisy choices that a worker makes in the run; one a round if left out"
+    )
+
+
+class ClientPrivacy(Budget):
+    """DP-FedAvg at the coordinator, with one site as the unit (McMahan et al. 2018, arXiv 1710.06963, algorithm 1).
+
+    (epsilon, delta) bounds what all versions of the run together reveal about one site's updates. It protects nothing
+    from the coordinator, which reads each update and adds the noise.
+    """
+
+    delta: float = Field(gt=0, lt=0.1, description="well below one over the number of sites")
+    clip_norm: float = Field(
+        ge=1e-6,
+        le=1e6,
+        description="l2 norm that a site's whole update is clipped to; the first one if adaptive",
+    )
+    clip_quantile: float | None = Field(
+        default=None,
+        gt=0,
+        lt=1,
+        description="share of updates that adaptive clipping leaves as they are; if left out, clip_norm is fixed",
+    )
+    expected_sites: PositiveInt | None = Field(
+        default=None,
+        description="number by which the noisy sum is divided, however many updates come; cohort.size if left out",
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import structlog
 
@@ -41,6 +41,8 @@ class _Due:
     """The version before the round."""
     bounds: Bounds
     accepted: Sequence[Accepted]
+    noise_key: bytes = field(repr=False)
+    """Of client-level privacy; empty without it."""
 
 
 @dataclass(frozen=True)
@@ -74,18 +76,19 @@ class RoundMerger:
 
     def _read(self, run_id: str, round_id: str, state: str) -> _Due:
         with self.database.snapshot() as session:
-            require(session.get_one(RoundRow, round_id).state == state, "the round was moved on already")
+            round_ = session.get_one(RoundRow, round_id)
+            require(round_.state == state, "the round was moved on already")
             run, base, invited = session.get_one(RunRow, run_id), latest(session, run_id), terms_of(session, run_id)
             open_round = round_id if state == "open" else None
             accepted = rounds.assigned_updates(session, run_id, base.number + 1, open_round)
-            return _Due(run_id, invited, base, rounds.bounds_in_force(run), accepted)
+            return _Due(run_id, invited, base, rounds.bounds_in_force(run), accepted, round_.noise_key or b"")
 
     def _merge(self, due: _Due, round_id: str, closing: str | None) -> list[str]:
         """Merge and plan outside of any transaction, then commit version, round and next round in one (I3)."""
         spec, base, accepted, bounds = due.invited.spec, due.base, due.accepted, due.bounds
         model = self.states.model(spec.model)
         self.room.require(model.stored_bytes)
-        manifest, new, merged = self.aggregation.merge(spec, bounds, base, accepted)
+        manifest, new, merged = self.aggregation.merge(spec, bounds, base, accepted, due.noise_key)
         made = VersionRef(number=base.number + 1, digest=new[-1].digest)
         state = self.states.load(model, manifest, made.number)
         half = coordinator_half(spec.method, run_facts(spec, model))

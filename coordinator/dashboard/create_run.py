@@ -107,7 +107,7 @@ def take_form(request: Request, serving: Serving, who: Sender, fields: Fields) -
         faults = refusal.errors or [Fault(pointer="", detail=refusal.detail)]
         return _form(request, serving, who, method, fields, faults, refusal.advice)
     kept = {name: value for name, value in fields.items() if name not in (FORM_TOKEN, STEP)}
-    facts = [("Name", spec.name), ("Rounds", str(spec.rounds)), *facts_of(spec, None)]
+    facts = [("Name", spec.name), ("Rounds", str(spec.rounds)), *facts_of(spec)]
     return render(request, "preview.html", who, preview=preview, spec=spec, facts=facts, kept=kept)
 
 

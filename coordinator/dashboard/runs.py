@@ -129,7 +129,7 @@ def show_run(
         moved = moved_by_run(session, run_id).get(run_id, TrafficTotals())
         end = forecast(session, now, open_round) if open_round else None
         charts = panels(session, figures, metric, x)
-        facts = facts_of(run.spec, run.model_bytes)
+        facts = facts_of(run.spec, run)
         until = now if run.state in LIVE_RUN else run.updated_at.timestamp()
         return render(
             request,
@@ -294,15 +294,15 @@ def _waiting_for(session: Session, serving: Services, now: float, run: Run) -> s
     return "its last version is being evaluated." if over else "the next one is about to open."
 
 
-def facts_of(spec: RunSpec, model_bytes: int | None) -> list[tuple[str, str]]:
-    """Return the run's settings for people."""
+def facts_of(spec: RunSpec, run: Run | None = None) -> list[tuple[str, str]]:
+    """Return the settings of a run, or of one that may be created, for people."""
     settings = ", ".join(f"{name} {value}" for name, value in spec.method.settings.items())
-    training, cohort = spec.training, spec.cohort
+    training, cohort, privacy, sites = spec.training, spec.cohort, spec.privacy, spec.client_privacy
     batches = training.batch_size or "all"
     length = plural(training.steps, "step") if training.steps else plural(training.epochs or 0, "epoch")
     facts = [
         ("Method", spec.method.name + (f" ({settings})" if settings else "")),
-        *([("Model", size(model_bytes))] if model_bytes is not None else []),
+        *([("Model", size(run.model_bytes))] if run else []),
         ("Data set", spec.dataset),
         ("Cohort", f"{plural(cohort.size, 'site') if cohort.size else 'all live sites'}, quorum {cohort.quorum}"),
         ("Training", f"{length}, batches of {batches}"),
@@ -311,10 +311,10 @@ def facts_of(spec: RunSpec, model_bytes: int | None) -> list[tuple[str, str]]:
         ("Averaged over", spec.normalization),
         ("Robust rule", spec.robust.rule),
         ("Server optimizer", spec.server_optimizer.kind),
+        ("Differential privacy", f"{privacy.summary} for each example" if privacy else "none"),
     ]
-    privacy = spec.privacy
-    bound = f"epsilon {privacy.epsilon:g}, delta {privacy.delta:g} at each worker" if privacy else "none"
-    facts.append(("Differential privacy", bound))
+    spent = f"{run.client_epsilon or 0:.3g} spent of " if run else ""
+    facts += [("Privacy of a site", spent + sites.summary)] if sites else []
     if spec.evaluation:
         where = [spec.evaluation.dataset] if spec.evaluation.dataset else []
         where += ["what sites hold out"] if spec.evaluation.sites else []

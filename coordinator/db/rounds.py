@@ -31,6 +31,7 @@ from tessera.coordinator.domain.workers import LiveWorker
 from tessera.shared.api.runs import Bounds, RunSpec
 from tessera.shared.api.versions import Manifest, VersionRef
 from tessera.shared.methods.base import Plan
+from tessera.shared.privacy.noise import secret_key
 from tessera.shared.problems import Conflict
 from tessera.shared.rounds.aggregate import Accepted, Merged
 from tessera.shared.rounds.planning import bounds_of, evaluation_seed, training_seed
@@ -99,6 +100,7 @@ def open_round(
         stage=plans[planned[0].name].stage,
         opened_at=now,
         deadline_at=now + spec.cohort.deadline_seconds,
+        noise_key=secret_key() if spec.client_privacy else None,
     )
     session.add(round_)
     # Rows that refer to each other only by id are written in the order of the flushes.
@@ -177,6 +179,7 @@ def close_round(session: Session, now: float, round_: RoundRow, reason: str) -> 
 def abandon_round(session: Session, now: float, round_: RoundRow, reason: str) -> None:
     """Abandon a round: its accepted updates are left out."""
     move_round(session, now, ACTOR, round_, "abandon", reason)
+    round_.noise_key = None
     cancel_tasks(session, now, _IN_ROUND, {"round": round_.id})
     move_tasks(session, "leave_out", _IN_ROUND, {"round": round_.id}, merged_in=None)
 
@@ -277,6 +280,7 @@ def commit_round(
     version = result.version
     left_out = _note_outcomes(session, run.id, version.number, result)
     move_round(session, now, ACTOR, round_, "commit", round_.reason, left_out=left_out)
+    round_.noise_key = None
     assigned = {"run": run.id, "number": version.number}
     if move_tasks(session, "merge", _ASSIGNED, assigned) != len(result.merged):
         raise Conflict("other updates were assigned to the version than were merged")

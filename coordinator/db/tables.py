@@ -22,15 +22,7 @@ from sqlalchemy import (
     select,
     text,
 )
-from sqlalchemy.orm import (
-    DeclarativeBase,
-    Mapped,
-    Session,
-    column_property,
-    mapped_column,
-    relationship,
-    validates,
-)
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, column_property, mapped_column, relationship, validates
 
 from tessera.shared.problems import NotFound
 from tessera.shared.tensors.lazy import digest_of
@@ -257,6 +249,8 @@ class RoundRow(Table):
     deadline_at: Mapped[float]
     closed_at: Mapped[float | None]
     reason: Mapped[str | None]
+    # The secret of client-level privacy, from which a repeated merge draws the same noise; None once the round ended.
+    noise_key: Mapped[bytes | None] = mapped_column(deferred=True)
     # Loaded by `views.WITH_TASKS` alone.
     task_rows: Mapped[list["TaskRow"]] = relationship(viewonly=True, lazy="raise")
 

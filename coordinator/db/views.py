@@ -31,6 +31,7 @@ from tessera.shared.api.runs import Measurement, Round, Run, RunSpec
 from tessera.shared.api.tasks import Receipt, TaskView
 from tessera.shared.api.versions import VersionRef
 from tessera.shared.problems import BadRequest, NotFound
+from tessera.shared.rounds.client_privacy import EPSILON
 from tessera.shared.rounds.outliers import PREFIX
 from tessera.shared.rounds.planning import dataset_of
 from tessera.shared.schema import Page
@@ -112,7 +113,8 @@ def view_of(model: type[V], row: Table, **others: Any) -> V:
 
 def run_view(session: Session, row: RunRow) -> Run:
     version = session.get_one(VersionRow, (row.id, row.version_number))
-    return view_of(Run, row, version=VersionRef(number=version.number, digest=version.digest))
+    ref = VersionRef(number=version.number, digest=version.digest)
+    return view_of(Run, row, version=ref, client_epsilon=version.scalars.get(EPSILON))
 
 
 def for_site(run: Run, site: str) -> Run:

@@ -22,7 +22,7 @@ from tessera.shared.api.tasks import TaskView
 from tessera.shared.api.versions import VersionRef
 from tessera.shared.methods.base import MethodSpec
 from tessera.shared.near_names import did_you_mean
-from tessera.shared.run_settings import Privacy, Training
+from tessera.shared.run_settings import ClientPrivacy, Privacy, Training
 from tessera.shared.schema import Bytes, Digest, Frozen, Label, Message, Rounds, RoundState, RunState, Seed
 from tessera.shared.updates.codecs import pipeline
 
@@ -112,6 +112,11 @@ class RunSpec(Frozen):
     cohort: Cohort = Field(default=Cohort(), description="who takes part in a round, and for how long it waits")
     training: Training = Field(default=Training(), description="local training at each worker")
     privacy: Privacy | None = Field(default=None, description="differential privacy of what each worker trains on")
+    client_privacy: ClientPrivacy | None = Field(
+        default=None,
+        exclude_if=partial(operator.is_, None),
+        description="differential privacy of each site as a whole, by noise at the coordinator",
+    )
     evaluation: Evaluation | None = Field(
         default=None, description="the data on which versions are measured; without it a run has no scores"
     )
@@ -193,6 +198,32 @@ class RunSpec(Frozen):
             )
         return self
 
+    @model_validator(mode="after")
+    def _each_site_counts_alike(self) -> Self:
+        if self.client_privacy is None:
+            return self
+        limited = {name for name in _LIMITS if getattr(self, name) not in (None, "unlimited")}
+        changes = [
+            *(["set normalization to cohort"] if self.normalization != "cohort" else []),
+            *([] if self.robust.neutral else ["leave out robust"]),
+            *(f"leave out {name}" for name in sorted(limited)),
+            *([] if self.sites_per_round else ["set client_privacy.expected_sites, or cohort.size"]),
+        ]
+        if changes:
+            raise ValueError(
+                "client_privacy bounds each site by its clip_norm over a fixed number of sites, and by nothing else "
+                f"that depends on updates: {'; '.join(changes)}"
+            )
+        return self
+
+    @property
+    def sites_per_round(self) -> int | None:
+        """The number by which a noisy sum of all sites' steps is divided; None without client-level privacy."""
+        return (self.client_privacy.expected_sites or self.cohort.size) if self.client_privacy else None
+
+
+_LIMITS = ("max_examples", "max_update_norm", "max_norm_of_median")
+
 
 class Run(Message):
     id: str
@@ -202,6 +233,8 @@ class Run(Message):
     bounds: Bounds | None = None
     """In force since the run's first round opened, and the same for all its rounds; None until then."""
     version: VersionRef
+    client_epsilon: float | None = None
+    """Bound on what all versions so far reveal about one site, at the delta of `client_privacy`; None without it."""
     model_bytes: int
     revision: int
     tags: tuple[str, ...] = ()

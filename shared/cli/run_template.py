@@ -27,7 +27,17 @@ HEAD = """\
 # A line such as `# seed = 0` shows a default: remove its `#` to change it. Every key is in docs/runs.md.
 """
 
-APART = (*UPLOADED, "method", "cohort", "training", "privacy", "evaluation", "server_optimizer", "robust")
+APART = (
+    *UPLOADED,
+    "method",
+    "cohort",
+    "training",
+    "privacy",
+    "client_privacy",
+    "evaluation",
+    "server_optimizer",
+    "robust",
+)
 """Keys of a run that are tables of the file, or not in it."""
 
 PRIVATE = {"epsilon": 8.0, "delta": 1e-5, "clip_norm": 1.0}
@@ -55,6 +65,10 @@ def _tables(method: Method[Any]) -> Iterator[str]:
     yield _comment("Differential privacy of what each worker sends; values of required keys are examples.")
     yield "# [privacy]"
     yield from _keys(keys_of(Privacy), examples=PRIVATE)
+    yield _comment(
+        "The table client_privacy, for each site as a whole, needs other settings too: see docs/privacy.md."
+    )
+    yield ""
 
 
 def _table(name: str, model: type[BaseModel], said: str, values: Mapping[str, Any]) -> Iterator[str]:

@@ -20,7 +20,7 @@ from tessera.shared.model.attention_stats import LayerAttention, TaskTokens
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.selectors import EVERYTHING, NOTHING, Selector
 from tessera.shared.model.spec import Fusion, LocalStart, Modality
-from tessera.shared.run_settings import Privacy, Training
+from tessera.shared.run_settings import ClientPrivacy, Privacy, Training
 from tessera.shared.schema import Frozen
 from tessera.shared.tensors.lazy import Array, Tensor
 
@@ -127,6 +127,7 @@ class RunInfo:
     """The number of workers per site in a round. A method sees their updates as one."""
     max_update_norm: float | None = None
     """The largest l2 norm of a step that is merged, also if `merge` scales steps up."""
+    client_privacy: ClientPrivacy | None = None
 
 
 class CoordinatorHalf(Generic[C]):
@@ -186,6 +187,15 @@ class CoordinatorHalf(Generic[C]):
                 "the method overrides merge, which no robust rule guards: leave out robust, or choose another method"
             )
 
+    def check_client_privacy(self) -> None:
+        """Raise UnsupportedRun if a version can depend on an update other than by its step in the mean. A method that
+        overrides `merge`, and there uses only the presence of blocks besides, overrides this too."""
+        if type(self).merge is not CoordinatorHalf.merge:
+            raise UnsupportedRun(
+                "the method's merge uses updates that are neither clipped nor noised: leave out client_privacy, or "
+                "choose a method such as fedavg, fedprox or lora"
+            )
+
     def check_buffered(self) -> None:
         """Raise UnsupportedRun unless the method, which then overrides this, can merge an update that started from an
         earlier version. A method's memory of its sites may assume that they hold the present version."""
@@ -203,16 +213,6 @@ class CoordinatorHalf(Generic[C]):
     def warnings(self, state: State) -> Sequence[str]:
         """Return warnings about this version, as sentences; for instance about a layer that no worker trains."""
         return ()
-
-
-def initial_state(half: CoordinatorHalf[Any], first: State) -> State:
-    """Return a run's state before its first round. Raises UnsupportedRun if its method cannot do the run."""
-    if half.run.normalization == "inverse-probability":
-        for block in half.run.blocks:
-            half.inclusion_probability(block)
-    if not half.run.robust.neutral:
-        half.check_robust()
-    return half.start(first)
 
 
 @dataclass(frozen=True)

@@ -195,6 +195,14 @@ class FedFrozenCoordinator(CoordinatorHalf[FedFrozenSettings]):
     def check_robust(self) -> None:
         """Accept every rule: all steps pass it. A malicious worker can affect only the length of the warm-up."""
 
+    def check_client_privacy(self) -> None:
+        """Accept a warm-up of fixed length without signals, which compare exact updates."""
+        if self.settings.warmup_rounds == "auto" or self.settings.signals:
+            raise UnsupportedRun(
+                "a warm-up's signals compare exact updates, which client_privacy does not cover: set warmup_rounds "
+                "to a number, and leave out signals"
+            )
+
     def _over(self, scalars: Mapping[str, float], round_number: int) -> bool:
         settings = self.settings
         if settings.warmup_rounds != "auto":

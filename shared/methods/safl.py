@@ -341,6 +341,10 @@ class SAFLCoordinator(CoordinatorHalf[SAFLSettings]):
     def check_robust(self) -> None:
         """Accept every rule: all steps pass it. A malicious worker can affect the layers that a consensus chooses."""
 
+    def check_client_privacy(self) -> None:
+        if self.settings.looks_at_data:
+            raise UnsupportedRun("client_privacy covers no choice by data: set score to random, first, last or fixed")
+
     def largest_update(self, plan: Plan) -> int:
         layers = plan.scalars.get(LAYERS)
         return super().largest_update(plan) if layers is None else self._candidates.trained_bytes(int(layers))
@@ -555,11 +559,6 @@ METHOD = Method(
     worker=SAFLWorker,
     source="Selective Attention Federated Learning, arXiv 2504.11793, Sections III.A to III.C",
     charts=(
-        Chart(
-            name="attention entropy",
-            scalars=("entropy.",),
-            missing="no worker has measured it",
-            title="Attention entropy by layer",
-        ),
+        Chart("attention entropy", ("entropy.",), "no worker has measured it", title="Attention entropy by layer"),
     ),
 )

@@ -20,6 +20,7 @@ from tessera.shared.methods.base import UPDATE_NORM, CoordinatorHalf, Plan, Stat
 from tessera.shared.methods.registry import coordinator_half
 from tessera.shared.model.spec import Model
 from tessera.shared.rounds.blob_store import Stored
+from tessera.shared.rounds.client_privacy import Release, anonymous
 from tessera.shared.rounds.outliers import LEFT_OUT, NORM, median_norm, relative_norms, scores
 from tessera.shared.rounds.planning import run_facts
 from tessera.shared.rounds.server_step import merge
@@ -55,21 +56,33 @@ class Aggregation:
     inspector: Inspector
 
     def merge(
-        self, spec: RunSpec, bounds: Bounds, current: VersionRef, accepted: Sequence[Accepted]
+        self, spec: RunSpec, bounds: Bounds, current: VersionRef, accepted: Sequence[Accepted], noise_key: bytes = b""
     ) -> tuple[Manifest, list[Stored], Merged]:
-        """Return the next version, its new blobs made safe (the last is the manifest's own), and what was merged."""
-        state, merged = self._merged(spec, bounds, current, accepted)
+        """Return the next version, its new blobs made safe (the last is the manifest's own), and what was merged.
+
+        Raises ValueError for a run with client-level privacy without the round's key.
+        """
+        state, merged = self._merged(spec, bounds, current, accepted, noise_key)
         return *self.states.store(state, current.digest), merged
 
-    def next_state(self, spec: RunSpec, bounds: Bounds, current: VersionRef, accepted: Sequence[Accepted]) -> State:
+    def next_state(
+        self, spec: RunSpec, bounds: Bounds, current: VersionRef, accepted: Sequence[Accepted], noise_key: bytes = b""
+    ) -> State:
         """Return the next version, nothing of it computed yet."""
-        return self._merged(spec, bounds, current, accepted)[0]
+        return self._merged(spec, bounds, current, accepted, noise_key)[0]
 
     def _merged(
-        self, spec: RunSpec, bounds: Bounds, current: VersionRef, accepted: Sequence[Accepted]
+        self, spec: RunSpec, bounds: Bounds, current: VersionRef, accepted: Sequence[Accepted], noise_key: bytes
     ) -> tuple[State, Merged]:
         half, state, updates, sent = self._round(spec, bounds, current, accepted)
-        after = merge(half, spec.server_optimizer, state, updates)
+        release = None
+        if spec.client_privacy and spec.sites_per_round:
+            if not noise_key:
+                raise ValueError("the round has no key for the noise of client_privacy")
+            plans, blocks = [entry.plan for entry in accepted], self.states.model(spec.model).blocks
+            release = Release(spec.client_privacy, spec.sites_per_round, blocks, plans, updates, noise_key)
+            updates = anonymous(updates)
+        after = merge(half, spec.server_optimizer, state, updates, release)
         if spec.download_codec == "int8":
             steps = rounded(state.model, after.model, derive_seed(spec.seed, current.number + 1))
             after = replace(after, model=steps)

@@ -26,12 +26,12 @@ from tessera.shared.methods.base import (
     RunInfo,
     State,
     UnsupportedRun,
-    initial_state,
 )
 from tessera.shared.methods.registry import UnknownMethod, check, coordinator_half, settings_type
 from tessera.shared.model.spec import Model
 from tessera.shared.model.training_faults import training_faults
 from tessera.shared.problems import Fault, Invalid, InvalidUpdate, faults_of
+from tessera.shared.rounds import client_privacy
 from tessera.shared.tensors.dtypes import NUMPY_DTYPES
 
 MAX_WEIGHT_OF_MEDIAN = 4
@@ -56,6 +56,7 @@ def run_facts(spec: RunSpec, model: Model) -> RunInfo:
         robust=spec.robust,
         workers_per_site=spec.cohort.workers_per_site,
         max_update_norm=spec.max_update_norm,
+        client_privacy=spec.client_privacy,
     )
 
 
@@ -85,7 +86,19 @@ def begun(spec: RunSpec, model: Model, first: State) -> State:
         _check_trained(half, model, state)
     except UnsupportedRun as fault:
         raise Invalid("the method cannot do this run", errors=[Fault(pointer="/method", detail=str(fault))]) from None
-    return state
+    return client_privacy.begun(spec, state)
+
+
+def initial_state(half: CoordinatorHalf[Any], first: State) -> State:
+    """Return a run's state before its first round. Raises UnsupportedRun if its method cannot do the run."""
+    if half.run.normalization == "inverse-probability":
+        for block in half.run.blocks:
+            half.inclusion_probability(block)
+    if not half.run.robust.neutral:
+        half.check_robust()
+    if half.run.client_privacy:
+        half.check_client_privacy()
+    return half.start(first)
 
 
 def _check_trained(half: CoordinatorHalf[Any], model: Model, state: State) -> None:
@@ -161,6 +174,9 @@ def bounds_of(spec: RunSpec, willing: Iterable[Participant]) -> Bounds:
     They stay the run's: bounds recomputed for each cohort would depend on its members. The median is taken over
     sites, so that a site which declares a huge number of examples shifts it by half a rank.
     """
+    if spec.client_privacy:
+        # Each site counts as one, and its clip norm is the bound.
+        return Bounds()
     largest = (
         nlargest(spec.cohort.workers_per_site, (worker.examples for worker in workers))
         for workers in by_site(willing).values()

@@ -1,6 +1,6 @@
 """The server optimizer's step from a merged round to the next version."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,14 +12,23 @@ from tessera.shared.tensors.dtypes import DType
 from tessera.shared.tensors.lazy import Array, Computed, Derived, SteppedTensor, Tensor
 
 
-def merge(half: CoordinatorHalf[Any], optimizer: OptimizerRule, state: State, updates: Sequence[Update]) -> State:
+def merge(
+    half: CoordinatorHalf[Any],
+    optimizer: OptimizerRule,
+    state: State,
+    updates: Sequence[Update],
+    release: Callable[[State, State], State] | None = None,
+) -> State:
     """Return a method's next state, with each block that its merge changed stepped by the optimizer instead.
 
-    The method sees nothing of the optimizer's memory. Raises ValueError if its own has names like that.
+    The method sees nothing of the optimizer's memory. Raises ValueError if its own has names like that. `release`
+    returns the state that the optimizer gets, from the last one and the method's.
     """
     moments = {name: tensor for name, tensor in state.server_state.items() if name.startswith(PREFIX)}
     own = {name: tensor for name, tensor in state.server_state.items() if name not in moments}
     merged = half.merge(replace(state, server_state=own), updates)
+    if release:
+        merged = release(state, merged)
     if taken := sorted(name for name in merged.server_state if name.startswith(PREFIX)):
         raise ValueError(f"the method's memory has names that are kept for server optimizers: {taken[:8]}")
     model = dict(merged.model)

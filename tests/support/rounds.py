@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
-from tessera.shared.methods.base import LocalResult, MethodSpec, Participant, RunInfo, State, Update, initial_state
+from tessera.shared.methods.base import LocalResult, MethodSpec, Participant, RunInfo, State, Update
 from tessera.shared.methods.registry import coordinator_half
 from tessera.shared.model.selectors import Selector
+from tessera.shared.rounds.planning import initial_state
 from tessera.shared.run_settings import Training
 from tessera.shared.tensors.lazy import Array, ArrayTensor, Tensor, to_array
 from tessera.worker.data.dataset import Dataset

@@ -20,10 +20,10 @@ from tessera.shared.methods.base import (
     RunInfo,
     State,
     UnsupportedRun,
-    initial_state,
 )
 from tessera.shared.methods.registry import coordinator_half, methods, worker_half
 from tessera.shared.model.spec import Fusion, Head, Lora, Model, Prompts
+from tessera.shared.rounds.planning import initial_state
 from tessera.shared.tensors.lazy import Array, ArrayTensor
 from tessera.worker.compute import Compute
 from tessera.worker.data.dataset import Dataset

@@ -13,11 +13,15 @@ import httpx
 import numpy as np
 import psutil
 import pytest
+from sqlalchemy import select
 
 from tessera.coordinator.db.engine import Database, DatabaseInUse
+from tessera.coordinator.db.tables import RoundRow
 from tessera.shared.api.runs import Cohort, Run
 from tessera.shared.client.client import Client
 from tessera.shared.methods.base import MethodSpec
+from tessera.shared.rounds.client_privacy import NOISE, Noise, derived_key
+from tessera.shared.run_settings import ClientPrivacy
 from tests.support import databases
 from tests.support.coordinator import refused, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
@@ -42,6 +46,9 @@ class HeldCoordinator(CoordinatorHalf[MethodSettings]):
             time.sleep(0.01)
         return super().merge(state, updates)
 
+    def check_client_privacy(self):
+        pass
+
 
 METHOD = Method("held", coordinator=HeldCoordinator, source="a test")
 """
@@ -58,11 +65,11 @@ def held(tmp_path: Path) -> Iterator[tuple[CoordinatorProcess, Path]]:
 
 
 def run_of_one(
-    coordinator: CoordinatorProcess, method: str = "fedavg", rounds: int = 1
+    coordinator: CoordinatorProcess, method: str = "fedavg", rounds: int = 1, **spec: Any
 ) -> tuple[Run, ScriptedWorker]:
     model = small_model()
-    chosen = MethodSpec(name=method)
-    run = start_run(coordinator.admin(), model, values(model), cohort=Cohort(size=1), method=chosen, rounds=rounds)
+    wanted = {"cohort": Cohort(size=1), "method": MethodSpec(name=method), "rounds": rounds, **spec}
+    run = start_run(coordinator.admin(), model, values(model), **wanted)
     return run, ScriptedWorker(coordinator.site("a"), methods=(method,))
 
 
@@ -93,6 +100,41 @@ def test_a_conductor_that_is_killed_in_mid_merge_is_replaced_and_requests_never_
     start = values(small_model())["head.weight"]
     digest = client.manifest(client.run(run.id).version.digest).blocks["head.weight"]
     np.testing.assert_allclose(np.frombuffer(client.read_blob(digest), "<f4"), start.reshape(-1) + 1, rtol=1e-6)
+
+
+def test_a_noisy_merge_that_is_killed_is_repeated_with_the_same_noise(held: tuple[CoordinatorProcess, Path]) -> None:
+    coordinator, folder = held
+    terms = ClientPrivacy(epsilon=1.0, delta=1e-5, clip_norm=1.0)
+    run, worker = run_of_one(coordinator, "held", normalization="cohort", client_privacy=terms)
+    (folder / "hold").touch()
+    worker.train(worker.take())
+    until((folder / "begun").exists)
+    key = noise_key(coordinator)
+    coordinator.conductor().kill()
+    until(lambda: (folder / "begun").read_text() == "xx")
+    assert noise_key(coordinator) == key
+    (folder / "hold").unlink()
+
+    client = coordinator.admin()
+    until(lambda: completed(client, run, 1))
+    assert noise_key(coordinator) is None
+    base, step = values(small_model())["head.weight"], 1.0 / np.sqrt(136)
+    deviation = list(client.versions(run.id))[-1].scalars[NOISE]
+    noise = next(Noise(base.shape, derived_key(key or b"", "block/head.weight"), deviation).chunks())
+    digest = client.manifest(client.run(run.id).version.digest).blocks["head.weight"]
+    moved = np.frombuffer(client.read_blob(digest), "<f4") - base.reshape(-1)
+    # All values moved by 1, clipped to one over the root of their number; the noise is on a grid.
+    np.testing.assert_allclose(moved, step - noise, atol=deviation / 512)
+
+
+def noise_key(coordinator: CoordinatorProcess) -> bytes | None:
+    """The key of the only round's noise."""
+    database = Database(databases.url_in(coordinator.folder))
+    try:
+        with database.snapshot() as session:
+            return session.scalars(select(RoundRow.noise_key)).one()
+    finally:
+        database.close()
 
 
 def test_no_conductor_outlives_a_coordinator_that_is_killed(live: CoordinatorProcess) -> None:

@@ -18,6 +18,7 @@ from tessera.shared.methods.base import CoordinatorHalf, Plan, State
 from tessera.shared.methods.registry import coordinator_half
 from tessera.shared.model.spec import Model
 from tessera.shared.rounds.aggregate import Aggregation, Merged, norm_scores, outlying, stretched_norm
+from tessera.shared.rounds.client_privacy import simulated_key
 from tessera.shared.rounds.outliers import median_norm
 from tessera.shared.rounds.planning import begun, bounds_of, plan_round, run_facts, warnings_of
 from tessera.shared.rounds.versions import States
@@ -107,7 +108,8 @@ class Simulation:
         reports = [held.reported for task in attempts[-1].tasks if (held := self.records.open.get(task.id))]
         bounds, base = self.bounds, _ref(self.latest)
         accepted = [one.accepted(self.population.site_of(one.view.worker), base) for one in reports]
-        manifest, new, merged = self.aggregation.merge(self.spec, bounds, base, accepted)
+        key = simulated_key(self.spec.seed, base.number + 1)
+        manifest, new, merged = self.aggregation.merge(self.spec, bounds, base, accepted, key)
         state = self.states.load(self.model, manifest, self.latest.number + 1)
         scores = self.aggregation.scores(self.spec, bounds, base, accepted)
         found = [norm_scores(self._half, bounds, accepted), scores]

@@ -39,11 +39,10 @@ from tessera.shared.methods.base import (
     State,
     UnsupportedRun,
     Update,
-    initial_state,
 )
 from tessera.shared.methods.registry import coordinator_half, methods
 from tessera.shared.model.blocks import Block
-from tessera.shared.rounds.planning import warnings_of
+from tessera.shared.rounds.planning import initial_state, warnings_of
 from tessera.shared.rounds.server_step import merge
 from tessera.shared.run_settings import Training
 from tessera.shared.tensors.lazy import CHUNK, Array, ArrayTensor, Stretched, Tensor, to_array

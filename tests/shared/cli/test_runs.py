@@ -283,8 +283,24 @@ def test_what_a_private_run_has_spent_is_shown_beside_its_bounds(
         submission = Submission(token=task.token, version=task.version.digest, update=update, examples=10)
         worker.client.submit(task.id, submission.model_copy(update={"metrics": {"epsilon": epsilon}}))
     shown = commands.say("run", "show", run).stdout
-    assert re.search(r"privacy +epsilon 4, delta 1e-05 at each worker", shown)
+    assert re.search(r"privacy +epsilon 4, delta 1e-05 for each example", shown)
     assert re.search(r"worker +epsilon +round\nnorth/w +2.5 +2\n", shown)
+
+
+def test_what_versions_have_spent_of_a_site_is_shown_apart_from_examples(
+    commands: Commands, coordinator: LiveCoordinator, folder: Path
+) -> None:
+    worker = ScriptedWorker(coordinator.client("site", "north"))
+    terms = ("epsilon=2", "delta=1e-5", "clip_norm=1", "expected_sites=4")
+    settings = ("normalization=cohort", "rounds=1", *(f"client_privacy.{term}" for term in terms))
+    run = commands.create(folder, *(word for setting in settings for word in ("--set", setting)))
+    task = worker.take()
+    shown = commands.say("run", "show", run).stdout
+    assert re.search(r"privacy of a site +0 spent of epsilon 2, delta 1e-05", shown)
+    assert re.search(r"privacy +none", shown)
+    worker.train(task)
+    until(lambda: commands.json("run", "show", run)["run"]["state"] == "completed")
+    assert re.search(r"privacy of a site +2 spent of epsilon 2", commands.say("run", "show", run).stdout)
 
 
 def test_of_many_failures_the_newest_are_told(commands: Commands, coordinator: LiveCoordinator, folder: Path) -> None:

@@ -20,11 +20,11 @@ from tessera.shared.methods.base import (
     State,
     UnsupportedRun,
     Update,
-    initial_state,
 )
 from tessera.shared.methods.fedfrozen import FedFrozenSettings, judged, observed
 from tessera.shared.methods.registry import coordinator_half
 from tessera.shared.model.blocks import Block, Role
+from tessera.shared.rounds.planning import initial_state
 from tessera.shared.tensors.lazy import CHUNK, ArrayTensor, to_array
 
 ROLES: tuple[Role, ...] = ("query", "key", "value", "output", "mlp", "head")

@@ -19,12 +19,12 @@ from tessera.shared.methods.base import (
     State,
     UnsupportedRun,
     Update,
-    initial_state,
 )
 from tessera.shared.methods.fednova import effective_steps
 from tessera.shared.methods.registry import coordinator_half, worker_half
 from tessera.shared.model.selectors import roles
 from tessera.shared.model.spec import Head
+from tessera.shared.rounds.planning import initial_state
 from tessera.shared.run_settings import Training
 from tessera.shared.schedule import rate_factors
 from tessera.shared.tensors.lazy import Array, ArrayTensor, Tensor, to_array

@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from tessera.shared.methods.base import LocalResult, MethodSpec, State, UnsupportedRun, Update, initial_state
+from tessera.shared.methods.base import LocalResult, MethodSpec, State, UnsupportedRun, Update
 from tessera.shared.methods.registry import coordinator_half, worker_half
 from tessera.shared.model.spec import Prompts
+from tessera.shared.rounds.planning import initial_state
 from tessera.shared.tensors.lazy import Array, ArrayTensor, to_array
 from tessera.worker.model.build import instantiate
 from tessera.worker.model.prompts import PromptError, prompts_of

@@ -27,13 +27,13 @@ from tessera.shared.methods.base import (
     State,
     UnsupportedRun,
     Update,
-    initial_state,
 )
 from tessera.shared.methods.registry import coordinator_half, worker_half
 from tessera.shared.methods.safl import Candidates, SAFLSettings, beyond_the_sink, copies_in_training, pruned
 from tessera.shared.model.attention_stats import ByHead, LayerAttention, TaskTokens
 from tessera.shared.model.blocks import Block, layers_of
 from tessera.shared.model.spec import Head, Prompts
+from tessera.shared.rounds.planning import initial_state
 from tessera.shared.run_settings import Privacy, Training
 from tessera.shared.tensors.lazy import Array, ArrayTensor, to_array
 from tessera.shared.updates.codecs import pipeline

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from tessera.shared.methods.base import MethodSpec, Participant, Phase, Plan, RunInfo, State, initial_state
+from tessera.shared.methods.base import MethodSpec, Participant, Phase, Plan, RunInfo, State
 from tessera.shared.methods.registry import coordinator_half, methods, worker_half
 from tessera.shared.model.selectors import EVERYTHING
+from tessera.shared.rounds.planning import initial_state
 from tessera.shared.run_settings import Training
 from tessera.shared.tensors.lazy import ArrayTensor, to_array
 from tessera.worker.data.dataset import Dataset

@@ -1,0 +1,195 @@
+"""Client-level differential privacy: a site's whole update is clipped, and noise is added to the sum of all.
+
+DP-FedAvg (McMahan et al. 2018, arXiv 1710.06963, algorithm 1) with flat clipping and equal weights. Neighbours are
+two runs in which the same updates are accepted, and in one of which those of one site count as zero. One site then
+changes the sum over all blocks by at most the clip norm, and the divisor is the same in every round.
+
+With a quantile the clip norm follows it (Andrew et al. 2021, arXiv 1905.03871, algorithm 1), by a noisy count of the
+updates within the norm. Sum and count together cost what one release with the run's noise multiplier z costs, if
+z^-2 = z_sum^-2 + (2 sigma_count)^-2 (theorem 1).
+"""
+
+import hashlib
+import hmac
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import ClassVar
+
+import numpy as np
+
+from tessera.shared.api.runs import RunSpec
+from tessera.shared.hashing import derive_seed
+from tessera.shared.methods.base import UPDATE_NORM, Plan, State, Update
+from tessera.shared.model.blocks import Block
+from tessera.shared.privacy.gaussian import epsilon_of, noise_multiplier_for
+from tessera.shared.privacy.noise import NoiseSource, grid_of
+from tessera.shared.run_settings import ClientPrivacy
+from tessera.shared.tensors.dtypes import DType
+from tessera.shared.tensors.lazy import (
+    Array,
+    Computed,
+    SteppedTensor,
+    Tensor,
+    WeightedSum,
+    chunk_counts,
+    numel,
+    weighted_steps,
+)
+from tessera.shared.updates.update_file import DecodedTensor, EncodedTensor
+
+PREFIX = "client_privacy."
+CLIP_NORM = f"{PREFIX}clip_norm"
+"""The scalar of a version with the clip norm of the round after it."""
+NOISE = f"{PREFIX}noise_multiplier"
+"""The noise multiplier of every round of the run, fixed at its start."""
+EPSILON = f"{PREFIX}epsilon"
+"""The bound on what all versions up to this one reveal about one site, at the run's delta."""
+
+MARGIN = 2.0**-12
+"""Part of the clip norm that is left for rounding: norms measured on arrival are sums in float32."""
+COUNT_SHARE = 0.1
+"""Share of the privacy, in zCDP, that the count of adaptive clipping takes."""
+CLIP_RATE = 0.2
+"""Step size of adaptive clipping in the logarithm of the norm, from the paper."""
+
+
+@dataclass(frozen=True)
+class Noise:
+    """Normal noise in float64, the same each time that it is read."""
+
+    shape: tuple[int, ...]
+    key: bytes = field(repr=False)
+    deviation: float
+    dtype: ClassVar[DType] = "F64"
+
+    def chunks(self) -> Iterator[Array]:
+        source = NoiseSource(self.key)
+        for count in chunk_counts(numel(self)):
+            yield self.deviation * source.normal(count)
+
+
+def begun(spec: RunSpec, state: State) -> State:
+    """Return the state before the first round, with the run's noise multiplier and first clip norm."""
+    terms = spec.client_privacy
+    if terms is None:
+        return state
+    noise = noise_multiplier_for(terms, spec.rounds)
+    return replace(state, scalars={**state.scalars, CLIP_NORM: terms.clip_norm, NOISE: noise, EPSILON: 0.0})
+
+
+def anonymous(updates: Sequence[Update]) -> list[Update]:
+    """Return the updates as a method may see them: of equal weight, and without what their sites report."""
+    return [replace(update, examples=1, metrics={}) for update in updates]
+
+
+@dataclass(frozen=True)
+class Release:
+    """The noisy mean of a round's clipped updates, which takes the place of its method's mean."""
+
+    terms: ClientPrivacy
+    divisor: int
+    blocks: Sequence[Block]
+    """The model's."""
+    plans: Sequence[Plan]
+    """Those of the accepted updates. Each block that one of them uploads gets noise, whether it was sent or not."""
+    updates: Sequence[Update]
+    """One of each site."""
+    key: bytes = field(repr=False)
+
+    def __call__(self, state: State, merged: State) -> State:
+        """Return the state that a method `merged` from `state`, its blocks moved by the noisy mean instead."""
+        clip, multiplier = state.scalars[CLIP_NORM], state.scalars[NOISE]
+        norms = [step_norm(state.model, update) for update in self.updates]
+        spent = epsilon_of(multiplier, merged.round, self.terms.delta)
+        changed = {CLIP_NORM: self._next_clip(norms, clip, multiplier), NOISE: multiplier, EPSILON: spent}
+        moved = self._moved(state.model, norms, clip, multiplier)
+        return replace(merged, model={**state.model, **moved}, scalars={**merged.scalars, **changed})
+
+    def _moved(
+        self, model: Mapping[str, Tensor], norms: Sequence[float], clip: float, multiplier: float
+    ) -> dict[str, Tensor]:
+        limit = clip * (1 - MARGIN)
+        senders = [
+            (min(1.0, limit / norm), update.blocks)
+            for norm, update in zip(norms, self.updates, strict=True)
+            # An update of zero adds nothing, and nothing that is not finite was accepted.
+            if 0 < norm < math.inf
+        ]
+        deviation = multiplier / math.sqrt(1 - self._count_share) * clip
+        mean = partial(_noisy_mean, grid_of(deviation), float(self.divisor))
+        moved: dict[str, Tensor] = {}
+        for name in {block.name for plan in self.plans for block in plan.upload.resolve(self.blocks)}:
+            base = model[name]
+            # The sign is turned, as in `mean_step`.
+            total = _wide_sum(base, [(-factor, blocks[name]) for factor, blocks in senders if name in blocks])
+            noise = Noise(base.shape, derived_key(self.key, f"block/{name}"), deviation)
+            step = Computed(base.shape, "F64", (total, noise), mean)
+            moved[name] = SteppedTensor(base.shape, base.dtype, (base, step))
+        return moved
+
+    def _next_clip(self, norms: Sequence[float], clip: float, multiplier: float) -> float:
+        if self.terms.clip_quantile is None:
+            return clip
+        # One site changes the sum of these halves by one half.
+        count = sum(0.5 if norm <= clip else -0.5 for norm in norms)
+        deviation = multiplier / (2 * math.sqrt(self._count_share))
+        noise = deviation * NoiseSource(derived_key(self.key, "count")).normal(1)
+        within = float(_on_grid(count + noise, grid_of(deviation))[0]) / self.divisor + 0.5
+        return next_clip(clip, within, self.terms.clip_quantile)
+
+    @property
+    def _count_share(self) -> float:
+        return 0.0 if self.terms.clip_quantile is None else COUNT_SHARE
+
+
+def next_clip(clip: float, within: float, quantile: float) -> float:
+    """Return the clip norm after a round in which this share of the updates, with noise, was within the last one."""
+    return clip * math.exp(-CLIP_RATE * (min(1.0, max(0.0, within)) - quantile))
+
+
+def step_norm(model: Mapping[str, Tensor], update: Update) -> float:
+    """Return the l2 norm of an update's step over all of its blocks.
+
+    The coordinator measured it on arrival if the steps are differences of the received values. What is pooled, or
+    summed as it was sent, is read here.
+    """
+    if UPDATE_NORM in update.metrics and all(map(_is_as_measured, update.blocks.values())):
+        return update.metrics[UPDATE_NORM]
+    squares = 0.0
+    for name, tensor in update.blocks.items():
+        for chunk in _wide_sum(model[name], [(1.0, tensor)]).chunks():
+            squares += float(np.einsum("i,i", chunk, chunk))
+    return math.sqrt(squares)
+
+
+def simulated_key(seed: int, number: int) -> bytes:
+    """Derive a round's key from the run's seed, so that a simulation is reproducible. It protects no site."""
+    return hashlib.sha256(str(derive_seed(seed, "client-privacy", number)).encode()).digest()
+
+
+def _is_as_measured(tensor: Tensor) -> bool:
+    return isinstance(tensor, EncodedTensor | DecodedTensor) and not tensor.sent_as_steps
+
+
+def _wide_sum(base: Tensor, senders: Sequence[tuple[float, Tensor]]) -> WeightedSum:
+    """Return the weighted sum in float64: in float32, one site's step would change the rounding of all others."""
+    return replace(weighted_steps(base, senders), dtype="F64")
+
+
+def _noisy_mean(grid: float, divisor: float, parts: Sequence[Array]) -> Array:
+    """Return the noisy sum on the grid, which alone is released, over the divisor."""
+    total, noise = parts
+    mean: Array = _on_grid(total + noise, grid) / divisor
+    return mean
+
+
+def _on_grid(values: Array, grid: float) -> Array:
+    rounded: Array = np.rint(values / grid) * grid
+    return rounded
+
+
+def derived_key(key: bytes, purpose: str) -> bytes:
+    """Derive the key of one block's noise, or of the count's, from a round's key."""
+    return hmac.digest(key, purpose.encode(), "sha256")
