@@ -7,7 +7,7 @@ be one site's update.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,12 +15,13 @@ import numpy as np
 
 from tessera.shared.hashing import Sink
 from tessera.shared.schema import Digest, Message, canonical
-from tessera.shared.secure_sums.envelope import Envelope, check_envelope
+from tessera.shared.secure_sums.envelope import check_envelope, opened_seeds
 from tessera.shared.secure_sums.errors import SumRefused
-from tessera.shared.secure_sums.keys import Hex64, SealingKey, SigningKey, require_signature
+from tessera.shared.secure_sums.keys import SealingKey, SigningKey, require_signature
 from tessera.shared.secure_sums.masked_update import write_ring
 from tessera.shared.secure_sums.masks import RING_DTYPES, MaskStream
-from tessera.shared.secure_sums.terms import LEAST_QUORUM, Roster, Terms, check_terms
+from tessera.shared.secure_sums.messages import LEAST_QUORUM, Agreement, Envelope, Hex32, Terms
+from tessera.shared.secure_sums.roster import Roster, check_terms
 from tessera.shared.tensors.lazy import as_bytes, chunk_counts, digest_of
 
 AGREEMENT = "set of senders"
@@ -62,8 +63,7 @@ def sender_set(terms: Terms, envelopes: Sequence[Envelope], roster: Roster) -> S
         raise SumRefused(
             "too-many-senders", f"{len(by_site)} senders came; the terms have room for {terms.max_senders}"
         )
-    identities = [roster[site] for site in by_site if site in roster]
-    if len(set(identities)) < len(identities):
+    if len({envelope.identity for envelope in envelopes}) < len(envelopes):
         raise SumRefused("duplicate-site", "two sites have one key")
     senders: dict[str, list[str]] = {}
     for site in sorted(by_site):
@@ -71,15 +71,6 @@ def sender_set(terms: Terms, envelopes: Sequence[Envelope], roster: Roster) -> S
             senders.setdefault(block, []).append(site)
     enough = {block: tuple(sites) for block, sites in senders.items() if len(sites) >= terms.quorum}
     return SenderSet(terms, tuple(by_site[site] for site in sorted(by_site)), enough)
-
-
-class Agreement(Message):
-    """A helper's signature under a set of senders."""
-
-    helper: int
-    senders: Digest
-    """The digest of the set."""
-    signature: Hex64
 
 
 class Agreements(Protocol):
@@ -96,17 +87,17 @@ class Member:
 
     site: str
     identity: SigningKey
-    sealing_key: Callable[[str], SealingKey]
-    """Returns its key of a run, by the run's id."""
+    sealing_keys: Mapping[Hex32, SealingKey]
+    """Those that it still has, by the public key."""
     roster: Roster
     agreements: Agreements
     least_quorum: int = LEAST_QUORUM
 
     def agree(self, terms: Terms, envelopes: Sequence[Envelope]) -> Agreement:
         """Sign a set of senders. Asked twice for one set, it returns the same. Raises SumRefused."""
-        number, found = self._checked(terms, envelopes)
+        number, found, key = self._checked(terms, envelopes)
         for envelope in found.envelopes:
-            envelope.opened_seeds(terms, number, self.sealing_key(terms.run))
+            opened_seeds(envelope, terms, number, key)
         self._commit(found)
         signature = self.identity.sign(AGREEMENT, found.digest.encode())
         return Agreement(helper=number, senders=found.digest, signature=signature)
@@ -123,25 +114,26 @@ class Member:
 
         Raises SumRefused. Asked twice, it writes the same bytes.
         """
-        number, found = self._checked(terms, envelopes)
+        number, found, key = self._checked(terms, envelopes)
         check_agreements(found, agreements)
         if strange := sorted(set(seeds) - set(terms.seeds_of(number))):
             raise SumRefused("seeds", f"this helper does not have the seeds {strange}")
         self._commit(found)
-        key = self.sealing_key(terms.run)
-        opened = {envelope.site: envelope.opened_seeds(terms, number, key) for envelope in found.envelopes}
+        opened = {envelope.site: opened_seeds(envelope, terms, number, key) for envelope in found.envelopes}
         chosen = {site: [own[n] for n in sorted(set(seeds))] for site, own in opened.items()}
         return write_mask_sums(file, found, chosen)
 
-    def _checked(self, terms: Terms, envelopes: Sequence[Envelope]) -> tuple[int, SenderSet]:
+    def _checked(self, terms: Terms, envelopes: Sequence[Envelope]) -> tuple[int, SenderSet, SealingKey]:
         check_terms(terms, self.roster, self.least_quorum)
         number = next((n for n, helper in enumerate(terms.helpers) if helper.site == self.site), None)
-        if number is None or terms.helpers[number].sealing_key != self.sealing_key(terms.run).public:
-            raise SumRefused("committee", f"{self.site} is not a helper of these terms, or under another key")
+        if number is None or terms.helpers[number].identity != self.identity.public:
+            raise SumRefused("committee", f"{self.site} is not a helper of these terms")
+        if (key := self.sealing_keys.get(terms.helpers[number].sealing_key)) is None:
+            raise SumRefused("committee", f"{self.site} has erased the key that seeds were sealed to")
         found = sender_set(terms, envelopes, self.roster)
         if not found.senders:
             raise SumRefused("quorum", f"no block was sent by {terms.quorum} sites")
-        return number, found
+        return number, found, key
 
     def _commit(self, found: SenderSet) -> None:
         terms = found.terms

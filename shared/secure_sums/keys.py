@@ -6,34 +6,17 @@ Each message is signed for one purpose and sealed in one context, so that none c
 from __future__ import annotations
 
 import base64
-import hashlib
 from dataclasses import dataclass
-from typing import Annotated
 
 from cryptography.exceptions import InvalidSignature, InvalidTag
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 from cryptography.hazmat.primitives.hpke import AEAD, KDF, KEM, Suite
-from pydantic import Field
 
 from tessera.shared.secure_sums.errors import SumRefused
-
-KEY_BYTES = 32
-SEALED_BYTES = 48
-"""The bytes by which a sealed message is longer than its text: an X25519 key and the tag of AES-256-GCM."""
-
-Hex32 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-"""A public key."""
-Hex64 = Annotated[str, Field(pattern=r"^[0-9a-f]{128}$")]
-"""An Ed25519 signature (RFC 8032)."""
+from tessera.shared.secure_sums.messages import Hex32, Hex64
 
 _SUITE = Suite(KEM.X25519, KDF.HKDF_SHA256, AEAD.AES_256_GCM)
-
-
-def fingerprint(public: Hex32) -> str:
-    """Return 128 bits of a public key's SHA-256 in groups of four digits, for people to compare."""
-    digits = hashlib.sha256(bytes.fromhex(public)).hexdigest()[:32]
-    return "-".join(digits[place : place + 4] for place in range(0, len(digits), 4))
 
 
 @dataclass(frozen=True)
@@ -69,7 +52,7 @@ def require_signature(public: Hex32, purpose: str, message: bytes, signature: He
 
 @dataclass(frozen=True)
 class SealingKey:
-    """A helper's X25519 key of one run. Erased after the run, so that no one can open the run's messages later."""
+    """A helper's X25519 key. Replaced often and then erased, so that no one can open old messages later."""
 
     secret: bytes
 

@@ -12,9 +12,8 @@ from cryptography.hazmat.primitives.ciphers.modes import CTR
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
 
+from tessera.shared.secure_sums.messages import SEED_BYTES
 from tessera.shared.tensors.lazy import CHUNK, Array
-
-SEED_BYTES = 32
 
 RING_DTYPES = {16: np.dtype("<u2"), 32: np.dtype("<u4")}
 """The integers modulo 2^16 and 2^32, little-endian."""

@@ -11,12 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from tessera.shared.secure_sums.committee import Agreement, Member, SenderSet, sender_set
-from tessera.shared.secure_sums.envelope import Envelope, make_envelope, new_seeds
+from tessera.shared.secure_sums.committee import Member, SenderSet, sender_set
+from tessera.shared.secure_sums.envelope import make_envelope, new_seeds
 from tessera.shared.secure_sums.keys import SealingKey, SigningKey
 from tessera.shared.secure_sums.masked_update import RingTensor, read_ring, write_masked
+from tessera.shared.secure_sums.messages import Agreement, Envelope, RingBlock, Terms, fingerprint
 from tessera.shared.secure_sums.opened import OpenedSum
-from tessera.shared.secure_sums.terms import Helper, RingBlock, Terms
+from tessera.shared.secure_sums.roster import signed_keys
 from tessera.shared.tensors.lazy import CHUNK, Array, digest_of
 
 SIZES = {"head": 7, "layer.0.value": 33, "layer.1.value": 12}
@@ -67,12 +68,12 @@ class Federation:
     def __post_init__(self) -> None:
         self.names = [f"site-{n:02}" for n in range(self.sites)]
         self.identities = {name: SigningKey.new() for name in self.names}
-        self.roster = {name: key.public for name, key in self.identities.items()}
+        self.roster = {name: fingerprint(key.public) for name, key in self.identities.items()}
         self.sealing = {name: SealingKey.new() for name in self.names[: self.helpers]}
         self.disks = {name: Disk() for name in self.sealing}
 
     def terms(self, number: int = 1, **changed: Any) -> Terms:
-        helpers = [Helper.of(name, self.identities[name], key.public) for name, key in self.sealing.items()]
+        helpers = [signed_keys(name, self.identities[name], key.public) for name, key in self.sealing.items()]
         terms = {
             "run": "run-1",
             "round": number,
@@ -90,7 +91,12 @@ class Federation:
     def member(self, site: str) -> Member:
         """Return a helper that has just started: what it knows of earlier is on its disk."""
         return Member(
-            site, self.identities[site], lambda _: self.sealing[site], self.roster, self.disks[site], self.quorum
+            site,
+            self.identities[site],
+            {self.sealing[site].public: self.sealing[site]},
+            self.roster,
+            self.disks[site],
+            self.quorum,
         )
 
     def send(self, terms: Terms, site: str, steps: Mapping[str, Array], weight: int = 10, seed: int = 0) -> Sent:

@@ -11,13 +11,14 @@ from io import BytesIO
 import numpy as np
 import pytest
 
-from tests.support.secure_sums import Federation, Sent, ring_of
 from tessera.shared.schema import canonical
-from tessera.shared.secure_sums.envelope import PURPOSE, Contents, Envelope
+from tessera.shared.secure_sums.envelope import PURPOSE
 from tessera.shared.secure_sums.errors import SumRefused
 from tessera.shared.secure_sums.keys import SealingKey, SigningKey
-from tessera.shared.secure_sums.terms import Helper, Terms, check_terms
+from tessera.shared.secure_sums.messages import Envelope, EnvelopeContents, Terms, fingerprint
+from tessera.shared.secure_sums.roster import check_terms, signed_keys
 from tessera.shared.tensors.lazy import digest_of
+from tests.support.secure_sums import Federation, Sent, ring_of
 
 
 def _steps(value: float = 1.0) -> dict[str, np.ndarray]:
@@ -111,7 +112,7 @@ def _seeds_of_another(tried: Round) -> None:
     fed, victim = tried.federation, tried.envelopes[0]
     own = tried.envelopes[5].model_copy(update={"seeds": victim.seeds})
     contents = own.model_dump(exclude={"signature"})
-    signature = fed.identities["site-05"].sign(PURPOSE, canonical(Contents(**contents)))
+    signature = fed.identities["site-05"].sign(PURPOSE, canonical(EnvelopeContents(**contents)))
     tried.agree(tried.terms, [*tried.envelopes[:5], own.model_copy(update={"signature": signature})])
 
 
@@ -122,7 +123,7 @@ def _set_less_one(tried: Round) -> None:
 
 def _foreign_helper(tried: Round) -> None:
     """The coordinator puts itself into the committee in place of a site."""
-    own = Helper.of("site-01", SigningKey.new(), SealingKey.new().public)
+    own = signed_keys("site-01", SigningKey.new(), SealingKey.new().public)
     helpers = (tried.terms.helpers[0], own, *tried.terms.helpers[2:])
     tried.agree(tried.federation.terms(helpers=helpers), tried.envelopes)
 
@@ -142,7 +143,7 @@ def _more_than_fit(tried: Round) -> None:
 
 ACTS: dict[str, tuple[Callable[[Round], None], str]] = {
     "ghosts": (_ghosts, "not-in-roster"),
-    "a ghost under a known name": (_ghost_under_a_known_name, "signature"),
+    "a ghost under a known name": (_ghost_under_a_known_name, "not-in-roster"),
     "one site twice": (_one_site_twice, "duplicate-site"),
     "one key under two names": (_one_key_under_two_names, "duplicate-site"),
     "too few senders": (_too_few, "quorum"),
@@ -228,7 +229,7 @@ def test_what_helpers_return_is_a_sum_of_masks_and_no_mask_of_one_site() -> None
 def test_a_site_trains_for_no_committee_that_its_roster_lacks() -> None:
     tried = Round()
     check_terms(tried.terms, tried.federation.roster, 5)
-    for roster in ({}, {**tried.federation.roster, "site-03": SigningKey.new().public}):
+    for roster in ({}, {**tried.federation.roster, "site-03": fingerprint(SigningKey.new().public)}):
         with pytest.raises(SumRefused, match="not-in-roster"):
             check_terms(tried.terms, roster)
     with pytest.raises(SumRefused, match="quorum"):

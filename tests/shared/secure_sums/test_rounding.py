@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.support.secure_sums import Federation, integers_of
 from tessera.shared.secure_sums.errors import SumRefused
 from tessera.shared.secure_sums.opened import MeanStep, OpenedSum
+from tests.support.secure_sums import Federation, integers_of
 
 
 @pytest.mark.parametrize("bits", [16, 32])

@@ -13,7 +13,7 @@ from tests.support.secure_sums import SIZES, Federation, integers_of, steps_of
 
 def _round(seed: int) -> int:
     """Run a round with helpers that are killed at each step and asked again. Return how many blocks were opened."""
-    rng = Random(seed)  # noqa: S311 (no secret)
+    rng = Random(seed)
     helpers = rng.choice((3, 4, 4, 7))
     federation = Federation(rng.randint(max(helpers, 5), 14), helpers, rng.randint(3, 5), rng.choice((16, 32)))
     terms = federation.terms()

@@ -1,18 +1,17 @@
-"""What all senders and helpers of a round must agree on, to the byte, before any sum of it is opened."""
+"""What parties of a secure sum agree on, sign and send each other. The signatures themselves are made elsewhere."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
 from functools import cached_property
 from itertools import combinations
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, PositiveInt, model_validator
 
 from tessera.shared.model.blocks import Name
 from tessera.shared.schema import Digest, Identifier, Label, Message, canonical
 from tessera.shared.secure_sums.errors import SumRefused
-from tessera.shared.secure_sums.keys import Hex32, Hex64, SigningKey, require_signature
 from tessera.shared.tensors.lazy import digest_of
 
 LEAST_QUORUM = 3
@@ -20,33 +19,38 @@ LEAST_QUORUM = 3
 
 MAX_HELPERS = 7
 MAX_SENDERS = 1_024
-MAX_WEIGHT = 1 << 20
+MAX_WEIGHT = 1 << 40
 MAX_EXPONENT = 96
 MAX_BLOCKS = 16_384
 
-SEALING_KEY = "sealing key"
-"""The purpose of a helper's signature under its key of the run."""
+SEED_BYTES = 32
+SEALED_BYTES = 48
+"""The bytes by which a sealed message is longer than its text: an X25519 key and the tag of AES-256-GCM."""
 
-Roster = Mapping[str, Hex32]
-"""The public key of each site, as its people told the people of this one. The coordinator's word does not count: it
-could enrol sites that do not exist."""
+Hex32 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+"""A public key."""
+Hex64 = Annotated[str, Field(pattern=r"^[0-9a-f]{128}$")]
+"""An Ed25519 signature (RFC 8032)."""
+Fingerprint = Annotated[str, Field(pattern=r"^[0-9a-f]{4}(-[0-9a-f]{4}){7}$")]
+"""The start of a public key's SHA-256, for people to compare."""
 
 
-class Helper(Message):
-    """A member of the committee: who opens sums together with others."""
+def fingerprint(public: Hex32) -> Fingerprint:
+    """Return 128 bits of a public key's SHA-256 in groups of four digits."""
+    digits = hashlib.sha256(bytes.fromhex(public)).hexdigest()[:32]
+    return "-".join(digits[place : place + 4] for place in range(0, len(digits), 4))
+
+
+class SiteKeys(Message):
+    """A site's public keys, as its worker declares them."""
 
     site: Label
     identity: Hex32
-    """Its long-term key, which the roster has."""
+    """Its long-term key, of which others have the fingerprint."""
     sealing_key: Hex32
-    """Its key of this run."""
+    """Its present key for messages to it."""
     signature: Hex64
     """Of the sealing key, by the identity."""
-
-    @classmethod
-    def of(cls, site: str, identity: SigningKey, sealing_key: Hex32) -> Self:
-        signature = identity.sign(SEALING_KEY, bytes.fromhex(sealing_key))
-        return cls(site=site, identity=identity.public, sealing_key=sealing_key, signature=signature)
 
 
 class RingBlock(Message):
@@ -65,7 +69,7 @@ class Terms(Message):
     attempt: PositiveInt
     version: Digest
     """The manifest that all senders start from."""
-    helpers: tuple[Helper, ...] = Field(min_length=3, max_length=MAX_HELPERS)
+    helpers: tuple[SiteKeys, ...] = Field(min_length=3, max_length=MAX_HELPERS)
     quorum: int = Field(ge=LEAST_QUORUM, le=MAX_SENDERS)
     """The least senders of a block: a block that fewer sent is not opened."""
     max_senders: int = Field(ge=LEAST_QUORUM, le=MAX_SENDERS)
@@ -131,17 +135,52 @@ class Terms(Message):
         return {helper: tuple(numbers) for helper, numbers in found.items() if numbers}
 
 
-def check_terms(terms: Terms, roster: Roster, least_quorum: int = LEAST_QUORUM) -> None:
-    """Check terms by what this site knows itself. Raises SumRefused.
+_MAX_SEALED = 4 * (15 * SEED_BYTES + SEALED_BYTES + 2) // 3 + 4
+"""Base64 digits of the seeds that one helper of seven gets."""
 
-    A site checks this before it trains, and a helper before it signs.
-    """
-    if terms.quorum < least_quorum:
-        raise SumRefused("quorum", f"sums of {terms.quorum} sites are to be opened; this site allows {least_quorum}")
-    for helper in terms.helpers:
-        if roster.get(helper.site) != helper.identity:
-            raise SumRefused("not-in-roster", f"the helper {helper.site} does not have the key that the roster has")
-        message = bytes.fromhex(helper.sealing_key)
-        require_signature(helper.identity, SEALING_KEY, message, helper.signature, helper.site)
-    if len({helper.sealing_key for helper in terms.helpers}) < len(terms.helpers):
-        raise SumRefused("committee", "two helpers have one sealing key")
+
+class EnvelopeContents(Message):
+    """What a sender signs."""
+
+    terms: Digest
+    site: Label
+    identity: Hex32
+    weight: PositiveInt = Field(le=MAX_WEIGHT)
+    blocks: Annotated[str, Field(pattern=r"^[0-9a-f]*$", max_length=MAX_BLOCKS // 4)]
+    """A bit for each block of the terms, in the order of their names: whether the update has it."""
+    update: Digest
+    seeds: tuple[Annotated[str, Field(max_length=_MAX_SEALED)], ...] = Field(min_length=3, max_length=MAX_HELPERS)
+    """For each helper in the terms' order, its seeds, sealed; base64."""
+
+
+class Envelope(EnvelopeContents):
+    """A site's signed statement of what it sent."""
+
+    signature: Hex64
+
+    @property
+    def digest(self) -> Digest:
+        return digest_of(canonical(self))
+
+    def block_names(self, terms: Terms) -> tuple[str, ...]:
+        """Return the names of the blocks that the update has. Raises SumRefused for bits beyond the terms' blocks."""
+        bits = int(self.blocks or "0", 16)
+        if bits >> len(terms.blocks):
+            raise SumRefused("malformed", f"the envelope of {self.site} names blocks that the terms do not have")
+        return tuple(name for place, name in enumerate(sorted(terms.blocks)) if bits >> place & 1)
+
+
+class Agreement(Message):
+    """A helper's signature under a set of senders."""
+
+    helper: int
+    senders: Digest
+    """The digest of the set."""
+    signature: Hex64
+
+
+class SumDocument(Message):
+    """What a helper's task is about: the senders of a round and, to open their sum, the helpers' signatures."""
+
+    envelopes: tuple[Envelope, ...] = Field(max_length=MAX_SENDERS)
+    agreements: tuple[Agreement, ...] = Field(default=(), max_length=MAX_HELPERS)
