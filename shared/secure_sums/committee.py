@@ -15,13 +15,13 @@ import numpy as np
 
 from tessera.shared.hashing import Sink
 from tessera.shared.schema import Digest, Message, canonical
-from tessera.shared.secure_sums.envelope import check_envelope, opened_seeds
+from tessera.shared.secure_sums.envelope import opened_seeds, own_blocks
 from tessera.shared.secure_sums.errors import SumRefused
 from tessera.shared.secure_sums.keys import SealingKey, SigningKey, require_signature
 from tessera.shared.secure_sums.masked_update import write_ring
 from tessera.shared.secure_sums.masks import RING_DTYPES, MaskStream
 from tessera.shared.secure_sums.messages import LEAST_QUORUM, Agreement, Envelope, Hex32, Terms
-from tessera.shared.secure_sums.roster import Roster, check_terms
+from tessera.shared.secure_sums.roster import Roster, check_terms, require_known
 from tessera.shared.tensors.lazy import as_bytes, chunk_counts, digest_of
 
 AGREEMENT = "set of senders"
@@ -54,8 +54,11 @@ class SenderSet:
         return sum(envelope.weight for envelope in self.envelopes if envelope.site in self.senders[block])
 
 
-def sender_set(terms: Terms, envelopes: Sequence[Envelope], roster: Roster) -> SenderSet:
-    """Return the set of these senders. Raises SumRefused if one of them may not be in it."""
+def sender_set(terms: Terms, envelopes: Sequence[Envelope], roster: Roster | None = None) -> SenderSet:
+    """Return the set of these senders. Raises SumRefused if one of them may not be in it.
+
+    Without a roster, it takes the senders for who they say they are: what the coordinator does.
+    """
     by_site = {envelope.site: envelope for envelope in envelopes}
     if len(by_site) < len(envelopes):
         raise SumRefused("duplicate-site", "a site occurs twice among the senders")
@@ -67,7 +70,10 @@ def sender_set(terms: Terms, envelopes: Sequence[Envelope], roster: Roster) -> S
         raise SumRefused("duplicate-site", "two sites have one key")
     senders: dict[str, list[str]] = {}
     for site in sorted(by_site):
-        for block in check_envelope(by_site[site], terms, roster):
+        envelope = by_site[site]
+        if roster is not None:
+            require_known(roster, site, envelope.identity)
+        for block in own_blocks(envelope, terms):
             senders.setdefault(block, []).append(site)
     enough = {block: tuple(sites) for block, sites in senders.items() if len(sites) >= terms.quorum}
     return SenderSet(terms, tuple(by_site[site] for site in sorted(by_site)), enough)
@@ -146,18 +152,25 @@ class Member:
 def check_agreements(found: SenderSet, agreements: Sequence[Agreement]) -> None:
     """Raise SumRefused unless enough different helpers signed this very set."""
     terms = found.terms
-    signed: set[int] = set()
+    signed = set()
     for agreement in agreements:
-        if agreement.senders == found.digest and 0 <= agreement.helper < len(terms.helpers):
-            helper = terms.helpers[agreement.helper]
-            message = found.digest.encode()
-            require_signature(helper.identity, AGREEMENT, message, agreement.signature, helper.site)
+        if agreement.senders == found.digest:
+            check_agreement(found, agreement)
             signed.add(agreement.helper)
     if len(signed) < terms.signatures:
         raise SumRefused(
             "too-few-signatures",
             f"{len(signed)} of {len(terms.helpers)} helpers signed this set; {terms.signatures} must",
         )
+
+
+def check_agreement(found: SenderSet, agreement: Agreement) -> None:
+    """Raise SumRefused unless the helper that it names signed this very set."""
+    helpers = found.terms.helpers
+    if agreement.senders != found.digest or agreement.helper >= len(helpers):
+        raise SumRefused("signature", "the agreement is about another set of senders, or of no helper")
+    helper = helpers[agreement.helper]
+    require_signature(helper.identity, AGREEMENT, found.digest.encode(), agreement.signature, helper.site)
 
 
 def write_mask_sums(file: Sink, found: SenderSet, seeds: Mapping[str, Sequence[bytes]]) -> Digest:

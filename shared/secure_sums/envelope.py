@@ -9,7 +9,6 @@ from tessera.shared.secure_sums.errors import SumRefused
 from tessera.shared.secure_sums.keys import SealingKey, SigningKey, from_text, require_signature, seal, to_text
 from tessera.shared.secure_sums.masks import new_seed
 from tessera.shared.secure_sums.messages import SEED_BYTES, Envelope, EnvelopeContents, Terms
-from tessera.shared.secure_sums.roster import Roster, require_known
 
 PURPOSE = "masked update"
 
@@ -60,15 +59,6 @@ def make_envelope(
     )
     signature = identity.sign(PURPOSE, canonical(contents))
     return Envelope(**contents.model_dump(), signature=signature)
-
-
-def check_envelope(envelope: Envelope, terms: Terms, roster: Roster) -> tuple[str, ...]:
-    """Return the blocks of an envelope that belongs to these terms, and that a site of the roster signed.
-
-    Raises SumRefused.
-    """
-    require_known(roster, envelope.site, envelope.identity)
-    return own_blocks(envelope, terms)
 
 
 def own_blocks(envelope: Envelope, terms: Terms) -> tuple[str, ...]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Collection, Sequence
 from functools import cached_property
 from itertools import combinations
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from tessera.shared.model.blocks import Name
 from tessera.shared.schema import Digest, Identifier, Label, Message, canonical
@@ -53,6 +54,42 @@ class SiteKeys(Message):
     """Of the sealing key, by the identity."""
 
 
+def tolerance_of(helpers: int) -> int:
+    """Return how many of the helpers may cheat together without learning a mask."""
+    return max(1, (helpers - 1) // 3)
+
+
+def signatures_of(helpers: int) -> int:
+    """Return how many helpers must sign a set of senders: so many that two sets share an honest helper."""
+    return (helpers + tolerance_of(helpers)) // 2 + 1
+
+
+def seeds_of(helpers: int) -> tuple[tuple[int, ...], ...]:
+    """Return, for each seed of a sender, the helpers that do *not* get it.
+
+    There is one for each group of as many helpers as may cheat: such a group lacks its own seed, and any larger one
+    has all.
+    """
+    return tuple(combinations(range(helpers), tolerance_of(helpers)))
+
+
+def share_out(helpers: int, answering: Sequence[int], done: Collection[int] = ()) -> dict[int, tuple[int, ...]]:
+    """Return which seeds' masks each of the answering helpers sums up, as evenly as may be: each seed's once, but for
+    those that are done.
+
+    Raises SumRefused if some seed is with none of them.
+    """
+    found: dict[int, list[int]] = {helper: [] for helper in answering}
+    for number, without in enumerate(seeds_of(helpers)):
+        having = [helper for helper in answering if helper not in without]
+        if number in done:
+            continue
+        if not having:
+            raise SumRefused("committee", f"{len(answering)} helpers do not have all seeds")
+        found[min(having, key=lambda helper: (len(found[helper]), helper))].append(number)
+    return {helper: tuple(numbers) for helper, numbers in found.items() if numbers}
+
+
 class RingBlock(Message):
     """A block as integers."""
 
@@ -95,13 +132,11 @@ class Terms(Message):
 
     @property
     def tolerance(self) -> int:
-        """How many helpers may cheat together without learning a mask."""
-        return max(1, (len(self.helpers) - 1) // 3)
+        return tolerance_of(len(self.helpers))
 
     @property
     def signatures(self) -> int:
-        """How many helpers must sign a set of senders: so many that two sets share an honest helper."""
-        return (len(self.helpers) + self.tolerance) // 2 + 1
+        return signatures_of(len(self.helpers))
 
     @property
     def levels(self) -> int:
@@ -110,29 +145,11 @@ class Terms(Message):
 
     @property
     def seeds(self) -> tuple[tuple[int, ...], ...]:
-        """For each seed of a sender, the helpers that do *not* get it.
-
-        There is one for each group of `tolerance` helpers: such a group lacks its own seed, and any larger one has
-        all.
-        """
-        return tuple(combinations(range(len(self.helpers)), self.tolerance))
+        return seeds_of(len(self.helpers))
 
     def seeds_of(self, helper: int) -> tuple[int, ...]:
         """Return the numbers of the seeds that a helper gets."""
         return tuple(number for number, without in enumerate(self.seeds) if helper not in without)
-
-    def share_out(self, answering: list[int]) -> dict[int, tuple[int, ...]]:
-        """Return which seeds' masks each of these helpers sums up, each seed's once, as evenly as may be.
-
-        Raises SumRefused if some seed is with none of them.
-        """
-        found: dict[int, list[int]] = {helper: [] for helper in answering}
-        for number, without in enumerate(self.seeds):
-            having = [helper for helper in answering if helper not in without]
-            if not having:
-                raise SumRefused("committee", f"{len(answering)} helpers do not have all seeds")
-            found[min(having, key=lambda helper: (len(found[helper]), helper))].append(number)
-        return {helper: tuple(numbers) for helper, numbers in found.items() if numbers}
 
 
 _MAX_SEALED = 4 * (15 * SEED_BYTES + SEALED_BYTES + 2) // 3 + 4
@@ -173,7 +190,7 @@ class Envelope(EnvelopeContents):
 class Agreement(Message):
     """A helper's signature under a set of senders."""
 
-    helper: int
+    helper: NonNegativeInt
     senders: Digest
     """The digest of the set."""
     signature: Hex64

@@ -42,10 +42,11 @@ class MeanStep:
 
     total: OpenedSum
     factor: float
-    """What 1 of the sum stands for: the terms' max_weight 2^exponent over the weight to divide by."""
+    """What 1 of the sum stands for: the terms' max_weight 2^exponent over the weight to divide by, of either sign."""
     shape: tuple[int, ...]
     dtype: DType = "F32"
 
     def chunks(self) -> Iterator[Array]:
         for chunk in self.total.chunks():
-            yield (chunk * self.factor).astype(np.float32)
+            # The addition turns -0.0 into 0.0: where the sum is zero, the step is.
+            yield (chunk * self.factor).astype(np.float32) + np.float32(0)

@@ -15,7 +15,7 @@ from tessera.shared.secure_sums.committee import Member, SenderSet, sender_set
 from tessera.shared.secure_sums.envelope import make_envelope, new_seeds
 from tessera.shared.secure_sums.keys import SealingKey, SigningKey
 from tessera.shared.secure_sums.masked_update import RingTensor, read_ring, write_masked
-from tessera.shared.secure_sums.messages import Agreement, Envelope, RingBlock, Terms, fingerprint
+from tessera.shared.secure_sums.messages import Agreement, Envelope, RingBlock, Terms, fingerprint, share_out
 from tessera.shared.secure_sums.opened import OpenedSum
 from tessera.shared.secure_sums.roster import signed_keys
 from tessera.shared.tensors.lazy import CHUNK, Array, digest_of
@@ -118,7 +118,7 @@ class Federation:
         envelopes = [each.envelope for each in sent]
         numbers = {self.names.index(helper): helper for helper in helpers}
         files = []
-        for number, seeds in terms.share_out(sorted(numbers)).items():
+        for number, seeds in share_out(len(terms.helpers), sorted(numbers)).items():
             file = BytesIO()
             self.member(numbers[number]).open(terms, envelopes, agreed, seeds, file)
             files.append(file.getvalue())

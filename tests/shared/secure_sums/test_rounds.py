@@ -8,6 +8,7 @@ from random import Random
 import numpy as np
 import pytest
 
+from tessera.shared.secure_sums.messages import share_out
 from tests.support.secure_sums import SIZES, Federation, integers_of, steps_of
 
 
@@ -75,7 +76,7 @@ def test_any_two_groups_that_sign_share_more_helpers_than_may_cheat() -> None:
 
 def test_each_seed_is_summed_once_by_a_helper_that_has_it() -> None:
     terms = Federation(7, 7).terms()
-    shares = terms.share_out([1, 4, 6])
+    shares = share_out(7, [1, 4, 6])
     assert sorted(seed for own in shares.values() for seed in own) == list(range(21))
     assert all(set(own) <= set(terms.seeds_of(helper)) for helper, own in shares.items())
 
