@@ -43,10 +43,16 @@ class Actions:
 
     def do(self, run_id: str, action: Action) -> Sequence[str]:
         """Do an action; return the workers who now have something to do."""
-        if isinstance(action, todo.Open):
-            return self.open_round(run_id, action.number)
-        if isinstance(action, todo.AskHelpers):
-            return self.secure.ask(run_id, action.round, action.kind)
+        match action:
+            case todo.Open(number):
+                return self.open_round(run_id, number)
+            case todo.AskHelpers(round_id, kind):
+                return self.secure.ask(run_id, round_id, kind)
+            case _:
+                return self._write(run_id, action)
+
+    def _write(self, run_id: str, action: Action) -> Sequence[str]:
+        """Do an action that reads no blobs."""
         with self.database.transaction() as session:
             now = self.database.now()
             match action:

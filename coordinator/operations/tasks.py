@@ -37,10 +37,10 @@ from tessera.shared.problems import (
 from tessera.shared.rounds.planning import check_report
 from tessera.shared.rounds.secure_sums import check_masked
 from tessera.shared.schema import GIVEN_BACK, MAX_INLINE_BLOBS, MAX_SECONDS_PER_BYTE, Page
-from tessera.shared.secure_sums.committee import SenderSet, check_agreement, sender_set
+from tessera.shared.secure_sums.committee import check_agreement, sender_set
 from tessera.shared.secure_sums.errors import SumRefused
 from tessera.shared.secure_sums.masked_update import read_ring
-from tessera.shared.secure_sums.messages import SumDocument, Terms
+from tessera.shared.secure_sums.messages import Agreement, SumDocument, Terms
 from tessera.shared.updates.codec_choice import CHOSEN_BYTES, decode_delay
 from tessera.shared.updates.codecs import pipeline
 
@@ -273,27 +273,26 @@ def submit_helper_report(services: Services, caller: Principal, task_id: str, re
         "update_digest": report.mask_sums,
     }
     try:
-        found = _senders(services, sums)
-        if record.task.kind == "agree" and report.agreement:
-            check_agreement(found, report.agreement)
-            columns["statement"] = report.agreement.model_dump(mode="json")
-        elif record.task.kind == "open" and report.mask_sums:
-            opened = partial(services.blobs.open, report.mask_sums)
-            read_ring(opened, services.blobs.size(report.mask_sums), found.terms, sorted(found.senders))
-        else:
-            raise SumRefused("malformed", f"a task to {record.task.kind} has another result")
+        columns["statement"] = _check_helper(services, record.task.kind, sums, report)
     except SumRefused as refusal:
         fault = Fault(pointer="/agreement" if report.agreement else "/mask_sums", detail=str(refusal)[:300])
         raise Invalid("the helper's result cannot be used", errors=[fault]) from None
     return _accept(services, caller, record, columns)
 
 
-def _senders(services: Services, sums: SumTask | None) -> SenderSet:
-    if sums is None or sums.document is None:
-        raise SumRefused("malformed", "the task is of no round with secure sums")
+def _check_helper(services: Services, kind: str, sums: SumTask | None, report: HelperReport) -> dict[str, Any] | None:
+    """Return the helper's signature, if its task was to sign. Raises SumRefused."""
+    wanted = report.agreement if kind == "agree" else report.mask_sums
+    if sums is None or sums.document is None or wanted is None:
+        raise SumRefused("malformed", f"the report is not one of a task to {kind}")
     terms = Terms.model_validate_json(services.blobs.read(sums.terms))
     document = SumDocument.model_validate_json(services.blobs.read(sums.document))
-    return sender_set(terms, document.envelopes)
+    found = sender_set(terms, document.envelopes)
+    if isinstance(wanted, Agreement):
+        check_agreement(found, wanted)
+        return wanted.model_dump(mode="json")
+    read_ring(partial(services.blobs.open, wanted), services.blobs.size(wanted), terms, sorted(found.senders))
+    return None
 
 
 def submit_evaluation(services: Services, caller: Principal, task_id: str, report: EvaluationResult) -> TaskView:

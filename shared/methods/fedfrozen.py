@@ -196,7 +196,7 @@ class FedFrozenCoordinator(CoordinatorHalf[FedFrozenSettings]):
         """Accept every rule: all steps pass it. A malicious worker can affect only the length of the warm-up."""
 
     def check_secure_sums(self) -> None:
-        """Raises UnsupportedRun for a warm-up that compares the updates."""
+        """Raise UnsupportedRun for a warm-up that compares the updates."""
         if self.settings.warmup_rounds == "auto" or self.settings.signals:
             raise UnsupportedRun(
                 "secure_sums hides the single updates, whose agreement decides when an automatic warm-up ends: set "

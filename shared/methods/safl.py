@@ -342,7 +342,7 @@ class SAFLCoordinator(CoordinatorHalf[SAFLSettings]):
         """Accept every rule: all steps pass it. A malicious worker can affect the layers that a consensus chooses."""
 
     def check_secure_sums(self) -> None:
-        """Raises UnsupportedRun unless all sites send the same layers, chosen without their data."""
+        """Raise UnsupportedRun unless all sites send the same layers, chosen without their data."""
         if self.settings.looks_at_data or self.settings.chooser == "worker":
             raise UnsupportedRun(
                 "under secure_sums a layer that few sites send is lost, and no site tells its scores: set score to "

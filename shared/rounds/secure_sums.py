@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from tessera.shared.aggregation.mean import Normalization
 from tessera.shared.methods.base import Plan, State
 from tessera.shared.model.spec import Model
+from tessera.shared.problems import faults_of
 from tessera.shared.rounds.blob_store import BlobStore
 from tessera.shared.secure_sums.committee import SenderSet, sender_set
 from tessera.shared.secure_sums.envelope import own_blocks
@@ -77,20 +78,22 @@ def check_masked(
     """
     try:
         envelope = Envelope.model_validate_json(text or "{}")
-        if (envelope.site, envelope.update) != (site, update):
-            raise SumRefused("malformed", "the envelope is of another site or another update")
-        if envelope.weight != weight:
-            raise SumRefused("scales", f"the envelope has the weight {envelope.weight}; the report makes {weight}")
+        _require((envelope.site, envelope.update) == (site, update), "it is of another site or another update")
+        _require(envelope.weight == weight, f"its weight is {envelope.weight}; the report's makes {weight}")
         blocks = own_blocks(envelope, terms)
-        if unasked := sorted(set(blocks) - set(asked)):
-            raise SumRefused("malformed", f"the plan does not ask for {unasked[:4]}")
+        unasked = sorted(set(blocks) - set(asked))
+        _require(not unasked, f"the plan does not ask for {unasked[:4]}")
         opened = partial(BytesIO, data) if data is not None else partial(blobs.open, update)
         read_ring(opened, len(data) if data is not None else blobs.size(update), terms, blocks)
-    except ValidationError as fault:
-        raise of_whole("envelope-unusable", f"the envelope of the masked update has faults: {fault}") from None
-    except SumRefused as fault:
-        raise of_whole("envelope-unusable", str(fault)) from None
+    except (ValidationError, SumRefused) as fault:
+        detail = faults_of(fault)[0].detail if isinstance(fault, ValidationError) else str(fault)
+        raise of_whole("envelope-unusable", f"the envelope of the masked update cannot be used: {detail}") from None
     return envelope, blocks
+
+
+def _require(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise SumRefused("malformed", otherwise)
 
 
 @dataclass(frozen=True)

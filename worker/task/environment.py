@@ -11,6 +11,7 @@ from typing import Any, BinaryIO, Protocol
 import torch
 from pydantic import JsonValue
 
+from tessera.shared.api.secure_sums import HelperReport
 from tessera.shared.api.tasks import EvaluationResult, Submission, Task, TaskView
 from tessera.shared.api.versions import Difference, Manifest
 from tessera.shared.client.client import Progress
@@ -37,6 +38,7 @@ from tessera.worker.state.blob_cache import Row, Source
 from tessera.worker.state.checkpoints import Checkpoints
 from tessera.worker.state.hash_chain import TaskRef
 from tessera.worker.state.privacy_ledger import Ledger, Use
+from tessera.worker.state.site_keys import SumParty
 from tessera.worker.state.vault import Vault
 from tessera.worker.task.model_cache import ModelCache
 from tessera.worker.training.optimization.micro_batch import PieceSize
@@ -60,6 +62,7 @@ class Coordinator(Protocol):
     def put_stream(self, digest: str, file: BinaryIO, length: int, progress: Progress | None = None) -> None: ...
     def submit(self, task_id: str, submission: Submission) -> TaskView: ...
     def submit_evaluation(self, task_id: str, evaluated: EvaluationResult) -> TaskView: ...
+    def submit_helper_report(self, task_id: str, report: HelperReport) -> TaskView: ...
     def task(self, task_id: str) -> TaskView: ...
 
 
@@ -136,6 +139,8 @@ class TaskEnvironment:
     """The site's external bases; None has none, as in a simulation."""
     sandbox: Sandbox | None = None
     """Sandbox in which an untrusted model is built first; None trusts every model, as in a simulation."""
+    sums: SumParty | None = None
+    """This site in secure sums; None takes part in none."""
     checkpoints: Checkpoints | None = None
     """Checkpoints of unfinished training; None writes none, as in a simulation."""
     checkpoint_seconds: float = math.inf
@@ -197,6 +202,11 @@ class TaskRun:
     def count(self, nbytes: int) -> None:
         """Count bytes that were fetched."""
         self.report.download_bytes += nbytes
+        self.check()
+
+    def sent(self, nbytes: int) -> None:
+        """Count bytes that were sent."""
+        self.report.upload_bytes += nbytes
         self.check()
 
     def fetch(self, digest: str, max_bytes: int) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from typing import TYPE_CHECKING
 
 from tessera.shared.methods.base import LocalResult, TrainingStats, UnsupportedRun
@@ -59,7 +60,8 @@ def train(
     selected = env.setup.ranks.same(lambda: chosen)
     phases = half.phases(context, selected)
     env.policy.check_epochs(epochs_of(phases, task.training, dataset.examples))
-    least = env.policy.min_evaluation_examples
+    # A loss of this site alone would tell what the secure sum hides.
+    least = env.policy.min_evaluation_examples if task.sums is None else sys.maxsize
     with loss_scaler(env, task) as scaler:
         trainer = Trainer(
             half,
@@ -84,6 +86,8 @@ def train(
     if private:
         report.metrics = {**private.disclosed(report.metrics), EPSILON: private.spent()}
     report.metrics |= loaded.built.metrics
+    if task.sums:
+        report.metrics = {name: value for name, value in report.metrics.items() if name == EPSILON}
     return result, stats
 
 
