@@ -23,13 +23,11 @@ from tessera.shared.methods.base import Plan, State
 from tessera.shared.model.spec import Model
 from tessera.shared.rounds.blob_store import Stored
 from tessera.shared.rounds.planning import bounds_of
-from tessera.shared.rounds.secure_sums import Sums, ring_blocks
+from tessera.shared.rounds.secure_sums import Sums, terms_of_round
 from tessera.shared.rounds.versions import States
 from tessera.shared.schema import canonical
 from tessera.shared.secure_sums.errors import SumRefused
 from tessera.shared.secure_sums.messages import (
-    LEAST_QUORUM,
-    MAX_WEIGHT,
     SiteKeys,
     SumDocument,
     Terms,
@@ -78,18 +76,21 @@ class SecureRounds:
         if run.bounds is None:
             bounds = bounds_of(spec, [worker.participant(spec.dataset) for worker in willing])
         largest = max(worker.participant(spec.dataset).examples for worker in planned)
-        former = before and self.states.load(model, self.states.manifest(before.digest), before.number)
-        terms = Terms(
+        former = None
+        if before:
+            former = self.states.load(model, self.states.manifest(before.digest), before.number)
+        terms = terms_of_round(
+            spec,
+            model,
+            plans,
+            keys,
+            bounds,
+            largest,
+            state,
+            former,
             run=run_id,
-            round=version.number + 1,
             attempt=attempt,
-            version=version.digest,
-            helpers=tuple(keys[site] for site in spec.secure_sums.helpers),
-            quorum=spec.secure_sums.quorum,
-            max_senders=max(LEAST_QUORUM, spec.secure_sums.quorum, len(planned)),
-            max_weight=min(bounds.max_examples or largest, largest, MAX_WEIGHT),
-            bits=32,
-            blocks=ring_blocks(model, plans.values(), state, former),
+            version=version,
         )
         return self.blobs.put([canonical(terms)])
 
@@ -154,6 +155,10 @@ class SecureRounds:
             raise ValueError(f"too few helpers can open the round's sums; these failed: {sorted(failed)}")
         here = [number for number in able if sites[number] in live]
         require(_suffices(terms, here), "too few helpers are live to open the round's sums")
+        # Those that signed were there a moment ago; others may be gone and not yet missed.
+        signed = {site for task, site in tasks if task.kind == "agree" and task.state == "accepted"}
+        if _suffices(terms, signers := [number for number in here if sites[number] in signed]):
+            here = signers
         return {sites[number]: seeds for number, seeds in share_out(len(sites), here, done).items()}
 
     def sums(self, run_id: str, round_id: str) -> Sums | None:

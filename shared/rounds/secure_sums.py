@@ -12,6 +12,8 @@ import numpy as np
 from pydantic import ValidationError
 
 from tessera.shared.aggregation.mean import Normalization
+from tessera.shared.api.runs import Bounds, RunSpec
+from tessera.shared.api.versions import VersionRef
 from tessera.shared.methods.base import Plan, State
 from tessera.shared.model.spec import Model
 from tessera.shared.problems import faults_of
@@ -20,7 +22,7 @@ from tessera.shared.secure_sums.committee import SenderSet, sender_set
 from tessera.shared.secure_sums.envelope import own_blocks
 from tessera.shared.secure_sums.errors import SumRefused
 from tessera.shared.secure_sums.masked_update import RingTensor, read_ring
-from tessera.shared.secure_sums.messages import MAX_EXPONENT, Envelope, RingBlock, Terms
+from tessera.shared.secure_sums.messages import MAX_EXPONENT, MAX_WEIGHT, Envelope, RingBlock, SiteKeys, Terms
 from tessera.shared.secure_sums.opened import MeanStep, OpenedSum
 from tessera.shared.tensors.lazy import Array, SteppedTensor, Tensor, numel, squares
 from tessera.shared.updates.update_file import of_whole
@@ -34,6 +36,38 @@ FIRST_BITS = 20
 
 NO_SCALE = -24
 """The exponent of a block that is zero and has never changed."""
+
+
+def terms_of_round(
+    spec: RunSpec,
+    model: Model,
+    plans: Mapping[str, Plan],
+    keys: Mapping[str, SiteKeys],
+    bounds: Bounds,
+    examples: int,
+    state: State,
+    before: State | None,
+    *,
+    run: str,
+    attempt: int,
+    version: VersionRef,
+) -> Terms:
+    """Return the terms of the round after a version. `keys` are those of the helpers' sites, `examples` the most of a
+    planned worker, and `before` is the state of the version before."""
+    assert spec.secure_sums is not None  # noqa: S101 (for the types)
+    quorum = spec.secure_sums.quorum
+    return Terms(
+        run=run,
+        round=version.number + 1,
+        attempt=attempt,
+        version=version.digest,
+        helpers=tuple(keys[site] for site in spec.secure_sums.helpers),
+        quorum=quorum,
+        max_senders=max(quorum, len(plans)),
+        max_weight=min(bounds.max_examples or examples, examples, MAX_WEIGHT),
+        bits=32,
+        blocks=ring_blocks(model, plans.values(), state, before),
+    )
 
 
 def ring_blocks(model: Model, plans: Collection[Plan], state: State, before: State | None) -> dict[str, RingBlock]:

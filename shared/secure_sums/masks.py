@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
 from tessera.shared.secure_sums.messages import SEED_BYTES
 from tessera.shared.tensors.lazy import CHUNK, Array
 
-RING_DTYPES = {16: np.dtype("<u2"), 32: np.dtype("<u4")}
+RING_DTYPES: dict[int, np.dtype] = {16: np.dtype("<u2"), 32: np.dtype("<u4")}
 """The integers modulo 2^16 and 2^32, little-endian."""
 
 _ZEROS = memoryview(bytes(4 * CHUNK))

@@ -5,19 +5,21 @@ from __future__ import annotations
 import io
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from safetensors.numpy import load
 from safetensors.torch import save_file
 
-from tessera.shared.api.runs import Cohort, Run, RunSpec, Training
-from tessera.shared.api.secure_sums import SecureSums
+from tessera.shared.api.runs import Run, RunSpec
 from tessera.shared.cli.upload import upload_model
 from tessera.shared.client.client import Client
-from tessera.shared.methods.base import MethodSpec
 from tessera.shared.secure_sums.messages import fingerprint
 from tessera.shared.updates.model_folder import ModelFolder
+from tessera.worker.data.registry import load as load_data
+from tessera.worker.simulation import Conditions, simulate
+from tessera.worker.simulation.virtual_sites import WORKER
 from tessera.worker.state.site_keys import KEYS_FOLDER, Keyring
 from tests.support.coordinator import until
 from tests.support.processes import CoordinatorProcess, Process, start_worker, worker_process
@@ -47,24 +49,31 @@ def started(live: CoordinatorProcess, running: Keep, tmp_path: Path) -> dict[str
             *lines,
             "[policy]\nrequire_secure_sums = true\n",
         ]
-        workers[name] = running(worker_process(live, name, "\n".join(tables)))
+        workers[name] = running(worker_process(live, name, "\n".join(tables), name=WORKER))
     return workers
 
 
-def begun(client: Client, vit: ModelFolder, rounds: int, **cohort: float) -> Run:
+def settings(rounds: int, **cohort: int) -> dict[str, Any]:
+    return {
+        "name": "in-secret",
+        "method": {"name": "fedavg"},
+        "dataset": "images",
+        "rounds": rounds,
+        "cohort": {"size": 4, "quorum": 3, **cohort},
+        "secure_sums": {"helpers": list(SITES), "quorum": 3},
+        "training": {
+            "epochs": 1,
+            "batch_size": None,
+            "optimizer": "sgd",
+            "learning_rate": RATE,
+            "weight_decay": 0,
+        },
+    }
+
+
+def begun(client: Client, vit: ModelFolder, spec: dict[str, Any]) -> Run:
     uploaded = upload_model(client, vit)
-    spec = RunSpec(
-        name="in-secret",
-        method=MethodSpec(name="fedavg"),
-        model=uploaded.model,
-        version=uploaded.version,
-        dataset="images",
-        rounds=rounds,
-        cohort=Cohort(size=4, **{"quorum": 3, **cohort}),
-        secure_sums=SecureSums(helpers=tuple(SITES), quorum=3),
-        training=Training(epochs=1, batch_size=None, optimizer="sgd", learning_rate=RATE, weight_decay=0),
-    )
-    return client.create_run(spec)
+    return client.create_run(RunSpec(model=uploaded.model, version=uploaded.version, **spec))
 
 
 def test_a_secure_sum_is_gradient_descent_on_all_data_and_tells_no_site_s_figures(
@@ -72,7 +81,8 @@ def test_a_secure_sum_is_gradient_descent_on_all_data_and_tells_no_site_s_figure
 ) -> None:
     started(live, running, tmp_path)
     client = live.admin()
-    run = begun(client, vit, rounds=2, quorum=4)
+    spec = settings(rounds=2, quorum=4)
+    run = begun(client, vit, spec)
     until(lambda: client.run(run.id).state == "completed", seconds=60)
 
     file = io.BytesIO()
@@ -86,13 +96,17 @@ def test_a_secure_sum_is_gradient_descent_on_all_data_and_tells_no_site_s_figure
     assert all(task.metrics == {} and task.state == "merged" for task in tasks)
     assert all(task.progress is None or task.progress.loss is None for task in tasks)
 
+    sites = {name: load_data("arrays", {"file": tmp_path / f"{name}.safetensors"}) for name in SITES}
+    result = simulate(spec, vit, sites, conditions=Conditions(threads=1))
+    assert [one.digest for one in result.versions] == [one.digest for one in client.versions(run.id)]
+
 
 def test_a_helper_killed_for_good_and_one_that_comes_back_cost_no_bit(
     live: CoordinatorProcess, vit: ModelFolder, running: Keep, tmp_path: Path
 ) -> None:
     workers = started(live, running, tmp_path)
     client = live.admin()
-    run = begun(client, vit, rounds=3, quorum=3, target_updates=3)
+    run = begun(client, vit, settings(rounds=3, quorum=3, target_updates=3))
     until(lambda: client.run(run.id).version.number >= 1, seconds=60)
     workers["west"].kill()
     workers["south"].kill()

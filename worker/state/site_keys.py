@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Protocol
 
 from tessera.shared.schema import Digest
+from tessera.shared.secure_sums.committee import Agreements
 from tessera.shared.secure_sums.keys import SealingKey, SigningKey
 from tessera.shared.secure_sums.messages import Hex32, SiteKeys
 from tessera.shared.secure_sums.roster import signed_keys
@@ -88,15 +90,26 @@ class AgreementLog:
             return senders
 
 
+class Keys(Protocol):
+    """The keys of a site."""
+
+    def identity(self) -> SigningKey: ...
+    def sealing_keys(self) -> Mapping[Hex32, SealingKey]: ...
+    def public(self, site: str) -> SiteKeys: ...
+
+
 @dataclass(frozen=True)
 class SumParty:
     """This site in secure sums."""
 
     site: str
-    keys: Keyring
+    keys: Keys
     roster: Mapping[str, str]
     """The fingerprints of the other sites' keys."""
     quorum: int
     """The least sites in a sum that this site sends to or opens."""
     helper: bool
-    agreements: AgreementLog = field(repr=False)
+    agreements: Agreements | None = field(repr=False)
+    """What it signed as a helper; None for a site that is none."""
+    masks: bool = True
+    """False in a simulation: masks cancel to the bit, so that sums without them are the same."""

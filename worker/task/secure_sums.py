@@ -58,7 +58,7 @@ def masked(
     party, seeds, weight = _party(run), new_seeds(terms), min(examples, terms.max_weight)
     by_name = {change.block.name: change for change in changes}
     with _refusing():
-        written = write_masked(file, terms, by_name, weight, seeds, run.task.seed)
+        written = write_masked(file, terms, by_name, weight, seeds if party.masks else [], run.task.seed)
         identity = party.keys.identity()
         envelope = make_envelope(terms, party.site, identity, weight, list(by_name), written.digest, seeds)
     sizes = {name: change.block.numel * terms.bits // 8 for name, change in by_name.items()}
@@ -79,8 +79,11 @@ def help_open(run: TaskRun) -> None:
             raise TaskFailure("invalid-task", "the task names neither terms nor envelopes")
         terms, party = _terms(run, sums), _party(run)
         document = _read(run, sums.document, SumDocument)
+        if party.agreements is None:
+            raise TaskFailure("no-helper", "this worker does not open sums: set secure_sums.helper in its settings")
+        keys = party.keys
         member = Member(
-            party.site, party.keys.identity(), party.keys.sealing_keys(), party.roster, party.agreements, party.quorum
+            party.site, keys.identity(), keys.sealing_keys(), party.roster, party.agreements, party.quorum
         )
         if task.kind == "agree":
             agreement = member.agree(terms, document.envelopes)
