@@ -132,7 +132,7 @@ class SecureSumsSettings(Frozen):
     site: Label = Field(description="this site's name at the coordinator")
     roster: dict[Label, Fingerprint] = Field(
         default={},
-        description="the fingerprints of the other sites' keys, as people there told them; `tessera worker roster` "
+        description="the fingerprints of the other sites' keys, as people there report them; `tessera worker roster` "
         "prints this site's",
     )
     quorum: int = Field(

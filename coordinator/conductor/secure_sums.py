@@ -38,7 +38,7 @@ from tessera.shared.secure_sums.messages import (
 
 @dataclass(frozen=True)
 class SecureRounds:
-    """What the conductor does for rounds with secure sums."""
+    """The conductor's part in rounds with secure sums."""
 
     database: Database
     blobs: Blobs

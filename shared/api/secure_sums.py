@@ -46,7 +46,7 @@ class SecureSums(Frozen):
 
 
 class SumTask(Message):
-    """What a task of a run with secure sums is about, beside its plan."""
+    """The subject of a task of a run with secure sums, beside its plan."""
 
     terms: Digest
     """The blob of the round's terms."""

@@ -345,7 +345,7 @@ class SAFLCoordinator(CoordinatorHalf[SAFLSettings]):
         """Raise UnsupportedRun unless all sites send the same layers, chosen without their data."""
         if self.settings.looks_at_data or self.settings.chooser == "worker":
             raise UnsupportedRun(
-                "under secure_sums a layer that few sites send is lost, and no site tells its scores: set score to "
+                "under secure_sums a layer that few sites send is lost, and no site sends its scores: set score to "
                 "one that reads no data, such as random, and chooser to consensus"
             )
 

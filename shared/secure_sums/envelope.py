@@ -1,4 +1,4 @@
-"""What a sender signs beside its masked update, with the seeds of its masks sealed to the helpers."""
+"""Envelopes: a sender's signature beside its masked update, and its masks' seeds, sealed to the helpers."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ class Rounding:
 class Written:
     digest: str
     rests: Mapping[str, Array]
-    """What rounding and the limit dropped of each block, float32 and flat; empty unless it was asked for."""
+    """The part of each block that rounding and the limit dropped, float32 and flat; empty unless requested."""
 
 
 def write_masked(

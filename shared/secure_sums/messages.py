@@ -1,4 +1,4 @@
-"""What parties of a secure sum agree on, sign and send each other. The signatures themselves are made elsewhere."""
+"""The messages of a secure sum: what the parties agree on, sign and send. Signatures are made elsewhere."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def tolerance_of(helpers: int) -> int:
 
 
 def signatures_of(helpers: int) -> int:
-    """Return how many helpers must sign a set of senders: so many that two sets share an honest helper."""
+    """Return how many helpers must sign a set of senders: enough that two sets share an honest helper."""
     return (helpers + tolerance_of(helpers)) // 2 + 1
 
 
@@ -157,7 +157,7 @@ _MAX_SEALED = 4 * (15 * SEED_BYTES + SEALED_BYTES + 2) // 3 + 4
 
 
 class EnvelopeContents(Message):
-    """What a sender signs."""
+    """The signed part of an envelope."""
 
     terms: Digest
     site: Label
@@ -197,7 +197,7 @@ class Agreement(Message):
 
 
 class SumDocument(Message):
-    """What a helper's task is about: the senders of a round and, to open their sum, the helpers' signatures."""
+    """The subject of a helper's task: the senders of a round and, to open their sum, the helpers' signatures."""
 
     envelopes: tuple[Envelope, ...] = Field(max_length=MAX_SENDERS)
     agreements: tuple[Agreement, ...] = Field(default=(), max_length=MAX_HELPERS)

@@ -42,7 +42,7 @@ class MeanStep:
 
     total: OpenedSum
     factor: float
-    """What 1 of the sum stands for: the terms' max_weight 2^exponent over the weight to divide by, of either sign."""
+    """The value of 1 in the sum: the terms' max_weight 2^exponent over the weight to divide by, of either sign."""
     shape: tuple[int, ...]
     dtype: DType = "F32"
 

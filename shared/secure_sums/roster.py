@@ -12,7 +12,7 @@ SEALING_KEY = "sealing key"
 """The purpose of a site's signature under its sealing key."""
 
 Roster = Mapping[str, Fingerprint]
-"""The fingerprint of each site's key, as its people told the people of this one. The coordinator's word does not
+"""The fingerprint of each site's key, as its people reported it to those of this one. The coordinator's word does not
 count: it could enrol sites that do not exist."""
 
 

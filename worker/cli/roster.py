@@ -1,4 +1,4 @@
-"""`tessera worker roster`: this site's fingerprint, and those that it was told."""
+"""`tessera worker roster`: this site's fingerprint, and those of the other sites."""
 
 from tessera.shared.cli.render.output import AsJson, show, table
 from tessera.shared.secure_sums.messages import fingerprint
@@ -10,7 +10,7 @@ from tessera.worker.stores import sum_party_of
 def roster(config: ConfigFile, as_json: AsJson = False) -> None:
     """Show this site's fingerprint for secure sums, and those of the other sites in its settings.
 
-    Tell the fingerprint to the people of the other sites by a way that does not pass the coordinator, such as by
+    Send the fingerprint to the people of the other sites by a way that does not pass the coordinator, such as by
     telephone, and enter theirs in [secure_sums.roster]. The coordinator could otherwise invent sites.
 
     Exit code 0: all is well, 2: invalid settings.

@@ -110,6 +110,6 @@ class SumParty:
     """The least sites in a sum that this site sends to or opens."""
     helper: bool
     agreements: Agreements | None = field(repr=False)
-    """What it signed as a helper; None for a site that is none."""
+    """Its signatures as a helper; None for a site that is none."""
     masks: bool = True
     """False in a simulation: masks cancel to the bit, so that sums without them are the same."""
