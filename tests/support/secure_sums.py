@@ -11,14 +11,26 @@ from typing import Any
 
 import numpy as np
 
+from tessera.shared.api.secure_sums import HelperReport
+from tessera.shared.api.tasks import Submission, Task, TaskView
+from tessera.shared.client.client import Client
 from tessera.shared.secure_sums.committee import Member, SenderSet, sender_set
 from tessera.shared.secure_sums.envelope import make_envelope, new_seeds
 from tessera.shared.secure_sums.keys import SealingKey, SigningKey
 from tessera.shared.secure_sums.masked_update import RingTensor, read_ring, write_masked
-from tessera.shared.secure_sums.messages import Agreement, Envelope, RingBlock, Terms, fingerprint, share_out
+from tessera.shared.secure_sums.messages import (
+    Agreement,
+    Envelope,
+    RingBlock,
+    SumDocument,
+    Terms,
+    fingerprint,
+    share_out,
+)
 from tessera.shared.secure_sums.opened import OpenedSum
 from tessera.shared.secure_sums.roster import signed_keys
 from tessera.shared.tensors.lazy import CHUNK, Array, digest_of
+from tests.support.federation import ScriptedWorker
 
 SIZES = {"head": 7, "layer.0.value": 33, "layer.1.value": 12}
 
@@ -164,3 +176,61 @@ def integers_of(terms: Terms, steps: Mapping[str, Array], weight: int, seed: int
     write_masked(file, terms, {name: Steps(values) for name, values in steps.items()}, weight, [], seed)
     plain = ring_of(file.getvalue(), terms, sorted(steps))
     return {name: _whole(OpenedSum([tensor], [], terms.bits, tensor.numel)) for name, tensor in plain.items()}
+
+
+@dataclass
+class SecretSite:
+    """A scripted site that takes part in secure sums over HTTP, and is a helper."""
+
+    site: str
+    client: Client
+    federation: Federation
+
+    def __post_init__(self) -> None:
+        self.sealing = self.federation.sealing[self.site]
+        self.worker = ScriptedWorker(
+            self.client,
+            kinds=("train", "agree", "open"),
+            site_keys=signed_keys(self.site, self.federation.identities[self.site], self.sealing.public),
+        )
+
+    def terms(self, task: Task) -> Terms:
+        assert task.sums is not None
+        return Terms.model_validate_json(self.client.read_blob(task.sums.terms))
+
+    def document(self, task: Task) -> SumDocument:
+        assert task.sums is not None
+        return SumDocument.model_validate_json(self.client.read_blob(task.sums.document or ""))
+
+    def submission(self, task: Task, step: float, examples: int = 10) -> Submission:
+        """Train by adding a number to every block that the plan uploads; return the masked update, uploaded."""
+        terms, base = self.terms(task), self.worker.fetch(task)
+        steps = {name: np.full(base[name].size, step, np.float32) for name in terms.blocks}
+        sent = self.federation.send(terms, self.site, steps, min(examples, terms.max_weight))
+        return Submission(
+            token=task.token,
+            version=task.version.digest,
+            update=self.client.put_bytes(sent.file),
+            envelope=sent.envelope.model_dump_json(),
+            examples=examples,
+        )
+
+    def train(self, step: float, examples: int = 10) -> TaskView:
+        task = self.worker.take()
+        assert task.kind == "train"
+        return self.client.submit(task.id, self.submission(task, step, examples))
+
+    def report(self, task: Task) -> HelperReport:
+        """Do a helper's task, and return its result unsent."""
+        terms, document, member = self.terms(task), self.document(task), self.federation.member(self.site)
+        if task.kind == "agree":
+            return HelperReport(token=task.token, agreement=member.agree(terms, document.envelopes))
+        assert task.sums is not None
+        file = BytesIO()
+        member.open(terms, document.envelopes, document.agreements, task.sums.seeds, file)
+        return HelperReport(token=task.token, mask_sums=self.client.put_bytes(file.getvalue()))
+
+    def help(self, kind: str) -> TaskView:
+        task = self.worker.take()
+        assert task.kind == kind
+        return self.client.submit_helper_report(task.id, self.report(task))
