@@ -39,7 +39,7 @@ def train(
     loaded.personalise()
     _check_plan(run, loaded)
     require_apart(run, context, dataset)
-    report.examples = dataset.examples
+    units = report.examples = private.units if private else dataset.examples
     # Selecting blocks may read data too; no steps are counted for that.
     report.begin("training")
     report.activity = CALIBRATING if private else None
@@ -58,7 +58,7 @@ def train(
         private.check_choice()
     selected = env.setup.ranks.same(lambda: chosen)
     phases = half.phases(context, selected)
-    env.policy.check_epochs(epochs_of(phases, task.training, dataset.examples))
+    env.policy.check_epochs(epochs_of(phases, task.training, units))
     least = env.policy.min_evaluation_examples
     with loss_scaler(env, task) as scaler:
         trainer = Trainer(
