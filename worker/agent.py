@@ -171,7 +171,7 @@ class Agent:
             self._runner.airlock.waits = self._opening.rest
         allowed = {name: data for name, data in self._runner.datasets.items() if self._policy.allows_dataset(name)}
         claimed = {
-            "datasets": {name: data.examples for name, data in allowed.items()},
+            "datasets": {name: self._runner.declared_units(name) for name in allowed},
             "held_out": {
                 name: data.held_out.examples
                 for name, data in allowed.items()

@@ -28,7 +28,7 @@ from tessera.shared.model.blocks import Block, Name
 from tessera.shared.model.dataset_schema import DatasetSchema
 from tessera.shared.model.selectors import EVERYTHING, Selector
 from tessera.shared.problems import ProblemDocument
-from tessera.shared.run_settings import Budget, Privacy, Span, Training
+from tessera.shared.run_settings import Privacy, Span, Training, UnitBudget
 from tessera.shared.schema import (
     ACCEPTED,
     MAX_CLAIM_BYTES,
@@ -196,8 +196,8 @@ class AdvertisedPolicy(Message):
     hours: tuple[Span, ...] = Field(default=(), max_length=64)
     utc_offset_minutes: Annotated[int, Field(gt=-1440, lt=1440)] = 0
     """The site's offset from UTC, in minutes."""
-    require_privacy: Budget | None = None
-    budgets: dict[Label, Budget] = Field(default={}, max_length=256)
+    require_privacy: UnitBudget | None = None
+    budgets: dict[Label, UnitBudget] = Field(default={}, max_length=256)
     """Privacy budget for all runs together, by data set."""
     spent: dict[Label, PositiveFloat] = Field(default={}, max_length=256)
     """The least budget, at the same delta, that holds what they have found out so far of those data sets."""

@@ -1,8 +1,8 @@
 """The rules of helpers: which set of senders they sign, and when they return the sum of its masks.
 
-A helper signs at most one set for each round of a run, and opens a set only with enough signatures that any two groups
-of signers share an honest helper. So no two sums of a round are ever opened, of which the difference would be one
-site's update.
+A helper signs at most one set for each round of a run, and opens a set only with enough signatures that any two
+groups of signers share an honest helper. So no two sums of a round are ever opened, of which the difference would be
+one site's update.
 """
 
 from __future__ import annotations

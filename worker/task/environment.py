@@ -26,6 +26,7 @@ from tessera.shared.schema import TaskKind
 from tessera.shared.tensors.lazy import Array
 from tessera.shared.updates.codec_choice import CodecChooser
 from tessera.worker.data.dataset import Dataset
+from tessera.worker.data.groups import Groups
 from tessera.worker.governance.airlock import Airlock
 from tessera.worker.governance.approvals import Inbox
 from tessera.worker.governance.policy import Allowance, Policy
@@ -117,6 +118,8 @@ class TaskEnvironment:
     """Data sets used only for evaluation."""
     fingerprints: dict[str, Array] = field(default_factory=dict)
     """Hashes of the examples, by data set."""
+    groups: dict[str, Groups] = field(default_factory=dict)
+    """The groups of the examples, by data set, once a run has protected them."""
     contents: dict[str, str] = field(default_factory=dict)
     """Digests of the data sets' contents, by data set: with another, no checkpoint is resumed."""
     divided: frozenset[str] = frozenset()

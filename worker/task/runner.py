@@ -137,8 +137,21 @@ class TaskRunner(TaskEnvironment):
             # A task on a data set with an unreadable ledger fails and reports why.
             with suppress(LedgerError, OSError, ImportError):
                 entries = self.ledger.latest(name) if self.ledger else ()
-                spent[name] = math.inf if most.uncovered(entries) else least_budget_of(noisy_in(entries), most.delta)
+                costs = noisy_in(entries, most.unit)
+                spent[name] = math.inf if most.uncovered(entries) else least_budget_of(costs, most.delta)
         return spent
+
+    def declared_units(self, dataset: str) -> int:
+        """Return the number of examples of a data set; of groups if only runs that protect groups may train on it."""
+        examples = self.datasets[dataset]
+        rules = (self.policy.require_privacy, self.policy.max_weekly_privacy, self.allowances.get(dataset))
+        if (
+            dataset in self.for_evaluation
+            or examples.groups is None
+            or all(rule is None or rule.unit == "example" for rule in rules)
+        ):
+            return examples.examples
+        return len(set(examples.groups))
 
     def may_measure(self, dataset: str, examples: int) -> bool:
         """Return whether versions may be evaluated on `examples` of an evaluation-only data set."""

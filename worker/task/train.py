@@ -40,7 +40,7 @@ def train(
     loaded.personalise()
     _check_plan(run, loaded)
     require_apart(run, context, dataset)
-    report.examples = dataset.examples
+    units = report.examples = private.units if private else dataset.examples
     # Selecting blocks may read data too; no steps are counted for that.
     report.begin("training")
     report.activity = CALIBRATING if private else None
@@ -59,7 +59,7 @@ def train(
         private.check_choice()
     selected = env.setup.ranks.same(lambda: chosen)
     phases = half.phases(context, selected)
-    env.policy.check_epochs(epochs_of(phases, task.training, dataset.examples))
+    env.policy.check_epochs(epochs_of(phases, task.training, units))
     # A loss of this site alone would tell what the secure sum hides.
     least = env.policy.min_evaluation_examples if task.sums is None else sys.maxsize
     with loss_scaler(env, task) as scaler:
