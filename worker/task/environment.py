@@ -1,8 +1,8 @@
 """The environment shared by a worker's tasks, and the context of one task."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -42,7 +42,9 @@ from tessera.worker.state.privacy_ledger import Ledger, Use
 from tessera.worker.state.site_keys import SumParty
 from tessera.worker.state.vault import Vault
 from tessera.worker.task.model_cache import ModelCache
+from tessera.worker.training.divergence import TrainingDiverged
 from tessera.worker.training.optimization.micro_batch import PieceSize
+from tessera.worker.training.optimization.precision import gradient_scaler, restore_scale, scale_of
 from tessera.worker.training.progress import Check, Report
 from tessera.worker.training.setup import TrainingSetup
 
@@ -251,3 +253,25 @@ class TaskRun:
     def contention(self) -> float:
         """Seconds that a second of computing has taken since the task began."""
         return ThreadTimes.now().since(self.began).contention
+
+
+@contextmanager
+def loss_scaler(env: TaskEnvironment, task: Task) -> Iterator[torch.amp.GradScaler]:
+    """Yield a loss scaler at the scale that the run's last training found, also before a restart of the worker.
+
+    The scale is kept at once, whether or not the update is merged. Training that diverges removes it: its scale is
+    unusable.
+    """
+    scaler = env.scalers.pop(task.run, None)
+    if scaler is None:
+        scaler = gradient_scaler(task.training, env.device)
+        if scaler.is_enabled():
+            restore_scale(scaler, env.vault.load_scale(task.run))
+    try:
+        yield scaler
+    except TrainingDiverged:
+        env.vault.keep_scale(task.run, {})
+        raise
+    env.scalers[task.run] = scaler
+    if scaler.is_enabled():
+        env.vault.keep_scale(task.run, scale_of(scaler))

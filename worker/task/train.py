@@ -10,10 +10,9 @@ from tessera.shared.methods.base import LocalResult, TrainingStats, UnsupportedR
 from tessera.shared.model.block_rates import PRIVATE
 from tessera.shared.schema import EPSILON
 from tessera.worker.data.dataset import Dataset
-from tessera.worker.task.environment import TaskRun
+from tessera.worker.task.environment import TaskRun, loss_scaler
 from tessera.worker.task.errors import TaskFailure
 from tessera.worker.task.fetch import Loaded
-from tessera.worker.task.loss_scale import loss_scaler
 from tessera.worker.task.tokenize import require_apart
 from tessera.worker.training.batches import Batches
 from tessera.worker.training.checkpoints import TrainingCheckpoints
