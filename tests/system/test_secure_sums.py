@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from safetensors.numpy import load
 from safetensors.torch import save_file
@@ -101,9 +102,19 @@ def test_a_secure_sum_is_gradient_descent_on_all_data_and_tells_no_site_s_figure
     assert [one.digest for one in result.versions] == [one.digest for one in client.versions(run.id)]
 
 
+@pytest.fixture
+def attentive(tmp_path: Path) -> Iterator[CoordinatorProcess]:
+    """A coordinator that soon notices who is gone."""
+    settings = {"liveness_seconds": 15, "cohort_wait_seconds": 0}
+    with CoordinatorProcess(tmp_path / "coordinator", **settings) as coordinator:
+        yield coordinator
+
+
+@pytest.mark.long
 def test_a_helper_killed_for_good_and_one_that_comes_back_cost_no_bit(
-    live: CoordinatorProcess, vit: ModelFolder, running: Keep, tmp_path: Path
+    attentive: CoordinatorProcess, vit: ModelFolder, running: Keep, tmp_path: Path
 ) -> None:
+    live = attentive
     workers = started(live, running, tmp_path)
     client = live.admin()
     run = begun(client, vit, settings(rounds=3, quorum=3, target_updates=3))

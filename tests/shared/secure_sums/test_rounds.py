@@ -47,7 +47,7 @@ def _round(seed: int) -> int:
     return len(found)
 
 
-@pytest.mark.parametrize("start", range(0, 100, 10))
+@pytest.mark.parametrize("start", range(0, 30, 10))
 def test_no_bit_is_wrong_in_any_round(start: int) -> None:
     assert sum(_round(seed) for seed in range(start, start + 10)) > 10
 
