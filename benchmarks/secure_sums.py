@@ -16,7 +16,7 @@ from functools import partial
 from io import BytesIO
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import BinaryIO
+from typing import BinaryIO, cast
 
 import numpy as np
 
@@ -93,7 +93,9 @@ def _sender(results: Results, terms: Terms, changes: dict[str, Steps], megabytes
 
         def checked() -> None:
             own_blocks(envelope, terms)
-            read_ring(partial(os.fdopen, os.dup(file.fileno()), "rb"), nbytes, terms, sorted(changes))
+            read_ring(
+                lambda: cast("BinaryIO", os.fdopen(os.dup(file.fileno()), "rb")), nbytes, terms, sorted(changes)
+            )
 
         file.seek(0)
         check = _processor_seconds(checked)

@@ -112,7 +112,7 @@ def _say_who_saw_what(console: Console, outcomes: Sequence[Outcome]) -> None:
     sizes = {len([task for task in outcome.round.tasks if task.state == "merged"]) for outcome in outcomes}
     console.print(
         f"\nThe coordinator has {len(merged)} masked updates and {len(outcomes)} sums, each over {min(sizes)} to "
-        f"{max(sizes)} sites. The helpers have signed {len(outcomes)} sets of senders and returned sums of masks, and "
+        f"{max(sizes)} sites. The helpers have signed {len(outcomes)} sets of senders and returned sums of masks; "
         "no update was sent to them. The recipients of the model have the versions. Each site alone has its update.",
         soft_wrap=True,
     )
