@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from tessera.coordinator.domain.eligibility import objections
+from tessera.coordinator.domain.eligibility import objections, policy_warnings
+from tessera.shared.api.tasks import AdvertisedPolicy
 from tessera.shared.run_settings import LATER_SETTINGS, Training, UnitBudget, used_later_settings
 from tessera.worker.governance.descriptions import policy_in_words
 from tessera.worker.governance.policy import Allowance, Policy, PolicyViolation, PrivacyFloor
@@ -124,6 +125,15 @@ def test_a_budget_of_groups_takes_no_run_that_protects_examples() -> None:
     advertised = Policy().advertised_policy({"wards": budget}, 0)
     assert advertised.budgets["wards"].unit == "group"
     assert rules(invited(privacy=EXAMPLES), advertised_policy=advertised) == ["privacy"]
+
+
+def test_a_preview_counts_a_run_of_groups_four_times_for_a_budget_of_examples() -> None:
+    # In zCDP: of epsilon 1 at half of the budget's delta, four times as much is an epsilon of about 2.
+    run = invited(privacy=private(unit="group", epsilon=1.0, delta=5e-6))
+    for epsilon, unit, warns in ((2.2, "example", False), (1.8, "example", True), (1.1, "group", False)):
+        budget = UnitBudget(epsilon=epsilon, delta=1e-5, unit=unit)  # type: ignore[arg-type]
+        found = policy_warnings(run, AdvertisedPolicy(budgets={"wards": budget}), 0)
+        assert [warning.rule for warning in found] == (["privacy"] if warns else [])
 
 
 def test_a_weekly_limit_of_groups_takes_no_run_that_protects_examples() -> None:
