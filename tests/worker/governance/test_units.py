@@ -186,6 +186,6 @@ def test_a_budget_of_groups_holds_after_training_of_examples_only_if_the_site_ac
     with pytest.raises(
         PolicyViolation, match=r"unbounded since 2026-11-22 \(with noise for single examples, run 'demo'"
     ):
-        Allowance(epsilon=8.0, delta=1e-5, unit="group").check_exact("wards", entries)
-    Allowance(epsilon=8.0, delta=1e-5, unit="group", acknowledge_exact=True).check_exact("wards", entries)
-    Allowance(epsilon=8.0, delta=1e-5).check_exact("wards", entries)
+        Allowance(epsilon=8.0, delta=1e-5, unit="group").check_exact("'wards'", entries)
+    Allowance(epsilon=8.0, delta=1e-5, unit="group", acknowledge_exact=True).check_exact("'wards'", entries)
+    Allowance(epsilon=8.0, delta=1e-5).check_exact("'wards'", entries)
