@@ -10,6 +10,7 @@ from tessera.coordinator.api.dependencies import Anyone, Cursor, Limit, Serving,
 from tessera.coordinator.api.request_limits import BoundedRoute
 from tessera.coordinator.operations import tasks
 from tessera.shared.api.framing import MEDIA_TYPE, pack_task
+from tessera.shared.api.secure_sums import HelperReport
 from tessera.shared.api.tasks import Claim, EvaluationResult, Failure, Heartbeat, Lease, Submission, Task, TaskView
 from tessera.shared.problems import BadRequest, Fault, Invalid, TooLarge
 from tessera.shared.schema import MAX_CLAIM_BYTES, PROTOCOL, Page
@@ -111,6 +112,12 @@ async def submit_update(
     # Concurrent repetitions wait for the first result instead of inspecting the update again.
     async with serving.submitting.hold(f"{caller.owner} {task_id}"):
         return await serving.inspections.run(caller.owner, tasks.submit_update, serving, caller, task_id, body)
+
+
+@router.post("/{task_id}/helper-report", operation_id="submitHelperReport")
+def submit_helper_report(task_id: str, body: HelperReport, serving: Serving, caller: SiteCaller) -> TaskView:
+    """Submit a helper's part of a secure sum: its signature, or the sums of masks, uploaded before."""
+    return tasks.submit_helper_report(serving, caller, task_id, body)
 
 
 @router.post("/{task_id}/evaluation", operation_id="submitEvaluation")

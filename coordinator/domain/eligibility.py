@@ -71,6 +71,8 @@ def _objections(invitation: RunTerms, site: str, declared: Mapping[str, Any]) ->
         yield "methods", f"it does not know the method {spec.method.name}, or may not use it"
     if unknown := unknown_settings(spec, declared):
         yield "version", _about(unknown)
+    if spec.secure_sums and (declared.get("site_keys") or {}).get("site") != site:
+        yield "secure_sums", f"it takes part in no secure sums, or not as {site}: set [secure_sums] in its settings"
     examples = declared["datasets"].get(spec.dataset, 0)
     if examples <= 0:
         others = ", ".join(sorted(declared["datasets"])[:SHOWN])

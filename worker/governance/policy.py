@@ -43,6 +43,8 @@ REMEDIES = {
     "plan": "The method sends blocks outside the plan: fix the method.",
     "vault": "The method sends blocks that it keeps private: fix the method.",
     "private": "Have the run ask for blocks that its method does not keep at the sites.",
+    "secure_sums": "Compare the fingerprints of the sites again (`tessera worker roster`), or leave the run out.",
+    "require_secure_sums": "Start the run with `secure_sums`.",
     "kinds": "Let other workers do it, or change `kinds` in the settings.",
 }
 """Remedies by rule. For any other rule: change the run, or the policy setting of that name."""
@@ -232,6 +234,9 @@ class Policy(Frozen):
         default=False, description="whether a person must approve each run before its first task"
     )
     airlock: bool = Field(default=False, description="whether a person must release each update before it leaves")
+    require_secure_sums: bool = Field(
+        default=False, description="whether updates leave only under masks, so that the coordinator cannot read them"
+    )
 
     @model_validator(mode="before")
     @classmethod

@@ -14,6 +14,7 @@ from tessera.shared.api.tasks import Task
 from tessera.shared.methods.registry import check as check_method
 from tessera.shared.methods.registry import needs_one_example_per_row
 from tessera.shared.schedule import local_epochs
+from tessera.shared.secure_sums.messages import Terms
 from tessera.shared.tensors.lazy import Array
 from tessera.shared.updates.codecs import pipeline
 from tessera.worker.data import augmentation
@@ -30,6 +31,7 @@ from tessera.worker.task.environment import TaskRun
 from tessera.worker.task.errors import TaskFailure, faults_in
 from tessera.worker.task.fetch import read_model
 from tessera.worker.task.resumption import checkpoint_of
+from tessera.worker.task.secure_sums import admitted_terms
 from tessera.worker.training.input_mismatch import InputMismatch
 from tessera.worker.training.progress import CALIBRATING
 
@@ -46,6 +48,8 @@ class Admission:
     """The task's privacy accounting; None without differential privacy."""
     checkpoint: TaskCheckpoint | None
     """The checkpoint to resume from and to write; None if this worker writes none."""
+    terms: Terms | None = None
+    """The terms of the round's secure sum; None for a run without one."""
 
 
 def admit(run: TaskRun) -> Admission:
@@ -79,8 +83,9 @@ def admit(run: TaskRun) -> Admission:
     check_overlap(run, dataset)
     if task.kind != "train":
         return Admission(dataset, None, None)
+    terms = admitted_terms(run)
     checkpoint = checkpoint_of(env, task)
-    return Admission(dataset, _private(run, dataset, groups, checkpoint), checkpoint)
+    return Admission(dataset, _private(run, dataset, groups, checkpoint), checkpoint, terms)
 
 
 def _check_length(run: TaskRun, units: int) -> None:

@@ -3,10 +3,9 @@
 from tessera.shared.metrics.site_spread import PERSONAL
 from tessera.shared.schedule import steps_per_epoch
 from tessera.worker.data.dataset import Dataset
-from tessera.worker.task.environment import TaskRun
+from tessera.worker.task.environment import TaskRun, loss_scaler
 from tessera.worker.task.errors import TaskFailure
 from tessera.worker.task.fetch import Loaded
-from tessera.worker.task.loss_scale import loss_scaler
 from tessera.worker.task.tokenize import require_apart
 from tessera.worker.training.batches import Batches
 from tessera.worker.training.evaluate import evaluate as measure

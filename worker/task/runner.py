@@ -8,6 +8,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from tessera.shared.api.secure_sums import HELPER_KINDS
 from tessera.shared.api.tasks import Task
 from tessera.shared.methods.base import LocalResult, TrainingStats
 from tessera.shared.problems import Problem
@@ -27,6 +28,7 @@ from tessera.worker.task.evaluate import evaluate
 from tessera.worker.task.fetch import Fetched, Loaded, fetch, load
 from tessera.worker.task.heartbeat import Stopped
 from tessera.worker.task.resumption import ending
+from tessera.worker.task.secure_sums import help_open
 from tessera.worker.task.tokenize import tokenize
 from tessera.worker.task.train import train
 from tessera.worker.task.upload import Egress
@@ -89,6 +91,9 @@ class TaskRunner(TaskEnvironment):
                 version=task.version.digest,
                 **({"base_bits": bits} if (bits := self.setup.compute.base_bits) else {}),
             )
+        if task.kind in HELPER_KINDS:
+            help_open(run)
+            return
         admission = admit(run)
         dataset, private, checkpoint = admission.dataset, admission.private, admission.checkpoint
         report.begin("fetching")
@@ -99,7 +104,7 @@ class TaskRunner(TaskEnvironment):
                 dataset = tokenize(run, fetched.document, loaded, dataset)
                 require_own_loss(loaded.context, dataset)
             fitting = explained(fetched.document, loaded.context, dataset, private=task.privacy is not None)
-            egress = Egress(run, private, checkpoint)
+            egress = Egress(run, private, checkpoint, admission.terms)
             if task.kind == "train":
                 with spans.span("train"), fitting:
                     if self.ranks:
