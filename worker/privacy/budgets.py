@@ -10,7 +10,16 @@ import structlog
 from tessera.shared.run_settings import Unit, UnitBudget
 from tessera.worker.governance.policy import Allowance, PolicyViolation
 from tessera.worker.privacy.accountant import admits, least_budget
-from tessera.worker.state.privacy_ledger import Cost, LedgerEntry, NoisyChoice, NoisySteps, costs_of, noisy_in
+from tessera.worker.state.privacy_ledger import (
+    OF_EXAMPLES,
+    Cost,
+    LedgerEntry,
+    NoisyChoice,
+    NoisySteps,
+    costs_of,
+    noisy_in,
+    unbounded_in,
+)
 
 WEEK = timedelta(days=7)
 
@@ -54,6 +63,9 @@ class SiteLimits:
         if self.weekly:
             a_week_ago = datetime.now(UTC) - WEEK
             lately = [entry for entry in entries if entry.at > a_week_ago]
+            if any(use == OF_EXAMPLES for _, use in unbounded_in(lately, self.weekly.unit)):
+                rule, what = "max_weekly_privacy", f"runs that protect single examples have used {self.dataset!r}"
+                raise PolicyViolation(rule, f"{what} within seven days, which bounds the loss of no group")
             yield self.weekly, lately, "max_weekly_privacy", f"{self.dataset!r} within seven days"
         if self.total:
             everything = [*entries, *self.elsewhere()]

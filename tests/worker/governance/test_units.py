@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ from tessera.shared.api.tasks import AdvertisedPolicy
 from tessera.shared.run_settings import LATER_SETTINGS, Training, UnitBudget, used_later_settings
 from tessera.worker.governance.descriptions import policy_in_words
 from tessera.worker.governance.policy import Allowance, Policy, PolicyViolation, PrivacyFloor
+from tessera.worker.privacy.budgets import SiteLimits
 from tessera.worker.state.privacy_ledger import (
     Exact,
     LedgerEntry,
@@ -141,6 +142,16 @@ def test_a_weekly_limit_of_groups_takes_no_run_that_protects_examples() -> None:
     policy.check_task(task(privacy=GROUPS), ("train",))
     with pytest.raises(PolicyViolation, match="limits the loss of each group"):
         policy.check_task(task(privacy=EXAMPLES), ("train",))
+
+
+def test_a_weekly_limit_of_groups_waits_until_noise_for_examples_is_a_week_old() -> None:
+    limits = SiteLimits("wards", "group", weekly=UnitBudget(epsilon=9.0, delta=1e-5, unit="group"))
+    old = entry("example", STEPS)
+    late = old.model_copy(update={"at": datetime.now(UTC) - timedelta(days=6)})
+    early = old.model_copy(update={"at": datetime.now(UTC) - timedelta(days=8)})
+    limits.judge([early], [STEPS], [])
+    with pytest.raises(PolicyViolation, match="protect single examples have used 'wards' within seven days"):
+        limits.judge([early, late], [STEPS], [])
 
 
 def test_a_batch_of_groups_counts_the_examples_that_it_may_have() -> None:
