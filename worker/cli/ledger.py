@@ -1,6 +1,6 @@
 """`tessera worker ledger` and `adopt`: the privacy that runs have spent, and recovery of audit and ledgers."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from pydantic import JsonValue
@@ -8,12 +8,16 @@ from pydantic import JsonValue
 from tessera.shared.cli.render.output import AsJson, note, print_json, show, table
 from tessera.shared.run_settings import Unit
 from tessera.worker.cli.exits import BAD_SETTINGS, ConfigFile, exits, fail
+from tessera.worker.governance.policy import Allowance
 from tessera.worker.privacy.cost import epsilon_of, least_budget_of
 from tessera.worker.settings import SettingsError, WorkerSettings, read_settings
 from tessera.worker.state.audit import LEDGER_HEAD
 from tessera.worker.state.hash_chain import ChainError
 from tessera.worker.state.privacy_ledger import LedgerEntry, LedgerError, noisy_in, unbounded_in, unit_of
 from tessera.worker.stores import audit_of, ledger_of
+
+ALL = "all data sets"
+"""The name of the sum over the ledgers: no data set's, since a label has no spaces."""
 
 
 def ledger(config: ConfigFile, as_json: AsJson = False) -> None:
@@ -25,7 +29,7 @@ def ledger(config: ConfigFile, as_json: AsJson = False) -> None:
     try:
         with exits({BAD_SETTINGS: (SettingsError,)}):
             settings = read_settings(config)
-            shown = {name: _spending(settings, name) for name in settings.datasets}
+            shown = _spending_by_dataset(settings)
     except LedgerError as fault:
         fail(f"{fault}; compare it with a copy before any task spends more", 1)
     except OSError as fault:
@@ -64,10 +68,19 @@ def adopt(config: ConfigFile, as_json: AsJson = False) -> None:
     note(f"accepted as they are: {', '.join(accepted)}" if accepted else "all were intact, and nothing was changed")
 
 
-def _spending(settings: WorkerSettings, dataset: str) -> dict[str, Any]:
-    """Return the least budget that admits all runs on a data set, and the epsilon of each run."""
-    entries = ledger_of(settings).read(dataset)
-    allowance = settings.allowances.get(dataset)
+def _spending_by_dataset(settings: WorkerSettings) -> dict[str, dict[str, Any]]:
+    """Return what was spent of each data set and, under a budget of all together, what was spent of these."""
+    ledger, total = ledger_of(settings), settings.policy.max_total_privacy
+    entries = {name: ledger.read(name) for name in settings.datasets}
+    shown = {name: _spending(entries[name], settings.allowances.get(name)) for name in settings.datasets}
+    if total and entries:
+        name, own = next(iter(entries.items()))
+        shown[ALL] = {**_spending([*own, *ledger.elsewhere(name)], total), "runs": []}
+    return shown
+
+
+def _spending(entries: Sequence[LedgerEntry], allowance: Allowance | None) -> dict[str, Any]:
+    """Return the least budget that admits all runs, and the epsilon of each run."""
     runs: dict[str, list[LedgerEntry]] = {}
     for entry in entries:
         runs.setdefault(entry.run, []).append(entry)

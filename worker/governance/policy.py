@@ -34,8 +34,9 @@ REMEDIES = {
     "max_evaluations": "See past evaluations with `tessera worker check`, or raise policy.max_evaluations.",
     "privacy": "See the privacy spent with `tessera worker ledger`, and the data set's budget in the settings.",
     "overlap": "Have the names share a ledger: `ledger = NAME` in datasets.<name>, the same NAME in each.",
-    "acknowledge_exact": "Set acknowledge_exact = true in the data set's budget: it bounds what comes from now on.",
+    "acknowledge_exact": "Set acknowledge_exact = true in the budget: it bounds what comes from now on.",
     "max_weekly_privacy": "Work resumes as past spending ages; raise policy.max_weekly_privacy, or spend less a run.",
+    "max_total_privacy": "See the privacy spent with `tessera worker ledger`, and policy.max_total_privacy.",
     "run": "Begin a new run; or remove this one's file in runs_dir if the site knows why it changed.",
     "version": "Begin a new run; or remove this one's file in runs_dir if the site knows why it changed.",
     "round": "Begin a new run; or remove this one's file in runs_dir if the site knows why it changed.",
@@ -148,29 +149,29 @@ class Allowance(UnitBudget):
         uses = () if self.acknowledge_exact else unbounded_in(entries, self.unit)
         return [(entry, use) for entry, use in uses if use not in allowed]
 
-    def check_exact(self, dataset: str, entries: Iterable[LedgerEntry]) -> None:
-        """Check the ledger for uses that the budget does not bound. Raises PolicyViolation."""
+    def check_exact(self, what: str, entries: Iterable[LedgerEntry]) -> None:
+        """Check the ledgers of `what` for uses that the budget does not bound. Raises PolicyViolation."""
         if uncovered := self.uncovered(entries):
             entry, use = uncovered[0]
             how = "with noise for single examples" if use == OF_EXAMPLES else f"{use} without noise"
             raise PolicyViolation(
                 "acknowledge_exact",
-                f"the privacy loss of {dataset!r} is unbounded since {entry.at:%Y-%m-%d} ({how}, "
+                f"the privacy loss of {what} is unbounded since {entry.at:%Y-%m-%d} ({how}, "
                 f"{f'run {entry.run_name!r}' if entry.run else 'no run'}), so no budget holds for it",
             )
 
-    def check(self, task: Task) -> None:
-        """Check the kind and privacy of a task on the data set. Raises PolicyViolation."""
-        if task.kind == "train" and task.privacy is None:
-            raise PolicyViolation(
-                "privacy", f"the data set {task.dataset!r} has a budget, but the run has no differential privacy"
-            )
-        if task.kind == "train" and task.privacy and task.privacy.selection == "uncovered":
-            raise PolicyViolation("privacy", f"{task.dataset!r} has a budget, which covers no exact choice of blocks")
-        if task.kind == "train" and task.privacy and not self.counts(task.privacy):
-            raise PolicyViolation("privacy", f"{task.dataset!r} has a budget for each group, and {SINGLE_EXAMPLES}")
-        if task.kind == "evaluate" and not self.evaluations:
-            raise PolicyViolation("privacy", f"{task.dataset!r} has a budget that does not allow evaluations")
+    def check(self, task: Task, rule: str = "privacy") -> None:
+        """Check the kind and privacy of a task on what the budget is for. Raises PolicyViolation."""
+        what = f"the data set {task.dataset!r}" if rule == "privacy" else "this site"
+        privacy = task.privacy
+        if task.kind == "evaluate":
+            require(self.evaluations, rule, f"{what} has a budget that does not allow evaluations")
+        elif privacy is None:
+            raise PolicyViolation(rule, f"{what} has a budget, but the run has no differential privacy")
+        else:
+            covered = privacy.selection != "uncovered"
+            require(covered, rule, f"{what} has a budget, which covers no exact choice of blocks")
+            require(self.counts(privacy), rule, f"{what} has a budget for each group, and {SINGLE_EXAMPLES}")
 
 
 class Policy(Frozen):
@@ -224,6 +225,10 @@ class Policy(Frozen):
     )
     max_weekly_privacy: UnitBudget | None = Field(
         default=None, description="privacy budget per data set over all runs in any seven days"
+    )
+    max_total_privacy: Allowance | None = Field(
+        default=None,
+        description="privacy budget of all data sets together whose ledgers are in ledger_dir, over all runs",
     )
     approve_runs: bool = Field(
         default=False, description="whether a person must approve each run before its first task"
@@ -283,6 +288,8 @@ class Policy(Frozen):
         require(self.allows_dataset(dataset), "datasets", f"runs may not use the data set {dataset!r}")
         if self.require_privacy:
             self.require_privacy.check(task)
+        if self.max_total_privacy:
+            self.max_total_privacy.check(task, "max_total_privacy")
         weekly = self.max_weekly_privacy
         if weekly and task.kind == "train" and task.privacy and not weekly.counts(task.privacy):
             raise PolicyViolation(

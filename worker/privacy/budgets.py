@@ -1,7 +1,7 @@
 """A site's limits on what runs may spend of a data set, and the judgement of a task by them."""
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
@@ -10,7 +10,16 @@ import structlog
 from tessera.shared.run_settings import Unit, UnitBudget
 from tessera.worker.governance.policy import Allowance, PolicyViolation
 from tessera.worker.privacy.accountant import admits, least_budget
-from tessera.worker.state.privacy_ledger import Cost, LedgerEntry, NoisyChoice, NoisySteps, costs_of, noisy_in
+from tessera.worker.state.privacy_ledger import (
+    OF_EXAMPLES,
+    Cost,
+    LedgerEntry,
+    NoisyChoice,
+    NoisySteps,
+    costs_of,
+    noisy_in,
+    unbounded_in,
+)
 
 WEEK = timedelta(days=7)
 
@@ -26,11 +35,13 @@ class SiteLimits:
     """The unit that the run protects. Its events cost the unit of a budget what `costs_of` says."""
     budget: Allowance | None = None
     weekly: UnitBudget | None = None
+    total: Allowance | None = None
+    """The budget of all data sets together."""
+    elsewhere: Callable[[], Sequence[LedgerEntry]] = tuple
+    """A function to the entries of all other data sets."""
 
     def judge(self, entries: Sequence[LedgerEntry], events: Sequence[Noisy], ahead: Sequence[Noisy]) -> None:
         """Raise PolicyViolation if the events would exceed a limit. `ahead` are those of the run's further rounds."""
-        if self.budget:
-            self.budget.check_exact(self.dataset, entries)
         for allowed, counted, rule, where in self._limits(entries):
             together = self._costs(counted, events, allowed)
             if admits(together, allowed):
@@ -44,13 +55,22 @@ class SiteLimits:
             )
 
     def _limits(self, entries: Sequence[LedgerEntry]) -> Iterator[tuple[UnitBudget, Sequence[LedgerEntry], str, str]]:
-        """Yield each limit with the entries that count for it, its rule, and what it limits, in words."""
+        """Yield each limit with the entries that count for it, its rule, and what it limits, in words. Raises
+        PolicyViolation for uses that a budget does not bound."""
         if self.budget:
-            yield self.budget, entries, "privacy", f"{self.dataset!r}"
+            self.budget.check_exact(repr(self.dataset), entries)
+            yield self.budget, entries, "privacy", repr(self.dataset)
         if self.weekly:
             a_week_ago = datetime.now(UTC) - WEEK
             lately = [entry for entry in entries if entry.at > a_week_ago]
+            if any(use == OF_EXAMPLES for _, use in unbounded_in(lately, self.weekly.unit)):
+                rule, what = "max_weekly_privacy", f"runs that protect single examples have used {self.dataset!r}"
+                raise PolicyViolation(rule, f"{what} within seven days, which bounds the loss of no group")
             yield self.weekly, lately, "max_weekly_privacy", f"{self.dataset!r} within seven days"
+        if self.total:
+            everything = [*entries, *self.elsewhere()]
+            self.total.check_exact("all data sets together", everything)
+            yield self.total, everything, "max_total_privacy", "all data sets together"
 
     def warn(self, run: str, entries: Sequence[LedgerEntry], ahead: Sequence[Noisy]) -> None:
         """Log a warning at a run's first task if the budget does not cover all rounds. The task is not refused, since

@@ -5,6 +5,8 @@ the extra `privacy`.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
 from typing import TypeVar
 
 import structlog
@@ -79,6 +81,7 @@ class PrivateTask:
         budget: Allowance | None,
         floor: PrivacyFloor | None = None,
         weekly: UnitBudget | None = None,
+        total: Allowance | None = None,
         key: bytes | None = None,
         checkpoint: str = "",
         resumed: Mapping[str, JsonValue] | None = None,
@@ -107,7 +110,9 @@ class PrivateTask:
         self._sampling = sampling(self.units, task.training.batch_size)
         self._ledger = ledger
         self._floor = floor
-        self._limits = SiteLimits(task.dataset, privacy.unit, budget, weekly)
+        self._limits = SiteLimits(
+            task.dataset, privacy.unit, budget, weekly, total, partial(ledger.elsewhere, task.dataset)
+        )
         self._checkpoint = checkpoint
         self._reserved: list[int] = []
         self._leaves = False
@@ -316,7 +321,8 @@ class PrivateTask:
         entries = self._ledger.check(self._dataset)
         # The slow computation is done, and cached, before this worker locks the page.
         self._limits.judge(entries, [event_of(entries)], self._ahead)
-        with self._ledger.page(self._dataset) as page:
+        together = self._ledger.locked() if self._limits.total else nullcontext()
+        with together, self._ledger.page(self._dataset) as page:
             event = event_of(page.entries)
             self._limits.judge(page.entries, [event], self._ahead)
             entry = page.spend(self._task, self.units, self._target, [event], self._checkpoint, self._privacy.unit)

@@ -7,6 +7,7 @@ then the entry is void. Uses without noise are recorded as exact, with infinite 
 
 from __future__ import annotations
 
+import fcntl
 import operator
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -34,6 +35,9 @@ from tessera.worker.state.hash_chain import (
 
 LEDGER_FOLDER = "ledger"
 """Name of the folder of ledgers in the worker's state folder."""
+
+
+LOCK_FILE = "all.lock"
 
 
 class LedgerError(ChainError):
@@ -213,6 +217,22 @@ class Ledger:
             finally:
                 if page.head:
                     self._latest[dataset] = page.head
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Lock the whole folder against others that lock it: what they spend counts for a budget of all ledgers."""
+        self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with (self._folder / LOCK_FILE).open("ab") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+    def elsewhere(self, dataset: str) -> tuple[LedgerEntry, ...]:
+        """Return the entries that count in the folder's other ledgers. Raises LedgerError as `check` does."""
+        known = {self.name(other): other for other in self._expected}
+        found: list[LedgerEntry] = []
+        for name in self.besides([dataset]):
+            found += self.check(known[name]) if name in known else counting(self._named(name).check())
+        return tuple(found)
 
     def name(self, dataset: str) -> str:
         """Return what the data set's ledger is called."""

@@ -232,6 +232,7 @@ def _private(
         env.allowances.get(task.dataset),
         env.policy.require_privacy,
         env.policy.max_weekly_privacy,
+        env.policy.max_total_privacy,
         env.noise_key(task),
         checkpoint.key.digest if checkpoint else "",
         checkpoint.document["private"] if checkpoint and checkpoint.document else None,

@@ -144,7 +144,13 @@ class TaskRunner(TaskEnvironment):
     def declared_units(self, dataset: str) -> int:
         """Return the number of examples of a data set; of groups if only runs that protect groups may train on it."""
         examples = self.datasets[dataset]
-        rules = (self.policy.require_privacy, self.policy.max_weekly_privacy, self.allowances.get(dataset))
+        policy = self.policy
+        rules = (
+            policy.require_privacy,
+            policy.max_weekly_privacy,
+            policy.max_total_privacy,
+            self.allowances.get(dataset),
+        )
         if (
             dataset in self.for_evaluation
             or examples.groups is None
@@ -155,7 +161,7 @@ class TaskRunner(TaskEnvironment):
 
     def may_measure(self, dataset: str, examples: int) -> bool:
         """Return whether versions may be evaluated on `examples` of an evaluation-only data set."""
-        rules = (self.policy.require_privacy, self.allowances.get(dataset))
+        rules = (self.policy.require_privacy, self.policy.max_total_privacy, self.allowances.get(dataset))
         return examples >= self.policy.min_evaluation_examples and all(rule.evaluations for rule in rules if rule)
 
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
-from tessera.coordinator.domain.eligibility import objections
+from tessera.coordinator.domain.eligibility import objections, policy_warnings
+from tessera.shared.api.tasks import AdvertisedPolicy
 from tessera.shared.run_settings import LATER_SETTINGS, Training, UnitBudget, used_later_settings
 from tessera.worker.governance.descriptions import policy_in_words
 from tessera.worker.governance.policy import Allowance, Policy, PolicyViolation, PrivacyFloor
+from tessera.worker.privacy.budgets import SiteLimits
 from tessera.worker.state.privacy_ledger import (
     Exact,
     LedgerEntry,
@@ -126,11 +128,30 @@ def test_a_budget_of_groups_takes_no_run_that_protects_examples() -> None:
     assert rules(invited(privacy=EXAMPLES), advertised_policy=advertised) == ["privacy"]
 
 
+def test_a_preview_counts_a_run_of_groups_four_times_for_a_budget_of_examples() -> None:
+    # In zCDP: of epsilon 1 at half of the budget's delta, four times as much is an epsilon of about 2.
+    run = invited(privacy=private(unit="group", epsilon=1.0, delta=5e-6))
+    for epsilon, unit, warns in ((2.2, "example", False), (1.8, "example", True), (1.1, "group", False)):
+        budget = UnitBudget(epsilon=epsilon, delta=1e-5, unit=unit)  # type: ignore[arg-type]
+        found = policy_warnings(run, AdvertisedPolicy(budgets={"wards": budget}), 0)
+        assert [warning.rule for warning in found] == (["privacy"] if warns else [])
+
+
 def test_a_weekly_limit_of_groups_takes_no_run_that_protects_examples() -> None:
     policy = Policy(max_weekly_privacy=UnitBudget(epsilon=1.0, delta=1e-6, unit="group"))
     policy.check_task(task(privacy=GROUPS), ("train",))
     with pytest.raises(PolicyViolation, match="limits the loss of each group"):
         policy.check_task(task(privacy=EXAMPLES), ("train",))
+
+
+def test_a_weekly_limit_of_groups_waits_until_noise_for_examples_is_a_week_old() -> None:
+    limits = SiteLimits("wards", "group", weekly=UnitBudget(epsilon=9.0, delta=1e-5, unit="group"))
+    old = entry("example", STEPS)
+    late = old.model_copy(update={"at": datetime.now(UTC) - timedelta(days=6)})
+    early = old.model_copy(update={"at": datetime.now(UTC) - timedelta(days=8)})
+    limits.judge([early], [STEPS], [])
+    with pytest.raises(PolicyViolation, match="protect single examples have used 'wards' within seven days"):
+        limits.judge([early, late], [STEPS], [])
 
 
 def test_a_batch_of_groups_counts_the_examples_that_it_may_have() -> None:
@@ -176,6 +197,6 @@ def test_a_budget_of_groups_holds_after_training_of_examples_only_if_the_site_ac
     with pytest.raises(
         PolicyViolation, match=r"unbounded since 2026-11-22 \(with noise for single examples, run 'demo'"
     ):
-        Allowance(epsilon=8.0, delta=1e-5, unit="group").check_exact("wards", entries)
-    Allowance(epsilon=8.0, delta=1e-5, unit="group", acknowledge_exact=True).check_exact("wards", entries)
-    Allowance(epsilon=8.0, delta=1e-5).check_exact("wards", entries)
+        Allowance(epsilon=8.0, delta=1e-5, unit="group").check_exact("'wards'", entries)
+    Allowance(epsilon=8.0, delta=1e-5, unit="group", acknowledge_exact=True).check_exact("'wards'", entries)
+    Allowance(epsilon=8.0, delta=1e-5).check_exact("'wards'", entries)

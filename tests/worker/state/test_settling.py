@@ -233,10 +233,10 @@ def test_figures_are_covered_by_a_budget_s_own_leave_and_training_is_not(tmp_pat
     with ledger.page("wards") as page:
         page.exact(TaskRef.of(task_of()), 10, "evaluation")
     entries = ledger.read("wards")
-    Allowance(epsilon=1.0, delta=1e-5, evaluations=True).check_exact("wards", entries)
+    Allowance(epsilon=1.0, delta=1e-5, evaluations=True).check_exact("'wards'", entries)
     with pytest.raises(PolicyViolation, match="evaluation without noise"):
-        Allowance(epsilon=1.0, delta=1e-5).check_exact("wards", entries)
+        Allowance(epsilon=1.0, delta=1e-5).check_exact("'wards'", entries)
     with ledger.page("wards") as page:
         page.exact(TaskRef.of(task_of()), 40, "training")
     with pytest.raises(PolicyViolation, match="training without noise"):
-        Allowance(epsilon=1.0, delta=1e-5, evaluations=True).check_exact("wards", ledger.read("wards"))
+        Allowance(epsilon=1.0, delta=1e-5, evaluations=True).check_exact("'wards'", ledger.read("wards"))
