@@ -116,7 +116,7 @@ def _say_who_saw_what(console: Console, outcomes: Sequence[Outcome]) -> None:
         "no update was sent to them. The recipients of the model have the versions. Each site alone has its update.",
         soft_wrap=True,
     )
-    console.print("`tessera audit show` lists the tasks agree and open of each round.", soft_wrap=True)
+    console.print("`tessera audit export` prints which helper signed and opened what.", soft_wrap=True)
 
 
 if __name__ == "__main__":
