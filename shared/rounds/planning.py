@@ -203,6 +203,7 @@ def task_of(
     seed: int,
     lease_seconds: float,
     inline_bytes: int = 0,
+    stream_bytes: int = 0,
     orchestrator: str | None = None,
     receipt: Receipt | None = None,
 ) -> Task:
@@ -229,6 +230,7 @@ def task_of(
         model=spec.model,
         version=version,
         inline_bytes=inline_bytes,
+        stream_bytes=stream_bytes,
         orchestrator=orchestrator,
         lease_seconds=lease_seconds,
         receipt=receipt,
