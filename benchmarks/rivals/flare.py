@@ -108,10 +108,14 @@ class Flare:
                 self._driver.stdin.write(f"{rounds + 1} {times}\n")
                 self._driver.stdin.flush()
 
-        found = watch(times, rounds, self._server, self._clients, start, self.network)
+        found = watch(times, rounds, self._server, self._clients, start, self.network, self._require_driver)
         self._told()
         self._told("done")
         return found
+
+    def _require_driver(self) -> None:
+        if self._driver.poll() is not None:
+            self._told()
 
     def _services(self) -> list[psutil.Process]:
         """All that runs in the workspace, told by the command lines."""

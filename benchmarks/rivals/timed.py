@@ -39,14 +39,21 @@ def watch(
     clients: Callable[[], Sequence[int]],
     start: Callable[[], None],
     network: Network,
+    check: Callable[[], None] = lambda: None,
 ) -> Turn:
-    """Starts, and watches the processes until that many rounds and one more have been written down."""
+    """Starts, and watches the processes until that many rounds and one more have been written down. `check` raises
+    if no more rounds will be."""
+
+    def count() -> int:
+        check()
+        return len(rounds_in(times))
+
     groups = {"server": server(), **{str(pid): [pid] for pid in clients()}}
     with PeakMemory(groups) as memory:
         start()
-        await_true(lambda: len(rounds_in(times)) >= 1, ROUND_SECONDS, "the first round ends", 0.05)
+        await_true(lambda: count() >= 1, ROUND_SECONDS, "the first round ends", 0.05)
         before = processor_seconds(server()), processor_seconds(clients()), network.moved()
-        await_true(lambda: len(rounds_in(times)) > rounds, rounds * ROUND_SECONDS, "all rounds end", 0.1)
+        await_true(lambda: count() > rounds, rounds * ROUND_SECONDS, "all rounds end", 0.1)
         after = processor_seconds(server()), processor_seconds(clients())
         moved = network.moved_since(before[2])
     first, *others = rounds_in(times)

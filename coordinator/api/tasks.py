@@ -15,6 +15,7 @@ from tessera.coordinator.operations import tasks
 from tessera.coordinator.services import Services
 from tessera.coordinator.telemetry.metrics import RECEIVED_BYTES
 from tessera.shared.api.framing import MEDIA_TYPE, pack_task
+from tessera.shared.api.secure_sums import HelperReport
 from tessera.shared.api.tasks import Claim, EvaluationResult, Failure, Heartbeat, Lease, Submission, Task, TaskView
 from tessera.shared.problems import BadRequest, Fault, Invalid, TooLarge
 from tessera.shared.schema import MAX_CLAIM_BYTES, PROTOCOL, WAITED_HEADER, Page
@@ -143,6 +144,12 @@ async def _receive(
         raise BadRequest(f"{end} of {upload.length} bytes of the update were received", remedy="Upload the others.")
     # The server does not time the bodies that it passes on as messages.
     return bulk.waited_seconds if bulk and bulk.received else time.monotonic() - began_at
+
+
+@router.post("/{task_id}/helper-report", operation_id="submitHelperReport")
+def submit_helper_report(task_id: str, body: HelperReport, serving: Serving, caller: SiteCaller) -> TaskView:
+    """Submit a helper's part of a secure sum: its signature, or the sums of masks, uploaded before."""
+    return tasks.submit_helper_report(serving, caller, task_id, body)
 
 
 @router.post("/{task_id}/evaluation", operation_id="submitEvaluation")

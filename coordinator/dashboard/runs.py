@@ -313,8 +313,7 @@ def facts_of(spec: RunSpec, model_bytes: int | None) -> list[tuple[str, str]]:
         ("Server optimizer", spec.server_optimizer.kind),
     ]
     privacy = spec.privacy
-    bound = f"epsilon {privacy.epsilon:g}, delta {privacy.delta:g} at each worker" if privacy else "none"
-    facts.append(("Differential privacy", bound))
+    facts.append(("Differential privacy", f"{privacy.in_words} of each worker" if privacy else "none"))
     if spec.evaluation:
         where = [spec.evaluation.dataset] if spec.evaluation.dataset else []
         where += ["what sites hold out"] if spec.evaluation.sites else []

@@ -267,7 +267,7 @@ def _warn_between_rounds(client: Client, run: Run, rounds: Iterable[Round]) -> N
 
 def _facts(run: Run) -> list[tuple[str, str]]:
     optimizer, privacy = run.spec.server_optimizer, run.spec.privacy
-    bounds = f"epsilon {privacy.epsilon:g}, delta {privacy.delta:g} at each worker" if privacy else "none"
+    bounds = f"{privacy.in_words} of each worker" if privacy else "none"
     return [
         ("run", f"{run.spec.name} ({run.id})"),
         ("state", run.state + (f": {run.reason}" if run.reason else "")),

@@ -37,6 +37,7 @@ from tessera.shared.api.admin import (
 )
 from tessera.shared.api.framing import MEDIA_TYPE, pack_submission, unpack_task
 from tessera.shared.api.runs import Measurement, Preview, Round, Run, RunPatch, RunSpec
+from tessera.shared.api.secure_sums import HelperReport
 from tessera.shared.api.tasks import (
     Claim,
     EvaluationResult,
@@ -362,6 +363,10 @@ class Client:
                 raise
         self.put_stream(submission.update, file, length, progress)
         return self.submit(task_id, submission)
+
+    def submit_helper_report(self, task_id: str, report: HelperReport) -> TaskView:
+        """Submit a helper's part of a secure sum."""
+        return self._post(f"/v1/tasks/{task_id}/helper-report", report, TaskView)
 
     def submit_evaluation(self, task_id: str, evaluated: EvaluationResult) -> TaskView:
         return self._post(f"/v1/tasks/{task_id}/evaluation", evaluated, TaskView)

@@ -127,6 +127,8 @@ class RunInfo:
     """The number of workers per site in a round. A method sees their updates as one."""
     max_update_norm: float | None = None
     """The largest l2 norm of a step that is merged, also if `merge` scales steps up."""
+    secure_sums: bool = False
+    """True if `merge` gets one update: the mean of all sites', of which it knows nothing else."""
 
 
 class CoordinatorHalf(Generic[C]):
@@ -186,6 +188,15 @@ class CoordinatorHalf(Generic[C]):
                 "the method overrides merge, which no robust rule guards: leave out robust, or choose another method"
             )
 
+    def check_secure_sums(self) -> None:
+        """Raise UnsupportedRun if the method needs more of a round than the sites' mean. A method that overrides
+        `merge`, and needs no more, overrides this too."""
+        if type(self).merge is not CoordinatorHalf.merge:
+            raise UnsupportedRun(
+                "the method merges more than the mean of the updates, and secure_sums reveals nothing else: leave it "
+                "out, or choose another method"
+            )
+
     def check_buffered(self) -> None:
         """Raise UnsupportedRun unless the method, which then overrides this, can merge an update that started from an
         earlier version. A method's memory of its sites may assume that they hold the present version."""
@@ -212,6 +223,8 @@ def initial_state(half: CoordinatorHalf[Any], first: State) -> State:
             half.inclusion_probability(block)
     if not half.run.robust.neutral:
         half.check_robust()
+    if half.run.secure_sums:
+        half.check_secure_sums()
     return half.start(first)
 
 

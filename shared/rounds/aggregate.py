@@ -22,6 +22,7 @@ from tessera.shared.model.spec import Model
 from tessera.shared.rounds.blob_store import Stored
 from tessera.shared.rounds.outliers import LEFT_OUT, NORM, median_norm, relative_norms, scores
 from tessera.shared.rounds.planning import run_facts
+from tessera.shared.rounds.secure_sums import Sums
 from tessera.shared.rounds.server_step import merge
 from tessera.shared.rounds.validation import Inspector
 from tessera.shared.rounds.versions import States
@@ -55,20 +56,35 @@ class Aggregation:
     inspector: Inspector
 
     def merge(
-        self, spec: RunSpec, bounds: Bounds, current: VersionRef, accepted: Sequence[Accepted]
+        self,
+        spec: RunSpec,
+        bounds: Bounds,
+        current: VersionRef,
+        accepted: Sequence[Accepted],
+        sums: Sums | None = None,
     ) -> tuple[Manifest, list[Stored], Merged]:
         """Return the next version, its new blobs made safe (the last is the manifest's own), and what was merged."""
-        state, merged = self._merged(spec, bounds, current, accepted)
+        state, merged = self._merged(spec, bounds, current, accepted, sums)
         return *self.states.store(state, current.digest), merged
 
-    def next_state(self, spec: RunSpec, bounds: Bounds, current: VersionRef, accepted: Sequence[Accepted]) -> State:
+    def next_state(
+        self,
+        spec: RunSpec,
+        bounds: Bounds,
+        current: VersionRef,
+        accepted: Sequence[Accepted],
+        sums: Sums | None = None,
+    ) -> State:
         """Return the next version, nothing of it computed yet."""
-        return self._merged(spec, bounds, current, accepted)[0]
+        return self._merged(spec, bounds, current, accepted, sums)[0]
 
     def _merged(
-        self, spec: RunSpec, bounds: Bounds, current: VersionRef, accepted: Sequence[Accepted]
+        self, spec: RunSpec, bounds: Bounds, current: VersionRef, accepted: Sequence[Accepted], sums: Sums | None
     ) -> tuple[State, Merged]:
-        half, state, updates, sent = self._round(spec, bounds, current, accepted)
+        if sums:
+            half, state, updates, sent = self._summed(spec, current, accepted, sums)
+        else:
+            half, state, updates, sent = self._round(spec, bounds, current, accepted)
         after = merge(half, spec.server_optimizer, state, updates)
         if spec.download_codec == "int8":
             steps = rounded(state.model, after.model, derive_seed(spec.seed, current.number + 1))
@@ -120,6 +136,20 @@ class Aggregation:
             update = pooled(state.model, sent, spec.normalization)
             updates.append(replace(update, examples=min(update.examples, bounds.max_examples or update.examples)))
         return half, state, updates, blocks
+
+    def _summed(
+        self, spec: RunSpec, current: VersionRef, accepted: Sequence[Accepted], sums: Sums
+    ) -> tuple[CoordinatorHalf[Any], State, list[Update], dict[str, set[str]]]:
+        """Return what `_round` returns, with the sites' mean as the only update."""
+        model = self.states.model(spec.model)
+        state = self.states.load(model, self.states.manifest(current.digest), current.number)
+        half = coordinator_half(spec.method, run_facts(spec, model))
+        self.inspector.blobs.expect([*(entry.digest for entry in accepted), *sums.mask_sums])
+        moved = sums.moved(state, self.inspector.blobs, spec.normalization)
+        plan = accepted[0].plan if accepted else Plan()
+        update = Update(worker="sum", examples=sum(entry.examples for entry in accepted), blocks=moved, plan=plan)
+        sent = {worker: set(e.block_names(sums.terms)) for worker, e in sums.envelopes.items()}
+        return half, state, [update], sent
 
     def _opened(self, entry: Accepted, model: Model, state: State) -> dict[str, Tensor]:
         """Return an update's blocks. One that has changed since the update started is moved by the update's steps."""

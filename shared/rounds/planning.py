@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from tessera.shared.aggregation.robust import FEW_SENDERS
 from tessera.shared.api.runs import Bounds, RunSpec
+from tessera.shared.api.secure_sums import SumTask
 from tessera.shared.api.tasks import Receipt, Task
 from tessera.shared.api.versions import VersionRef
 from tessera.shared.hashing import derive_seed
@@ -56,6 +57,7 @@ def run_facts(spec: RunSpec, model: Model) -> RunInfo:
         robust=spec.robust,
         workers_per_site=spec.cohort.workers_per_site,
         max_update_norm=spec.max_update_norm,
+        secure_sums=spec.secure_sums is not None,
     )
 
 
@@ -166,7 +168,7 @@ def bounds_of(spec: RunSpec, willing: Iterable[Participant]) -> Bounds:
         for workers in by_site(willing).values()
     )
     examples: int | None = max(1, int(MAX_WEIGHT_OF_MEDIAN * median(map(sum, largest))))
-    norm = MAX_NORM_OF_MEDIAN if spec.robust.neutral else None
+    norm = MAX_NORM_OF_MEDIAN if spec.robust.neutral and not spec.secure_sums else None
     if spec.max_examples is not None:
         examples = None if spec.max_examples == "unlimited" else spec.max_examples
     if spec.max_norm_of_median is not None:
@@ -206,6 +208,7 @@ def task_of(
     stream_bytes: int = 0,
     orchestrator: str | None = None,
     receipt: Receipt | None = None,
+    sums: SumTask | None = None,
 ) -> Task:
     """Return a worker's task: its plan in round `number`, and the settings of the run."""
     return Task(
@@ -234,6 +237,7 @@ def task_of(
         orchestrator=orchestrator,
         lease_seconds=lease_seconds,
         receipt=receipt,
+        sums=sums,
     )
 
 

@@ -1,8 +1,8 @@
 """The environment shared by a worker's tasks, and the context of one task."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Any, BinaryIO, Protocol
 import torch
 from pydantic import JsonValue
 
+from tessera.shared.api.secure_sums import HelperReport
 from tessera.shared.api.tasks import EvaluationResult, Submission, Task, TaskView
 from tessera.shared.api.versions import Manifest
 from tessera.shared.client.line import ThreadTimes
@@ -25,6 +26,7 @@ from tessera.shared.schema import TaskKind
 from tessera.shared.tensors.lazy import Array
 from tessera.shared.updates.codec_choice import CodecChooser
 from tessera.worker.data.dataset import Dataset
+from tessera.worker.data.groups import Groups
 from tessera.worker.governance.airlock import Airlock
 from tessera.worker.governance.approvals import Inbox
 from tessera.worker.governance.policy import Allowance, Policy
@@ -37,9 +39,12 @@ from tessera.worker.state.blob_cache import Row, Source
 from tessera.worker.state.checkpoints import Checkpoints
 from tessera.worker.state.hash_chain import TaskRef
 from tessera.worker.state.privacy_ledger import Ledger, Use
+from tessera.worker.state.site_keys import SumParty
 from tessera.worker.state.vault import Vault
 from tessera.worker.task.model_cache import ModelCache
+from tessera.worker.training.divergence import TrainingDiverged
 from tessera.worker.training.optimization.micro_batch import PieceSize
+from tessera.worker.training.optimization.precision import gradient_scaler, restore_scale, scale_of
 from tessera.worker.training.progress import Check, Report
 from tessera.worker.training.setup import TrainingSetup
 
@@ -65,6 +70,7 @@ class Coordinator(Protocol):
         self, task_id: str, submission: Submission, file: BinaryIO, length: int, progress: Progress | None = None
     ) -> TaskView: ...
     def submit_evaluation(self, task_id: str, evaluated: EvaluationResult) -> TaskView: ...
+    def submit_helper_report(self, task_id: str, report: HelperReport) -> TaskView: ...
     def task(self, task_id: str) -> TaskView: ...
 
 
@@ -119,6 +125,8 @@ class TaskEnvironment:
     """Data sets used only for evaluation."""
     fingerprints: dict[str, Array] = field(default_factory=dict)
     """Hashes of the examples, by data set."""
+    groups: dict[str, Groups] = field(default_factory=dict)
+    """The groups of the examples, by data set, once a run has protected them."""
     contents: dict[str, str] = field(default_factory=dict)
     """Digests of the data sets' contents, by data set: with another, no checkpoint is resumed."""
     divided: frozenset[str] = frozenset()
@@ -141,6 +149,8 @@ class TaskEnvironment:
     """The site's external bases; None has none, as in a simulation."""
     sandbox: Sandbox | None = None
     """Sandbox in which an untrusted model is built first; None trusts every model, as in a simulation."""
+    sums: SumParty | None = None
+    """This site in secure sums; None takes part in none."""
     checkpoints: Checkpoints | None = None
     """Checkpoints of unfinished training; None writes none, as in a simulation."""
     checkpoint_seconds: float = math.inf
@@ -204,6 +214,11 @@ class TaskRun:
         self.report.download_bytes += nbytes
         self.check()
 
+    def sent(self, nbytes: int) -> None:
+        """Count bytes that were sent."""
+        self.report.upload_bytes += nbytes
+        self.check()
+
     def fetch(self, digest: str, max_bytes: int) -> Path:
         """Return the path of a blob, fetched if it is not here. Raises DigestMismatch, BlobTooLarge."""
         return self.env.shelf.fetch(digest, max_bytes, self.env.coordinator.copy_blob, self.count)
@@ -243,3 +258,25 @@ class TaskRun:
     def contention(self) -> float:
         """Seconds that a second of computing has taken since the task began."""
         return ThreadTimes.now().since(self.began).contention
+
+
+@contextmanager
+def loss_scaler(env: TaskEnvironment, task: Task) -> Iterator[torch.amp.GradScaler]:
+    """Yield a loss scaler at the scale that the run's last training found, also before a restart of the worker.
+
+    The scale is kept at once, whether or not the update is merged. Training that diverges removes it: its scale is
+    unusable.
+    """
+    scaler = env.scalers.pop(task.run, None)
+    if scaler is None:
+        scaler = gradient_scaler(task.training, env.device)
+        if scaler.is_enabled():
+            restore_scale(scaler, env.vault.load_scale(task.run))
+    try:
+        yield scaler
+    except TrainingDiverged:
+        env.vault.keep_scale(task.run, {})
+        raise
+    env.scalers[task.run] = scaler
+    if scaler.is_enabled():
+        env.vault.keep_scale(task.run, scale_of(scaler))

@@ -20,6 +20,7 @@ from tessera.shared.methods.base import LocalResult
 from tessera.shared.model.blocks import Block
 from tessera.shared.problems import Problem
 from tessera.shared.schema import EPSILON
+from tessera.shared.secure_sums.messages import Terms
 from tessera.shared.tensors.lazy import Array, ArrayTensor
 from tessera.shared.updates.codecs import pipeline
 from tessera.shared.updates.safetensors_file import TensorEntry, read_header
@@ -41,6 +42,7 @@ from tessera.worker.task.environment import MAX_INLINE, TaskRun
 from tessera.worker.task.error_feedback import Feedback
 from tessera.worker.task.errors import TaskFailure
 from tessera.worker.task.fetch import Loaded
+from tessera.worker.task.secure_sums import masked
 from tessera.worker.task.upload_budget import write_within
 
 if TYPE_CHECKING:
@@ -57,6 +59,8 @@ class UpdateFile:
     nbytes: int
     open: Callable[[], BinaryIO]
     path: Path | None = None
+    envelope: str | None = None
+    """Of a masked update."""
 
     @property
     def digest(self) -> str:
@@ -89,6 +93,8 @@ class Egress:
     run: TaskRun
     private: PrivateTask | None = None
     checkpoint: TaskCheckpoint | None = None
+    terms: Terms | None = None
+    """The terms of the secure sum that the update goes into."""
 
     @contextmanager
     def ready(self, result: LocalResult, loaded: Loaded, examples: int) -> Iterator[ReadyUpdate]:
@@ -100,7 +106,8 @@ class Egress:
         feedback = loaded.feedback
         changes = feedback.add(_changes(result, loaded.bases))
         asked = task.plan.upload.resolve(loaded.built.blocks)
-        with self._written(changes) as (update, exact):
+        written = self._masked(changes, examples) if self.terms else self._written(changes)
+        with written as (update, exact):
             if not exact:
                 report.metrics["codec_error"] = self._settle(update, changes, feedback)
             self._check_egress(update, asked, result.keep)
@@ -137,6 +144,7 @@ class Egress:
                 version=task.version.digest,
                 update=ready.digest,
                 data=file.read() if is_inline else None,
+                envelope=update.envelope,
                 examples=examples,
                 metrics=self.run.report.metrics,
                 download_bytes=self.run.report.download_bytes,
@@ -157,7 +165,7 @@ class Egress:
                 raise
         if view.state == "accepted":
             staged.accept()
-            self.run.journal.note("update.count", update=update.digest)
+            self.run.journal.note("update.count", update=ready.digest)
         else:
             staged.discard()
 
@@ -213,6 +221,17 @@ class Egress:
             else:
                 opened = cast("PiecesFile", file).opened
             yield UpdateFile(written, nbytes, opened, path), exact
+
+    @contextmanager
+    def _masked(self, changes: Sequence[TrainedBlock], examples: int) -> Iterator[tuple[UpdateFile, bool]]:
+        """Yield the update under masks for a secure sum."""
+        assert self.terms  # noqa: S101 (for the types)
+        with temporary_file(self.run.env.scratch) as (path, file):
+            written, envelope = masked(self.run, self.terms, changes, examples, file, norms=self._summarized)
+            file.flush()
+            nbytes = file.seek(0, SEEK_END)
+            opened = cast("Callable[[], BinaryIO]", partial(path.open, "rb"))
+            yield UpdateFile(written, nbytes, opened, path, envelope), True
 
     def _file(self, *, inline: bool, raw: bool) -> AbstractContextManager[tuple[Path | None, BinaryIO]]:
         if self.run.env.airlock or not (inline or raw):

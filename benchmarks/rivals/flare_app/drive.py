@@ -73,7 +73,8 @@ def main(weights: str, ports: list[str]) -> None:
                 run = recipe.execute(environment)
             print(run.get_job_id(), file=out, flush=True)
             with contextlib.redirect_stdout(sys.stderr):
-                run.get_result()
+                # Not `run.get_result`, which stops the servers too.
+                environment.get_job_result(run.get_job_id())
             print("done", file=out, flush=True)
     finally:
         with contextlib.redirect_stdout(sys.stderr):
