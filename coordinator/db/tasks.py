@@ -284,8 +284,8 @@ def updates_of_round(session: Session, task_id: str) -> int:
     return session.scalars(wanted).one()
 
 
-def task_message(session: Session, record: TaskRecord, lease_seconds: float, inline_bytes: int) -> Task:
-    """Return the task as its worker receives it."""
+def task_message(session: Session, record: TaskRecord, lease_seconds: float, **limits: int) -> Task:
+    """Return the task as its worker receives it, with these limits on bytes."""
     task = record.task
     return task_of(
         record.spec,
@@ -299,7 +299,7 @@ def task_message(session: Session, record: TaskRecord, lease_seconds: float, inl
         number=record.number,
         seed=task.seed,
         lease_seconds=lease_seconds,
-        inline_bytes=inline_bytes,
+        **limits,
         orchestrator=record.terms.orchestrator,
         receipt=last_receipt(session, task),
         sums=sum_task(record),

@@ -103,7 +103,9 @@ def lease(services: Services, caller: Principal, worker_id: str, instance: str, 
         with services.database.snapshot() as session:
             if not tasks.is_claimable(session, worker_id, instance):
                 return None
-    seconds, now = services.settings.lease_seconds, services.database.now()
+    settings, now = services.settings, services.database.now()
+    seconds = settings.lease_seconds
+    limits = {"inline_bytes": settings.submission_bytes, "stream_bytes": settings.max_upload_bytes}
     with services.database.transaction() as session:
         if woken:
             # Revoking a token also wakes the claims that wait with it.
@@ -116,7 +118,7 @@ def lease(services: Services, caller: Principal, worker_id: str, instance: str, 
         except Conflict:
             # Another claim of this worker was faster.
             return None
-        task = tasks.task_message(session, record, seconds, services.settings.submission_bytes)
+        task = tasks.task_message(session, record, seconds, **limits)
         earlier, has_another = tasks.digest_before(session, record.task)
     if task.kind in HELPER_KINDS:
         return task
@@ -146,14 +148,17 @@ def _decode_seconds(services: Services, task: Task) -> float | None:
 
 
 def _inline_blobs(services: Services, task: Task, earlier: str | None) -> tuple[bytes, ...]:
-    """Return the blobs that are new since an earlier version, manifest first, if small: this saves two requests."""
+    """Return the blobs that are new since an earlier version, manifest first, if small, or else the manifest: each
+    saves a request."""
     manifest, blocks = services.states.manifest(task.version.digest), services.states.model(task.model).by_name
     changed = manifest.changed(services.states.manifest(earlier)) if earlier else manifest.blocks
     new = {name: digest for name, digest in changed.items() if task.plan.fetch.holds(blocks[name])}
     digests = dict.fromkeys([task.version.digest, *new.values()])
-    left = services.settings.submission_bytes - sum(blocks[name].nbytes for name in new)
-    if left < 0 or services.blobs.size(task.version.digest) > left or len(digests) > MAX_INLINE_BLOBS:
+    left = services.settings.submission_bytes - services.blobs.size(task.version.digest)
+    if left < 0:
         return ()
+    if sum(blocks[name].nbytes for name in new) > left or len(digests) > MAX_INLINE_BLOBS:
+        digests = {task.version.digest: None}
     services.blobs.expect(digests)
     inline = tuple(map(services.blobs.read, digests))
     SENT_BYTES.inc(sum(map(len, inline)))

@@ -297,6 +297,9 @@ class Task(Message):
     version: VersionRef
     inline_bytes: NonNegativeInt = 0
     """Size up to which an update may be sent with its submission."""
+    stream_bytes: NonNegativeInt = 0
+    """Size up to which an update may be sent behind its submission (`shared.api.framing`), without being in memory. A
+    coordinator that knows of none takes uploads alone."""
     decode_seconds_per_byte: Annotated[Annotated[float, Field(ge=0, le=MAX_SECONDS_PER_BYTE)] | None, Shown] = None
     """The time by which each byte of the update delays the end of the round if it arrives coded: that of decoding all
     updates of the round. None if the coordinator does not report it."""

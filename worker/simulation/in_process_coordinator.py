@@ -11,8 +11,8 @@ from pydantic import BaseModel
 from tessera.shared.api.runs import Measurement, Round, RunSpec
 from tessera.shared.api.secure_sums import HelperReport, SumTask
 from tessera.shared.api.tasks import EvaluationResult, Receipt, Submission, Task, TaskView
-from tessera.shared.api.versions import Difference, VersionRef
-from tessera.shared.client.client import Progress
+from tessera.shared.api.versions import VersionRef
+from tessera.shared.client.transfers import Progress
 from tessera.shared.hashing import Sink
 from tessera.shared.methods.base import Plan
 from tessera.shared.model.spec import Model
@@ -250,9 +250,17 @@ class InProcessCoordinator:
         if progress:
             progress(file.tell())
 
-    def difference(self, run_id: str, number: int, since: int) -> Difference | None:
-        """Return None: a simulation counts whole blocks as fetched."""
-        return None
+    def copy_difference(
+        self, run_id: str, number: int, since: int, file: Sink, below: int, progress: Progress | None = None
+    ) -> bool:
+        """Return False: a simulation counts whole blocks as fetched."""
+        return False
+
+    def submit_file(
+        self, task_id: str, submission: Submission, file: BinaryIO, length: int, progress: Progress | None = None
+    ) -> TaskView:
+        self.put_stream(submission.update, file, length, progress)
+        return self.submit(task_id, submission)
 
     def put_stream(self, digest: str, file: BinaryIO, length: int, progress: Progress | None = None) -> None:
         with self._folder.writer() as writer:

@@ -113,11 +113,10 @@ class TaskRunner(TaskEnvironment):
                         seconds = self.checkpoint_seconds
                         checkpoints = TrainingCheckpoints(checkpoint, seconds) if checkpoint else None
                         result, stats = train(run, loaded, dataset, private, checkpoints)
-                with spans.span("upload"):
-                    update = egress.upload(result, loaded, stats.examples)
-                with spans.span("submit"):
+                with spans.span("upload"), egress.ready(result, loaded, stats.examples) as update:
                     keep = {**result.keep, **loaded.feedback.kept(), **loaded.moments.values}
-                    egress.submit(update, keep, stats.examples)
+                    with spans.span("submit"):
+                        egress.submit(update, keep, stats.examples)
             else:
                 with spans.span("evaluate"):
                     with fitting:
