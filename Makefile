@@ -6,7 +6,7 @@ INSTALLED := .venv/installed
 DEMO_INSTALLED := .venv/installed-demo
 SIDE_BY_SIDE = $(shell cores=$$(nproc); echo $$((cores < 3 ? cores + 1 : 4)))
 
-.PHONY: help install notebook wheel demo demo-reports demo-pairs demo-llm test test-postgresql check fix system fuzz \
+.PHONY: help install notebook wheel demo demo-secure demo-reports demo-pairs demo-llm test test-postgresql check fix system fuzz \
   bench bench-quick bench-results bench-rivals bench-lines bench-attention simulation mutants chaos soak test-long image-check deploy-check \
   migrate image clean docs
 
@@ -44,6 +44,9 @@ $(DEMO_INSTALLED): pyproject.toml constraints.txt
 
 demo: $(DEMO_INSTALLED) ## four institutions train one transformer without sharing data
 	$(BIN)/python -m examples.digits $(if $(SCOPE),--scope $(SCOPE))
+
+demo-secure: $(DEMO_INSTALLED) ## six sites train with secure sums: the coordinator can read no update
+	$(BIN)/python -m examples.secure
 
 demo-reports: $(DEMO_INSTALLED) ## three hospitals learn from synthetic notes with SAFL: half the layers travel
 	$(BIN)/python -m examples.reports

@@ -1,14 +1,16 @@
 """What budget a site needs for runs that were chosen one after the other, beside their epsilon if fixed beforehand.
 
-`python -m benchmarks.budgets`: exact figures, the same on each machine.
+`python -m benchmarks.budgets`: exact figures, the same on each machine; and last, the CPU time of judging a budget by
+many entries of a ledger, of as many different settings.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 from tessera.shared.run_settings import Budget
-from tessera.worker.privacy.accountant import epsilon, least_budget, noise_multiplier
+from tessera.worker.privacy.accountant import admits, epsilon, least_budget, noise_multiplier
 from tessera.worker.state.privacy_ledger import NoisySteps
 
 DELTA = 1e-5
@@ -27,6 +29,24 @@ def run(target: float, rate: float, steps: int) -> NoisySteps:
     return NoisySteps(noise_multiplier=noise, sampling_rate=rate, steps=steps)
 
 
+ENTRIES = 1000
+
+
+def print_judging() -> None:
+    """Print the CPU time of judging a budget by ENTRIES entries, in a new process and with one entry more."""
+    entries = [
+        NoisySteps(noise_multiplier=1 + number / 50, sampling_rate=(1 + number % 200) / 1000, steps=20)
+        for number in range(ENTRIES)
+    ]
+    for most in (8.0, 3.0, 1.0):
+        seconds = []
+        for known in (entries[1:], entries):
+            began = time.process_time()
+            admits(known, Budget(epsilon=most, delta=DELTA))
+            seconds.append(time.process_time() - began)
+        print(f"epsilon {most:g}: {ENTRIES} entries {seconds[0]:.2f} s, one entry more {seconds[1]:.3f} s of CPU")
+
+
 def main() -> None:
     runs = {name: run(*settings) for name, settings in RUNS.items()}
     a, b, c, d = runs.values()
@@ -39,6 +59,8 @@ def main() -> None:
         fixed, budget = epsilon(events, DELTA), least_budget(events, DELTA)
         noise = ", ".join(f"{event.noise_multiplier:.2f}" for event in events)
         print(f"| {name} | {noise} | {fixed:.2f} | {budget:.2f} | {budget / fixed - 1:.0%} |")
+    print()
+    print_judging()
 
 
 if __name__ == "__main__":

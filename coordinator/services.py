@@ -20,9 +20,11 @@ from tessera.coordinator.blobs.quota import Quota
 from tessera.coordinator.blobs.store import Blobs
 from tessera.coordinator.blobs.uploads import Uploads
 from tessera.coordinator.blobs.version_diffs import Differences
-from tessera.coordinator.conductor.actions import Actions, Liveness
+from tessera.coordinator.conductor.actions import Actions
 from tessera.coordinator.conductor.conductor import Conductor
+from tessera.coordinator.conductor.liveness import Liveness
 from tessera.coordinator.conductor.merge import RoundMerger
+from tessera.coordinator.conductor.secure_sums import SecureRounds
 from tessera.coordinator.db.engine import Database
 from tessera.coordinator.domain.decide import Timeouts
 from tessera.coordinator.limits.disk import DiskSpace
@@ -111,11 +113,12 @@ def assemble(
     wake_workers = waiters.notify if duty == "both" else wakeups.wake_workers
     change_feed = ChangeFeed(database, tick_seconds=settings.tick_seconds, most_listeners=settings.max_event_streams)
     liveness = Liveness(database, settings.liveness_seconds)
+    secure = SecureRounds(database, blobs, states, liveness)
     conductor = Conductor(
         database,
         liveness,
-        Actions(database, states, liveness),
-        RoundMerger(database, blobs, states, Aggregation(states, inspector), disk, liveness),
+        Actions(database, states, liveness, secure),
+        RoundMerger(database, blobs, states, Aggregation(states, inspector), disk, liveness, secure),
         last_seen,
         patience=Timeouts(settings.cohort_wait_seconds, settings.evaluation_seconds),
         tick_seconds=settings.tick_seconds,

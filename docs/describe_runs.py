@@ -11,6 +11,7 @@ from pydantic import BaseModel
 from tessera.shared.aggregation.robust import Robust
 from tessera.shared.aggregation.server_optimizer import ServerOptimizer
 from tessera.shared.api.runs import Cohort, Evaluation, RunSpec
+from tessera.shared.api.secure_sums import SecureSums
 from tessera.shared.cli.run_file import UPLOADED
 from tessera.shared.cli.run_keys import Key, keys_of, toml
 from tessera.shared.methods.base import MethodSpec
@@ -116,6 +117,11 @@ TABLES: tuple[tuple[str, type[BaseModel], str], ...] = (
         "client_privacy",
         ClientPrivacy,
         "Noise at the coordinator for [whole sites](privacy.md#whole-sites), with normalization set to cohort.",
+    ),
+    (
+        "secure_sums",
+        SecureSums,
+        "Secure aggregation: the coordinator learns sums over sites alone ([secure-sums.md](secure-sums.md)).",
     ),
 )
 

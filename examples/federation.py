@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -78,9 +78,12 @@ class Federation:
         self.url = f"http://127.0.0.1:{_free_port()}"
         self.compute: dict[str, object] = {}
         """The table `compute` of each worker's settings."""
+        self.tables: dict[str, str] = {}
+        """More of a worker's settings, as TOML, by site."""
 
-    def start_coordinator(self) -> None:
-        """Start a coordinator on a new database and an empty store, and return when it is ready."""
+    def start_coordinator(self, more: Mapping[str, str] | None = None) -> None:
+        """Start a coordinator on a new database and an empty store, with `more` in its environment, and return when
+        it is ready."""
         home = self.folder / "coordinator"
         home.mkdir()
         settings = {
@@ -90,6 +93,7 @@ class Federation:
             "TESSERA_HOST": "127.0.0.1",
             "TESSERA_PORT": self.url.rpartition(":")[2],
             "TESSERA_ADMIN_TOKEN_FILE": str(self._admin_token_file),
+            **(more or {}),
         }
         self.processes.start("migrate", tessera("coordinator", "migrate"), settings)
         self.processes.finish("migrate")
@@ -123,15 +127,21 @@ class Federation:
     def start_worker(self, admin: Client, holding: Holding) -> None:
         """Admit a site and start its worker, with a token for that site only."""
         home = self.home(holding.site)
-        home.mkdir()
+        home.mkdir(exist_ok=True)
         admin.create_site(holding.site)
         issued = admin.issue_token(TokenSpec(name=holding.site, role="site", site=holding.site))
         token_file = home / "token"
         token_file.touch(mode=0o600)
         token_file.write_text(issued.secret, encoding="ascii")
         config = home / "worker.toml"
-        config.write_text(self._worker_settings(holding, home, token_file), encoding="utf-8")
-        self.processes.start(holding.site, tessera("worker", "run", "--config", str(config)), {})
+        settings = self._worker_settings(holding, home, token_file) + self.tables.get(holding.site, "")
+        config.write_text(settings, encoding="utf-8")
+        self.restart_worker(holding.site)
+
+    def restart_worker(self, site: str) -> None:
+        """Start the worker of a site that has its settings."""
+        config = self.home(site) / "worker.toml"
+        self.processes.start(site, tessera("worker", "run", "--config", str(config)), {})
 
     def home(self, site: str) -> Path:
         """Return the folder of a site."""

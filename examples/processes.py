@@ -104,6 +104,12 @@ class Processes:
     def pid(self, name: str) -> int:
         return self._running[name].pid
 
+    def kill(self, name: str) -> None:
+        """Kill a process and its children by SIGKILL."""
+        process = self._running.pop(name)
+        _signal(process, signal.SIGKILL)
+        process.wait()
+
     def check(self) -> None:
         """Raise Died if any process has ended."""
         for name, process in self._running.items():

@@ -328,6 +328,10 @@ _PLAN = "Change the method or its settings, and begin a new run."
 OF_WORKERS: Mapping[str, str] = {
     "policy-violation": "The site's policy forbids it: begin a run that asks for less, or leave the site out "
     "(cohort.sites).",
+    "no-secure-sums": "Ask the site to set [secure_sums], or leave it out (cohort.sites).",
+    "no-helper": "Ask the site to set secure_sums.helper, or name another site in secure_sums.helpers.",
+    "invalid-terms": "The coordinator and the worker differ in version: install the same at both.",
+    "invalid-task": "The coordinator and the worker differ in version: install the same at both.",
     "withheld-by-site": "A person there kept this update: ask the site's people, or leave it out (cohort.sites).",
     "ranks-ended": "If it recurs, ask the site: its worker's log says why a process ended, such as for lack of "
     "memory.",

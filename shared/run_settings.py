@@ -202,26 +202,67 @@ class Training(Frozen):
         return self.augmentation != Augmentation()
 
 
-LATER_SETTINGS = frozenset(name for name, field in Training.model_fields.items() if field.exclude_if)
-"""The settings of local training that are newer than version 0.1.0."""
+MAX_EPSILON = 1000.0
+MAX_DELTA = 0.1
 
+MAX_PER_GROUP = 1024
+DEFAULT_PER_GROUP = 8
 
-def used_later_settings(training: Training) -> frozenset[str]:
-    """Return those of the newer settings that differ from their defaults."""
-    return LATER_SETTINGS & set(training.model_dump())
+Unit = Literal["example", "group"]
+"""The unit that differential privacy protects: an example, or a group of examples, such as all of one patient."""
 
 
 class Budget(Frozen):
-    """Privacy loss per example: (epsilon, delta) for neighbouring data sets, in one of which one example of the other
-    is replaced by nothing."""
+    """Privacy loss per protected unit: (epsilon, delta) for neighbouring data sets, in one of which one unit of the
+    other, an example or a group, is replaced by nothing."""
 
-    epsilon: float = Field(gt=0, le=1000, description="bound on the privacy loss; the smaller, the more private")
-    delta: float = Field(gt=0, lt=0.1, description="well below one over the number of examples")
+    epsilon: float = Field(
+        gt=0, le=MAX_EPSILON, description="bound on the privacy loss; the smaller, the more private"
+    )
+    delta: float = Field(gt=0, lt=MAX_DELTA, description="well below one over the number of examples, or of groups")
 
     @property
-    def summary(self) -> str:
-        """Return the bound in words, for people."""
-        return f"epsilon {self.epsilon:g}, delta {self.delta:g}"
+    def bound(self) -> str:
+        """The bound in words."""
+        return f"epsilon {self.epsilon:g} at delta {self.delta:g}"
+
+
+class UnitBudget(Budget):
+    """A budget that names the unit whose loss it bounds."""
+
+    # Written only if it is not an example, so that what was written before there were groups stays the same.
+    unit: Unit = Field(
+        default="example",
+        exclude_if=partial(operator.eq, "example"),
+        description="what is protected as one: each example, or each group of examples, such as all of one patient",
+    )
+
+    @property
+    def in_words(self) -> str:
+        return f"{self.bound} for each {self.unit}"
+
+    def in_unit(self, unit: Unit) -> Budget | None:
+        """Return a bound on the loss of `unit` that follows from this one, or None if none does.
+
+        Data sets that differ in one example of a group are each one replaced group from a third, without that group:
+        P(M) <= e^epsilon (e^epsilon P'(M) + delta) + delta. A group may have any number of examples, so no bound on
+        the loss of an example is one on that of a group.
+        """
+        if self.unit == unit:
+            return self
+        delta = self.delta * (1 + math.exp(min(self.epsilon, 500)))
+        if unit == "group" or self.epsilon > MAX_EPSILON / 2 or delta >= MAX_DELTA:
+            return None
+        return Budget(epsilon=2 * self.epsilon, delta=delta)
+
+    def is_met_by(self, other: "UnitBudget") -> bool:
+        """Return whether the loss of this budget's unit stays within it under `other`."""
+        bound = other.in_unit(self.unit)
+        return bound is not None and bound.epsilon <= self.epsilon and bound.delta <= self.delta
+
+    def counts(self, other: "UnitBudget") -> bool:
+        """Return whether what keeps to `other` costs this budget a known loss."""
+        return self.unit == "example" or other.unit == "group"
 
 
 def rho_of(target: Budget) -> float:
@@ -238,15 +279,33 @@ def about_together(budgets: Iterable[Budget], delta: float) -> float:
     return rho + 2 * math.sqrt(rho * math.log(1 / delta))
 
 
-class Privacy(Budget):
+class Privacy(UnitBudget):
     """DP-SGD at each worker, on the blocks that the round trains (Abadi et al. 2016, arXiv 1607.00133, algorithm 1).
 
-    (epsilon, delta) bounds what all updates of the run together reveal about one example of one worker's data set. It
-    does not cover patients, users or sites with several examples, nor evaluations.
+    (epsilon, delta) bounds what all updates of the run together reveal about one example, or one group of examples,
+    of one worker's data set. It does not cover whole sites, nor evaluations.
     """
 
+    # Of these settings, too, the newer ones are written only if they are used.
+
+    unit: Unit = Field(
+        default="example",
+        exclude_if=partial(operator.eq, "example"),
+        description="what is protected as one: each example, or each group of examples, such as all of one patient, "
+        "by the `group` of the sites' data sets. `training.batch_size`, epochs and steps then count groups",
+    )
+    max_per_group: PositiveInt | None = Field(
+        default=None,
+        le=MAX_PER_GROUP,
+        exclude_if=partial(operator.is_, None),
+        description='for `unit = "group"`: most examples of a group in a step, drawn again in each; '
+        f"{DEFAULT_PER_GROUP} if left out",
+    )
     clip_norm: float = Field(
-        gt=0, le=1e6, description="l2 norm that one example's gradient over all that trains is clipped to"
+        gt=0,
+        le=1e6,
+        description="l2 norm that the gradient of one example, or the mean gradient of one group's, over all that "
+        "trains is clipped to",
     )
     selection: Literal["refused", "noisy", "uncovered"] = Field(
         default="refused",
@@ -259,6 +318,33 @@ class Privacy(Budget):
     selections: PositiveInt | None = Field(
         default=None, description="noisy choices that a worker makes in the run; one a round if left out"
     )
+
+    @model_validator(mode="after")
+    def _has_groups(self) -> Self:
+        if self.max_per_group is not None and self.unit != "group":
+            raise ValueError(
+                f'max_per_group is {self.max_per_group}, but unit is "example": set unit to "group", or leave '
+                "max_per_group out"
+            )
+        return self
+
+    @property
+    def examples_per_unit(self) -> int:
+        """The most examples of a protected unit in one step."""
+        return 1 if self.unit == "example" else self.max_per_group or DEFAULT_PER_GROUP
+
+
+LATER_SETTINGS = frozenset(
+    [name for name, field in Training.model_fields.items() if field.exclude_if]
+    + [f"privacy.{name}" for name, field in Privacy.model_fields.items() if field.exclude_if]
+)
+"""The settings of local training, and of its privacy, that are newer than version 0.1.0."""
+
+
+def used_later_settings(training: Training, privacy: Privacy | None = None) -> frozenset[str]:
+    """Return those of the newer settings that differ from their defaults."""
+    of_privacy = {f"privacy.{name}" for name in privacy.model_dump()} if privacy else set[str]()
+    return LATER_SETTINGS & (set(training.model_dump()) | of_privacy)
 
 
 class ClientPrivacy(Budget):

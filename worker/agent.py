@@ -152,7 +152,7 @@ class Agent:
         self._claim = Claim(
             worker=settings.name,
             instance=checkpoints.instance if checkpoints else uuid4().hex,
-            kinds=settings.kinds,
+            kinds=settings.all_kinds,
             datasets={},
             training=tuple(sorted(usable_settings(settings.kinds))),
             device=describe(*devices_of(settings)),
@@ -171,7 +171,7 @@ class Agent:
             self._runner.airlock.waits = self._opening.rest
         allowed = {name: data for name, data in self._runner.datasets.items() if self._policy.allows_dataset(name)}
         claimed = {
-            "datasets": {name: data.examples for name, data in allowed.items()},
+            "datasets": {name: self._runner.declared_units(name) for name in allowed},
             "held_out": {
                 name: data.held_out.examples
                 for name, data in allowed.items()
@@ -343,8 +343,10 @@ class Agent:
             self._runner.allowances, offset_minutes, self._runner.spent()
         )
         withheld = self._runner.inbox.withheld() if self._runner.inbox else {}
+        party = self._runner.sums
+        site_keys = party.keys.public(party.site) if party else None
         return self._claim.model_copy(
-            update={"advertised_policy": advertised_policy, "withheld": withheld}
+            update={"advertised_policy": advertised_policy, "withheld": withheld, "site_keys": site_keys}
         ).shortened()
 
     def _run_task(self, task: Task) -> None:

@@ -20,7 +20,7 @@ from tessera.worker.state.blob_cache import Cache
 from tessera.worker.state.checkpoints import Checkpoints
 from tessera.worker.state.hash_chain import ChainError
 from tessera.worker.state.vault import Vault
-from tessera.worker.stores import airlock_of, audit_of, inbox_of, ledger_of, run_history_of
+from tessera.worker.stores import airlock_of, audit_of, inbox_of, ledger_of, run_history_of, sum_party_of
 from tessera.worker.task.runner import TaskRunner
 from tessera.worker.training.optimization.precision import allow_tf32
 from tessera.worker.training.setup import TrainingSetup
@@ -68,7 +68,8 @@ def runner_of(client: Client, settings: WorkerSettings) -> TaskRunner:
         shelf=Cache(settings.state_dir / "cache", settings.cache_bytes),
         scratch=settings.state_dir,
         name=settings.name,
-        kinds=settings.kinds,
+        kinds=settings.all_kinds,
+        sums=sum_party_of(settings),
         mappings=mappings_of(settings.mappings),
         resources={str(name): most for name, most in settings.resources.items()},
         ledger=ledger,

@@ -40,12 +40,14 @@ from pydantic import (
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 from pydantic_settings import SettingsError as SourceError
 
+from tessera.shared.api.secure_sums import HELPER_KINDS
 from tessera.shared.client.transport import Credential, tls_context
 from tessera.shared.diagnostics import Setting, effective
 from tessera.shared.environment import PREFIX, refuse_misspelt
 from tessera.shared.near_names import absent, did_you_mean
 from tessera.shared.problems import Invalid
-from tessera.shared.schema import Label, Resources, TaskKind
+from tessera.shared.schema import Frozen, Label, Resources, TaskKind
+from tessera.shared.secure_sums.messages import LEAST_QUORUM, Fingerprint
 from tessera.shared.urls import require_private
 from tessera.shared.validation_errors import messages_of
 from tessera.worker.compute import Compute
@@ -124,6 +126,23 @@ class DataSettings(BaseSettings):
         return env_settings, init_settings
 
 
+class SecureSumsSettings(Frozen):
+    """This site in secure sums, which hide its updates from the coordinator."""
+
+    site: Label = Field(description="this site's name at the coordinator")
+    roster: dict[Label, Fingerprint] = Field(
+        default={},
+        description="the fingerprints of the other sites' keys, as people there report them; `tessera worker roster` "
+        "prints this site's",
+    )
+    quorum: int = Field(
+        default=5,
+        ge=LEAST_QUORUM,
+        description="the least sites in a sum that this site sends to or opens",
+    )
+    helper: bool = Field(default=False, description="whether it opens sums of runs that name it as a helper")
+
+
 class WorkerSettings(DataSettings):
     """A worker's settings. Unknown keys are refused."""
 
@@ -147,7 +166,7 @@ class WorkerSettings(DataSettings):
         description="file of the secret key that decides which examples are held out, created if missing; in "
         "state_dir if unset. Workers with the same examples need the same key",
     )
-    kinds: tuple[TaskKind, ...] = Field(default=("train", "evaluate"), min_length=1)
+    kinds: tuple[Literal["train", "evaluate"], ...] = Field(default=("train", "evaluate"), min_length=1)
     threads: PositiveInt | None = Field(default=None, description="threads of one operation; torch's choice if unset")
     micro_batch: PositiveInt | Literal["auto"] | None = Field(
         default=None,
@@ -187,6 +206,7 @@ class WorkerSettings(DataSettings):
     resources: Resources = Field(
         default={}, description="limits of this worker, for methods that give some workers less work"
     )
+    secure_sums: SecureSumsSettings | None = None
     policy: Policy = Policy()
     privacy: Allowance | None = Field(default=None, description="privacy budget of each data set")
     ledger_dir: Path | None = Field(default=None, description="folder of the privacy ledgers; in state_dir if unset")
@@ -211,6 +231,12 @@ class WorkerSettings(DataSettings):
         description="whether heartbeats carry the last 20 events of this worker: which step of which round began or "
         "ended when, without figures or texts",
     )
+
+    @property
+    def all_kinds(self) -> tuple[TaskKind, ...]:
+        """The kinds of tasks that it does, as a helper too."""
+        helps = self.secure_sums is not None and self.secure_sums.helper
+        return (*self.kinds, *(HELPER_KINDS if helps else ()))
 
     @property
     def allowances(self) -> dict[str, Allowance]:

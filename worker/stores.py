@@ -13,6 +13,7 @@ from tessera.worker.settings import ENVIRONMENT_PREFIX, SettingsError, WorkerSet
 from tessera.worker.state.atomic_files import KEY_BYTES, secret_key
 from tessera.worker.state.audit import AUDIT_FOLDER, Audit
 from tessera.worker.state.privacy_ledger import LEDGER_FOLDER, Ledger
+from tessera.worker.state.site_keys import KEYS_FOLDER, AgreementLog, Keyring, SumParty
 
 
 def ledger_of(settings: WorkerSettings) -> Ledger:
@@ -73,3 +74,17 @@ def audit_key_of(settings: WorkerSettings) -> bytes:
             f"audit_key_file: {path} can be neither read nor created: {reason_of(fault)}. Name a file on a lasting "
             f"disk, or set {ENVIRONMENT_PREFIX}AUDIT_KEY to what `openssl rand -hex 32` prints"
         ) from fault
+
+
+def sum_party_of(settings: WorkerSettings) -> SumParty | None:
+    """Return this site in secure sums, with its keys; None if it takes part in none. Raises SettingsError."""
+    given = settings.secure_sums
+    if given is None:
+        return None
+    keys = Keyring(settings.state_dir / KEYS_FOLDER)
+    try:
+        keys.public(given.site)
+    except (OSError, ValueError) as fault:
+        raise SettingsError(f"secure_sums: the keys in {keys.folder} cannot be used: {fault}") from fault
+    log = AgreementLog(settings.state_dir, audit_key_of(settings))
+    return SumParty(given.site, keys, given.roster, given.quorum, given.helper, log)

@@ -28,6 +28,8 @@ class Turn:
     sent: float | None = None
     client_faulted: float | None = None
     """Bytes of memory per round that all clients together touched for the first time."""
+    server_proportional: int | None = None
+    """The server's peak with pages that its processes share counted once (Pss)."""
 
 
 class Side(Protocol):
@@ -57,6 +59,7 @@ class Summary:
     received: float | None
     sent: float | None
     client_faulted: float | None
+    server_proportional: int | None
 
     @classmethod
     def of(cls, turns: Sequence[Turn]) -> Summary:
@@ -76,6 +79,7 @@ class Summary:
             received=median(received) if received else None,
             sent=median(sent) if sent else None,
             client_faulted=median(faulted) if faulted else None,
+            server_proportional=max(filter(None, (turn.server_proportional for turn in turns)), default=None),
         )
 
 

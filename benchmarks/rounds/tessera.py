@@ -8,7 +8,14 @@ from types import TracebackType
 from typing import Any, Self
 
 from benchmarks.federation import DATASET, Federation
-from benchmarks.measuring import faulted_bytes, forget_peak, peak_bytes, processor_seconds
+from benchmarks.measuring import (
+    PeakMemory,
+    faulted_bytes,
+    forget_peak,
+    peak_bytes,
+    processor_seconds,
+    proportional_bytes,
+)
 from benchmarks.network import Moved
 from benchmarks.rounds.sides import Turn
 from tessera.shared.updates.codecs.pipeline import LOSSLESS
@@ -51,7 +58,8 @@ class Tessera:
         federation.await_version(run, 1, every_seconds=0.02)
         before = processor_seconds(server), processor_seconds(clients), self._moved()
         faulted = faulted_bytes(clients)
-        federation.await_version(run, rounds + 1, every_seconds=0.2)
+        with PeakMemory({"server": server}, 0.2, proportional_bytes) as memory:
+            federation.await_version(run, rounds + 1, every_seconds=0.2)
         moved = self._moved().since(before[2])
         first, *others = federation.spans(run)
         return Turn(
@@ -64,4 +72,5 @@ class Tessera:
             received=moved.received / rounds,
             sent=moved.sent / rounds,
             client_faulted=(faulted_bytes(clients) - faulted) / rounds,
+            server_proportional=memory.peaks["server"],
         )

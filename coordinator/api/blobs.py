@@ -28,14 +28,15 @@ from tessera.coordinator.services import Services
 from tessera.coordinator.telemetry.metrics import RECEIVED_BYTES, SENT_BYTES
 from tessera.shared.api.versions import BlobRequest
 from tessera.shared.problems import BadRequest, NotFound, RangeUnsatisfiable, TooLarge
-from tessera.shared.schema import WAITED_HEADER
+from tessera.shared.schema import WAITED_HEADER, TokenRole
 
 router = APIRouter(prefix="/v1", tags=["blobs"])
 listed = APIRouter(prefix="/v1", tags=["blobs"], route_class=BoundedRoute)
 """Endpoints with a JSON body, which is kept in memory and must be bounded."""
 
 DigestPath = Annotated[str, Path(pattern=r"^sha256:[0-9a-f]{64}$")]
-Holder = Annotated[Principal, Depends(allow("site", "orchestrator", "admin"))]
+HOLDERS: tuple[TokenRole, ...] = ("site", "orchestrator", "admin")
+Holder = Annotated[Principal, Depends(allow(*HOLDERS))]
 """Callers that may read and write blobs: viewers may not."""
 Complete = Annotated[str, Header(alias="Upload-Complete", pattern=r"^\?[01]$")]
 
@@ -51,6 +52,7 @@ DIGITS = BeforeValidator(_in_digits)
 MAX_BYTES = 10**19 - 1
 """The largest number of 19 digits."""
 
+OCTETS = "application/octet-stream"
 PARTIAL_UPLOAD = "application/partial-upload"
 
 _RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})")
@@ -105,7 +107,7 @@ def get_blob(
     status = 206 if span else 200
     if request.method == "HEAD":
         headers["Content-Length"] = str(stop - start)
-        return Response(status_code=status, headers=headers, media_type="application/octet-stream")
+        return Response(status_code=status, headers=headers, media_type=OCTETS)
     portion = Portion((blob,), inline=blob.inline is not None)
     return BlobAnswer(serving, caller, [portion], start, stop, status, headers)
 
@@ -131,7 +133,7 @@ def read_blobs(wanted: BlobRequest, serving: Serving, caller: Holder) -> Respons
 class BlobAnswer(StreamingResponse):
     """A response with blobs' bytes; a token with too many of them in progress gets TooManyRequests."""
 
-    media_type = "application/octet-stream"
+    media_type = OCTETS
 
     def __init__(
         self,
@@ -204,7 +206,7 @@ def _span(header: str, size: int) -> tuple[int, int] | None:
     status_code=201,
     operation_id="createUpload",
     response_class=Response,
-    openapi_extra=_bytes_of("application/octet-stream", required=False),
+    openapi_extra=_bytes_of(OCTETS, required=False),
 )
 async def create_upload(
     request: Request,
@@ -215,21 +217,24 @@ async def create_upload(
     repr_digest: ReprDigest,
 ) -> Response:
     """Announce a blob by its digest and length. With `Upload-Complete: ?1` its bytes are the body."""
+    upload = await announced(serving, caller, _digest(repr_digest), length)
+    if complete == "?1" and not upload.complete and serving.uploads.offset(upload) == 0:
+        with bulk_counted(request) as bulk:
+            await serving.uploads.whole(upload, received(request.stream()), bulk)
+        upload = await serving.uploads.threads.run(upload.owner, serving.uploads.find, upload.id, upload.owner)
+    return Response(
+        status_code=201, headers={"Location": f"/v1/uploads/{upload.id}", **_progress(serving.uploads, upload)}
+    )
+
+
+async def announced(serving: Services, caller: Principal, digest: str, length: int) -> Upload:
+    """Return a new upload, or the caller's earlier one of this digest. Raises TooLarge, and as `Uploads.announce`."""
     if length > serving.settings.max_upload_bytes:
         limit = serving.settings.max_upload_bytes
         raise TooLarge(f"{length} bytes were announced; the limit is {limit} (setting max_upload_bytes)")
     serving.memory.require()
-    owner, digest = caller.owner, _digest(repr_digest)
-    upload = await serving.uploads.threads.run(
-        owner, serving.uploads.announce, owner, digest, length, site_id=caller.site_id
-    )
-    if complete == "?1" and not upload.complete and serving.uploads.offset(upload) == 0:
-        with _bulk_of(request) as bulk:
-            await serving.uploads.whole(upload, _received(request), bulk)
-        upload = await serving.uploads.threads.run(owner, serving.uploads.find, upload.id, owner)
-    return Response(
-        status_code=201, headers={"Location": f"/v1/uploads/{upload.id}", **_progress(serving.uploads, upload)}
-    )
+    announce = partial(serving.uploads.announce, caller.owner, digest, length, site_id=caller.site_id)
+    return await serving.uploads.threads.run(caller.owner, announce)
 
 
 @router.head("/uploads/{upload_id}", status_code=204, operation_id="headUpload")
@@ -258,8 +263,8 @@ async def append_upload(
     serving.memory.require()
     owner = caller.owner
     upload = await serving.uploads.threads.run(owner, serving.uploads.find, upload_id, owner)
-    with _bulk_of(request) as bulk:
-        await serving.uploads.append(upload, offset, _received(request), bulk)
+    with bulk_counted(request) as bulk:
+        await serving.uploads.append(upload, offset, received(request.stream()), bulk)
     upload = await serving.uploads.threads.run(owner, serving.uploads.find, upload_id, owner)
     # For the sender's measurement of its line. The server does not time bodies that it passes on as messages.
     waited = {WAITED_HEADER: f"{bulk.waited_seconds:.6f}"} if bulk and bulk.received else {}
@@ -267,7 +272,7 @@ async def append_upload(
 
 
 @contextmanager
-def _bulk_of(request: Request) -> Iterator[BulkBody | None]:
+def bulk_counted(request: Request) -> Iterator[BulkBody | None]:
     """Yield the server's bulk body, if it offers one, and count the bytes received by it."""
     bulk = bulk_of(request.scope)
     try:
@@ -276,8 +281,9 @@ def _bulk_of(request: Request) -> Iterator[BulkBody | None]:
         RECEIVED_BYTES.inc(bulk.received if bulk else 0)
 
 
-async def _received(request: Request) -> AsyncIterator[bytes]:
-    async for piece in request.stream():
+async def received(body: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """Yield the pieces of a body, and count their bytes."""
+    async for piece in body:
         RECEIVED_BYTES.inc(len(piece))
         yield piece
 

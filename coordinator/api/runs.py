@@ -2,13 +2,24 @@
 
 from typing import Annotated
 
-from fastapi import APIRouter, Header, Query, Response
+from anyio import to_thread
+from fastapi import APIRouter, Header, Query, Request, Response
 from fastapi import Path as PathParam
 from fastapi.responses import StreamingResponse
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from tessera.coordinator.api.dependencies import Anyone, Cursor, Key, Limit, Orchestrator, Serving, Viewer
+from tessera.coordinator.api.blobs import HOLDERS, OCTETS, get_blob
+from tessera.coordinator.api.dependencies import (
+    Anyone,
+    Cursor,
+    Key,
+    Limit,
+    Orchestrator,
+    Serving,
+    Viewer,
+    require_role,
+)
 from tessera.coordinator.api.request_limits import BoundedRoute
 from tessera.coordinator.auth.permissions import run_within_reach, runs_of
 from tessera.coordinator.db import views
@@ -147,15 +158,31 @@ def export_version(run_id: str, number: Number, serving: Serving, caller: Orches
         "Content-Length": str(export.nbytes),
         "Content-Disposition": f'attachment; filename="{spec.name}-{wanted}.safetensors"',
     }
-    return StreamingResponse(export.pieces(), media_type="application/octet-stream", headers=headers)
+    return StreamingResponse(export.pieces(), media_type=OCTETS, headers=headers)
 
 
-@router.get("/{run_id}/versions/{number}/difference", operation_id="getDifference")
+@router.get(
+    "/{run_id}/versions/{number}/difference",
+    operation_id="getDifference",
+    response_model=Difference,
+    responses={200: {"content": {OCTETS: {}}}, 206: {"description": "the bytes that `Range` requests"}},
+)
 async def get_difference(
-    run_id: str, number: RoundNumber, serving: Serving, caller: Anyone, since: Earlier
-) -> Difference:
-    """Return the blob from which a worker computes this version, given an earlier one."""
-    return await serving.differences.find(caller, run_id, number, since)
+    run_id: str,
+    number: RoundNumber,
+    request: Request,
+    serving: Serving,
+    caller: Anyone,
+    since: Earlier,
+    accept: Annotated[str, Header(max_length=256, include_in_schema=False)] = "",
+    range_: Annotated[str | None, Header(alias="Range", max_length=64, include_in_schema=False)] = None,
+) -> Difference | Response:
+    """Return the blob from which a worker computes this version, given an earlier one: its bytes, or its digest."""
+    found = await serving.differences.find(caller, run_id, number, since)
+    if OCTETS in accept:
+        require_role(caller, *HOLDERS)
+        return await to_thread.run_sync(get_blob, found.digest, request, serving, caller, range_)
+    return found
 
 
 @router.get("/{run_id}/metrics", operation_id="listMeasurements")

@@ -2,17 +2,23 @@
 
 import json
 import re
+import time
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Header, Query, Request, Response
 
+from tessera.coordinator.api.blobs import announced, bulk_counted, received
 from tessera.coordinator.api.dependencies import Anyone, Cursor, Limit, Serving, SiteCaller
-from tessera.coordinator.api.request_limits import BoundedRoute
+from tessera.coordinator.api.request_limits import BoundedRequest, BoundedRoute, FollowingBlob
+from tessera.coordinator.domain.principal import Principal
 from tessera.coordinator.operations import tasks
+from tessera.coordinator.services import Services
+from tessera.coordinator.telemetry.metrics import RECEIVED_BYTES
 from tessera.shared.api.framing import MEDIA_TYPE, pack_task
+from tessera.shared.api.secure_sums import HelperReport
 from tessera.shared.api.tasks import Claim, EvaluationResult, Failure, Heartbeat, Lease, Submission, Task, TaskView
 from tessera.shared.problems import BadRequest, Fault, Invalid, TooLarge
-from tessera.shared.schema import MAX_CLAIM_BYTES, PROTOCOL, Page
+from tessera.shared.schema import MAX_CLAIM_BYTES, PROTOCOL, WAITED_HEADER, Page
 from tessera.shared.version import VERSION
 
 router = APIRouter(prefix="/v1/tasks", tags=["tasks"], route_class=BoundedRoute)
@@ -100,17 +106,50 @@ def heartbeat(task_id: str, body: Heartbeat, serving: Serving, caller: SiteCalle
     openapi_extra={"requestBody": {"content": {MEDIA_TYPE: {"schema": {"type": "string", "format": "binary"}}}}},
 )
 async def submit_update(
-    task_id: str, body: Submission, request: Request, serving: Serving, caller: SiteCaller
+    task_id: str,
+    body: Submission,
+    request: BoundedRequest,
+    response: Response,
+    serving: Serving,
+    caller: SiteCaller,
 ) -> TaskView:
     """Submit an update that was uploaded before or is in the request. The response accepts it, or rejects it with the
     reason."""
-    if blobs := getattr(request.state, "blobs", ()):
-        if len(blobs) > 1 or body.data is not None:
-            raise BadRequest("the request contains more than one update", remedy="Send the one that `update` names.")
+    blobs, following = getattr(request.state, "blobs", ()), getattr(request.state, "following", None)
+    if len(blobs) + bool(following) + (body.data is not None) > 1:
+        raise BadRequest("the request contains more than one update", remedy="Send the one that `update` names.")
+    if following:
+        waited = await _receive(request, serving, caller, body.update, following)
+        response.headers[WAITED_HEADER] = f"{waited:.6f}"
+    elif blobs:
         body = body.model_copy(update={"data": blobs[0]})
     # Concurrent repetitions wait for the first result instead of inspecting the update again.
     async with serving.submitting.hold(f"{caller.owner} {task_id}"):
         return await serving.inspections.run(caller.owner, tasks.submit_update, serving, caller, task_id, body)
+
+
+async def _receive(
+    request: BoundedRequest, serving: Services, caller: Principal, digest: str, following: FollowingBlob
+) -> float:
+    """Receive the update behind a submission as an upload, which can be resumed like any other. Return the seconds in
+    which its bytes were awaited."""
+    upload = await announced(serving, caller, digest, following.length)
+    if upload.complete:
+        return 0.0
+    began_at = time.monotonic()
+    RECEIVED_BYTES.inc(len(following.begun))
+    with bulk_counted(request) as bulk:
+        end = await serving.uploads.whole(upload, received(request.pieces), bulk, following.begun)
+    if end < upload.length:
+        raise BadRequest(f"{end} of {upload.length} bytes of the update were received", remedy="Upload the others.")
+    # The server does not time the bodies that it passes on as messages.
+    return bulk.waited_seconds if bulk and bulk.received else time.monotonic() - began_at
+
+
+@router.post("/{task_id}/helper-report", operation_id="submitHelperReport")
+def submit_helper_report(task_id: str, body: HelperReport, serving: Serving, caller: SiteCaller) -> TaskView:
+    """Submit a helper's part of a secure sum: its signature, or the sums of masks, uploaded before."""
+    return tasks.submit_helper_report(serving, caller, task_id, body)
 
 
 @router.post("/{task_id}/evaluation", operation_id="submitEvaluation")

@@ -132,21 +132,28 @@ class Uploads:
 
     # ------------------------------------------------------------ the bytes
 
-    async def whole(self, upload: Upload, body: AsyncIterator[bytes], bulk: BulkBody | None = None) -> None:
-        """Receive a blob in the request that announces it; a small one is not staged."""
+    async def whole(
+        self, upload: Upload, body: AsyncIterator[bytes], bulk: BulkBody | None = None, begun: bytes = b""
+    ) -> int:
+        """Receive a blob in the request that announces it, and return how many bytes came; a small one is not staged.
+        `begun` has those that were read already."""
         if upload.length > WRITE_BYTES:
-            await self.append(upload, 0, body, bulk)
-            return
-        received = bytearray()
+            return await self.append(upload, 0, body, bulk, begun)
+        if end := self.offset(upload):
+            raise _elsewhere(upload, end, 0)
+        received = bytearray(begun)
         async for piece in self._pieces(body):
             received += piece
             if len(received) > upload.length:
-                raise _longer(upload)
+                break
+        if len(received) > upload.length:
+            raise _longer(upload)
         if len(received) < upload.length:
             raise BadRequest(
                 f"{len(received)} of {upload.length} bytes were received", remedy="Send the whole blob again."
             )
         await self.threads.run(upload.owner, self.keep, upload, bytes(received))
+        return upload.length
 
     def enter(
         self, session: Session, now: float, owner: str, stored: Stored, *, site_id: str, more_bytes: int = 0
@@ -170,10 +177,15 @@ class Uploads:
             self._complete(upload, self.blobs.put([data]))
 
     async def append(
-        self, upload: Upload, offset: int, body: AsyncIterator[bytes], bulk: BulkBody | None = None
+        self,
+        upload: Upload,
+        offset: int,
+        body: AsyncIterator[bytes],
+        bulk: BulkBody | None = None,
+        begun: bytes = b"",
     ) -> int:
         """Append bytes at `offset` and return the new offset; complete the upload when all are received. A large body
-        is taken from `bulk` if the server offers one.
+        is taken from `bulk` if the server offers one, behind the bytes that were read already.
 
         Raises OffsetMismatch, UploadBusy, TooLarge, DigestMismatch, StoreFull.
         """
@@ -193,13 +205,15 @@ class Uploads:
                     piece = piece[count:]
                     written(count)
 
+            if offset + len(begun) + (bulk.length if bulk else 0) > upload.length:
+                raise _longer(upload)
+            if begun:
+                await self.threads.run_to_end(upload.owner, partial(write, memoryview(begun)))
             if bulk and bulk.length >= BULK_BYTES:
-                if offset + bulk.length > upload.length:
-                    raise _longer(upload)
                 with self._in_time():
                     await bulk.receive(write, partial(self.threads.run_to_end, upload.owner))
             else:
-                await self._write_pieces(upload, offset, body, write)
+                await self._write_pieces(upload, offset + len(begun), body, write)
             if file.tell() == upload.length:
                 received = received or await self._hashed(upload.owner, file)
                 await self.threads.run(upload.owner, self._finish, upload, file, received.hexdigest())
@@ -307,8 +321,7 @@ class Uploads:
             self._path(upload).unlink()
             raise UploadBusy(f"upload {upload.id} was finished by another request", retry_after_seconds=0)
         if (end := file.seek(0, os.SEEK_END)) != offset:
-            at = {"Upload-Offset": str(end)}
-            raise OffsetMismatch(f"upload {upload.id} is at offset {end}, not {offset}", headers=at)
+            raise _elsewhere(upload, end, offset)
         return upload
 
     def _discard(self, upload: Upload) -> None:
@@ -338,6 +351,11 @@ def retain(session: Session, now: float, owner: str, digest: str) -> None:
 
 def _finished(owner: str, digest: str) -> ColumnElement[bool]:
     return (UploadRow.owner == owner) & (UploadRow.digest == digest) & UploadRow.complete
+
+
+def _elsewhere(upload: Upload, end: int, offset: int) -> OffsetMismatch:
+    at = {"Upload-Offset": str(end)}
+    return OffsetMismatch(f"upload {upload.id} is at offset {end}, not {offset}", headers=at)
 
 
 def _longer(upload: Upload) -> TooLarge:

@@ -6,15 +6,14 @@ from dataclasses import dataclass
 from sqlalchemy import bindparam as given
 from sqlalchemy.orm import Session
 
+from tessera.coordinator.conductor.liveness import Liveness, TooFewWilling, require
+from tessera.coordinator.conductor.secure_sums import SecureRounds
 from tessera.coordinator.db import rounds
 from tessera.coordinator.db.engine import Database
 from tessera.coordinator.db.rounds import ACTOR
 from tessera.coordinator.db.snapshots import (
-    candidates,
     central_due,
     evaluators,
-    live_workers,
-    remembering,
     sites_due,
     terms_of,
 )
@@ -22,47 +21,15 @@ from tessera.coordinator.db.tables import RUNS, RoundRow, RunRow, TaskRow, Versi
 from tessera.coordinator.db.transitions import move_run, move_task
 from tessera.coordinator.domain import decide as todo
 from tessera.coordinator.domain.decide import Action
-from tessera.coordinator.domain.eligibility import RunTerms, refused_plan, unsuited
+from tessera.coordinator.domain.eligibility import refused_plan, unsuited
 from tessera.coordinator.domain.snapshot import PendingEvaluation
 from tessera.coordinator.domain.workers import LiveWorker, ids, sites_of
 from tessera.shared.api.runs import RunSpec
 from tessera.shared.api.versions import VersionRef
 from tessera.shared.methods.base import Plan, State
 from tessera.shared.model.spec import Model
-from tessera.shared.problems import Conflict
 from tessera.shared.rounds.planning import plan_round
 from tessera.shared.rounds.versions import States
-
-
-class TooFewWilling(Conflict):
-    """A round cannot open because sites would refuse what it asks."""
-
-
-class Liveness:
-    """The live workers: those that sent a request recently."""
-
-    def __init__(self, database: Database, liveness_seconds: float) -> None:
-        self._database = database
-        self._liveness_seconds = liveness_seconds
-        self._began_at = database.now()
-
-    def workers(self, session: Session) -> list[LiveWorker]:
-        return live_workers(session, self._database.now() - self._liveness_seconds)
-
-    def willing(self, run_id: str, invited: RunTerms) -> tuple[list[LiveWorker], list[LiveWorker]]:
-        """Return the live workers, and those that could take part in a round with what decides who does for its
-        site."""
-        with self._database.snapshot() as session:
-            live = self.workers(session)
-            return live, remembering(session, run_id, candidates(session, invited, live))
-
-    def includes(self, session: Session, plans: Mapping[str, Plan]) -> bool:
-        """Return whether all planned workers are still live: planning and waiting to write take time."""
-        return plans.keys() <= {worker.name for worker in self.workers(session)}
-
-    def is_settled(self) -> bool:
-        """Return whether this process has run for long enough to have heard of everyone who is live."""
-        return self._database.now() - self._began_at > self._liveness_seconds
 
 
 @dataclass(frozen=True)
@@ -72,11 +39,20 @@ class Actions:
     database: Database
     states: States
     liveness: Liveness
+    secure: SecureRounds
 
     def do(self, run_id: str, action: Action) -> Sequence[str]:
         """Do an action; return the workers who now have something to do."""
-        if isinstance(action, todo.Open):
-            return self.open_round(run_id, action.number)
+        match action:
+            case todo.Open(number):
+                return self.open_round(run_id, number)
+            case todo.AskHelpers(round_id, kind):
+                return self.secure.ask(run_id, round_id, kind)
+            case _:
+                return self._write(run_id, action)
+
+    def _write(self, run_id: str, action: Action) -> Sequence[str]:
+        """Do an action that reads no blobs."""
         with self.database.transaction() as session:
             now = self.database.now()
             match action:
@@ -112,11 +88,12 @@ class Actions:
         _, willing = self.liveness.willing(run_id, invited)
         require(len(sites_of(willing)) >= spec.cohort.quorum, "too few sites are live")
         plans = plan_for_willing(spec, model, state, willing)
+        terms = self.secure.terms(run_id, spec, model, state, base, willing, plans)
         with self.database.transaction() as session:
             run = session.get_one(RunRow, run_id)
             require(run.state == "running" and run.version_number == base.number, "the run has moved on")
             require(self.liveness.includes(session, plans), "a worker that was planned for is no longer live")
-            return open_planned(session, self.database.now(), run, willing, plans)
+            return open_planned(session, self.database.now(), run, willing, plans, self.secure.record(session, terms))
 
     def _offer_evaluation(self, session: Session, now: float, run_id: str, due: PendingEvaluation) -> list[str]:
         """Offer a version to the named worker, or to the central worker with the fewest tries."""
@@ -145,11 +122,6 @@ def expire(session: Session, now: float, task_id: str, token: int) -> None:
 
 
 # ---------------------------------------------------------------- what a merge needs too
-
-
-def require(holds: bool, otherwise: str) -> None:
-    if not holds:
-        raise Conflict(otherwise)
 
 
 # Built once: to build a statement takes longer than to execute it.
@@ -182,10 +154,15 @@ def plan_for_willing(spec: RunSpec, model: Model, state: State, willing: Sequenc
 
 
 def open_planned(
-    session: Session, now: float, run: RunRow, willing: Sequence[LiveWorker], plans: Mapping[str, Plan]
+    session: Session,
+    now: float,
+    run: RunRow,
+    willing: Sequence[LiveWorker],
+    plans: Mapping[str, Plan],
+    sum_terms: str | None = None,
 ) -> list[str]:
     """Open the next round, or end the run if nothing more is planned. Return the workers with a new task."""
     if not plans:
         move_run(session, now, ACTOR, run.id, "complete", "the method planned nothing more")
         return []
-    return rounds.open_round(session, now, run, willing, plans)
+    return rounds.open_round(session, now, run, willing, plans, sum_terms)

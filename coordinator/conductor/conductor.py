@@ -22,7 +22,8 @@ import structlog
 from sqlalchemy.exc import IntegrityError
 from structlog.contextvars import bound_contextvars
 
-from tessera.coordinator.conductor.actions import Actions, Liveness, TooFewWilling
+from tessera.coordinator.conductor.actions import Actions
+from tessera.coordinator.conductor.liveness import Liveness, TooFewWilling
 from tessera.coordinator.conductor.merge import RoundMerger
 from tessera.coordinator.db.engine import DATABASE_AWAY, Database
 from tessera.coordinator.db.snapshots import run_snapshot, runs_to_decide
@@ -150,7 +151,8 @@ class Conductor:
         A round with small updates is closed there too. Return False for an action that this thread does itself.
         """
         small = run.round is not None and run.round.update_bytes <= SMALL_BYTES
-        closes = isinstance(action, todo.Close) and small
+        # Helpers have to open secure sums first.
+        closes = isinstance(action, todo.Close) and small and not (run.round and run.round.sums)
         if not (closes or isinstance(action, todo.Merge)):
             return False
         if self._merging.acquire(blocking=False):

@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 import structlog
 
 from tessera.coordinator.blobs.store import Blobs
-from tessera.coordinator.conductor.actions import Liveness, latest, open_planned, plan_for_willing, require
+from tessera.coordinator.conductor.actions import latest, open_planned, plan_for_willing
+from tessera.coordinator.conductor.liveness import Liveness, require
+from tessera.coordinator.conductor.secure_sums import SecureRounds
 from tessera.coordinator.db import rounds
 from tessera.coordinator.db.engine import Database
 from tessera.coordinator.db.rounds import MergedRound
@@ -24,6 +26,7 @@ from tessera.shared.api.versions import VersionRef
 from tessera.shared.methods.registry import coordinator_half
 from tessera.shared.rounds.aggregate import Accepted, Aggregation, norm_scores, observed, outlying
 from tessera.shared.rounds.planning import run_facts, warnings_of
+from tessera.shared.rounds.secure_sums import Sums
 from tessera.shared.rounds.versions import States
 from tessera.shared.telemetry import spans
 from tessera.shared.telemetry.trace_ids import traceparent_of
@@ -43,6 +46,8 @@ class _Due:
     accepted: Sequence[Accepted]
     noise_key: bytes = field(repr=False)
     """Of client-level privacy; empty without it."""
+    sums: Sums | None
+    """The opened sums, if the run has secure sums."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,7 @@ class RoundMerger:
     aggregation: Aggregation
     room: DiskSpace
     liveness: Liveness
+    secure: SecureRounds
 
     def is_due(self, round_id: str) -> bool:
         """Return whether a round is closed and not merged yet."""
@@ -81,14 +87,15 @@ class RoundMerger:
             run, base, invited = session.get_one(RunRow, run_id), latest(session, run_id), terms_of(session, run_id)
             open_round = round_id if state == "open" else None
             accepted = rounds.assigned_updates(session, run_id, base.number + 1, open_round)
-            return _Due(run_id, invited, base, rounds.bounds_in_force(run), accepted, round_.noise_key or b"")
+            bounds, key = rounds.bounds_in_force(run), round_.noise_key or b""
+        return _Due(run_id, invited, base, bounds, accepted, key, self.secure.sums(run_id, round_id))
 
     def _merge(self, due: _Due, round_id: str, closing: str | None) -> list[str]:
         """Merge and plan outside of any transaction, then commit version, round and next round in one (I3)."""
         spec, base, accepted, bounds = due.invited.spec, due.base, due.accepted, due.bounds
         model = self.states.model(spec.model)
         self.room.require(model.stored_bytes)
-        manifest, new, merged = self.aggregation.merge(spec, bounds, base, accepted, due.noise_key)
+        manifest, new, merged = self.aggregation.merge(spec, bounds, base, accepted, due.sums, due.noise_key)
         made = VersionRef(number=base.number + 1, digest=new[-1].digest)
         state = self.states.load(model, manifest, made.number)
         half = coordinator_half(spec.method, run_facts(spec, model))
@@ -98,12 +105,14 @@ class RoundMerger:
 
         live, willing = self.liveness.willing(due.run_id, due.invited)
         # If its cohort is not all here, a later look opens the next round.
-        plans = None
+        plans, terms = None, None
         if made.number < spec.rounds and len(sites_of(willing)) >= (spec.cohort.size or spec.cohort.quorum):
             # A method that cannot plan fails at the next look too, which pauses the run with the reason. What was
             # merged is committed all the same.
             with suppress(Exception):
-                plans = plan_for_willing(spec, model, state, willing)
+                planned = plan_for_willing(spec, model, state, willing)
+                terms = self.secure.terms(due.run_id, spec, model, state, made, willing, planned)
+                plans = planned
 
         with self.database.transaction() as session:
             now = self.database.now()
@@ -125,13 +134,16 @@ class RoundMerger:
             if run.state != "running" or plans is None or not self.liveness.includes(session, plans):
                 return woken
             with spans.span("open", parent=traceparent_of(run.id, made.number + 1)):
-                return [*woken, *open_planned(session, self.database.now(), run, willing, plans)]
+                sum_terms = self.secure.record(session, terms)
+                return [*woken, *open_planned(session, self.database.now(), run, willing, plans, sum_terms)]
 
     def _score(self, due: _Due) -> None:
         """Store each update's distance from the merged ones; a process that ends before it leaves them out, and what
         was committed stands without them."""
         try:
-            if found := self.aggregation.scores(due.invited.spec, due.bounds, due.base, due.accepted):
+            if found := due.sums is None and self.aggregation.scores(
+                due.invited.spec, due.bounds, due.base, due.accepted
+            ):
                 with self.database.transaction() as session:
                     rounds.note_scores(session, due.run_id, due.base.number + 1, found)
         except Exception:  # a method is anybody's code

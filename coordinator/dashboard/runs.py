@@ -311,10 +311,10 @@ def facts_of(spec: RunSpec, run: Run | None = None) -> list[tuple[str, str]]:
         ("Averaged over", spec.normalization),
         ("Robust rule", spec.robust.rule),
         ("Server optimizer", spec.server_optimizer.kind),
-        ("Differential privacy", f"{privacy.summary} for each example" if privacy else "none"),
+        ("Differential privacy", f"{privacy.in_words} of each worker" if privacy else "none"),
     ]
     spent = f"{run.client_epsilon or 0:.3g} spent of " if run else ""
-    facts += [("Privacy of a site", spent + sites.summary)] if sites else []
+    facts += [("Privacy of a site", spent + sites.bound)] if sites else []
     if spec.evaluation:
         where = [spec.evaluation.dataset] if spec.evaluation.dataset else []
         where += ["what sites hold out"] if spec.evaluation.sites else []

@@ -212,7 +212,7 @@ def _rules(policy: AdvertisedPolicy) -> list[tuple[str, str]]:
         ("Hours", f"{', '.join(policy.hours)} ({zone})" if policy.hours else "always open"),
         *most,
         *((name, ", ".join(values[:8]) + (" …" if len(values) > 8 else "")) for name, values in lists if values),
-        *([("Privacy of each run", f"epsilon {needed.epsilon:g} or less, delta {needed.delta:g}")] if needed else []),
+        *([("Privacy of each run", f"at most {needed.in_words}")] if needed else []),
         *([("Runs", "a person at the site approves each")] if policy.approve_runs else []),
         *([("Updates", "a person at the site releases each")] if policy.airlock else []),
     ]

@@ -29,6 +29,7 @@ from tessera.coordinator.domain.lifecycle import TASK
 from tessera.coordinator.domain.snapshot import PendingEvaluation
 from tessera.coordinator.domain.workers import LiveWorker
 from tessera.shared.api.runs import Bounds, RunSpec
+from tessera.shared.api.secure_sums import HELPER_KINDS, HelperKind, SumTask
 from tessera.shared.api.versions import Manifest, VersionRef
 from tessera.shared.methods.base import Plan
 from tessera.shared.privacy.noise import secret_key
@@ -81,7 +82,12 @@ class MergedRound:
 
 
 def open_round(
-    session: Session, now: float, run: RunRow, willing: Sequence[LiveWorker], plans: Mapping[str, Plan]
+    session: Session,
+    now: float,
+    run: RunRow,
+    willing: Sequence[LiveWorker],
+    plans: Mapping[str, Plan],
+    sum_terms: str | None = None,
 ) -> list[str]:
     """Open the run's next round with one task for each planned worker; return the workers' ids.
 
@@ -89,20 +95,22 @@ def open_round(
     """
     spec = RunSpec.model_validate(run.spec)
     number = run.version_number + 1
-    before = session.scalar(_LAST_ATTEMPT, {"run": run.id, "number": number}) or 0
     planned = [worker for worker in willing if worker.name in plans]
     round_ = RoundRow(
         id=new_id(),
         run_id=run.id,
         number=number,
-        attempt=before + 1,
+        attempt=next_attempt(session, run.id, number),
         state="open",
         stage=plans[planned[0].name].stage,
         opened_at=now,
         deadline_at=now + spec.cohort.deadline_seconds,
         noise_key=secret_key() if spec.client_privacy else None,
+        sum_terms=sum_terms,
     )
     session.add(round_)
+    if sum_terms:
+        insert_missing(session, RunBlobRow, [{"run_id": run.id, "digest": sum_terms}])
     # Rows that refer to each other only by id are written in the order of the flushes.
     session.flush()
     for worker in planned:
@@ -114,6 +122,11 @@ def open_round(
         run.bounds = about["bounds"] = bounds.model_dump()
     audit.record(session, now, ACTOR, "round.open", round_.id, run_id=run.id, **about)
     return [worker.id for worker in planned]
+
+
+def next_attempt(session: Session, run_id: str, number: int) -> int:
+    """Return the number of the next attempt at a round."""
+    return (session.scalar(_LAST_ATTEMPT, {"run": run_id, "number": number}) or 0) + 1
 
 
 def offer_evaluation(session: Session, now: float, run: RunRow, due: PendingEvaluation, worker: LiveWorker) -> None:
@@ -158,6 +171,24 @@ def _task(now: float, run: RunRow, worker: LiveWorker, version: int, plan: Plan,
     return TaskRow(id=new_id(), created_at=now, **about, **columns)
 
 
+def offer_helper(
+    session: Session, now: float, run: RunRow, kind: HelperKind, worker_id: str, site: str, request: SumTask
+) -> None:
+    """Offer a task of the run's present round to a helper of its secure sums."""
+    plan = Plan(stage=kind).model_dump(mode="json")
+    about: dict[str, Any] = {"run_id": run.id, "worker_id": worker_id, "version_number": run.version_number}
+    task = TaskRow(id=new_id(), created_at=now, plan=plan, kind=kind, seed=0, **about)
+    task.sums = request.model_dump(mode="json")
+    session.add(task)
+    noted = {"version": run.version_number, "site": site, "seeds": list(request.seeds)}
+    audit.record(session, now, ACTOR, f"task.{kind}", task.id, run_id=run.id, **noted)
+
+
+def withdraw_helpers(session: Session, now: float, run_id: str, kinds: Sequence[HelperKind] = HELPER_KINDS) -> None:
+    """Cancel the unfinished tasks of a run's helpers."""
+    cancel_tasks(session, now, (TaskRow.run_id == run_id) & TaskRow.kind.in_(kinds), {})
+
+
 def cancel_tasks(session: Session, now: float, which: ColumnElement[bool], parameters: Mapping[str, Any]) -> None:
     """Cancel those of these tasks that are open; `parameters` are for the parameters of the condition."""
     for task in session.scalars(_OPEN_TASKS.where(which), parameters).all():
@@ -182,6 +213,8 @@ def abandon_round(session: Session, now: float, round_: RoundRow, reason: str) -
     round_.noise_key = None
     cancel_tasks(session, now, _IN_ROUND, {"round": round_.id})
     move_tasks(session, "leave_out", _IN_ROUND, {"round": round_.id}, merged_in=None)
+    if round_.sum_terms:
+        withdraw_helpers(session, now, round_.run_id)
 
 
 def bounds_in_force(run: RunRow) -> Bounds:
@@ -285,6 +318,8 @@ def commit_round(
     if move_tasks(session, "merge", _ASSIGNED, assigned) != len(result.merged):
         raise Conflict("other updates were assigned to the version than were merged")
     news = add_version(session, now, run.id, version, result.manifest, result.warnings, result.kept)
+    if round_.sum_terms:
+        withdraw_helpers(session, now, run.id)
     run.version_number = version.number
     run.revision += 1
     run.updated_at = now

@@ -12,6 +12,7 @@ from sqlalchemy.orm import Session, load_only
 
 from tessera.coordinator.db import audit
 from tessera.coordinator.db.declarations import Declarations
+from tessera.coordinator.db.helper_tasks import sums_snapshot
 from tessera.coordinator.db.tables import WORKER_NAME, RoundRow, RunRow, SiteRow, TaskRow, VersionRow, WorkerRow
 from tessera.coordinator.domain.eligibility import RunTerms, objections, unknown_settings
 from tessera.coordinator.domain.lifecycle import LIVE_ROUND, LIVE_RUN
@@ -198,7 +199,7 @@ def run_snapshot(session: Session, run_id: str, live: Sequence[LiveWorker], *, a
         rounds=spec.rounds,
         version=run.version_number,
         cohort=spec.cohort,
-        round=RoundSnapshot(round_.id, round_.number, round_.state, round_.deadline_at, tasks) if round_ else None,
+        round=_round_snapshot(session, run, round_, spec, tasks, here) if round_ else None,
         abandoned=0 if round_ else _abandoned(session, run),
         eligible=0 if round_ else len(sites_of(candidates(session, invited, live))),
         idle_since=max(run.resumed_at, ended or 0.0),
@@ -206,6 +207,18 @@ def run_snapshot(session: Session, run_id: str, live: Sequence[LiveWorker], *, a
         unevaluated=(*central_due(session, run, spec, here), *sites_due(session, run, invited, live)),
         evaluators=len(evaluators(invited, live)),
     )
+
+
+def _round_snapshot(
+    session: Session,
+    run: RunRow,
+    round_: RoundRow,
+    spec: RunSpec,
+    tasks: tuple[TaskSnapshot, ...],
+    here: set[str] | None,
+) -> RoundSnapshot:
+    sums = sums_snapshot(session, run, spec, here) if spec.secure_sums else None
+    return RoundSnapshot(round_.id, round_.number, round_.state, round_.deadline_at, tasks, sums)
 
 
 def _task_snapshots(

@@ -251,6 +251,8 @@ class RoundRow(Table):
     reason: Mapped[str | None]
     # The secret of client-level privacy, from which a repeated merge draws the same noise; None once the round ended.
     noise_key: Mapped[bytes | None] = mapped_column(deferred=True)
+    # The blob of the terms of the round's secure sums; None for a round without.
+    sum_terms: Mapped[str | None]
     # Loaded by `views.WITH_TASKS` alone.
     task_rows: Mapped[list["TaskRow"]] = relationship(viewonly=True, lazy="raise")
 
@@ -327,6 +329,10 @@ class TaskRow(Table):
     merged_in: Mapped[int | None]
     # Blocks of the merged update that the version did not take.
     unmerged: Mapped[list[str]] = mapped_column(server_default="[]")
+    # For a helper, what its task is about.
+    sums: Mapped[dict[str, Any] | None]
+    # What the worker signed: an update's envelope, or a helper's agreement.
+    statement: Mapped[dict[str, Any] | None]
     problem: Mapped[dict[str, Any] | None]
     worker_name: Mapped[str] = column_property(
         select(WORKER_NAME)

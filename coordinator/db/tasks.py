@@ -15,6 +15,7 @@ from tessera.coordinator.db.transitions import move_task
 from tessera.coordinator.domain.acceptance import refusal
 from tessera.coordinator.domain.eligibility import RunTerms
 from tessera.shared.api.runs import RunSpec
+from tessera.shared.api.secure_sums import HELPER_KINDS, HelperReport, SumTask
 from tessera.shared.api.tasks import EvaluationResult, Progress, Receipt, Submission, Task
 from tessera.shared.api.versions import VersionRef
 from tessera.shared.methods.base import Plan
@@ -51,7 +52,10 @@ class TaskRecord:
     @property
     def number(self) -> int:
         """The number of the task's round; outside a round, of its version."""
-        return self.round.number if self.round else self.task.version_number
+        if self.round:
+            return self.round.number
+        # A helper's task is about the round after its version.
+        return self.task.version_number + (self.task.kind in HELPER_KINDS)
 
     @property
     def declared_examples(self) -> int:
@@ -204,11 +208,16 @@ def renew(session: Session, task: TaskRow, expires_at: float, progress: Progress
     session.execute(update(TaskRow).where(same).values(lease_expires_at=expires_at, **reported))
 
 
+def require_kind(record: TaskRecord, report: Submission | EvaluationResult | HelperReport, *kinds: str) -> None:
+    """Raise a problem unless the report is about the task under its lease, of one of these kinds."""
+    record.require_lease(report.token)
+    if record.task.kind not in kinds:
+        raise Conflict(f"this is a task to {record.task.kind}, not to {' or '.join(kinds)}")
+
+
 def require_report(record: TaskRecord, report: Submission | EvaluationResult, kind: str) -> None:
     """Raise a problem unless the report is about the task under its lease, of this kind, and within its bounds."""
-    record.require_lease(report.token)
-    if record.task.kind != kind:
-        raise Conflict(f"this is a task to {record.task.kind}, not to {kind}")
+    require_kind(record, report, kind)
     if report.examples > (declared := record.declared_examples):
         # The count is the update's weight: it may not exceed what was declared before the cohort was chosen.
         fault = Fault(pointer="/examples", detail=f"{report.examples} examples; the worker declared {declared}")
@@ -275,8 +284,8 @@ def updates_of_round(session: Session, task_id: str) -> int:
     return session.scalars(wanted).one()
 
 
-def task_message(session: Session, record: TaskRecord, lease_seconds: float, inline_bytes: int) -> Task:
-    """Return the task as its worker receives it."""
+def task_message(session: Session, record: TaskRecord, lease_seconds: float, **limits: int) -> Task:
+    """Return the task as its worker receives it, with these limits on bytes."""
     task = record.task
     return task_of(
         record.spec,
@@ -290,7 +299,16 @@ def task_message(session: Session, record: TaskRecord, lease_seconds: float, inl
         number=record.number,
         seed=task.seed,
         lease_seconds=lease_seconds,
-        inline_bytes=inline_bytes,
+        **limits,
         orchestrator=record.terms.orchestrator,
         receipt=last_receipt(session, task),
+        sums=sum_task(record),
     )
+
+
+def sum_task(record: TaskRecord) -> SumTask | None:
+    """Return what a task of a run with secure sums is about; None for others."""
+    if record.task.sums is not None:
+        return SumTask.model_validate(record.task.sums)
+    terms = record.round.sum_terms if record.round else None
+    return SumTask(terms=terms) if terms else None

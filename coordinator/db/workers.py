@@ -37,6 +37,7 @@ DECLARED = {
     "device",
     "version",
     "resources",
+    "site_keys",
     "advertised_policy",
     "withheld",
 }

@@ -9,7 +9,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tessera.coordinator.domain.lifecycle import LIVE_RUN
-from tessera.coordinator.domain.snapshot import PendingEvaluation, RoundSnapshot, RunSnapshot, TaskSnapshot
+from tessera.coordinator.domain.snapshot import (
+    PendingEvaluation,
+    RoundSnapshot,
+    RunSnapshot,
+    SumsSnapshot,
+    TaskSnapshot,
+)
+from tessera.shared.api.secure_sums import HelperKind
+
+MANY = 1 << 30
+"""Attempts at a task without a limit."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +54,14 @@ class Merge:
 
 
 @dataclass(frozen=True)
+class AskHelpers:
+    """Offer helpers of a closed round tasks of a kind: to sign the set of senders, or to open their sums."""
+
+    round: str
+    kind: HelperKind
+
+
+@dataclass(frozen=True)
 class Abandon:
     round: str
     reason: str
@@ -71,7 +89,9 @@ class Complete:
     pass
 
 
-Action = Expire | Offer | Open | Close | Merge | Abandon | Evaluate | CancelEvaluations | Pause | Complete
+Action = (
+    Expire | Offer | Open | Close | AskHelpers | Merge | Abandon | Evaluate | CancelEvaluations | Pause | Complete
+)
 
 
 @dataclass(frozen=True)
@@ -125,7 +145,10 @@ def _evaluations(run: RunSnapshot) -> Iterator[Action]:
 
 def _round(round_: RoundSnapshot, run: RunSnapshot, now: float) -> Iterator[Action]:
     if round_.state == "merging":
-        yield Merge(round_.id)
+        if round_.sums is None or round_.sums.is_open:
+            yield Merge(round_.id)
+        else:
+            yield from _opening(round_, round_.sums, run, now)
         return
     # A site counts once, when an update of one of its workers is accepted.
     came = {task.site for task in round_.tasks if task.state == "accepted"}
@@ -141,6 +164,27 @@ def _round(round_: RoundSnapshot, run: RunSnapshot, now: float) -> Iterator[Acti
         cause = "by the deadline" if now >= round_.deadline_at else "and no more can come"
         asked = len({task.site for task in round_.tasks})
         yield Abandon(round_.id, f"{len(came)} of {asked} updates came {cause}; the quorum is {quorum}")
+
+
+def _opening(round_: RoundSnapshot, sums: SumsSnapshot, run: RunSnapshot, now: float) -> Iterator[Action]:
+    """Yield the next step towards the sums of a closed round. It has no deadline: the masks do not spoil, and what a
+    helper has signed cannot be signed otherwise."""
+    for task in (*sums.agree, *sums.openings):
+        if task.state == "leased" and (task.lease_expires_at or 0) <= now:
+            yield Expire(task.id, task.token)
+        elif task.state == "expired":
+            yield Offer(task.id)
+    if run.state != "running":
+        return
+    signed = sum(task.state == "accepted" for task in sums.agree)
+    failed = sum(task.state == "failed" for task in sums.agree)
+    if signed >= sums.signatures:
+        if not any(task.state != "accepted" and _may_come(task, MANY) for task in sums.openings):
+            yield AskHelpers(round_.id, "open")
+    elif len(sums.agree) < sums.helpers:
+        yield AskHelpers(round_.id, "agree")
+    elif sums.helpers - failed < sums.signatures:
+        yield Pause(f"{failed} helpers did not sign the senders of round {round_.number}: see their tasks")
 
 
 def _may_come(task: TaskSnapshot, tries: int) -> bool:

@@ -37,9 +37,9 @@ class RunTerms:
 
 
 def unknown_settings(spec: RunSpec, declared: Mapping[str, Any]) -> list[str]:
-    """Return the run's settings of local training that the worker cannot apply: its version does not know them, and
-    can read no task, or it lacks an extra."""
-    return sorted(used_later_settings(spec.training) - set(declared.get("training", ())))
+    """Return the run's settings of local training and privacy that the worker cannot apply: its version does not know
+    them, and can read no task, or it lacks an extra."""
+    return sorted(used_later_settings(spec.training, spec.privacy) - set(declared.get("training", ())))
 
 
 def policy_of(declared: Mapping[str, Any]) -> AdvertisedPolicy | None:
@@ -71,6 +71,8 @@ def _objections(invitation: RunTerms, site: str, declared: Mapping[str, Any]) ->
         yield "methods", f"it does not know the method {spec.method.name}, or may not use it"
     if unknown := unknown_settings(spec, declared):
         yield "version", _about(unknown)
+    if spec.secure_sums and (declared.get("site_keys") or {}).get("site") != site:
+        yield "secure_sums", f"it takes part in no secure sums, or not as {site}: set [secure_sums] in its settings"
     examples = declared["datasets"].get(spec.dataset, 0)
     if examples <= 0:
         others = ", ".join(sorted(declared["datasets"])[:SHOWN])
@@ -82,7 +84,7 @@ def _objections(invitation: RunTerms, site: str, declared: Mapping[str, Any]) ->
 
 
 def _about(unknown: list[str]) -> str:
-    names = ", ".join(f"training.{name}" for name in unknown)
+    names = ", ".join(name if "." in name else f"training.{name}" for name in unknown)
     if unknown == ["augmentation"]:
         return (
             f"it cannot apply {names}: install tessera[augmentation] of this version there, or leave the setting out"
@@ -97,22 +99,30 @@ def _refusals(invitation: RunTerms, examples: int, policy: AdvertisedPolicy) -> 
         yield "orchestrators", f"it takes no runs of {invitation.orchestrator or 'who is not named'}"
     if (epochs := local_epochs(spec.training, examples)) > policy.max_epochs:
         yield "max_epochs", f"{epochs} epochs are more than its {policy.max_epochs}"
-    if (largest := min(spec.training.batch_size or examples, examples)) > policy.max_batch:
+    at_most = (spec.training.batch_size or examples) * (privacy.examples_per_unit if privacy else 1)
+    if (largest := min(at_most, examples)) > policy.max_batch:
         yield "max_batch", f"a batch of {largest} is more than its {policy.max_batch}"
     if invitation.model_bytes > policy.max_model_bytes:
         yield (
             "max_model_bytes",
             f"a model of {invitation.model_bytes} bytes is more than its {policy.max_model_bytes}",
         )
-    floor = policy.require_privacy
-    if floor and (privacy is None or privacy.epsilon > floor.epsilon or privacy.delta > floor.delta):
-        yield "require_privacy", f"it requires privacy of epsilon {floor.epsilon:g} at delta {floor.delta:g}"
+    yield from _privacy_refusals(spec, policy)
+
+
+def _privacy_refusals(spec: RunSpec, policy: AdvertisedPolicy) -> Iterator[tuple[str, str]]:
+    """Yield the rules about privacy that the run violates."""
+    floor, privacy = policy.require_privacy, spec.privacy
+    if floor and not (privacy and floor.is_met_by(privacy)):
+        yield "require_privacy", f"it requires privacy of {floor.in_words}"
     if floor and privacy and privacy.selection == "uncovered":
         yield "require_privacy", "it requires privacy that covers the choice of blocks"
     if (budget := policy.budgets.get(spec.dataset)) is None:
         return
     if privacy is None or privacy.selection == "uncovered":
         yield "privacy", f"its data set {spec.dataset} has a privacy budget, and the run no privacy that covers all"
+    elif not budget.counts(privacy):
+        yield "privacy", f"its data set {spec.dataset} has a privacy budget of groups, and the run protects examples"
     if policy.spent.get(spec.dataset, 0) >= budget.epsilon:
         yield (
             "privacy",
@@ -133,7 +143,9 @@ def _policy_warnings(spec: RunSpec, policy: AdvertisedPolicy, upload_bytes: int)
         spent = policy.spent.get(spec.dataset)
         # A site's budget is checked at half of its delta (`worker.privacy.accountant`).
         half = budget.delta / 2
-        runs = [privacy, *([Budget(epsilon=spent, delta=half)] if spent else [])]
+        # One example of a group is at a distance of two groups, whose zCDP is four times as large.
+        times = 1 if privacy.unit == budget.unit else 4
+        runs = [*[privacy] * times, *([Budget(epsilon=spent, delta=half)] if spent else [])]
         if (total := about_together(runs, half)) > budget.epsilon:
             before = f"with the {spent:.3g} of runs before, " if spent else ""
             forecast = f"{before}the run would spend an epsilon of about {total:.3g}"

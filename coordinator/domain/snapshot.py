@@ -21,12 +21,28 @@ class TaskSnapshot:
 
 
 @dataclass(frozen=True)
+class SumsSnapshot:
+    """The state of a round's secure sums. Cancelled tasks are left out, and those that failed before the run was
+    resumed."""
+
+    helpers: int
+    signatures: int
+    """Helpers that must sign the set of senders."""
+    agree: tuple[TaskSnapshot, ...] = ()
+    openings: tuple[TaskSnapshot, ...] = ()
+    is_open: bool = False
+    """All masks of the senders have been summed."""
+
+
+@dataclass(frozen=True)
 class RoundSnapshot:
     id: str
     number: int
     state: str
     deadline_at: float
     tasks: tuple[TaskSnapshot, ...]
+    sums: SumsSnapshot | None = None
+    """For a run with secure sums."""
 
     @property
     def update_bytes(self) -> int:

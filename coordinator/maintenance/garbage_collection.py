@@ -212,6 +212,9 @@ def _unreferenced(before: float) -> ColumnElement[bool]:
 
 
 def _over(before: float) -> ColumnElement[bool]:
-    """Select merged or left-out updates of rounds that ended before this instant."""
+    """Select merged or left-out updates of rounds that ended before this instant, and their mask sums."""
     ended = RoundRow.state.in_(("committed", "abandoned")) & (RoundRow.closed_at < before)
-    return ~UNMERGED & exists().where(RoundRow.id == TaskRow.round_id, ended)
+    of_round = (RoundRow.run_id == TaskRow.run_id) & (RoundRow.number == TaskRow.version_number + 1)
+    live = exists().where(of_round, ~ended)
+    opened = (TaskRow.kind == "open") & exists().where(of_round, ended) & ~live
+    return ~UNMERGED & (exists().where(RoundRow.id == TaskRow.round_id, ended) | opened)

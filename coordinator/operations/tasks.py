@@ -3,7 +3,7 @@
 import asyncio
 import json
 import os
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -20,8 +20,10 @@ from tessera.coordinator.db.workers import enrol, enrolled, note_live
 from tessera.coordinator.domain.principal import Principal
 from tessera.coordinator.services import Services
 from tessera.coordinator.telemetry.metrics import RECEIVED_BYTES, SENT_BYTES, UPDATES_TOTAL
+from tessera.shared.api.secure_sums import HELPER_KINDS, HelperReport, SumTask
 from tessera.shared.api.tasks import Claim, EvaluationResult, Failure, Heartbeat, Lease, Submission, Task, TaskView
 from tessera.shared.model.blocks import layers_of
+from tessera.shared.model.spec import Model
 from tessera.shared.problems import (
     Conflict,
     Fault,
@@ -33,7 +35,12 @@ from tessera.shared.problems import (
     problem_from,
 )
 from tessera.shared.rounds.planning import check_report
+from tessera.shared.rounds.secure_sums import check_masked
 from tessera.shared.schema import GIVEN_BACK, MAX_INLINE_BLOBS, MAX_SECONDS_PER_BYTE, Page
+from tessera.shared.secure_sums.committee import check_agreement, sender_set
+from tessera.shared.secure_sums.errors import SumRefused
+from tessera.shared.secure_sums.masked_update import read_ring
+from tessera.shared.secure_sums.messages import Agreement, SumDocument, Terms
 from tessera.shared.updates.codec_choice import CHOSEN_BYTES, decode_delay
 from tessera.shared.updates.codecs import pipeline
 
@@ -96,7 +103,9 @@ def lease(services: Services, caller: Principal, worker_id: str, instance: str, 
         with services.database.snapshot() as session:
             if not tasks.is_claimable(session, worker_id, instance):
                 return None
-    seconds, now = services.settings.lease_seconds, services.database.now()
+    settings, now = services.settings, services.database.now()
+    seconds = settings.lease_seconds
+    limits = {"inline_bytes": settings.submission_bytes, "stream_bytes": settings.max_upload_bytes}
     with services.database.transaction() as session:
         if woken:
             # Revoking a token also wakes the claims that wait with it.
@@ -109,8 +118,10 @@ def lease(services: Services, caller: Principal, worker_id: str, instance: str, 
         except Conflict:
             # Another claim of this worker was faster.
             return None
-        task = tasks.task_message(session, record, seconds, services.settings.submission_bytes)
+        task = tasks.task_message(session, record, seconds, **limits)
         earlier, has_another = tasks.digest_before(session, record.task)
+    if task.kind in HELPER_KINDS:
+        return task
     if task.kind == "train":
         task = task.model_copy(update={"decode_seconds_per_byte": _decode_seconds(services, task)})
     if has_another or earlier == task.version.digest:
@@ -137,14 +148,17 @@ def _decode_seconds(services: Services, task: Task) -> float | None:
 
 
 def _inline_blobs(services: Services, task: Task, earlier: str | None) -> tuple[bytes, ...]:
-    """Return the blobs that are new since an earlier version, manifest first, if small: this saves two requests."""
+    """Return the blobs that are new since an earlier version, manifest first, if small, or else the manifest: each
+    saves a request."""
     manifest, blocks = services.states.manifest(task.version.digest), services.states.model(task.model).by_name
     changed = manifest.changed(services.states.manifest(earlier)) if earlier else manifest.blocks
     new = {name: digest for name, digest in changed.items() if task.plan.fetch.holds(blocks[name])}
     digests = dict.fromkeys([task.version.digest, *new.values()])
-    left = services.settings.submission_bytes - sum(blocks[name].nbytes for name in new)
-    if left < 0 or services.blobs.size(task.version.digest) > left or len(digests) > MAX_INLINE_BLOBS:
+    left = services.settings.submission_bytes - services.blobs.size(task.version.digest)
+    if left < 0:
         return ()
+    if sum(blocks[name].nbytes for name in new) > left or len(digests) > MAX_INLINE_BLOBS:
+        digests = {task.version.digest: None}
     services.blobs.expect(digests)
     inline = tuple(map(services.blobs.read, digests))
     SENT_BYTES.inc(sum(map(len, inline)))
@@ -205,7 +219,7 @@ def submit_update(services: Services, caller: Principal, task_id: str, report: S
         if (task.state, task.token, task.update_digest) == ("rejected", report.token, report.update) and task.problem:
             raise problem_from(task.problem)
         tasks.require_report(record, report, "train")
-        spec, plan = record.spec, record.plan
+        spec, plan, sums = record.spec, record.plan, tasks.sum_task(record)
         if report.data is None:
             length = _uploaded_bytes(session, caller.owner, report.update)
     if report.data is not None:
@@ -214,20 +228,76 @@ def submit_update(services: Services, caller: Principal, task_id: str, report: S
     try:
         model = services.states.model(spec.model)
         check_report(spec, model, plan, report.examples, report.metrics)
-        manifest = services.states.manifest(record.version.digest)
-        # This reads the whole update, outside of any transaction.
-        measured, blocks = services.inspector.checked(
-            report.update, model, manifest, plan, spec.max_update_norm, report.data
-        )
-        metrics = {**views.without_scores(report.metrics), **measured}
+        if sums:
+            statement, blocks = _check_masked(services, record, report, sums, model)
+            metrics = views.without_scores(report.metrics)
+        else:
+            manifest = services.states.manifest(record.version.digest)
+            # This reads the whole update, outside of any transaction.
+            measured, blocks = services.inspector.checked(
+                report.update, model, manifest, plan, spec.max_update_norm, report.data
+            )
+            statement, metrics = None, {**views.without_scores(report.metrics), **measured}
     except InvalidUpdate as problem:
         _reject(services, caller, record, report, problem)
         raise
     layers = [layer.name for layer in layers_of(model.by_name[name] for name in blocks)]
     columns = {**_accepted(report, metrics), "layers": layers, "update_digest": report.update, "upload_bytes": length}
+    if statement:
+        columns["statement"] = statement
     view = _accept(services, caller, record, columns, report.data)
     UPDATES_TOTAL.labels(outcome="accepted").inc()
     return view
+
+
+def _check_masked(
+    services: Services, record: TaskRecord, report: Submission, sums: SumTask, model: Model
+) -> tuple[dict[str, Any], Sequence[str]]:
+    """Return the envelope of a masked update, and its blocks. Raises InvalidUpdate."""
+    terms = Terms.model_validate_json(services.blobs.read(sums.terms))
+    asked = [block.name for block in record.plan.upload.resolve(model.blocks)]
+    weight, about = min(report.examples, terms.max_weight), (report.update, asked, services.blobs, report.data)
+    envelope, blocks = check_masked(report.envelope, terms, record.site, weight, *about)
+    return envelope.model_dump(mode="json"), blocks
+
+
+def submit_helper_report(services: Services, caller: Principal, task_id: str, report: HelperReport) -> TaskView:
+    """Accept a helper's signature, or the sums of masks that it uploaded. Raises Invalid for others."""
+    with services.database.snapshot() as session:
+        record = tasks.find_task(session, task_id, caller.site_id)
+        if tasks.was_accepted(record, report.token, report.mask_sums):
+            return _view(record, caller)
+        tasks.require_kind(record, report, *HELPER_KINDS)
+        sums = tasks.sum_task(record)
+        length = _uploaded_bytes(session, caller.owner, report.mask_sums) if report.mask_sums else 0
+    columns = {
+        "metrics": {},
+        "download_bytes": report.download_bytes,
+        "audit_head": report.audit_head,
+        "upload_bytes": length,
+        "update_digest": report.mask_sums,
+    }
+    try:
+        columns["statement"] = _check_helper(services, record.task.kind, sums, report)
+    except SumRefused as refusal:
+        fault = Fault(pointer="/agreement" if report.agreement else "/mask_sums", detail=str(refusal)[:300])
+        raise Invalid("the helper's result cannot be used", errors=[fault]) from None
+    return _accept(services, caller, record, columns)
+
+
+def _check_helper(services: Services, kind: str, sums: SumTask | None, report: HelperReport) -> dict[str, Any] | None:
+    """Return the helper's signature, if its task was to sign. Raises SumRefused."""
+    wanted = report.agreement if kind == "agree" else report.mask_sums
+    if sums is None or sums.document is None or wanted is None:
+        raise SumRefused("malformed", f"the report is not one of a task to {kind}")
+    terms = Terms.model_validate_json(services.blobs.read(sums.terms))
+    document = SumDocument.model_validate_json(services.blobs.read(sums.document))
+    found = sender_set(terms, document.envelopes)
+    if isinstance(wanted, Agreement):
+        check_agreement(found, wanted)
+        return wanted.model_dump(mode="json")
+    read_ring(partial(services.blobs.open, wanted), services.blobs.size(wanted), terms, sorted(found.senders))
+    return None
 
 
 def submit_evaluation(services: Services, caller: Principal, task_id: str, report: EvaluationResult) -> TaskView:

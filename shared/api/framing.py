@@ -25,24 +25,25 @@ def unpack_task(body: bytes) -> Task:
     return Task.model_validate_json(document).model_copy(update={"inline_blobs": blobs})
 
 
-def pack_submission(submission: Submission) -> bytes:
-    """Return the body of a submission with its update, if it contains one."""
+def pack_submission(submission: Submission, length: int | None = None) -> bytes:
+    """Return the body of a submission with its update, if it contains one. With a `length`, return the beginning of a
+    body that goes on with an update of that many bytes."""
     blobs = () if submission.data is None else (submission.data,)
-    return _pack(submission.model_dump_json(exclude_defaults=True, exclude={"data"}), blobs)
+    document = submission.model_dump_json(exclude_defaults=True, exclude={"data"})
+    return _pack(document, blobs) if length is None else _head(document, [length])
 
 
 def _pack(document: str, blobs: Sequence[bytes]) -> bytes:
-    sizes = json.dumps([len(blob) for blob in blobs], separators=(",", ":"))
-    return b"".join((document.encode(), b"\n", sizes.encode(), b"\n", *blobs))
+    return b"".join((_head(document, [len(blob) for blob in blobs]), *blobs))
+
+
+def _head(document: str, sizes: Sequence[int]) -> bytes:
+    return f"{document}\n{json.dumps(sizes, separators=(',', ':'))}\n".encode()
 
 
 def unpack(body: bytes) -> tuple[bytes, tuple[bytes, ...]]:
     """Return the document, unread, and the blobs. Raise ValueError for a body that is none."""
-    document, _, rest = body.partition(b"\n")
-    line, _, data = rest.partition(b"\n")
-    sizes = json.loads(line)
-    if not isinstance(sizes, list) or not all(type(size) is int and size >= 0 for size in sizes):
-        raise ValueError("the second line is no list of sizes")
+    document, sizes, data = unpack_head(body)
     if sum(sizes) != len(data):
         raise ValueError(f"{len(data)} bytes follow the document; {sum(sizes)} are announced")
     blobs, start = [], 0
@@ -50,3 +51,14 @@ def unpack(body: bytes) -> tuple[bytes, tuple[bytes, ...]]:
         blobs.append(data[start : start + size])
         start += size
     return document, tuple(blobs)
+
+
+def unpack_head(body: bytes) -> tuple[bytes, list[int], bytes]:
+    """Return the document, unread, the blobs' sizes, and what is there of their bytes. Raise ValueError for the
+    beginning of a body that is none."""
+    document, _, rest = body.partition(b"\n")
+    line, _, data = rest.partition(b"\n")
+    sizes = json.loads(line)
+    if not isinstance(sizes, list) or not all(type(size) is int and size >= 0 for size in sizes):
+        raise ValueError("the second line is no list of sizes")
+    return document, sizes, data

@@ -18,6 +18,7 @@ from tessera.shared import renamed_keys
 from tessera.shared.aggregation.mean import Normalization
 from tessera.shared.aggregation.robust import Mean, Robust
 from tessera.shared.aggregation.server_optimizer import Plain, ServerOptimizer
+from tessera.shared.api.secure_sums import SecureSums
 from tessera.shared.api.tasks import TaskView
 from tessera.shared.api.versions import VersionRef
 from tessera.shared.methods.base import MethodSpec
@@ -117,6 +118,11 @@ class RunSpec(Frozen):
         exclude_if=partial(operator.is_, None),
         description="differential privacy of each site as a whole, by noise at the coordinator",
     )
+    secure_sums: SecureSums | None = Field(
+        default=None,
+        exclude_if=partial(operator.is_, None),
+        description="secure aggregation: the coordinator learns sums over sites alone",
+    )
     evaluation: Evaluation | None = Field(
         default=None, description="the data on which versions are measured; without it a run has no scores"
     )
@@ -181,6 +187,41 @@ class RunSpec(Frozen):
                 f"{self.robust.rule} with these settings needs updates of at least {self.robust.least} sites; "
                 f"cohort.quorum is {reached}. Raise it to {self.robust.least}."
             )
+        return self
+
+    @model_validator(mode="after")
+    def _sums_alone(self) -> Self:
+        if self.secure_sums is None:
+            return self
+        quorum = self.secure_sums.quorum
+        unfit = {
+            "robust": (not self.robust.neutral, "it would compare single updates: leave it out"),
+            "normalization": (
+                self.normalization == "inverse-probability",
+                "which blocks a site sends is part of the terms: divide by participants or cohort",
+            ),
+            "client_privacy": (
+                self.client_privacy is not None,
+                "the coordinator cannot clip updates that it cannot read: leave one of the two out",
+            ),
+            "codec": (self.codec != pipeline.LOSSLESS, "masked updates are integers of 32 bits: leave it out"),
+            "upload_budget": (self.upload_budget is not None, "masked updates do not shrink: leave it out"),
+            "upload_seconds": (self.upload_seconds is not None, "masked updates do not shrink: leave it out"),
+            "max_update_norm": (self.max_update_norm is not None, "no single norm is known: leave it out"),
+            "max_norm_of_median": (
+                isinstance(self.max_norm_of_median, float),
+                "no single norm is known: leave it out",
+            ),
+            "cohort.workers_per_site": (self.cohort.workers_per_site > 1, "each site sends one update: set it to 1"),
+            "cohort.quorum": (
+                self.cohort.quorum < quorum,
+                f"fewer than {quorum} updates open no sum: set it to {quorum}",
+            ),
+        }
+        if found := [f"{name}: {why}" for name, (is_set, why) in unfit.items() if is_set]:
+            raise ValueError("secure_sums does not go with " + "; ".join(found))
+        if self.cohort.sites is not None and (outside := set(self.secure_sums.helpers) - set(self.cohort.sites)):
+            raise ValueError(f"secure_sums.helpers: {', '.join(sorted(outside))} is not among cohort.sites")
         return self
 
     @model_validator(mode="after")

@@ -21,13 +21,14 @@ from pydantic import (
 )
 
 from tessera.shared.aggregation.mean import Normalization
+from tessera.shared.api.secure_sums import MAX_STATEMENT_BYTES, SumTask
 from tessera.shared.api.versions import VersionRef
 from tessera.shared.methods.base import MethodSpec, Plan
 from tessera.shared.model.blocks import Block, Name
 from tessera.shared.model.dataset_schema import DatasetSchema
 from tessera.shared.model.selectors import EVERYTHING, Selector
 from tessera.shared.problems import ProblemDocument
-from tessera.shared.run_settings import Budget, Privacy, Span, Training
+from tessera.shared.run_settings import Privacy, Span, Training, UnitBudget
 from tessera.shared.schema import (
     ACCEPTED,
     MAX_CLAIM_BYTES,
@@ -57,6 +58,7 @@ from tessera.shared.schema import (
     TaskKind,
     TaskState,
 )
+from tessera.shared.secure_sums.messages import SiteKeys
 
 
 class Progress(Message):
@@ -194,8 +196,8 @@ class AdvertisedPolicy(Message):
     hours: tuple[Span, ...] = Field(default=(), max_length=64)
     utc_offset_minutes: Annotated[int, Field(gt=-1440, lt=1440)] = 0
     """The site's offset from UTC, in minutes."""
-    require_privacy: Budget | None = None
-    budgets: dict[Label, Budget] = Field(default={}, max_length=256)
+    require_privacy: UnitBudget | None = None
+    budgets: dict[Label, UnitBudget] = Field(default={}, max_length=256)
     """Privacy budget for all runs together, by data set."""
     spent: dict[Label, PositiveFloat] = Field(default={}, max_length=256)
     """The least budget, at the same delta, that holds what they have found out so far of those data sets."""
@@ -239,6 +241,8 @@ class Claim(Message):
     """Of the worker's own code; none of a worker that does not say."""
     resources: Resources = {}
     advertised_policy: AdvertisedPolicy | None = None
+    site_keys: SiteKeys | None = None
+    """The site's public keys for secure sums, if it takes part in them."""
     withheld: dict[Identifier, Annotated[str, Field(max_length=300)]] = Field(default={}, max_length=MAX_WITHHELD)
     """Runs that it is to be offered no task of, and why."""
 
@@ -284,6 +288,8 @@ class Task(Message):
     training: Training
     privacy: Privacy | None = None
     codec: str
+    sums: SumTask | None = None
+    """For a run with secure sums."""
     upload_budget: PositiveInt | None = None
     upload_seconds: PositiveFloat | None = None
     normalization: Normalization
@@ -291,6 +297,9 @@ class Task(Message):
     version: VersionRef
     inline_bytes: NonNegativeInt = 0
     """Size up to which an update may be sent with its submission."""
+    stream_bytes: NonNegativeInt = 0
+    """Size up to which an update may be sent behind its submission (`shared.api.framing`), without being in memory. A
+    coordinator that knows of none takes uploads alone."""
     decode_seconds_per_byte: Annotated[Annotated[float, Field(ge=0, le=MAX_SECONDS_PER_BYTE)] | None, Shown] = None
     """The time by which each byte of the update delays the end of the round if it arrives coded: that of decoding all
     updates of the round. None if the coordinator does not report it."""
@@ -333,6 +342,8 @@ class Submission(Message):
     update: Digest
     data: bytes | None = None
     examples: PositiveInt = Field(lt=1 << 40)
+    envelope: Annotated[str, Field(max_length=MAX_STATEMENT_BYTES)] | None = None
+    """For secure sums: the signed envelope of the masked update, as JSON."""
     metrics: Reported = {}
     download_bytes: NonNegativeInt = Field(default=0, lt=1 << 53)
     audit_head: AuditHead | None = None

@@ -27,15 +27,22 @@ PIECE_BYTES = 1 << 18
 
 @dataclass(frozen=True)
 class FilePart:
-    """The body of a request: `count` bytes of a seekable file from `offset`. `sent` receives each piece's size."""
+    """The body of a request: `head`, and behind it `count` bytes of a seekable file from `offset`. `sent` receives
+    the size of each piece of the file."""
 
     file: BinaryIO
     offset: int
     count: int
     sent: Callable[[int], object] = lambda _: None
+    head: bytes = b""
+
+    def __len__(self) -> int:
+        return len(self.head) + self.count
 
     def __iter__(self) -> Iterator[memoryview]:
         """Yield the bytes in pieces, each of which is valid until the next one."""
+        if self.head:
+            yield memoryview(self.head)
         buffer = memoryview(bytearray(min(PIECE_BYTES, self.count)))
         self.file.seek(self.offset)
         left = self.count
@@ -52,6 +59,7 @@ class FilePart:
             for piece in self:
                 sock.sendall(piece)
             return
+        sock.sendall(self.head)
         self.file.seek(self.offset)
         end = self.offset + self.count
         while (start := self.file.tell()) < end:
@@ -158,6 +166,8 @@ class _Body(httpx.SyncByteStream):
         if self.response.isclosed() and not self.response.will_close and self.connection.sock:
             self.idle.append(self.connection)
         else:
+            # It holds the socket of a connection that the server will close.
+            self.response.close()
             self.connection.close()
 
 

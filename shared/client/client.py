@@ -7,10 +7,8 @@
 Every method raises a `shared.problems.Problem` for a refusal, after retrying temporary failures.
 """
 
-import base64
 import io
 import os
-import re
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -39,6 +37,7 @@ from tessera.shared.api.admin import (
 )
 from tessera.shared.api.framing import MEDIA_TYPE, pack_submission, unpack_task
 from tessera.shared.api.runs import Measurement, Preview, Round, Run, RunPatch, RunSpec
+from tessera.shared.api.secure_sums import HelperReport
 from tessera.shared.api.tasks import (
     Claim,
     EvaluationResult,
@@ -51,31 +50,24 @@ from tessera.shared.api.tasks import (
     TaskView,
 )
 from tessera.shared.api.tasks import Progress as TaskProgress
-from tessera.shared.api.versions import BlobRequest, Difference, Manifest, Version
+from tessera.shared.api.versions import Difference, Manifest, Version
 from tessera.shared.client.bulk import PIECE_BYTES, FilePart
-from tessera.shared.client.line import LineRate, ThreadTimes, reported_seconds
-from tessera.shared.client.transport import Answer, Credential, NotUnderstood, Transport, Unreachable, tls_context
+from tessera.shared.client.transfers import OCTETS, Progress, Transfers
+from tessera.shared.client.transport import Answer, Credential, NotUnderstood, Transport, tls_context
 from tessera.shared.diagnostics import reason_of
 from tessera.shared.environment import refuse_misspelt
 from tessera.shared.hashing import Hashing, Sink, digest_at
 from tessera.shared.model.spec import MAX_DOCUMENT_BYTES, Model
 from tessera.shared.problems import Forbidden, Invalid, NotFound, OffsetMismatch, Problem, Unauthenticated, faults_of
-from tessera.shared.schema import MAX_BLOBS_PER_REQUEST, WAITED_HEADER, Page, RunState
+from tessera.shared.schema import Page, RunState
 from tessera.shared.tensors.lazy import digest_of
 from tessera.shared.urls import require_private
-
-ONE_REQUEST_BYTES = 1 << 20
-"""A blob up to this size is uploaded in the request that announces it."""
 
 DEFAULT_URL = "http://127.0.0.1:8470"
 
 _FILES = ("token_file", "ca_bundle", "client_cert", "client_key")
 
-_UPLOAD = re.compile(r"/v1/uploads/[A-Za-z0-9-]{1,64}")
-
 T = TypeVar("T", bound=BaseModel)
-Progress = Callable[[int], None]
-"""A callback that receives the number of bytes of each piece transferred."""
 
 
 class Client:
@@ -83,7 +75,7 @@ class Client:
 
     def __init__(self, url: str, token: str | Credential | None = None, **transport: Any) -> None:
         self._transport = Transport(url, token, **transport)
-        self._down, self._up = LineRate(), LineRate()
+        self._transfers = Transfers(self._transport)
         self.frames_blobs = False
         """True if the coordinator reads blobs behind a document, which its answer to a claim shows."""
 
@@ -259,41 +251,39 @@ class Client:
 
     def copy_blob(self, digest: str, file: Sink, progress: Progress | None = None) -> None:
         """Fetch a blob as `fetch_blob` does, without verifying its digest."""
+        self._transfers.receive(f"/v1/blobs/{digest}", file, progress)
 
-        def attempt() -> None:
-            start = file.tell()
-            headers = {"Range": f"bytes={start}-"} if start else {}
-            with self._transport.stream(f"/v1/blobs/{digest}", headers) as response:
-                if start and response.status_code != httpx.codes.PARTIAL_CONTENT:
-                    raise Unreachable("the rest of a blob was requested, but the coordinator sent all of it")
-                _pour(response, file, progress)
+    def copy_difference(
+        self, run_id: str, number: int, since: int, file: Sink, below: int, progress: Progress | None = None
+    ) -> bool:
+        """Write the difference of version `number` from an earlier one to an empty file, without verifying a digest.
+        Return False if there is none of fewer bytes than `below`."""
 
-        with self._down.measuring(file.tell):
-            self._transport.patiently(attempt, moved=file.tell)
+        def is_smaller(headers: httpx.Headers) -> bool:
+            # A coordinator of an earlier version names the difference's blob, in JSON.
+            return headers.get("Content-Type") == OCTETS and int(headers.get("Content-Length", below)) < below
+
+        path = f"/v1/runs/{run_id}/versions/{number}/difference?since={since}"
+        try:
+            return self._transfers.receive(path, file, progress, is_smaller)
+        except NotFound as problem:
+            if not problem.from_document:
+                raise
+            return False
 
     def copy_blobs(self, digests: Sequence[str], file: Sink, progress: Progress | None = None) -> None:
         """Write several blobs one after the other, usually in one request, without verifying their digests."""
-        for first in range(0, len(digests), MAX_BLOBS_PER_REQUEST):
-            some, before = tuple(digests[first : first + MAX_BLOBS_PER_REQUEST]), file.tell()
-
-            def attempt(some: tuple[str, ...] = some, before: int = before) -> None:
-                wanted = BlobRequest(digests=some, start=file.tell() - before).model_dump_json()
-                headers = {"Content-Type": "application/json"}
-                with self._transport.stream("/v1/blobs/read", headers, method="POST", content=wanted) as response:
-                    _pour(response, file, progress)
-
-            with self._down.measuring(file.tell):
-                self._transport.patiently(attempt, moved=file.tell)
+        self._transfers.receive_blobs(digests, file, progress)
 
     @property
     def download_line(self) -> float | None:
         """The time that the line takes for a byte from the coordinator, in seconds; None if it was not measured."""
-        return self._down.seconds_per_byte
+        return self._transfers.down.seconds_per_byte
 
     @property
     def upload_line(self) -> float | None:
         """The same for a byte to the coordinator. Before the first upload, the time of downloads."""
-        measured = self._up.seconds_per_byte
+        measured = self._transfers.up.seconds_per_byte
         return self.download_line if measured is None else measured
 
     def model(self, digest: str) -> Model:
@@ -320,46 +310,7 @@ class Client:
 
     def put_stream(self, digest: str, file: BinaryIO, length: int, progress: Progress | None = None) -> None:
         """Upload `length` bytes with this digest from a seekable file, resuming after interruptions."""
-        whole = length <= ONE_REQUEST_BYTES
-        file.seek(0)
-        headers = {
-            "Upload-Length": str(length),
-            "Upload-Complete": "?1" if whole else "?0",
-            "Repr-Digest": f"sha-256=:{base64.b64encode(bytes.fromhex(digest[7:])).decode()}:",
-            "Idempotency-Key": uuid.uuid4().hex,
-        }
-        body = file.read() if whole else b""
-        answer = self._transport.request("POST", "/v1/uploads", headers=headers, content=body)
-        if progress:
-            progress(len(body))
-        # An upload of a blob that the coordinator holds is complete at once.
-        if answer.headers.get("Upload-Complete") != "?1":
-            self._append(_upload_path(answer.headers.get("Location", "")), file, length, progress)
-
-    def _append(self, location: str, file: BinaryIO, length: int, progress: Progress | None) -> None:
-        offset = 0
-
-        def attempt() -> None:
-            nonlocal offset
-            offset = int(self._transport.once("HEAD", location).headers["Upload-Offset"])
-            file.seek(offset)
-            headers = {
-                "Upload-Offset": str(offset),
-                "Upload-Complete": "?1",
-                "Content-Type": "application/partial-upload",
-            }
-            part = FilePart(file, offset, length - offset, progress or (lambda _: None))
-            before = ThreadTimes.now()
-            try:
-                answer = self._transport.send_file("PATCH", location, headers, part)
-            except OffsetMismatch as problem:
-                # An earlier request of this client was still being stored when this one read the offset.
-                problem.retryable = True
-                raise
-            waited = reported_seconds(answer.headers.get(WAITED_HEADER))
-            self._up.note(length - offset, ThreadTimes.now().since(before), waited)
-
-        self._transport.patiently(attempt, moved=lambda: offset)
+        self._transfers.upload(digest, file, length, progress)
 
     # ------------------------------------------------------------ tasks
 
@@ -395,6 +346,27 @@ class Client:
             return self._post(path, submission, TaskView)
         body, headers = pack_submission(submission), {"Content-Type": MEDIA_TYPE}
         return _read(TaskView, self._transport.request("POST", path, content=body, headers=headers).content)
+
+    def submit_file(
+        self, task_id: str, submission: Submission, file: BinaryIO, length: int, progress: Progress | None = None
+    ) -> TaskView:
+        """Submit a finished `train` task with its update of `length` bytes behind it, from a seekable file. After an
+        interruption, upload the rest and submit."""
+        headers, head = {"Content-Type": MEDIA_TYPE}, pack_submission(submission, length)
+        part = FilePart(file, 0, length, progress or (lambda _: None), head)
+        try:
+            answer = self._transfers.send("POST", f"/v1/tasks/{task_id}/update", headers, part)
+            return _read(TaskView, answer.content)
+        except Problem as problem:
+            # A refused token may have been replaced, and a part of the update may have been uploaded before.
+            if not (problem.retryable or isinstance(problem, Unauthenticated | OffsetMismatch)):
+                raise
+        self.put_stream(submission.update, file, length, progress)
+        return self.submit(task_id, submission)
+
+    def submit_helper_report(self, task_id: str, report: HelperReport) -> TaskView:
+        """Submit a helper's part of a secure sum."""
+        return self._post(f"/v1/tasks/{task_id}/helper-report", report, TaskView)
 
     def submit_evaluation(self, task_id: str, evaluated: EvaluationResult) -> TaskView:
         return self._post(f"/v1/tasks/{task_id}/evaluation", evaluated, TaskView)
@@ -512,13 +484,6 @@ def read_token(text: str | None, file: Path | None) -> str | None:
     return token or None
 
 
-def _upload_path(location: str) -> str:
-    # Neither token nor bytes may go to another host.
-    if not _UPLOAD.fullmatch(location):
-        raise NotUnderstood(f"the coordinator gave {location[:200]!r} as the path of an upload")
-    return location
-
-
 def _read(kind: type[T], content: bytes, read: Callable[[bytes], T] | None = None) -> T:
     try:
         return (read or kind.model_validate_json)(content)
@@ -526,11 +491,3 @@ def _read(kind: type[T], content: bytes, read: Callable[[bytes], T] | None = Non
         raise NotUnderstood(f"the answer is not a valid {kind.__name__}", errors=faults_of(refusal)) from None
     except ValueError as fault:
         raise NotUnderstood(f"the answer is not a valid {kind.__name__}: {fault}") from None
-
-
-def _pour(response: httpx.Response, file: Sink, progress: Progress | None) -> None:
-    # In pieces as received: collecting larger ones first may delay `progress` by hours on a slow line.
-    for piece in response.iter_raw():
-        file.write(piece)
-        if progress:
-            progress(len(piece))

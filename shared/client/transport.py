@@ -175,7 +175,7 @@ class Transport:
 
     def send_file(self, method: str, path: str, headers: dict[str, str], part: FilePart) -> Answer:
         """Send a request once, with a part of a file as its body. Raises as `once`."""
-        headers = {**headers, "Content-Length": str(part.count)}
+        headers = {**headers, "Content-Length": str(len(part))}
         return self.once(method, path, headers=headers, content=part, extensions={BULK: part})
 
     @contextmanager

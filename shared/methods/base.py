@@ -128,6 +128,8 @@ class RunInfo:
     max_update_norm: float | None = None
     """The largest l2 norm of a step that is merged, also if `merge` scales steps up."""
     client_privacy: ClientPrivacy | None = None
+    secure_sums: bool = False
+    """True if `merge` gets one update: the mean of all sites', of which it knows nothing else."""
 
 
 class CoordinatorHalf(Generic[C]):
@@ -194,6 +196,15 @@ class CoordinatorHalf(Generic[C]):
             raise UnsupportedRun(
                 "the method's merge uses updates that are neither clipped nor noised: leave out client_privacy, or "
                 "choose a method such as fedavg, fedprox or lora"
+            )
+
+    def check_secure_sums(self) -> None:
+        """Raise UnsupportedRun if the method needs more of a round than the sites' mean. A method that overrides
+        `merge`, and needs no more, overrides this too."""
+        if type(self).merge is not CoordinatorHalf.merge:
+            raise UnsupportedRun(
+                "the method merges more than the mean of the updates, and secure_sums reveals nothing else: leave it "
+                "out, or choose another method"
             )
 
     def check_buffered(self) -> None:

@@ -203,6 +203,14 @@ class FedFrozenCoordinator(CoordinatorHalf[FedFrozenSettings]):
                 "to a number, and leave out signals"
             )
 
+    def check_secure_sums(self) -> None:
+        """Raise UnsupportedRun for a warm-up that compares the updates."""
+        if self.settings.warmup_rounds == "auto" or self.settings.signals:
+            raise UnsupportedRun(
+                "secure_sums hides the single updates, whose agreement decides when an automatic warm-up ends: set "
+                "warmup_rounds to a number, and leave signals out"
+            )
+
     def _over(self, scalars: Mapping[str, float], round_number: int) -> bool:
         settings = self.settings
         if settings.warmup_rounds != "auto":

@@ -345,6 +345,14 @@ class SAFLCoordinator(CoordinatorHalf[SAFLSettings]):
         if self.settings.looks_at_data:
             raise UnsupportedRun("client_privacy covers no choice by data: set score to random, first, last or fixed")
 
+    def check_secure_sums(self) -> None:
+        """Raise UnsupportedRun unless all sites send the same layers, chosen without their data."""
+        if self.settings.looks_at_data or self.settings.chooser == "worker":
+            raise UnsupportedRun(
+                "under secure_sums a layer that few sites send is lost, and no site sends its scores: set score to "
+                "one that reads no data, such as random, and chooser to consensus"
+            )
+
     def largest_update(self, plan: Plan) -> int:
         layers = plan.scalars.get(LAYERS)
         return super().largest_update(plan) if layers is None else self._candidates.trained_bytes(int(layers))

@@ -23,6 +23,7 @@ from tessera.shared.rounds.blob_store import Stored
 from tessera.shared.rounds.client_privacy import Release, anonymous
 from tessera.shared.rounds.outliers import LEFT_OUT, NORM, median_norm, relative_norms, scores
 from tessera.shared.rounds.planning import run_facts
+from tessera.shared.rounds.secure_sums import Sums
 from tessera.shared.rounds.server_step import merge
 from tessera.shared.rounds.validation import Inspector
 from tessera.shared.rounds.versions import States
@@ -56,25 +57,46 @@ class Aggregation:
     inspector: Inspector
 
     def merge(
-        self, spec: RunSpec, bounds: Bounds, current: VersionRef, accepted: Sequence[Accepted], noise_key: bytes = b""
+        self,
+        spec: RunSpec,
+        bounds: Bounds,
+        current: VersionRef,
+        accepted: Sequence[Accepted],
+        sums: Sums | None = None,
+        noise_key: bytes = b"",
     ) -> tuple[Manifest, list[Stored], Merged]:
         """Return the next version, its new blobs made safe (the last is the manifest's own), and what was merged.
 
         Raises ValueError for a run with client-level privacy without the round's key.
         """
-        state, merged = self._merged(spec, bounds, current, accepted, noise_key)
+        state, merged = self._merged(spec, bounds, current, accepted, sums, noise_key)
         return *self.states.store(state, current.digest), merged
 
     def next_state(
-        self, spec: RunSpec, bounds: Bounds, current: VersionRef, accepted: Sequence[Accepted], noise_key: bytes = b""
+        self,
+        spec: RunSpec,
+        bounds: Bounds,
+        current: VersionRef,
+        accepted: Sequence[Accepted],
+        sums: Sums | None = None,
+        noise_key: bytes = b"",
     ) -> State:
         """Return the next version, nothing of it computed yet."""
-        return self._merged(spec, bounds, current, accepted, noise_key)[0]
+        return self._merged(spec, bounds, current, accepted, sums, noise_key)[0]
 
     def _merged(
-        self, spec: RunSpec, bounds: Bounds, current: VersionRef, accepted: Sequence[Accepted], noise_key: bytes
+        self,
+        spec: RunSpec,
+        bounds: Bounds,
+        current: VersionRef,
+        accepted: Sequence[Accepted],
+        sums: Sums | None,
+        noise_key: bytes,
     ) -> tuple[State, Merged]:
-        half, state, updates, sent = self._round(spec, bounds, current, accepted)
+        if sums:
+            half, state, updates, sent = self._summed(spec, current, accepted, sums)
+        else:
+            half, state, updates, sent = self._round(spec, bounds, current, accepted)
         release = None
         if spec.client_privacy and spec.sites_per_round:
             if not noise_key:
@@ -133,6 +155,20 @@ class Aggregation:
             update = pooled(state.model, sent, spec.normalization)
             updates.append(replace(update, examples=min(update.examples, bounds.max_examples or update.examples)))
         return half, state, updates, blocks
+
+    def _summed(
+        self, spec: RunSpec, current: VersionRef, accepted: Sequence[Accepted], sums: Sums
+    ) -> tuple[CoordinatorHalf[Any], State, list[Update], dict[str, set[str]]]:
+        """Return what `_round` returns, with the sites' mean as the only update."""
+        model = self.states.model(spec.model)
+        state = self.states.load(model, self.states.manifest(current.digest), current.number)
+        half = coordinator_half(spec.method, run_facts(spec, model))
+        self.inspector.blobs.expect([*(entry.digest for entry in accepted), *sums.mask_sums])
+        moved = sums.moved(state, self.inspector.blobs, spec.normalization)
+        plan = accepted[0].plan if accepted else Plan()
+        update = Update(worker="sum", examples=sum(entry.examples for entry in accepted), blocks=moved, plan=plan)
+        sent = {worker: set(e.block_names(sums.terms)) for worker, e in sums.envelopes.items()}
+        return half, state, [update], sent
 
     def _opened(self, entry: Accepted, model: Model, state: State) -> dict[str, Tensor]:
         """Return an update's blocks. One that has changed since the update started is moved by the update's steps."""

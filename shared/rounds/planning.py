@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from tessera.shared.aggregation.robust import FEW_SENDERS
 from tessera.shared.api.runs import Bounds, RunSpec
+from tessera.shared.api.secure_sums import SumTask
 from tessera.shared.api.tasks import Receipt, Task
 from tessera.shared.api.versions import VersionRef
 from tessera.shared.hashing import derive_seed
@@ -57,6 +58,7 @@ def run_facts(spec: RunSpec, model: Model) -> RunInfo:
         workers_per_site=spec.cohort.workers_per_site,
         max_update_norm=spec.max_update_norm,
         client_privacy=spec.client_privacy,
+        secure_sums=spec.secure_sums is not None,
     )
 
 
@@ -98,6 +100,8 @@ def initial_state(half: CoordinatorHalf[Any], first: State) -> State:
         half.check_robust()
     if half.run.client_privacy:
         half.check_client_privacy()
+    if half.run.secure_sums:
+        half.check_secure_sums()
     return half.start(first)
 
 
@@ -182,7 +186,7 @@ def bounds_of(spec: RunSpec, willing: Iterable[Participant]) -> Bounds:
         for workers in by_site(willing).values()
     )
     examples: int | None = max(1, int(MAX_WEIGHT_OF_MEDIAN * median(map(sum, largest))))
-    norm = MAX_NORM_OF_MEDIAN if spec.robust.neutral else None
+    norm = MAX_NORM_OF_MEDIAN if spec.robust.neutral and not spec.secure_sums else None
     if spec.max_examples is not None:
         examples = None if spec.max_examples == "unlimited" else spec.max_examples
     if spec.max_norm_of_median is not None:
@@ -219,8 +223,10 @@ def task_of(
     seed: int,
     lease_seconds: float,
     inline_bytes: int = 0,
+    stream_bytes: int = 0,
     orchestrator: str | None = None,
     receipt: Receipt | None = None,
+    sums: SumTask | None = None,
 ) -> Task:
     """Return a worker's task: its plan in round `number`, and the settings of the run."""
     return Task(
@@ -245,9 +251,11 @@ def task_of(
         model=spec.model,
         version=version,
         inline_bytes=inline_bytes,
+        stream_bytes=stream_bytes,
         orchestrator=orchestrator,
         lease_seconds=lease_seconds,
         receipt=receipt,
+        sums=sums,
     )
 
 

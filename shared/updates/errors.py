@@ -39,6 +39,7 @@ HeaderKind = Literal[
 """Errors of the container, before any block is read."""
 
 FormKind = Literal[
+    "envelope-unusable",
     "unknown-format",
     "no-block",
     "block-not-asked",

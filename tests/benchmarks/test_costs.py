@@ -198,3 +198,10 @@ def test_a_run_that_cannot_start_is_reported_with_the_reasons(coordinator: LiveC
     client, model = coordinator.client(), small_model()
     run = start_run(client, model, values(model))
     assert ineligibilities(client, run) == "0 of 1 sites are eligible: no worker is live"
+
+
+def test_a_secure_sum_has_small_envelopes_and_a_right_mean(tmp_path: Path) -> None:
+    found = quickly("secure_sums", tmp_path)
+    sizes = {row["helpers"]: row["envelope_bytes"] for row in found["rows"] if row["what"] == "sender"}
+    assert sizes[4] < 2_000 < sizes[7] < 6_000
+    assert 0 < found["rows"][-1]["relative_error"] < 1e-3

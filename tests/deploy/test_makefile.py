@@ -17,6 +17,7 @@ SOURCES, STAMPS = ("pyproject.toml", "constraints.txt"), ("installed", "installe
     ("target", "there", "installs"),
     [
         ("demo", (), ["demo"]),
+        ("demo-secure", (), ["demo"]),
         ("demo-pairs", (), ["demo"]),
         ("demo-llm", (), ["demo"]),
         ("test", (), ["dev"]),

@@ -21,6 +21,7 @@ from tessera.shared.model.blocks import Block, TensorSlice
 from tessera.shared.model.dataset_schema import DatasetSchema
 from tessera.shared.model.spec import BLOCKS_FILE, WEIGHTS_FILE, Model
 from tessera.shared.schema import canonical
+from tessera.shared.secure_sums.messages import SiteKeys
 from tessera.shared.tensors.dtypes import NUMPY_DTYPES
 from tessera.shared.tensors.lazy import ArrayTensor, as_bytes, from_bytes
 from tessera.shared.updates import safetensors_file
@@ -101,6 +102,7 @@ class ScriptedWorker:
     advertised_policy: AdvertisedPolicy | None = None
     withheld: dict[str, str] = field(default_factory=dict)
     version: str = ""
+    site_keys: SiteKeys | None = None
     instance: str = field(default_factory=lambda: uuid.uuid4().hex)
     forgets: bool = False
     """Fetches each blob every time, for tests of which requests are made."""
@@ -117,6 +119,7 @@ class ScriptedWorker:
             advertised_policy=self.advertised_policy,
             withheld=self.withheld,
             version=self.version,
+            site_keys=self.site_keys,
         )
         return self.client.claim(claim, wait_seconds)
 

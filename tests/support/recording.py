@@ -29,7 +29,7 @@ import numpy as np
 
 from tessera.shared.api.runs import Cohort, Evaluation
 from tessera.shared.api.tasks import Submission, Task
-from tessera.shared.client import client as client_module
+from tessera.shared.client import transfers
 from tessera.shared.client.client import Client
 from tessera.shared.schema import PROTOCOL
 from tessera.shared.tensors.lazy import ArrayTensor
@@ -78,7 +78,7 @@ def conversation(client: Client, begin: Callable[[], object]) -> list[Task]:
     # The update in parts, blocks one by one.
     first = worker.take()
     base = worker.fetch(first)
-    with mock.patch.object(client_module, "ONE_REQUEST_BYTES", 0):
+    with mock.patch.object(transfers, "ONE_REQUEST_BYTES", 0):
         worker.submit(first, worker.upload(first, {name: array + np.float32(1) for name, array in base.items()}))
     measured = judge.take()
     judge.evaluate(measured, accuracy=0.5, loss=1.25)

@@ -53,6 +53,17 @@ def test_a_demo_ends_with_a_model_and_what_travelled(
     assert left_of(out) == []
 
 
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_the_demo_of_secure_sums_survives_a_site_and_a_helper_that_are_killed(tmp_path: Path) -> None:
+    out = tmp_path / "demo"
+    command = [sys.executable, "-m", "examples.secure", "--out", str(out), "--set", "rounds=5"]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "5 sums, each over 5 to 6 sites" in done.stdout
+    assert left_of(out) == []
+
+
 def test_the_notes_are_the_same_each_time_and_of_every_department() -> None:
     first, again = (notes(200, WORDINGS[0], Random(1)) for _ in range(2))
     assert first == again

@@ -7,7 +7,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -127,11 +127,11 @@ def _more_methods() -> Iterator[None]:
         del methods()[name]
 
 
-def begin(client: Client, **spec: Any) -> Run:
-    model = instantiate(VIT, "image-classification")
+def begin(client: Client, config: Mapping[str, Any] = VIT, **spec: Any) -> Run:
+    model = instantiate(config, "image-classification")
     blocks = block_table(model)
     start = {block.name: read_block(named_tensors(model), block) for block in blocks}
-    document = Model(config=VIT, head="image-classification", blocks=blocks)
+    document = Model(config=dict(config), head="image-classification", blocks=blocks)
     training = Training(learning_rate=0.01, batch_size=256)
     wanted = {
         "dataset": "digits",

@@ -1,18 +1,23 @@
 """`tessera worker ledger` and `adopt`: the privacy that runs have spent, and recovery of audit and ledgers."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from pydantic import JsonValue
 
 from tessera.shared.cli.render.output import AsJson, note, print_json, show, table
+from tessera.shared.run_settings import Unit
 from tessera.worker.cli.exits import BAD_SETTINGS, ConfigFile, exits, fail
+from tessera.worker.governance.policy import Allowance
 from tessera.worker.privacy.cost import epsilon_of, least_budget_of
 from tessera.worker.settings import SettingsError, WorkerSettings, read_settings
 from tessera.worker.state.audit import LEDGER_HEAD
 from tessera.worker.state.hash_chain import ChainError
-from tessera.worker.state.privacy_ledger import LedgerEntry, LedgerError, exact_in, noisy_in
+from tessera.worker.state.privacy_ledger import LedgerEntry, LedgerError, noisy_in, unbounded_in, unit_of
 from tessera.worker.stores import audit_of, ledger_of
+
+ALL = "all data sets"
+"""The name of the sum over the ledgers: no data set's, since a label has no spaces."""
 
 
 def ledger(config: ConfigFile, as_json: AsJson = False) -> None:
@@ -24,15 +29,16 @@ def ledger(config: ConfigFile, as_json: AsJson = False) -> None:
     try:
         with exits({BAD_SETTINGS: (SettingsError,)}):
             settings = read_settings(config)
-            shown = {name: _spending(settings, name) for name in settings.datasets}
+            shown = _spending_by_dataset(settings)
     except LedgerError as fault:
         fail(f"{fault}; compare it with a copy before any task spends more", 1)
     except OSError as fault:
         fail(f"{fault.filename} cannot be read: {fault.strerror}; only the worker's own user may read a ledger", 1)
     except ImportError as fault:
         fail(f"the spending cannot be computed here ({fault}): install tessera[privacy]", 1)
-    columns = ("data set", "run", "rounds", "tasks", "epsilon", "at most", "delta")
-    show(shown, table(columns, _rows(shown), right=columns[2:]), as_json=as_json)
+    columns = ("data set", "run", "rounds", "tasks", "unit", "epsilon", "at most", "delta")
+    right = [name for name in columns[2:] if name != "unit"]
+    show(shown, table(columns, _rows(shown), right=right), as_json=as_json)
 
 
 def adopt(config: ConfigFile, as_json: AsJson = False) -> None:
@@ -62,45 +68,57 @@ def adopt(config: ConfigFile, as_json: AsJson = False) -> None:
     note(f"accepted as they are: {', '.join(accepted)}" if accepted else "all were intact, and nothing was changed")
 
 
-def _spending(settings: WorkerSettings, dataset: str) -> dict[str, Any]:
-    """Return the least budget that admits all runs on a data set, and the epsilon of each run."""
-    entries = ledger_of(settings).read(dataset)
-    allowance = settings.allowances.get(dataset)
+def _spending_by_dataset(settings: WorkerSettings) -> dict[str, dict[str, Any]]:
+    """Return what was spent of each data set and, under a budget of all together, what was spent of these."""
+    ledger, total = ledger_of(settings), settings.policy.max_total_privacy
+    entries = {name: ledger.read(name) for name in settings.datasets}
+    shown = {name: _spending(entries[name], settings.allowances.get(name)) for name in settings.datasets}
+    if total and entries:
+        name, own = next(iter(entries.items()))
+        shown[ALL] = {**_spending([*own, *ledger.elsewhere(name)], total), "runs": []}
+    return shown
+
+
+def _spending(entries: Sequence[LedgerEntry], allowance: Allowance | None) -> dict[str, Any]:
+    """Return the least budget that admits all runs, and the epsilon of each run."""
     runs: dict[str, list[LedgerEntry]] = {}
     for entry in entries:
         runs.setdefault(entry.run, []).append(entry)
     # Without a budget, the strictest of the runs' deltas.
     deltas = [allowance.delta] if allowance else [entry.target.delta for entry in entries if entry.target]
     delta = min(deltas, default=None)
+    unit = allowance.unit if allowance else unit_of(entries)
     return {
-        "epsilon": least_budget_of(noisy_in(entries), delta) if delta else 0.0,
+        "unit": unit,
+        "epsilon": least_budget_of(noisy_in(entries, unit), delta) if delta else 0.0,
         "delta": delta,
         "budget": allowance.epsilon if allowance else None,
-        "exact": _exact(entries),
+        "exact": _unbounded(entries, unit),
         "runs": [_of_run(spent) for spent in runs.values()],
     }
 
 
-def _exact(entries: Iterable[LedgerEntry]) -> dict[str, str]:
-    """Return the time of the first entry of each exact use, which no epsilon covers."""
+def _unbounded(entries: Iterable[LedgerEntry], unit: Unit) -> dict[str, str]:
+    """Return the time of the first entry of each use that no epsilon of this unit covers."""
     since: dict[str, str] = {}
-    for entry, use in exact_in(entries):
+    for entry, use in unbounded_in(entries, unit):
         since.setdefault(use, entry.at.isoformat())
     return since
 
 
 def _of_run(entries: list[LedgerEntry]) -> dict[str, Any]:
     noisy = [entry for entry in entries if entry.target]
-    target = noisy[0].target if noisy else None
+    target, unit = noisy[0].target if noisy else None, unit_of(noisy)
     return {
         "run": entries[0].run,
         "name": entries[0].run_name,
         "rounds": len({entry.round for entry in noisy}),
         "tasks": len({(entry.task, entry.token) for entry in noisy}),
-        "epsilon": epsilon_of(noisy_in(noisy), target.delta) if target else 0.0,
+        "unit": unit,
+        "epsilon": epsilon_of(noisy_in(noisy, unit), target.delta) if target else 0.0,
         "target": target.epsilon if target else None,
         "delta": target.delta if target else None,
-        "exact": _exact(entries),
+        "exact": _unbounded(entries, unit),
     }
 
 
@@ -112,8 +130,8 @@ def _rows(shown: dict[str, dict[str, Any]]) -> Iterable[tuple[object, ...]]:
 
 
 def _limits(spent: dict[str, Any], most: float | None) -> tuple[str | None, ...]:
-    """Return the epsilon with the uses that it does not cover, its limit, and delta."""
+    """Return the unit, its epsilon with the uses that it does not cover, the limit, and delta."""
     uses = ", ".join(f"{use} unbounded since {since[:10]}" for use, since in spent["exact"].items())
     epsilon = f"{spent['epsilon']:.3f}" if spent["epsilon"] or not uses else ""
     limits = (None if value is None else f"{value:g}" for value in (most, spent["delta"]))
-    return "; ".join(filter(None, (uses, epsilon))), *limits
+    return spent["unit"], "; ".join(filter(None, (uses, epsilon))), *limits

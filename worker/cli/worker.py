@@ -25,6 +25,7 @@ from tessera.worker.cli.approval import COMMANDS
 from tessera.worker.cli.exits import BAD_SETTINGS, NOT_ADMITTED, ConfigFile, Errors, exits, fail
 from tessera.worker.cli.join import join, rotate
 from tessera.worker.cli.ledger import adopt, ledger
+from tessera.worker.cli.roster import roster
 from tessera.worker.doctor import checks
 from tessera.worker.governance.policy import PolicyViolation
 from tessera.worker.inventory import datasets_of, describe, devices_of
@@ -152,7 +153,7 @@ def show(config: ConfigFile, as_json: AsJson = False) -> None:
 
 app.add_typer(cache.app, name="cache")
 
-for command in (join, rotate, ledger, adopt, *COMMANDS):
+for command in (join, rotate, ledger, adopt, roster, *COMMANDS):
     app.command()(command)
 
 

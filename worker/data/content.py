@@ -9,7 +9,7 @@ from tessera.worker.data.dataset import Dataset
 
 
 def content_digest(dataset: Dataset, hashes: Array) -> str:
-    """Return a digest of the examples, their order and their labels. `hashes` are of the examples in that order.
+    """Return a digest of the examples, their order, labels and groups. `hashes` are of the examples in that order.
 
     Of an input on disk it covers the places and the first row, in which another way of reading shows; the other rows
     are in `hashes`.
@@ -21,6 +21,8 @@ def content_digest(dataset: Dataset, hashes: Array) -> str:
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)};".encode())
         digest.update(as_bytes(tensor.contiguous().flatten().view(torch.uint8).numpy()))
+    for group in dataset.groups or ():
+        digest.update(hashlib.sha256(group).digest())
     for classes in dataset.texts.tags if dataset.texts else ():
         # The classes of words become labels with the tokens.
         digest.update(f"{list(classes)};".encode())

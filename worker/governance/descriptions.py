@@ -9,7 +9,7 @@ from tessera.shared.model.selectors import EVERYTHING
 from tessera.shared.model.spec import Model
 from tessera.shared.run_settings import Privacy
 from tessera.shared.schedule import local_epochs
-from tessera.worker.governance.policy import Policy
+from tessera.worker.governance.policy import Policy, plain
 
 NAMES = {
     "bert": "BERT", "roberta": "RoBERTa", "distilbert": "DistilBERT", "deberta-v2": "DeBERTa", "vit": "ViT",
@@ -27,22 +27,24 @@ def size(nbytes: int) -> str:
     return f"{nbytes} bytes"
 
 
-def summary(task: Task, model: Model, examples: int, *, raw_texts: bool = False) -> str:
+def summary(task: Task, model: Model, examples: int, *, groups: int | None = None, raw_texts: bool = False) -> str:
     """Return a few sentences on what the task's run does, what leaves the site, for whom, and how privately.
 
-    `raw_texts`: whether the data set takes the run's tokenizer.
+    `groups`: the number of groups of these examples, if the run protects groups. `raw_texts`: whether the data set
+    takes the run's tokenizer.
     """
-    work = [_work(task, model, examples), *_tokenizer(task, model, raw_texts=raw_texts)]
+    work = [_work(task, model, examples, groups), *_tokenizer(task, model, raw_texts=raw_texts)]
     return " ".join([*work, _leaving(task, model), _privacy(task)])
 
 
-def _work(task: Task, model: Model, examples: int) -> str:
-    on = f"on `{task.dataset}` ({examples:,} examples)"
+def _work(task: Task, model: Model, examples: int, groups: int | None) -> str:
+    of = f" of {groups:,} groups" if groups else ""
+    on = f"on `{task.dataset}` ({examples:,} examples{of})"
     if task.kind == "evaluate":
         held_out = "what is held out of " if task.held_out else ""
         return f"Measures versions of {_model(model)} {on.replace('on ', f'on {held_out}', 1)}."
     trained = in_words(task.plan.train.resolve(model.blocks), model.blocks)
-    epochs, steps = local_epochs(task.training, examples), task.training.steps
+    epochs, steps = local_epochs(task.training, groups or examples), task.training.steps
     length = f"{epochs} {'epoch' if epochs == 1 else 'epochs'}"
     if steps:
         length = f"{steps} {'step' if steps == 1 else 'steps'} (at most {length})"
@@ -83,10 +85,11 @@ def _privacy(task: Task) -> str:
     if task.kind == "evaluate":
         return "Figures are exact: the run's differential privacy covers what is trained, not what is measured."
     uncovered = "; the choice of blocks is not covered" if privacy.selection == "uncovered" else ""
-    return (
-        "Differential privacy: all updates together reveal of one example at most epsilon "
-        f"{privacy.epsilon:g} at delta {privacy.delta:g}{uncovered}."
-    )
+    of = "one example"
+    if privacy.unit == "group":
+        of = f"all examples of one group, of which a step uses {privacy.examples_per_unit} at most,"
+    bound = f"epsilon {privacy.epsilon:g} at delta {privacy.delta:g}"
+    return f"Differential privacy: all updates together reveal of {of} at most {bound}{uncovered}."
 
 
 def _model(model: Model) -> str:
@@ -121,7 +124,7 @@ def policy_in_words(policy: Policy) -> Iterator[str]:
     whole = f", {size(policy.max_run_upload_bytes)} over a run" if policy.max_run_upload_bytes else ""
     yield f"{what}{never}; at most {size(policy.max_upload_bytes)} at a time{whole}."
     if floor := policy.require_privacy:
-        yield f"Runs that train need privacy: at most epsilon {floor.epsilon:g} at delta {floor.delta:g}."
+        yield f"Runs that train need privacy: at most {plain(floor).in_words}."
     else:
         yield "Runs need no differential privacy, except on data sets with a budget."
     yield (

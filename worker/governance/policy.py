@@ -1,7 +1,9 @@
 """A site's policy: limits on every task, checked against the worker's own block table."""
 
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
@@ -11,9 +13,9 @@ from tessera.shared.api.tasks import AdvertisedPolicy, Task
 from tessera.shared.host_memory import available_bytes
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.selectors import EVERYTHING, Selector
-from tessera.shared.run_settings import Budget, Span
+from tessera.shared.run_settings import Privacy, Span, Unit, UnitBudget
 from tessera.shared.schema import MAX_NUMBER, Frozen, Label, TaskKind
-from tessera.worker.state.privacy_ledger import LedgerEntry, Use, exact_in
+from tessera.worker.state.privacy_ledger import OF_EXAMPLES, LedgerEntry, UnboundedUse, unbounded_in
 
 GIB = 1 << 30
 SHOWN = 8
@@ -26,19 +28,23 @@ REMEDIES = {
     "max_run_upload_bytes": "Begin another run, or raise policy.max_run_upload_bytes.",
     "max_minutes_per_day": "Work resumes tomorrow; raise policy.max_minutes_per_day, or give the run smaller tasks.",
     "part": "Store the site's examples in their own file instead of using `part`.",
+    "group": "Name the column of the groups in the data set's `group`, with a value in each row.",
     "use": "Set `use = 'evaluate'` for a data set that nothing trains on; or give it a `held_out` share, and have "
     "the run set `evaluation.sites`.",
     "max_evaluations": "See past evaluations with `tessera worker check`, or raise policy.max_evaluations.",
     "privacy": "See the privacy spent with `tessera worker ledger`, and the data set's budget in the settings.",
     "overlap": "Have the names share a ledger: `ledger = NAME` in datasets.<name>, the same NAME in each.",
-    "acknowledge_exact": "Set acknowledge_exact = true in the data set's budget: it bounds what comes from now on.",
+    "acknowledge_exact": "Set acknowledge_exact = true in the budget: it bounds what comes from now on.",
     "max_weekly_privacy": "Work resumes as past spending ages; raise policy.max_weekly_privacy, or spend less a run.",
+    "max_total_privacy": "See the privacy spent with `tessera worker ledger`, and policy.max_total_privacy.",
     "run": "Begin a new run; or remove this one's file in runs_dir if the site knows why it changed.",
     "version": "Begin a new run; or remove this one's file in runs_dir if the site knows why it changed.",
     "round": "Begin a new run; or remove this one's file in runs_dir if the site knows why it changed.",
     "plan": "The method sends blocks outside the plan: fix the method.",
     "vault": "The method sends blocks that it keeps private: fix the method.",
     "private": "Have the run ask for blocks that its method does not keep at the sites.",
+    "secure_sums": "Compare the fingerprints of the sites again (`tessera worker roster`), or leave the run out.",
+    "require_secure_sums": "Start the run with `secure_sums`.",
     "kinds": "Let other workers do it, or change `kinds` in the settings.",
 }
 """Remedies by rule. For any other rule: change the run, or the policy setting of that name."""
@@ -75,6 +81,9 @@ def check_use(task: Task, *, for_evaluation: bool) -> None:
         raise PolicyViolation("use", f"the data set {task.dataset!r} is for training; no version is evaluated on it")
 
 
+SINGLE_EXAMPLES = "the run protects single examples: it needs privacy.unit = 'group'"
+
+
 class PrivacyFloor(Frozen):
     """The minimum privacy of a run that trains here, on any data set. Exact metrics need permission."""
 
@@ -82,6 +91,11 @@ class PrivacyFloor(Frozen):
     delta: float = Field(default=1e-5, gt=0, lt=0.1, description="largest delta of a run")
     noise_multiplier: float = Field(default=0.0, ge=0, le=1e6, description="the least noise, in clip norms")
     evaluations: bool = Field(default=False, description=EVALUATIONS)
+    unit: Unit = Field(
+        default="example",
+        exclude_if=partial(operator.eq, "example"),
+        description="what a run has to protect as one: each example, or each group",
+    )
 
     def check(self, task: Task) -> None:
         """Check the kind and privacy of a task. Raises PolicyViolation."""
@@ -93,9 +107,10 @@ class PrivacyFloor(Frozen):
             raise PolicyViolation(rule, "the run has no differential privacy, and this site requires it")
         covered = privacy.selection != "uncovered"
         require(covered, rule, "this site requires privacy, which covers no exact choice of blocks")
-        actual = f"epsilon {privacy.epsilon:g} at delta {privacy.delta:g}"
-        detail = f"the run has {actual}; this site requires {self.epsilon:g} at {self.delta:g}"
-        require(privacy.epsilon <= self.epsilon and privacy.delta <= self.delta, rule, detail)
+        floor = plain(self)
+        require(
+            floor.is_met_by(privacy), rule, f"{_guarantee(privacy, self.unit)}; this site requires {floor.in_words}"
+        )
 
     def check_noise(self, noise_multiplier: float) -> None:
         """Check the noise of a task's steps. Raises PolicyViolation."""
@@ -107,7 +122,17 @@ class PrivacyFloor(Frozen):
             )
 
 
-class Allowance(Budget):
+def _guarantee(privacy: Privacy, unit: Unit) -> str:
+    """Return what a run guarantees, in words, and what follows for another unit."""
+    has = f"the run has {privacy.in_words}"
+    if privacy.unit == unit:
+        return has
+    bound = privacy.in_unit(unit)
+    follows = f"epsilon {bound.epsilon:g} at delta {bound.delta:.2g}" if bound else "no bound"
+    return f"{has}, from which {follows} follows for each {unit}"
+
+
+class Allowance(UnitBudget):
     """A data set's privacy budget over all runs. Runs without privacy may not train on it."""
 
     evaluations: bool = Field(default=False, description=EVALUATIONS)
@@ -116,34 +141,37 @@ class Allowance(Budget):
         description="whether the budget applies from now on although the data set was used without privacy before",
     )
 
-    def uncovered(self, entries: Iterable[LedgerEntry]) -> list[tuple[LedgerEntry, Use]]:
-        """Return the ledger's uses without noise that the site has not acknowledged, oldest first."""
+    def uncovered(self, entries: Iterable[LedgerEntry]) -> list[tuple[LedgerEntry, UnboundedUse]]:
+        """Return the ledger's uses that no budget of this unit bounds and that the site has not acknowledged, oldest
+        first."""
         # `evaluations` permits exact evaluation.
         allowed = ("evaluation",) if self.evaluations else ()
-        return (
-            [] if self.acknowledge_exact else [(entry, use) for entry, use in exact_in(entries) if use not in allowed]
-        )
+        uses = () if self.acknowledge_exact else unbounded_in(entries, self.unit)
+        return [(entry, use) for entry, use in uses if use not in allowed]
 
-    def check_exact(self, dataset: str, entries: Iterable[LedgerEntry]) -> None:
-        """Check the ledger for uses without noise. Raises PolicyViolation."""
+    def check_exact(self, what: str, entries: Iterable[LedgerEntry]) -> None:
+        """Check the ledgers of `what` for uses that the budget does not bound. Raises PolicyViolation."""
         if uncovered := self.uncovered(entries):
             entry, use = uncovered[0]
+            how = "with noise for single examples" if use == OF_EXAMPLES else f"{use} without noise"
             raise PolicyViolation(
                 "acknowledge_exact",
-                f"the privacy loss of {dataset!r} is unbounded since {entry.at:%Y-%m-%d} ({use} without noise, "
+                f"the privacy loss of {what} is unbounded since {entry.at:%Y-%m-%d} ({how}, "
                 f"{f'run {entry.run_name!r}' if entry.run else 'no run'}), so no budget holds for it",
             )
 
-    def check(self, task: Task) -> None:
-        """Check the kind and privacy of a task on the data set. Raises PolicyViolation."""
-        if task.kind == "train" and task.privacy is None:
-            raise PolicyViolation(
-                "privacy", f"the data set {task.dataset!r} has a budget, but the run has no differential privacy"
-            )
-        if task.kind == "train" and task.privacy and task.privacy.selection == "uncovered":
-            raise PolicyViolation("privacy", f"{task.dataset!r} has a budget, which covers no exact choice of blocks")
-        if task.kind == "evaluate" and not self.evaluations:
-            raise PolicyViolation("privacy", f"{task.dataset!r} has a budget that does not allow evaluations")
+    def check(self, task: Task, rule: str = "privacy") -> None:
+        """Check the kind and privacy of a task on what the budget is for. Raises PolicyViolation."""
+        what = f"the data set {task.dataset!r}" if rule == "privacy" else "this site"
+        privacy = task.privacy
+        if task.kind == "evaluate":
+            require(self.evaluations, rule, f"{what} has a budget that does not allow evaluations")
+        elif privacy is None:
+            raise PolicyViolation(rule, f"{what} has a budget, but the run has no differential privacy")
+        else:
+            covered = privacy.selection != "uncovered"
+            require(covered, rule, f"{what} has a budget, which covers no exact choice of blocks")
+            require(self.counts(privacy), rule, f"{what} has a budget for each group, and {SINGLE_EXAMPLES}")
 
 
 class Policy(Frozen):
@@ -195,13 +223,20 @@ class Policy(Frozen):
     require_privacy: PrivacyFloor | None = Field(
         default=None, description="minimum differential privacy of runs that train here"
     )
-    max_weekly_privacy: Budget | None = Field(
+    max_weekly_privacy: UnitBudget | None = Field(
         default=None, description="privacy budget per data set over all runs in any seven days"
+    )
+    max_total_privacy: Allowance | None = Field(
+        default=None,
+        description="privacy budget of all data sets together whose ledgers are in ledger_dir, over all runs",
     )
     approve_runs: bool = Field(
         default=False, description="whether a person must approve each run before its first task"
     )
     airlock: bool = Field(default=False, description="whether a person must release each update before it leaves")
+    require_secure_sums: bool = Field(
+        default=False, description="whether updates leave only under masks, so that the coordinator cannot read them"
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -223,7 +258,7 @@ class Policy(Frozen):
         return self.datasets is None or name in self.datasets
 
     def advertised_policy(
-        self, budgets: Mapping[str, Budget], utc_offset_minutes: int, spent: Mapping[str, float] | None = None
+        self, budgets: Mapping[str, UnitBudget], utc_offset_minutes: int, spent: Mapping[str, float] | None = None
     ) -> AdvertisedPolicy:
         """Return the part of the policy advertised to the coordinator for planning; it holds no secrets."""
         floor = self.require_privacy
@@ -232,8 +267,8 @@ class Policy(Frozen):
             {
                 **shown,
                 "utc_offset_minutes": utc_offset_minutes,
-                "require_privacy": Budget(epsilon=floor.epsilon, delta=floor.delta) if floor else None,
-                "budgets": {name: Budget(epsilon=most.epsilon, delta=most.delta) for name, most in budgets.items()},
+                "require_privacy": plain(floor) if floor else None,
+                "budgets": {name: plain(most) for name, most in budgets.items()},
                 # The loss may be unbounded at this delta.
                 "spent": {name: min(epsilon, MAX_NUMBER) for name, epsilon in (spent or {}).items() if epsilon},
             }
@@ -253,6 +288,13 @@ class Policy(Frozen):
         require(self.allows_dataset(dataset), "datasets", f"runs may not use the data set {dataset!r}")
         if self.require_privacy:
             self.require_privacy.check(task)
+        if self.max_total_privacy:
+            self.max_total_privacy.check(task, "max_total_privacy")
+        weekly = self.max_weekly_privacy
+        if weekly and task.kind == "train" and task.privacy and not weekly.counts(task.privacy):
+            raise PolicyViolation(
+                "max_weekly_privacy", f"this site limits the loss of each group, and {SINGLE_EXAMPLES}"
+            )
         detail = f"a lease of {lease} s is longer than the {longest} s allowed"
         require(lease <= longest, "max_lease_seconds", detail)
 
@@ -260,9 +302,10 @@ class Policy(Frozen):
         most = self.max_epochs
         require(epochs <= most, "max_epochs", f"{epochs} epochs are more than the {most} allowed")
 
-    def check_batch(self, size: int | None, examples: int) -> None:
-        """Check the batch size; one batch of all examples if `size` is None. Raises PolicyViolation."""
-        largest, most = min(size or examples, examples), self.max_batch
+    def check_batch(self, size: int | None, units: int, examples_per_unit: int = 1) -> None:
+        """Check the batch size; one batch of everything if `size` is None. `units` are examples, or groups of at
+        most `examples_per_unit` each. Raises PolicyViolation."""
+        largest, most = min(size or units, units) * examples_per_unit, self.max_batch
         require(largest <= most, "max_batch", f"a batch of {largest} is more than the {most} allowed")
 
     def check_measured(self, examples: int) -> None:
@@ -329,6 +372,11 @@ class Policy(Frozen):
             raise PolicyViolation(
                 "max_upload_bytes", f"an update of {nbytes} bytes is larger than the {self.max_upload_bytes} allowed"
             )
+
+
+def plain(budget: PrivacyFloor | UnitBudget) -> UnitBudget:
+    """Return the bound on the privacy loss, without a site's other terms."""
+    return UnitBudget(epsilon=budget.epsilon, delta=budget.delta, unit=budget.unit)
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -1,8 +1,9 @@
 """Privacy accounting: the cost of composed mechanisms, and the noise for a target. Needs the extra `privacy`.
 
-Neighbouring data sets differ in one example, which one of them lacks. Noisy steps are composed by their privacy loss
-distributions (Koskela et al. 2020, arXiv 1906.03049; Doroshenko et al. 2022, arXiv 2207.04380), which dp-accounting
-rounds towards more epsilon; noisy choices, which have no such distribution, by Renyi differential privacy.
+Neighbouring data sets differ in one unit, an example or a group of examples, which one of them lacks. Noisy steps are
+composed by their privacy loss distributions (Koskela et al. 2020, arXiv 1906.03049; Doroshenko et al. 2022, arXiv
+2207.04380), which dp-accounting rounds towards more epsilon; noisy choices, which have no such distribution, by Renyi
+differential privacy.
 
 Composition assumes settings that are fixed beforehand, as within a run. Between runs, people choose settings by the
 results of earlier runs, so a site's budget is a filter (`admits`; docs/decisions/0040-a-budget-is-a-filter.md).
@@ -13,14 +14,15 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import lru_cache
 
-from dp_accounting import ComposedDpEvent, DpEvent, GaussianDpEvent, PoissonSampledDpEvent, SelfComposedDpEvent
-from dp_accounting.dp_event import ZCDpEvent
+import numpy as np
+from dp_accounting import DpEvent, GaussianDpEvent, PoissonSampledDpEvent
 from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution, from_gaussian_mechanism
-from dp_accounting.rdp import RdpAccountant
+from dp_accounting.rdp import RdpAccountant, compute_epsilon
 from scipy.optimize import brentq
 
 from tessera.shared.run_settings import Budget
-from tessera.worker.state.privacy_ledger import Event, NoisyChoice, NoisySteps
+from tessera.shared.tensors.lazy import Array
+from tessera.worker.state.privacy_ledger import Cost, NoisyChoice, NoisySteps, OneInGroup
 
 MIN_NOISE = 0.3125
 """Lower limit on the noise multiplier of any target: with less noise there is no meaningful privacy."""
@@ -42,31 +44,32 @@ MAX_COMPOSED = 64
 """Limit on different mechanisms in an exact composition. More of them are bounded by Renyi differential privacy,
 which is fast and never below the exact value."""
 
-_Steps = tuple[tuple[float, float, int], ...]
+_Steps = tuple[tuple[float, float, bool, int], ...]
+"""Noise, rate, whether they are an example's in its group (`OneInGroup`), and number of steps."""
 
 
 class Overspent(ValueError):
     """A budget that is too small for the requested events."""
 
 
-def epsilon(events: Iterable[Event], delta: float) -> float:
+def epsilon(events: Iterable[Cost], delta: float) -> float:
     """Return the epsilon of all events together at `delta`, if their settings were fixed beforehand."""
     return _epsilon(*_sums(events), delta)
 
 
-def within(events: Iterable[Event], budget: Budget) -> bool:
+def within(events: Iterable[Cost], budget: Budget) -> bool:
     """Return whether all events together stay within a run's target, if their settings were fixed beforehand."""
     steps, rho = _sums(events)
     # The fast bound decides most cases.
     return _renyi(steps, rho, budget.delta) <= budget.epsilon or _epsilon(steps, rho, budget.delta) <= budget.epsilon
 
 
-def admits(events: Iterable[Event], budget: Budget) -> bool:
+def admits(events: Iterable[Cost], budget: Budget) -> bool:
     """Return whether a site's budget covers the events, even if each was chosen by the results of earlier ones."""
     return _admits(*_sums(events), budget)
 
 
-def least_budget(events: Iterable[Event], delta: float) -> float:
+def least_budget(events: Iterable[Cost], delta: float) -> float:
     """Return the least epsilon of a budget at `delta` that admits the events, rounded up by at most TOLERANCE.
 
     Infinite if no budget admits them.
@@ -74,7 +77,7 @@ def least_budget(events: Iterable[Event], delta: float) -> float:
     return _least_budget(*_sums(events), delta)
 
 
-def noise_multiplier(target: Budget, spent: Iterable[Event], sampling_rate: float, steps: int) -> float:
+def noise_multiplier(target: Budget, spent: Iterable[Cost], sampling_rate: float, steps: int) -> float:
     """Return the least noise multiplier with which the steps and the spent events stay within the target.
 
     Raises Overspent if no noise suffices.
@@ -83,23 +86,27 @@ def noise_multiplier(target: Budget, spent: Iterable[Event], sampling_rate: floa
     return _on_grid(_noise_multiplier(target, *_sums(spent), _on_grid(sampling_rate, math.ceil), steps), math.ceil)
 
 
-def _sums(events: Iterable[Event]) -> tuple[_Steps, float]:
+def _sums(events: Iterable[Cost]) -> tuple[_Steps, float]:
     """Return the number of steps by noise and rate, and the sum of the choices' zCDP.
 
     A run is thus composed once for all of its tasks. The steps keep their order, so that new ones are composed with
     the cached composition of the earlier ones.
     """
-    steps: Counter[tuple[float, float]] = Counter()
+    steps: Counter[tuple[float, float, bool]] = Counter()
     rho = 0.0
-    for event in events:
+    for cost in events:
+        event, in_group = (cost.steps, True) if isinstance(cost, OneInGroup) else (cost, False)
         if isinstance(event, NoisySteps):
             noise, rate = _on_grid(event.noise_multiplier, math.floor), _on_grid(event.sampling_rate, math.ceil)
-            steps[noise, rate] += event.steps
+            if in_group and rate >= 1:
+                # Without sampling, to move by two clip norms is to have half of the noise.
+                noise, in_group = noise / 2, False
+            steps[noise, rate, in_group] += event.steps
         elif isinstance(event, NoisyChoice):
             rho += event.rho
         else:
             raise ValueError(f"{event.use} is released without noise, so no epsilon bounds it")
-    return tuple((noise, rate, count) for (noise, rate), count in steps.items()), rho
+    return tuple((*mechanism, count) for mechanism, count in steps.items()), rho
 
 
 def _on_grid(value: float, rounded: Callable[[float], int]) -> float:
@@ -110,10 +117,10 @@ def _on_grid(value: float, rounded: Callable[[float], int]) -> float:
 @lru_cache(maxsize=1024)
 def _noise_multiplier(target: Budget, spent: _Steps, rho: float, rate: float, steps: int) -> float:
     def renyi(noise: float) -> float:
-        return _renyi((*spent, (noise, rate, steps)), rho, target.delta)
+        return _renyi((*spent, (noise, rate, False, steps)), rho, target.delta)
 
     def exact(noise: float) -> float:
-        return _epsilon((*spent, (noise, rate, steps)), rho, target.delta)
+        return _epsilon((*spent, (noise, rate, False, steps)), rho, target.delta)
 
     # The fast bound is never below the exact value, so it limits the search for the exact one.
     high = _least(renyi, target.epsilon, MIN_NOISE, MAX_NOISE)
@@ -148,7 +155,7 @@ def _admits(steps: _Steps, rho: float, budget: Budget) -> bool:
     # The filter is faster.
     if _renyi(steps, rho, half.delta, (_filter_order(half),)) <= half.epsilon:
         return True
-    return len(steps) == 1 and not rho and _epsilon(steps, rho, half.delta) <= half.epsilon
+    return len(steps) == 1 and not rho and not _in_group(steps) and _epsilon(steps, rho, half.delta) <= half.epsilon
 
 
 def _filter_order(budget: Budget) -> int:
@@ -183,7 +190,7 @@ def _least_budget(steps: _Steps, rho: float, delta: float) -> float:
 
 @lru_cache(maxsize=1024)
 def _epsilon(steps: _Steps, rho: float, delta: float) -> float:
-    if not steps or len(steps) > MAX_COMPOSED:
+    if not steps or len(steps) > MAX_COMPOSED or _in_group(steps):
         return _renyi(steps, rho, delta)
     if not rho:
         return _loss(steps, delta)
@@ -191,10 +198,15 @@ def _epsilon(steps: _Steps, rho: float, delta: float) -> float:
     return min(_renyi(steps, rho, delta), _loss(steps, delta / 2) + _renyi((), rho, delta / 2))
 
 
+def _in_group(steps: _Steps) -> bool:
+    """Return whether some steps are an example's in its group: their privacy loss distribution is not known."""
+    return any(in_group for _, _, in_group, _ in steps)
+
+
 def _loss(steps: _Steps, delta: float) -> float:
     # With much noise, losses are small and the grid must be fine. With little noise, a fine grid would exhaust
     # memory. The grid is a power of two, so that cached compositions of other runs are reused.
-    noises = [noise for noise, _, _ in steps]
+    noises = [noise for noise, *_ in steps]
     finer = max(1.0, min(max(noises), 8 * min(noises)))
     grid = LOSS_GRID / 2 ** math.ceil(math.log2(finer))
     return float(_composed(steps, grid).get_epsilon_for_delta(delta))
@@ -202,8 +214,8 @@ def _loss(steps: _Steps, delta: float) -> float:
 
 @lru_cache(maxsize=MAX_COMPOSED + 8)
 def _composed(steps: _Steps, grid: float) -> PrivacyLossDistribution:
-    *before, last = steps
-    alone = _distribution(*last, grid)
+    *before, (noise, rate, _, count) = steps
+    alone = _distribution(noise, rate, count, grid)
     return _composed(tuple(before), grid).compose(alone) if before else alone
 
 
@@ -219,11 +231,31 @@ def _distribution(noise: float, rate: float, count: int, grid: float) -> Privacy
 
 @lru_cache(maxsize=1024)
 def _renyi(steps: _Steps, rho: float, delta: float, orders: tuple[int, ...] = ORDERS) -> float:
+    divergences = np.zeros(len(orders))
+    for noise, rate, in_group, count in steps:
+        divergences += count * (_in_group_divergences if in_group else _divergences)(noise, rate, orders)
+    divergences += rho * np.array(orders)
+    return float(compute_epsilon(orders, divergences, delta)[0])
+
+
+@lru_cache(maxsize=1 << 14)
+def _divergences(noise: float, rate: float, orders: tuple[int, ...]) -> Array:
+    """Return the Renyi divergences of one step."""
     accountant = RdpAccountant(orders)
-    accountant.compose(ComposedDpEvent([*(_event(*each) for each in steps), ZCDpEvent(rho=rho)]))
-    return float(accountant.get_epsilon(delta))
-
-
-def _event(noise: float, rate: float, count: int) -> DpEvent:
     step: DpEvent = GaussianDpEvent(noise)
-    return SelfComposedDpEvent(PoissonSampledDpEvent(rate, step) if rate < 1 else step, count)
+    accountant.compose(PoissonSampledDpEvent(rate, step) if rate < 1 else step)
+    divergences: Array = accountant.rdp
+    return divergences
+
+
+def _in_group_divergences(noise: float, rate: float, orders: tuple[int, ...]) -> Array:
+    """Return the Renyi divergences of one step of groups between data sets that differ in an example of a group.
+
+    Each is a step from the data set without the group, so that the weak triangle inequality bounds them (Mironov
+    2017, arXiv 1702.07476, proposition 11, with p = q = 2).
+    """
+    at = np.array(orders)
+    first = _divergences(noise, rate, tuple(2 * order for order in orders))
+    second = _divergences(noise, rate, tuple(2 * order - 1 for order in orders))
+    bounds: Array = (at - 0.5) / (at - 1) * first + second
+    return bounds

@@ -4,10 +4,10 @@ import importlib
 import math
 from collections.abc import Iterable
 
-from tessera.worker.state.privacy_ledger import Event, Exact
+from tessera.worker.state.privacy_ledger import Cost, Exact
 
 
-def epsilon_of(events: Iterable[Event], delta: float) -> float:
+def epsilon_of(events: Iterable[Cost], delta: float) -> float:
     """Return the epsilon of a run's events at `delta`; infinite if one of them is exact.
 
     Raises ImportError without the extra `privacy`.
@@ -15,7 +15,7 @@ def epsilon_of(events: Iterable[Event], delta: float) -> float:
     return _cost("epsilon", events, delta)
 
 
-def least_budget_of(events: Iterable[Event], delta: float) -> float:
+def least_budget_of(events: Iterable[Cost], delta: float) -> float:
     """Return the least epsilon of a site's budget at `delta` that admits the events of all runs.
 
     Infinite if one of them is exact. Raises ImportError without the extra `privacy`.
@@ -23,7 +23,7 @@ def least_budget_of(events: Iterable[Event], delta: float) -> float:
     return _cost("least_budget", events, delta)
 
 
-def _cost(function: str, events: Iterable[Event], delta: float) -> float:
+def _cost(function: str, events: Iterable[Cost], delta: float) -> float:
     events = list(events)
     if any(isinstance(event, Exact) for event in events):
         return math.inf

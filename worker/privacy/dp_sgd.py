@@ -1,17 +1,20 @@
 """DP-SGD on all parameters that a phase trains (Abadi et al. 2016, arXiv 1607.00133, algorithm 1).
 
-Each example is drawn into a step's batch independently. Its gradient over all trained parameters is clipped to one
-norm, Gaussian noise is added to the sum, and the sum is divided by the expected batch size, since the actual size is
-private. Needs the extra `privacy`.
+Each unit, an example or a group of examples, is drawn into a step's batch independently. Its gradient over all
+trained parameters, of a group the mean over its drawn examples, is clipped to one norm, Gaussian noise is added to
+the sum, and the sum is divided by the expected batch size, since the actual size is private. Needs the extra
+`privacy`.
 
 The noisy sum is rounded to a public grid. Floating-point noise does not reach every number, and the set of reachable
 sums would reveal the sum without noise (Mironov 2012); every point of the grid is reachable from every sum.
 """
 
 import math
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import repeat
 from typing import NamedTuple
 
 import structlog
@@ -24,7 +27,7 @@ from tessera.shared.tensors.lazy import Array
 from tessera.worker.data.augmentation import augmentation_of
 from tessera.worker.data.dataset import DataError, Dataset, Rows
 from tessera.worker.data.loaders import LoaderFailed, finished, read_here, read_in_pieces
-from tessera.worker.model.forward import IGNORED, evaluation_mode, losses
+from tessera.worker.model.forward import losses
 from tessera.worker.privacy.per_example_grads import (
     EXACT,
     ROUGH,
@@ -37,8 +40,16 @@ from tessera.worker.privacy.per_example_grads import (
     isolate_examples,
     norms,
 )
+from tessera.worker.privacy.pieces import (
+    GroupSampling,
+    Piece,
+    add_by_group,
+    group_pieces,
+    known_examples,
+    single_pieces,
+    zero_means,
+)
 from tessera.worker.training.batches import copied
-from tessera.worker.training.context import LocalTaskContext
 from tessera.worker.training.freeze import Freeze
 from tessera.worker.training.optimization.micro_batch import PieceSize
 from tessera.worker.training.optimization.precision import autocast
@@ -47,31 +58,29 @@ from tessera.worker.training.setup import LocalTraining
 NOISE_AT_ONCE = 1 << 20
 """Number of noise values to draw at a time."""
 
-KNOWN_AT_ONCE = 1024
-"""Number of examples whose tokens and classes are compared with the model's at a time."""
-
 ROUNDING = {EXACT: 2.0**-14, ROUGH: 2.0**-6}
-"""Reduction of the clip norm, as a share of it, by the gradients' tolerance: the rounding errors that an example
-causes in the other gradients of its batch are part of its influence."""
+"""Reduction of the clip norm, as a share of it, by the gradients' tolerance: the rounding errors that a unit causes
+in the other gradients of its batch are part of its influence."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """Poisson sampling of batches: each of `examples` with probability `rate`, `steps` times per epoch."""
+    """Poisson sampling of batches: each of `units` (examples, or groups) with probability `rate`, `steps` times per
+    epoch."""
 
-    examples: int
+    units: int
     rate: float
     steps: int
 
     @property
     def expected(self) -> float:
-        return self.rate * self.examples
+        return self.rate * self.units
 
 
-def sampling(examples: int, batch_size: int | None) -> Sampling:
+def sampling(units: int, batch_size: int | None) -> Sampling:
     """Return the sampling whose samples have this mean size, with as many steps as there are batches."""
-    size = min(batch_size or examples, examples)
-    return Sampling(examples, size / examples, math.ceil(examples / size))
+    size = min(batch_size or units, units)
+    return Sampling(units, size / units, math.ceil(units / size))
 
 
 @dataclass(frozen=True)
@@ -94,9 +103,9 @@ class Mechanism:
 
 
 def scales(gradients: Gradients, clip_norm: float) -> Tensor:
-    """Return each example's factor that clips its gradient to `clip_norm`, float64 [examples].
+    """Return each unit's factor that clips its gradient to `clip_norm`, float64 [units].
 
-    The norm is over all parameters together, so that adding or removing an example changes the scaled sums by no more
+    The norm is over all parameters together, so that adding or removing a unit changes the scaled sums by no more
     than `clip_norm` in l2. The factor of a gradient that is not finite is 0.
     """
     lengths = norms(gradients)
@@ -104,7 +113,7 @@ def scales(gradients: Gradients, clip_norm: float) -> Tensor:
 
 
 def scaled_sum(gradients: Gradients, scale: Tensor) -> list[Tensor]:
-    """Return the scaled sum over the examples for each parameter, float64. Values that are not finite count as 0."""
+    """Return the scaled sum over the units for each parameter, float64. Values that are not finite count as 0."""
     # `to` copies gradients that are float64 already, so that none is changed in place.
     return [
         torch.tensordot(scale, gradient.to(torch.float64, copy=True).nan_to_num_(0.0, 0.0, 0.0), dims=([0], [0]))
@@ -125,34 +134,13 @@ def round_to_grid(total: Tensor, mechanism: Mechanism) -> None:
     total.div_(mechanism.grid).round_().mul_(mechanism.grid)
 
 
-def known_examples(context: LocalTaskContext, dataset: Dataset, sample: Batch) -> Tensor:
-    """Return the mask of examples whose token ids and classes the model has, bool [examples].
-
-    On a GPU any other example would end the process, and on a CPU fail its batch. `sample` is a valid batch.
-    """
-    with evaluation_mode(context.model), torch.no_grad():
-        logits = context.forward(sample).logits
-    config, classes = context.model.config, None if logits is None else logits.shape[-1]
-    bounds = {
-        "input_ids": getattr(config, "vocab_size", None),
-        "token_type_ids": getattr(config, "type_vocab_size", None),
-        "labels": None if classes == 1 else classes,  # a single output is a number, not a class
-    }
-    known = torch.ones(dataset.examples, dtype=torch.bool)
-    for name, bound in bounds.items():
-        stored = dataset.inputs.get(name)
-        if bound and stored is not None and not stored.dtype.is_floating_point:
-            for rows in torch.split(torch.arange(dataset.examples), KNOWN_AT_ONCE):
-                values = stored[rows]
-                fits = ((values >= 0) & (values < bound)) | ((values == IGNORED) & (name == "labels"))
-                known[rows] &= fits.flatten(1).all(dim=1) if fits.ndim > 1 else fits
-    return known
+_READ_HERE: Iterator[None] = repeat(None)
 
 
 class _Unread(NamedTuple):
-    """A piece of a sample: its rows, and whether its gradients are right, which is still on the device."""
+    """A piece of a sample, and whether its gradients are right, which is still on the device."""
 
-    rows: Tensor
+    piece: Piece
     right: Tensor
 
 
@@ -164,8 +152,16 @@ class NoisyGradients:
     """
 
     def __init__(
-        self, local: LocalTraining, freeze: Freeze, dataset: Dataset, mechanism: Mechanism, source: NoiseSource
+        self,
+        local: LocalTraining,
+        freeze: Freeze,
+        dataset: Dataset,
+        mechanism: Mechanism,
+        source: NoiseSource,
+        grouped: GroupSampling | None = None,
     ) -> None:
+        """Prepare for the examples of a data set, or with `grouped` for their groups, as the units of privacy."""
+        self._grouped, self._members_seed = grouped, 0
         self._freeze = freeze
         self._dataset = dataset
         self._mechanism = mechanism
@@ -198,7 +194,8 @@ class NoisyGradients:
         """The name of the method for per-example gradients."""
         self._known = known_examples(context, dataset, {name: tensor[:1] for name, tensor in sample.items()} | common)
         self._alone = OneByOne(local.loss, parameters, common)
-        self._at_once = at_once(self._method, parameters)
+        # The gradients of groups are held beside those of their examples.
+        self._at_once = max(1, at_once(self._method, parameters) // (2 if grouped else 1))
         if local.piece_size and local.piece_size.automatic and local.piece_size.examples:
             self._at_once = min(self._at_once, local.piece_size.examples)
         self._synthetic = partial(context.synthetic_examples, dataset)
@@ -210,7 +207,8 @@ class NoisyGradients:
         A step's sample is seldom more than twice as large as expected, and is then computed in parts. Raises
         ExampleTooLarge.
         """
-        size.examples = min(self._at_once, math.ceil(2 * self._mechanism.sampling.expected))
+        most = self._grouped.most if self._grouped else 1
+        size.examples = min(self._at_once, math.ceil(2 * self._mechanism.sampling.expected) * most)
         while True:
             batch = {name: tensor.to(self._device) for name, tensor in self._synthetic(size.examples).items()}
             try:
@@ -225,10 +223,11 @@ class NoisyGradients:
     def fill(self) -> None:
         """Set each parameter's gradient to the noisy mean of clipped gradients, and to 0 in frozen rows."""
         sampling = self._mechanism.sampling
-        sampled, seed = self._ranks.same(lambda: self._draw(sampling))
+        sampled, seed, self._members_seed = self._ranks.same(lambda: self._draw(sampling))
         self._augmentation = self._augmentation and replace(self._augmentation, seed=seed)
-        rows = self._ranks.rows(torch.from_numpy(sampled))
-        totals, unread = self.unchecked_sums(rows)
+        # Whole groups, if these are the units.
+        units = self._ranks.rows(torch.from_numpy(sampled))
+        totals, unread = self.unchecked_sums(units)
         # Drawing the noise takes this process some time, in which the device computes the sums.
         if self._ranks.is_first:
             for total in totals:
@@ -240,53 +239,82 @@ class NoisyGradients:
             parameter.grad = total.div_(sampling.expected).to(parameter.dtype)
         self._freeze.mask_gradients()
 
-    def _draw(self, sampling: Sampling) -> tuple[Array, int]:
-        """Draw a step's sample and the seed of its augmentation.
+    def _draw(self, sampling: Sampling) -> tuple[Array, int, int]:
+        """Draw a step's sample, the seed of its augmentation, and that of the members of its groups.
 
         The seed is as secret as the noise, so that the changes of an example are distributed alike at any place: an
         example that is removed moves the places of later ones.
         """
-        sample = self._noise_source.sample(sampling.examples, sampling.rate)
-        return sample, self._noise_source.seed() if self._augmentation else 0
+        source = self._noise_source
+        sample = source.sample(sampling.units, sampling.rate)
+        return sample, source.seed() if self._augmentation else 0, source.seed() if self._grouped else 0
 
-    def sums(self, rows: Tensor) -> list[Tensor]:
-        """Return the sum of these examples' clipped gradients for each parameter, float64, without noise. `rows`,
-        int64 [sampled], may be empty."""
-        totals, unread = self.unchecked_sums(rows)
+    def sums(self, units: Tensor) -> list[Tensor]:
+        """Return the sum of these units' clipped gradients for each parameter, float64, without noise. `units`,
+        int64 [sampled], are the places of examples or the numbers of groups, and may be empty."""
+        totals, unread = self.unchecked_sums(units)
         self.correct(totals, unread)
         return totals
 
-    def unchecked_sums(self, rows: Tensor) -> tuple[list[Tensor], list[_Unread]]:
+    def unchecked_sums(self, units: Tensor) -> tuple[list[Tensor], list[_Unread]]:
         """Return the same sums without the pieces of the sample whose gradients are wrong, and without a wait for the
         device, and for each piece whether it is in the sums."""
-        self._without += int((~self._known[rows]).sum())
-        rows = rows[self._known[rows]]
         totals = [
             torch.zeros_like(parameter, dtype=torch.float64, memory_format=torch.contiguous_format)
             for parameter in self._freeze.parameters
         ]
         unread = []
-        parts = torch.split(rows, self._at_once) if len(rows) else ()
-        for some, read in zip(parts, self._reads(parts), strict=True):
+        pieces = self._pieces(units)
+        reads = self._reads([part for piece in pieces for part in torch.split(piece.rows, self._at_once)])
+        for piece in pieces:
+            if len(piece.rows) > self._at_once:
+                self._add_in_parts(totals, piece, reads)
+                continue
+            read = next(reads)
             try:
-                gradients, right = self._method.unchecked(self._there(some, read))
+                gradients, right = self._method.unchecked(self._there(piece.rows, read))
             except Exception as fault:  # noqa: BLE001  (each model's code raises its own errors)
-                self._note_failure(self._method, some, fault)
+                self._note_failure(self._method, piece.rows, fault)
                 right = torch.zeros((), dtype=torch.bool, device=self._device)
             else:
-                self._add(totals, gradients, right)
+                self._add(totals, piece.by_unit(gradients), right)
             if right is not None:
-                unread.append(_Unread(some, right))
+                unread.append(_Unread(piece, right))
+        # Loaders that have come to the end of a pass are ready for the next one.
+        deque(reads, maxlen=0)
         return totals, unread
+
+    def _pieces(self, units: Tensor) -> list[Piece]:
+        """Return the pieces of a sample, without examples that the model lacks a token or a class for."""
+        if self._grouped is None:
+            self._without += int((~self._known[units]).sum())
+            return single_pieces(units, self._known, self._at_once)
+        members = self._grouped.groups.drawn(units, self._grouped.most, self._members_seed)
+        self._without += sum(int((~self._known[rows]).sum()) for rows in members)
+        return group_pieces(members, self._known, self._at_once)
 
     def correct(self, totals: list[Tensor], unread: list[_Unread]) -> None:
         """Add what `unchecked_sums` left out. Waits for the device, once, unless that is most unusual."""
         if not unread or bool(torch.stack([piece.right for piece in unread]).all()):
             return
-        for piece in unread:
-            if not piece.right:
-                for gradients in self._gradients(piece.rows):
-                    self._add(totals, gradients, None)
+        for piece, right in unread:
+            if not right:
+                self._add_in_parts(totals, piece)
+
+    def _add_in_parts(
+        self, totals: list[Tensor], piece: Piece, reads: Iterator[Rows | DataError | None] = _READ_HERE
+    ) -> None:
+        """Add the clipped gradients of a piece's units, computed part by part and checked."""
+        parts = zip(torch.split(piece.rows, self._at_once), torch.split(piece.owners, self._at_once), strict=True)
+        found = (each for rows, owners in parts for each in self._gradients(rows, owners, next(reads)))
+        if piece.sizes is None:
+            for gradients, _ in found:
+                self._add(totals, gradients, None)
+            return
+        of_groups = zero_means(self._freeze.parameters, len(piece.sizes))
+        for gradients, owners in found:
+            add_by_group(of_groups, gradients, owners, piece.sizes)
+        self._add(totals, of_groups, None)
 
     def _add(self, totals: list[Tensor], gradients: Gradients, right: Tensor | None) -> None:
         """Add the sums of clipped gradients, unless they are not `right`."""
@@ -320,8 +348,10 @@ class NoisyGradients:
             self._by_loaders = False
         yield from [None] * (len(parts) - yielded)
 
-    def _gradients(self, rows: Tensor) -> Iterator[Gradients]:
-        """Yield the gradients of these examples: all together or, if that fails, one by one.
+    def _gradients(
+        self, rows: Tensor, owners: Tensor, read: Rows | DataError | None = None
+    ) -> Iterator[tuple[Gradients, Tensor]]:
+        """Yield the gradients of these examples with their owners: all together or, if that fails, one by one.
 
         If the method fails for a single example, plain autograd is tried; if that fails too, the example has no
         gradient. So an example's contribution depends on this example alone.
@@ -329,15 +359,15 @@ class NoisyGradients:
         methods = [self._method] if len(rows) > 1 else [self._method, self._alone]
         for method in methods:
             try:
-                gradients = method(self._there(rows))
+                gradients = method(self._there(rows, read))
             except Exception as fault:  # noqa: BLE001  (each model's code raises its own errors)
                 self._note_failure(method, rows, fault)
             else:
-                yield gradients
+                yield gradients, owners
                 return
         if len(rows) > 1:
-            for row in torch.split(rows, 1):
-                yield from self._gradients(row)
+            for row, owner in zip(torch.split(rows, 1), torch.split(owners, 1), strict=True):
+                yield from self._gradients(row, owner)
         else:
             self._without += 1
 

@@ -4,35 +4,39 @@ Privacy is reserved before it is used, so that a crash loses no entry, and taken
 the extra `privacy`.
 """
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
 from typing import TypeVar
 
-import numpy as np
 import structlog
 from pydantic import JsonValue, NonNegativeInt
 
 from tessera.shared.api.tasks import Task
 from tessera.shared.privacy.noise import KEY_BYTES, NoiseSource, secret_key
-from tessera.shared.run_settings import Budget, Privacy, rho_of
+from tessera.shared.run_settings import Budget, Privacy, Unit, UnitBudget, rho_of
 from tessera.shared.schedule import local_steps
 from tessera.shared.schema import Frozen
 from tessera.shared.tensors.lazy import Array
 from tessera.worker.data.dataset import Dataset
+from tessera.worker.data.groups import Groups
 from tessera.worker.governance.policy import Allowance, PolicyViolation, PrivacyFloor
-from tessera.worker.privacy.accountant import Overspent, admits, epsilon, least_budget, noise_multiplier, within
+from tessera.worker.privacy.accountant import Overspent, epsilon, noise_multiplier, within
+from tessera.worker.privacy.budgets import SiteLimits
 from tessera.worker.privacy.dp_sgd import Mechanism, NoisyGradients, sampling
+from tessera.worker.privacy.pieces import GroupSampling
+from tessera.worker.privacy.selection import Watched, bounded_sums, epsilon_per_pick, private_top_k
 from tessera.worker.state.hash_chain import TaskRef
 from tessera.worker.state.privacy_ledger import (
-    Event,
+    OF_EXAMPLES,
+    Cost,
     Ledger,
     LedgerEntry,
     LedgerError,
     NoisyChoice,
     NoisySteps,
     noisy_in,
+    unbounded_in,
 )
 from tessera.worker.training.batches import Batch
 from tessera.worker.training.context import largest
@@ -43,8 +47,6 @@ from tessera.worker.training.setup import LocalTraining
 
 DISCLOSED = ("steps", "effective_steps")
 """The metrics that a method may report. They follow from the settings and the number of examples."""
-
-WEEK = timedelta(days=7)
 
 E = TypeVar("E", NoisySteps, NoisyChoice)
 
@@ -78,17 +80,26 @@ class PrivateTask:
         ledger: Ledger,
         budget: Allowance | None,
         floor: PrivacyFloor | None = None,
-        weekly: Budget | None = None,
+        weekly: UnitBudget | None = None,
+        total: Allowance | None = None,
         key: bytes | None = None,
         checkpoint: str = "",
         resumed: Mapping[str, JsonValue] | None = None,
+        groups: Groups | None = None,
     ) -> None:
-        """Check the task against the ledger. `key` seeds all randomness; if None, it is secret and new.
+        """Check the task against the ledger. `key` seeds all randomness; if None, it is secret and new. `groups` are
+        the data set's, if the run protects groups.
 
         `checkpoint` is the digest of the task's checkpoint key. With `resumed`, the `progress` in such a
         checkpoint, the noise continues, and nothing is charged again that the ledger has under this key.
         """
-        _check_delta(privacy.delta, examples)
+        if (groups is not None) != (privacy.unit == "group"):
+            raise ValueError(f"groups are given if they are the unit; privacy.unit is {privacy.unit!r}")
+        self.groups = groups
+        """The groups that the run protects, if it does."""
+        self.units = groups.count if groups else examples
+        """The number of protected units: examples, or groups."""
+        _check_delta(privacy.delta, self.units, privacy.unit)
         self._task = TaskRef.of(task)
         self._dataset = task.dataset
         self._rounds = task.rounds
@@ -96,11 +107,12 @@ class PrivateTask:
         """The number of rounds left, with this one."""
         self._privacy = privacy
         self._target = Budget(epsilon=privacy.epsilon, delta=privacy.delta)
-        self._sampling = sampling(examples, task.training.batch_size)
+        self._sampling = sampling(self.units, task.training.batch_size)
         self._ledger = ledger
-        self._budget = budget
         self._floor = floor
-        self._weekly = weekly
+        self._limits = SiteLimits(
+            task.dataset, privacy.unit, budget, weekly, total, partial(ledger.elsewhere, task.dataset)
+        )
         self._checkpoint = checkpoint
         self._reserved: list[int] = []
         self._leaves = False
@@ -113,15 +125,15 @@ class PrivateTask:
         self._choice = NoisyChoice(rho=privacy.selection_share * rho_of(privacy) / max(1, self._selections))
         entries = self._others(ledger.check(task.dataset))
         choices = [self._choice] * min(1, self._selections)
-        planned = self._noisy_steps(entries, local_steps(task.training, examples))
+        planned = self._noisy_steps(entries, local_steps(task.training, self.units))
         of_run = self._of_run(entries)
-        self._ahead = [
+        self._ahead: list[NoisySteps | NoisyChoice] = [
             *self._choices_left(of_run),
             _noisy(planned.noise_multiplier, planned.sampling_rate, planned.steps * self._rounds_left),
         ]
-        self._judge(entries, [*choices, planned])
+        self._limits.judge(entries, [*choices, planned], self._ahead)
         if not of_run:
-            self._warn_of_budget(entries)
+            self._limits.warn(self._task.run, entries, self._ahead)
 
     def resume(self, progress: Mapping[str, JsonValue]) -> None:
         """Begin the task again at the `progress` of its checkpoint. What it has reserved stays reserved."""
@@ -142,7 +154,7 @@ class PrivateTask:
     def watched(self, batches: Iterable[Batch]) -> Iterable[Batch]:
         """Return the batches for a method that chooses blocks by them. Reading them spends privacy, or raises
         PolicyViolation."""
-        return _Watched(batches, self.look)
+        return Watched(batches, self.look)
 
     def look(self) -> None:
         """Spend the privacy of reading the data for a choice, the first time. Raises PolicyViolation."""
@@ -159,7 +171,7 @@ class PrivateTask:
                 self._spend(lambda _: self._choice)
         if self._privacy.selection == "uncovered" and not self._looked:
             with self._ledger.page(self._dataset) as page:
-                page.exact(self._task, self._sampling.examples, "choice")
+                page.exact(self._task, self.units, "choice")
         self._looked = True
 
     def top_k(self, scores: Array, count: int, picks: int | None = None) -> list[int]:
@@ -182,7 +194,7 @@ class PrivateTask:
             self._picks_left = max(1, count, picks or 0)
             self._epsilon_per_pick = epsilon_per_pick(self._choice.rho, self._picks_left)
         self._picks_left -= count
-        return private_top_k(bounded_sums(scores), count, self._epsilon_per_pick, self._noise_source)
+        return private_top_k(bounded_sums(scores, self.groups), count, self._epsilon_per_pick, self._noise_source)
 
     def check_choice(self) -> None:
         """Raise PolicyViolation if blocks were chosen without noise. Call it after the choice."""
@@ -227,8 +239,8 @@ class PrivateTask:
         """Set `size` to the number of examples of a phase that fit into memory together, without any of the data.
         Raises ExampleTooLarge."""
         # Neither the clip norm nor the noise takes memory.
-        mechanism = Mechanism(sampling(dataset.examples, local.training.batch_size), 1.0, 1.0)
-        gradients = NoisyGradients(local, freeze, dataset, mechanism, NoiseSource(bytes(KEY_BYTES)))
+        mechanism = Mechanism(self._sampling, 1.0, 1.0)
+        gradients = NoisyGradients(local, freeze, dataset, mechanism, NoiseSource(bytes(KEY_BYTES)), self.grouped)
         try:
             gradients.fit(size)
         finally:
@@ -237,7 +249,16 @@ class PrivateTask:
     def phase(self, local: LocalTraining, freeze: Freeze, dataset: Dataset) -> NoisyGradients:
         if self._mechanism is None:
             raise RuntimeError("call begin before phase: it reserves the privacy")
-        return NoisyGradients(local, freeze, dataset, self._mechanism, self._noise_source)
+        return NoisyGradients(local, freeze, dataset, self._mechanism, self._noise_source, self.grouped)
+
+    def handed_groups(self) -> Groups | None:
+        """Return the groups, for the ranks of a group of processes."""
+        return self.groups
+
+    @property
+    def grouped(self) -> GroupSampling | None:
+        """The groups whose gradients are clipped, if they are the unit."""
+        return GroupSampling(self.groups, self._privacy.examples_per_unit) if self.groups else None
 
     def disclosed(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Return the metrics that do not depend on the examples' content."""
@@ -291,7 +312,7 @@ class PrivateTask:
             self._floor.check_noise(noise)
         return _noisy(noise, rate, steps)
 
-    def _choices_left(self, spent: Sequence[Event]) -> list[Event]:
+    def _choices_left(self, spent: Sequence[Cost]) -> list[NoisyChoice]:
         chosen = sum(isinstance(event, NoisyChoice) for event in spent)
         return [self._choice] * max(0, self._selections - chosen)
 
@@ -299,11 +320,12 @@ class PrivateTask:
         """Reserve the privacy of an event that may depend on the ledger, and return it. Raises PolicyViolation."""
         entries = self._ledger.check(self._dataset)
         # The slow computation is done, and cached, before this worker locks the page.
-        self._judge(entries, [event_of(entries)])
-        with self._ledger.page(self._dataset) as page:
+        self._limits.judge(entries, [event_of(entries)], self._ahead)
+        together = self._ledger.locked() if self._limits.total else nullcontext()
+        with together, self._ledger.page(self._dataset) as page:
             event = event_of(page.entries)
-            self._judge(page.entries, [event])
-            entry = page.spend(self._task, self._sampling.examples, self._target, [event], self._checkpoint)
+            self._limits.judge(page.entries, [event], self._ahead)
+            entry = page.spend(self._task, self.units, self._target, [event], self._checkpoint, self._privacy.unit)
             self._reserved.append(entry.seq)
             self._events.append(event)
             log = structlog.get_logger("worker")
@@ -320,7 +342,7 @@ class PrivateTask:
             self._reserved = list(resumed.reserved)
             self._events = [*resumed.charged_choices, resumed.charged_steps]
             return
-        events: list[Event] = [*resumed.charged_choices, resumed.charged_steps]
+        events: list[NoisySteps | NoisyChoice] = [*resumed.charged_choices, resumed.charged_steps]
         if not within([*self._of_run(entries), *events], self._target):
             # Other tasks of the run may have counted on what was taken back.
             raise PolicyViolation("privacy", f"the run has spent its target on {self._dataset!r} meanwhile")
@@ -336,106 +358,28 @@ class PrivateTask:
     def _others(self, entries: Iterable[LedgerEntry]) -> list[LedgerEntry]:
         return [entry for entry in entries if not self._is_own(entry)]
 
-    def _judge(self, entries: Sequence[LedgerEntry], events: Sequence[Event]) -> None:
-        """Raise PolicyViolation if the events would exceed the data set's budget, in total or within a week."""
-        name = self._dataset
-        if self._budget:
-            self._budget.check_exact(name, entries)
-        a_week_ago = datetime.now(UTC) - WEEK
-        lately = [entry for entry in entries if entry.at > a_week_ago]
-        for allowed, counted, rule, within_what in (
-            (self._budget, entries, "privacy", ""),
-            (self._weekly, lately, "max_weekly_privacy", " within seven days"),
-        ):
-            together = [*noisy_in(counted), *events]
-            if allowed and not admits(together, allowed):
-                needed = least_budget(together, allowed.delta)
-                raise PolicyViolation(
-                    rule,
-                    f"this task would bring {name!r}{within_what} to an epsilon of "
-                    f"{_up(needed)} at delta {allowed.delta:g}, and the site allows {allowed.epsilon:g}"
-                    + (self._to_the_end(allowed, counted, needed) if rule == "privacy" else ""),
-                )
-
-    def _to_the_end(self, budget: Budget, entries: Sequence[LedgerEntry], least: float = 0.0) -> str:
-        """Return a sentence about the budget for the whole run, if the next rounds are like this one."""
-        needed = max(least, least_budget([*noisy_in(entries), *self._ahead], budget.delta))
-        return f"; all rounds of the run need a budget of {_up(needed)}"
-
-    def _warn_of_budget(self, entries: Sequence[LedgerEntry]) -> None:
-        """Log a warning at a run's first task if the budget does not cover all rounds. The task is not refused, since
-        the site may not take part in each."""
-        if self._budget and not admits([*noisy_in(entries), *self._ahead], self._budget):
-            structlog.get_logger("worker").warning(
-                "budget-below-run",
-                dataset=self._dataset,
-                run=self._task.run,
-                detail=f"the site allows {self._budget.epsilon:g}{self._to_the_end(self._budget, entries)}",
-                remedy="raise the budget, or let the run spend less: otherwise its last rounds are refused",
-            )
-
-    def _of_run(self, entries: Iterable[LedgerEntry]) -> list[Event]:
-        return noisy_in(entry for entry in entries if entry.run == self._task.run)
-
-
-def _up(value: float) -> str:
-    """Return an epsilon as text, rounded up, so that a budget of this value suffices."""
-    return f"{math.ceil(value * 100) / 100:g}" if math.isfinite(value) else "more than 1000"
-
-
-@dataclass(frozen=True)
-class _Watched:
-    """Batches that call `look` when they are read."""
-
-    batches: Iterable[Batch]
-    look: Callable[[], None]
-
-    def __iter__(self) -> Iterator[Batch]:
-        self.look()
-        return iter(self.batches)
+    def _of_run(self, entries: Iterable[LedgerEntry]) -> list[Cost]:
+        """Return what the run has spent. Raises PolicyViolation if it has protected single examples before."""
+        own = [entry for entry in entries if entry.run == self._task.run]
+        if any(use == OF_EXAMPLES for _, use in unbounded_in(own, self._privacy.unit)):
+            raise PolicyViolation("privacy", "the run has trained on single examples, and now protects groups")
+        return noisy_in(own, self._privacy.unit)
 
 
 def _noisy(noise: float, rate: float, steps: int) -> NoisySteps:
     return NoisySteps(noise_multiplier=noise, sampling_rate=rate, steps=steps)
 
 
-def _check_delta(delta: float, examples: int) -> None:
-    """Raise PolicyViolation for a delta that would permit the release of whole examples."""
-    most = examples**-1.1
+def _check_delta(delta: float, units: int, unit: Unit) -> None:
+    """Raise PolicyViolation for a delta that would permit the release of whole units."""
+    most = units**-1.1
     if delta > most:
         raise PolicyViolation(
             "privacy",
-            f"a delta of {delta:g} gives no guarantee for {examples} examples: set privacy.delta to {most:.2g} or "
-            f"less, better to less than {0.1 / examples:.2g}",
+            f"a delta of {delta:g} gives no guarantee for {units} {unit}s: set privacy.delta to {most:.2g} or "
+            f"less, better to less than {0.1 / units:.2g}",
         )
-    if delta > 0.1 / examples:
+    if delta > 0.1 / units:
         structlog.get_logger("worker").warning(
-            "privacy-delta-large", delta=delta, examples=examples, remedy=f"set the run's to {0.1 / examples:.2g}"
+            "privacy-delta-large", delta=delta, examples=units, remedy=f"set the run's to {0.1 / units:.2g}"
         )
-
-
-def bounded_sums(scores: Array) -> Array:
-    """Return the sums over the examples, float64 [candidates], of scores [examples, candidates] clipped to [0, 1].
-
-    So adding an example increases each sum by at most 1 and decreases none. A score of nan counts as 0. Scores are
-    rounded to multiples of 2^-30, whose sums are exact in float64, so that the order of the examples has no effect.
-    """
-    bounded = np.nan_to_num(scores.astype(np.float64)).clip(0, 1)
-    sums: Array = np.ldexp(np.rint(np.ldexp(bounded, 30)).sum(axis=0), -30)
-    return sums
-
-
-def epsilon_per_pick(rho: float, count: int) -> float:
-    """Return the epsilon of each of `count` picks that are `rho`-zCDP together."""
-    return float(np.sqrt(8 * rho / count))
-
-
-def private_top_k(sums: Array, count: int, epsilon_per_pick: float, source: NoiseSource) -> list[int]:
-    """Return the places of the `count` largest of noisy sums [candidates], largest first.
-
-    Adding an example must change each sum by at most 1, and all of them in the same direction. Picking by one draw of
-    Gumbel noise of scale 1/epsilon equals repeated use of the exponential mechanism (Durfee and Rogers 2019, arXiv
-    1905.04273), and each pick is epsilon^2/8-zCDP (Cesar and Rogers 2021, arXiv 2004.07223).
-    """
-    noisy = sums + source.gumbel(len(sums)) / epsilon_per_pick
-    return [int(place) for place in np.argsort(-noisy)[:count]]

@@ -8,6 +8,7 @@ from pydantic import JsonValue
 from tessera.shared.api.tasks import Task
 from tessera.shared.privacy.noise import NoiseSource
 from tessera.shared.tensors.lazy import Array
+from tessera.worker.data.groups import Groups
 from tessera.worker.privacy.dp_sgd import sampling
 from tessera.worker.privacy.private_task import PrivateProgress, PrivateTask
 from tessera.worker.ranks.group import Group
@@ -23,8 +24,10 @@ class RankPrivacy(PrivateTask):
         if task.privacy is None:
             raise ValueError("the task has no privacy")
         self._privacy = task.privacy
-        self._sampling = sampling(examples, task.training.batch_size)
         self._call = call
+        self.groups: Groups | None = call("handed_groups") if task.privacy.unit == "group" else None
+        self.units = self.groups.count if self.groups else examples
+        self._sampling = sampling(self.units, task.training.batch_size)
         self._group = group
         self._resumes = resumes
 

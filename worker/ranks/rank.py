@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tessera.shared.api.tasks import Receipt
-from tessera.shared.client.client import Progress
+from tessera.shared.client.transfers import Progress
 from tessera.shared.methods.base import LocalResult, TrainingStats
 from tessera.shared.model.attention_stats import LayerAttention, TaskTokens
 from tessera.shared.model.blocks import Block

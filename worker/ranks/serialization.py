@@ -32,6 +32,7 @@ from tessera.shared.tensors.lazy import Array
 from tessera.worker.attention.probabilities import UnknownAttention
 from tessera.worker.compute import Compute
 from tessera.worker.data.dataset import DataChanged, DataError, Padding
+from tessera.worker.data.groups import Groups
 from tessera.worker.data.loaders import LoaderFailed
 from tessera.worker.data.normalization import Normalized
 from tessera.worker.governance.policy import Allowance, Policy, PolicyViolation
@@ -95,6 +96,7 @@ RECORDS = _by_name(
     Compute,
     DatasetSchema,
     Fetched,
+    Groups,
     LayerAttention,
     LocalResult,
     Manifest,

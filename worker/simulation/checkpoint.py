@@ -37,6 +37,8 @@ class Reported(Message):
     """Size of the update if it was small: it then follows the report."""
     held: tuple[str, ...] = ()
     """The blobs that the worker holds after the task."""
+    envelope: str | None = None
+    """For a secure sum, what the site signed, as JSON."""
 
     def accepted(self, site: str, base: VersionRef) -> Accepted:
         view = self.view

@@ -9,17 +9,20 @@ from typing import BinaryIO, ClassVar, Protocol, TypeVar
 from pydantic import BaseModel
 
 from tessera.shared.api.runs import Measurement, Round, RunSpec
+from tessera.shared.api.secure_sums import HelperReport, SumTask
 from tessera.shared.api.tasks import EvaluationResult, Receipt, Submission, Task, TaskView
-from tessera.shared.api.versions import Difference, VersionRef
-from tessera.shared.client.client import Progress
+from tessera.shared.api.versions import VersionRef
+from tessera.shared.client.transfers import Progress
 from tessera.shared.hashing import Sink
 from tessera.shared.methods.base import Plan
 from tessera.shared.model.spec import Model
 from tessera.shared.problems import InvalidUpdate, NotFound, Problem
 from tessera.shared.rounds.planning import check_report, dataset_of, evaluation_seed, task_of, training_seed
+from tessera.shared.rounds.secure_sums import check_masked
 from tessera.shared.rounds.validation import Inspector
 from tessera.shared.rounds.versions import States
 from tessera.shared.schema import Message, TaskKind, TaskState
+from tessera.shared.secure_sums.messages import Terms
 from tessera.shared.tensors.lazy import as_bytes, from_bytes
 from tessera.shared.updates.update_file import DecodedTensor
 from tessera.worker.simulation.blob_folder import PIECE_BYTES, Folder
@@ -58,6 +61,7 @@ class Order(Message):
     plan: Plan
     version: VersionRef
     held_out: bool = False
+    sums: SumTask | None = None
 
     @property
     def holder(self) -> str:
@@ -127,6 +131,11 @@ class InProcessCoordinator:
                 self._receipts[view.worker] = Receipt.model_validate({"task": view.id, **about})
 
     @property
+    def helpers(self) -> tuple[str, ...]:
+        """The sites that open the run's secure sums, if it has any."""
+        return self._spec.secure_sums.helpers if self._spec.secure_sums else ()
+
+    @property
     def blocks(self) -> int:
         """The number of the model's blocks."""
         return len(self._model.blocks)
@@ -157,6 +166,7 @@ class InProcessCoordinator:
                 inline_bytes=min(MAX_INLINE, INLINE_BYTES // self.cohort),
                 lease_seconds=LEASE_SECONDS,
                 receipt=self._receipts.get(order.worker),
+                sums=order.sums,
             )
         )
 
@@ -195,7 +205,8 @@ class InProcessCoordinator:
         if held is None:
             return None
         update = held.reported.update
-        blocks = self._inspector.reopen(update, self._model, self._states.manifest(order.version.digest), order.plan)
+        manifest = self._states.manifest(order.version.digest)
+        blocks = {} if order.sums else self._inspector.reopen(update, self._model, manifest, order.plan)
         decoded = {name: one.values for name, one in blocks.items() if isinstance(one, DecodedTensor)}
         self._inspector.release()
         if held.data:
@@ -239,9 +250,17 @@ class InProcessCoordinator:
         if progress:
             progress(file.tell())
 
-    def difference(self, run_id: str, number: int, since: int) -> Difference | None:
-        """Return None: a simulation counts whole blocks as fetched."""
-        return None
+    def copy_difference(
+        self, run_id: str, number: int, since: int, file: Sink, below: int, progress: Progress | None = None
+    ) -> bool:
+        """Return False: a simulation counts whole blocks as fetched."""
+        return False
+
+    def submit_file(
+        self, task_id: str, submission: Submission, file: BinaryIO, length: int, progress: Progress | None = None
+    ) -> TaskView:
+        self.put_stream(submission.update, file, length, progress)
+        return self.submit(task_id, submission)
 
     def put_stream(self, digest: str, file: BinaryIO, length: int, progress: Progress | None = None) -> None:
         with self._folder.writer() as writer:
@@ -271,7 +290,12 @@ class InProcessCoordinator:
         view = self.view(order, "accepted").model_copy(update=result)
         held = self._holds(order, shelf)
         reported = Reported(
-            view=view, update=report.update, plan=order.plan, inline_bytes=len(data or b""), held=tuple(held)
+            view=view,
+            update=report.update,
+            plan=order.plan,
+            inline_bytes=len(data or b""),
+            held=tuple(held),
+            envelope=report.envelope,
         )
         self.open.add(Held(reported, data or b""))
         return view
@@ -286,8 +310,21 @@ class InProcessCoordinator:
 
     def _checked(self, order: Order, report: Submission) -> Mapping[str, float]:
         check_report(self._spec, self._model, order.plan, report.examples, report.metrics)
+        if order.sums:
+            terms, site = self._terms(order.sums), order.worker.partition("/")[0]
+            asked = [block.name for block in order.plan.upload.resolve(self._model.blocks)]
+            weight, about = min(report.examples, terms.max_weight), (report.update, asked, self._folder, None)
+            check_masked(report.envelope, terms, site, weight, *about)
+            return {}
         manifest = self._states.manifest(order.version.digest)
         return self._inspector.check(report.update, self._model, manifest, order.plan, self._spec.max_update_norm)
+
+    def _terms(self, sums: SumTask) -> Terms:
+        return Terms.model_validate_json(self._folder.read(sums.terms))
+
+    def submit_helper_report(self, task_id: str, report: HelperReport) -> TaskView:
+        """Raise NotImplementedError: in a simulation there are no masks, and no helpers."""
+        raise NotImplementedError
 
     def submit_evaluation(self, task_id: str, evaluated: EvaluationResult) -> TaskView:
         (order, shelf), report = self._given[task_id], _sent(evaluated)

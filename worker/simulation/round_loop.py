@@ -7,9 +7,10 @@ from datetime import UTC, datetime, timedelta
 from functools import cached_property
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, Literal
 
 from tessera.shared.api.runs import Bounds, Round, RunSpec
+from tessera.shared.api.secure_sums import SumTask
 from tessera.shared.api.tasks import TaskView
 from tessera.shared.api.versions import Manifest, Version, VersionRef
 from tessera.shared.client.round_outcomes import Outcome, outcomes
@@ -21,12 +22,16 @@ from tessera.shared.rounds.aggregate import Aggregation, Merged, norm_scores, ou
 from tessera.shared.rounds.client_privacy import simulated_key
 from tessera.shared.rounds.outliers import median_norm
 from tessera.shared.rounds.planning import begun, bounds_of, plan_round, run_facts, warnings_of
+from tessera.shared.rounds.secure_sums import Sums, terms_of_round
 from tessera.shared.rounds.versions import States
+from tessera.shared.schema import canonical
+from tessera.shared.secure_sums.messages import Envelope, Terms
 from tessera.worker.simulation.blob_folder import Folder
-from tessera.worker.simulation.checkpoint import CommittedVersion, Records
+from tessera.worker.simulation.checkpoint import CommittedVersion, Records, Reported
 from tessera.worker.simulation.conditions import Conditions
 from tessera.worker.simulation.in_process_coordinator import RUN, InProcessCoordinator, Order
 from tessera.worker.simulation.result import Result
+from tessera.worker.simulation.secure_sums import keys_of
 from tessera.worker.simulation.virtual_sites import VirtualSites, worker_of
 from tessera.worker.simulation.virtual_workers import EVALUATOR, Workers
 from tessera.worker.simulation.worker_processes import WorkerProcesses
@@ -108,9 +113,10 @@ class Simulation:
         reports = [held.reported for task in attempts[-1].tasks if (held := self.records.open.get(task.id))]
         bounds, base = self.bounds, _ref(self.latest)
         accepted = [one.accepted(self.population.site_of(one.view.worker), base) for one in reports]
-        key = simulated_key(self.spec.seed, base.number + 1)
-        manifest, new, merged = self.aggregation.merge(self.spec, bounds, base, accepted, key)
+        key, sums = simulated_key(self.spec.seed, base.number + 1), self._sums(reports)
+        manifest, new, merged = self.aggregation.merge(self.spec, bounds, base, accepted, sums, key)
         state = self.states.load(self.model, manifest, self.latest.number + 1)
+        # Empty for secure sums, which go with no robust rule.
         scores = self.aggregation.scores(self.spec, bounds, base, accepted)
         found = [norm_scores(self._half, bounds, accepted), scores]
         made = _ended(_scored(attempts[-1], found), merged)
@@ -122,7 +128,7 @@ class Simulation:
         self.records.open.clear()
         self.aggregation.inspector.release()
         self.blobs.remove(updates)
-        keep = self.conditions.keep_versions
+        keep = self._keep
         if keep != "all" and len(self.versions) > keep:
             self.blobs.remove(self._digests(self.versions[-1 - keep].version) - self._needed())
         return made
@@ -143,15 +149,23 @@ class Simulation:
 
     def _needed(self) -> set[str]:
         """Return the blobs that may still be read."""
-        keep = self.conditions.keep_versions
+        keep = self._keep
         kept = self.versions if keep == "all" else self.versions[-keep:]
         digests = set[str]().union(*(self._digests(entry.version) for entry in kept))
         files = {ref.digest for ref in self.states.model(self.spec.model).preprocessing.values()}
         return {self.spec.model} | files | self._open_updates() | digests
 
+    @property
+    def _keep(self) -> int | Literal["all"]:
+        """The number of versions to keep: the scales of secure sums follow from the last step."""
+        keep = self.conditions.keep_versions
+        return keep if keep == "all" or not self.spec.secure_sums else max(keep, 2)
+
     def _open_updates(self) -> set[str]:
-        """Return the digests of the accepted updates of the round that is not committed yet."""
-        return {held.reported.update for held in self.records.open.all()}
+        """Return the digests of the accepted updates of the round that is not committed yet, and of its terms."""
+        reports = [held.reported for held in self.records.open.all()]
+        terms = {Envelope.model_validate_json(one.envelope).terms for one in reports if one.envelope}
+        return {one.update for one in reports} | terms
 
     def _digests(self, version: Version) -> set[str]:
         """Return a version's blobs; none if they were removed."""
@@ -185,7 +199,31 @@ class Simulation:
             raise Stalled(f"round {number} cannot open: {len(there)} sites are there, and the quorum is {quorum}")
         state = self.states.load(self.model, self._manifest, self.latest.number)
         plans = plan_round(self.spec, self.model, state, [self.population.participant(site) for site in there])
-        return [self._order(number, attempt, worker, plan) for worker, plan in plans.items()]
+        sums = self._sum_task(plans, state, attempt)
+        return [self._order(number, attempt, worker, plan, sums) for worker, plan in plans.items()]
+
+    def _sum_task(self, plans: Mapping[str, Plan], state: State, attempt: int) -> SumTask | None:
+        """Return what the round's tasks carry for a secure sum; None for a run without."""
+        if self.spec.secure_sums is None or not plans:
+            return None
+        sites = map(self.population.site_of, plans)
+        examples = max(self.population.participant(site).examples for site in sites)
+        before = None
+        if len(self.versions) > 1:
+            former = self.versions[-2].version
+            before = self.states.load(self.model, self.states.manifest(former.digest), former.number)
+        keys, version = keys_of(self.spec.secure_sums.helpers), _ref(self.latest)
+        about = (self.spec, self.model, plans, keys, self.bounds, examples, state, before)
+        terms = terms_of_round(*about, run=RUN, attempt=attempt, version=version)
+        return SumTask(terms=self.blobs.put([canonical(terms)]).digest)
+
+    def _sums(self, reports: Sequence[Reported]) -> Sums | None:
+        """Return the sums of a round, which need no opening here; None for a run without."""
+        if self.spec.secure_sums is None:
+            return None
+        envelopes = {one.view.worker: Envelope.model_validate_json(one.envelope or "{}") for one in reports}
+        (digest,) = {envelope.terms for envelope in envelopes.values()}
+        return Sums(Terms.model_validate_json(self.blobs.read(digest)), envelopes, ())
 
     def _there(self, number: int) -> list[str]:
         return [site for site in self.population.holdings if self._is_available(site, number)]
@@ -218,9 +256,11 @@ class Simulation:
         allowed = self.spec.cohort.sites
         return (allowed is None or site in allowed) and self.conditions.is_there(site, number)
 
-    def _order(self, number: int, attempt: int, worker: str, plan: Plan) -> Order:
+    def _order(self, number: int, attempt: int, worker: str, plan: Plan, sums: SumTask | None) -> Order:
         task = f"{number}-{attempt}-{self.population.place(self.population.site_of(worker))}"
-        return Order(id=task, worker=worker, kind="train", number=number, plan=plan, version=_ref(self.latest))
+        return Order(
+            id=task, worker=worker, kind="train", number=number, plan=plan, version=_ref(self.latest), sums=sums
+        )
 
     def _answers(self, orders: Sequence[Order], attempt: int) -> list[TaskView]:
         """Return how each order ended, in the sequence of `orders`."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 
-from tessera.shared.client.client import Progress
+from tessera.shared.client.transfers import Progress
 from tessera.shared.methods.base import Participant
 from tessera.shared.problems import Invalid
 from tessera.worker.data.dataset import Dataset

@@ -15,6 +15,7 @@ from tessera.worker.data.dataset import Dataset
 from tessera.worker.governance.policy import Policy
 from tessera.worker.model.layouts import MappingFile
 from tessera.worker.simulation.in_process_coordinator import InProcessCoordinator, Order
+from tessera.worker.simulation.secure_sums import party_of
 from tessera.worker.simulation.virtual_sites import VirtualSites
 from tessera.worker.state.atomic_files import sweep
 from tessera.worker.state.vault import Vault
@@ -90,6 +91,7 @@ class Workers:
             models=self.models,
             resources=self.population.participant(site).resources if site else {},
             noise_key=noise_key_of,
+            sums=party_of(site, self.coordinator.helpers) if site and task.sums else None,
         )
         runner.run(task, lambda: None, Report())
 

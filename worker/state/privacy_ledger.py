@@ -7,15 +7,19 @@ then the entry is void. Uses without noise are recorded as exact, with infinite 
 
 from __future__ import annotations
 
+import fcntl
+import operator
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
-from tessera.shared.run_settings import Budget
+from tessera.shared.run_settings import Budget, Unit
 from tessera.shared.schema import Frozen, Label
 from tessera.worker.state.hash_chain import (
     Chain,
@@ -33,12 +37,15 @@ LEDGER_FOLDER = "ledger"
 """Name of the folder of ledgers in the worker's state folder."""
 
 
+LOCK_FILE = "all.lock"
+
+
 class LedgerError(ChainError):
     """A ledger is not reliable; the message names the line and the reason. Spending stops until it is repaired."""
 
 
 class NoisySteps(Frozen):
-    """`steps` sums of clipped gradients, each of a Poisson sample, with Gaussian noise of
+    """`steps` sums of clipped gradients of examples or groups, each of a Poisson sample, with Gaussian noise of
     `noise_multiplier` times the clip norm."""
 
     kind: Literal["noisy-steps"] = "noisy-steps"
@@ -70,11 +77,30 @@ Event = Annotated[NoisySteps | NoisyChoice | Exact, Field(discriminator="kind")]
 """One use of a mechanism on a data set."""
 
 
+@dataclass(frozen=True)
+class OneInGroup:
+    """Noisy steps of groups, as one example of a group sees them: with another example in its place, or none, its
+    group's clipped gradient becomes any other, so that the sum moves by up to two clip norms."""
+
+    steps: NoisySteps
+
+
+Cost = Event | OneInGroup
+"""A use of a mechanism, as it counts for the unit that a budget protects."""
+
+OF_EXAMPLES: Literal["training of examples"] = "training of examples"
+UnboundedUse = Use | Literal["training of examples"]
+"""A use that a budget does not bound: an exact one; or, for a budget of groups, one that protects single examples."""
+
+
 class LedgerEntry(Link):
     """The privacy reserved for one attempt at a task; or, with `voids`, the entries that were not used."""
 
     dataset: Label
     examples: NonNegativeInt = 0
+    """The number of examples, or of groups if these are the unit."""
+    unit: Unit = Field(default="example", exclude_if=partial(operator.eq, "example"))
+    """The unit that the events protect. Lines from before there were groups have none."""
     run: str = ""
     run_name: str = ""
     round: int = 0
@@ -108,11 +134,17 @@ class LedgerPage:
         return head_of(self._held.entries)
 
     def spend(
-        self, task: TaskRef, examples: int, target: Budget, events: Sequence[Event], checkpoint: str = ""
+        self,
+        task: TaskRef,
+        examples: int,
+        target: Budget,
+        events: Sequence[Event],
+        checkpoint: str = "",
+        unit: Unit = "example",
     ) -> LedgerEntry:
         """Reserve what the events cost. The entry is on disk when this returns, and counts until it is voided."""
-        budget = Budget(epsilon=target.epsilon, delta=target.delta)
-        return self._add(task, examples=examples, target=budget, events=tuple(events), checkpoint=checkpoint)
+        given = {"examples": examples, "unit": unit, "events": tuple(events), "checkpoint": checkpoint}
+        return self._add(task, target=Budget(epsilon=target.epsilon, delta=target.delta), **given)
 
     def void(self, task: TaskRef, seqs: Collection[int]) -> LedgerEntry:
         """Void entries of this task of which nothing left."""
@@ -185,6 +217,22 @@ class Ledger:
             finally:
                 if page.head:
                     self._latest[dataset] = page.head
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Lock the whole folder against others that lock it: what they spend counts for a budget of all ledgers."""
+        self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with (self._folder / LOCK_FILE).open("ab") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+    def elsewhere(self, dataset: str) -> tuple[LedgerEntry, ...]:
+        """Return the entries that count in the folder's other ledgers. Raises LedgerError as `check` does."""
+        known = {self.name(other): other for other in self._expected}
+        found: list[LedgerEntry] = []
+        for name in self.besides([dataset]):
+            found += self.check(known[name]) if name in known else counting(self._named(name).check())
+        return tuple(found)
 
     def name(self, dataset: str) -> str:
         """Return what the data set's ledger is called."""
@@ -290,11 +338,42 @@ def counting(entries: Iterable[LedgerEntry]) -> tuple[LedgerEntry, ...]:
     return tuple(entry for entry in entries if entry.events and entry.seq not in void)
 
 
-def exact_in(entries: Iterable[LedgerEntry]) -> tuple[tuple[LedgerEntry, Use], ...]:
-    """Return the uses without noise, oldest first, each with its entry."""
-    return tuple((entry, event.use) for entry in entries for event in entry.events if isinstance(event, Exact))
+def unbounded_in(
+    entries: Iterable[LedgerEntry], unit: Unit = "example"
+) -> tuple[tuple[LedgerEntry, UnboundedUse], ...]:
+    """Return the uses of which no budget of this unit bounds what they reveal, oldest first, each with its entry."""
+    return tuple(
+        (entry, event.use if isinstance(event, Exact) else OF_EXAMPLES)
+        for entry in entries
+        for event in entry.events
+        if isinstance(event, Exact) or (unit, entry.unit) == ("group", "example")
+    )
 
 
-def noisy_in(entries: Iterable[LedgerEntry]) -> list[Event]:
-    """Return the uses with noise."""
-    return [event for entry in entries for event in entry.events if not isinstance(event, Exact)]
+def noisy_in(entries: Iterable[LedgerEntry], unit: Unit = "example") -> list[Cost]:
+    """Return what the uses with noise cost a unit, without those that `unbounded_in` has."""
+    return [
+        cost
+        for entry in entries
+        for event in entry.events
+        if not isinstance(event, Exact)
+        for cost in costs_of(event, entry.unit, unit)
+    ]
+
+
+def costs_of(event: NoisySteps | NoisyChoice, of: Unit, unit: Unit) -> list[Cost]:
+    """Return what an event that protects units `of` costs a `unit`: nothing that is bounded if this is larger."""
+    if of == unit:
+        return [event]
+    if unit == "group":
+        return []
+    if isinstance(event, NoisySteps):
+        return [OneInGroup(event)]
+    # A distance of two is four times the zCDP (Bun and Steinke 2016, arXiv 1605.02065, proposition 1.9).
+    return [NoisyChoice(rho=4 * event.rho)]
+
+
+def unit_of(entries: Iterable[LedgerEntry]) -> Unit:
+    """Return the unit in which all uses with noise are bounded: groups if all of them protect groups."""
+    units = {entry.unit for entry in entries if entry.target}
+    return "group" if units == {"group"} else "example"

@@ -14,11 +14,13 @@ from tessera.shared.api.tasks import Task
 from tessera.shared.methods.registry import check as check_method
 from tessera.shared.methods.registry import needs_one_example_per_row
 from tessera.shared.schedule import local_epochs
+from tessera.shared.secure_sums.messages import Terms
 from tessera.shared.tensors.lazy import Array
 from tessera.shared.updates.codecs import pipeline
 from tessera.worker.data import augmentation
 from tessera.worker.data.content import content_digest
 from tessera.worker.data.dataset import Dataset
+from tessera.worker.data.groups import Groups, UngroupedExamples
 from tessera.worker.data.overlap import MAX_SHARED, hashes_in_order, share_of, sketch_of
 from tessera.worker.governance.approvals import Inbox, Request
 from tessera.worker.governance.descriptions import summary
@@ -29,6 +31,7 @@ from tessera.worker.task.environment import TaskRun
 from tessera.worker.task.errors import TaskFailure, faults_in
 from tessera.worker.task.fetch import read_model
 from tessera.worker.task.resumption import checkpoint_of
+from tessera.worker.task.secure_sums import admitted_terms
 from tessera.worker.training.input_mismatch import InputMismatch
 from tessera.worker.training.progress import CALIBRATING
 
@@ -45,6 +48,8 @@ class Admission:
     """The task's privacy accounting; None without differential privacy."""
     checkpoint: TaskCheckpoint | None
     """The checkpoint to resume from and to write; None if this worker writes none."""
+    terms: Terms | None = None
+    """The terms of the round's secure sum; None for a run without one."""
 
 
 def admit(run: TaskRun) -> Admission:
@@ -69,18 +74,27 @@ def admit(run: TaskRun) -> Admission:
         _require_packable(task)
     if task.training.augments and (task.kind == "train" or task.held_out):
         _require_augmentable(task, dataset)
-    env.policy.check_batch(task.training.batch_size, dataset.examples)
-    if task.kind == "train":
-        env.policy.check_epochs(local_epochs(task.training, dataset.examples))
+    groups = _groups(run, dataset)
+    _check_length(run, groups.count if groups else dataset.examples)
     if env.inbox:
-        _require_approval(run, env.inbox, dataset)
+        _require_approval(run, env.inbox, dataset, groups)
     if allowance := env.allowances.get(task.dataset):
         allowance.check(task)
     check_overlap(run, dataset)
     if task.kind != "train":
         return Admission(dataset, None, None)
+    terms = admitted_terms(run)
     checkpoint = checkpoint_of(env, task)
-    return Admission(dataset, _private(run, dataset, checkpoint), checkpoint)
+    return Admission(dataset, _private(run, dataset, groups, checkpoint), checkpoint, terms)
+
+
+def _check_length(run: TaskRun, units: int) -> None:
+    """Raise PolicyViolation for larger batches or more epochs than the site allows, of examples or of groups."""
+    policy, task = run.env.policy, run.task
+    private = task.kind == "train" and task.privacy
+    policy.check_batch(task.training.batch_size, units, private.examples_per_unit if private else 1)
+    if task.kind == "train":
+        policy.check_epochs(local_epochs(task.training, units))
 
 
 def _require_packable(task: Task) -> None:
@@ -105,7 +119,7 @@ def _require_augmentable(task: Task, dataset: Dataset) -> None:
         raise InputMismatch(f"the data set {task.dataset!r} does not take the run's training.augmentation: {said}")
 
 
-def _require_approval(run: TaskRun, inbox: Inbox, dataset: Dataset) -> None:
+def _require_approval(run: TaskRun, inbox: Inbox, dataset: Dataset, groups: Groups | None) -> None:
     """Raise Unapproved unless the run is approved; file a request from its first task."""
     task = run.task
     measured = dataset.held_out if task.kind == "evaluate" and task.held_out else dataset
@@ -121,7 +135,13 @@ def _require_approval(run: TaskRun, inbox: Inbox, dataset: Dataset) -> None:
             examples=examples,
             worker=run.env.name,
             asked_at=datetime.now(UTC),
-            summary=summary(task, read_model(run), examples, raw_texts=dataset.texts is not None),
+            summary=summary(
+                task,
+                read_model(run),
+                examples,
+                groups=groups.count if groups else None,
+                raw_texts=dataset.texts is not None,
+            ),
         )
         run.journal.note("run.ask", terms=terms, summary=request.summary)
         return request
@@ -167,7 +187,25 @@ def _fingerprints(run: TaskRun, dataset: str, ledger: Ledger) -> Array:
     return known[dataset]
 
 
-def _private(run: TaskRun, dataset: Dataset, checkpoint: TaskCheckpoint | None) -> PrivateTask | None:
+def _groups(run: TaskRun, dataset: Dataset) -> Groups | None:
+    """Return the groups of the examples if the task protects them. Raises PolicyViolation if an example has none."""
+    task, known = run.task, run.env.groups
+    if task.kind != "train" or task.privacy is None or task.privacy.unit != "group":
+        return None
+    try:
+        if task.dataset not in known:
+            known[task.dataset] = Groups.of(dataset.groups)
+    except UngroupedExamples as fault:
+        # Without figures: how many examples have none is exact information about the data.
+        raise PolicyViolation(
+            "group", f"the run protects groups of examples (privacy.unit), and in {task.dataset!r} {fault}"
+        ) from None
+    return known[task.dataset]
+
+
+def _private(
+    run: TaskRun, dataset: Dataset, groups: Groups | None, checkpoint: TaskCheckpoint | None
+) -> PrivateTask | None:
     """Return the task's privacy accounting, if any. Raises PolicyViolation if the budget does not suffice."""
     env, task = run.env, run.task
     if task.privacy is None:
@@ -194,8 +232,10 @@ def _private(run: TaskRun, dataset: Dataset, checkpoint: TaskCheckpoint | None) 
         env.allowances.get(task.dataset),
         env.policy.require_privacy,
         env.policy.max_weekly_privacy,
+        env.policy.max_total_privacy,
         env.noise_key(task),
         checkpoint.key.digest if checkpoint else "",
         checkpoint.document["private"] if checkpoint and checkpoint.document else None,
+        groups,
     )
     return private

@@ -1,8 +1,8 @@
 """The environment shared by a worker's tasks, and the context of one task."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -11,10 +11,11 @@ from typing import Any, BinaryIO, Protocol
 import torch
 from pydantic import JsonValue
 
+from tessera.shared.api.secure_sums import HelperReport
 from tessera.shared.api.tasks import EvaluationResult, Submission, Task, TaskView
-from tessera.shared.api.versions import Difference, Manifest
-from tessera.shared.client.client import Progress
+from tessera.shared.api.versions import Manifest
 from tessera.shared.client.line import ThreadTimes
+from tessera.shared.client.transfers import Progress
 from tessera.shared.hashing import Sink
 from tessera.shared.json_limits import check_document
 from tessera.shared.methods.base import RunInfo, WorkerHalf
@@ -25,6 +26,7 @@ from tessera.shared.schema import TaskKind
 from tessera.shared.tensors.lazy import Array
 from tessera.shared.updates.codec_choice import CodecChooser
 from tessera.worker.data.dataset import Dataset
+from tessera.worker.data.groups import Groups
 from tessera.worker.governance.airlock import Airlock
 from tessera.worker.governance.approvals import Inbox
 from tessera.worker.governance.policy import Allowance, Policy
@@ -37,9 +39,12 @@ from tessera.worker.state.blob_cache import Row, Source
 from tessera.worker.state.checkpoints import Checkpoints
 from tessera.worker.state.hash_chain import TaskRef
 from tessera.worker.state.privacy_ledger import Ledger, Use
+from tessera.worker.state.site_keys import SumParty
 from tessera.worker.state.vault import Vault
 from tessera.worker.task.model_cache import ModelCache
+from tessera.worker.training.divergence import TrainingDiverged
 from tessera.worker.training.optimization.micro_batch import PieceSize
+from tessera.worker.training.optimization.precision import gradient_scaler, restore_scale, scale_of
 from tessera.worker.training.progress import Check, Report
 from tessera.worker.training.setup import TrainingSetup
 
@@ -56,10 +61,16 @@ class Coordinator(Protocol):
     def upload_line(self) -> float | None: ...
     def copy_blob(self, digest: str, file: Sink, progress: Progress | None = None) -> None: ...
     def copy_blobs(self, digests: Sequence[str], file: Sink, progress: Progress | None = None) -> None: ...
-    def difference(self, run_id: str, number: int, since: int) -> Difference | None: ...
+    def copy_difference(
+        self, run_id: str, number: int, since: int, file: Sink, below: int, progress: Progress | None = None
+    ) -> bool: ...
     def put_stream(self, digest: str, file: BinaryIO, length: int, progress: Progress | None = None) -> None: ...
     def submit(self, task_id: str, submission: Submission) -> TaskView: ...
+    def submit_file(
+        self, task_id: str, submission: Submission, file: BinaryIO, length: int, progress: Progress | None = None
+    ) -> TaskView: ...
     def submit_evaluation(self, task_id: str, evaluated: EvaluationResult) -> TaskView: ...
+    def submit_helper_report(self, task_id: str, report: HelperReport) -> TaskView: ...
     def task(self, task_id: str) -> TaskView: ...
 
 
@@ -114,6 +125,8 @@ class TaskEnvironment:
     """Data sets used only for evaluation."""
     fingerprints: dict[str, Array] = field(default_factory=dict)
     """Hashes of the examples, by data set."""
+    groups: dict[str, Groups] = field(default_factory=dict)
+    """The groups of the examples, by data set, once a run has protected them."""
     contents: dict[str, str] = field(default_factory=dict)
     """Digests of the data sets' contents, by data set: with another, no checkpoint is resumed."""
     divided: frozenset[str] = frozenset()
@@ -136,6 +149,8 @@ class TaskEnvironment:
     """The site's external bases; None has none, as in a simulation."""
     sandbox: Sandbox | None = None
     """Sandbox in which an untrusted model is built first; None trusts every model, as in a simulation."""
+    sums: SumParty | None = None
+    """This site in secure sums; None takes part in none."""
     checkpoints: Checkpoints | None = None
     """Checkpoints of unfinished training; None writes none, as in a simulation."""
     checkpoint_seconds: float = math.inf
@@ -199,6 +214,11 @@ class TaskRun:
         self.report.download_bytes += nbytes
         self.check()
 
+    def sent(self, nbytes: int) -> None:
+        """Count bytes that were sent."""
+        self.report.upload_bytes += nbytes
+        self.check()
+
     def fetch(self, digest: str, max_bytes: int) -> Path:
         """Return the path of a blob, fetched if it is not here. Raises DigestMismatch, BlobTooLarge."""
         return self.env.shelf.fetch(digest, max_bytes, self.env.coordinator.copy_blob, self.count)
@@ -238,3 +258,25 @@ class TaskRun:
     def contention(self) -> float:
         """Seconds that a second of computing has taken since the task began."""
         return ThreadTimes.now().since(self.began).contention
+
+
+@contextmanager
+def loss_scaler(env: TaskEnvironment, task: Task) -> Iterator[torch.amp.GradScaler]:
+    """Yield a loss scaler at the scale that the run's last training found, also before a restart of the worker.
+
+    The scale is kept at once, whether or not the update is merged. Training that diverges removes it: its scale is
+    unusable.
+    """
+    scaler = env.scalers.pop(task.run, None)
+    if scaler is None:
+        scaler = gradient_scaler(task.training, env.device)
+        if scaler.is_enabled():
+            restore_scale(scaler, env.vault.load_scale(task.run))
+    try:
+        yield scaler
+    except TrainingDiverged:
+        env.vault.keep_scale(task.run, {})
+        raise
+    env.scalers[task.run] = scaler
+    if scaler.is_enabled():
+        env.vault.keep_scale(task.run, scale_of(scaler))

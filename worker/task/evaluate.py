@@ -3,10 +3,9 @@
 from tessera.shared.metrics.site_spread import PERSONAL
 from tessera.shared.schedule import steps_per_epoch
 from tessera.worker.data.dataset import Dataset
-from tessera.worker.task.environment import TaskRun
+from tessera.worker.task.environment import TaskRun, loss_scaler
 from tessera.worker.task.errors import TaskFailure
 from tessera.worker.task.fetch import Loaded
-from tessera.worker.task.loss_scale import loss_scaler
 from tessera.worker.task.tokenize import require_apart
 from tessera.worker.training.batches import Batches
 from tessera.worker.training.evaluate import evaluate as measure
@@ -52,7 +51,8 @@ def _personalise(run: TaskRun, loaded: Loaded, dataset: Dataset) -> bool:
     """Turn the version into this site's personalized model. Return False if the method or the site has none."""
     env, task = run.env, run.task
     half, context = loaded.half, loaded.context
-    if task.privacy is None and (env.policy.require_privacy or task.dataset in env.allowances):
+    rules = (env.policy.require_privacy, env.policy.max_total_privacy, env.allowances.get(task.dataset))
+    if task.privacy is None and any(rules):
         # The private state may have been trained before the site required privacy.
         return False
     loaded.personalise()

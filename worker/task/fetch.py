@@ -365,19 +365,16 @@ def _catch_up(run: TaskRun, manifest: Manifest, wanted: Sequence[Block], blocks:
     lacking_bytes = sum(block.nbytes for block in lacking)
     if not difference_pays(lacking_bytes, env.coordinator.download_line, run.contention):
         return
-    difference = env.coordinator.difference(task.run, task.version.number, known.number)
-    if difference is None or difference.nbytes >= lacking_bytes:
-        return
+    number, since = task.version.number, known.number
 
     def received(nbytes: int) -> None:
         run.count(nbytes)
         if file.tell() > lacking_bytes:
-            raise BlobTooLarge(
-                f"the difference {difference.digest} is larger than the {lacking_bytes} bytes of its blocks"
-            )
+            raise BlobTooLarge(f"the difference is larger than the {lacking_bytes} bytes of its blocks")
 
     with temporary_file(env.scratch) as (path, file):
-        env.coordinator.copy_blob(difference.digest, file, received)
+        if not env.coordinator.copy_difference(task.run, number, since, file, lacking_bytes, received):
+            return
         file.flush()
         table = {block.name: block for block in blocks}
         bases = {name: BlobTensor(shelf.path(before[name]), block) for name, block in table.items()}

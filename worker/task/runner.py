@@ -8,6 +8,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from tessera.shared.api.secure_sums import HELPER_KINDS
 from tessera.shared.api.tasks import Task
 from tessera.shared.methods.base import LocalResult, TrainingStats
 from tessera.shared.problems import Problem
@@ -27,6 +28,7 @@ from tessera.worker.task.evaluate import evaluate
 from tessera.worker.task.fetch import Fetched, Loaded, fetch, load
 from tessera.worker.task.heartbeat import Stopped
 from tessera.worker.task.resumption import ending
+from tessera.worker.task.secure_sums import help_open
 from tessera.worker.task.tokenize import tokenize
 from tessera.worker.task.train import train
 from tessera.worker.task.upload import Egress
@@ -89,6 +91,9 @@ class TaskRunner(TaskEnvironment):
                 version=task.version.digest,
                 **({"base_bits": bits} if (bits := self.setup.compute.base_bits) else {}),
             )
+        if task.kind in HELPER_KINDS:
+            help_open(run)
+            return
         admission = admit(run)
         dataset, private, checkpoint = admission.dataset, admission.private, admission.checkpoint
         report.begin("fetching")
@@ -99,7 +104,7 @@ class TaskRunner(TaskEnvironment):
                 dataset = tokenize(run, fetched.document, loaded, dataset)
                 require_own_loss(loaded.context, dataset)
             fitting = explained(fetched.document, loaded.context, dataset, private=task.privacy is not None)
-            egress = Egress(run, private, checkpoint)
+            egress = Egress(run, private, checkpoint, admission.terms)
             if task.kind == "train":
                 with spans.span("train"), fitting:
                     if self.ranks:
@@ -108,11 +113,10 @@ class TaskRunner(TaskEnvironment):
                         seconds = self.checkpoint_seconds
                         checkpoints = TrainingCheckpoints(checkpoint, seconds) if checkpoint else None
                         result, stats = train(run, loaded, dataset, private, checkpoints)
-                with spans.span("upload"):
-                    update = egress.upload(result, loaded, stats.examples)
-                with spans.span("submit"):
+                with spans.span("upload"), egress.ready(result, loaded, stats.examples) as update:
                     keep = {**result.keep, **loaded.feedback.kept(), **loaded.moments.values}
-                    egress.submit(update, keep, stats.examples)
+                    with spans.span("submit"):
+                        egress.submit(update, keep, stats.examples)
             else:
                 with spans.span("evaluate"):
                     with fitting:
@@ -132,12 +136,31 @@ class TaskRunner(TaskEnvironment):
             # A task on a data set with an unreadable ledger fails and reports why.
             with suppress(LedgerError, OSError, ImportError):
                 entries = self.ledger.latest(name) if self.ledger else ()
-                spent[name] = math.inf if most.uncovered(entries) else least_budget_of(noisy_in(entries), most.delta)
+                costs = noisy_in(entries, most.unit)
+                spent[name] = math.inf if most.uncovered(entries) else least_budget_of(costs, most.delta)
         return spent
+
+    def declared_units(self, dataset: str) -> int:
+        """Return the number of examples of a data set; of groups if only runs that protect groups may train on it."""
+        examples = self.datasets[dataset]
+        policy = self.policy
+        rules = (
+            policy.require_privacy,
+            policy.max_weekly_privacy,
+            policy.max_total_privacy,
+            self.allowances.get(dataset),
+        )
+        if (
+            dataset in self.for_evaluation
+            or examples.groups is None
+            or all(rule is None or rule.unit == "example" for rule in rules)
+        ):
+            return examples.examples
+        return len(set(examples.groups))
 
     def may_measure(self, dataset: str, examples: int) -> bool:
         """Return whether versions may be evaluated on `examples` of an evaluation-only data set."""
-        rules = (self.policy.require_privacy, self.allowances.get(dataset))
+        rules = (self.policy.require_privacy, self.policy.max_total_privacy, self.allowances.get(dataset))
         return examples >= self.policy.min_evaluation_examples and all(rule.evaluations for rule in rules if rule)
 
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
+import sys
 from typing import TYPE_CHECKING
 
 from tessera.shared.methods.base import LocalResult, TrainingStats, UnsupportedRun
 from tessera.shared.model.block_rates import PRIVATE
 from tessera.shared.schema import EPSILON
 from tessera.worker.data.dataset import Dataset
-from tessera.worker.task.environment import TaskRun
+from tessera.worker.task.environment import TaskRun, loss_scaler
 from tessera.worker.task.errors import TaskFailure
 from tessera.worker.task.fetch import Loaded
-from tessera.worker.task.loss_scale import loss_scaler
 from tessera.worker.task.tokenize import require_apart
 from tessera.worker.training.batches import Batches
 from tessera.worker.training.checkpoints import TrainingCheckpoints
@@ -39,7 +39,7 @@ def train(
     loaded.personalise()
     _check_plan(run, loaded)
     require_apart(run, context, dataset)
-    report.examples = dataset.examples
+    units = report.examples = private.units if private else dataset.examples
     # Selecting blocks may read data too; no steps are counted for that.
     report.begin("training")
     report.activity = CALIBRATING if private else None
@@ -58,8 +58,9 @@ def train(
         private.check_choice()
     selected = env.setup.ranks.same(lambda: chosen)
     phases = half.phases(context, selected)
-    env.policy.check_epochs(epochs_of(phases, task.training, dataset.examples))
-    least = env.policy.min_evaluation_examples
+    env.policy.check_epochs(epochs_of(phases, task.training, units))
+    # A loss of this site alone would tell what the secure sum hides.
+    least = env.policy.min_evaluation_examples if task.sums is None else sys.maxsize
     with loss_scaler(env, task) as scaler:
         trainer = Trainer(
             half,
@@ -84,6 +85,8 @@ def train(
     if private:
         report.metrics = {**private.disclosed(report.metrics), EPSILON: private.spent()}
     report.metrics |= loaded.built.metrics
+    if task.sums:
+        report.metrics = {name: value for name, value in report.metrics.items() if name == EPSILON}
     return result, stats
 
 

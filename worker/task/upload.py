@@ -20,6 +20,7 @@ from tessera.shared.methods.base import LocalResult
 from tessera.shared.model.blocks import Block
 from tessera.shared.problems import Problem
 from tessera.shared.schema import EPSILON
+from tessera.shared.secure_sums.messages import Terms
 from tessera.shared.tensors.lazy import Array, ArrayTensor
 from tessera.shared.updates.codecs import pipeline
 from tessera.shared.updates.safetensors_file import TensorEntry, read_header
@@ -41,22 +42,13 @@ from tessera.worker.task.environment import MAX_INLINE, TaskRun
 from tessera.worker.task.error_feedback import Feedback
 from tessera.worker.task.errors import TaskFailure
 from tessera.worker.task.fetch import Loaded
+from tessera.worker.task.secure_sums import masked
 from tessera.worker.task.upload_budget import write_within
 
 if TYPE_CHECKING:
     from tessera.worker.privacy.private_task import PrivateTask
 
 PAUSE_SECONDS = 0.5
-
-
-@dataclass(frozen=True)
-class Sent:
-    """An uploaded update, or an inline one, whose bytes are `data`."""
-
-    digest: str
-    data: bytes | None = None
-    audit_head: str | None = None
-    """Digest of the audit entry that records it."""
 
 
 @dataclass(frozen=True)
@@ -67,10 +59,8 @@ class UpdateFile:
     nbytes: int
     open: Callable[[], BinaryIO]
     path: Path | None = None
-
-    def read(self) -> bytes:
-        with self.open() as file:
-            return file.read()
+    envelope: str | None = None
+    """Of a masked update."""
 
     @property
     def digest(self) -> str:
@@ -87,23 +77,37 @@ class UpdateFile:
 
 
 @dataclass(frozen=True)
+class ReadyUpdate:
+    """An update that passed the gate."""
+
+    file: UpdateFile
+    digest: str
+    audit_head: str | None
+    """Digest of the audit entry that records it."""
+
+
+@dataclass(frozen=True)
 class Egress:
     """Egress of one task's result from the worker."""
 
     run: TaskRun
     private: PrivateTask | None = None
     checkpoint: TaskCheckpoint | None = None
+    terms: Terms | None = None
+    """The terms of the secure sum that the update goes into."""
 
-    def upload(self, result: LocalResult, loaded: Loaded, examples: int) -> Sent:
-        """Write the update and upload it, unless it is small enough to be sent inline.
+    @contextmanager
+    def ready(self, result: LocalResult, loaded: Loaded, examples: int) -> Iterator[ReadyUpdate]:
+        """Yield the update, written, checked and recorded as leaving.
 
-        Raises TaskFailure, PolicyViolation, UpdateWithheld, OverBudget, Problem.
+        Raises TaskFailure, PolicyViolation, UpdateWithheld, OverBudget.
         """
         env, task, report = self.run.env, self.run.task, self.run.report
         feedback = loaded.feedback
         changes = feedback.add(_changes(result, loaded.bases))
         asked = task.plan.upload.resolve(loaded.built.blocks)
-        with self._written(changes) as (update, exact):
+        written = self._masked(changes, examples) if self.terms else self._written(changes)
+        with written as (update, exact):
             if not exact:
                 report.metrics["codec_error"] = self._settle(update, changes, feedback)
             self._check_egress(update, asked, result.keep)
@@ -122,39 +126,46 @@ class Egress:
                 env.history.add(self.run.snapshot, env.policy, update.nbytes)
             head = self._note_leaving(summary) if summary else None
             report.begin("uploading", total_bytes=update.nbytes)
-            sent = self._counting()
-            if update.nbytes > min(task.inline_bytes, MAX_INLINE):
-                with update.open() as file:
-                    env.coordinator.put_stream(digest, file, update.nbytes, sent)
-                return Sent(digest, audit_head=head)
-            sent(update.nbytes)
-            return Sent(digest, update.read(), head)
+            yield ReadyUpdate(update, digest, head)
 
-    def submit(self, update: Sent, keep: Mapping[str, Array], examples: int) -> None:
-        """Submit the update. `keep` stays staged beside the vault until a receipt confirms the merge."""
-        env, task = self.run.env, self.run.task
-        submission = Submission(
-            token=task.token,
-            version=task.version.digest,
-            update=update.digest,
-            data=update.data,
-            examples=examples,
-            metrics=self.run.report.metrics,
-            download_bytes=self.run.report.download_bytes,
-            audit_head=update.audit_head,
-            progress=self.run.report.progress(),
-        )
-        staged = env.vault.stage(task.run, task.id, task.token, keep)
-        try:
-            view = env.coordinator.submit(task.id, submission)
-        except Problem as problem:
-            # Without an answer the file stays staged; the vault asks for the task's outcome later.
-            if not problem.retryable:
-                staged.discard()
-            raise
+    def submit(self, ready: ReadyUpdate, keep: Mapping[str, Array], examples: int) -> None:
+        """Submit the update: in the submission if it is small, behind it, or after an upload. `keep` stays staged
+        beside the vault until a receipt confirms the merge. Raises Problem."""
+        env, task, update, sent = self.run.env, self.run.task, ready.file, self._counting()
+        is_inline = update.nbytes <= min(task.inline_bytes, MAX_INLINE)
+        follows = not is_inline and update.nbytes <= task.stream_bytes
+        with update.open() as file:
+            if is_inline:
+                sent(update.nbytes)
+            elif not follows:
+                env.coordinator.put_stream(ready.digest, file, update.nbytes, sent)
+            submission = Submission(
+                token=task.token,
+                version=task.version.digest,
+                update=ready.digest,
+                data=file.read() if is_inline else None,
+                envelope=update.envelope,
+                examples=examples,
+                metrics=self.run.report.metrics,
+                download_bytes=self.run.report.download_bytes,
+                audit_head=ready.audit_head,
+                progress=self.run.report.progress(),
+            )
+            staged = env.vault.stage(task.run, task.id, task.token, keep)
+            try:
+                if follows:
+                    view = env.coordinator.submit_file(task.id, submission, file, update.nbytes, sent)
+                else:
+                    view = env.coordinator.submit(task.id, submission)
+            except Problem as problem:
+                # Without an answer the file stays staged; the vault asks for the task's outcome later. So it does if
+                # the task was ended while the bytes were sent, since all of them may have arrived.
+                if not (problem.retryable or follows):
+                    staged.discard()
+                raise
         if view.state == "accepted":
             staged.accept()
-            self.run.journal.note("update.count", update=update.digest)
+            self.run.journal.note("update.count", update=ready.digest)
         else:
             staged.discard()
 
@@ -210,6 +221,17 @@ class Egress:
             else:
                 opened = cast("PiecesFile", file).opened
             yield UpdateFile(written, nbytes, opened, path), exact
+
+    @contextmanager
+    def _masked(self, changes: Sequence[TrainedBlock], examples: int) -> Iterator[tuple[UpdateFile, bool]]:
+        """Yield the update under masks for a secure sum."""
+        assert self.terms  # noqa: S101 (for the types)
+        with temporary_file(self.run.env.scratch) as (path, file):
+            written, envelope = masked(self.run, self.terms, changes, examples, file, norms=self._summarized)
+            file.flush()
+            nbytes = file.seek(0, SEEK_END)
+            opened = cast("Callable[[], BinaryIO]", partial(path.open, "rb"))
+            yield UpdateFile(written, nbytes, opened, path, envelope), True
 
     def _file(self, *, inline: bool, raw: bool) -> AbstractContextManager[tuple[Path | None, BinaryIO]]:
         if self.run.env.airlock or not (inline or raw):

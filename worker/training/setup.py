@@ -49,6 +49,10 @@ class PrivateGradients(Protocol):
 class PrivateTraining(Protocol):
     """The differential privacy of a task, for the training loop. `worker.privacy` implements it."""
 
+    @property
+    def units(self) -> int:
+        """The number of protected units, of which batches are sampled: examples, or groups of them."""
+
     def begin(self, steps: int) -> None:
         """Reserve the privacy of a number of steps. Raises PolicyViolation."""
 

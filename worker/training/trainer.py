@@ -55,7 +55,9 @@ class Trainer(LocalTraining):
         if any(module.training != training for module in self.context.model.modules()):
             self.context.model.train(training)
         state = TrainingState(self, phases, order)
-        planned = [steps_of(phase, self.training, dataset.examples) for phase in phases]
+        # Batches of a private task are of its units, which may be groups of examples.
+        units = self.private.units if self.private else dataset.examples
+        planned = [steps_of(phase, self.training, units) for phase in phases]
         done = sum(planned[: state.at.phase]) + state.at.batches
         rates = islice(rate_factors(self.training, sum(planned), self.round_number, self.rounds), done, None)
         if self.private and phases:
@@ -77,7 +79,7 @@ class Trainer(LocalTraining):
             current.keep_moments()
             state.end_phase(current)
         rate_sum = self.training.learning_rate * state.at.rate_steps
-        return TrainingStats(dataset.examples, state.at.steps, state.at.loss, rate_sum)
+        return TrainingStats(units, state.at.steps, state.at.loss, rate_sum)
 
     def _train_openly(self, current: PhaseTraining, steps: int, batches: Batches, state: TrainingState) -> None:
         """Make the steps, over a new permutation for each pass over the data, and note the loss, as in `train`."""

@@ -129,7 +129,7 @@ def test_a_worker_codes_its_update_on_a_slow_line_only(
     coordinator: LiveCoordinator, tmp_path: Path, times: ThreadTimes, expected: set[str]
 ) -> None:
     runner, worker = real_worker(coordinator, tmp_path)
-    worker.client._up.note(MEASURED_BYTES, times)
+    worker.client._transfers.up.note(MEASURED_BYTES, times)
     sent = codecs_sent(coordinator, runner, worker)
     assert sent <= expected
     assert (LOSSLESS in sent) is (times is SLOW)
@@ -137,5 +137,5 @@ def test_a_worker_codes_its_update_on_a_slow_line_only(
 
 def test_a_lossy_codec_is_no_matter_of_choice(coordinator: LiveCoordinator, tmp_path: Path) -> None:
     runner, worker = real_worker(coordinator, tmp_path, codec="delta+int8")
-    worker.client._up.note(MEASURED_BYTES, FAST)
+    worker.client._transfers.up.note(MEASURED_BYTES, FAST)
     assert codecs_sent(coordinator, runner, worker) == {"delta+int8"}

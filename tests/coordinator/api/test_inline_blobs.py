@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,12 @@ from tessera.shared.tensors.lazy import digest_of
 from tessera.worker import agent
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
-from tests.worker.test_agent import begin, working
+from tests.support.tapping import Tap
+from tests.worker.test_agent import VIT, begin, working
 
 SMALL, LARGE = small_model(width=4), small_model(width=200)
+LARGE_VIT = {**VIT, "hidden_size": 64, "intermediate_size": 256}
+"""Of 200 kB, more than comes with a task or a submission."""
 
 
 def worker_of(coordinator: LiveCoordinator) -> ScriptedWorker:
@@ -44,10 +48,33 @@ def test_a_small_version_comes_with_its_task_and_later_what_is_new_in_it(coordin
     assert lacking(coordinator, worker.take(), SMALL) == {block.name for block in SMALL.blocks[1:]}
 
 
-def test_a_large_version_is_fetched(coordinator: LiveCoordinator) -> None:
+def test_of_a_large_version_its_manifest_comes_along(coordinator: LiveCoordinator) -> None:
     worker = worker_of(coordinator)
     start_run(coordinator.client(), LARGE, values(LARGE))
-    assert worker.take().inline_blobs == ()
+    task = worker.take()
+    assert [digest_of(data) for data in task.inline_blobs] == [task.version.digest]
+
+
+def test_nothing_of_a_version_with_a_large_manifest_comes_along(tmp_path: Path) -> None:
+    with LiveCoordinator(tmp_path, submission_bytes=300) as coordinator:
+        worker = worker_of(coordinator)
+        start_run(coordinator.client(), SMALL, values(SMALL))
+        assert worker.take().inline_blobs == ()
+
+
+def test_a_worker_asks_three_times_for_a_round_of_a_large_model(coordinator: LiveCoordinator, tmp_path: Path) -> None:
+    client = coordinator.client()
+    with Tap(coordinator.url) as tap:
+        with working(coordinator, tmp_path, url=tap.url):
+            run = begin(client, LARGE_VIT, rounds=2)
+            until(lambda: client.run(run.id).state == "completed")
+        asked = re.findall(rb"(GET|POST|PATCH|HEAD) (/v1/\S+) HTTP/1\.1\r\n", bytes(tap.up))
+    first, second = [place for place, (_, path) in enumerate(asked) if path.endswith(b"/update")]
+    # The model's document once; then a claim, the blocks or their difference from the last version, and the
+    # submission with the update behind it.
+    assert [path for _, path in asked[:first]][-2:] == [f"/v1/blobs/{run.spec.model}".encode(), b"/v1/blobs/read"]
+    difference = f"/v1/runs/{run.id}/versions/1/difference?since=0".encode()
+    assert [path for _, path in asked[first + 1 : second]] == [b"/v1/tasks/claim", difference]
 
 
 def test_a_worker_fetches_nothing_that_came_along(

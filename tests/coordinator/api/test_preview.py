@@ -17,7 +17,7 @@ from tessera.shared.model.dataset_schema import DatasetSchema
 from tessera.shared.model.selectors import roles
 from tessera.shared.model.spec import Model
 from tessera.shared.problems import Forbidden, Invalid
-from tessera.shared.run_settings import Budget
+from tessera.shared.run_settings import UnitBudget
 from tessera.shared.schema import canonical
 from tessera.shared.tensors.lazy import as_bytes
 from tests.support.coordinator import Clock, LiveCoordinator, until
@@ -55,7 +55,7 @@ def test_a_preview_names_why_each_worker_would_not_take_part(coordinator: LiveCo
     known(
         coordinator,
         "d",
-        advertised_policy=AdvertisedPolicy(max_epochs=1, require_privacy=Budget(epsilon=1, delta=1e-6)),
+        advertised_policy=AdvertisedPolicy(max_epochs=1, require_privacy=UnitBudget(epsilon=1, delta=1e-6)),
     )
     known(coordinator, "e", advertised_policy=AdvertisedPolicy(approve_runs=True))
     known(coordinator, "f", advertised_policy=AdvertisedPolicy(never_send=("head*",)))
@@ -268,7 +268,7 @@ def test_sites_that_have_not_agreed_use_up_no_tries(coordinator: LiveCoordinator
 
 def test_a_mirror_that_has_not_changed_is_entered_once(coordinator: LiveCoordinator) -> None:
     advertised_policy = AdvertisedPolicy(
-        may_send=roles("value"), hours=("Mon 10:00-11:00",), budgets={"d": Budget(epsilon=1, delta=1e-6)}
+        may_send=roles("value"), hours=("Mon 10:00-11:00",), budgets={"d": UnitBudget(epsilon=1, delta=1e-6)}
     )
     worker = known(coordinator, "a", advertised_policy=advertised_policy)
     worker.enrol()

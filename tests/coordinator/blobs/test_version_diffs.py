@@ -90,6 +90,27 @@ def block_at(client: Client, manifest: Any, name: str) -> Any:
     return np.frombuffer(client.read_blob(manifest.blocks[name]), np.float32).reshape(MODEL.by_name[name].shape)
 
 
+def test_its_bytes_come_at_once_and_in_parts_where_they_are_asked_for(coordinator: LiveCoordinator) -> None:
+    run, site = committed(coordinator, 1)
+    found = site.difference(run.id, 1, 0)
+    assert found
+    data, file = site.read_blob(found.digest), io.BytesIO()
+    assert site.copy_difference(run.id, 1, 0, file, found.nbytes + 1)
+    assert file.getvalue() == data
+    rest = io.BytesIO(data[:7])
+    rest.seek(7)
+    assert site.copy_difference(run.id, 1, 0, rest, found.nbytes + 1)
+    assert rest.getvalue() == data
+    assert not site.copy_difference(run.id, 1, 0, io.BytesIO(), found.nbytes)
+    assert not site.copy_difference(run.id, 2, 0, io.BytesIO(), found.nbytes + 1)
+
+
+def test_a_viewer_gets_no_bytes_of_it(coordinator: LiveCoordinator) -> None:
+    run, _ = committed(coordinator, 1)
+    with refusing("forbidden"):
+        coordinator.client("viewer").copy_difference(run.id, 1, 0, io.BytesIO(), 1 << 20)
+
+
 def test_however_many_ask_it_is_made_once(coordinator: LiveCoordinator) -> None:
     run, site = committed(coordinator, 1)
     with ThreadPoolExecutor(8) as pool:
@@ -113,6 +134,7 @@ def test_another_site_sees_none(coordinator: LiveCoordinator) -> None:
     other = coordinator.client("site", "b")
     assert found
     assert other.difference(run.id, 1, 0) is None
+    assert not other.copy_difference(run.id, 1, 0, io.BytesIO(), found.nbytes + 1)
     with refusing("not-found"):
         other.read_blob(found.digest)
 
@@ -163,7 +185,7 @@ def test_a_worker_makes_what_it_can_and_comes_to_the_same(
     for name, fast in (("whole", True), ("made", False)):
         runner, worker, run = runner_and_run(coordinator, tmp_path / name, download_codec=codec)
         if fast:
-            worker.client._down.note(MEASURED_BYTES, ThreadTimes(0, 0, 0))
+            worker.client._transfers.down.note(MEASURED_BYTES, ThreadTimes(0, 0, 0))
         fetched = [do(runner, worker) for _ in range(3)]
         until(lambda run=run: client.run(run.id).state == "completed")
         made.append((client.run(run.id).version.digest, fetched))
@@ -183,17 +205,13 @@ def test_a_difference_that_is_of_no_use_is_done_without(
     client = coordinator.client()
     runner, worker, run = runner_and_run(coordinator, tmp_path)
     do(runner, worker)
-    asked = worker.client.difference
 
-    def spoilt(run_id: str, number: int, since: int) -> Any:
-        found = asked(run_id, number, since)
-        assert found
-        if spoils == "absent":
-            return None
-        document = next(iter(client.versions(run_id))).digest
-        return found.model_copy(update={"digest": document})
+    def spoilt(run_id: str, number: int, since: int, file: Any, *_: Any) -> bool:
+        if spoils == "bytes":
+            client.copy_blob(next(iter(client.versions(run_id))).digest, file)
+        return spoils == "bytes"
 
-    monkeypatch.setattr(worker.client, "difference", spoilt)
+    monkeypatch.setattr(worker.client, "copy_difference", spoilt)
     do(runner, worker)
     do(runner, worker)
     until(lambda: client.run(run.id).state == "completed")

@@ -26,7 +26,7 @@ from tessera.shared.methods.base import MethodSpec
 from tessera.shared.methods.registry import FOLDERS, methods
 from tessera.shared.problems import BadRequest
 from tessera.shared.rounds.eta import Pace, expected_end
-from tessera.shared.run_settings import Budget, Privacy, Training
+from tessera.shared.run_settings import Privacy, Training, UnitBudget
 from tests.coordinator.dashboard.conftest import Person, signed_in
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
@@ -613,7 +613,7 @@ UNREADABLE = (
 
 def test_a_worker_has_a_page_whatever_it_tells(coordinator: LiveCoordinator, admin: Person, viewer: Person) -> None:
     policy = AdvertisedPolicy(
-        hours=("06:00-22:00",), budgets={"other": Budget(epsilon=8, delta=1e-5)}, spent={"other": 2.5}
+        hours=("06:00-22:00",), budgets={"other": UnitBudget(epsilon=8, delta=1e-5)}, spent={"other": 2.5}
     )
     worker = ScriptedWorker(coordinator.client("site", "a"), advertised_policy=policy)
     worker.enrol()

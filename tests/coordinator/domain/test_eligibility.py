@@ -23,7 +23,7 @@ from tessera.shared.api.versions import VersionRef
 from tessera.shared.methods.base import MethodSpec, Plan
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.selectors import roles
-from tessera.shared.run_settings import LATER_SETTINGS, Budget, Privacy
+from tessera.shared.run_settings import LATER_SETTINGS, Privacy, UnitBudget
 from tessera.shared.schedule import local_epochs
 from tessera.worker.governance.policy import Allowance, Policy, PolicyViolation
 from tests.support.federation import small_model
@@ -151,7 +151,7 @@ def judge(site: Policy, invitation: RunTerms) -> None:
 
 def test_a_data_set_with_a_budget_is_for_runs_with_privacy_that_covers_all() -> None:
     advertised_policy = Policy().advertised_policy({"wards": Allowance(epsilon=8, delta=1e-6)}, 0)
-    assert advertised_policy.budgets == {"wards": Budget(epsilon=8, delta=1e-6)}
+    assert advertised_policy.budgets == {"wards": UnitBudget(epsilon=8, delta=1e-6)}
     assert rules(invited(), advertised_policy=advertised_policy) == ["privacy"]
     uncovered = PRIVATE.model_copy(update={"selection": "uncovered"})
     assert rules(invited(privacy=uncovered), advertised_policy=advertised_policy) == ["privacy"]

@@ -283,7 +283,7 @@ def test_what_a_private_run_has_spent_is_shown_beside_its_bounds(
         submission = Submission(token=task.token, version=task.version.digest, update=update, examples=10)
         worker.client.submit(task.id, submission.model_copy(update={"metrics": {"epsilon": epsilon}}))
     shown = commands.say("run", "show", run).stdout
-    assert re.search(r"privacy +epsilon 4, delta 1e-05 for each example", shown)
+    assert re.search(r"privacy +epsilon 4 at delta 1e-05 for each example of each worker", shown)
     assert re.search(r"worker +epsilon +round\nnorth/w +2.5 +2\n", shown)
 
 

@@ -4,20 +4,39 @@ from __future__ import annotations
 
 import hashlib
 import io
+import json
 from pathlib import Path
 
 import pytest
 
 from tessera.shared.api.admin import TokenSpec
+from tessera.shared.api.framing import pack_submission
+from tessera.shared.api.tasks import Submission, TaskView
 from tessera.shared.client.bulk import PIECE_BYTES
-from tessera.shared.client.client import ONE_REQUEST_BYTES, Client
-from tessera.shared.problems import DigestMismatch, RangeUnsatisfiable
+from tessera.shared.client.client import Client
+from tessera.shared.client.transfers import ONE_REQUEST_BYTES
+from tessera.shared.problems import (
+    MEDIA_TYPE,
+    DigestMismatch,
+    InvalidUpdate,
+    OffsetMismatch,
+    RangeUnsatisfiable,
+    Unauthenticated,
+    Unavailable,
+)
 from tessera.shared.tensors.lazy import digest_of
 from tests.support.coordinator import LiveCoordinator, refusing
 from tests.support.scripted import Answer, answering
 
 DATA = bytes(range(256)) * 8_000
 """2,048,000 bytes: more than goes in one request."""
+
+SUBMISSION = Submission(token=1, version=digest_of(b""), update=digest_of(DATA), examples=1)
+ACCEPTED = (
+    TaskView(id="t", run="r", round=1, worker="a/w", kind="train", state="accepted", token=1, attempts=1)
+    .model_dump_json()
+    .encode()
+)
 
 
 def client_of(url: str) -> Client:
@@ -74,6 +93,61 @@ def test_an_upload_that_breaks_off_goes_on_from_the_offset_that_the_server_tells
         ("HEAD", None, 0),
         ("PATCH", "1500000", len(DATA) - 1_500_000),
     ]
+
+
+def submitted(*answers: Answer) -> tuple[list[tuple[str, str, int]], list[int]]:
+    """The requests by which an update that follows its submission is submitted, and its bytes that were sent."""
+    sent: list[int] = []
+    with answering(*answers) as (url, asked), client_of(url) as client:
+        client.frames_blobs = True
+        assert client.submit_file("t", SUBMISSION, io.BytesIO(DATA), len(DATA), sent.append).state == "accepted"
+    return [(a.method, a.path, len(a.body)) for a in asked], sent
+
+
+def test_an_update_follows_its_submission_in_one_request() -> None:
+    requests, sent = submitted(Answer(body=ACCEPTED))
+    head = pack_submission(SUBMISSION, len(DATA))
+    assert requests == [("POST", "/v1/tasks/t/update", len(head) + len(DATA))]
+    assert sum(sent) == len(DATA)
+
+
+@pytest.mark.parametrize("status", [401, 409, 503])
+def test_an_update_whose_submission_breaks_off_is_uploaded_from_the_offset_and_submitted(status: int) -> None:
+    problem = {401: Unauthenticated, 409: OffsetMismatch, 503: Unavailable}[status]("no")
+    broken = Answer(status, json.dumps(problem.json()).encode(), {"Content-Type": MEDIA_TYPE})
+    at = {"Location": "/v1/uploads/u", "Upload-Complete": "?0"}
+    answers = Answer(201, b"", at), Answer(204, b"", {"Upload-Offset": "1500000"}), Answer(204, b"")
+    requests, _ = submitted(broken, *answers, Answer(body=ACCEPTED))
+    assert requests[1:] == [
+        ("POST", "/v1/uploads", 0),
+        ("HEAD", "/v1/uploads/u", 0),
+        ("PATCH", "/v1/uploads/u", len(DATA) - 1_500_000),
+        ("POST", "/v1/tasks/t/update", len(pack_submission(SUBMISSION))),
+    ]
+
+
+def test_a_refused_update_is_not_sent_again() -> None:
+    refusal = Answer(422, json.dumps(InvalidUpdate("not finite").json()).encode(), {"Content-Type": MEDIA_TYPE})
+    with answering(refusal) as (url, asked), client_of(url) as client, pytest.raises(InvalidUpdate):
+        client.submit_file("t", SUBMISSION, io.BytesIO(DATA), len(DATA))
+    assert len(asked) == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "comes"),
+    [
+        ("application/octet-stream", b"123", True),
+        ("application/octet-stream", b"1234", False),
+        # An earlier version names the blob instead.
+        ("application/json", b"{}", False),
+    ],
+)
+def test_a_difference_that_is_no_smaller_than_its_blocks_is_not_read(kind: str, body: bytes, *, comes: bool) -> None:
+    # The server closes the connection, on which the client leaves bytes unread.
+    answer, file = Answer(body=body, headers={"Content-Type": kind}, breaks_after=len(body)), io.BytesIO()
+    with answering(answer) as (url, _), client_of(url) as client:
+        assert client.copy_difference("r", 2, 1, file, below=4) is comes
+    assert file.getvalue() == (body if comes else b"")
 
 
 def test_a_collection_is_followed_over_its_pages() -> None:

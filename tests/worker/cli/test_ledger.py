@@ -13,11 +13,11 @@ from tessera.shared.api.runs import Training
 from tessera.shared.api.tasks import Task
 from tessera.shared.api.versions import VersionRef
 from tessera.shared.methods.base import MethodSpec, Plan
-from tessera.shared.run_settings import Budget
+from tessera.shared.run_settings import Budget, Unit
 from tessera.worker.cli.worker import app
 from tessera.worker.privacy.accountant import epsilon, least_budget
 from tessera.worker.state.hash_chain import TaskRef
-from tessera.worker.state.privacy_ledger import Ledger, NoisySteps
+from tessera.worker.state.privacy_ledger import Ledger, NoisySteps, OneInGroup
 
 SETTINGS = """
 url = "http://127.0.0.1:9"
@@ -45,14 +45,14 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return file
 
 
-def spend(folder: Path, run: str, number: int, token: int) -> None:
+def spend(folder: Path, run: str, number: int, token: int, unit: Unit = "example") -> None:
     task = Task(
         id=f"{run}-{number}", token=token, kind="train", run=run, run_name=f"run-{run}", round=number, rounds=3,
         seed=0, method=MethodSpec(name="fedavg"), plan=Plan(), dataset="wards", training=Training(), codec="raw",
         normalization="participants", model=DIGEST, version=VersionRef(number=0, digest=DIGEST), lease_seconds=60.0,
     )  # fmt: skip
     with Ledger(folder / "ledger").page("wards") as page:
-        page.spend(TaskRef.of(task), 100, Budget(epsilon=3.0, delta=1e-5), [STEPS])
+        page.spend(TaskRef.of(task), 100, Budget(epsilon=3.0, delta=1e-5), [STEPS], unit=unit)
 
 
 def test_what_was_spent_is_shown_by_run_and_in_all(config: Path) -> None:
@@ -60,7 +60,8 @@ def test_what_was_spent_is_shown_by_run_and_in_all(config: Path) -> None:
         spend(config.parent, run, number, token)
     result = CliRunner().invoke(app, ["ledger", "--config", str(config), "--json"])
     shown = json.loads(result.stdout)
-    assert shown["open"] == {"epsilon": 0.0, "delta": None, "budget": None, "exact": {}, "runs": []}
+    nothing = {"unit": "example", "epsilon": 0.0, "delta": None, "budget": None, "exact": {}, "runs": []}
+    assert shown["open"] == nothing
     assert (shown["wards"]["budget"], shown["wards"]["delta"]) == (8.0, 1e-6)
     assert shown["wards"]["epsilon"] == least_budget([STEPS] * 4, 1e-6) > epsilon([STEPS] * 4, 1e-6)
     first, second = shown["wards"]["runs"]
@@ -72,10 +73,25 @@ def test_what_was_spent_is_shown_by_run_and_in_all(config: Path) -> None:
 def test_people_see_a_table(config: Path) -> None:
     spend(config.parent, "a", 1, 1)
     lines = CliRunner().invoke(app, ["ledger", "--config", str(config)]).stdout.splitlines()
-    assert lines[0].split() == ["data", "set", "run", "rounds", "tasks", "epsilon", "at", "most", "delta"]
-    assert lines[1].split()[:4] == ["wards", "run-a", "1", "1"]
+    assert lines[0].split() == ["data", "set", "run", "rounds", "tasks", "unit", "epsilon", "at", "most", "delta"]
+    assert lines[1].split()[:5] == ["wards", "run-a", "1", "1", "example"]
     assert lines[2].split()[:3] == ["wards", "all", "runs"]
     assert lines[2].split()[-2:] == ["8", "1e-06"]
+
+
+def test_each_run_is_shown_in_its_unit_and_the_sum_in_that_of_the_budget(config: Path) -> None:
+    spend(config.parent, "a", 1, 1)
+    spend(config.parent, "b", 1, 2, "group")
+    result = CliRunner().invoke(app, ["ledger", "--config", str(config), "--json"])
+    shown = json.loads(result.stdout)["wards"]
+    assert [(run["unit"], run["epsilon"]) for run in shown["runs"]] == [
+        ("example", epsilon([STEPS], 1e-5)), ("group", epsilon([STEPS], 1e-5)),
+    ]  # fmt: skip
+    assert (shown["unit"], shown["epsilon"]) == ("example", least_budget([STEPS, OneInGroup(STEPS)], 1e-6))
+    file = config.read_text().replace("delta = 1e-6 }", 'delta = 1e-6, unit = "group" }')
+    config.write_text(file)
+    lines = CliRunner().invoke(app, ["ledger", "--config", str(config)]).stdout.splitlines()
+    assert " ".join(lines[3].split()).startswith("wards all runs - - group training of examples unbounded since ")
 
 
 def test_a_ledger_that_was_rewritten_is_said_to_be_so(config: Path) -> None:

@@ -83,3 +83,14 @@ def test_blocks_and_bytes_are_counted_as_people_do() -> None:
     assert in_words(halves[2:3], halves) == "1 of 2 value blocks"
     assert in_words([], blocks) == "no blocks"
     assert [size(count) for count in (64, 1500, 28_300_000)] == ["64 bytes", "1.5 kB", "28.3 MB"]
+
+
+def test_a_run_that_protects_groups_says_so_and_counts_its_epochs_by_them() -> None:
+    privacy = PRIVATE.model_copy(update={"unit": "group", "max_per_group": 5})
+    # 320 groups in batches of 32 are 10 steps.
+    told = summary(task(training=Training(steps=25), privacy=privacy), MODEL, 1204, groups=320)
+    assert "on `notes` (1,204 examples of 320 groups) for 25 steps (at most 3 epochs) a round" in told
+    assert told.endswith(
+        "all updates together reveal of all examples of one group, of which a step uses 5 at most, at most epsilon 4 "
+        "at delta 1e-06."
+    )

@@ -7,6 +7,7 @@ import random
 import warnings
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from opacus.accountants import PRVAccountant, RDPAccountant
 from opacus.accountants.analysis.rdp import compute_rdp
@@ -19,7 +20,9 @@ from tessera.worker.privacy.accountant import (
     Overspent,
     _composed,
     _distribution,
+    _divergences,
     _filter_order,
+    _in_group_divergences,
     _loss,
     admits,
     epsilon,
@@ -27,7 +30,7 @@ from tessera.worker.privacy.accountant import (
     noise_multiplier,
     within,
 )
-from tessera.worker.state.privacy_ledger import NoisyChoice, NoisySteps
+from tessera.worker.state.privacy_ledger import NoisyChoice, NoisySteps, OneInGroup
 
 DELTA = 1e-5
 
@@ -139,8 +142,8 @@ def test_mechanisms_that_are_nearly_alike_are_composed_as_one_that_costs_no_less
     misses = _distribution.cache_info().misses
     together = epsilon(alike, DELTA)
     assert _distribution.cache_info().misses - misses <= 2
-    assert together >= _loss(((1.3, 0.1, 60),), DELTA) * (1 - 1e-3)
-    assert together <= _loss(((1.3, 0.1, 60),), DELTA) * 1.005
+    assert together >= _loss(((1.3, 0.1, False, 60),), DELTA) * (1 - 1e-3)
+    assert together <= _loss(((1.3, 0.1, False, 60),), DELTA) * 1.005
 
 
 def test_of_very_many_different_mechanisms_a_quick_bound_is_taken_that_is_not_below() -> None:
@@ -234,3 +237,43 @@ def test_a_filter_that_goes_on_while_any_order_has_room_would_let_an_adversary_e
         density = math.exp(-((loss - first) ** 2) / (4 * first)) / math.sqrt(4 * math.pi * first)
         total += width * density * chance / order if chance < 0.9 else 0.0
     assert total > 1.6 * DELTA
+
+
+# ---------------------------------------------------------------- one example of a group
+
+
+def test_without_sampling_an_example_of_a_group_sees_half_of_the_noise() -> None:
+    steps = NoisySteps(noise_multiplier=4.0, sampling_rate=1.0, steps=10)
+    halved = NoisySteps(noise_multiplier=2.0, sampling_rate=1.0, steps=10)
+    assert epsilon([OneInGroup(steps)], 1e-5) == epsilon([halved], 1e-5)
+    assert least_budget([OneInGroup(steps)], 1e-5) == least_budget([halved], 1e-5)
+
+
+@pytest.mark.parametrize(("noise", "rate"), [(1.0, 0.1), (2.0, 0.3), (0.7, 0.02)])
+def test_the_bound_for_an_example_of_a_group_holds_for_opposite_gradients(noise: float, rate: float) -> None:
+    # The worst that is known: the group's gradient turns from one end of the ball to the other. Integrated here.
+    grid = np.linspace(-25 * noise, 25 * noise, 100_001)
+
+    def density(mean: float) -> np.ndarray:
+        return np.exp(-((grid - mean) ** 2) / (2 * noise**2)) / (noise * np.sqrt(2 * np.pi))
+
+    one, other = ((1 - rate) * density(0) + rate * density(mean) for mean in (1.0, -1.0))
+    bounds = _in_group_divergences(noise, rate, (2, 4, 8))
+    plain = _divergences(noise, rate, (2, 4, 8))
+    for order, bound, of_group in zip((2, 4, 8), bounds, plain, strict=True):
+        exact = np.log(np.trapezoid(other * (one / other) ** order, grid)) / (order - 1)
+        assert of_group < exact <= bound
+
+
+def test_a_group_costs_an_example_about_four_times_its_divergence() -> None:
+    (bound,) = _in_group_divergences(20.0, 0.1, (8,))
+    (of_group,) = _divergences(20.0, 0.1, (8,))
+    assert bound == pytest.approx(4 * of_group, rel=0.1)
+
+
+def test_steps_of_one_setting_count_by_the_filter_if_they_are_of_a_group() -> None:
+    steps = NoisySteps(noise_multiplier=2.0, sampling_rate=0.1, steps=100)
+    alone, in_group = least_budget([steps], 1e-5), least_budget([OneInGroup(steps)], 1e-5)
+    assert 1.5 * alone < in_group < 4 * alone
+    assert not admits([OneInGroup(steps)], Budget(epsilon=alone, delta=1e-5))
+    assert admits([OneInGroup(steps)], Budget(epsilon=in_group, delta=1e-5))

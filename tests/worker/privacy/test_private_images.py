@@ -12,10 +12,15 @@ import torch
 from structlog.testing import capture_logs
 
 from tessera.shared.model.selectors import EVERYTHING
+from tessera.shared.privacy.noise import NoiseSource
 from tessera.worker.data import loaders as module
 from tessera.worker.data.dataset import Dataset
+from tessera.worker.data.groups import Groups
 from tessera.worker.data.loaders import LoaderProcesses
 from tessera.worker.data.registry import load
+from tessera.worker.privacy.dp_sgd import Mechanism, NoisyGradients, sampling
+from tessera.worker.privacy.pieces import GroupSampling
+from tessera.worker.training.freeze import Freeze
 from tests.support.scans import write_scans
 from tests.worker.data.test_loaders import pids
 from tests.worker.privacy.test_private_task import difference, gradients_of, images, length, trainer_of, work_on
@@ -67,6 +72,25 @@ def test_image_that_cannot_be_read_any_more_counts_as_zero_with_loaders_too(
     expected = sums(data, rows[rows != gone])
     assert length(expected) > 0.1
     assert difference(sums(data, rows), expected) == pytest.approx(0, abs=1e-6)
+
+
+def test_groups_read_by_loaders_have_the_bits_of_those_read_by_the_worker(
+    scans: Path, processes: LoaderProcesses
+) -> None:
+    groups = Groups.of([b"%d" % (row % 3) for row in range(COUNT)])
+    found = []
+    for data in (opened(scans, None), opened(scans, processes)):
+        trainer = trainer_of(work_on())
+        freeze = Freeze(trainer.context.model, EVERYTHING.resolve(trainer.context.blocks))
+        how, dice = Mechanism(sampling(3, 2), 0.5, 1.0), NoiseSource(bytes(32))
+        noisy = NoisyGradients(trainer, freeze, data, how, dice, GroupSampling(groups, most=COUNT))
+        # The first group fits into a piece, and then none does.
+        for held in (COUNT // 3, 2):
+            noisy._at_once = held
+            found.append(noisy.sums(torch.arange(3)))
+        noisy.close()
+    assert same(found[0], found[2])
+    assert same(found[1], found[3])
 
 
 def test_loader_that_ends_fails_no_step(scans: Path, monkeypatch: pytest.MonkeyPatch) -> None:

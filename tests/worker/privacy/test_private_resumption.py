@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -13,6 +13,7 @@ from tessera.shared.methods.base import MethodSpec, Participant, RunInfo, State
 from tessera.shared.methods.registry import coordinator_half, worker_half
 from tessera.shared.run_settings import Privacy, Training
 from tessera.worker.data.dataset import Dataset
+from tessera.worker.data.groups import Groups
 from tessera.worker.governance.policy import Allowance, PolicyViolation
 from tessera.worker.model.block_map import block_table
 from tessera.worker.privacy.private_task import PrivateTask
@@ -50,16 +51,18 @@ def private_update(
     check: Callable[[], None] = lambda: None,
     checkpoint: CheckpointKey = CHECKPOINT,
     method: str = "safl",
+    groups: Sequence[bytes] | None = None,
 ) -> tuple[dict[str, bytes], PrivateTask]:
-    """What a private task sends, as a runner computes it."""
+    """What a private task sends, as a runner computes it. With `groups` of the examples, these are its units."""
     model = PLAIN.model()
+    privacy = PRIVACY.model_copy(update={"unit": "group", "max_per_group": 2, "delta": 1e-2} if groups else {})
     chosen = MethodSpec(name=method, settings={"layers": 1} if method == "safl" else {})
-    facts = RunInfo(block_table(model), rounds=4, training=TRAINING, privacy=PRIVACY)
+    facts = RunInfo(block_table(model), rounds=4, training=TRAINING, privacy=privacy)
     plan = coordinator_half(chosen, facts).plan_for(State(0, {}), Participant("a/w", 24))
     task = Task.model_validate(
         {
             "id": "t", "token": 1, "kind": "train", "run": "r", "run_name": "demo", "round": 1, "rounds": 4,
-            "seed": 0, "method": chosen, "plan": plan, "dataset": "wards", "privacy": PRIVACY, "codec": "raw",
+            "seed": 0, "method": chosen, "plan": plan, "dataset": "wards", "privacy": privacy, "codec": "raw",
             "training": TRAINING, "normalization": "participants", "model": DIGEST,
             "version": VersionRef(number=0, digest=DIGEST), "lease_seconds": 60.0,
         }
@@ -68,8 +71,8 @@ def private_update(
     resumed = stored.document["private"] if stored.document else None
     data: Dataset = images()
     private = PrivateTask(
-        task, PRIVACY, data.examples, Ledger(folder), budget, key=noise_key, checkpoint=checkpoint.digest,
-        resumed=resumed,
+        task, privacy, data.examples, Ledger(folder), budget, key=noise_key, checkpoint=checkpoint.digest,
+        resumed=resumed, groups=Groups.of(groups) if groups else None,
     )  # fmt: skip
     context = LocalTaskContext(model, PLAIN.head, plan, facts.blocks, choose_top=private.top_k)
     half = worker_half(chosen, facts)
@@ -111,6 +114,18 @@ def test_a_killed_task_resumes_with_the_same_noise_and_choice_and_is_charged_onc
             private_update(tmp_path / "two", key, check=killed_at(kill))
         key = None  # the next process draws a key of its own, which it must not use
     update, two = private_update(tmp_path / "two", None)
+    assert update == undisturbed
+    assert charges(tmp_path / "two") == charges(tmp_path / "one") == ["noisy-choice", "noisy-steps"]
+    assert two.spent() == one.spent()
+
+
+def test_a_killed_task_of_groups_resumes_with_the_same_groups_and_members(tmp_path: Path) -> None:
+    # Six groups of four examples, all of them in each step, of which two take part.
+    groups = [b"%d" % (row % 6) for row in range(24)]
+    undisturbed, one = private_update(tmp_path / "one", KEY, groups=groups)
+    with pytest.raises(Killed):
+        private_update(tmp_path / "two", KEY, check=killed_at(1), groups=groups)
+    update, two = private_update(tmp_path / "two", None, groups=groups)
     assert update == undisturbed
     assert charges(tmp_path / "two") == charges(tmp_path / "one") == ["noisy-choice", "noisy-steps"]
     assert two.spent() == one.spent()

@@ -89,11 +89,21 @@ def large(count: int) -> Dataset:
     return replace(found, tensors={**found.tensors, "pixel_values": found.tensors["pixel_values"].repeat(1, 1, 4, 4)})
 
 
+def grouped(count: int) -> Dataset:
+    """Images of patients with one to eight of them."""
+    return replace(images(count), groups=[f"{math.isqrt(2 * number)}".encode() for number in range(count)])
+
+
 def model_of(config: dict[str, Any], head: Head, lora: Lora | None = None) -> Weights:
     model = instantiate(config, head, seed=1, lora=lora)
     blocks, tensors = block_table(model), named_tensors(model)
     described = Model(config=config, head=head, blocks=blocks, lora=lora)
     return Weights(described, {block.name: read_block(tensors, block) for block in blocks})
+
+
+GROUP_LEVEL = {
+    "epsilon": 3.0, "delta": 1e-2, "clip_norm": 1.0, "selection": "noisy", "unit": "group", "max_per_group": 4,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -135,6 +145,8 @@ FURTHER = {
     "features": Case("moon", rounds=2),
     "two phases": Case("ditto", rounds=2),
     "noise": Case("fedavg", spec={"privacy": {"epsilon": 3.0, "delta": 1e-3, "clip_norm": 1.0}}),
+    "noise for groups": Case("fedavg", data=grouped, spec={"privacy": {**GROUP_LEVEL, "selection": "refused"}}),
+    "a noisy choice by groups": Case("safl", {"share": 0.5}, data=grouped, spec={"privacy": GROUP_LEVEL}),
     "noise without batch statistics": Case(
         "fedavg",
         config=MOBILEVIT,

@@ -16,6 +16,7 @@ from tessera.shared.methods.base import MethodSpec, Plan, TrainingStats, Unsuppo
 from tessera.shared.model.attention_stats import ByHead, LayerAttention
 from tessera.shared.model.selectors import roles
 from tessera.worker.data.dataset import Dataset, Padding, RowsOnDisk
+from tessera.worker.data.groups import Groups
 from tessera.worker.data.loaders import LoaderProcesses
 from tessera.worker.data.normalization import Normalized
 from tessera.worker.data.prepared import Prepared
@@ -98,6 +99,13 @@ POLICY = Policy.model_validate(
 def test_a_record_arrives_as_it_was(given: object) -> None:
     assert copied(given) == given
     assert type(copied(given)) is type(given)
+
+
+def test_groups_arrive_as_they_were() -> None:
+    groups = Groups.of([b"b", b"a", b"b"])
+    found = copied(groups)
+    assert (found.count, found.numbers.tolist()) == (2, [1, 0, 1])
+    assert found.keys.tolist() == groups.keys.tolist()
 
 
 def test_a_record_may_hold_arrays_and_further_records() -> None:

@@ -40,6 +40,7 @@ CASES: dict[str, dict[str, Any]] = {
     "scaffold": {"method": {"name": "scaffold"}},
     "topk": {"codec": "delta+topk=0.05+shuffle+zstd", "server_optimizer": {"kind": "adam"}},
     "first": {"cohort": {"target_updates": 1}},
+    "sums": {"secure_sums": {"helpers": list(SITES), "quorum": 3}, "cohort": {"quorum": 3}, **MEASURED},
     "median": {"robust": {"rule": "median"}, "cohort": {"quorum": 3}, "codec": "raw"},
 }
 

@@ -18,7 +18,7 @@ from tessera.shared.api.tasks import Task
 from tessera.shared.methods.base import MethodSpec
 from tessera.shared.model.spec import Model
 from tessera.shared.problems import LeaseLost
-from tessera.shared.run_settings import Budget, Privacy
+from tessera.shared.run_settings import Privacy, UnitBudget
 from tessera.shared.schema import MAX_NUMBER
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.governance.airlock import Airlock, UpdateWithheld
@@ -157,16 +157,16 @@ def test_a_try_under_a_token_that_was_used_before_takes_back_its_own_noise_alone
 # ---------------------------------------------------------------- a week
 
 
-def weekly(folder: Path, most: Budget, **more: object) -> PrivateTask:
+def weekly(folder: Path, most: UnitBudget, **more: object) -> PrivateTask:
     asked = task_of(**more)
     assert asked.privacy
     return PrivateTask(asked, asked.privacy, 40, Ledger(folder), None, weekly=most)
 
 
 def test_a_week_holds_so_much_over_all_runs_and_the_next_one_anew(tmp_path: Path) -> None:
-    most = Budget(epsilon=2.0, delta=1e-5)
+    most = UnitBudget(epsilon=2.0, delta=1e-5)
     for number in range(1, 5):
-        weekly(tmp_path / "once", Budget(epsilon=3.2, delta=1e-5), round=number).begin(steps=5)
+        weekly(tmp_path / "once", UnitBudget(epsilon=3.2, delta=1e-5), round=number).begin(steps=5)
     # A round of a run with epsilon 3 takes about 1.4 of it.
     weekly(tmp_path, most, run="run-1").begin(steps=5)
     with pytest.raises(PolicyViolation, match=r"within seven days .* allows 2$") as refusal:
@@ -233,10 +233,10 @@ def test_figures_are_covered_by_a_budget_s_own_leave_and_training_is_not(tmp_pat
     with ledger.page("wards") as page:
         page.exact(TaskRef.of(task_of()), 10, "evaluation")
     entries = ledger.read("wards")
-    Allowance(epsilon=1.0, delta=1e-5, evaluations=True).check_exact("wards", entries)
+    Allowance(epsilon=1.0, delta=1e-5, evaluations=True).check_exact("'wards'", entries)
     with pytest.raises(PolicyViolation, match="evaluation without noise"):
-        Allowance(epsilon=1.0, delta=1e-5).check_exact("wards", entries)
+        Allowance(epsilon=1.0, delta=1e-5).check_exact("'wards'", entries)
     with ledger.page("wards") as page:
         page.exact(TaskRef.of(task_of()), 40, "training")
     with pytest.raises(PolicyViolation, match="training without noise"):
-        Allowance(epsilon=1.0, delta=1e-5, evaluations=True).check_exact("wards", ledger.read("wards"))
+        Allowance(epsilon=1.0, delta=1e-5, evaluations=True).check_exact("'wards'", ledger.read("wards"))

@@ -1,0 +1,164 @@
+"""What a secure sum costs senders, helpers and the coordinator, in one thread each.
+
+python -m benchmarks.secure_sums                 100 MB of float32; minutes
+python -m benchmarks.secure_sums --quick         1 MB, seconds: to see that it works
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import resource
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from io import BytesIO
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import BinaryIO, cast
+
+import numpy as np
+
+from benchmarks.measuring import OUT, Results, machine_speeds
+from tessera.shared.secure_sums.committee import SenderSet, write_mask_sums
+from tessera.shared.secure_sums.envelope import make_envelope, new_seeds, own_blocks
+from tessera.shared.secure_sums.keys import SealingKey, SigningKey
+from tessera.shared.secure_sums.masked_update import read_ring, write_masked
+from tessera.shared.secure_sums.messages import RingBlock, Terms
+from tessera.shared.secure_sums.opened import MeanStep, OpenedSum
+from tessera.shared.secure_sums.roster import signed_keys
+from tessera.shared.tensors.lazy import CHUNK, Array, digest_of
+
+BLOCKS = 24
+SENDERS = (30, 200)
+HELPERS = (4, 7)
+
+
+@dataclass(frozen=True)
+class Steps:
+    """A block's step, made while it is read: nothing of a model is in memory."""
+
+    values: Array
+    times: int
+
+    def steps(self) -> Iterator[Array]:
+        return (self.values for _ in range(self.times))
+
+
+def terms_of(helpers: int, senders: int, elements: int) -> Terms:
+    identities = [SigningKey.new() for _ in range(helpers)]
+    keys = [signed_keys(f"site-{n}", key, SealingKey.new().public) for n, key in enumerate(identities)]
+    blocks = {f"layer.{n:02}.value.weight": RingBlock(elements=elements, exponent=-22) for n in range(BLOCKS)}
+    about = {"run": "run", "round": 1, "attempt": 1, "version": digest_of(b"version"), "quorum": 5}
+    return Terms(helpers=keys, max_senders=senders, max_weight=1000, bits=32, blocks=blocks, **about)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="1 MB, seconds: to see that it works")
+    parser.add_argument("--out", type=Path, default=OUT, help="a folder for the results")
+    given = parser.parse_args()
+    times = 1 if given.quick else 4
+    values = np.random.default_rng(1).normal(scale=1e-3, size=1 << 12 if given.quick else CHUNK).astype(np.float32)
+    results = Results("secure_sums", "processor seconds of one core", out=given.out)
+    if not given.quick:
+        results.speeds = machine_speeds()
+    changes = {f"layer.{n:02}.value.weight": Steps(values, times) for n in range(BLOCKS)}
+    megabytes = 4 * BLOCKS * times * values.size / 1e6
+    for helpers in HELPERS:
+        _sender(results, terms_of(helpers, 200, times * values.size), changes, megabytes)
+        for senders in SENDERS[:1] if given.quick else SENDERS:
+            _helper(results, terms_of(helpers, senders, times * values.size), senders, megabytes)
+    _accuracy(results)
+    results.finish(given.out)
+
+
+def _sender(results: Results, terms: Terms, changes: dict[str, Steps], megabytes: float) -> None:
+    identity, helpers = SigningKey.new(), len(terms.helpers)
+
+    def written(file: BinaryIO) -> None:
+        for change in changes.values():
+            file.writelines(steps.data for steps in change.steps())
+
+    with TemporaryFile() as file:
+        plain = _processor_seconds(partial(written, file))
+    with TemporaryFile() as file:
+        seeds = new_seeds(terms)
+        masked = _processor_seconds(lambda: write_masked(file, terms, changes, 1000, seeds, 1))
+        digest = digest_of(b"the file's")
+        envelope = make_envelope(terms, "site", identity, 1000, list(changes), digest, seeds)
+        text = envelope.model_dump_json()
+        nbytes = file.seek(0, os.SEEK_END)
+
+        def checked() -> None:
+            own_blocks(envelope, terms)
+            read_ring(
+                lambda: cast("BinaryIO", os.fdopen(os.dup(file.fileno()), "rb")), nbytes, terms, sorted(changes)
+            )
+
+        file.seek(0)
+        check = _processor_seconds(checked)
+    limits = {4: (0.6, 2_000), 7: (1.6, 6_000)}[helpers]
+    results.add(
+        what="sender",
+        helpers=helpers,
+        MB=megabytes,
+        cpu_s=masked,
+        plain_cpu_s=plain,
+        envelope_bytes=len(text),
+        check_ms=1e3 * check,
+    )
+    results.aim(
+        f"a sender's overhead for 100 MB with {helpers} helpers", (masked - plain) * 100 / megabytes, limits[0], " s"
+    )
+    results.aim(f"an envelope with {helpers} helpers", len(text), limits[1], " bytes")
+    results.aim("the coordinator's check of an envelope and its file", 1e3 * check, 60, " ms")
+
+
+def _helper(results: Results, terms: Terms, senders: int, megabytes: float) -> None:
+    """A helper's share if as few helpers as may be open the sums, and it has the same share as the others."""
+    helpers, opening = len(terms.helpers), terms.tolerance + 1
+    own = -(-len(terms.seeds) // opening)
+    sites = [f"site-{n:03}" for n in range(senders)]
+    found = SenderSet(terms, (), {block: tuple(sites) for block in terms.blocks})
+    seeds = {site: new_seeds(terms)[:own] for site in sites}
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with TemporaryFile() as file:
+        seconds = _processor_seconds(lambda: write_mask_sums(file, found, seeds))
+    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+    results.add(what="helper", helpers=helpers, senders=senders, MB=megabytes, cpu_s=seconds, grown_MiB=grown)
+    limit = {30: 6.0, 200: 40.0}[senders]
+    results.aim(
+        f"a helper's work for 100 MB of {senders} sites, {helpers} helpers", seconds * 100 / megabytes, limit, " s"
+    )
+    results.aim("a helper's memory", grown, 64, " MiB")
+
+
+def _accuracy(results: Results) -> None:
+    """The distance of the mean from the plain mean, for five sites of different weights."""
+    terms, rng = terms_of(4, 5, CHUNK), np.random.default_rng(2)
+    block = next(iter(terms.blocks))
+    steps = rng.normal(scale=1e-3, size=(5, CHUNK)).astype(np.float32)
+    weights, rings = [1000, 300, 70, 10, 1000], []
+    for seed, (own, weight) in enumerate(zip(steps, weights, strict=True)):
+        file = BytesIO()
+        write_masked(file, terms, {block: Steps(own, 1)}, weight, [], seed)
+        rings.append(read_ring(partial(BytesIO, file.getvalue()), len(file.getvalue()), terms, [block])[block])
+    factor = terms.max_weight * 2.0 ** terms.blocks[block].exponent / sum(weights)
+    total = OpenedSum(rings, [], 32, CHUNK)
+    (mean,) = MeanStep(total, factor, (CHUNK,)).chunks()
+    expected = np.average(steps.astype(np.float64), axis=0, weights=weights)
+    error = float(np.linalg.norm(mean - expected) / np.linalg.norm(expected))
+    results.add(what="mean of 5", relative_error=error)
+    results.aim("the relative l2 error of the mean", error, 1e-3)
+
+
+def _processor_seconds(act: Callable[[], object]) -> float:
+    began = time.process_time()
+    act()
+    return time.process_time() - began
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""The live workers, and what stops an action of the conductor."""
+
+from collections.abc import Mapping
+
+from sqlalchemy.orm import Session
+
+from tessera.coordinator.db.engine import Database
+from tessera.coordinator.db.snapshots import candidates, live_workers, remembering
+from tessera.coordinator.domain.eligibility import RunTerms
+from tessera.coordinator.domain.workers import LiveWorker
+from tessera.shared.methods.base import Plan
+from tessera.shared.problems import Conflict
+
+
+class TooFewWilling(Conflict):
+    """A round cannot open because sites would refuse what it asks."""
+
+
+class Liveness:
+    """The live workers: those that sent a request recently."""
+
+    def __init__(self, database: Database, liveness_seconds: float) -> None:
+        self._database = database
+        self._liveness_seconds = liveness_seconds
+        self._began_at = database.now()
+
+    def workers(self, session: Session) -> list[LiveWorker]:
+        return live_workers(session, self._database.now() - self._liveness_seconds)
+
+    def willing(self, run_id: str, invited: RunTerms) -> tuple[list[LiveWorker], list[LiveWorker]]:
+        """Return the live workers, and those that could take part in a round with what decides who does for its
+        site."""
+        with self._database.snapshot() as session:
+            live = self.workers(session)
+            return live, remembering(session, run_id, candidates(session, invited, live))
+
+    def includes(self, session: Session, plans: Mapping[str, Plan]) -> bool:
+        """Return whether all planned workers are still live: planning and waiting to write take time."""
+        return plans.keys() <= {worker.name for worker in self.workers(session)}
+
+    def is_settled(self) -> bool:
+        """Return whether this process has run for long enough to have heard of everyone who is live."""
+        return self._database.now() - self._began_at > self._liveness_seconds
+
+
+def require(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise Conflict(otherwise)

@@ -1,0 +1,211 @@
+"""Rounds with secure sums: their terms, the tasks of their helpers, and the sums that the helpers opened."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from sqlalchemy import Row, select
+from sqlalchemy.orm import Session
+
+from tessera.coordinator.blobs.store import Blobs
+from tessera.coordinator.conductor.liveness import Liveness, TooFewWilling, require
+from tessera.coordinator.db import helper_tasks, rounds
+from tessera.coordinator.db.engine import Database
+from tessera.coordinator.db.inserts import insert_missing
+from tessera.coordinator.db.snapshots import DECLARATIONS
+from tessera.coordinator.db.tables import RoundRow, RunBlobRow, RunRow, SiteRow, TaskRow, VersionRow, WorkerRow
+from tessera.coordinator.domain.workers import LiveWorker, sites_of
+from tessera.shared.api.runs import RunSpec
+from tessera.shared.api.secure_sums import HelperKind, SumTask
+from tessera.shared.api.versions import VersionRef
+from tessera.shared.methods.base import Plan, State
+from tessera.shared.model.spec import Model
+from tessera.shared.rounds.blob_store import Stored
+from tessera.shared.rounds.planning import bounds_of
+from tessera.shared.rounds.secure_sums import Sums, terms_of_round
+from tessera.shared.rounds.versions import States
+from tessera.shared.schema import canonical
+from tessera.shared.secure_sums.errors import SumRefused
+from tessera.shared.secure_sums.messages import (
+    SiteKeys,
+    SumDocument,
+    Terms,
+    share_out,
+    signatures_of,
+)
+
+
+@dataclass(frozen=True)
+class SecureRounds:
+    """The conductor's part in rounds with secure sums."""
+
+    database: Database
+    blobs: Blobs
+    states: States
+    liveness: Liveness
+
+    def terms(
+        self,
+        run_id: str,
+        spec: RunSpec,
+        model: Model,
+        state: State,
+        version: VersionRef,
+        willing: Sequence[LiveWorker],
+        plans: Mapping[str, Plan],
+    ) -> Stored | None:
+        """Return the stored terms of the next round; None for a run without secure sums.
+
+        Raises TooFewWilling if too few helpers are live.
+        """
+        if spec.secure_sums is None or not plans:
+            return None
+        planned = [worker for worker in willing if worker.name in plans]
+        with self.database.snapshot() as session:
+            run = session.get_one(RunRow, run_id)
+            attempt = rounds.next_attempt(session, run_id, version.number + 1)
+            keys = _helper_keys(session, spec.secure_sums.helpers)
+            before = session.get(VersionRow, (run_id, version.number - 1))
+            live = sites_of(self.liveness.workers(session))
+            bounds = rounds.bounds_in_force(run)
+        here, needed = live.intersection(keys), signatures_of(len(spec.secure_sums.helpers))
+        if len(keys) < len(spec.secure_sums.helpers) or len(here) < needed:
+            missing = sorted(set(spec.secure_sums.helpers) - here)
+            raise TooFewWilling(f"{len(here)} helpers are live and {needed} are needed: there is no {missing}")
+        if run.bounds is None:
+            bounds = bounds_of(spec, [worker.participant(spec.dataset) for worker in willing])
+        largest = max(worker.participant(spec.dataset).examples for worker in planned)
+        former = None
+        if before:
+            former = self.states.load(model, self.states.manifest(before.digest), before.number)
+        terms = terms_of_round(
+            spec,
+            model,
+            plans,
+            keys,
+            bounds,
+            largest,
+            state,
+            former,
+            run=run_id,
+            attempt=attempt,
+            version=version,
+        )
+        return self.blobs.put([canonical(terms)])
+
+    def record(self, session: Session, terms: Stored | None) -> str | None:
+        """Record the terms of a round that is about to open, so that workers may fetch them; return their digest."""
+        if terms is None:
+            return None
+        self.blobs.record(session, self.database.now(), [terms])
+        return terms.digest
+
+    def ask(self, run_id: str, round_id: str, kind: HelperKind) -> list[str]:
+        """Offer tasks to helpers: all of them sign, and as many as needed open. Return the workers.
+
+        Raises Conflict if too few are live, and ValueError if too few are left that have not failed.
+        """
+        with self.database.snapshot() as session:
+            run = session.get_one(RunRow, run_id)
+            round_ = session.get_one(RoundRow, round_id)
+            require(round_.state == "merging", "the round was moved on already")
+            tasks = helper_tasks.helper_tasks(session, run)
+            envelopes = tuple(helper_tasks.envelopes(session, run_id, round_.number).values())
+            live = {worker.site: worker.id for worker in self.liveness.workers(session)}
+            terms_digest = round_.sum_terms or ""
+            terms = Terms.model_validate_json(self.blobs.read(terms_digest))
+            known = {site: worker for site, worker in _helper_workers(session, terms) if site not in live}
+        signed = () if kind == "agree" else helper_tasks.agreements(tasks)
+        document = self.blobs.put([canonical(SumDocument(envelopes=envelopes, agreements=signed))])
+        requests: dict[str, SumTask] = {}
+        if kind == "agree":
+            asked = {site for task, site in tasks if task.kind == "agree"}
+            for helper in terms.helpers:
+                if helper.site not in asked:
+                    requests[helper.site] = SumTask(terms=terms_digest, document=document.digest)
+        else:
+            for site, seeds in self._shares(terms, tasks, live).items():
+                requests[site] = SumTask(terms=terms_digest, document=document.digest, seeds=seeds)
+        workers = known | live
+        with self.database.transaction() as session:
+            now = self.database.now()
+            require(session.get_one(RoundRow, round_id).state == "merging", "the round was moved on already")
+            self.blobs.record(session, now, [document])
+            insert_missing(session, RunBlobRow, [{"run_id": run_id, "digest": document.digest}])
+            run = session.get_one(RunRow, run_id)
+            if kind == "open":
+                rounds.withdraw_helpers(session, now, run_id, ["open"])
+            for site, request in requests.items():
+                rounds.offer_helper(session, now, run, kind, workers[site], site, request)
+        return [workers[site] for site in requests]
+
+    def _shares(
+        self, terms: Terms, tasks: Sequence[Row[TaskRow, str]], live: Mapping[str, str]
+    ) -> dict[str, tuple[int, ...]]:
+        """Return the seeds whose masks are still missing, by the site of a live helper that has not failed."""
+        openings = [(task, site) for task, site in tasks if task.kind == "open"]
+        done = {
+            n for task, _ in openings if task.state == "accepted" for n in SumTask.model_validate(task.sums).seeds
+        }
+        failed = {site for task, site in openings if task.state == "failed"}
+        sites = [helper.site for helper in terms.helpers]
+        able = [number for number, site in enumerate(sites) if site not in failed]
+        if not _suffices(terms, able):
+            raise ValueError(f"too few helpers can open the round's sums; these failed: {sorted(failed)}")
+        here = [number for number in able if sites[number] in live]
+        require(_suffices(terms, here), "too few helpers are live to open the round's sums")
+        # Those that signed were there a moment ago; others may be gone and not yet missed.
+        signed = {site for task, site in tasks if task.kind == "agree" and task.state == "accepted"}
+        if _suffices(terms, signers := [number for number in here if sites[number] in signed]):
+            here = signers
+        return {sites[number]: seeds for number, seeds in share_out(len(sites), here, done).items()}
+
+    def sums(self, run_id: str, round_id: str) -> Sums | None:
+        """Return the opened sums of a closed round; None for a run without secure sums."""
+        with self.database.snapshot() as session:
+            run, round_ = session.get_one(RunRow, run_id), session.get_one(RoundRow, round_id)
+            if round_.sum_terms is None:
+                return None
+            tasks = helper_tasks.helper_tasks(session, run)
+            envelopes = helper_tasks.envelopes(session, run_id, round_.number)
+        terms = Terms.model_validate_json(self.blobs.read(round_.sum_terms))
+        opened = [task for task, _ in tasks if task.kind == "open" and task.state == "accepted"]
+        return Sums(terms, envelopes, [task.update_digest or "" for task in opened])
+
+
+def _suffices(terms: Terms, helpers: list[int]) -> bool:
+    try:
+        share_out(len(terms.helpers), helpers)
+    except SumRefused:
+        return False
+    return True
+
+
+def _helper_keys(session: Session, sites: Sequence[str]) -> dict[str, SiteKeys]:
+    """Return the keys that each of these sites last declared."""
+    query = (
+        select(SiteRow.name, WorkerRow.id, WorkerRow.declared_digest)
+        .join_from(WorkerRow, SiteRow)
+        .where(SiteRow.name.in_(sites), SiteRow.suspended_at.is_(None))
+        .order_by(WorkerRow.last_seen_at)
+    )
+    rows = session.execute(query).all()
+    declared = DECLARATIONS.of(session, {worker: digest for _, worker, digest in rows})
+    found = {}
+    for site, worker, _ in rows:
+        keys = declared[worker].get("site_keys")
+        if keys and "open" in declared[worker]["kinds"] and keys["site"] == site:
+            found[site] = SiteKeys.model_validate(keys)
+    return found
+
+
+def _helper_workers(session: Session, terms: Terms) -> list[tuple[str, str]]:
+    """Return each helper's worker that was seen last, with its site."""
+    query = (
+        select(SiteRow.name, WorkerRow.id)
+        .join_from(WorkerRow, SiteRow)
+        .where(SiteRow.name.in_([helper.site for helper in terms.helpers]))
+        .order_by(WorkerRow.last_seen_at)
+    )
+    return [(site, worker) for site, worker in session.execute(query)]

@@ -1,0 +1,1 @@
+"""The demo of secure sums, which `make demo-secure` runs."""

@@ -1,0 +1,135 @@
+"""Transfers of blobs, which resume after interruptions and measure the line."""
+
+import base64
+import re
+import uuid
+from collections.abc import Callable, Sequence
+from typing import BinaryIO
+
+import httpx
+
+from tessera.shared.api.versions import BlobRequest
+from tessera.shared.client.bulk import FilePart
+from tessera.shared.client.line import LineRate, ThreadTimes, reported_seconds
+from tessera.shared.client.transport import Answer, NotUnderstood, Transport, Unreachable
+from tessera.shared.hashing import Sink
+from tessera.shared.problems import OffsetMismatch
+from tessera.shared.schema import MAX_BLOBS_PER_REQUEST, WAITED_HEADER
+
+ONE_REQUEST_BYTES = 1 << 20
+"""A blob up to this size is uploaded in the request that announces it."""
+
+OCTETS = "application/octet-stream"
+
+_UPLOAD = re.compile(r"/v1/uploads/[A-Za-z0-9-]{1,64}")
+
+Progress = Callable[[int], None]
+"""A callback that receives the number of bytes of each piece transferred."""
+
+
+class Transfers:
+    """Downloads and uploads by one transport, without verifying digests."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self.down, self.up = LineRate(), LineRate()
+
+    def receive(
+        self,
+        path: str,
+        file: Sink,
+        progress: Progress | None,
+        is_wanted: Callable[[httpx.Headers], bool] = lambda _: True,
+    ) -> bool:
+        """Write the body at a path to a file, resuming after interruptions. Return False, without reading it, for one
+        that is not wanted by its headers."""
+
+        def attempt() -> bool:
+            start = file.tell()
+            headers = {"Accept": OCTETS} | ({"Range": f"bytes={start}-"} if start else {})
+            with self._transport.stream(path, headers) as response:
+                if start and response.status_code != httpx.codes.PARTIAL_CONTENT:
+                    raise Unreachable("the rest of a blob was requested, but the coordinator sent all of it")
+                if not is_wanted(response.headers):
+                    return False
+                with self.down.measuring(file.tell):
+                    _pour(response, file, progress)
+            return True
+
+        return self._transport.patiently(attempt, moved=file.tell)
+
+    def receive_blobs(self, digests: Sequence[str], file: Sink, progress: Progress | None = None) -> None:
+        """Write several blobs one after the other, usually in one request."""
+        for first in range(0, len(digests), MAX_BLOBS_PER_REQUEST):
+            some, before = tuple(digests[first : first + MAX_BLOBS_PER_REQUEST]), file.tell()
+
+            def attempt(some: tuple[str, ...] = some, before: int = before) -> None:
+                wanted = BlobRequest(digests=some, start=file.tell() - before).model_dump_json()
+                headers = {"Content-Type": "application/json"}
+                asked = self._transport.stream("/v1/blobs/read", headers, method="POST", content=wanted)
+                with asked as response, self.down.measuring(file.tell):
+                    _pour(response, file, progress)
+
+            self._transport.patiently(attempt, moved=file.tell)
+
+    def upload(self, digest: str, file: BinaryIO, length: int, progress: Progress | None = None) -> None:
+        """Upload `length` bytes with this digest from a seekable file, resuming after interruptions."""
+        whole = length <= ONE_REQUEST_BYTES
+        file.seek(0)
+        headers = {
+            "Upload-Length": str(length),
+            "Upload-Complete": "?1" if whole else "?0",
+            "Repr-Digest": f"sha-256=:{base64.b64encode(bytes.fromhex(digest[7:])).decode()}:",
+            "Idempotency-Key": uuid.uuid4().hex,
+        }
+        body = file.read() if whole else b""
+        answer = self._transport.request("POST", "/v1/uploads", headers=headers, content=body)
+        if progress:
+            progress(len(body))
+        # An upload of a blob that the coordinator holds is complete at once.
+        if answer.headers.get("Upload-Complete") != "?1":
+            self._append(_upload_path(answer.headers.get("Location", "")), file, length, progress)
+
+    def _append(self, location: str, file: BinaryIO, length: int, progress: Progress | None) -> None:
+        offset = 0
+
+        def attempt() -> None:
+            nonlocal offset
+            offset = int(self._transport.once("HEAD", location).headers["Upload-Offset"])
+            headers = {
+                "Upload-Offset": str(offset),
+                "Upload-Complete": "?1",
+                "Content-Type": "application/partial-upload",
+            }
+            part = FilePart(file, offset, length - offset, progress or (lambda _: None))
+            try:
+                self.send("PATCH", location, headers, part)
+            except OffsetMismatch as problem:
+                # An earlier request of this client was still being stored when this one read the offset.
+                problem.retryable = True
+                raise
+
+        self._transport.patiently(attempt, moved=lambda: offset)
+
+    def send(self, method: str, path: str, headers: dict[str, str], part: FilePart) -> Answer:
+        """Send a part of a file once, and measure the line. Raises as `Transport.once`."""
+        before = ThreadTimes.now()
+        answer = self._transport.send_file(method, path, headers, part)
+        waited = reported_seconds(answer.headers.get(WAITED_HEADER))
+        self.up.note(part.count, ThreadTimes.now().since(before), waited)
+        return answer
+
+
+def _upload_path(location: str) -> str:
+    # Neither token nor bytes may go to another host.
+    if not _UPLOAD.fullmatch(location):
+        raise NotUnderstood(f"the coordinator gave {location[:200]!r} as the path of an upload")
+    return location
+
+
+def _pour(response: httpx.Response, file: Sink, progress: Progress | None) -> None:
+    # In pieces as received: collecting larger ones first may delay `progress` by hours on a slow line.
+    for piece in response.iter_raw():
+        file.write(piece)
+        if progress:
+            progress(len(piece))

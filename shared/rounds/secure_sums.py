@@ -1,0 +1,165 @@
+"""Rounds with secure sums: their scales, their check on arrival, and the mean of an opened sum."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from io import BytesIO
+
+import numpy as np
+from pydantic import ValidationError
+
+from tessera.shared.aggregation.mean import Normalization
+from tessera.shared.api.runs import Bounds, RunSpec
+from tessera.shared.api.versions import VersionRef
+from tessera.shared.methods.base import Plan, State
+from tessera.shared.model.spec import Model
+from tessera.shared.problems import faults_of
+from tessera.shared.rounds.blob_store import BlobStore
+from tessera.shared.secure_sums.committee import SenderSet, sender_set
+from tessera.shared.secure_sums.envelope import own_blocks
+from tessera.shared.secure_sums.errors import SumRefused
+from tessera.shared.secure_sums.masked_update import RingTensor, read_ring
+from tessera.shared.secure_sums.messages import MAX_EXPONENT, MAX_WEIGHT, Envelope, RingBlock, SiteKeys, Terms
+from tessera.shared.secure_sums.opened import MeanStep, OpenedSum
+from tessera.shared.tensors.lazy import Array, SteppedTensor, Tensor, numel, squares
+from tessera.shared.updates.update_file import of_whole
+
+STEP_BITS = 12
+"""The bits after the point of a value as large as the last round's root mean square step: rounding then adds an error
+of less than a thousandth, and steps of thousands of times that size do not overflow."""
+
+FIRST_BITS = 20
+"""The same beside the version's own values, for a block of which no step is known yet."""
+
+NO_SCALE = -24
+"""The exponent of a block that is zero and has never changed."""
+
+
+def terms_of_round(
+    spec: RunSpec,
+    model: Model,
+    plans: Mapping[str, Plan],
+    keys: Mapping[str, SiteKeys],
+    bounds: Bounds,
+    examples: int,
+    state: State,
+    before: State | None,
+    *,
+    run: str,
+    attempt: int,
+    version: VersionRef,
+) -> Terms:
+    """Return the terms of the round after a version. `keys` are those of the helpers' sites, `examples` the most of a
+    planned worker, and `before` is the state of the version before."""
+    assert spec.secure_sums is not None  # noqa: S101 (for the types)
+    quorum = spec.secure_sums.quorum
+    return Terms(
+        run=run,
+        round=version.number + 1,
+        attempt=attempt,
+        version=version.digest,
+        helpers=tuple(keys[site] for site in spec.secure_sums.helpers),
+        quorum=quorum,
+        max_senders=max(quorum, len(plans)),
+        max_weight=min(bounds.max_examples or examples, examples, MAX_WEIGHT),
+        bits=32,
+        blocks=ring_blocks(model, plans.values(), state, before),
+    )
+
+
+def ring_blocks(model: Model, plans: Collection[Plan], state: State, before: State | None) -> dict[str, RingBlock]:
+    """Return the blocks that plans upload, with a scale each from the last step, or else from their values."""
+    found = {}
+    for block in model.blocks:
+        if any(plan.upload.holds(block) for plan in plans):
+            present = state.model[block.name]
+            exponent = _exponent(present, before.model[block.name] if before else present)
+            found[block.name] = RingBlock(elements=block.numel, exponent=exponent)
+    return found
+
+
+def _exponent(present: Tensor, before: Tensor) -> int:
+    moved = 0.0
+    if present != before:
+        moved = _sum_of_squares(value - start for value, start in zip(present.chunks(), before.chunks(), strict=True))
+    size = (moved or _sum_of_squares(present.chunks())) / numel(present)
+    if not (size and math.isfinite(size)):
+        return NO_SCALE
+    exponent = math.floor(math.log2(size) / 2) - (STEP_BITS if moved else FIRST_BITS)
+    return max(-MAX_EXPONENT, min(exponent, MAX_EXPONENT))
+
+
+def _sum_of_squares(chunks: Iterable[Array]) -> float:
+    return sum(squares(np.asarray(chunk, np.float32)) for chunk in chunks)
+
+
+def check_masked(
+    text: str | None,
+    terms: Terms,
+    site: str,
+    weight: int,
+    update: str,
+    asked: Collection[str],
+    blobs: BlobStore,
+    data: bytes | None,
+) -> tuple[Envelope, tuple[str, ...]]:
+    """Return the envelope of a masked update, and its blocks. `data` has the update's bytes if it is not stored.
+
+    Its values say nothing, so only its form is checked, and that the envelope is about it. Raises InvalidUpdate.
+    """
+    try:
+        envelope = Envelope.model_validate_json(text or "{}")
+        _require((envelope.site, envelope.update) == (site, update), "it is of another site or another update")
+        _require(envelope.weight == weight, f"its weight is {envelope.weight}; the report's makes {weight}")
+        blocks = own_blocks(envelope, terms)
+        unasked = sorted(set(blocks) - set(asked))
+        _require(not unasked, f"the plan does not ask for {unasked[:4]}")
+        opened = partial(BytesIO, data) if data is not None else partial(blobs.open, update)
+        read_ring(opened, len(data) if data is not None else blobs.size(update), terms, blocks)
+    except (ValidationError, SumRefused) as fault:
+        detail = faults_of(fault)[0].detail if isinstance(fault, ValidationError) else str(fault)
+        raise of_whole("envelope-unusable", f"the envelope of the masked update cannot be used: {detail}") from None
+    return envelope, blocks
+
+
+def _require(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise SumRefused("malformed", otherwise)
+
+
+@dataclass(frozen=True)
+class Sums:
+    """The opened sums of a round: what its senders signed, and the sums of their masks."""
+
+    terms: Terms
+    envelopes: Mapping[str, Envelope]
+    """By worker."""
+    mask_sums: Sequence[str]
+    """The digests of what helpers returned, which together have the masks from each seed once."""
+
+    @property
+    def senders(self) -> SenderSet:
+        return sender_set(self.terms, list(self.envelopes.values()))
+
+    def moved(self, state: State, blobs: BlobStore, normalization: Normalization) -> dict[str, Tensor]:
+        """Return the blocks that enough sites sent, moved by the sites' mean step."""
+        found = self.senders
+        files = {e.site: self._ring(blobs, e.update, e.block_names(self.terms)) for e in found.envelopes}
+        masks = [self._ring(blobs, digest, sorted(found.senders)) for digest in self.mask_sums]
+        whole = sum(envelope.weight for envelope in found.envelopes)
+        moved: dict[str, Tensor] = {}
+        for name, sites in found.senders.items():
+            base, ring = state.model[name], self.terms.blocks[name]
+            updates = [files[site][name] for site in sites]
+            total = OpenedSum(updates, [each[name] for each in masks], self.terms.bits, ring.elements)
+            weight = found.weight(name) if normalization == "participants" else whole
+            # Subtracted, because x - 0.0 is x for every x, while -0.0 + 0.0 is 0.0.
+            factor = -self.terms.max_weight * 2.0**ring.exponent / weight
+            moved[name] = SteppedTensor(base.shape, base.dtype, (base, MeanStep(total, factor, base.shape)))
+        return moved
+
+    def _ring(self, blobs: BlobStore, digest: str, blocks: Sequence[str]) -> dict[str, RingTensor]:
+        return read_ring(partial(blobs.open, digest), blobs.size(digest), self.terms, blocks)

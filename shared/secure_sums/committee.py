@@ -1,0 +1,188 @@
+"""The rules of helpers: which set of senders they sign, and when they return the sum of its masks.
+
+A helper signs at most one set for each round of a run, and opens a set only with enough signatures that any two
+groups of signers share an honest helper. So no two sums of a round are ever opened, of which the difference would be
+one site's update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from tessera.shared.hashing import Sink
+from tessera.shared.schema import Digest, Message, canonical
+from tessera.shared.secure_sums.envelope import opened_seeds, own_blocks
+from tessera.shared.secure_sums.errors import SumRefused
+from tessera.shared.secure_sums.keys import SealingKey, SigningKey, require_signature
+from tessera.shared.secure_sums.masked_update import write_ring
+from tessera.shared.secure_sums.masks import RING_DTYPES, MaskStream
+from tessera.shared.secure_sums.messages import LEAST_QUORUM, Agreement, Envelope, Hex32, Terms
+from tessera.shared.secure_sums.roster import Roster, check_terms, require_known
+from tessera.shared.tensors.lazy import as_bytes, chunk_counts, digest_of
+
+AGREEMENT = "set of senders"
+
+
+class _Set(Message):
+    terms: Digest
+    envelopes: tuple[Digest, ...]
+    """In the order of the sites."""
+
+
+@dataclass(frozen=True)
+class SenderSet:
+    """The senders of a round, as the coordinator closed it."""
+
+    terms: Terms
+    envelopes: tuple[Envelope, ...]
+    """In the order of the sites."""
+    senders: Mapping[str, tuple[str, ...]]
+    """The sites that sent each block, of all blocks that enough sent."""
+
+    @property
+    def digest(self) -> Digest:
+        """Identifies the terms and each envelope, and so each masked update."""
+        found = _Set(terms=self.terms.digest, envelopes=tuple(envelope.digest for envelope in self.envelopes))
+        return digest_of(canonical(found))
+
+    def weight(self, block: str) -> int:
+        """Return the weight of all senders of a block together."""
+        return sum(envelope.weight for envelope in self.envelopes if envelope.site in self.senders[block])
+
+
+def sender_set(terms: Terms, envelopes: Sequence[Envelope], roster: Roster | None = None) -> SenderSet:
+    """Return the set of these senders. Raises SumRefused if one of them may not be in it.
+
+    Without a roster, it takes the senders for who they say they are: what the coordinator does.
+    """
+    by_site = {envelope.site: envelope for envelope in envelopes}
+    if len(by_site) < len(envelopes):
+        raise SumRefused("duplicate-site", "a site occurs twice among the senders")
+    if len(by_site) > terms.max_senders:
+        raise SumRefused(
+            "too-many-senders", f"{len(by_site)} senders came; the terms have room for {terms.max_senders}"
+        )
+    if len({envelope.identity for envelope in envelopes}) < len(envelopes):
+        raise SumRefused("duplicate-site", "two sites have one key")
+    senders: dict[str, list[str]] = {}
+    for site in sorted(by_site):
+        envelope = by_site[site]
+        if roster is not None:
+            require_known(roster, site, envelope.identity)
+        for block in own_blocks(envelope, terms):
+            senders.setdefault(block, []).append(site)
+    enough = {block: tuple(sites) for block, sites in senders.items() if len(sites) >= terms.quorum}
+    return SenderSet(terms, tuple(by_site[site] for site in sorted(by_site)), enough)
+
+
+class Agreements(Protocol):
+    """A helper's memory of the sets that it signed or opened, on disk."""
+
+    def remember(self, run: str, number: int, senders: Digest) -> Digest:
+        """Record the set of a round, unless one is recorded; return the one that is. On disk when it returns."""
+        ...
+
+
+@dataclass(frozen=True)
+class Member:
+    """A helper at work."""
+
+    site: str
+    identity: SigningKey
+    sealing_keys: Mapping[Hex32, SealingKey]
+    """Those that it still has, by the public key."""
+    roster: Roster
+    agreements: Agreements
+    least_quorum: int = LEAST_QUORUM
+
+    def agree(self, terms: Terms, envelopes: Sequence[Envelope]) -> Agreement:
+        """Sign a set of senders. Asked twice for one set, it returns the same. Raises SumRefused."""
+        number, found, key = self._checked(terms, envelopes)
+        for envelope in found.envelopes:
+            opened_seeds(envelope, terms, number, key)
+        self._commit(found)
+        signature = self.identity.sign(AGREEMENT, found.digest.encode())
+        return Agreement(helper=number, senders=found.digest, signature=signature)
+
+    def open(
+        self,
+        terms: Terms,
+        envelopes: Sequence[Envelope],
+        agreements: Sequence[Agreement],
+        seeds: Sequence[int],
+        file: Sink,
+    ) -> Digest:
+        """Write the sums of the senders' masks from the seeds of these numbers, block by block; return the digest.
+
+        Raises SumRefused. Asked twice, it writes the same bytes.
+        """
+        number, found, key = self._checked(terms, envelopes)
+        check_agreements(found, agreements)
+        if strange := sorted(set(seeds) - set(terms.seeds_of(number))):
+            raise SumRefused("seeds", f"this helper does not have the seeds {strange}")
+        self._commit(found)
+        opened = {envelope.site: opened_seeds(envelope, terms, number, key) for envelope in found.envelopes}
+        chosen = {site: [own[n] for n in sorted(set(seeds))] for site, own in opened.items()}
+        return write_mask_sums(file, found, chosen)
+
+    def _checked(self, terms: Terms, envelopes: Sequence[Envelope]) -> tuple[int, SenderSet, SealingKey]:
+        check_terms(terms, self.roster, self.least_quorum)
+        number = next((n for n, helper in enumerate(terms.helpers) if helper.site == self.site), None)
+        if number is None or terms.helpers[number].identity != self.identity.public:
+            raise SumRefused("committee", f"{self.site} is not a helper of these terms")
+        if (key := self.sealing_keys.get(terms.helpers[number].sealing_key)) is None:
+            raise SumRefused("committee", f"{self.site} has erased the key that seeds were sealed to")
+        found = sender_set(terms, envelopes, self.roster)
+        if not found.senders:
+            raise SumRefused("quorum", f"no block was sent by {terms.quorum} sites")
+        return number, found, key
+
+    def _commit(self, found: SenderSet) -> None:
+        terms = found.terms
+        if self.agreements.remember(terms.run, terms.round, found.digest) != found.digest:
+            raise SumRefused(
+                "already-agreed", f"another set of senders of round {terms.round} was signed or opened before"
+            )
+
+
+def check_agreements(found: SenderSet, agreements: Sequence[Agreement]) -> None:
+    """Raise SumRefused unless enough different helpers signed this very set."""
+    terms = found.terms
+    signed = set()
+    for agreement in agreements:
+        if agreement.senders == found.digest:
+            check_agreement(found, agreement)
+            signed.add(agreement.helper)
+    if len(signed) < terms.signatures:
+        raise SumRefused(
+            "too-few-signatures",
+            f"{len(signed)} of {len(terms.helpers)} helpers signed this set; {terms.signatures} must",
+        )
+
+
+def check_agreement(found: SenderSet, agreement: Agreement) -> None:
+    """Raise SumRefused unless the helper that it names signed this very set."""
+    helpers = found.terms.helpers
+    if agreement.senders != found.digest or agreement.helper >= len(helpers):
+        raise SumRefused("signature", "the agreement is about another set of senders, or of no helper")
+    helper = helpers[agreement.helper]
+    require_signature(helper.identity, AGREEMENT, found.digest.encode(), agreement.signature, helper.site)
+
+
+def write_mask_sums(file: Sink, found: SenderSet, seeds: Mapping[str, Sequence[bytes]]) -> Digest:
+    """Write, for each block of the set, the sum of its senders' masks from these seeds of each."""
+    terms = found.terms
+
+    def sums(block: str) -> Iterator[memoryview]:
+        own = [seed for site in found.senders[block] for seed in seeds[site]]
+        masks = MaskStream(own, terms.digest, block, terms.bits)
+        for count in chunk_counts(terms.blocks[block].elements):
+            total = np.zeros(count, RING_DTYPES[terms.bits])
+            masks.add_to(total)
+            yield as_bytes(total)
+
+    return write_ring(file, terms, sorted(found.senders), sums)

@@ -1,0 +1,52 @@
+"""Checks of other sites' keys, and of a round's terms, by what this site knows itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from tessera.shared.secure_sums.errors import SumRefused
+from tessera.shared.secure_sums.keys import SigningKey, require_signature
+from tessera.shared.secure_sums.messages import LEAST_QUORUM, Fingerprint, Hex32, SiteKeys, Terms, fingerprint
+
+SEALING_KEY = "sealing key"
+"""The purpose of a site's signature under its sealing key."""
+
+Roster = Mapping[str, Fingerprint]
+"""The fingerprint of each site's key, as its people reported it to those of this one. The coordinator's word does not
+count: it could enrol sites that do not exist."""
+
+
+def signed_keys(site: str, identity: SigningKey, sealing_key: Hex32) -> SiteKeys:
+    """Return the public keys of a site for others, with its signature."""
+    signature = identity.sign(SEALING_KEY, bytes.fromhex(sealing_key))
+    return SiteKeys(site=site, identity=identity.public, sealing_key=sealing_key, signature=signature)
+
+
+def check_keys(keys: SiteKeys, roster: Roster) -> None:
+    """Raise SumRefused unless these are the keys of the site that the roster has."""
+    require_known(roster, keys.site, keys.identity)
+    message = bytes.fromhex(keys.sealing_key)
+    require_signature(keys.identity, SEALING_KEY, message, keys.signature, keys.site)
+
+
+def require_known(roster: Roster, site: str, identity: Hex32) -> None:
+    """Raise SumRefused unless the roster has a site under this key."""
+    if (known := roster.get(site)) is None:
+        raise SumRefused("not-in-roster", f"the site {site} is not in the roster of this site")
+    if known != fingerprint(identity):
+        raise SumRefused(
+            "not-in-roster", f"the key of {site} has the fingerprint {fingerprint(identity)}; the roster has {known}"
+        )
+
+
+def check_terms(terms: Terms, roster: Roster, least_quorum: int = LEAST_QUORUM) -> None:
+    """Check terms by what this site knows itself. Raises SumRefused.
+
+    A site checks this before it trains, and a helper before it signs.
+    """
+    if terms.quorum < least_quorum:
+        raise SumRefused("quorum", f"sums of {terms.quorum} sites are to be opened; this site allows {least_quorum}")
+    for helper in terms.helpers:
+        check_keys(helper, roster)
+    if len({helper.sealing_key for helper in terms.helpers}) < len(terms.helpers):
+        raise SumRefused("committee", "two helpers have one sealing key")

@@ -1,0 +1,209 @@
+"""Secure sums over HTTP: a coordinator that sums what it cannot read, and sites that keep to the rules or do not."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tessera.shared.api.runs import Cohort, Run, RunPatch
+from tessera.shared.api.secure_sums import HelperReport, SecureSums
+from tessera.shared.model.blocks import Block
+from tessera.shared.tensors.lazy import as_bytes
+from tests.support.coordinator import LiveCoordinator, refusing, until
+from tests.support.federation import small_model, start_run, values
+from tests.support.secure_sums import Federation, SecretSite
+
+NAMES = ("site-00", "site-01", "site-02")
+
+
+class Ring:
+    """Three sites that are all helpers, and their run."""
+
+    def __init__(self, live: LiveCoordinator, rounds: int = 1) -> None:
+        self.live, self.model = live, small_model(16)
+        self.start = values(self.model)
+        self.federation = Federation(3, 3)
+        self.sites = [SecretSite(name, live.client("site", name), self.federation) for name in NAMES]
+        for site in self.sites:
+            site.worker.enrol()
+        self.admin = live.client()
+        self.run = start_run(self.admin, self.model, self.start, **settings(rounds))
+
+    def now(self) -> Run:
+        return self.admin.run(self.run.id)
+
+    def values(self, number: int) -> dict[str, np.ndarray]:
+        versions = {version.number: version.digest for version in self.admin.versions(self.run.id)}
+        digests = self.admin.manifest(versions[number]).blocks
+        return {b.name: self._read(digests[b.name], b) for b in self.model.blocks}
+
+    def help(self) -> None:
+        """Do the tasks of all helpers, until the sum is open: not each of them is needed for that."""
+        for site in self.sites:
+            assert site.help("agree").state == "accepted"
+        for _ in range(50):
+            for site in self.sites:
+                if task := site.worker.claim(0):
+                    site.client.submit_helper_report(task.id, site.report(task))
+            if self.now().version.number:
+                return
+            time.sleep(0.1)
+
+    def _read(self, digest: str, block: Block) -> np.ndarray:
+        return np.frombuffer(self.admin.read_blob(digest), "<f4").reshape(block.shape)
+
+
+def settings(rounds: int = 1, **changed: Any) -> dict[str, Any]:
+    sums = SecureSums(helpers=NAMES, quorum=3)
+    return {"rounds": rounds, "cohort": Cohort(size=3, quorum=3), "secure_sums": sums, **changed}
+
+
+@pytest.fixture
+def ring(tmp_path: Path) -> Iterator[Ring]:
+    with LiveCoordinator(tmp_path / "coordinator") as live:
+        yield Ring(live)
+
+
+def stored_bytes(folder: Path) -> bytes:
+    return b"".join(path.read_bytes() for path in folder.rglob("*") if path.is_file())
+
+
+def test_the_version_moves_by_the_weighted_mean_and_no_unmasked_update_is_ever_stored(
+    ring: Ring, tmp_path: Path
+) -> None:
+    for site, step, examples in zip(ring.sites, (1.0, 2.5, 4.0), (10, 10, 5), strict=True):
+        view = site.train(step, examples)
+        assert (view.state, view.metrics) == ("accepted", {})
+    ring.help()
+    until(lambda: ring.now().state == "completed")
+    for name, value in ring.values(1).items():
+        np.testing.assert_allclose(value - ring.start[name], 2.2, atol=1e-4)
+    stored = stored_bytes(tmp_path / "coordinator")
+    for step in (1.0, 2.5, 4.0):
+        for array in ring.start.values():
+            assert bytes(as_bytes(array + np.float32(step)))[:64] not in stored
+        assert np.full(16, step, "<f4").tobytes() not in stored
+    outcomes = [task.state for round_ in ring.admin.rounds(ring.run.id) for task in round_.tasks]
+    assert outcomes == ["merged"] * 3
+
+
+def test_an_update_whose_envelope_is_not_about_it_is_rejected(ring: Ring) -> None:
+    site, other = ring.sites[0], ring.sites[1]
+    task = site.worker.take()
+    right = site.submission(task, 1.0)
+    foreign = other.submission(other.worker.take(), 1.0)
+    for change in (
+        {"envelope": None},
+        {"envelope": "{}"},
+        {"envelope": "not JSON"},
+        {"envelope": foreign.envelope},
+        {"examples": right.examples - 1},
+        {"update": site.client.put_bytes(b"other bytes")},
+    ):
+        # Each is refused, and the task with it: it is offered to nobody again.
+        with refusing("invalid-update", match="envelope"):
+            site.client.submit(task.id, right.model_copy(update=change))
+        if (task_again := site.worker.claim(0)) is None:
+            break
+        task = task_again
+
+
+def test_a_helper_s_report_that_is_not_what_its_task_asks_for_is_refused(ring: Ring) -> None:
+    for site in ring.sites:
+        site.train(1.0)
+    first, second, third = ring.sites
+    task = first.worker.take()
+    right, foreign = first.report(task), second.report(second.worker.take())
+    assert right.agreement is not None
+    assert foreign.agreement is not None
+    theirs = foreign.agreement.model_copy(update={"helper": 0})
+    wrong = (
+        HelperReport(token=task.token),
+        HelperReport(token=task.token, mask_sums=first.client.put_bytes(b"masks")),
+        HelperReport(token=task.token, agreement=right.agreement.model_copy(update={"helper": 1})),
+        HelperReport(token=task.token, agreement=right.agreement.model_copy(update={"helper": 99})),
+        HelperReport(token=task.token, agreement=right.agreement.model_copy(update={"senders": ring.run.spec.model})),
+        HelperReport(token=task.token, agreement=theirs),
+    )
+    for report in wrong:
+        with refusing("invalid"):
+            first.client.submit_helper_report(task.id, report)
+    for _ in range(2):  # the first answer may be lost
+        assert first.client.submit_helper_report(task.id, right).state == "accepted"
+    assert third.help("agree").state == "accepted"
+    assert ring.now().version.number == 0
+
+
+def test_a_run_whose_helpers_refuse_pauses_with_the_reason_and_asks_them_again_when_resumed(ring: Ring) -> None:
+    for site in ring.sites:
+        site.train(1.0)
+    refusing_site = ring.sites[0]
+    refusing_site.worker.fail(refusing_site.worker.take())
+    until(lambda: ring.now().state == "paused")
+    assert "did not sign" in (ring.now().reason or "")
+    ring.admin.patch_run(ring.run.id, RunPatch(state="running"))
+    ring.help()
+    until(lambda: ring.now().state == "completed")
+
+
+def test_a_round_does_not_open_without_helpers_that_have_declared_keys(tmp_path: Path) -> None:
+    with LiveCoordinator(tmp_path / "coordinator") as live:
+        federation, model = Federation(3, 3), small_model()
+        sites = [SecretSite(name, live.client("site", name), federation) for name in NAMES]
+        for site in sites:
+            site.worker.site_keys = None
+            site.worker.enrol()
+        preview_of = start_run(live.client(), model, values(model), **settings())
+        reasons = live.client().preview_run(preview_of.spec).workers
+        assert {one.rule for worker in reasons for one in worker.ineligibilities} == {"secure_sums"}
+        assert all(site.worker.claim(0) is None for site in sites)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"robust": {"rule": "median"}, "cohort": Cohort(size=5, quorum=5)},
+        {"normalization": "inverse-probability"},
+        {"codec": "raw"},
+        {"client_privacy": {"epsilon": 5, "delta": 1e-3, "clip_norm": 1.0}, "normalization": "cohort"},
+        {"upload_budget": 1000},
+        {"upload_seconds": 10},
+        {"max_update_norm": 1.0},
+        {"max_norm_of_median": 3.0},
+        {"cohort": Cohort(size=3, quorum=2)},
+        {"cohort": Cohort(size=3, quorum=3, workers_per_site=2)},
+        {"cohort": Cohort(size=3, quorum=3, sites=("site-00", "site-01", "elsewhere"))},
+        {"secure_sums": {"helpers": ["a", "b"], "quorum": 3}},
+        {"secure_sums": {"helpers": ["a", "b", "a"], "quorum": 3}},
+        {"secure_sums": {"helpers": list(NAMES), "quorum": 2}},
+    ],
+    ids=str,
+)
+def test_settings_that_need_single_updates_are_refused(standing: LiveCoordinator, changed: dict[str, Any]) -> None:
+    model = small_model()
+    with pytest.raises(ValueError, match=r"secure_sums|helpers|quorum"):
+        start_run(standing.client(), model, values(model), **settings(**changed))
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        {"name": "fednova"},
+        {"name": "scaffold"},
+        {"name": "feddyn"},
+        {"name": "fedfrozen", "settings": {"warmup_rounds": "auto"}},
+        {"name": "safl", "settings": {"score": "random"}},
+    ],
+    ids=str,
+)
+def test_a_method_that_merges_more_than_the_mean_is_refused(
+    standing: LiveCoordinator, method: dict[str, Any]
+) -> None:
+    model = small_model()
+    with refusing("invalid", match="method"):
+        start_run(standing.client(), model, values(model), **settings(method=method))

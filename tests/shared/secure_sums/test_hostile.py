@@ -1,0 +1,239 @@
+"""What a coordinator could try to learn one site's update, and the rule that refuses each attempt.
+
+In each case nothing is signed and no mask leaves a helper.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from io import BytesIO
+
+import numpy as np
+import pytest
+
+from tessera.shared.schema import canonical
+from tessera.shared.secure_sums.envelope import PURPOSE
+from tessera.shared.secure_sums.errors import SumRefused
+from tessera.shared.secure_sums.keys import SealingKey, SigningKey
+from tessera.shared.secure_sums.messages import Envelope, EnvelopeContents, Terms, fingerprint
+from tessera.shared.secure_sums.roster import check_terms, signed_keys
+from tessera.shared.tensors.lazy import digest_of
+from tests.support.secure_sums import Federation, Sent, ring_of
+
+
+def _steps(value: float = 1.0) -> dict[str, np.ndarray]:
+    return {"head": np.full(7, value, np.float32)}
+
+
+class Round:
+    """An honest round of six sites with four helpers, which a coordinator tampers with."""
+
+    def __init__(self) -> None:
+        self.federation = Federation(6, 4, quorum=5)
+        self.terms = self.federation.terms()
+        self.sent = [self.federation.send(self.terms, site, _steps()) for site in self.federation.names]
+
+    @property
+    def envelopes(self) -> list[Envelope]:
+        return [each.envelope for each in self.sent]
+
+    def agree(self, terms: Terms, envelopes: Sequence[Envelope], helper: str = "site-00") -> None:
+        self.federation.member(helper).agree(terms, envelopes)
+
+
+def _ghosts(tried: Round) -> None:
+    """Sites that the coordinator made up: one victim, and ghosts for the quorum."""
+    fed = tried.federation
+    for n in range(5):
+        fed.identities[f"ghost-{n}"] = SigningKey.new()
+    ghosts = [fed.send(tried.terms, f"ghost-{n}", _steps()) for n in range(5)]
+    tried.agree(tried.terms, [tried.envelopes[0], *(ghost.envelope for ghost in ghosts)])
+
+
+def _ghost_under_a_known_name(tried: Round) -> None:
+    tried.federation.identities["site-05"] = SigningKey.new()
+    tried.agree(tried.terms, [*tried.envelopes[:5], tried.federation.send(tried.terms, "site-05", _steps()).envelope])
+
+
+def _one_site_twice(tried: Round) -> None:
+    tried.agree(tried.terms, [*tried.envelopes[:4], tried.envelopes[3]])
+
+
+def _one_key_under_two_names(tried: Round) -> None:
+    fed = tried.federation
+    fed.identities["site-05"] = fed.identities["site-04"]
+    fed.roster["site-05"] = fed.roster["site-04"]
+    again = fed.send(tried.terms, "site-05", _steps())
+    tried.agree(tried.terms, [*tried.envelopes[:5], again.envelope])
+
+
+def _too_few(tried: Round) -> None:
+    tried.agree(tried.terms, tried.envelopes[:4])
+
+
+def _small_quorum_in_other_terms(tried: Round) -> None:
+    tried.agree(tried.federation.terms(quorum=3), tried.envelopes[:3])
+
+
+def _two_versions(tried: Round) -> None:
+    """Everyone but the victim gets another version, so that the victim's share of the sum stands out."""
+    fed = tried.federation
+    other = fed.terms(version=digest_of(b"another version"))
+    split = [fed.send(other, site, _steps()).envelope for site in fed.names[1:]]
+    tried.agree(tried.terms, [tried.envelopes[0], *split])
+
+
+def _other_scales(tried: Round) -> None:
+    fed = tried.federation
+    blocks = {name: block.model_copy(update={"exponent": 40}) for name, block in tried.terms.blocks.items()}
+    other = fed.terms(blocks=blocks)
+    tried.agree(other, [*(fed.send(other, site, _steps()).envelope for site in fed.names[1:]), tried.envelopes[0]])
+
+
+def _replayed_envelope(tried: Round) -> None:
+    tried.agree(tried.federation.terms(2), tried.envelopes)
+
+
+def _weight_changed(tried: Round) -> None:
+    tried.agree(tried.terms, [tried.envelopes[0].model_copy(update={"weight": 999}), *tried.envelopes[1:]])
+
+
+def _blocks_changed(tried: Round) -> None:
+    tried.agree(tried.terms, [tried.envelopes[0].model_copy(update={"blocks": "7"}), *tried.envelopes[1:]])
+
+
+def _update_changed(tried: Round) -> None:
+    other = digest_of(b"other")
+    tried.agree(tried.terms, [tried.envelopes[0].model_copy(update={"update": other}), *tried.envelopes[1:]])
+
+
+def _seeds_of_another(tried: Round) -> None:
+    """A colluding site sends the victim's sealed seeds as its own, to have the victim's masks subtracted twice."""
+    fed, victim = tried.federation, tried.envelopes[0]
+    own = tried.envelopes[5].model_copy(update={"seeds": victim.seeds})
+    contents = own.model_dump(exclude={"signature"})
+    signature = fed.identities["site-05"].sign(PURPOSE, canonical(EnvelopeContents(**contents)))
+    tried.agree(tried.terms, [*tried.envelopes[:5], own.model_copy(update={"signature": signature})])
+
+
+def _set_less_one(tried: Round) -> None:
+    tried.agree(tried.terms, tried.envelopes)
+    tried.agree(tried.terms, tried.envelopes[1:])
+
+
+def _foreign_helper(tried: Round) -> None:
+    """The coordinator puts itself into the committee in place of a site."""
+    own = signed_keys("site-01", SigningKey.new(), SealingKey.new().public)
+    helpers = (tried.terms.helpers[0], own, *tried.terms.helpers[2:])
+    tried.agree(tried.federation.terms(helpers=helpers), tried.envelopes)
+
+
+def _foreign_sealing_key(tried: Round) -> None:
+    """A helper's name and identity, with a key of the coordinator's to seal to."""
+    own = tried.terms.helpers[1].model_copy(update={"sealing_key": SealingKey.new().public})
+    helpers = (tried.terms.helpers[0], own, *tried.terms.helpers[2:])
+    tried.agree(tried.federation.terms(helpers=helpers), tried.envelopes)
+
+
+def _more_than_fit(tried: Round) -> None:
+    fed = tried.federation
+    terms = fed.terms(max_senders=5)
+    tried.agree(terms, [fed.send(terms, site, _steps()).envelope for site in fed.names])
+
+
+ACTS: dict[str, tuple[Callable[[Round], None], str]] = {
+    "ghosts": (_ghosts, "not-in-roster"),
+    "a ghost under a known name": (_ghost_under_a_known_name, "not-in-roster"),
+    "one site twice": (_one_site_twice, "duplicate-site"),
+    "one key under two names": (_one_key_under_two_names, "duplicate-site"),
+    "too few senders": (_too_few, "quorum"),
+    "a small quorum": (_small_quorum_in_other_terms, "quorum"),
+    "two versions": (_two_versions, "terms-differ"),
+    "scales that differ": (_other_scales, "terms-differ"),
+    "an envelope of another round": (_replayed_envelope, "terms-differ"),
+    "a weight that was changed": (_weight_changed, "signature"),
+    "blocks that were changed": (_blocks_changed, "signature"),
+    "an update that was exchanged": (_update_changed, "signature"),
+    "the seeds of another": (_seeds_of_another, "seeds"),
+    "a set less one": (_set_less_one, "already-agreed"),
+    "a helper of its own": (_foreign_helper, "not-in-roster"),
+    "a sealing key of its own": (_foreign_sealing_key, "signature"),
+    "more senders than fit": (_more_than_fit, "too-many-senders"),
+}
+
+
+@pytest.mark.parametrize("name", ACTS)
+def test_a_helper_refuses(name: str) -> None:
+    act, rule = ACTS[name]
+    with pytest.raises(SumRefused) as refusal:
+        act(Round())
+    assert refusal.value.rule == rule
+
+
+def _opened(
+    tried: Round, sent: list[Sent], agreed: list, seeds: Sequence[int] = (1,), helper: str = "site-00"
+) -> bytes:
+    file = BytesIO()
+    envelopes = [each.envelope for each in sent]
+    tried.federation.member(helper).open(tried.terms, envelopes, agreed, seeds, file)
+    return file.getvalue()
+
+
+def test_two_sets_for_two_groups_of_helpers_are_never_both_opened() -> None:
+    tried = Round()
+    fed, less = tried.federation, tried.sent[1:]
+    whole = fed.agreements(tried.terms, tried.sent, ["site-00", "site-01"])
+    part = fed.agreements(tried.terms, less, ["site-02", "site-03"])
+    for sent, agreed in ((tried.sent, whole), (less, part), (tried.sent, whole + part), (less, whole + part)):
+        for helper in fed.sealing:
+            with pytest.raises(SumRefused, match="too-few-signatures"):
+                _opened(tried, sent, agreed, helper=helper)
+
+
+def test_a_signature_counts_once() -> None:
+    tried = Round()
+    agreed = tried.federation.agreements(tried.terms, tried.sent, ["site-01", "site-02"])
+    copied = agreed[0].model_copy(update={"helper": 3})
+    with pytest.raises(SumRefused, match="too-few-signatures"):
+        _opened(tried, tried.sent, [*agreed, *agreed])
+    with pytest.raises(SumRefused, match="signature"):
+        _opened(tried, tried.sent, [*agreed, copied])
+
+
+def test_a_helper_that_opened_a_set_signs_no_other() -> None:
+    tried = Round()
+    agreed = tried.federation.agreements(tried.terms, tried.sent, ["site-01", "site-02", "site-03"])
+    assert _opened(tried, tried.sent, agreed)
+    with pytest.raises(SumRefused, match="already-agreed"):
+        tried.agree(tried.terms, tried.envelopes[1:])
+
+
+def test_a_helper_opens_no_seed_that_it_lacks() -> None:
+    tried = Round()
+    agreed = tried.federation.agreements(tried.terms, tried.sent, ["site-01", "site-02", "site-03"])
+    for seeds in ([0], [0, 1], [99], [-1]):
+        with pytest.raises(SumRefused, match="seeds"):
+            _opened(tried, tried.sent, agreed, seeds)
+
+
+def test_what_helpers_return_is_a_sum_of_masks_and_no_mask_of_one_site() -> None:
+    tried = Round()
+    agreed = tried.federation.agreements(tried.terms, tried.sent, ["site-01", "site-02", "site-03"])
+    files = tried.federation.mask_sums(tried.terms, tried.sent, agreed, ["site-00", "site-02"])
+    masks = sum(next(ring_of(file, tried.terms, ["head"])["head"].chunks()).astype(np.int64) for file in files)
+    for each in tried.sent:
+        alone = next(each.ring(tried.terms)["head"].chunks()).astype(np.int64) - masks
+        assert np.abs(alone.astype(np.int32)).max() > 1 << 20
+
+
+def test_a_site_trains_for_no_committee_that_its_roster_lacks() -> None:
+    tried = Round()
+    check_terms(tried.terms, tried.federation.roster, 5)
+    for roster in ({}, {**tried.federation.roster, "site-03": fingerprint(SigningKey.new().public)}):
+        with pytest.raises(SumRefused, match="not-in-roster"):
+            check_terms(tried.terms, roster)
+    with pytest.raises(SumRefused, match="quorum"):
+        check_terms(tried.terms, tried.federation.roster, 6)
+    twice = tried.terms.helpers[1].model_copy(update={"site": "site-04"})
+    with pytest.raises(SumRefused, match="not-in-roster"):
+        check_terms(tried.federation.terms(helpers=(*tried.terms.helpers[:3], twice)), tried.federation.roster)

@@ -1,0 +1,103 @@
+"""A site's limits on what runs may spend of a data set, and the judgement of a task by them."""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+
+import structlog
+
+from tessera.shared.run_settings import Unit, UnitBudget
+from tessera.worker.governance.policy import Allowance, PolicyViolation
+from tessera.worker.privacy.accountant import admits, least_budget
+from tessera.worker.state.privacy_ledger import (
+    OF_EXAMPLES,
+    Cost,
+    LedgerEntry,
+    NoisyChoice,
+    NoisySteps,
+    costs_of,
+    noisy_in,
+    unbounded_in,
+)
+
+WEEK = timedelta(days=7)
+
+Noisy = NoisySteps | NoisyChoice
+
+
+@dataclass(frozen=True)
+class SiteLimits:
+    """The limits for one data set, and for the tasks of a run that protects units of one kind."""
+
+    dataset: str
+    unit: Unit
+    """The unit that the run protects. Its events cost the unit of a budget what `costs_of` says."""
+    budget: Allowance | None = None
+    weekly: UnitBudget | None = None
+    total: Allowance | None = None
+    """The budget of all data sets together."""
+    elsewhere: Callable[[], Sequence[LedgerEntry]] = tuple
+    """A function to the entries of all other data sets."""
+
+    def judge(self, entries: Sequence[LedgerEntry], events: Sequence[Noisy], ahead: Sequence[Noisy]) -> None:
+        """Raise PolicyViolation if the events would exceed a limit. `ahead` are those of the run's further rounds."""
+        for allowed, counted, rule, where in self._limits(entries):
+            together = self._costs(counted, events, allowed)
+            if admits(together, allowed):
+                continue
+            needed = least_budget(together, allowed.delta)
+            raise PolicyViolation(
+                rule,
+                f"this task would bring {where} to an epsilon of {_up(needed)} at delta {allowed.delta:g}, and the "
+                f"site allows {allowed.epsilon:g}"
+                + (self._to_the_end(allowed, counted, ahead, needed) if rule == "privacy" else ""),
+            )
+
+    def _limits(self, entries: Sequence[LedgerEntry]) -> Iterator[tuple[UnitBudget, Sequence[LedgerEntry], str, str]]:
+        """Yield each limit with the entries that count for it, its rule, and what it limits, in words. Raises
+        PolicyViolation for uses that a budget does not bound."""
+        if self.budget:
+            self.budget.check_exact(repr(self.dataset), entries)
+            yield self.budget, entries, "privacy", repr(self.dataset)
+        if self.weekly:
+            a_week_ago = datetime.now(UTC) - WEEK
+            lately = [entry for entry in entries if entry.at > a_week_ago]
+            if any(use == OF_EXAMPLES for _, use in unbounded_in(lately, self.weekly.unit)):
+                rule, what = "max_weekly_privacy", f"runs that protect single examples have used {self.dataset!r}"
+                raise PolicyViolation(rule, f"{what} within seven days, which bounds the loss of no group")
+            yield self.weekly, lately, "max_weekly_privacy", f"{self.dataset!r} within seven days"
+        if self.total:
+            everything = [*entries, *self.elsewhere()]
+            self.total.check_exact("all data sets together", everything)
+            yield self.total, everything, "max_total_privacy", "all data sets together"
+
+    def warn(self, run: str, entries: Sequence[LedgerEntry], ahead: Sequence[Noisy]) -> None:
+        """Log a warning at a run's first task if the budget does not cover all rounds. The task is not refused, since
+        the site may not take part in each."""
+        budget = self.budget
+        if budget and not admits(self._costs(entries, ahead, budget), budget):
+            structlog.get_logger("worker").warning(
+                "budget-below-run",
+                dataset=self.dataset,
+                run=run,
+                detail=f"the site allows {budget.epsilon:g}{self._to_the_end(budget, entries, ahead)}",
+                remedy="raise the budget, or let the run spend less: otherwise its last rounds are refused",
+            )
+
+    def _to_the_end(
+        self, budget: UnitBudget, entries: Sequence[LedgerEntry], ahead: Sequence[Noisy], least: float = 0.0
+    ) -> str:
+        """Return a sentence about the budget for the whole run, if the next rounds are like this one."""
+        needed = max(least, least_budget(self._costs(entries, ahead, budget), budget.delta))
+        return f"; all rounds of the run need a budget of {_up(needed)}"
+
+    def _costs(self, entries: Iterable[LedgerEntry], events: Iterable[Noisy], budget: UnitBudget) -> list[Cost]:
+        """Return what entries and further events cost the unit that a budget protects."""
+        further = [cost for event in events for cost in costs_of(event, self.unit, budget.unit)]
+        return [*noisy_in(entries, budget.unit), *further]
+
+
+def _up(value: float) -> str:
+    """Return an epsilon as text, rounded up, so that a budget of this value suffices."""
+    return f"{math.ceil(value * 100) / 100:g}" if math.isfinite(value) else "more than 1000"

@@ -1,0 +1,115 @@
+"""The keys of a site for secure sums, and its memory of what it signed as a helper."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Protocol
+
+from tessera.shared.schema import Digest
+from tessera.shared.secure_sums.committee import Agreements
+from tessera.shared.secure_sums.keys import SealingKey, SigningKey
+from tessera.shared.secure_sums.messages import Hex32, SiteKeys
+from tessera.shared.secure_sums.roster import signed_keys
+from tessera.worker.state.atomic_files import secret_key
+from tessera.worker.state.hash_chain import Chain, Link, derived
+
+KEYS_FOLDER = "keys"
+AGREEMENTS_FILE = "agreements.jsonl"
+RENEW_SECONDS = 7 * 86400.0
+ERASE_SECONDS = 35 * 86400.0
+"""A round whose helpers stay away for longer than this can no longer be opened."""
+
+
+@dataclass(frozen=True)
+class Keyring:
+    """A site's keys in a folder that only its owner can read: a long-term key to sign with, and keys of a week each
+    for messages to it, which are erased after five."""
+
+    folder: Path
+
+    def identity(self) -> SigningKey:
+        """Return the long-term key, created if missing. Raises OSError, and ValueError for an invalid file."""
+        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        return SigningKey(secret_key(self.folder / "identity.key"))
+
+    def sealing_keys(self) -> Mapping[Hex32, SealingKey]:
+        """Return the keys that are not erased yet, by the public key, the newest last."""
+        keys = (SealingKey(secret_key(path)) for _, path in self._files())
+        return {key.public: key for key in keys}
+
+    def public(self, site: str) -> SiteKeys:
+        """Return the public keys for others, with a new sealing key if the last one is a week old."""
+        now, files = time.time(), self._files()
+        for created, path in files:
+            if created < now - ERASE_SECONDS:
+                path.unlink(missing_ok=True)
+        if not files or files[-1][0] < now - RENEW_SECONDS:
+            secret_key(self.folder / f"sealing-{int(now)}.key")
+        return signed_keys(site, self.identity(), list(self.sealing_keys())[-1])
+
+    def _files(self) -> list[tuple[int, Path]]:
+        found = ((path.stem.removeprefix("sealing-"), path) for path in self.folder.glob("sealing-*.key"))
+        return sorted((int(created), path) for created, path in found if created.isdecimal())
+
+
+class _Agreed(Link):
+    run: str
+    round: int
+    senders: Digest
+
+
+class AgreementLog:
+    """The sets of senders that this helper signed or opened, in a file under the site's audit key."""
+
+    def __init__(self, folder: Path, key: bytes | None = None) -> None:
+        self._chain: Chain[_Agreed] = Chain(folder / AGREEMENTS_FILE, _Agreed, key=derived(key, "agreements"))
+
+    def remember(self, run: str, number: int, senders: Digest) -> Digest:
+        """Record the set of a round, unless one is recorded; return the one that is. On disk when it returns.
+
+        Raises ChainError if the file was changed.
+        """
+        with self._chain.held() as chain:
+            for entry in chain.entries:
+                if (entry.run, entry.round) == (run, number):
+                    return entry.senders
+            chain.append(
+                lambda seq, previous: _Agreed(
+                    seq=seq,
+                    at=datetime.now(UTC),
+                    previous=previous,
+                    run=run,
+                    round=number,
+                    senders=senders,
+                )
+            )
+            return senders
+
+
+class Keys(Protocol):
+    """The keys of a site."""
+
+    def identity(self) -> SigningKey: ...
+    def sealing_keys(self) -> Mapping[Hex32, SealingKey]: ...
+    def public(self, site: str) -> SiteKeys: ...
+
+
+@dataclass(frozen=True)
+class SumParty:
+    """This site in secure sums."""
+
+    site: str
+    keys: Keys
+    roster: Mapping[str, str]
+    """The fingerprints of the other sites' keys."""
+    quorum: int
+    """The least sites in a sum that this site sends to or opens."""
+    helper: bool
+    agreements: Agreements | None = field(repr=False)
+    """Its signatures as a helper; None for a site that is none."""
+    masks: bool = True
+    """False in a simulation: masks cancel to the bit, so that sums without them are the same."""

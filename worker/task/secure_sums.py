@@ -1,0 +1,133 @@
+"""Secure sums at a worker: check a round's terms, mask an update, and do the tasks of a helper."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import BinaryIO, TypeVar
+
+from pydantic import BaseModel
+
+from tessera.shared.api.secure_sums import MAX_DOCUMENT_BYTES, HelperReport, SumTask
+from tessera.shared.secure_sums.committee import Member
+from tessera.shared.secure_sums.envelope import make_envelope, new_seeds
+from tessera.shared.secure_sums.errors import SumRefused
+from tessera.shared.secure_sums.masked_update import write_masked
+from tessera.shared.secure_sums.messages import SumDocument, Terms
+from tessera.shared.secure_sums.roster import check_terms
+from tessera.shared.tensors.lazy import squares
+from tessera.shared.updates.update_file import TrainedBlock, WrittenUpdate
+from tessera.worker.governance.policy import PolicyViolation, require
+from tessera.worker.state.atomic_files import temporary_file
+from tessera.worker.state.site_keys import SumParty
+from tessera.worker.task.environment import TaskRun
+from tessera.worker.task.errors import TaskFailure, failing_as
+
+M = TypeVar("M", bound=BaseModel)
+
+
+def admitted_terms(run: TaskRun) -> Terms | None:
+    """Return the terms of the task's secure sum, checked by what this site knows; None for a run without one.
+
+    Raises PolicyViolation, TaskFailure.
+    """
+    sums = run.task.sums
+    if sums is None:
+        required = run.env.policy.require_secure_sums
+        require(
+            not required,
+            "require_secure_sums",
+            "the run has no secure sums, so that the coordinator could read the update",
+        )
+        return None
+    with _refusing():
+        terms = _terms(run, sums)
+        party = _party(run)
+        check_terms(terms, party.roster, party.quorum)
+    return terms
+
+
+def masked(
+    run: TaskRun, terms: Terms, changes: Sequence[TrainedBlock], examples: int, file: BinaryIO, *, norms: bool
+) -> tuple[WrittenUpdate, str]:
+    """Write a masked update into a file, from its start; return what was written, and its envelope as JSON.
+
+    Raises PolicyViolation.
+    """
+    party, seeds, weight = _party(run), new_seeds(terms), min(examples, terms.max_weight)
+    by_name = {change.block.name: change for change in changes}
+    with _refusing():
+        written = write_masked(file, terms, by_name, weight, seeds if party.masks else [], run.task.seed)
+        identity = party.keys.identity()
+        envelope = make_envelope(terms, party.site, identity, weight, list(by_name), written.digest, seeds)
+    sizes = {name: change.block.numel * terms.bits // 8 for name, change in by_name.items()}
+    lengths = {name: math.sqrt(sum(map(squares, change.steps()))) for name, change in by_name.items() if norms}
+    return WrittenUpdate(sizes, lengths, written.digest), envelope.model_dump_json()
+
+
+def help_open(run: TaskRun) -> None:
+    """Do a helper's task: sign the senders of a round, or send the sum of their masks.
+
+    Raises PolicyViolation, TaskFailure, Problem.
+    """
+    task, sums = run.task, run.task.sums
+    require(task.kind in run.env.kinds, "kinds", f"this worker does not {task.kind}")
+    run.report.begin("fetching")
+    with _refusing():
+        if sums is None or sums.document is None:
+            raise TaskFailure("invalid-task", "the task names neither terms nor envelopes")
+        terms, party = _terms(run, sums), _party(run)
+        document = _read(run, sums.document, SumDocument)
+        if party.agreements is None:
+            raise TaskFailure("no-helper", "this worker does not open sums: set secure_sums.helper in its settings")
+        keys = party.keys
+        member = Member(
+            party.site, keys.identity(), keys.sealing_keys(), party.roster, party.agreements, party.quorum
+        )
+        if task.kind == "agree":
+            agreement = member.agree(terms, document.envelopes)
+            head = run.journal.note("sums.agree", senders=agreement.senders, sites=len(document.envelopes))
+            report = HelperReport(token=task.token, agreement=agreement)
+        else:
+            with temporary_file(run.env.scratch) as (path, file):
+                digest = member.open(terms, document.envelopes, document.agreements, sums.seeds, file)
+                file.flush()
+                nbytes = path.stat().st_size
+                head = run.journal.note("sums.open", masks=digest, bytes=nbytes, sites=len(document.envelopes))
+                run.report.begin("uploading", total_bytes=nbytes)
+                with path.open("rb") as opened:
+                    run.env.coordinator.put_stream(digest, opened, nbytes, run.sent)
+            report = HelperReport(token=task.token, mask_sums=digest)
+    about = {"download_bytes": run.report.download_bytes, "audit_head": head}
+    run.env.coordinator.submit_helper_report(task.id, report.model_copy(update=about))
+
+
+def _party(run: TaskRun) -> SumParty:
+    if (party := run.env.sums) is None:
+        raise TaskFailure(
+            "no-secure-sums", "this worker takes part in no secure sums: set [secure_sums] in its settings"
+        )
+    return party
+
+
+def _terms(run: TaskRun, sums: SumTask) -> Terms:
+    task, terms = run.task, _read(run, sums.terms, Terms)
+    about = (terms.run, terms.round, terms.version)
+    if about != (task.run, task.round, task.version.digest):
+        raise SumRefused("terms-differ", f"the terms are of {about}, and not of the task")
+    return terms
+
+
+def _read(run: TaskRun, digest: str, kind: type[M]) -> M:
+    with failing_as("invalid-terms"):
+        return kind.model_validate_json(run.read(digest, MAX_DOCUMENT_BYTES))
+
+
+@contextmanager
+def _refusing() -> Iterator[None]:
+    """Turn refusals in the block into violations of this site's rules."""
+    try:
+        yield
+    except SumRefused as refusal:
+        raise PolicyViolation("secure_sums", str(refusal)) from refusal
