@@ -121,7 +121,7 @@ def test_what_sites_have_spent_is_shown_apart_from_what_examples_have(standing: 
     assert 1.99 < (spent[-1] or 0) <= 2.0 * (1 + 1e-9)
     assert next(iter(client.rounds(run.id))).tasks[0].metrics["epsilon"] == 7.5
     assert worker.client.run(run.id).client_epsilon == spent[-1]
-    assert dict(facts_of(run.spec, client.run(run.id)))["Privacy of a site"] == "2 spent of epsilon 2, delta 1e-05"
+    assert dict(facts_of(run.spec, client.run(run.id)))["Privacy of a site"] == "2 spent of epsilon 2 at delta 1e-05"
 
 
 def test_a_method_that_remembers_sites_is_refused_when_the_run_is_created(standing: LiveCoordinator) -> None:

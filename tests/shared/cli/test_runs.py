@@ -296,7 +296,7 @@ def test_what_versions_have_spent_of_a_site_is_shown_apart_from_examples(
     run = commands.create(folder, *(word for setting in settings for word in ("--set", setting)))
     task = worker.take()
     shown = commands.say("run", "show", run).stdout
-    assert re.search(r"privacy of a site +0 spent of epsilon 2, delta 1e-05", shown)
+    assert re.search(r"privacy of a site +0 spent of epsilon 2 at delta 1e-05", shown)
     assert re.search(r"privacy +none", shown)
     worker.train(task)
     until(lambda: commands.json("run", "show", run)["run"]["state"] == "completed")
