@@ -117,7 +117,9 @@ class Run:
         return Accepted(site, f"{site}/{worker}", digest, 10, measured, plan, self.base)
 
     def state(self, accepted: Sequence[Accepted], key: bytes = KEY) -> State:
-        return Aggregation(self.states, self.inspector).next_state(self.spec, Bounds(), self.base, accepted, noise_key=key)
+        return Aggregation(self.states, self.inspector).next_state(
+            self.spec, Bounds(), self.base, accepted, noise_key=key
+        )
 
     def moved(self, *accepted: Accepted, key: bytes = KEY) -> Array:
         """The next version's difference from the first, float64 [values]."""
