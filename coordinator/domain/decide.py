@@ -131,7 +131,7 @@ def _leases(run: RunSnapshot, now: float) -> Iterator[Action]:
     # An evaluation of an absent worker is not offered to it again.
     evaluations = (task for task in run.evaluations if task.state == "leased" or task.present)
     for task in (*open_tasks, *evaluations):
-        if task.state == "leased" and (task.lease_expires_at or 0) <= now:
+        if _has_lapsed(task, now):
             yield Expire(task.id, task.token)
         elif task.state == "expired" and task.attempts < run.cohort.max_task_attempts:
             yield Offer(task.id)
@@ -170,7 +170,7 @@ def _opening(round_: RoundSnapshot, sums: SumsSnapshot, run: RunSnapshot, now: f
     """Yield the next step towards the sums of a closed round. It has no deadline: the masks do not spoil, and what a
     helper has signed cannot be signed otherwise."""
     for task in (*sums.agree, *sums.openings):
-        if task.state == "leased" and (task.lease_expires_at or 0) <= now:
+        if _has_lapsed(task, now):
             yield Expire(task.id, task.token)
         elif task.state == "expired":
             yield Offer(task.id)
@@ -185,6 +185,10 @@ def _opening(round_: RoundSnapshot, sums: SumsSnapshot, run: RunSnapshot, now: f
         yield AskHelpers(round_.id, "agree")
     elif sums.helpers - failed < sums.signatures:
         yield Pause(f"{failed} helpers did not sign the senders of round {round_.number}: see their tasks")
+
+
+def _has_lapsed(task: TaskSnapshot, now: float) -> bool:
+    return task.state == "leased" and (task.lease_expires_at or 0) <= now
 
 
 def _may_come(task: TaskSnapshot, tries: int) -> bool:

@@ -39,7 +39,6 @@ HeaderKind = Literal[
 """Errors of the container, before any block is read."""
 
 FormKind = Literal[
-    "envelope-unusable",
     "unknown-format",
     "no-block",
     "block-not-asked",
@@ -74,6 +73,7 @@ ContentKind = Literal[
     "norm-overflow",
     "norm-limit",
     "metrics-unusable",
+    "envelope-unusable",
 ]
 """Errors of the content."""
 

@@ -145,7 +145,7 @@ def test_safl_sends_a_third_of_the_layers() -> None:
 
 
 def summary(seconds: float, received: float, sent: float) -> Summary:
-    return Summary(seconds, seconds, seconds, seconds, 1.0, 1.0, 1, 1, received, sent, client_faulted=None)
+    return Summary(seconds, seconds, seconds, seconds, 1.0, 1.0, 1, 1, received, sent, None, None)
 
 
 def test_a_round_is_compared_with_line_bare_loop_and_faster_rival() -> None:

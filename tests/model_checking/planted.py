@@ -13,7 +13,7 @@ from sqlalchemy import select, update
 
 from tessera.coordinator.blobs import store as blobs
 from tessera.coordinator.blobs import uploads
-from tessera.coordinator.conductor import actions
+from tessera.coordinator.conductor import actions, liveness
 from tessera.coordinator.db import rounds, snapshots, tasks, transitions
 from tessera.coordinator.db.tables import AuditRow, TaskRow
 from tessera.coordinator.domain import acceptance, decide, lifecycle
@@ -262,7 +262,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "the vault keeps before the submission is accepted": Fault(((vault.Vault, "stage", kept_at_once),)),
     "the vault keeps before the update is merged": Fault(((vault.Staged, "accept", kept_when_accepted),)),
-    "whoever was ever here is present": Fault(((actions, "live_workers", lambda session, since: LIVE(session, 0)),)),
+    "whoever was ever here is present": Fault(((liveness, "live_workers", lambda session, since: LIVE(session, 0)),)),
     "a lapse is not audited": Fault(((transitions.audit, "record", unaudited),)),
     "the tasks of a closed round live on": Fault(((rounds, "cancel_tasks", lambda *arguments: None),)),
     "a round never reaches its deadline": Fault(((decide, "_round", endless),)),

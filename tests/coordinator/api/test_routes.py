@@ -77,6 +77,7 @@ ROUTES: dict[tuple[str, str], Case] = {
     ("POST", "/v1/tasks/claim"): Case(403, 403, 403, 204, json=CLAIM),
     ("GET", "/v1/tasks/{task_id}"): Case(READ, READ, READ, OWN),
     ("POST", "/v1/tasks/{task_id}/heartbeat"): Case(403, 403, 403, LEASE_LOST, json=TOKEN),
+    ("POST", "/v1/tasks/{task_id}/helper-report"): Case(403, 403, 403, LEASE_LOST, json={"token": 1}),
     ("POST", "/v1/tasks/{task_id}/update"): Case(403, 403, 403, LEASE_LOST, json={**REPORT, "update": NOWHERE}),
     ("POST", "/v1/tasks/{task_id}/evaluation"): Case(403, 403, 403, LEASE_LOST, json=REPORT),
     ("POST", "/v1/tasks/{task_id}/failure"): Case(
