@@ -35,6 +35,10 @@ TERMS = (
 """Fields of a task that are the same in all tasks of a run."""
 
 
+SECURE_SUMS = "secure_sums"
+"""The term of training tasks that says whether updates leave under masks alone."""
+
+
 class Handed(Frozen):
     """The last round for which a worker submitted updates, and their number."""
 
@@ -88,6 +92,9 @@ class RunSnapshot:
         # A central evaluation uses another data set than the run.
         central = task.kind == "evaluate" and not task.held_out
         terms = {name: fields[name] for name in TERMS if not (central and name == "dataset")}
+        if task.kind == "train":
+            # A later round without them would send the update that the earlier ones hid.
+            terms[SECURE_SUMS] = task.sums is not None
         number, digest = task.version.number, task.version.digest
         return cls(task.run, task.kind, task.dataset, task.held_out, terms, task.round, number, digest, task.seed)
 
