@@ -7,7 +7,7 @@ DEMO_INSTALLED := .venv/installed-demo
 SIDE_BY_SIDE = $(shell cores=$$(nproc); echo $$((cores < 3 ? cores + 1 : 4)))
 
 .PHONY: help install notebook wheel demo demo-secure demo-reports demo-pairs demo-llm test test-postgresql check fix system fuzz \
-  bench bench-quick bench-results bench-rivals bench-lines bench-attention simulation mutants chaos soak test-long image-check deploy-check \
+  bench bench-quick bench-results bench-rivals bench-lines bench-attention simulation mutants chaos soak test-long test-gpu image-check deploy-check \
   migrate image clean docs
 
 help: ## show this help
@@ -91,6 +91,11 @@ system: install ## the tests with real processes and real crashes alone
 test-long: install ## the tests that take long or need a quiet machine
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[ray]'
 	TESSERA_TEST_LONG=1 $(BIN)/python -m pytest -m long
+
+test-gpu: install ## training, privacy and evaluation on a GPU, compared with the CPU; then steps of a ViT-B/16
+	TESSERA_TEST_GPU=1 $(BIN)/python -m pytest tests/gpu tests/shared/methods/test_over_http.py \
+	  tests/worker/task/test_four_bit_base.py
+	$(BIN)/python -m benchmarks.steps --device cuda
 
 image-check: install ## what the images install and start, as nobody on a read-only tree; as root, some minutes
 	TESSERA_TEST_LONG=1 $(BIN)/python -m pytest tests/deploy/test_images.py

@@ -11,6 +11,9 @@ from types import SimpleNamespace
 
 # Before torch is imported, which reads it then. Processes that tests start inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Bits are compared, which are the CPU's. `make test-gpu` needs a GPU.
+if not os.environ.get("TESSERA_TEST_GPU"):
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import pytest
 from hypothesis import settings

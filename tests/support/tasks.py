@@ -35,6 +35,7 @@ from tessera.worker.training.batches import Batches
 from tessera.worker.training.checkpoints import TrainingCheckpoints
 from tessera.worker.training.context import LocalTaskContext
 from tessera.worker.training.optimization.moments import Moments, without_moments
+from tessera.worker.training.optimization.precision import gradient_scaler
 from tessera.worker.training.randomness import seed_everything
 from tessera.worker.training.setup import TrainingSetup
 from tessera.worker.training.trainer import Trainer
@@ -117,12 +118,14 @@ def one_task(
     compute: Compute | None = None,
     check: Callable[[], None] = lambda: None,
     checkpoints: TrainingCheckpoints | None = None,
+    device: torch.device = CPU,
+    scaler: torch.amp.GradScaler | None = None,
     written: Callable[[PreTrainedModel], HeldValues] = lambda _: HeldValues(),
     **training: Any,
 ) -> tuple[LocalTaskContext, LocalResult]:
     """Trains a small model, on its own data and as the method asks in this round unless told otherwise; what is left
     of it, and its harvest."""
-    model = subject.model()
+    model = subject.model().to(device)  # type: ignore[arg-type]
     wanted = Training.model_validate({"batch_size": 8, "learning_rate": 0.05, **training})
     facts = RunInfo(block_table(model), rounds=10, training=wanted)
     chosen = MethodSpec(name=method, settings=dict(settings or {}))
@@ -131,7 +134,7 @@ def one_task(
     moments = Moments.of(vault or {})
     context = LocalTaskContext(
         model, subject.head, plan, facts.blocks, without_moments(vault or {}), dict(server_state or {}),
-        objective=objective_of(wanted, subject.document(), CPU),
+        objective=objective_of(wanted, subject.document(), device),
     )  # fmt: skip
     half = worker_half(chosen, facts)
     for block in facts.blocks:
@@ -142,10 +145,11 @@ def one_task(
     context.restore(half.private())
     half.setup(context)
     data = dataset or subject.data()
-    selected = half.select(context, Batches(data, wanted.batch_size, CPU))
+    selected = half.select(context, Batches(data, wanted.batch_size, device))
     place: dict[str, Any] = {"round_number": round_number + 1, "rounds": facts.rounds}
     place["moments"] = moments if wanted.keep_moments else None
-    setup = TrainingSetup(CPU, compute=compute or Compute())
+    place["scaler"] = scaler or gradient_scaler(wanted, device)
+    setup = TrainingSetup(device, compute=compute or Compute())
     trainer = Trainer(half, context, wanted, setup, check, checkpoints=checkpoints, **place)
     stats = trainer.train(half.phases(context, selected), data, 0)
     result = half.collect(context, selected, stats)

@@ -117,7 +117,9 @@ def fused_prompts(
             f"the model fuses prompts by {tokens.fused_by}, and the run by {fusion}: set the same fusion in both"
         )
     own = {modality: tokens.get_parameter(modality) for modality in modalities}
-    noise = {modality: torch.empty_like(each).normal_(std=INITIAL_STD) for modality, each in own.items()}
+    # Drawn on the CPU, so that a GPU starts from the same prompts.
+    drawn = {name: torch.empty_like(each, device="cpu").normal_(std=INITIAL_STD) for name, each in own.items()}
+    noise = {name: values.to(own[name].device) for name, values in drawn.items()}
     starts = own if start == "global" else noise
     local = nn.ParameterDict()
     # One by one: a whole dictionary would be sorted, and the order of parameters decides which noise each gets.

@@ -17,6 +17,7 @@ from functools import partial
 from itertools import repeat
 from typing import NamedTuple
 
+import numpy as np
 import structlog
 import torch
 from torch import Tensor
@@ -124,8 +125,28 @@ def scaled_sum(gradients: Gradients, scale: Tensor) -> list[Tensor]:
 def add_noise(total: Tensor, mechanism: Mechanism, source: NoiseSource) -> None:
     """Add the noise to a sum, float64 and contiguous, in place."""
     for values in torch.split(total.view(-1), NOISE_AT_ONCE):
-        noise = copied(torch.from_numpy(source.normal(len(values))), values.device)
-        values.add_(noise, alpha=mechanism.deviation)
+        values.add_(normals(source, len(values), values.device), alpha=mechanism.deviation)
+
+
+def normals(source: NoiseSource, count: int, device: torch.device) -> Tensor:
+    """Draw standard normals, float64 [count] on the device, from `NoiseSource.normal`'s words.
+
+    A GPU computes them itself, in a small part of the CPU's time. Its functions round some in another way.
+    """
+    if device.type == "cpu":
+        return torch.from_numpy(source.normal(count))
+    pairs = -(-count // 2)
+    first, second = (copied(torch.from_numpy(source.words(pairs).view(np.int64)), device) for _ in range(2))
+    return box_muller(first, second)[:count]
+
+
+def box_muller(first: Tensor, second: Tensor) -> Tensor:
+    """Return the normals of two rows of random words, int64 [pairs], as `NoiseSource.normal` computes them."""
+    # torch computes with signed words alone.
+    whole = first.double() + (first < 0) * 2.0**64
+    radius = whole.add_(1.0).mul_(2.0**-64).log_().mul_(-2).sqrt_()
+    angle = ((second >> 11) & ((1 << 53) - 1)).double().mul_(2.0**-53 * 2 * math.pi)
+    return torch.cat([radius * angle.cos(), radius.mul_(angle.sin())])
 
 
 def round_to_grid(total: Tensor, mechanism: Mechanism) -> None:

@@ -18,6 +18,8 @@ from multiprocessing.process import BaseProcess
 from types import TracebackType
 from typing import Self
 
+import torch
+
 from tessera.shared.api.runs import Measurement, Round
 from tessera.shared.api.tasks import TaskView
 from tessera.shared.schema import Message
@@ -181,6 +183,7 @@ def _serve(connection: Connection, copies: Sequence[Connection], workers: Worker
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     coordinator = workers.coordinator
     coordinator.serve_alone()
+    refusal = _autograd_refusal()
     while True:
         try:
             request = Request.model_validate_json(connection.recv_bytes())
@@ -194,7 +197,7 @@ def _serve(connection: Connection, copies: Sequence[Connection], workers: Worker
         coordinator.held[request.order.holder] = frozenset(request.held)
         parts: tuple[bytes, ...] = ()
         try:
-            answer = _done(workers, request.order)
+            answer = Answer(fault=refusal) if refusal else _done(workers, request.order)
             if accepted := coordinator.hand_over(request.order):
                 answer = answer.model_copy(update={"accepted": accepted[0]})
                 parts = accepted[1:]
@@ -203,6 +206,21 @@ def _serve(connection: Connection, copies: Sequence[Connection], workers: Worker
         connection.send_bytes(answer.model_dump_json(exclude_defaults=True).encode())
         for part in parts:
             connection.send_bytes(part)
+
+
+def _autograd_refusal() -> str | None:
+    """Return why this fork cannot train, if it cannot.
+
+    Where there is a GPU, a first backward pass starts threads, also on the CPU, and a fork does not have them.
+    """
+    try:
+        torch.ones((), requires_grad=True).backward()  # type: ignore[no-untyped-call]
+    except RuntimeError as fault:
+        return (
+            f"torch has trained in this process before, and its forks cannot train where there is a GPU ({fault}): "
+            "simulate in a new process, hide the GPU (CUDA_VISIBLE_DEVICES=), or set processes = 1"
+        )
+    return None
 
 
 def _done(workers: Workers, order: Order) -> Answer:

@@ -30,7 +30,7 @@ from tessera.worker.governance.policy import Allowance, PolicyViolation
 from tessera.worker.model.block_map import block_table
 from tessera.worker.model.build import instantiate
 from tessera.worker.privacy.accountant import epsilon
-from tessera.worker.privacy.dp_sgd import Mechanism, NoisyGradients, sampling, scaled_sum, scales
+from tessera.worker.privacy.dp_sgd import Mechanism, NoisyGradients, box_muller, sampling, scaled_sum, scales
 from tessera.worker.privacy.per_example_grads import norms
 from tessera.worker.privacy.private_task import PrivateTask, bounded_sums, epsilon_per_pick, private_top_k
 from tessera.worker.state.hash_chain import TaskRef
@@ -765,3 +765,11 @@ def test_picks_share_what_a_choice_costs() -> None:
 
 def test_norms_are_over_all_tensors() -> None:
     assert norms([torch.tensor([[3.0]]), torch.tensor([[[4.0]]])]).tolist() == [5.0]
+
+
+def test_a_gpu_computes_the_noise_of_the_same_words() -> None:
+    words = NoiseSource(KEY)
+    drawn = box_muller(*(torch.from_numpy(words.words(500).view(np.int64)) for _ in range(2)))
+    source = NoiseSource(KEY)
+    assert torch.allclose(drawn, torch.from_numpy(source.normal(1000)), rtol=1e-12, atol=1e-12)
+    assert words.state == source.state
