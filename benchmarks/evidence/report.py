@@ -51,16 +51,16 @@ def _about(study: Study, found: Found) -> Iterator[str]:
 
 def void(table: Found) -> str | None:
     """Return why nothing follows from the table; None if full training without privacy learns the task."""
-    runs = [figures for job, figures in table.items() if job.arm == FULL.name and isinf(job.epsilon)]
+    runs = {job: figures for job, figures in table.items() if job.arm == FULL.name and isinf(job.epsilon)}
     if not runs:
         return f"no run of `{FULL.name}` without privacy is finished"
-    for figures in runs:
+    for job, figures in runs.items():
         share = figures["majority_accuracy"]
         least = share + STANDARD_ERRORS * sqrt(share * (1 - share) / figures["examples"])
         if figures["accuracy"] < least:
             return (
                 f"`{FULL.name}` without privacy has accuracy {100 * figures['accuracy']:.1f} with seed "
-                f"{figures['seed']}, less than {STANDARD_ERRORS:g} standard errors above the most frequent class"
+                f"{job.seed}, less than {STANDARD_ERRORS:g} standard errors above the most frequent class"
             )
     return None
 
@@ -89,7 +89,9 @@ def _titled(study: Study, epsilon: float) -> str:
 def paired(table: Found, arm: str, other: str) -> list[float]:
     """Return the differences in macro F1 of two arms, in points, for each seed and epsilon that both have."""
     scores = {(job.arm, job.epsilon, job.seed): figures[SCORE] for job, figures in table.items()}
-    both = sorted({(e, s) for name, e, s in scores if name == arm} & {(e, s) for name, e, s in scores if name == other})
+    both = sorted(
+        {(e, s) for name, e, s in scores if name == arm} & {(e, s) for name, e, s in scores if name == other}
+    )
     return [100 * (scores[arm, epsilon, seed] - scores[other, epsilon, seed]) for epsilon, seed in both]
 
 
@@ -157,7 +159,10 @@ def picture(study: Study, found: Found, out: Path) -> None:
         # Beside each other, so that no interval hides another.
         shift = 0.08 * (number - (len(ARMS) - 1) / 2)
         points = [
-            (place + shift, [100 * table[job][SCORE] for job in table if (job.arm, job.epsilon) == (arm.name, epsilon)])
+            (
+                place + shift,
+                [100 * table[job][SCORE] for job in table if (job.arm, job.epsilon) == (arm.name, epsilon)],
+            )
             for place, epsilon in enumerate(epsilons)
         ]
         points = [(at, values) for at, values in points if values]

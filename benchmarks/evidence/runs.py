@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
 import tempfile
-from collections.abc import Mapping
 from contextlib import redirect_stdout, suppress
 from functools import lru_cache
 from io import StringIO
@@ -15,10 +15,11 @@ from time import monotonic
 from typing import Any
 
 import numpy as np
+import structlog
 import torch
 
 from benchmarks.evidence.packages import digest_of
-from benchmarks.evidence.phrases import CHAPTERS, Encoded, Indices, split
+from benchmarks.evidence.phrases import CHAPTERS, WORDINGS, Encoded, Indices, split
 from benchmarks.evidence.study import HEAD_FACTOR, Arm, Job, Study
 from tessera.shared.client.round_outcomes import Outcome
 from tessera.shared.schema import EPSILON
@@ -36,8 +37,9 @@ Figures = dict[str, Any]
 
 
 def begin() -> None:
-    """Prepare a process for runs: the benchmarks' own methods, and one thread."""
+    """Prepare a process for runs: the benchmarks' own methods, one thread, and a log of warnings alone."""
     os.environ["TESSERA_METHODS"] = str(METHODS)
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
     torch.set_num_threads(1)
 
 
@@ -65,7 +67,7 @@ def _phrases(prepared: Path) -> Encoded:
 
 
 def start(study: Study, arm: Arm, seed: int, prepared: Path, models: Path) -> Path:
-    """Return the model folder that an arm starts from. All arms of a seed have the same head; make it if it is absent.
+    """Return the model folder that an arm starts from, and make it if it is absent. All arms of a seed have one head.
 
     Several processes may make it at the same time: the first one stays.
     """
@@ -91,7 +93,7 @@ def start(study: Study, arm: Arm, seed: int, prepared: Path, models: Path) -> Pa
 def spec_of(study: Study, job: Job) -> dict[str, Any]:
     """Return the run's spec, as `tessera run create` takes it."""
     arm = study.arm(job.arm)
-    sites = 3 * study.sites_per_wording
+    sites = len(WORDINGS) * study.sites_per_wording
     spec = {
         "name": "frontier",
         "seed": job.seed,
@@ -152,7 +154,12 @@ def run(study: Study, job: Job, prepared: Path, models: Path, device: str) -> Fi
 
 def _described(job: Job) -> Figures:
     # JSON has no infinity.
-    return {"arm": job.arm, "epsilon": None if isinf(job.epsilon) else job.epsilon, "seed": job.seed, "rate": job.rate}
+    return {
+        "arm": job.arm,
+        "epsilon": None if isinf(job.epsilon) else job.epsilon,
+        "seed": job.seed,
+        "rate": job.rate,
+    }
 
 
 def _majority(phrases: Encoded, rows: Indices) -> Figures:
@@ -176,5 +183,3 @@ def _measured(result: Result, sites: int) -> Figures:
         "picks": {name: value for name, value in last.scalars.items() if name.startswith("picks.")},
         "digest": last.digest,
     }
-
-

@@ -85,8 +85,8 @@ class Study:
     steps: int = 5
     """Local steps of a round."""
     batch_size: int = 256
-    sites_per_wording: int = 2
-    examples: int = 2700
+    sites_per_wording: int = 1
+    examples: int = 5400
     """At each site."""
     delta: float = 1e-5
     clip_norm: float = 1.0
@@ -132,15 +132,13 @@ STANDARD = Study()
 QUICK = Study(
     rounds=2,
     steps=1,
-    batch_size=4,
-    sites_per_wording=1,
-    examples=12,
+    batch_size=16,
+    examples=24,
     delta=1e-3,
     rank=2,
     tuned=(1.0, inf),
-    others=(4.0,),
+    others=(),
     seeds=(1,),
-    others_after=1,
     first_rates=(1e-3,),
     outward=0,
 )
@@ -154,9 +152,7 @@ def tried(job_scores: Scores, cell: Cell) -> dict[float, float]:
     """Return the score of each learning rate that a cell has finished on the tuning seed."""
     arm, epsilon = cell
     return {
-        job.rate: score
-        for job, score in job_scores.items()
-        if job.tunes and (job.arm, job.epsilon) == (arm, epsilon)
+        job.rate: score for job, score in job_scores.items() if job.tunes and (job.arm, job.epsilon) == (arm, epsilon)
     }
 
 

@@ -151,7 +151,12 @@ def test_old_titles_with_codes_of_one_chapter_are_kept(tmp_path: Path) -> None:
 def test_equal_phrases_count_once_and_a_category_has_at_most_twelve() -> None:
     many = [Phrase(f"Cholera of finger {number}", "title", "A00", 1) for number in range(MOST + 5)]
     found = cleaned(
-        [*many, Phrase("CHOLERA", "title", "A00", 1), Phrase("cholera", "icd-9", "A00", 1), Phrase("COVID", "title", "U07", 22)]
+        [
+            *many,
+            Phrase("CHOLERA", "title", "A00", 1),
+            Phrase("cholera", "icd-9", "A00", 1),
+            Phrase("COVID", "title", "U07", 22),
+        ]
     )
     assert len(found) == MOST + 1
     assert found[0] == Phrase("cholera", "icd-9", "A00", 1)
@@ -159,7 +164,7 @@ def test_equal_phrases_count_once_and_a_category_has_at_most_twelve() -> None:
     assert found == cleaned([*reversed(many), Phrase("cholera", "icd-9", "A00", 1)])
 
 
-def made_up(categories: int = 6, width: int = 8, pieces: int = 40) -> Encoded:
+def made_up(categories: int = 4, width: int = 8, pieces: int = 40) -> Encoded:
     """Phrases of all chapters and wordings, three of each category and wording, as tokens from 5 on."""
     count = CHAPTERS * categories * len(WORDINGS) * 3
     places = np.arange(count)
@@ -171,12 +176,12 @@ def made_up(categories: int = 6, width: int = 8, pieces: int = 40) -> Encoded:
 
 def test_sites_have_one_wording_and_no_category_is_on_two_sides() -> None:
     phrases = made_up()
-    found = split(phrases, seed=3, sites_per_wording=2, examples=100)
+    found = split(phrases, seed=3, sites_per_wording=2, examples=60)
     assert sorted(found.sites) == [f"{wording}-{site}" for wording in sorted(WORDINGS) for site in (1, 2)]
     rows = [*found.sites.values(), found.validation, found.test]
     assert len(np.unique(np.concatenate(rows))) == sum(map(len, rows))
     for site, of_site in found.sites.items():
-        assert len(of_site) == 100
+        assert len(of_site) == 60
         assert {WORDINGS[number] for number in phrases.wordings[of_site]} == {site.rpartition("-")[0]}
     training = phrases.categories[np.concatenate([*found.sites.values()])]
     sides = [set(training), set(phrases.categories[found.validation]), set(phrases.categories[found.test])]
@@ -186,7 +191,7 @@ def test_sites_have_one_wording_and_no_category_is_on_two_sides() -> None:
 
 
 def test_wording_with_too_few_phrases_is_refused() -> None:
-    with pytest.raises(ValueError, match="wording icd-9 has .* too few for 2 sites of 1000: lower one of the two"):
+    with pytest.raises(ValueError, match=r"wording icd-9 has .* too few for 2 sites of 1000: lower one of the two"):
         split(made_up(), seed=3, sites_per_wording=2, examples=1000)
 
 
@@ -214,7 +219,7 @@ TINY = {
 def write_bert(folder: Path) -> None:
     """Write a tiny BERT as transformers saves it, with a tokenizer of a few pieces."""
     vocabulary = {piece: number for number, piece in enumerate((SPECIAL[0], *WORDS[:1], *SPECIAL[1:], *WORDS[1:]))}
-    tokenizer = Tokenizer(WordPiece(vocabulary, unk_token="[UNK]"))  # noqa: S106 (a token of text)
+    tokenizer = Tokenizer(WordPiece(vocabulary, unk_token="[UNK]"))
     tokenizer.normalizer, tokenizer.pre_tokenizer = BertNormalizer(lowercase=True), BertPreTokenizer()
     tokenizer.add_special_tokens(list(SPECIAL))
     marks = [(mark, vocabulary[mark]) for mark in ("[CLS]", "[SEP]")]
@@ -241,9 +246,10 @@ def test_cut_model_computes_as_the_whole_one(tmp_path: Path) -> None:
     assert after.config.hidden_dropout_prob == 0
     ids = torch.tensor([old.encode(texts[0]).ids]), torch.tensor(tokens[:1, : len(old.encode(texts[0]).ids)])
     with torch.inference_mode():
-        expected, found = (model(each).last_hidden_state for model, each in zip((before, after), ids, strict=True))
+        expected, found = (model(each) for model, each in zip((before, after), ids, strict=True))
     # The weights are rounded to float16.
-    torch.testing.assert_close(found, expected, atol=5e-3, rtol=0)
+    torch.testing.assert_close(found.last_hidden_state, expected.last_hidden_state, atol=5e-3, rtol=0)
+    torch.testing.assert_close(found.pooler_output, found.last_hidden_state[:, 0].tanh())
 
 
 # ---------------------------------------------------------------- the rule for rates, and the order
@@ -269,9 +275,7 @@ def test_other_epsilons_take_the_rate_of_the_nearest_tuned_one() -> None:
 def scores_of(study_cells: list[tuple[str, float]]) -> dict[Job, float]:
     """The finished tuning runs of some cells, whose best rate is the middle one."""
     values = zip(FIRST_RATES, (0.1, 0.5, 0.2), strict=True)
-    return {
-        Job(arm, epsilon, TUNING_SEED, rate): score for rate, score in values for arm, epsilon in study_cells
-    }
+    return {Job(arm, epsilon, TUNING_SEED, rate): score for rate, score in values for arm, epsilon in study_cells}
 
 
 def test_runs_start_seed_by_seed_once_their_rate_is_settled() -> None:
@@ -294,12 +298,20 @@ def test_runs_start_seed_by_seed_once_their_rate_is_settled() -> None:
 
 
 def table_of(scores: dict[tuple[str, float, int], float], accuracy: float = 0.6) -> dict[Job, dict[str, float]]:
-    of_all = {"accuracy": accuracy, "majority_accuracy": 0.13, "majority_f1": 0.01, "examples": 400, "upload_bytes": 8}
+    of_all = {
+        "accuracy": accuracy,
+        "majority_accuracy": 0.13,
+        "majority_f1": 0.01,
+        "examples": 400,
+        "upload_bytes": 8,
+    }
     return {Job(*key, MIDDLE): {"macro_f1": score, **of_all} for key, score in scores.items()}
 
 
 def test_differences_are_paired_by_seed() -> None:
-    table = table_of({("full", 1.0, 1): 0.2, ("full", 1.0, 2): 0.4, ("attention", 1.0, 2): 0.5, ("head", 1.0, 3): 0.1})
+    table = table_of(
+        {("full", 1.0, 1): 0.2, ("full", 1.0, 2): 0.4, ("attention", 1.0, 2): 0.5, ("head", 1.0, 3): 0.1}
+    )
     assert paired(table, "attention", "full") == pytest.approx([10.0])
     assert paired(table, "head", "full") == []
 
@@ -337,21 +349,22 @@ def test_quick_study_runs_resumes_and_reports(
     arguments = ["--quick", "--prepared", str(prepared), "--out", str(out)]
     assert main([*arguments, "--deadline", "0"]) == 0
     assert finished(out) == {}
-    assert main(arguments) == 0
-    cells = len(QUICK.tuned) * (1 + len(QUICK.seeds)) + len(QUICK.others)
-    assert len(finished(out)) == len(ARMS) * cells
+    some = replace(QUICK, arms=tuple(QUICK.arm(name) for name in ("full", "attention", "lora")))
+    assert work(some, prepared, out, "cpu", processes=2) == {}
+    assert len(finished(out)) == 3 * len(QUICK.tuned) * (1 + len(QUICK.seeds))
+    assert main([*arguments, "--report"]) == 0
     report = capsys.readouterr().out
     assert "### Epsilon 1, delta 0.001" in report
     assert "| lora | inf | 0.001 |" in report
     assert (out / "frontier.png").stat().st_size > 0
-    spent = {job: figures["spent"] for job, figures in finished(out).items() if not job.tunes}
-    assert all(0.9 * job.epsilon < epsilon <= job.epsilon for job, epsilon in spent.items() if job.epsilon < inf)
-    assert all(epsilon == 0 for job, epsilon in spent.items() if job.epsilon == inf)
-    # A run that is missing is done again, with the same bits; the others are not.
-    lost = next(file for file in sorted((out / RUNS).iterdir()) if file.name.startswith("attention-epsilon-1-seed-1"))
+    spent = {job.epsilon: figures["spent"] for job, figures in finished(out).items() if not job.tunes}
+    assert 0.95 < spent[1.0] <= 1
+    assert spent[inf] == 0
+    # A run that is missing is done again, with the same bits.
+    lost = next((out / RUNS).glob("attention-epsilon-1-seed-1-*"))
     before = json.loads(lost.read_bytes())
     lost.unlink()
-    assert work(QUICK, prepared, out, "cpu", processes=1) == {}
+    assert work(some, prepared, out, "cpu", processes=1) == {}
     assert json.loads(lost.read_bytes())["digest"] == before["digest"]
     assert sorted(folder.name for folder in (out / MODELS).iterdir()) == ["lora-0", "lora-1", "plain-0", "plain-1"]
 
