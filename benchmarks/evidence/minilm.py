@@ -38,8 +38,8 @@ def cut(whole: Path, texts: Sequence[str], width: int, out: Path) -> NDArray[np.
     """Write the folder of a model with the pieces of these texts alone. Return the texts' tokens, [texts, width].
 
     `whole` is a BERT as transformers saves it, with `tokenizer.json`. Texts are cut to `width` tokens, [CLS] and [SEP]
-    included, and padded with 0. Dropout is off, as it is under differential privacy, so that runs with and without
-    it differ in nothing else.
+    included, and padded with 0. Dropout is off, as it is under differential privacy, so that nothing else differs
+    between runs with and without it.
     """
     document = json.loads((whole / "tokenizer.json").read_text(encoding="utf-8"))
     tokenizer = Tokenizer.from_file(str(whole / "tokenizer.json"))
