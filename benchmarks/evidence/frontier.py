@@ -1,0 +1,143 @@
+"""Macro F1 by epsilon for whole layers, SAFL, LoRA and the head: `python -m benchmarks.evidence.frontier`.
+
+python -m benchmarks.evidence.prepare                     fetches what it needs, once; the only step that downloads
+python -m benchmarks.evidence.frontier --processes 2      all runs; hours on a CPU, resumes after a kill
+python -m benchmarks.evidence.frontier --device cuda --processes 10 --deadline 360
+python -m benchmarks.evidence.frontier --report           the tables and the plot of what is finished
+
+Each finished run is one JSON file in the output folder. Repeat the command to continue.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from itertools import islice
+from math import inf
+from multiprocessing import get_context
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+from benchmarks.evidence import runs
+from benchmarks.evidence.report import lines, picture
+from benchmarks.evidence.runs import Figures
+from benchmarks.evidence.study import QUICK, SCORE, STANDARD, Job, Study, startable
+from tessera.worker.state.atomic_files import written_whole
+
+PREPARED = Path("bench-output/evidence")
+OUT = Path("bench-output/frontier")
+RUNS, MODELS, ABOUT, PLOT = "runs", "models", "study.json", "frontier.png"
+
+
+class OtherStudy(ValueError):
+    """A folder with results of other settings or inputs."""
+
+
+def finished(out: Path) -> dict[Job, Figures]:
+    """Return the figures of every finished run in the folder."""
+    found = {}
+    for file in sorted((out / RUNS).glob("*.json")):
+        figures = json.loads(file.read_bytes())
+        epsilon = inf if figures["epsilon"] is None else figures["epsilon"]
+        found[Job(figures["arm"], epsilon, figures["seed"], figures["rate"])] = figures
+    return found
+
+
+def claim(out: Path, study: Study, inputs: Mapping[str, str]) -> None:
+    """Record the study's settings and inputs in the folder. Raises OtherStudy if it holds results of others."""
+    file = out / ABOUT
+    about = {"settings": study.described(), "inputs": dict(inputs)}
+    if file.exists():
+        before = json.loads(file.read_bytes())
+        if changed := [key for key, value in about.items() if before[key] != value]:
+            raise OtherStudy(
+                f"{out} has runs with other {' and '.join(changed)}: name another folder with --out, or remove it"
+            )
+    else:
+        _write(file, about)
+
+
+def work(
+    study: Study,
+    prepared: Path,
+    out: Path,
+    device: str,
+    processes: int,
+    over: Callable[[], bool] = lambda: False,
+) -> dict[Job, str]:
+    """Run all jobs that are not finished, several at the same time, until `over` says to start no more.
+
+    Return the reason of each that failed. The others go on.
+    """
+    scores = {job: figures[SCORE] for job, figures in finished(out).items()}
+    running: dict[Future[Figures], Job] = {}
+    failed: dict[Job, str] = {}
+    context = get_context("spawn")
+    with ProcessPoolExecutor(processes, mp_context=context, initializer=runs.begin) as pool:
+        while True:
+            free = 0 if over() else processes - len(running)
+            for job in list(islice(startable(study, scores, {*running.values(), *failed}), free)):
+                running[pool.submit(runs.run, study, job, prepared, out / MODELS, device)] = job
+            if not running:
+                return failed
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                job = running.pop(future)
+                try:
+                    figures = future.result()
+                except Exception as fault:  # noqa: BLE001  (one failed run must not end the others)
+                    failed[job] = f"{type(fault).__name__}: {fault}"
+                    print(f"{job.name}: {failed[job]}", file=sys.stderr, flush=True)
+                    continue
+                _write(out / RUNS / f"{job.name}.json", figures)
+                scores[job] = figures[SCORE]
+                print(f"{job.name}: {figures[SCORE]:.4f}, {figures.get('seconds', 0)} s", file=sys.stderr, flush=True)
+
+
+def _write(path: Path, document: Mapping[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with written_whole(path, durable=False) as file:
+        file.write(json.dumps(document, indent=1, sort_keys=True).encode())
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.evidence.frontier",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--prepared", type=Path, default=PREPARED, help="the folder of benchmarks.evidence.prepare")
+    parser.add_argument("--out", type=Path, default=OUT, help="the folder of results")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N, which all processes share")
+    parser.add_argument("--processes", type=int, default=1, help="runs at the same time")
+    parser.add_argument("--deadline", type=float, default=inf, help="seconds after which no run starts")
+    parser.add_argument("--quick", action="store_true", help="a few steps on few phrases: to see that it works")
+    parser.add_argument("--report", action="store_true", help="print the tables of finished runs, and start none")
+    given = parser.parse_args(arguments)
+    study = QUICK if given.quick else STANDARD
+    failed: dict[Job, str] = {}
+    if not given.report:
+        began = monotonic()
+        claim(given.out, study, runs.inputs(given.prepared))
+        failed = work(
+            study,
+            given.prepared,
+            given.out,
+            given.device,
+            given.processes,
+            over=lambda: monotonic() - began >= given.deadline,
+        )
+    found = finished(given.out)
+    for line in lines(study, found):
+        print(line)
+    if found:
+        picture(study, found, given.out / PLOT)
+        print(f"\nEach run's figures and a plot: {given.out}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
