@@ -25,6 +25,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
+from tessera.worker.model.device_memory import free_bytes
+
 Batch = Mapping[str, Tensor]
 Loss = Callable[[Batch], Tensor]
 """A function to a batch's loss, a scalar, or to the loss of each example, [examples]."""
@@ -39,6 +41,8 @@ ROUGH = 5e-2
 
 CHUNK_BYTES = 1 << 30
 """Limit on the memory of the per-example gradients that are computed at a time."""
+GPU_SHARE = 32
+"""The same on a GPU, as the divisor of its free memory, if that is more."""
 
 
 class PerExample:
@@ -361,4 +365,11 @@ def at_once(method: PerExample, parameters: Sequence[nn.Parameter]) -> int:
         return 1
     sizes = [parameter.nbytes for parameter in parameters]
     # Tensors are summed in float64, one after the other.
-    return max(1, CHUNK_BYTES // max(1, sum(sizes) + 2 * max(sizes, default=0)))
+    return max(1, _chunk_bytes(parameters) // max(1, sum(sizes) + 2 * max(sizes, default=0)))
+
+
+def _chunk_bytes(parameters: Sequence[nn.Parameter]) -> int:
+    """Return the bytes that the gradients of examples may take together. A GPU is faster with many at once."""
+    if not parameters or parameters[0].device.type == "cpu":
+        return CHUNK_BYTES
+    return max(CHUNK_BYTES, free_bytes(parameters[0].device) // GPU_SHARE)
