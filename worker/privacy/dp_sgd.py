@@ -136,7 +136,8 @@ def normals(source: NoiseSource, count: int, device: torch.device) -> Tensor:
     if device.type == "cpu":
         return torch.from_numpy(source.normal(count))
     pairs = -(-count // 2)
-    first, second = (copied(torch.from_numpy(source.words(pairs).view(np.int64)), device) for _ in range(2))
+    # torch takes arrays that it may write.
+    first, second = (copied(torch.from_numpy(source.words(pairs).view(np.int64).copy()), device) for _ in range(2))
     return box_muller(first, second)[:count]
 
 
