@@ -268,28 +268,26 @@ def test_cut_model_computes_as_the_whole_one(tmp_path: Path) -> None:
 
 def test_every_arm_trains_the_head_and_what_its_name_says() -> None:
     blocks = block_table(instantiate({**TINY, "model_type": "bert", "vocab_size": 9}, "text-classification"))
-    adapted = Block(
-        tensor="encoder.layer.0.lora_B.default.weight", role="adapter", layer=0, shape=(2, 2), dtype="F32"
-    )
-    run = RunInfo((*blocks, adapted), rounds=2)
+    factors = [f"bert.encoder.layer.0.attention.self.query.lora_{factor}.default.weight" for factor in "AB"]
+    adapters = [Block(tensor=name, role="adapter", layer=0, shape=(2, 2), dtype="F32") for name in factors]
+    run = RunInfo((*blocks, *adapters), rounds=2)
     trained = {}
     for arm in ARMS:
         spec = MethodSpec(name=arm.method, settings=dict(arm.settings))
         half = HeadOnlyCoordinator(MethodSettings(), run) if arm.name == "head" else coordinator_half(spec, run)
-        state = half.start(State(0, {}))
-        plans = half.plan(state, [Participant("a", 8), Participant("b", 8)], Random(0)).values()
-        trained[arm.name] = {
-            tuple(sorted({block.layer for block in plan.train.resolve(run.blocks) if block.layer is not None}))
-            for plan in plans
-        }
-        for plan in plans:
-            roles = {block.role for block in plan.train.resolve(run.blocks) if block.layer is None}
-            # SAFL's worker chooses the layers, and what always trains with them.
-            assert roles == {"head"} or (arm.name == "attention" and plan.scalars["layers"] == 1)
-    assert trained["full"] == {(0, 1, 2)}
-    assert trained["last"] == {(2,)}
-    assert trained["lora"] == {(0,)}
-    assert trained["head"] == {()}
+        cohort = [Participant("a", 8), Participant("b", 8)]
+        plans = half.plan(half.start(State(0, {})), cohort, Random(0)).values()
+        found = [plan.train.resolve(run.blocks) for plan in plans]
+        trained[arm.name] = {frozenset(block.layer for block in each if block.layer is not None) for each in found}
+        if arm.name == "attention":
+            # The worker chooses the layers.
+            assert [plan.scalars["layers"] for plan in plans] == [1, 1]
+        else:
+            assert {block.role for each in found for block in each if block.layer is None} == {"head"}
+    assert trained["full"] == {frozenset({0, 1, 2})}
+    assert trained["last"] == {frozenset({2})}
+    assert trained["lora"] == {frozenset({0})}
+    assert trained["head"] == {frozenset()}
     # The same for both sites.
     assert len(trained["random"]) == 1
 
