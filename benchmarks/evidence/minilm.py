@@ -37,9 +37,9 @@ def source(cache: Path, fetch: Fetch = by_pip) -> Path:
 def cut(whole: Path, texts: Sequence[str], width: int, out: Path) -> NDArray[np.int64]:
     """Write the folder of a model with the pieces of these texts alone. Return the texts' tokens, [texts, width].
 
-    `whole` is a BERT as transformers saves it, with `tokenizer.json`. Texts are cut to `width` tokens, [CLS] and [SEP]
-    included, and padded with 0. Dropout is off, as it is under differential privacy, so that nothing else differs
-    between runs with and without it.
+    `whole` is a BERT as transformers saves it, with `tokenizer.json`. Texts are cut to `width` tokens, [CLS] and
+    [SEP] included, and padded with 0. Dropout is off, as it is under differential privacy, so that nothing else
+    differs between runs with and without it.
     """
     document = json.loads((whole / "tokenizer.json").read_text(encoding="utf-8"))
     tokenizer = Tokenizer.from_file(str(whole / "tokenizer.json"))

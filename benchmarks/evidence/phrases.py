@@ -152,9 +152,13 @@ class Encoded:
         )
 
     def save(self, file: Path) -> None:
-        arrays = {"tokens": self.tokens, "wordings": self.wordings, "categories": self.categories}
+        """Write the arrays into a file of numpy, compressed."""
         np.savez_compressed(
-            file, **{name: array.astype(np.uint16) for name, array in arrays.items()}, labels=self.labels
+            file,
+            tokens=self.tokens.astype(np.uint16),
+            wordings=self.wordings.astype(np.uint8),
+            categories=self.categories.astype(np.uint16),
+            labels=self.labels.astype(np.uint8),
         )
 
     @classmethod

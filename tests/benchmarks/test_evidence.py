@@ -9,6 +9,7 @@ from contextlib import closing
 from dataclasses import replace
 from math import inf
 from pathlib import Path
+from random import Random
 
 import numpy as np
 import pytest
@@ -48,6 +49,12 @@ from benchmarks.evidence.study import (
     startable,
     wanted_rates,
 )
+from benchmarks.methods.head_only import HeadOnlyCoordinator
+from tessera.shared.methods.base import MethodSettings, MethodSpec, Participant, RunInfo, State
+from tessera.shared.methods.registry import coordinator_half
+from tessera.shared.model.blocks import Block
+from tessera.worker.model.block_map import block_table
+from tessera.worker.model.build import instantiate
 
 # ---------------------------------------------------------------- packages
 
@@ -216,6 +223,11 @@ TINY = {
 }  # fmt: skip
 
 
+def tiny_bert(pieces: int) -> BertModel:
+    torch.manual_seed(0)
+    return BertModel(BertConfig.from_dict({**TINY, "vocab_size": pieces}))
+
+
 def write_bert(folder: Path) -> None:
     """Write a tiny BERT as transformers saves it, with a tokenizer of a few pieces."""
     vocabulary = {piece: number for number, piece in enumerate((SPECIAL[0], *WORDS[:1], *SPECIAL[1:], *WORDS[1:]))}
@@ -224,8 +236,7 @@ def write_bert(folder: Path) -> None:
     tokenizer.add_special_tokens(list(SPECIAL))
     marks = [(mark, vocabulary[mark]) for mark in ("[CLS]", "[SEP]")]
     tokenizer.post_processor = TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=marks)
-    torch.manual_seed(0)
-    BertModel(BertConfig(vocab_size=len(vocabulary), **TINY)).save_pretrained(folder)
+    tiny_bert(len(vocabulary)).save_pretrained(folder)
     tokenizer.save(str(folder / "tokenizer.json"))
 
 
@@ -250,6 +261,35 @@ def test_cut_model_computes_as_the_whole_one(tmp_path: Path) -> None:
     # The weights are rounded to float16.
     torch.testing.assert_close(found.last_hidden_state, expected.last_hidden_state, atol=5e-3, rtol=0)
     torch.testing.assert_close(found.pooler_output, found.last_hidden_state[:, 0].tanh())
+
+
+# ---------------------------------------------------------------- the arms
+
+
+def test_every_arm_trains_the_head_and_what_its_name_says() -> None:
+    blocks = block_table(instantiate({**TINY, "model_type": "bert", "vocab_size": 9}, "text-classification"))
+    factors = [f"bert.encoder.layer.0.attention.self.query.lora_{factor}.default.weight" for factor in "AB"]
+    adapters = [Block(tensor=name, role="adapter", layer=0, shape=(2, 2), dtype="F32") for name in factors]
+    run = RunInfo((*blocks, *adapters), rounds=2)
+    trained = {}
+    for arm in ARMS:
+        spec = MethodSpec(name=arm.method, settings=dict(arm.settings))
+        half = HeadOnlyCoordinator(MethodSettings(), run) if arm.name == "head" else coordinator_half(spec, run)
+        cohort = [Participant("a", 8), Participant("b", 8)]
+        plans = half.plan(half.start(State(0, {})), cohort, Random(0)).values()
+        found = [plan.train.resolve(run.blocks) for plan in plans]
+        trained[arm.name] = {frozenset(block.layer for block in each if block.layer is not None) for each in found}
+        if arm.name == "attention":
+            # The worker chooses the layers.
+            assert [plan.scalars["layers"] for plan in plans] == [1, 1]
+        else:
+            assert {block.role for each in found for block in each if block.layer is None} == {"head"}
+    assert trained["full"] == {frozenset({0, 1, 2})}
+    assert trained["last"] == {frozenset({2})}
+    assert trained["lora"] == {frozenset({0})}
+    assert trained["head"] == {frozenset()}
+    # The same for both sites.
+    assert len(trained["random"]) == 1
 
 
 # ---------------------------------------------------------------- the rule for rates, and the order
@@ -337,7 +377,7 @@ def prepared(tmp_path: Path) -> Path:
     """A tiny model and made-up phrases, as `benchmarks.evidence.prepare` writes them."""
     folder = tmp_path / "prepared"
     pieces = 40
-    BertModel(BertConfig(vocab_size=pieces, **{**TINY, "hidden_dropout_prob": 0.0})).save_pretrained(folder / MODEL)
+    tiny_bert(pieces).save_pretrained(folder / MODEL)
     made_up(pieces=pieces).save(folder / PHRASES)
     return folder
 
