@@ -4,8 +4,10 @@ python -m benchmarks.evidence.prepare                     fetches what it needs,
 python -m benchmarks.evidence.frontier --processes 2      all runs; hours on a CPU, resumes after a kill
 python -m benchmarks.evidence.frontier --device cuda --processes 10 --deadline 360
 python -m benchmarks.evidence.frontier --report           the tables and the plot of what is finished
+python -m benchmarks.evidence.frontier --save             the finished runs into the repository
 
-Each finished run is one JSON file in the output folder. Repeat the command to continue.
+Each finished run is one JSON file in the output folder. Repeat the command to continue. A new folder begins with the
+runs of the repository.
 """
 
 from __future__ import annotations
@@ -28,6 +30,8 @@ from benchmarks.evidence.runs import Figures
 from benchmarks.evidence.study import QUICK, SCORE, STANDARD, Job, Study, startable
 from tessera.worker.state.atomic_files import written_whole
 
+SAVED = Path(__file__).with_name("frontier.json")
+"""The settings and inputs of the study, and the figures of its finished runs."""
 PREPARED = Path("bench-output/evidence")
 OUT = Path("bench-output/frontier")
 RUNS, MODELS, ABOUT, PLOT = "runs", "models", "study.json", "frontier.png"
@@ -59,6 +63,23 @@ def claim(out: Path, study: Study, inputs: Mapping[str, str]) -> None:
             )
     else:
         _write(file, about)
+
+
+def save(out: Path, saved: Path = SAVED) -> None:
+    """Write the folder's finished runs, with their settings and inputs, into one file."""
+    found = finished(out)
+    runs_by_name = {job.name: found[job] for job in sorted(found, key=lambda job: job.name)}
+    _write(saved, {**json.loads((out / ABOUT).read_bytes()), RUNS: runs_by_name})
+
+
+def begin_with_saved(out: Path, study: Study, saved: Path = SAVED) -> None:
+    """Fill a new folder with the saved runs, if they are of the same study."""
+    document = json.loads(saved.read_bytes())
+    if (out / ABOUT).exists() or document["settings"] != study.described():
+        return
+    for name, figures in document.pop(RUNS).items():
+        _write(out / RUNS / f"{name}.json", figures)
+    _write(out / ABOUT, document)
 
 
 def work(
@@ -116,9 +137,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--deadline", type=float, default=inf, help="seconds after which no run starts")
     parser.add_argument("--quick", action="store_true", help="a few steps on few phrases: to see that it works")
     parser.add_argument("--report", action="store_true", help="print the tables of finished runs, and start none")
+    parser.add_argument("--save", action="store_true", help=f"write finished runs to {SAVED.name}, and start none")
     given = parser.parse_args(arguments)
     study = QUICK if given.quick else STANDARD
     failed: dict[Job, str] = {}
+    if given.save:
+        save(given.out)
+        return 0
+    begin_with_saved(given.out, study)
     if not given.report:
         began = monotonic()
         claim(given.out, study, runs.inputs(given.prepared))

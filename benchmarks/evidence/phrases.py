@@ -156,9 +156,9 @@ class Encoded:
         np.savez_compressed(
             file,
             tokens=self.tokens.astype(np.uint16),
-            wordings=self.wordings.astype(np.uint8),
+            wordings=self.wordings.astype(np.uint16),
             categories=self.categories.astype(np.uint16),
-            labels=self.labels.astype(np.uint8),
+            labels=self.labels.astype(np.int64),
         )
 
     @classmethod

@@ -82,7 +82,7 @@ class Study:
     """The settings of all runs."""
 
     rounds: int = 4
-    steps: int = 4
+    steps: int = 5
     """Local steps of a round."""
     batch_size: int = 256
     sites_per_wording: int = 1

@@ -22,7 +22,18 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoModel, BertConfig, BertModel
 
 from benchmarks.evidence import minilm
-from benchmarks.evidence.frontier import MODELS, RUNS, OtherStudy, claim, finished, main, work
+from benchmarks.evidence.frontier import (
+    ABOUT,
+    MODELS,
+    RUNS,
+    OtherStudy,
+    begin_with_saved,
+    claim,
+    finished,
+    main,
+    save,
+    work,
+)
 from benchmarks.evidence.packages import Wheel, WheelUnusable, digest_of, unpacked
 from benchmarks.evidence.phrases import (
     CHAPTERS,
@@ -55,6 +66,7 @@ from tessera.shared.methods.registry import coordinator_half
 from tessera.shared.model.blocks import Block
 from tessera.worker.model.block_map import block_table
 from tessera.worker.model.build import instantiate
+from tests.support.paths import ROOT
 
 # ---------------------------------------------------------------- packages
 
@@ -418,3 +430,18 @@ def test_results_of_other_settings_are_not_mixed(prepared: Path, tmp_path: Path)
 
 def test_report_of_no_runs_is_void() -> None:
     assert any("**Void**" in line for line in lines(STANDARD, {}))
+
+
+def test_the_document_has_the_tables_of_the_saved_runs(tmp_path: Path) -> None:
+    begin_with_saved(tmp_path, STANDARD)
+    tables = "\n".join(lines(STANDARD, finished(tmp_path)))
+    assert tables.strip() in (ROOT / "docs" / "evidence.md").read_text(encoding="utf-8")
+
+
+def test_saved_runs_fill_a_new_folder_of_the_same_study_alone(tmp_path: Path) -> None:
+    begin_with_saved(tmp_path / "one", STANDARD)
+    save(tmp_path / "one", tmp_path / "saved.json")
+    begin_with_saved(tmp_path / "two", STANDARD, tmp_path / "saved.json")
+    assert finished(tmp_path / "two") == finished(tmp_path / "one") != {}
+    begin_with_saved(tmp_path / "other", QUICK)
+    assert not (tmp_path / "other" / ABOUT).exists()
