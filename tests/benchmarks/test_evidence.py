@@ -47,7 +47,7 @@ from benchmarks.evidence.phrases import (
     split,
 )
 from benchmarks.evidence.report import interval, lines, paired, void
-from benchmarks.evidence.runs import MODEL, PHRASES, inputs
+from benchmarks.evidence.runs import MODEL, PHRASES, inputs, run
 from benchmarks.evidence.study import (
     ARMS,
     FIRST_RATES,
@@ -394,6 +394,15 @@ def prepared(tmp_path: Path) -> Path:
     return folder
 
 
+def test_a_run_spends_its_epsilon_and_is_scored_on_the_part_of_its_seed(prepared: Path, tmp_path: Path) -> None:
+    figures = run(QUICK, Job("lora", 1.0, 1, 1e-3), prepared, tmp_path, "cpu")
+    assert 0.95 < figures["spent"] <= 1
+    parts = split(Encoded.load(prepared / PHRASES), 1, QUICK.sites_per_wording, QUICK.examples)
+    assert figures["examples"] == len(parts.test)
+    assert 0 <= figures["macro_f1"] <= 1
+
+
+@pytest.mark.long
 def test_quick_study_runs_resumes_and_reports(
     prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
