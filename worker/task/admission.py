@@ -124,6 +124,7 @@ def _require_approval(run: TaskRun, inbox: Inbox, dataset: Dataset, groups: Grou
     task = run.task
     measured = dataset.held_out if task.kind == "evaluate" and task.held_out else dataset
     examples = measured.examples if measured else 0
+    party = run.env.sums
 
     def make_request(terms: str) -> Request:
         request = Request(
@@ -141,6 +142,7 @@ def _require_approval(run: TaskRun, inbox: Inbox, dataset: Dataset, groups: Grou
                 examples,
                 groups=groups.count if groups else None,
                 raw_texts=dataset.texts is not None,
+                least_in_sum=party.quorum if party else None,
             ),
         )
         run.journal.note("run.ask", terms=terms, summary=request.summary)
