@@ -1,8 +1,8 @@
-"""The memory of a coordinator's processes, read from outside: no unmasked update is in it during a secure sum."""
+"""The memory of a coordinator's processes, as its operator could read it: no plain update is in it during a secure sum."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -11,30 +11,101 @@ from pydantic import ValidationError
 from safetensors.numpy import load
 
 from tessera.shared.api.runs import Run
-from tessera.shared.client.client import Client
 from tessera.shared.rounds.planning import training_seed
 from tessera.shared.secure_sums.messages import Terms
 from tessera.shared.updates.codecs.delta import difference
 from tessera.shared.updates.model_folder import ModelFolder
-from tests.support.coordinator import until
-from tests.support.processes import CoordinatorProcess, memory_of, worker_process
-from tests.support.secure_sums import integers_of
-from tests.system.test_secure_sums import PARTS, SITES, Keep, begun, settings, started
-from safetensors.torch import save_file
 from tessera.worker.simulation.virtual_sites import WORKER
+from tests.support.coordinator import until
+from tests.support.processes import CoordinatorProcess, memory_of
+from tests.support.secure_sums import integers_of
+from tests.system.test_secure_sums import SITES, Keep, begun, settings, started
 
 Arrays = Mapping[str, np.ndarray]
 TRACE = 16
 """Values in a row that tell an update from all else."""
 
-
-@pytest.fixture
-def coordinators(tmp_path: Path) -> Iterator[tuple[CoordinatorProcess, CoordinatorProcess]]:
-    with CoordinatorProcess(tmp_path / "plain") as plain, CoordinatorProcess(tmp_path / "secret") as secret:
-        yield plain, secret
+pytestmark = pytest.mark.long
 
 
-def updates_of(client: Client, run: Run) -> dict[str, Arrays]:
-    """The plain updates of the first round, by site: without a codec, the new values."""
-    (first,) = client.rounds(run.id)
-    return {task.worker.split("/")[0]: load(client.read_blob(task.update or "")) for task in first.tasks}
+def found_in(coordinator: CoordinatorProcess, traces: Collection[bytes]) -> set[bytes]:
+    """Those of the traces that are in the memory of a process of the coordinator now."""
+    left = set(traces)
+    for pid in coordinator.pids():
+        for memory in memory_of(pid):
+            left -= {trace for trace in left if trace in memory}
+    return set(traces) - left
+
+
+def trace_of(values: np.ndarray) -> bytes:
+    """The bytes of some values in the middle of a block."""
+    flat = np.ascontiguousarray(values).ravel()
+    middle = flat[flat.size // 2 :][:TRACE]
+    assert len(np.unique(middle)) > TRACE // 2, "too few different values to be told from other memory"
+    return middle.tobytes()
+
+
+def updates_of(coordinator: CoordinatorProcess, run: Run) -> dict[str, Arrays]:
+    """The new values of each block that each site sent in the first round of a run without codec, from the disk: what
+    is read over HTTP passes through the memory that is searched."""
+    (first,) = coordinator.admin().rounds(run.id)
+    files = {path.name: path for path in (coordinator.folder / "blobs").rglob("*") if path.is_file()}
+    digests = {task.worker.split("/")[0]: (task.update or "").removeprefix("sha256:") for task in first.tasks}
+    return {site: load(files[digest].read_bytes()) for site, digest in digests.items()}
+
+
+def terms_in(folder: Path) -> Terms | None:
+    """The terms of a secure sum among a coordinator's blobs."""
+    for path in folder.rglob("*"):
+        if path.is_file() and path.stat().st_size < 1 << 16:
+            try:
+                return Terms.model_validate_json(path.read_bytes())
+            except ValidationError:
+                continue
+    return None
+
+
+def test_no_plain_update_is_in_the_coordinator_s_memory_during_a_secure_sum(
+    tmp_path: Path, vit: ModelFolder, running: Keep
+) -> None:
+    spec = settings(rounds=1, quorum=4)
+    largest = max(vit.model.blocks, key=lambda block: block.numel).name
+    base = {block.name: np.frombuffer(vit.block_bytes(block), "<f4") for block in vit.model.blocks}
+    with CoordinatorProcess(tmp_path / "plain") as plain:
+        started(plain, running, tmp_path, masked=False)
+        run = begun(plain.admin(), vit, {**spec, "secure_sums": None, "codec": "raw"})
+        until(lambda: plain.admin().run(run.id).state == "completed", seconds=60)
+        values = updates_of(plain, run)
+        assert values.keys() == SITES.keys()
+        # A search that cannot find what is there would find nothing in the other run either.
+        traces = {trace_of(update[largest]) for update in values.values()}
+        assert found_in(plain, traces) == traces
+
+    with CoordinatorProcess(tmp_path / "secret") as secret:
+        started(secret, running, tmp_path)
+        client = secret.admin()
+        run = begun(client, vit, spec)
+        terms: Terms = until(lambda: terms_in(secret.folder / "blobs"))
+        steps = {site: {n: difference(v.ravel(), base[n]) for n, v in update.items()} for site, update in values.items()}
+        integers = {
+            # What the site has under its masks.
+            site: integers_of(terms, steps[site], weight, training_seed(run.spec, 1, f"{site}/{WORKER}"))
+            for site, weight in SITES.items()
+        }
+        totals = {name: sum(integers[site][name] for site in SITES) for name in base}
+        traces = {trace_of(each[site][largest]) for each in (values, steps) for site in SITES}
+        traces |= {trace_of(integers[site][largest].astype("<i4")) for site in SITES}
+        searches, found = 0, set()
+        while client.run(run.id).state == "running":
+            found |= found_in(secret, traces)
+            searches += 1
+        found |= found_in(secret, traces)
+        assert client.run(run.id).state == "completed"
+        assert (found, searches > 0) == (set(), True)
+
+        # The known bytes are right: their sum is what the helpers opened.
+        opened = client.manifest(client.versions(run.id)[-1].digest).blocks
+        for name, total in totals.items():
+            factor = -terms.max_weight * 2.0 ** terms.blocks[name].exponent / sum(SITES.values())
+            moved = base[name] - (total * factor).astype(np.float32)
+            np.testing.assert_array_equal(np.frombuffer(client.read_blob(opened[name]), "<f4"), moved, err_msg=name)

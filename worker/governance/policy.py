@@ -29,6 +29,7 @@ REMEDIES = {
     "max_minutes_per_day": "Work resumes tomorrow; raise policy.max_minutes_per_day, or give the run smaller tasks.",
     "part": "Store the site's examples in their own file instead of using `part`.",
     "group": "Name the column of the groups in the data set's `group`, with a value in each row.",
+    "tokenizer": "Name the model's tokenizer in the data set's settings, in place of 'run'.",
     "use": "Set `use = 'evaluate'` for a data set that nothing trains on; or give it a `held_out` share, and have "
     "the run set `evaluation.sites`.",
     "max_evaluations": "See past evaluations with `tessera worker check`, or raise policy.max_evaluations.",
