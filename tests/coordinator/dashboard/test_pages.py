@@ -615,8 +615,9 @@ UNREADABLE = (
 
 def test_a_worker_has_a_page_whatever_it_tells(coordinator: LiveCoordinator, admin: Person, viewer: Person) -> None:
     policy = AdvertisedPolicy(
-        hours=("06:00-22:00",), budgets={"other": UnitBudget(epsilon=8, delta=1e-5)}, spent={"other": 2.5}
-    )
+        hours=("06:00-22:00",), budgets={"other": UnitBudget(epsilon=8, delta=1e-5)}, spent={"other": 2.5},
+        max_total_privacy=UnitBudget(epsilon=9, delta=1e-5), total_spent=2.25,
+    )  # fmt: skip
     worker = ScriptedWorker(coordinator.client("site", "a"), advertised_policy=policy)
     worker.enrol()
     start_run(coordinator.client(), MODEL, values(MODEL))
@@ -632,7 +633,7 @@ def test_a_worker_has_a_page_whatever_it_tells(coordinator: LiveCoordinator, adm
         text = shown(told)
         assert "has not reported the state of its machine yet" in text, told
         assert "The site does not share them" in text, told
-    for words in ("epsilon 5.5 left of 8", "06:00-22:00 (UTC+0:00)", "Revoke the token"):
+    for words in ("epsilon 5.5 left of 8", "all data sets", "epsilon 6.75 left of 9", "06:00-22:00 (UTC+0:00)", "Revoke the token"):
         assert words in text, words
     text = shown({**LIVE, "watts": 300})
     for words in ("Tensor 9", "of 80 GB", "training</strong>", "from its last heartbeat"):
