@@ -130,7 +130,12 @@ def _budgets(spec: RunSpec, policy: AdvertisedPolicy) -> Iterator[tuple[str, str
     """Yield the site's privacy budgets that the run would spend: the rule, its name, the budget, and the epsilon that
     runs have spent of it."""
     if budget := policy.budgets.get(spec.dataset):
-        yield "privacy", f"the privacy budget of its data set {spec.dataset}", budget, policy.spent.get(spec.dataset, 0.0)
+        yield (
+            "privacy",
+            f"the privacy budget of its data set {spec.dataset}",
+            budget,
+            policy.spent.get(spec.dataset, 0.0),
+        )
     if total := policy.max_total_privacy:
         yield "max_total_privacy", "its site's privacy budget of all data sets", total, policy.total_spent or 0.0
 

@@ -1,4 +1,4 @@
-"""The memory of a coordinator's processes, as its operator could read it: no plain update is in it during a secure sum."""
+"""The memory of a coordinator's processes, as its operator could read it: no plain update of a secure sum is there."""
 
 from __future__ import annotations
 
@@ -86,7 +86,9 @@ def test_no_plain_update_is_in_the_coordinator_s_memory_during_a_secure_sum(
         client = secret.admin()
         run = begun(client, vit, spec)
         terms: Terms = until(lambda: terms_in(secret.folder / "blobs"))
-        steps = {site: {n: difference(v.ravel(), base[n]) for n, v in update.items()} for site, update in values.items()}
+        steps = {
+            site: {n: difference(v.ravel(), base[n]) for n, v in update.items()} for site, update in values.items()
+        }
         integers = {
             # What the site has under its masks.
             site: integers_of(terms, steps[site], weight, training_seed(run.spec, 1, f"{site}/{WORKER}"))

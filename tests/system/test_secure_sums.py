@@ -31,10 +31,8 @@ SITES = {"north": 8, "south": 24, "east": 40, "west": 16}
 PARTS = {name: images(count, seed) for seed, (name, count) in enumerate(SITES.items())}
 
 
-def started(
-    live: CoordinatorProcess, running: Keep, tmp_path: Path, *, masked: bool = True
-) -> dict[str, Process]:
-    """Four sites that have compared their fingerprints, all of them helpers; unless `masked`, they send plain updates."""
+def started(live: CoordinatorProcess, running: Keep, tmp_path: Path, *, masked: bool = True) -> dict[str, Process]:
+    """Four sites that have compared their fingerprints, all of them helpers. Only if `masked` they require masks."""
     roster = {}
     for name in SITES:
         folder = live.folder / name / "state" / KEYS_FOLDER

@@ -122,8 +122,9 @@ def isolated_profile(
     batches: Iterable[Mapping[str, Tensor]],
     common: Callable[[Mapping[str, Tensor]], Collection[str]],
 ) -> dict[str, LayerAttention]:
-    """Return the profile of the batches, with a mass of 0 for each example on which `profile` fails, and for each empty
-    batch, which stands for one.
+    """Return the profile of the batches, with a mass of 0 for each example on which `profile` fails.
+
+    An empty batch stands for one such example.
 
     A failure that does not depend on the examples is raised for the placeholder, a batch of one synthetic example.
     Only `mass` and `sink` cover the batches; the rest is the placeholder's.

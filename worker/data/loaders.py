@@ -71,8 +71,11 @@ def stream(
 
 
 def stream_readable(dataset: Dataset, batch_size: int | None) -> Iterator[Rows | None]:
-    """Yield the batches of `stream` in the stored order. Of a batch that cannot be read, yield each example by itself,
-    and None for one that cannot be read. No example makes this raise."""
+    """Yield the batches of `stream` in the stored order.
+
+    Of a batch that cannot be read, yield each example by itself, and None for an example that cannot be read. No
+    example makes this raise.
+    """
     for rows, batch in _each_attempt(dataset, dataset.order(batch_size)):
         if not isinstance(batch, DataError):
             yield {**batch, **dataset.common}

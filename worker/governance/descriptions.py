@@ -100,8 +100,8 @@ def _sums(least: int | None) -> Iterator[str]:
 def _client_privacy(task: Task) -> Iterator[str]:
     if bound := task.client_privacy:
         yield (
-            f"The coordinator says that it adds noise, so that all versions of the run together reveal of all data of "
-            f"one site at most {bound.bound}; this site cannot verify it."
+            f"The coordinator says that it adds noise, so that all versions of the run together reveal at most "
+            f"{bound.bound} of all data of one site; this site cannot verify it."
         )
 
 

@@ -75,7 +75,7 @@ def admit(run: TaskRun) -> Admission:
         # Whoever chooses the tokenizer could make one that fails, or takes forever, at a text of their choice.
         raise PolicyViolation(
             "tokenizer",
-            f"the data set {task.dataset!r} takes the run's own tokenizer, which may fail at some text, and a private "
+            f"the data set {task.dataset!r} takes the run's own tokenizer, which may fail at some text; a private "
             "task may not fail by what an example is",
         )
     if dataset.pack:

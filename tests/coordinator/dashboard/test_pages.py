@@ -620,7 +620,8 @@ def test_a_worker_has_a_page_whatever_it_tells(coordinator: LiveCoordinator, adm
     )  # fmt: skip
     worker = ScriptedWorker(coordinator.client("site", "a"), advertised_policy=policy)
     worker.enrol()
-    start_run(coordinator.client(), MODEL, values(MODEL))
+    private = Privacy(epsilon=3.0, delta=1e-5, clip_norm=1.0)
+    start_run(coordinator.client(), MODEL, values(MODEL), privacy=private)
     task, site = worker.take(), coordinator.http("site", "a")
     (page,) = re.findall(r"/page/workers/\w+", admin.http.get("/page/sites").text)
 
@@ -633,7 +634,13 @@ def test_a_worker_has_a_page_whatever_it_tells(coordinator: LiveCoordinator, adm
         text = shown(told)
         assert "has not reported the state of its machine yet" in text, told
         assert "The site does not share them" in text, told
-    for words in ("epsilon 5.5 left of 8", "all data sets", "epsilon 6.75 left of 9", "06:00-22:00 (UTC+0:00)", "Revoke the token"):
+    for words in (
+        "epsilon 5.5 left of 8",
+        "all data sets",
+        "epsilon 6.75 left of 9",
+        "06:00-22:00 (UTC+0:00)",
+        "Revoke the token",
+    ):
         assert words in text, words
     text = shown({**LIVE, "watts": 300})
     for words in ("Tensor 9", "of 80 GB", "training</strong>", "from its last heartbeat"):

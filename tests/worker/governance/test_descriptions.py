@@ -74,16 +74,21 @@ SUMS = SumTask(terms=DIGEST)
 
 def test_secure_sums_are_described_by_the_rules_of_the_site() -> None:
     described = summary(task(sums=SUMS), MODEL, 10, least_in_sum=4)
-    assert "no more than sums over at least 4 sites, which helpers open whose keys are in this site's roster." in described
-    assert described.endswith("No differential privacy: anyone who sees the sums, such as the coordinator's operator, "
-                              "may learn about single examples.")  # fmt: skip
+    assert (
+        "no more than sums over at least 4 sites, which helpers open whose keys are in this site's roster."
+        in described
+    )
+    last = "anyone who sees the sums, such as the coordinator's operator, may learn about single examples."
+    assert described.endswith(f"No differential privacy: {last}")
     assert "secure sums" not in summary(task(), MODEL, 10, least_in_sum=4)
     assert "this site takes part in none: its tasks will fail." in summary(task(sums=SUMS), MODEL, 10)
 
 
 def test_client_privacy_is_described_as_a_statement_of_the_coordinator() -> None:
     described = summary(task(client_privacy=Budget(epsilon=4.0, delta=1e-5)), MODEL, 10)
-    assert described.endswith("reveal of all data of one site at most epsilon 4 at delta 1e-05; this site cannot verify it.")
+    assert described.endswith(
+        "reveal at most epsilon 4 at delta 1e-05 of all data of one site; this site cannot verify it."
+    )
 
 
 def test_a_measurement_is_told_apart_from_training() -> None:

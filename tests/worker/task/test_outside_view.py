@@ -64,7 +64,7 @@ def worked(
     document = Model(config=VIT, head="image-classification", blocks=block_table(model))
     start = {block.name: read_block(named_tensors(model), block) for block in document.blocks}
     agent, client = Agent(settings, Stop()), coordinator.client()
-    start_run(
+    run = start_run(
         client,
         document,
         start,
@@ -78,6 +78,7 @@ def worked(
     task: Task = until(agent._next)
     agent._run_task(task)
     agent.close()
+    until(lambda: client.run(run.id).state == "completed")
     (entry,) = ledger_of(settings).read("scans")
     return client.task(task.id), (entry.unit, entry.examples, entry.events)
 
@@ -100,7 +101,7 @@ def test_no_odd_example_changes_what_the_coordinator_sees(
 ) -> None:
     plain, spent = worked(coordinator, tmp_path, "plain", None, unit)
     expected = seen(plain)
-    assert (expected["state"], expected["problem"], expected["progress"]["loss"]) == ("accepted", None, None)
+    assert (expected["state"], expected["problem"], expected["progress"]["loss"]) == ("merged", None, None)
     for number, (what, odd) in enumerate(ODD.items()):
         task, ledger = worked(coordinator, tmp_path, f"odd-{number}", odd, unit)
         assert seen(task) == expected, what
