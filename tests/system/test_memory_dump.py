@@ -1,4 +1,4 @@
-"""The memory of a coordinator's processes, as its operator could read it: no plain update of a secure sum is there."""
+"""The memory of a coordinator's processes, as its operator could read it, has no plain update of a secure sum."""
 
 from __future__ import annotations
 
@@ -7,18 +7,21 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from pydantic import ValidationError
 from safetensors.numpy import load
 
 from tessera.shared.api.runs import Run
+from tessera.shared.methods.base import Plan, State
+from tessera.shared.model.spec import Model
 from tessera.shared.rounds.planning import training_seed
+from tessera.shared.rounds.secure_sums import ring_blocks
 from tessera.shared.secure_sums.messages import Terms
+from tessera.shared.tensors.lazy import ArrayTensor
 from tessera.shared.updates.codecs.delta import difference
 from tessera.shared.updates.model_folder import ModelFolder
 from tessera.worker.simulation.virtual_sites import WORKER
 from tests.support.coordinator import until
 from tests.support.processes import CoordinatorProcess, memory_of
-from tests.support.secure_sums import integers_of
+from tests.support.secure_sums import Federation, integers_of
 from tests.system.test_secure_sums import SITES, Keep, begun, settings, started
 
 Arrays = Mapping[str, np.ndarray]
@@ -51,18 +54,20 @@ def updates_of(coordinator: CoordinatorProcess, run: Run) -> dict[str, Arrays]:
     (first,) = coordinator.admin().rounds(run.id)
     files = {path.name: path for path in (coordinator.folder / "blobs").rglob("*") if path.is_file()}
     digests = {task.worker.split("/")[0]: (task.update or "").removeprefix("sha256:") for task in first.tasks}
-    return {site: load(files[digest].read_bytes()) for site, digest in digests.items()}
+    updates = {site: load(files[digest].read_bytes()) for site, digest in digests.items()}
+    return {site: {n: stored.view("<f4") for n, stored in update.items()} for site, update in updates.items()}
 
 
-def terms_in(folder: Path) -> Terms | None:
-    """The terms of a secure sum among a coordinator's blobs."""
-    for path in folder.rglob("*"):
-        if path.is_file() and path.stat().st_size < 1 << 16:
-            try:
-                return Terms.model_validate_json(path.read_bytes())
-            except ValidationError:
-                continue
-    return None
+def terms_of(model: Model, base: Arrays) -> Terms:
+    """The terms of the first round, as far as they decide how a site rounds its steps."""
+    values = {block.name: ArrayTensor(base[block.name], "F32") for block in model.blocks}
+    blocks = ring_blocks(model, [Plan()], State(0, values), None)
+    return Federation(len(SITES), len(SITES)).terms(blocks=blocks, max_weight=max(SITES.values()))
+
+
+def integers_of_site(terms: Terms, steps: Arrays, run: Run, site: str) -> Arrays:
+    """What the site has under its masks."""
+    return integers_of(terms, steps, SITES[site], training_seed(run.spec, 1, f"{site}/{WORKER}"))
 
 
 def test_no_plain_update_is_in_the_coordinator_s_memory_during_a_secure_sum(
@@ -72,7 +77,7 @@ def test_no_plain_update_is_in_the_coordinator_s_memory_during_a_secure_sum(
     largest = max(vit.model.blocks, key=lambda block: block.numel).name
     base = {block.name: np.frombuffer(vit.block_bytes(block), "<f4") for block in vit.model.blocks}
     with CoordinatorProcess(tmp_path / "plain") as plain:
-        started(plain, running, tmp_path, masked=False)
+        workers = started(plain, running, tmp_path, masked=False)
         run = begun(plain.admin(), vit, {**spec, "secure_sums": None, "codec": "raw"})
         until(lambda: plain.admin().run(run.id).state == "completed", seconds=60)
         values = updates_of(plain, run)
@@ -80,24 +85,19 @@ def test_no_plain_update_is_in_the_coordinator_s_memory_during_a_secure_sum(
         # A search that cannot find what is there would find nothing in the other run either.
         traces = {trace_of(update[largest]) for update in values.values()}
         assert found_in(plain, traces) == traces
+    for worker in workers.values():
+        worker.kill()
 
+    steps = {site: {n: difference(v, base[n]) for n, v in update.items()} for site, update in values.items()}
+    terms = terms_of(vit.model, base)
+    integers = {site: integers_of_site(terms, steps[site], run, site) for site in SITES}
+    traces = {trace_of(each[site][largest]) for each in (values, steps) for site in SITES}
+    traces |= {trace_of(integers[site][largest].astype("<i4")) for site in SITES}
     with CoordinatorProcess(tmp_path / "secret") as secret:
         started(secret, running, tmp_path)
         client = secret.admin()
         run = begun(client, vit, spec)
-        terms: Terms = until(lambda: terms_in(secret.folder / "blobs"))
-        steps = {
-            site: {n: difference(v.ravel(), base[n]) for n, v in update.items()} for site, update in values.items()
-        }
-        integers = {
-            # What the site has under its masks.
-            site: integers_of(terms, steps[site], weight, training_seed(run.spec, 1, f"{site}/{WORKER}"))
-            for site, weight in SITES.items()
-        }
-        totals = {name: sum(integers[site][name] for site in SITES) for name in base}
-        traces = {trace_of(each[site][largest]) for each in (values, steps) for site in SITES}
-        traces |= {trace_of(integers[site][largest].astype("<i4")) for site in SITES}
-        searches, found = 0, set()
+        searches, found = 0, set[bytes]()
         while client.run(run.id).state == "running":
             found |= found_in(secret, traces)
             searches += 1
@@ -106,8 +106,9 @@ def test_no_plain_update_is_in_the_coordinator_s_memory_during_a_secure_sum(
         assert (found, searches > 0) == (set(), True)
 
         # The known bytes are right: their sum is what the helpers opened.
-        opened = client.manifest(client.versions(run.id)[-1].digest).blocks
-        for name, total in totals.items():
+        *_, merged = client.versions(run.id)
+        opened = client.manifest(merged.digest).blocks
+        for name, value in base.items():
             factor = -terms.max_weight * 2.0 ** terms.blocks[name].exponent / sum(SITES.values())
-            moved = base[name] - (total * factor).astype(np.float32)
+            moved = value - (sum(integers[site][name] for site in SITES) * factor).astype(np.float32)
             np.testing.assert_array_equal(np.frombuffer(client.read_blob(opened[name]), "<f4"), moved, err_msg=name)
