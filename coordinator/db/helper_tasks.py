@@ -91,7 +91,7 @@ class Sender:
     blocks: int
     upload_bytes: int
     is_in_set: bool
-    """Whether the round was closed with it. False before that, and for an update that came late."""
+    """True if the round was closed with it; False before that, and for an update that came late."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class HelperPart:
 
 @dataclass(frozen=True)
 class SumRecord:
-    """What the parties of a round's secure sums sent and saw."""
+    """A round's secure sums: their parties, the signatures and the opened set."""
 
     quorum: int
     needed: int
@@ -119,7 +119,7 @@ class SumRecord:
     agreed: str | None
     """The digest of the set of senders that enough helpers signed."""
     terms: tuple[tuple[int, int], ...]
-    """Numbers of sites, the largest first, each with the number of blocks that so many sites of the set sent."""
+    """Numbers of sites, the largest first, each with the number of blocks that this number of sites sent."""
     is_open: bool
 
     @property
@@ -128,7 +128,7 @@ class SumRecord:
 
     @property
     def tolerance(self) -> int:
-        """How many helpers may give the coordinator all that they know without opening a single update."""
+        """The number of helpers that can open no single update, even together with the coordinator."""
         return tolerance_of(len(self.helpers))
 
 
@@ -202,10 +202,12 @@ def _seeds(task: TaskRow) -> tuple[int, ...]:
 
 
 def _terms_by_count(blocks: Sequence[str]) -> tuple[tuple[int, int], ...]:
-    """Return how many blocks so many envelopes name, by their bits in hexadecimal digits."""
+    """Return the numbers of envelopes that name a block, each with the number of such blocks. An envelope's bits are
+    given in hexadecimal digits."""
     if not blocks:
         return ()
     width = 2 * max(-(-len(each) // 2) for each in blocks)
     bits = [np.unpackbits(np.frombuffer(bytes.fromhex(each.zfill(width)), np.uint8)) for each in blocks]
-    counts = Counter(np.sum(bits, axis=0, dtype=np.int64).tolist())
+    sums: list[int] = np.sum(bits, axis=0, dtype=np.int64).tolist()
+    counts = Counter(sums)
     return tuple((sites, counts[sites]) for sites in sorted(counts, reverse=True) if sites)

@@ -292,8 +292,8 @@ class Task(Message):
     training: Training
     privacy: Privacy | None = None
     client_privacy: Budget | None = None
-    """What all versions of the run together reveal about one site, if the coordinator adds the noise that it states.
-    The worker cannot verify it."""
+    """The bound on what all versions of the run together reveal about one site, as the coordinator states it: it adds
+    the noise, and the worker cannot verify it."""
     codec: str
     sums: SumTask | None = None
     """For a run with secure sums."""
