@@ -208,6 +208,5 @@ def _terms_by_count(blocks: Sequence[str]) -> tuple[tuple[int, int], ...]:
         return ()
     width = 2 * max(-(-len(each) // 2) for each in blocks)
     bits = [np.unpackbits(np.frombuffer(bytes.fromhex(each.zfill(width)), np.uint8)) for each in blocks]
-    sums: list[int] = np.sum(bits, axis=0, dtype=np.int64).tolist()
-    counts = Counter(sums)
+    counts = Counter[int](np.stack(bits).sum(axis=0, dtype=np.int64).tolist())
     return tuple((sites, counts[sites]) for sites in sorted(counts, reverse=True) if sites)
