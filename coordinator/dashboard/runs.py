@@ -35,6 +35,7 @@ from tessera.coordinator.dashboard.security_headers import PREFIX
 from tessera.coordinator.dashboard.session import STEERING, Fields, PageRoute, Sender, Signed, Visitor
 from tessera.coordinator.dashboard.templating import number, plural, render, size
 from tessera.coordinator.db import views
+from tessera.coordinator.db.helper_tasks import sum_record
 from tessera.coordinator.db.snapshots import candidates, live_workers, terms_of
 from tessera.coordinator.db.tables import RUNS, AuditRow, RoundRow, RunRow, VersionRow
 from tessera.coordinator.domain.lifecycle import LIVE_ROUND, LIVE_RUN
@@ -252,6 +253,7 @@ def show_round(
             down=sum(task.download_bytes for task in view.tasks) + evaluated,
             evaluated=evaluated,
             end=forecast(session, now, view),
+            sums=sum_record(session, row, run.spec),
             picture=_timeline(session, now, view, row.id),
             rows=[(task, is_unusual(task.metrics), short_layers(task.layers)) for task in view.tasks],
         )
@@ -315,6 +317,8 @@ def facts_of(spec: RunSpec, run: Run | None = None) -> list[tuple[str, str]]:
     ]
     spent = f"{run.client_epsilon or 0:.3g} spent of " if run else ""
     facts += [("Privacy of a site", spent + sites.bound)] if sites else []
+    if sums := spec.secure_sums:
+        facts.append(("Secure sums", f"over {sums.quorum} sites or more, opened by {', '.join(sums.helpers)}"))
     if spec.evaluation:
         where = [spec.evaluation.dataset] if spec.evaluation.dataset else []
         where += ["what sites hold out"] if spec.evaluation.sites else []

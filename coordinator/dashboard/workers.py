@@ -219,8 +219,10 @@ def _rules(policy: AdvertisedPolicy) -> list[tuple[str, str]]:
 
 
 def _budgets(policy: AdvertisedPolicy) -> list[tuple[str, float, float]]:
-    """Return each data set with a privacy budget, with the epsilon spent and allowed."""
-    return [(name, policy.spent.get(name, 0.0), budget.epsilon) for name, budget in policy.budgets.items()]
+    """Return each data set with a privacy budget, and that of all together, with the epsilon spent and allowed."""
+    budgets = [(name, policy.spent.get(name, 0.0), budget.epsilon) for name, budget in policy.budgets.items()]
+    total = policy.max_total_privacy
+    return [*budgets, *([("all data sets", policy.total_spent or 0.0, total.epsilon)] if total else [])]
 
 
 def _latest_tasks(session: Session, worker_id: str, worker: WorkerView) -> list[tuple[TaskView, str, float | None]]:

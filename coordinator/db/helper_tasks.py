@@ -3,17 +3,21 @@ train in the same round."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
+import numpy as np
 from sqlalchemy import Row, select
 from sqlalchemy import bindparam as given
 from sqlalchemy.orm import Session
 
-from tessera.coordinator.db.tables import WORKER_NAME, RunRow, SiteRow, TaskRow, WorkerRow
+from tessera.coordinator.db.tables import WORKER_NAME, RoundRow, RunRow, SiteRow, TaskRow, WorkerRow
 from tessera.coordinator.domain.snapshot import SumsSnapshot, TaskSnapshot
 from tessera.shared.api.runs import RunSpec
 from tessera.shared.api.secure_sums import HELPER_KINDS, SumTask
-from tessera.shared.secure_sums.messages import Agreement, Envelope, seeds_of, signatures_of
+from tessera.shared.schema import ACCEPTED, TaskState
+from tessera.shared.secure_sums.messages import Agreement, Envelope, seeds_of, signatures_of, tolerance_of
 
 _OF_ROUND = (
     (TaskRow.run_id == given("run"))
@@ -73,3 +77,136 @@ def agreements(tasks: Sequence[Row[TaskRow, str]]) -> tuple[Agreement, ...]:
         for task, _ in tasks
         if task.kind == "agree" and task.state == "accepted"
     )
+
+
+# ---------------------------------------------------------------- what each party saw
+
+
+@dataclass(frozen=True)
+class Sender:
+    """A site that sent an update under masks."""
+
+    site: str
+    weight: int
+    blocks: int
+    upload_bytes: int
+    is_in_set: bool
+    """True if the round was closed with it; False before that, and for an update that came late."""
+
+
+@dataclass(frozen=True)
+class HelperPart:
+    """A helper's part in a round."""
+
+    site: str
+    signing: TaskState | None
+    """The state of its task to sign the set of senders; None if it was not asked."""
+    opening: TaskState | None
+    """The state of its task to sum up masks; None if it was not asked."""
+    seeds: int
+    """Of how many seeds of each sender it summed up the masks."""
+
+
+@dataclass(frozen=True)
+class SumRecord:
+    """A round's secure sums: their parties, the signatures and the opened set."""
+
+    quorum: int
+    needed: int
+    """The signatures without which nothing is opened."""
+    senders: tuple[Sender, ...]
+    helpers: tuple[HelperPart, ...]
+    agreed: str | None
+    """The digest of the set of senders that enough helpers signed."""
+    terms: tuple[tuple[int, int], ...]
+    """Numbers of sites, the largest first, each with the number of blocks that this number of sites sent."""
+    is_open: bool
+
+    @property
+    def signed(self) -> int:
+        return sum(helper.signing == "accepted" for helper in self.helpers)
+
+    @property
+    def tolerance(self) -> int:
+        """The number of helpers that can open no single update, even together with the coordinator."""
+        return tolerance_of(len(self.helpers))
+
+
+def sum_record(session: Session, round_: RoundRow, spec: RunSpec) -> SumRecord | None:
+    """Return what the parties of a round did; None for a run without secure sums."""
+    if spec.secure_sums is None:
+        return None
+    sums, helpers = spec.secure_sums, spec.secure_sums.helpers
+    senders, in_set = [], []
+    rows = session.scalars(
+        select(TaskRow)
+        .where(TaskRow.round_id == round_.id, TaskRow.kind == "train", TaskRow.state.in_(ACCEPTED))
+        .where(TaskRow.statement.is_not(None))
+    )
+    for task in rows:
+        envelope = Envelope.model_validate(task.statement)
+        blocks, is_in_set = int(envelope.blocks or "0", 16).bit_count(), task.merged_in == round_.number
+        senders.append(Sender(envelope.site, envelope.weight, blocks, task.upload_bytes, is_in_set))
+        in_set += [envelope.blocks] if is_in_set else []
+    tasks: dict[str, dict[str, list[TaskRow]]] = {site: {kind: [] for kind in HELPER_KINDS} for site in helpers}
+    for task, site in _asked_in(session, round_):
+        if site in tasks:
+            tasks[site][task.kind].append(task)
+    parts = tuple(_part(site, **tasks[site]) for site in helpers)
+    signed = Counter(one.senders for site in helpers for one in map(_agreement, tasks[site]["agree"]) if one)
+    needed = signatures_of(len(helpers))
+    agreed = next((digest for digest, count in signed.items() if count >= needed), None)
+    opened = {seed for site in helpers for task in tasks[site]["open"] for seed in _seeds(task)}
+    return SumRecord(
+        sums.quorum,
+        needed,
+        tuple(sorted(senders, key=lambda sender: sender.site)),
+        parts,
+        agreed,
+        _terms_by_count(in_set),
+        is_open=len(opened) == len(seeds_of(len(helpers))),
+    )
+
+
+def _asked_in(session: Session, round_: RoundRow) -> Sequence[Row[TaskRow, str]]:
+    """Return the tasks of helpers that belong to this attempt at a round, each with its site."""
+    query = (
+        select(TaskRow, SiteRow.name)
+        .join_from(TaskRow, WorkerRow)
+        .join(SiteRow)
+        .where(TaskRow.run_id == round_.run_id, TaskRow.kind.in_(HELPER_KINDS), TaskRow.state != "cancelled")
+        .where(TaskRow.version_number == round_.number - 1, TaskRow.created_at >= round_.opened_at)
+        .order_by(TaskRow.created_at, TaskRow.id)
+    )
+    if round_.closed_at is not None:
+        query = query.where(TaskRow.created_at <= round_.closed_at)
+    return session.execute(query).all()
+
+
+def _part(site: str, agree: Sequence[TaskRow], open: Sequence[TaskRow]) -> HelperPart:  # noqa: A002 (a kind's name)
+    return HelperPart(site, _state(agree), _state(open), len({seed for task in open for seed in _seeds(task)}))
+
+
+def _state(tasks: Sequence[TaskRow]) -> TaskState | None:
+    """Return the state of the accepted one, or of the latest."""
+    states: list[TaskState] = [task.state for task in tasks]  # type: ignore[misc]
+    return "accepted" if "accepted" in states else states[-1] if states else None
+
+
+def _agreement(task: TaskRow) -> Agreement | None:
+    return Agreement.model_validate(task.statement) if task.state == "accepted" else None
+
+
+def _seeds(task: TaskRow) -> tuple[int, ...]:
+    return SumTask.model_validate(task.sums).seeds if task.state == "accepted" else ()
+
+
+def _terms_by_count(blocks: Sequence[str]) -> tuple[tuple[int, int], ...]:
+    """Return the numbers of envelopes that name a block, each with the number of such blocks. An envelope's bits are
+    given in hexadecimal digits."""
+    if not blocks:
+        return ()
+    width = 2 * max(-(-len(each) // 2) for each in blocks)
+    bits = [np.unpackbits(np.frombuffer(bytes.fromhex(each.zfill(width)), np.uint8)) for each in blocks]
+    counts = Counter[int](np.stack(bits).sum(axis=0, dtype=np.int64).tolist())
+    return tuple((sites, counts[sites]) for sites in sorted(counts, reverse=True) if sites)

@@ -16,7 +16,7 @@ from tessera.shared.methods.base import Plan
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.dataset_schema import DatasetSchema
 from tessera.shared.model.spec import Model
-from tessera.shared.run_settings import Budget, about_together, used_later_settings
+from tessera.shared.run_settings import Budget, Privacy, UnitBudget, about_together, used_later_settings
 from tessera.shared.schedule import local_epochs
 
 SHOWN = 4
@@ -117,17 +117,27 @@ def _privacy_refusals(spec: RunSpec, policy: AdvertisedPolicy) -> Iterator[tuple
         yield "require_privacy", f"it requires privacy of {floor.in_words}"
     if floor and privacy and privacy.selection == "uncovered":
         yield "require_privacy", "it requires privacy that covers the choice of blocks"
-    if (budget := policy.budgets.get(spec.dataset)) is None:
-        return
-    if privacy is None or privacy.selection == "uncovered":
-        yield "privacy", f"its data set {spec.dataset} has a privacy budget, and the run no privacy that covers all"
-    elif not budget.counts(privacy):
-        yield "privacy", f"its data set {spec.dataset} has a privacy budget of groups, and the run protects examples"
-    if policy.spent.get(spec.dataset, 0) >= budget.epsilon:
+    for rule, name, budget, spent in _budgets(spec, policy):
+        if privacy is None or privacy.selection == "uncovered":
+            yield rule, f"{name} admits no run without privacy that covers all"
+        elif not budget.counts(privacy):
+            yield rule, f"{name} is for groups, and the run protects examples"
+        if spent >= budget.epsilon:
+            yield rule, f"runs have spent {name}: epsilon {budget.epsilon:g}"
+
+
+def _budgets(spec: RunSpec, policy: AdvertisedPolicy) -> Iterator[tuple[str, str, UnitBudget, float]]:
+    """Yield the site's privacy budgets that the run would spend: the rule, its name, the budget, and the epsilon that
+    runs have spent of it."""
+    if budget := policy.budgets.get(spec.dataset):
         yield (
             "privacy",
-            f"runs have spent the privacy budget of its data set {spec.dataset}: epsilon {budget.epsilon:g}",
+            f"the privacy budget of its data set {spec.dataset}",
+            budget,
+            policy.spent.get(spec.dataset, 0.0),
         )
+    if total := policy.max_total_privacy:
+        yield "max_total_privacy", "its site's privacy budget of all data sets", total, policy.total_spent or 0.0
 
 
 def policy_warnings(invitation: RunTerms, policy: AdvertisedPolicy | None, upload_bytes: int) -> list[Ineligibility]:
@@ -138,18 +148,8 @@ def policy_warnings(invitation: RunTerms, policy: AdvertisedPolicy | None, uploa
 
 
 def _policy_warnings(spec: RunSpec, policy: AdvertisedPolicy, upload_bytes: int) -> Iterator[tuple[str, str]]:
-    budget, privacy = policy.budgets.get(spec.dataset), spec.privacy
-    if budget and privacy:
-        spent = policy.spent.get(spec.dataset)
-        # A site's budget is checked at half of its delta (`worker.privacy.accountant`).
-        half = budget.delta / 2
-        # One example of a group is at a distance of two groups, whose zCDP is four times as large.
-        times = 1 if privacy.unit == budget.unit else 4
-        runs = [*[privacy] * times, *([Budget(epsilon=spent, delta=half)] if spent else [])]
-        if (total := about_together(runs, half)) > budget.epsilon:
-            before = f"with the {spent:.3g} of runs before, " if spent else ""
-            forecast = f"{before}the run would spend an epsilon of about {total:.3g}"
-            yield "privacy", f"{forecast}, and its site allows {budget.epsilon:g}"
+    if spec.privacy:
+        yield from _overspent(spec, spec.privacy, policy)
     if upload_bytes > policy.max_upload_bytes:
         yield "max_upload_bytes", f"it sends at most {policy.max_upload_bytes} bytes at a time"
     if policy.max_run_upload_bytes is not None and upload_bytes * spec.rounds > policy.max_run_upload_bytes:
@@ -160,6 +160,20 @@ def _policy_warnings(spec: RunSpec, policy: AdvertisedPolicy, upload_bytes: int)
         yield "hours", f"it works {', '.join(policy.hours)} by its own clock"
     if policy.airlock:
         yield "airlock", "a person at its site releases each update"
+
+
+def _overspent(spec: RunSpec, privacy: Privacy, policy: AdvertisedPolicy) -> Iterator[tuple[str, str]]:
+    """Yield the budgets that do not cover the whole run."""
+    for rule, _, budget, spent in _budgets(spec, policy):
+        # A site's budget is checked at half of its delta (`worker.privacy.accountant`).
+        half = budget.delta / 2
+        # One example of a group is at a distance of two groups, whose zCDP is four times as large.
+        times = 1 if privacy.unit == budget.unit else 4
+        runs = [*[privacy] * times, *([Budget(epsilon=spent, delta=half)] if spent else [])]
+        if (epsilon := about_together(runs, half)) > budget.epsilon:
+            before = f"with the {spent:.3g} of runs before, " if spent else ""
+            allowed = f"its site allows {budget.epsilon:g}{'' if rule == 'privacy' else ' over all data sets'}"
+            yield rule, f"{before}the run would spend an epsilon of about {epsilon:.3g}, and {allowed}"
 
 
 def refused_model(policy: AdvertisedPolicy | None, model: Model) -> Ineligibility | None:

@@ -28,7 +28,7 @@ from tessera.shared.model.blocks import Block, Name
 from tessera.shared.model.dataset_schema import DatasetSchema
 from tessera.shared.model.selectors import EVERYTHING, Selector
 from tessera.shared.problems import ProblemDocument
-from tessera.shared.run_settings import Privacy, Span, Training, UnitBudget
+from tessera.shared.run_settings import Budget, Privacy, Span, Training, UnitBudget
 from tessera.shared.schema import (
     ACCEPTED,
     MAX_CLAIM_BYTES,
@@ -201,6 +201,10 @@ class AdvertisedPolicy(Message):
     """Privacy budget for all runs together, by data set."""
     spent: dict[Label, PositiveFloat] = Field(default={}, max_length=256)
     """The least budget, at the same delta, that holds what they have found out so far of those data sets."""
+    max_total_privacy: UnitBudget | None = None
+    """Privacy budget for all runs and all data sets of the site together."""
+    total_spent: PositiveFloat | None = None
+    """The least budget, at the same delta, that holds what runs have found out so far of all of them."""
     approve_runs: bool = False
     airlock: bool = False
 
@@ -287,6 +291,9 @@ class Task(Message):
     """True to evaluate on the worker's held-out examples of the data set, rather than on the data set."""
     training: Training
     privacy: Privacy | None = None
+    client_privacy: Budget | None = None
+    """The bound on what all versions of the run together reveal about one site, as the coordinator states it: it adds
+    the noise, and the worker cannot verify it."""
     codec: str
     sums: SumTask | None = None
     """For a run with secure sums."""

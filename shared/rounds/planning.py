@@ -33,6 +33,7 @@ from tessera.shared.model.spec import Model
 from tessera.shared.model.training_faults import training_faults
 from tessera.shared.problems import Fault, Invalid, InvalidUpdate, faults_of
 from tessera.shared.rounds import client_privacy
+from tessera.shared.run_settings import Budget
 from tessera.shared.tensors.dtypes import NUMPY_DTYPES
 
 MAX_WEIGHT_OF_MEDIAN = 4
@@ -229,6 +230,7 @@ def task_of(
     sums: SumTask | None = None,
 ) -> Task:
     """Return a worker's task: its plan in round `number`, and the settings of the run."""
+    sites = spec.client_privacy
     return Task(
         id=task_id,
         token=token,
@@ -244,6 +246,7 @@ def task_of(
         held_out=held_out,
         training=spec.training,
         privacy=spec.privacy,
+        client_privacy=Budget(epsilon=sites.epsilon, delta=sites.delta) if sites else None,
         codec=spec.codec,
         upload_budget=spec.upload_budget,
         upload_seconds=spec.upload_seconds,

@@ -8,7 +8,8 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -83,6 +84,19 @@ def peak_bytes(pid: int) -> int:
     return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM")) * 1024
 
 
+def memory_of(pid: int) -> Iterator[bytes]:
+    """Yield the contents of each writable mapping of a process, as its operator could read them."""
+    with Path(f"/proc/{pid}/mem").open("rb", buffering=0) as memory:
+        for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+            place, rights, *_ = line.split()
+            start, end = (int(bound, 16) for bound in place.split("-"))
+            if rights.startswith("rw"):
+                # A mapping may be gone since the list was read.
+                with suppress(OSError):
+                    memory.seek(start)
+                    yield memory.read(end - start)
+
+
 class CoordinatorProcess:
     """`coordinator serve` on one port and folder, that can be killed and started again."""
 
@@ -137,6 +151,11 @@ class CoordinatorProcess:
         """The child that moves the rounds, once it does."""
         found: list[psutil.Process] = until(lambda: psutil.Process(self.process.pid).children())
         return found[0]
+
+    def pids(self) -> list[int]:
+        """The processes of the coordinator: the one that serves, and its children."""
+        own = psutil.Process(self.process.pid)
+        return [own.pid, *(child.pid for child in own.children(recursive=True))]
 
     def beside(self, name: str, *arguments: str) -> Process:
         """Another process with the same settings."""

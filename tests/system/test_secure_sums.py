@@ -31,8 +31,8 @@ SITES = {"north": 8, "south": 24, "east": 40, "west": 16}
 PARTS = {name: images(count, seed) for seed, (name, count) in enumerate(SITES.items())}
 
 
-def started(live: CoordinatorProcess, running: Keep, tmp_path: Path) -> dict[str, Process]:
-    """Four sites that have compared their fingerprints, all of them helpers."""
+def started(live: CoordinatorProcess, running: Keep, tmp_path: Path, *, masked: bool = True) -> dict[str, Process]:
+    """Four sites that have compared their fingerprints, all of them helpers. Only if `masked` they require masks."""
     roster = {}
     for name in SITES:
         folder = live.folder / name / "state" / KEYS_FOLDER
@@ -48,7 +48,7 @@ def started(live: CoordinatorProcess, running: Keep, tmp_path: Path) -> dict[str
             f'[secure_sums]\nsite = "{name}"\nquorum = 3\nhelper = true',
             "[secure_sums.roster]",
             *lines,
-            "[policy]\nrequire_secure_sums = true\n",
+            f"[policy]\nrequire_secure_sums = {str(masked).lower()}\n",
         ]
         workers[name] = running(worker_process(live, name, "\n".join(tables), name=WORKER))
     return workers

@@ -124,6 +124,8 @@ def isolated_profile(
 ) -> dict[str, LayerAttention]:
     """Return the profile of the batches, with a mass of 0 for each example on which `profile` fails.
 
+    An empty batch stands for one such example.
+
     A failure that does not depend on the examples is raised for the placeholder, a batch of one synthetic example.
     Only `mass` and `sink` cover the batches; the rest is the placeholder's.
     """
@@ -133,6 +135,9 @@ def isolated_profile(
     }
     profiles = []
     for batch in batches:
+        if not batch:
+            profiles.append(nothing)
+            continue
         try:
             profiles.append(profile([batch]))
         except Exception as fault:  # noqa: BLE001  (each model's code raises its own errors)

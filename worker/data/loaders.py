@@ -22,6 +22,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar
 
+import structlog
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -63,17 +64,57 @@ def stream(
 
     Rows on disk are read, and images are changed, while the batch before is used. Raises DataError and LoaderFailed.
     """
-    order = dataset.order(batch_size, generator, skip)
-    batches: Iterator[Rows | DataError]
-    if dataset.for_loaders:
-        batches = read_by_loaders(dataset, order, augmentation)
-    else:
-        here = (read_here(dataset, rows, augmentation) for rows in order)
-        batches = _ahead(here) if dataset.on_disk or augmentation else here
-    for batch in batches:
+    for batch in _attempts(dataset, dataset.order(batch_size, generator, skip), augmentation):
         if isinstance(batch, DataError):
             raise batch
         yield {**batch, **dataset.common}
+
+
+def stream_readable(dataset: Dataset, batch_size: int | None) -> Iterator[Rows | None]:
+    """Yield the batches of `stream` in the stored order.
+
+    Of a batch that cannot be read, yield each example by itself, and None for an example that cannot be read. No
+    example makes this raise.
+    """
+    for rows, batch in _each_attempt(dataset, dataset.order(batch_size)):
+        if not isinstance(batch, DataError):
+            yield {**batch, **dataset.common}
+        elif len(rows) == 1:
+            yield None
+        else:
+            for alone in (_attempt(dataset, row) for row in torch.split(rows, 1)):
+                yield None if isinstance(alone, DataError) else {**alone, **dataset.common}
+
+
+def _each_attempt(dataset: Dataset, order: Sequence[Tensor]) -> Iterator[tuple[Tensor, Rows | DataError]]:
+    """Yield the places of each batch with its inputs or a reader's error. This process reads what loaders cannot."""
+    done = 0
+    try:
+        for batch in _attempts(dataset, order):
+            yield order[done], batch
+            done += 1
+    except LoaderFailed as fault:
+        structlog.get_logger("worker").warning("loaders-not-used", reason=str(fault))
+    for rows in order[done:]:
+        yield rows, _attempt(dataset, rows)
+
+
+def _attempts(
+    dataset: Dataset, order: Sequence[Tensor], augmentation: SeededAugmentation | None = None
+) -> Iterator[Rows | DataError]:
+    """Yield the inputs of the examples at each of these places, or a reader's error, read ahead where that takes
+    long. Raises LoaderFailed."""
+    if dataset.for_loaders:
+        return read_by_loaders(dataset, order, augmentation)
+    here = (_attempt(dataset, rows, augmentation) for rows in order)
+    return _ahead(here) if dataset.on_disk or augmentation else here
+
+
+def _attempt(dataset: Dataset, rows: Tensor, augmentation: SeededAugmentation | None = None) -> Rows | DataError:
+    try:
+        return read_here(dataset, rows, augmentation)
+    except DataError as fault:
+        return fault
 
 
 def read_here(dataset: Dataset, rows: Tensor, augmentation: SeededAugmentation | None = None) -> Rows:

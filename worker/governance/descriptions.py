@@ -27,14 +27,24 @@ def size(nbytes: int) -> str:
     return f"{nbytes} bytes"
 
 
-def summary(task: Task, model: Model, examples: int, *, groups: int | None = None, raw_texts: bool = False) -> str:
+def summary(
+    task: Task,
+    model: Model,
+    examples: int,
+    *,
+    groups: int | None = None,
+    raw_texts: bool = False,
+    least_in_sum: int | None = None,
+) -> str:
     """Return a few sentences on what the task's run does, what leaves the site, for whom, and how privately.
 
     `groups`: the number of groups of these examples, if the run protects groups. `raw_texts`: whether the data set
-    takes the run's tokenizer.
+    takes the run's tokenizer. `least_in_sum`: the fewest sites in a secure sum that this site's settings allow; None
+    if it takes part in none.
     """
     work = [_work(task, model, examples, groups), *_tokenizer(task, model, raw_texts=raw_texts)]
-    return " ".join([*work, _leaving(task, model), _privacy(task)])
+    hidden = _sums(least_in_sum) if task.sums else ()
+    return " ".join([*work, _leaving(task, model), *hidden, _privacy(task), *_client_privacy(task)])
 
 
 def _work(task: Task, model: Model, examples: int, groups: int | None) -> str:
@@ -75,11 +85,32 @@ def _leaving(task: Task, model: Model) -> str:
     )
 
 
+def _sums(least: int | None) -> Iterator[str]:
+    if least is None:
+        yield "The run has secure sums, and this site takes part in none: its tasks will fail."
+        return
+    # The helpers and the quorum of later rounds are the coordinator's choice. The site's own rules are not.
+    yield (
+        f"With secure sums: an update leaves under masks, and the coordinator learns no more than sums over at least "
+        f"{least} sites, which helpers open whose keys are in this site's roster. Weights and block names are not "
+        "masked."
+    )
+
+
+def _client_privacy(task: Task) -> Iterator[str]:
+    if bound := task.client_privacy:
+        yield (
+            f"The coordinator says that it adds noise, so that all versions of the run together reveal at most "
+            f"{bound.bound} of all data of one site; this site cannot verify it."
+        )
+
+
 def _privacy(task: Task) -> str:
     privacy: Privacy | None = task.privacy
     if privacy is None:
+        seen = "sums" if task.sums else "updates"
         return (
-            "No differential privacy: anyone who sees the updates, such as the coordinator's operator, may learn "
+            f"No differential privacy: anyone who sees the {seen}, such as the coordinator's operator, may learn "
             "about single examples."
         )
     if task.kind == "evaluate":
@@ -127,6 +158,10 @@ def policy_in_words(policy: Policy) -> Iterator[str]:
         yield f"Runs that train need privacy: at most {plain(floor).in_words}."
     else:
         yield "Runs need no differential privacy, except on data sets with a budget."
+    if total := policy.max_total_privacy:
+        yield f"On all data sets together, all runs may spend {plain(total).in_words}."
+    if policy.require_secure_sums:
+        yield "Updates leave only under masks, in runs with secure sums."
     yield (
         f"Versions are measured on {policy.min_evaluation_examples} examples or more that nothing trains on, at most "
         f"{policy.max_evaluations:,} times for a data set."

@@ -29,6 +29,7 @@ REMEDIES = {
     "max_minutes_per_day": "Work resumes tomorrow; raise policy.max_minutes_per_day, or give the run smaller tasks.",
     "part": "Store the site's examples in their own file instead of using `part`.",
     "group": "Name the column of the groups in the data set's `group`, with a value in each row.",
+    "tokenizer": "Name the model's tokenizer in the data set's settings, in place of 'run'.",
     "use": "Set `use = 'evaluate'` for a data set that nothing trains on; or give it a `held_out` share, and have "
     "the run set `evaluation.sites`.",
     "max_evaluations": "See past evaluations with `tessera worker check`, or raise policy.max_evaluations.",
@@ -258,10 +259,18 @@ class Policy(Frozen):
         return self.datasets is None or name in self.datasets
 
     def advertised_policy(
-        self, budgets: Mapping[str, UnitBudget], utc_offset_minutes: int, spent: Mapping[str, float] | None = None
+        self,
+        budgets: Mapping[str, UnitBudget],
+        utc_offset_minutes: int,
+        spent: Mapping[str, float] | None = None,
+        total_spent: float | None = None,
     ) -> AdvertisedPolicy:
-        """Return the part of the policy advertised to the coordinator for planning; it holds no secrets."""
-        floor = self.require_privacy
+        """Return the part of the policy advertised to the coordinator for planning; it holds no secrets.
+
+        `spent` has the epsilon spent of each data set with a budget, and `total_spent` that of all data sets under
+        `max_total_privacy`.
+        """
+        floor, total = self.require_privacy, self.max_total_privacy
         shown = {name: getattr(self, name) for name in AdvertisedPolicy.model_fields if name in Policy.model_fields}
         return AdvertisedPolicy.model_validate(
             {
@@ -271,6 +280,8 @@ class Policy(Frozen):
                 "budgets": {name: plain(most) for name, most in budgets.items()},
                 # The loss may be unbounded at this delta.
                 "spent": {name: min(epsilon, MAX_NUMBER) for name, epsilon in (spent or {}).items() if epsilon},
+                "max_total_privacy": plain(total) if total else None,
+                "total_spent": min(total_spent, MAX_NUMBER) if total_spent else None,
             }
         )
 

@@ -37,6 +37,9 @@ TERMS = (
 
 SECURE_SUMS = "secure_sums"
 """The term of training tasks that says whether updates leave under masks alone."""
+CLIENT_PRIVACY = "client_privacy"
+"""The term with the client-level privacy that the coordinator states. Tasks of a run without it have no such term, so
+that a coordinator may be upgraded during a run."""
 
 
 class Handed(Frozen):
@@ -95,6 +98,8 @@ class RunSnapshot:
         if task.kind == "train":
             # A later round without them would send the update that the earlier ones hid.
             terms[SECURE_SUMS] = task.sums is not None
+        if task.client_privacy:
+            terms[CLIENT_PRIVACY] = task.client_privacy.model_dump(mode="json")
         number, digest = task.version.number, task.version.digest
         return cls(task.run, task.kind, task.dataset, task.held_out, terms, task.round, number, digest, task.seed)
 

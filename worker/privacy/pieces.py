@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tessera.worker.data.dataset import Dataset
+from tessera.worker.data.dataset import DataError, Dataset, RowsOnDisk
 from tessera.worker.data.groups import Groups
 from tessera.worker.model.forward import IGNORED, evaluation_mode
 from tessera.worker.privacy.per_example_grads import Batch, Gradients
@@ -19,7 +19,8 @@ KNOWN_AT_ONCE = 1024
 def known_examples(context: LocalTaskContext, dataset: Dataset, sample: Batch) -> Tensor:
     """Return the mask of examples whose token ids and classes the model has, bool [examples].
 
-    On a GPU any other example would end the process, and on a CPU fail its batch. `sample` is a valid batch.
+    On a GPU any other example would end the process, and on a CPU fail its batch. An example that cannot be read is
+    none of them. `sample` is a valid batch.
     """
     with evaluation_mode(context.model), torch.no_grad():
         logits = context.forward(sample).logits
@@ -34,10 +35,20 @@ def known_examples(context: LocalTaskContext, dataset: Dataset, sample: Batch) -
         stored = dataset.inputs.get(name)
         if bound and stored is not None and not stored.dtype.is_floating_point:
             for rows in torch.split(torch.arange(dataset.examples), KNOWN_AT_ONCE):
-                values = stored[rows]
-                fits = ((values >= 0) & (values < bound)) | ((values == IGNORED) & (name == "labels"))
-                known[rows] &= fits.flatten(1).all(dim=1) if fits.ndim > 1 else fits
+                known[rows] &= _within(stored, rows, bound, ignores=name == "labels")
     return known
+
+
+def _within(stored: Tensor | RowsOnDisk, rows: Tensor, bound: int, *, ignores: bool) -> Tensor:
+    """Return whether all values of each row are below the bound, bool [rows]; False for a row that cannot be read."""
+    try:
+        values = stored[rows]
+    except DataError:
+        if len(rows) == 1:
+            return torch.zeros(1, dtype=torch.bool)
+        return torch.cat([_within(stored, row, bound, ignores=ignores) for row in torch.split(rows, 1)])
+    fits = ((values >= 0) & (values < bound)) | ((values == IGNORED) & ignores)
+    return fits.flatten(1).all(dim=1) if fits.ndim > 1 else fits
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -206,6 +206,10 @@ class Ledger:
             self._seen[dataset] = seen, self.read(dataset)
         return self._seen[dataset][1]
 
+    def latest_of_all(self) -> tuple[LedgerEntry, ...]:
+        """Return the entries of all ledgers in the folder, as `latest` does. Raises LedgerError, OSError."""
+        return tuple(entry for name in self.besides(()) for entry in self.by_name.latest(name))
+
     @contextmanager
     def page(self, dataset: str) -> Iterator[LedgerPage]:
         """Hold the data set's entries, to judge and add to while no other process can. Raises LedgerError."""
@@ -253,7 +257,7 @@ class Ledger:
         """Return the sketches of the ledgers of these names. Raises LedgerError."""
         return {name: _latest_sketch(self._named(name).read()) for name in names}
 
-    @property
+    @cached_property
     def by_name(self) -> Ledger:
         """The same ledgers, each under its own name alone: those that no data set here has."""
         return Ledger(self._folder, self._key)

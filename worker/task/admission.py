@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 import numpy as np
+import structlog
 from pydantic import ValidationError
 
 from tessera.shared.api.tasks import Task
@@ -70,6 +71,13 @@ def admit(run: TaskRun) -> Admission:
     if dataset is None:
         raise TaskFailure("unknown-dataset", f"this worker has no data set {task.dataset!r}")
     check_use(task, for_evaluation=task.dataset in env.for_evaluation)
+    if task.kind == "train" and task.privacy and dataset.texts and not dataset.texts.of_classes:
+        # Whoever chooses the tokenizer could make one that fails, or takes forever, at a text of their choice.
+        raise PolicyViolation(
+            "tokenizer",
+            f"the data set {task.dataset!r} takes the run's own tokenizer, which may fail at some text; a private "
+            "task may not fail by what an example is",
+        )
     if dataset.pack:
         _require_packable(task)
     if task.training.augments and (task.kind == "train" or task.held_out):
@@ -124,6 +132,7 @@ def _require_approval(run: TaskRun, inbox: Inbox, dataset: Dataset, groups: Grou
     task = run.task
     measured = dataset.held_out if task.kind == "evaluate" and task.held_out else dataset
     examples = measured.examples if measured else 0
+    party = run.env.sums
 
     def make_request(terms: str) -> Request:
         request = Request(
@@ -141,6 +150,7 @@ def _require_approval(run: TaskRun, inbox: Inbox, dataset: Dataset, groups: Grou
                 examples,
                 groups=groups.count if groups else None,
                 raw_texts=dataset.texts is not None,
+                least_in_sum=party.quorum if party else None,
             ),
         )
         run.journal.note("run.ask", terms=terms, summary=request.summary)
@@ -170,10 +180,13 @@ def check_overlap(run: TaskRun, dataset: Dataset) -> None:
         shares = [share_of(theirs, prints)]
         shares += [share_of(sketch, _fingerprints(run, name, ledger)) for name in loaded]
         if max(shares) > MAX_SHARED:
+            # The share is exact information about the data, so only this site's log has it.
+            shared = f"{max(shares):.0%}"
+            structlog.get_logger("worker").warning("data-sets-overlap", dataset=name, other=other, shared=shared)
             raise PolicyViolation(
                 "overlap",
-                f"about {max(shares):.0%} of the examples of {name!r} and {other!r} are the same, but they have "
-                "separate privacy ledgers, so a budget of one misses what the other spends",
+                f"the data sets {name!r} and {other!r} have examples in common, but separate privacy ledgers, so a "
+                "budget of one misses what the other spends",
             )
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from tessera.shared.api.secure_sums import HELPER_KINDS
@@ -17,11 +18,11 @@ from tessera.shared.telemetry import spans
 from tessera.shared.tensors.lazy import digest_of
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.governance.airlock import UpdateWithheld
-from tessera.worker.governance.policy import PolicyViolation
+from tessera.worker.governance.policy import Allowance, PolicyViolation
 from tessera.worker.privacy.cost import least_budget_of
 from tessera.worker.state.checkpoints import TaskCheckpoint
 from tessera.worker.state.hash_chain import TaskRef
-from tessera.worker.state.privacy_ledger import LedgerError, noisy_in
+from tessera.worker.state.privacy_ledger import LedgerEntry, LedgerError, noisy_in
 from tessera.worker.task.admission import admit
 from tessera.worker.task.environment import Journal, TaskEnvironment, TaskRun
 from tessera.worker.task.evaluate import evaluate
@@ -131,14 +132,17 @@ class TaskRunner(TaskEnvironment):
 
     def spent(self) -> dict[str, float]:
         """Return the epsilon spent of each data set with a budget; infinite after an uncovered use without noise."""
-        spent = {}
-        for name, most in self.allowances.items():
-            # A task on a data set with an unreadable ledger fails and reports why.
-            with suppress(LedgerError, OSError, ImportError):
-                entries = self.ledger.latest(name) if self.ledger else ()
-                costs = noisy_in(entries, most.unit)
-                spent[name] = math.inf if most.uncovered(entries) else least_budget_of(costs, most.delta)
-        return spent
+        ledger = self.ledger
+        found = {
+            name: _least(most, partial(ledger.latest, name) if ledger else tuple)
+            for name, most in self.allowances.items()
+        }
+        return {name: epsilon for name, epsilon in found.items() if epsilon is not None}
+
+    def total_spent(self) -> float | None:
+        """Return the epsilon spent of all data sets together, under the site's budget for them; None without one."""
+        most = self.policy.max_total_privacy
+        return _least(most, self.ledger.latest_of_all if self.ledger else tuple) if most else None
 
     def declared_units(self, dataset: str) -> int:
         """Return the number of examples of a data set; of groups if only runs that protect groups may train on it."""
@@ -162,6 +166,16 @@ class TaskRunner(TaskEnvironment):
         """Return whether versions may be evaluated on `examples` of an evaluation-only data set."""
         rules = (self.policy.require_privacy, self.policy.max_total_privacy, self.allowances.get(dataset))
         return examples >= self.policy.min_evaluation_examples and all(rule.evaluations for rule in rules if rule)
+
+
+def _least(most: Allowance, read: Callable[[], Sequence[LedgerEntry]]) -> float | None:
+    """Return the least budget that admits the entries, infinite after a use that it does not bound; None if they
+    cannot be read."""
+    # A task on a data set with an unreadable ledger fails and reports why.
+    with suppress(LedgerError, OSError, ImportError):
+        entries = read()
+        return math.inf if most.uncovered(entries) else least_budget_of(noisy_in(entries, most.unit), most.delta)
+    return None
 
 
 @contextmanager

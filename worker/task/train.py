@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from tessera.shared.methods.base import LocalResult, TrainingStats, UnsupportedRun
@@ -14,7 +15,7 @@ from tessera.worker.task.environment import TaskRun, loss_scaler
 from tessera.worker.task.errors import TaskFailure
 from tessera.worker.task.fetch import Loaded
 from tessera.worker.task.tokenize import require_apart
-from tessera.worker.training.batches import Batches
+from tessera.worker.training.batches import Batch, Batches, ReadableBatches
 from tessera.worker.training.checkpoints import TrainingCheckpoints
 from tessera.worker.training.progress import CALIBRATING, rounded
 from tessera.worker.training.trainer import Trainer, epochs_of
@@ -52,8 +53,12 @@ def train(
         # Before training, not at upload: heartbeats already report the loss of the first batches, and a failed
         # selection is reported too.
         run.journal.note_exact(dataset.examples, "training")
-    batches = Batches(dataset, task.training.batch_size, env.device)
-    chosen = half.select(context, private.watched(batches) if private else batches)
+    size = task.training.batch_size
+    batches: Iterable[Batch] = Batches(dataset, size, env.device)
+    if private:
+        is_covered = task.privacy is not None and task.privacy.selection == "noisy"
+        batches = private.watched(ReadableBatches(dataset, size, env.device) if is_covered else batches)
+    chosen = half.select(context, batches)
     if private:
         private.check_choice()
     selected = env.setup.ranks.same(lambda: chosen)

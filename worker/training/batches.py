@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tessera.worker.data.augmentation import SeededAugmentation
 from tessera.worker.data.dataset import LABELS, Dataset
-from tessera.worker.data.loaders import finished, stream
+from tessera.worker.data.loaders import finished, stream, stream_readable
 
 Batch = dict[str, Tensor]
 
@@ -39,6 +39,21 @@ class Batches:
         for batch in stream(self.dataset, self.size, self.generator, self.skip, self.augmentation):
             there = {name: copied(tensor, self.device) for name, tensor in batch.items()}
             yield finished(self.dataset, there), batch[LABELS]
+
+
+@dataclass(frozen=True)
+class ReadableBatches:
+    """The batches of a data set in the stored order, for a choice of blocks by a private task, which no example may
+    make fail. An empty batch stands for an example that cannot be read."""
+
+    dataset: Dataset
+    size: int | None
+    device: torch.device
+
+    def __iter__(self) -> Iterator[Batch]:
+        for batch in stream_readable(self.dataset, self.size):
+            there = {name: copied(tensor, self.device) for name, tensor in (batch or {}).items()}
+            yield finished(self.dataset, there)
 
 
 def copied(tensor: Tensor, device: torch.device) -> Tensor:

@@ -162,7 +162,7 @@ class LocalTaskContext:
 
     def _with_padding(self, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return the batch with a decoder's padding mask, which only the labels contain."""
-        if self.head != "seq2seq-lm" or "decoder_attention_mask" in batch:
+        if self.head != "seq2seq-lm" or "decoder_attention_mask" in batch or not batch:
             return batch
         return {**batch, "decoder_attention_mask": (batch["labels"] != IGNORED).long()}
 

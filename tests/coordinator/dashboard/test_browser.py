@@ -17,6 +17,7 @@ from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page, R
 from tessera.shared.api.runs import Cohort, Evaluation
 from tessera.shared.api.tasks import Failure, LiveValues, LogEvent, Progress
 from tessera.shared.methods.base import MethodSpec
+from tests.coordinator.api.test_secure_sums import Ring
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
 
@@ -239,6 +240,28 @@ def test_a_run_is_seen_from_its_start_to_its_end_without_loading_anew(
         expect(page.get_by_role("heading", level=1)).to_contain_text("watched completed")
         expect(page.locator("#announced")).to_contain_text("version 2 of 2")
         assert page.evaluate("window.sameLoading")
+        visit.nothing_amiss()
+
+
+def test_a_secure_sum_is_followed_from_the_first_sender_to_the_opened_set(
+    browser: Browser, coordinator: LiveCoordinator
+) -> None:
+    ring = Ring(coordinator)
+    with browser.new_context(viewport={"width": 360, "height": 740}, reduced_motion="reduce") as context:
+        visit = visiting(context, coordinator)
+        visit.sign_in(coordinator.token("viewer"))
+        page = visit.open(f"/runs/{ring.run.id}/rounds/1")
+        section = page.get_by_role("region", name="Secure sum: what each party saw")
+        expect(section).to_contain_text("Sites send their updates under masks.")
+        for site in ring.sites:
+            site.train(1.0)
+        expect(section).to_contain_text("The helpers check who sent, and sign the set.")
+        ring.help()
+        expect(section).to_contain_text("The coordinator has the sums below, and no single update")
+        expect(section.get_by_role("listitem")).to_have_text(f"{len(ring.model.blocks)} blocks: the sum of 3 sites")
+        assert violations(page) == []
+        assert page.evaluate("document.documentElement.scrollWidth") <= 360
+        shoot(page, "secure-sum-phone")
         visit.nothing_amiss()
 
 

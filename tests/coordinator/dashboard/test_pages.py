@@ -16,6 +16,7 @@ from sqlalchemy import select, update
 from tessera.coordinator.dashboard import records
 from tessera.coordinator.dashboard.queries import layer_shares
 from tessera.coordinator.db import views
+from tessera.coordinator.db.helper_tasks import _terms_by_count
 from tessera.coordinator.db.tables import SiteRow, TaskRow, VersionRow, WorkerRow
 from tessera.shared.api.admin import EnrolmentSpec
 from tessera.shared.api.runs import Cohort, Evaluation, RunPatch
@@ -27,6 +28,7 @@ from tessera.shared.methods.registry import FOLDERS, methods
 from tessera.shared.problems import BadRequest
 from tessera.shared.rounds.eta import Pace, expected_end
 from tessera.shared.run_settings import Privacy, Training, UnitBudget
+from tests.coordinator.api.test_secure_sums import Ring
 from tests.coordinator.dashboard.conftest import Person, signed_in
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
@@ -613,11 +615,13 @@ UNREADABLE = (
 
 def test_a_worker_has_a_page_whatever_it_tells(coordinator: LiveCoordinator, admin: Person, viewer: Person) -> None:
     policy = AdvertisedPolicy(
-        hours=("06:00-22:00",), budgets={"other": UnitBudget(epsilon=8, delta=1e-5)}, spent={"other": 2.5}
-    )
+        hours=("06:00-22:00",), budgets={"other": UnitBudget(epsilon=8, delta=1e-5)}, spent={"other": 2.5},
+        max_total_privacy=UnitBudget(epsilon=9, delta=1e-5), total_spent=2.25,
+    )  # fmt: skip
     worker = ScriptedWorker(coordinator.client("site", "a"), advertised_policy=policy)
     worker.enrol()
-    start_run(coordinator.client(), MODEL, values(MODEL))
+    private = Privacy(epsilon=3.0, delta=1e-5, clip_norm=1.0)
+    start_run(coordinator.client(), MODEL, values(MODEL), privacy=private)
     task, site = worker.take(), coordinator.http("site", "a")
     (page,) = re.findall(r"/page/workers/\w+", admin.http.get("/page/sites").text)
 
@@ -630,7 +634,13 @@ def test_a_worker_has_a_page_whatever_it_tells(coordinator: LiveCoordinator, adm
         text = shown(told)
         assert "has not reported the state of its machine yet" in text, told
         assert "The site does not share them" in text, told
-    for words in ("epsilon 5.5 left of 8", "06:00-22:00 (UTC+0:00)", "Revoke the token"):
+    for words in (
+        "epsilon 5.5 left of 8",
+        "all data sets",
+        "epsilon 6.75 left of 9",
+        "06:00-22:00 (UTC+0:00)",
+        "Revoke the token",
+    ):
         assert words in text, words
     text = shown({**LIVE, "watts": 300})
     for words in ("Tensor 9", "of 80 GB", "training</strong>", "from its last heartbeat"):
@@ -748,6 +758,56 @@ def test_audit_entries_of_a_run_that_is_not_in_the_menu_show_the_filter(
     for run in (old, new):
         shown = admin.http.get(f"/page/audit?run={run.id}").text
         assert re.findall(r'<option value="(\w+)" selected>', shown) == [run.id]
+
+
+def as_text(page: str) -> str:
+    return re.sub(r"\s+", " ", unescape(re.sub(r"<[^>]*>", " ", page)))
+
+
+def test_a_secure_sum_shows_who_sent_who_helped_and_what_was_opened(coordinator: LiveCoordinator) -> None:
+    ring, viewer = Ring(coordinator), signed_in(coordinator, "viewer")
+    place = f"/page/runs/{ring.run.id}"
+    assert "over 3 sites or more, opened by site-00, site-01, site-02" in viewer.http.get(place).text
+
+    def shown() -> str:
+        return as_text(viewer.http.get(f"{place}/rounds/1").text)
+
+    ring.sites[0].train(1.0, 10)
+    assert "Sent under masks 1 site; a block needs 3 to be opened" in shown()
+    assert "Sites send their updates under masks." in shown()
+    for site in ring.sites[1:]:
+        site.train(1.0, 5)
+    until(lambda: "The helpers check who sent" in shown())
+    assert ring.sites[0].help("agree").state == "accepted"
+    assert "Signed the set 1 of 3 helpers; 3 must" in shown()
+    assert "The coordinator has read nothing yet." in shown()
+    for site in ring.sites[1:]:
+        assert site.help("agree").state == "accepted"
+    ring.open()
+    until(lambda: ring.now().state == "completed")
+    text, blocks = shown(), len(ring.model.blocks)
+    assert f"{blocks} blocks: the sum of 3 sites" in text
+    assert f"site-01 sent {blocks} blocks under masks, weight 5," in text
+    assert re.search(r"Set that was opened [0-9a-f]{12} the start of its digest", text)
+    assert "which site sent which blocks with what weight; the sum of each block; no update of a site" in text
+    assert re.search(r"site-0\d \(helper\) signed the set; summed up the masks of [123] seeds? of each sender", text)
+    assert "More than 1 helper could open single updates together with the coordinator." in text
+
+
+def test_blocks_that_too_few_sites_sent_are_counted_as_not_opened() -> None:
+    # Places 0 to 5: the first envelope has 0, 1 and 4, the second has 1 and 4, the third has 1 and 5.
+    assert _terms_by_count(["13", "12", "22"]) == ((3, 1), (2, 1), (1, 2))
+    assert _terms_by_count(["", "1"]) == ((1, 1),)
+    assert _terms_by_count([]) == ()
+
+
+def test_a_round_without_secure_sums_has_no_record_of_them(coordinator: LiveCoordinator) -> None:
+    worker = ScriptedWorker(coordinator.client("site", "a"))
+    worker.enrol()
+    run = start_run(coordinator.client(), MODEL, values(MODEL))
+    worker.take()
+    page = signed_in(coordinator, "viewer").http.get(f"/page/runs/{run.id}/rounds/1")
+    assert (page.status_code, "Secure sum" in page.text) == (200, False)
 
 
 def test_a_bar_of_a_round_shows_the_phases_that_its_worker_reported(coordinator: LiveCoordinator) -> None:

@@ -177,6 +177,24 @@ def test_what_may_end_a_workers_part_is_told_beforehand() -> None:
         assert rules(run, advertised_policy=Policy().advertised_policy(budgets, 0, {"wards": spent})) == ["privacy"]
 
 
+def test_a_budget_of_all_data_sets_is_judged_like_that_of_one() -> None:
+    site = Policy(max_total_privacy=Allowance(epsilon=5.0, delta=1e-6))
+    fresh, used, over = (site.advertised_policy({}, 0, None, spent) for spent in (0.0, 4.0, math.inf))
+    assert (fresh.max_total_privacy, fresh.total_spent) == (UnitBudget(epsilon=5.0, delta=1e-6), None)
+    assert rules(invited(), advertised_policy=fresh) == ["max_total_privacy"]
+    run = invited(privacy=PRIVATE)
+    assert rules(run, advertised_policy=fresh) == rules(run, advertised_policy=used) == []
+    assert policy_warnings(run, fresh, 0) == []
+    (warning,) = policy_warnings(run, used, 0)
+    assert warning.rule == "max_total_privacy"
+    assert warning.detail.startswith("with the 4 of runs before, the run would spend an epsilon of about 5.")
+    assert warning.detail.endswith(", and its site allows 5 over all data sets")
+    (refused,) = objections(run, "a", declared(over))
+    assert (refused.rule, refused.detail) == (
+        "max_total_privacy", "runs have spent its site's privacy budget of all data sets: epsilon 5",
+    )  # fmt: skip
+
+
 def test_blocks_that_would_have_to_leave_are_named() -> None:
     advertised_policy = Policy(never_send=("head*",), may_send=roles("value", "head")).advertised_policy({}, 0)
     assert refused_plan(advertised_policy, MODEL, Plan(upload=roles("value"))) is None

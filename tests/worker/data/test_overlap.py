@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
+from structlog.testing import capture_logs
 
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.data.overlap import CHECKED, KEPT, fingerprints, share_of, sketch_of
@@ -121,9 +122,12 @@ def test_the_same_examples_under_another_name_are_refused_where_one_has_a_budget
     uses(made, "others")
     uses(made, order[0])
     # 10 of 200 are the same.
-    with pytest.raises(PolicyViolation, match="overlap: about 5% of the examples") as refusal:
+    with pytest.raises(PolicyViolation, match="have examples in common") as refusal, capture_logs() as logged:
         uses(made, order[1])
     assert "share a ledger" in refusal.value.remedy
+    # How many is not for the coordinator.
+    assert "%" not in refusal.value.detail
+    assert [line["shared"] for line in logged if line["event"] == "data-sets-overlap"] == ["5%"]
     uses(made, "others")
     # Another worker that shares the ledgers and has the second name alone finds it too.
     alone = replace(made, datasets={order[1]: made.datasets[order[1]]}, fingerprints={})

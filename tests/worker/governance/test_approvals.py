@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 from tessera.shared.api.runs import Training
+from tessera.shared.api.secure_sums import SumTask
 from tessera.shared.api.tasks import Task
 from tessera.shared.api.versions import VersionRef
 from tessera.shared.methods.base import MethodSpec, Plan
+from tessera.shared.run_settings import Budget
 from tessera.worker.governance.approvals import ApprovalDecision, Inbox, InboxError, Request, Unapproved, terms_digest
 from tessera.worker.governance.run_history import RunSnapshot
 
@@ -139,6 +141,24 @@ def test_a_request_that_cannot_be_read_is_no_approval(asking: Asking, tmp_path: 
     file.write_text("{}")
     with pytest.raises(InboxError, match="cannot be read as a request"):
         asking.code(task())
+
+
+def test_an_approval_of_masked_updates_is_none_of_updates_that_can_be_read(asking: Asking) -> None:
+    masked = task(sums=SumTask(terms=DIGEST))
+    asking.code(masked)
+    asking.decide("r1")
+    assert asking.code(masked) is None
+    assert asking.code(task(kind="evaluate", held_out=True)) is None
+    assert asking.code(task()) == "awaiting-approval"
+
+
+def test_an_approval_covers_the_client_privacy_that_was_shown(asking: Asking) -> None:
+    private = task(client_privacy=Budget(epsilon=1.0, delta=1e-5))
+    asking.code(private)
+    asking.decide("r1")
+    assert asking.code(private) is None
+    for changed in (task(client_privacy=Budget(epsilon=9.0, delta=1e-5)), task()):
+        assert asking.code(changed) == "awaiting-approval"
 
 
 def test_to_let_a_run_measure_is_not_to_let_it_train(asking: Asking) -> None:

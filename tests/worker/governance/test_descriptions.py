@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 
 from tessera.shared.api.runs import Training
+from tessera.shared.api.secure_sums import SumTask
 from tessera.shared.api.tasks import Task
 from tessera.shared.api.versions import VersionRef
 from tessera.shared.methods.base import MethodSpec, Plan
 from tessera.shared.model.preprocessing import FileName, FileRef
 from tessera.shared.model.selectors import roles
-from tessera.shared.run_settings import Privacy
+from tessera.shared.run_settings import Budget, Privacy
 from tessera.worker.governance.descriptions import in_words, size, summary
 from tests.support.federation import small_model
 
@@ -66,6 +67,28 @@ def test_privacy_is_told_with_what_it_does_not_cover() -> None:
     assert told.endswith("reveal of one example at most epsilon 4 at delta 1e-06.")
     uncovered = summary(task(privacy=PRIVATE.model_copy(update={"selection": "uncovered"})), MODEL, 10)
     assert uncovered.endswith("; the choice of blocks is not covered.")
+
+
+SUMS = SumTask(terms=DIGEST)
+
+
+def test_secure_sums_are_described_by_the_rules_of_the_site() -> None:
+    described = summary(task(sums=SUMS), MODEL, 10, least_in_sum=4)
+    assert (
+        "no more than sums over at least 4 sites, which helpers open whose keys are in this site's roster."
+        in described
+    )
+    last = "anyone who sees the sums, such as the coordinator's operator, may learn about single examples."
+    assert described.endswith(f"No differential privacy: {last}")
+    assert "secure sums" not in summary(task(), MODEL, 10, least_in_sum=4)
+    assert "this site takes part in none: its tasks will fail." in summary(task(sums=SUMS), MODEL, 10)
+
+
+def test_client_privacy_is_described_as_a_statement_of_the_coordinator() -> None:
+    described = summary(task(client_privacy=Budget(epsilon=4.0, delta=1e-5)), MODEL, 10)
+    assert described.endswith(
+        "reveal at most epsilon 4 at delta 1e-05 of all data of one site; this site cannot verify it."
+    )
 
 
 def test_a_measurement_is_told_apart_from_training() -> None:

@@ -11,6 +11,7 @@ from tessera.shared.api.secure_sums import SumTask
 from tessera.shared.api.tasks import Task
 from tessera.shared.api.versions import VersionRef
 from tessera.shared.methods.base import MethodSpec, Plan
+from tessera.shared.run_settings import Budget
 from tessera.worker.governance.policy import Policy, PolicyViolation
 from tessera.worker.governance.run_history import VERSIONS_KEPT, RunHistory, RunSnapshot
 
@@ -63,6 +64,15 @@ def test_a_run_with_secure_sums_may_not_go_on_without_them(tmp_path: Path) -> No
     seen.check(task(2, sums=SumTask(terms=DIGESTS[8])), Policy())
     seen.check(task(2, kind="evaluate", held_out=True), Policy())
     assert refused(seen, task(2), "run") == "run r has changed its secure_sums"
+
+
+def test_a_run_may_not_weaken_the_client_privacy_that_it_stated(tmp_path: Path) -> None:
+    seen = RunHistory(tmp_path, "w")
+    # A coordinator of an earlier version states none.
+    seen.add(task(1), Policy())
+    seen.add(task(2, client_privacy=Budget(epsilon=1.0, delta=1e-5)), Policy())
+    weaker = task(3, client_privacy=Budget(epsilon=9.0, delta=1e-5))
+    assert refused(seen, weaker, "run") == "run r has changed its client_privacy"
 
 
 def test_what_was_handed_in_is_remembered_after_a_restart(tmp_path: Path) -> None:

@@ -167,6 +167,14 @@ def test_the_policy_in_words_says_what_is_protected() -> None:
     assert "Runs that train need privacy: at most epsilon 4 at delta 1e-05 for each group." in policy_in_words(policy)
 
 
+def test_the_policy_in_words_has_the_budget_of_all_data_sets_and_masks() -> None:
+    policy = Policy(max_total_privacy=Allowance(epsilon=9.0, delta=1e-5, unit="group"), require_secure_sums=True)
+    sentences = list(policy_in_words(policy))
+    assert "On all data sets together, all runs may spend epsilon 9 at delta 1e-05 for each group." in sentences
+    assert "Updates leave only under masks, in runs with secure sums." in sentences
+    assert not [one for one in policy_in_words(Policy()) if "all data sets" in one or "mask" in one]
+
+
 # ---------------------------------------------------------------- one ledger, two units
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -23,14 +24,14 @@ from tessera.shared.model.selectors import EVERYTHING, Selector, named
 from tessera.shared.privacy.noise import NoiseSource
 from tessera.shared.run_settings import Privacy
 from tessera.shared.tensors.lazy import Array
-from tessera.worker.data.dataset import Dataset, RowsOnDisk
+from tessera.worker.data.dataset import DataError, Dataset, RowsOnDisk
 from tessera.worker.model.block_map import block_table
 from tessera.worker.model.build import instantiate
 from tessera.worker.privacy.dp_sgd import Mechanism, NoisyGradients, known_examples, sampling
-from tessera.worker.privacy.per_example_grads import Hooked
+from tessera.worker.privacy.per_example_grads import Batch, Gradients, Hooked, PerExample
 from tessera.worker.privacy.private_task import PrivateTask
 from tessera.worker.state.privacy_ledger import Ledger
-from tessera.worker.training.batches import Batches
+from tessera.worker.training.batches import Batches, ReadableBatches
 from tessera.worker.training.context import LocalTaskContext
 from tessera.worker.training.freeze import Freeze
 from tessera.worker.training.progress import Report
@@ -270,6 +271,78 @@ def test_an_example_whose_attention_cannot_be_measured_counts_as_zero(fatal: dic
     context.placeholder = None
     (alone,) = context.attention(Batches(data.rows(OTHERS), 5, torch.device("cpu")), TaskTokens()).values()
     assert np.allclose(mass[OTHERS], alone.mass, rtol=1e-5)
+
+
+class OnDisk:
+    """Reads rows of a tensor, except one that cannot be read any more."""
+
+    def __init__(self, rows: torch.Tensor, gone: int) -> None:
+        self.rows, self.gone = rows, gone
+
+    def __call__(self, places: Sequence[int]) -> torch.Tensor:
+        if self.gone in places:
+            raise DataError("the file is gone")
+        return self.rows[list(places)]
+
+
+def stored_but(data: Dataset, gone: int) -> Dataset:
+    ids = data.tensors["input_ids"]
+    stored = RowsOnDisk(OnDisk(ids, gone), torch.arange(len(ids)), (TOKENS,), ids.dtype)
+    return replace(data, tensors={"labels": data.tensors["labels"]}, on_disk={"input_ids": stored})
+
+
+def test_an_example_that_cannot_be_read_any_more_has_no_part_in_a_choice() -> None:
+    context, data = version(), texts(present=True)
+    context.placeholder = data.placeholder(1)
+    batches = ReadableBatches(stored_but(data, PLACE), 5, torch.device("cpu"))
+    (layer,) = context.attention(batches, TaskTokens()).values()
+    assert (layer.mass[OTHERS] > 0).all()
+    assert layer.mass[PLACE] == 0
+    context.placeholder = None
+    (alone,) = context.attention(Batches(data.rows(OTHERS), 5, torch.device("cpu")), TaskTokens()).values()
+    assert np.allclose(layer.mass[OTHERS], alone.mass, rtol=1e-5)
+
+
+def test_an_example_that_cannot_be_read_any_more_fails_no_task(tmp_path: Path) -> None:
+    context, data = version(), stored_but(texts(present=True), PLACE)
+    assert known_examples(context, data, data.placeholder(1)).tolist() == [row != PLACE for row in range(EXAMPLES)]
+    train(tmp_path, context, data, "a key", 0.01, named(["*classifier*"]))
+    assert len(Ledger(tmp_path).read("wards")) == 1
+
+
+@pytest.mark.parametrize("fault", [MemoryError, torch.OutOfMemoryError, RuntimeError])
+def test_a_batch_that_runs_out_of_memory_is_computed_one_by_one(fault: type[Exception]) -> None:
+    context, data = version(), texts(present=True)
+    training = Training(batch_size=None)
+    half = worker_half(MethodSpec(name="fedavg"), RunInfo(tuple(context.blocks), 1, training=training))
+    half.setup(context)
+    freeze = Freeze(context.model, named(["*classifier*"]).resolve(context.blocks))
+    trainer = Trainer(half, context, training, TrainingSetup(torch.device("cpu")), lambda: None)
+    mechanism = Mechanism(sampling(EXAMPLES, None), 1.0, 1.0)
+    noisy = NoisyGradients(trainer, freeze, data, mechanism, NoiseSource(bytes(32)))
+    rows = torch.arange(EXAMPLES)
+    expected = noisy.sums(rows)
+    noisy._method = Cramped(noisy._method, fault)
+    found = noisy.sums(rows)
+    noisy.close()
+    assert all(torch.allclose(a, b, rtol=0, atol=1e-6) for a, b in zip(found, expected, strict=True))
+
+
+class Cramped(PerExample):
+    """A method for gradients on a device that has room for one example."""
+
+    name = "cramped"
+
+    def __init__(self, method: PerExample, fault: type[Exception]) -> None:
+        self._method, self._fault = method, fault
+
+    def __call__(self, batch: Batch) -> Gradients:
+        if len(batch["labels"]) > 1:
+            raise self._fault
+        return self._method(batch)
+
+    def close(self) -> None:
+        self._method.close()
 
 
 # ---------------------------------------------------------------- how long it takes

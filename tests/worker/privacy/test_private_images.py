@@ -20,6 +20,7 @@ from tessera.worker.data.loaders import LoaderProcesses
 from tessera.worker.data.registry import load
 from tessera.worker.privacy.dp_sgd import Mechanism, NoisyGradients, sampling
 from tessera.worker.privacy.pieces import GroupSampling
+from tessera.worker.training.batches import ReadableBatches
 from tessera.worker.training.freeze import Freeze
 from tests.support.scans import write_scans
 from tests.worker.data.test_loaders import pids
@@ -72,6 +73,23 @@ def test_image_that_cannot_be_read_any_more_counts_as_zero_with_loaders_too(
     expected = sums(data, rows[rows != gone])
     assert length(expected) > 0.1
     assert difference(sums(data, rows), expected) == pytest.approx(0, abs=1e-6)
+
+
+@pytest.mark.parametrize("by_loaders", [True, False])
+def test_image_that_cannot_be_read_any_more_is_an_empty_batch_of_a_choice(
+    scans: Path, processes: LoaderProcesses, by_loaders: bool
+) -> None:
+    data = opened(scans, processes if by_loaders else None)
+    whole = list(ReadableBatches(data, 16, torch.device("cpu")))
+    assert [len(batch["labels"]) for batch in whole] == [16, 16, 8]
+    gone = data.on_disk["pixel_values"].read.pictures[20]
+    gone.unlink()
+    found = list(ReadableBatches(data, 16, torch.device("cpu")))
+    # The second batch is read one by one.
+    assert [len(batch["labels"]) if batch else 0 for batch in found] == [16, *[1] * 4, 0, *[1] * 11, 8]
+    kept = torch.cat([batch["pixel_values"] for batch in found if batch])
+    images = torch.cat([batch["pixel_values"] for batch in whole])
+    assert torch.equal(kept, images[torch.arange(COUNT) != 20])
 
 
 def test_groups_read_by_loaders_have_the_bits_of_those_read_by_the_worker(

@@ -32,7 +32,8 @@ def filled(size: int, data: Dataset) -> tuple[int, list[Tensor]]:
 def test_a_private_step_reads_no_more_for_more_pieces() -> None:
     few, many = filled(EXAMPLES, images()), filled(3, images())
     assert few[0] == many[0]
-    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(few[1], many[1], strict=True))
+    # A sum about halfway between two points of the grid, 1.2e-5 apart, may be rounded to either.
+    assert all(torch.allclose(a, b, atol=1.3e-5) for a, b in zip(few[1], many[1], strict=True))
 
 
 def test_pieces_that_are_read_too_late_are_computed_again() -> None:

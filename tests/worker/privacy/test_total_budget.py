@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from threading import Thread
+from typing import Any, cast
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from tessera.shared.run_settings import Budget, Unit
@@ -16,9 +19,13 @@ from tessera.worker.privacy import accountant
 from tessera.worker.privacy.accountant import admits, least_budget
 from tessera.worker.privacy.private_task import PrivateTask
 from tessera.worker.settings import read_settings
+from tessera.worker.state.blob_cache import Cache
 from tessera.worker.state.hash_chain import TaskRef
 from tessera.worker.state.privacy_ledger import Exact, Ledger, NoisySteps
+from tessera.worker.state.vault import Vault
 from tessera.worker.stores import ledger_of
+from tessera.worker.task.runner import TaskRunner
+from tessera.worker.training.setup import TrainingSetup
 from tests.worker.cli.test_ledger import config as config  # noqa: PLC0414  (a fixture)
 from tests.worker.governance.test_policy import private
 from tests.worker.governance.test_policy import task as plain_task
@@ -27,6 +34,14 @@ from tests.worker.privacy.test_private_task import task as task_of
 
 STEPS = NoisySteps(noise_multiplier=2.0, sampling_rate=0.2, steps=20)
 TOTAL = Allowance(epsilon=4.0, delta=1e-5)
+
+
+def a_runner(folder: Path, policy: Policy) -> TaskRunner:
+    # No task runs, so nothing asks a coordinator.
+    setup, cache = TrainingSetup(torch.device("cpu")), Cache(folder / "cache", 1 << 20)
+    return TaskRunner(
+        cast("Any", None), {}, setup, Vault(folder / "vault"), cache, folder, policy=policy, ledger=Ledger(folder)
+    )
 
 
 def spend(folder: Path, dataset: str, unit: Unit = "example", steps: NoisySteps = STEPS) -> None:
@@ -135,6 +150,19 @@ def test_the_ledger_shows_the_sum_of_all_data_sets(config: Path) -> None:
     shown = json.loads(CliRunner().invoke(app, ["ledger", "--config", str(config), "--json"]).stdout)
     assert (shown["all data sets"]["budget"], shown["all data sets"]["runs"]) == (9.0, [])
     assert shown["all data sets"]["epsilon"] == least_budget([STEPS, STEPS], 1e-5)
+
+
+def test_the_spending_of_all_data_sets_is_reported(tmp_path: Path) -> None:
+    for name in ("wards", "clinics"):
+        spend(tmp_path, name)
+    runner = a_runner(tmp_path, Policy(max_total_privacy=Allowance(epsilon=20.0, delta=1e-5)))
+    assert runner.total_spent() == least_budget([STEPS, STEPS], 1e-5)
+    spend(tmp_path, "archive")
+    assert runner.total_spent() == least_budget([STEPS, STEPS, STEPS], 1e-5)
+    assert a_runner(tmp_path, Policy()).total_spent() is None
+    with Ledger(tmp_path).page("clinics") as page:
+        page.exact(TaskRef("other", "other", 1, "t", 1), 40, "training")
+    assert runner.total_spent() == math.inf
 
 
 def test_an_event_more_is_judged_by_one_divergence_more() -> None:

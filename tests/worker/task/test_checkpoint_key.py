@@ -83,7 +83,8 @@ def test_every_field_of_a_task_is_in_the_key_or_has_no_effect_on_training() -> N
     of_evaluations = {"kind", "held_out"}
     # Both choices of a codec have the same bits, and masks come after training.
     of_the_upload = {"decode_seconds_per_byte", "stream_bytes", "sums"}
-    assert set(Task.model_fields) == SETTINGS | named | of_the_lease | of_evaluations | of_the_upload
+    of_the_merge = {"client_privacy"}
+    assert set(Task.model_fields) == SETTINGS | named | of_the_lease | of_evaluations | of_the_upload | of_the_merge
 
 
 def test_a_new_lease_of_the_task_has_the_same_key(env: TaskEnvironment) -> None:

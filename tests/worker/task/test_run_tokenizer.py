@@ -27,14 +27,17 @@ from tessera.worker.data.dataset import Dataset
 from tessera.worker.data.partition.division import hold_out
 from tessera.worker.data.registry import load
 from tessera.worker.governance.approvals import ApprovalDecision, Unapproved
+from tessera.worker.governance.policy import Policy, PolicyViolation
 from tessera.worker.governance.run_history import RunSnapshot
 from tessera.worker.model.block_map import block_table, named_tensors
 from tessera.worker.model.build import instantiate, read_block
 from tessera.worker.model.sandbox import Sandbox
 from tessera.worker.settings import WorkerSettings
 from tessera.worker.state.blob_cache import BlobTooLarge, Cache
+from tessera.worker.state.hash_chain import TaskRef
 from tessera.worker.stores import inbox_of
-from tessera.worker.task.environment import TaskRun
+from tessera.worker.task.admission import admit
+from tessera.worker.task.environment import Journal, TaskRun
 from tessera.worker.task.errors import TaskFailure
 from tessera.worker.task.heartbeat import Stop
 from tessera.worker.task.tokenize import tokenize
@@ -42,6 +45,8 @@ from tessera.worker.training.progress import Report
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.federation import start_run
 from tests.support.pretrained import bert_tokenizer, picture
+from tests.worker.privacy.test_private_task import task as private_task
+from tests.worker.privacy.test_total_budget import a_runner
 
 WORDS = ("the", "cat", "sat", "dog")
 FILES = ("tokenizer.json", "tokenizer_config.json")
@@ -174,6 +179,17 @@ def test_a_tokenizer_that_cannot_be_used_is_refused_without_a_word_of_the_texts(
     assert refused.value.code == code
     assert "secretword" not in str(refused.value)
     assert str(tmp_path) not in str(refused.value)
+
+
+@pytest.mark.parametrize("rows", [("the cat", "dog"), (SECRET, "unheard")])
+def test_a_private_task_takes_no_tokenizer_of_the_run_whatever_the_texts_are(
+    tmp_path: Path, rows: tuple[str, ...]
+) -> None:
+    task = private_task(dataset="notes")
+    runner = replace(a_runner(tmp_path, Policy()), datasets={"notes": texts(tmp_path, *rows)})
+    with pytest.raises(PolicyViolation, match="'notes' takes the run's own tokenizer") as refused:
+        admit(TaskRun(runner, task, lambda: None, Report(), Journal(TaskRef.of(task), "notes", None, None)))
+    assert (refused.value.rule, "in place of 'run'" in refused.value.remedy) == ("tokenizer", True)
 
 
 def test_bytes_that_are_others_or_too_many_are_refused(tmp_path: Path) -> None:
