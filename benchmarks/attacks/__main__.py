@@ -1,0 +1,273 @@
+"""Attacks on the updates of a site, by what a round sends, without privacy and with it: `python -m benchmarks.attacks`.
+
+Each attack gets the version, the settings of the run, and the bytes of an update that the product's own worker made
+and uploaded. Data are made from a seed, and models from configs: no figure depends on a download.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+
+import numpy as np
+import torch
+
+from benchmarks.attacks import canaries, closed_form, prompts, spans
+from benchmarks.attacks.membership import membership
+from benchmarks.attacks.site import FULL, ONE_STEP, PROMPTS, SCOPES, VALUE, WORDS, Release, Scope, Version, release
+from benchmarks.attacks.subjects import CLASSES, pair_model, pairs, text_model, texts
+from benchmarks.measuring import OUT, Results
+from tessera.shared.run_settings import Privacy
+from tessera.worker.data.dataset import Dataset
+
+EPSILONS = (None, 8.0, 1.0)
+"""The claims; None is training without privacy."""
+DELTA = 1e-5
+CONFIDENCE = 0.95
+CI_CONFIDENCE = 0.999
+FAST = {**ONE_STEP, "learning_rate": 100.0}
+"""The largest learning rate that a run may have, which lifts small gradients above the rounding of weights."""
+SHARES = (0.55, 0.25, 0.15, 0.05)
+"""The shares of the labels that are counted."""
+CHOSEN_STD = 0.3
+"""The standard deviation of weights that a coordinator chooses, or that training leads to; a new BERT has 0.02."""
+NARROW = {"hidden_size": 32, "intermediate_size": 64}
+AUDIT_SEEDS = (0, 1, 2, 3, 4)
+
+Figure = Callable[[Release, Dataset], float | None]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much is computed."""
+
+    scopes: Sequence[Scope]
+    epsilons: Sequence[float | None]
+    trials: int
+    canaries: int
+    one_word: int
+    pool: int
+    models: int
+    seeds: Sequence[int]
+
+
+WHOLE = Sizes(SCOPES, EPSILONS, trials=3, canaries=500, one_word=2000, pool=200, models=8, seeds=AUDIT_SEEDS)
+QUICK = Sizes((FULL, VALUE, PROMPTS), EPSILONS[:2], trials=1, canaries=40, one_word=200, pool=20, models=3, seeds=(0,))
+
+
+@dataclass(frozen=True)
+class Attack:
+    """A row of the table: an attack's figure on one scope and claim; None where it does not apply."""
+
+    name: str
+    unit: str
+    run: Callable[[Scope, float | None], float | None]
+    chance: float | None = None
+
+
+# ---------------------------------------------------------------- one step
+
+
+@dataclass(frozen=True)
+class OneStep:
+    """Attacks on the update of one step over a few examples."""
+
+    examples: int
+    of_text: Figure
+    of_pairs: Figure | None = None
+    craft: Callable[[Version], Version] = lambda version: version
+    craft_pairs: Callable[[Version], Version] = lambda version: version
+    std: float = 0.02
+    rare: bool = False
+    """Whether one example alone has the last class."""
+
+    def data(self, scope: Scope, seed: int) -> Dataset:
+        made = (pairs if scope is PROMPTS else texts)(seed, self.examples, () if self.examples == 1 else SHARES)
+        if self.rare:
+            labels = made.tensors["labels"].clamp(max=CLASSES - 2)
+            labels[seed % self.examples] = CLASSES - 1
+            made.tensors["labels"] = labels
+        return made
+
+    def run(self, trials: int, scope: Scope, epsilon: float | None) -> float | None:
+        """Return the mean figure over trials, each with another model, data and noise."""
+        figure = self.of_pairs if scope is PROMPTS else self.of_text
+        if figure is None:
+            return None
+        privacy = None if epsilon is None else Privacy(epsilon=epsilon, delta=DELTA, clip_norm=1.0)
+        found = []
+        for seed in range(trials):
+            if scope is PROMPTS:
+                version = self.craft_pairs(pair_model(seed))
+            else:
+                version = self.craft(text_model(seed, initializer_range=self.std))
+            data = self.data(scope, seed)
+            value = figure(release(version, data, scope, privacy=privacy, training=FAST, seed=seed), data)
+            if value is None:
+                return None
+            found.append(value)
+        return fmean(found)
+
+
+def one_step_attacks(trials: int) -> list[Attack]:
+    words, counts = OneStep(8, closed_form.words), OneStep(32, closed_form.label_counts, prompts.label_counts)
+    batch = words.data(FULL, 0)
+
+    def row(name: str, unit: str, attack: OneStep, chance: float) -> Attack:
+        return Attack(name, unit, partial(attack.run, trials), chance)
+
+    by_chance = fmean(closed_form.label_counts_by_chance(counts.data(FULL, seed)) for seed in range(trials))
+    crafted_counts = OneStep(
+        32,
+        closed_form.label_counts,
+        prompts.label_counts,
+        craft=closed_form.for_label_counts,
+        craft_pairs=prompts.for_label_counts,
+    )
+    rare = OneStep(32, closed_form.rare_feature, craft=closed_form.for_one_example, rare=True)
+    one, four = (OneStep(count, spans.words_in_place) for count in (1, 4))
+    chosen_one, chosen_four = (OneStep(count, spans.words_in_place, std=CHOSEN_STD) for count in (1, 4))
+    return [
+        row("words of 8 texts", "share", words, closed_form.words_by_chance(text_model(0), batch)),
+        row("words in place of 1 text", "share", one, spans.words_in_place_by_chance(one.data(FULL, 0))),
+        row("the same, chosen weights", "share", chosen_one, spans.words_in_place_by_chance(one.data(FULL, 0))),
+        row("words in place of 4 texts", "share", four, spans.words_in_place_by_chance(four.data(FULL, 0))),
+        row("the same, chosen weights", "share", chosen_four, spans.words_in_place_by_chance(four.data(FULL, 0))),
+        row("labels of 32 examples", "share", counts, by_chance),
+        row("the same, crafted version", "share", crafted_counts, by_chance),
+        row("feature of 1 example", "cosine", OneStep(1, closed_form.feature, prompts.feature), 0.0),
+        row("feature of 1 in 32, crafted version", "cosine", rare, 0.0),
+    ]
+
+
+# ---------------------------------------------------------------- members and canaries
+
+
+def canary_audit(sizes: Sizes, scope: Scope, epsilon: float | None) -> float:
+    """Return the lower bound of epsilon by random examples with random labels as canaries."""
+    version = pair_model(0) if scope is PROMPTS else text_model(0, **NARROW)
+    data = (pairs if scope is PROMPTS else texts)(0, sizes.canaries)
+    sent = release(version, data.rows(torch.arange(1)), scope).steps
+    gradients = canaries.gradients_of(version, data, [version.model.by_name[name] for name in sent])
+    # Every gradient is clipped, so that each canary moves the sum by all that the guarantee allows.
+    clip_norm = float(np.linalg.norm(gradients, axis=1).min()) / 2
+    privacy = None if epsilon is None else Privacy(epsilon=epsilon, delta=canaries.DELTA, clip_norm=clip_norm)
+    guesses = canaries.planned_guesses(sizes.canaries, canaries.noise_of(privacy), canaries.DELTA, CONFIDENCE)
+    evidence = partial(canaries.by_gradients, gradients)
+    return canaries.audit(version, data, scope, privacy, guesses, 0, evidence, FAST).bound(CONFIDENCE)
+
+
+def membership_attacks(sizes: Sizes) -> list[Attack]:
+    known: dict[tuple[str, float | None], tuple[float, float]] = {}
+
+    def both(scope: Scope, epsilon: float | None) -> tuple[float, float]:
+        if (scope.name, epsilon) not in known:
+            version = pair_model(0) if scope is PROMPTS else text_model(0, **NARROW)
+            pool = (pairs if scope is PROMPTS else texts)(1, sizes.pool)
+            privacy = None if epsilon is None else Privacy(epsilon=epsilon, delta=DELTA, clip_norm=1.0)
+            found = membership(version, pool, scope, privacy, sizes.models, seed=1)
+            known[scope.name, epsilon] = found.threshold, found.shadows
+        return known[scope.name, epsilon]
+
+    return [
+        Attack("membership, loss threshold", "AUC", lambda *about: both(*about)[0], 0.5),
+        Attack("membership, shadow models", "AUC", lambda *about: both(*about)[1], 0.5),
+    ]
+
+
+def strongest_audit(count: int, epsilon: float | None, seed: int, confidence: float) -> canaries.Audit:
+    """Run the audit with canaries of one word each, with the guesses that promise the most at this confidence."""
+    version, data = canaries.one_word_canaries(count, seed)
+    # Below the length of any gradient: 1e-3 of a word's, which the normalization of small embeddings makes long.
+    privacy = None if epsilon is None else Privacy(epsilon=epsilon, delta=canaries.DELTA, clip_norm=1e-3)
+    guesses = canaries.planned_guesses(count, canaries.noise_of(privacy), canaries.DELTA, confidence)
+    return canaries.audit(version, data, WORDS, privacy, guesses, seed, canaries.by_rows, FAST)
+
+
+# ---------------------------------------------------------------- the tables
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="few scopes and small sizes: to see that it works")
+    parser.add_argument("--out", type=Path, default=OUT, help="a folder for the results")
+    given = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    sizes = QUICK if given.quick else WHOLE
+    results = Results("attacks", "what an update reveals, by what is sent and at which epsilon", out=given.out)
+    audits = [
+        Attack("canary audit", f"lower bound of epsilon at {CONFIDENCE:.0%}", partial(canary_audit, sizes)),
+        *membership_attacks(sizes),
+    ]
+    lines = _table(results, sizes, [*audits, *one_step_attacks(sizes.trials)])
+    lines += _strongest(results, sizes)
+    print("\n" + "\n".join(lines))
+    print(f"\nwritten to {results.write(given.out)}")
+
+
+def _table(results: Results, sizes: Sizes, attacks: Sequence[Attack]) -> list[str]:
+    """Run the attacks. Return a Markdown table: each cell has a figure for each claim."""
+    claims = " / ".join("none" if epsilon is None else f"{epsilon:g}" for epsilon in sizes.epsilons)
+    lines = [
+        f"Each cell: without privacy, then at epsilon ({claims}); `-` where the attack does not apply.\n",
+        "| attack | unit | chance | " + " | ".join(scope.name for scope in sizes.scopes) + " |",
+        "|---|---|---|" + "---|" * len(sizes.scopes),
+    ]
+    for attack in attacks:
+        cells = []
+        for scope in sizes.scopes:
+            figures = []
+            for epsilon in sizes.epsilons:
+                figure = attack.run(scope, epsilon)
+                if figure is None:
+                    break
+                figures.append(figure)
+                results.add(
+                    attack=attack.name,
+                    sent=scope.name,
+                    epsilon="none" if epsilon is None else epsilon,
+                    unit=attack.unit,
+                    figure=figure,
+                    chance=attack.chance,
+                )
+            cells.append(" / ".join(f"{figure:.2f}" for figure in figures) or "-")
+        chance = "" if attack.chance is None else f"{attack.chance:.2f}"
+        lines.append(f"| {attack.name} | {attack.unit} | {chance} | " + " | ".join(cells) + " |")
+    return lines
+
+
+def _strongest(results: Results, sizes: Sizes) -> list[str]:
+    """Run the audit with canaries of one word each. Return a Markdown table."""
+    lines = [
+        f"\n{sizes.one_word} canaries of one word each, delta {canaries.DELTA:g}, one step over all; seeds "
+        f"{', '.join(map(str, sizes.seeds))}.\n",
+        "| claim | confidence | right of guessed | lower bound of epsilon |",
+        "|---|---|---|---|",
+    ]
+    for epsilon in sizes.epsilons:
+        for confidence in (CONFIDENCE, CI_CONFIDENCE):
+            found = [strongest_audit(sizes.one_word, epsilon, seed, confidence) for seed in sizes.seeds]
+            bounds = [audit.bound(confidence) for audit in found]
+            for seed, audit, bound in zip(sizes.seeds, found, bounds, strict=True):
+                results.add(
+                    attack="canary audit, one word each",
+                    epsilon="none" if epsilon is None else epsilon,
+                    confidence=confidence,
+                    seed=seed,
+                    canaries=audit.canaries,
+                    guesses=audit.guesses,
+                    right=audit.right,
+                    bound=bound,
+                )
+            right = ", ".join(f"{audit.right} of {audit.guesses}" for audit in found)
+            shown = ", ".join(f"{bound:.2f}" for bound in bounds)
+            lines.append(f"| {'none' if epsilon is None else epsilon} | {confidence:.1%} | {right} | {shown} |")
+    return lines
+
+
+if __name__ == "__main__":
+    main()
