@@ -56,7 +56,9 @@ class Sizes:
 
 
 WHOLE = Sizes(SCOPES, EPSILONS, trials=3, canaries=500, one_word=2000, pool=200, models=8, seeds=AUDIT_SEEDS)
-QUICK = Sizes((FULL, VALUE, PROMPTS), EPSILONS[:2], trials=1, canaries=40, one_word=200, pool=20, models=3, seeds=(0,))
+QUICK = Sizes(
+    (FULL, VALUE, PROMPTS), EPSILONS[:2], trials=1, canaries=40, one_word=200, pool=20, models=3, seeds=(0,)
+)
 
 
 @dataclass(frozen=True)

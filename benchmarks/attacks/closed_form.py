@@ -90,7 +90,9 @@ def _probabilities(version: Version) -> Array:
 def _norm_by_logit(version: Version) -> Array:
     """Return the gradient of each logit by the bias of the last normalization, [width, classes], where the tanh of
     the pooler is about linear. The bias acts on the first position alone, by the pooler and the head."""
-    pooler, head = (version.values[version.block(name)].astype(np.float64) for name in ("pooler.dense.weight", WEIGHT))
+    pooler, head = (
+        version.values[version.block(name)].astype(np.float64) for name in ("pooler.dense.weight", WEIGHT)
+    )
     found: Array = (head @ pooler).T
     return found
 
@@ -139,10 +141,12 @@ def _cosine_of_row(released: Release, data: Dataset, row: int | None) -> float |
 
 def for_label_counts(version: Version) -> Version:
     """Return the version with a head of nearly zeros, so that all classes are equally likely for any example."""
-    return version.changed({
-        version.block(WEIGHT): version.values[version.block(WEIGHT)] / 1000,
-        version.block(BIAS): np.zeros(CLASSES),
-    })
+    return version.changed(
+        {
+            version.block(WEIGHT): version.values[version.block(WEIGHT)] / 1000,
+            version.block(BIAS): np.zeros(CLASSES),
+        }
+    )
 
 
 def for_one_example(version: Version) -> Version:

@@ -43,10 +43,12 @@ def membership(
     """
     members = halves(pool.examples, models, seed)
     training = TRAINING if privacy is None else {**TRAINING, "epochs": PRIVATE_EPOCHS}
-    measured = np.stack([
-        _confidences(version, pool, there, scope, privacy, training, seed + number)
-        for number, there in enumerate(members)
-    ])  # [models, examples]
+    measured = np.stack(
+        [
+            _confidences(version, pool, there, scope, privacy, training, seed + number)
+            for number, there in enumerate(members)
+        ]
+    )  # [models, examples]
     scores = np.stack([likelihood_ratios(measured, members, number) for number in range(models)])
     return Membership(
         float(np.mean([roc_auc_score(there, row) for there, row in zip(members, measured, strict=True)])),
@@ -95,5 +97,3 @@ def _confidences(
         loss = losses(forward(updated.build(), head, batch), head, batch["labels"]).double()
     right = torch.exp(-loss).clamp(1e-12, 1 - 1e-12)
     return torch.log(right / (1 - right)).numpy()
-
-
