@@ -1,4 +1,4 @@
-"""Attacks on the updates of a site, by what a round sends, without privacy and with it: `python -m benchmarks.attacks`.
+"""Attacks on the updates of a site, by what a round sends, with and without privacy: `python -m benchmarks.attacks`.
 
 Each attack gets the version, the settings of the run, and the bytes of an update that the product's own worker made
 and uploaded. Data are made from a seed, and models from configs: no figure depends on a download.
@@ -7,13 +7,16 @@ and uploaded. Data are made from a seed, and models from configs: no figure depe
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import numpy as np
+import structlog
 import torch
 
 from benchmarks.attacks import canaries, closed_form, prompts, spans
@@ -31,6 +34,8 @@ CONFIDENCE = 0.95
 CI_CONFIDENCE = 0.999
 FAST = {**ONE_STEP, "learning_rate": 100.0}
 """The largest learning rate that a run may have, which lifts small gradients above the rounding of weights."""
+SINGLE_TEXTS = {**ONE_STEP, "batch_size": 1, "epochs": 3, "learning_rate": 0.05}
+ADAMW = {**ONE_STEP, "steps": 10, "epochs": None, "optimizer": "adamw", "learning_rate": 1e-3}
 SHARES = (0.55, 0.25, 0.15, 0.05)
 """The shares of the labels that are counted."""
 CHOSEN_STD = 0.3
@@ -55,7 +60,7 @@ class Sizes:
     seeds: Sequence[int]
 
 
-WHOLE = Sizes(SCOPES, EPSILONS, trials=3, canaries=500, one_word=2000, pool=200, models=8, seeds=AUDIT_SEEDS)
+WHOLE = Sizes(SCOPES, EPSILONS, trials=3, canaries=300, one_word=2000, pool=120, models=8, seeds=AUDIT_SEEDS)
 QUICK = Sizes(
     (FULL, VALUE, PROMPTS), EPSILONS[:2], trials=1, canaries=40, one_word=200, pool=20, models=3, seeds=(0,)
 )
@@ -71,12 +76,12 @@ class Attack:
     chance: float | None = None
 
 
-# ---------------------------------------------------------------- one step
+# ---------------------------------------------------------------- recovery from few examples
 
 
 @dataclass(frozen=True)
-class OneStep:
-    """Attacks on the update of one step over a few examples."""
+class Recovery:
+    """An attack on the update of a few examples."""
 
     examples: int
     of_text: Figure
@@ -85,10 +90,11 @@ class OneStep:
     craft_pairs: Callable[[Version], Version] = lambda version: version
     std: float = 0.02
     rare: bool = False
-    """Whether one example alone has the last class."""
+    """True if one example alone has the last class."""
+    training: Mapping[str, Any] = field(default_factory=lambda: FAST)
 
     def data(self, scope: Scope, seed: int) -> Dataset:
-        made = (pairs if scope is PROMPTS else texts)(seed, self.examples, () if self.examples == 1 else SHARES)
+        made = (pairs if scope is PROMPTS else texts)(seed, self.examples, SHARES if self.examples > 1 else ())
         if self.rare:
             labels = made.tensors["labels"].clamp(max=CLASSES - 2)
             labels[seed % self.examples] = CLASSES - 1
@@ -108,40 +114,36 @@ class OneStep:
             else:
                 version = self.craft(text_model(seed, initializer_range=self.std))
             data = self.data(scope, seed)
-            value = figure(release(version, data, scope, privacy=privacy, training=FAST, seed=seed), data)
+            value = figure(release(version, data, scope, privacy=privacy, training=self.training, seed=seed), data)
             if value is None:
                 return None
             found.append(value)
         return fmean(found)
 
 
-def one_step_attacks(trials: int) -> list[Attack]:
-    words, counts = OneStep(8, closed_form.words), OneStep(32, closed_form.label_counts, prompts.label_counts)
-    batch = words.data(FULL, 0)
-
-    def row(name: str, unit: str, attack: OneStep, chance: float) -> Attack:
+def recoveries(trials: int) -> list[Attack]:
+    def row(name: str, unit: str, attack: Recovery, chance: Callable[[Dataset], float] | float) -> Attack:
+        if callable(chance):
+            chance = fmean(chance(attack.data(FULL, seed)) for seed in range(trials))
         return Attack(name, unit, partial(attack.run, trials), chance)
 
-    by_chance = fmean(closed_form.label_counts_by_chance(counts.data(FULL, seed)) for seed in range(trials))
-    crafted_counts = OneStep(
-        32,
-        closed_form.label_counts,
-        prompts.label_counts,
-        craft=closed_form.for_label_counts,
-        craft_pairs=prompts.for_label_counts,
-    )
-    rare = OneStep(32, closed_form.rare_feature, craft=closed_form.for_one_example, rare=True)
-    one, four = (OneStep(count, spans.words_in_place) for count in (1, 4))
-    chosen_one, chosen_four = (OneStep(count, spans.words_in_place, std=CHOSEN_STD) for count in (1, 4))
+    in_place, of_place = spans.words_in_place, spans.words_in_place_by_chance
+    counts = Recovery(32, closed_form.label_counts, prompts.label_counts)
+    crafted = replace(counts, craft=closed_form.for_label_counts, craft_pairs=prompts.for_label_counts)
+    by_class = closed_form.label_counts_by_chance
+    rare = Recovery(32, closed_form.rare_feature, craft=closed_form.for_one_example, rare=True)
+    chosen = Recovery(4, in_place, std=CHOSEN_STD)
     return [
-        row("words of 8 texts", "share", words, closed_form.words_by_chance(text_model(0), batch)),
-        row("words in place of 1 text", "share", one, spans.words_in_place_by_chance(one.data(FULL, 0))),
-        row("the same, chosen weights", "share", chosen_one, spans.words_in_place_by_chance(one.data(FULL, 0))),
-        row("words in place of 4 texts", "share", four, spans.words_in_place_by_chance(four.data(FULL, 0))),
-        row("the same, chosen weights", "share", chosen_four, spans.words_in_place_by_chance(four.data(FULL, 0))),
-        row("labels of 32 examples", "share", counts, by_chance),
-        row("the same, crafted version", "share", crafted_counts, by_chance),
-        row("feature of 1 example", "cosine", OneStep(1, closed_form.feature, prompts.feature), 0.0),
+        row("words of 8 texts", "share", Recovery(8, closed_form.words), closed_form.words_by_chance),
+        row("words in place, 1 text", "share", Recovery(1, in_place), of_place),
+        row("words in place, 1 text, chosen weights", "share", replace(chosen, examples=1), of_place),
+        row("words in place, 4 texts", "share", Recovery(4, in_place), of_place),
+        row("words in place, 4 texts, chosen weights", "share", chosen, of_place),
+        row("the same, 3 epochs of single texts", "share", replace(chosen, training=SINGLE_TEXTS), of_place),
+        row("the same, 10 steps of AdamW", "share", replace(chosen, training=ADAMW), of_place),
+        row("labels of 32 examples", "share", counts, by_class),
+        row("labels of 32 examples, crafted version", "share", crafted, by_class),
+        row("feature of 1 example", "cosine", Recovery(1, closed_form.feature, prompts.feature), 0.0),
         row("feature of 1 in 32, crafted version", "cosine", rare, 0.0),
     ]
 
@@ -199,13 +201,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=OUT, help="a folder for the results")
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
     sizes = QUICK if given.quick else WHOLE
     results = Results("attacks", "what an update reveals, by what is sent and at which epsilon", out=given.out)
     audits = [
         Attack("canary audit", f"lower bound of epsilon at {CONFIDENCE:.0%}", partial(canary_audit, sizes)),
         *membership_attacks(sizes),
     ]
-    lines = _table(results, sizes, [*audits, *one_step_attacks(sizes.trials)])
+    lines = _table(results, sizes, [*audits, *recoveries(sizes.trials)])
     lines += _strongest(results, sizes)
     print("\n" + "\n".join(lines))
     print(f"\nwritten to {results.write(given.out)}")
@@ -244,9 +247,9 @@ def _table(results: Results, sizes: Sizes, attacks: Sequence[Attack]) -> list[st
 
 def _strongest(results: Results, sizes: Sizes) -> list[str]:
     """Run the audit with canaries of one word each. Return a Markdown table."""
+    seeds = ", ".join(map(str, sizes.seeds))
     lines = [
-        f"\n{sizes.one_word} canaries of one word each, delta {canaries.DELTA:g}, one step over all; seeds "
-        f"{', '.join(map(str, sizes.seeds))}.\n",
+        f"\n{sizes.one_word} canaries of one word each, delta {canaries.DELTA:g}, one step; seeds {seeds}.\n",
         "| claim | confidence | right of guessed | lower bound of epsilon |",
         "|---|---|---|---|",
     ]

@@ -69,7 +69,7 @@ def planned_guesses(canaries: int, noise: float, delta: float, confidence: float
     noise, from the noise alone. All canaries without noise."""
     if not noise:
         return canaries
-    counts = [count for count in range(10, canaries + 1, max(1, canaries // 100))]
+    counts = range(10, canaries + 1, max(1, canaries // 50))
     return max(counts, key=lambda count: _promised(canaries, count, noise, delta, confidence))
 
 
@@ -150,8 +150,9 @@ def by_gradients(gradients: Array, released: Release, canaries: Dataset, privacy
         # The mean is over the canaries that are in, of an unknown number: the scale of the coins is unknown.
         products = gradients @ gradients.T
         products[np.diag_indices_from(products)] += RIDGE * np.trace(products) / len(products)
-        scaled: Array = np.linalg.solve(products, gradients @ total)
-        return scaled - scaled.mean()
+        scaled = np.linalg.solve(products, gradients @ total)
+        centred: Array = scaled - scaled.mean()
+        return centred
     clipped = gradients * np.minimum(1, privacy.clip_norm / np.linalg.norm(gradients, axis=1, keepdims=True))
     products = clipped @ clipped.T
     products[np.diag_indices_from(products)] += 4 * (noise_of(privacy) * privacy.clip_norm) ** 2
@@ -168,7 +169,7 @@ def by_rows(released: Release, canaries: Dataset, privacy: Privacy | None) -> Ar
     model = released.version.build()
     batch = {**canaries.tensors}
     head = released.version.model.head
-    losses(forward(model, head, batch), head, batch["labels"]).sum().backward()
+    losses(forward(model, head, batch), head, batch["labels"]).sum().backward()  # type: ignore[no-untyped-call]
     gradient = dict(model.named_parameters())[name].grad
     assert gradient is not None  # noqa: S101 (for the types)
     words = canaries.tensors["input_ids"][:, 0]
@@ -188,7 +189,7 @@ def gradients_of(version: Version, data: Dataset, blocks: Sequence[Block]) -> Ar
         index = torch.tensor([place])
         batch = {name: tensor[index] for name, tensor in data.tensors.items()} | dict(data.common)
         model.zero_grad()
-        losses(forward(model, head, batch), head, batch["labels"]).sum().backward()
+        losses(forward(model, head, batch), head, batch["labels"]).sum().backward()  # type: ignore[no-untyped-call]
         parts = {name: tensor.grad for name, tensor in model.named_parameters() if tensor.grad is not None}
         rows.append(np.concatenate([read_block(parts, block).ravel() for block in ordered]).astype(np.float64))
     return np.stack(rows)

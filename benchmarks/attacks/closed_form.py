@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.attacks.site import Release, Version
-from benchmarks.attacks.subjects import CLASSES, texts
+from benchmarks.attacks.subjects import CLASSES, WORDS, texts
 from tessera.shared.tensors.lazy import Array
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.model.forward import forward
@@ -41,9 +41,9 @@ def words(released: Release, data: Dataset) -> float | None:
     return float(np.isin(found, there).mean())
 
 
-def words_by_chance(version: Version, data: Dataset) -> float:
+def words_by_chance(data: Dataset) -> float:
     """Return the share that a guess finds."""
-    return len(np.unique(data.tensors["input_ids"].numpy())) / version.values[version.block(EMBEDDING)].shape[0]
+    return len(np.unique(data.tensors["input_ids"].numpy())) / WORDS
 
 
 # ---------------------------------------------------------------- labels
@@ -131,7 +131,7 @@ def _cosine_of_row(released: Release, data: Dataset, row: int | None) -> float |
     if row is None:
         row = int(np.argmax(np.abs(by_row)))
     else:
-        (place,) = np.flatnonzero(data.tensors["labels"].numpy() == row)
+        place = data.tensors["labels"].tolist().index(row)
     true, found = features_of(released.version, data)[place], gradient[row] / by_row[row]
     return float(true @ found / (np.linalg.norm(true) * np.linalg.norm(found)))
 

@@ -69,8 +69,9 @@ def likelihood_ratios(measured: Array, members: Array, target: int) -> Array:
     there, values = members[others], measured[others]
     inside, outside = (_means(values, mask) for mask in (there, ~there))
     variance = np.nanmean((values - np.where(there, inside, outside)) ** 2)
-    found: Array = ((measured[target] - outside) ** 2 - (measured[target] - inside) ** 2) / (2 * variance)
-    return np.nan_to_num(found)
+    ratios = ((measured[target] - outside) ** 2 - (measured[target] - inside) ** 2) / (2 * variance)
+    found: Array = np.nan_to_num(ratios)
+    return found
 
 
 def _means(values: Array, mask: Array) -> Array:

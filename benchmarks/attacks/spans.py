@@ -42,7 +42,8 @@ def words_in_place_by_chance(data: Dataset) -> float:
 
 
 def _unit(matrix: Array) -> Array:
-    return matrix / max(np.linalg.norm(matrix), 1e-30)
+    scaled: Array = matrix / max(np.linalg.norm(matrix), 1e-30)
+    return scaled
 
 
 def _span(rows: Array, dimensions: int) -> Array:

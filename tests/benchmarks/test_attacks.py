@@ -56,7 +56,7 @@ def test_a_larger_delta_and_more_confidence_lower_the_bound() -> None:
 def test_the_bound_of_randomized_response_is_seldom_above_its_epsilon() -> None:
     # Each coin is reported right with probability e / (1 + e): exactly (1, 0)-differential privacy.
     right = np.random.default_rng(0).binomial(1000, math.e / (1 + math.e), 400)
-    above = sum(lower_bound(1000, 1000, int(count), 0.0, 0.95) > 1.0 for count in right)
+    above = sum(chance(1000, 1000, int(count), 1.0, 0.0) < 0.05 for count in right)
     # At most 5 % of 400 are expected; 35 or more would have a chance of one in a thousand.
     assert above < 35
 
@@ -137,6 +137,7 @@ def test_likelihood_ratios_are_positive_for_members_of_models_that_memorize() ->
     assert ((ratios > 0) == members[3])[seen].mean() > 0.9
 
 
+@pytest.mark.long
 def test_the_short_form_prints_and_writes_its_tables(tmp_path: Path) -> None:
     rows = quickly("attacks", tmp_path)["rows"]
     full = {row["attack"]: row["figure"] for row in rows if row.get("sent") == "full" and row["epsilon"] == "none"}
