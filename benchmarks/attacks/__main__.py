@@ -10,7 +10,7 @@ import argparse
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -25,6 +25,7 @@ from benchmarks.attacks.site import FULL, ONE_STEP, PROMPTS, SCOPES, VALUE, WORD
 from benchmarks.attacks.subjects import CLASSES, pair_model, pairs, text_model, texts
 from benchmarks.measuring import OUT, Results
 from tessera.shared.run_settings import Privacy
+from tessera.shared.tensors.lazy import Array
 from tessera.worker.data.dataset import Dataset
 
 EPSILONS = (None, 8.0, 1.0)
@@ -40,6 +41,8 @@ SHARES = (0.55, 0.25, 0.15, 0.05)
 """The shares of the labels that are counted."""
 CHOSEN_STD = 0.3
 """The standard deviation of weights that a coordinator chooses, or that training leads to; a new BERT has 0.02."""
+INDEPENDENT = 1e-3
+"""The least share of the largest singular value that counts as a direction of its own."""
 NARROW = {"hidden_size": 32, "intermediate_size": 64}
 AUDIT_SEEDS = (0, 1, 2, 3, 4)
 
@@ -151,18 +154,36 @@ def recoveries(trials: int) -> list[Attack]:
 # ---------------------------------------------------------------- members and canaries
 
 
-def canary_audit(sizes: Sizes, scope: Scope, epsilon: float | None) -> float:
-    """Return the lower bound of epsilon by random examples with random labels as canaries."""
+def canary_audits(sizes: Sizes) -> Attack:
+    """Return the audit with random examples as canaries."""
+    prepared = cache(partial(canaries_of, sizes.canaries))
+
+    def bound(scope: Scope, epsilon: float | None) -> float:
+        version, data, gradients = prepared(scope.name)
+        # Every gradient is clipped, so that each canary moves the sum by all that the guarantee allows.
+        clip_norm = float(np.linalg.norm(gradients, axis=1).min()) / 2
+        privacy = None if epsilon is None else Privacy(epsilon=epsilon, delta=canaries.DELTA, clip_norm=clip_norm)
+        guesses = canaries.planned_guesses(data.examples, canaries.noise_of(privacy), canaries.DELTA, CONFIDENCE)
+        evidence = partial(canaries.by_gradients, gradients)
+        return canaries.audit(version, data, scope, privacy, guesses, 0, evidence, FAST).bound(CONFIDENCE)
+
+    return Attack("canary audit", f"epsilon, {CONFIDENCE:.0%}", bound)
+
+
+def canaries_of(most: int, name: str) -> tuple[Version, Dataset, Array]:
+    """Return a version, the canaries for a scope, at most `most`, and their gradients.
+
+    Few values distinguish few canaries. There are as many as have gradients in directions of their own, which an
+    auditor knows from the version.
+    """
+    (scope,) = (each for each in SCOPES if each.name == name)
     version = pair_model(0) if scope is PROMPTS else text_model(0, **NARROW)
-    data = (pairs if scope is PROMPTS else texts)(0, sizes.canaries)
+    data = (pairs if scope is PROMPTS else texts)(0, most)
     sent = release(version, data.rows(torch.arange(1)), scope).steps
     gradients = canaries.gradients_of(version, data, [version.model.by_name[name] for name in sent])
-    # Every gradient is clipped, so that each canary moves the sum by all that the guarantee allows.
-    clip_norm = float(np.linalg.norm(gradients, axis=1).min()) / 2
-    privacy = None if epsilon is None else Privacy(epsilon=epsilon, delta=canaries.DELTA, clip_norm=clip_norm)
-    guesses = canaries.planned_guesses(sizes.canaries, canaries.noise_of(privacy), canaries.DELTA, CONFIDENCE)
-    evidence = partial(canaries.by_gradients, gradients)
-    return canaries.audit(version, data, scope, privacy, guesses, 0, evidence, FAST).bound(CONFIDENCE)
+    weights = np.linalg.svd(gradients, compute_uv=False)
+    count = int((weights > INDEPENDENT * weights[0]).sum())
+    return version, data.rows(torch.arange(count)), gradients[:count]
 
 
 def membership_attacks(sizes: Sizes) -> list[Attack]:
@@ -205,7 +226,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sizes = QUICK if given.quick else WHOLE
     results = Results("attacks", "what an update reveals, by what is sent and at which epsilon", out=given.out)
     audits = [
-        Attack("canary audit", f"lower bound of epsilon at {CONFIDENCE:.0%}", partial(canary_audit, sizes)),
+        canary_audits(sizes),
         *membership_attacks(sizes),
     ]
     lines = _table(results, sizes, [*audits, *recoveries(sizes.trials)])
