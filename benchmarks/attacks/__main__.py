@@ -24,6 +24,7 @@ from benchmarks.attacks.membership import membership
 from benchmarks.attacks.site import FULL, ONE_STEP, PROMPTS, SCOPES, VALUE, WORDS, Release, Scope, Version, release
 from benchmarks.attacks.subjects import CLASSES, pair_model, pairs, text_model, texts
 from benchmarks.measuring import OUT, Results
+from tessera.shared.model.blocks import Block
 from tessera.shared.run_settings import Privacy
 from tessera.shared.tensors.lazy import Array
 from tessera.worker.data.dataset import Dataset
@@ -43,6 +44,7 @@ CHOSEN_STD = 0.3
 """The standard deviation of weights that a coordinator chooses, or that training leads to; a new BERT has 0.02."""
 INDEPENDENT = 1e-3
 """The least share of the largest singular value that counts as a direction of its own."""
+OWN_EXAMPLES = 8
 NARROW = {"hidden_size": 32, "intermediate_size": 64}
 AUDIT_SEEDS = (0, 1, 2, 3, 4)
 
@@ -82,6 +84,29 @@ class Attack:
 # ---------------------------------------------------------------- recovery from few examples
 
 
+@cache
+def sent_names(name: str) -> tuple[str, ...]:
+    """Return the names of the blocks that a scope sends, found by a release."""
+    (scope,) = (each for each in SCOPES if each.name == name)
+    version = pair_model(0) if scope is PROMPTS else text_model(0, **NARROW)
+    return tuple(release(version, (pairs if scope is PROMPTS else texts)(0, 1), scope).steps)
+
+
+def sent_blocks(version: Version, name: str) -> list[Block]:
+    """Return the blocks of a version that a scope sends."""
+    return [version.model.by_name[block] for block in sent_names(name)]
+
+
+def privacy_of(epsilon: float | None, version: Version, scope: Scope) -> Privacy | None:
+    """Return the privacy of a claim, with the clip norm that suits an attacker: the length of the shortest gradient
+    among some examples of its own. A larger norm would add noise, and a smaller one would cut gradients too."""
+    if epsilon is None:
+        return None
+    own = (pairs if scope is PROMPTS else texts)(12345, OWN_EXAMPLES)
+    gradients = canaries.gradients_of(version, own, sent_blocks(version, scope.name))
+    return Privacy(epsilon=epsilon, delta=DELTA, clip_norm=float(np.linalg.norm(gradients, axis=1).min()))
+
+
 @dataclass(frozen=True)
 class Recovery:
     """An attack on the update of a few examples."""
@@ -109,14 +134,13 @@ class Recovery:
         figure = self.of_pairs if scope is PROMPTS else self.of_text
         if figure is None:
             return None
-        privacy = None if epsilon is None else Privacy(epsilon=epsilon, delta=DELTA, clip_norm=1.0)
         found = []
         for seed in range(trials):
             if scope is PROMPTS:
                 version = self.craft_pairs(pair_model(seed))
             else:
                 version = self.craft(text_model(seed, initializer_range=self.std))
-            data = self.data(scope, seed)
+            data, privacy = self.data(scope, seed), privacy_of(epsilon, version, scope)
             value = figure(release(version, data, scope, privacy=privacy, training=self.training, seed=seed), data)
             if value is None:
                 return None
@@ -179,8 +203,7 @@ def canaries_of(most: int, name: str) -> tuple[Version, Dataset, Array]:
     (scope,) = (each for each in SCOPES if each.name == name)
     version = pair_model(0) if scope is PROMPTS else text_model(0, **NARROW)
     data = (pairs if scope is PROMPTS else texts)(0, most)
-    sent = release(version, data.rows(torch.arange(1)), scope).steps
-    gradients = canaries.gradients_of(version, data, [version.model.by_name[name] for name in sent])
+    gradients = canaries.gradients_of(version, data, sent_blocks(version, name))
     weights = np.linalg.svd(gradients, compute_uv=False)
     count = int((weights > INDEPENDENT * weights[0]).sum())
     return version, data.rows(torch.arange(count)), gradients[:count]
@@ -193,7 +216,7 @@ def membership_attacks(sizes: Sizes) -> list[Attack]:
         if (scope.name, epsilon) not in known:
             version = pair_model(0) if scope is PROMPTS else text_model(0, **NARROW)
             pool = (pairs if scope is PROMPTS else texts)(1, sizes.pool)
-            privacy = None if epsilon is None else Privacy(epsilon=epsilon, delta=DELTA, clip_norm=1.0)
+            privacy = privacy_of(epsilon, version, scope)
             found = membership(version, pool, scope, privacy, sizes.models, seed=1)
             known[scope.name, epsilon] = found.threshold, found.shadows
         return known[scope.name, epsilon]
