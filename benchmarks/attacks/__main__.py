@@ -230,10 +230,14 @@ def membership_attacks(sizes: Sizes) -> list[Attack]:
 def strongest_audit(count: int, epsilon: float | None, seed: int, confidence: float) -> canaries.Audit:
     """Run the audit with canaries of one word each, with the guesses that promise the most at this confidence."""
     version, data = canaries.one_word_canaries(count, seed)
-    # Below the length of any gradient: 1e-3 of a word's, which the normalization of small embeddings makes long.
-    privacy = None if epsilon is None else Privacy(epsilon=epsilon, delta=canaries.DELTA, clip_norm=1e-3)
+    privacy = one_word_privacy(epsilon)
     guesses = canaries.planned_guesses(count, canaries.noise_of(privacy), canaries.DELTA, confidence)
     return canaries.audit(version, data, WORDS, privacy, guesses, seed, canaries.by_rows, FAST)
+
+
+def one_word_privacy(epsilon: float | None) -> Privacy | None:
+    # Far below the length of any gradient, which the normalization of small embeddings makes long.
+    return None if epsilon is None else Privacy(epsilon=epsilon, delta=canaries.DELTA, clip_norm=1e-3)
 
 
 # ---------------------------------------------------------------- the tables
@@ -294,8 +298,8 @@ def _strongest(results: Results, sizes: Sizes) -> list[str]:
     seeds = ", ".join(map(str, sizes.seeds))
     lines = [
         f"\n{sizes.one_word} canaries of one word each, delta {canaries.DELTA:g}, one step; seeds {seeds}.\n",
-        "| claim | confidence | right of guessed | lower bound of epsilon |",
-        "|---|---|---|---|",
+        "| claim | confidence | right of guessed | lower bound of epsilon | promised by the noise |",
+        "|---|---|---|---|---|",
     ]
     for epsilon in sizes.epsilons:
         for confidence in (CONFIDENCE, CI_CONFIDENCE):
@@ -314,7 +318,10 @@ def _strongest(results: Results, sizes: Sizes) -> list[str]:
                 )
             right = ", ".join(f"{audit.right} of {audit.guesses}" for audit in found)
             shown = ", ".join(f"{bound:.2f}" for bound in bounds)
-            lines.append(f"| {'none' if epsilon is None else epsilon} | {confidence:.1%} | {right} | {shown} |")
+            noise, claim = canaries.noise_of(one_word_privacy(epsilon)), "none" if epsilon is None else f"{epsilon:g}"
+            about = (sizes.one_word, found[0].guesses, noise, canaries.DELTA, confidence)
+            promised = f"{canaries.promised_bound(*about):.2f}" if noise else ""
+            lines.append(f"| {claim} | {confidence:.1%} | {right} | {shown} | {promised} |")
     return lines
 
 

@@ -70,10 +70,10 @@ def planned_guesses(canaries: int, noise: float, delta: float, confidence: float
     if not noise:
         return canaries
     counts = range(10, canaries + 1, max(1, canaries // 50))
-    return max(counts, key=lambda count: _promised(canaries, count, noise, delta, confidence))
+    return max(counts, key=lambda count: promised_bound(canaries, count, noise, delta, confidence))
 
 
-def _promised(canaries: int, guesses: int, noise: float, delta: float, confidence: float) -> float:
+def promised_bound(canaries: int, guesses: int, noise: float, delta: float, confidence: float) -> float:
     """Return the bound if each score is a canary's coin, from 0 to 1, with normal noise, and the most certain are
     guessed."""
     half, normal = 1 / (2 * noise), NormalDist()
