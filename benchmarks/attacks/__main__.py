@@ -236,6 +236,7 @@ def strongest_audit(count: int, epsilon: float | None, seed: int, confidence: fl
 
 
 def one_word_privacy(epsilon: float | None) -> Privacy | None:
+    """Return the privacy of a claim for canaries of one word each."""
     # Far below the length of any gradient, which the normalization of small embeddings makes long.
     return None if epsilon is None else Privacy(epsilon=epsilon, delta=canaries.DELTA, clip_norm=1e-3)
 
@@ -252,11 +253,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
     sizes = QUICK if given.quick else WHOLE
     results = Results("attacks", "what an update reveals, by what is sent and at which epsilon", out=given.out)
-    audits = [
-        canary_audits(sizes),
-        *membership_attacks(sizes),
-    ]
-    lines = _table(results, sizes, [*audits, *recoveries(sizes.trials)])
+    attacks = [canary_audits(sizes), *membership_attacks(sizes), *recoveries(sizes.trials)]
+    lines = _table(results, sizes, attacks)
     lines += _strongest(results, sizes)
     print("\n" + "\n".join(lines))
     print(f"\nwritten to {results.write(given.out)}")
