@@ -141,6 +141,7 @@ bench: install ## what rounds, waiting workers and cut uploads cost; half an hou
 	$(BIN)/python -m benchmarks.page
 	$(BIN)/python -m benchmarks.large_base
 	$(BIN)/python -m benchmarks.simulations
+	$(BIN)/python -m benchmarks.attacks
 
 bench-results: install ## the methods side by side on small tasks, three seeds each; hours
 	for task in digits docstrings pairs privacy; do $(BIN)/python -m benchmarks.results $$task --csv bench-output/$$task.csv || exit 1; done
