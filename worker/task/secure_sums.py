@@ -87,7 +87,8 @@ def help_open(run: TaskRun) -> None:
         )
         if task.kind == "agree":
             agreement = member.agree(terms, document.envelopes)
-            head = run.journal.note("sums.agree", senders=agreement.senders, sites=len(document.envelopes))
+            about = {"senders": agreement.senders, "key": party.fingerprint}
+            head = run.journal.note("sums.agree", sites=len(document.envelopes), **about)
             report = HelperReport(token=task.token, agreement=agreement)
         else:
             with temporary_file(run.env.scratch) as (path, file):
@@ -99,8 +100,15 @@ def help_open(run: TaskRun) -> None:
                 with path.open("rb") as opened:
                     run.env.coordinator.put_stream(digest, opened, nbytes, run.sent)
             report = HelperReport(token=task.token, mask_sums=digest)
-    about = {"download_bytes": run.report.download_bytes, "audit_head": head}
-    run.env.coordinator.submit_helper_report(task.id, report.model_copy(update=about))
+    counted = {"download_bytes": run.report.download_bytes, "audit_head": head}
+    run.env.coordinator.submit_helper_report(task.id, report.model_copy(update=counted))
+
+
+def _require_room(run: TaskRun, terms: Terms) -> None:
+    """Raise PolicyViolation if the sums of all blocks are more than the site sends."""
+    most = run.env.policy.max_upload_bytes
+    nbytes = sum(ring.elements for ring in terms.blocks.values()) * terms.bits // 8
+    require(nbytes <= most, "max_upload_bytes", f"sums of {nbytes} bytes are larger than the {most} allowed")
 
 
 def _party(run: TaskRun) -> SumParty:
