@@ -48,5 +48,6 @@ def check_terms(terms: Terms, roster: Roster, least_quorum: int = LEAST_QUORUM) 
         raise SumRefused("quorum", f"sums of {terms.quorum} sites are to be opened; this site allows {least_quorum}")
     for helper in terms.helpers:
         check_keys(helper, roster)
-    if len({helper.sealing_key for helper in terms.helpers}) < len(terms.helpers):
-        raise SumRefused("committee", "two helpers have one sealing key")
+    for keys in ({helper.identity for helper in terms.helpers}, {helper.sealing_key for helper in terms.helpers}):
+        if len(keys) < len(terms.helpers):
+            raise SumRefused("committee", "two helpers have one key, and would count twice")

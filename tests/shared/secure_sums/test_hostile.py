@@ -128,6 +128,21 @@ def _foreign_helper(tried: Round) -> None:
     tried.agree(tried.federation.terms(helpers=helpers), tried.envelopes)
 
 
+def _one_helper_under_two_names(tried: Round) -> None:
+    """A roster with one key under two names: its owner would sign for two helpers."""
+    fed, own = tried.federation, tried.terms.helpers[1]
+    fed.roster["site-02"] = fed.roster["site-01"]
+    twice = signed_keys("site-02", fed.identities["site-01"], SealingKey.new().public)
+    tried.agree(fed.terms(helpers=(tried.terms.helpers[0], own, twice, tried.terms.helpers[3])), tried.envelopes)
+
+
+def _seeds_of_a_wrong_length(tried: Round) -> None:
+    fed, own = tried.federation, tried.envelopes[5]
+    contents = own.model_copy(update={"seeds": ("", *own.seeds[1:])}).model_dump(exclude={"signature"})
+    signature = fed.identities["site-05"].sign(PURPOSE, canonical(EnvelopeContents(**contents)))
+    tried.agree(tried.terms, [*tried.envelopes[:5], Envelope(**contents, signature=signature)], "site-01")
+
+
 def _foreign_sealing_key(tried: Round) -> None:
     """A helper's name and identity, with a key of the coordinator's to seal to."""
     own = tried.terms.helpers[1].model_copy(update={"sealing_key": SealingKey.new().public})
@@ -158,6 +173,8 @@ ACTS: dict[str, tuple[Callable[[Round], None], str]] = {
     "a set less one": (_set_less_one, "already-agreed"),
     "a helper of its own": (_foreign_helper, "not-in-roster"),
     "a sealing key of its own": (_foreign_sealing_key, "signature"),
+    "one helper under two names": (_one_helper_under_two_names, "committee"),
+    "seeds of a wrong length": (_seeds_of_a_wrong_length, "seeds"),
     "more senders than fit": (_more_than_fit, "too-many-senders"),
 }
 
@@ -168,6 +185,11 @@ def test_a_helper_refuses(name: str) -> None:
     with pytest.raises(SumRefused) as refusal:
         act(Round())
     assert refusal.value.rule == rule
+
+
+def test_a_refusal_of_seeds_names_their_sender() -> None:
+    with pytest.raises(SumRefused, match="seeds: a message of site-05 was not sealed to this key"):
+        _seeds_of_another(Round())
 
 
 def _opened(
@@ -224,6 +246,14 @@ def test_what_helpers_return_is_a_sum_of_masks_and_no_mask_of_one_site() -> None
     for each in tried.sent:
         alone = next(each.ring(tried.terms)["head"].chunks()).astype(np.int64) - masks
         assert np.abs(alone.astype(np.int32)).max() > 1 << 20
+
+
+def test_a_helper_s_key_to_which_nothing_can_be_sealed_is_named() -> None:
+    federation = Federation(6, 4)
+    broken = signed_keys("site-01", federation.identities["site-01"], "00" * 32)
+    terms = federation.terms(helpers=(federation.terms().helpers[0], broken, *federation.terms().helpers[2:]))
+    with pytest.raises(SumRefused, match="committee: nothing can be sealed to the key of site-01"):
+        federation.send(terms, "site-02", _steps())
 
 
 def test_a_site_trains_for_no_committee_that_its_roster_lacks() -> None:
