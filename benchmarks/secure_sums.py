@@ -51,6 +51,7 @@ def terms_of(helpers: int, senders: int, elements: int) -> Terms:
     keys = [signed_keys(f"site-{n}", key, SealingKey.new().public) for n, key in enumerate(identities)]
     blocks = {f"layer.{n:02}.value.weight": RingBlock(elements=elements, exponent=-22) for n in range(BLOCKS)}
     about = {"run": "run", "round": 1, "attempt": 1, "version": digest_of(b"version"), "quorum": 5}
+    about["settings"] = digest_of(b"settings")
     return Terms(helpers=keys, max_senders=senders, max_weight=1000, bits=32, blocks=blocks, **about)
 
 

@@ -257,7 +257,8 @@ def _check_masked(
     terms = Terms.model_validate_json(services.blobs.read(sums.terms))
     asked = [block.name for block in record.plan.upload.resolve(model.blocks)]
     weight, about = min(report.examples, terms.max_weight), (report.update, asked, services.blobs, report.data)
-    envelope, blocks = check_masked(report.envelope, terms, record.site, weight, *about)
+    identity = (record.worker.declared.get("site_keys") or {}).get("identity")
+    envelope, blocks = check_masked(report.envelope, terms, record.site, weight, *about, identity)
     return envelope.model_dump(mode="json"), blocks
 
 

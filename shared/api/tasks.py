@@ -21,7 +21,7 @@ from pydantic import (
 )
 
 from tessera.shared.aggregation.mean import Normalization
-from tessera.shared.api.secure_sums import MAX_STATEMENT_BYTES, SumTask
+from tessera.shared.api.secure_sums import MAX_STATEMENT_BYTES, SecureSums, SumTask
 from tessera.shared.api.versions import VersionRef
 from tessera.shared.methods.base import MethodSpec, Plan
 from tessera.shared.model.blocks import Block, Name
@@ -59,6 +59,7 @@ from tessera.shared.schema import (
     TaskState,
 )
 from tessera.shared.secure_sums.messages import SiteKeys
+from tessera.shared.tensors.lazy import digest_of
 
 
 class Progress(Message):
@@ -267,6 +268,16 @@ class Claim(Message):
         return claim
 
 
+ALIKE = frozenset(
+    {
+        "rounds", "method", "plan", "dataset", "training", "privacy", "codec", "secure_sums", "upload_budget",
+        "upload_seconds", "normalization", "model",
+    }
+)  # fmt: skip
+"""Fields of a training task that decide what is trained and sent. In a secure sum they are the same for all sites: if
+the others got a learning rate of almost zero, the sum would be one site's update."""
+
+
 class Task(Message):
     """One worker's work in one round. A report on it must carry its `token`."""
 
@@ -288,8 +299,10 @@ class Task(Message):
     training: Training
     privacy: Privacy | None = None
     codec: str
+    secure_sums: SecureSums | None = None
+    """The run's settings of secure sums."""
     sums: SumTask | None = None
-    """For a run with secure sums."""
+    """The terms of the round's secure sum, and a helper's part in it."""
     upload_budget: PositiveInt | None = None
     upload_seconds: PositiveFloat | None = None
     normalization: Normalization
@@ -319,6 +332,12 @@ class Task(Message):
         if self.held_out and self.kind != "evaluate":
             raise ValueError("nothing trains on what is held out")
         return self
+
+    @property
+    def alike_digest(self) -> Digest:
+        """Identifies all that is the same for the sites of a round with secure sums."""
+        fields = self.model_dump(mode="json", include=set(ALIKE))
+        return digest_of(json.dumps(fields, sort_keys=True, separators=(",", ":")).encode())
 
 
 class Heartbeat(Message):

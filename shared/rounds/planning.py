@@ -102,7 +102,17 @@ def initial_state(half: CoordinatorHalf[Any], first: State) -> State:
         half.check_client_privacy()
     if half.run.secure_sums:
         half.check_secure_sums()
-    return half.start(first)
+    state = half.start(first)
+    if half.run.secure_sums:
+        _check_summed(half, state)
+    return state
+
+
+def _check_summed(half: CoordinatorHalf[Any], state: State) -> None:
+    """Raise UnsupportedRun if the first round has nothing to sum."""
+    plans = half.plan(state, [Participant("any", 1)], Random(0))  # noqa: S311 (no secret)
+    if not any(plan.upload.resolve(half.run.blocks) for plan in plans.values()):
+        raise UnsupportedRun("the method sends no blocks, of which secure_sums could be taken: leave it out")
 
 
 def _check_trained(half: CoordinatorHalf[Any], model: Model, state: State) -> None:
@@ -255,6 +265,7 @@ def task_of(
         orchestrator=orchestrator,
         lease_seconds=lease_seconds,
         receipt=receipt,
+        secure_sums=spec.secure_sums,
         sums=sums,
     )
 

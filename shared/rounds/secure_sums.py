@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from io import BytesIO
+from typing import Any
 
 import numpy as np
 from pydantic import ValidationError
@@ -18,6 +19,7 @@ from tessera.shared.methods.base import Plan, State
 from tessera.shared.model.spec import Model
 from tessera.shared.problems import faults_of
 from tessera.shared.rounds.blob_store import BlobStore
+from tessera.shared.rounds.planning import task_of
 from tessera.shared.secure_sums.committee import SenderSet, sender_set
 from tessera.shared.secure_sums.envelope import own_blocks
 from tessera.shared.secure_sums.errors import SumRefused
@@ -53,14 +55,27 @@ def terms_of_round(
     version: VersionRef,
 ) -> Terms:
     """Return the terms of the round after a version. `keys` are those of the helpers' sites, `examples` the most of a
-    planned worker, and `before` is the state of the version before."""
+    planned worker, and `before` is the state of the version before. Raises ValueError if the plans differ."""
     assert spec.secure_sums is not None  # noqa: S101 (for the types)
+    plan = next(iter(plans.values()))
+    if differing := sorted(worker for worker, other in plans.items() if other != plan):
+        raise ValueError(f"secure_sums needs one plan for all sites, and {differing[:4]} have others")
+    about: dict[str, Any] = {
+        "task_id": "terms",
+        "token": 0,
+        "kind": "train",
+        "held_out": False,
+        "seed": 0,
+        "lease_seconds": 1.0,
+    }
+    task = task_of(spec, plan, version, run=run, number=version.number + 1, **about)
     quorum = spec.secure_sums.quorum
     return Terms(
         run=run,
         round=version.number + 1,
         attempt=attempt,
         version=version.digest,
+        settings=task.alike_digest,
         helpers=tuple(keys[site] for site in spec.secure_sums.helpers),
         quorum=quorum,
         max_senders=max(quorum, len(plans)),
@@ -105,14 +120,18 @@ def check_masked(
     asked: Collection[str],
     blobs: BlobStore,
     data: bytes | None,
+    identity: str | None = None,
 ) -> tuple[Envelope, tuple[str, ...]]:
-    """Return the envelope of a masked update, and its blocks. `data` has the update's bytes if it is not stored.
+    """Return the envelope of a masked update, and its blocks. `data` has the update's bytes if it is not stored, and
+    `identity` is the key that the worker declares, if known.
 
     Its values say nothing, so only its form is checked, and that the envelope is about it. Raises InvalidUpdate.
     """
     try:
         envelope = Envelope.model_validate_json(text or "{}")
         _require((envelope.site, envelope.update) == (site, update), "it is of another site or another update")
+        # Helpers would refuse the whole set: an envelope is better refused alone.
+        _require(identity in (None, envelope.identity), "it is under another key than its worker declares")
         _require(envelope.weight == weight, f"its weight is {envelope.weight}; the report's makes {weight}")
         blocks = own_blocks(envelope, terms)
         unasked = sorted(set(blocks) - set(asked))

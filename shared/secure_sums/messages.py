@@ -106,6 +106,8 @@ class Terms(Message):
     attempt: PositiveInt
     version: Digest
     """The manifest that all senders start from."""
+    settings: Digest
+    """All else that decides what a sender trains and sends (`Task.alike_digest`)."""
     helpers: tuple[SiteKeys, ...] = Field(min_length=3, max_length=MAX_HELPERS)
     quorum: int = Field(ge=LEAST_QUORUM, le=MAX_SENDERS)
     """The least senders of a block: a block that fewer sent is not opened."""

@@ -91,6 +91,7 @@ class Federation:
             "round": number,
             "attempt": 1,
             "version": digest_of(b"version"),
+            "settings": digest_of(b"settings"),
             "helpers": helpers,
             "quorum": self.quorum,
             "max_senders": max(self.sites, 3),

@@ -14,7 +14,7 @@ from typing import Literal
 from pydantic import ValidationError
 
 from tessera.shared.schema import MAX_WITHHELD, Frozen, TaskKind, canonical
-from tessera.worker.governance.run_history import SECURE_SUMS, RunSnapshot
+from tessera.worker.governance.run_history import RunSnapshot
 from tessera.worker.state.atomic_files import alone, written_whole
 
 INBOX_FOLDER = "inbox"
@@ -165,6 +165,7 @@ def terms_digest(snapshot: RunSnapshot, kind: TaskKind | None = None) -> str:
     terms = {**snapshot.terms, "dataset": snapshot.dataset, "kind": kind or snapshot.kind}
     # Hashed under its former name so that existing approvals stay valid.
     terms["divide"] = terms.pop("normalization")
-    # Not of evaluations, which the approval of a run's training covers too.
-    terms.pop(SECURE_SUMS, None)
+    if terms.get("secure_sums") is None:
+        # Approvals from before there were any stay valid.
+        terms.pop("secure_sums", None)
     return hashlib.sha256(json.dumps(terms, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

@@ -34,7 +34,7 @@ def summary(task: Task, model: Model, examples: int, *, groups: int | None = Non
     takes the run's tokenizer.
     """
     work = [_work(task, model, examples, groups), *_tokenizer(task, model, raw_texts=raw_texts)]
-    return " ".join([*work, _leaving(task, model), _privacy(task)])
+    return " ".join([*work, _leaving(task, model), *_masks(task), _privacy(task)])
 
 
 def _work(task: Task, model: Model, examples: int, groups: int | None) -> str:
@@ -75,11 +75,21 @@ def _leaving(task: Task, model: Model) -> str:
     )
 
 
+def _masks(task: Task) -> Iterator[str]:
+    if task.secure_sums and task.kind == "train":
+        *others, last = task.secure_sums.helpers
+        yield (
+            f"Updates leave under masks: the coordinator learns sums over at least {task.secure_sums.quorum} sites, "
+            f"which {', '.join(others)} and {last} open together."
+        )
+
+
 def _privacy(task: Task) -> str:
     privacy: Privacy | None = task.privacy
     if privacy is None:
+        seen = "sums of updates" if task.secure_sums and task.kind == "train" else "updates"
         return (
-            "No differential privacy: anyone who sees the updates, such as the coordinator's operator, may learn "
+            f"No differential privacy: anyone who sees the {seen}, such as the coordinator's operator, may learn "
             "about single examples."
         )
     if task.kind == "evaluate":

@@ -30,13 +30,10 @@ VERSIONS_KEPT = 64
 
 TERMS = (
     "run_name", "model", "method", "dataset", "rounds", "training", "privacy", "normalization", "codec",
-    "upload_budget", "upload_seconds", "orchestrator",
+    "upload_budget", "upload_seconds", "orchestrator", "secure_sums",
 )  # fmt: skip
-"""Fields of a task that are the same in all tasks of a run."""
-
-
-SECURE_SUMS = "secure_sums"
-"""The term of training tasks that says whether updates leave under masks alone."""
+"""Fields of a task that are the same in all tasks of a run. Without `secure_sums` among them, a later round could
+send the update that earlier ones hid, or have it opened by other helpers."""
 
 
 class Handed(Frozen):
@@ -92,9 +89,6 @@ class RunSnapshot:
         # A central evaluation uses another data set than the run.
         central = task.kind == "evaluate" and not task.held_out
         terms = {name: fields[name] for name in TERMS if not (central and name == "dataset")}
-        if task.kind == "train":
-            # A later round without them would send the update that the earlier ones hid.
-            terms[SECURE_SUMS] = task.sums is not None
         number, digest = task.version.number, task.version.digest
         return cls(task.run, task.kind, task.dataset, task.held_out, terms, task.round, number, digest, task.seed)
 

@@ -10,6 +10,7 @@ from typing import BinaryIO, TypeVar
 from pydantic import BaseModel
 
 from tessera.shared.api.secure_sums import MAX_DOCUMENT_BYTES, HelperReport, SumTask
+from tessera.shared.json_limits import check_document
 from tessera.shared.secure_sums.committee import Member
 from tessera.shared.secure_sums.envelope import make_envelope, new_seeds
 from tessera.shared.secure_sums.errors import SumRefused
@@ -33,6 +34,8 @@ def admitted_terms(run: TaskRun) -> Terms | None:
     Raises PolicyViolation, TaskFailure.
     """
     sums = run.task.sums
+    is_whole = (sums is None) == (run.task.secure_sums is None)
+    require(is_whole, "secure_sums", "the task has the run's settings of secure sums without terms, or the reverse")
     if sums is None:
         required = run.env.policy.require_secure_sums
         require(
@@ -43,6 +46,8 @@ def admitted_terms(run: TaskRun) -> Terms | None:
         return None
     with _refusing():
         terms = _terms(run, sums)
+        if terms.settings != run.task.alike_digest:
+            raise SumRefused("terms-differ", "the terms are of sites that train by other settings or another plan")
         party = _party(run)
         check_terms(terms, party.roster, party.quorum)
     return terms
@@ -78,6 +83,7 @@ def help_open(run: TaskRun) -> None:
         if sums is None or sums.document is None:
             raise TaskFailure("invalid-task", "the task names neither terms nor envelopes")
         terms, party = _terms(run, sums), _party(run)
+        _require_room(run, terms)
         document = _read(run, sums.document, SumDocument)
         if party.agreements is None:
             raise TaskFailure("no-helper", "this worker does not open sums: set secure_sums.helper in its settings")
@@ -124,12 +130,17 @@ def _terms(run: TaskRun, sums: SumTask) -> Terms:
     about = (terms.run, terms.round, terms.version)
     if about != (task.run, task.round, task.version.digest):
         raise SumRefused("terms-differ", f"the terms are of {about}, and not of the task")
+    settings, helpers = task.secure_sums, tuple(helper.site for helper in terms.helpers)
+    if settings is None or (helpers, terms.quorum) != (settings.helpers, settings.quorum):
+        raise SumRefused("terms-differ", f"the terms have the helpers {helpers} and the quorum {terms.quorum}")
     return terms
 
 
 def _read(run: TaskRun, digest: str, kind: type[M]) -> M:
     with failing_as("invalid-terms"):
-        return kind.model_validate_json(run.read(digest, MAX_DOCUMENT_BYTES))
+        raw = run.read(digest, MAX_DOCUMENT_BYTES)
+        check_document(raw)
+        return kind.model_validate_json(raw)
 
 
 @contextmanager

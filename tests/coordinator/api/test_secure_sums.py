@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
+from sqlalchemy import select
 
+from tessera.coordinator.blobs.store import Blobs
+from tessera.coordinator.db.tables import RoundRow
 from tessera.shared.api.runs import Cohort, Run, RunPatch
 from tessera.shared.api.secure_sums import HelperReport, SecureSums
 from tessera.shared.model.blocks import Block
+from tessera.shared.problems import Conflict
+from tessera.shared.rounds.blob_store import Stored
+from tessera.shared.secure_sums.keys import SigningKey
 from tessera.shared.tensors.lazy import as_bytes
 from tests.support.coordinator import LiveCoordinator, refusing, until
-from tests.support.federation import small_model, start_run, values
+from tests.support.federation import ScriptedWorker, small_model, start_run, values
 from tests.support.secure_sums import Federation, SecretSite
 
 NAMES = ("site-00", "site-01", "site-02")
@@ -93,24 +100,70 @@ def test_the_version_moves_by_the_weighted_mean_and_no_unmasked_update_is_ever_s
 
 
 def test_an_update_whose_envelope_is_not_about_it_is_rejected(ring: Ring) -> None:
-    site, other = ring.sites[0], ring.sites[1]
+    site, other = ring.sites[:2]
     task = site.worker.take()
-    right = site.submission(task, 1.0)
-    foreign = other.submission(other.worker.take(), 1.0)
-    for change in (
-        {"envelope": None},
-        {"envelope": "{}"},
-        {"envelope": "not JSON"},
-        {"envelope": foreign.envelope},
-        {"examples": right.examples - 1},
-        {"update": site.client.put_bytes(b"other bytes")},
-    ):
-        # Each is refused, and the task with it: it is offered to nobody again.
-        with refusing("invalid-update", match="envelope"):
-            site.client.submit(task.id, right.model_copy(update=change))
-        if (task_again := site.worker.claim(0)) is None:
-            break
-        task = task_again
+    right, foreign = site.submission(task, 1.0), other.submission(other.worker.take(), 1.0)
+    with refusing("invalid-update", match="envelope"):
+        site.client.submit(task.id, right.model_copy(update={"envelope": foreign.envelope}))
+    assert site.client.task(task.id).state == "rejected"
+
+
+def test_an_envelope_under_another_key_than_its_worker_declares_is_rejected(ring: Ring) -> None:
+    """A site that lost its keys would otherwise have helpers refuse the set of all senders."""
+    site = ring.sites[0]
+    task = site.worker.take()
+    ring.federation.identities[site.site] = SigningKey.new()
+    with refusing("invalid-update", match="under another key than its worker declares"):
+        site.client.submit(task.id, site.submission(task, 1.0))
+
+
+def test_a_helper_s_tasks_go_to_the_worker_that_has_its_key(ring: Ring) -> None:
+    site = ring.sites[0]
+    for site_worker in ring.sites:
+        site_worker.train(1.0)
+    for name in ("a", "z"):
+        ScriptedWorker(site.client, name=name).enrol()
+    ring.help()
+    until(lambda: ring.now().state == "completed")
+
+
+def test_two_conductors_that_ask_helpers_at_once_ask_each_once(ring: Ring) -> None:
+    """A helper asked twice would count twice, and masks opened twice be subtracted twice."""
+    for site in ring.sites[:2]:
+        site.train(1.0)
+    # A paused run takes updates, and its helpers are not asked.
+    ring.admin.patch_run(ring.run.id, RunPatch(state="paused"))
+    ring.sites[2].train(1.0)
+    until(lambda: next(iter(ring.admin.rounds(ring.run.id))).state == "merging")
+    with ring.live.services.database.snapshot() as session:
+        round_id = session.scalars(select(RoundRow.id)).one()
+    secure = ring.live.services.conductor.actions.secure
+
+    def first() -> None:
+        assert len(secure.ask(ring.run.id, round_id, "agree")) == 3
+
+    overtaken = replace(secure, blobs=cast("Blobs", Overtaken(secure.blobs, first)))
+    with pytest.raises(Conflict, match="changed meanwhile"):
+        overtaken.ask(ring.run.id, round_id, "agree")
+    ring.admin.patch_run(ring.run.id, RunPatch(state="running"))
+    ring.help()
+    until(lambda: ring.now().state == "completed")
+
+
+@dataclass
+class Overtaken:
+    """The blob store of a conductor that another one overtakes while it stores something."""
+
+    blobs: Blobs
+    first: Callable[[], None]
+
+    def put(self, pieces: Sequence[bytes]) -> Stored:
+        stored = self.blobs.put(pieces)
+        self.first()
+        return stored
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.blobs, name)
 
 
 def test_a_helper_s_report_that_is_not_what_its_task_asks_for_is_refused(ring: Ring) -> None:
@@ -198,6 +251,8 @@ def test_settings_that_need_single_updates_are_refused(standing: LiveCoordinator
         {"name": "feddyn"},
         {"name": "fedfrozen", "settings": {"warmup_rounds": "auto"}},
         {"name": "safl", "settings": {"score": "random"}},
+        {"name": "safl", "settings": {"score": "random", "chooser": "consensus", "memory_share": 0.5}},
+        {"name": "local"},
     ],
     ids=str,
 )

@@ -82,6 +82,9 @@ def test_an_approval_is_of_the_terms_that_were_shown(asking: Asking) -> None:
         task(method=MethodSpec(name="fedprox")),
         task(dataset="clinics"),
         task(orchestrator="somebody else"),
+        task(secure_sums={"helpers": ["a", "b", "c"], "quorum": 5}),
+        task(secure_sums={"helpers": ["a", "b", "c"], "quorum": 3}),
+        task(secure_sums={"helpers": ["a", "b", "d"], "quorum": 5}),
     ):
         assert terms_digest(RunSnapshot.of(changed)) != terms_digest(RunSnapshot.of(task()))
         assert asking.code(changed) == "awaiting-approval"

@@ -61,6 +61,14 @@ def test_a_run_with_its_own_tokenizer_says_so(files: dict[FileName, FileRef], ra
     assert told in summary(task(), MODEL.model_copy(update={"preprocessing": files}), 10, raw_texts=raw_texts)
 
 
+def test_secure_sums_name_who_opens_them() -> None:
+    shown = summary(task(secure_sums={"helpers": ["north", "south", "east"], "quorum": 5}), MODEL, 10)
+    assert (
+        " Updates leave under masks: the coordinator learns sums over at least 5 sites, which north, south and east "
+        "open together. No differential privacy: anyone who sees the sums of updates, " in shown
+    )
+
+
 def test_privacy_is_told_with_what_it_does_not_cover() -> None:
     told = summary(task(privacy=PRIVATE), MODEL, 10)
     assert told.endswith("reveal of one example at most epsilon 4 at delta 1e-06.")

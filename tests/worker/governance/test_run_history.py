@@ -57,12 +57,13 @@ def test_a_task_whose_plan_is_another_is_an_honest_retry_and_counted(tmp_path: P
     assert refused(seen, task(1), "max_attempts", 2) == "round 1 was already submitted 2 times (policy.max_attempts)"
 
 
-def test_a_run_with_secure_sums_may_not_go_on_without_them(tmp_path: Path) -> None:
-    seen, sums = RunHistory(tmp_path, "w"), SumTask(terms=DIGESTS[9])
-    seen.add(task(1, sums=sums), Policy())
-    seen.check(task(2, sums=SumTask(terms=DIGESTS[8])), Policy())
-    seen.check(task(2, kind="evaluate", held_out=True), Policy())
-    assert refused(seen, task(2), "run") == "run r has changed its secure_sums"
+def test_a_run_with_secure_sums_may_not_go_on_without_them_or_with_other_helpers(tmp_path: Path) -> None:
+    seen, sums = RunHistory(tmp_path, "w"), {"helpers": ["a", "b", "c"], "quorum": 5}
+    seen.add(task(1, secure_sums=sums, sums=SumTask(terms=DIGESTS[9])), Policy())
+    seen.check(task(2, secure_sums=sums, sums=SumTask(terms=DIGESTS[8])), Policy())
+    for number in (1, 2):
+        for other in (None, {**sums, "helpers": ["d", "e", "f"]}, {**sums, "quorum": 3}):
+            assert refused(seen, task(number, secure_sums=other), "run") == "run r has changed its secure_sums"
 
 
 def test_what_was_handed_in_is_remembered_after_a_restart(tmp_path: Path) -> None:
