@@ -182,6 +182,8 @@ def test_a_helper_s_report_that_is_not_what_its_task_asks_for_is_refused(ring: R
         HelperReport(token=task.token, agreement=right.agreement.model_copy(update={"helper": 99})),
         HelperReport(token=task.token, agreement=right.agreement.model_copy(update={"senders": ring.run.spec.model})),
         HelperReport(token=task.token, agreement=theirs),
+        # Another helper's own signature would count twice.
+        HelperReport(token=task.token, agreement=foreign.agreement),
     )
     for report in wrong:
         with refusing("invalid"):
