@@ -9,6 +9,7 @@ import pytest
 
 from tessera.shared.problems import InvalidUpdate
 from tessera.shared.rounds.secure_sums import check_masked
+from tessera.shared.secure_sums.envelope import make_envelope, new_seeds
 from tessera.shared.secure_sums.keys import SigningKey
 from tessera.shared.tensors.lazy import digest_of
 from tests.support.secure_sums import SIZES, Federation
@@ -42,6 +43,15 @@ class Arrival:
 
 def test_an_update_that_is_as_its_envelope_says_is_accepted() -> None:
     assert Arrival().check() == tuple(sorted(SIZES))
+
+
+def test_a_file_of_another_round_is_refused() -> None:
+    arrival = Arrival()
+    terms, key = arrival.terms, arrival.federation.identities["site-01"]
+    file = arrival.federation.send(arrival.federation.terms(2), "site-01", STEPS).file
+    envelope = make_envelope(terms, "site-01", key, 10, list(SIZES), digest_of(file), new_seeds(terms))
+    with pytest.raises(InvalidUpdate, match="terms-differ: the file is of other terms"):
+        arrival.check(text=envelope.model_dump_json(), update=digest_of(file), data=file)
 
 
 def test_another_than_its_envelope_says_is_refused() -> None:

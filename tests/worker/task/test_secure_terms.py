@@ -3,26 +3,30 @@ beside each."""
 
 from __future__ import annotations
 
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from tessera.shared.api.tasks import ALIKE, Task
 from tessera.shared.client.client import Client
 from tessera.shared.methods.base import MethodSpec, Plan
+from tessera.shared.model.blocks import Block
 from tessera.shared.model.selectors import roles
 from tessera.shared.schema import canonical
 from tessera.shared.secure_sums.messages import Terms
-from tessera.shared.tensors.lazy import digest_of
+from tessera.shared.tensors.lazy import ArrayTensor, digest_of
+from tessera.shared.updates.update_file import TrainedBlock
 from tessera.worker.governance.policy import Policy, PolicyViolation
 from tessera.worker.state.blob_cache import Cache
 from tessera.worker.state.hash_chain import TaskRef
 from tessera.worker.state.site_keys import Keyring, SumParty
 from tessera.worker.state.vault import Vault
 from tessera.worker.task.environment import Journal, TaskEnvironment, TaskRun
-from tessera.worker.task.secure_sums import admitted_terms, help_open
+from tessera.worker.task.secure_sums import admitted_terms, help_open, masked
 from tessera.worker.training.progress import Report
 from tessera.worker.training.setup import TrainingSetup
 from tests.support.secure_sums import Federation
@@ -137,6 +141,30 @@ def test_only_the_run_s_helpers_open_its_sums(tmp_path: Path, sums: dict[str, An
     sender = Sender(tmp_path)
     settings = sender.task(secure_sums=sums).alike_digest
     assert "the terms have the helpers" in refusal(sender, sender.terms(settings=settings), secure_sums=sums)
+
+
+def test_only_helpers_of_the_roster_open_its_sums(tmp_path: Path) -> None:
+    sender = Sender(tmp_path)
+    terms = sender.terms()
+    del sender.federation.roster["site-02"]
+    assert refusal(sender, terms) == "not-in-roster: the site site-02 is not in the roster of this site"
+
+
+@pytest.mark.parametrize("changed", [{"run": "run-2"}, {"number": 2}, {"version": digest_of(b"another")}], ids=str)
+def test_terms_of_another_round_are_refused(tmp_path: Path, changed: dict[str, Any]) -> None:
+    sender = Sender(tmp_path)
+    assert "and not of the task" in refusal(sender, sender.terms(**changed))
+
+
+def test_an_update_leaves_under_masks(tmp_path: Path) -> None:
+    """Without them, a step of zeros would be zeros in the file."""
+    sender, file = Sender(tmp_path), BytesIO()
+    terms = sender.terms()
+    block = Block(tensor="head", role="head", shape=(7,), dtype="F32")
+    still = ArrayTensor(np.ones(7, np.float32))
+    masked(sender.run(sender.task(terms)), terms, [TrainedBlock(block, still, still)], 10, file, norms=False)
+    values = np.frombuffer(file.getvalue()[-28:], np.int32)
+    assert np.abs(values.astype(np.int64)).max() > 1 << 20
 
 
 def test_a_task_has_both_settings_and_terms_of_secure_sums_or_neither(tmp_path: Path) -> None:
