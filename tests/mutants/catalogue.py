@@ -421,6 +421,15 @@ SECURE_SUMS = (
         "worker/state/site_keys.py", "if len(chain.entries) < self._known:", "if len(chain.entries) < 0:", AGREEMENTS
     ),
     Mutant(
+        "coordinator/domain/decide.py", "if signed >= sums.signatures:", "if signed + 1 >= sums.signatures:", DECIDE
+    ),
+    Mutant(
+        "coordinator/domain/decide.py",
+        "elif sums.helpers - failed < sums.signatures:",
+        "elif failed and sums.helpers - failed <= sums.signatures:",
+        DECIDE,
+    ),
+    Mutant(
         "coordinator/conductor/secure_sums.py",
         'require(_states(present) == _states(tasks), "the helpers\' tasks have changed meanwhile")',
         "pass",
