@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from io import BytesIO
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,8 @@ import torch
 
 from tessera.shared.api.tasks import ALIKE, Task
 from tessera.shared.client.client import Client
-from tessera.shared.methods.base import MethodSpec, Plan
+from tessera.shared.methods.base import MethodSpec, Participant, Plan, State
+from tessera.shared.methods.registry import coordinator_half
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.selectors import roles
 from tessera.shared.schema import canonical
@@ -30,6 +32,7 @@ from tessera.worker.task.secure_sums import admitted_terms, help_open, masked
 from tessera.worker.training.progress import Report
 from tessera.worker.training.setup import TrainingSetup
 from tests.support.secure_sums import Federation
+from tests.support.tasks import ADAPTED, PLAIN
 
 VERSION = digest_of(b"version")
 PRIVACY = {"epsilon": 3.0, "delta": 1e-5, "clip_norm": 1.0}
@@ -95,6 +98,18 @@ def test_terms_of_the_task_are_admitted(tmp_path: Path) -> None:
     assert sender.admitted(terms) == terms
     # What differs between the sites of a round.
     assert sender.admitted(terms, seed=3, token=9, id="u", orchestrator="trial", inline_bytes=9) == terms
+
+
+@pytest.mark.parametrize("name", ["fedavg", "fedbabu", "fedfrozen", "fedper", "lora", "safl"])
+def test_the_coordinator_and_a_worker_find_the_same_digest(tmp_path: Path, name: str) -> None:
+    settings = {"safl": {"score": "random", "chooser": "consensus", "layers": 1}, "fedfrozen": {"warmup_rounds": 0}}
+    method = MethodSpec(name=name, settings=settings.get(name, {}))
+    model = ADAPTED if name == "lora" else PLAIN
+    half = coordinator_half(method, model.facts(learning_rate=1e-3, schedule="cosine"))
+    state = State(0, {block.name: ArrayTensor(np.zeros(block.shape, np.float32)) for block in half.run.blocks})
+    (plan,) = half.plan(half.start(state), [Participant("a", 3)], Random(0)).values()
+    made = Sender(tmp_path).task(method=method, plan=plan, training=half.run.training, privacy=PRIVACY)
+    assert Task.model_validate_json(made.model_dump_json()).alike_digest == made.alike_digest
 
 
 CHANGES: dict[str, Any] = {
