@@ -116,7 +116,8 @@ TABLES: tuple[tuple[str, type[BaseModel], str], ...] = (
     (
         "client_privacy",
         ClientPrivacy,
-        "Noise at the coordinator for [whole sites](privacy.md#whole-sites), with normalization set to cohort.",
+        "Noise for [whole sites](privacy.md#whole-sites), by the coordinator or, with secure_sums, by the sites; with "
+        "normalization set to cohort.",
     ),
     (
         "secure_sums",

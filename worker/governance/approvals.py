@@ -167,4 +167,6 @@ def terms_digest(snapshot: RunSnapshot, kind: TaskKind | None = None) -> str:
     terms["divide"] = terms.pop("normalization")
     # Not of evaluations, which the approval of a run's training covers too.
     terms.pop(SECURE_SUMS, None)
+    if terms.get("client_privacy") is None:
+        terms.pop("client_privacy", None)
     return hashlib.sha256(json.dumps(terms, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

@@ -30,7 +30,7 @@ VERSIONS_KEPT = 64
 
 TERMS = (
     "run_name", "model", "method", "dataset", "rounds", "training", "privacy", "normalization", "codec",
-    "upload_budget", "upload_seconds", "orchestrator",
+    "upload_budget", "upload_seconds", "orchestrator", "client_privacy",
 )  # fmt: skip
 """Fields of a task that are the same in all tasks of a run."""
 
@@ -91,7 +91,8 @@ class RunSnapshot:
         fields = task.model_dump(mode="json", include=set(TERMS))
         # A central evaluation uses another data set than the run.
         central = task.kind == "evaluate" and not task.held_out
-        terms = {name: fields[name] for name in TERMS if not (central and name == "dataset")}
+        # What is omitted from a task, because older workers do not know it, is None.
+        terms = {name: fields.get(name) for name in TERMS if not (central and name == "dataset")}
         if task.kind == "train":
             # A later round without them would send the update that the earlier ones hid.
             terms[SECURE_SUMS] = task.sums is not None

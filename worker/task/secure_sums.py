@@ -34,18 +34,40 @@ def admitted_terms(run: TaskRun) -> Terms | None:
     """
     sums = run.task.sums
     if sums is None:
-        required = run.env.policy.require_secure_sums
+        policy = run.env.policy
         require(
-            not required,
+            not policy.require_secure_sums,
             "require_secure_sums",
             "the run has no secure sums, so that the coordinator could read the update",
+        )
+        require(
+            policy.require_client_privacy is None,
+            "require_client_privacy",
+            "the run has no secure sums, so that this site could not add the noise itself",
         )
         return None
     with _refusing():
         terms = _terms(run, sums)
         party = _party(run)
         check_terms(terms, party.roster, party.quorum)
+        _check_noise(run, terms)
     return terms
+
+
+def _check_noise(run: TaskRun, terms: Terms) -> None:
+    """Check that the round's noise is that of the task, and as much as this site requires.
+
+    What the task says is the same in the whole run (`worker.governance.run_history`). Raises SumRefused,
+    PolicyViolation.
+    """
+    given, noise = run.task.client_privacy, terms.noise
+    settings = ("epsilon", "delta", "clip_norm", "honest_sites")
+    said = [getattr(given, name) for name in settings] + [run.task.rounds] if given else None
+    found = [getattr(noise, name) for name in settings] + [noise.rounds] if noise else None
+    if said != found:
+        raise SumRefused("noise", f"the terms have the noise {found}; the task's client_privacy makes {said}")
+    if floor := run.env.policy.require_client_privacy:
+        floor.check(noise, terms.quorum)
 
 
 def masked(
@@ -58,7 +80,9 @@ def masked(
     party, seeds, weight = _party(run), new_seeds(terms), min(examples, terms.max_weight)
     by_name = {change.block.name: change for change in changes}
     with _refusing():
-        written = write_masked(file, terms, by_name, weight, seeds if party.masks else [], run.task.seed)
+        key = party.noise_key(run.task.seed) if terms.noise else None
+        used = seeds if party.masks else []
+        written = write_masked(file, terms, by_name, weight, used, run.task.seed, noise_key=key)
         identity = party.keys.identity()
         envelope = make_envelope(terms, party.site, identity, weight, list(by_name), written.digest, seeds)
     sizes = {name: change.block.numel * terms.bits // 8 for name, change in by_name.items()}
@@ -81,6 +105,7 @@ def help_open(run: TaskRun) -> None:
         document = _read(run, sums.document, SumDocument)
         if party.agreements is None:
             raise TaskFailure("no-helper", "this worker does not open sums: set secure_sums.helper in its settings")
+        _check_noise(run, terms)
         keys = party.keys
         member = Member(
             party.site, keys.identity(), keys.sealing_keys(), party.roster, party.agreements, party.quorum
