@@ -122,7 +122,9 @@ def _sender(results: Results, terms: Terms, changes: dict[str, Steps], megabytes
 def _noise(results: Results, count: int) -> None:
     """A site's share of the noise of client-level privacy."""
     source = NoiseSource(secret_key())
-    seconds = _processor_seconds(lambda: [discrete_gaussian(source, 1 << 20, CHUNK) for _ in range(count // CHUNK + 1)])
+    seconds = _processor_seconds(
+        lambda: [discrete_gaussian(source, 1 << 20, CHUNK) for _ in range(count // CHUNK + 1)]
+    )
     results.add(what="noise", values=(count // CHUNK + 1) * CHUNK, cpu_s=seconds)
 
 

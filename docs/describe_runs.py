@@ -116,8 +116,7 @@ TABLES: tuple[tuple[str, type[BaseModel], str], ...] = (
     (
         "client_privacy",
         ClientPrivacy,
-        "Noise for [whole sites](privacy.md#whole-sites), by the coordinator or, with secure_sums, by the sites; with "
-        "normalization set to cohort.",
+        "Noise for [whole sites](privacy.md#whole-sites), with normalization = cohort; by sites in secure sums.",
     ),
     (
         "secure_sums",

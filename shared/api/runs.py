@@ -204,8 +204,7 @@ class RunSpec(Frozen):
             ),
             "client_privacy.clip_quantile": (
                 self.client_privacy is not None and self.client_privacy.clip_quantile is not None,
-                "sites clip by themselves, and nothing counts the updates within a norm: leave it out, and set "
-                "clip_norm to what the sites' updates measure",
+                "no party counts the updates within a norm: leave it out, and set clip_norm to a usual update's norm",
             ),
             "codec": (self.codec != pipeline.LOSSLESS, "masked updates are integers of 32 bits: leave it out"),
             "upload_budget": (self.upload_budget is not None, "masked updates do not shrink: leave it out"),

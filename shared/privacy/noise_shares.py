@@ -94,7 +94,7 @@ def share_for(rho: float, clip_norm: float, shares: int, values: int, levels: in
             break
         return NoiseShare(exponent, deviation, math.sqrt(bound) / clip)
     raise ValueError(
-        f"integers of at most {levels:,} have no room for {values:,} rounded values and their share of the noise: set "
+        f"integers of at most {levels:,} have no room for {values:,} values and their share of the noise: set "
         "cohort.size to fewer sites, or choose a method that trains fewer values"
     )
 
@@ -105,7 +105,7 @@ def epsilon_of(rho: float, delta: float) -> float:
         return 0.0
 
     def at(logarithm: float) -> float:
-        """The bound of the order alpha, one above the exponential of this."""
+        """Return the bound of the order alpha whose distance from 1 has this logarithm."""
         above = math.exp(logarithm)
         alpha = 1 + above
         return rho * alpha + logarithm - math.log(alpha) - (math.log(delta) + math.log(alpha)) / above

@@ -8,7 +8,7 @@ With a quantile the clip norm follows it (Andrew et al. 2021, arXiv 1905.03871, 
 updates within the norm. Sum and count together cost what one release with the run's noise multiplier z costs, if
 z^-2 = z_sum^-2 + (2 sigma_count)^-2 (theorem 1).
 
-With secure sums the coordinator adds nothing: sites clip, and add the noise in shares (`shared.privacy.noise_shares`).
+With secure sums the coordinator adds nothing: sites clip and add the noise in shares (`shared.privacy.noise_shares`).
 """
 
 import hashlib
@@ -80,11 +80,9 @@ def begun(spec: RunSpec, state: State) -> State:
     terms = spec.client_privacy
     if terms is None:
         return state
-    if spec.secure_sums:
-        # The noise of the shares that count, over the norm bound of a rounded update.
-        noise = 1 / math.sqrt(2 * rho_of_round(spec))
-    else:
-        noise = noise_multiplier_for(terms, spec.rounds)
+    # In secure sums, the noise of the shares that count, over the norm bound of a rounded update.
+    in_shares = spec.secure_sums is not None
+    noise = 1 / math.sqrt(2 * rho_of_round(spec)) if in_shares else noise_multiplier_for(terms, spec.rounds)
     return replace(state, scalars={**state.scalars, CLIP_NORM: terms.clip_norm, NOISE: noise, EPSILON: 0.0})
 
 
@@ -125,9 +123,9 @@ def check_room(spec: RunSpec, values: int) -> None:
     share = noise_share(spec, values, senders)
     if share.growth > MAX_GROWTH:
         raise ValueError(
-            f"in sums of {senders} sites, rounding {values:,} values takes {share.growth:.2g} times "
-            "the noise of the update itself: set cohort.size to fewer sites, raise client_privacy.epsilon, or choose "
-            "a method that trains fewer values"
+            f"in sums of {senders} sites, rounding {values:,} values takes {share.growth:.2g} times the noise of "
+            "the steps themselves: set cohort.size to fewer sites, raise client_privacy.epsilon, or choose a method "
+            "that trains fewer values"
         )
 
 

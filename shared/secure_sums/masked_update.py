@@ -1,7 +1,7 @@
 """An update as integers under a mask: one safetensors file with a string of integers for each block.
 
-Without noise, a step x of a site with weight w becomes an integer q, at random one of the two next to x w / (max_weight 2^exponent),
-so that its mean is exact (stochastic rounding). With client-level privacy `noisy_update` makes q. The site sends q
+A step x of a site with weight w becomes an integer q, at random one of the two next to x w / (max_weight 2^exponent),
+so that its mean is exact (stochastic rounding); with client-level privacy, `noisy_update` makes q. The site sends q
 plus its masks, modulo 2^bits: bits that say nothing about q to all who lack a seed. The same file format carries the
 sums of masks that helpers return.
 """
@@ -87,8 +87,8 @@ def write_masked(
     noise_key: bytes | None = None,
     keep_rests: bool = False,
 ) -> Written:
-    """Write an update under the masks of `seeds`. The same `seed` rounds the same way, and the same `noise_key`, which
-    terms with noise need, draws the same noise.
+    """Write an update under the masks of `seeds`. The same `seed` rounds the same way. Terms with noise need a
+    `noise_key`; the same one draws the same noise.
 
     Raises SumRefused for a step that is not finite, and for a block or weight beyond the terms.
     """

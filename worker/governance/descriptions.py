@@ -95,7 +95,7 @@ def _privacy(task: Task) -> str:
 def _client_privacy(task: Task) -> Iterator[str]:
     if given := task.client_privacy:
         yield (
-            f"Privacy of the site as a whole, by noise that the sites add: all sums together reveal of its updates at "
+            "Privacy of the site as a whole, by noise that the sites add: all sums together reveal of its updates at "
             f"most {given.bound}, if {given.honest_sites} sites of each sum keep their noise to themselves."
         )
 

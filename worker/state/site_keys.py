@@ -115,5 +115,4 @@ class SumParty:
     masks: bool = True
     """False in a simulation: masks cancel to the bit, so that sums without them are the same."""
     noise_key: Callable[[int], bytes] = lambda _: new_noise_key()
-    """Return the key of an update's noise by the seed of its task. Only a simulation depends on the seed, which others
-    know."""
+    """Return the key of an update's noise by its task's seed. Only a simulation uses the seed, which others know."""

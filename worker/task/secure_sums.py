@@ -102,10 +102,10 @@ def help_open(run: TaskRun) -> None:
         if sums is None or sums.document is None:
             raise TaskFailure("invalid-task", "the task names neither terms nor envelopes")
         terms, party = _terms(run, sums), _party(run)
+        _check_noise(run, terms)
         document = _read(run, sums.document, SumDocument)
         if party.agreements is None:
             raise TaskFailure("no-helper", "this worker does not open sums: set secure_sums.helper in its settings")
-        _check_noise(run, terms)
         keys = party.keys
         member = Member(
             party.site, keys.identity(), keys.sealing_keys(), party.roster, party.agreements, party.quorum

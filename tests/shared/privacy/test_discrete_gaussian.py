@@ -48,7 +48,7 @@ def test_the_moments_are_those_of_the_distribution(deviation: int) -> None:
 
 def test_the_tail_is_not_cut_off() -> None:
     values = np.abs(drawn(3, 1_000_000))
-    # Beyond four deviations are 52 in a million.
+    # Some thirty in a million are 13 or more from zero.
     expected = 1e6 * 2 * probabilities(3, np.arange(13, 120)).sum()
     assert abs((values >= 13).sum() - expected) < 4 * math.sqrt(expected)
 

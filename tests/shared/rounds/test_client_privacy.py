@@ -386,7 +386,7 @@ def test_the_noise_of_a_round_is_counted_in_the_shares_of_the_sites_that_are_cer
 def test_a_run_whose_sums_have_no_room_for_the_noise_is_refused_with_the_remedy() -> None:
     run = spec(client_privacy=NOISY, rounds=400, secure_sums=SUMS, cohort={"quorum": 5})
     begun(run, adapted_model(), State(0, {}))
-    for width, why in ((30_000, "have no room for"), (1500, "the noise of the update itself")):
+    for width, why in ((30_000, "have no room for"), (2500, "the noise of the steps themselves")):
         with pytest.raises(Invalid) as refusal:
             begun(run, adapted_model(width), State(0, {}))
         (fault,) = refusal.value.errors
