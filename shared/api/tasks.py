@@ -290,7 +290,7 @@ class Task(Message):
     training: Training
     privacy: Privacy | None = None
     client_privacy: ClientPrivacy | None = Field(default=None, exclude_if=partial(operator.is_, None))
-    """What the site clips its whole update to and adds its share of the noise for, in a run with secure sums."""
+    """For a run with secure sums: the norm that the site clips its whole update to, and the target of the noise."""
     codec: str
     sums: SumTask | None = None
     """For a run with secure sums."""

@@ -64,7 +64,7 @@ def convolution_gap(deviation: int, shares: int) -> float:
 
 
 def rho_of(squared_bound: float, deviation: int, shares: int, values: int) -> float:
-    """Return the zCDP of one release of a sum with at least so many shares of noise, of so many values.
+    """Return the zCDP of one release of a sum of `values` numbers with at least `shares` shares of noise each.
 
     Theorem 1 bounds it by epsilon^2 / 2 with the least of several terms, of which this takes the last, epsilon =
     Delta_2 / (sqrt(n) sigma) + tau sqrt(d). On a grid as fine as ours all of them are equal but for a rounding error.

@@ -130,8 +130,8 @@ class ClientPrivacyFloor(Budget):
 
     colluders: NonNegativeInt = Field(
         default=1,
-        description="sites that may reveal their noise to the coordinator, or add none: a sum needs so many more "
-        "senders than it counts shares of noise",
+        description="senders of a sum that may reveal their noise to the coordinator, or add none; a run may count "
+        "the noise of the others alone",
     )
 
     def check(self, noise: NoiseTerms | None, quorum: int) -> None:

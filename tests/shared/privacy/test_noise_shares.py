@@ -103,6 +103,18 @@ def test_a_share_is_the_least_that_the_target_allows_and_has_room(
     assert share.growth < MAX_GROWTH
 
 
+def test_the_conversion_takes_some_percent_more_noise_than_gaussian_noise_needs() -> None:
+    for epsilon, more in ((0.1, 0.11), (4.0, 0.07), (1000.0, 0.01)):
+        target = Budget(epsilon=epsilon, delta=1e-5)
+        ratio = 1 / math.sqrt(2 * rho_for(target)) / (gaussian.noise_multiplier_for(target, 10_000) / 100)
+        assert 0.9 * more < ratio - 1 < 1.05 * more
+
+
+def test_rounding_of_a_large_model_by_six_sites_costs_next_to_nothing() -> None:
+    rho = rho_for(Budget(epsilon=1.0, delta=1e-5)) / 8
+    assert share_for(rho, 1.0, 4, 25_000_000, levels=((1 << 31) - 1) // 6).growth < 1 + 1e-5
+
+
 def test_sums_without_room_for_the_noise_are_refused() -> None:
     rho = rho_for(Budget(epsilon=1000.0, delta=1e-5))
     with pytest.raises(ValueError, match=r"cohort\.size"):
