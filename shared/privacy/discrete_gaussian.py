@@ -81,7 +81,8 @@ def _heads(source: NoiseSource, numerator: Array, denominator: int) -> Array:
     heads = np.ones(numerator.size, np.bool_)
     going, k = np.arange(numerator.size), 1
     while going.size:
-        going = going[_below(source, k, going.size) == 0]
+        if k > 1:
+            going = going[_below(source, k, going.size) == 0]
         going = going[_below(source, denominator, going.size) < numerator[going]]
         heads[going] ^= True
         k += 1
