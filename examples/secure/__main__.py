@@ -1,5 +1,5 @@
-"""The demo of secure sums: six sites train, and the coordinator learns sums of their updates alone, to which the sites
-have added noise. One site and one helper are killed on the way."""
+"""The demo of secure sums: six sites train, and the coordinator learns sums of their updates alone, with noise of the
+sites. One site and one helper are killed on the way."""
 
 from __future__ import annotations
 
@@ -71,7 +71,8 @@ def _demo(console: Console, federation: Federation, given: Namespace) -> None:
     wanted = read_spec(HERE / "run.toml", given.settings)
     helpers = wanted["secure_sums"]["helpers"]
     console.print(
-        "[bold]Tessera[/]: six institutions train a model. The coordinator can read no update, and no sum without noise.\n"
+        "[bold]Tessera[/]: six institutions train a model. The coordinator can read no update, and no sum without "
+        "noise.\n"
     )
     federation.start_coordinator(ATTENTIVE)
     compare_fingerprints(federation, helpers)
@@ -119,8 +120,8 @@ def _say_who_saw_what(console: Console, outcomes: Sequence[Outcome]) -> None:
         raise DemoFailed("a site reported figures of its own")
     sizes = {len([task for task in outcome.round.tasks if task.state == "merged"]) for outcome in outcomes}
     console.print(
-        f"\nThe coordinator has {len(merged)} masked updates and {len(outcomes)} noisy sums, each over {min(sizes)} to "
-        f"{max(sizes)} sites. The helpers have signed {len(outcomes)} sets of senders and returned sums of masks; "
+        f"\nThe coordinator has {len(merged)} masked updates and {len(outcomes)} noisy sums, each over {min(sizes)} "
+        f"to {max(sizes)} sites. The helpers have signed {len(outcomes)} sets of senders and returned sums of masks; "
         "no update was sent to them. The recipients of the model have the versions. Each site alone has its update.",
         soft_wrap=True,
     )
@@ -134,8 +135,8 @@ def _say_epsilon(console: Console, run: Run) -> None:
     rho = rho_for(target) * run.version.number / run.spec.rounds
     larger = epsilon_of(rho / SCALE**2, target.delta)
     console.print(
-        f"\nEach site as a whole: epsilon {run.client_epsilon:.4g} at delta {target.delta:g}, by noise of the sites, of "
-        f"which {run.spec.honest_sites} of the senders of each sum suffice. So large an epsilon protects hardly "
+        f"\nEach site as a whole: epsilon {run.client_epsilon:.4g} at delta {target.delta:g}, by noise of the sites. "
+        f"That of {run.spec.honest_sites} senders of each sum suffices. So large an epsilon protects hardly "
         "anything: six sites are too few to hide one of them and to learn. In a mean of "
         f"{SCALE * len(ALL)} sites the same noise would be epsilon {larger:.2g}.",
         soft_wrap=True,
