@@ -10,6 +10,8 @@ from typing import BinaryIO, TypeVar
 from pydantic import BaseModel
 
 from tessera.shared.api.secure_sums import MAX_DOCUMENT_BYTES, HelperReport, SumTask
+from tessera.shared.methods.base import UnsupportedRun
+from tessera.shared.methods.registry import coordinator_half
 from tessera.shared.secure_sums.committee import Member
 from tessera.shared.secure_sums.envelope import make_envelope, new_seeds
 from tessera.shared.secure_sums.errors import SumRefused
@@ -23,6 +25,7 @@ from tessera.worker.state.atomic_files import temporary_file
 from tessera.worker.state.site_keys import SumParty
 from tessera.worker.task.environment import TaskRun
 from tessera.worker.task.errors import TaskFailure, failing_as
+from tessera.worker.task.fetch import read_model
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -45,13 +48,25 @@ def admitted_terms(run: TaskRun) -> Terms | None:
             "require_client_privacy",
             "the run has no secure sums, so that this site could not add the noise itself",
         )
+        without = run.task.client_privacy is None
+        require(without, "secure_sums", "the task's client_privacy is for a secure sum, which the run does not have")
         return None
     with _refusing():
         terms = _terms(run, sums)
         party = _party(run)
         check_terms(terms, party.roster, party.quorum)
         _check_noise(run, terms)
+        if terms.noise:
+            _check_method(run)
     return terms
+
+
+def _check_method(run: TaskRun) -> None:
+    """Raise SumRefused if the method sends more than steps, which noise hides, such as a choice of blocks by data."""
+    try:
+        coordinator_half(run.task.method, run.facts(read_model(run).blocks)).check_client_privacy()
+    except UnsupportedRun as fault:
+        raise SumRefused("noise", str(fault)) from None
 
 
 def _check_noise(run: TaskRun, terms: Terms) -> None:

@@ -15,6 +15,7 @@ from tessera.shared.methods.base import MethodSpec, Plan
 from tessera.shared.run_settings import ClientPrivacy
 from tessera.shared.schema import canonical
 from tessera.shared.secure_sums.messages import Terms
+from tessera.shared.tensors.lazy import digest_of
 from tessera.worker.governance.approvals import terms_digest
 from tessera.worker.governance.descriptions import policy_in_words
 from tessera.worker.governance.policy import ClientPrivacyFloor, Policy, PolicyViolation
@@ -26,8 +27,10 @@ from tessera.worker.task.environment import Journal, TaskEnvironment, TaskRun
 from tessera.worker.task.secure_sums import admitted_terms, help_open
 from tessera.worker.training.progress import Report
 from tessera.worker.training.setup import TrainingSetup
+from tests.support.federation import small_model
 from tests.support.secure_sums import Federation
 
+MODEL = small_model()
 FEDERATION = Federation(6, 4, quorum=5)
 AGREED = ClientPrivacy(epsilon=8.0, delta=1e-5, clip_norm=0.5, honest_sites=4)
 FLOOR = ClientPrivacyFloor(epsilon=8.0, delta=1e-5)
@@ -38,7 +41,7 @@ def task_of(terms: Terms | None, client_privacy: ClientPrivacy | None = AGREED, 
     given = {
         "id": "t", "token": 1, "kind": "train", "run": "run-1", "run_name": "demo", "round": 1, "rounds": 4,
         "method": MethodSpec(name="fedavg"), "plan": Plan(), "dataset": "wards", "codec": "raw",
-        "training": {}, "normalization": "cohort", "model": FEDERATION.terms().version, "lease_seconds": 60.0,
+        "training": {}, "normalization": "cohort", "model": digest_of(canonical(MODEL)), "lease_seconds": 60.0,
         "version": {"number": 0, "digest": FEDERATION.terms().version}, "client_privacy": client_privacy,
         "sums": sums, "seed": 0,
     }  # fmt: skip
@@ -47,9 +50,9 @@ def task_of(terms: Terms | None, client_privacy: ClientPrivacy | None = AGREED, 
 
 def run_of(folder: Path, terms: Terms | None, policy: Policy, task: Task) -> TaskRun:
     cache = Cache(folder / "cache", 1 << 20)
-    if terms:
-        text = canonical(terms)
-        cache.put(terms.digest, [text], len(text))
+    for document in (MODEL, *([terms] if terms else [])):
+        text = canonical(document)
+        cache.put(digest_of(text), [text], len(text))
     # No other key of this site is needed, and nothing is fetched.
     party = SumParty("site-05", cast("Any", None), FEDERATION.roster, quorum=5, helper=False, agreements=None)
     setup, vault = TrainingSetup(torch.device("cpu")), Vault(folder / "vault")
@@ -88,6 +91,7 @@ ACTS: dict[str, tuple[Terms | None, ClientPrivacy | None, Policy, str]] = {
         Policy(require_client_privacy=FLOOR),
         "require_client_privacy",
     ),
+    "noise without secure sums": (None, AGREED, Policy(), "secure_sums"),
     "exact sums": (FEDERATION.terms(), None, Policy(require_client_privacy=FLOOR), "require_client_privacy"),
     "no secure sums": (None, None, Policy(require_client_privacy=FLOOR), "require_client_privacy"),
 }
@@ -113,6 +117,23 @@ def test_a_helper_signs_no_set_of_senders_with_less_noise(tmp_path: Path, act: s
 def test_a_site_takes_a_sum_with_the_noise_that_it_requires(tmp_path: Path) -> None:
     run = run_of(tmp_path, FAIR, Policy(require_client_privacy=FLOOR), task_of(FAIR))
     assert admitted_terms(run) == FAIR
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        MethodSpec(name="safl", settings={"layers": 1}),
+        MethodSpec(name="scaffold"),
+        MethodSpec(name="fedfrozen", settings={"warmup_rounds": "auto"}),
+    ],
+    ids=lambda method: method.name,
+)
+def test_a_site_trains_by_no_method_whose_updates_tell_more_than_noisy_steps(
+    tmp_path: Path, method: MethodSpec
+) -> None:
+    run = run_of(tmp_path, FAIR, Policy(), task_of(FAIR, method=method))
+    with pytest.raises(PolicyViolation, match="secure_sums: noise: "):
+        admitted_terms(run)
 
 
 @pytest.mark.parametrize("later", [WEAK, None, AGREED.model_copy(update={"clip_norm": 0.1})])
