@@ -13,7 +13,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from tessera.shared.model.blocks import Name
 from tessera.shared.privacy.discrete_gaussian import MAX_DEVIATION
-from tessera.shared.privacy.noise_shares import TAIL, epsilon_of, rho_of, squared_norm_bound
+from tessera.shared.privacy.noise_shares import EXACT, TAIL, epsilon_of, rho_of, squared_norm_bound
 from tessera.shared.schema import Digest, Identifier, Label, Message, Rounds, canonical
 from tessera.shared.secure_sums.errors import SumRefused
 from tessera.shared.tensors.lazy import digest_of
@@ -158,6 +158,8 @@ class Terms(Message):
             raise ValueError("with noise, all sites weigh 1 and all blocks have one scale")
         if self.clip + TAIL * noise.deviation > self.levels:
             raise ValueError(f"updates and noise have no room in {self.bits} bits for {self.max_senders} senders")
+        if self.squared_norm_bound >= EXACT:
+            raise ValueError("the grid is too fine for a site to compute the exact norm of its integers")
         return self
 
     @model_validator(mode="after")

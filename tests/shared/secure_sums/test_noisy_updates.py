@@ -211,6 +211,15 @@ def test_terms_with_noise_that_cannot_be_are_no_terms(changed: dict[str, Any], w
         fed.noisy_terms(**given)
 
 
+def test_terms_with_a_grid_on_which_a_norm_is_not_exact_are_no_terms() -> None:
+    fed = federation()
+    noise = fed.noisy_terms().noise
+    assert noise is not None
+    blocks = {name: RingBlock(elements=size, exponent=-28) for name, size in WIDE.items()}
+    with pytest.raises(ValidationError, match="the grid is too fine"):
+        fed.noisy_terms(blocks=blocks, noise=noise.model_copy(update={"deviation": 1000}))
+
+
 def test_terms_without_noise_are_written_as_before() -> None:
     terms = federation().terms()
     assert "noise" not in terms.model_dump()
