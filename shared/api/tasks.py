@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import operator
 from datetime import datetime
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -28,7 +30,7 @@ from tessera.shared.model.blocks import Block, Name
 from tessera.shared.model.dataset_schema import DatasetSchema
 from tessera.shared.model.selectors import EVERYTHING, Selector
 from tessera.shared.problems import ProblemDocument
-from tessera.shared.run_settings import Privacy, Span, Training, UnitBudget
+from tessera.shared.run_settings import ClientPrivacy, Privacy, Span, Training, UnitBudget
 from tessera.shared.schema import (
     ACCEPTED,
     MAX_CLAIM_BYTES,
@@ -270,8 +272,8 @@ class Claim(Message):
 
 ALIKE = frozenset(
     {
-        "rounds", "method", "plan", "dataset", "training", "privacy", "codec", "secure_sums", "upload_budget",
-        "upload_seconds", "normalization", "model",
+        "rounds", "method", "plan", "dataset", "training", "privacy", "client_privacy", "codec", "secure_sums",
+        "upload_budget", "upload_seconds", "normalization", "model",
     }
 )  # fmt: skip
 """Fields of a training task that decide what is trained and sent. In a secure sum they are the same for all sites: if
@@ -298,6 +300,8 @@ class Task(Message):
     """True to evaluate on the worker's held-out examples of the data set, rather than on the data set."""
     training: Training
     privacy: Privacy | None = None
+    client_privacy: ClientPrivacy | None = Field(default=None, exclude_if=partial(operator.is_, None))
+    """For a run with secure sums: the norm that the site clips its whole update to, and the target of the noise."""
     codec: str
     secure_sums: SecureSums | None = None
     """The run's settings of secure sums."""

@@ -52,7 +52,7 @@ class NoiseSource:
 
     def seed(self) -> int:
         """Draw a seed for other generators, below 2^63."""
-        return int(self._words(1)[0] >> np.uint64(1))
+        return int(self.words(1)[0] >> np.uint64(1))
 
     def sample(self, examples: int, rate: float) -> Array:
         """Draw a Poisson sample: the indices of its examples, int64 [sampled]."""
@@ -66,23 +66,23 @@ class NoiseSource:
         The radius uses all 64 bits of a word, so that the tails reach 9.4 instead of 8.6.
         """
         pairs = -(-count // 2)
-        radius = np.sqrt(-2 * np.log((self._words(pairs) + 1.0) * 2.0**-64))  # a logarithm of (0, 1]
+        radius = np.sqrt(-2 * np.log((self.words(pairs) + 1.0) * 2.0**-64))  # a logarithm of (0, 1]
         angle = 2 * math.pi * self._uniform(pairs)
         return np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])[:count]
 
     def gumbel(self, count: int) -> Array:
         """Draw from the standard Gumbel distribution, float64 [count]."""
         # Fine steps near 0 give the upper tail; at 1 the result would be minus infinity.
-        share = np.minimum((self._words(count) + 0.5) * 2.0**-64, 1 - 2.0**-53)
+        share = np.minimum((self.words(count) + 0.5) * 2.0**-64, 1 - 2.0**-53)
         gumbel: Array = -np.log(-np.log1p(-share))
         return gumbel
 
     def _uniform(self, count: int) -> Array:
         """Draw multiples of 2^-53 in [0, 1), float64 [count]."""
-        uniform: Array = (self._words(count) >> np.uint64(11)) * 2.0**-53
+        uniform: Array = (self.words(count) >> np.uint64(11)) * 2.0**-53
         return uniform
 
-    def _words(self, count: int) -> Array:
+    def words(self, count: int) -> Array:
         """Return the next words of the key stream, uint64 [count]."""
         self._drawn += count
         return np.frombuffer(self._stream.update(bytes(8 * count)), "<u8")

@@ -88,7 +88,20 @@ def begun(spec: RunSpec, model: Model, first: State) -> State:
         _check_trained(half, model, state)
     except UnsupportedRun as fault:
         raise Invalid("the method cannot do this run", errors=[Fault(pointer="/method", detail=str(fault))]) from None
+    if spec.client_privacy and spec.secure_sums:
+        _check_room(spec, half, model, state)
     return client_privacy.begun(spec, state)
+
+
+def _check_room(spec: RunSpec, half: CoordinatorHalf[Any], model: Model, state: State) -> None:
+    """Raise Invalid if secure sums of the run's updates have no room for the noise."""
+    plans = half.plan(state, [Participant("any", 1)], Random(0)).values()  # noqa: S311 (no secret)
+    values = sum(block.numel for block in model.blocks if any(plan.upload.holds(block) for plan in plans))
+    try:
+        client_privacy.check_room(spec, max(values, 1))
+    except ValueError as fault:
+        no_room = Fault(pointer="/client_privacy", detail=str(fault))
+        raise Invalid("the sums have no room for the noise of client_privacy", errors=[no_room]) from None
 
 
 def initial_state(half: CoordinatorHalf[Any], first: State) -> State:
@@ -254,6 +267,7 @@ def task_of(
         held_out=held_out,
         training=spec.training,
         privacy=spec.privacy,
+        client_privacy=spec.shared_client_privacy,
         codec=spec.codec,
         upload_budget=spec.upload_budget,
         upload_seconds=spec.upload_seconds,

@@ -320,8 +320,8 @@ SECURE_SUMS = (
     ),
     Mutant(
         "shared/secure_sums/messages.py",
-        "return ((1 << (self.bits - 1)) - 1) // self.max_senders",
-        "return (1 << (self.bits - 1)) - 1",
+        "return ((1 << (bits - 1)) - 1) // senders",
+        "return (1 << (bits - 1)) - 1",
         ROUNDING,
     ),
     Mutant(

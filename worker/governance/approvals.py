@@ -165,7 +165,8 @@ def terms_digest(snapshot: RunSnapshot, kind: TaskKind | None = None) -> str:
     terms = {**snapshot.terms, "dataset": snapshot.dataset, "kind": kind or snapshot.kind}
     # Hashed under its former name so that existing approvals stay valid.
     terms["divide"] = terms.pop("normalization")
-    if terms.get("secure_sums") is None:
-        # Approvals from before there were any stay valid.
-        terms.pop("secure_sums", None)
+    for name in ("secure_sums", "client_privacy"):
+        if terms.get(name) is None:
+            # Approvals from before there were any stay valid.
+            terms.pop(name, None)
     return hashlib.sha256(json.dumps(terms, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

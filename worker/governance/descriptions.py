@@ -34,7 +34,8 @@ def summary(task: Task, model: Model, examples: int, *, groups: int | None = Non
     takes the run's tokenizer.
     """
     work = [_work(task, model, examples, groups), *_tokenizer(task, model, raw_texts=raw_texts)]
-    return " ".join([*work, _leaving(task, model), *_masks(task), _privacy(task)])
+    leaving = [_leaving(task, model), *_masks(task)]
+    return " ".join([*work, *leaving, _privacy(task), *_client_privacy(task)])
 
 
 def _work(task: Task, model: Model, examples: int, groups: int | None) -> str:
@@ -102,6 +103,14 @@ def _privacy(task: Task) -> str:
     return f"Differential privacy: all updates together reveal of {of} at most {bound}{uncovered}."
 
 
+def _client_privacy(task: Task) -> Iterator[str]:
+    if given := task.client_privacy:
+        yield (
+            "Privacy of the site as a whole, by noise that the sites add: all sums together reveal of its updates at "
+            f"most {given.bound}, if {given.honest_sites} sites of each sum keep their noise to themselves."
+        )
+
+
 def _model(model: Model) -> str:
     layers = len({block.layer for block in model.blocks if block.layer is not None})
     kind = str(model.config["model_type"])
@@ -137,6 +146,8 @@ def policy_in_words(policy: Policy) -> Iterator[str]:
         yield f"Runs that train need privacy: at most {plain(floor).in_words}."
     else:
         yield "Runs need no differential privacy, except on data sets with a budget."
+    if of_site := policy.require_client_privacy:
+        yield f"Runs that train need privacy of this site as a whole, in secure sums: at most {of_site.bound}."
     yield (
         f"Versions are measured on {policy.min_evaluation_examples} examples or more that nothing trains on, at most "
         f"{policy.max_evaluations:,} times for a data set."

@@ -30,7 +30,7 @@ VERSIONS_KEPT = 64
 
 TERMS = (
     "run_name", "model", "method", "dataset", "rounds", "training", "privacy", "normalization", "codec",
-    "upload_budget", "upload_seconds", "orchestrator", "secure_sums",
+    "upload_budget", "upload_seconds", "orchestrator", "secure_sums", "client_privacy",
 )  # fmt: skip
 """Fields of a task that are the same in all tasks of a run. Without `secure_sums` among them, a later round could
 send the update that earlier ones hid, or have it opened by other helpers."""
@@ -88,7 +88,8 @@ class RunSnapshot:
         fields = task.model_dump(mode="json", include=set(TERMS))
         # A central evaluation uses another data set than the run.
         central = task.kind == "evaluate" and not task.held_out
-        terms = {name: fields[name] for name in TERMS if not (central and name == "dataset")}
+        # What is omitted from a task, because older workers do not know it, is None.
+        terms = {name: fields.get(name) for name in TERMS if not (central and name == "dataset")}
         number, digest = task.version.number, task.version.digest
         return cls(task.run, task.kind, task.dataset, task.held_out, terms, task.round, number, digest, task.seed)
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Protocol
 
+from tessera.shared.privacy.noise import secret_key as new_noise_key
 from tessera.shared.schema import Digest
 from tessera.shared.secure_sums.keys import SealingKey, SigningKey
 from tessera.shared.secure_sums.messages import Fingerprint, Hex32, SiteKeys, fingerprint
@@ -141,6 +142,8 @@ class SumParty:
     """Its signatures as a helper; None for a site that is none."""
     masks: bool = True
     """False in a simulation: masks cancel to the bit, so that sums without them are the same."""
+    noise_key: Callable[[int], bytes] = lambda _: new_noise_key()
+    """Return the key of an update's noise by its task's seed. Only a simulation uses the seed, which others know."""
 
     @property
     def fingerprint(self) -> Fingerprint:

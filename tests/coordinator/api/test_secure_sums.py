@@ -19,6 +19,7 @@ from tessera.shared.api.secure_sums import HelperReport, SecureSums
 from tessera.shared.model.blocks import Block
 from tessera.shared.problems import Conflict
 from tessera.shared.rounds.blob_store import Stored
+from tessera.shared.run_settings import ClientPrivacy
 from tessera.shared.secure_sums.keys import SigningKey
 from tessera.shared.tensors.lazy import as_bytes
 from tests.support.coordinator import LiveCoordinator, refusing, until
@@ -26,12 +27,13 @@ from tests.support.federation import ScriptedWorker, small_model, start_run, val
 from tests.support.secure_sums import Federation, SecretSite
 
 NAMES = ("site-00", "site-01", "site-02")
+NOISE = {"epsilon": 1000.0, "delta": 1e-5, "clip_norm": 0.5}
 
 
 class Ring:
     """Three sites that are all helpers, and their run."""
 
-    def __init__(self, live: LiveCoordinator, rounds: int = 1) -> None:
+    def __init__(self, live: LiveCoordinator, rounds: int = 1, **changed: Any) -> None:
         self.live, self.model = live, small_model(16)
         self.start = values(self.model)
         self.federation = Federation(3, 3)
@@ -39,7 +41,7 @@ class Ring:
         for site in self.sites:
             site.worker.enrol()
         self.admin = live.client()
-        self.run = start_run(self.admin, self.model, self.start, **settings(rounds))
+        self.run = start_run(self.admin, self.model, self.start, **settings(rounds, **changed))
 
     def now(self) -> Run:
         return self.admin.run(self.run.id)
@@ -97,6 +99,35 @@ def test_the_version_moves_by_the_weighted_mean_and_no_unmasked_update_is_ever_s
         assert np.full(16, step, "<f4").tobytes() not in stored
     outcomes = [task.state for round_ in ring.admin.rounds(ring.run.id) for task in round_.tasks]
     assert outcomes == ["merged"] * 3
+
+
+def test_a_sum_with_noise_of_the_sites_is_bounded_over_all_blocks_and_its_epsilon_is_shown(tmp_path: Path) -> None:
+    with LiveCoordinator(tmp_path / "coordinator") as live:
+        ring = Ring(live, client_privacy=NOISE, normalization="cohort")
+        first = ring.sites[0].worker.take()
+        terms = ring.sites[0].terms(first)
+        assert terms.noise is not None
+        # With three helpers, one may collude.
+        assert (terms.noise.honest_sites, terms.noise.rounds, terms.max_weight) == (2, 1, 1)
+        assert first.client_privacy == ClientPrivacy(**NOISE, honest_sites=2)
+        ring.sites[0].client.submit(first.id, ring.sites[0].submission(first, 100.0, 7))
+        for site in ring.sites[1:]:
+            site.train(100.0)
+        assert ring.now().client_epsilon == 0
+        ring.help()
+        moved = np.concatenate([(value - ring.start[name]).ravel() for name, value in ring.values(1).items()])
+        # The noise has a length of about a tenth of this.
+        assert 0.8 * NOISE["clip_norm"] < np.linalg.norm(moved) < 1.2 * NOISE["clip_norm"]
+        assert np.ptp(moved) > 0
+        assert 999 < (ring.now().client_epsilon or 0) <= 1000
+
+
+def test_a_round_key_that_no_one_needs_is_not_drawn(tmp_path: Path) -> None:
+    with LiveCoordinator(tmp_path / "coordinator") as live:
+        ring = Ring(live, client_privacy=NOISE, normalization="cohort")
+        ring.sites[0].worker.take()
+        with live.services.database.snapshot() as session:
+            assert list(session.scalars(select(RoundRow.noise_key))) == [None]
 
 
 def test_an_update_whose_envelope_is_not_about_it_is_rejected(ring: Ring) -> None:
@@ -225,7 +256,8 @@ def test_a_round_does_not_open_without_helpers_that_have_declared_keys(tmp_path:
         {"robust": {"rule": "median"}, "cohort": Cohort(size=5, quorum=5)},
         {"normalization": "inverse-probability"},
         {"codec": "raw"},
-        {"client_privacy": {"epsilon": 5, "delta": 1e-3, "clip_norm": 1.0}, "normalization": "cohort"},
+        {"client_privacy": {**NOISE, "clip_quantile": 0.5}, "normalization": "cohort"},
+        {"client_privacy": {**NOISE, "honest_sites": 4}, "normalization": "cohort"},
         {"upload_budget": 1000},
         {"upload_seconds": 10},
         {"max_update_norm": 1.0},

@@ -119,6 +119,7 @@ CHANGES: dict[str, Any] = {
     "dataset": "clinics",
     "training": {"batch_size": 8, "learning_rate": 1e-30},
     "privacy": PRIVACY,
+    "client_privacy": {**PRIVACY, "honest_sites": 2},
     "codec": "zstd",
     "secure_sums": {"helpers": ["site-00", "site-01", "site-02"], "quorum": 3},
     "upload_budget": 9,
