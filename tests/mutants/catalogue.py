@@ -359,7 +359,7 @@ SECURE_SUMS = (
     Mutant(
         "shared/secure_sums/masks.py", 'info = f"{terms_digest}/{block}".encode()', "info = block.encode()", HOSTILE
     ),
-    Mutant("shared/secure_sums/masked_update.py", "masks.add_to(values)", "pass", ROUNDS),
+    Mutant("shared/secure_sums/masks.py", "np.add(total, masks, out=total)", "pass", ROUNDS),
     Mutant(
         "shared/secure_sums/masked_update.py",
         "if not (np.isfinite(lowest) and np.isfinite(highest)):",
