@@ -21,6 +21,8 @@ from typing import BinaryIO, cast
 import numpy as np
 
 from benchmarks.measuring import OUT, Results, machine_speeds
+from tessera.shared.privacy.discrete_gaussian import discrete_gaussian
+from tessera.shared.privacy.noise import NoiseSource, secret_key
 from tessera.shared.secure_sums.committee import SenderSet, write_mask_sums
 from tessera.shared.secure_sums.envelope import make_envelope, new_seeds, own_blocks
 from tessera.shared.secure_sums.keys import SealingKey, SigningKey
@@ -51,6 +53,7 @@ def terms_of(helpers: int, senders: int, elements: int) -> Terms:
     keys = [signed_keys(f"site-{n}", key, SealingKey.new().public) for n, key in enumerate(identities)]
     blocks = {f"layer.{n:02}.value.weight": RingBlock(elements=elements, exponent=-22) for n in range(BLOCKS)}
     about = {"run": "run", "round": 1, "attempt": 1, "version": digest_of(b"version"), "quorum": 5}
+    about["settings"] = digest_of(b"settings")
     return Terms(helpers=keys, max_senders=senders, max_weight=1000, bits=32, blocks=blocks, **about)
 
 
@@ -70,6 +73,7 @@ def main() -> None:
         _sender(results, terms_of(helpers, 200, times * values.size), changes, megabytes)
         for senders in SENDERS[:1] if given.quick else SENDERS:
             _helper(results, terms_of(helpers, senders, times * values.size), senders, megabytes)
+    _noise(results, values.size * times)
     _accuracy(results)
     results.finish(given.out)
 
@@ -114,6 +118,15 @@ def _sender(results: Results, terms: Terms, changes: dict[str, Steps], megabytes
     )
     results.aim(f"an envelope with {helpers} helpers", len(text), limits[1], " bytes")
     results.aim("the coordinator's check of an envelope and its file", 1e3 * check, 60, " ms")
+
+
+def _noise(results: Results, count: int) -> None:
+    """A site's share of the noise of client-level privacy."""
+    source = NoiseSource(secret_key())
+    seconds = _processor_seconds(
+        lambda: [discrete_gaussian(source, 1 << 20, CHUNK) for _ in range(count // CHUNK + 1)]
+    )
+    results.add(what="noise", values=(count // CHUNK + 1) * CHUNK, cpu_s=seconds)
 
 
 def _helper(results: Results, terms: Terms, senders: int, megabytes: float) -> None:

@@ -116,7 +116,7 @@ TABLES: tuple[tuple[str, type[BaseModel], str], ...] = (
     (
         "client_privacy",
         ClientPrivacy,
-        "Noise at the coordinator for [whole sites](privacy.md#whole-sites), with normalization set to cohort.",
+        "Noise for [whole sites](privacy.md#whole-sites), with normalization = cohort; by the sites in secure sums.",
     ),
     (
         "secure_sums",

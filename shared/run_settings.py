@@ -348,10 +348,11 @@ def used_later_settings(training: Training, privacy: Privacy | None = None) -> f
 
 
 class ClientPrivacy(Budget):
-    """DP-FedAvg at the coordinator, with one site as the unit (McMahan et al. 2018, arXiv 1710.06963, algorithm 1).
+    """DP-FedAvg with one site as the unit (McMahan et al. 2018, arXiv 1710.06963, algorithm 1).
 
-    (epsilon, delta) bounds what all versions of the run together reveal about one site's updates. It protects nothing
-    from the coordinator, which reads each update and adds the noise.
+    (epsilon, delta) bounds what all versions of the run together reveal about one site's updates. Without secure sums
+    it protects nothing from the coordinator, which reads each update and adds the noise. With them the sites clip and
+    add the noise, and it holds against the coordinator too.
     """
 
     delta: float = Field(gt=0, lt=0.1, description="well below one over the number of sites")
@@ -369,6 +370,12 @@ class ClientPrivacy(Budget):
     expected_sites: PositiveInt | None = Field(
         default=None,
         description="number by which the noisy sum is divided, however many updates come; cohort.size if left out",
+    )
+    honest_sites: PositiveInt | None = Field(
+        default=None,
+        exclude_if=partial(operator.is_, None),
+        description="for secure_sums: senders of each sum, at least, that add their share of the noise and reveal it "
+        "to no other; if left out, the quorum of the sums less the helpers that may collude",
     )
 
 

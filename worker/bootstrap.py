@@ -14,6 +14,7 @@ from tessera.worker.model.sandbox import Sandbox, shared_folder
 from tessera.worker.ranks.stages import DeviceStages
 from tessera.worker.settings import SettingsError, WorkerSettings, tls_of
 from tessera.worker.state.atomic_files import sweep
+from tessera.worker.state.audit import signed_sets
 from tessera.worker.state.base_cache import BASES_FOLDER, BaseCache
 from tessera.worker.state.base_sources import BaseSources
 from tessera.worker.state.blob_cache import Cache
@@ -34,9 +35,12 @@ def runner_of(client: Client, settings: WorkerSettings) -> TaskRunner:
     settings.state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
     sweep(settings.state_dir)
     airlock_of(settings).clear()
-    audit, ledger = audit_of(settings), ledger_of(settings)
+    audit, ledger, party = audit_of(settings), ledger_of(settings), sum_party_of(settings)
     try:
-        ledger.expect(audit.ledger_heads(audit.check()))
+        entries = audit.check()
+        ledger.expect(audit.ledger_heads(entries))
+        if party and party.agreements:
+            party.agreements.expect(signed_sets(entries, party.fingerprint))
         for name in settings.datasets:
             ledger.check(name)
         for name in ledger.besides(settings.datasets):
@@ -69,7 +73,7 @@ def runner_of(client: Client, settings: WorkerSettings) -> TaskRunner:
         scratch=settings.state_dir,
         name=settings.name,
         kinds=settings.all_kinds,
-        sums=sum_party_of(settings),
+        sums=party,
         mappings=mappings_of(settings.mappings),
         resources={str(name): most for name, most in settings.resources.items()},
         ledger=ledger,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from sqlalchemy import Row, select
 from sqlalchemy.orm import Session
@@ -15,7 +16,7 @@ from tessera.coordinator.db.engine import Database
 from tessera.coordinator.db.inserts import insert_missing
 from tessera.coordinator.db.snapshots import DECLARATIONS
 from tessera.coordinator.db.tables import RoundRow, RunBlobRow, RunRow, SiteRow, TaskRow, VersionRow, WorkerRow
-from tessera.coordinator.domain.workers import LiveWorker, sites_of
+from tessera.coordinator.domain.workers import LiveWorker, ids
 from tessera.shared.api.runs import RunSpec
 from tessera.shared.api.secure_sums import HelperKind, SumTask
 from tessera.shared.api.versions import VersionRef
@@ -31,9 +32,11 @@ from tessera.shared.secure_sums.messages import (
     SiteKeys,
     SumDocument,
     Terms,
+    fingerprint,
     share_out,
     signatures_of,
 )
+from tessera.shared.secure_sums.roster import check_keys
 
 
 @dataclass(frozen=True)
@@ -65,11 +68,13 @@ class SecureRounds:
         with self.database.snapshot() as session:
             run = session.get_one(RunRow, run_id)
             attempt = rounds.next_attempt(session, run_id, version.number + 1)
-            keys = _helper_keys(session, spec.secure_sums.helpers)
+            holders = _key_holders(session, spec.secure_sums.helpers)
             before = session.get(VersionRow, (run_id, version.number - 1))
-            live = sites_of(self.liveness.workers(session))
+            live = ids(self.liveness.workers(session))
             bounds = rounds.bounds_in_force(run)
-        here, needed = live.intersection(keys), signatures_of(len(spec.secure_sums.helpers))
+        keys = {site: found for site, (_, found) in holders.items()}
+        here = {site for site, (worker, _) in holders.items() if worker in live}
+        needed = signatures_of(len(spec.secure_sums.helpers))
         if len(keys) < len(spec.secure_sums.helpers) or len(here) < needed:
             missing = sorted(set(spec.secure_sums.helpers) - here)
             raise TooFewWilling(f"{len(here)} helpers are live and {needed} are needed: there is no {missing}")
@@ -112,10 +117,11 @@ class SecureRounds:
             require(round_.state == "merging", "the round was moved on already")
             tasks = helper_tasks.helper_tasks(session, run)
             envelopes = tuple(helper_tasks.envelopes(session, run_id, round_.number).values())
-            live = {worker.site: worker.id for worker in self.liveness.workers(session)}
             terms_digest = round_.sum_terms or ""
             terms = Terms.model_validate_json(self.blobs.read(terms_digest))
-            known = {site: worker for site, worker in _helper_workers(session, terms) if site not in live}
+            known = _helper_workers(session, terms)
+            here = ids(self.liveness.workers(session))
+            live = {site: worker for site, worker in known.items() if worker in here}
         signed = () if kind == "agree" else helper_tasks.agreements(tasks)
         document = self.blobs.put([canonical(SumDocument(envelopes=envelopes, agreements=signed))])
         requests: dict[str, SumTask] = {}
@@ -127,18 +133,20 @@ class SecureRounds:
         else:
             for site, seeds in self._shares(terms, tasks, live).items():
                 requests[site] = SumTask(terms=terms_digest, document=document.digest, seeds=seeds)
-        workers = known | live
         with self.database.transaction() as session:
             now = self.database.now()
             require(session.get_one(RoundRow, round_id).state == "merging", "the round was moved on already")
+            # Another conductor may have asked, or a helper answered: its masks would be subtracted twice.
+            present = helper_tasks.helper_tasks(session, session.get_one(RunRow, run_id))
+            require(_states(present) == _states(tasks), "the helpers' tasks have changed meanwhile")
             self.blobs.record(session, now, [document])
             insert_missing(session, RunBlobRow, [{"run_id": run_id, "digest": document.digest}])
             run = session.get_one(RunRow, run_id)
             if kind == "open":
                 rounds.withdraw_helpers(session, now, run_id, ["open"])
             for site, request in requests.items():
-                rounds.offer_helper(session, now, run, kind, workers[site], site, request)
-        return [workers[site] for site in requests]
+                rounds.offer_helper(session, now, run, kind, known[site], site, request)
+        return [known[site] for site in requests]
 
     def _shares(
         self, terms: Terms, tasks: Sequence[Row[TaskRow, str]], live: Mapping[str, str]
@@ -171,6 +179,9 @@ class SecureRounds:
             envelopes = helper_tasks.envelopes(session, run_id, round_.number)
         terms = Terms.model_validate_json(self.blobs.read(round_.sum_terms))
         opened = [task for task, _ in tasks if task.kind == "open" and task.state == "accepted"]
+        seeds = sorted(n for task in opened for n in SumTask.model_validate(task.sums).seeds)
+        if seeds != list(range(len(terms.seeds))):
+            raise ValueError(f"the masks of each of {len(terms.seeds)} seeds are needed once; these came: {seeds}")
         return Sums(terms, envelopes, [task.update_digest or "" for task in opened])
 
 
@@ -182,30 +193,48 @@ def _suffices(terms: Terms, helpers: list[int]) -> bool:
     return True
 
 
-def _helper_keys(session: Session, sites: Sequence[str]) -> dict[str, SiteKeys]:
-    """Return the keys that each of these sites last declared."""
+def _states(tasks: Sequence[Row[TaskRow, str]]) -> dict[str, str]:
+    return {task.id: task.state for task, _ in tasks}
+
+
+def _declared_keys(session: Session, sites: Sequence[str]) -> list[tuple[str, str, SiteKeys | None]]:
+    """Return each worker of these sites, with its site and the keys that it declares as a helper. Those that were
+    seen last are last."""
     query = (
         select(SiteRow.name, WorkerRow.id, WorkerRow.declared_digest)
         .join_from(WorkerRow, SiteRow)
-        .where(SiteRow.name.in_(sites), SiteRow.suspended_at.is_(None))
+        .where(SiteRow.name.in_(sites))
         .order_by(WorkerRow.last_seen_at)
     )
     rows = session.execute(query).all()
     declared = DECLARATIONS.of(session, {worker: digest for _, worker, digest in rows})
-    found = {}
-    for site, worker, _ in rows:
-        keys = declared[worker].get("site_keys")
-        if keys and "open" in declared[worker]["kinds"] and keys["site"] == site:
-            found[site] = SiteKeys.model_validate(keys)
-    return found
+    return [(site, worker, _keys_in(declared[worker], site)) for site, worker, _ in rows]
 
 
-def _helper_workers(session: Session, terms: Terms) -> list[tuple[str, str]]:
-    """Return each helper's worker that was seen last, with its site."""
-    query = (
-        select(SiteRow.name, WorkerRow.id)
-        .join_from(WorkerRow, SiteRow)
-        .where(SiteRow.name.in_([helper.site for helper in terms.helpers]))
-        .order_by(WorkerRow.last_seen_at)
-    )
-    return [(site, worker) for site, worker in session.execute(query)]
+def _keys_in(declared: Mapping[str, Any], site: str) -> SiteKeys | None:
+    if "open" not in declared["kinds"] or not declared.get("site_keys"):
+        return None
+    keys = SiteKeys.model_validate(declared["site_keys"])
+    try:
+        check_keys(keys, {site: fingerprint(keys.identity)})
+    except SumRefused:
+        return None
+    return keys
+
+
+def _key_holders(session: Session, sites: Sequence[str]) -> dict[str, tuple[str, SiteKeys]]:
+    """Return the worker of each of these sites that last declared keys, and the keys. Suspended sites have none."""
+    query = select(SiteRow.name).where(SiteRow.name.in_(sites), SiteRow.suspended_at.is_(None))
+    admitted = set(session.scalars(query))
+    return {
+        site: (worker, keys) for site, worker, keys in _declared_keys(session, sites) if keys and site in admitted
+    }
+
+
+def _helper_workers(session: Session, terms: Terms) -> dict[str, str]:
+    """Return the worker that has each helper's key, by site: another of the site could not do its tasks. If none has,
+    it is the one that was seen last."""
+    identities = {helper.site: helper.identity for helper in terms.helpers}
+    found = _declared_keys(session, list(identities))
+    found.sort(key=lambda row: row[2] is not None and row[2].identity == identities[row[0]])
+    return {site: worker for site, worker, _ in found}

@@ -105,7 +105,7 @@ def open_round(
         stage=plans[planned[0].name].stage,
         opened_at=now,
         deadline_at=now + spec.cohort.deadline_seconds,
-        noise_key=secret_key() if spec.client_privacy else None,
+        noise_key=secret_key() if spec.client_privacy and not spec.secure_sums else None,
         sum_terms=sum_terms,
     )
     session.add(round_)

@@ -257,7 +257,8 @@ def _check_masked(
     terms = Terms.model_validate_json(services.blobs.read(sums.terms))
     asked = [block.name for block in record.plan.upload.resolve(model.blocks)]
     weight, about = min(report.examples, terms.max_weight), (report.update, asked, services.blobs, report.data)
-    envelope, blocks = check_masked(report.envelope, terms, record.site, weight, *about)
+    identity = (record.worker.declared.get("site_keys") or {}).get("identity")
+    envelope, blocks = check_masked(report.envelope, terms, record.site, weight, *about, identity)
     return envelope.model_dump(mode="json"), blocks
 
 
@@ -278,15 +279,18 @@ def submit_helper_report(services: Services, caller: Principal, task_id: str, re
         "update_digest": report.mask_sums,
     }
     try:
-        columns["statement"] = _check_helper(services, record.task.kind, sums, report)
+        columns["statement"] = _check_helper(services, record, sums, report)
     except SumRefused as refusal:
         fault = Fault(pointer="/agreement" if report.agreement else "/mask_sums", detail=str(refusal)[:300])
         raise Invalid("the helper's result cannot be used", errors=[fault]) from None
     return _accept(services, caller, record, columns)
 
 
-def _check_helper(services: Services, kind: str, sums: SumTask | None, report: HelperReport) -> dict[str, Any] | None:
+def _check_helper(
+    services: Services, record: TaskRecord, sums: SumTask | None, report: HelperReport
+) -> dict[str, Any] | None:
     """Return the helper's signature, if its task was to sign. Raises SumRefused."""
+    kind = record.task.kind
     wanted = report.agreement if kind == "agree" else report.mask_sums
     if sums is None or sums.document is None or wanted is None:
         raise SumRefused("malformed", f"the report is not one of a task to {kind}")
@@ -295,6 +299,8 @@ def _check_helper(services: Services, kind: str, sums: SumTask | None, report: H
     found = sender_set(terms, document.envelopes)
     if isinstance(wanted, Agreement):
         check_agreement(found, wanted)
+        if terms.helpers[wanted.helper].site != record.site:
+            raise SumRefused("signature", f"the agreement is of another helper than {record.site}")
         return wanted.model_dump(mode="json")
     read_ring(partial(services.blobs.open, wanted), services.blobs.size(wanted), terms, sorted(found.senders))
     return None

@@ -1,5 +1,5 @@
-"""The demo of secure sums: six sites train, and the coordinator learns sums of their updates alone. One site and one
-helper are killed on the way."""
+"""The demo of secure sums: six sites train, and the coordinator learns sums of their updates alone, with noise of the
+sites. One site and one helper are killed on the way."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from tessera.shared.cli.run_file import read_spec
 from tessera.shared.cli.upload import upload_model
 from tessera.shared.client.client import Client
 from tessera.shared.client.round_outcomes import Outcome, follow
+from tessera.shared.privacy.noise_shares import epsilon_of, rho_for
 from tessera.shared.secure_sums.messages import fingerprint
 from tessera.worker.data.partition.schemes import Dirichlet
 from tessera.worker.settings import DataSource
@@ -31,6 +32,9 @@ LOST = "fern-hospice"
 """Killed for good after the second round."""
 BACK = "birch-hospital"
 """A helper, killed after the fourth round, which comes back."""
+
+SCALE = 100
+"""How many times as many sites the epsilon is also printed for."""
 
 # The coordinator soon notices who is gone, and does not wait for them long.
 ATTENTIVE = {"TESSERA_LIVENESS_SECONDS": "20", "TESSERA_COHORT_WAIT_SECONDS": "3"}
@@ -59,13 +63,17 @@ def compare_fingerprints(federation: Federation, helpers: Sequence[str]) -> None
         federation.tables[site] = (
             f'[secure_sums]\nsite = "{site}"\nhelper = {helper}\n\n[secure_sums.roster]\n{roster}\n'
             "[policy]\nrequire_secure_sums = true\n"
+            "require_client_privacy = { epsilon = 1000, delta = 1e-5 }\n"
         )
 
 
 def _demo(console: Console, federation: Federation, given: Namespace) -> None:
     wanted = read_spec(HERE / "run.toml", given.settings)
     helpers = wanted["secure_sums"]["helpers"]
-    console.print("[bold]Tessera[/]: six institutions train a model, and the coordinator can read no update.\n")
+    console.print(
+        "[bold]Tessera[/]: six institutions train a model. The coordinator can read no update, and no sum without "
+        "noise.\n"
+    )
     federation.start_coordinator(ATTENTIVE)
     compare_fingerprints(federation, helpers)
     with federation.admin() as client:
@@ -80,6 +88,7 @@ def _demo(console: Console, federation: Federation, given: Namespace) -> None:
         console.print(f"Helpers: {', '.join(helpers)}. Three must sign who sent, two open the sum.\n", soft_wrap=True)
         outcomes = _follow(console, federation, client, run)
         _say_who_saw_what(console, outcomes)
+        _say_epsilon(console, client.run(run.id))
     console.print(f"Logs: {escape(str(given.out))}")
 
 
@@ -111,12 +120,27 @@ def _say_who_saw_what(console: Console, outcomes: Sequence[Outcome]) -> None:
         raise DemoFailed("a site reported figures of its own")
     sizes = {len([task for task in outcome.round.tasks if task.state == "merged"]) for outcome in outcomes}
     console.print(
-        f"\nThe coordinator has {len(merged)} masked updates and {len(outcomes)} sums, each over {min(sizes)} to "
-        f"{max(sizes)} sites. The helpers have signed {len(outcomes)} sets of senders and returned sums of masks; "
+        f"\nThe coordinator has {len(merged)} masked updates and {len(outcomes)} noisy sums, each over {min(sizes)} "
+        f"to {max(sizes)} sites. The helpers have signed {len(outcomes)} sets of senders and returned sums of masks; "
         "no update was sent to them. The recipients of the model have the versions. Each site alone has its update.",
         soft_wrap=True,
     )
     console.print("`tessera audit export` prints which helper signed and opened what.", soft_wrap=True)
+
+
+def _say_epsilon(console: Console, run: Run) -> None:
+    target = run.spec.client_privacy
+    if target is None:
+        return
+    rho = rho_for(target) * run.version.number / run.spec.rounds
+    larger = epsilon_of(rho / SCALE**2, target.delta)
+    console.print(
+        f"\nEach site as a whole: epsilon {run.client_epsilon:.4g} at delta {target.delta:g}, by noise of the sites. "
+        f"That of {run.spec.honest_sites} senders of each sum suffices. So large an epsilon protects hardly "
+        "anything: six sites are too few to hide one of them and to learn. In a mean of "
+        f"{SCALE * len(ALL)} sites the same noise would be epsilon {larger:.2g}.",
+        soft_wrap=True,
+    )
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from tessera.shared.methods.base import MethodSpec
 from tessera.shared.near_names import did_you_mean
 from tessera.shared.run_settings import ClientPrivacy, Privacy, Training
 from tessera.shared.schema import Bytes, Digest, Frozen, Label, Message, Rounds, RoundState, RunState, Seed
+from tessera.shared.secure_sums.messages import tolerance_of
 from tessera.shared.updates.codecs import pipeline
 
 # ---------------------------------------------------------------- runs
@@ -116,7 +117,8 @@ class RunSpec(Frozen):
     client_privacy: ClientPrivacy | None = Field(
         default=None,
         exclude_if=partial(operator.is_, None),
-        description="differential privacy of each site as a whole, by noise at the coordinator",
+        description="differential privacy of each site as a whole, by noise at the coordinator or, with secure_sums, "
+        "at the sites",
     )
     secure_sums: SecureSums | None = Field(
         default=None,
@@ -200,9 +202,9 @@ class RunSpec(Frozen):
                 self.normalization == "inverse-probability",
                 "which blocks a site sends is part of the terms: divide by participants or cohort",
             ),
-            "client_privacy": (
-                self.client_privacy is not None,
-                "the coordinator cannot clip updates that it cannot read: leave one of the two out",
+            "client_privacy.clip_quantile": (
+                self.client_privacy is not None and self.client_privacy.clip_quantile is not None,
+                "no party counts the updates within a norm: leave it out, and set clip_norm to a usual update's norm",
             ),
             "codec": (self.codec != pipeline.LOSSLESS, "masked updates are integers of 32 bits: leave it out"),
             "upload_budget": (self.upload_budget is not None, "masked updates do not shrink: leave it out"),
@@ -256,6 +258,38 @@ class RunSpec(Frozen):
                 f"that depends on updates: {'; '.join(changes)}"
             )
         return self
+
+    @model_validator(mode="after")
+    def _shares_come_from_senders(self) -> Self:
+        given = self.client_privacy.honest_sites if self.client_privacy else None
+        if given is None:
+            return self
+        if self.secure_sums is None:
+            raise ValueError(
+                "client_privacy.honest_sites is for secure_sums, in which sites add the noise; here the coordinator "
+                "does: leave it out"
+            )
+        if given > self.secure_sums.quorum:
+            raise ValueError(
+                f"client_privacy.honest_sites is {given}, but a sum may be over only {self.secure_sums.quorum} sites "
+                f"(secure_sums.quorum): lower it, or raise the quorum"
+            )
+        return self
+
+    @property
+    def honest_sites(self) -> int | None:
+        """The shares of noise that count in each sum; None unless sites add noise."""
+        if self.client_privacy is None or self.secure_sums is None:
+            return None
+        colluding = tolerance_of(len(self.secure_sums.helpers))
+        return self.client_privacy.honest_sites or self.secure_sums.quorum - colluding
+
+    @property
+    def shared_client_privacy(self) -> ClientPrivacy | None:
+        """Client-level privacy as sites keep to it themselves; None if they do not, or if there is none."""
+        if self.client_privacy is None or self.secure_sums is None:
+            return None
+        return self.client_privacy.model_copy(update={"honest_sites": self.honest_sites})
 
     @property
     def sites_per_round(self) -> int | None:

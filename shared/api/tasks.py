@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import operator
 from datetime import datetime
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -21,14 +23,14 @@ from pydantic import (
 )
 
 from tessera.shared.aggregation.mean import Normalization
-from tessera.shared.api.secure_sums import MAX_STATEMENT_BYTES, SumTask
+from tessera.shared.api.secure_sums import MAX_STATEMENT_BYTES, SecureSums, SumTask
 from tessera.shared.api.versions import VersionRef
 from tessera.shared.methods.base import MethodSpec, Plan
 from tessera.shared.model.blocks import Block, Name
 from tessera.shared.model.dataset_schema import DatasetSchema
 from tessera.shared.model.selectors import EVERYTHING, Selector
 from tessera.shared.problems import ProblemDocument
-from tessera.shared.run_settings import Budget, Privacy, Span, Training, UnitBudget
+from tessera.shared.run_settings import ClientPrivacy, Privacy, Span, Training, UnitBudget
 from tessera.shared.schema import (
     ACCEPTED,
     MAX_CLAIM_BYTES,
@@ -59,6 +61,7 @@ from tessera.shared.schema import (
     TaskState,
 )
 from tessera.shared.secure_sums.messages import SiteKeys
+from tessera.shared.tensors.lazy import digest_of
 
 
 class Progress(Message):
@@ -271,6 +274,16 @@ class Claim(Message):
         return claim
 
 
+ALIKE = frozenset(
+    {
+        "rounds", "method", "plan", "dataset", "training", "privacy", "client_privacy", "codec", "secure_sums",
+        "upload_budget", "upload_seconds", "normalization", "model",
+    }
+)  # fmt: skip
+"""Fields of a training task that decide what is trained and sent. In a secure sum they are the same for all sites: if
+the others got a learning rate of almost zero, the sum would be one site's update."""
+
+
 class Task(Message):
     """One worker's work in one round. A report on it must carry its `token`."""
 
@@ -291,12 +304,14 @@ class Task(Message):
     """True to evaluate on the worker's held-out examples of the data set, rather than on the data set."""
     training: Training
     privacy: Privacy | None = None
-    client_privacy: Budget | None = None
-    """The bound on what all versions of the run together reveal about one site, as the coordinator states it: it adds
-    the noise, and the worker cannot verify it."""
+    client_privacy: ClientPrivacy | None = Field(default=None, exclude_if=partial(operator.is_, None))
+    """The run's bound on what all versions together reveal about one site. With `honest_sites` the site clips its
+    update and adds its share of the noise; without, the coordinator says that it does, which no worker can verify."""
     codec: str
+    secure_sums: SecureSums | None = None
+    """The run's settings of secure sums."""
     sums: SumTask | None = None
-    """For a run with secure sums."""
+    """The terms of the round's secure sum, and a helper's part in it."""
     upload_budget: PositiveInt | None = None
     upload_seconds: PositiveFloat | None = None
     normalization: Normalization
@@ -326,6 +341,12 @@ class Task(Message):
         if self.held_out and self.kind != "evaluate":
             raise ValueError("nothing trains on what is held out")
         return self
+
+    @property
+    def alike_digest(self) -> Digest:
+        """Identifies all that is the same for the sites of a round with secure sums."""
+        fields = self.model_dump(mode="json", include=set(ALIKE))
+        return digest_of(json.dumps(fields, sort_keys=True, separators=(",", ":")).encode())
 
 
 class Heartbeat(Message):

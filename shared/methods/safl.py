@@ -352,6 +352,11 @@ class SAFLCoordinator(CoordinatorHalf[SAFLSettings]):
                 "under secure_sums a layer that few sites send is lost, and no site sends its scores: set score to "
                 "one that reads no data, such as random, and chooser to consensus"
             )
+        if self.settings.memory_share is not None or self.settings.upload_seconds is not None:
+            raise UnsupportedRun(
+                "under secure_sums all sites train the same layers: leave out memory_share and upload_seconds, by "
+                "which sites train different numbers of layers"
+            )
 
     def largest_update(self, plan: Plan) -> int:
         layers = plan.scalars.get(LAYERS)

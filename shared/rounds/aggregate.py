@@ -20,7 +20,7 @@ from tessera.shared.methods.base import UPDATE_NORM, CoordinatorHalf, Plan, Stat
 from tessera.shared.methods.registry import coordinator_half
 from tessera.shared.model.spec import Model
 from tessera.shared.rounds.blob_store import Stored
-from tessera.shared.rounds.client_privacy import Release, anonymous
+from tessera.shared.rounds.client_privacy import Release, SummedRelease, anonymous
 from tessera.shared.rounds.outliers import LEFT_OUT, NORM, median_norm, relative_norms, scores
 from tessera.shared.rounds.planning import run_facts
 from tessera.shared.rounds.secure_sums import Sums
@@ -97,8 +97,11 @@ class Aggregation:
             half, state, updates, sent = self._summed(spec, current, accepted, sums)
         else:
             half, state, updates, sent = self._round(spec, bounds, current, accepted)
-        release = None
-        if spec.client_privacy and spec.sites_per_round:
+        release: Release | SummedRelease | None = None
+        if spec.client_privacy and sums:
+            release = SummedRelease(spec)
+            updates = anonymous(updates)
+        elif spec.client_privacy and spec.sites_per_round:
             if not noise_key:
                 raise ValueError("the round has no key for the noise of client_privacy")
             plans, blocks = [entry.plan for entry in accepted], self.states.model(spec.model).blocks
@@ -164,7 +167,7 @@ class Aggregation:
         state = self.states.load(model, self.states.manifest(current.digest), current.number)
         half = coordinator_half(spec.method, run_facts(spec, model))
         self.inspector.blobs.expect([*(entry.digest for entry in accepted), *sums.mask_sums])
-        moved = sums.moved(state, self.inspector.blobs, spec.normalization)
+        moved = sums.moved(state, self.inspector.blobs, spec.normalization, spec.sites_per_round)
         plan = accepted[0].plan if accepted else Plan()
         update = Update(worker="sum", examples=sum(entry.examples for entry in accepted), blocks=moved, plan=plan)
         sent = {worker: set(e.block_names(sums.terms)) for worker, e in sums.envelopes.items()}

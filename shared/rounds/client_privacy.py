@@ -7,6 +7,8 @@ changes the sum over all blocks by at most the clip norm, and the divisor is the
 With a quantile the clip norm follows it (Andrew et al. 2021, arXiv 1905.03871, algorithm 1), by a noisy count of the
 updates within the norm. Sum and count together cost what one release with the run's noise multiplier z costs, if
 z^-2 = z_sum^-2 + (2 sigma_count)^-2 (theorem 1).
+
+With secure sums the coordinator adds nothing: sites clip and add the noise in shares (`shared.privacy.noise_shares`).
 """
 
 import hashlib
@@ -23,9 +25,12 @@ from tessera.shared.api.runs import RunSpec
 from tessera.shared.hashing import derive_seed
 from tessera.shared.methods.base import UPDATE_NORM, Plan, State, Update
 from tessera.shared.model.blocks import Block
+from tessera.shared.privacy import noise_shares
 from tessera.shared.privacy.gaussian import epsilon_of, noise_multiplier_for
 from tessera.shared.privacy.noise import NoiseSource, grid_of
+from tessera.shared.privacy.noise_shares import MAX_GROWTH, NoiseShare, rho_for, share_for
 from tessera.shared.run_settings import ClientPrivacy
+from tessera.shared.secure_sums.messages import MAX_SENDERS, SUM_BITS, NoiseTerms, levels_of
 from tessera.shared.tensors.dtypes import DType
 from tessera.shared.tensors.lazy import (
     Array,
@@ -75,8 +80,68 @@ def begun(spec: RunSpec, state: State) -> State:
     terms = spec.client_privacy
     if terms is None:
         return state
-    noise = noise_multiplier_for(terms, spec.rounds)
+    # In secure sums, the noise of the shares that count, over the norm bound of a rounded update.
+    in_shares = spec.secure_sums is not None
+    noise = 1 / math.sqrt(2 * rho_of_round(spec)) if in_shares else noise_multiplier_for(terms, spec.rounds)
     return replace(state, scalars={**state.scalars, CLIP_NORM: terms.clip_norm, NOISE: noise, EPSILON: 0.0})
+
+
+def rho_of_round(spec: RunSpec) -> float:
+    """Return the zCDP of each round whose noise sites add in shares."""
+    assert spec.client_privacy  # noqa: S101 (for the types)
+    return rho_for(spec.client_privacy) / spec.rounds
+
+
+def noise_share(spec: RunSpec, values: int, senders: int) -> NoiseShare:
+    """Return the grid of a round's sum, and each site's share of its noise. `values` are those of the largest update.
+
+    Raises ValueError if the sum has no room for them.
+    """
+    assert spec.client_privacy and spec.honest_sites  # noqa: PT018, S101 (for the types)
+    levels = levels_of(SUM_BITS, senders)
+    return share_for(rho_of_round(spec), spec.client_privacy.clip_norm, spec.honest_sites, values, levels)
+
+
+def noise_terms(spec: RunSpec, share: NoiseShare) -> NoiseTerms:
+    """Return what all parties of a round agree on about its noise."""
+    terms = spec.client_privacy
+    assert terms and spec.honest_sites  # noqa: PT018, S101 (for the types)
+    return NoiseTerms(
+        epsilon=terms.epsilon,
+        delta=terms.delta,
+        rounds=spec.rounds,
+        clip_norm=terms.clip_norm,
+        honest_sites=spec.honest_sites,
+        deviation=share.deviation,
+    )
+
+
+def check_room(spec: RunSpec, values: int) -> None:
+    """Raise ValueError if sums of the run's sites have no room for the noise, or if rounding such an update would
+    need much more noise than the update itself."""
+    senders = spec.cohort.size or MAX_SENDERS
+    share = noise_share(spec, values, senders)
+    if share.growth > MAX_GROWTH:
+        raise ValueError(
+            f"in sums of {senders} sites, rounding {values:,} values takes {share.growth:.2g} times the noise of "
+            "the steps themselves: set cohort.size to fewer sites, raise client_privacy.epsilon, or choose a method "
+            "that trains fewer values"
+        )
+
+
+@dataclass(frozen=True)
+class SummedRelease:
+    """The release of a sum to which sites added the noise: it is accounted for here, and changes no more."""
+
+    spec: RunSpec
+
+    def __call__(self, state: State, merged: State) -> State:
+        """Return the merged state with the epsilon so far."""
+        terms = self.spec.client_privacy
+        assert terms  # noqa: S101 (for the types)
+        spent = noise_shares.epsilon_of(merged.round * rho_of_round(self.spec), terms.delta)
+        changed = {CLIP_NORM: terms.clip_norm, NOISE: state.scalars[NOISE], EPSILON: spent}
+        return replace(merged, scalars={**merged.scalars, **changed})
 
 
 def anonymous(updates: Sequence[Update]) -> list[Update]:

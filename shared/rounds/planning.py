@@ -33,7 +33,6 @@ from tessera.shared.model.spec import Model
 from tessera.shared.model.training_faults import training_faults
 from tessera.shared.problems import Fault, Invalid, InvalidUpdate, faults_of
 from tessera.shared.rounds import client_privacy
-from tessera.shared.run_settings import Budget
 from tessera.shared.tensors.dtypes import NUMPY_DTYPES
 
 MAX_WEIGHT_OF_MEDIAN = 4
@@ -89,7 +88,20 @@ def begun(spec: RunSpec, model: Model, first: State) -> State:
         _check_trained(half, model, state)
     except UnsupportedRun as fault:
         raise Invalid("the method cannot do this run", errors=[Fault(pointer="/method", detail=str(fault))]) from None
+    if spec.client_privacy and spec.secure_sums:
+        _check_room(spec, half, model, state)
     return client_privacy.begun(spec, state)
+
+
+def _check_room(spec: RunSpec, half: CoordinatorHalf[Any], model: Model, state: State) -> None:
+    """Raise Invalid if secure sums of the run's updates have no room for the noise."""
+    plans = half.plan(state, [Participant("any", 1)], Random(0)).values()  # noqa: S311 (no secret)
+    values = sum(block.numel for block in model.blocks if any(plan.upload.holds(block) for plan in plans))
+    try:
+        client_privacy.check_room(spec, max(values, 1))
+    except ValueError as fault:
+        no_room = Fault(pointer="/client_privacy", detail=str(fault))
+        raise Invalid("the sums have no room for the noise of client_privacy", errors=[no_room]) from None
 
 
 def initial_state(half: CoordinatorHalf[Any], first: State) -> State:
@@ -103,7 +115,17 @@ def initial_state(half: CoordinatorHalf[Any], first: State) -> State:
         half.check_client_privacy()
     if half.run.secure_sums:
         half.check_secure_sums()
-    return half.start(first)
+    state = half.start(first)
+    if half.run.secure_sums:
+        _check_summed(half, state)
+    return state
+
+
+def _check_summed(half: CoordinatorHalf[Any], state: State) -> None:
+    """Raise UnsupportedRun if the first round has nothing to sum."""
+    plans = half.plan(state, [Participant("any", 1)], Random(0))  # noqa: S311 (no secret)
+    if not any(plan.upload.resolve(half.run.blocks) for plan in plans.values()):
+        raise UnsupportedRun("the method sends no blocks, of which secure_sums could be taken: leave it out")
 
 
 def _check_trained(half: CoordinatorHalf[Any], model: Model, state: State) -> None:
@@ -230,7 +252,6 @@ def task_of(
     sums: SumTask | None = None,
 ) -> Task:
     """Return a worker's task: its plan in round `number`, and the settings of the run."""
-    sites = spec.client_privacy
     return Task(
         id=task_id,
         token=token,
@@ -246,7 +267,7 @@ def task_of(
         held_out=held_out,
         training=spec.training,
         privacy=spec.privacy,
-        client_privacy=Budget(epsilon=sites.epsilon, delta=sites.delta) if sites else None,
+        client_privacy=spec.shared_client_privacy or spec.client_privacy,
         codec=spec.codec,
         upload_budget=spec.upload_budget,
         upload_seconds=spec.upload_seconds,
@@ -258,6 +279,7 @@ def task_of(
         orchestrator=orchestrator,
         lease_seconds=lease_seconds,
         receipt=receipt,
+        secure_sums=spec.secure_sums,
         sums=sums,
     )
 

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from io import BytesIO
+from typing import Any
 
 import numpy as np
 from pydantic import ValidationError
@@ -18,11 +19,21 @@ from tessera.shared.methods.base import Plan, State
 from tessera.shared.model.spec import Model
 from tessera.shared.problems import faults_of
 from tessera.shared.rounds.blob_store import BlobStore
+from tessera.shared.rounds.client_privacy import noise_share, noise_terms
+from tessera.shared.rounds.planning import task_of
 from tessera.shared.secure_sums.committee import SenderSet, sender_set
 from tessera.shared.secure_sums.envelope import own_blocks
 from tessera.shared.secure_sums.errors import SumRefused
 from tessera.shared.secure_sums.masked_update import RingTensor, read_ring
-from tessera.shared.secure_sums.messages import MAX_EXPONENT, MAX_WEIGHT, Envelope, RingBlock, SiteKeys, Terms
+from tessera.shared.secure_sums.messages import (
+    MAX_EXPONENT,
+    MAX_WEIGHT,
+    SUM_BITS,
+    Envelope,
+    RingBlock,
+    SiteKeys,
+    Terms,
+)
 from tessera.shared.secure_sums.opened import MeanStep, OpenedSum
 from tessera.shared.tensors.lazy import Array, SteppedTensor, Tensor, numel, squares
 from tessera.shared.updates.update_file import of_whole
@@ -53,20 +64,40 @@ def terms_of_round(
     version: VersionRef,
 ) -> Terms:
     """Return the terms of the round after a version. `keys` are those of the helpers' sites, `examples` the most of a
-    planned worker, and `before` is the state of the version before."""
+    planned worker, and `before` is the state of the version before. Raises ValueError if the plans differ."""
     assert spec.secure_sums is not None  # noqa: S101 (for the types)
+    plan = next(iter(plans.values()))
+    if differing := sorted(worker for worker, other in plans.items() if other != plan):
+        raise ValueError(f"secure_sums needs one plan for all sites, and {differing[:4]} have others")
+    about: dict[str, Any] = {
+        "task_id": "terms",
+        "token": 0,
+        "kind": "train",
+        "held_out": False,
+        "seed": 0,
+        "lease_seconds": 1.0,
+    }
+    task = task_of(spec, plan, version, run=run, number=version.number + 1, **about)
     quorum = spec.secure_sums.quorum
+    senders, max_weight = max(quorum, len(plans)), min(bounds.max_examples or examples, examples, MAX_WEIGHT)
+    blocks, noise = ring_blocks(model, plans.values(), state, before), None
+    if spec.client_privacy:
+        share = noise_share(spec, sum(block.elements for block in blocks.values()), senders)
+        noise, max_weight = noise_terms(spec, share), 1
+        blocks = {name: RingBlock(elements=one.elements, exponent=share.exponent) for name, one in blocks.items()}
     return Terms(
         run=run,
         round=version.number + 1,
         attempt=attempt,
         version=version.digest,
+        settings=task.alike_digest,
         helpers=tuple(keys[site] for site in spec.secure_sums.helpers),
         quorum=quorum,
-        max_senders=max(quorum, len(plans)),
-        max_weight=min(bounds.max_examples or examples, examples, MAX_WEIGHT),
-        bits=32,
-        blocks=ring_blocks(model, plans.values(), state, before),
+        max_senders=senders,
+        max_weight=max_weight,
+        bits=SUM_BITS,
+        blocks=blocks,
+        noise=noise,
     )
 
 
@@ -105,14 +136,18 @@ def check_masked(
     asked: Collection[str],
     blobs: BlobStore,
     data: bytes | None,
+    identity: str | None = None,
 ) -> tuple[Envelope, tuple[str, ...]]:
-    """Return the envelope of a masked update, and its blocks. `data` has the update's bytes if it is not stored.
+    """Return the envelope of a masked update, and its blocks. `data` has the update's bytes if it is not stored, and
+    `identity` is the key that the worker declares, if known.
 
     Its values say nothing, so only its form is checked, and that the envelope is about it. Raises InvalidUpdate.
     """
     try:
         envelope = Envelope.model_validate_json(text or "{}")
         _require((envelope.site, envelope.update) == (site, update), "it is of another site or another update")
+        # Helpers would refuse the whole set: an envelope is better refused alone.
+        _require(identity in (None, envelope.identity), "it is under another key than its worker declares")
         _require(envelope.weight == weight, f"its weight is {envelope.weight}; the report's makes {weight}")
         blocks = own_blocks(envelope, terms)
         unasked = sorted(set(blocks) - set(asked))
@@ -144,8 +179,10 @@ class Sums:
     def senders(self) -> SenderSet:
         return sender_set(self.terms, list(self.envelopes.values()))
 
-    def moved(self, state: State, blobs: BlobStore, normalization: Normalization) -> dict[str, Tensor]:
-        """Return the blocks that enough sites sent, moved by the sites' mean step."""
+    def moved(
+        self, state: State, blobs: BlobStore, normalization: Normalization, divisor: int | None = None
+    ) -> dict[str, Tensor]:
+        """Return the blocks that enough sites sent, moved by the sites' mean step, or by their sum over `divisor`."""
         found = self.senders
         files = {e.site: self._ring(blobs, e.update, e.block_names(self.terms)) for e in found.envelopes}
         masks = [self._ring(blobs, digest, sorted(found.senders)) for digest in self.mask_sums]
@@ -155,7 +192,7 @@ class Sums:
             base, ring = state.model[name], self.terms.blocks[name]
             updates = [files[site][name] for site in sites]
             total = OpenedSum(updates, [each[name] for each in masks], self.terms.bits, ring.elements)
-            weight = found.weight(name) if normalization == "participants" else whole
+            weight = divisor or (found.weight(name) if normalization == "participants" else whole)
             # Subtracted, because x - 0.0 is x for every x, while -0.0 + 0.0 is 0.0.
             factor = -self.terms.max_weight * 2.0**ring.exponent / weight
             moved[name] = SteppedTensor(base.shape, base.dtype, (base, MeanStep(total, factor, base.shape)))

@@ -2,8 +2,8 @@
 
 `messages` what parties agree on, sign and send · `keys` signatures and sealed messages · `roster` checks of other
 sites' keys and of a round's terms · `masks` random masks from seeds · `masked_update` an update as masked integers ·
-`envelope` what a site signs and seals with it · `committee` the rules of the helpers, who open sums · `opened` the
-mean of an opened sum.
+`noisy_update` an update within a norm, with noise · `envelope` what a site signs and seals with it · `committee` the
+rules of the helpers, who open sums · `opened` the mean of an opened sum.
 
-Imports `model`, `tensors` and `updates`.
+Imports `model`, `privacy`, `tensors` and `updates`.
 """

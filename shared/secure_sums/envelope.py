@@ -8,7 +8,7 @@ from tessera.shared.schema import Digest, canonical
 from tessera.shared.secure_sums.errors import SumRefused
 from tessera.shared.secure_sums.keys import SealingKey, SigningKey, from_text, require_signature, seal, to_text
 from tessera.shared.secure_sums.masks import new_seed
-from tessera.shared.secure_sums.messages import SEED_BYTES, Envelope, EnvelopeContents, Terms
+from tessera.shared.secure_sums.messages import SEALED_BYTES, SEED_BYTES, Envelope, EnvelopeContents, Terms
 
 PURPOSE = "masked update"
 
@@ -20,7 +20,7 @@ def _require_signed(envelope: Envelope) -> None:
 
 def opened_seeds(envelope: Envelope, terms: Terms, helper: int, key: SealingKey) -> Mapping[int, bytes]:
     """Return the seeds that a helper of the terms gets, by their numbers. Raises SumRefused."""
-    text = key.open(from_text(envelope.seeds[helper]), _context(terms, envelope.site, helper))
+    text = key.open(from_text(envelope.seeds[helper]), _context(terms, envelope.site, helper), envelope.site)
     numbers = terms.seeds_of(helper)
     if len(text) != SEED_BYTES * len(numbers):
         raise SumRefused("seeds", f"{envelope.site} sealed {len(text)} bytes to {terms.helpers[helper].site}")
@@ -44,10 +44,10 @@ def make_envelope(
     """Seal the seeds of an update to the helpers, and sign what it is."""
     places = {name: place for place, name in enumerate(sorted(terms.blocks))}
     bits = sum(1 << places[name] for name in set(blocks))
-    sealed = (
-        seal(helper.sealing_key, b"".join(seeds[n] for n in terms.seeds_of(number)), _context(terms, site, number))
-        for number, helper in enumerate(terms.helpers)
-    )
+    sealed = []
+    for number, helper in enumerate(terms.helpers):
+        own = b"".join(seeds[n] for n in terms.seeds_of(number))
+        sealed.append(seal(helper.sealing_key, own, _context(terms, site, number), helper.site))
     contents = EnvelopeContents(
         terms=terms.digest,
         site=site,
@@ -73,6 +73,9 @@ def own_blocks(envelope: Envelope, terms: Terms) -> tuple[str, ...]:
         raise SumRefused("scales", f"the weight of {envelope.site} is above {terms.max_weight}")
     if len(envelope.seeds) != len(terms.helpers):
         raise SumRefused("seeds", f"{envelope.site} sealed seeds to {len(envelope.seeds)} helpers")
+    for number, sealed in enumerate(envelope.seeds):
+        if len(from_text(sealed)) != SEED_BYTES * len(terms.seeds_of(number)) + SEALED_BYTES:
+            raise SumRefused("seeds", f"{envelope.site} sealed no {len(terms.seeds_of(number))} seeds to a helper")
     return envelope.block_names(terms)
 
 

@@ -7,6 +7,7 @@ Rule = Literal[
     "already-agreed",
     "duplicate-site",
     "malformed",
+    "noise",
     "not-in-roster",
     "not-own-round",
     "quorum",

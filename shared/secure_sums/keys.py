@@ -64,21 +64,27 @@ class SealingKey:
     def public(self) -> Hex32:
         return self._key.public_key().public_bytes_raw().hex()
 
-    def open(self, sealed: bytes, context: bytes) -> bytes:
+    def open(self, sealed: bytes, context: bytes, sender: str) -> bytes:
         """Return the text of a sealed message. Raises SumRefused if it was sealed to another, or elsewhere."""
         try:
             return _SUITE.decrypt(sealed, self._key, info=context)
         except (InvalidTag, ValueError):
-            raise SumRefused("seeds", "a sealed message was not sealed to this key in this context") from None
+            raise SumRefused("seeds", f"a message of {sender} was not sealed to this key in this context") from None
 
     @property
     def _key(self) -> X25519PrivateKey:
         return X25519PrivateKey.from_private_bytes(self.secret)
 
 
-def seal(public: Hex32, text: bytes, context: bytes) -> bytes:
-    """Return a message that the owner of the X25519 key `public` alone can open, in this context (HPKE, RFC 9180)."""
-    return _SUITE.encrypt(text, X25519PublicKey.from_public_bytes(bytes.fromhex(public)), info=context)
+def seal(public: Hex32, text: bytes, context: bytes, owner: str) -> bytes:
+    """Return a message that the owner of the X25519 key `public` alone can open, in this context (HPKE, RFC 9180).
+
+    Raises SumRefused for a key to which nothing can be sealed, such as one of zeros.
+    """
+    try:
+        return _SUITE.encrypt(text, X25519PublicKey.from_public_bytes(bytes.fromhex(public)), info=context)
+    except ValueError:
+        raise SumRefused("committee", f"nothing can be sealed to the key of {owner}") from None
 
 
 def _bound(purpose: str, message: bytes) -> bytes:

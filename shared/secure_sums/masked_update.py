@@ -1,8 +1,9 @@
 """An update as integers under a mask: one safetensors file with a string of integers for each block.
 
 A step x of a site with weight w becomes an integer q, at random one of the two next to x w / (max_weight 2^exponent),
-so that its mean is exact (stochastic rounding). The site sends q plus its masks, modulo 2^bits: bits that say nothing
-about q to all who lack a seed. The same file format carries the sums of masks that helpers return.
+so that its mean is exact (stochastic rounding); with client-level privacy, `noisy_update` makes q. The site sends q
+plus its masks, modulo 2^bits: bits that say nothing about q to all who lack a seed. The same file format carries the
+sums of masks that helpers return.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ from typing import BinaryIO, Protocol
 import numpy as np
 
 from tessera.shared.hashing import Hashing, Sink
+from tessera.shared.privacy.noise import NoiseSource
 from tessera.shared.secure_sums.errors import SumRefused
 from tessera.shared.secure_sums.masks import RING_DTYPES, MaskStream
 from tessera.shared.secure_sums.messages import Terms
+from tessera.shared.secure_sums.noisy_update import NoisyUpdate
 from tessera.shared.tensors.lazy import CHUNK, Array, as_bytes, chunk_counts
 from tessera.shared.tensors.mmap_file import taken
 from tessera.shared.updates.safetensors_file import ContainerError, read_header, write_streams
@@ -81,14 +84,18 @@ def write_masked(
     seeds: Sequence[bytes],
     seed: int,
     *,
+    noise_key: bytes | None = None,
     keep_rests: bool = False,
 ) -> Written:
-    """Write an update under the masks of `seeds`. The same `seed` rounds the same way.
+    """Write an update under the masks of `seeds`. The same `seed` rounds the same way. Terms with noise need a
+    `noise_key`; the same one draws the same noise.
 
     Raises SumRefused for a step that is not finite, and for a block or weight beyond the terms.
     """
     if unknown := sorted(set(changes) - set(terms.blocks)):
         raise SumRefused("scales", f"the terms have no scale for {unknown[:4]}")
+    if terms.noise:
+        return _write_noisy(file, terms, changes, seeds, seed, noise_key)
     rng = np.random.Generator(np.random.SFC64(seed))
     rests: dict[str, list[Array]] = {name: [] for name in changes if keep_rests}
     scratch = np.empty((2, CHUNK), np.float32)
@@ -108,6 +115,28 @@ def write_masked(
     names = sorted(changes)
     digest = write_ring(file, terms, names, integers)
     return Written(digest, {name: np.concatenate(parts) for name, parts in rests.items()})
+
+
+def _write_noisy(
+    file: Sink,
+    terms: Terms,
+    changes: Mapping[str, Change],
+    seeds: Sequence[bytes],
+    seed: int,
+    noise_key: bytes | None,
+) -> Written:
+    if noise_key is None:
+        raise SumRefused("noise", "there is no key for the noise that the terms ask for")
+    update = NoisyUpdate.of(terms, {name: change.steps for name, change in changes.items()}, seed)
+    source = NoiseSource(noise_key)
+
+    def integers(name: str) -> Iterator[memoryview]:
+        masks = MaskStream(seeds, terms.digest, name, terms.bits)
+        for values in update.noisy(name, source):
+            masks.add_to(values)
+            yield as_bytes(values)
+
+    return Written(write_ring(file, terms, sorted(changes), integers), {})
 
 
 def write_ring(

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+import operator
 from collections.abc import Collection, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import combinations
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from tessera.shared.model.blocks import Name
-from tessera.shared.schema import Digest, Identifier, Label, Message, canonical
+from tessera.shared.privacy.discrete_gaussian import MAX_DEVIATION
+from tessera.shared.privacy.noise_shares import EXACT, TAIL, epsilon_of, rho_of, squared_norm_bound
+from tessera.shared.schema import Digest, Identifier, Label, Message, Rounds, canonical
 from tessera.shared.secure_sums.errors import SumRefused
 from tessera.shared.tensors.lazy import digest_of
 
@@ -23,6 +26,9 @@ MAX_SENDERS = 1_024
 MAX_WEIGHT = 1 << 40
 MAX_EXPONENT = 96
 MAX_BLOCKS = 16_384
+
+SUM_BITS: Literal[32] = 32
+"""Bits of the integers of a run's sums."""
 
 SEED_BYTES = 32
 SEALED_BYTES = 48
@@ -98,6 +104,27 @@ class RingBlock(Message):
     """The logarithm to base 2 of what 1 stands for."""
 
 
+def levels_of(bits: int, senders: int) -> int:
+    """Return the largest integer of one sender, so that no sum of all of them overflows."""
+    return ((1 << (bits - 1)) - 1) // senders
+
+
+class NoiseTerms(Message):
+    """Client-level privacy of a run's sums: what each site clips its whole update to, and its share of the noise.
+
+    (epsilon, delta) bounds what all sums of the run together reveal about one site, as long as `honest_sites` of the
+    senders of each block, the site among them, add their noise and keep it to themselves.
+    """
+
+    epsilon: float = Field(gt=0)
+    delta: float = Field(gt=0, lt=1)
+    rounds: Rounds
+    clip_norm: float = Field(gt=0)
+    honest_sites: PositiveInt
+    deviation: PositiveInt = Field(le=MAX_DEVIATION)
+    """The parameter sigma of a site's discrete Gaussian noise, in steps of the grid."""
+
+
 class Terms(Message):
     """The terms of one round's secure sum."""
 
@@ -106,6 +133,8 @@ class Terms(Message):
     attempt: PositiveInt
     version: Digest
     """The manifest that all senders start from."""
+    settings: Digest
+    """All else that decides what a sender trains and sends (`Task.alike_digest`)."""
     helpers: tuple[SiteKeys, ...] = Field(min_length=3, max_length=MAX_HELPERS)
     quorum: int = Field(ge=LEAST_QUORUM, le=MAX_SENDERS)
     """The least senders of a block: a block that fewer sent is not opened."""
@@ -115,6 +144,25 @@ class Terms(Message):
     """Values are integers modulo 2 to this power."""
     blocks: dict[Name, RingBlock] = Field(min_length=1, max_length=MAX_BLOCKS)
     """Each block that a site may send."""
+    noise: NoiseTerms | None = Field(default=None, exclude_if=partial(operator.is_, None))
+    """For client-level privacy; None for exact sums."""
+
+    @model_validator(mode="after")
+    def _noise_fits(self) -> Self:
+        noise = self.noise
+        if noise is None:
+            return self
+        if self.round > noise.rounds:
+            raise ValueError(f"the noise is for {noise.rounds} rounds, and this is round {self.round}")
+        if noise.honest_sites > self.quorum:
+            raise ValueError(f"{noise.honest_sites} shares of noise cannot come from {self.quorum} sites")
+        if self.max_weight != 1 or len({block.exponent for block in self.blocks.values()}) > 1:
+            raise ValueError("with noise, all sites weigh 1 and all blocks have one scale")
+        if self.clip + TAIL * noise.deviation > self.levels:
+            raise ValueError(f"updates and noise have no room in {self.bits} bits for {self.max_senders} senders")
+        if self.squared_norm_bound >= EXACT:
+            raise ValueError("the grid is too fine for a site to compute the exact norm of its integers")
+        return self
 
     @model_validator(mode="after")
     def _sound(self) -> Self:
@@ -141,7 +189,27 @@ class Terms(Message):
     @property
     def levels(self) -> int:
         """The largest integer of one sender, so that no sum of all of them overflows."""
-        return ((1 << (self.bits - 1)) - 1) // self.max_senders
+        return levels_of(self.bits, self.max_senders)
+
+    @property
+    def clip(self) -> float:
+        """The clip norm in steps of the grid. Only for terms with noise."""
+        assert self.noise  # noqa: S101 (for the types)
+        return self.noise.clip_norm * 2.0 ** -next(iter(self.blocks.values())).exponent
+
+    @property
+    def squared_norm_bound(self) -> float:
+        """The bound on a site's integers before noise: the squared l2 norm over all blocks. Only with noise."""
+        return squared_norm_bound(self.clip, sum(block.elements for block in self.blocks.values()))
+
+    @property
+    def epsilon(self) -> float:
+        """The bound that follows from the noise for a run of such rounds, at the delta of the terms. Only with
+        noise."""
+        assert self.noise  # noqa: S101 (for the types)
+        values = sum(block.elements for block in self.blocks.values())
+        rho = rho_of(self.squared_norm_bound, self.noise.deviation, self.noise.honest_sites, values)
+        return epsilon_of(self.noise.rounds * rho, self.noise.delta)
 
     @property
     def seeds(self) -> tuple[tuple[int, ...], ...]:

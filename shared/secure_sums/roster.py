@@ -11,6 +11,9 @@ from tessera.shared.secure_sums.messages import LEAST_QUORUM, Fingerprint, Hex32
 SEALING_KEY = "sealing key"
 """The purpose of a site's signature under its sealing key."""
 
+ROUNDING = 1e-9
+"""Relative difference between two machines' figures of one epsilon."""
+
 Roster = Mapping[str, Fingerprint]
 """The fingerprint of each site's key, as its people reported it to those of this one. The coordinator's word does not
 count: it could enrol sites that do not exist."""
@@ -48,5 +51,12 @@ def check_terms(terms: Terms, roster: Roster, least_quorum: int = LEAST_QUORUM) 
         raise SumRefused("quorum", f"sums of {terms.quorum} sites are to be opened; this site allows {least_quorum}")
     for helper in terms.helpers:
         check_keys(helper, roster)
-    if len({helper.sealing_key for helper in terms.helpers}) < len(terms.helpers):
-        raise SumRefused("committee", "two helpers have one sealing key")
+    for keys in ({helper.identity for helper in terms.helpers}, {helper.sealing_key for helper in terms.helpers}):
+        if len(keys) < len(terms.helpers):
+            raise SumRefused("committee", "two helpers have one key, and would count twice")
+    if (noise := terms.noise) and terms.epsilon > noise.epsilon * (1 + ROUNDING):
+        raise SumRefused(
+            "noise",
+            f"the noise of {noise.honest_sites} sites keeps {noise.rounds} rounds to epsilon {terms.epsilon:.4g} at "
+            f"delta {noise.delta:g}; the terms claim {noise.epsilon:g}",
+        )

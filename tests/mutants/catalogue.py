@@ -1,4 +1,4 @@
-"""What is changed, and what finds it: merging, leases and what leaves a site."""
+"""What is changed, and what finds it: merging, leases, what leaves a site, and secure sums."""
 
 from __future__ import annotations
 
@@ -32,6 +32,15 @@ AIRLOCK = ("tests/worker/governance/test_airlock.py",)
 BUDGET = ("tests/worker/task/test_upload_budget.py",)
 AGENT = ("tests/worker/test_agent.py::test_what_may_not_be_done_fails_the_task_and_sends_nothing",)
 DECIDES = ("tests/worker/governance/test_site_decides.py",)
+HOSTILE = ("tests/shared/secure_sums/test_hostile.py",)
+ROUNDS = ("tests/shared/secure_sums/test_rounds.py",)
+ROUNDING = ("tests/shared/secure_sums/test_rounding.py",)
+MASKED = ("tests/shared/rounds/test_masked_updates.py",)
+SUM_TERMS = ("tests/worker/task/test_secure_terms.py",)
+AGREEMENTS = ("tests/worker/state/test_agreements.py",)
+ASKED_ONCE = (
+    "tests/coordinator/api/test_secure_sums.py::test_two_conductors_that_ask_helpers_at_once_ask_each_once",
+)
 
 MERGING = (
     Mutant(
@@ -256,4 +265,176 @@ EGRESS = (
     Mutant("worker/task/upload_budget.py", "if over <= 0:", "if over <= 64:", BUDGET),
 )
 
-MUTANTS = (*MERGING, *FENCING, *EGRESS)
+SECURE_SUMS = (
+    Mutant(
+        "shared/secure_sums/committee.py",
+        "if len(by_site) < len(envelopes):",
+        "if len(by_site) > len(envelopes):",
+        HOSTILE,
+    ),
+    Mutant(
+        "shared/secure_sums/committee.py",
+        "if len(by_site) > terms.max_senders:",
+        "if len(by_site) > 2 * terms.max_senders:",
+        HOSTILE,
+    ),
+    Mutant(
+        "shared/secure_sums/committee.py",
+        "if len({envelope.identity for envelope in envelopes}) < len(envelopes):",
+        "if not envelopes:",
+        HOSTILE,
+    ),
+    Mutant("shared/secure_sums/committee.py", "require_known(roster, site, envelope.identity)", "pass", HOSTILE),
+    Mutant("shared/secure_sums/committee.py", "if len(sites) >= terms.quorum}", "if len(sites) >= 1}", HOSTILE),
+    Mutant(
+        "shared/secure_sums/committee.py",
+        "check_terms(terms, self.roster, self.least_quorum)",
+        "check_terms(terms, self.roster)",
+        HOSTILE,
+    ),
+    Mutant("shared/secure_sums/committee.py", "check_agreements(found, agreements)", "pass", HOSTILE),
+    Mutant(
+        "shared/secure_sums/committee.py",
+        "if len(signed) < terms.signatures:",
+        "if len(signed) <= terms.tolerance:",
+        HOSTILE,
+    ),
+    Mutant("shared/secure_sums/committee.py", "signed.add(agreement.helper)", "signed.add(len(signed))", HOSTILE),
+    Mutant(
+        "shared/secure_sums/committee.py",
+        "require_signature(helper.identity, AGREEMENT, found.digest.encode(), agreement.signature, helper.site)",
+        "pass",
+        HOSTILE,
+    ),
+    Mutant(
+        "shared/secure_sums/committee.py",
+        "if self.agreements.remember(terms.run, terms.round, found.digest) != found.digest:",
+        "if not self.agreements.remember(terms.run, terms.round, found.digest):",
+        HOSTILE,
+    ),
+    Mutant(
+        "shared/secure_sums/messages.py",
+        "return (helpers + tolerance_of(helpers)) // 2 + 1",
+        "return (helpers + tolerance_of(helpers)) // 2",
+        ROUNDS,
+    ),
+    Mutant(
+        "shared/secure_sums/messages.py",
+        "return ((1 << (bits - 1)) - 1) // senders",
+        "return (1 << (bits - 1)) - 1",
+        ROUNDING,
+    ),
+    Mutant(
+        "shared/secure_sums/messages.py",
+        "if bits >> len(terms.blocks):",
+        "if bits >> 2 * len(terms.blocks):",
+        HOSTILE,
+    ),
+    Mutant("shared/secure_sums/envelope.py", "_require_signed(envelope)", "pass", HOSTILE),
+    Mutant("shared/secure_sums/envelope.py", "if envelope.terms != terms.digest:", "if not envelope.terms:", HOSTILE),
+    Mutant(
+        "shared/secure_sums/envelope.py",
+        "if envelope.weight > terms.max_weight:",
+        "if envelope.weight > 2 * terms.max_weight:",
+        HOSTILE,
+    ),
+    Mutant(
+        "shared/secure_sums/envelope.py",
+        "return [new_seed() for _ in terms.seeds]",
+        "return [new_seed()] * len(terms.seeds)",
+        HOSTILE,
+    ),
+    Mutant(
+        "shared/secure_sums/envelope.py",
+        'f"tessera seeds {terms.digest}/{site}/{helper}"',
+        'f"tessera seeds {terms.digest}/{helper}"',
+        HOSTILE,
+    ),
+    Mutant(
+        "shared/secure_sums/masks.py",
+        'info = f"{terms_digest}/{block}".encode()',
+        "info = terms_digest.encode()",
+        HOSTILE,
+    ),
+    Mutant(
+        "shared/secure_sums/masks.py", 'info = f"{terms_digest}/{block}".encode()', "info = block.encode()", HOSTILE
+    ),
+    Mutant("shared/secure_sums/masks.py", "np.add(total, masks, out=total)", "pass", ROUNDS),
+    Mutant(
+        "shared/secure_sums/masked_update.py",
+        "if not (np.isfinite(lowest) and np.isfinite(highest)):",
+        "if np.isnan(lowest):",
+        ROUNDING,
+    ),
+    Mutant(
+        "shared/secure_sums/masked_update.py",
+        'if header.metadata.get("terms") != terms.digest:',
+        'if not header.metadata.get("terms"):',
+        MASKED,
+    ),
+    Mutant(
+        "shared/secure_sums/keys.py",
+        'return b"tessera " + purpose.encode() + b"\\0" + message',
+        "return message",
+        HOSTILE,
+    ),
+    Mutant("shared/secure_sums/roster.py", "require_known(roster, keys.site, keys.identity)", "pass", HOSTILE),
+    Mutant(
+        "shared/secure_sums/roster.py",
+        "require_signature(keys.identity, SEALING_KEY, message, keys.signature, keys.site)",
+        "pass",
+        HOSTILE,
+    ),
+    Mutant(
+        "shared/rounds/secure_sums.py",
+        '_require(not unasked, f"the plan does not ask for {unasked[:4]}")',
+        "pass",
+        MASKED,
+    ),
+    Mutant(
+        "worker/task/secure_sums.py",
+        "if terms.settings != run.task.alike_digest:",
+        "if not terms.settings:",
+        SUM_TERMS,
+    ),
+    Mutant("worker/task/secure_sums.py", "check_terms(terms, party.roster, party.quorum)", "pass", SUM_TERMS),
+    Mutant(
+        "worker/task/secure_sums.py",
+        "if about != (task.run, task.round, task.version.digest):",
+        "if not about:",
+        SUM_TERMS,
+    ),
+    Mutant(
+        "worker/task/secure_sums.py",
+        "seeds if party.masks else []",
+        "[]",
+        SUM_TERMS,
+    ),
+    Mutant("worker/state/site_keys.py", "if found.get(about) != senders):", "if about not in found):", AGREEMENTS),
+    Mutant(
+        "worker/state/site_keys.py",
+        "if (entry.run, entry.round) == (run, number):",
+        "if entry.senders == senders:",
+        AGREEMENTS,
+    ),
+    Mutant(
+        "worker/state/site_keys.py", "if len(chain.entries) < self._known:", "if len(chain.entries) < 0:", AGREEMENTS
+    ),
+    Mutant(
+        "coordinator/domain/decide.py", "if signed >= sums.signatures:", "if signed + 1 >= sums.signatures:", DECIDE
+    ),
+    Mutant(
+        "coordinator/domain/decide.py",
+        "elif sums.helpers - failed < sums.signatures:",
+        "elif failed and sums.helpers - failed <= sums.signatures:",
+        DECIDE,
+    ),
+    Mutant(
+        "coordinator/conductor/secure_sums.py",
+        'require(_states(present) == _states(tasks), "the helpers\' tasks have changed meanwhile")',
+        "pass",
+        ASKED_ONCE,
+    ),
+)
+
+MUTANTS = (*MERGING, *FENCING, *EGRESS, *SECURE_SUMS)

@@ -14,6 +14,9 @@ import numpy as np
 from tessera.shared.api.secure_sums import HelperReport
 from tessera.shared.api.tasks import Submission, Task, TaskView
 from tessera.shared.client.client import Client
+from tessera.shared.privacy.noise import secret_key
+from tessera.shared.privacy.noise_shares import rho_for, share_for
+from tessera.shared.run_settings import Budget
 from tessera.shared.secure_sums.committee import Member, SenderSet, sender_set
 from tessera.shared.secure_sums.envelope import make_envelope, new_seeds
 from tessera.shared.secure_sums.keys import SealingKey, SigningKey
@@ -21,10 +24,12 @@ from tessera.shared.secure_sums.masked_update import RingTensor, read_ring, writ
 from tessera.shared.secure_sums.messages import (
     Agreement,
     Envelope,
+    NoiseTerms,
     RingBlock,
     SumDocument,
     Terms,
     fingerprint,
+    levels_of,
     share_out,
 )
 from tessera.shared.secure_sums.opened import OpenedSum
@@ -91,6 +96,7 @@ class Federation:
             "round": number,
             "attempt": 1,
             "version": digest_of(b"version"),
+            "settings": digest_of(b"settings"),
             "helpers": helpers,
             "quorum": self.quorum,
             "max_senders": max(self.sites, 3),
@@ -99,6 +105,30 @@ class Federation:
             "blocks": {name: RingBlock(elements=size, exponent=-12) for name, size in self.sizes.items()},
         }
         return Terms(**(terms | changed))
+
+    def noisy_terms(
+        self,
+        epsilon: float = 8.0,
+        rounds: int = 4,
+        clip_norm: float = 0.5,
+        honest_sites: int | None = None,
+        **changed: Any,
+    ) -> Terms:
+        """Return terms with client-level privacy, and the least noise for it."""
+        honest_sites = honest_sites or self.quorum - 1
+        rho = rho_for(Budget(epsilon=epsilon, delta=1e-5)) / rounds
+        levels = levels_of(self.bits, max(self.sites, 3))
+        share = share_for(rho, clip_norm, honest_sites, sum(self.sizes.values()), levels)
+        noise = NoiseTerms(
+            epsilon=epsilon,
+            delta=1e-5,
+            rounds=rounds,
+            clip_norm=clip_norm,
+            honest_sites=honest_sites,
+            deviation=share.deviation,
+        )
+        blocks = {name: RingBlock(elements=size, exponent=share.exponent) for name, size in self.sizes.items()}
+        return self.terms(**{"max_weight": 1, "noise": noise, "blocks": blocks, **changed})
 
     def member(self, site: str) -> Member:
         """Return a helper that has just started: what it knows of earlier is on its disk."""
@@ -111,10 +141,20 @@ class Federation:
             self.quorum,
         )
 
-    def send(self, terms: Terms, site: str, steps: Mapping[str, Array], weight: int = 10, seed: int = 0) -> Sent:
+    def send(
+        self,
+        terms: Terms,
+        site: str,
+        steps: Mapping[str, Array],
+        weight: int = 10,
+        seed: int = 0,
+        noise_key: bytes | None = None,
+    ) -> Sent:
         seeds, file = new_seeds(terms), BytesIO()
         changes = {name: Steps(values) for name, values in steps.items()}
-        written = write_masked(file, terms, changes, weight, seeds, seed)
+        if terms.noise:
+            weight, noise_key = 1, noise_key or secret_key()
+        written = write_masked(file, terms, changes, weight, seeds, seed, noise_key=noise_key)
         identity = self.identities[site]
         envelope = make_envelope(terms, site, identity, weight, list(steps), written.digest, seeds)
         return Sent(envelope, file.getvalue())
@@ -170,10 +210,13 @@ def steps_of(rng: Random, sizes: Mapping[str, int] = SIZES, blocks: Sequence[str
     }
 
 
-def integers_of(terms: Terms, steps: Mapping[str, Array], weight: int, seed: int) -> dict[str, Array]:
+def integers_of(
+    terms: Terms, steps: Mapping[str, Array], weight: int, seed: int, noise_key: bytes | None = None
+) -> dict[str, Array]:
     """Return what a sender has under its masks, from the file that it writes without any."""
     file = BytesIO()
-    write_masked(file, terms, {name: Steps(values) for name, values in steps.items()}, weight, [], seed)
+    changes = {name: Steps(values) for name, values in steps.items()}
+    write_masked(file, terms, changes, weight, [], seed, noise_key=noise_key)
     plain = ring_of(file.getvalue(), terms, sorted(steps))
     return {name: _whole(OpenedSum([tensor], [], terms.bits, tensor.numel)) for name, tensor in plain.items()}
 

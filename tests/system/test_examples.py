@@ -60,7 +60,8 @@ def test_the_demo_of_secure_sums_survives_a_site_and_a_helper_that_are_killed(tm
     command = [sys.executable, "-m", "examples.secure", "--out", str(out), "--set", "rounds=5"]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "5 sums, each over 5 to 6 sites" in done.stdout
+    assert "5 noisy sums, each over 5 to 6 sites" in done.stdout
+    assert "Each site as a whole: epsilon 1000 at delta 1e-05" in done.stdout
     assert left_of(out) == []
 
 

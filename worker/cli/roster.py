@@ -1,7 +1,6 @@
 """`tessera worker roster`: this site's fingerprint, and those of the other sites."""
 
 from tessera.shared.cli.render.output import AsJson, show, table
-from tessera.shared.secure_sums.messages import fingerprint
 from tessera.worker.cli.exits import BAD_SETTINGS, ConfigFile, exits, fail
 from tessera.worker.settings import SettingsError, read_settings
 from tessera.worker.stores import sum_party_of
@@ -19,6 +18,6 @@ def roster(config: ConfigFile, as_json: AsJson = False) -> None:
         party = sum_party_of(read_settings(config))
     if party is None:
         fail(f"{config}: secure_sums is not set: add [secure_sums] with this site's name as site", BAD_SETTINGS)
-    shown = {**party.roster, party.site: fingerprint(party.keys.identity().public)}
+    shown = {**party.roster, party.site: party.fingerprint}
     rows = [(site, known, "this site" if site == party.site else "") for site, known in sorted(shown.items())]
     show(shown, table(("site", "fingerprint", ""), rows), as_json=as_json)

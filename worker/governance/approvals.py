@@ -7,7 +7,6 @@ digest: changed terms need another approval.
 import hashlib
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
@@ -15,7 +14,7 @@ from typing import Literal
 from pydantic import ValidationError
 
 from tessera.shared.schema import MAX_WITHHELD, Frozen, TaskKind, canonical
-from tessera.worker.governance.run_history import SECURE_SUMS, RunSnapshot
+from tessera.worker.governance.run_history import RunSnapshot
 from tessera.worker.state.atomic_files import alone, written_whole
 
 INBOX_FOLDER = "inbox"
@@ -93,11 +92,8 @@ class Inbox:
         terms = terms_digest(snapshot)
         now = self._now()
         # The request to train already says that the run evaluates on held-out data.
-        if snapshot.held_out and any(
-            trained.standing(now) == "approved"
-            for digest in training_digests(snapshot)
-            if (trained := self._find(snapshot.run, digest))
-        ):
+        trained = self._find(snapshot.run, terms_digest(snapshot, "train")) if snapshot.held_out else None
+        if trained and trained.standing(now) == "approved":
             return
         request = self._find(snapshot.run, terms)
         if request is None:
@@ -164,19 +160,9 @@ class Inbox:
         return self._folder / f"{run}.{terms[:16]}.json"
 
 
-def training_digests(snapshot: RunSnapshot) -> tuple[str, str]:
-    """Return the digests that approvals of the run's training cover, without and with secure sums: a task that
-    evaluates does not say which."""
-    masked = replace(snapshot, terms={**snapshot.terms, SECURE_SUMS: True})
-    return terms_digest(snapshot, "train"), terms_digest(masked, "train")
-
-
 def terms_digest(snapshot: RunSnapshot, kind: TaskKind | None = None) -> str:
     """Return the digest that an approval covers: the run's terms, its data set and its kind of task."""
     terms = {**snapshot.terms, "dataset": snapshot.dataset, "kind": kind or snapshot.kind}
     # Hashed under its former name so that existing approvals stay valid.
     terms["divide"] = terms.pop("normalization")
-    # Existing approvals do not have it. An approval of masked updates is none of updates that can be read.
-    if not terms.get(SECURE_SUMS):
-        terms.pop(SECURE_SUMS, None)
     return hashlib.sha256(json.dumps(terms, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

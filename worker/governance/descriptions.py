@@ -43,8 +43,8 @@ def summary(
     if it takes part in none.
     """
     work = [_work(task, model, examples, groups), *_tokenizer(task, model, raw_texts=raw_texts)]
-    hidden = _sums(least_in_sum) if task.sums else ()
-    return " ".join([*work, _leaving(task, model), *hidden, _privacy(task), *_client_privacy(task)])
+    leaving = [_leaving(task, model), *_masks(task, least_in_sum)]
+    return " ".join([*work, *leaving, _privacy(task), *_client_privacy(task)])
 
 
 def _work(task: Task, model: Model, examples: int, groups: int | None) -> str:
@@ -85,30 +85,21 @@ def _leaving(task: Task, model: Model) -> str:
     )
 
 
-def _sums(least: int | None) -> Iterator[str]:
-    if least is None:
-        yield "The run has secure sums, and this site takes part in none: its tasks will fail."
-        return
-    # The helpers and the quorum of later rounds are the coordinator's choice. The site's own rules are not.
-    yield (
-        f"With secure sums: an update leaves under masks, and the coordinator learns no more than sums over at least "
-        f"{least} sites, which helpers open whose keys are in this site's roster. Weights and block names are not "
-        "masked."
-    )
-
-
-def _client_privacy(task: Task) -> Iterator[str]:
-    if bound := task.client_privacy:
+def _masks(task: Task, least: int | None) -> Iterator[str]:
+    if task.secure_sums and task.kind == "train":
+        *others, last = task.secure_sums.helpers
         yield (
-            f"The coordinator says that it adds noise, so that all versions of the run together reveal at most "
-            f"{bound.bound} of all data of one site; this site cannot verify it."
+            f"Updates leave under masks: the coordinator learns sums over at least {task.secure_sums.quorum} sites, "
+            f"which {', '.join(others)} and {last} open together. Weights and block names are not masked."
         )
+        if least is None:
+            yield "This site takes part in no secure sum: its tasks will fail."
 
 
 def _privacy(task: Task) -> str:
     privacy: Privacy | None = task.privacy
     if privacy is None:
-        seen = "sums" if task.sums else "updates"
+        seen = "sums of updates" if task.secure_sums and task.kind == "train" else "updates"
         return (
             f"No differential privacy: anyone who sees the {seen}, such as the coordinator's operator, may learn "
             "about single examples."
@@ -121,6 +112,20 @@ def _privacy(task: Task) -> str:
         of = f"all examples of one group, of which a step uses {privacy.examples_per_unit} at most,"
     bound = f"epsilon {privacy.epsilon:g} at delta {privacy.delta:g}"
     return f"Differential privacy: all updates together reveal of {of} at most {bound}{uncovered}."
+
+
+def _client_privacy(task: Task) -> Iterator[str]:
+    given = task.client_privacy
+    if given and given.honest_sites:
+        yield (
+            "Privacy of the site as a whole, by noise that the sites add: all sums together reveal of its updates at "
+            f"most {given.bound}, if {given.honest_sites} sites of each sum keep their noise to themselves."
+        )
+    elif given:
+        yield (
+            f"The coordinator says that it adds noise, so that all versions of the run together reveal at most "
+            f"{given.bound} of all data of one site; this site cannot verify it."
+        )
 
 
 def _model(model: Model) -> str:
@@ -162,6 +167,8 @@ def policy_in_words(policy: Policy) -> Iterator[str]:
         yield f"On all data sets together, all runs may spend {plain(total).in_words}."
     if policy.require_secure_sums:
         yield "Updates leave only under masks, in runs with secure sums."
+    if of_site := policy.require_client_privacy:
+        yield f"Runs that train need privacy of this site as a whole, in secure sums: at most {of_site.bound}."
     yield (
         f"Versions are measured on {policy.min_evaluation_examples} examples or more that nothing trains on, at most "
         f"{policy.max_evaluations:,} times for a data set."

@@ -6,15 +6,16 @@ from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
-from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from tessera.shared import renamed_keys
 from tessera.shared.api.tasks import AdvertisedPolicy, Task
 from tessera.shared.host_memory import available_bytes
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.selectors import EVERYTHING, Selector
-from tessera.shared.run_settings import Privacy, Span, Unit, UnitBudget
+from tessera.shared.run_settings import Budget, Privacy, Span, Unit, UnitBudget
 from tessera.shared.schema import MAX_NUMBER, Frozen, Label, TaskKind
+from tessera.shared.secure_sums.messages import NoiseTerms
 from tessera.worker.state.privacy_ledger import OF_EXAMPLES, LedgerEntry, UnboundedUse, unbounded_in
 
 GIB = 1 << 30
@@ -46,6 +47,8 @@ REMEDIES = {
     "private": "Have the run ask for blocks that its method does not keep at the sites.",
     "secure_sums": "Compare the fingerprints of the sites again (`tessera worker roster`), or leave the run out.",
     "require_secure_sums": "Start the run with `secure_sums`.",
+    "require_client_privacy": "Start the run with `secure_sums` and with `client_privacy` that meets "
+    "policy.require_client_privacy.",
     "kinds": "Let other workers do it, or change `kinds` in the settings.",
 }
 """Remedies by rule. For any other rule: change the run, or the policy setting of that name."""
@@ -121,6 +124,31 @@ class PrivacyFloor(Frozen):
                 f"the run's target needs noise of {noise_multiplier:.3g} clip norms; this site requires "
                 f"{self.noise_multiplier:g}",
             )
+
+
+class ClientPrivacyFloor(Budget):
+    """The minimum privacy of this site as a whole, in sums to which the sites add the noise themselves."""
+
+    colluders: NonNegativeInt = Field(
+        default=1,
+        description="senders of a sum that may reveal their noise to the coordinator, or add none; a run may count "
+        "the noise of the others alone",
+    )
+
+    def check(self, noise: NoiseTerms | None, quorum: int) -> None:
+        """Check the noise of sums over at least `quorum` sites. Raises PolicyViolation."""
+        rule = "require_client_privacy"
+        if noise is None:
+            raise PolicyViolation(rule, "the run's sums are exact, and this site requires noise from each site")
+        met = noise.epsilon <= self.epsilon and noise.delta <= self.delta
+        has = f"epsilon {noise.epsilon:g} at delta {noise.delta:g}"
+        require(met, rule, f"the run has {has} for each site; this site requires {self.bound}")
+        require(
+            noise.honest_sites + self.colluders <= quorum,
+            rule,
+            f"the run counts the noise of {noise.honest_sites} of {quorum} sites; with {self.colluders} that may "
+            f"collude, this site counts {quorum - self.colluders}",
+        )
 
 
 def _guarantee(privacy: Privacy, unit: Unit) -> str:
@@ -237,6 +265,9 @@ class Policy(Frozen):
     airlock: bool = Field(default=False, description="whether a person must release each update before it leaves")
     require_secure_sums: bool = Field(
         default=False, description="whether updates leave only under masks, so that the coordinator cannot read them"
+    )
+    require_client_privacy: ClientPrivacyFloor | None = Field(
+        default=None, description="minimum privacy of this site as a whole, by noise in secure sums"
     )
 
     @model_validator(mode="before")

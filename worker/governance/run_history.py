@@ -30,16 +30,14 @@ VERSIONS_KEPT = 64
 
 TERMS = (
     "run_name", "model", "method", "dataset", "rounds", "training", "privacy", "normalization", "codec",
-    "upload_budget", "upload_seconds", "orchestrator",
+    "upload_budget", "upload_seconds", "orchestrator", "secure_sums", "client_privacy",
 )  # fmt: skip
-"""Fields of a task that are the same in all tasks of a run."""
+"""Fields of a task that are the same in all tasks of a run. Without `secure_sums` among them, a later round could
+send the update that earlier ones hid, or have it opened by other helpers."""
 
-
-SECURE_SUMS = "secure_sums"
-"""The term of training tasks that says whether updates leave under masks alone."""
-CLIENT_PRIVACY = "client_privacy"
-"""The term with the client-level privacy that the coordinator states. Tasks of a run without it have no such term, so
-that a coordinator may be upgraded during a run."""
+LATER_TERMS = frozenset({"secure_sums", "client_privacy"})
+"""Those that a task omits if the run has none, or if its coordinator does not know them: it may be upgraded during a
+run. Once stated, they stay."""
 
 
 class Handed(Frozen):
@@ -94,12 +92,8 @@ class RunSnapshot:
         fields = task.model_dump(mode="json", include=set(TERMS))
         # A central evaluation uses another data set than the run.
         central = task.kind == "evaluate" and not task.held_out
-        terms = {name: fields[name] for name in TERMS if not (central and name == "dataset")}
-        if task.kind == "train":
-            # A later round without them would send the update that the earlier ones hid.
-            terms[SECURE_SUMS] = task.sums is not None
-        if task.client_privacy:
-            terms[CLIENT_PRIVACY] = task.client_privacy.model_dump(mode="json")
+        omitted = {name for name in LATER_TERMS if fields.get(name) is None} | ({"dataset"} if central else set())
+        terms = {name: fields[name] for name in TERMS if name not in omitted}
         number, digest = task.version.number, task.version.digest
         return cls(task.run, task.kind, task.dataset, task.held_out, terms, task.round, number, digest, task.seed)
 
@@ -161,8 +155,9 @@ class RunHistory:
 
     def _next(self, record: Record, snapshot: RunSnapshot, policy: Policy, upload_bytes: int) -> Record:
         """Return the record extended by the task. Raises PolicyViolation if they conflict."""
-        terms = snapshot.terms
-        if changed := [name for name, now in terms.items() if name in record.terms and record.terms[name] != now]:
+        terms, before = snapshot.terms, record.terms
+        stated = {name for name in before if name in terms or (name in LATER_TERMS and before[name])}
+        if changed := sorted(name for name in stated if before[name] != terms.get(name)):
             raise PolicyViolation("run", f"run {snapshot.run} has changed its {', '.join(changed)}")
         versions = _with_version(record.versions, snapshot)
         handed = dict(record.handed)
@@ -170,7 +165,7 @@ class RunHistory:
             handed[self._worker] = _next_round(record.handed.get(self._worker), snapshot, policy.max_attempts)
         total_bytes = record.upload_bytes + upload_bytes
         policy.check_run_upload(total_bytes)
-        known = {**record.terms, **terms}
+        known = {**before, **terms}
         return Record(terms=known, versions=versions, handed=handed, upload_bytes=total_bytes)
 
 

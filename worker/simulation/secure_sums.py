@@ -1,7 +1,7 @@
 """Secure sums in a simulation: the same integers as over HTTP, without the masks, which cancel to the bit.
 
-Signatures and terms are made and checked as they are over HTTP. The keys follow from the sites' names: they protect
-nothing.
+Signatures and terms are made and checked as they are over HTTP. The keys follow from the sites' names, and those of
+noise from the tasks' seeds: they protect nothing.
 """
 
 from __future__ import annotations
@@ -42,7 +42,13 @@ def keys_of(sites: Iterable[str]) -> dict[str, SiteKeys]:
 def party_of(site: str, sites: Iterable[str]) -> SumParty:
     """Return a virtual site that knows the keys of these others."""
     roster = {name: fingerprint(_identity(name).public) for name in sites}
-    return SumParty(site, NamedKeys(site), roster, quorum=0, helper=False, agreements=None, masks=False)
+    keys = NamedKeys(site)
+    return SumParty(site, keys, roster, 0, helper=False, agreements=None, masks=False, noise_key=noise_key_of)
+
+
+def noise_key_of(seed: int) -> bytes:
+    """Derive the key of an update's noise from the seed of its task, so that a simulation is reproducible."""
+    return _digest("noise", str(seed))
 
 
 @cache

@@ -95,6 +95,15 @@ class Audit:
         }
 
 
+def signed_sets(entries: Iterable[SiteAuditEntry], key: str) -> dict[tuple[str, int], str]:
+    """Return the sets of senders that were signed under a key, by its fingerprint, by run and round."""
+    return {
+        (entry.run or "", entry.round or 0): str(entry.detail.get("senders"))
+        for entry in entries
+        if entry.action == "sums.agree" and entry.detail.get("key") == key
+    }
+
+
 def heads_of(entry: SiteAuditEntry) -> dict[str, Head]:
     """Return the ledger heads in an entry, by data set."""
     heads = entry.detail.get(LEDGER_HEAD)

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Protocol
 
+from tessera.shared.privacy.noise import secret_key as new_noise_key
 from tessera.shared.schema import Digest
-from tessera.shared.secure_sums.committee import Agreements
 from tessera.shared.secure_sums.keys import SealingKey, SigningKey
-from tessera.shared.secure_sums.messages import Hex32, SiteKeys
+from tessera.shared.secure_sums.messages import Fingerprint, Hex32, SiteKeys, fingerprint
 from tessera.shared.secure_sums.roster import signed_keys
 from tessera.worker.state.atomic_files import secret_key
-from tessera.worker.state.hash_chain import Chain, Link, derived
+from tessera.worker.state.hash_chain import ADOPT, Chain, ChainError, Link, derived
 
 KEYS_FOLDER = "keys"
 AGREEMENTS_FILE = "agreements.jsonl"
@@ -66,7 +66,32 @@ class AgreementLog:
     """The sets of senders that this helper signed or opened, in a file under the site's audit key."""
 
     def __init__(self, folder: Path, key: bytes | None = None) -> None:
-        self._chain: Chain[_Agreed] = Chain(folder / AGREEMENTS_FILE, _Agreed, key=derived(key, "agreements"))
+        self._path = folder / AGREEMENTS_FILE
+        self._chain: Chain[_Agreed] = Chain(self._path, _Agreed, key=derived(key, "agreements"))
+        self._known = 0
+        """The least entries that the file has."""
+
+    def expect(self, signed: Mapping[tuple[str, int], Digest]) -> None:
+        """Raise ChainError unless the file has these sets, which the audit says were signed, by run and round.
+
+        Without them the helper would sign a second set, whose difference from the first may be one site's update.
+        """
+        keys = self._path.parent / KEYS_FOLDER
+        remedy = (
+            f"Put the file back as it was last. If it is lost, remove it and the folder {keys}: the site gets new "
+            "keys, whose fingerprint (`tessera worker roster`) the other sites need"
+        )
+        try:
+            found = {(entry.run, entry.round): entry.senders for entry in self._chain.check()}
+        except ChainError as fault:
+            raise ChainError(str(fault).replace(ADOPT, remedy)) from None
+        self._known = max(self._known, len(found))
+        if lost := sorted(about for about, senders in signed.items() if found.get(about) != senders):
+            run, number = lost[0]
+            raise ChainError(
+                f"{self._path}: lacks {len(lost)} sets of senders that this site signed as a helper, such as that of "
+                f"round {number} of run {run}. {remedy}"
+            )
 
     def remember(self, run: str, number: int, senders: Digest) -> Digest:
         """Record the set of a round, unless one is recorded; return the one that is. On disk when it returns.
@@ -74,6 +99,9 @@ class AgreementLog:
         Raises ChainError if the file was changed.
         """
         with self._chain.held() as chain:
+            if len(chain.entries) < self._known:
+                raise ChainError(f"{self._path} was cut off or removed while the worker ran: put it back")
+            self._known = len(chain.entries)
             for entry in chain.entries:
                 if (entry.run, entry.round) == (run, number):
                     return entry.senders
@@ -87,6 +115,7 @@ class AgreementLog:
                     senders=senders,
                 )
             )
+            self._known += 1
             return senders
 
 
@@ -109,7 +138,14 @@ class SumParty:
     quorum: int
     """The least sites in a sum that this site sends to or opens."""
     helper: bool
-    agreements: Agreements | None = field(repr=False)
+    agreements: AgreementLog | None = field(repr=False)
     """Its signatures as a helper; None for a site that is none."""
     masks: bool = True
     """False in a simulation: masks cancel to the bit, so that sums without them are the same."""
+    noise_key: Callable[[int], bytes] = lambda _: new_noise_key()
+    """Return the key of an update's noise by its task's seed. Only a simulation uses the seed, which others know."""
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        """The fingerprint of this site's key."""
+        return fingerprint(self.keys.identity().public)

@@ -242,8 +242,12 @@ class TaskRun:
 
     def half(self, blocks: Sequence[Block]) -> WorkerHalf[Any]:
         """Return the worker's half of the task's method."""
+        return worker_half(self.task.method, self.facts(blocks))
+
+    def facts(self, blocks: Sequence[Block]) -> RunInfo:
+        """Return the facts of the task's run for both halves of its method."""
         task = self.task
-        facts = RunInfo(
+        return RunInfo(
             tuple(blocks),
             task.rounds,
             task.normalization,
@@ -252,7 +256,6 @@ class TaskRun:
             upload_budget=task.upload_budget,
             upload_seconds=task.upload_seconds,
         )
-        return worker_half(task.method, facts)
 
     @property
     def contention(self) -> float:

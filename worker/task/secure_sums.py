@@ -10,6 +10,9 @@ from typing import BinaryIO, TypeVar
 from pydantic import BaseModel
 
 from tessera.shared.api.secure_sums import MAX_DOCUMENT_BYTES, HelperReport, SumTask
+from tessera.shared.json_limits import check_document
+from tessera.shared.methods.base import UnsupportedRun
+from tessera.shared.methods.registry import coordinator_half
 from tessera.shared.secure_sums.committee import Member
 from tessera.shared.secure_sums.envelope import make_envelope, new_seeds
 from tessera.shared.secure_sums.errors import SumRefused
@@ -23,6 +26,7 @@ from tessera.worker.state.atomic_files import temporary_file
 from tessera.worker.state.site_keys import SumParty
 from tessera.worker.task.environment import TaskRun
 from tessera.worker.task.errors import TaskFailure, failing_as
+from tessera.worker.task.fetch import read_model
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -33,19 +37,58 @@ def admitted_terms(run: TaskRun) -> Terms | None:
     Raises PolicyViolation, TaskFailure.
     """
     sums = run.task.sums
+    is_whole = (sums is None) == (run.task.secure_sums is None)
+    require(is_whole, "secure_sums", "the task has the run's settings of secure sums without terms, or the reverse")
     if sums is None:
-        required = run.env.policy.require_secure_sums
+        policy = run.env.policy
         require(
-            not required,
+            not policy.require_secure_sums,
             "require_secure_sums",
             "the run has no secure sums, so that the coordinator could read the update",
         )
+        require(
+            policy.require_client_privacy is None,
+            "require_client_privacy",
+            "the run has no secure sums, so that this site could not add the noise itself",
+        )
+        given = run.task.client_privacy
+        without = given is None or given.honest_sites is None
+        require(without, "secure_sums", "the task's client_privacy is for a secure sum, which the run does not have")
         return None
     with _refusing():
         terms = _terms(run, sums)
+        if terms.settings != run.task.alike_digest:
+            raise SumRefused("terms-differ", "the terms are of sites that train by other settings or another plan")
         party = _party(run)
         check_terms(terms, party.roster, party.quorum)
+        _check_noise(run, terms)
+        if terms.noise:
+            _check_method(run)
     return terms
+
+
+def _check_method(run: TaskRun) -> None:
+    """Raise SumRefused if the method sends more than steps, which noise hides, such as a choice of blocks by data."""
+    try:
+        coordinator_half(run.task.method, run.facts(read_model(run).blocks)).check_client_privacy()
+    except UnsupportedRun as fault:
+        raise SumRefused("noise", str(fault)) from None
+
+
+def _check_noise(run: TaskRun, terms: Terms) -> None:
+    """Check that the round's noise is that of the task, and as much as this site requires.
+
+    What the task says is the same in the whole run (`worker.governance.run_history`). Raises SumRefused,
+    PolicyViolation.
+    """
+    given, noise = run.task.client_privacy, terms.noise
+    settings = ("epsilon", "delta", "clip_norm", "honest_sites")
+    said = [getattr(given, name) for name in settings] + [run.task.rounds] if given else None
+    found = [getattr(noise, name) for name in settings] + [noise.rounds] if noise else None
+    if said != found:
+        raise SumRefused("noise", f"the terms have the noise {found}; the task's client_privacy makes {said}")
+    if floor := run.env.policy.require_client_privacy:
+        floor.check(noise, terms.quorum)
 
 
 def masked(
@@ -58,7 +101,9 @@ def masked(
     party, seeds, weight = _party(run), new_seeds(terms), min(examples, terms.max_weight)
     by_name = {change.block.name: change for change in changes}
     with _refusing():
-        written = write_masked(file, terms, by_name, weight, seeds if party.masks else [], run.task.seed)
+        key = party.noise_key(run.task.seed) if terms.noise else None
+        used = seeds if party.masks else []
+        written = write_masked(file, terms, by_name, weight, used, run.task.seed, noise_key=key)
         identity = party.keys.identity()
         envelope = make_envelope(terms, party.site, identity, weight, list(by_name), written.digest, seeds)
     sizes = {name: change.block.numel * terms.bits // 8 for name, change in by_name.items()}
@@ -78,6 +123,8 @@ def help_open(run: TaskRun) -> None:
         if sums is None or sums.document is None:
             raise TaskFailure("invalid-task", "the task names neither terms nor envelopes")
         terms, party = _terms(run, sums), _party(run)
+        _require_room(run, terms)
+        _check_noise(run, terms)
         document = _read(run, sums.document, SumDocument)
         if party.agreements is None:
             raise TaskFailure("no-helper", "this worker does not open sums: set secure_sums.helper in its settings")
@@ -87,7 +134,8 @@ def help_open(run: TaskRun) -> None:
         )
         if task.kind == "agree":
             agreement = member.agree(terms, document.envelopes)
-            head = run.journal.note("sums.agree", senders=agreement.senders, sites=len(document.envelopes))
+            about = {"senders": agreement.senders, "key": party.fingerprint}
+            head = run.journal.note("sums.agree", sites=len(document.envelopes), **about)
             report = HelperReport(token=task.token, agreement=agreement)
         else:
             with temporary_file(run.env.scratch) as (path, file):
@@ -99,8 +147,15 @@ def help_open(run: TaskRun) -> None:
                 with path.open("rb") as opened:
                     run.env.coordinator.put_stream(digest, opened, nbytes, run.sent)
             report = HelperReport(token=task.token, mask_sums=digest)
-    about = {"download_bytes": run.report.download_bytes, "audit_head": head}
-    run.env.coordinator.submit_helper_report(task.id, report.model_copy(update=about))
+    counted = {"download_bytes": run.report.download_bytes, "audit_head": head}
+    run.env.coordinator.submit_helper_report(task.id, report.model_copy(update=counted))
+
+
+def _require_room(run: TaskRun, terms: Terms) -> None:
+    """Raise PolicyViolation if the sums of all blocks are more than the site sends."""
+    most = run.env.policy.max_upload_bytes
+    nbytes = sum(ring.elements for ring in terms.blocks.values()) * terms.bits // 8
+    require(nbytes <= most, "max_upload_bytes", f"sums of {nbytes} bytes are larger than the {most} allowed")
 
 
 def _party(run: TaskRun) -> SumParty:
@@ -116,12 +171,17 @@ def _terms(run: TaskRun, sums: SumTask) -> Terms:
     about = (terms.run, terms.round, terms.version)
     if about != (task.run, task.round, task.version.digest):
         raise SumRefused("terms-differ", f"the terms are of {about}, and not of the task")
+    settings, helpers = task.secure_sums, tuple(helper.site for helper in terms.helpers)
+    if settings is None or (helpers, terms.quorum) != (settings.helpers, settings.quorum):
+        raise SumRefused("terms-differ", f"the terms have the helpers {helpers} and the quorum {terms.quorum}")
     return terms
 
 
 def _read(run: TaskRun, digest: str, kind: type[M]) -> M:
     with failing_as("invalid-terms"):
-        return kind.model_validate_json(run.read(digest, MAX_DOCUMENT_BYTES))
+        raw = run.read(digest, MAX_DOCUMENT_BYTES)
+        check_document(raw)
+        return kind.model_validate_json(raw)
 
 
 @contextmanager

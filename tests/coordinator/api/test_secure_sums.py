@@ -3,28 +3,37 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
+from sqlalchemy import select
 
+from tessera.coordinator.blobs.store import Blobs
+from tessera.coordinator.db.tables import RoundRow
 from tessera.shared.api.runs import Cohort, Run, RunPatch
 from tessera.shared.api.secure_sums import HelperReport, SecureSums
 from tessera.shared.model.blocks import Block
+from tessera.shared.problems import Conflict
+from tessera.shared.rounds.blob_store import Stored
+from tessera.shared.run_settings import ClientPrivacy
+from tessera.shared.secure_sums.keys import SigningKey
 from tessera.shared.tensors.lazy import as_bytes
 from tests.support.coordinator import LiveCoordinator, refusing, until
-from tests.support.federation import small_model, start_run, values
+from tests.support.federation import ScriptedWorker, small_model, start_run, values
 from tests.support.secure_sums import Federation, SecretSite
 
 NAMES = ("site-00", "site-01", "site-02")
+NOISE = {"epsilon": 1000.0, "delta": 1e-5, "clip_norm": 0.5}
 
 
 class Ring:
     """Three sites that are all helpers, and their run."""
 
-    def __init__(self, live: LiveCoordinator, rounds: int = 1) -> None:
+    def __init__(self, live: LiveCoordinator, rounds: int = 1, **changed: Any) -> None:
         self.live, self.model = live, small_model(16)
         self.start = values(self.model)
         self.federation = Federation(3, 3)
@@ -32,7 +41,7 @@ class Ring:
         for site in self.sites:
             site.worker.enrol()
         self.admin = live.client()
-        self.run = start_run(self.admin, self.model, self.start, **settings(rounds))
+        self.run = start_run(self.admin, self.model, self.start, **settings(rounds, **changed))
 
     def now(self) -> Run:
         return self.admin.run(self.run.id)
@@ -96,25 +105,100 @@ def test_the_version_moves_by_the_weighted_mean_and_no_unmasked_update_is_ever_s
     assert outcomes == ["merged"] * 3
 
 
+def test_a_sum_with_noise_of_the_sites_is_bounded_over_all_blocks_and_its_epsilon_is_shown(tmp_path: Path) -> None:
+    with LiveCoordinator(tmp_path / "coordinator") as live:
+        ring = Ring(live, client_privacy=NOISE, normalization="cohort")
+        first = ring.sites[0].worker.take()
+        terms = ring.sites[0].terms(first)
+        assert terms.noise is not None
+        # With three helpers, one may collude.
+        assert (terms.noise.honest_sites, terms.noise.rounds, terms.max_weight) == (2, 1, 1)
+        assert first.client_privacy == ClientPrivacy(**NOISE, honest_sites=2)
+        ring.sites[0].client.submit(first.id, ring.sites[0].submission(first, 100.0, 7))
+        for site in ring.sites[1:]:
+            site.train(100.0)
+        assert ring.now().client_epsilon == 0
+        ring.help()
+        moved = np.concatenate([(value - ring.start[name]).ravel() for name, value in ring.values(1).items()])
+        # The noise has a length of about a tenth of this.
+        assert 0.8 * NOISE["clip_norm"] < np.linalg.norm(moved) < 1.2 * NOISE["clip_norm"]
+        assert np.ptp(moved) > 0
+        assert 999 < (ring.now().client_epsilon or 0) <= 1000
+
+
+def test_a_round_key_that_no_one_needs_is_not_drawn(tmp_path: Path) -> None:
+    with LiveCoordinator(tmp_path / "coordinator") as live:
+        ring = Ring(live, client_privacy=NOISE, normalization="cohort")
+        ring.sites[0].worker.take()
+        with live.services.database.snapshot() as session:
+            assert list(session.scalars(select(RoundRow.noise_key))) == [None]
+
+
 def test_an_update_whose_envelope_is_not_about_it_is_rejected(ring: Ring) -> None:
-    site, other = ring.sites[0], ring.sites[1]
+    site, other = ring.sites[:2]
     task = site.worker.take()
-    right = site.submission(task, 1.0)
-    foreign = other.submission(other.worker.take(), 1.0)
-    for change in (
-        {"envelope": None},
-        {"envelope": "{}"},
-        {"envelope": "not JSON"},
-        {"envelope": foreign.envelope},
-        {"examples": right.examples - 1},
-        {"update": site.client.put_bytes(b"other bytes")},
-    ):
-        # Each is refused, and the task with it: it is offered to nobody again.
-        with refusing("invalid-update", match="envelope"):
-            site.client.submit(task.id, right.model_copy(update=change))
-        if (task_again := site.worker.claim(0)) is None:
-            break
-        task = task_again
+    right, foreign = site.submission(task, 1.0), other.submission(other.worker.take(), 1.0)
+    with refusing("invalid-update", match="envelope"):
+        site.client.submit(task.id, right.model_copy(update={"envelope": foreign.envelope}))
+    assert site.client.task(task.id).state == "rejected"
+
+
+def test_an_envelope_under_another_key_than_its_worker_declares_is_rejected(ring: Ring) -> None:
+    """A site that lost its keys would otherwise have helpers refuse the set of all senders."""
+    site = ring.sites[0]
+    task = site.worker.take()
+    ring.federation.identities[site.site] = SigningKey.new()
+    with refusing("invalid-update", match="under another key than its worker declares"):
+        site.client.submit(task.id, site.submission(task, 1.0))
+
+
+def test_a_helper_s_tasks_go_to_the_worker_that_has_its_key(ring: Ring) -> None:
+    site = ring.sites[0]
+    for site_worker in ring.sites:
+        site_worker.train(1.0)
+    for name in ("a", "z"):
+        ScriptedWorker(site.client, name=name).enrol()
+    ring.help()
+    until(lambda: ring.now().state == "completed")
+
+
+def test_two_conductors_that_ask_helpers_at_once_ask_each_once(ring: Ring) -> None:
+    """A helper asked twice would count twice, and masks opened twice be subtracted twice."""
+    for site in ring.sites[:2]:
+        site.train(1.0)
+    # A paused run takes updates, and its helpers are not asked.
+    ring.admin.patch_run(ring.run.id, RunPatch(state="paused"))
+    ring.sites[2].train(1.0)
+    until(lambda: next(iter(ring.admin.rounds(ring.run.id))).state == "merging")
+    with ring.live.services.database.snapshot() as session:
+        round_id = session.scalars(select(RoundRow.id)).one()
+    secure = ring.live.services.conductor.actions.secure
+
+    def first() -> None:
+        assert len(secure.ask(ring.run.id, round_id, "agree")) == 3
+
+    overtaken = replace(secure, blobs=cast("Blobs", Overtaken(secure.blobs, first)))
+    with pytest.raises(Conflict, match="changed meanwhile"):
+        overtaken.ask(ring.run.id, round_id, "agree")
+    ring.admin.patch_run(ring.run.id, RunPatch(state="running"))
+    ring.help()
+    until(lambda: ring.now().state == "completed")
+
+
+@dataclass
+class Overtaken:
+    """The blob store of a conductor that another one overtakes while it stores something."""
+
+    blobs: Blobs
+    first: Callable[[], None]
+
+    def put(self, pieces: Sequence[bytes]) -> Stored:
+        stored = self.blobs.put(pieces)
+        self.first()
+        return stored
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.blobs, name)
 
 
 def test_a_helper_s_report_that_is_not_what_its_task_asks_for_is_refused(ring: Ring) -> None:
@@ -133,6 +217,8 @@ def test_a_helper_s_report_that_is_not_what_its_task_asks_for_is_refused(ring: R
         HelperReport(token=task.token, agreement=right.agreement.model_copy(update={"helper": 99})),
         HelperReport(token=task.token, agreement=right.agreement.model_copy(update={"senders": ring.run.spec.model})),
         HelperReport(token=task.token, agreement=theirs),
+        # Another helper's own signature would count twice.
+        HelperReport(token=task.token, agreement=foreign.agreement),
     )
     for report in wrong:
         with refusing("invalid"):
@@ -174,7 +260,8 @@ def test_a_round_does_not_open_without_helpers_that_have_declared_keys(tmp_path:
         {"robust": {"rule": "median"}, "cohort": Cohort(size=5, quorum=5)},
         {"normalization": "inverse-probability"},
         {"codec": "raw"},
-        {"client_privacy": {"epsilon": 5, "delta": 1e-3, "clip_norm": 1.0}, "normalization": "cohort"},
+        {"client_privacy": {**NOISE, "clip_quantile": 0.5}, "normalization": "cohort"},
+        {"client_privacy": {**NOISE, "honest_sites": 4}, "normalization": "cohort"},
         {"upload_budget": 1000},
         {"upload_seconds": 10},
         {"max_update_norm": 1.0},
@@ -202,6 +289,8 @@ def test_settings_that_need_single_updates_are_refused(standing: LiveCoordinator
         {"name": "feddyn"},
         {"name": "fedfrozen", "settings": {"warmup_rounds": "auto"}},
         {"name": "safl", "settings": {"score": "random"}},
+        {"name": "safl", "settings": {"score": "random", "chooser": "consensus", "memory_share": 0.5}},
+        {"name": "local"},
     ],
     ids=str,
 )

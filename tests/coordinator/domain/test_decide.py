@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from tessera.coordinator.domain.decide import (
     Abandon,
+    AskHelpers,
     CancelEvaluations,
     Close,
     Complete,
@@ -24,7 +25,13 @@ from tessera.coordinator.domain.decide import (
     decide,
 )
 from tessera.coordinator.domain.lifecycle import LIVE_RUN
-from tessera.coordinator.domain.snapshot import PendingEvaluation, RoundSnapshot, RunSnapshot, TaskSnapshot
+from tessera.coordinator.domain.snapshot import (
+    PendingEvaluation,
+    RoundSnapshot,
+    RunSnapshot,
+    SumsSnapshot,
+    TaskSnapshot,
+)
 from tessera.shared.api.runs import Cohort
 from tessera.shared.schema import RunState, TaskState
 
@@ -65,6 +72,63 @@ def run(**facts: Any) -> RunSnapshot:
 
 def decided(snapshot: RunSnapshot, now: float = NOW) -> list[object]:
     return list(decide(snapshot, now, PATIENCE))
+
+
+# ---------------------------------------------------------------- secure sums
+
+
+def helpers(*states: str, present: bool = True) -> tuple[TaskSnapshot, ...]:
+    return tuple(replace(task(state, f"h{n}"), present=present) for n, state in enumerate(states))
+
+
+def summing(agree: tuple[str, ...] = (), openings: tuple[TaskSnapshot, ...] = (), **facts: Any) -> RunSnapshot:
+    """A closed round with four helpers, three of whom must sign."""
+    sums = SumsSnapshot(4, 3, helpers(*agree), openings, is_open=facts.pop("is_open", False))
+    return run(round=replace(a_round("accepted", "accepted", state="merging"), sums=sums), **facts)
+
+
+ALL_SIGNED = ("accepted",) * 4
+
+
+@pytest.mark.parametrize(
+    ("seen", "to_do"),
+    [
+        (summing(), [AskHelpers("r", "agree")]),
+        (summing(("accepted", "leased")), [AskHelpers("r", "agree")]),
+        (summing(("accepted", "accepted", "leased", "offered")), []),
+        (summing(("accepted", "accepted", "failed", "offered")), []),
+        (summing(("accepted", "accepted", "accepted", "offered")), [AskHelpers("r", "open")]),
+        (summing(("accepted", "accepted", "accepted", "failed")), [AskHelpers("r", "open")]),
+        (
+            summing(("accepted", "accepted", "failed", "failed")),
+            [Pause("2 helpers did not sign the senders of round 1: see their tasks")],
+        ),
+        (summing(ALL_SIGNED, helpers("leased", "accepted")), []),
+        (summing(ALL_SIGNED, helpers("offered", "accepted")), []),
+        (summing(ALL_SIGNED, helpers("offered", "accepted", present=False)), [AskHelpers("r", "open")]),
+        (summing(ALL_SIGNED, helpers("failed", "accepted")), [AskHelpers("r", "open")]),
+        (summing(ALL_SIGNED, helpers("accepted", "accepted"), is_open=True), [Merge("r")]),
+        (summing(state="paused"), []),
+        (summing(("accepted", "accepted", "failed", "failed"), state="paused"), []),
+    ],
+)
+def test_a_closed_round_is_merged_once_enough_helpers_have_signed_and_opened_it(
+    seen: RunSnapshot, to_do: list[object]
+) -> None:
+    assert decided(seen) == to_do
+
+
+def test_helpers_get_their_tasks_again_without_a_limit_of_attempts() -> None:
+    lapsed = replace(task("leased", "h0", attempts=99, expires_at=NOW), site="north")
+    lost = task("expired", "h1", attempts=99)
+    sums = SumsSnapshot(4, 3, (lapsed, lost, *helpers("accepted", "accepted")))
+    closed = replace(a_round("accepted", state="merging"), sums=sums)
+    assert decided(run(round=closed)) == [Expire("h0", 99), Offer("h1")]
+    assert decided(run(round=closed, state="paused")) == [Expire("h0", 99), Offer("h1")]
+
+
+def test_a_cancelled_run_s_sums_are_not_opened() -> None:
+    assert decided(summing(ALL_SIGNED, state="cancelled")) == [Abandon("r", "the run was cancelled")]
 
 
 # ---------------------------------------------------------------- leases

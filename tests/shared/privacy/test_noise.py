@@ -50,7 +50,7 @@ def test_the_bits_are_the_key_stream_of_aes_in_counter_mode() -> None:
 @pytest.mark.parametrize("word", [0, 1, (1 << 64) - 1])
 def test_the_extreme_words_give_numbers(monkeypatch: pytest.MonkeyPatch, word: int) -> None:
     dice = NoiseSource(KEY)
-    monkeypatch.setattr(dice, "_words", lambda count: np.full(count, word, np.uint64))
+    monkeypatch.setattr(dice, "words", lambda count: np.full(count, word, np.uint64))
     assert np.isfinite(dice.normal(4)).all()
     assert np.isfinite(dice.gumbel(2)).all()
     # The smallest word gives the farthest normal: the root of 2 ln 2^64.

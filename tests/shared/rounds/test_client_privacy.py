@@ -21,14 +21,25 @@ from tessera.shared.methods.registry import coordinator_half
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.selectors import Selector, roles
 from tessera.shared.model.spec import Model
-from tessera.shared.privacy.gaussian import epsilon_of
+from tessera.shared.privacy.gaussian import epsilon_of, noise_multiplier_for
 from tessera.shared.privacy.noise import grid_of
 from tessera.shared.problems import Invalid
 from tessera.shared.rounds.aggregate import Accepted, Aggregation
-from tessera.shared.rounds.client_privacy import CLIP_NORM, EPSILON, NOISE, Noise, next_clip, simulated_key
+from tessera.shared.rounds.client_privacy import (
+    CLIP_NORM,
+    EPSILON,
+    NOISE,
+    Noise,
+    SummedRelease,
+    next_clip,
+    noise_share,
+    rho_of_round,
+    simulated_key,
+)
 from tessera.shared.rounds.planning import begun, bounds_of, run_facts
 from tessera.shared.rounds.validation import Inspector
 from tessera.shared.rounds.versions import States
+from tessera.shared.run_settings import ClientPrivacy
 from tessera.shared.schema import canonical
 from tessera.shared.tensors.lazy import Array, ArrayTensor, SteppedTensor, as_bytes, to_array
 from tessera.shared.updates.codecs.pipeline import LOSSLESS
@@ -346,6 +357,46 @@ def test_a_first_version_cannot_bring_less_noise(tmp_path: Path) -> None:
     assert begun(run.spec, run.model, brought).scalars == run.scalars
 
 
+SUMS = {"helpers": ["a", "b", "c", "d"], "quorum": 5}
+IN_SUMS = {"secure_sums": SUMS, "cohort": {"quorum": 5, "size": 6}}
+
+
+def test_with_secure_sums_the_epsilon_is_that_of_the_noise_of_the_sites(tmp_path: Path) -> None:
+    run = Run(tmp_path, client_privacy=NOISY, rounds=10, **IN_SUMS)
+    assert run.scalars[EPSILON] == 0
+    # The discrete Gaussian is accounted for by its divergence, which takes slightly more noise.
+    exact = noise_multiplier_for(ClientPrivacy(**NOISY), 10)
+    assert exact < run.scalars[NOISE] < 1.15 * exact
+    release = SummedRelease(run.spec)
+    spent = [release(State(n - 1, {}, scalars=run.scalars), State(n, {})).scalars[EPSILON] for n in (1, 5, 10)]
+    assert 0 < spent[0] < spent[1] < spent[2] <= 2.0
+    assert spent[2] > 1.999
+
+
+def test_the_noise_of_a_round_is_counted_in_the_shares_of_the_sites_that_are_certain() -> None:
+    for given, shares in ((None, 4), (5, 5), (1, 1)):
+        run = spec(client_privacy={**NOISY, "honest_sites": given}, **IN_SUMS)
+        assert run.honest_sites == shares
+        share = noise_share(run, 1000, senders=6)
+        total = share.deviation * math.sqrt(shares) * 2.0**share.exponent
+        least = NOISY["clip_norm"] / math.sqrt(2 * rho_of_round(run))
+        assert least < total < 1.001 * least
+
+
+def test_a_run_whose_sums_have_no_room_for_the_noise_is_refused_with_the_remedy() -> None:
+    run = spec(client_privacy=NOISY, rounds=400, secure_sums=SUMS, cohort={"quorum": 5})
+    begun(run, adapted_model(), State(0, {}))
+    for width, why in ((30_000, "have no room for"), (2500, "the noise of the steps themselves")):
+        with pytest.raises(Invalid) as refusal:
+            begun(run, adapted_model(width), State(0, {}))
+        (fault,) = refusal.value.errors
+        assert fault.pointer == "/client_privacy"
+        assert why in fault.detail
+        assert "set cohort.size to fewer sites" in fault.detail
+    few = spec(client_privacy=NOISY, rounds=400, **IN_SUMS)
+    begun(few, adapted_model(30_000), State(0, {}))
+
+
 def test_sites_have_no_other_bounds() -> None:
     assert bounds_of(spec(), [Participant("a/w", 10, site="a")]) == Bounds()
 
@@ -360,6 +411,7 @@ def test_sites_have_no_other_bounds() -> None:
         ({"max_update_norm": 1.0}, "leave out max_update_norm"),
         ({"max_norm_of_median": 3.0}, "leave out max_norm_of_median"),
         ({"client_privacy": {**LITTLE_NOISE, "expected_sites": None}}, "expected_sites, or cohort.size"),
+        ({"client_privacy": {**LITTLE_NOISE, "honest_sites": 3}}, "here the coordinator does: leave it out"),
     ],
 )
 def test_a_setting_that_would_break_the_bound_is_refused_with_the_remedy(settings: dict[str, Any], told: str) -> None:

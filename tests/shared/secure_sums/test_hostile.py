@@ -7,14 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from io import BytesIO
+from typing import Any
 
 import numpy as np
 import pytest
 
 from tessera.shared.schema import canonical
-from tessera.shared.secure_sums.envelope import PURPOSE
+from tessera.shared.secure_sums.committee import sender_set
+from tessera.shared.secure_sums.envelope import PURPOSE, new_seeds
 from tessera.shared.secure_sums.errors import SumRefused
-from tessera.shared.secure_sums.keys import SealingKey, SigningKey
+from tessera.shared.secure_sums.keys import SealingKey, SigningKey, require_signature
+from tessera.shared.secure_sums.masks import MaskStream
 from tessera.shared.secure_sums.messages import Envelope, EnvelopeContents, Terms, fingerprint
 from tessera.shared.secure_sums.roster import check_terms, signed_keys
 from tessera.shared.tensors.lazy import digest_of
@@ -39,6 +42,13 @@ class Round:
 
     def agree(self, terms: Terms, envelopes: Sequence[Envelope], helper: str = "site-00") -> None:
         self.federation.member(helper).agree(terms, envelopes)
+
+    def signed(self, **changed: Any) -> list[Envelope]:
+        """Return the envelopes, with the last one changed and signed by its site."""
+        *others, last = self.envelopes
+        contents = EnvelopeContents(**{**last.model_dump(exclude={"signature"}), **changed})
+        signature = self.federation.identities["site-05"].sign(PURPOSE, canonical(contents))
+        return [*others, Envelope(**contents.model_dump(), signature=signature)]
 
 
 def _ghosts(tried: Round) -> None:
@@ -109,11 +119,15 @@ def _update_changed(tried: Round) -> None:
 
 def _seeds_of_another(tried: Round) -> None:
     """A colluding site sends the victim's sealed seeds as its own, to have the victim's masks subtracted twice."""
-    fed, victim = tried.federation, tried.envelopes[0]
-    own = tried.envelopes[5].model_copy(update={"seeds": victim.seeds})
-    contents = own.model_dump(exclude={"signature"})
-    signature = fed.identities["site-05"].sign(PURPOSE, canonical(EnvelopeContents(**contents)))
-    tried.agree(tried.terms, [*tried.envelopes[:5], own.model_copy(update={"signature": signature})])
+    tried.agree(tried.terms, tried.signed(seeds=tried.envelopes[0].seeds))
+
+
+def _more_weight_than_the_terms_allow(tried: Round) -> None:
+    tried.agree(tried.terms, tried.signed(weight=tried.terms.max_weight + 1))
+
+
+def _a_block_that_the_terms_lack(tried: Round) -> None:
+    tried.agree(tried.terms, tried.signed(blocks="9"))
 
 
 def _set_less_one(tried: Round) -> None:
@@ -126,6 +140,18 @@ def _foreign_helper(tried: Round) -> None:
     own = signed_keys("site-01", SigningKey.new(), SealingKey.new().public)
     helpers = (tried.terms.helpers[0], own, *tried.terms.helpers[2:])
     tried.agree(tried.federation.terms(helpers=helpers), tried.envelopes)
+
+
+def _one_helper_under_two_names(tried: Round) -> None:
+    """A roster with one key under two names: its owner would sign for two helpers."""
+    fed, own = tried.federation, tried.terms.helpers[1]
+    fed.roster["site-02"] = fed.roster["site-01"]
+    twice = signed_keys("site-02", fed.identities["site-01"], SealingKey.new().public)
+    tried.agree(fed.terms(helpers=(tried.terms.helpers[0], own, twice, tried.terms.helpers[3])), tried.envelopes)
+
+
+def _seeds_of_a_wrong_length(tried: Round) -> None:
+    tried.agree(tried.terms, tried.signed(seeds=("", *tried.envelopes[5].seeds[1:])), "site-01")
 
 
 def _foreign_sealing_key(tried: Round) -> None:
@@ -158,6 +184,10 @@ ACTS: dict[str, tuple[Callable[[Round], None], str]] = {
     "a set less one": (_set_less_one, "already-agreed"),
     "a helper of its own": (_foreign_helper, "not-in-roster"),
     "a sealing key of its own": (_foreign_sealing_key, "signature"),
+    "one helper under two names": (_one_helper_under_two_names, "committee"),
+    "more weight than the terms allow": (_more_weight_than_the_terms_allow, "scales"),
+    "a block that the terms lack": (_a_block_that_the_terms_lack, "malformed"),
+    "seeds of a wrong length": (_seeds_of_a_wrong_length, "seeds"),
     "more senders than fit": (_more_than_fit, "too-many-senders"),
 }
 
@@ -168,6 +198,51 @@ def test_a_helper_refuses(name: str) -> None:
     with pytest.raises(SumRefused) as refusal:
         act(Round())
     assert refusal.value.rule == rule
+
+
+def test_a_site_under_two_keys_is_refused_without_a_roster_too() -> None:
+    tried = Round()
+    tried.federation.identities["site-00"] = SigningKey.new()
+    again = tried.federation.send(tried.terms, "site-00", _steps()).envelope
+    with pytest.raises(SumRefused, match="duplicate-site: a site occurs twice"):
+        sender_set(tried.terms, [*tried.envelopes, again])
+
+
+def test_a_signature_for_one_purpose_is_none_for_another() -> None:
+    key = SigningKey.new()
+    signature = key.sign("one purpose", b"message")
+    require_signature(key.public, "one purpose", b"message", signature, "site-00")
+    for purpose, message in (
+        ("another purpose", b"message"),
+        ("one purpose", b"another message"),
+        ("one", b"message"),
+    ):
+        with pytest.raises(SumRefused, match="signature"):
+            require_signature(key.public, purpose, message, signature, "site-00")
+
+
+def test_the_seeds_of_an_update_are_all_different_and_new_each_time() -> None:
+    terms = Federation(7, 7).terms()
+    assert len({*new_seeds(terms), *new_seeds(terms)}) == 2 * len(terms.seeds) == 42
+
+
+def test_a_seed_masks_each_block_of_each_round_differently() -> None:
+    """Equal masks would cancel in a difference, and leave that of two steps."""
+
+    def mask(terms: Terms, block: str) -> bytes:
+        total = np.zeros(8, np.uint32)
+        MaskStream([bytes(32)], terms.digest, block, 32).add_to(total)
+        return total.tobytes()
+
+    federation = Federation(6, 4)
+    places = [(federation.terms(number), block) for number in (1, 2) for block in ("head", "layer.0.value")]
+    assert len({mask(terms, block) for terms, block in places}) == 4
+    assert mask(*places[0]) == mask(*places[0])
+
+
+def test_a_refusal_of_seeds_names_their_sender() -> None:
+    with pytest.raises(SumRefused, match="seeds: a message of site-05 was not sealed to this key"):
+        _seeds_of_another(Round())
 
 
 def _opened(
@@ -224,6 +299,14 @@ def test_what_helpers_return_is_a_sum_of_masks_and_no_mask_of_one_site() -> None
     for each in tried.sent:
         alone = next(each.ring(tried.terms)["head"].chunks()).astype(np.int64) - masks
         assert np.abs(alone.astype(np.int32)).max() > 1 << 20
+
+
+def test_a_helper_s_key_to_which_nothing_can_be_sealed_is_named() -> None:
+    federation = Federation(6, 4)
+    broken = signed_keys("site-01", federation.identities["site-01"], "00" * 32)
+    terms = federation.terms(helpers=(federation.terms().helpers[0], broken, *federation.terms().helpers[2:]))
+    with pytest.raises(SumRefused, match="committee: nothing can be sealed to the key of site-01"):
+        federation.send(terms, "site-02", _steps())
 
 
 def test_a_site_trains_for_no_committee_that_its_roster_lacks() -> None:

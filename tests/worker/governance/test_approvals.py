@@ -12,7 +12,7 @@ from tessera.shared.api.secure_sums import SumTask
 from tessera.shared.api.tasks import Task
 from tessera.shared.api.versions import VersionRef
 from tessera.shared.methods.base import MethodSpec, Plan
-from tessera.shared.run_settings import Budget
+from tessera.shared.run_settings import ClientPrivacy
 from tessera.worker.governance.approvals import ApprovalDecision, Inbox, InboxError, Request, Unapproved, terms_digest
 from tessera.worker.governance.run_history import RunSnapshot
 
@@ -84,6 +84,9 @@ def test_an_approval_is_of_the_terms_that_were_shown(asking: Asking) -> None:
         task(method=MethodSpec(name="fedprox")),
         task(dataset="clinics"),
         task(orchestrator="somebody else"),
+        task(secure_sums={"helpers": ["a", "b", "c"], "quorum": 5}),
+        task(secure_sums={"helpers": ["a", "b", "c"], "quorum": 3}),
+        task(secure_sums={"helpers": ["a", "b", "d"], "quorum": 5}),
     ):
         assert terms_digest(RunSnapshot.of(changed)) != terms_digest(RunSnapshot.of(task()))
         assert asking.code(changed) == "awaiting-approval"
@@ -144,20 +147,21 @@ def test_a_request_that_cannot_be_read_is_no_approval(asking: Asking, tmp_path: 
 
 
 def test_an_approval_of_masked_updates_is_none_of_updates_that_can_be_read(asking: Asking) -> None:
-    masked = task(sums=SumTask(terms=DIGEST))
+    sums = {"helpers": ["a", "b", "c"], "quorum": 5}
+    masked = task(secure_sums=sums, sums=SumTask(terms=DIGEST))
     asking.code(masked)
     asking.decide("r1")
     assert asking.code(masked) is None
-    assert asking.code(task(kind="evaluate", held_out=True)) is None
+    assert asking.code(task(kind="evaluate", held_out=True, secure_sums=sums)) is None
     assert asking.code(task()) == "awaiting-approval"
 
 
 def test_an_approval_covers_the_client_privacy_that_was_shown(asking: Asking) -> None:
-    private = task(client_privacy=Budget(epsilon=1.0, delta=1e-5))
+    private = task(client_privacy=ClientPrivacy(epsilon=1.0, delta=1e-5, clip_norm=1.0))
     asking.code(private)
     asking.decide("r1")
     assert asking.code(private) is None
-    for changed in (task(client_privacy=Budget(epsilon=9.0, delta=1e-5)), task()):
+    for changed in (task(client_privacy=ClientPrivacy(epsilon=9.0, delta=1e-5, clip_norm=1.0)), task()):
         assert asking.code(changed) == "awaiting-approval"
 
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import pytest
 
 from tessera.shared.api.runs import Training
-from tessera.shared.api.secure_sums import SumTask
 from tessera.shared.api.tasks import Task
 from tessera.shared.api.versions import VersionRef
 from tessera.shared.methods.base import MethodSpec, Plan
 from tessera.shared.model.preprocessing import FileName, FileRef
 from tessera.shared.model.selectors import roles
-from tessera.shared.run_settings import Budget, Privacy
+from tessera.shared.run_settings import ClientPrivacy, Privacy
 from tessera.worker.governance.descriptions import in_words, size, summary
 from tests.support.federation import small_model
 
@@ -62,6 +61,19 @@ def test_a_run_with_its_own_tokenizer_says_so(files: dict[FileName, FileRef], ra
     assert told in summary(task(), MODEL.model_copy(update={"preprocessing": files}), 10, raw_texts=raw_texts)
 
 
+def test_secure_sums_name_who_opens_them() -> None:
+    wanted = task(secure_sums={"helpers": ["north", "south", "east"], "quorum": 5})
+    shown = summary(wanted, MODEL, 10, least_in_sum=3)
+    assert (
+        " Updates leave under masks: the coordinator learns sums over at least 5 sites, which north, south and east "
+        "open together. Weights and block names are not masked. No differential privacy: anyone who sees the sums of "
+        "updates, " in shown
+    )
+
+    assert "This site takes part in no secure sum: its tasks will fail." in summary(wanted, MODEL, 10)
+    assert "masks" not in summary(task(), MODEL, 10)
+
+
 def test_privacy_is_told_with_what_it_does_not_cover() -> None:
     told = summary(task(privacy=PRIVATE), MODEL, 10)
     assert told.endswith("reveal of one example at most epsilon 4 at delta 1e-06.")
@@ -69,23 +81,8 @@ def test_privacy_is_told_with_what_it_does_not_cover() -> None:
     assert uncovered.endswith("; the choice of blocks is not covered.")
 
 
-SUMS = SumTask(terms=DIGEST)
-
-
-def test_secure_sums_are_described_by_the_rules_of_the_site() -> None:
-    described = summary(task(sums=SUMS), MODEL, 10, least_in_sum=4)
-    assert (
-        "no more than sums over at least 4 sites, which helpers open whose keys are in this site's roster."
-        in described
-    )
-    last = "anyone who sees the sums, such as the coordinator's operator, may learn about single examples."
-    assert described.endswith(f"No differential privacy: {last}")
-    assert "secure sums" not in summary(task(), MODEL, 10, least_in_sum=4)
-    assert "this site takes part in none: its tasks will fail." in summary(task(sums=SUMS), MODEL, 10)
-
-
 def test_client_privacy_is_described_as_a_statement_of_the_coordinator() -> None:
-    described = summary(task(client_privacy=Budget(epsilon=4.0, delta=1e-5)), MODEL, 10)
+    described = summary(task(client_privacy=ClientPrivacy(epsilon=4.0, delta=1e-5, clip_norm=1.0)), MODEL, 10)
     assert described.endswith(
         "reveal at most epsilon 4 at delta 1e-05 of all data of one site; this site cannot verify it."
     )

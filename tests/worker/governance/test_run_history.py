@@ -11,7 +11,7 @@ from tessera.shared.api.secure_sums import SumTask
 from tessera.shared.api.tasks import Task
 from tessera.shared.api.versions import VersionRef
 from tessera.shared.methods.base import MethodSpec, Plan
-from tessera.shared.run_settings import Budget
+from tessera.shared.run_settings import ClientPrivacy
 from tessera.worker.governance.policy import Policy, PolicyViolation
 from tessera.worker.governance.run_history import VERSIONS_KEPT, RunHistory, RunSnapshot
 
@@ -58,20 +58,21 @@ def test_a_task_whose_plan_is_another_is_an_honest_retry_and_counted(tmp_path: P
     assert refused(seen, task(1), "max_attempts", 2) == "round 1 was already submitted 2 times (policy.max_attempts)"
 
 
-def test_a_run_with_secure_sums_may_not_go_on_without_them(tmp_path: Path) -> None:
-    seen, sums = RunHistory(tmp_path, "w"), SumTask(terms=DIGESTS[9])
-    seen.add(task(1, sums=sums), Policy())
-    seen.check(task(2, sums=SumTask(terms=DIGESTS[8])), Policy())
-    seen.check(task(2, kind="evaluate", held_out=True), Policy())
-    assert refused(seen, task(2), "run") == "run r has changed its secure_sums"
+def test_a_run_with_secure_sums_may_not_go_on_without_them_or_with_other_helpers(tmp_path: Path) -> None:
+    seen, sums = RunHistory(tmp_path, "w"), {"helpers": ["a", "b", "c"], "quorum": 5}
+    seen.add(task(1, secure_sums=sums, sums=SumTask(terms=DIGESTS[9])), Policy())
+    seen.check(task(2, secure_sums=sums, sums=SumTask(terms=DIGESTS[8])), Policy())
+    for number in (1, 2):
+        for other in (None, {**sums, "helpers": ["d", "e", "f"]}, {**sums, "quorum": 3}):
+            assert refused(seen, task(number, secure_sums=other), "run") == "run r has changed its secure_sums"
 
 
 def test_a_run_may_not_weaken_the_client_privacy_that_it_stated(tmp_path: Path) -> None:
     seen = RunHistory(tmp_path, "w")
     # A coordinator of an earlier version states none.
     seen.add(task(1), Policy())
-    seen.add(task(2, client_privacy=Budget(epsilon=1.0, delta=1e-5)), Policy())
-    weaker = task(3, client_privacy=Budget(epsilon=9.0, delta=1e-5))
+    seen.add(task(2, client_privacy=ClientPrivacy(epsilon=1.0, delta=1e-5, clip_norm=1.0)), Policy())
+    weaker = task(3, client_privacy=ClientPrivacy(epsilon=9.0, delta=1e-5, clip_norm=1.0))
     assert refused(seen, weaker, "run") == "run r has changed its client_privacy"
 
 
