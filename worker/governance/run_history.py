@@ -156,8 +156,10 @@ class RunHistory:
     def _next(self, record: Record, snapshot: RunSnapshot, policy: Policy, upload_bytes: int) -> Record:
         """Return the record extended by the task. Raises PolicyViolation if they conflict."""
         terms, before = snapshot.terms, record.terms
-        stated = {name for name in before if name in terms or (name in LATER_TERMS and before[name])}
-        if changed := sorted(name for name in stated if before[name] != terms.get(name)):
+        stated = [
+            name for name in TERMS if name in before and (name in terms or (name in LATER_TERMS and before[name]))
+        ]
+        if changed := [name for name in stated if before[name] != terms.get(name)]:
             raise PolicyViolation("run", f"run {snapshot.run} has changed its {', '.join(changed)}")
         versions = _with_version(record.versions, snapshot)
         handed = dict(record.handed)
