@@ -40,12 +40,13 @@ def found_in(coordinator: CoordinatorProcess, traces: Collection[bytes]) -> set[
     return set(traces) - left
 
 
-def trace_of(values: np.ndarray) -> bytes:
-    """The bytes of some values in the middle of a block."""
+def traces_of(values: np.ndarray, places: int) -> set[bytes]:
+    """The bytes of some values at a number of places in a block."""
     flat = np.ascontiguousarray(values).ravel()
-    middle = flat[flat.size // 2 :][:TRACE]
-    assert len(np.unique(middle)) > TRACE // 2, "too few different values to be told from other memory"
-    return middle.tobytes()
+    starts = [flat.size * (2 * place + 1) // (2 * places) for place in range(places)]
+    rows = [flat[start : start + TRACE] for start in starts]
+    assert all(len(np.unique(row)) > TRACE // 2 for row in rows), "too few different values to be told from others"
+    return {row.tobytes() for row in rows}
 
 
 def updates_of(coordinator: CoordinatorProcess, run: Run) -> dict[str, Arrays]:
@@ -82,17 +83,20 @@ def test_no_plain_update_is_in_the_coordinator_s_memory_during_a_secure_sum(
         until(lambda: plain.admin().run(run.id).state == "completed", seconds=60)
         values = updates_of(plain, run)
         assert values.keys() == SITES.keys()
-        # A search that cannot find what is there would find nothing in the other run either.
-        traces = {trace_of(update[largest]) for update in values.values()}
-        assert found_in(plain, traces) == traces
+        # A search that cannot find what is there would find nothing in the other run either. Much of the updates'
+        # memory has been used again by now, and so only some of them must be found.
+        assert found_in(
+            plain, {trace for update in values.values() for trace in traces_of(update[largest], places=6)}
+        )
     for worker in workers.values():
         worker.kill()
 
     steps = {site: {n: difference(v, base[n]) for n, v in update.items()} for site, update in values.items()}
     terms = terms_of(vit.model, base)
     integers = {site: integers_of_site(terms, steps[site], run, site) for site in SITES}
-    traces = {trace_of(each[site][largest]) for each in (values, steps) for site in SITES}
-    traces |= {trace_of(integers[site][largest].astype("<i4")) for site in SITES}
+    known = [each[site][largest] for each in (values, steps) for site in SITES]
+    known += [integers[site][largest].astype("<i4") for site in SITES]
+    traces = {trace for each in known for trace in traces_of(each, places=2)}
     with CoordinatorProcess(tmp_path / "secret") as secret:
         started(secret, running, tmp_path)
         client = secret.admin()
