@@ -25,7 +25,7 @@ from tessera.shared.methods.base import MethodSpec
 from tessera.shared.near_names import did_you_mean
 from tessera.shared.run_settings import ClientPrivacy, Privacy, Training
 from tessera.shared.schema import Bytes, Digest, Frozen, Label, Message, Rounds, RoundState, RunState, Seed
-from tessera.shared.secure_sums.messages import tolerance_of
+from tessera.shared.secure_sums.messages import MAX_SENDERS, MOST_SENDERS, NOISE_BITS, tolerance_of
 from tessera.shared.updates.codecs import pipeline
 
 # ---------------------------------------------------------------- runs
@@ -206,13 +206,24 @@ class RunSpec(Frozen):
                 self.client_privacy is not None and self.client_privacy.clip_quantile is not None,
                 "no party counts the updates within a norm: leave it out, and set clip_norm to a usual update's norm",
             ),
-            "codec": (self.codec != pipeline.LOSSLESS, "masked updates are integers of 32 bits: leave it out"),
+            "codec": (
+                self.codec != pipeline.LOSSLESS,
+                "masked updates are integers: leave it out, or set secure_sums.bits",
+            ),
             "upload_budget": (self.upload_budget is not None, "masked updates do not shrink: leave it out"),
             "upload_seconds": (self.upload_seconds is not None, "masked updates do not shrink: leave it out"),
             "max_update_norm": (self.max_update_norm is not None, "no single norm is known: leave it out"),
             "max_norm_of_median": (
                 isinstance(self.max_norm_of_median, float),
                 "no single norm is known: leave it out",
+            ),
+            "secure_sums.bits": (
+                (most := MOST_SENDERS[self.secure_sums.bits]) < (self.cohort.size or MAX_SENDERS),
+                f"{self.secure_sums.bits} have room for {most} sites: lower cohort.size, or leave it out",
+            ),
+            "client_privacy": (
+                self.client_privacy is not None and self.secure_sums.bits != NOISE_BITS,
+                f"noise needs {NOISE_BITS} bits: leave out secure_sums.bits",
             ),
             "cohort.workers_per_site": (self.cohort.workers_per_site > 1, "each site sends one update: set it to 1"),
             "cohort.quorum": (

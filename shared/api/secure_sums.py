@@ -36,6 +36,11 @@ class SecureSums(Frozen):
         le=MAX_SENDERS,
         description="a block that fewer sites sent is not opened, and stays as it was",
     )
+    bits: Literal[16, 32] = Field(
+        default=32,
+        description="of each value in a sum: 16 halve the bytes of updates and of masks, and each site keeps what "
+        "rounding drops for its next update",
+    )
 
     @field_validator("helpers")
     @classmethod

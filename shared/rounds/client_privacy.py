@@ -30,7 +30,7 @@ from tessera.shared.privacy.gaussian import epsilon_of, noise_multiplier_for
 from tessera.shared.privacy.noise import NoiseSource, grid_of
 from tessera.shared.privacy.noise_shares import MAX_GROWTH, NoiseShare, rho_for, share_for
 from tessera.shared.run_settings import ClientPrivacy
-from tessera.shared.secure_sums.messages import MAX_SENDERS, SUM_BITS, NoiseTerms, levels_of
+from tessera.shared.secure_sums.messages import MAX_SENDERS, NOISE_BITS, NoiseTerms, levels_of
 from tessera.shared.tensors.dtypes import DType
 from tessera.shared.tensors.lazy import (
     Array,
@@ -98,7 +98,7 @@ def noise_share(spec: RunSpec, values: int, senders: int) -> NoiseShare:
     Raises ValueError if the sum has no room for them.
     """
     assert spec.client_privacy and spec.honest_sites  # noqa: PT018, S101 (for the types)
-    levels = levels_of(SUM_BITS, senders)
+    levels = levels_of(NOISE_BITS, senders)
     return share_for(rho_of_round(spec), spec.client_privacy.clip_norm, spec.honest_sites, values, levels)
 
 

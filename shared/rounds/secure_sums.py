@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from io import BytesIO
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from pydantic import ValidationError
@@ -28,25 +28,37 @@ from tessera.shared.secure_sums.masked_update import RingTensor, read_ring
 from tessera.shared.secure_sums.messages import (
     MAX_EXPONENT,
     MAX_WEIGHT,
-    SUM_BITS,
     Envelope,
     RingBlock,
     SiteKeys,
     Terms,
+    levels_of,
 )
 from tessera.shared.secure_sums.opened import MeanStep, OpenedSum
 from tessera.shared.tensors.lazy import Array, SteppedTensor, Tensor, numel, squares
 from tessera.shared.updates.update_file import of_whole
 
-STEP_BITS = 12
-"""The bits after the point of a value as large as the last round's root mean square step: rounding then adds an error
-of less than a thousandth, and steps of thousands of times that size do not overflow."""
 
-FIRST_BITS = 20
-"""The same beside the version's own values, for a block of which no step is known yet."""
+class Precision(NamedTuple):
+    """The bits after the point of a value of a usual size."""
 
-NO_SCALE = -24
-"""The exponent of a block that is zero and has never changed."""
+    step: int
+    """Beside the last round's root mean square step."""
+    first: int
+    """Beside the version's own values, for a block of which no step is known yet."""
+
+    @classmethod
+    def of(cls, bits: int, senders: int) -> Precision:
+        """Return the precision of sums of these bits.
+
+        With 32, rounding adds an error of less than a thousandth of a step, and steps of thousands of times the last
+        ones do not overflow. With 16, steps of sixteen times the last ones, and at first of four times the values,
+        have room: a site keeps what is beyond for its next update.
+        """
+        if bits == 32:
+            return cls(12, 20)
+        room = math.floor(math.log2(levels_of(bits, senders)))
+        return cls(room - 4, room - 2)
 
 
 def terms_of_round(
@@ -80,7 +92,8 @@ def terms_of_round(
     task = task_of(spec, plan, version, run=run, number=version.number + 1, **about)
     quorum = spec.secure_sums.quorum
     senders, max_weight = max(quorum, len(plans)), min(bounds.max_examples or examples, examples, MAX_WEIGHT)
-    blocks, noise = ring_blocks(model, plans.values(), state, before), None
+    bits = spec.secure_sums.bits
+    blocks, noise = ring_blocks(model, plans.values(), state, before, Precision.of(bits, senders)), None
     if spec.client_privacy:
         share = noise_share(spec, sum(block.elements for block in blocks.values()), senders)
         noise, max_weight = noise_terms(spec, share), 1
@@ -95,31 +108,34 @@ def terms_of_round(
         quorum=quorum,
         max_senders=senders,
         max_weight=max_weight,
-        bits=SUM_BITS,
+        bits=bits,
         blocks=blocks,
         noise=noise,
     )
 
 
-def ring_blocks(model: Model, plans: Collection[Plan], state: State, before: State | None) -> dict[str, RingBlock]:
+def ring_blocks(
+    model: Model, plans: Collection[Plan], state: State, before: State | None, precision: Precision
+) -> dict[str, RingBlock]:
     """Return the blocks that plans upload, with a scale each from the last step, or else from their values."""
     found = {}
     for block in model.blocks:
         if any(plan.upload.holds(block) for plan in plans):
             present = state.model[block.name]
-            exponent = _exponent(present, before.model[block.name] if before else present)
+            exponent = _exponent(present, before.model[block.name] if before else present, precision)
             found[block.name] = RingBlock(elements=block.numel, exponent=exponent)
     return found
 
 
-def _exponent(present: Tensor, before: Tensor) -> int:
+def _exponent(present: Tensor, before: Tensor, precision: Precision) -> int:
     moved = 0.0
     if present != before:
         moved = _sum_of_squares(value - start for value, start in zip(present.chunks(), before.chunks(), strict=True))
     size = (moved or _sum_of_squares(present.chunks())) / numel(present)
     if not (size and math.isfinite(size)):
-        return NO_SCALE
-    exponent = math.floor(math.log2(size) / 2) - (STEP_BITS if moved else FIRST_BITS)
+        # Zero so far: as for values of about 1.
+        return -precision.first
+    exponent = math.floor(math.log2(size) / 2) - (precision.step if moved else precision.first)
     return max(-MAX_EXPONENT, min(exponent, MAX_EXPONENT))
 
 

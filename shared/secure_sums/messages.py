@@ -27,8 +27,10 @@ MAX_WEIGHT = 1 << 40
 MAX_EXPONENT = 96
 MAX_BLOCKS = 16_384
 
-SUM_BITS: Literal[32] = 32
-"""Bits of the integers of a run's sums."""
+NOISE_BITS: Literal[32] = 32
+"""Of sums with noise: its tail needs room."""
+MOST_SENDERS = {16: 256, 32: MAX_SENDERS}
+"""By bits of a sum: more senders would leave each of them fewer than 127 levels."""
 
 SEED_BYTES = 32
 SEALED_BYTES = 48

@@ -13,7 +13,7 @@ from tessera.shared.api.runs import Run
 from tessera.shared.methods.base import Plan, State
 from tessera.shared.model.spec import Model
 from tessera.shared.rounds.planning import training_seed
-from tessera.shared.rounds.secure_sums import ring_blocks
+from tessera.shared.rounds.secure_sums import Precision, ring_blocks
 from tessera.shared.secure_sums.messages import Terms
 from tessera.shared.tensors.lazy import ArrayTensor
 from tessera.shared.updates.codecs.delta import difference
@@ -62,7 +62,7 @@ def updates_of(coordinator: CoordinatorProcess, run: Run) -> dict[str, Arrays]:
 def terms_of(model: Model, base: Arrays) -> Terms:
     """The terms of the first round, as far as they decide how a site rounds its steps."""
     values = {block.name: ArrayTensor(base[block.name], "F32") for block in model.blocks}
-    blocks = ring_blocks(model, [Plan()], State(0, values), None)
+    blocks = ring_blocks(model, [Plan()], State(0, values), None, Precision.of(32, len(SITES)))
     return Federation(len(SITES), len(SITES)).terms(blocks=blocks, max_weight=max(SITES.values()))
 
 

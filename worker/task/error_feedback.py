@@ -74,6 +74,10 @@ class Feedback:
                 self.rests[change.block.name] = Rest(np.concatenate(left), number)
         return sqrt(missing / whole) if whole else 0.0
 
+    def keep(self, rests: Mapping[str, Array], number: int) -> None:
+        """Store what a masked update of round `number` dropped of its blocks, float32 and flat."""
+        self.rests |= {name: Rest(values, number) for name, values in rests.items()}
+
     def kept(self) -> dict[str, Array]:
         """Return the residuals as vault entries."""
         if not self.rests:

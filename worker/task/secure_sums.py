@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import BinaryIO, TypeVar
 
@@ -19,7 +19,7 @@ from tessera.shared.secure_sums.errors import SumRefused
 from tessera.shared.secure_sums.masked_update import write_masked
 from tessera.shared.secure_sums.messages import SumDocument, Terms
 from tessera.shared.secure_sums.roster import check_terms
-from tessera.shared.tensors.lazy import squares
+from tessera.shared.tensors.lazy import Array, squares
 from tessera.shared.updates.update_file import TrainedBlock, WrittenUpdate
 from tessera.worker.governance.policy import PolicyViolation, require
 from tessera.worker.state.atomic_files import temporary_file
@@ -93,8 +93,9 @@ def _check_noise(run: TaskRun, terms: Terms) -> None:
 
 def masked(
     run: TaskRun, terms: Terms, changes: Sequence[TrainedBlock], examples: int, file: BinaryIO, *, norms: bool
-) -> tuple[WrittenUpdate, str]:
-    """Write a masked update into a file, from its start; return what was written, and its envelope as JSON.
+) -> tuple[WrittenUpdate, str, Mapping[str, Array]]:
+    """Write a masked update into a file, from its start; return what was written, its envelope as JSON, and what
+    rounding to few bits dropped of each block.
 
     Raises PolicyViolation.
     """
@@ -103,12 +104,13 @@ def masked(
     with _refusing():
         key = party.noise_key(run.task.seed) if terms.noise else None
         used = seeds if party.masks else []
-        written = write_masked(file, terms, by_name, weight, used, run.task.seed, noise_key=key)
+        about = (file, terms, by_name, weight, used, run.task.seed)
+        written = write_masked(*about, noise_key=key, keep_rests=terms.bits < 32)
         identity = party.keys.identity()
         envelope = make_envelope(terms, party.site, identity, weight, list(by_name), written.digest, seeds)
     sizes = {name: change.block.numel * terms.bits // 8 for name, change in by_name.items()}
     lengths = {name: math.sqrt(sum(map(squares, change.steps()))) for name, change in by_name.items() if norms}
-    return WrittenUpdate(sizes, lengths, written.digest), envelope.model_dump_json()
+    return WrittenUpdate(sizes, lengths, written.digest), envelope.model_dump_json(), written.rests
 
 
 def help_open(run: TaskRun) -> None:
@@ -172,8 +174,13 @@ def _terms(run: TaskRun, sums: SumTask) -> Terms:
     if about != (task.run, task.round, task.version.digest):
         raise SumRefused("terms-differ", f"the terms are of {about}, and not of the task")
     settings, helpers = task.secure_sums, tuple(helper.site for helper in terms.helpers)
-    if settings is None or (helpers, terms.quorum) != (settings.helpers, settings.quorum):
-        raise SumRefused("terms-differ", f"the terms have the helpers {helpers} and the quorum {terms.quorum}")
+    found = (helpers, terms.quorum, terms.bits)
+    if settings is None or found != (settings.helpers, settings.quorum, settings.bits):
+        raise SumRefused(
+            "terms-differ",
+            f"the terms have the helpers {helpers}, the quorum {terms.quorum} and sums of {terms.bits} bits, unlike "
+            "the run",
+        )
     return terms
 
 

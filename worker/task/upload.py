@@ -106,7 +106,7 @@ class Egress:
         feedback = loaded.feedback
         changes = feedback.add(_changes(result, loaded.bases))
         asked = task.plan.upload.resolve(loaded.built.blocks)
-        written = self._masked(changes, examples) if self.terms else self._written(changes)
+        written = self._masked(changes, examples, feedback) if self.terms else self._written(changes)
         with written as (update, exact):
             if not exact:
                 report.metrics["codec_error"] = self._settle(update, changes, feedback)
@@ -223,11 +223,15 @@ class Egress:
             yield UpdateFile(written, nbytes, opened, path), exact
 
     @contextmanager
-    def _masked(self, changes: Sequence[TrainedBlock], examples: int) -> Iterator[tuple[UpdateFile, bool]]:
-        """Yield the update under masks for a secure sum."""
+    def _masked(
+        self, changes: Sequence[TrainedBlock], examples: int, feedback: Feedback
+    ) -> Iterator[tuple[UpdateFile, bool]]:
+        """Yield the update under masks for a secure sum. `feedback` gets what is rounded away."""
         assert self.terms  # noqa: S101 (for the types)
         with temporary_file(self.run.env.scratch) as (path, file):
-            written, envelope = masked(self.run, self.terms, changes, examples, file, norms=self._summarized)
+            about = (self.run, self.terms, changes, examples, file)
+            written, envelope, rests = masked(*about, norms=self._summarized)
+            feedback.keep(rests, self.run.task.round)
             file.flush()
             nbytes = file.seek(0, SEEK_END)
             opened = cast("Callable[[], BinaryIO]", partial(path.open, "rb"))
