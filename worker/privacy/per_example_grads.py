@@ -193,13 +193,14 @@ class Hooked(PerExample):
         finally:
             self._hooks.disable_hooks()
             self._reset()
-        finite = norms(each).isfinite()
+        lengths = tensor_norms(each)
+        whole = torch.linalg.vector_norm(lengths, dim=0)
+        finite = whole.isfinite()
         # The tolerance includes the norms over all parameters: if gradients cancel out, their sum is rounding error.
-        lengths = norms(each).sum()
+        allowed = self._tolerance * lengths.sum(dim=1) + self._tolerance / 100 * whole.sum()
         fits = [
-            (one.sum(dim=0) - total).float().norm()
-            <= self._tolerance * norms([one]).sum() + self._tolerance / 100 * lengths
-            for one, total in zip(each, totals, strict=True)
+            (one.sum(dim=0) - total).float().norm() <= most
+            for one, total, most in zip(each, totals, allowed, strict=True)
             if total is not None
         ]
         return each, finite, torch.stack([torch.ones_like(finite[0]), *fits]).all()
@@ -318,16 +319,22 @@ def agree(found: Gradients, expected: Gradients, tolerance: float = EXACT) -> bo
 
 
 def norms(gradients: Gradients) -> Tensor:
-    """Return the l2 norm of each example's gradient over all tensors together, float64 [examples].
+    """Return the l2 norm of each example's gradient over all tensors together, float64 [examples]."""
+    whole: Tensor = torch.linalg.vector_norm(tensor_norms(gradients), dim=0)
+    return whole
+
+
+def tensor_norms(gradients: Gradients) -> Tensor:
+    """Return the l2 norm of each example's gradient in each tensor, float64 [tensors, examples].
 
     In float32 the squares of small gradients would underflow, and a still smaller clip norm would not clip them.
     """
-    lengths = [
-        torch.linalg.vector_norm(gradient.reshape(len(gradient), -1), dim=1, dtype=torch.float64)
-        for gradient in gradients
-    ]
-    whole: Tensor = torch.linalg.vector_norm(torch.stack(lengths), dim=0)
-    return whole
+    return torch.stack(
+        [
+            torch.linalg.vector_norm(gradient.reshape(len(gradient), -1), dim=1, dtype=torch.float64)
+            for gradient in gradients
+        ]
+    )
 
 
 @contextmanager

@@ -149,6 +149,7 @@ def test_every_field_of_a_task_is_alike_or_a_site_s_own() -> None:
         {"helpers": ["site-00", "site-01", "site-02"], "quorum": 3},
         {"helpers": ["site-03", "site-01", "site-02", "site-00"], "quorum": 3},
         {"helpers": ["site-00", "site-01", "site-02", "site-03"], "quorum": 4},
+        {"helpers": ["site-00", "site-01", "site-02", "site-03"], "quorum": 3, "bits": 16},
     ],
     ids=str,
 )
