@@ -137,6 +137,12 @@ class Hooked(PerExample):
         self._parameters = parameters
         self._examples = 0
         holders = [module for module in model.modules() if _holds_any(module, set(parameters))]
+        self._padding = {
+            module.weight: module.padding_idx
+            for module in holders
+            if isinstance(module, nn.Embedding) and module.padding_idx is not None
+        }
+        """The row of each table that autograd gives no gradient. Opacus does."""
         for holder in holders:
             # Opacus runs a layer without a rule twice, and would draw different dropout the second time.
             if type(holder) not in GradSampleHooks.GRAD_SAMPLERS and any(map(_drops, holder.modules())):
@@ -226,6 +232,8 @@ class Hooked(PerExample):
             raise NotImplementedError(
                 f"a layer with a tensor of shape {tuple(parameter.shape)} has no gradient per example"
             )
+        if (row := self._padding.get(parameter)) is not None:
+            each[:, row] = 0.0
         return each
 
     def close(self) -> None:

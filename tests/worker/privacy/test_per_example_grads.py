@@ -263,3 +263,14 @@ def test_a_models_own_loss_is_a_mean_over_the_tokens_of_all_examples() -> None:
     alone = [case.loss({n: t[row : row + 1] for n, t in case.batch.items()}) for row in range(EXAMPLES)]
     assert case.losses(case.batch).detach() == pytest.approx(torch.stack(alone).detach(), rel=1e-5)
     assert float(case.loss(case.batch).detach()) != pytest.approx(float(torch.stack(alone).detach().mean()), rel=1e-3)
+
+
+def test_a_word_that_is_the_padding_has_no_gradient_as_by_autograd() -> None:
+    """The synthetic examples of texts consist of it, by which the way is chosen."""
+    case = Case(BERT, "text-classification")
+    case.batch["input_ids"] = torch.full_like(case.batch["input_ids"], BERT["pad_token_id"])
+    case.batch["attention_mask"] = torch.ones_like(case.batch["input_ids"])
+    expected = case.alone()
+    with case.fastest() as way:
+        assert way.name == "opacus"
+        assert error(way(case.batch), expected) < 1e-5
