@@ -270,6 +270,7 @@ def test_a_word_that_is_the_padding_has_no_gradient_as_by_autograd() -> None:
     case = Case(BERT, "text-classification")
     case.batch["input_ids"] = torch.full_like(case.batch["input_ids"], BERT["pad_token_id"])
     case.batch["attention_mask"] = torch.ones_like(case.batch["input_ids"])
+    isolate_examples(case.model, case.parameters)
     expected = case.alone()
     with case.fastest() as way:
         assert way.name == "opacus"
