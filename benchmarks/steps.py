@@ -198,22 +198,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "LoRA": bench.arm(adapted, roles("adapter", "head"), data),
         "head": bench.arm(context, roles("head"), data),
     }
+    apart = bench.work_on(config)
+    arms["head, private"] = bench.private(apart, roles("head"), data)
+    full_private = {"full, private": bench.private(apart, EVERYTHING, data)}
     alone: dict[str, Arm] = {}
     """Arms that take too long for several turns."""
     if on_gpu:
         half: dict[str, Any] = {"precision": "bfloat16"}
-        apart = bench.work_on(config)
         arms |= {
             "full, TF32": bench.arm(context, EVERYTHING, data, Compute(tf32=True)),
             "full, bfloat16": bench.arm(context, EVERYTHING, data, **half),
             "full, float16": bench.arm(context, EVERYTHING, data, precision="float16"),
-            "head, private": bench.private(apart, roles("head"), data),
         }
         alone = {
-            "full, private": bench.private(apart, EVERYTHING, data),
+            **full_private,
             "full, bfloat16, compiled": bench.arm(context, EVERYTHING, data, Compute(compile=True), **half),
         }
     else:
+        arms |= full_private
         dual = bench.work_on(clip(width, max(1, third), side), "contrastive", prompts=Prompts(vision=4, text=4))
         captioned = images(side, texts=True)
         arms["dual encoder, full"] = bench.arm(dual, all_but("prompt"), captioned)

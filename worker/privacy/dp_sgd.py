@@ -38,6 +38,7 @@ from tessera.worker.privacy.per_example_grads import (
     PerExample,
     at_once,
     fastest,
+    is_here,
     isolate_examples,
     norms,
 )
@@ -114,12 +115,24 @@ def scales(gradients: Gradients, clip_norm: float) -> Tensor:
 
 
 def scaled_sum(gradients: Gradients, scale: Tensor) -> list[Tensor]:
-    """Return the scaled sum over the units for each parameter, float64. Values that are not finite count as 0."""
+    """Return the scaled sum over the units for each parameter, float64. Values that are not finite count as 0: theirs
+    is a scale of 0."""
+    if is_here(scale):
+        return [_sum_of_rows(gradient, scale.tolist()) for gradient in gradients]
     # `to` copies gradients that are float64 already, so that none is changed in place.
     return [
         torch.tensordot(scale, gradient.to(torch.float64, copy=True).nan_to_num_(0.0, 0.0, 0.0), dims=([0], [0]))
         for gradient in gradients
     ]
+
+
+def _sum_of_rows(rows: Tensor, scale: Sequence[float]) -> Tensor:
+    """Return the scaled sum of the rows, float64. One after the other stays in the processor's cache."""
+    total = torch.zeros(rows.shape[1:], dtype=torch.float64)
+    for factor, row in zip(scale, rows, strict=True):
+        if factor:
+            total.add_(row, alpha=factor)
+    return total
 
 
 def add_noise(total: Tensor, mechanism: Mechanism, source: NoiseSource) -> None:

@@ -45,6 +45,12 @@ GPU_SHARE = 32
 """The same on a GPU, as the divisor of its free memory, if that is more."""
 
 
+NORM_RUN = 256
+"""Number of squares that are added in float32: the sum is off by less than this many roundings."""
+LEAST_NORM = 1e-9
+"""Squares that underflow in float32, of a billion values, add up to less than a billionth of this one's."""
+
+
 class PerExample:
     """A method that computes per-example gradients. Call `close` at the end."""
 
@@ -333,16 +339,31 @@ def norms(gradients: Gradients) -> Tensor:
 
 
 def tensor_norms(gradients: Gradients) -> Tensor:
-    """Return the l2 norm of each example's gradient in each tensor, float64 [tensors, examples].
+    """Return the l2 norm of each example's gradient in each tensor, float64 [tensors, examples]: never less than the
+    exact one, but for roundings of float64."""
+    return torch.stack([_row_norms(gradient.reshape(len(gradient), -1)) for gradient in gradients])
 
-    In float32 the squares of small gradients would underflow, and a still smaller clip norm would not clip them.
+
+def is_here(tensor: Tensor) -> bool:
+    """Return whether to read a tensor's values waits for no device."""
+    return tensor.device.type == "cpu"
+
+
+def _row_norms(rows: Tensor) -> Tensor:
+    """Return the l2 norm of each row, float64.
+
+    On the CPU float64 takes nine times as long as float32. There runs of NORM_RUN values are summed in float32, whose
+    error is bounded, unless squares could underflow or overflow: a still smaller clip norm would not clip them.
     """
-    return torch.stack(
-        [
-            torch.linalg.vector_norm(gradient.reshape(len(gradient), -1), dim=1, dtype=torch.float64)
-            for gradient in gradients
-        ]
-    )
+    count = rows.shape[1] // NORM_RUN * NORM_RUN
+    if is_here(rows) and rows.dtype == torch.float32 and count:
+        runs = torch.linalg.vector_norm(rows[:, :count].view(len(rows), -1, NORM_RUN), dim=2)
+        rest = torch.linalg.vector_norm(rows[:, count:], dim=1, keepdim=True)
+        lengths: Tensor = torch.linalg.vector_norm(torch.cat([runs, rest], dim=1), dim=1, dtype=torch.float64)
+        if bool(((lengths > LEAST_NORM) & lengths.isfinite()).all()):
+            return lengths.mul_(1 + NORM_RUN * 2.0**-24)
+    exact: Tensor = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
+    return exact
 
 
 @contextmanager

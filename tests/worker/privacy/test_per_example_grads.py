@@ -24,6 +24,7 @@ from tessera.worker.privacy.per_example_grads import (
     agree,
     fastest,
     isolate_examples,
+    tensor_norms,
 )
 from tessera.worker.training.freeze import Freeze
 
@@ -275,3 +276,16 @@ def test_a_word_that_is_the_padding_has_no_gradient_as_by_autograd() -> None:
     with case.fastest() as way:
         assert way.name == "opacus"
         assert error(way(case.batch), expected) < 1e-5
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-8, 1e-15, 1e-30, 1e20, 3e30])
+@pytest.mark.parametrize("count", [1, 255, 256, 1000, 70_000])
+def test_norms_are_never_less_than_the_exact_ones_and_hardly_more(scale: float, count: int) -> None:
+    dice = torch.Generator().manual_seed(count)
+    rows = torch.randn(4, count, generator=dice) * scale
+    rows[1] = 0.0
+    rows[2, 1:] *= 1e-6
+    exact = torch.linalg.vector_norm(rows.double(), dim=1)
+    (found,) = tensor_norms([rows])
+    assert bool((found >= exact * (1 - 1e-15)).all())
+    assert bool((found <= exact * (1 + 2.0**-15)).all())

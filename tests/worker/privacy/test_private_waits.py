@@ -10,12 +10,19 @@ from torch import Tensor, nn
 
 from tessera.shared.model.selectors import EVERYTHING
 from tessera.worker.data.dataset import Dataset
+from tessera.worker.privacy import dp_sgd, per_example_grads
 from tessera.worker.privacy.per_example_grads import Hooked
 from tessera.worker.training.optimization.micro_batch import PieceSize
 from tests.worker.privacy.test_private_task import gradients_of, images, trainer_of, work_on
 from tests.worker.training.test_waits import Reads
 
 EXAMPLES = 40
+
+
+@pytest.fixture(autouse=True)
+def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (per_example_grads, dp_sgd):
+        monkeypatch.setattr(module, "is_here", lambda _: False)
 
 
 def filled(size: int, data: Dataset) -> tuple[int, list[Tensor]]:
