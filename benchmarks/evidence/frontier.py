@@ -66,10 +66,13 @@ def claim(out: Path, study: Study, inputs: Mapping[str, str]) -> None:
 
 
 def save(out: Path, saved: Path = SAVED) -> None:
-    """Write the folder's finished runs, with their settings and inputs, into one file."""
-    found = finished(out)
-    runs_by_name = {job.name: found[job] for job in sorted(found, key=lambda job: job.name)}
-    _write(saved, {**json.loads((out / ABOUT).read_bytes()), RUNS: runs_by_name})
+    """Write the folder's finished runs, with their settings and inputs, into one file: a line for each run."""
+    about = {**json.loads((out / ABOUT).read_bytes()), RUNS: {}}
+    lines = sorted(
+        f"{json.dumps(job.name)}: {json.dumps(figures, sort_keys=True)}" for job, figures in finished(out).items()
+    )
+    head, brace, rest = json.dumps(about, indent=1, sort_keys=True).partition(f'"{RUNS}": {{')
+    saved.write_text(f"{head}{brace}\n" + ",\n".join(lines) + f"\n{rest}\n", encoding="utf-8")
 
 
 def begin_with_saved(out: Path, study: Study, saved: Path = SAVED) -> None:
