@@ -353,15 +353,19 @@ def _row_norms(rows: Tensor) -> Tensor:
     """Return the l2 norm of each row, float64.
 
     On the CPU float64 takes nine times as long as float32. There runs of NORM_RUN values are summed in float32, whose
-    error is bounded, unless squares could underflow or overflow: a still smaller clip norm would not clip them.
+    error is bounded, but for rows whose squares could underflow or overflow: a still smaller clip norm would not clip
+    them. No row's norm depends on other rows: an example must not change how another one is clipped.
     """
     count = rows.shape[1] // NORM_RUN * NORM_RUN
     if is_here(rows) and rows.dtype == torch.float32 and count:
         runs = torch.linalg.vector_norm(rows[:, :count].view(len(rows), -1, NORM_RUN), dim=2)
         rest = torch.linalg.vector_norm(rows[:, count:], dim=1, keepdim=True)
         lengths: Tensor = torch.linalg.vector_norm(torch.cat([runs, rest], dim=1), dim=1, dtype=torch.float64)
-        if bool(((lengths > LEAST_NORM) & lengths.isfinite()).all()):
-            return lengths.mul_(1 + NORM_RUN * 2.0**-24)
+        lengths *= 1 + NORM_RUN * 2.0**-24
+        doubtful = ~((lengths > LEAST_NORM) & lengths.isfinite())
+        if bool(doubtful.any()):
+            lengths[doubtful] = torch.linalg.vector_norm(rows[doubtful], dim=1, dtype=torch.float64)
+        return lengths
     exact: Tensor = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
     return exact
 

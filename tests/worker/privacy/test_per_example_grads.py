@@ -289,3 +289,16 @@ def test_norms_are_never_less_than_the_exact_ones_and_hardly_more(scale: float, 
     (found,) = tensor_norms([rows])
     assert bool((found >= exact * (1 - 1e-15)).all())
     assert bool((found <= exact * (1 + 2.0**-15)).all())
+
+
+@pytest.mark.parametrize("count", [256, 1000, 70_000])
+def test_no_row_s_norm_depends_on_other_rows(count: int) -> None:
+    """Otherwise one example would change how all others are clipped."""
+    rows = torch.randn(40, count, generator=torch.Generator().manual_seed(count))
+    rows[3], rows[7, 0], rows[9, 0], rows[11] = 0.0, torch.inf, torch.nan, 1e-20
+    rows[13, 5] = 1e25
+    (together,) = tensor_norms([rows])
+    alone = torch.stack([tensor_norms([row[None]])[0, 0] for row in rows])
+    (fewer,) = tensor_norms([rows[10:]])
+    assert bool(((together == alone) | (together.isnan() & alone.isnan())).all())
+    assert bool((together[10:] == fewer).all())

@@ -87,7 +87,7 @@ def test_steps_far_beyond_the_last_ones_have_room(senders: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "told"),
+    ("changed", "message"),
     [
         ({"cohort": {"size": 300, "quorum": 3}}, "16 have room for 256 sites: lower cohort.size"),
         ({"cohort": {"quorum": 3}}, "16 have room for 256 sites"),
@@ -97,9 +97,9 @@ def test_steps_far_beyond_the_last_ones_have_room(senders: int) -> None:
         ),
     ],
 )
-def test_sums_without_room_are_refused(changed: dict[str, Any], told: str) -> None:
+def test_sums_without_room_are_refused(changed: dict[str, Any], message: str) -> None:
     digest = f"sha256:{'0' * 64}"
     about = {"name": "n", "dataset": "d", "model": digest, "version": digest}
     RunSpec.model_validate({**spec(), **about, "cohort": {"size": 4, "quorum": 3}, **secure(16)})
-    with pytest.raises(ValidationError, match=told):
+    with pytest.raises(ValidationError, match=message):
         RunSpec.model_validate({**spec(), **about, "cohort": {"size": 4, "quorum": 3}, **secure(16), **changed})
