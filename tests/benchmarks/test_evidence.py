@@ -21,8 +21,7 @@ from tokenizers.pre_tokenizers import BertPreTokenizer
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModel, BertConfig, BertModel
 
-from benchmarks.evidence import minilm
-from benchmarks.evidence.frontier import (
+from benchmarks.evidence.frontier.__main__ import (
     ABOUT,
     MODELS,
     RUNS,
@@ -34,21 +33,9 @@ from benchmarks.evidence.frontier import (
     save,
     work,
 )
-from benchmarks.evidence.packages import Wheel, WheelUnusable, digest_of, unpacked
-from benchmarks.evidence.phrases import (
-    CHAPTERS,
-    MOST,
-    WORDINGS,
-    Encoded,
-    Phrase,
-    cleaned,
-    of_mapping,
-    of_tabular,
-    split,
-)
-from benchmarks.evidence.report import interval, lines, paired, void
-from benchmarks.evidence.runs import MODEL, PHRASES, inputs, run
-from benchmarks.evidence.study import (
+from benchmarks.evidence.frontier.report import interval, lines, paired, void
+from benchmarks.evidence.frontier.runs import inputs, run
+from benchmarks.evidence.frontier.study import (
     ARMS,
     FIRST_RATES,
     QUICK,
@@ -60,6 +47,20 @@ from benchmarks.evidence.study import (
     startable,
     wanted_rates,
 )
+from benchmarks.evidence.sources import minilm
+from benchmarks.evidence.sources.packages import Wheel, WheelUnusable, digest_of, unpacked
+from benchmarks.evidence.sources.phrases import (
+    CHAPTERS,
+    MOST,
+    WORDINGS,
+    Encoded,
+    Phrase,
+    cleaned,
+    of_mapping,
+    of_tabular,
+    split,
+)
+from benchmarks.evidence.sources.prepare import MODEL, PHRASES
 from benchmarks.methods.head_only import HeadOnlyCoordinator
 from tessera.shared.methods.base import MethodSettings, MethodSpec, Participant, RunInfo, State
 from tessera.shared.methods.registry import coordinator_half
@@ -386,7 +387,7 @@ def test_table_is_void_if_full_training_does_not_learn() -> None:
 
 @pytest.fixture
 def prepared(tmp_path: Path) -> Path:
-    """A tiny model and made-up phrases, as `benchmarks.evidence.prepare` writes them."""
+    """A tiny model and made-up phrases, as `benchmarks.evidence.sources.prepare` writes them."""
     folder = tmp_path / "prepared"
     pieces = 40
     tiny_bert(pieces).save_pretrained(folder / MODEL)

@@ -11,7 +11,7 @@ from typing import Any
 from matplotlib.figure import Figure
 from scipy.stats import t as student
 
-from benchmarks.evidence.study import ARMS, FULL, SCORE, Job, Study, choices, tried
+from benchmarks.evidence.frontier.study import ARMS, FULL, SCORE, Job, Study, choices, tried
 
 CONFIDENCE = 0.95
 STANDARD_ERRORS = 5.0

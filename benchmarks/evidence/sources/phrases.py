@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from benchmarks.evidence.packages import ICDMAP, SIMPLE_ICD_10_CM, Fetch, by_pip, unpacked
+from benchmarks.evidence.sources.packages import ICDMAP, SIMPLE_ICD_10_CM, Fetch, by_pip, unpacked
 from tessera.worker.data.dataset import Dataset
 
 WORDINGS = ("icd-9", "term", "title")

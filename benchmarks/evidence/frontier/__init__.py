@@ -1,0 +1,1 @@
+"""Macro F1 by epsilon, for what SAFL and its controls train."""

@@ -1,0 +1,1 @@
+"""Pre-trained models and data that ship inside packages."""
