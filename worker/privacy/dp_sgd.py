@@ -29,13 +29,15 @@ from tessera.worker.data.augmentation import augmentation_of
 from tessera.worker.data.dataset import DataError, Dataset, Rows
 from tessera.worker.data.loaders import LoaderFailed, finished, read_here, read_in_pieces
 from tessera.worker.model.forward import losses
+from tessera.worker.privacy.factors import Factors
 from tessera.worker.privacy.per_example_grads import (
     EXACT,
     ROUGH,
     Batch,
-    Gradients,
+    Clippable,
     OneByOne,
     PerExample,
+    as_rows,
     at_once,
     fastest,
     is_here,
@@ -104,7 +106,7 @@ class Mechanism:
         return grid_of(self.deviation)
 
 
-def scales(gradients: Gradients, clip_norm: float) -> Tensor:
+def scales(gradients: Clippable, clip_norm: float) -> Tensor:
     """Return each unit's factor that clips its gradient to `clip_norm`, float64 [units].
 
     The norm is over all parameters together, so that adding or removing a unit changes the scaled sums by no more
@@ -114,22 +116,21 @@ def scales(gradients: Gradients, clip_norm: float) -> Tensor:
     return torch.where(lengths.isfinite(), clip_norm / lengths.clamp(min=clip_norm), 0.0)
 
 
-def scaled_sum(gradients: Gradients, scale: Tensor) -> list[Tensor]:
+def scaled_sum(gradients: Clippable, scale: Tensor) -> list[Tensor]:
     """Return the scaled sum over the units for each parameter, float64. Values that are not finite count as 0: theirs
     is a scale of 0."""
-    if is_here(scale):
-        return [_sum_of_rows(gradient, scale.tolist()) for gradient in gradients]
-    # `to` copies gradients that are float64 already, so that none is changed in place.
-    return [
-        torch.tensordot(scale, gradient.to(torch.float64, copy=True).nan_to_num_(0.0, 0.0, 0.0), dims=([0], [0]))
-        for gradient in gradients
-    ]
+    return [each.total(scale) if isinstance(each, Factors) else _sum_of_rows(each, scale) for each in gradients]
 
 
-def _sum_of_rows(rows: Tensor, scale: Sequence[float]) -> Tensor:
-    """Return the scaled sum of the rows, float64. One after the other stays in the processor's cache."""
+def _sum_of_rows(rows: Tensor, scale: Tensor) -> Tensor:
+    if not is_here(scale):
+        # `to` copies gradients that are float64 already, so that none is changed in place.
+        finite = rows.to(torch.float64, copy=True).nan_to_num_(0.0, 0.0, 0.0)
+        total: Tensor = torch.tensordot(scale, finite, dims=([0], [0]))
+        return total
+    # One after the other stays in the processor's cache.
     total = torch.zeros(rows.shape[1:], dtype=torch.float64)
-    for factor, row in zip(scale, rows, strict=True):
+    for factor, row in zip(scale.tolist(), rows, strict=True):
         if factor:
             total.add_(row, alpha=factor)
     return total
@@ -224,7 +225,12 @@ class NoisyGradients:
         exact = local.training.precision == "float32" and all(p.dtype.itemsize >= 4 for p in parameters)
         tolerance = EXACT if exact else ROUGH
         self._clip_norm = mechanism.clip_norm * (1 - ROUNDING[tolerance])
-        self._method = fastest(model, local.loss, each if plain else None, parameters, common, sample, tolerance)
+        # Groups and frozen rows need the gradients themselves. A GPU may be slow in float64.
+        whole = grouped or not is_here(sample["labels"])
+        factored = [] if whole else [each for each in parameters if each.ndim == 2 and not freeze.in_part(each)]
+        self._method = fastest(
+            model, local.loss, each if plain else None, parameters, common, sample, tolerance, factored
+        )
         self.method = self._method.name
         """The name of the method for per-example gradients."""
         self._known = known_examples(context, dataset, {name: tensor[:1] for name, tensor in sample.items()} | common)
@@ -312,7 +318,7 @@ class NoisyGradients:
                 self._note_failure(self._method, piece.rows, fault)
                 right = torch.zeros((), dtype=torch.bool, device=self._device)
             else:
-                self._add(totals, piece.by_unit(gradients), right)
+                self._add(totals, piece.by_unit(as_rows(gradients)) if piece.sizes is not None else gradients, right)
             if right is not None:
                 unread.append(_Unread(piece, right))
         # Loaders that have come to the end of a pass are ready for the next one.
@@ -348,13 +354,14 @@ class NoisyGradients:
             return
         of_groups = zero_means(self._freeze.parameters, len(piece.sizes))
         for gradients, owners in found:
-            add_by_group(of_groups, gradients, owners, piece.sizes)
+            add_by_group(of_groups, as_rows(gradients), owners, piece.sizes)
         self._add(totals, of_groups, None)
 
-    def _add(self, totals: list[Tensor], gradients: Gradients, right: Tensor | None) -> None:
+    def _add(self, totals: list[Tensor], gradients: Clippable, right: Tensor | None) -> None:
         """Add the sums of clipped gradients, unless they are not `right`."""
         for parameter, gradient in zip(self._freeze.parameters, gradients, strict=True):
-            self._freeze.mask(parameter, gradient)
+            if isinstance(gradient, Tensor):
+                self._freeze.mask(parameter, gradient)
         scale = scales(gradients, self._clip_norm)
         zeros = (scale == 0).sum()
         parts = scaled_sum(gradients, scale)
@@ -385,7 +392,7 @@ class NoisyGradients:
 
     def _gradients(
         self, rows: Tensor, owners: Tensor, read: Rows | DataError | None = None
-    ) -> Iterator[tuple[Gradients, Tensor]]:
+    ) -> Iterator[tuple[Clippable, Tensor]]:
         """Yield the gradients of these examples with their owners: all together or, if that fails, one by one.
 
         If the method fails for a single example, plain autograd is tried; if that fails too, the example has no

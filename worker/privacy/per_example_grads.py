@@ -1,19 +1,19 @@
 """Per-example gradients, which differentially private training clips.
 
-There are three methods, from the fastest to the most general. Opacus computes them from each layer's inputs and
-output gradients; it needs a loss that is a sum over the examples, and layers whose inputs have the examples as first
-axis. Batching the gradient function (vmap) needs neither, but cannot branch on data. The last is one example after
-the other.
+There are three methods, from the fastest to the most general. Hooks compute them from each layer's inputs and output
+gradients; this needs a loss that is a sum over the examples, and layers whose inputs have the examples as first axis.
+On the CPU those of large matrices stay factors (`factors.py`), and Opacus computes the others. Batching the gradient
+function (vmap) needs neither, but cannot branch on data. The last is one example after the other.
 
-Opacus cannot detect that an axis counts classes or positions instead of examples, which would void the privacy
+Hooks cannot detect that an axis counts classes or positions instead of examples, which would void the privacy
 guarantee. So a method is used only if its gradients on a sample equal those of single examples.
 """
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import ClassVar
+from typing import ClassVar, get_args
 
 import structlog
 import torch
@@ -24,8 +24,11 @@ from torch.func import functional_call, grad, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
+from torch.utils.hooks import RemovableHandle
+from transformers.pytorch_utils import Conv1D
 
 from tessera.worker.model.device_memory import free_bytes
+from tessera.worker.privacy.factors import Factors, Lookup, Outer
 
 Batch = Mapping[str, Tensor]
 Loss = Callable[[Batch], Tensor]
@@ -33,6 +36,9 @@ Loss = Callable[[Batch], Tensor]
 
 Gradients = list[Tensor]
 """The gradient of each example, [examples, *shape], for each parameter."""
+
+Clippable = Sequence[Tensor | Factors]
+"""The same, of some parameters as factors: enough to clip and to add up."""
 
 EXACT = 1e-3
 """Tolerance for a gradient in float32, as a share of its norm: hundreds of times the rounding error."""
@@ -56,10 +62,14 @@ class PerExample:
 
     name: ClassVar[str]
 
-    def __call__(self, batch: Batch) -> Gradients:
+    def __call__(self, batch: Batch) -> Clippable:
         raise NotImplementedError
 
-    def unchecked(self, batch: Batch) -> tuple[Gradients, Tensor | None]:
+    def bytes_of_example(self, parameters: Sequence[nn.Parameter]) -> int:
+        """Return the memory of one example's gradients in these, the method's parameters."""
+        return sum(parameter.nbytes for parameter in parameters)
+
+    def unchecked(self, batch: Batch) -> tuple[Clippable, Tensor | None]:
         """Return the gradients without a wait for the device, and whether they are right, a bool on the device. It is
         None if they are right in any case. If they are wrong, a call computes them, or says that it cannot."""
         return self(batch), None
@@ -126,16 +136,44 @@ class _LossModule(nn.Module):
         return self._loss(batch)
 
 
-class Hooked(PerExample):
-    """Opacus' hooks on the model's layers. `losses` returns the loss of each example.
+Matrix = nn.Linear | Conv1D | nn.Embedding
+"""The layers whose gradients can be factors."""
 
-    Raises NotImplementedError for a model with a layer for which Opacus' gradients would be wrong.
+
+class _OtherLayers(GradSampleHooks):  # type: ignore[misc]  # Opacus has no types
+    """Opacus' hooks on all layers but those with a matrix of `factored`, which it collects."""
+
+    def __init__(self, model: nn.Module, factored: set[nn.Parameter]) -> None:
+        self._factored = factored
+        self.layers: list[Matrix] = []
+        super().__init__(model, loss_reduction="sum")
+
+    def iterate_submodules(self, module: nn.Module) -> Iterator[nn.Module]:
+        for each in super().iterate_submodules(module):
+            # A subclass may compute something else.
+            if type(each) in get_args(Matrix) and each.weight in self._factored:
+                self.layers.append(each)
+            else:
+                yield each
+
+
+class Hooked(PerExample):
+    """Hooks on the model's layers: Opacus', or for parameters among `factored` our own. `losses` returns the loss of
+    each example.
+
+    A layer's matrix stays factors where these are smaller than its gradients. Raises NotImplementedError for a model
+    with a layer for which the gradients would be wrong.
     """
 
     name = "opacus"
 
     def __init__(
-        self, model: nn.Module, losses: Loss, parameters: Sequence[nn.Parameter], tolerance: float = EXACT
+        self,
+        model: nn.Module,
+        losses: Loss,
+        parameters: Sequence[nn.Parameter],
+        tolerance: float = EXACT,
+        factored: Collection[nn.Parameter] = (),
     ) -> None:
         self._tolerance = tolerance
         self._model = model
@@ -153,14 +191,24 @@ class Hooked(PerExample):
             # Opacus runs a layer without a rule twice, and would draw different dropout the second time.
             if type(holder) not in GradSampleHooks.GRAD_SAMPLERS and any(map(_drops, holder.modules())):
                 raise NotImplementedError(f"{type(holder).__name__} has tensors of its own and dropout within")
-        self._expanding = [
+        self._own_hooks: list[RemovableHandle] = [
             module.register_forward_pre_hook(self._expand) for module in holders if isinstance(module, nn.Embedding)
         ]
+        self._found: dict[Tensor, list[Tensor | Factors]] = {}
+        """What the own hooks found for each parameter, from each use of its layer."""
+        self._bytes_of_example = super().bytes_of_example(parameters)
+        directions = torch.Generator().manual_seed(0)
+        self._directions = {
+            parameter: (torch.randint(0, 2, parameter.shape[1:], generator=directions) * 2 - 1).to(parameter)
+            for parameter in factored
+        }
+        """A direction for each matrix that may be factored, in which sums of gradients are compared."""
         try:
-            self._hooks = GradSampleHooks(model, loss_reduction="sum")
+            self._hooks = _OtherLayers(model, set(factored))
         except Exception:
             self.close()
             raise
+        self._own_hooks += [layer.register_forward_hook(self._watch) for layer in self._hooks.layers]
         self._hooks.disable_hooks()
 
     def _expand(self, _: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -170,26 +218,52 @@ class Hooked(PerExample):
             index = index.expand(self._examples, *index.shape[1:])
         return (index, *rest)
 
-    def __call__(self, batch: Batch) -> Gradients:
+    def _watch(self, layer: Matrix, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        """Keep a layer's inputs until the gradients of its outputs are known."""
+        if self._hooks.hooks_enabled and output.requires_grad:
+            output.register_hook(partial(self._keep, layer, inputs[0].detach()))  # type: ignore[no-untyped-call]
+
+    def _keep(self, layer: Matrix, inputs: Tensor, outputs: Tensor) -> None:
+        """Keep the examples' gradients in a layer's parameters, which follow from the gradients of its outputs."""
+        if len(inputs) != self._examples or len(outputs) != self._examples:
+            raise _no_gradient_per_example(layer.weight)
+        outputs = outputs.detach().reshape(self._examples, -1, outputs.shape[-1])
+        if isinstance(layer, nn.Embedding):
+            index = inputs.flatten(1)
+            if layer.padding_idx is not None:
+                outputs = outputs.masked_fill((index == layer.padding_idx).unsqueeze(2), 0.0)
+            factors: Factors = Lookup(index, outputs, len(layer.weight))
+        else:
+            inputs = inputs.reshape(self._examples, -1, inputs.shape[-1])
+            factors = Outer(inputs, outputs) if isinstance(layer, Conv1D) else Outer(outputs, inputs)
+            bias: nn.Parameter | None = layer.bias
+            if bias is not None and bias.requires_grad:
+                self._found.setdefault(bias, []).append(outputs.sum(dim=1))
+        smaller = factors.nbytes < self._examples * layer.weight.nbytes
+        self._found.setdefault(layer.weight, []).append(factors if smaller else factors.rows())
+
+    def bytes_of_example(self, parameters: Sequence[nn.Parameter]) -> int:
+        """Return the memory of one example's gradients in the last batch."""
+        return self._bytes_of_example
+
+    def __call__(self, batch: Batch) -> Clippable:
         """Return the gradients. Raises NotImplementedError if they do not add up to the batch's gradient."""
         each, finite, fitting = self._computed(batch)
         # What is computed next depends on these, so this waits for the device, once.
         all_finite, any_finite, fit = torch.stack([finite.all(), finite.any(), fitting]).tolist()
         if not all_finite:
-            # One infinite gradient makes the sum infinite, so the others are computed and checked without it.
+            # One infinite gradient makes the sum infinite, so the others are checked without it.
             if any_finite:
-                others = self({name: tensor[finite] for name, tensor in batch.items()})
-                for one, other in zip(each, others, strict=True):
-                    one[finite] = other
+                self({name: tensor[finite] for name, tensor in batch.items()})
         elif not fit:
             raise NotImplementedError("the examples' gradients do not add up: a tensor is used outside its own layer")
         return each
 
-    def unchecked(self, batch: Batch) -> tuple[Gradients, Tensor | None]:
+    def unchecked(self, batch: Batch) -> tuple[Clippable, Tensor | None]:
         each, finite, fitting = self._computed(batch)
         return each, finite.all() & fitting
 
-    def _computed(self, batch: Batch) -> tuple[Gradients, Tensor, Tensor]:
+    def _computed(self, batch: Batch) -> tuple[Clippable, Tensor, Tensor]:
         """Return the gradients, which of them are finite, bool [examples], and whether they add up to the batch's
         gradient, which is meaningless unless all are finite."""
         self._examples = len(next(iter(batch.values())))
@@ -211,14 +285,28 @@ class Hooked(PerExample):
         # The tolerance includes the norms over all parameters: if gradients cancel out, their sum is rounding error.
         allowed = self._tolerance * lengths.sum(dim=1) + self._tolerance / 100 * whole.sum()
         fits = [
-            (one.sum(dim=0) - total).float().norm() <= most
-            for one, total, most in zip(each, totals, allowed, strict=True)
-            if total is not None
+            self._difference(parameter, one, parameter_total) <= most
+            for parameter, one, parameter_total, most in zip(self._parameters, each, totals, allowed, strict=True)
+            if parameter_total is not None
         ]
+        self._bytes_of_example = sum(one.nbytes for one in each) // self._examples
         return each, finite, torch.stack([torch.ones_like(finite[0]), *fits]).all()
+
+    def _difference(self, parameter: nn.Parameter, each: Tensor | Factors, total: Tensor) -> Tensor:
+        """Return the norm of the difference between the sum of gradients and the `total` by autograd, a scalar.
+
+        Of factors it is that in one direction of random signs, whose square is on average the square of the whole.
+        """
+        if isinstance(each, Tensor):
+            difference = each.sum(dim=0) - total
+        else:
+            difference = each.projected(self._directions[parameter]) - total @ self._directions[parameter]
+        length: Tensor = difference.float().norm()
+        return length
 
     def _reset(self) -> None:
         """Delete the state of the last pass, which may have failed half way."""
+        self._found = {}
         for module in self._model.modules():
             for name in ("activations", "max_batch_len"):
                 module.__dict__.pop(name, None)
@@ -230,21 +318,23 @@ class Hooked(PerExample):
             parameter.grad_sample = None  # type: ignore[attr-defined]
             parameter.grad = None
 
-    def _each(self, parameter: nn.Parameter) -> Tensor:
+    def _each(self, parameter: nn.Parameter) -> Tensor | Factors:
         if parameter.grad is None:
             return parameter.new_zeros((self._examples, *parameter.shape))
-        each = parameter.grad_sample  # type: ignore[attr-defined]
-        if not isinstance(each, Tensor) or len(each) != self._examples:
-            raise NotImplementedError(
-                f"a layer with a tensor of shape {tuple(parameter.shape)} has no gradient per example"
-            )
-        if (row := self._padding.get(parameter)) is not None:
-            each[:, row] = 0.0
-        return each
+        found = self._found.get(parameter, [])
+        by_opacus = parameter.grad_sample  # type: ignore[attr-defined]
+        if by_opacus is not None or not found:
+            if not isinstance(by_opacus, Tensor) or len(by_opacus) != self._examples:
+                raise _no_gradient_per_example(parameter)
+            if (row := self._padding.get(parameter)) is not None:
+                by_opacus[:, row] = 0.0
+            found.append(by_opacus)
+        # Several layers may share a tensor, and a layer may run several times.
+        return found[0] if len(found) == 1 else torch.stack(as_rows(found)).sum(dim=0)
 
     def close(self) -> None:
         """Remove all hooks and their state, also after an incomplete installation."""
-        for handle in (*self._expanding, *self._model.__dict__.pop("autograd_grad_sample_hooks", ())):
+        for handle in (*self._own_hooks, *self._model.__dict__.pop("autograd_grad_sample_hooks", ())):
             handle.remove()
         for module in self._model.modules():
             for name in ("ft_compute_sample_grad", "activations", "max_batch_len"):
@@ -252,6 +342,10 @@ class Hooked(PerExample):
         for parameter in self._model.parameters():
             for name in OPACUS_PARAM_MONKEYPATCH_ATTRS:
                 parameter.__dict__.pop(name, None)
+
+
+def _no_gradient_per_example(parameter: Tensor) -> NotImplementedError:
+    return NotImplementedError(f"a layer with a tensor of shape {tuple(parameter.shape)} has no gradient per example")
 
 
 def _drops(module: nn.Module) -> bool:
@@ -280,16 +374,18 @@ def fastest(
     common: Batch,
     sample: Batch,
     tolerance: float = EXACT,
+    factored: Collection[nn.Parameter] = (),
 ) -> PerExample:
     """Return the fastest method that agrees with single examples on the `sample`, of two or more examples.
 
     The sample must not contain data, because the choice shows in a task's duration. `loss` is a batch's; `losses`, if
-    known, is each example's in a batch without common tensors. Leaves the model as it was, bit for bit.
+    known, is each example's in a batch without common tensors. Gradients of the `factored` parameters may be factors.
+    Leaves the model as it was, bit for bit.
     """
     truth = OneByOne(loss, parameters, common)
     methods: list[Callable[[], PerExample]] = [partial(Batched, model, loss, parameters, common)]
     if losses is not None and not common:
-        methods.insert(0, partial(Hooked, model, losses, parameters, tolerance))
+        methods.insert(0, partial(Hooked, model, losses, parameters, tolerance, factored))
     with _at_a_generic_point(model, parameters):
         expected = truth(sample)
         for make in methods:
@@ -304,7 +400,7 @@ def _agreeing(
     method: PerExample | None = None
     try:
         method = make()
-        if agree(method(sample), expected, tolerance):
+        if agree(as_rows(method(sample)), expected, tolerance):
             return method
         reason = "its gradients differ from those of single examples"
     except Exception as fault:  # noqa: BLE001  (each model's code raises its own errors)
@@ -332,16 +428,23 @@ def agree(found: Gradients, expected: Gradients, tolerance: float = EXACT) -> bo
     return bool(finite.any())
 
 
-def norms(gradients: Gradients) -> Tensor:
+def as_rows(gradients: Clippable) -> Gradients:
+    """Return the gradients of each example, [examples, *shape], with those that are factors multiplied out."""
+    return [each.rows() if isinstance(each, Factors) else each for each in gradients]
+
+
+def norms(gradients: Clippable) -> Tensor:
     """Return the l2 norm of each example's gradient over all tensors together, float64 [examples]."""
     whole: Tensor = torch.linalg.vector_norm(tensor_norms(gradients), dim=0)
     return whole
 
 
-def tensor_norms(gradients: Gradients) -> Tensor:
+def tensor_norms(gradients: Clippable) -> Tensor:
     """Return the l2 norm of each example's gradient in each tensor, float64 [tensors, examples]: never less than the
     exact one, but for roundings of float64."""
-    return torch.stack([_row_norms(gradient.reshape(len(gradient), -1)) for gradient in gradients])
+    return torch.stack(
+        [each.norms() if isinstance(each, Factors) else _row_norms(each.reshape(len(each), -1)) for each in gradients]
+    )
 
 
 def is_here(tensor: Tensor) -> bool:
@@ -403,9 +506,9 @@ def at_once(method: PerExample, parameters: Sequence[nn.Parameter]) -> int:
     """Return the number of examples whose gradients are computed at a time."""
     if isinstance(method, OneByOne):
         return 1
-    sizes = [parameter.nbytes for parameter in parameters]
     # Tensors are summed in float64, one after the other.
-    return max(1, _chunk_bytes(parameters) // max(1, sum(sizes) + 2 * max(sizes, default=0)))
+    summed = 2 * max((parameter.nbytes for parameter in parameters), default=0)
+    return max(1, _chunk_bytes(parameters) // max(1, method.bytes_of_example(parameters) + summed))
 
 
 def _chunk_bytes(parameters: Sequence[nn.Parameter]) -> int:

@@ -56,6 +56,10 @@ class Freeze:
             if tensor.grad is not None:
                 tensor.grad.index_fill_(axis - tensor.ndim, frozen, 0)
 
+    def in_part(self, parameter: nn.Parameter) -> bool:
+        """Return whether some rows of a trained parameter are frozen."""
+        return any(tensor is parameter for tensor, *_ in self._rows)
+
     def mask(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         """Zero a parameter's frozen rows in a gradient of its shape, which may have additional leading axes."""
         for tensor, axis, frozen, _ in self._rows:

@@ -1,0 +1,157 @@
+"""Per-example gradients of a matrix as factors: a layer's inputs, and the gradients of its outputs.
+
+The gradient of one example in a matrix is a sum of outer products over the example's tokens. Its norm, and the scaled
+sum over a batch that clipping needs, follow from the factors (Goodfellow 2015, arXiv 1510.01799; Li et al. 2022,
+arXiv 2110.05679; Bu et al. 2023, arXiv 2210.00038). The gradients themselves would take the memory of a model for
+each example, and more time to write and read than the factors take to multiply.
+
+Everything is computed in float64. There products of float32 values are exact, so that norms and sums belong to the
+same gradients but for float64's roundings, and no example's factor depends on another example.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+AT_ONCE = 1 << 20
+"""Number of values that are converted to float64 at a time: they stay in the processor's cache."""
+
+
+class Factors(ABC):
+    """The gradients of a batch's examples in one matrix."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Return the number of examples."""
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """The memory of the factors."""
+
+    @abstractmethod
+    def norms(self) -> Tensor:
+        """Return the l2 norm of each example's gradient, float64 [examples]."""
+
+    @abstractmethod
+    def total(self, scale: Tensor) -> Tensor:
+        """Return the sum of the gradients, each times its `scale` [examples], float64 of the matrix' shape.
+
+        An example with a scale of 0 counts as 0 even if its gradient is not finite.
+        """
+
+    @abstractmethod
+    def projected(self, direction: Tensor) -> Tensor:
+        """Return the product of the gradients' sum, [rows, columns], with a `direction` [columns]."""
+
+    @abstractmethod
+    def rows(self) -> Tensor:
+        """Return the gradients, [examples, rows, columns]."""
+
+
+@dataclass(frozen=True)
+class Outer(Factors):
+    """Sums of outer products: of each token's `left`, [examples, tokens, rows], and `right`, [examples, tokens,
+    columns]."""
+
+    left: Tensor
+    right: Tensor
+
+    def __len__(self) -> int:
+        return len(self.left)
+
+    @property
+    def nbytes(self) -> int:
+        return self.left.nbytes + self.right.nbytes
+
+    def norms(self) -> Tensor:
+        squares = [((left @ left.mT).mul_(right @ right.mT)).sum(dim=(1, 2)) for left, right in self._exact()]
+        # Rounding may leave a sum a little below zero.
+        return torch.cat(squares).clamp_(min=0).sqrt_()
+
+    def total(self, scale: Tensor) -> Tensor:
+        total = scale.new_zeros(self.left.shape[2], self.right.shape[2], dtype=torch.float64)
+        kept, scale = _kept(scale)
+        place = 0
+        for left, right in Outer(self.left[kept], self.right[kept])._exact():  # noqa: SLF001
+            factor = scale[place : place + len(left), None, None]
+            place += len(left)
+            narrow = left if left.shape[2] < right.shape[2] else right
+            narrow.mul_(factor)
+            total.addmm_(left.flatten(0, 1).mT, right.flatten(0, 1))
+        return total
+
+    def projected(self, direction: Tensor) -> Tensor:
+        along = self.right.to(direction.dtype) @ direction  # [examples, tokens]
+        return self.left.to(direction.dtype).flatten(0, 1).mT @ along.flatten()
+
+    def rows(self) -> Tensor:
+        dtype = torch.promote_types(self.left.dtype, self.right.dtype)
+        return self.left.mT.to(dtype) @ self.right.to(dtype)
+
+    def _exact(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the factors of some examples after the other, in float64, as new tensors."""
+        each = max(1, AT_ONCE // max(1, self.left[0].numel() + self.right[0].numel())) if len(self) else 1
+        for left, right in zip(torch.split(self.left, each), torch.split(self.right, each), strict=True):
+            yield left.to(torch.float64, copy=True), right.to(torch.float64, copy=True)
+
+
+@dataclass(frozen=True)
+class Lookup(Factors):
+    """Rows of a table, looked up by their `index`, int64 [examples, tokens], with the gradient of each, `outputs`
+    [examples, tokens, columns]."""
+
+    index: Tensor
+    outputs: Tensor
+    size: int
+    """The table's rows."""
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    @property
+    def nbytes(self) -> int:
+        return self.index.nbytes + self.outputs.nbytes
+
+    def norms(self) -> Tensor:
+        squares = [
+            (outputs @ outputs.mT).mul_(index.unsqueeze(1) == index.unsqueeze(2)).sum(dim=(1, 2))
+            for index, outputs in self._exact()
+        ]
+        return torch.cat(squares).clamp_(min=0).sqrt_()
+
+    def total(self, scale: Tensor) -> Tensor:
+        total = scale.new_zeros(self.size, self.outputs.shape[2], dtype=torch.float64)
+        kept, scale = _kept(scale)
+        place = 0
+        for index, outputs in Lookup(self.index[kept], self.outputs[kept], self.size)._exact():  # noqa: SLF001
+            outputs.mul_(scale[place : place + len(index), None, None])
+            place += len(index)
+            total.index_add_(0, index.flatten(), outputs.flatten(0, 1))
+        return total
+
+    def projected(self, direction: Tensor) -> Tensor:
+        along = self.outputs.to(direction.dtype) @ direction  # [examples, tokens]
+        return along.new_zeros(self.size).index_add_(0, self.index.flatten(), along.flatten())
+
+    def rows(self) -> Tensor:
+        found = self.outputs.new_zeros(len(self), self.size, self.outputs.shape[2])
+        for row, index, outputs in zip(found, self.index, self.outputs, strict=True):
+            row.index_add_(0, index, outputs)
+        return found
+
+    def _exact(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the factors of some examples after the other, as new tensors, the outputs in float64."""
+        each = max(1, AT_ONCE // max(1, self.outputs[0].numel())) if len(self) else 1
+        for index, outputs in zip(torch.split(self.index, each), torch.split(self.outputs, each), strict=True):
+            yield index, outputs.to(torch.float64, copy=True)
+
+
+def _kept(scale: Tensor) -> tuple[Tensor | slice, Tensor]:
+    """Return the places of the scales that are not 0, and these scales, float64."""
+    scale = scale.to(torch.float64)
+    kept = scale.nonzero().squeeze(1)
+    return (slice(None), scale) if len(kept) == len(scale) else (kept, scale[kept])
