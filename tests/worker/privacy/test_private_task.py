@@ -110,6 +110,7 @@ CASES = [
     pytest.param("fedavg", {}, VIT, EVERYTHING, id="all"),
     pytest.param("fedavg", {}, VIT, roles("value", "head"), id="some blocks"),
     pytest.param("fedavg", {}, GPT2, roles("value"), id="slices"),
+    pytest.param("fedavg", {}, GPT2, EVERYTHING, id="tables"),
     pytest.param("fedprox", {"mu": 100.0}, VIT, EVERYTHING, id="a term added to the loss"),
 ]
 
