@@ -195,7 +195,7 @@ class Hooked(PerExample):
             module.register_forward_pre_hook(self._expand) for module in holders if isinstance(module, nn.Embedding)
         ]
         self._found: dict[Tensor, list[Tensor | Factors]] = {}
-        """What the own hooks found for each parameter, from each use of its layer."""
+        """The gradients by our own hooks for each parameter, one for each use of its layer."""
         self._bytes_of_example = super().bytes_of_example(parameters)
         directions = torch.Generator().manual_seed(0)
         self._directions = {
