@@ -6,13 +6,13 @@ where there is none, as token embeddings, so that they have positions of their o
 2109.01134, equation 2).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from tessera.shared.model.spec import MODALITIES, Fusion, LocalStart, Modality, Prompts
 from tessera.worker.model.config import ConfigError
@@ -55,6 +55,23 @@ TOWERS: Mapping[str, Towers] = {
     "siglip2": Towers(vision_first=0, text_first=0),
 }
 """The supported families, by model type. Each has a `vision_model` and a `text_model` with their embeddings."""
+
+PAIRED = "vision-text-dual-encoder"
+"""The model type of transformers' pair of any vision tower with any text tower."""
+
+VISION_TOWERS: Mapping[str, int] = {
+    "clip_vision_model": 1,
+    "deit": 1,
+    "dinov2": 1,
+    "dinov2_with_registers": 1,
+    "vit": 1,
+}
+"""The vision towers supported in such a pair, by model type, with the number of tokens before the prompts. Each adds
+positions in its embeddings, and pools the class token."""
+
+TEXT_TOWERS: Mapping[str, bool] = {"bert": False, "camembert": True, "roberta": True, "xlm-roberta": True}
+"""The text towers supported in such a pair, and whether they number positions from their padding. Each begins a text
+with its class token, and pools that token."""
 
 
 class PromptTokens(nn.Module):
@@ -139,17 +156,40 @@ def prompts_of(model: nn.Module) -> PromptTokens | None:
     return prompts if isinstance(prompts, PromptTokens) else None
 
 
+def towers_of(config: PreTrainedConfig) -> Towers:
+    """Return the places of prompts in a model with this config. Raises PromptError if it does not support prompts."""
+    if config.model_type == PAIRED:
+        return _paired_towers(config)
+    towers = TOWERS.get(config.model_type)
+    if towers is None:
+        raise PromptError(
+            f"{config.model_type} does not support prompts; these families do: {', '.join(sorted({*TOWERS, PAIRED}))}"
+        )
+    return towers
+
+
+def _paired_towers(config: PreTrainedConfig) -> Towers:
+    vision, text = config.vision_config.model_type, config.text_config.model_type
+    supported: tuple[tuple[Modality, str, Collection[str]], ...] = (
+        ("vision", vision, VISION_TOWERS),
+        ("text", text, TEXT_TOWERS),
+    )
+    for modality, given, known in supported:
+        if given not in known:
+            raise PromptError(
+                f"a {PAIRED} with the {modality} tower {given} does not support prompts: pair one of these, "
+                f"{', '.join(sorted(known))}, or leave the prompts out"
+            )
+    return Towers(vision_first=VISION_TOWERS[vision], text_first=1, from_padding=TEXT_TOWERS[text])
+
+
 def add_prompts(model: PreTrainedModel, prompts: Prompts) -> None:
     """Add prompts to a dual encoder as the submodule `prompts`, with random values from torch's seed.
 
-    Raises PromptError for an unsupported family, or for more text prompts than the text encoder has positions, and
-    ConfigError if a fusion's heads do not divide a tower's width.
+    Raises PromptError for an unsupported family or tower, or for more text prompts than the text encoder has
+    positions, and ConfigError if a fusion's heads do not divide a tower's width.
     """
-    towers = TOWERS.get(model.config.model_type)
-    if towers is None:
-        raise PromptError(
-            f"{model.config.model_type} does not support prompts; these families do: {', '.join(sorted(TOWERS))}"
-        )
+    towers = towers_of(model.config)
     embedding = token_embedding(model)
     widths: dict[Modality, int] = {"vision": model.config.vision_config.hidden_size, "text": embedding.embedding_dim}
     vision, text = (model.get_submodule(f"{modality}_model") for modality in MODALITIES)

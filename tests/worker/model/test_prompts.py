@@ -18,11 +18,21 @@ from tessera.worker.model.build import check_model, instantiate
 from tessera.worker.model.config import ConfigError
 from tessera.worker.model.forward import forward
 from tessera.worker.model.prompt_fusion import fusion_module
-from tessera.worker.model.prompts import TOWERS, PromptError, PromptTokens, caption_start, prompts_of
+from tessera.worker.model.prompts import (
+    TEXT_TOWERS,
+    TOWERS,
+    VISION_TOWERS,
+    PromptError,
+    PromptTokens,
+    caption_start,
+    prompts_of,
+    towers_of,
+)
 from tessera.worker.training.freeze import Freeze
 from tests.support.duals import dual, pairs
 
-FAMILIES = pytest.mark.parametrize("family", sorted(TOWERS))
+PAIRS = sorted({*(f"{vision}+bert" for vision in VISION_TOWERS), *(f"dinov2+{text}" for text in TEXT_TOWERS)})
+FAMILIES = pytest.mark.parametrize("family", [*sorted(TOWERS), *PAIRS])
 BOTH = Prompts(vision=3, text=2)
 
 
@@ -69,7 +79,7 @@ def test_text_prompts_that_are_embeddings_of_words_are_those_words_after_the_sta
     plain, prompted, given = made(family), made(family, Prompts(text=2)), batch(family)
     words = torch.tensor([6, 10])
     text_of(prompted).copy_(caption_start(prompted, words))
-    ids, first = given["input_ids"], TOWERS[family].text_first
+    ids, first = given["input_ids"], towers_of(plain.config).text_first
     # SigLIP's texts fill all 12 positions already, so that two columns of padding make room.
     spelt = torch.cat([ids[:, :first], words.expand(3, -1), ids[:, first:]], dim=1)[:, :12]
     expected = logits(plain, {**given, "input_ids": spelt})
@@ -85,7 +95,7 @@ def test_vision_prompts_stand_after_the_class_token_and_before_the_patches(famil
         embeddings = model.get_submodule("vision_model.embeddings")
         embeddings.register_forward_hook(lambda _module, _args, output: put_in.append(output))
         logits(model, batch(family))
-    first = TOWERS[family].vision_first
+    first = towers_of(plain.config).vision_first
     before, own, after = put_in[1].split([first, 3, put_in[0].shape[1] - first], dim=1)  # [images, tokens, width]
     assert torch.equal(torch.cat([before, after], dim=1), put_in[0])
     assert all(torch.equal(each, tokens_of(prompted).own("vision")) for each in own)
@@ -191,12 +201,40 @@ def test_a_model_that_takes_no_prompts_is_refused_by_name(family: str) -> None:
         instantiate(config, "features", prompts=BOTH)
 
 
+@pytest.mark.parametrize(
+    ("pair", "refusal"),
+    [
+        ("dinov3_vit+bert", "the vision tower dinov3_vit does not support prompts: pair one of these, clip_vision_mo"),
+        ("vit+distilbert", "the text tower distilbert does not support prompts: pair one of these, bert, camembert"),
+    ],
+)
+def test_a_pair_with_a_tower_that_takes_no_prompts_is_refused_with_those_that_do(pair: str, refusal: str) -> None:
+    with torch.device("meta"), pytest.raises(PromptError, match=refusal):
+        instantiate(dual(pair), "contrastive", prompts=BOTH)
+
+
+@pytest.mark.parametrize("family", ["dinov2+bert", "vit+bert"])
+def test_a_pair_reads_the_prompts_after_both_class_tokens_and_pools_these(family: str) -> None:
+    model, given = made(family, BOTH), batch(family)
+    states: dict[str, Any] = {}
+    for tower in ("vision_model", "text_model"):
+        model.get_submodule(tower).register_forward_hook(
+            lambda _module, _args, output, tower=tower: states.update({tower: output.last_hidden_state})
+        )
+    logits(model, given)
+    # An image of four patches and its class token, and texts of six tokens.
+    assert states["vision_model"].shape == (4, 1 + 3 + 4, 16)
+    assert states["text_model"].shape == (3, 6 + 2, 16)
+
+
 def test_more_text_prompts_than_positions_are_refused_before_anything_is_trained() -> None:
     with pytest.raises(PromptError, match="12 text prompts leave no room in 12 positions"):
         made("clip", Prompts(text=12))
     # AltCLIP's positions begin after the id of its padding, 1: of 12 there are 10 left.
     with pytest.raises(PromptError, match="10 text prompts leave no room in 10 positions"):
         made("altclip", Prompts(text=10))
+    with pytest.raises(PromptError, match="10 text prompts leave no room in 10 positions"):
+        made("dinov2+roberta", Prompts(text=10))
 
 
 @pytest.mark.parametrize("wrong", [{"vision": -1}, {"text": 2000}, {"tokens": 1}, {"fusion": {"heads": 0}}])
