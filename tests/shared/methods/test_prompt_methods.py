@@ -16,10 +16,13 @@ from tessera.shared.methods.registry import coordinator_half, worker_half
 from tessera.shared.model.spec import Prompts
 from tessera.shared.rounds.planning import initial_state
 from tessera.shared.tensors.lazy import Array, ArrayTensor, to_array
-from tessera.worker.model.build import instantiate
+from tessera.worker.model.block_map import block_table, named_tensors
+from tessera.worker.model.build import instantiate, read_block
 from tessera.worker.model.prompts import PromptError, prompts_of
+from tessera.worker.simulation import Weights, simulate
 from tessera.worker.training.context import LocalTaskContext
 from tessera.worker.training.randomness import seed_everything
+from tests.support.duals import dual, pairs
 from tests.support.tasks import ADAPTED, PLAIN, PROMPTED, Subject, one_task
 
 SGD = {"optimizer": "sgd", "weight_decay": 0.0, "learning_rate": 0.05}
@@ -292,6 +295,30 @@ def test_what_stays_here_never_takes_the_place_of_a_part_of_the_model() -> None:
     context = prepared({})
     with pytest.raises(ValueError, match="already has a module 'text_model'"):
         context.add_private("text_model", torch.nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("family", ["dinov2+bert", "vit+bert"])
+@pytest.mark.parametrize(("method", "modalities"), [("promptfl", ["vision", "text"]), ("pfeddc", None)])
+def test_the_prompts_of_a_pair_of_towers_are_learnt_in_a_federation(
+    family: str, method: str, modalities: list[str] | None
+) -> None:
+    subject = replace(PROMPTED, config=dual(family), data=lambda: pairs(family))
+    model, whole = subject.model(), subject.data()
+    blocks, tensors = block_table(model), named_tensors(model)
+    start = {block.name: read_block(tensors, block) for block in blocks}
+    settings = {"modalities": modalities} if modalities else {"fusion": {"heads": 2}}
+    spec = {
+        "name": "pair", "rounds": 2, "seed": 3, "method": {"name": method, "settings": settings},
+        "training": {"learning_rate": 0.01, "batch_size": 4},
+    }  # fmt: skip
+    rows = torch.arange(whole.examples).tensor_split(2)
+    data = {name: whole.rows(part) for name, part in zip("ab", rows, strict=True)}
+    result = simulate(spec, Weights(subject.document(), start), data)
+    after = result.arrays()
+    changed = {name for name, values in start.items() if not np.array_equal(after[name], values)}
+    assert changed == PROMPTS
+    kept = {} if method == "promptfl" else LOCAL | FUSION
+    assert all(set(result.kept(site)) == set(kept) for site in "ab")
 
 
 # ---------------------------------------------------------------- LoRA
