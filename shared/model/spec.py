@@ -44,6 +44,9 @@ MAX_TOKENS = 1024
 LocalStart = Literal["global", "random"]
 """Initial value of a site's own prompts: the federation's current prompts, or noise."""
 
+PromptChoice = Literal["inserted", "shared", "none"]
+"""The prompts that a pass inserts: those that the task inserts, with a site's own; the model's alone; or none."""
+
 
 class Fusion(Frozen):
     """The combination of the federation's prompt and a site's own into one, both [tokens, width].

@@ -86,6 +86,22 @@ class ConcatFusion(nn.Module):
         return torch.cat([shared, local])
 
 
+class LowRankTerm(nn.Module):
+    """A site's own term of prompts, P + U V with U [tokens, rank] and V [rank, width]. V starts at zero, so that the
+    sum starts bit-identical to P."""
+
+    def __init__(self, prompts: Tensor, rank: int, std: float) -> None:
+        super().__init__()
+        tokens, width = prompts.shape
+        # Drawn on the CPU, so that a GPU starts from the same values.
+        drawn = torch.empty(tokens, rank, dtype=prompts.dtype).normal_(std=std)
+        self.u = nn.Parameter(drawn.to(prompts.device))
+        self.v = nn.Parameter(prompts.new_zeros(rank, width))
+
+    def forward(self, prompts: Tensor) -> Tensor:
+        return prompts + self.u @ self.v
+
+
 def fusion_module(fusion: Fusion, width: int) -> nn.Module:
     """Return the module that fuses shared and local prompts, [tokens, width] each.
 

@@ -6,7 +6,8 @@ where there is none, as token embeddings, so that they have positions of their o
 2109.01134, equation 2).
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -14,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from tessera.shared.model.spec import MODALITIES, Fusion, LocalStart, Modality, Prompts
+from tessera.shared.model.spec import MODALITIES, Fusion, LocalStart, Modality, PromptChoice, Prompts
 from tessera.worker.model.config import ConfigError
-from tessera.worker.model.prompt_fusion import fusion_module
+from tessera.worker.model.prompt_fusion import LowRankTerm, fusion_module
 
 PROMPTS = "prompts"
 """The name of the submodule with a model's prompts."""
@@ -100,6 +101,21 @@ class PromptTokens(nn.Module):
         own, transform = self.own(modality), self.transforms.get(modality)
         return transform(own) if own is not None and transform is not None else own
 
+    @contextmanager
+    def inserting(self, prompts: PromptChoice) -> Iterator[None]:
+        """Insert the chosen prompts within the block, in both towers."""
+        before = self.transforms
+        if prompts != "inserted":
+            self.transforms = {} if prompts == "shared" else dict.fromkeys(MODALITIES, _no_tokens)
+        try:
+            yield
+        finally:
+            self.transforms = before
+
+
+def _no_tokens(own: Tensor) -> Tensor:
+    return own[:0]
+
 
 @dataclass(frozen=True)
 class FusedPrompts:
@@ -148,6 +164,30 @@ def fused_prompts(
         modality: fusion_module(fusion, each.shape[1]).to(each) for modality, each in own.items()
     }
     return FusedPrompts(local, nn.ModuleDict(modules))
+
+
+def low_rank_term(tokens: PromptTokens, rank: int) -> LowRankTerm:
+    """Return a site's own term of the model's text prompts; its random values follow torch's seed. Raises PromptError
+    if the model has no text prompts."""
+    own = tokens.own("text")
+    if own is None:
+        raise PromptError(f"the model has no prompts for text; {REMEDY}")
+    return LowRankTerm(own.detach(), rank, INITIAL_STD)
+
+
+TEXT_INPUTS = ("input_ids", "attention_mask", "token_type_ids")
+
+
+def text_features(model: nn.Module, batch: Mapping[str, Tensor], prompts: PromptChoice) -> Tensor:
+    """Return the text features of a batch with the chosen prompts, float32 [texts, width], each of length one. Raises
+    PromptError for a model that is no dual encoder with prompts."""
+    tokens, encode = prompts_of(model), getattr(model, "get_text_features", None)
+    if tokens is None or encode is None:
+        raise PromptError(f"text features need a dual encoder with prompts; {REMEDY}")
+    with tokens.inserting(prompts):
+        output = encode(**{name: batch[name] for name in TEXT_INPUTS if name in batch})
+    features: Tensor = output.pooler_output.float()
+    return features / features.norm(dim=-1, keepdim=True)
 
 
 def prompts_of(model: nn.Module) -> PromptTokens | None:

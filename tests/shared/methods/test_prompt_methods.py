@@ -138,9 +138,14 @@ def test_a_site_that_has_kept_nothing_starts_at_the_global_prompts_bit_for_bit(s
 
 
 def prepared(settings: Mapping[str, Any], vault: Mapping[str, Array] | None = None) -> LocalTaskContext:
+    """A site's work for pFedDC just before training."""
+    return ready("pfeddc", settings, vault)
+
+
+def ready(method: str, settings: Mapping[str, Any], vault: Mapping[str, Array] | None = None) -> LocalTaskContext:
     """A site's work just before training."""
     facts = PROMPTED.facts(optimizer="sgd")
-    chosen = MethodSpec(name="pfeddc", settings=dict(settings))
+    chosen = MethodSpec(name=method, settings=dict(settings))
     plan = coordinator_half(chosen, facts).plan_for(State(0, {}), None)  # type: ignore[arg-type]
     context = LocalTaskContext(PROMPTED.model(), "contrastive", plan, facts.blocks, dict(vault or {}))
     half = worker_half(chosen, facts)
@@ -319,6 +324,76 @@ def test_the_prompts_of_a_pair_of_towers_are_learnt_in_a_federation(
     assert changed == PROMPTS
     kept = {} if method == "promptfl" else LOCAL | FUSION
     assert all(set(result.kept(site)) == set(kept) for site in "ab")
+
+
+# ---------------------------------------------------------------- FedPGP
+
+OWN_TERM = {"local.u", "local.v"}
+
+
+def test_fedpgp_sends_global_text_prompts_and_keeps_its_own_term() -> None:
+    context, result = trained("fedpgp", settings={"rank": 1}, epochs=2)
+    assert set(result.upload) == moved(context, PROMPTED) == {"prompts.text"}
+    assert set(result.keep) == {block.name for block in context.private} == OWN_TERM
+    assert {name: values.shape for name, values in result.keep.items()} == {"local.u": (2, 1), "local.v": (1, 16)}
+
+
+def test_a_new_site_of_fedpgp_starts_at_the_global_prompts_bit_for_bit_and_goes_on_with_its_own() -> None:
+    batch = next(PROMPTED.data().batches(8))
+    context = ready("fedpgp", {"rank": 1})
+    _, result = trained("fedpgp", settings={"rank": 1}, epochs=3)
+    with torch.no_grad():
+        plain = LocalTaskContext(PROMPTED.model(), "contrastive", context.plan, context.blocks).forward(batch).logits
+        assert torch.equal(context.forward(batch).logits, plain)  # type: ignore[arg-type]
+        again = ready("fedpgp", {"rank": 1}, result.keep)
+        assert all(np.array_equal(again.read(block), result.keep[block.name]) for block in again.private)
+        assert not torch.equal(again.forward(batch).logits, plain)  # type: ignore[arg-type]
+        again.close()
+        assert torch.equal(again.forward(batch).logits, plain)  # type: ignore[arg-type]
+
+
+def test_the_loss_of_fedpgp_is_the_formula() -> None:
+    rng = np.random.default_rng(0)
+    keep = {"local.u": rng.normal(size=(2, 1)), "local.v": rng.normal(size=(1, 16), scale=0.1)}
+    vault = {name: values.astype("f4") for name, values in keep.items()}
+    context = ready("fedpgp", {"rank": 1}, vault)
+    half = worker_half(
+        MethodSpec(name="fedpgp", settings={"rank": 1, "mu": 0.7, "temperature": 0.2}), PROMPTED.facts()
+    )
+    batch = next(PROMPTED.data().batches(None))
+    inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
+    own = PROMPTED.model()
+    text = own.get_parameter("prompts.text")
+    plain = instantiate(PROMPTED.config, "contrastive", seed=1)
+    with torch.no_grad():
+        z_g, z_c = own(**inputs).text_embeds, plain(**inputs).text_embeds
+        text.add_(torch.from_numpy(vault["local.u"] @ vault["local.v"]))
+        output = own(**inputs)
+        cross_entropy = torch.nn.functional.cross_entropy(output.logits_per_image, batch["labels"])
+        cosine = torch.nn.functional.cosine_similarity
+        near, far = (torch.exp(cosine(z_g, other) / 0.2) for other in (z_c, output.text_embeds))
+        expected = cross_entropy + 0.7 * -torch.log(near / (near + far)).mean()
+        torch.testing.assert_close(half.loss(context, batch), expected)
+
+
+def test_fedpgp_without_its_contrast_takes_the_first_step_of_promptfl_bit_for_bit() -> None:
+    (_, plain), (_, without), (_, drawn) = (
+        trained(method, settings=settings, batch_size=None)
+        for method, settings in (("promptfl", {}), ("fedpgp", {"rank": 1, "mu": 0}), ("fedpgp", {"rank": 1}))
+    )
+    assert np.array_equal(plain.upload["prompts.text"], without.upload["prompts.text"])
+    assert not np.array_equal(plain.upload["prompts.text"], drawn.upload["prompts.text"])
+
+
+def test_fedpgp_is_refused_without_text_prompts_and_warns_of_a_rank_that_is_not_low() -> None:
+    with pytest.raises(UnsupportedRun, match=r"model has no text prompts: create it with .*--text-prompts N"):
+        start("fedpgp", replace(PROMPTED, prompts=Prompts(vision=2)))
+    facts = PROMPTED.facts()
+    for rank, warned in ((1, False), (2, True)):
+        half = coordinator_half(MethodSpec(name="fedpgp", settings={"rank": rank}), facts)
+        said = half.warnings(State(0, {}))
+        assert bool(said) == warned
+    assert "rank is 2 and prompts.text 2 x 16" in said[0]
 
 
 # ---------------------------------------------------------------- LoRA

@@ -26,6 +26,7 @@ from tessera.worker.model.prompts import (
     PromptTokens,
     caption_start,
     prompts_of,
+    text_features,
     towers_of,
 )
 from tessera.worker.training.freeze import Freeze
@@ -123,6 +124,27 @@ def test_the_prompts_are_blocks_of_the_run_and_the_document_builds_them(family: 
     document = Model(config=dual(family), head="contrastive", prompts=BOTH, blocks=table)
     assert check_model(document) == table
     assert [block for block in table if block.role != "prompt"] == list(block_table(made(family)))
+
+
+@FAMILIES
+def test_text_features_are_those_of_the_models_own_pass(family: str) -> None:
+    plain, prompted, given = made(family), made(family, BOTH), batch(family)
+    own = text_of(prompted)
+    tokens_of(prompted).transforms = {"text": lambda prompts: prompts + 0.1}
+    changed = made(family, BOTH)
+    text_of(changed).copy_(own + 0.1)
+
+    def in_a_pass(model: PreTrainedModel) -> Tensor:
+        inputs = {name: tensor for name, tensor in given.items() if name != "labels"}
+        features = model(**inputs).text_embeds
+        return features / features.norm(dim=-1, keepdim=True)
+
+    with torch.no_grad():
+        torch.testing.assert_close(text_features(prompted, given, "inserted"), in_a_pass(changed))
+        torch.testing.assert_close(text_features(prompted, given, "shared"), in_a_pass(made(family, BOTH)))
+        torch.testing.assert_close(text_features(prompted, given, "none"), in_a_pass(plain))
+        # The choice is for that pass alone.
+        torch.testing.assert_close(in_a_pass(prompted), in_a_pass(changed))
 
 
 def test_no_table_gets_past_a_model_that_lacks_its_prompts() -> None:

@@ -178,6 +178,7 @@ def test_every_method_gives_a_loss_for_an_example_that_is_made_up(method: str) -
 WAYS = [
     ("promptfl", {}, PROMPTED, "vmap"),  # text prompts: the first axis of what they meet counts classes
     ("pfeddc", {}, PROMPTED, "vmap"),  # prompts of both towers, attention between prompts
+    ("fedpgp", {"rank": 1}, PROMPTED, "vmap"),  # a loss with text features of three kinds of prompts
     ("lora", {}, ADAPTED, "opacus"),  # one half of each adapter has no gradient at the start
     ("fedprox", {"mu": 1.0}, PLAIN, "vmap"),  # a loss of its own
     ("fedavg", {}, PLAIN, "opacus"),
