@@ -11,10 +11,10 @@ with `P_k` and without prompts, s their cosines, and T the temperature. The loss
 
     f_k + mu * mean over classes of -log( exp(s(z_g, z_c)/T) / (exp(s(z_g, z_c)/T) + exp(s(z_g, z_k)/T)) )
 
-where f_k is the cross-entropy with `P_k`. So `P` is drawn towards what the frozen model knows of the classes and away
-from the site's prompts. The paper's z_c is of a hand-made caption; here it is of the site's texts as they are, so that
-the data set's template is the caption. The paper draws `U` and `V` alike; here `V` starts at zero, so that a new site,
-or one that lost its vault, starts from the global prompts, to the bit. With mu = 0 the contrast is left out.
+where f_k is the cross-entropy with `P_k`. So `P` is drawn towards what the frozen model knows of the classes, and
+away from the site's prompts. The paper's z_c is of a hand-made caption; here it is of the site's texts as they are, so
+that the data set's template is the caption. The paper draws `U` and `V` alike; here `V` starts at zero, so that a new
+site, or one that lost its vault, starts from the global prompts, to the bit. With mu = 0 the contrast is left out.
 """
 
 from __future__ import annotations
@@ -64,10 +64,11 @@ class FedPGPCoordinator(CoordinatorHalf[FedPGPSettings]):
         text = next(block for block in self.run.blocks if block.name == "prompts.text")
         if self.settings.rank < (most := min(text.shape)):
             return ()
-        return (
+        full = (
             f"rank is {self.settings.rank} and prompts.text {text.shape[0]} x {text.shape[1]}, so that a site's own "
-            f"term is any matrix and not of low rank: set rank below {most}, or create the model with more prompts",
+            f"term is any matrix and not of low rank: set rank below {most}, or create the model with more prompts"
         )
+        return (full,)
 
 
 class FedPGPWorker(WorkerHalf[FedPGPSettings]):

@@ -1,7 +1,8 @@
 """Prompts: learnt tokens that hooks insert into both towers of a dual encoder, without changing transformers' code.
 
 Vision prompts are inserted after the class token, or first where there is none, once positions have been added (VPT,
-shallow: Jia et al. 2022, arXiv 2203.12119, equation 4). Text prompts are inserted after the start token, or first
+shallow: Jia et al. 2022, arXiv 2203.12119, equation 4). Deep prompts take their place at the input of later layers
+(the same, equation 7). Text prompts are inserted after the start token, or first
 where there is none, as token embeddings, so that they have positions of their own (CoOp: Zhou et al. 2022, arXiv
 2109.01134, equation 2).
 """
@@ -76,7 +77,8 @@ with its class token, and pools that token."""
 
 
 class PromptTokens(nn.Module):
-    """The prompts of a model, `vision` and `text` [tokens, width], which the hooks insert.
+    """The prompts of a model, `vision` and `text` [tokens, width], which the hooks insert, and the deep ones of later
+    layers, [layers, tokens, width] each.
 
     `transforms` are applied to a tower's prompts first. They belong to a task, not to the model.
     """
@@ -91,6 +93,12 @@ class PromptTokens(nn.Module):
             self.register_parameter(modality, nn.Parameter(start))
         if fusion := prompts.fusion:
             self.fusion = nn.ModuleDict({each: fusion_module(fusion, widths[each]).to(dtype) for each in wanted})
+        if later := prompts.depth - 1:
+            # Drawn last, so that the other prompts have the same values as without.
+            self.deep = nn.ParameterDict()
+            for modality in wanted:
+                shape = (later, prompts.count(modality), widths[modality])
+                self.deep[modality] = nn.Parameter(torch.empty(shape, dtype=dtype).normal_(std=INITIAL_STD))
 
     def own(self, modality: Modality) -> Tensor | None:
         """Return the model's prompts for a tower, [tokens, width], or None if it has none."""
@@ -100,6 +108,11 @@ class PromptTokens(nn.Module):
         """Return the prompts to insert into a tower, [tokens, width], or None."""
         own, transform = self.own(modality), self.transforms.get(modality)
         return transform(own) if own is not None and transform is not None else own
+
+    def deep_tokens(self, modality: Modality, layer: int) -> Tensor | None:
+        """Return the prompts of a layer, counted from 0, [tokens, width]. None if other prompts than the tower's own
+        were inserted: these pass through all layers."""
+        return self.deep[modality][layer - 1] if modality not in self.transforms else None
 
     @contextmanager
     def inserting(self, prompts: PromptChoice) -> Iterator[None]:
@@ -186,8 +199,9 @@ def text_features(model: nn.Module, batch: Mapping[str, Tensor], prompts: Prompt
         raise PromptError(f"text features need a dual encoder with prompts; {REMEDY}")
     with tokens.inserting(prompts):
         output = encode(**{name: batch[name] for name in TEXT_INPUTS if name in batch})
-    features: Tensor = output.pooler_output.float()
-    return features / features.norm(dim=-1, keepdim=True)
+    features = output.pooler_output.float()
+    normalised: Tensor = features / features.norm(dim=-1, keepdim=True)
+    return normalised
 
 
 def prompts_of(model: nn.Module) -> PromptTokens | None:
@@ -226,8 +240,8 @@ def _paired_towers(config: PreTrainedConfig) -> Towers:
 def add_prompts(model: PreTrainedModel, prompts: Prompts) -> None:
     """Add prompts to a dual encoder as the submodule `prompts`, with random values from torch's seed.
 
-    Raises PromptError for an unsupported family or tower, or for more text prompts than the text encoder has
-    positions, and ConfigError if a fusion's heads do not divide a tower's width.
+    Raises PromptError for an unsupported family or tower, for deep prompts in more layers than a tower has, or for
+    more text prompts than the text encoder has positions, and ConfigError if a fusion's heads do not divide a tower's width.
     """
     towers = towers_of(model.config)
     embedding = token_embedding(model)
@@ -246,6 +260,22 @@ def add_prompts(model: PreTrainedModel, prompts: Prompts) -> None:
         if prompts.text >= (most := text_hooks.positions):
             raise PromptError(f"{prompts.text} text prompts leave no room in {most} positions: use fewer than {most}")
         text_hooks.register(text, embedding)
+    for modality, tower, first in (("vision", vision, towers.vision_first), ("text", text, towers.text_first)):
+        if prompts.depth > 1 and prompts.count(modality):
+            _register_deep(tokens, modality, tower, first, prompts.depth)
+
+
+def _register_deep(tokens: PromptTokens, modality: Modality, tower: nn.Module, first: int, depth: int) -> None:
+    """Insert the deep prompts of a tower. Raises PromptError if it has fewer layers."""
+    count = cast("Any", tower).config.num_hidden_layers
+    layers = next((m for m in tower.modules() if isinstance(m, nn.ModuleList) and len(m) == count), nn.ModuleList())
+    if depth > len(layers):
+        raise PromptError(
+            f"prompts in {depth} layers, and the {modality} tower has {len(layers)}: use a depth of at most that"
+        )
+    for layer in range(1, depth):
+        hook = _DeepHook(tokens=tokens, modality=modality, first=first, layer=layer)
+        layers[layer].register_forward_pre_hook(hook.before)
 
 
 def caption_start(model: PreTrainedModel, ids: Tensor) -> Tensor:
@@ -294,6 +324,25 @@ class _VisionHooks(_Hooks):
         if mask is not None and self.pending is not None:
             kwargs = {**kwargs, "pixel_attention_mask": _inserted(mask, self.first, len(self.pending), 1)}
         return args, kwargs
+
+
+@dataclass(frozen=True, kw_only=True)
+class _DeepHook:
+    """A hook that replaces the prompts among a layer's inputs, [images or texts, tokens, width], by the layer's."""
+
+    tokens: PromptTokens
+    modality: Modality
+    first: int
+    layer: int
+
+    def before(self, _layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        own = self.tokens.deep_tokens(self.modality, self.layer)
+        if own is None:
+            return None
+        states, *rest = args
+        rows = own.to(states.dtype).expand(len(states), -1, -1)
+        end = self.first + len(own)
+        return torch.cat([states[:, : self.first], rows, states[:, end:]], dim=1), *rest
 
 
 @dataclass(kw_only=True)

@@ -23,7 +23,7 @@ from tessera.worker.simulation import Weights, simulate
 from tessera.worker.training.context import LocalTaskContext
 from tessera.worker.training.randomness import seed_everything
 from tests.support.duals import dual, pairs
-from tests.support.tasks import ADAPTED, PLAIN, PROMPTED, Subject, one_task
+from tests.support.tasks import ADAPTED, DEEP, PLAIN, PROMPTED, Subject, one_task
 
 SGD = {"optimizer": "sgd", "weight_decay": 0.0, "learning_rate": 0.05}
 PROMPTS = {"prompts.vision", "prompts.text"}
@@ -394,6 +394,39 @@ def test_fedpgp_is_refused_without_text_prompts_and_warns_of_a_rank_that_is_not_
         said = half.warnings(State(0, {}))
         assert bool(said) == warned
     assert "rank is 2 and prompts.text 2 x 16" in said[0]
+
+
+# ---------------------------------------------------------------- FedVPT
+
+
+@pytest.mark.parametrize("modalities", [["vision"], ["text"], ["vision", "text"]])
+def test_fedvpt_trains_and_sends_the_prompts_of_every_layer_and_keeps_nothing(modalities: list[str]) -> None:
+    context, result = trained("fedvpt", DEEP, settings={"modalities": modalities})
+    expected = {f"prompts.{part}{modality}" for part in ("", "deep.") for modality in modalities}
+    assert set(result.upload) == moved(context, DEEP) == expected
+    assert not result.keep
+
+
+def test_a_step_of_fedvpt_is_the_gradient_of_the_cross_entropy_over_the_classes() -> None:
+    _, result = trained("fedvpt", DEEP, batch_size=None)
+    model = DEEP.model()
+    batch = next(DEEP.data().batches(None))
+    labels = batch.pop("labels")
+    loss = torch.nn.functional.cross_entropy(model(**batch).logits_per_image, labels)
+    for name in ("prompts.vision", "prompts.deep.vision"):
+        own = model.get_parameter(name)
+        (gradient,) = torch.autograd.grad(loss, [own], retain_graph=True)
+        np.testing.assert_allclose(result.upload[name], (own - 0.05 * gradient).detach().numpy(), atol=1e-6)
+
+
+def test_deep_prompts_and_methods_that_do_not_go_together_are_refused_with_the_remedy() -> None:
+    with pytest.raises(
+        UnsupportedRun, match=r"no deep vision prompts: .*--vision-prompts N --prompt-depth D.*promptfl"
+    ):
+        start("fedvpt", PROMPTED)
+    for method in ("promptfl", "pfeddc", "fedpgp"):
+        with pytest.raises(UnsupportedRun, match=r"deep .*text prompts, which this method does not train: .* fedvpt"):
+            start(method, DEEP)
 
 
 # ---------------------------------------------------------------- LoRA

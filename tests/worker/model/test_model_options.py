@@ -88,6 +88,21 @@ def test_weights_from_elsewhere_get_the_same_prompts_as_random_ones_would(family
     assert 0.01 < mine["prompts.text"].std() < 0.03
 
 
+def test_prompts_of_several_layers_are_made_and_what_does_not_go_with_them_is_refused(tmp_path: Path) -> None:
+    made, config = tmp_path / "made", source(tmp_path / "clip", dual("clip"))
+    words = ("--random", "--config", config, "--head", "contrastive", "--prompt-depth")
+    init(made, *words, 2, "--vision-prompts", 3)
+    folder = ModelFolder.open(made)
+    assert folder.model.prompts == Prompts(vision=3, depth=2)
+    assert load(folder).get_parameter("prompts.deep.vision").shape == (1, 3, 16)
+    for more, expected in (
+        ((2,), "--prompt-depth needs --vision-prompts or --text-prompts"),
+        ((2, "--vision-prompts", 3, "--prompt-fusion", "local"), "leave out --prompt-depth"),
+        ((3, "--vision-prompts", 3), "the vision tower has 2: use a depth of at most that"),
+    ):
+        assert expected in " ".join(refusal("init", tmp_path / "no", *words, *more).split())
+
+
 def test_text_prompts_start_from_the_embeddings_of_a_caption(tmp_path: Path) -> None:
     made, config = tmp_path / "made", source(tmp_path / "clip", dual("clip"))
     tokenizer(config)

@@ -35,6 +35,7 @@ from tests.support.duals import dual, pairs
 PAIRS = sorted({*(f"{vision}+bert" for vision in VISION_TOWERS), *(f"dinov2+{text}" for text in TEXT_TOWERS)})
 FAMILIES = pytest.mark.parametrize("family", [*sorted(TOWERS), *PAIRS])
 BOTH = Prompts(vision=3, text=2)
+DEEP = Prompts(vision=3, text=2, depth=2)
 
 
 def made(family: str, prompts: Prompts | None = None) -> PreTrainedModel:
@@ -103,6 +104,50 @@ def test_vision_prompts_stand_after_the_class_token_and_before_the_patches(famil
 
 
 @FAMILIES
+def test_deep_prompts_take_the_place_of_those_of_the_layer_before(family: str) -> None:
+    model, given = made(family, DEEP), batch(family)
+    towers, before, after = towers_of(model.config), dict[str, Tensor](), dict[str, Tensor]()
+    for tower in ("vision", "text"):
+        stack = next(m for m in model.get_submodule(f"{tower}_model").modules() if isinstance(m, nn.ModuleList))
+        stack[0].register_forward_hook(
+            lambda _module, _args, out, tower=tower: before.update(
+                {tower: out if isinstance(out, Tensor) else out[0]}
+            )
+        )
+        stack[1].register_forward_hook(lambda _module, args, _out, tower=tower: after.update({tower: args[0]}))
+    logits(model, given)
+    for tower, first, count in (("vision", towers.vision_first, 3), ("text", towers.text_first, 2)):
+        own = model.get_parameter(f"prompts.deep.{tower}")  # [1, tokens, width]
+        assert all(torch.equal(each, own[0]) for each in after[tower][:, first : first + count])
+        kept = [*range(first), *range(first + count, before[tower].shape[1])]
+        assert torch.equal(after[tower][:, kept], before[tower][:, kept])
+        assert not torch.equal(after[tower], before[tower])
+
+
+@FAMILIES
+def test_deep_prompts_learn_and_go_with_the_prompts_before_them(family: str) -> None:
+    plain, shallow, deep, given = made(family), made(family, BOTH), made(family, DEEP), batch(family)
+    tensors = dict(deep.named_parameters())
+    assert all(torch.equal(tensor, tensors[name]) for name, tensor in shallow.named_parameters())
+    assert tensors.keys() - dict(shallow.named_parameters()).keys() == {"prompts.deep.vision", "prompts.deep.text"}
+    table = block_table(deep)
+    assert {b.name for b in table if b.role == "prompt"} == {name for name in tensors if name.startswith("prompts.")}
+    assert check_model(Model(config=dual(family), head="contrastive", prompts=DEEP, blocks=table)) == table
+    forward(deep, "contrastive", given).loss.backward()
+    gradients = [deep.get_parameter(f"prompts.deep.{tower}").grad for tower in ("vision", "text")]
+    assert all(each is not None and each.abs().sum() > 0 for each in gradients)
+    with tokens_of(deep).inserting("none"):
+        assert torch.equal(logits(deep, given), logits(plain, given))
+
+
+def test_more_deep_prompts_than_layers_are_refused_and_documents_without_them_are_as_before() -> None:
+    with pytest.raises(PromptError, match="prompts in 3 layers, and the vision tower has 2: use a depth of at most"):
+        made("clip", Prompts(vision=1, text=1, depth=3))
+    assert BOTH.model_dump(mode="json") == {"vision": 3, "text": 2, "fusion": None}
+    assert Prompts.model_validate(DEEP.model_dump(mode="json")) == DEEP
+
+
+@FAMILIES
 def test_gradients_reach_both_prompts_and_training_them_changes_nothing_else(family: str) -> None:
     model, given = made(family, BOTH), batch(family)
     before = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
@@ -163,10 +208,11 @@ def test_what_goes_in_may_be_made_of_the_prompts_and_have_another_length() -> No
     assert torch.equal(logits(prompted, given), logits(plain, given))
 
 
-def test_a_copy_of_the_model_puts_its_own_prompts_in() -> None:
-    model, given = made("clip", BOTH), batch("clip")
+@pytest.mark.parametrize("name", ["prompts.text", "prompts.deep.text"])
+def test_a_copy_of_the_model_puts_its_own_prompts_in(name: str) -> None:
+    model, given = made("clip", DEEP), batch("clip")
     copied, before = deepcopy(model), logits(model, given)
-    text_of(copied).fill_(1.0)
+    copied.get_parameter(name).data.fill_(1.0)
     assert torch.equal(logits(model, given), before)
     assert not torch.equal(logits(copied, given), before)
 
@@ -226,7 +272,10 @@ def test_a_model_that_takes_no_prompts_is_refused_by_name(family: str) -> None:
 @pytest.mark.parametrize(
     ("pair", "refusal"),
     [
-        ("dinov3_vit+bert", "the vision tower dinov3_vit does not support prompts: pair one of these, clip_vision_mo"),
+        (
+            "dinov3_vit+bert",
+            "the vision tower dinov3_vit does not support prompts: pair one of these, clip_vision_mo",
+        ),
         ("vit+distilbert", "the text tower distilbert does not support prompts: pair one of these, bert, camembert"),
     ],
 )
