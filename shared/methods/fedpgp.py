@@ -12,9 +12,9 @@ with `P_k` and without prompts, s their cosines, and T the temperature. The loss
     f_k + mu * mean over classes of -log( exp(s(z_g, z_c)/T) / (exp(s(z_g, z_c)/T) + exp(s(z_g, z_k)/T)) )
 
 where f_k is the cross-entropy with `P_k`. So `P` is drawn towards what the frozen model knows of the classes, and
-away from the site's prompts. The paper's z_c is of a hand-made caption; here it is of the site's texts as they are, so
-that the data set's template is the caption. The paper draws `U` and `V` alike; here `V` starts at zero, so that a new
-site, or one that lost its vault, starts from the global prompts, to the bit. With mu = 0 the contrast is left out.
+away from the site's prompts. The paper's z_c is of a caption written by hand; here it is of the site's texts as they
+are, so the data set's template is the caption. The paper draws `U` and `V` alike; here `V` starts at zero, so that a
+new site, or one that lost its vault, starts from the global prompts, to the bit. With mu = 0 there is no contrast.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class FedPGPWorker(WorkerHalf[FedPGPSettings]):
 
 METHOD = Method(
     name="fedpgp",
-    good_for="image and text pairs, for prompts that fit each site and still know classes that no site has. The model "
+    good_for="image and text pairs: prompts that fit each site and still know classes that no site has. The model "
     "needs text prompts: `tessera model init --text-prompts 16`",
     sends="the global text prompts, a few kilobytes",
     settings=FedPGPSettings,

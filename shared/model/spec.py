@@ -66,6 +66,21 @@ class Fusion(Frozen):
     heads: Annotated[int, Field(ge=1, le=256)] = Field(default=8, description="of attention; a divisor of the width")
 
 
+class Transport(Frozen):
+    """Unbalanced optimal transport, with entropy, from an image's patches to the text features of a class.
+
+    Each feature receives the same share of `mass`, and no patch gives more than its share of an image's mass of one.
+    """
+
+    mass: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=0.8, description="share of an image's patches that the prompts are matched with"
+    )
+    regularization: Annotated[float, Field(ge=0.001, le=10)] = Field(
+        default=0.1, description="weight of the entropy: the smaller, the fewer patches a prompt is matched with"
+    )
+    iterations: Annotated[int, Field(ge=1, le=10_000)] = Field(default=100, description="steps of the solver")
+
+
 class Prompts(Frozen):
     """Numbers of learnt tokens that are added to the input of each tower of a dual encoder.
 

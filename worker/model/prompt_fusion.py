@@ -1,4 +1,4 @@
-"""Fusion of the federation's prompts with a site's own."""
+"""Combinations of the federation's prompts, or of their text features, with a site's own."""
 
 import math
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import layer_norm
 
-from tessera.shared.model.spec import Fusion
+from tessera.shared.model.spec import Fusion, Transport
 from tessera.worker.model.config import ConfigError
 
 TINY = 1e-12
@@ -110,3 +110,24 @@ def fusion_module(fusion: Fusion, width: int) -> nn.Module:
     if fusion.kind == "attention":
         return AttentionFusion(fusion, width)
     return MeanFusion() if fusion.kind == "mean" else ConcatFusion()
+
+
+def transport_plan(costs: Tensor, transport: Transport) -> Tensor:
+    """Return the plan of the least cost and entropy, [..., patches, prompts], as the costs.
+
+    With V patches and N prompts each column adds up to mass / N, and no row to more than 1 / V, up to the solver's
+    error (Li et al. 2024, arXiv 2403.00041, by Dykstra's projections). K = exp(-costs / regularization), and
+
+        u = min(1, 1 / (V K v)),    v = mass / (N K^T u),    plan = diag(u) K diag(v)
+
+    in logarithms, in which no small regularization underflows. The number of iterations is fixed: a test of their
+    convergence would make an example's plan depend on the others of its batch.
+    """
+    patches, prompts = costs.shape[-2:]
+    kernel = -costs / transport.regularization
+    row, column = -math.log(patches), math.log(transport.mass / prompts)
+    u, v = torch.zeros_like(kernel[..., 0]), torch.zeros_like(kernel[..., 0, :])
+    for _ in range(transport.iterations):
+        u = (row - (kernel + v.unsqueeze(-2)).logsumexp(dim=-1)).clamp(max=0)
+        v = column - (kernel + u.unsqueeze(-1)).logsumexp(dim=-2)
+    return (u.unsqueeze(-1) + kernel + v.unsqueeze(-2)).exp()

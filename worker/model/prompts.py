@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from tessera.shared.model.spec import MODALITIES, Fusion, LocalStart, Modality, PromptChoice, Prompts
+from tessera.shared.model.spec import MODALITIES, Fusion, LocalStart, Modality, PromptChoice, Prompts, Transport
 from tessera.worker.model.config import ConfigError
-from tessera.worker.model.prompt_fusion import LowRankTerm, fusion_module
+from tessera.worker.model.prompt_fusion import LowRankTerm, fusion_module, transport_plan
 
 PROMPTS = "prompts"
 """The name of the submodule with a model's prompts."""
@@ -117,9 +117,18 @@ class PromptTokens(nn.Module):
     @contextmanager
     def inserting(self, prompts: PromptChoice) -> Iterator[None]:
         """Insert the chosen prompts within the block, in both towers."""
-        before = self.transforms
-        if prompts != "inserted":
-            self.transforms = {} if prompts == "shared" else dict.fromkeys(MODALITIES, _no_tokens)
+        others: dict[PromptChoice, dict[Modality, PromptTransform]] = {
+            "inserted": self.transforms,
+            "shared": {},
+            "none": dict.fromkeys(MODALITIES, _no_tokens),
+        }
+        with self.transformed(others[prompts]):
+            yield
+
+    @contextmanager
+    def transformed(self, transforms: dict[Modality, PromptTransform]) -> Iterator[None]:
+        """Apply these transforms, and no others, within the block."""
+        before, self.transforms = self.transforms, transforms
         try:
             yield
         finally:
@@ -156,12 +165,24 @@ def fused_prompts(
     With `shared_fusion` the model's modules fuse them. Raises PromptError if the model has no prompts for one of
     `modalities`, or if its own fusion is not `fusion`.
     """
-    if absent := [modality for modality in modalities if tokens.own(modality) is None]:
-        raise PromptError(f"the model has no prompts for {' and '.join(absent)}; {REMEDY}")
+    local = local_prompts(tokens, modalities, start)
     if shared_fusion and tokens.fused_by != fusion:
         raise PromptError(
             f"the model fuses prompts by {tokens.fused_by}, and the run by {fusion}: set the same fusion in both"
         )
+    if shared_fusion:
+        return FusedPrompts(local, tokens.fusion)
+    modules: dict[str, nn.Module] = {
+        modality: fusion_module(fusion, each.shape[1]).to(each) for modality, each in local.items()
+    }
+    return FusedPrompts(local, nn.ModuleDict(modules))
+
+
+def local_prompts(tokens: PromptTokens, modalities: Sequence[Modality], start: LocalStart) -> nn.ParameterDict:
+    """Return a site's own prompts, [tokens, width] for each tower, as many as the model's; their random values follow
+    torch's seed. Raises PromptError if the model has no prompts for one of `modalities`."""
+    if absent := [modality for modality in modalities if tokens.own(modality) is None]:
+        raise PromptError(f"the model has no prompts for {' and '.join(absent)}; {REMEDY}")
     own = {modality: tokens.get_parameter(modality) for modality in modalities}
     # Drawn on the CPU, so that a GPU starts from the same prompts.
     drawn = {name: torch.empty_like(each, device="cpu").normal_(std=INITIAL_STD) for name, each in own.items()}
@@ -171,12 +192,7 @@ def fused_prompts(
     # One by one: a whole dictionary would be sorted, and the order of parameters decides which noise each gets.
     for modality, tensor in starts.items():
         local[modality] = nn.Parameter(tensor.detach().clone())
-    if shared_fusion:
-        return FusedPrompts(local, tokens.fusion)
-    modules: dict[str, nn.Module] = {
-        modality: fusion_module(fusion, each.shape[1]).to(each) for modality, each in own.items()
-    }
-    return FusedPrompts(local, nn.ModuleDict(modules))
+    return local
 
 
 def low_rank_term(tokens: PromptTokens, rank: int) -> LowRankTerm:
@@ -198,10 +214,75 @@ def text_features(model: nn.Module, batch: Mapping[str, Tensor], prompts: Prompt
     if tokens is None or encode is None:
         raise PromptError(f"text features need a dual encoder with prompts; {REMEDY}")
     with tokens.inserting(prompts):
-        output = encode(**{name: batch[name] for name in TEXT_INPUTS if name in batch})
-    features = output.pooler_output.float()
+        return _unit(encode(**{name: batch[name] for name in TEXT_INPUTS if name in batch}).pooler_output)
+
+
+def _unit(features: Tensor) -> Tensor:
+    """Return features, [..., width], as float32 of length one."""
+    features = features.float()
     normalised: Tensor = features / features.norm(dim=-1, keepdim=True)
     return normalised
+
+
+@dataclass(frozen=True)
+class PatchMatching:
+    """A hook on a dual encoder that scores classes by transport between patches and two text features of each class,
+    with the model's prompts and with a site's own (Li et al. 2024, arXiv 2403.00041)."""
+
+    tokens: PromptTokens
+    local: nn.ParameterDict
+    transport: Transport
+
+    def after(self, model: Any, _args: tuple[Any, ...], inputs: dict[str, Any], output: Any) -> Any:
+        """Replace the logits of an output of transformers."""
+        with self.tokens.transformed({"text": self._own}):
+            own = text_features(model, inputs, "inserted")
+        texts = torch.stack([_unit(output.text_embeds), own])  # [prompts, classes, width]
+        patches = _unit(self._patches(model, output.vision_model_output.last_hidden_state))
+        similarities = torch.einsum("ivd,pcd->icvp", patches, texts).float()  # [images, classes, patches, prompts]
+        # The plan is a constant: its gradient with respect to the costs is not part of the method.
+        plan = transport_plan(1 - similarities.detach(), self.transport)
+        output.logits_per_image = model.logit_scale.exp() * (plan * similarities).sum(dim=(-2, -1))
+        output.logits_per_text = output.logits_per_image.T
+        return output
+
+    def _own(self, _prompts: Tensor) -> Tensor:
+        # Not `get_parameter`: a plain tensor replaces the parameter while per-example gradients are computed.
+        own: Tensor = self.local["text"]
+        return own
+
+    def _patches(self, model: Any, states: Tensor) -> Tensor:
+        """Return the features of patches, [images, patches, width], of a tower's last states, [images, tokens, width].
+
+        A patch passes through the modules that the class token passes through.
+        """
+        tower, config = model.vision_model, model.vision_model.config
+        own = self.tokens.own("vision")
+        others = 1 + (0 if own is None else len(own)) + (config.model_type == "deit")
+        states = states[:, others + getattr(config, "num_register_tokens", 0) :]
+        if hasattr(tower, "post_layernorm"):
+            states = tower.post_layernorm(states)
+        if hasattr(tower, "pooler"):
+            # It pools the first of several tokens.
+            states = tower.pooler(states.flatten(0, 1).unsqueeze(1)).unflatten(0, states.shape[:2])
+        projected: Tensor = model.visual_projection(states)
+        return projected
+
+
+def patch_matching(model: PreTrainedModel, transport: Transport, start: LocalStart) -> PatchMatching:
+    """Return the hook, with local prompts for the text tower whose random values follow torch's seed.
+
+    Raises PromptError for a model without text prompts, or whose images have one feature from all patches together.
+    """
+    tokens = prompts_of(model)
+    if tokens is None:
+        raise PromptError(f"the model has no prompts; {REMEDY}")
+    if not hasattr(model, "visual_projection") or hasattr(model.vision_model, "head"):
+        raise PromptError(
+            f"{model.config.model_type} has no features of patches, which its pooling puts together: choose CLIP or "
+            f"a {PAIRED}"
+        )
+    return PatchMatching(tokens, local_prompts(tokens, ("text",), start), transport)
 
 
 def prompts_of(model: nn.Module) -> PromptTokens | None:

@@ -8,13 +8,14 @@ from functools import partial
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from tessera.shared.methods.base import Output, Plan
 from tessera.shared.model.attention_stats import LayerAttention, TaskTokens
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.selectors import Selector
-from tessera.shared.model.spec import Fusion, Head, LocalStart, Modality, PromptChoice
+from tessera.shared.model.spec import Fusion, Head, LocalStart, Modality, PromptChoice, Transport
 from tessera.shared.tensors.lazy import Array
 from tessera.worker.attention.layer_scores import common_to_all, fisher, gradient_norms
 from tessera.worker.attention.profile import attention_profile, isolated_profile
@@ -30,6 +31,7 @@ from tessera.worker.model.prompts import (
     PromptTokens,
     fused_prompts,
     low_rank_term,
+    patch_matching,
     prompts_of,
     text_features,
 )
@@ -69,6 +71,7 @@ class LocalTaskContext:
     held: HeldValues = field(default_factory=HeldValues)
     """The digests of the model's values, which the next task need not write again."""
     _added: list[str] = field(default_factory=list)
+    _hooks: list[RemovableHandle] = field(default_factory=list)
 
     def read(self, block: Block) -> Array:
         return read_block(self._tensor(block), block)
@@ -219,6 +222,11 @@ class LocalTaskContext:
         self.add_private("local", term)
         tokens.transforms = {"text": term}
 
+    def match_patches(self, transport: Transport, start: LocalStart) -> None:
+        matching = patch_matching(self.model, transport, start)
+        self.add_private("local", matching.local)
+        self._hooks.append(self.model.register_forward_hook(matching.after, with_kwargs=True))
+
     def text_features(self, batch: Mapping[str, Tensor], prompts: PromptChoice = "inserted") -> Tensor:
         return text_features(self.model, batch, prompts)
 
@@ -235,3 +243,6 @@ class LocalTaskContext:
         for name in self._added:
             delattr(self.model, name)
         self._added.clear()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()

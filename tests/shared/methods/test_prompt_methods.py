@@ -9,17 +9,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 
 from tessera.shared.methods.base import LocalResult, MethodSpec, State, UnsupportedRun, Update
-from tessera.shared.methods.registry import coordinator_half, worker_half
+from tessera.shared.methods.registry import check, coordinator_half, worker_half
 from tessera.shared.model.spec import Prompts
 from tessera.shared.rounds.planning import initial_state
 from tessera.shared.tensors.lazy import Array, ArrayTensor, to_array
 from tessera.worker.model.block_map import block_table, named_tensors
 from tessera.worker.model.build import instantiate, read_block
 from tessera.worker.model.prompts import PromptError, prompts_of
-from tessera.worker.simulation import Weights, simulate
+from tessera.worker.simulation import Conditions, Result, Weights, simulate
 from tessera.worker.training.context import LocalTaskContext
 from tessera.worker.training.randomness import seed_everything
 from tests.support.duals import dual, pairs
@@ -302,28 +303,56 @@ def test_what_stays_here_never_takes_the_place_of_a_part_of_the_model() -> None:
         context.add_private("text_model", torch.nn.Linear(2, 2))
 
 
-@pytest.mark.parametrize("family", ["dinov2+bert", "vit+bert"])
-@pytest.mark.parametrize(("method", "modalities"), [("promptfl", ["vision", "text"]), ("pfeddc", None)])
-def test_the_prompts_of_a_pair_of_towers_are_learnt_in_a_federation(
-    family: str, method: str, modalities: list[str] | None
-) -> None:
-    subject = replace(PROMPTED, config=dual(family), data=lambda: pairs(family))
+# ---------------------------------------------------------------- in a federation
+
+
+def federation(method: str, settings: dict[str, Any], subject: Subject, rounds: int = 2, **away: Any) -> Result:
+    """A run of sites a and b, each with half of the data, with the sites' rounds of absence."""
     model, whole = subject.model(), subject.data()
     blocks, tensors = block_table(model), named_tensors(model)
     start = {block.name: read_block(tensors, block) for block in blocks}
-    settings = {"modalities": modalities} if modalities else {"fusion": {"heads": 2}}
     spec = {
-        "name": "pair", "rounds": 2, "seed": 3, "method": {"name": method, "settings": settings},
+        "name": "prompts", "rounds": rounds, "seed": 3, "method": {"name": method, "settings": settings},
         "training": {"learning_rate": 0.01, "batch_size": 4},
     }  # fmt: skip
     rows = torch.arange(whole.examples).tensor_split(2)
     data = {name: whole.rows(part) for name, part in zip("ab", rows, strict=True)}
-    result = simulate(spec, Weights(subject.document(), start), data)
-    after = result.arrays()
-    changed = {name for name, values in start.items() if not np.array_equal(after[name], values)}
-    assert changed == PROMPTS
-    kept = {} if method == "promptfl" else LOCAL | FUSION
-    assert all(set(result.kept(site)) == set(kept) for site in "ab")
+    return simulate(spec, Weights(subject.document(), start), data, conditions=Conditions(away=away))
+
+
+@pytest.mark.parametrize("family", ["dinov2+bert", "vit+bert"])
+@pytest.mark.parametrize(
+    ("method", "settings", "kept"),
+    [
+        ("promptfl", {"modalities": ["vision", "text"]}, set()),
+        ("pfeddc", {"fusion": {"heads": 2}}, LOCAL | FUSION),
+    ],
+)
+def test_the_prompts_of_a_pair_of_towers_are_learnt_in_a_federation(
+    family: str, method: str, settings: dict[str, Any], kept: set[str]
+) -> None:
+    subject = replace(PROMPTED, config=dual(family), data=lambda: pairs(family))
+    result = federation(method, settings, subject)
+    first, last = result.arrays(0), result.arrays()
+    assert {name for name in first if not np.array_equal(first[name], last[name])} == PROMPTS
+    assert all(set(result.kept(site)) == kept for site in "ab")
+
+
+@pytest.mark.parametrize(
+    ("method", "settings", "kept"), [("fedpgp", {"rank": 1}, {"local.u", "local.v"}), ("fedotp", {}, {"local.text"})]
+)
+def test_a_site_that_joins_late_has_prompts_of_its_own_and_no_version_holds_them(
+    method: str, settings: dict[str, Any], kept: set[str]
+) -> None:
+    result = federation(method, settings, PROMPTED, rounds=3, b=(1,))
+    assert [len(attempt.tasks) for attempt in result.rounds] == [1, 2, 2]
+    own = {site: result.kept(site) for site in "ab"}
+    assert set(own["a"]) == set(own["b"]) == kept
+    assert all(not np.array_equal(own["a"][name], own["b"][name]) for name in kept)
+    for version in range(4):
+        assert not {name for name in result.arrays(version) if name.startswith("local.")}
+    first, last = result.arrays(0), result.arrays()
+    assert {name for name in first if not np.array_equal(first[name], last[name])} == {"prompts.text"}
 
 
 # ---------------------------------------------------------------- FedPGP
@@ -394,6 +423,61 @@ def test_fedpgp_is_refused_without_text_prompts_and_warns_of_a_rank_that_is_not_
         said = half.warnings(State(0, {}))
         assert bool(said) == warned
     assert "rank is 2 and prompts.text 2 x 16" in said[0]
+
+
+# ---------------------------------------------------------------- FedOTP
+
+
+def test_fedotp_sends_global_text_prompts_and_keeps_its_own() -> None:
+    context, result = trained("fedotp", epochs=2)
+    assert set(result.upload) == moved(context, PROMPTED) == {"prompts.text"}
+    assert set(result.keep) == {block.name for block in context.private} == {"local.text"}
+    fresh = ready("fedotp", {})
+    (own,) = fresh.private
+    assert not np.array_equal(result.keep["local.text"], fresh.read(own))
+    assert not np.array_equal(fresh.read(own), start_of(PROMPTED)["prompts.text"])
+
+
+def test_a_site_of_fedotp_goes_on_with_its_own_prompts_and_leaves_the_model_as_it_was() -> None:
+    batch = next(PROMPTED.data().batches(8))
+    _, result = trained("fedotp", epochs=3)
+    context = ready("fedotp", {}, result.keep)
+    with torch.no_grad():
+        assert all(np.array_equal(context.read(block), result.keep[block.name]) for block in context.private)
+        plain = LocalTaskContext(PROMPTED.model(), "contrastive", context.plan, context.blocks).forward(batch).logits
+        assert not torch.equal(context.forward(batch).logits, plain)  # type: ignore[arg-type]
+        context.close()
+        assert torch.equal(context.forward(batch).logits, plain)  # type: ignore[arg-type]
+
+
+def test_both_prompts_of_fedotp_learn_alike_where_they_start_alike_and_apart_where_not() -> None:
+    _, alike = trained("fedotp", settings={"local_start": "global"}, batch_size=None)
+    np.testing.assert_allclose(alike.upload["prompts.text"], alike.keep["local.text"], atol=1e-6)
+    _, apart = trained("fedotp", batch_size=None)
+    assert np.abs(apart.upload["prompts.text"] - apart.keep["local.text"]).max() > 0.01
+
+
+def test_fedotp_learns_the_classes_of_its_site() -> None:
+    batch = next(PROMPTED.data().batches(None))
+
+    def loss(vault: Mapping[str, Array], **settings: Any) -> float:
+        context, _ = trained("fedotp", vault=vault, settings=settings, learning_rate=1e-9)
+        with torch.no_grad():
+            return float(context.forward(batch).loss)
+
+    _, result = trained("fedotp", epochs=20, learning_rate=0.5)
+    untrained, trained_once = loss({}), loss(result.keep)
+    assert trained_once < untrained
+
+
+def test_fedotp_is_refused_for_a_model_without_text_prompts_or_features_of_patches() -> None:
+    with pytest.raises(UnsupportedRun, match=r"model has no text prompts: create it with .*--text-prompts N"):
+        start("fedotp", replace(PROMPTED, prompts=Prompts(vision=2)))
+    with pytest.raises(UnsupportedRun, match=r"no features of patches.*choose a CLIP .*promptfl or fedpgp"):
+        start("fedotp", replace(PROMPTED, config=dual("siglip"), prompts=Prompts(text=2)))
+    for wrong in ({"mass": 0}, {"mass": 1.1}, {"regularization": 0}, {"iterations": 0}):
+        with pytest.raises(ValidationError):
+            check(MethodSpec(name="fedotp", settings={"transport": wrong}))
 
 
 # ---------------------------------------------------------------- FedVPT

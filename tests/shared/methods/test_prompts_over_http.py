@@ -25,7 +25,7 @@ from tessera.shared.api.runs import Cohort, Run, Training
 from tessera.shared.api.tasks import Task, TaskView
 from tessera.shared.api.versions import Manifest
 from tessera.shared.client.client import Client
-from tessera.shared.methods.base import MethodSpec, Participant, Plan, State
+from tessera.shared.methods.base import CoordinatorHalf, MethodSpec, Participant, Plan, State
 from tessera.shared.methods.registry import methods
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.selectors import EVERYTHING, Match, Selector
@@ -256,14 +256,12 @@ def asking(plan: Plan, honest_rounds: int = 0, method: str = "pfeddc") -> Iterat
     """The coordinator asks for more than the method has it ask; the worker's half is the method's own. Both run in
     this process."""
     own = methods()[method]
-    honest: Any = own.coordinator
 
-    class Asking(honest):
-        def plan_for(self, state: State, worker: Participant) -> Plan:
-            asked: Plan = super().plan_for(state, worker) if state.round < honest_rounds else plan
-            return asked
+    def plan_for(half: CoordinatorHalf[Any], state: State, worker: Participant) -> Plan:
+        return own.coordinator.plan_for(half, state, worker) if state.round < honest_rounds else plan
 
-    methods()[method] = replace(own, coordinator=Asking)
+    asker = type("Asking", (own.coordinator,), {"plan_for": plan_for})
+    methods()[method] = replace(own, coordinator=asker)
     try:
         yield
     finally:
@@ -291,8 +289,9 @@ def with_prompts(*names: str) -> Selector:
             Plan(upload=with_prompts("local.*")),
             "private: the method keeps these at the site: local.u, local.v$",
         ),
+        ("fedotp", Plan(upload=EVERYTHING), "private: the method keeps these at the site: local.text$"),
     ],
-    ids=["local prompts", "fusion", "part of the fusion", "everything", "a low-rank term"],
+    ids=["local prompts", "fusion", "part of the fusion", "everything", "a low-rank term", "prompts of transport"],
 )
 def test_a_plan_that_asks_for_what_stays_here_is_refused_logged_and_reported_and_nothing_leaves(
     coordinator: LiveCoordinator, sites: Sites, method: str, plan: Plan, told: str

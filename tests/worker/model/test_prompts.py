@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tessera.shared.model.selectors import roles
-from tessera.shared.model.spec import Fusion, Model, Prompts
+from tessera.shared.model.spec import Fusion, Model, Prompts, Transport
 from tessera.worker.model.block_map import block_table
 from tessera.worker.model.build import check_model, instantiate
 from tessera.worker.model.config import ConfigError
 from tessera.worker.model.forward import forward
-from tessera.worker.model.prompt_fusion import fusion_module
+from tessera.worker.model.prompt_fusion import fusion_module, transport_plan
 from tessera.worker.model.prompts import (
     TEXT_TOWERS,
     TOWERS,
@@ -25,6 +25,7 @@ from tessera.worker.model.prompts import (
     PromptError,
     PromptTokens,
     caption_start,
+    patch_matching,
     prompts_of,
     text_features,
     towers_of,
@@ -366,3 +367,83 @@ def test_other_fusions_are_the_mean_and_one_after_the_other() -> None:
     assert fusion_module(Fusion(kind="concat"), 2)(shared, own).tolist() == [[2.0, 4.0], [4.0, 8.0]]
     with pytest.raises(ConfigError, match="width 6 do not divide among 4 heads"):
         fusion_module(Fusion(heads=4), 6)
+
+
+@pytest.mark.parametrize("regularization", [0.01, 0.1, 1.0])
+def test_a_transport_plan_meets_its_marginals_and_no_plan_that_does_is_better(regularization: float) -> None:
+    costs = torch.rand(3, 5, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    transport = Transport(mass=0.6, regularization=regularization, iterations=3000)
+    plan = transport_plan(costs, transport)
+    torch.testing.assert_close(plan.sum(dim=-2), torch.full((3, 2), 0.3, dtype=torch.float64))
+    assert (plan.sum(dim=-1) <= 1 / 5 + 1e-6).all()
+
+    def objective(plan: Tensor) -> Tensor:
+        return (costs * plan + regularization * plan * (plan.log() - 1)).sum(dim=(-2, -1))
+
+    # Moving mass between two patches of a column, where rows have room, only costs.
+    best, tried = objective(plan), 0
+    for column in range(2):
+        for here, there in ((0, 1), (1, 2), (2, 3), (3, 4), (4, 0), (1, 0), (3, 1)):
+            moved = plan.clone()
+            step = 0.05 * plan[:, here, column]
+            moved[:, here, column] -= step
+            moved[:, there, column] += step
+            allowed = (moved.sum(dim=-1) <= 1 / 5 + 1e-6).all(dim=-1)
+            assert (objective(moved)[allowed] >= best[allowed] - 1e-6).all()
+            tried += int(allowed.sum())
+    assert tried > 5
+
+
+def test_all_of_the_mass_fills_each_patch_and_a_small_regularization_chooses_the_nearest() -> None:
+    costs = torch.tensor([[0.1, 0.9], [0.2, 0.8], [0.9, 0.2], [0.8, 0.1]])
+    whole = transport_plan(costs, Transport(mass=1, regularization=0.1, iterations=1000))
+    torch.testing.assert_close(whole.sum(dim=1), torch.full((4,), 0.25), rtol=1e-3, atol=1e-4)
+    # Each prompt of a quarter of the mass takes its nearest patch.
+    sharp = transport_plan(costs, Transport(mass=0.5, regularization=0.005, iterations=1000))
+    expected = torch.tensor([[0.25, 0.0], [0.0, 0.0], [0.0, 0.0], [0.0, 0.25]])
+    torch.testing.assert_close(sharp, expected, rtol=0, atol=1e-3)
+
+
+MATCHED = ["altclip", "chinese_clip", "clip", "clipseg", "metaclip_2", *PAIRS]
+
+
+@pytest.mark.parametrize("family", MATCHED)
+def test_classes_are_scored_by_the_patches_that_the_class_tokens_path_leads_to(family: str) -> None:
+    prompts = Prompts(vision=3, text=2)
+    model, given = made(family, prompts), batch(family)
+    matching = patch_matching(model, Transport(mass=0.7, iterations=20), "random")
+    inputs = {name: tensor for name, tensor in given.items() if name != "labels"}
+    with torch.no_grad():
+        plain = model(**inputs)
+        # The class token, taken for a patch, has the image's own feature.
+        states = plain.vision_model_output.last_hidden_state
+        registers = getattr(model.config.vision_config, "num_register_tokens", 0) + (family.startswith("deit"))
+        alone = torch.cat([states[:, : 1 + 3 + registers], states[:, :1]], dim=1)
+        torch.testing.assert_close(
+            matching._patches(model, alone)[:, 0] / matching._patches(model, alone)[:, 0].norm(dim=-1, keepdim=True),
+            plain.image_embeds,
+        )
+        assert matching._patches(model, states).shape[1] == 4
+        handle = model.register_forward_hook(matching.after, with_kwargs=True)
+        found = logits(model, given)
+        handle.remove()
+        own = made(family, prompts)
+        text_of(own).copy_(matching.local["text"])
+        texts = torch.stack([plain.text_embeds, own(**inputs).text_embeds])
+        texts = texts / texts.norm(dim=-1, keepdim=True)
+        patches = matching._patches(model, states)
+        sims = (patches / patches.norm(dim=-1, keepdim=True)) @ texts.flatten(
+            0, 1
+        ).T  # [images, patches, 2 * classes]
+        for label in range(3):
+            sim = sims[..., [label, 3 + label]]
+            plan = transport_plan(1 - sim, matching.transport)
+            expected = model.get_parameter("logit_scale").exp() * (plan * sim).sum(dim=(1, 2))
+            torch.testing.assert_close(found[:, label], expected, rtol=1e-4, atol=1e-5)
+        assert torch.equal(logits(model, given), plain.logits_per_image)
+
+
+@pytest.mark.parametrize("family", ["siglip", "siglip2", "aimv2"])
+def test_a_model_that_pools_patches_by_attention_has_none_to_match(family: str) -> None:
+    with pytest.raises(PromptError, match="no features of patches.*choose CLIP"):
+        patch_matching(made(family, BOTH), Transport(), "random")

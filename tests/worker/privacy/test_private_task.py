@@ -180,6 +180,7 @@ WAYS = [
     ("pfeddc", {}, PROMPTED, "vmap"),  # prompts of both towers, attention between prompts
     ("fedpgp", {"rank": 1}, PROMPTED, "vmap"),  # a loss with text features of three kinds of prompts
     ("fedvpt", {"modalities": ["vision", "text"]}, DEEP, "vmap"),
+    ("fedotp", {"transport": {"iterations": 5}}, PROMPTED, "vmap"),  # logits that a hook replaces
     ("lora", {}, ADAPTED, "opacus"),  # one half of each adapter has no gradient at the start
     ("fedprox", {"mu": 1.0}, PLAIN, "vmap"),  # a loss of its own
     ("fedavg", {}, PLAIN, "opacus"),
