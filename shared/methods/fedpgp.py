@@ -96,5 +96,5 @@ METHOD = Method(
     settings=FedPGPSettings,
     coordinator=FedPGPCoordinator,
     worker=FedPGPWorker,
-    source="Cui et al., Harmonizing Generalization and Personalization in Federated Prompt Learning, arXiv 2405.09771",
+    source="Cui et al., Harmonizing Generalization and Personalization in FPL, arXiv 2405.09771",
 )

@@ -6,10 +6,9 @@ class token and `E_i` the patches after layer `L_i`, and `P_i` [tokens, width] t
 
     [x_i, _, E_i] = L_i([x_(i-1), P_(i-1), E_(i-1)])    for the first `depth` layers
 
-so that the output at the places of the prompts is dropped where the next layer has its own. The paper gives prompts to
-all layers of an image tower; here the model's depth says how many have them, and the layers after those pass the last
-prompts on. The paper trains a classifier beside the prompts; here, as in a dual encoder, the classes are texts.
-`modalities` adds deep prompts of the text tower, which the paper does not have, or takes those alone. PromptFL is the
+so that the output at the places of the prompts is dropped where the next layer has its own. The paper gives prompts
+to all layers of an image tower; here the model's depth says how many have them, and the layers after those pass the
+last prompts on. The paper trains a classifier beside the prompts; here the classes are texts. `modalities` adds deep prompts of the text tower, which the paper does not have, or takes those alone. PromptFL is the
 method for prompts at the input alone.
 """
 
@@ -63,8 +62,8 @@ class FedVPTCoordinator(CoordinatorHalf[FedVPTSettings]):
 
 METHOD = Method(
     name="fedvpt",
-    good_for="image and text pairs whose images differ from those that the model has seen. The model needs prompts in "
-    "several layers: `tessera model init --vision-prompts 8 --prompt-depth 12`",
+    good_for="image and text pairs whose images differ from those that the model has seen. The model needs prompts "
+    "in several layers: `tessera model init --vision-prompts 8 --prompt-depth 12`",
     sends="the prompts of each layer, tens to hundreds of kilobytes",
     settings=FedVPTSettings,
     coordinator=FedVPTCoordinator,

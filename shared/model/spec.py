@@ -85,8 +85,8 @@ class Prompts(Frozen):
     """Numbers of learnt tokens that are added to the input of each tower of a dual encoder.
 
     With a `depth` above 1 the inputs of as many layers have tokens of their own, which take the place of those of the
-    layer before. With `fusion` the model also has the modules that fuse them with a site's own prompts, one for each tower, so
-    that a run may average those too; the model itself does not use them.
+    layer before. With `fusion` the model also has the modules that fuse them with a site's own prompts, one for each
+    tower, so that a run may average those too; the model itself does not use them.
     """
 
     vision: Annotated[int, Field(ge=0, le=MAX_TOKENS)] = 0

@@ -252,7 +252,7 @@ class PatchMatching:
         return own
 
     def _patches(self, model: Any, states: Tensor) -> Tensor:
-        """Return the features of patches, [images, patches, width], of a tower's last states, [images, tokens, width].
+        """Return the features of patches, [images, patches, width], from a tower's states, [images, tokens, width].
 
         A patch passes through the modules that the class token passes through.
         """
@@ -322,7 +322,8 @@ def add_prompts(model: PreTrainedModel, prompts: Prompts) -> None:
     """Add prompts to a dual encoder as the submodule `prompts`, with random values from torch's seed.
 
     Raises PromptError for an unsupported family or tower, for deep prompts in more layers than a tower has, or for
-    more text prompts than the text encoder has positions, and ConfigError if a fusion's heads do not divide a tower's width.
+    more text prompts than the text encoder has positions, and ConfigError if a fusion's heads do not divide a
+    tower's width.
     """
     towers = towers_of(model.config)
     embedding = token_embedding(model)
@@ -341,7 +342,11 @@ def add_prompts(model: PreTrainedModel, prompts: Prompts) -> None:
         if prompts.text >= (most := text_hooks.positions):
             raise PromptError(f"{prompts.text} text prompts leave no room in {most} positions: use fewer than {most}")
         text_hooks.register(text, embedding)
-    for modality, tower, first in (("vision", vision, towers.vision_first), ("text", text, towers.text_first)):
+    places: tuple[tuple[Modality, nn.Module, int], ...] = (
+        ("vision", vision, towers.vision_first),
+        ("text", text, towers.text_first),
+    )
+    for modality, tower, first in places:
         if prompts.depth > 1 and prompts.count(modality):
             _register_deep(tokens, modality, tower, first, prompts.depth)
 

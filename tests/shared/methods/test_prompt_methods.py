@@ -513,6 +513,22 @@ def test_deep_prompts_and_methods_that_do_not_go_together_are_refused_with_the_r
             start(method, DEEP)
 
 
+@pytest.mark.parametrize(
+    ("method", "settings"),
+    [("fedvpt", {"modalities": ["vision", "text"]}), ("fedpgp", {"rank": 1}), ("fedotp", {})],
+)
+def test_layers_that_are_computed_again_change_no_bit_of_the_prompts(method: str, settings: dict[str, Any]) -> None:
+    subject = DEEP if method == "fedvpt" else PROMPTED
+    kept, again = (
+        trained(method, subject, settings=settings, epochs=2, gradient_checkpointing=chosen)[1]
+        for chosen in (False, True)
+    )
+    for before, after in ((kept.upload, again.upload), (kept.keep, again.keep)):
+        assert {name: values.tobytes() for name, values in before.items()} == {
+            name: values.tobytes() for name, values in after.items()
+        }
+
+
 # ---------------------------------------------------------------- LoRA
 
 

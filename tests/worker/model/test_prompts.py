@@ -445,5 +445,5 @@ def test_classes_are_scored_by_the_patches_that_the_class_tokens_path_leads_to(f
 
 @pytest.mark.parametrize("family", ["siglip", "siglip2", "aimv2"])
 def test_a_model_that_pools_patches_by_attention_has_none_to_match(family: str) -> None:
-    with pytest.raises(PromptError, match="no features of patches.*choose CLIP"):
+    with pytest.raises(PromptError, match=r"no features of patches.*choose CLIP"):
         patch_matching(made(family, BOTH), Transport(), "random")
