@@ -8,8 +8,9 @@ class token and `E_i` the patches after layer `L_i`, and `P_i` [tokens, width] t
 
 so that the output at the places of the prompts is dropped where the next layer has its own. The paper gives prompts
 to all layers of an image tower; here the model's depth says how many have them, and the layers after those pass the
-last prompts on. The paper trains a classifier beside the prompts; here the classes are texts. `modalities` adds deep prompts of the text tower, which the paper does not have, or takes those alone. PromptFL is the
-method for prompts at the input alone.
+last prompts on. The paper trains a classifier beside the prompts; here the classes are texts. `modalities` adds deep
+prompts of the text tower, which the paper does not have, or takes those alone. PromptFL is the method for prompts at
+the input alone.
 """
 
 from pydantic import Field

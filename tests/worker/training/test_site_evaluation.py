@@ -235,8 +235,9 @@ def test_versions_are_measured_on_a_data_set_so_often_and_no_more(
     assert "max_evaluations: 2 versions were measured on the data set 'digits'" in evaluated[2].problem.detail
 
 
+@pytest.mark.parametrize("method", ["pfeddc", "fedpgp", "fedotp"])
 def test_a_dual_encoder_is_measured_with_the_shared_prompts_and_with_the_site_s_own(
-    coordinator: LiveCoordinator, tmp_path: Path
+    coordinator: LiveCoordinator, tmp_path: Path, method: str
 ) -> None:
     data = pairs("clip")
     data = Dataset(data.tensors, data.common, held_out=pairs("clip", 6))
@@ -245,7 +246,7 @@ def test_a_dual_encoder_is_measured_with_the_shared_prompts_and_with_the_site_s_
         kinds=("train", "evaluate"),
         datasets={"data": 24},
         held_out={"data": 6},
-        methods=("pfeddc",),
+        methods=(method,),
     )
     cache = Cache(tmp_path / "cache", 1 << 24)
     few = Policy(min_evaluation_examples=6)
@@ -262,7 +263,7 @@ def test_a_dual_encoder_is_measured_with_the_shared_prompts_and_with_the_site_s_
         client,
         document,
         start,
-        method=MethodSpec(name="pfeddc"),
+        method=MethodSpec(name=method),
         training=Training(optimizer="sgd", momentum=0, learning_rate=0.5, batch_size=8),
         evaluation=Evaluation(sites=True),
     )
