@@ -124,10 +124,12 @@ def transport_plan(costs: Tensor, transport: Transport) -> Tensor:
     convergence would make an example's plan depend on the others of its batch.
     """
     patches, prompts = costs.shape[-2:]
-    kernel = -costs / transport.regularization
+    # [..., prompts, patches], in which the long sums run over neighbours: half the time.
+    kernel = (-costs.transpose(-1, -2) / transport.regularization).contiguous()
     row, column = -math.log(patches), math.log(transport.mass / prompts)
-    u, v = torch.zeros_like(kernel[..., 0]), torch.zeros_like(kernel[..., 0, :])
+    v = torch.zeros_like(kernel[..., 0])
+    u = torch.zeros_like(kernel[..., 0, :])
     for _ in range(transport.iterations):
-        u = (row - (kernel + v.unsqueeze(-2)).logsumexp(dim=-1)).clamp(max=0)
-        v = column - (kernel + u.unsqueeze(-1)).logsumexp(dim=-2)
-    return (u.unsqueeze(-1) + kernel + v.unsqueeze(-2)).exp()
+        u = (row - (kernel + v.unsqueeze(-1)).logsumexp(dim=-2)).clamp(max=0)
+        v = column - (kernel + u.unsqueeze(-2)).logsumexp(dim=-1)
+    return (u.unsqueeze(-2) + kernel + v.unsqueeze(-1)).exp().transpose(-1, -2)
