@@ -19,7 +19,7 @@ from tessera.shared.aggregation.robust import FEW_SENDERS, Mean, RobustRule, gua
 from tessera.shared.model.attention_stats import LayerAttention, TaskTokens
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.selectors import EVERYTHING, NOTHING, Selector
-from tessera.shared.model.spec import Fusion, LocalStart, Modality
+from tessera.shared.model.spec import Fusion, LocalStart, Modality, PromptChoice, Transport
 from tessera.shared.run_settings import ClientPrivacy, Privacy, Training
 from tessera.shared.schema import Frozen
 from tessera.shared.tensors.lazy import Array, Tensor
@@ -307,6 +307,24 @@ class TaskContext(Protocol):
         `shared_fusion` the fusion is the model's own, of the same kind. Raises ValueError if the model has no such
         prompts or fusion.
         """
+
+    def adapt_text_prompts(self, rank: int) -> None:
+        """Add a product of two matrices of this site, [tokens, rank] and [rank, width], to the model's text prompts
+        until the task ends. They become the private module `local`; the product is zero at first. Raises ValueError
+        if the model has no text prompts."""
+
+    def match_patches(self, transport: Transport, start: LocalStart) -> None:
+        """Score a class by optimal transport between an image's patches and two text features, of the model's prompts
+        and of as many local prompts of this site, until the task ends.
+
+        The local prompts become the private module `local`. Raises ValueError if the model has no text prompts, or no
+        features of patches.
+        """
+
+    def text_features(self, batch: Mapping[str, torch.Tensor], prompts: PromptChoice = "inserted") -> torch.Tensor:
+        """Return the text features of a batch in the space that a dual encoder shares with images, float32 [texts,
+        width], each of length one: with the prompts as inserted, with the model's own alone (`shared`), or with
+        none."""
 
 
 @dataclass(frozen=True)

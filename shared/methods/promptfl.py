@@ -33,9 +33,18 @@ class PromptFLSettings(MethodSettings):
 
 
 def prompt_blocks(blocks: Iterable[Block], modalities: Sequence[Modality]) -> tuple[str, ...]:
-    """Return the names of the model's prompts for these towers. Raises UnsupportedRun for a tower that has none."""
+    """Return the names of the model's prompts for these towers, at their input.
+
+    Raises UnsupportedRun for a tower that has none, and for one with deep prompts, which would keep their random
+    values.
+    """
     there = {block.name for block in blocks}
     names = tuple(f"prompts.{modality}" for modality in modalities)
+    if deep := [modality for modality in modalities if f"prompts.deep.{modality}" in there]:
+        raise UnsupportedRun(
+            f"the model has deep {' and '.join(deep)} prompts, which this method does not train: choose fedvpt, or "
+            "create the model without --prompt-depth"
+        )
     if absent := [modality for modality, name in zip(modalities, names, strict=True) if name not in there]:
         flags = " ".join(f"--{modality}-prompts N" for modality in absent)
         raise UnsupportedRun(

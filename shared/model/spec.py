@@ -40,9 +40,15 @@ MODALITIES: tuple[Modality, ...] = ("vision", "text")
 MAX_TOKENS = 1024
 """The most prompt tokens that a tower may be given."""
 
+MAX_DEPTH = 256
+"""The most layers with prompts of their own."""
+
 
 LocalStart = Literal["global", "random"]
 """Initial value of a site's own prompts: the federation's current prompts, or noise."""
+
+PromptChoice = Literal["inserted", "shared", "none"]
+"""The prompts that a pass inserts: those that the task inserts, with a site's own; the model's alone; or none."""
 
 
 class Fusion(Frozen):
@@ -60,16 +66,38 @@ class Fusion(Frozen):
     heads: Annotated[int, Field(ge=1, le=256)] = Field(default=8, description="of attention; a divisor of the width")
 
 
+class Transport(Frozen):
+    """Unbalanced optimal transport, with entropy, from an image's patches to the text features of a class.
+
+    Each feature receives the same share of `mass`, and no patch gives more than its share of an image's mass of one.
+    """
+
+    mass: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=0.8, description="share of an image's patches that the prompts are matched with"
+    )
+    regularization: Annotated[float, Field(ge=0.001, le=10)] = Field(
+        default=0.1, description="weight of the entropy: the smaller, the fewer patches a prompt is matched with"
+    )
+    iterations: Annotated[int, Field(ge=1, le=10_000)] = Field(default=100, description="steps of the solver")
+
+
 class Prompts(Frozen):
     """Numbers of learnt tokens that are added to the input of each tower of a dual encoder.
 
-    With `fusion` the model also has the modules that fuse them with a site's own prompts, one for each tower, so
-    that a run may average those too; the model itself does not use them.
+    With a `depth` above 1 the inputs of as many layers have tokens of their own, which take the place of those of the
+    layer before. With `fusion` the model also has the modules that fuse them with a site's own prompts, one for each
+    tower, so that a run may average those too; the model itself does not use them.
     """
 
     vision: Annotated[int, Field(ge=0, le=MAX_TOKENS)] = 0
     text: Annotated[int, Field(ge=0, le=MAX_TOKENS)] = 0
     fusion: Fusion | None = None
+    depth: Annotated[int, Field(ge=1, le=MAX_DEPTH)] = 1
+
+    @model_serializer(mode="wrap")
+    def _without_depth(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        # Digests of models without deep prompts stay as they were, and older workers can parse them.
+        return {name: value for name, value in write(self).items() if name != "depth" or value > 1}
 
     def count(self, modality: Modality) -> int:
         return self.vision if modality == "vision" else self.text

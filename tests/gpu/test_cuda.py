@@ -79,7 +79,8 @@ def test_each_method_trains_on_a_gpu_as_on_the_cpu(method: str) -> None:
 
 def test_a_task_that_keeps_state_keeps_it_on_the_cpu() -> None:
     momentum = {**SGD, "momentum": 0.9, "keep_moments": True}
-    for method, training in (("ditto", momentum), ("scaffold", SGD), ("pfeddc", SGD)):
+    prompts = ("pfeddc", "fedpgp", "fedotp")
+    for method, training in (("ditto", momentum), ("scaffold", SGD), *((name, SGD) for name in prompts)):
         subject = subject_of(method)
         _, result = one_task(method, subject=subject, device=GPU, **training)
         assert result.keep

@@ -26,7 +26,14 @@ CLASSES = torch.tensor([[START, 7, 8, 29, 29, 29], [START, 9, 29, 29, 29, 29], [
 
 
 def dual(model_type: str) -> dict[str, Any]:
-    """The config of a dual encoder of two layers a tower, 16 wide, for images of 8 x 8 and texts of up to 12."""
+    """The config of a dual encoder of two layers a tower, 16 wide, for images of 8 x 8 and texts of up to 12.
+
+    `dinov2+bert` is a pair of such towers.
+    """
+    vision, paired, words = model_type.partition("+")
+    if paired:
+        towers = {"vision_config": {**VISION, "model_type": vision}, "text_config": {**TEXT, "model_type": words}}
+        return {"model_type": "vision-text-dual-encoder", "projection_dim": 16, **towers}
     text = CLIP_TEXT if model_type in {"clip", "clipseg", "metaclip_2", "aimv2"} else TEXT
     return {"model_type": model_type, "text_config": dict(text), "vision_config": dict(VISION), "projection_dim": 16}
 

@@ -82,6 +82,8 @@ PROMPTED = Subject(
     dual("clip"), "contrastive", lambda: pairs("clip"), prompts=Prompts(vision=2, text=2, fusion=Fusion(heads=2))
 )
 
+DEEP = replace(PROMPTED, prompts=Prompts(vision=2, text=2, depth=2))
+
 
 KINDS = {"ditto", "fedavg", "fedrep", "lora", "moon", "pfeddc", "safl", "scaffold"}
 """Methods with each kind of plan, of phases, and of state that a server or a site keeps."""
@@ -93,7 +95,7 @@ EACH_METHOD = pytest.mark.parametrize(
 
 def subject_of(method: str) -> Subject:
     """The first that a run of the method can start from: one that is plain, if that will do."""
-    for subject in (PLAIN, ADAPTED, PROMPTED):
+    for subject in (PLAIN, ADAPTED, PROMPTED, DEEP):
         facts = subject.facts(optimizer="sgd")  # some methods take no other
         zeros = {block.name: ArrayTensor(np.zeros(block.shape, np.float32)) for block in facts.blocks}
         try:

@@ -22,6 +22,7 @@ from tessera.shared.cli.render.output import AsJson
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.spec import (
     BLOCKS_FILE,
+    MAX_DEPTH,
     MAX_TOKENS,
     WEIGHTS_FILE,
     Float32Role,
@@ -114,6 +115,10 @@ def init(
     text_prompt_from: Annotated[
         str | None, typer.Option(help="A caption to start the text prompts from, such as 'a photo of a'.")
     ] = None,
+    prompt_depth: Annotated[
+        int,
+        typer.Option(min=1, max=MAX_DEPTH, help="Layers of each tower, from the first, with prompts of their own."),
+    ] = 1,
     prompt_fusion: Annotated[
         Asks | None,
         typer.Option(help="Add the attention that fuses prompts to the run; these prompts are its queries."),
@@ -152,7 +157,7 @@ def init(
         if dtype is not None:
             settings |= {"dtype": dtype}
         caption = caption_ids(text_prompt_from, config)
-        prompts = prompts_from(vision_prompts, text_prompts, caption, prompt_fusion, fusion_heads)
+        prompts = prompts_from(vision_prompts, text_prompts, caption, prompt_fusion, fusion_heads, prompt_depth)
         lora = lora_from(lora_rank, lora_alpha, lora_roles)
         new: set[str] = set()
         if external_base and not pretrained:

@@ -37,7 +37,12 @@ def caption_ids(caption: str | None, source: str) -> list[int] | None:
 
 
 def prompts_from(
-    vision: int, text: int | None, caption: list[int] | None, asks: Asks | None, heads: int | None
+    vision: int,
+    text: int | None,
+    caption: list[int] | None,
+    asks: Asks | None,
+    heads: int | None,
+    depth: int = 1,
 ) -> Prompts | None:
     """Return the prompts of the options, or None without any. Raises ValueError for options that do not fit."""
     if heads is not None and not asks:
@@ -50,8 +55,13 @@ def prompts_from(
     if not vision and not text:
         if asks:
             raise ValueError("--prompt-fusion needs --vision-prompts or --text-prompts")
+        if depth > 1:
+            raise ValueError("--prompt-depth needs --vision-prompts or --text-prompts")
         return None
-    return Prompts(vision=vision, text=text, fusion=Fusion(asks=asks, heads=heads or 8) if asks else None)
+    if asks and depth > 1:
+        raise ValueError("--prompt-fusion fuses prompts at the input of a tower: leave out --prompt-depth")
+    fusion = Fusion(asks=asks, heads=heads or 8) if asks else None
+    return Prompts(vision=vision, text=text, fusion=fusion, depth=depth)
 
 
 def lora_from(rank: int | None, alpha: float | None, roles: str) -> Lora | None:

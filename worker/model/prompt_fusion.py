@@ -1,4 +1,4 @@
-"""Fusion of the federation's prompts with a site's own."""
+"""Combinations of the federation's prompts, or of their text features, with a site's own."""
 
 import math
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import layer_norm
 
-from tessera.shared.model.spec import Fusion
+from tessera.shared.model.spec import Fusion, Transport
 from tessera.worker.model.config import ConfigError
 
 TINY = 1e-12
@@ -86,6 +86,22 @@ class ConcatFusion(nn.Module):
         return torch.cat([shared, local])
 
 
+class LowRankTerm(nn.Module):
+    """A site's own term of prompts, P + U V with U [tokens, rank] and V [rank, width]. V starts at zero, so that the
+    sum starts bit-identical to P."""
+
+    def __init__(self, prompts: Tensor, rank: int, std: float) -> None:
+        super().__init__()
+        tokens, width = prompts.shape
+        # Drawn on the CPU, so that a GPU starts from the same values.
+        drawn = torch.empty(tokens, rank, dtype=prompts.dtype).normal_(std=std)
+        self.u = nn.Parameter(drawn.to(prompts.device))
+        self.v = nn.Parameter(prompts.new_zeros(rank, width))
+
+    def forward(self, prompts: Tensor) -> Tensor:
+        return prompts + self.u @ self.v
+
+
 def fusion_module(fusion: Fusion, width: int) -> nn.Module:
     """Return the module that fuses shared and local prompts, [tokens, width] each.
 
@@ -94,3 +110,26 @@ def fusion_module(fusion: Fusion, width: int) -> nn.Module:
     if fusion.kind == "attention":
         return AttentionFusion(fusion, width)
     return MeanFusion() if fusion.kind == "mean" else ConcatFusion()
+
+
+def transport_plan(costs: Tensor, transport: Transport) -> Tensor:
+    """Return the plan of the least cost and entropy, [..., patches, prompts], as the costs.
+
+    With V patches and N prompts each column adds up to mass / N, and no row to more than 1 / V, up to the solver's
+    error (Li et al. 2024, arXiv 2403.00041, by Dykstra's projections). K = exp(-costs / regularization), and
+
+        u = min(1, 1 / (V K v)),    v = mass / (N K^T u),    plan = diag(u) K diag(v)
+
+    in logarithms, in which no small regularization underflows. The number of iterations is fixed: a test of their
+    convergence would make an example's plan depend on the others of its batch.
+    """
+    patches, prompts = costs.shape[-2:]
+    # [..., prompts, patches], in which the long sums run over neighbours: half the time.
+    kernel = (-costs.transpose(-1, -2) / transport.regularization).contiguous()
+    row, column = -math.log(patches), math.log(transport.mass / prompts)
+    v = torch.zeros_like(kernel[..., 0])
+    u = torch.zeros_like(kernel[..., 0, :])
+    for _ in range(transport.iterations):
+        u = (row - (kernel + v.unsqueeze(-1)).logsumexp(dim=-2)).clamp(max=0)
+        v = column - (kernel + u.unsqueeze(-2)).logsumexp(dim=-1)
+    return (u.unsqueeze(-2) + kernel + v.unsqueeze(-1)).exp().transpose(-1, -2)

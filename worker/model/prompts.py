@@ -1,22 +1,24 @@
 """Prompts: learnt tokens that hooks insert into both towers of a dual encoder, without changing transformers' code.
 
 Vision prompts are inserted after the class token, or first where there is none, once positions have been added (VPT,
-shallow: Jia et al. 2022, arXiv 2203.12119, equation 4). Text prompts are inserted after the start token, or first
+shallow: Jia et al. 2022, arXiv 2203.12119, equation 4). Deep prompts take their place at the input of later layers
+(the same, equation 7). Text prompts are inserted after the start token, or first
 where there is none, as token embeddings, so that they have positions of their own (CoOp: Zhou et al. 2022, arXiv
 2109.01134, equation 2).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
-from tessera.shared.model.spec import MODALITIES, Fusion, LocalStart, Modality, Prompts
+from tessera.shared.model.spec import MODALITIES, Fusion, LocalStart, Modality, PromptChoice, Prompts, Transport
 from tessera.worker.model.config import ConfigError
-from tessera.worker.model.prompt_fusion import fusion_module
+from tessera.worker.model.prompt_fusion import LowRankTerm, fusion_module, transport_plan
 
 PROMPTS = "prompts"
 """The name of the submodule with a model's prompts."""
@@ -56,9 +58,27 @@ TOWERS: Mapping[str, Towers] = {
 }
 """The supported families, by model type. Each has a `vision_model` and a `text_model` with their embeddings."""
 
+PAIRED = "vision-text-dual-encoder"
+"""The model type of transformers' pair of any vision tower with any text tower."""
+
+VISION_TOWERS: Mapping[str, int] = {
+    "clip_vision_model": 1,
+    "deit": 1,
+    "dinov2": 1,
+    "dinov2_with_registers": 1,
+    "vit": 1,
+}
+"""The vision towers supported in such a pair, by model type, with the number of tokens before the prompts. Each adds
+positions in its embeddings, and pools the class token."""
+
+TEXT_TOWERS: Mapping[str, bool] = {"bert": False, "camembert": True, "roberta": True, "xlm-roberta": True}
+"""The text towers supported in such a pair, and whether they number positions from their padding. Each begins a text
+with its class token, and pools that token."""
+
 
 class PromptTokens(nn.Module):
-    """The prompts of a model, `vision` and `text` [tokens, width], which the hooks insert.
+    """The prompts of a model, `vision` and `text` [tokens, width], which the hooks insert, and the deep ones of later
+    layers, [layers, tokens, width] each.
 
     `transforms` are applied to a tower's prompts first. They belong to a task, not to the model.
     """
@@ -73,6 +93,12 @@ class PromptTokens(nn.Module):
             self.register_parameter(modality, nn.Parameter(start))
         if fusion := prompts.fusion:
             self.fusion = nn.ModuleDict({each: fusion_module(fusion, widths[each]).to(dtype) for each in wanted})
+        if later := prompts.depth - 1:
+            # Drawn last, so that the other prompts have the same values as without.
+            self.deep = nn.ParameterDict()
+            for modality in wanted:
+                shape = (later, prompts.count(modality), widths[modality])
+                self.deep[modality] = nn.Parameter(torch.empty(shape, dtype=dtype).normal_(std=INITIAL_STD))
 
     def own(self, modality: Modality) -> Tensor | None:
         """Return the model's prompts for a tower, [tokens, width], or None if it has none."""
@@ -82,6 +108,35 @@ class PromptTokens(nn.Module):
         """Return the prompts to insert into a tower, [tokens, width], or None."""
         own, transform = self.own(modality), self.transforms.get(modality)
         return transform(own) if own is not None and transform is not None else own
+
+    def deep_tokens(self, modality: Modality, layer: int) -> Tensor | None:
+        """Return the prompts of a layer, counted from 0, [tokens, width]. None if other prompts than the tower's own
+        were inserted: these pass through all layers."""
+        return self.deep[modality][layer - 1] if modality not in self.transforms else None
+
+    @contextmanager
+    def inserting(self, prompts: PromptChoice) -> Iterator[None]:
+        """Insert the chosen prompts within the block, in both towers."""
+        others: dict[PromptChoice, dict[Modality, PromptTransform]] = {
+            "inserted": self.transforms,
+            "shared": {},
+            "none": dict.fromkeys(MODALITIES, _no_tokens),
+        }
+        with self.transformed(others[prompts]):
+            yield
+
+    @contextmanager
+    def transformed(self, transforms: dict[Modality, PromptTransform]) -> Iterator[None]:
+        """Apply these transforms, and no others, within the block."""
+        before, self.transforms = self.transforms, transforms
+        try:
+            yield
+        finally:
+            self.transforms = before
+
+
+def _no_tokens(own: Tensor) -> Tensor:
+    return own[:0]
 
 
 @dataclass(frozen=True)
@@ -110,12 +165,24 @@ def fused_prompts(
     With `shared_fusion` the model's modules fuse them. Raises PromptError if the model has no prompts for one of
     `modalities`, or if its own fusion is not `fusion`.
     """
-    if absent := [modality for modality in modalities if tokens.own(modality) is None]:
-        raise PromptError(f"the model has no prompts for {' and '.join(absent)}; {REMEDY}")
+    local = local_prompts(tokens, modalities, start)
     if shared_fusion and tokens.fused_by != fusion:
         raise PromptError(
             f"the model fuses prompts by {tokens.fused_by}, and the run by {fusion}: set the same fusion in both"
         )
+    if shared_fusion:
+        return FusedPrompts(local, tokens.fusion)
+    modules: dict[str, nn.Module] = {
+        modality: fusion_module(fusion, each.shape[1]).to(each) for modality, each in local.items()
+    }
+    return FusedPrompts(local, nn.ModuleDict(modules))
+
+
+def local_prompts(tokens: PromptTokens, modalities: Sequence[Modality], start: LocalStart) -> nn.ParameterDict:
+    """Return a site's own prompts, [tokens, width] for each tower, as many as the model's; their random values follow
+    torch's seed. Raises PromptError if the model has no prompts for one of `modalities`."""
+    if absent := [modality for modality in modalities if tokens.own(modality) is None]:
+        raise PromptError(f"the model has no prompts for {' and '.join(absent)}; {REMEDY}")
     own = {modality: tokens.get_parameter(modality) for modality in modalities}
     # Drawn on the CPU, so that a GPU starts from the same prompts.
     drawn = {name: torch.empty_like(each, device="cpu").normal_(std=INITIAL_STD) for name, each in own.items()}
@@ -125,12 +192,97 @@ def fused_prompts(
     # One by one: a whole dictionary would be sorted, and the order of parameters decides which noise each gets.
     for modality, tensor in starts.items():
         local[modality] = nn.Parameter(tensor.detach().clone())
-    if shared_fusion:
-        return FusedPrompts(local, tokens.fusion)
-    modules: dict[str, nn.Module] = {
-        modality: fusion_module(fusion, each.shape[1]).to(each) for modality, each in own.items()
-    }
-    return FusedPrompts(local, nn.ModuleDict(modules))
+    return local
+
+
+def low_rank_term(tokens: PromptTokens, rank: int) -> LowRankTerm:
+    """Return a site's own term of the model's text prompts; its random values follow torch's seed. Raises PromptError
+    if the model has no text prompts."""
+    own = tokens.own("text")
+    if own is None:
+        raise PromptError(f"the model has no prompts for text; {REMEDY}")
+    return LowRankTerm(own.detach(), rank, INITIAL_STD)
+
+
+TEXT_INPUTS = ("input_ids", "attention_mask", "token_type_ids")
+
+
+def text_features(model: nn.Module, batch: Mapping[str, Tensor], prompts: PromptChoice) -> Tensor:
+    """Return the text features of a batch with the chosen prompts, float32 [texts, width], each of length one. Raises
+    PromptError for a model that is no dual encoder with prompts."""
+    tokens, encode = prompts_of(model), getattr(model, "get_text_features", None)
+    if tokens is None or encode is None:
+        raise PromptError(f"text features need a dual encoder with prompts; {REMEDY}")
+    with tokens.inserting(prompts):
+        return _unit(encode(**{name: batch[name] for name in TEXT_INPUTS if name in batch}).pooler_output)
+
+
+def _unit(features: Tensor) -> Tensor:
+    """Return features, [..., width], as float32 of length one."""
+    features = features.float()
+    normalised: Tensor = features / features.norm(dim=-1, keepdim=True)
+    return normalised
+
+
+@dataclass(frozen=True)
+class PatchMatching:
+    """A hook on a dual encoder that scores classes by transport between patches and two text features of each class,
+    with the model's prompts and with a site's own (Li et al. 2024, arXiv 2403.00041)."""
+
+    tokens: PromptTokens
+    local: nn.ParameterDict
+    transport: Transport
+
+    def after(self, model: Any, _args: tuple[Any, ...], inputs: dict[str, Any], output: Any) -> Any:
+        """Replace the logits of an output of transformers."""
+        with self.tokens.transformed({"text": self._own}):
+            own = text_features(model, inputs, "inserted")
+        texts = torch.stack([_unit(output.text_embeds), own])  # [prompts, classes, width]
+        patches = _unit(self._patches(model, output.vision_model_output.last_hidden_state))
+        similarities = torch.einsum("ivd,pcd->icvp", patches, texts).float()  # [images, classes, patches, prompts]
+        # The plan is a constant: its gradient with respect to the costs is not part of the method.
+        plan = transport_plan(1 - similarities.detach(), self.transport)
+        output.logits_per_image = model.logit_scale.exp() * (plan * similarities).sum(dim=(-2, -1))
+        output.logits_per_text = output.logits_per_image.T
+        return output
+
+    def _own(self, _prompts: Tensor) -> Tensor:
+        # Not `get_parameter`: a plain tensor replaces the parameter while per-example gradients are computed.
+        own: Tensor = self.local["text"]
+        return own
+
+    def _patches(self, model: Any, states: Tensor) -> Tensor:
+        """Return the features of patches, [images, patches, width], from a tower's states, [images, tokens, width].
+
+        A patch passes through the modules that the class token passes through.
+        """
+        tower, config = model.vision_model, model.vision_model.config
+        own = self.tokens.own("vision")
+        others = 1 + (0 if own is None else len(own)) + (config.model_type == "deit")
+        states = states[:, others + getattr(config, "num_register_tokens", 0) :]
+        if hasattr(tower, "post_layernorm"):
+            states = tower.post_layernorm(states)
+        if hasattr(tower, "pooler"):
+            # It pools the first of several tokens.
+            states = tower.pooler(states.flatten(0, 1).unsqueeze(1)).unflatten(0, states.shape[:2])
+        projected: Tensor = model.visual_projection(states)
+        return projected
+
+
+def patch_matching(model: PreTrainedModel, transport: Transport, start: LocalStart) -> PatchMatching:
+    """Return the hook, with local prompts for the text tower whose random values follow torch's seed.
+
+    Raises PromptError for a model without text prompts, or whose images have one feature from all patches together.
+    """
+    tokens = prompts_of(model)
+    if tokens is None:
+        raise PromptError(f"the model has no prompts; {REMEDY}")
+    if not hasattr(model, "visual_projection") or hasattr(model.vision_model, "head"):
+        raise PromptError(
+            f"{model.config.model_type} has no features of patches, which its pooling puts together: choose CLIP or "
+            f"a {PAIRED}"
+        )
+    return PatchMatching(tokens, local_prompts(tokens, ("text",), start), transport)
 
 
 def prompts_of(model: nn.Module) -> PromptTokens | None:
@@ -139,17 +291,41 @@ def prompts_of(model: nn.Module) -> PromptTokens | None:
     return prompts if isinstance(prompts, PromptTokens) else None
 
 
+def towers_of(config: PreTrainedConfig) -> Towers:
+    """Return the places of prompts in a model with this config. Raises PromptError if it does not support prompts."""
+    if config.model_type == PAIRED:
+        return _paired_towers(config)
+    towers = TOWERS.get(config.model_type)
+    if towers is None:
+        raise PromptError(
+            f"{config.model_type} does not support prompts; these families do: {', '.join(sorted({*TOWERS, PAIRED}))}"
+        )
+    return towers
+
+
+def _paired_towers(config: PreTrainedConfig) -> Towers:
+    vision, text = config.vision_config.model_type, config.text_config.model_type
+    supported: tuple[tuple[Modality, str, Collection[str]], ...] = (
+        ("vision", vision, VISION_TOWERS),
+        ("text", text, TEXT_TOWERS),
+    )
+    for modality, given, known in supported:
+        if given not in known:
+            raise PromptError(
+                f"a {PAIRED} with the {modality} tower {given} does not support prompts: pair one of these, "
+                f"{', '.join(sorted(known))}, or leave the prompts out"
+            )
+    return Towers(vision_first=VISION_TOWERS[vision], text_first=1, from_padding=TEXT_TOWERS[text])
+
+
 def add_prompts(model: PreTrainedModel, prompts: Prompts) -> None:
     """Add prompts to a dual encoder as the submodule `prompts`, with random values from torch's seed.
 
-    Raises PromptError for an unsupported family, or for more text prompts than the text encoder has positions, and
-    ConfigError if a fusion's heads do not divide a tower's width.
+    Raises PromptError for an unsupported family or tower, for deep prompts in more layers than a tower has, or for
+    more text prompts than the text encoder has positions, and ConfigError if a fusion's heads do not divide a
+    tower's width.
     """
-    towers = TOWERS.get(model.config.model_type)
-    if towers is None:
-        raise PromptError(
-            f"{model.config.model_type} does not support prompts; these families do: {', '.join(sorted(TOWERS))}"
-        )
+    towers = towers_of(model.config)
     embedding = token_embedding(model)
     widths: dict[Modality, int] = {"vision": model.config.vision_config.hidden_size, "text": embedding.embedding_dim}
     vision, text = (model.get_submodule(f"{modality}_model") for modality in MODALITIES)
@@ -166,6 +342,26 @@ def add_prompts(model: PreTrainedModel, prompts: Prompts) -> None:
         if prompts.text >= (most := text_hooks.positions):
             raise PromptError(f"{prompts.text} text prompts leave no room in {most} positions: use fewer than {most}")
         text_hooks.register(text, embedding)
+    places: tuple[tuple[Modality, nn.Module, int], ...] = (
+        ("vision", vision, towers.vision_first),
+        ("text", text, towers.text_first),
+    )
+    for modality, tower, first in places:
+        if prompts.depth > 1 and prompts.count(modality):
+            _register_deep(tokens, modality, tower, first, prompts.depth)
+
+
+def _register_deep(tokens: PromptTokens, modality: Modality, tower: nn.Module, first: int, depth: int) -> None:
+    """Insert the deep prompts of a tower. Raises PromptError if it has fewer layers."""
+    count = cast("Any", tower).config.num_hidden_layers
+    layers = next((m for m in tower.modules() if isinstance(m, nn.ModuleList) and len(m) == count), nn.ModuleList())
+    if depth > len(layers):
+        raise PromptError(
+            f"prompts in {depth} layers, and the {modality} tower has {len(layers)}: use a depth of at most that"
+        )
+    for layer in range(1, depth):
+        hook = _DeepHook(tokens=tokens, modality=modality, first=first, layer=layer)
+        layers[layer].register_forward_pre_hook(hook.before)
 
 
 def caption_start(model: PreTrainedModel, ids: Tensor) -> Tensor:
@@ -214,6 +410,25 @@ class _VisionHooks(_Hooks):
         if mask is not None and self.pending is not None:
             kwargs = {**kwargs, "pixel_attention_mask": _inserted(mask, self.first, len(self.pending), 1)}
         return args, kwargs
+
+
+@dataclass(frozen=True, kw_only=True)
+class _DeepHook:
+    """A hook that replaces the prompts among a layer's inputs, [images or texts, tokens, width], by the layer's."""
+
+    tokens: PromptTokens
+    modality: Modality
+    first: int
+    layer: int
+
+    def before(self, _layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        own = self.tokens.deep_tokens(self.modality, self.layer)
+        if own is None:
+            return None
+        states, *rest = args
+        rows = own.to(states.dtype).expand(len(states), -1, -1)
+        end = self.first + len(own)
+        return torch.cat([states[:, : self.first], rows, states[:, end:]], dim=1), *rest
 
 
 @dataclass(kw_only=True)

@@ -8,13 +8,14 @@ from functools import partial
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from tessera.shared.methods.base import Output, Plan
 from tessera.shared.model.attention_stats import LayerAttention, TaskTokens
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.selectors import Selector
-from tessera.shared.model.spec import Fusion, Head, LocalStart, Modality
+from tessera.shared.model.spec import Fusion, Head, LocalStart, Modality, PromptChoice, Transport
 from tessera.shared.tensors.lazy import Array
 from tessera.worker.attention.layer_scores import common_to_all, fisher, gradient_norms
 from tessera.worker.attention.profile import attention_profile, isolated_profile
@@ -24,7 +25,16 @@ from tessera.worker.model.build import read_block, write_block
 from tessera.worker.model.config import ConfigError
 from tessera.worker.model.forward import IGNORED, CrossEntropy, forward
 from tessera.worker.model.held_values import HeldValues
-from tessera.worker.model.prompts import REMEDY, PromptError, fused_prompts, prompts_of
+from tessera.worker.model.prompts import (
+    REMEDY,
+    PromptError,
+    PromptTokens,
+    fused_prompts,
+    low_rank_term,
+    patch_matching,
+    prompts_of,
+    text_features,
+)
 from tessera.worker.model.small_blocks import read_blocks
 from tessera.worker.training.optimization.compilation import uncompiled
 
@@ -61,6 +71,7 @@ class LocalTaskContext:
     held: HeldValues = field(default_factory=HeldValues)
     """The digests of the model's values, which the next task need not write again."""
     _added: list[str] = field(default_factory=list)
+    _hooks: list[RemovableHandle] = field(default_factory=list)
 
     def read(self, block: Block) -> Array:
         return read_block(self._tensor(block), block)
@@ -198,14 +209,32 @@ class LocalTaskContext:
     def fuse_prompts(
         self, modalities: Sequence[Modality], fusion: Fusion, start: LocalStart, *, shared_fusion: bool = False
     ) -> None:
-        tokens = prompts_of(self.model)
-        if tokens is None:
-            raise PromptError(f"the model has no prompts; {REMEDY}")
+        tokens = self._prompts()
         fused = fused_prompts(tokens, modalities, fusion, start, shared_fusion=shared_fusion)
         self.add_private("local", fused.local)
         if not shared_fusion:
             self.add_private("fusion", fused.fusion)
         tokens.transforms = {modality: partial(fused.fuse, modality) for modality in modalities}
+
+    def adapt_text_prompts(self, rank: int) -> None:
+        tokens = self._prompts()
+        term = low_rank_term(tokens, rank)
+        self.add_private("local", term)
+        tokens.transforms = {"text": term}
+
+    def match_patches(self, transport: Transport, start: LocalStart) -> None:
+        matching = patch_matching(self.model, transport, start)
+        self.add_private("local", matching.local)
+        self._hooks.append(self.model.register_forward_hook(matching.after, with_kwargs=True))
+
+    def text_features(self, batch: Mapping[str, Tensor], prompts: PromptChoice = "inserted") -> Tensor:
+        return text_features(self.model, batch, prompts)
+
+    def _prompts(self) -> PromptTokens:
+        tokens = prompts_of(self.model)
+        if tokens is None:
+            raise PromptError(f"the model has no prompts; {REMEDY}")
+        return tokens
 
     def close(self) -> None:
         """Remove everything that was added to the model."""
@@ -214,3 +243,6 @@ class LocalTaskContext:
         for name in self._added:
             delattr(self.model, name)
         self._added.clear()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()

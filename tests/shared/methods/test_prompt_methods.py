@@ -9,18 +9,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 
 from tessera.shared.methods.base import LocalResult, MethodSpec, State, UnsupportedRun, Update
-from tessera.shared.methods.registry import coordinator_half, worker_half
+from tessera.shared.methods.registry import check, coordinator_half, worker_half
 from tessera.shared.model.spec import Prompts
 from tessera.shared.rounds.planning import initial_state
 from tessera.shared.tensors.lazy import Array, ArrayTensor, to_array
-from tessera.worker.model.build import instantiate
+from tessera.worker.model.block_map import block_table, named_tensors
+from tessera.worker.model.build import instantiate, read_block
 from tessera.worker.model.prompts import PromptError, prompts_of
+from tessera.worker.simulation import Conditions, Result, Weights, simulate
 from tessera.worker.training.context import LocalTaskContext
 from tessera.worker.training.randomness import seed_everything
-from tests.support.tasks import ADAPTED, PLAIN, PROMPTED, Subject, one_task
+from tests.support.duals import dual, pairs
+from tests.support.tasks import ADAPTED, DEEP, PLAIN, PROMPTED, Subject, one_task
 
 SGD = {"optimizer": "sgd", "weight_decay": 0.0, "learning_rate": 0.05}
 PROMPTS = {"prompts.vision", "prompts.text"}
@@ -135,9 +139,14 @@ def test_a_site_that_has_kept_nothing_starts_at_the_global_prompts_bit_for_bit(s
 
 
 def prepared(settings: Mapping[str, Any], vault: Mapping[str, Array] | None = None) -> LocalTaskContext:
+    """A site's work for pFedDC just before training."""
+    return ready("pfeddc", settings, vault)
+
+
+def ready(method: str, settings: Mapping[str, Any], vault: Mapping[str, Array] | None = None) -> LocalTaskContext:
     """A site's work just before training."""
     facts = PROMPTED.facts(optimizer="sgd")
-    chosen = MethodSpec(name="pfeddc", settings=dict(settings))
+    chosen = MethodSpec(name=method, settings=dict(settings))
     plan = coordinator_half(chosen, facts).plan_for(State(0, {}), None)  # type: ignore[arg-type]
     context = LocalTaskContext(PROMPTED.model(), "contrastive", plan, facts.blocks, dict(vault or {}))
     half = worker_half(chosen, facts)
@@ -292,6 +301,231 @@ def test_what_stays_here_never_takes_the_place_of_a_part_of_the_model() -> None:
     context = prepared({})
     with pytest.raises(ValueError, match="already has a module 'text_model'"):
         context.add_private("text_model", torch.nn.Linear(2, 2))
+
+
+# ---------------------------------------------------------------- in a federation
+
+
+def federation(method: str, settings: dict[str, Any], subject: Subject, rounds: int = 2, **away: Any) -> Result:
+    """A run of sites a and b, each with half of the data, with the sites' rounds of absence."""
+    model, whole = subject.model(), subject.data()
+    blocks, tensors = block_table(model), named_tensors(model)
+    start = {block.name: read_block(tensors, block) for block in blocks}
+    spec = {
+        "name": "prompts", "rounds": rounds, "seed": 3, "method": {"name": method, "settings": settings},
+        "training": {"learning_rate": 0.01, "batch_size": 4},
+    }  # fmt: skip
+    rows = torch.arange(whole.examples).tensor_split(2)
+    data = {name: whole.rows(part) for name, part in zip("ab", rows, strict=True)}
+    return simulate(spec, Weights(subject.document(), start), data, conditions=Conditions(away=away))
+
+
+@pytest.mark.parametrize("family", ["dinov2+bert", "vit+bert"])
+@pytest.mark.parametrize(
+    ("method", "settings", "kept"),
+    [
+        ("promptfl", {"modalities": ["vision", "text"]}, set()),
+        ("pfeddc", {"fusion": {"heads": 2}}, LOCAL | FUSION),
+    ],
+)
+def test_the_prompts_of_a_pair_of_towers_are_learnt_in_a_federation(
+    family: str, method: str, settings: dict[str, Any], kept: set[str]
+) -> None:
+    subject = replace(PROMPTED, config=dual(family), data=lambda: pairs(family))
+    result = federation(method, settings, subject)
+    first, last = start_of(subject), result.arrays()
+    assert {name for name in first if not np.array_equal(first[name], last[name])} == PROMPTS
+    assert all(set(result.kept(site)) == kept for site in "ab")
+
+
+@pytest.mark.parametrize(
+    ("method", "settings", "kept"), [("fedpgp", {"rank": 1}, {"local.u", "local.v"}), ("fedotp", {}, {"local.text"})]
+)
+def test_a_site_that_joins_late_has_prompts_of_its_own_and_no_version_holds_them(
+    method: str, settings: dict[str, Any], kept: set[str]
+) -> None:
+    result = federation(method, settings, PROMPTED, rounds=3, b=(1,))
+    assert [len(attempt.tasks) for attempt in result.rounds] == [1, 2, 2]
+    own = {site: result.kept(site) for site in "ab"}
+    assert set(own["a"]) == set(own["b"]) == kept
+    assert all(not np.array_equal(own["a"][name], own["b"][name]) for name in kept)
+    first, last = start_of(PROMPTED), result.arrays()
+    assert first.keys() == last.keys()
+    assert {name for name in first if not np.array_equal(first[name], last[name])} == {"prompts.text"}
+
+
+# ---------------------------------------------------------------- FedPGP
+
+OWN_TERM = {"local.u", "local.v"}
+
+
+def test_fedpgp_sends_global_text_prompts_and_keeps_its_own_term() -> None:
+    context, result = trained("fedpgp", settings={"rank": 1}, epochs=2)
+    assert set(result.upload) == moved(context, PROMPTED) == {"prompts.text"}
+    assert set(result.keep) == {block.name for block in context.private} == OWN_TERM
+    assert {name: values.shape for name, values in result.keep.items()} == {"local.u": (2, 1), "local.v": (1, 16)}
+
+
+def test_a_new_site_of_fedpgp_starts_at_the_global_prompts_bit_for_bit_and_goes_on_with_its_own() -> None:
+    batch = next(PROMPTED.data().batches(8))
+    context = ready("fedpgp", {"rank": 1})
+    _, result = trained("fedpgp", settings={"rank": 1}, epochs=3)
+    with torch.no_grad():
+        plain = LocalTaskContext(PROMPTED.model(), "contrastive", context.plan, context.blocks).forward(batch).logits
+        assert torch.equal(context.forward(batch).logits, plain)  # type: ignore[arg-type]
+        again = ready("fedpgp", {"rank": 1}, result.keep)
+        assert all(np.array_equal(again.read(block), result.keep[block.name]) for block in again.private)
+        assert not torch.equal(again.forward(batch).logits, plain)  # type: ignore[arg-type]
+        again.close()
+        assert torch.equal(again.forward(batch).logits, plain)  # type: ignore[arg-type]
+
+
+def test_the_loss_of_fedpgp_is_the_formula() -> None:
+    rng = np.random.default_rng(0)
+    keep = {"local.u": rng.normal(size=(2, 1)), "local.v": rng.normal(size=(1, 16), scale=0.1)}
+    vault = {name: values.astype("f4") for name, values in keep.items()}
+    context = ready("fedpgp", {"rank": 1}, vault)
+    half = worker_half(
+        MethodSpec(name="fedpgp", settings={"rank": 1, "mu": 0.7, "temperature": 0.2}), PROMPTED.facts()
+    )
+    batch = next(PROMPTED.data().batches(None))
+    inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
+    own = PROMPTED.model()
+    text = own.get_parameter("prompts.text")
+    plain = instantiate(PROMPTED.config, "contrastive", seed=1)
+    with torch.no_grad():
+        z_g, z_c = own(**inputs).text_embeds, plain(**inputs).text_embeds
+        text.add_(torch.from_numpy(vault["local.u"] @ vault["local.v"]))
+        output = own(**inputs)
+        cross_entropy = torch.nn.functional.cross_entropy(output.logits_per_image, batch["labels"])
+        cosine = torch.nn.functional.cosine_similarity
+        near, far = (torch.exp(cosine(z_g, other) / 0.2) for other in (z_c, output.text_embeds))
+        expected = cross_entropy + 0.7 * -torch.log(near / (near + far)).mean()
+        torch.testing.assert_close(half.loss(context, batch), expected)
+
+
+def test_fedpgp_without_its_contrast_takes_the_first_step_of_promptfl_bit_for_bit() -> None:
+    (_, plain), (_, without), (_, drawn) = (
+        trained(method, settings=settings, batch_size=None)
+        for method, settings in (("promptfl", {}), ("fedpgp", {"rank": 1, "mu": 0}), ("fedpgp", {"rank": 1}))
+    )
+    assert np.array_equal(plain.upload["prompts.text"], without.upload["prompts.text"])
+    assert not np.array_equal(plain.upload["prompts.text"], drawn.upload["prompts.text"])
+
+
+def test_fedpgp_is_refused_without_text_prompts_and_warns_of_a_rank_that_is_not_low() -> None:
+    with pytest.raises(UnsupportedRun, match=r"model has no text prompts: create it with .*--text-prompts N"):
+        start("fedpgp", replace(PROMPTED, prompts=Prompts(vision=2)))
+    facts = PROMPTED.facts()
+    for rank, warned in ((1, False), (2, True)):
+        half = coordinator_half(MethodSpec(name="fedpgp", settings={"rank": rank}), facts)
+        said = half.warnings(State(0, {}))
+        assert bool(said) == warned
+    assert "rank is 2 and prompts.text 2 x 16" in said[0]
+
+
+# ---------------------------------------------------------------- FedOTP
+
+
+def test_fedotp_sends_global_text_prompts_and_keeps_its_own() -> None:
+    context, result = trained("fedotp", epochs=2)
+    assert set(result.upload) == moved(context, PROMPTED) == {"prompts.text"}
+    assert set(result.keep) == {block.name for block in context.private} == {"local.text"}
+    fresh = ready("fedotp", {})
+    (own,) = fresh.private
+    assert not np.array_equal(result.keep["local.text"], fresh.read(own))
+    assert not np.array_equal(fresh.read(own), start_of(PROMPTED)["prompts.text"])
+
+
+def test_a_site_of_fedotp_goes_on_with_its_own_prompts_and_leaves_the_model_as_it_was() -> None:
+    batch = next(PROMPTED.data().batches(8))
+    _, result = trained("fedotp", epochs=3)
+    context = ready("fedotp", {}, result.keep)
+    with torch.no_grad():
+        assert all(np.array_equal(context.read(block), result.keep[block.name]) for block in context.private)
+        plain = LocalTaskContext(PROMPTED.model(), "contrastive", context.plan, context.blocks).forward(batch).logits
+        assert not torch.equal(context.forward(batch).logits, plain)  # type: ignore[arg-type]
+        context.close()
+        assert torch.equal(context.forward(batch).logits, plain)  # type: ignore[arg-type]
+
+
+def test_both_prompts_of_fedotp_learn_alike_where_they_start_alike_and_apart_where_not() -> None:
+    _, alike = trained("fedotp", settings={"local_start": "global"}, batch_size=None)
+    np.testing.assert_allclose(alike.upload["prompts.text"], alike.keep["local.text"], atol=1e-6)
+    _, apart = trained("fedotp", batch_size=None)
+    assert np.abs(apart.upload["prompts.text"] - apart.keep["local.text"]).max() > 0.01
+
+
+def test_fedotp_learns_the_classes_of_its_site() -> None:
+    batch = next(PROMPTED.data().batches(None))
+
+    def loss(vault: Mapping[str, Array], **settings: Any) -> float:
+        context, _ = trained("fedotp", vault=vault, settings=settings, learning_rate=1e-9)
+        with torch.no_grad():
+            return float(context.forward(batch).loss)
+
+    _, result = trained("fedotp", epochs=20, learning_rate=0.5)
+    untrained, trained_once = loss({}), loss(result.keep)
+    assert trained_once < untrained
+
+
+def test_fedotp_is_refused_for_a_model_without_text_prompts_or_features_of_patches() -> None:
+    with pytest.raises(UnsupportedRun, match=r"model has no text prompts: create it with .*--text-prompts N"):
+        start("fedotp", replace(PROMPTED, prompts=Prompts(vision=2)))
+    with pytest.raises(UnsupportedRun, match=r"no features of patches.*choose a CLIP .*promptfl or fedpgp"):
+        start("fedotp", replace(PROMPTED, config=dual("siglip"), prompts=Prompts(text=2)))
+    for wrong in ({"mass": 0}, {"mass": 1.1}, {"regularization": 0}, {"iterations": 0}):
+        with pytest.raises(ValidationError):
+            check(MethodSpec(name="fedotp", settings={"transport": wrong}))
+
+
+# ---------------------------------------------------------------- FedVPT
+
+
+@pytest.mark.parametrize("modalities", [["vision"], ["text"], ["vision", "text"]])
+def test_fedvpt_trains_and_sends_the_prompts_of_every_layer_and_keeps_nothing(modalities: list[str]) -> None:
+    context, result = trained("fedvpt", DEEP, settings={"modalities": modalities})
+    expected = {f"prompts.{part}{modality}" for part in ("", "deep.") for modality in modalities}
+    assert set(result.upload) == moved(context, DEEP) == expected
+    assert not result.keep
+
+
+def test_a_step_of_fedvpt_is_the_gradient_of_the_cross_entropy_over_the_classes() -> None:
+    _, result = trained("fedvpt", DEEP, batch_size=None)
+    model = DEEP.model()
+    batch = next(DEEP.data().batches(None))
+    labels = batch.pop("labels")
+    loss = torch.nn.functional.cross_entropy(model(**batch).logits_per_image, labels)
+    for name in ("prompts.vision", "prompts.deep.vision"):
+        own = model.get_parameter(name)
+        (gradient,) = torch.autograd.grad(loss, [own], retain_graph=True)
+        np.testing.assert_allclose(result.upload[name], (own - 0.05 * gradient).detach().numpy(), atol=1e-6)
+
+
+def test_deep_prompts_and_methods_that_do_not_go_together_are_refused_with_the_remedy() -> None:
+    with pytest.raises(
+        UnsupportedRun, match=r"no deep vision prompts: .*--vision-prompts N --prompt-depth D.*promptfl"
+    ):
+        start("fedvpt", PROMPTED)
+    for method in ("promptfl", "pfeddc", "fedpgp"):
+        with pytest.raises(UnsupportedRun, match=r"deep .*text prompts, which this method does not train: .* fedvpt"):
+            start(method, DEEP)
+
+
+@pytest.mark.parametrize(
+    ("method", "settings"),
+    [("fedvpt", {"modalities": ["vision", "text"]}), ("fedpgp", {"rank": 1}), ("fedotp", {})],
+)
+def test_layers_that_are_computed_again_change_no_bit_of_the_prompts(method: str, settings: dict[str, Any]) -> None:
+    subject = DEEP if method == "fedvpt" else PROMPTED
+    kept, again = (
+        trained(method, subject, settings=settings, epochs=2, gradient_checkpointing=chosen)[1]
+        for chosen in (False, True)
+    )
+    for before, after in ((kept.upload, again.upload), (kept.keep, again.keep)):
+        assert {name: values.tobytes() for name, values in before.items()} == {
+            name: values.tobytes() for name, values in after.items()
+        }
 
 
 # ---------------------------------------------------------------- LoRA

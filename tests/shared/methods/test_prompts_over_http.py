@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,8 +25,7 @@ from tessera.shared.api.runs import Cohort, Run, Training
 from tessera.shared.api.tasks import Task, TaskView
 from tessera.shared.api.versions import Manifest
 from tessera.shared.client.client import Client
-from tessera.shared.methods.base import MethodSpec, Participant, Plan, State
-from tessera.shared.methods.pfeddc import PFedDCCoordinator
+from tessera.shared.methods.base import CoordinatorHalf, MethodSpec, Participant, Plan, State
 from tessera.shared.methods.registry import methods
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.selectors import EVERYTHING, Match, Selector
@@ -252,26 +251,21 @@ def test_local_prompts_and_fusion_survive_restarts_missed_rounds_and_dropping_ou
 # ---------------------------------------------------------------- hostile coordinators
 
 
-class Asking(PFedDCCoordinator):
-    """A coordinator's half that asks for more than the method has it ask."""
-
-    asked: ClassVar[Plan]
-    honest_rounds: ClassVar[int]
-
-    def plan_for(self, state: State, worker: Participant) -> Plan:
-        return super().plan_for(state, worker) if state.round < Asking.honest_rounds else Asking.asked
-
-
 @contextmanager
-def asking(plan: Plan, honest_rounds: int = 0) -> Iterator[None]:
-    """The coordinator plans so; the worker's half is pFedDC's own. Both run in this process."""
-    own = methods()["pfeddc"]
-    Asking.asked, Asking.honest_rounds = plan, honest_rounds
-    methods()["pfeddc"] = replace(own, coordinator=Asking)
+def asking(plan: Plan, honest_rounds: int = 0, method: str = "pfeddc") -> Iterator[None]:
+    """The coordinator asks for more than the method has it ask; the worker's half is the method's own. Both run in
+    this process."""
+    own = methods()[method]
+
+    def plan_for(half: CoordinatorHalf[Any], state: State, worker: Participant) -> Plan:
+        return own.coordinator.plan_for(half, state, worker) if state.round < honest_rounds else plan
+
+    asker = type("Asking", (own.coordinator,), {"plan_for": plan_for})
+    methods()[method] = replace(own, coordinator=asker)
     try:
         yield
     finally:
-        methods()["pfeddc"] = own
+        methods()[method] = own
 
 
 def with_prompts(*names: str) -> Selector:
@@ -280,25 +274,32 @@ def with_prompts(*names: str) -> Selector:
 
 
 @pytest.mark.parametrize(
-    ("plan", "told"),
+    ("method", "plan", "told"),
     [
         (
+            "pfeddc",
             Plan(upload=with_prompts("local.*")),
             "private: the method keeps these at the site: local.text, local.vision$",
         ),
-        (Plan(upload=with_prompts("fusion.text.*")), "private: .* fusion.text.key, "),
-        (Plan(upload=with_prompts("*.output")), "private: .* fusion.text.output, "),
-        (Plan(upload=EVERYTHING), "private: .* fusion.text.key, .* more$"),
+        ("pfeddc", Plan(upload=with_prompts("fusion.text.*")), "private: .* fusion.text.key, "),
+        ("pfeddc", Plan(upload=with_prompts("*.output")), "private: .* fusion.text.output, "),
+        ("pfeddc", Plan(upload=EVERYTHING), "private: .* fusion.text.key, .* more$"),
+        (
+            "fedpgp",
+            Plan(upload=with_prompts("local.*")),
+            "private: the method keeps these at the site: local.u, local.v$",
+        ),
+        ("fedotp", Plan(upload=EVERYTHING), "private: the method keeps these at the site: local.text$"),
     ],
-    ids=["local prompts", "fusion", "part of the fusion", "everything"],
+    ids=["local prompts", "fusion", "part of the fusion", "everything", "a low-rank term", "prompts of transport"],
 )
 def test_a_plan_that_asks_for_what_stays_here_is_refused_logged_and_reported_and_nothing_leaves(
-    coordinator: LiveCoordinator, sites: Sites, plan: Plan, told: str
+    coordinator: LiveCoordinator, sites: Sites, method: str, plan: Plan, told: str
 ) -> None:
     client, site = coordinator.client(), sites("a")
-    with Tap(coordinator.url) as tap, asking(plan), capture_logs() as logged:
+    with Tap(coordinator.url) as tap, asking(plan, method=method), capture_logs() as logged:
         site.through(tap)
-        run = begin(client, "pfeddc")
+        run = begin(client, method)
         until(site.does)
         until(lambda: tasks(client, run)[0].state == "failed")
     problem = tasks(client, run)[0].problem

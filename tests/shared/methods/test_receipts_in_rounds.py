@@ -21,7 +21,7 @@ PLAIN = {"optimizer": "sgd", "momentum": 0.0, "learning_rate": 0.05, "batch_size
 # One keeps what the server counts, the other a model of its own.
 STATEFUL = ("scaffold", "ditto")
 # These keep things of the same kinds.
-ALIKE = ("feddyn", "moon", "pfeddc", "fedper", "fedrep", "fedbn", "local", "safl")
+ALIKE = ("feddyn", "moon", "pfeddc", "fedpgp", "fedotp", "fedper", "fedrep", "fedbn", "local", "safl")
 EACH = pytest.mark.parametrize(
     ("method", "codec"),
     [

@@ -34,6 +34,8 @@ INSERTED: dict[str, tuple[Mapping[str, Any], Head, dict[str, Any]]] = {
         {"lora": Lora(rank=2, alpha=4, roles=("query", "mlp"))},
     ),
     "clip with prompts": (dual("clip"), "contrastive", {"prompts": PROMPTS}),
+    "dinov2 and bert with prompts": (dual("dinov2+bert"), "contrastive", {"prompts": PROMPTS}),
+    "clip with deep prompts": (dual("clip"), "contrastive", {"prompts": Prompts(vision=2, text=2, depth=2)}),
     "siglip with prompts and adapters": (
         dual("siglip"), "contrastive", {"prompts": PROMPTS, "lora": Lora(rank=2, alpha=4)}
     ),

@@ -60,23 +60,25 @@ def refusal(*words: object) -> str:
     return result.output
 
 
-def test_a_folder_with_prompts_loads_here_with_them_and_in_transformers_without(tmp_path: Path) -> None:
-    made, config = tmp_path / "made", source(tmp_path / "clip", dual("clip"))
+@pytest.mark.parametrize("family", ["clip", "dinov2+bert", "vit+bert"])
+def test_a_folder_with_prompts_loads_here_with_them_and_in_transformers_without(family: str, tmp_path: Path) -> None:
+    made, config = tmp_path / "made", source(tmp_path / "source", dual(family))
     init(made, "--random", "--config", config, "--head", "contrastive", "--vision-prompts", 3, "--text-prompts", 2)
-    folder, batch = ModelFolder.open(made), next(pairs("clip", 3).batches(None))
+    folder, batch = ModelFolder.open(made), next(pairs(family, 3).batches(None))
     assert folder.model.prompts == Prompts(vision=3, text=2)
     here = forward(load(folder).eval(), "contrastive", batch)
-    prompted = instantiate(dual("clip"), "contrastive", prompts=folder.model.prompts).eval()
+    prompted = instantiate(dual(family), "contrastive", prompts=folder.model.prompts).eval()
     assert torch.equal(here.logits, forward(prompted, "contrastive", batch).logits)  # type: ignore[arg-type]
     theirs, loading = AutoModel.from_pretrained(made, output_loading_info=True)
     assert set(loading["unexpected_keys"]) == {"prompts.vision", "prompts.text"}
     assert not loading["missing_keys"]
-    plain = instantiate(dual("clip"), "contrastive").eval()
+    plain = instantiate(dual(family), "contrastive").eval()
     assert all(torch.equal(a, b) for a, b in zip(theirs.parameters(), plain.parameters(), strict=True))
 
 
-def test_weights_from_elsewhere_get_the_same_prompts_as_random_ones_would(tmp_path: Path) -> None:
-    config, plain, made = source(tmp_path / "clip", dual("siglip")), tmp_path / "plain", tmp_path / "made"
+@pytest.mark.parametrize("family", ["siglip", "dinov2+bert"])
+def test_weights_from_elsewhere_get_the_same_prompts_as_random_ones_would(family: str, tmp_path: Path) -> None:
+    config, plain, made = source(tmp_path / "source", dual(family)), tmp_path / "plain", tmp_path / "made"
     init(plain, "--random", "--config", config, "--head", "contrastive", "--seed", 7)
     init(made, "--config", plain, "--head", "contrastive", "--pretrained", "--text-prompts", 4)
     before, after = load(ModelFolder.open(plain)), load(ModelFolder.open(made))
@@ -84,6 +86,21 @@ def test_weights_from_elsewhere_get_the_same_prompts_as_random_ones_would(tmp_pa
     assert all(torch.equal(tensor, mine[name]) for name, tensor in before.named_parameters())
     assert mine["prompts.text"].shape == (4, 16)
     assert 0.01 < mine["prompts.text"].std() < 0.03
+
+
+def test_prompts_of_several_layers_are_made_and_what_does_not_go_with_them_is_refused(tmp_path: Path) -> None:
+    made, config = tmp_path / "made", source(tmp_path / "clip", dual("clip"))
+    words = ("--random", "--config", config, "--head", "contrastive", "--prompt-depth")
+    init(made, *words, 2, "--vision-prompts", 3)
+    folder = ModelFolder.open(made)
+    assert folder.model.prompts == Prompts(vision=3, depth=2)
+    assert load(folder).get_parameter("prompts.deep.vision").shape == (1, 3, 16)
+    for more, expected in (
+        ((2,), "--prompt-depth needs --vision-prompts or --text-prompts"),
+        ((2, "--vision-prompts", 3, "--prompt-fusion", "local"), "leave out --prompt-depth"),
+        ((3, "--vision-prompts", 3), "the vision tower has 2: use a depth of at most that"),
+    ):
+        assert expected in " ".join(refusal("init", tmp_path / "no", *words, *more).split())
 
 
 def test_text_prompts_start_from_the_embeddings_of_a_caption(tmp_path: Path) -> None:
@@ -98,6 +115,28 @@ def test_text_prompts_start_from_the_embeddings_of_a_caption(tmp_path: Path) -> 
         "init", tmp_path / "no", "--random", *words, "--text-prompt-from", "a photo of a", "--text-prompts", 3
     )
     assert "the caption has 4 tokens" in told
+
+
+def test_a_pair_that_transformers_saved_starts_a_run_with_its_own_weights_tokenizer_and_prompts(
+    tmp_path: Path,
+) -> None:
+    pair = instantiate(dual("dinov2+bert"), "contrastive", seed=3)
+    saved, made = tmp_path / "pair", tmp_path / "made"
+    pair.save_pretrained(saved)
+    tokenizer(saved)
+    init(made, "--config", saved, "--head", "contrastive", "--vision-prompts", 3, "--text-prompt-from", "a photo")
+    folder = ModelFolder.open(made)
+    model = load(folder)
+    weights = dict(model.named_parameters())
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in pair.named_parameters())
+    words = pair.get_parameter("text_model.embeddings.word_embeddings.weight")
+    assert torch.equal(weights["prompts.text"], words[[10, 11]])
+    assert (made / "tokenizer.json").exists()
+    refused = refusal(
+        "init", tmp_path / "no", "--random", "--config", source(tmp_path / "swin", dual("dinov3_vit+bert")),
+        "--head", "contrastive", "--vision-prompts", 2,
+    )  # fmt: skip
+    assert "vision tower dinov3_vit does not support prompts" in " ".join(refused.split())
 
 
 def test_a_folder_with_adapters_loads_in_transformers_as_the_model_without_them(tmp_path: Path) -> None:

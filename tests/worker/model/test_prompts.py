@@ -12,18 +12,31 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tessera.shared.model.selectors import roles
-from tessera.shared.model.spec import Fusion, Model, Prompts
+from tessera.shared.model.spec import Fusion, Model, Prompts, Transport
 from tessera.worker.model.block_map import block_table
 from tessera.worker.model.build import check_model, instantiate
 from tessera.worker.model.config import ConfigError
 from tessera.worker.model.forward import forward
-from tessera.worker.model.prompt_fusion import fusion_module
-from tessera.worker.model.prompts import TOWERS, PromptError, PromptTokens, caption_start, prompts_of
+from tessera.worker.model.prompt_fusion import fusion_module, transport_plan
+from tessera.worker.model.prompts import (
+    TEXT_TOWERS,
+    TOWERS,
+    VISION_TOWERS,
+    PromptError,
+    PromptTokens,
+    caption_start,
+    patch_matching,
+    prompts_of,
+    text_features,
+    towers_of,
+)
 from tessera.worker.training.freeze import Freeze
 from tests.support.duals import dual, pairs
 
-FAMILIES = pytest.mark.parametrize("family", sorted(TOWERS))
+PAIRS = sorted({*(f"{vision}+bert" for vision in VISION_TOWERS), *(f"dinov2+{text}" for text in TEXT_TOWERS)})
+FAMILIES = pytest.mark.parametrize("family", [*sorted(TOWERS), *PAIRS])
 BOTH = Prompts(vision=3, text=2)
+DEEP = Prompts(vision=3, text=2, depth=2)
 
 
 def made(family: str, prompts: Prompts | None = None) -> PreTrainedModel:
@@ -69,7 +82,7 @@ def test_text_prompts_that_are_embeddings_of_words_are_those_words_after_the_sta
     plain, prompted, given = made(family), made(family, Prompts(text=2)), batch(family)
     words = torch.tensor([6, 10])
     text_of(prompted).copy_(caption_start(prompted, words))
-    ids, first = given["input_ids"], TOWERS[family].text_first
+    ids, first = given["input_ids"], towers_of(plain.config).text_first
     # SigLIP's texts fill all 12 positions already, so that two columns of padding make room.
     spelt = torch.cat([ids[:, :first], words.expand(3, -1), ids[:, first:]], dim=1)[:, :12]
     expected = logits(plain, {**given, "input_ids": spelt})
@@ -85,10 +98,54 @@ def test_vision_prompts_stand_after_the_class_token_and_before_the_patches(famil
         embeddings = model.get_submodule("vision_model.embeddings")
         embeddings.register_forward_hook(lambda _module, _args, output: put_in.append(output))
         logits(model, batch(family))
-    first = TOWERS[family].vision_first
+    first = towers_of(plain.config).vision_first
     before, own, after = put_in[1].split([first, 3, put_in[0].shape[1] - first], dim=1)  # [images, tokens, width]
     assert torch.equal(torch.cat([before, after], dim=1), put_in[0])
     assert all(torch.equal(each, tokens_of(prompted).own("vision")) for each in own)
+
+
+@FAMILIES
+def test_deep_prompts_take_the_place_of_those_of_the_layer_before(family: str) -> None:
+    model, given = made(family, DEEP), batch(family)
+    towers, before, after = towers_of(model.config), dict[str, Tensor](), dict[str, Tensor]()
+    for tower in ("vision", "text"):
+        stack = next(m for m in model.get_submodule(f"{tower}_model").modules() if isinstance(m, nn.ModuleList))
+        stack[0].register_forward_hook(
+            lambda _module, _args, out, tower=tower: before.update(
+                {tower: out if isinstance(out, Tensor) else out[0]}
+            )
+        )
+        stack[1].register_forward_hook(lambda _module, args, _out, tower=tower: after.update({tower: args[0]}))
+    logits(model, given)
+    for tower, first, count in (("vision", towers.vision_first, 3), ("text", towers.text_first, 2)):
+        own = model.get_parameter(f"prompts.deep.{tower}")  # [1, tokens, width]
+        assert all(torch.equal(each, own[0]) for each in after[tower][:, first : first + count])
+        kept = [*range(first), *range(first + count, before[tower].shape[1])]
+        assert torch.equal(after[tower][:, kept], before[tower][:, kept])
+        assert not torch.equal(after[tower], before[tower])
+
+
+@FAMILIES
+def test_deep_prompts_learn_and_go_with_the_prompts_before_them(family: str) -> None:
+    plain, shallow, deep, given = made(family), made(family, BOTH), made(family, DEEP), batch(family)
+    tensors = dict(deep.named_parameters())
+    assert all(torch.equal(tensor, tensors[name]) for name, tensor in shallow.named_parameters())
+    assert tensors.keys() - dict(shallow.named_parameters()).keys() == {"prompts.deep.vision", "prompts.deep.text"}
+    table = block_table(deep)
+    assert {b.name for b in table if b.role == "prompt"} == {name for name in tensors if name.startswith("prompts.")}
+    assert check_model(Model(config=dual(family), head="contrastive", prompts=DEEP, blocks=table)) == table
+    forward(deep, "contrastive", given).loss.backward()
+    gradients = [deep.get_parameter(f"prompts.deep.{tower}").grad for tower in ("vision", "text")]
+    assert all(each is not None and each.abs().sum() > 0 for each in gradients)
+    with tokens_of(deep).inserting("none"):
+        assert torch.equal(logits(deep, given), logits(plain, given))
+
+
+def test_more_deep_prompts_than_layers_are_refused_and_documents_without_them_are_as_before() -> None:
+    with pytest.raises(PromptError, match="prompts in 3 layers, and the vision tower has 2: use a depth of at most"):
+        made("clip", Prompts(vision=1, text=1, depth=3))
+    assert BOTH.model_dump(mode="json") == {"vision": 3, "text": 2, "fusion": None}
+    assert Prompts.model_validate(DEEP.model_dump(mode="json")) == DEEP
 
 
 @FAMILIES
@@ -115,6 +172,27 @@ def test_the_prompts_are_blocks_of_the_run_and_the_document_builds_them(family: 
     assert [block for block in table if block.role != "prompt"] == list(block_table(made(family)))
 
 
+@FAMILIES
+def test_text_features_are_those_of_the_models_own_pass(family: str) -> None:
+    plain, prompted, given = made(family), made(family, BOTH), batch(family)
+    own = text_of(prompted)
+    tokens_of(prompted).transforms = {"text": lambda prompts: prompts + 0.1}
+    changed = made(family, BOTH)
+    text_of(changed).copy_(own + 0.1)
+
+    def in_a_pass(model: PreTrainedModel) -> Tensor:
+        inputs = {name: tensor for name, tensor in given.items() if name != "labels"}
+        features = model(**inputs).text_embeds
+        return features / features.norm(dim=-1, keepdim=True)
+
+    with torch.no_grad():
+        torch.testing.assert_close(text_features(prompted, given, "inserted"), in_a_pass(changed))
+        torch.testing.assert_close(text_features(prompted, given, "shared"), in_a_pass(made(family, BOTH)))
+        torch.testing.assert_close(text_features(prompted, given, "none"), in_a_pass(plain))
+        # The choice is for that pass alone.
+        torch.testing.assert_close(in_a_pass(prompted), in_a_pass(changed))
+
+
 def test_no_table_gets_past_a_model_that_lacks_its_prompts() -> None:
     table = block_table(made("clip", BOTH))
     with pytest.raises(ValueError, match=r"prompts\.text: missing"):
@@ -131,10 +209,11 @@ def test_what_goes_in_may_be_made_of_the_prompts_and_have_another_length() -> No
     assert torch.equal(logits(prompted, given), logits(plain, given))
 
 
-def test_a_copy_of_the_model_puts_its_own_prompts_in() -> None:
-    model, given = made("clip", BOTH), batch("clip")
+@pytest.mark.parametrize("name", ["prompts.text", "prompts.deep.text"])
+def test_a_copy_of_the_model_puts_its_own_prompts_in(name: str) -> None:
+    model, given = made("clip", DEEP), batch("clip")
     copied, before = deepcopy(model), logits(model, given)
-    text_of(copied).fill_(1.0)
+    copied.get_parameter(name).data.fill_(1.0)
     assert torch.equal(logits(model, given), before)
     assert not torch.equal(logits(copied, given), before)
 
@@ -191,12 +270,43 @@ def test_a_model_that_takes_no_prompts_is_refused_by_name(family: str) -> None:
         instantiate(config, "features", prompts=BOTH)
 
 
+@pytest.mark.parametrize(
+    ("pair", "refusal"),
+    [
+        (
+            "dinov3_vit+bert",
+            "the vision tower dinov3_vit does not support prompts: pair one of these, clip_vision_mo",
+        ),
+        ("vit+distilbert", "the text tower distilbert does not support prompts: pair one of these, bert, camembert"),
+    ],
+)
+def test_a_pair_with_a_tower_that_takes_no_prompts_is_refused_with_those_that_do(pair: str, refusal: str) -> None:
+    with torch.device("meta"), pytest.raises(PromptError, match=refusal):
+        instantiate(dual(pair), "contrastive", prompts=BOTH)
+
+
+@pytest.mark.parametrize("family", ["dinov2+bert", "vit+bert"])
+def test_a_pair_reads_the_prompts_after_both_class_tokens_and_pools_these(family: str) -> None:
+    model, given = made(family, BOTH), batch(family)
+    states: dict[str, Any] = {}
+    for tower in ("vision_model", "text_model"):
+        model.get_submodule(tower).register_forward_hook(
+            lambda _module, _args, output, tower=tower: states.update({tower: output.last_hidden_state})
+        )
+    logits(model, given)
+    # An image of four patches and its class token, and texts of six tokens.
+    assert states["vision_model"].shape == (4, 1 + 3 + 4, 16)
+    assert states["text_model"].shape == (3, 6 + 2, 16)
+
+
 def test_more_text_prompts_than_positions_are_refused_before_anything_is_trained() -> None:
     with pytest.raises(PromptError, match="12 text prompts leave no room in 12 positions"):
         made("clip", Prompts(text=12))
     # AltCLIP's positions begin after the id of its padding, 1: of 12 there are 10 left.
     with pytest.raises(PromptError, match="10 text prompts leave no room in 10 positions"):
         made("altclip", Prompts(text=10))
+    with pytest.raises(PromptError, match="10 text prompts leave no room in 10 positions"):
+        made("dinov2+roberta", Prompts(text=10))
 
 
 @pytest.mark.parametrize("wrong", [{"vision": -1}, {"text": 2000}, {"tokens": 1}, {"fusion": {"heads": 0}}])
@@ -257,3 +367,83 @@ def test_other_fusions_are_the_mean_and_one_after_the_other() -> None:
     assert fusion_module(Fusion(kind="concat"), 2)(shared, own).tolist() == [[2.0, 4.0], [4.0, 8.0]]
     with pytest.raises(ConfigError, match="width 6 do not divide among 4 heads"):
         fusion_module(Fusion(heads=4), 6)
+
+
+@pytest.mark.parametrize("regularization", [0.01, 0.1, 1.0])
+def test_a_transport_plan_meets_its_marginals_and_no_plan_that_does_is_better(regularization: float) -> None:
+    costs = torch.rand(3, 5, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    transport = Transport(mass=0.6, regularization=regularization, iterations=3000)
+    plan = transport_plan(costs, transport)
+    torch.testing.assert_close(plan.sum(dim=-2), torch.full((3, 2), 0.3, dtype=torch.float64))
+    assert (plan.sum(dim=-1) <= 1 / 5 + 1e-6).all()
+
+    def objective(plan: Tensor) -> Tensor:
+        return (costs * plan + regularization * plan * (plan.log() - 1)).sum(dim=(-2, -1))
+
+    # Moving mass between two patches of a column, where rows have room, only costs.
+    best, tried = objective(plan), 0
+    for column in range(2):
+        for here, there in ((0, 1), (1, 2), (2, 3), (3, 4), (4, 0), (1, 0), (3, 1)):
+            moved = plan.clone()
+            step = 0.05 * plan[:, here, column]
+            moved[:, here, column] -= step
+            moved[:, there, column] += step
+            allowed = (moved.sum(dim=-1) <= 1 / 5 + 1e-6).all(dim=-1)
+            assert (objective(moved)[allowed] >= best[allowed] - 1e-6).all()
+            tried += int(allowed.sum())
+    assert tried > 5
+
+
+def test_all_of_the_mass_fills_each_patch_and_a_small_regularization_chooses_the_nearest() -> None:
+    costs = torch.tensor([[0.1, 0.9], [0.2, 0.8], [0.9, 0.2], [0.8, 0.1]])
+    whole = transport_plan(costs, Transport(mass=1, regularization=0.1, iterations=1000))
+    torch.testing.assert_close(whole.sum(dim=1), torch.full((4,), 0.25), rtol=1e-3, atol=1e-4)
+    # Each prompt of a quarter of the mass takes its nearest patch.
+    sharp = transport_plan(costs, Transport(mass=0.5, regularization=0.005, iterations=1000))
+    expected = torch.tensor([[0.25, 0.0], [0.0, 0.0], [0.0, 0.0], [0.0, 0.25]])
+    torch.testing.assert_close(sharp, expected, rtol=0, atol=1e-3)
+
+
+MATCHED = ["altclip", "chinese_clip", "clip", "clipseg", "metaclip_2", *PAIRS]
+
+
+@pytest.mark.parametrize("family", MATCHED)
+def test_classes_are_scored_by_the_patches_that_the_class_tokens_path_leads_to(family: str) -> None:
+    prompts = Prompts(vision=3, text=2)
+    model, given = made(family, prompts), batch(family)
+    matching = patch_matching(model, Transport(mass=0.7, iterations=20), "random")
+    inputs = {name: tensor for name, tensor in given.items() if name != "labels"}
+    with torch.no_grad():
+        plain = model(**inputs)
+        # The class token, taken for a patch, has the image's own feature.
+        states = plain.vision_model_output.last_hidden_state
+        registers = getattr(model.config.vision_config, "num_register_tokens", 0) + (family.startswith("deit"))
+        alone = torch.cat([states[:, : 1 + 3 + registers], states[:, :1]], dim=1)
+        torch.testing.assert_close(
+            matching._patches(model, alone)[:, 0] / matching._patches(model, alone)[:, 0].norm(dim=-1, keepdim=True),
+            plain.image_embeds,
+        )
+        assert matching._patches(model, states).shape[1] == 4
+        handle = model.register_forward_hook(matching.after, with_kwargs=True)
+        found = logits(model, given)
+        handle.remove()
+        own = made(family, prompts)
+        text_of(own).copy_(matching.local["text"])
+        texts = torch.stack([plain.text_embeds, own(**inputs).text_embeds])
+        texts = texts / texts.norm(dim=-1, keepdim=True)
+        patches = matching._patches(model, states)
+        sims = (patches / patches.norm(dim=-1, keepdim=True)) @ texts.flatten(
+            0, 1
+        ).T  # [images, patches, 2 * classes]
+        for label in range(3):
+            sim = sims[..., [label, 3 + label]]
+            plan = transport_plan(1 - sim, matching.transport)
+            expected = model.get_parameter("logit_scale").exp() * (plan * sim).sum(dim=(1, 2))
+            torch.testing.assert_close(found[:, label], expected, rtol=1e-4, atol=1e-5)
+        assert torch.equal(logits(model, given), plain.logits_per_image)
+
+
+@pytest.mark.parametrize("family", ["siglip", "siglip2", "aimv2"])
+def test_a_model_that_pools_patches_by_attention_has_none_to_match(family: str) -> None:
+    with pytest.raises(PromptError, match=r"no features of patches.*choose CLIP"):
+        patch_matching(made(family, BOTH), Transport(), "random")

@@ -42,7 +42,7 @@ from tessera.worker.training.progress import Report
 from tessera.worker.training.randomness import seed_everything
 from tessera.worker.training.setup import TrainingSetup
 from tessera.worker.training.trainer import Trainer
-from tests.support.tasks import ADAPTED, PLAIN, PROMPTED, Subject, subject_of
+from tests.support.tasks import ADAPTED, DEEP, PLAIN, PROMPTED, Subject, subject_of
 
 VIT = {
     "model_type": "vit", "image_size": 8, "patch_size": 4, "num_channels": 1, "hidden_size": 16, "num_labels": 3,
@@ -179,6 +179,9 @@ def test_every_method_gives_a_loss_for_an_example_that_is_made_up(method: str) -
 WAYS = [
     ("promptfl", {}, PROMPTED, "vmap"),  # text prompts: the first axis of what they meet counts classes
     ("pfeddc", {}, PROMPTED, "vmap"),  # prompts of both towers, attention between prompts
+    ("fedpgp", {"rank": 1}, PROMPTED, "vmap"),  # a loss with text features of three kinds of prompts
+    ("fedvpt", {"modalities": ["vision", "text"]}, DEEP, "vmap"),
+    ("fedotp", {"transport": {"iterations": 5}}, PROMPTED, "vmap"),  # logits that a hook replaces
     ("lora", {}, ADAPTED, "opacus"),  # one half of each adapter has no gradient at the start
     ("fedprox", {"mu": 1.0}, PLAIN, "vmap"),  # a loss of its own
     ("fedavg", {}, PLAIN, "opacus"),

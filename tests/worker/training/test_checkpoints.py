@@ -105,6 +105,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "an anchor and a past model": ("moon", {}, {"epochs": 2}),
     "corrections from the vault": ("scaffold", {}, {"epochs": 2}),
     "private modules": ("pfeddc", {}, {"epochs": 3, "optimizer": "adamw"}),
+    "logits that a hook replaces": ("fedotp", {}, {"epochs": 2, "optimizer": "adamw"}),
     "chosen layers": ("safl", {"layers": 1}, {"epochs": 2}),
 }
 LONG = [

@@ -160,7 +160,7 @@ def test_the_version_is_measured_without_what_the_site_keeps_and_its_own_model_w
     "method", ["ditto", *(pytest.param(name, marks=pytest.mark.long) for name in ("fedper", "local", "fedbabu"))]
 )
 def test_measuring_changes_no_bit_of_what_is_trained(
-    coordinator: LiveCoordinator, tmp_path: Path, method: str
+    coordinator: LiveCoordinator, tmp_path: Path, method: str, settings: dict[str, Any]
 ) -> None:
     client, made = coordinator.client(), []
     for place, evaluation in enumerate((None, Evaluation(sites=True))):
@@ -235,8 +235,11 @@ def test_versions_are_measured_on_a_data_set_so_often_and_no_more(
     assert "max_evaluations: 2 versions were measured on the data set 'digits'" in evaluated[2].problem.detail
 
 
+@pytest.mark.parametrize(
+    ("method", "settings"), [("pfeddc", {}), ("fedpgp", {"private_learning_rate": 50.0}), ("fedotp", {})]
+)
 def test_a_dual_encoder_is_measured_with_the_shared_prompts_and_with_the_site_s_own(
-    coordinator: LiveCoordinator, tmp_path: Path
+    coordinator: LiveCoordinator, tmp_path: Path, method: str, settings: dict[str, Any]
 ) -> None:
     data = pairs("clip")
     data = Dataset(data.tensors, data.common, held_out=pairs("clip", 6))
@@ -245,7 +248,7 @@ def test_a_dual_encoder_is_measured_with_the_shared_prompts_and_with_the_site_s_
         kinds=("train", "evaluate"),
         datasets={"data": 24},
         held_out={"data": 6},
-        methods=("pfeddc",),
+        methods=(method,),
     )
     cache = Cache(tmp_path / "cache", 1 << 24)
     few = Policy(min_evaluation_examples=6)
@@ -262,7 +265,7 @@ def test_a_dual_encoder_is_measured_with_the_shared_prompts_and_with_the_site_s_
         client,
         document,
         start,
-        method=MethodSpec(name="pfeddc"),
+        method=MethodSpec(name=method, settings=settings),
         training=Training(optimizer="sgd", momentum=0, learning_rate=0.5, batch_size=8),
         evaluation=Evaluation(sites=True),
     )
