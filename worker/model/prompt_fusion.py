@@ -124,7 +124,7 @@ def transport_plan(costs: Tensor, transport: Transport) -> Tensor:
     convergence would make an example's plan depend on the others of its batch.
     """
     patches, prompts = costs.shape[-2:]
-    # [..., prompts, patches], in which the long sums run over neighbours: half the time.
+    # [..., prompts, patches], so that the long sums run over neighbours in memory, which is faster.
     kernel = (-costs.transpose(-1, -2) / transport.regularization).contiguous()
     row, column = -math.log(patches), math.log(transport.mass / prompts)
     v = torch.zeros_like(kernel[..., 0])

@@ -239,7 +239,9 @@ class PatchMatching:
             own = text_features(model, inputs, "inserted")
         texts = torch.stack([_unit(output.text_embeds), own])  # [prompts, classes, width]
         patches = _unit(self._patches(model, output.vision_model_output.last_hidden_state))
-        similarities = torch.einsum("ivd,pcd->icvp", patches, texts).float()  # [images, classes, patches, prompts]
+        # Not in 16 bits: the costs are divided by a small regularization.
+        with torch.autocast(patches.device.type, enabled=False):
+            similarities = torch.einsum("ivd,pcd->icvp", patches, texts)  # [images, classes, patches, prompts]
         # The plan is a constant: its gradient with respect to the costs is not part of the method.
         plan = transport_plan(1 - similarities.detach(), self.transport)
         output.logits_per_image = model.logit_scale.exp() * (plan * similarities).sum(dim=(-2, -1))
