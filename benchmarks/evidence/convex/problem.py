@@ -7,7 +7,7 @@ phrases; `images` has those of a small random vision transformer for random imag
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,11 @@ class Problem:
     decay: float
     max_examples: int
     """The run's cap, fixed for all rounds: a site of more examples weighs as one of this number."""
+    minima: dict[str, Array] = field(init=False)
+    """The head at which each objective is least."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "minima", {name: self.minimum(weights) for name, weights in self.objectives.items()})
 
     @classmethod
     def of(
@@ -191,11 +196,11 @@ def _random_images(site: str, seed: int) -> Dataset:
 
 # ---------------------------------------------------------------- phrases
 
-PHRASE_SIZES = (15, 30, 60, 120, 240, 480)
+PHRASE_SIZES = (10, 20, 40, 80, 160)
 
 
 def phrases(prepared: Path, seed: int = 0, sizes: tuple[int, ...] = PHRASE_SIZES) -> Problem:
-    """Return the problem of MiniLM's frozen features: phrases of six sites, one wording each.
+    """Return the problem of MiniLM's frozen features: phrases of five sites, one wording each.
 
     `prepared` is the folder of `benchmarks.evidence.sources.prepare`. The model's embedding table has the features of
     the phrases, so that a token stands for a phrase and a step does not compute MiniLM again.

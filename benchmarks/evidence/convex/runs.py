@@ -50,7 +50,7 @@ def limit(problem: Problem, paper: type[papers.FedAvg], share: float) -> float:
     take part and train for a time."""
     slow = replace(problem, rate=share * problem.rate)
     method = paper(slow, scenarios(problem)["by time"].steps(problem), {})
-    least = problem.minimum(problem.objectives["examples"])
+    least = problem.minima["examples"]
     head, last = least, -1.0
     while True:
         head = method.round(head, problem.sites)

@@ -32,8 +32,8 @@ TRAINING_SECONDS = 16.0
 """A round's training, where sites train for a time: that of the slowest site's STEPS."""
 MODEL_SECONDS = 2.0
 """The time of one model over a site's line, in one direction."""
-ROUNDS = 40
-SHOWN = (1, 2, 3, 4, 5, 6, 8, 10, 12, 14, 17, 20, 25, 30, 35, 40)
+ROUNDS = 30
+SHOWN = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 18, 20, 22, 24, 27, 30)
 """Rounds whose distances are kept."""
 LEVELS = (10.0, 1.0)
 """Distances, in %, whose first round is kept."""
@@ -257,7 +257,7 @@ def run(problem: Problem, arm: Arm, scenario: Scenario, rounds: int = ROUNDS) ->
     }
     conditions = scenario.conditions.model_copy(update={"keep_versions": "all", "loaded": len(problem.sites)})
     result = simulate(spec, problem.start, problem.data, conditions=conditions)
-    cohorts, least = merged(result), problem.minimum(problem.objectives[arm.objective])
+    cohorts, least = merged(result), problem.minima[arm.objective]
 
     def distance(head: Array) -> float:
         return float(100 * np.linalg.norm(head - least) / np.linalg.norm(least))

@@ -20,7 +20,7 @@ from benchmarks.evidence.transfer.traffic import (
     Arm,
     claim,
     encoded_bytes,
-    hours,
+    line_seconds,
     possible,
     step_bytes,
     traffic,
@@ -36,7 +36,7 @@ MERGED = (2, 10, 50)
 """Numbers of updates whose merge is measured."""
 CHUNKS = 4
 ALWAYS = (("head", "norm"), ("norm",))
-IN_MEMORY = tuple(arm for arm in ARMS if arm.name in {"fedavg", "safl, third of the layers, one choice", "lora", "pfeddc"})
+IN_MEMORY = tuple(arm for arm in ARMS if arm.name in {"fedavg", "safl, third of the layers, one choice", "lora"})
 FOUR_BITS = "lora, base in 4 bits"
 
 
@@ -71,35 +71,40 @@ def digits(value: float) -> str:
 
 def _traffic() -> Iterator[str]:
     """Yield bytes and hours. Methods of the same bytes share a row."""
-    raw, coded = {arm: _moved(arm, coded=False) for arm in ARMS}, {arm: _moved(arm, coded=True) for arm in ARMS}
-    rows: dict[tuple[object, ...], list[Arm]] = {}
-    for arm in ARMS:
-        rows.setdefault((*raw[arm].items(),), []).append(arm)
+    raw = {arm.name: _moved(arm, coded=False) for arm in ARMS}
+    coded = {arm.name: _moved(arm, coded=True) for arm in ARMS}
+    rows: dict[tuple[object, ...], list[str]] = {}
+    for name, moved in raw.items():
+        rows.setdefault(tuple(moved.items()), []).append(name)
     names = [large.name for large in MODELS]
     yield f"\n### Megabytes of a round at each of {SITES} sites, up / down, float32\n"
     yield from _header(["method", *names])
     for arms in rows.values():
-        yield _row([_named(arms), *(_pair(raw[arms[0]].get(name)) for name in names)])
-    yield f"\n### Hours of a round on a site's line of {LINE / 1e6:.0f} Mbit/s, raw / in 8 bits both ways\n"
+        yield _row([", ".join(arms), *(_pair(raw[arms[0]].get(name)) for name in names)])
+    yield f"\n### Time of a round's bytes on a site's line of {LINE / 1e6:.0f} Mbit/s, raw / in 8 bits both ways\n"
     yield from _header(["method", *names])
     for arms in rows.values():
-        yield _row([_named(arms), *(_hours(raw[arms[0]].get(name), coded[arms[0]].get(name)) for name in names)])
+        yield _row([", ".join(arms), *(_times(raw[arms[0]].get(name), coded[arms[0]].get(name)) for name in names)])
 
 
 def _moved(arm: Arm, *, coded: bool) -> Mapping[str, tuple[int, int]]:
     return {large.name: up_and_down(traffic(arm, large), coded=coded) for large in MODELS if possible(arm, large)}
 
 
-def _named(arms: Sequence[Arm]) -> str:
-    return ", ".join(arm.name for arm in arms)
-
-
 def _pair(moved: tuple[int, int] | None) -> str:
     return "-" if moved is None else " / ".join(digits(each / MEGA) for each in moved)
 
 
-def _hours(raw: tuple[int, int] | None, coded: tuple[int, int] | None) -> str:
-    return " / ".join(digits(hours(sum(moved))) for moved in (raw, coded) if moved is not None) or "-"
+def _times(raw: tuple[int, int] | None, coded: tuple[int, int] | None) -> str:
+    return " / ".join(time(sum(moved)) for moved in (raw, coded) if moved is not None) or "-"
+
+
+def time(moved: int) -> str:
+    """Return the time of these bytes on the line, in the unit that suits it."""
+    seconds = line_seconds(moved)
+    if seconds < 60:
+        return f"{digits(seconds)} s"
+    return f"{digits(seconds / 60)} min" if seconds < 3600 else f"{digits(seconds / 3600)} h"
 
 
 def _codecs() -> Iterator[str]:
@@ -125,37 +130,32 @@ def _codec_row(name: str, sizes: Mapping[str, int]) -> str:
 
 
 def _claim() -> Iterator[str]:
-    yield f"\n### SAFL: the most layers K of all L that save {CLAIMED:.0%}, by count\n"
+    """Yield the claim for each model; once if its head changes nothing."""
+    yield f"\n### SAFL: the most layers K, of all L, that save {CLAIMED:.0%}, by count\n"
     yield from _header(
         [
             "model",
             "trains beside layers",
-            "in layers",
-            "up at a third",
-            "K up",
-            f"K up, {PRUNED:.1%} pruned",
-            "K both ways, one choice",
-            f"K both ways, {SITES} own choices",
+            "share in layers",
+            "saved up by a third of the layers",
+            "K: up, and both ways with one choice",
+            f"K: up, {PRUNED:.1%} of rows pruned",
+            f"K: both ways, {SITES} own choices",
             "L",
         ]
     )
     tables: dict[str, tuple[Block, ...]] = {large.name: table(large) for large in MODELS}
     tables |= {name: blocks_of(config) for name, config in CONFIGS.items()}
     for name, blocks in tables.items():
+        before: list[str] = []
         for always in ALWAYS:
             found = claim(blocks, always)
-            third = max(1, round(found.layers / 3))
-            savings = (found.up, found.pruned, found.both_one_choice, found.both_own_choices)
-            yield _row(
-                [
-                    name,
-                    ", ".join(always),
-                    f"{found.in_layers:.1%}",
-                    f"{found.up[third - 1]:.1%}",
-                    *(str(found.most(saving) or "none") for saving in savings),
-                    str(found.layers),
-                ]
-            )
+            third = found.up[max(1, round(found.layers / 3)) - 1]
+            most = [str(found.most(savings) or "none") for savings in (found.up, found.pruned, found.own_choices)]
+            cells = [f"{found.in_layers:.1%}", f"{third:.1%}", *most, str(found.layers)]
+            if cells != before:
+                yield _row([name, ", ".join(always), *cells])
+            before = cells
 
 
 # ---------------------------------------------------------------- memory

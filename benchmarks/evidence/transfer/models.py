@@ -37,6 +37,9 @@ class Large:
     tokens: int
     """Of each text."""
 
+    def __hash__(self) -> int:
+        return hash(self.name)
+
     @property
     def variants(self) -> tuple[Variant, ...]:
         return ("plain", "lora", "prompts") if self.head == "contrastive" else ("plain", "lora")
@@ -113,14 +116,9 @@ MODELS = (BERT, VIT, CLIP, LLAMA, QWEN)
 
 
 @cache
-def _table(name: str, variant: Variant) -> tuple[Block, ...]:
-    large = next(large for large in MODELS if large.name == name)
-    return block_table(large.built(variant))
-
-
 def table(large: Large, variant: Variant = "plain") -> tuple[Block, ...]:
     """Return the model's block table, by the product's block map."""
-    return _table(large.name, variant)
+    return block_table(large.built(variant))
 
 
 def activation_bytes(large: Large, trained: Collection[Block], variant: Variant) -> int:

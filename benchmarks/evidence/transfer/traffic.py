@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache, lru_cache
 from random import Random
 from typing import Any
 
@@ -41,6 +41,9 @@ class Arm:
     settings: Mapping[str, Any] = field(default_factory=dict)
     variant: Variant = "plain"
 
+    def __hash__(self) -> int:
+        return hash(self.name)
+
 
 def _safl(name: str, **settings: Any) -> Arm:
     return Arm(name, "safl", settings)
@@ -74,6 +77,7 @@ class Traffic:
     """Blocks whose server state is fetched too."""
 
 
+@cache
 def traffic(arm: Arm, large: Large) -> Traffic:
     """Return one site's round among SITES, late in a run.
 
@@ -157,9 +161,9 @@ def up_and_down(found: Traffic, *, coded: bool) -> tuple[int, int]:
     return encoded_bytes("delta+int8", found.sent), step_bytes(found.fetched) + state
 
 
-def hours(nbytes_moved: float) -> float:
-    """Return the hours that a line of 100 Mbit/s takes for these bytes."""
-    return 8 * nbytes_moved / LINE / 3600
+def line_seconds(moved: float) -> float:
+    """Return the seconds that a line of 100 Mbit/s takes for these bytes, and nothing else on it."""
+    return 8 * moved / LINE
 
 
 # ---------------------------------------------------------------- the claim of 75 %
@@ -176,9 +180,11 @@ class Claim:
     in_layers: float
     """The share of the model's bytes that is in layers."""
     up: Sequence[float]
+    """Also of both ways, if all sites make one choice."""
     pruned: Sequence[float]
-    both_one_choice: Sequence[float]
-    both_own_choices: Sequence[float]
+    """Up, with PRUNED of the rows of each matrix left as they were."""
+    own_choices: Sequence[float]
+    """Both ways, if each site draws its layers."""
 
     def most(self, savings: Sequence[float]) -> int:
         """Return the largest number of layers that saves what the paper claims; 0 if none does."""
@@ -189,7 +195,7 @@ def claim(blocks: tuple[Block, ...], always: Sequence[str]) -> Claim:
     """Return the savings. Downloads are the union of SITES choices: one, or expected ones of independent draws."""
     candidates = Candidates.of(SAFLSettings(score="last", always=tuple(always)), blocks)
     whole, rest, count = nbytes(blocks), nbytes(candidates.always), len(candidates.layers)
-    up, pruned, one, own = list[float](), list[float](), list[float](), list[float]()
+    up, pruned, own = list[float](), list[float](), list[float]()
     for number in range(1, count + 1):
         chosen = candidates.top({layer.name: float(layer.index) for layer in candidates.layers}, number)
         sent = rest + sum(layer.nbytes for layer in chosen)
@@ -197,10 +203,9 @@ def claim(blocks: tuple[Block, ...], always: Sequence[str]) -> Claim:
         union = rest + sum(_expected(candidates, number))
         up.append(1 - sent / whole)
         pruned.append(1 - (sent - spared) / whole)
-        one.append(1 - sent / whole)
         own.append(1 - (sent + union) / (2 * whole))
     layered = nbytes([block for block in blocks if block.layer is not None])
-    return Claim(count, layered / whole, up, pruned, one, own)
+    return Claim(count, layered / whole, up, pruned, own)
 
 
 def _expected(candidates: Candidates, number: int) -> Iterator[float]:
