@@ -80,17 +80,20 @@ def test_the_hessian_is_the_slope_of_the_gradient(problem: Problem) -> None:
 def bert(pieces: int) -> BertModel:
     """A BERT whose pooler is the identity, and whose last layer norm ignores one element."""
     torch.manual_seed(0)
-    model = BertModel(
-        BertConfig(
-            vocab_size=pieces, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=8,
-            max_position_embeddings=24,
-        )
-    ).eval()  # fmt: skip
+    sizes = BertConfig(
+        vocab_size=pieces,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=8,
+        max_position_embeddings=24,
+    )
+    model = BertModel(sizes)
+    model.train(mode=False)
     with torch.no_grad():
-        model.pooler.dense.weight.copy_(torch.eye(16))
-        last = model.encoder.layer[-1].output.LayerNorm
-        last.weight.copy_(torch.linspace(0, 1, 16))
-        last.bias.copy_(torch.linspace(-0.1, 0.1, 16))
+        model.get_parameter("pooler.dense.weight").copy_(torch.eye(16))
+        model.get_parameter("encoder.layer.1.output.LayerNorm.weight").copy_(torch.linspace(0, 1, 16))
+        model.get_parameter("encoder.layer.1.output.LayerNorm.bias").copy_(torch.linspace(-0.1, 0.1, 16))
     return model
 
 
@@ -140,6 +143,21 @@ def test_with_small_steps_fednova_nears_the_minimum_and_fedavg_does_not(problem:
     near, far = (limit(problem, kind, 1 / 64) for kind in (papers.FedNova, papers.FedAvg))
     assert near < far / 4
     assert limit(problem, papers.FedNova, 1 / 4) > 4 * near
+
+
+@pytest.mark.parametrize(("alpha", "diverges"), [(1.0, False), (4.0, True)])
+def test_feddyn_diverges_where_a_small_sites_alpha_exceeds_two_over_the_rate(
+    problem: Problem, alpha: float, diverges: bool
+) -> None:
+    sizes = problem.objectives["examples"]
+    of_smallest = alpha * (sum(sizes.values()) / len(sizes)) / min(sizes.values())
+    assert (problem.rate * of_smallest > 2) == diverges
+    method = papers.FedDyn(problem, dict.fromkeys(problem.sites, STEPS), {"alpha": alpha})
+    head = np.zeros(problem.shape)
+    for _ in range(30):
+        head = method.round(head, problem.sites)
+    least = problem.minima["examples"]
+    assert (np.linalg.norm(head - least) > 100 * np.linalg.norm(least)) == diverges
 
 
 # ---------------------------------------------------------------- the product

@@ -6,9 +6,9 @@ python -m benchmarks.evidence.convex fednova "feddyn alpha=1.0" --scenarios "by 
 python -m benchmarks.evidence.convex --report             the tables and the plot of what is finished
 python -m benchmarks.evidence.convex --save               the finished runs into the repository
 
-Newton's method finds the minimum. Each method runs in the product's simulation, and its paper's equations run in numpy
-on the same cohorts. A finished run is kept; repeat the command to continue. `seconds` are those of the study's clock:
-a step lasts 4, 1 or 2 s at a site, a model over a line 2 s, and a round as long as its slowest site.
+Newton's method finds the minimum. Each method runs in the product's simulation, and its paper's equations in numpy on
+the same cohorts. A finished run is kept; repeat the command to continue. `seconds` are those of the study's clock: a
+step lasts 4, 1 or 2 s at a site, a model over a line 2 s, and a round as long as its slowest site.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ SAVED = Path(__file__).with_name("runs.json")
 OUT = Path("bench-output/convex")
 RUNS, PLOT = "runs.json", "convex.png"
 SEEDS = (1, 2, 3)
+
+
 class OtherStudy(ValueError):
     """A folder with runs of another problem or length."""
 
@@ -52,7 +54,7 @@ def work(
                 pool.submit(one, problem, arm, name, given.rounds): (arm.name, name, seed)
                 for name in given.scenarios or known
                 for arm in ARMS
-                if not given.methods or {arm.method, arm.name} & {*given.methods}
+                if arm.name in (given.methods or [arm.name])
                 if differs(arm, known[name]) and (arm.name, name, seed) not in found
             }
             for future in as_completed(begun):
@@ -68,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("methods", nargs="*", help="methods, or rows as 'feddyn alpha=1.0'; all if none")
+    parser.add_argument("methods", nargs="*", help="rows, such as fedavg or 'feddyn alpha=1.0'; all if none")
     parser.add_argument("--problem", choices=["phrases", "images"], help="phrases if they are prepared, else images")
     parser.add_argument("--prepared", type=Path, default=PREPARED, help="the folder of the model and the phrases")
     parser.add_argument("--scenarios", nargs="+", help="all if not given")

@@ -34,6 +34,7 @@ SKEW = 0.3
 EXACT = 1e-11
 """The largest element of the gradient at a minimum."""
 PIECE = 256
+KINDS = ("weight", "bias")
 
 
 @dataclass(frozen=True)
@@ -58,10 +59,15 @@ class Problem:
 
     @classmethod
     def of(
-        cls, model: PreTrainedModel, config: Mapping[str, Any], head: Head, data: Mapping[str, Dataset], **settings: Any
+        cls,
+        model: PreTrainedModel,
+        config: Mapping[str, Any],
+        head: Head,
+        data: Mapping[str, Dataset],
+        **settings: Any,
     ) -> Problem:
         """Return the problem of a model's head. The features are the inputs of its module `classifier`."""
-        classes = model.config.num_labels
+        classes = int(model.config.num_labels or 0)
         features, labels = {}, {}
         for name, dataset in data.items():
             (batch,) = dataset.batches(None, None)
@@ -242,12 +248,14 @@ def one_token_model(whole: PreTrainedModel, tokens: Array, seed: int) -> tuple[P
 
     Its one layer adds zero, so that the last layer norm, which is the BERT's, reads the embedding as it is.
     """
-    last = whole.encoder.layer[-1].output.LayerNorm
+    last = f"encoder.layer.{whole.config.num_hidden_layers - 1}.output.LayerNorm"
     features = []
-    for piece in torch.from_numpy(tokens).split(PIECE):
-        read = _inputs_of(whole, last, {"input_ids": piece, "attention_mask": (piece != 0).long()})[:, 0]
+    for start in range(0, len(tokens), PIECE):
+        piece = torch.from_numpy(tokens[start : start + PIECE])
+        batch = {"input_ids": piece, "attention_mask": (piece != 0).long()}
+        read = _inputs_of(whole, whole.get_submodule(last), batch)[:, 0]
         # Before its weights, of which some are zero.
-        features.append(layer_norm(read, last.normalized_shape, eps=last.eps))
+        features.append(layer_norm(read, read.shape[-1:], eps=whole.config.layer_norm_eps))
     table = torch.cat(features)
     config = {
         "model_type": "bert", "vocab_size": len(table), "hidden_size": table.shape[1], "num_hidden_layers": 1,
@@ -256,15 +264,16 @@ def one_token_model(whole: PreTrainedModel, tokens: Array, seed: int) -> tuple[P
         "attention_probs_dropout_prob": 0.0, "classifier_dropout": 0.0,
     }  # fmt: skip
     model = instantiate(config, "text-classification", seed=seed)
-    bert, layer = model.base_model, model.base_model.encoder.layer[0]
+    parameters, layer = dict(model.named_parameters()), "bert.encoder.layer.0"
+    dense = [
+        f"{path}.{kind}" for path in (f"{layer}.attention.output.dense", f"{layer}.output.dense") for kind in KINDS
+    ]
+    embeddings = [f"bert.embeddings.{kind}_embeddings.weight" for kind in ("position", "token_type")]
     with torch.no_grad():
-        for added in (bert.embeddings.position_embeddings, bert.embeddings.token_type_embeddings):
-            added.weight.zero_()
-        for dense in (layer.attention.output.dense, layer.output.dense):
-            dense.weight.zero_()
-            dense.bias.zero_()
-        bert.embeddings.word_embeddings.weight.copy_(table)
-        layer.output.LayerNorm.load_state_dict(last.state_dict())
-        bert.pooler.dense.weight.copy_(torch.eye(table.shape[1]))
-        bert.pooler.dense.bias.zero_()
+        for name in (*dense, *embeddings, "bert.pooler.dense.bias"):
+            parameters[name].zero_()
+        for kind in KINDS:
+            parameters[f"{layer}.output.LayerNorm.{kind}"].copy_(whole.get_parameter(f"{last}.{kind}"))
+        parameters["bert.embeddings.word_embeddings.weight"].copy_(table)
+        parameters["bert.pooler.dense.weight"].copy_(torch.eye(table.shape[1]))
     return model, config

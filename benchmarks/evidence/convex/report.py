@@ -61,7 +61,11 @@ def digits(value: float) -> str:
     """Return a number with two significant digits, and no exponent."""
     if abs(value) >= 10:
         return f"{value:.0f}"
-    return f"{value:.1f}" if abs(value) >= 1 else (f"{value:.6f}".rstrip("0").rstrip(".") if value == 0 else _small(value))
+    return (
+        f"{value:.1f}"
+        if abs(value) >= 1
+        else (f"{value:.6f}".rstrip("0").rstrip(".") if value == 0 else _small(value))
+    )
 
 
 def _small(value: float) -> str:
@@ -123,6 +127,8 @@ def _invariants(found: Found) -> Iterator[str]:
     for (arm, _, _), figures in found.items():
         if figures["invariant"] is not None and figures["distances"][-1] < LARGE:
             largest[arm] = max(largest.get(arm, 0.0), figures["invariant"])
+    if not largest:
+        return
     abandoned = sum(figures["abandoned"] for figures in found.values())
     yield (
         f"\nIn these runs {abandoned} attempts were abandoned. The largest difference between the server's mean of "
@@ -160,7 +166,8 @@ def picture(found: Found, out: Path) -> None:
         axes[1][column].set_xlabel("seconds by the study's clock", fontsize=8)
     for row in range(2):
         axes[row][0].set_ylabel("distance from the minimum, %", fontsize=8)
-    axes[0][0].legend(frameon=False, fontsize=7)
+    if axes[0][0].lines:
+        axes[0][0].legend(frameon=False, fontsize=7)
     figure.savefig(out, dpi=90)
 
 

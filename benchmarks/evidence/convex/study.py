@@ -16,7 +16,16 @@ import numpy as np
 
 from benchmarks.evidence.convex import papers
 from benchmarks.evidence.convex.problem import HEAD, Problem
-from tessera.shared.methods.base import CoordinatorHalf, Method, Participant, Phase, Plan, State, TaskContext, WorkerHalf
+from tessera.shared.methods.base import (
+    CoordinatorHalf,
+    Method,
+    Participant,
+    Phase,
+    Plan,
+    State,
+    TaskContext,
+    WorkerHalf,
+)
 from tessera.shared.methods.fednova import FedNovaCoordinator
 from tessera.shared.model.selectors import Selector, roles
 from tessera.shared.rounds.outliers import LEFT_OUT
@@ -57,13 +66,12 @@ class Arm:
         return " ".join([self.method, *(f"{key}={value}" for key, value in self.settings.items())])
 
 
-CONTROL = {"keeps": "control/", "models_moved": 3}
 ARMS = (
     Arm("fedavg", papers.FedAvg),
     Arm("fedprox", papers.FedProx),
     Arm("fednova", papers.FedNova),
-    Arm("scaffold", papers.Scaffold, "equal", **CONTROL),
-    Arm("scaffold", papers.Scaffold, "examples", {"weigh": "examples"}, **CONTROL),
+    Arm("scaffold", papers.Scaffold, "equal", keeps="control/", models_moved=3),
+    Arm("scaffold", papers.Scaffold, "examples", {"weigh": "examples"}, keeps="control/", models_moved=3),
     Arm("feddyn", papers.FedDyn, keeps="gradient/"),
     Arm("feddyn", papers.FedDyn, settings={"alpha": 0.1}, keeps="gradient/"),
     Arm("feddyn", papers.FedDyn, settings={"alpha": 1.0}, keeps="gradient/"),
@@ -159,7 +167,9 @@ def scenarios(problem: Problem, rounds: int = ROUNDS) -> dict[str, Scenario]:
     small = {"epochs": 1, "batch_size": 16, "learning_rate": problem.rate / 4}
     known = (
         Scenario("all", "all sites in every round"),
-        Scenario("drawn", f"{half} of {sites} sites drawn for each round", {"cohort": {"size": half, "quorum": half}}),
+        Scenario(
+            "drawn", f"{half} of {sites} sites drawn for each round", {"cohort": {"size": half, "quorum": half}}
+        ),
         Scenario("away", "the largest site away in four rounds of five", conditions=Conditions(away={largest: away})),
         Scenario(
             "drop-outs",

@@ -184,7 +184,9 @@ def _coordinator() -> Iterator[str]:
     for codec in (pipeline.RAW, "delta+int8"):
         sizes = [nbytes(table(large)) + SITES * encoded_bytes(codec, table(large)) for large in MODELS]
         yield _row([f"`{codec}`", *(digits(size / GIGA) for size in sizes)])
-    peaks = ", ".join(f"{merge_peak_bytes(count, CHUNKS) / (4 * CHUNK):.0f} MiB of {count} updates" for count in MERGED)
+    peaks = ", ".join(
+        f"{merge_peak_bytes(count, CHUNKS) / (4 * CHUNK):.0f} MiB of {count} updates" for count in MERGED
+    )
     yield f"\nThe sums of a merge hold, for a model of any size: {peaks}."
 
 

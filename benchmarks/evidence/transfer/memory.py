@@ -50,7 +50,9 @@ def worker_memory(arm: Arm, large: Large, *, four_bits: bool = False) -> WorkerM
     document = Model(config=dict(large.config), head=large.head, blocks=blocks, lora=lora)
     matrices = four_bit_tensors(document) if four_bits else frozenset()
     whole = needed_bytes(blocks, trained, ADAMW, matrices) - MARGIN_BYTES
-    return WorkerMemory(whole - gradients - moments, gradients, moments, activation_bytes(large, trained, arm.variant))
+    return WorkerMemory(
+        whole - gradients - moments, gradients, moments, activation_bytes(large, trained, arm.variant)
+    )
 
 
 # ---------------------------------------------------------------- the coordinator

@@ -151,4 +151,4 @@ def activation_bytes(large: Large, trained: Collection[Block], variant: Variant)
 
 def _number(tensor: torch.Tensor) -> int:
     # Its only identity: tensors on the meta device have no address.
-    return tensor.untyped_storage()._cdata  # noqa: SLF001
+    return int(tensor.untyped_storage()._cdata)  # noqa: SLF001

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, lru_cache
+from functools import cache
 from random import Random
 from typing import Any
 
@@ -87,7 +87,9 @@ def traffic(arm: Arm, large: Large) -> Traffic:
     blocks = table(large, arm.variant)
     # The optimizer that the method needs: the bytes do not depend on it.
     training = Training(optimizer="sgd")
-    half = coordinator_half(MethodSpec(name=arm.method, settings=dict(arm.settings)), RunInfo(blocks, 2 * LATE, training=training))
+    half = coordinator_half(
+        MethodSpec(name=arm.method, settings=dict(arm.settings)), RunInfo(blocks, 2 * LATE, training=training)
+    )
     kept = {CONTROL + "any": ArrayTensor(np.zeros(1, np.float32))} if arm.method == "scaffold" else {}
     state = State(LATE, {}, kept)
     cohort = [Participant(str(number), 1) for number in range(SITES)]
@@ -117,8 +119,8 @@ WEIGHT_SPREAD = 0.02
 def encoded_bytes(codec: str, blocks: Collection[Block]) -> int:
     """Return the bytes of an update of these blocks, without its header.
 
-    Sizes are those of the product's own encoder for synthetic values: weights from a normal distribution, and steps as
-    long as fifty of AdamW at 2e-5. Only lossless stages depend on the values.
+    Sizes are those of the product's own encoder for synthetic values: weights from a normal distribution, and steps
+    as long as fifty of AdamW at 2e-5. Only lossless stages depend on the values.
     """
     return sum(_block_bytes(pipeline.suited(codec, block), block) for block in blocks)
 
@@ -132,7 +134,7 @@ def _block_bytes(codec: str, block: Block) -> int:
     return sum(_chunk_bytes(codec, count) for count in chunk_counts(block.numel))
 
 
-@lru_cache(maxsize=None)
+@cache
 def _chunk_bytes(codec: str, count: int) -> int:
     """Return the encoded size of a float32 chunk."""
     random = np.random.default_rng(0)
