@@ -9,11 +9,11 @@ from benchmarks.evidence.transfer.memory import merge_peak_bytes, worker_memory
 from benchmarks.evidence.transfer.models import BERT, CLIP, LLAMA, MODELS, QWEN, VIT, Large, table
 from benchmarks.evidence.transfer.traffic import (
     ARMS,
-    Arm,
     claim,
     encoded_bytes,
     line_seconds,
     possible,
+    state_of,
     step_bytes,
     traffic,
     up_and_down,
@@ -58,10 +58,10 @@ def test_sites_that_choose_by_themselves_fetch_the_union() -> None:
     assert not possible(BY_NAME["pfeddc"], VIT)
 
 
-def test_a_method_with_an_unknown_server_state_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("benchmarks.evidence.transfer.traffic.CONTROL", "other/")
-    with pytest.raises(ValueError, match=r"fetches the server state control/\*, whose size is not known here"):
-        traffic(Arm("scaffold of another prefix", "scaffold"), BERT)
+def test_a_server_state_of_unknown_size_is_refused() -> None:
+    assert state_of(("control/*",), table(VIT)) == table(VIT)
+    with pytest.raises(ValueError, match=r"fetches the server state moments/\*, whose size is not known here"):
+        state_of(("moments/*",), table(VIT))
 
 
 def test_int8_takes_a_byte_for_each_weight_and_four_for_each_scale() -> None:

@@ -1,1 +1,1 @@
-"""What a round of each method moves and holds for large models, counted from their configs alone."""
+"""Bytes, time and memory of a round for large models, counted from their configs alone."""

@@ -82,7 +82,7 @@ def traffic(arm: Arm, large: Large) -> Traffic:
     """Return one site's round among SITES, late in a run.
 
     A version has changed where the round before changed it, which is the union of what the sites sent; the site has
-    all other blocks. Raises ValueError if the method's plan fetches a server state of unknown size.
+    all other blocks. Raises ValueError as `state_of`.
     """
     blocks = table(large, arm.variant)
     # The optimizer that the method needs: the bytes do not depend on it.
@@ -96,10 +96,18 @@ def traffic(arm: Arm, large: Large) -> Traffic:
     plans = list(half.plan(state, cohort, Random(0)).values())  # noqa: S311 (no secret: the same each time)
     sent = plans[0].upload.resolve(blocks)
     changed = {block.name: block for plan in plans for block in plan.upload.resolve(blocks)}
-    if unknown := [name for name in plans[0].server_state if not name.startswith(CONTROL)]:
-        raise ValueError(f"{arm.name} fetches the server state {unknown[0]}, whose size is not known here: add it")
-    state_blocks = tuple(changed.values()) if plans[0].server_state else ()
-    return Traffic(plans[0].train.resolve(blocks), sent, tuple(changed.values()), state_blocks)
+    fetched = tuple(changed.values())
+    return Traffic(plans[0].train.resolve(blocks), sent, fetched, state_of(plans[0].server_state, fetched))
+
+
+def state_of(patterns: Sequence[str], fetched: tuple[Block, ...]) -> tuple[Block, ...]:
+    """Return the blocks whose server state a plan fetches: all that are fetched, or none.
+
+    Raises ValueError for a state whose size is not known here.
+    """
+    if unknown := [pattern for pattern in patterns if not pattern.startswith(CONTROL)]:
+        raise ValueError(f"a plan fetches the server state {unknown[0]}, whose size is not known here: add it")
+    return fetched if patterns else ()
 
 
 def possible(arm: Arm, large: Large) -> bool:
