@@ -28,8 +28,10 @@ from tessera.shared.methods.base import (
     UnsupportedRun,
     Update,
 )
+from tessera.shared.methods.layer_choice import Candidates
 from tessera.shared.methods.registry import coordinator_half, worker_half
-from tessera.shared.methods.safl import Candidates, SAFLSettings, beyond_the_sink, copies_in_training, pruned
+from tessera.shared.methods.safl import beyond_the_sink, copies_in_training, pruned
+from tessera.shared.methods.safl_settings import SAFLSettings
 from tessera.shared.model.attention_stats import ByHead, LayerAttention, TaskTokens
 from tessera.shared.model.blocks import Block, layers_of
 from tessera.shared.model.spec import Head, Prompts
@@ -369,7 +371,7 @@ def stacked(*sizes: int) -> Candidates:
         for stack, size in zip("ab", sizes, strict=True)
         for i in range(size)
     ]
-    return Candidates.of(SAFLSettings(), blocks)
+    return SAFLSettings().candidates(blocks)
 
 
 def test_each_stack_gives_its_share_of_the_layers() -> None:
@@ -393,8 +395,8 @@ def test_a_layer_without_attention_is_no_candidate_for_attention_and_one_for_gra
         Block(tensor="h.0.q.weight", role="query", layer=0, shape=(2,), dtype="F32"),
         Block(tensor="h.1.mlp.weight", role="mlp", layer=1, shape=(2,), dtype="F32"),
     ]
-    assert [layer.index for layer in Candidates.of(SAFLSettings(), blocks).layers] == [0]
-    assert [layer.index for layer in Candidates.of(SAFLSettings(score="fisher"), blocks).layers] == [0, 1]
+    assert [layer.index for layer in SAFLSettings().candidates(blocks).layers] == [0]
+    assert [layer.index for layer in SAFLSettings(score="fisher").candidates(blocks).layers] == [0, 1]
 
 
 # ---------------------------------------------------------------- consensus
