@@ -1,9 +1,9 @@
 """Whether SAFL picks the layers that can help: `python -m benchmarks.evidence.planted [--quick]`.
 
 A small transformer learns to name the word after a marker. Then two of its six layers, drawn by the seed, are muted:
-their last norm keeps a hundredth of its gain and adds a constant, in which everything after them is lost. Only these
-two can restore the model: with any other layers its accuracy stays at chance. So each arm has a right answer, and
-"picks the right layers" is a figure. Arms of a seed share the model, the data and the run's seed.
+their last norm keeps a twentieth of its gain and adds a constant, in which the words are lost for all that follows.
+Within these rounds only those two layers can restore the model. So there is a right answer, and "picks the right
+layers" is a figure. Arms of a seed share the model, the data and the run's seed.
 """
 
 from __future__ import annotations
@@ -11,14 +11,17 @@ from __future__ import annotations
 import argparse
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from math import isnan
+from multiprocessing import get_context
 from statistics import fmean, stdev
 from typing import Any
 
 import numpy as np
 import structlog
 import torch
+from pydantic import JsonValue
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
@@ -33,19 +36,18 @@ CLASSES, FIRST_TOKEN, MARKER, WORDS = 8, 1, 2, 3
 """The label of an example is the word after the marker; other words are drawn from the same ones and as many more."""
 LENGTH = 10
 LAYERS = 6
-CONFIG = {
+CONFIG: dict[str, JsonValue] = {
     "model_type": "bert", "vocab_size": WORDS + 2 * CLASSES, "hidden_size": 32, "num_hidden_layers": LAYERS,
     "num_attention_heads": 4, "intermediate_size": 64, "max_position_embeddings": LENGTH, "num_labels": CLASSES,
     "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "pad_token_id": 0,
 }  # fmt: skip
 LEARNT = 0.97
-GAIN = 0.01
+GAIN = 0.05
 
 MARKED = {"where": "ids", "ids": [MARKER]}
 """The first token reads, and is the sink itself; of the others the marker is the task's."""
 ARMS: Mapping[str, Mapping[str, Any]] = {
     "oracle": {"score": "fixed"},
-    "all layers": {"score": "attention", "layers": LAYERS},
     "random": {"score": "random"},
     "first": {"score": "first"},
     "last": {"score": "last"},
@@ -56,7 +58,6 @@ ARMS: Mapping[str, Mapping[str, Any]] = {
     "attention, vote": {"chooser": "vote"},
     "gradient-norm": {"score": "gradient-norm"},
     "gradient-norm, pick_every 6": {"score": "gradient-norm", "pick_every": 6},
-    "gradient-norm, vote": {"score": "gradient-norm", "chooser": "vote"},
     "fisher": {"score": "fisher"},
 }
 
@@ -67,10 +68,10 @@ class Study:
     sites: int = 3
     examples: int = 96
     """Of each site."""
-    test: int = 1000
-    rounds: int = 9
-    steps: int = 5
-    learning_rate: float = 0.01
+    test: int = 400
+    rounds: int = 8
+    steps: int = 6
+    learning_rate: float = 0.005
     pretraining: int = 600
     """The most steps; it ends when the model has learnt the task."""
 
@@ -106,8 +107,9 @@ def examples(count: int, seed: int, skew: float | None = None) -> Dataset:
 
 
 def accuracy(model: PreTrainedModel, data: Dataset) -> float:
+    model.train(False)
     with torch.no_grad():
-        found = model.eval()(input_ids=data.tensors["input_ids"]).logits.argmax(1)
+        found = model(input_ids=data.tensors["input_ids"]).logits.argmax(1)
     return float((found == data.tensors["labels"]).double().mean())
 
 
@@ -120,7 +122,7 @@ def pretrained(study: Study, seed: int) -> PreTrainedModel:
         batch = examples(64, 10_000 * (seed + 1) + step).tensors
         loss = cross_entropy(model.train()(input_ids=batch["input_ids"]).logits, batch["labels"])
         optimizer.zero_grad()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         if step % 50 == 49 and accuracy(model, check) >= LEARNT:
             break
@@ -133,8 +135,8 @@ def muted(model: PreTrainedModel, layers: Sequence[int], seed: int) -> None:
     for layer in layers:
         norm = model.get_submodule(f"bert.encoder.layer.{layer}.output.LayerNorm")
         with torch.no_grad():
-            norm.weight.mul_(GAIN)
-            norm.bias.normal_(generator=generator)
+            norm.get_parameter("weight").mul_(GAIN)
+            norm.get_parameter("bias").normal_(generator=generator)
 
 
 def planted_of(seed: int) -> list[int]:
@@ -147,7 +149,7 @@ def planted_of(seed: int) -> list[int]:
 
 def run(study: Study, settings: Mapping[str, Any], start: Weights, seed: int) -> Figures:
     planted = {f"bert.encoder.layer.{layer}" for layer in planted_of(seed)}
-    chosen = {"layers": 2, "profile_batches": 2, **settings}
+    chosen = {"layers": 2, "profile_batches": 1, **settings}
     if chosen.get("score") == "fixed":
         chosen = {**settings, "fixed": sorted(planted)}
     spec = {
@@ -180,6 +182,14 @@ def start_of(study: Study, seed: int) -> tuple[Weights, float]:
     before = accuracy(model, examples(study.test, 100 * seed + 99))
     muted(model, planted_of(seed), seed)
     return Weights.of(model, CONFIG, "text-classification"), before
+
+
+def of_seed(study: Study, seed: int) -> tuple[float, dict[str, Figures]]:
+    """Return the accuracy of a seed's model before the damage, and the figures of each arm."""
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
+    torch.set_num_threads(1)
+    start, before = start_of(study, seed)
+    return before, {arm: run(study, settings, start, seed) for arm, settings in ARMS.items()}
 
 
 # ---------------------------------------------------------------- the report
@@ -240,19 +250,16 @@ def _paired(values: Sequence[float]) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a tiny study, whose figures mean nothing")
-    parser.add_argument("--seeds", type=int, default=None, help=f"default {Study.seeds}")
+    parser.add_argument("--processes", type=int, default=1, help="seeds that run at the same time")
     given = parser.parse_args(arguments)
-    study = QUICK if given.quick else Study(seeds=given.seeds or Study.seeds)
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
-    torch.set_num_threads(1)
-    found: dict[str, list[Figures]] = {arm: [] for arm in ARMS}
-    before = []
-    for seed in range(study.seeds):
-        start, accuracy_before = start_of(study, seed)
-        before.append(accuracy_before)
-        for arm, settings in ARMS.items():
-            found[arm].append(run(study, settings, start, seed))
-    for line in lines(study, found, before):
+    study = QUICK if given.quick else Study()
+    if given.processes > 1:
+        with ProcessPoolExecutor(given.processes, get_context("spawn")) as pool:
+            results = list(pool.map(of_seed, [study] * study.seeds, range(study.seeds)))
+    else:
+        results = [of_seed(study, seed) for seed in range(study.seeds)]
+    found = {arm: [figures[arm] for _, figures in results] for arm in ARMS}
+    for line in lines(study, found, [before for before, _ in results]):
         print(line)
 
 

@@ -186,7 +186,7 @@ def weighted_mean(reported: Iterable[tuple[float, float]]) -> float:
 
 
 def due(candidates: Candidates, count: int, every: int, number: int) -> list[str]:
-    """Return the layers that round `number` trains whatever their score, by name: each one in one round of `every`,
+    """Return the layers that round `number` trains regardless of scores, by name: each one in one round of `every`,
     and at most `count` of them.
 
     It depends on the round alone, so no absence and no repetition of a round can make a layer wait for longer.

@@ -72,7 +72,7 @@ class SAFLSettings(MethodSettings):
         default=0.0, ge=0, lt=1, description="the probability of each of the K places to be drawn at random"
     )
     pick_every: PositiveInt | None = Field(
-        default=None, description="rounds in which every layer trains at least once, in turn, whatever its score"
+        default=None, description="rounds in which every layer trains at least once, in turn, regardless of its score"
     )
     profile_batches: PositiveInt = Field(
         default=4, description="local batches to measure scores on; a noisy private choice uses all"
