@@ -250,9 +250,10 @@ def _paired(values: Sequence[float]) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a tiny study, whose figures mean nothing")
+    parser.add_argument("--seeds", type=int, default=Study.seeds)
     parser.add_argument("--processes", type=int, default=1, help="seeds that run at the same time")
     given = parser.parse_args(arguments)
-    study = QUICK if given.quick else Study()
+    study = QUICK if given.quick else Study(seeds=given.seeds)
     if given.processes > 1:
         with ProcessPoolExecutor(given.processes, get_context("spawn")) as pool:
             results = list(pool.map(of_seed, [study] * study.seeds, range(study.seeds)))
