@@ -8,29 +8,27 @@ decoder, two towers) are ranked within their stack, and each stack contributes i
     S_k = the K layers of the largest score;   w_l = w_l + sum_{k: l in S_k} n_k d_kl / sum_{k: l in S_k} n_k
 
 A version's scalars, by layer number (with several stacks, the stack's number and the layer's): `picks`, the number of
-updates with the layer; `last_pick`, the last version that it was sent for; `score` and `entropy`, as last measured.
+updates with the layer; `last_pick`, the last version that it was sent for; `score`, `vote` (the share of the ballots
+with the layer) and `entropy`, as last measured; `held`, 1 for the layers that a common choice with hysteresis holds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fnmatch import fnmatchcase
-from glob import escape
 from itertools import islice
-from math import fsum, inf, nan
+from math import inf, nan
 from random import Random
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING
 
 import numpy as np
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from tessera.shared.methods.base import (
     Chart,
     CoordinatorHalf,
     LocalResult,
     Method,
-    MethodSettings,
     Participant,
     Phase,
     Plan,
@@ -42,18 +40,24 @@ from tessera.shared.methods.base import (
     Update,
     WorkerHalf,
 )
-from tessera.shared.model.attention_stats import ByHead, LayerAttention, TaskTokens
-from tessera.shared.model.blocks import Block, Layer, Role, layers_of
-from tessera.shared.model.selectors import NOTHING, Match, Selector
-from tessera.shared.run_settings import Privacy, Training
+from tessera.shared.methods.layer_choice import (
+    CommonChoice,
+    Held,
+    check_ballot,
+    check_calendar,
+    due,
+    explored,
+    weighted_mean,
+)
+from tessera.shared.methods.safl_settings import OF_ATTENTION, ON_PURPOSE, SAFLSettings, check_privacy
+from tessera.shared.model.attention_stats import ByHead, LayerAttention
+from tessera.shared.model.blocks import Block, Layer
+from tessera.shared.model.selectors import NOTHING, Selector
+from tessera.shared.run_settings import Training
 from tessera.shared.tensors.lazy import Array
 
 if TYPE_CHECKING:
     import torch
-
-Score = Literal["attention", "sink-corrected", "gradient-norm", "fisher", "random", "first", "last", "fixed"]
-OF_ATTENTION = frozenset({"attention", "sink-corrected"})
-OF_DATA = OF_ATTENTION | {"gradient-norm", "fisher"}
 
 DEFAULT_SHARE = 1 / 3
 """The paper's 8 of 24."""
@@ -63,167 +67,12 @@ SHOWN = 8
 CODED = 4
 """The compression by int8, at half a percent of error: a run's byte budget is filled with layers for this codec."""
 
-# The scalars of a plan: whether to measure scores, and the number of layers to choose.
+# The scalars of a plan: whether to measure scores, the number of layers to choose, the number to vote for, and by
+# layer those that were drawn for the worker.
 PROFILE = "profile"
 LAYERS = "layers"
-
-
-class SAFLSettings(MethodSettings):
-    score: Score = Field(
-        default="attention", description="the ranking of layers; `random` and later ones use no data"
-    )
-    tokens: TaskTokens = Field(default=TaskTokens(), description="the tokens whose attention counts")
-    chooser: Literal["worker", "consensus"] = Field(
-        default="worker", description="each worker chooses by its own scores, or all train the same by the mean score"
-    )
-    layers: PositiveInt | None = Field(
-        default=None, description="K, the layers that a worker trains in a round, as a number"
-    )
-    share: float | None = Field(
-        default=None, gt=0, le=1, description="K as a share of the model's layers; 1/3 if no key gives K"
-    )
-    upload_bytes: PositiveInt | None = Field(
-        default=None, description="K as the layers that fit into this many bytes, before any codec"
-    )
-    upload_seconds: PositiveFloat | None = Field(
-        default=None, description="fewer layers for a worker whose upload takes longer at its declared bandwidth"
-    )
-    memory_share: float | None = Field(
-        default=None,
-        gt=0,
-        le=1,
-        description="fewer layers for a worker whose training would exceed this share of its declared memory",
-    )
-    fixed: tuple[str, ...] = Field(
-        default=(), description="shell patterns for the names of layers, for the score fixed"
-    )
-    always: tuple[Role, ...] = Field(
-        default=("head", "norm"), description="blocks outside the layers that train in every round, by role"
-    )
-    within: tuple[Role, ...] | None = Field(
-        default=None, min_length=1, description="blocks of a chosen layer that train, by role; by default all"
-    )
-    profile_every: PositiveInt = Field(default=1, description="rounds for which a choice, or a mean score, is valid")
-    profile_batches: PositiveInt = Field(
-        default=4, description="local batches to measure scores on; a noisy private choice uses all"
-    )
-    prune: float = Field(default=0.0, ge=0, lt=1, description="share of each matrix's rows whose changes are dropped")
-    prune_by: Literal["attention", "magnitude"] = Field(
-        default="attention", description="rows of the heads with the least mass first, or of the smallest change"
-    )
-    starved_after: PositiveInt = Field(default=10, description="rounds without a pick before a warning")
-    collapsed_below: float = Field(default=0.1, ge=0, le=1, description="attention entropy below which to warn")
-
-    @model_validator(mode="after")
-    def _consistent(self) -> Self:
-        if sum(given is not None for given in (self.layers, self.share, self.upload_bytes)) > 1:
-            raise ValueError("give one of layers, share and upload_bytes, not several")
-        if (self.score == "fixed") != bool(self.fixed):
-            raise ValueError("give fixed if, and only if, the score is fixed")
-        if self.score == "sink-corrected" and self.tokens.where == "first":
-            raise ValueError("the first token is the sink itself: choose other task tokens, or the score attention")
-        return self
-
-    @property
-    def looks_at_data(self) -> bool:
-        return self.score in OF_DATA
-
-    @property
-    def needs_heads(self) -> bool:
-        return self.prune > 0 and self.prune_by == "attention"
-
-
-# ---------------------------------------------------------------- candidates
-
-
-@dataclass(frozen=True)
-class Candidates:
-    """The layers of each stack that can be chosen, with the blocks that the settings train."""
-
-    stacks: tuple[tuple[Layer, ...], ...]
-    within: tuple[Role, ...] | None
-    """The roles that train in a chosen layer; all if None."""
-    always: tuple[Block, ...]
-    """The blocks that train regardless of the choice."""
-
-    @classmethod
-    def of(cls, settings: SAFLSettings, blocks: Sequence[Block]) -> Self:
-        stacks: dict[str, list[Layer]] = {}
-        for layer in layers_of(blocks):
-            # A layer without attention has no such score.
-            if settings.score in OF_ATTENTION and not any(block.role == "query" for block in layer.blocks):
-                continue
-            if trained := tuple(b for b in layer.blocks if settings.within is None or b.role in settings.within):
-                stacks.setdefault(layer.stack, []).append(replace(layer, blocks=trained))
-        always = tuple(block for block in blocks if block.layer is None and block.role in settings.always)
-        return cls(tuple(map(tuple, stacks.values())), settings.within, always)
-
-    @property
-    def layers(self) -> tuple[Layer, ...]:
-        return tuple(layer for stack in self.stacks for layer in stack)
-
-    @property
-    def labels(self) -> dict[str, str]:
-        """The suffix of each layer's scalars, by its name."""
-        if len(self.stacks) == 1:
-            return {layer.name: str(layer.index) for layer in self.layers}
-        return {layer.name: f"{place}.{layer.index}" for place, stack in enumerate(self.stacks) for layer in stack}
-
-    def quotas(self, count: int) -> list[int]:
-        """Return each stack's share of `count` layers, in proportion: the ranks of all stacks, sorted by midpoint."""
-        ranks = [((rank + 0.5) / len(stack), s) for s, stack in enumerate(self.stacks) for rank in range(len(stack))]
-        chosen = [s for _, s in sorted(ranks)[:count]]
-        return [chosen.count(s) for s in range(len(self.stacks))]
-
-    def top(self, scores: Mapping[str, float], count: int) -> list[Layer]:
-        """Return the layers of the largest scores by name; of equals, those nearer the input."""
-        chosen: list[Layer] = []
-        for stack, quota in zip(self.stacks, self.quotas(count), strict=True):
-            chosen += sorted(stack, key=lambda layer: -scores[layer.name])[:quota]
-        return chosen
-
-    def trained_bytes(self, count: int) -> int:
-        """Return the most bytes that any choice of `count` layers trains, and sends."""
-        total = sum(block.nbytes for block in self.always)
-        for stack, quota in zip(self.stacks, self.quotas(count), strict=True):
-            total += sum(sorted((layer.nbytes for layer in stack), reverse=True)[:quota])
-        return total
-
-    def fitting(self, nbytes: float) -> int:
-        """Return the number of layers of which any choice trains at most `nbytes`."""
-        return max((k for k in range(len(self.layers) + 1) if self.trained_bytes(k) <= nbytes), default=0)
-
-    def selector(self, chosen: Sequence[Layer]) -> Selector:
-        """Select the trained blocks of the chosen layers, and the blocks that always train."""
-        patterns = tuple(pattern for layer in chosen for pattern in _patterns(layer))
-        always = tuple(escape(block.name) for block in self.always)
-        matches = [Match(roles=self.within, names=patterns)] if patterns else []
-        return Selector(include=(*matches, Match(names=always)) if always else tuple(matches))
-
-
-def _patterns(layer: Layer) -> Sequence[str]:
-    # A layer of a custom block map has no common prefix.
-    return [f"{escape(layer.name)}.*"] if layer.stack else [escape(block.name) for block in layer.blocks]
-
-
-def check_privacy(settings: SAFLSettings, privacy: Privacy | None) -> None:
-    """Raise UnsupportedRun if SAFL would disclose more about a site's data than the run's privacy covers."""
-    if privacy is None or not (settings.looks_at_data or settings.needs_heads):
-        return
-    if privacy.selection == "refused":
-        raise UnsupportedRun(
-            "SAFL reads the data to choose layers, which the run's epsilon does not cover: set privacy.selection to "
-            "noisy, or to uncovered to accept this explicitly; or set score to random and prune_by to magnitude"
-        )
-    if settings.looks_at_data and settings.chooser == "consensus":
-        raise UnsupportedRun("a private worker reports no scores for a consensus: set chooser to worker")
-    if privacy.selection == "noisy" and settings.looks_at_data and settings.score not in OF_ATTENTION:
-        raise UnsupportedRun(
-            f"no noise covers the score {settings.score}, which one example can change without bound: set score to "
-            "attention, sink-corrected or random"
-        )
-    if privacy.selection == "noisy" and settings.needs_heads:
-        raise UnsupportedRun("noise covers the choice of layers, not that of heads: set prune_by to magnitude")
+VOTES = "votes"
+DRAWN = "drawn"
 
 
 # ---------------------------------------------------------------- the coordinator
@@ -232,7 +81,14 @@ def check_privacy(settings: SAFLSettings, privacy: Privacy | None) -> None:
 class SAFLCoordinator(CoordinatorHalf[SAFLSettings]):
     def __init__(self, settings: SAFLSettings, run: RunInfo) -> None:
         super().__init__(settings, run)
-        self._candidates = Candidates.of(settings, run.blocks)
+        self._candidates = settings.candidates(run.blocks)
+        self._common = CommonChoice(
+            self._candidates,
+            "vote" if settings.chooser == "vote" else "score",
+            by_examples=settings.chooser == "consensus" or settings.votes_by == "examples",
+            smoothing=settings.smoothing,
+            hysteresis=settings.hysteresis,
+        )
         layers = self._candidates.layers
         self._fixed = [layer for layer in layers if any(fnmatchcase(layer.name, name) for name in settings.fixed)]
 
@@ -252,6 +108,8 @@ class SAFLCoordinator(CoordinatorHalf[SAFLSettings]):
             raise UnsupportedRun(
                 f"no layer is called {unknown[0]}; there are {', '.join(layer.name for layer in layers[:SHOWN])}"
             )
+        if settings.pick_every:
+            check_calendar(self._candidates, settings.pick_every, self._k)
         return state
 
     @property
@@ -283,16 +141,28 @@ class SAFLCoordinator(CoordinatorHalf[SAFLSettings]):
 
     def plan(self, state: State, cohort: Sequence[Participant], rng: Random) -> Mapping[str, Plan]:
         common = self._drawn(rng)
-        each = self.settings.chooser == "worker"
-        return {worker.name: self._plan(state, worker, self._drawn(rng) if each else common) for worker in cohort}
+        if self.settings.chooser == "worker":
+            return {
+                w.name: self._plan(state, w, self._drawn(rng), self._places(state, self._k_of(w), rng))
+                for w in cohort
+            }
+        places = self._places(state, self._k, rng)
+        return {worker.name: self._plan(state, worker, common, places) for worker in cohort}
 
     def plan_for(self, state: State, worker: Participant) -> Plan:
-        return self._plan(state, worker, self._drawn(Random(state.round)))  # noqa: S311 (no secret)
+        return self.plan(state, [worker], Random(state.round))[worker.name]  # noqa: S311 (no secret)
 
     def _drawn(self, rng: Random) -> dict[str, float]:
+        """Return the random scores of layers."""
         return {layer.name: rng.random() for layer in self._candidates.layers}
 
-    def _plan(self, state: State, worker: Participant, drawn: Mapping[str, float]) -> Plan:
+    def _places(self, state: State, count: int, rng: Random) -> list[str]:
+        """Return the layers of the next round that no score chooses."""
+        every, share = self.settings.pick_every, self.settings.explore
+        taken = due(self._candidates, count, every, state.round + 1) if every else []
+        return taken + (explored(self._candidates, count, share, taken, rng) if share else [])
+
+    def _plan(self, state: State, worker: Participant, random: Mapping[str, float], places: Sequence[str]) -> Plan:
         settings, candidates, count = self.settings, self._candidates, self._k_of(worker)
         scalars = {PROFILE: float(state.round % settings.profile_every == 0)}
         layers: Sequence[Layer] = candidates.layers
@@ -300,25 +170,31 @@ class SAFLCoordinator(CoordinatorHalf[SAFLSettings]):
             layers = self._fixed[:count]
         elif not settings.looks_at_data:
             sign = {"first": -1, "last": 1}.get(settings.score)
-            layers = candidates.top({e.name: sign * e.index if sign else drawn[e.name] for e in layers}, count)
+            scores = {each.name: sign * each.index if sign else random[each.name] for each in layers}
+            layers = candidates.top(scores, count, places)
         elif settings.chooser == "worker":
-            scalars[LAYERS] = float(count)
+            scalars |= {LAYERS: float(count), **{f"{DRAWN}.{candidates.labels[name]}": 1.0 for name in places}}
         else:
-            scores = {name: state.scalars.get(f"score.{label}") for name, label in candidates.labels.items()}
-            known = {name: score for name, score in scores.items() if score is not None}
-            if len(known) < len(scores):
-                return Plan(stage="profile", train=NOTHING, upload=NOTHING, scalars={PROFILE: 1.0})
-            layers = candidates.top(known, count)
+            if settings.chooser == "vote":
+                scalars[VOTES] = float(self._k)
+            if (common := self._common.layers(state.scalars, count, places)) is None:
+                return Plan(stage="profile", train=NOTHING, upload=NOTHING, scalars={**scalars, PROFILE: 1.0})
+            layers = common
         selector = candidates.selector(layers)
         return Plan(train=selector, upload=selector, scalars=scalars)
 
     # ------------------------------------------------------------ merging
 
     def check(self, plan: Plan, examples: int, metrics: Mapping[str, float]) -> None:
+        labels = self._candidates.labels
         if self.settings.chooser == "worker" or not self.settings.looks_at_data or not plan.scalars.get(PROFILE):
             return
+        if self.settings.chooser == "vote":
+            votes = {name: metrics[at] for name, label in labels.items() if (at := f"vote.{label}") in metrics}
+            check_ballot(self._candidates, votes, self._k)
+            return
         largest = 1.0 if self.settings.score in OF_ATTENTION else inf
-        for name, label in self._candidates.labels.items():
+        for name, label in labels.items():
             if not 0 <= (score := metrics.get(f"score.{label}", nan)) <= largest:
                 raise ValueError(f"the score of {name} is {score}, and must be a number from 0 to {largest:g}")
 
@@ -332,14 +208,16 @@ class SAFLCoordinator(CoordinatorHalf[SAFLSettings]):
             scalars[f"picks.{label}"] = scalars.get(f"picks.{label}", 0.0) + picks
             if picks:
                 scalars[f"last_pick.{label}"] = float(merged.round)
-            for measured in (f"score.{label}", f"entropy.{label}"):
-                reported = [(u.examples, u.metrics[measured]) for u in updates if measured in u.metrics]
-                if reported:
-                    scalars[measured] = fsum(n * value for n, value in reported) / sum(n for n, _ in reported)
+            entropies = [(u.examples, u.metrics[name]) for u in updates if (name := f"entropy.{label}") in u.metrics]
+            if entropies:
+                scalars[f"entropy.{label}"] = weighted_mean(entropies)
+        if self.settings.chooser != "worker":
+            scalars |= self._common.after(scalars, updates, self._k)
         return replace(merged, scalars=scalars)
 
     def check_robust(self) -> None:
-        """Accept every rule: all steps pass it. A malicious worker can affect the layers that a consensus chooses."""
+        """Accept every rule: all steps pass it. A malicious worker can affect the layers that a consensus chooses; in
+        a vote it has one ballot."""
 
     def check_client_privacy(self) -> None:
         if self.settings.looks_at_data:
@@ -369,6 +247,11 @@ class SAFLCoordinator(CoordinatorHalf[SAFLSettings]):
                 f"with the score {settings.score} the probability that a layer is sent is unknown: set score to "
                 "random, or choose another normalization than inverse-probability"
             )
+        if settings.pick_every:
+            raise UnsupportedRun(
+                "with pick_every the probability that a layer is sent differs by round: leave it out, or choose "
+                "another normalization than inverse-probability"
+            )
         limits = (settings.memory_share, settings.upload_seconds, self.run.upload_seconds)
         if settings.prune or any(limit is not None for limit in limits):
             raise UnsupportedRun(
@@ -376,8 +259,7 @@ class SAFLCoordinator(CoordinatorHalf[SAFLSettings]):
                 "out prune, upload_seconds and memory_share, or choose another normalization"
             )
         if settings.score == "random":
-            quotas = self._candidates.quotas(self._k)
-            for stack, quota in zip(self._candidates.stacks, quotas, strict=True):
+            for stack, quota in self._candidates.shares(self._k):
                 if any(block in layer.blocks for layer in stack):
                     return quota / len(stack)
         return 1.0
@@ -390,12 +272,13 @@ class SAFLCoordinator(CoordinatorHalf[SAFLSettings]):
                 "embeddings, which stay as they are. Add embedding to always to train it"
             )
         last = {name: int(state.scalars.get(f"last_pick.{label}", 0)) for name, label in labels.items()}
-        starved = [name for name, version in last.items() if state.round - version >= settings.starved_after]
-        # With explicitly chosen layers the others are left out on purpose.
-        if starved and settings.score not in {"first", "last", "fixed"}:
+        # The calendar trains a layer in time.
+        limit = max(settings.starved_after, settings.pick_every or 0)
+        starved = [name for name, version in last.items() if state.round - version >= limit]
+        if starved and settings.score not in ON_PURPOSE:
             warnings.append(
-                f"layer starvation: {_listed(starved)} in no update of the last {settings.starved_after} rounds, and "
-                "not trained by any worker"
+                f"layer starvation: {_listed(starved)} in no update of the last {limit} rounds, and not trained by "
+                "any worker"
             )
         entropies = {name: state.scalars.get(f"entropy.{label}", inf) for name, label in labels.items()}
         if low := [name for name, entropy in entropies.items() if entropy < settings.collapsed_below]:
@@ -427,9 +310,10 @@ class SAFLWorker(WorkerHalf[SAFLSettings]):
 
     def __init__(self, settings: SAFLSettings, run: RunInfo) -> None:
         super().__init__(settings, run)
-        self._candidates = Candidates.of(settings, run.blocks)
+        self._candidates = settings.candidates(run.blocks)
         self._noisy = run.privacy is not None and run.privacy.selection == "noisy"
-        self._chosen: list[int] = []  # indices of candidates
+        self._chosen: list[int] = []  # indices of candidates, by stack the best first
+        self._scores: Array = np.zeros(0)  # [candidates], the exponential mean of profiles, if it is needed
         self._rows: dict[str, ByHead] = {}
         self._metrics: dict[str, float] = {}
         self._before: dict[str, Array] = {}
@@ -437,17 +321,20 @@ class SAFLWorker(WorkerHalf[SAFLSettings]):
     def select(self, context: TaskContext, batches: Iterable[Mapping[str, torch.Tensor]]) -> Selector:
         # Here too: a site does not rely on the coordinator for its privacy.
         check_privacy(self.settings, self.run.privacy)
-        vault = context.vault
+        vault, candidates, scalars = context.vault, self._candidates, context.plan.scalars
         self._chosen = [int(place) for place in vault.get("safl/chosen", ())]
+        self._scores = vault.get("safl/scores", self._scores)
         names = [name.removeprefix("safl/mass/") for name in vault if name.startswith("safl/mass/")]
         self._rows = {name: ByHead(int(vault[f"safl/axis/{name}"][0]), vault[f"safl/mass/{name}"]) for name in names}
-        if self._must_profile(context.plan):
+        drawn = [name for name, label in candidates.labels.items() if scalars.get(f"{DRAWN}.{label}")]
+        if self._must_profile(context.plan, len(drawn)):
             self._profile(context, batches)
         selected = context.plan.train
-        if LAYERS in context.plan.scalars:
+        if LAYERS in scalars:
             # A choice that there is no room for now stays in the vault for later.
-            chosen = self._chosen if context.plan.scalars[LAYERS] else ()
-            selected = self._candidates.selector([self._candidates.layers[place] for place in chosen])
+            ranks = {candidates.layers[place].name: -rank for rank, place in enumerate(self._chosen)}
+            scores = {layer.name: ranks.get(layer.name, -inf) for layer in candidates.layers}
+            selected = candidates.selector(candidates.top(scores, int(scalars[LAYERS]), drawn))
         if self.settings.prune:
             matrices = (block for layer in self._candidates.layers for block in layer.blocks if len(block.shape) > 1)
             self._before = context.read_all(block for block in matrices if selected.holds(block))
@@ -456,14 +343,14 @@ class SAFLWorker(WorkerHalf[SAFLSettings]):
     def phases(self, context: TaskContext, selected: Selector) -> Sequence[Phase]:
         return [Phase(selected)] if selected else []
 
-    def _must_profile(self, plan: Plan) -> bool:
-        own, sends = plan.scalars.get(LAYERS), bool(plan.upload)
+    def _must_profile(self, plan: Plan, drawn: int) -> bool:
+        own, sends, is_due = plan.scalars.get(LAYERS), bool(plan.upload), bool(plan.scalars.get(PROFILE))
         if own == 0:
             return False
-        measures = self.settings.looks_at_data or (self.settings.needs_heads and sends)
         lacks_choice = own is not None and len(self._chosen) != own
-        lacks_heads = self.settings.needs_heads and sends and not self._rows
-        return (measures and bool(plan.scalars.get(PROFILE))) or lacks_choice or lacks_heads
+        # If all places are drawn, there is nothing to choose, and no reason to look at data.
+        for_choice = self.settings.looks_at_data and (is_due or lacks_choice) and (own is None or drawn < own)
+        return for_choice or (self.settings.needs_heads and sends and (is_due or not self._rows))
 
     def _profile(self, context: TaskContext, batches: Iterable[Mapping[str, torch.Tensor]]) -> None:
         settings = self.settings
@@ -487,34 +374,62 @@ class SAFLWorker(WorkerHalf[SAFLSettings]):
             case "fisher":
                 traces = context.fisher(islice(batches, count), blocks)
                 scores = {name: np.array([trace]) for name, trace in traces.items()}
-        if LAYERS in context.plan.scalars:
-            self._chosen = self._choice(context, scores, attention, int(context.plan.scalars[LAYERS]))
+        scalars = context.plan.scalars
+        if LAYERS in scalars:
+            if settings.smoothing:
+                scores = self._smoothed(scores)
+            self._chosen = self._choice(context, scores, attention, int(scalars[LAYERS]))
+        elif VOTES in scalars:
+            ballot = self._choice(context, scores, attention, int(scalars[VOTES]))
+            self._report("vote", {e.name: float(at in ballot) for at, e in enumerate(self._candidates.layers)})
         else:
             self._report("score", {name: float(score.mean()) for name, score in scores.items()})
+
+    def _smoothed(self, scores: Mapping[str, Array]) -> dict[str, Array]:
+        """Return the exponential mean of each layer's score over this site's profiles, [1], and keep it."""
+        names, old = [layer.name for layer in self._candidates.layers], self.settings.smoothing
+        found = np.array([scores[name].mean() for name in names])
+        self._scores = old * self._scores + (1 - old) * found if len(self._scores) == len(found) else found
+        return {name: self._scores[[place]] for place, name in enumerate(names)}
 
     def _choice(
         self, context: TaskContext, scores: Mapping[str, Array], attention: Mapping[str, LayerAttention], count: int
     ) -> list[int]:
-        candidates = self._candidates
-        chosen = {layer.name for layer in candidates.top({n: float(s.mean()) for n, s in scores.items()}, count)}
-        if self.settings.score in OF_ATTENTION:
-            # Only sums over examples can be made noisy; a stack that reads no examples needs no noise.
-            noisy: list[tuple[list[str], int]] = []
-            for stack, quota in zip(candidates.stacks, candidates.quotas(count), strict=True):
-                names = [layer.name for layer in stack]
-                per_example = {attention[name].per_example for name in names}
-                if per_example == {True}:
-                    noisy.append((names, quota))
-                elif True in per_example and self._noisy:
-                    raise UnsupportedRun(
-                        f"{', '.join(names[:SHOWN])}: some of these layers read examples and others only inputs "
-                        "common to all, which no noise covers: set score to fixed, first, last or random"
-                    )
-            for names, quota in noisy:
-                table = np.stack([scores[name] for name in names], axis=1)  # [examples, layers]
-                best = context.top_k(table, quota, picks=sum(quota for _, quota in noisy))
-                chosen = (chosen - {*names}) | {names[place] for place in best}
-        return [place for place, layer in enumerate(candidates.layers) if layer.name in chosen]
+        """Return the candidates of the largest scores, by stack the best first. Those that this site chose last hold
+        their places by the hysteresis."""
+        layers, margin = self._candidates.layers, self.settings.hysteresis
+        held = Held(frozenset(layers[place].name for place in self._chosen) if margin else frozenset(), margin)
+        shares: list[tuple[list[str], int, bool]] = []
+        for stack, quota in self._candidates.shares(count):
+            # Of equals the first is chosen, so those that hold a place come first.
+            names = sorted((layer.name for layer in stack), key=lambda name: name not in held.names)
+            shares.append((names, quota, self._reads_examples(names, attention)))
+        picks = sum(quota for _, quota, by_example in shares if by_example)
+        chosen: list[str] = []
+        for names, quota, by_example in shares:
+            # Factors of at most 1 keep the scores in [0, 1], for which the noise is made.
+            if by_example:
+                table = np.stack([scores[name] * held.factor(name) for name in names], axis=1)  # [examples, layers]
+                best = context.top_k(table, quota, picks=picks)
+            else:
+                means = np.array([scores[name].mean() * held.factor(name) for name in names])
+                best = np.argsort(-means, kind="stable")[:quota].tolist()
+            chosen += [names[place] for place in best]
+        places = {layer.name: place for place, layer in enumerate(layers)}
+        return [places[name] for name in chosen]
+
+    def _reads_examples(self, names: Sequence[str], attention: Mapping[str, LayerAttention]) -> bool:
+        """Return whether the scores of a stack are by example. Only sums over examples can be made noisy; a stack
+        that reads no examples needs no noise. Raises UnsupportedRun for a noisy choice if only some layers do."""
+        if self.settings.score not in OF_ATTENTION:
+            return False
+        by_example = {attention[name].per_example for name in names}
+        if by_example == {True, False} and self._noisy:
+            raise UnsupportedRun(
+                f"{', '.join(names[:SHOWN])}: some of these layers read examples and others only inputs common to "
+                "all, which no noise covers: set score to fixed, first, last or random"
+            )
+        return by_example == {True}
 
     def _report(self, kind: str, by_name: Mapping[str, float]) -> None:
         labels = self._candidates.labels
@@ -526,10 +441,12 @@ class SAFLWorker(WorkerHalf[SAFLSettings]):
         for name in upload.keys() & self._before.keys():
             by_head = self._rows.get(name) if self.settings.needs_heads else None
             upload[name] = pruned(self._before[name], upload[name], self.settings.prune, by_head)
+        # Until the next profile a site keeps its choice, and the masses by head.
+        if self._chosen and (self.settings.profile_every > 1 or self.settings.hysteresis):
+            keep["safl/chosen"] = np.array(self._chosen, dtype=np.int64)
+        if len(self._scores):
+            keep["safl/scores"] = self._scores
         if self.settings.profile_every > 1:
-            # Until the next profile a site keeps its choice, and the masses by head.
-            if self._chosen:
-                keep["safl/chosen"] = np.array(self._chosen, dtype=np.int64)
             for name, rows in self._rows.items():
                 keep[f"safl/axis/{name}"] = np.array([rows.axis], dtype=np.int64)
                 keep[f"safl/mass/{name}"] = rows.mass

@@ -15,6 +15,7 @@ from tessera.shared.api.versions import VersionRef
 from tessera.shared.client.transfers import Progress
 from tessera.shared.hashing import Sink
 from tessera.shared.methods.base import Plan
+from tessera.shared.model.blocks import layers_of
 from tessera.shared.model.spec import Model
 from tessera.shared.problems import InvalidUpdate, NotFound, Problem
 from tessera.shared.rounds.planning import check_report, dataset_of, evaluation_seed, task_of, training_seed
@@ -277,13 +278,14 @@ class InProcessCoordinator:
         if data is not None:
             self._folder.lend(report.update, data)
         try:
-            measured = self._checked(order, report)
+            measured, blocks = self._checked(order, report)
         except InvalidUpdate:
             self._folder.remove([report.update])
             raise
         result = {
             "examples": report.examples,
             "metrics": {**report.metrics, **measured},
+            "layers": tuple(layer.name for layer in layers_of(self._model.by_name[name] for name in blocks)),
             "upload_bytes": self._folder.size(report.update),
             "download_bytes": report.download_bytes,
         }
@@ -308,16 +310,17 @@ class InProcessCoordinator:
         self.held[order.holder] = held
         return held
 
-    def _checked(self, order: Order, report: Submission) -> Mapping[str, float]:
+    def _checked(self, order: Order, report: Submission) -> tuple[Mapping[str, float], Sequence[str]]:
+        """Return what was measured of a valid update, and the names of its blocks. Raises InvalidUpdate."""
         check_report(self._spec, self._model, order.plan, report.examples, report.metrics)
         if order.sums:
             terms, site = self._terms(order.sums), order.worker.partition("/")[0]
             asked = [block.name for block in order.plan.upload.resolve(self._model.blocks)]
             weight, about = min(report.examples, terms.max_weight), (report.update, asked, self._folder, None)
-            check_masked(report.envelope, terms, site, weight, *about)
-            return {}
+            _, blocks = check_masked(report.envelope, terms, site, weight, *about)
+            return {}, blocks
         manifest = self._states.manifest(order.version.digest)
-        return self._inspector.check(report.update, self._model, manifest, order.plan, self._spec.max_update_norm)
+        return self._inspector.checked(report.update, self._model, manifest, order.plan, self._spec.max_update_norm)
 
     def _terms(self, sums: SumTask) -> Terms:
         return Terms.model_validate_json(self._folder.read(sums.terms))

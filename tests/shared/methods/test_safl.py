@@ -28,8 +28,10 @@ from tessera.shared.methods.base import (
     UnsupportedRun,
     Update,
 )
+from tessera.shared.methods.layer_choice import Candidates
 from tessera.shared.methods.registry import coordinator_half, worker_half
-from tessera.shared.methods.safl import Candidates, SAFLSettings, beyond_the_sink, copies_in_training, pruned
+from tessera.shared.methods.safl import beyond_the_sink, copies_in_training, pruned
+from tessera.shared.methods.safl_settings import SAFLSettings
 from tessera.shared.model.attention_stats import ByHead, LayerAttention, TaskTokens
 from tessera.shared.model.blocks import Block, layers_of
 from tessera.shared.model.spec import Head, Prompts
@@ -184,6 +186,12 @@ def test_a_budget_too_small_for_a_layer_is_refused_with_what_one_needs() -> None
         ({"score": "fixed"}, "give fixed if"),
         ({"fixed": ["x"]}, "give fixed if"),
         ({"score": "sink-corrected"}, "the sink itself"),
+        ({"score": "random", "chooser": "vote"}, "set chooser to consensus"),
+        ({"votes_by": "examples"}, "set chooser to vote"),
+        ({"score": "random", "explore": 0.1}, "explore acts on a choice by data, .* set score to attention"),
+        ({"score": "last", "smoothing": 0.5}, "smoothing acts on a choice by data"),
+        ({"score": "fixed", "fixed": ["*.1"], "hysteresis": 0.5}, "hysteresis acts on a choice by data"),
+        ({"score": "first", "pick_every": 4}, "leave out pick_every, or set score to random"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(wrong: dict[str, Any], why: str) -> None:
@@ -348,6 +356,7 @@ def test_over_all_random_choices_the_inverse_probability_step_is_the_full_one() 
         ({"score": "random", "prune": 0.5}, "leave out prune"),
         ({"score": "random", "upload_seconds": 5.0}, "upload_seconds"),
         ({"score": "random", "memory_share": 0.5}, "memory_share"),
+        ({"score": "random", "pick_every": 3}, "differs by round: leave it out"),
     ],
 )
 def test_inverse_probability_is_refused_where_nobody_knows_the_law(settings: dict[str, Any], why: str) -> None:
@@ -369,7 +378,7 @@ def stacked(*sizes: int) -> Candidates:
         for stack, size in zip("ab", sizes, strict=True)
         for i in range(size)
     ]
-    return Candidates.of(SAFLSettings(), blocks)
+    return SAFLSettings().candidates(blocks)
 
 
 def test_each_stack_gives_its_share_of_the_layers() -> None:
@@ -393,8 +402,8 @@ def test_a_layer_without_attention_is_no_candidate_for_attention_and_one_for_gra
         Block(tensor="h.0.q.weight", role="query", layer=0, shape=(2,), dtype="F32"),
         Block(tensor="h.1.mlp.weight", role="mlp", layer=1, shape=(2,), dtype="F32"),
     ]
-    assert [layer.index for layer in Candidates.of(SAFLSettings(), blocks).layers] == [0]
-    assert [layer.index for layer in Candidates.of(SAFLSettings(score="fisher"), blocks).layers] == [0, 1]
+    assert [layer.index for layer in SAFLSettings().candidates(blocks).layers] == [0]
+    assert [layer.index for layer in SAFLSettings(score="fisher").candidates(blocks).layers] == [0, 1]
 
 
 # ---------------------------------------------------------------- consensus
@@ -480,6 +489,205 @@ def test_a_worker_that_has_no_room_any_more_leaves_its_old_choice_alone_and_keep
 
 def test_nothing_is_kept_where_every_round_is_profiled() -> None:
     assert not task(layers=2).result.keep
+
+
+# ---------------------------------------------------------------- layers that no score chooses
+
+
+def test_every_layer_is_sent_within_so_many_rounds_whatever_attention_says() -> None:
+    settings = {"layers": 2, "pick_every": 4, "starved_after": 3}
+    at, sent_in = state(), list[set[int]]()
+    for _ in range(6):
+        done = task(at, **settings)
+        sent_in.append(done.layers)
+        at = coordinator(**settings).merge(at, [sent(*done.layers)])
+        assert coordinator(**settings).warnings(at) == []
+    assert all(len(layers) == 2 for layers in sent_in)
+    assert all(set().union(*sent_in[first : first + 4]) == set(range(6)) for first in range(3))
+
+
+def test_drawn_layers_are_in_the_plan_and_the_worker_fills_the_other_places_by_its_scores() -> None:
+    plain, drawn = task(layers=3), task(state(2), layers=3, pick_every=6)
+    assert {name for name in drawn.plan.scalars if name.startswith("drawn")} == {"drawn.3"}
+    assert 3 in drawn.layers
+    # The two best of the three, of which one may be the drawn layer itself.
+    assert len(drawn.layers & plain.layers) >= 2
+    assert len(drawn.layers) == 3
+
+
+def test_worker_whose_places_are_all_drawn_looks_at_nothing() -> None:
+    done = task(layers=1, pick_every=6)
+    assert done.layers == {1}
+    assert not done.context.looks
+    # The heads' masses are needed whatever trains.
+    assert task(layers=1, pick_every=6, prune=0.5).context.looks == ["attention"]
+
+
+def test_explored_layers_differ_by_worker_and_are_the_same_in_a_repeated_attempt() -> None:
+    half = coordinator(layers=2, explore=0.9)
+    draws = [
+        frozenset(name for name in plan.scalars if name.startswith("drawn"))
+        for seed in range(8)
+        for plan in plans(half, state(), seed).values()
+    ]
+    assert len(set(draws)) > 5
+    assert plans(half, state(), 1) == plans(half, state(), 1)
+
+
+@pytest.mark.parametrize("chooser", ["consensus", "vote"])
+def test_common_choice_is_explored_alike_by_all(chooser: str) -> None:
+    half = coordinator(chooser=chooser, layers=2, explore=0.9, pick_every=6)
+    found = [plans(half, replace(voted(2), round=2), seed) for seed in range(6)]
+    assert all(len({frozenset(asked(plan)) for plan in each.values()}) == 1 for each in found)
+    # Round 3 trains layer 3 by the calendar.
+    assert all(3 in asked(each["a/w"]) and len(asked(each["a/w"])) == 2 for each in found)
+    assert len({frozenset(asked(each["a/w"])) for each in found}) > 2
+
+
+def test_random_layers_under_a_calendar_are_of_the_given_number() -> None:
+    half = coordinator(score="random", layers=2, pick_every=3)
+    for number in range(3):
+        for plan in plans(half, state(number)).values():
+            assert asked(plan) == {(number + 1) % 3, (number + 1) % 3 + 3}
+
+
+def test_calendar_that_does_not_fit_into_a_round_is_refused() -> None:
+    with pytest.raises(UnsupportedRun, match="raise pick_every to 3"):
+        initial_state(coordinator(layers=2, pick_every=2), state())
+
+
+def test_slow_worker_takes_no_more_drawn_layers_than_it_has_room_for() -> None:
+    half = coordinator(layers=4, pick_every=2, upload_seconds=1.0)
+    poor = Participant("a/w", 24, {"upload_bytes_per_second": ALWAYS_BYTES + LAYER_BYTES})
+    plan = half.plan(state(), [poor], Random(1))["a/w"]
+    assert plan.scalars == {"profile": 1.0, "layers": 1.0, "drawn.1": 1.0}
+    assert half.largest_update(plan) == ALWAYS_BYTES + LAYER_BYTES
+
+
+def test_drawn_layers_train_within_roles_and_budget() -> None:
+    settings = {"upload_bytes": ALWAYS_BYTES + 2 * LAYER_BYTES, "pick_every": 3, "within": ["value", "output"]}
+    half, done = coordinator(**settings), task(**settings)
+    roles = {block.name: block.role for block in BLOCKS}
+    assert {roles[name] for name in set(done.result.upload) - ALWAYS} == {"value", "output"}
+    assert {1, 4} <= done.layers
+    assert sum(array.nbytes for array in done.result.upload.values()) <= half.largest_update(done.plan)
+
+
+def test_under_secure_sums_random_layers_keep_a_calendar_and_votes_are_refused() -> None:
+    facts = RunInfo(BLOCKS, rounds=10, training=TRAINING, secure_sums=True)
+    chosen = {"score": "random", "chooser": "consensus", "layers": 2, "pick_every": 3}
+    half = coordinator_half(MethodSpec(name="safl", settings=chosen), facts)
+    initial_state(half, state())
+    assert [asked(plan) for plan in plans(half, state()).values()] == [{1, 4}] * 3
+    after = half.merge(state(), [sent(1, 4, worker="sum")])
+    assert [after.scalars.get(f"last_pick.{layer}", 0) for layer in range(6)] == [0, 1, 0, 0, 1, 0]
+    with pytest.raises(UnsupportedRun, match="set score to one that reads no data"):
+        initial_state(coordinator_half(MethodSpec(name="safl", settings={"chooser": "vote"}), facts), state())
+
+
+# ---------------------------------------------------------------- steadier choices of a worker
+
+
+def profiled(scores: list[float], monkeypatch: pytest.MonkeyPatch, **about: Any) -> Done:
+    """Return a task whose layers have these scores by gradient norm."""
+    norms = dict(zip(LAYERS, scores, strict=True))
+    monkeypatch.setattr(LocalTaskContext, "gradient_norms", lambda *_: norms)
+    return task(score="gradient-norm", layers=2, **about)
+
+
+def test_scores_of_a_worker_are_an_exponential_mean_over_its_own_profiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = profiled([4, 2, 1, 1, 1, 0], monkeypatch, smoothing=0.5)
+    assert first.layers == {0, 1}
+    second = profiled([0, 0, 2, 5, 0, 0], monkeypatch, smoothing=0.5, vault=first.result.keep)
+    # Half of each: 2, 1, 1.5, 3, 0.5, 0.
+    np.testing.assert_allclose(second.result.keep["safl/scores"], [2, 1, 1.5, 3, 0.5, 0])
+    assert second.layers == {0, 3}
+    # The same task again, from the same vault, gives the same; a site that missed rounds goes on from its own last.
+    again = profiled([0, 0, 2, 5, 0, 0], monkeypatch, smoothing=0.5, vault=first.result.keep, at=state(7))
+    np.testing.assert_array_equal(again.result.keep["safl/scores"], second.result.keep["safl/scores"])
+
+
+def test_chosen_layers_of_a_worker_keep_their_places_by_the_hysteresis(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = profiled([4, 2, 1, 1, 1, 0], monkeypatch, hysteresis=0.5)
+    assert first.layers == {0, 1}
+    near = profiled([4, 2, 1, 2.9, 1, 0], monkeypatch, hysteresis=0.5, vault=first.result.keep)
+    assert near.layers == {0, 1}
+    far = profiled([4, 2, 1, 3.1, 1, 0], monkeypatch, hysteresis=0.5, vault=near.result.keep)
+    assert far.layers == {0, 3}
+    assert profiled([4, 2, 1, 2.9, 1, 0], monkeypatch, vault=first.result.keep).layers == {0, 3}
+
+
+def test_explored_layers_do_not_hold_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = profiled([4, 2, 1, 1, 1, 0], monkeypatch, hysteresis=0.5, pick_every=6, at=state(4))
+    assert first.layers == {0, 5}
+    np.testing.assert_array_equal(first.result.keep["safl/chosen"], [0, 1])
+
+
+# ---------------------------------------------------------------- votes
+
+
+def voted(number: int = 1) -> State:
+    """A version after a round in which layer 4 had most votes, then 1 and 3 alike."""
+    shares = dict(zip(range(6), (0.0, 1 / 3, 0.0, 1 / 3, 1.0, 1 / 3), strict=True))
+    scores = {f"score.{layer}": share for layer, share in shares.items()}
+    return State(number, values(), scalars={**scores, **{f"vote.{layer}": share for layer, share in shares.items()}})
+
+
+def test_vote_begins_with_a_round_that_sends_nothing_but_ballots() -> None:
+    done = task(chooser="vote", layers=2)
+    assert done.plan.stage == "profile"
+    assert not done.result.upload
+    votes = {name: value for name, value in done.result.metrics.items() if name.startswith("vote.")}
+    assert set(votes) == {f"vote.{layer}" for layer in range(6)}
+    assert {int(name[5:]) for name, vote in votes.items() if vote} == task(layers=2).layers
+    assert not any(name.startswith("score") for name in done.result.metrics)
+    coordinator(chooser="vote", layers=2).check(done.plan, 24, done.result.metrics)
+
+
+def test_all_train_the_elected_layers_and_vote_again() -> None:
+    half = coordinator(chooser="vote", layers=2)
+    assert [asked(plan) for plan in plans(half, voted()).values()] == [{1, 4}] * 3
+    done = task(voted(), chooser="vote", layers=2)
+    assert done.layers == {1, 4}
+    assert sum(value for name, value in done.result.metrics.items() if name.startswith("vote.")) == 2
+    assert not {"safl/chosen", "safl/scores"} & set(done.result.keep)
+
+
+def test_slow_worker_trains_the_first_of_the_elected_layers_and_has_a_whole_ballot() -> None:
+    settings = {"chooser": "vote", "layers": 2, "upload_seconds": 1.0}
+    poor = Participant("a/w", 24, {"upload_bytes_per_second": ALWAYS_BYTES + LAYER_BYTES})
+    done = task(voted(), worker=poor, **settings)
+    assert done.layers == {4}
+    coordinator(**settings).check(done.plan, 24, done.result.metrics)
+
+
+def test_ballot_with_too_many_votes_is_rejected() -> None:
+    half = coordinator(chooser="vote", layers=2)
+    plan = plans(half, voted())["a/w"]
+    with pytest.raises(ValueError, match="6 votes"):
+        half.check(plan, 24, {f"vote.{layer}": 1.0 for layer in range(6)})
+    with pytest.raises(ValueError, match="is None"):
+        half.check(plan, 24, {})
+
+
+def test_between_elections_no_ballot_is_asked_for() -> None:
+    settings = {"chooser": "vote", "layers": 2, "profile_every": 3}
+    done = task(voted(4), **settings)
+    assert not done.context.looks
+    coordinator(**settings).check(done.plan, 24, done.result.metrics)
+    after = coordinator(**settings).merge(voted(4), [sent(1, 4)])
+    assert after.scalars["vote.4"] == 1.0
+
+
+def test_votes_of_a_round_elect_the_layers_of_the_next() -> None:
+    half = coordinator(chooser="vote", layers=2, votes_by="examples")
+    told = [
+        sent(worker=name, examples=examples, **{f"vote_at_{i}": float(i in layers) for i in range(6)})
+        for name, examples, layers in (("a/w", 10, {2, 3}), ("b/w", 20, {2, 3}), ("liar/w", 10**9, {0, 1}))
+    ]
+    after = half.merge(state(), told)
+    assert [after.scalars[f"vote.{i}"] for i in range(6)] == [0.4, 0.4, 0.6, 0.6, 0, 0]
+    assert [asked(plan) for plan in plans(half, after).values()] == [{2, 3}] * 3
 
 
 # ---------------------------------------------------------------- pruning
@@ -647,6 +855,8 @@ def under(selection: Any, **settings: Any) -> CoordinatorHalf[SAFLSettings]:
         ("refused", {"score": "random", "prune": 0.5}, "does not cover"),
         ("noisy", {"chooser": "consensus"}, "set chooser to worker"),
         ("uncovered", {"chooser": "consensus"}, "set chooser to worker"),
+        ("noisy", {"chooser": "vote"}, "set chooser to worker"),
+        ("noisy", {"smoothing": 0.5}, "leave out smoothing; hysteresis"),
         ("noisy", {"score": "gradient-norm"}, "without bound"),
         ("noisy", {"score": "fisher"}, "without bound"),
         ("noisy", {"prune": 0.5}, "set prune_by to magnitude"),
@@ -676,6 +886,8 @@ class Unseen:
     [
         ("noisy", {}),
         ("noisy", {"prune": 0.5, "prune_by": "magnitude"}),
+        ("noisy", {"explore": 0.2, "pick_every": 6, "hysteresis": 0.5}),
+        ("uncovered", {"smoothing": 0.5}),
         ("uncovered", {"score": "fisher", "prune": 0.5}),
         ("refused", {"score": "random", "prune": 0.5, "prune_by": "magnitude"}),
         ("refused", {"score": "last"}),
@@ -745,6 +957,35 @@ def test_noise_is_for_layers_that_read_examples_and_not_for_those_that_read_the_
     [table] = tables
     assert table.shape == (count, model.config.vision_config.num_hidden_layers)
     assert {block.tensor.split("_")[0] for block in blocks if selected.holds(block)} == {"text", "vision"}
+
+
+def test_hysteresis_of_a_noisy_choice_keeps_each_score_within_the_noise() -> None:
+    settings = {"layers": 2, "hysteresis": 0.25}
+    half, tables = under("noisy", **settings), list[Array]()
+
+    def choose_top(scores: Array, count: int, _picks: int | None) -> list[int]:
+        tables.append(scores)
+        return largest(scores, count)
+
+    plan = half.plan_for(state(), COHORT[0])
+    for vault in ({}, {"safl/chosen": np.array([5, 0])}):
+        model = instantiate(SIX, "image-classification", seed=1)
+        context = LocalTaskContext(model, "image-classification", plan, BLOCKS, dict(vault), choose_top=choose_top)
+        worker_half(MethodSpec(name="safl", settings=settings), half.run).select(context, Batches(images(), 8, CPU))
+    fresh, held = tables
+    # The layers that hold a place come first, with their scores; the others' are divided by 1.25, never multiplied.
+    np.testing.assert_allclose(held, fresh[:, [0, 5, 1, 2, 3, 4]] * np.array([1.25, 1.25, 1, 1, 1, 1]), rtol=1e-12)
+    assert held.max() <= 1
+
+
+def test_noisy_choice_whose_places_are_all_drawn_reads_nothing() -> None:
+    settings = {"layers": 1, "pick_every": 6}
+    half = under("noisy", **settings)
+    plan = half.plan_for(state(), COHORT[0])
+    model = instantiate(SIX, "image-classification", seed=1)
+    context = LocalTaskContext(model, "image-classification", plan, BLOCKS)
+    selected = worker_half(MethodSpec(name="safl", settings=settings), half.run).select(context, Unseen())
+    assert layers_in(block.name for block in BLOCKS if selected.holds(block)) == {1}
 
 
 @pytest.mark.parametrize(("model_type", "layers", "picks"), [("t5", 2, [(1, 2), (1, 2)]), ("clip", 1, [(0, 0)])])

@@ -1,0 +1,106 @@
+"""SAFL's exploration, votes and memory over rounds: interruptions, absences, abandoned attempts, and privacy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.evidence.selections import choices_of
+from tessera.worker.data.dataset import Dataset
+from tessera.worker.model.build import instantiate
+from tessera.worker.simulation import Conditions, Result, Weights, simulate
+from tests.support.tasks import VIT, images
+
+FOUR = {**VIT, "num_hidden_layers": 4}
+START = Weights.of(instantiate(FOUR, "image-classification", seed=1), FOUR, "image-classification")
+LAYERS = [f"vit.layers.{index}" for index in range(4)]
+STEADY = {"smoothing": 0.5, "hysteresis": 0.2, "explore": 0.3, "pick_every": 4}
+
+
+def sites(count: int = 3) -> dict[str, Dataset]:
+    whole = images(8 * count)
+    return {name: whole.rows(range(8 * at, 8 * at + 8)) for at, name in zip(range(count), "abc", strict=False)}
+
+
+def run(
+    settings: dict[str, Any],
+    out: Path | None = None,
+    until: int | None = None,
+    conditions: Conditions | None = None,
+    **spec: Any,
+) -> Result:
+    wanted = {
+        "method": {"name": "safl", "settings": {"layers": 1, "profile_batches": 1, **settings}},
+        "rounds": 5,
+        "seed": 3,
+        "training": {"learning_rate": 0.05, "batch_size": 8},
+        **spec,
+    }
+    return simulate(wanted, START, sites(), out=out, until=until, conditions=conditions)
+
+
+def digests(result: Result) -> list[str]:
+    return [version.digest for version in result.versions]
+
+
+@pytest.mark.parametrize("chooser", ["worker", "consensus", "vote"])
+def test_run_that_is_stopped_and_resumed_ends_with_the_same_bits(chooser: str, tmp_path: Path) -> None:
+    settings = {"chooser": chooser, **STEADY}
+    whole = run(settings)
+    run(settings, out=tmp_path / "run", until=2)
+    resumed = run(settings, out=tmp_path / "run")
+    assert digests(resumed) == digests(whole)
+    for site in "abc":
+        kept, expected = resumed.kept(site), whole.kept(site)
+        assert {n: v.tobytes() for n, v in kept.items()} == {n: v.tobytes() for n, v in expected.items()}
+
+
+def test_every_layer_trains_in_time_over_absences_and_abandoned_attempts() -> None:
+    conditions = Conditions(away={"b": (2, 3), "c": (4,)}, dropout=0.3)
+    result = run({"pick_every": 4}, conditions=conditions, cohort={"quorum": 2, "max_attempts": 20}, rounds=8)
+    rounds = choices_of(result.outcomes)
+    assert any(attempt.state == "abandoned" for attempt in result.rounds)
+    assert len(rounds) == 8
+    for first in range(5):
+        sent = [layer for choices in rounds[first : first + 4] for layers in choices.values() for layer in layers]
+        assert set(sent) == set(LAYERS)
+
+
+def test_site_that_missed_an_election_trains_the_elected_layers() -> None:
+    result = run({"chooser": "vote"}, conditions=Conditions(away={"b": (1,)}))
+    for choices in choices_of(result.outcomes):
+        assert set(choices) == {"a", "b", "c"}
+        assert len(set(choices.values())) == 1
+    shares = [[version.scalars[f"vote.{i}"] for i in range(4)] for version in result.versions[1:]]
+    # Two ballots of one vote each in the first round, and then three.
+    assert all(sum(share) == pytest.approx(1) for share in shares)
+    assert all(value * 2 == int(value * 2) for value in shares[0])
+
+
+def test_abandoned_attempt_leaves_no_trace_in_what_a_site_remembers() -> None:
+    """The mean of scores moves once a merged round, however often the round was tried."""
+    settings = {"smoothing": 0.5, "explore": 0.3}
+    calm = run(settings, rounds=1)
+    tried = run(settings, rounds=1, conditions=Conditions(dropout=0.5), cohort={"quorum": 3, "max_attempts": 50})
+    assert len(tried.rounds) > 1
+    assert digests(tried)[-1] == digests(calm)[-1]
+    for site in "abc":
+        assert tried.kept(site)["safl/scores"].tobytes() == calm.kept(site)["safl/scores"].tobytes()
+
+
+def test_noisy_choices_are_charged_where_there_is_something_to_choose(tmp_path: Path) -> None:
+    pytest.importorskip("opacus")
+    privacy = {"epsilon": 8.0, "delta": 1e-3, "clip_norm": 1.0, "selection": "noisy"}
+    charged = {}
+    for name, settings in {"some": {"hysteresis": 0.5, "explore": 0.3}, "none": {"pick_every": 4}}.items():
+        out = tmp_path / name
+        result = run(settings, out=out, rounds=3, privacy=privacy)
+        written = "".join(page.read_text() for page in (out / "sites" / "a").rglob("*.jsonl"))
+        charged[name] = written.count('"rho"')
+        metrics = {metric for each in result.rounds for task in each.tasks for metric in task.metrics}
+        assert not any(metric.startswith(("score", "vote", "entropy")) for metric in metrics)
+    # With one layer a round, the calendar fills every place.
+    assert charged["none"] == 0
+    assert 0 < charged["some"] <= 3
