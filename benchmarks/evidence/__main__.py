@@ -67,7 +67,8 @@ def work(
     scores = {job: figures["score"] for job, figures in found.items()}
     tuning, seconds = plan.protocol.tuning_seed, dict[tuple[str, bool], list[float]]()
     for job, figures in found.items():
-        seconds.setdefault((job.table, job.seed == tuning), []).append(figures["seconds"])
+        if figures["machine"] == runs.machine(device):
+            seconds.setdefault((job.table, job.seed == tuning), []).append(figures["seconds"])
 
     def wanted(begun: Collection[Job]) -> Iterator[Job]:
         return startable(plan, selection, scores, begun, rates)
@@ -84,7 +85,7 @@ def work(
         print(f"{job.name}: {figures['score']:.4f}, {figures['seconds']} s; {about}", file=sys.stderr, flush=True)
 
     with alone(out):
-        # Models without a name, and versions, of runs that were killed.
+        # The versions of runs that were killed.
         shutil.rmtree(out / "scratch", ignore_errors=True)
         return pool.work(wanted, task, keep, processes, over=lambda: monotonic() - began >= deadline)
 
@@ -186,7 +187,8 @@ def main(arguments: list[str] | None = None) -> int:
     if given.save:
         for file in store.save(out, plan, given.saved):
             print(file)
-        report.write(plan, store.of_plan(plan, store.loaded(given.saved)), digest_of(given.plan))
+        if (given.plan, given.saved) == (FILE, store.SAVED):
+            report.write(plan, store.of_plan(plan, store.loaded()), digest_of())
         return 0
     print(f"Plan {given.plan.name}, {digest_of(given.plan)}")
     for line in report.lines(plan, found, tables=given.tables):

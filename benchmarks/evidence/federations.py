@@ -54,8 +54,8 @@ class Source:
     federation: Callable[[Path, int, Mapping[str, Any]], Federation]
     """A function of the prepared folder, the seed and the options."""
     model: Callable[[Path, int, str, Mapping[str, Any], Path], None]
-    """A function that writes the model folder of a seed: of the prepared folder, the seed, the model's name, the options
-    and the folder to write."""
+    """A function that writes the model folder of a seed, of the prepared folder, the seed, the model's name, the
+    options and the folder to write."""
 
     def inputs(self, prepared: Path) -> dict[str, str]:
         """Return the SHA-256 of each prepared file. Raises NotPrepared."""

@@ -107,6 +107,8 @@ class Setting(Frozen):
     """What differs in the settings of each arm's method."""
     arms: tuple[str, ...] | None = None
     """Those that run; all if left out."""
+    rounds: int | None = Field(default=None, ge=1)
+    """The table's if left out."""
     tuned: bool = False
     """Whether its learning rates are chosen in it; if not, they are those of the table's first setting."""
 
@@ -271,9 +273,15 @@ Scores = Mapping[Job, float]
 """The score of each finished run, from 0 to 1: on the validation parts for the tuning seed."""
 
 
+def whole_rounds(plan: Plan, job: Job) -> int:
+    """Return the rounds of a setting's rows."""
+    table = plan.tables[job.table]
+    return table.setting(job.setting).rounds or table.rounds
+
+
 def rounds_of(plan: Plan, job: Job) -> int:
     """Return the rounds that a run takes."""
-    rounds = plan.tables[job.table].rounds
+    rounds = whole_rounds(plan, job)
     return max(1, round(plan.protocol.tuning_share * rounds)) if job.seed == plan.protocol.tuning_seed else rounds
 
 
@@ -287,7 +295,7 @@ def setup_of(plan: Plan, job: Job) -> str:
     about = {
         "table": common,
         "arm": arm.model_dump(exclude={"core"}),
-        "setting": setting.model_dump(include={"federation", "settings"}),
+        "setting": setting.model_dump(include={"federation", "settings", "rounds"}),
         "grid": plan.grids[arm.grid].model_dump(exclude={"base"}),
         "protocol": protocol.model_dump(
             include={"tuning_seed", "tuning_share", "tuning_versions", "final_versions", "rising_versions"}
@@ -362,11 +370,16 @@ def choices(plan: Plan, selection: Selection, scores: Scores) -> dict[Cell, floa
     """Return the learning rate of each cell whose choice is settled."""
     chosen: dict[Cell, float] = {}
     for cell in cells(plan, selection):
-        source = tuned_cell(plan, cell)
-        found = tried(plan, scores, source)
-        if found and not wanted_rates(plan, scores, source):
-            chosen[cell] = best(found)
+        if (rate := choice(plan, scores, cell)) is not None:
+            chosen[cell] = rate
     return chosen
+
+
+def choice(plan: Plan, scores: Scores, cell: Cell) -> float | None:
+    """Return the learning rate of a cell, or None while its choice is not settled."""
+    source = tuned_cell(plan, cell)
+    found = tried(plan, scores, source)
+    return best(found) if found and not wanted_rates(plan, scores, source) else None
 
 
 def rows(plan: Plan, selection: Selection) -> Iterator[tuple[Cell, int]]:

@@ -52,7 +52,7 @@ def work(
     processes: int,
     over: Callable[[], bool] = lambda: False,
 ) -> dict[J, str]:
-    """Run the jobs that are `wanted`, the first ones first, several at the same time, until `over` says to start none.
+    """Run the jobs that are `wanted`, in this order, several at the same time, until `over` says to start no more.
 
     `wanted` receives the jobs that run or have failed, and leaves them out. `task` returns a function and its
     arguments, which travel to a process. `keep` receives the figures of each job that ends. Return the reason of each

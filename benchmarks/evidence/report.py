@@ -20,10 +20,9 @@ from benchmarks.evidence.plan import (
     Claim,
     Job,
     Plan,
-    Selection,
     Setting,
     Table,
-    choices,
+    choice,
     tried,
     tuned_cell,
 )
@@ -90,7 +89,7 @@ class Row:
                 if row["part"] == part and (row["curve"] or part == SITES):
                     by_version.setdefault(row["version"], []).append(100 * row[self.table.score])
             values = [fmean(by_version[version]) for version in sorted(by_version)]
-            if len(values) == self.table.rounds + 1:
+            if len(values) == (self.setting.rounds or self.table.rounds) + 1:
                 found[seed] = values
         return found
 
@@ -146,11 +145,12 @@ class Row:
 
 def row(plan: Plan, found: Found, name: str, setting: Setting, arm: Arm) -> Row:
     """Return the row of an arm, of the runs at the learning rate that was chosen for it."""
+    cell, tuning = (name, setting.name, arm.name), plan.protocol.tuning_seed
+    rate = choice(plan, {job: figures["score"] for job, figures in found.items() if job.seed == tuning}, cell)
     runs = {
         job.seed: figures
         for job, figures in sorted(found.items(), key=lambda each: each[0].seed)
-        if (job.table, job.setting, job.arm) == (name, setting.name, arm.name)
-        and job.seed != plan.protocol.tuning_seed
+        if (job.table, job.setting, job.arm) == cell and job.seed != tuning and rate in (None, job.rate)
     }
     return Row(plan, name, plan.tables[name], setting, arm, runs)
 
@@ -309,7 +309,8 @@ def _of_setting(plan: Plan, found: Found, name: str, setting: Setting) -> Iterat
         each["part"]: 100 * each[_score(each["part"], table)]
         for each in next(iter(rows[0].runs.values()))["majority"]
     }
-    yield f"| most frequent class | | {' | '.join(f'{most[part]:.1f}' for part in parts)} |{' |' * (len(heads) - len(parts))}"
+    shares = " | ".join(f"{most[part]:.1f}" for part in parts)
+    yield f"| most frequent class | | {shares} |{' |' * (len(heads) - len(parts))}"
     for each in rows:
         cells = [each.arm.name, str(len(each.runs))]
         cells += [shown_spread([*each.final(part, _score(part, table)).values()]) for part in parts]
@@ -346,7 +347,6 @@ def _budgets(plan: Plan, found: Found, name: str, setting: Setting) -> dict[int,
 def _rates(plan: Plan, found: Found, name: str) -> Iterator[str]:
     """Yield the learning rates, by the validation score on the tuning seed."""
     scores = {job: figures["score"] for job, figures in found.items()}
-    chosen = choices(plan, Selection(tables=(name,)), scores) | choices(plan, Selection("gpu", (name,)), scores)
     yield f"\n#### {name}, learning rates: validation score on seed {plan.protocol.tuning_seed}\n"
     yield "| arm | setting | chosen | tried |"
     yield "|---|---|---|---|"
@@ -356,7 +356,7 @@ def _rates(plan: Plan, found: Found, name: str) -> Iterator[str]:
             cell = name, setting.name, arm.name
             of_cell = tried(plan, scores, cell)
             if of_cell and tuned_cell(plan, cell) == cell:
-                rate, ends = chosen.get(cell), (min(of_cell), max(of_cell))
+                rate, ends = choice(plan, scores, cell), (min(of_cell), max(of_cell))
                 shown = "-" if rate is None else f"{rate:g}" + (", at an end" if rate in ends else "")
                 values = ", ".join(f"{each:g}: {100 * score:.1f}" for each, score in sorted(of_cell.items()))
                 yield f"| {arm.name} | {setting.name} | {shown} | {values} |"
@@ -376,9 +376,9 @@ def _claims(plan: Plan, found: Found, tables: Collection[str]) -> Iterator[str]:
     made = [each for each in findings(plan, found) if not tables or each.table in tables]
     yield "\n### Claims\n"
     yield (
-        "Differences are in points, paired by seed, with 95 % t-intervals; d_z has Hedges' correction. `p` is the exact "
-        "sign-flip test's, and for an equivalence that of two one-sided t-tests. In bold: headline claims, with p "
-        f"adjusted by Holm over those of the paper. Verdicts are at {protocol.significance:g}; rows that are "
+        "Differences are in points, paired by seed, with 95 % t-intervals; d_z has Hedges' correction. `p` is the "
+        "exact sign-flip test's, and for an equivalence that of two one-sided t-tests. In bold: headline claims, "
+        f"with p adjusted by Holm over those of the paper. Verdicts are at {protocol.significance:g}; rows that are "
         f"{NOT_FLAT} and void tables have none.\n"
     )
     yield "| claim | difference | seeds | positive | d_z | p | verdict |"
@@ -453,7 +453,7 @@ def _curved(plan: Plan, found: Found, name: str) -> Iterator[Row]:
 
 
 def picture(plan: Plan, found: Found, name: str, out: Path) -> None:
-    """Draw the curves of the table's first setting, with bands of a standard error, and the final score over bytes."""
+    """Draw the curves of a table's first setting, with bands of a standard error, and the final scores over bytes."""
     table, rows = plan.tables[name], list(_curved(plan, found, name))
     figure = Figure(figsize=(10.5, 4.2), layout="constrained")
     left, right = figure.subplots(1, 2)

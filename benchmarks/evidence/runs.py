@@ -14,17 +14,20 @@ from typing import Any
 import torch
 
 from benchmarks.evidence.federations import Federation, Source, source, start
-from benchmarks.evidence.plan import SITES, Arm, Job, Plan, Setting, Table, rounds_of, setup_of
+from benchmarks.evidence.plan import SITES, Arm, Job, Plan, Setting, Table, rounds_of, setup_of, whole_rounds
 from benchmarks.evidence.pool import Figures
 from benchmarks.evidence.scores import Part, at_sites, majority, measured
 from benchmarks.results import joined
 from tessera.shared.client.round_outcomes import Outcome
 from tessera.worker.data.dataset import Dataset
+from tessera.worker.governance.policy import Policy
 from tessera.worker.simulation import Conditions, Result, Stalled, simulate
 
 DIVERGED = "diverged:"
 """The start of a task's failure that is a result of its learning rate."""
 VALIDATION = "validation"
+POLICY = Policy(min_evaluation_examples=1)
+"""Of the sites, which hold back few examples."""
 ALL_SITES = "all"
 """The name of the one site of centralised training."""
 
@@ -55,7 +58,7 @@ def spec_of(plan: Plan, job: Job, sites: int) -> dict[str, Any]:
     spec: dict[str, Any] = {
         "name": "evidence",
         "seed": job.seed,
-        "rounds": table.rounds,
+        "rounds": whole_rounds(plan, job),
         "method": {"name": arm.method, "settings": method_settings(arm, setting, job.seed)},
         "training": {
             **table.training,
@@ -106,7 +109,7 @@ def run(plan: Plan, job: Job, prepared: Path, out: Path, device: str) -> Figures
             spec_of(plan, job, len(trained)),
             model,
             trained,
-            conditions=Conditions(device=device, threads=1, loaded=len(trained), keep_versions="all"),
+            conditions=Conditions(policy=POLICY, device=device, threads=1, loaded=len(trained), keep_versions="all"),
             out=scratch,
             until=rounds_of(plan, job),
             watch=outcomes.append,
@@ -183,7 +186,10 @@ def scores_of(
     every = range(last + 1)
     final = every[-(plan.protocol.tuning_versions if tunes else plan.protocol.final_versions) :]
     if arm.personal:
-        return at_sites(result, final if tunes else every, VALIDATION if tunes else SITES)
+        rows = at_sites(result, final if tunes else every, VALIDATION if tunes else SITES)
+        if len(rows) < len(federation.sites) * len(final if tunes else every):
+            raise ValueError(f"{job.name}: a site did not measure a version: look at the measurements of the run")
+        return rows
     size = table.curve_examples
     if tunes:
         pooled = Part(VALIDATION, _together(list(federation.validation.values())), final, (), size)

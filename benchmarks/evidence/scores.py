@@ -53,7 +53,10 @@ def measured(result: Result, start: Path, parts: Sequence[Part], device: str) ->
     simulation did not keep.
     """
     folder = ModelFolder.open(start)
-    model, blocks = load(folder).to(torch.device(device)).eval(), folder.model.blocks
+    model, blocks = load(folder), folder.model.blocks
+    # transformers annotates `to` as if it were called without its model.
+    model.to(torch.device(device))  # type: ignore[arg-type]
+    model.eval()
     tensors, rows = named_tensors(model), list[dict[str, Any]]()
     for version in sorted({number for part in parts for number in (*part.whole, *part.curve)}):
         values = result.arrays(version)
@@ -90,7 +93,7 @@ def _batches(data: Dataset, count: int) -> Iterator[tuple[torch.Tensor, dict[str
     """Yield the places and inputs of batches. Texts of similar length go together, without common padding."""
     mask = data.tensors.get(MASK)
     lengths = torch.full((count,), 0) if mask is None else mask[:count].sum(dim=1)
-    for places in lengths.argsort(stable=True).split(BATCH):
+    for places in torch.split(lengths.argsort(stable=True), BATCH):
         batch = data.read(places)
         if mask is not None:
             width = int(lengths[places].max())

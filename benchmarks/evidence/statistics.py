@@ -52,7 +52,7 @@ def effect_size(values: Sequence[float]) -> float:
 
 
 def sign_flip_p(values: Sequence[float]) -> float:
-    """Return the two-sided p-value of the exact sign-flip test: the share of all sign patterns whose mean is as large.
+    """Return the two-sided p-value of the exact sign-flip test: the share of sign patterns whose mean is as large.
 
     With n differences it cannot be below 2 / 2^n: 0.0625 of five, 0.002 of ten. Raises ValueError for more than
     MOST_FLIPPED differences.
@@ -109,7 +109,7 @@ def trend(values: Sequence[float]) -> Trend:
 
 
 def floor(share: float, examples: int, errors: float = STANDARD_ERRORS) -> float:
-    """Return the least accuracy of a model that learned: some standard errors above the most frequent class's share."""
+    """Return the least accuracy of a model that learned: some standard errors above the most frequent class."""
     return share + errors * sqrt(share * (1 - share) / examples)
 
 

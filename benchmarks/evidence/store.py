@@ -1,4 +1,4 @@
-"""The figures of finished runs: a JSON file each in the folder of results, and a Parquet file a table in the repository.
+"""Figures of finished runs: a JSON file each in the folder of results, a Parquet file a table in the repository.
 
 A row holds the digest of the settings that its figures depend on (`setup`), so that runs of an older plan are not
 taken for runs of this one.
@@ -97,8 +97,8 @@ def check_inputs(found: Found, table: str, inputs: str) -> None:
     others = {figures["inputs"] for job, figures in found.items() if job.table == table} - {inputs}
     if others:
         raise OtherInputs(
-            f"{table} has runs on other files: {'; '.join(sorted(others))}. Here are {inputs}. Prepare the same ones, "
-            "or name another folder with --out"
+            f"{table} has runs on other files: {'; '.join(sorted(others))}. Here are {inputs}. Prepare the same "
+            "ones, or name another folder with --out"
         )
 
 
@@ -122,7 +122,7 @@ def save(out: Path, plan: Plan, saved: Path = SAVED) -> list[Path]:
         if not of_table:
             continue
         of_table.sort(key=lambda each: (each["setting"], each["arm"], each["seed"], each["rate"]))
-        filled = [{name: figures.get(name) for name in SCHEMA.names} for figures in of_table]
+        filled = [{name: each.get(name) for name in SCHEMA.names} for each in of_table]
         saved.mkdir(parents=True, exist_ok=True)
         written.append(saved / f"{table}.parquet")
         with written_whole(written[-1], durable=False) as file:
