@@ -138,7 +138,7 @@ def check(full: Plan, prepared: Path, out: Path, selection: Selection, processes
     return 1 if flips or failed else 0
 
 
-def main(arguments: list[str] | None = None) -> int:
+def options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.evidence",
         description=__doc__,
@@ -158,42 +158,57 @@ def main(arguments: list[str] | None = None) -> int:
     does.add_argument("--report", action="store_true", help="print the tables of finished runs, and start none")
     does.add_argument("--save", action="store_true", help="write finished runs and the document, and start none")
     does.add_argument("--check", action="store_true", help="the short check")
+    return parser
+
+
+def go_on(plan: Plan, given: argparse.Namespace, out: Path) -> int:
+    """Run what is asked for and can run, and print the report. Return the command's exit status."""
+    asked = [name for name in plan.tables if not given.tables or name in given.tables]
+    ready = prepared_tables(plan, Selection(given.scope, asked), given.prepared)
+    failed: dict[Job, str] = {}
+    if ready:
+        selection = Selection(given.scope, ready, given.arms)
+        failed = work(plan, selection, given.prepared, out, given.device, given.processes, given.deadline)
+    show(plan, given, out)
+    return 1 if failed else REFUSED if len(ready) < len(asked) else 0
+
+
+def show(plan: Plan, given: argparse.Namespace, out: Path) -> None:
+    """Print the tables of finished runs."""
+    print(f"Plan {given.plan.name}, {digest_of(given.plan)}")
+    for line in report.lines(plan, store.finished(out, plan), tables=given.tables):
+        print(line)
+
+
+def save(plan: Plan, given: argparse.Namespace, out: Path) -> None:
+    """Write the finished runs into the folder of saved results; of the repository's plan, the document too."""
+    for file in store.save(out, plan, given.saved):
+        print(file)
+    if (given.plan, given.saved) == (FILE, store.SAVED):
+        report.write(plan, store.of_plan(plan, store.loaded()), digest_of())
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = options()
     given = parser.parse_args(arguments)
     try:
-        plan = read(given.plan)
+        plan, out = read(given.plan), given.out or (CHECKED if given.check else OUT)
         if unknown := sorted({*given.tables} - set(plan.tables)):
             parser.error(f"no table is called {', '.join(unknown)}; there are {', '.join(plan.tables)}")
-        selection = Selection(given.scope, given.tables, given.arms)
         if given.check:
-            return check(plan, given.prepared, given.out or CHECKED, selection, given.processes, given.saved)
-        out = given.out or OUT
+            selection = Selection("core", given.tables, given.arms)
+            return check(plan, given.prepared, out, selection, given.processes, given.saved)
         store.begin_with_saved(out, plan, given.saved)
-        failed: dict[Job, str] = {}
-        refused = 0
         if not (given.report or given.save):
-            ready = prepared_tables(plan, selection, given.prepared)
-            asked = [name for name in plan.tables if not given.tables or name in given.tables]
-            refused = REFUSED if len(ready) < len(asked) else 0
-            if ready:
-                selection = Selection(given.scope, ready, given.arms)
-                failed = work(plan, selection, given.prepared, out, given.device, given.processes, given.deadline)
+            return go_on(plan, given, out)
+        (save if given.save else show)(plan, given, out)
     except (UnusablePlan, NotPrepared, store.OtherInputs) as fault:
         print(fault, file=sys.stderr)
         return REFUSED
     except BlockingIOError:
         print(f"another process works in {out}: wait for it, or name another folder with --out", file=sys.stderr)
         return REFUSED
-    found = store.finished(out, plan)
-    if given.save:
-        for file in store.save(out, plan, given.saved):
-            print(file)
-        if (given.plan, given.saved) == (FILE, store.SAVED):
-            report.write(plan, store.of_plan(plan, store.loaded()), digest_of())
-        return 0
-    print(f"Plan {given.plan.name}, {digest_of(given.plan)}")
-    for line in report.lines(plan, found, tables=given.tables):
-        print(line)
-    return 1 if failed else refused
+    return 0
 
 
 if __name__ == "__main__":

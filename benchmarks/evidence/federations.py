@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Mapping
-from contextlib import redirect_stdout, suppress
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from io import StringIO
@@ -83,7 +83,8 @@ def start(kind: Source, prepared: Path, seed: int, model: str, options: Mapping[
     folder = models / f"{model}-{seed}"
     if not folder.exists():
         models.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=models) as name, redirect_stdout(StringIO()):
+        quiet = redirect_stdout(StringIO()), redirect_stderr(StringIO())
+        with tempfile.TemporaryDirectory(dir=models) as name, quiet[0], quiet[1]:
             made = Path(name) / "model"
             kind.model(prepared, seed, model, options, made)
             with suppress(OSError):

@@ -302,7 +302,7 @@ def _of_setting(plan: Plan, found: Found, name: str, setting: Setting) -> Iterat
     budgets = _budgets(plan, found, name, setting)
     heads = [_head(part, table) for part in parts]
     equal = [f"{parts[0]} at the bytes of {table.equal_bytes}"] if budgets else []
-    heads += ["worst site", f"{parts[0]} less {table.reference}", "slope", "jitter", "MB up", *equal, "seconds"]
+    heads += ["worst site", f"{parts[0]} less {table.reference}", "slope", "jitter", "MB up", *equal, "CPU s"]
     yield f"| arm | seeds | {' | '.join(heads)} |"
     yield f"|{'---|' * (len(heads) + 2)}"
     most = {
@@ -322,7 +322,7 @@ def _of_setting(plan: Plan, found: Found, name: str, setting: Setting) -> Iterat
         )
         cells += [slope, shown_spread(each.jitter, 2), shown_spread(each.up(), 0)]
         cells += [shown_spread([*each.at_bytes(budgets).values()])] if budgets else []
-        cells.append(shown_spread([run["seconds"] for run in each.runs.values()], 0))
+        cells.append(shown_spread([run["cpu_seconds"] for run in each.runs.values()], 0))
         yield f"| {' | '.join(cells)} |"
 
 
@@ -364,11 +364,15 @@ def _rates(plan: Plan, found: Found, name: str) -> Iterator[str]:
 
 def _costs(found: Found) -> Iterator[str]:
     """Yield what the runs took, by machine."""
-    by_machine: dict[str, list[float]] = {}
+    by_machine: dict[str, list[Run]] = {}
     for figures in found.values():
-        by_machine.setdefault(figures["machine"], []).append(figures["seconds"])
-    for machine, seconds in sorted(by_machine.items()):
-        yield f"\n{len(seconds)} runs took {shown_spread(seconds, 0)} seconds each, on {machine}."
+        by_machine.setdefault(figures["machine"], []).append(figures)
+    for machine, of_machine in sorted(by_machine.items()):
+        seconds, of_core = ([run[name] for run in of_machine] for name in ("seconds", "cpu_seconds"))
+        yield (
+            f"\n{len(of_machine)} runs took {shown_spread(seconds, 0)} seconds each, {shown_spread(of_core, 0)} of a "
+            f"core, on {machine}."
+        )
 
 
 def _claims(plan: Plan, found: Found, tables: Collection[str]) -> Iterator[str]:

@@ -44,6 +44,7 @@ SCHEMA = pa.schema(
         ("inputs", pa.string()),
         ("machine", pa.string()),
         ("seconds", pa.float64()),
+        ("cpu_seconds", pa.float64()),
         ("score", pa.float64()),
         ("diverged", pa.string()),
         ("digest", pa.string()),
