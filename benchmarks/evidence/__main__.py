@@ -81,7 +81,7 @@ def work(
         scores[job] = figures["score"]
         seconds.setdefault((job.table, job.seed == tuning), []).append(figures["seconds"])
         counts = left(plan, selection, scores, rates)
-        about = f"{sum(counts.values())} left{time_left(counts, seconds, processes)}"
+        about = f"{sum(counts.values())} left{time_left(counts, seconds, processes, plan.protocol.tuning_share)}"
         print(f"{job.name}: {figures['score']:.4f}, {figures['seconds']} s; {about}", file=sys.stderr, flush=True)
 
     with alone(out):
@@ -91,12 +91,24 @@ def work(
 
 
 def time_left(
-    counts: Mapping[tuple[str, bool], int], seconds: Mapping[tuple[str, bool], list[float]], processes: int
+    counts: Mapping[tuple[str, bool], int],
+    seconds: Mapping[tuple[str, bool], list[float]],
+    processes: int,
+    tuning_share: float,
 ) -> str:
-    """Return an estimate from the mean seconds of finished runs, or nothing if a table with runs left has none."""
-    if any(count and not seconds.get(kind) for kind, count in counts.items()):
-        return ""
-    total = sum(count * fmean(seconds[kind]) for kind, count in counts.items() if count)
+    """Return an estimate from the mean seconds of finished runs, or nothing if a table with runs left has none.
+
+    `counts` and `seconds` are by table, and by whether a run chooses a rate, which takes a share of the rounds.
+    """
+    total = 0.0
+    for (table, tunes), count in counts.items():
+        own, other = seconds.get((table, tunes)), seconds.get((table, not tunes))
+        if own:
+            total += count * fmean(own)
+        elif other:
+            total += count * fmean(other) * (tuning_share if tunes else 1 / tuning_share)
+        elif count:
+            return ""
     return f", about {total / processes / HOUR:.1f} hours on {processes} processes"
 
 

@@ -285,9 +285,9 @@ def _of_table(plan: Plan, found: Found, name: str, table: Table) -> Iterator[str
     for setting in table.settings:
         if any(job.setting == setting.name for job in rows):
             yield from _of_setting(plan, found, name, setting)
-    if of_table:
+    if len(rows) < len(of_table):
         yield from _rates(plan, of_table, name)
-        yield from _costs(of_table)
+    yield from _costs(of_table)
 
 
 def _of_setting(plan: Plan, found: Found, name: str, setting: Setting) -> Iterator[str]:

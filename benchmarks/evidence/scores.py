@@ -56,7 +56,7 @@ def measured(result: Result, start: Path, parts: Sequence[Part], device: str) ->
     model, blocks = load(folder), folder.model.blocks
     # transformers annotates `to` as if it were called without its model.
     model.to(torch.device(device))  # type: ignore[arg-type]
-    model.eval()
+    model.train(mode=False)
     tensors, rows = named_tensors(model), list[dict[str, Any]]()
     for version in sorted({number for part in parts for number in (*part.whole, *part.curve)}):
         values = result.arrays(version)

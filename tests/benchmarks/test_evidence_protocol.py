@@ -200,9 +200,12 @@ def test_a_federation_without_code_is_refused(tmp_path: Path) -> None:
 
 def test_time_left_is_estimated_by_the_runs_of_each_kind() -> None:
     counts = {("S-a", True): 2, ("S-a", False): 10}
-    assert time_left(counts, {("S-a", True): [100.0]}, 2) == ""
+    assert time_left(counts, {}, 2, 0.5) == ""
     # (2 * 150 + 10 * 330) / 2 = 1,800 seconds.
-    assert "0.5 hours on 2" in time_left(counts, {("S-a", True): [100.0, 200.0], ("S-a", False): [330.0]}, 2)
+    seconds = {("S-a", True): [100.0, 200.0], ("S-a", False): [330.0]}
+    assert time_left(counts, seconds, 2, 0.5) == ", about 0.5 hours on 2 processes"
+    # Without a whole run: (2 * 360 + 10 * 720) / 2 = 3,960 seconds.
+    assert time_left(counts, {("S-a", True): [360.0]}, 2, 0.5) == ", about 1.1 hours on 2 processes"
 
 
 # ---------------------------------------------------------------- controls of FedFrozen
