@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -132,8 +133,18 @@ def test_the_plan_names_rates_as_numbers_that_people_write(full: Plan) -> None:
     assert {1e-5, 3e-5, 3e-3, 1e-2} <= {*ladder.rungs}
 
 
-def test_every_arm_has_a_method_and_valid_training(full: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TESSERA_METHODS", str(METHODS))
+@pytest.fixture
+def benchmark_methods(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The benchmarks' own methods beside the product's."""
+    with monkeypatch.context() as patch:
+        patch.setenv("TESSERA_METHODS", str(METHODS))
+        methods.cache_clear()
+        yield
+    methods.cache_clear()
+
+
+@pytest.mark.usefixtures("benchmark_methods")
+def test_every_arm_has_a_method_and_valid_training(full: Plan) -> None:
     for name, table in full.tables.items():
         for setting in table.settings:
             for arm in table.arms_of(setting):
