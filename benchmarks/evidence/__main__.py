@@ -207,6 +207,9 @@ def main(arguments: list[str] | None = None) -> int:
         plan, out = read(given.plan), given.out or (CHECKED if given.check else OUT)
         if unknown := sorted({*given.tables} - set(plan.tables)):
             parser.error(f"no table is called {', '.join(unknown)}; there are {', '.join(plan.tables)}")
+        arms = dict.fromkeys(arm.name for table in plan.tables.values() for arm in table.arms)
+        if unknown := sorted({*given.arms} - set(arms)):
+            parser.error(f"no arm is called {', '.join(unknown)}; there are {', '.join(arms)}")
         if given.check:
             selection = Selection("core", given.tables, given.arms)
             return check(plan, given.prepared, out, selection, given.processes, given.saved)

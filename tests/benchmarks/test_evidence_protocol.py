@@ -429,6 +429,9 @@ def test_table_that_is_not_prepared_is_refused_with_the_command(
     given = ["--plan", str(tmp_path / "tiny.toml"), "--prepared", str(tmp_path), "--out", str(tmp_path / "out")]
     assert main([*given, "--saved", str(tmp_path)]) == 2
     assert "T: not prepared: " in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([*given, "--arms", "fool"])
+    assert "no arm is called fool; there are full, one" in capsys.readouterr().err
 
 
 def test_scores_are_those_of_scikit_learn_and_padding_does_not_matter() -> None:
