@@ -126,14 +126,14 @@ class Claim(Frozen):
     part: str | None = None
     """The table's by default."""
     setting: str | None = None
-    """The table's first by default."""
+    """The one in which the table concludes by default."""
     worst: bool = False
     """Whether it is about the worst site, for the part `sites`."""
     headline: bool = False
 
 
 class Table(Frozen):
-    """Arms on one federation. The first setting is the one that claims are about, unless they name another."""
+    """Arms on one federation. The first setting is the one of the core, and of the check."""
 
     title: str
     paper: str
@@ -153,6 +153,8 @@ class Table(Frozen):
     """Of each test part, the examples on which every version is measured. The last ones are measured on all."""
     check: tuple[str, ...] = ()
     """The arms of the short check."""
+    concludes: str | None = None
+    """The setting that claims are about, if it is not the first: one with enough rounds for rows to be flat."""
     settings: tuple[Setting, ...] = Field(min_length=1)
     arms: tuple[Arm, ...]
     claims: tuple[Claim, ...] = ()
@@ -167,7 +169,9 @@ class Table(Frozen):
         named |= {name for setting in self.settings for name in setting.arms or ()}
         if unknown := sorted(named - arms):
             raise ValueError(f"no arm is called {', '.join(unknown)}; there are {', '.join(sorted(arms))}")
-        if unknown := sorted({claim.setting for claim in self.claims if claim.setting} - settings):
+        if unknown := sorted(
+            {name for name in (self.concludes, *(c.setting for c in self.claims)) if name} - settings
+        ):
             raise ValueError(f"no setting is called {', '.join(unknown)}; there are {', '.join(sorted(settings))}")
         return self
 
@@ -186,8 +190,13 @@ class Table(Frozen):
         return setting if setting.tuned else self.settings[0]
 
     @property
+    def concluding(self) -> Setting:
+        """The setting that claims are about, unless they name another."""
+        return self.setting(self.concludes) if self.concludes else self.settings[0]
+
+    @property
     def headliners(self) -> set[str]:
-        """The arms of headline claims, which get more seeds in the first setting."""
+        """The arms of headline claims, which get more seeds in the concluding setting."""
         return {name for claim in self.claims if claim.headline for name in (claim.arm, claim.against)}
 
 
@@ -223,6 +232,7 @@ class Plan(Frozen):
                 update={
                     "rounds": min(table.rounds, protocol.check_rounds),
                     "settings": table.settings[:1],
+                    "concludes": None,
                     "arms": tuple(arm for arm in table.arms if arm.name in {*table.check, table.reference}),
                     "claims": tuple(
                         c for c in table.claims if {c.arm, c.against} <= {*table.check} and not c.setting
@@ -330,7 +340,7 @@ class Selection:
 
     def seeds(self, plan: Plan, table: Table, setting: Setting, arm: Arm) -> tuple[int, ...]:
         """Return the seeds of a row. The arms of headline claims have more, except in the core."""
-        more = self.scope != "core" and setting == table.settings[0] and arm.name in table.headliners
+        more = self.scope != "core" and setting == table.concluding and arm.name in table.headliners
         return plan.protocol.headline_seeds if more else plan.protocol.seeds
 
 

@@ -227,7 +227,7 @@ def findings(plan: Plan, found: Found) -> list[Finding]:
 
 def _finding(plan: Plan, found: Found, name: str, claim: Claim) -> Finding:
     table = plan.tables[name]
-    setting = table.setting(claim.setting) if claim.setting else table.settings[0]
+    setting = table.setting(claim.setting) if claim.setting else table.concluding
     pair = [row(plan, found, name, setting, table.arm(arm)) for arm in (claim.arm, claim.against)]
     part = claim.part or table.part
     differences = paired(*(each.final(part, worst=claim.worst) for each in pair))
@@ -444,20 +444,25 @@ def picture_name(name: str) -> str:
 
 
 def drawable(plan: Plan, found: Found, name: str) -> bool:
-    """Return whether a row of the table's first setting has a curve."""
+    """Return whether a row of the table has a curve to draw."""
     return any(_curved(plan, found, name))
 
 
 def _curved(plan: Plan, found: Found, name: str) -> Iterator[Row]:
     table = plan.tables[name]
-    for arm in table.arms_of(table.settings[0]):
-        each = row(plan, found, name, table.settings[0], arm)
+    settings = [table.concluding, table.settings[0]]
+    drawn = next((s for s in settings if any((j.table, j.setting) == (name, s.name) for j in found)), settings[0])
+    for arm in table.arms_of(drawn):
+        each = row(plan, found, name, drawn, arm)
         if each.curves(each.part):
             yield each
 
 
 def picture(plan: Plan, found: Found, name: str, out: Path) -> None:
-    """Draw the curves of a table's first setting, with bands of a standard error, and the final scores over bytes."""
+    """Draw the curves of a table's rows, with bands of a standard error, and their final scores over bytes.
+
+    The rows are those of the setting in which the table concludes, or else of its first.
+    """
     table, rows = plan.tables[name], list(_curved(plan, found, name))
     figure = Figure(figsize=(10.5, 4.2), layout="constrained")
     left, right = figure.subplots(1, 2)

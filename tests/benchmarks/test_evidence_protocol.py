@@ -167,8 +167,15 @@ def test_runs_that_choose_rates_come_first_and_headline_arms_have_ten_seeds(full
     scores = {job: {1e-4: 0.1, 3e-4: 0.5, 1e-3: 0.2}[job.rate] for job in first}
     rows = list(startable(full, selection, scores, ()))
     assert {job.rate for job in rows} == {3e-4}
-    assert [job.seed for job in rows if (job.arm, job.setting) == ("attention", "K-2")] == [*range(1, 11)]
-    assert [job.seed for job in rows if (job.arm, job.setting) == ("head", "K-2")] == [*range(1, 6)]
+    assert [job.seed for job in rows if (job.arm, job.setting) == ("attention", "K-2")] == [*range(1, 6)]
+    # More where the table concludes, for the arms of headline claims alone.
+    table = full.tables["S-a"]
+    for scope, arm, count in (("gpu", "attention", 10), ("gpu", "head", 5), ("full", "attention", 5)):
+        setting = table.concluding if scope == "gpu" else table.settings[0]
+        assert len(Selection(scope).seeds(full, table, setting, table.arm(arm))) == count
+    clothes = full.tables["F-a"]
+    assert len(Selection("full").seeds(full, clothes, clothes.settings[0], clothes.arm("fedfrozen"))) == 10
+    assert len(Selection("core").seeds(full, clothes, clothes.settings[0], clothes.arm("fedfrozen"))) == 5
     # The other numbers of layers take the rate of the first one.
     assert [job.seed for job in rows if job.setting == "K-1"] == [*range(1, 6)]
     core = list(startable(full, replace(selection, scope="core"), scores, {rows[0]}))
