@@ -170,7 +170,7 @@ evidence: install ## the papers' claims on real data, in short, under 25 minutes
 	$(BIN)/python -m benchmarks.evidence.sources.prepare
 	$(BIN)/python -m benchmarks.evidence --check --processes $(PROCESSES)
 
-evidence-core: install ## one setting of each table, five seeds and the choice of rates; hours, resumes after a kill
+evidence-core: install ## one setting of each table, its main arms, five seeds; hours, resumes after a kill
 	$(BIN)/python -m benchmarks.evidence.sources.prepare
 	$(BIN)/python -m benchmarks.evidence --scope core --processes $(PROCESSES)
 

@@ -160,7 +160,12 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--prepared", type=Path, default=PREPARED, help="the folder of prepared models and data")
     parser.add_argument("--out", type=Path, help=f"the folder of results: {OUT}, or {CHECKED} for --check")
     parser.add_argument("--saved", type=Path, default=store.SAVED, help="the folder of the repository's results")
-    parser.add_argument("--scope", choices=["core", "full", "gpu"], default="full", help="core: one setting a table")
+    parser.add_argument(
+        "--scope",
+        choices=["core", "full", "gpu"],
+        default="full",
+        help="core: one setting and the main arms of each table",
+    )
     parser.add_argument("--tables", nargs="+", default=(), help="only these tables")
     parser.add_argument("--arms", nargs="+", default=(), help="only these arms")
     parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N, which all processes share")
