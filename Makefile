@@ -166,7 +166,7 @@ bench-attention: install ## FedFrozen's simulation: bias and drift by length of 
 	$(BIN)/python -m benchmarks.linear_attention
 
 PROCESSES = $(shell nproc)
-evidence: install ## the papers' claims on real data, in short, under 25 minutes; fails if a known direction flips
+evidence: install ## the papers' claims on real data, in short (aim: 25 minutes); fails if a known direction flips
 	$(BIN)/python -m benchmarks.evidence.sources.prepare
 	$(BIN)/python -m benchmarks.evidence --check --processes $(PROCESSES)
 
