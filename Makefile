@@ -8,7 +8,7 @@ SIDE_BY_SIDE = $(shell cores=$$(nproc); echo $$((cores < 3 ? cores + 1 : 4)))
 
 .PHONY: help install notebook wheel demo demo-secure demo-reports demo-pairs demo-llm test test-postgresql check fix system fuzz \
   bench bench-quick bench-results bench-rivals bench-lines bench-attention simulation mutants chaos soak test-long test-gpu image-check deploy-check \
-  migrate image clean docs
+  evidence evidence-core evidence-full evidence-gpu migrate image clean docs
 
 help: ## show this help
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -164,6 +164,23 @@ bench-rivals: install ## rounds beside Flower and NVIDIA FLARE, each installed i
 
 bench-attention: install ## FedFrozen's simulation: bias and drift by length of warm-up; some minutes
 	$(BIN)/python -m benchmarks.linear_attention
+
+PROCESSES = $(shell nproc)
+evidence: install ## the papers' claims on real data, in short (aim: 25 minutes); fails if a known direction flips
+	$(BIN)/python -m benchmarks.evidence.sources.prepare
+	$(BIN)/python -m benchmarks.evidence --check --processes $(PROCESSES)
+
+evidence-core: install ## one setting of each table, its main arms, five seeds; hours, resumes after a kill
+	$(BIN)/python -m benchmarks.evidence.sources.prepare
+	$(BIN)/python -m benchmarks.evidence --scope core --processes $(PROCESSES)
+
+evidence-full: install ## every setting of every table, and ten seeds for headlines; a day, resumes after a kill
+	$(BIN)/python -m benchmarks.evidence.sources.prepare
+	$(BIN)/python -m benchmarks.evidence --processes $(PROCESSES)
+
+evidence-gpu: install ## the larger settings on a GPU that several runs share; PROCESSES=
+	$(BIN)/python -m benchmarks.evidence.sources.prepare
+	$(BIN)/python -m benchmarks.evidence --scope gpu --device cuda --processes $(PROCESSES)
 
 migrate: install ## bring the database that TESSERA_DATABASE_URL names to head
 	$(BIN)/tessera coordinator migrate

@@ -33,7 +33,7 @@ from benchmarks.evidence.frontier.__main__ import (
     save,
     work,
 )
-from benchmarks.evidence.frontier.report import interval, lines, paired, void
+from benchmarks.evidence.frontier.report import lines, paired, void
 from benchmarks.evidence.frontier.runs import inputs, run
 from benchmarks.evidence.frontier.study import (
     ARMS,
@@ -61,6 +61,7 @@ from benchmarks.evidence.sources.phrases import (
     split,
 )
 from benchmarks.evidence.sources.prepare import MODEL, PHRASES
+from benchmarks.evidence.statistics import interval
 from benchmarks.methods.head_only import HeadOnlyCoordinator
 from tessera.shared.methods.base import MethodSettings, MethodSpec, Participant, RunInfo, State
 from tessera.shared.methods.registry import coordinator_half

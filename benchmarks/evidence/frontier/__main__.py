@@ -15,19 +15,17 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Mapping
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from itertools import islice
+from collections.abc import Callable, Collection, Iterator, Mapping
 from math import inf
-from multiprocessing import get_context
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
+from benchmarks.evidence import pool
 from benchmarks.evidence.frontier import runs
 from benchmarks.evidence.frontier.report import lines, picture
-from benchmarks.evidence.frontier.runs import Figures
 from benchmarks.evidence.frontier.study import QUICK, SCORE, STANDARD, Job, Study, startable
+from benchmarks.evidence.pool import Figures
 from benchmarks.evidence.sources.prepare import OUT as PREPARED
 from tessera.worker.state.atomic_files import written_whole
 
@@ -99,28 +97,19 @@ def work(
     Return the reason of each that failed. The others go on.
     """
     scores = {job: figures[SCORE] for job, figures in finished(out).items()}
-    running: dict[Future[Figures], Job] = {}
-    failed: dict[Job, str] = {}
-    context = get_context("spawn")
-    with ProcessPoolExecutor(processes, mp_context=context, initializer=runs.begin) as pool:
-        while True:
-            free = 0 if over() else processes - len(running)
-            wanted = (job for job in startable(study, scores, {*running.values(), *failed}) if only(job))
-            for job in list(islice(wanted, free)):
-                running[pool.submit(runs.run, study, job, prepared, out / MODELS, device)] = job
-            if not running:
-                return failed
-            for future in wait(running, return_when=FIRST_COMPLETED).done:
-                job = running.pop(future)
-                try:
-                    figures = future.result()
-                except Exception as fault:  # noqa: BLE001  (one failed run must not end the others)
-                    failed[job] = f"{type(fault).__name__}: {fault}"
-                    print(f"{job.name}: {failed[job]}", file=sys.stderr, flush=True)
-                    continue
-                _write(out / RUNS / f"{job.name}.json", figures)
-                scores[job] = figures[SCORE]
-                print(f"{job.name}: {figures[SCORE]:.4f}, {figures.get('seconds', 0)} s", file=sys.stderr, flush=True)
+
+    def wanted(begun: Collection[Job]) -> Iterator[Job]:
+        return (job for job in startable(study, scores, begun) if only(job))
+
+    def task(job: Job) -> tuple[Any, ...]:
+        return runs.run, study, job, prepared, out / MODELS, device
+
+    def keep(job: Job, figures: Figures) -> None:
+        _write(out / RUNS / f"{job.name}.json", figures)
+        scores[job] = figures[SCORE]
+        print(f"{job.name}: {figures[SCORE]:.4f}, {figures.get('seconds', 0)} s", file=sys.stderr, flush=True)
+
+    return pool.work(wanted, task, keep, processes, over)
 
 
 def _write(path: Path, document: Mapping[str, Any]) -> None:

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from math import isinf, sqrt
+from collections.abc import Iterator, Mapping
+from math import isinf
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 
 from matplotlib.figure import Figure
-from scipy.stats import t as student
 
 from benchmarks.evidence.frontier.study import ARMS, FULL, SCORE, Job, Study, choices, tried
+from benchmarks.evidence.statistics import CONFIDENCE, STANDARD_ERRORS, floor, interval, shown_interval, shown_spread
+from benchmarks.evidence.statistics import paired as differences
 
-CONFIDENCE = 0.95
-STANDARD_ERRORS = 5.0
-"""By which full training without privacy must exceed the most frequent class, or the table is void."""
 FLAT = "#777777"
 COLOURS = ("#000000", "#1565c0", "#ef6c00", "#2e7d32", "#b71c1c", "#6a1b9a")
 
@@ -44,8 +42,8 @@ def _about(study: Study, found: Found) -> Iterator[str]:
         examples = [figures["examples"] for figures in measured]
         yield (
             f"Tested on {min(examples)} to {max(examples)} phrases of unseen categories. The most frequent class has "
-            f"macro F1 {_spread([100 * figures['majority_f1'] for figures in measured])} and accuracy "
-            f"{_spread([100 * figures['majority_accuracy'] for figures in measured])}."
+            f"macro F1 {shown_spread([100 * figures['majority_f1'] for figures in measured])} and accuracy "
+            f"{shown_spread([100 * figures['majority_accuracy'] for figures in measured])}."
         )
 
 
@@ -55,9 +53,7 @@ def void(table: Found) -> str | None:
     if not runs:
         return f"no run of `{FULL.name}` without privacy is finished"
     for job, figures in runs.items():
-        share = figures["majority_accuracy"]
-        least = share + STANDARD_ERRORS * sqrt(share * (1 - share) / figures["examples"])
-        if figures["accuracy"] < least:
+        if figures["accuracy"] < floor(figures["majority_accuracy"], figures["examples"]):
             return (
                 f"`{FULL.name}` without privacy has accuracy {100 * figures['accuracy']:.1f} with seed "
                 f"{job.seed}, less than {STANDARD_ERRORS:g} standard errors above the most frequent class"
@@ -75,9 +71,9 @@ def _of_epsilon(study: Study, table: Found, epsilon: float) -> Iterator[str]:
             cells = [
                 arm.name,
                 str(len(of_arm)),
-                *(_spread([100 * figures[name] for figures in of_arm]) for name in (SCORE, "accuracy")),
-                _interval(paired(table, arm.name, FULL.name)) if arm.name != FULL.name else "",
-                _spread([figures["upload_bytes"] / 1e3 for figures in of_arm if "upload_bytes" in figures], 0),
+                *(shown_spread([100 * figures[name] for figures in of_arm]) for name in (SCORE, "accuracy")),
+                shown_interval(paired(table, arm.name, FULL.name)) if arm.name != FULL.name else "",
+                shown_spread([figures["upload_bytes"] / 1e3 for figures in of_arm if "upload_bytes" in figures], 0),
             ]
             yield f"| {' | '.join(cells)} |"
 
@@ -88,33 +84,15 @@ def _titled(study: Study, epsilon: float) -> str:
 
 def paired(table: Found, arm: str, other: str) -> list[float]:
     """Return the differences in macro F1 of two arms, in points, for each seed and epsilon that both have."""
-    scores = {(job.arm, job.epsilon, job.seed): figures[SCORE] for job, figures in table.items()}
-    both = sorted(
-        {(e, s) for name, e, s in scores if name == arm} & {(e, s) for name, e, s in scores if name == other}
+    first, second = (
+        {(job.epsilon, job.seed): 100 * table[job][SCORE] for job in sorted(table, key=_place) if job.arm == name}
+        for name in (arm, other)
     )
-    return [100 * (scores[arm, epsilon, seed] - scores[other, epsilon, seed]) for epsilon, seed in both]
+    return differences(first, second)
 
 
-def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Return the ends of the t-interval of a mean of two values or more."""
-    reach = student.ppf((1 + CONFIDENCE) / 2, len(values) - 1) * stdev(values) / sqrt(len(values))
-    return fmean(values) - float(reach), fmean(values) + float(reach)
-
-
-def _interval(values: Sequence[float]) -> str:
-    if not values:
-        return "-"
-    if len(values) == 1:
-        return f"{values[0]:+.1f} (one seed)"
-    low, high = interval(values)
-    return f"{fmean(values):+.1f} [{low:+.1f}, {high:+.1f}]"
-
-
-def _spread(values: Sequence[float], digits: int = 1) -> str:
-    if not values:
-        return "-"
-    spread = f" ± {stdev(values):.{digits}f}" if len(values) > 1 else ""
-    return f"{fmean(values):.{digits}f}{spread}"
+def _place(job: Job) -> tuple[float, int]:
+    return job.epsilon, job.seed
 
 
 def _against_random(study: Study, table: Found) -> Iterator[str]:
@@ -126,7 +104,7 @@ def _against_random(study: Study, table: Found) -> Iterator[str]:
         of_epsilon = {job: figures for job, figures in table.items() if job.epsilon == epsilon}
         pairs = [("attention", FULL.name), ("random", FULL.name), ("attention", "random"), ("attention", "head")]
         found = [paired(of_epsilon, *pair) for pair in pairs]
-        cells = [f"{epsilon:g}", str(len(found[0])), *map(_interval, found)]
+        cells = [f"{epsilon:g}", str(len(found[0])), *map(shown_interval, found)]
         yield f"| {' | '.join(cells)} |"
 
 

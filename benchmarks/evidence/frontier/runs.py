@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import platform
 import tempfile
@@ -15,10 +14,10 @@ from time import monotonic
 from typing import Any
 
 import numpy as np
-import structlog
 import torch
 
 from benchmarks.evidence.frontier.study import HEAD_FACTOR, Arm, Job, Study
+from benchmarks.evidence.pool import Figures
 from benchmarks.evidence.sources.packages import digest_of
 from benchmarks.evidence.sources.phrases import CHAPTERS, WORDINGS, Encoded, Indices, split
 from benchmarks.evidence.sources.prepare import MODEL, PHRASES
@@ -27,19 +26,9 @@ from tessera.shared.schema import EPSILON
 from tessera.worker.cli.model import init
 from tessera.worker.simulation import Conditions, Result, Stalled, simulate
 
-METHODS = Path(__file__).parents[2] / "methods"
 DIVERGED = "diverged:"
 """The start of a task's failure that is a result of its learning rate."""
 ROUNDED = 5
-
-Figures = dict[str, Any]
-
-
-def begin() -> None:
-    """Prepare a process for runs: the benchmarks' own methods, one thread, and a log of warnings alone."""
-    os.environ["TESSERA_METHODS"] = str(METHODS)
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
-    torch.set_num_threads(1)
 
 
 def inputs(prepared: Path) -> dict[str, str]:

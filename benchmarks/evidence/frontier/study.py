@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from math import inf, isinf, log
 from typing import Any
 
+from benchmarks.evidence.rates import Ladder, best
+
 TUNING_SEED = 0
 """It is in no table."""
 
@@ -156,26 +158,9 @@ def tried(job_scores: Scores, cell: Cell) -> dict[float, float]:
     }
 
 
-def best_rate(scores: Mapping[float, float]) -> float:
-    """Return the rate of the best score; of equals, the smallest."""
-    return max(sorted(scores), key=lambda rate: scores[rate])
-
-
 def wanted_rates(study: Study, scores: Mapping[float, float]) -> tuple[float, ...]:
-    """Return the rates that a cell still has to try, by the scores so far; none if its choice is settled.
-
-    The first rates come first. While the best of all is the smallest or the largest, the next one outward is tried.
-    """
-    if missing := tuple(rate for rate in study.first_rates if rate not in scores):
-        return missing
-    best, rates = best_rate(scores), sorted(scores)
-    place = LADDER.index(best)
-    first, last = (LADDER.index(study.first_rates[end]) for end in (0, -1))
-    lowest, highest = max(0, first - study.outward), min(len(LADDER) - 1, last + study.outward)
-    # With one first rate the best is at both ends.
-    outward = [place - 1] if best == rates[0] else []
-    outward += [place + 1] if best == rates[-1] else []
-    return tuple(LADDER[each] for each in outward if lowest <= each <= highest)
+    """Return the rates that a cell still has to try, by the scores so far; none if its choice is settled."""
+    return Ladder(LADDER, study.first_rates, study.outward).wanted(scores)
 
 
 def choices(study: Study, scores: Scores) -> dict[Cell, float]:
@@ -185,7 +170,7 @@ def choices(study: Study, scores: Scores) -> dict[Cell, float]:
         for epsilon in study.tuned:
             of_cell = tried(scores, (arm.name, epsilon))
             if of_cell and not wanted_rates(study, of_cell):
-                chosen[arm.name, epsilon] = best_rate(of_cell)
+                chosen[arm.name, epsilon] = best(of_cell)
         for epsilon in study.others:
             if (rate := chosen.get((arm.name, nearest(study.tuned, epsilon)))) is not None:
                 chosen[arm.name, epsilon] = rate

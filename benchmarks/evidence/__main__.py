@@ -1,0 +1,235 @@
+"""The tables of evidence, as benchmarks/evidence.toml states them: `python -m benchmarks.evidence`.
+
+python -m benchmarks.evidence.sources.prepare         fetches models and data, once; the only step that downloads
+python -m benchmarks.evidence --processes 2           all runs that are not finished; resumes after a kill at any time
+python -m benchmarks.evidence --scope core --tables S-a --deadline 3600
+python -m benchmarks.evidence --report                the tables of what is finished; starts no run
+python -m benchmarks.evidence --save                  the finished runs into the repository, and its document
+python -m benchmarks.evidence --check                 few arms, rounds and seeds: fails if a known direction flips
+
+Each finished run is one JSON file in the output folder. Repeat the command to continue. A new folder begins with the
+runs of the repository, so another machine goes on from there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from collections.abc import Collection, Iterator, Mapping
+from math import inf
+from pathlib import Path
+from statistics import fmean
+from time import monotonic
+from typing import Any
+
+from benchmarks.evidence import pool, report, runs, store
+from benchmarks.evidence.federations import NotPrepared, source
+from benchmarks.evidence.plan import (
+    FILE,
+    Cell,
+    Job,
+    Plan,
+    Selection,
+    UnusablePlan,
+    choices,
+    digest_of,
+    left,
+    read,
+    startable,
+)
+from benchmarks.evidence.sources.prepare import OUT as PREPARED
+from tessera.worker.state.atomic_files import alone
+
+OUT = Path("bench-output/tables")
+CHECKED = Path("bench-output/check")
+HOUR = 3600
+REFUSED = 2
+
+
+def work(
+    plan: Plan,
+    selection: Selection,
+    prepared: Path,
+    out: Path,
+    device: str = "cpu",
+    processes: int = 1,
+    deadline: float = inf,
+    rates: Mapping[Cell, float] | None = None,
+) -> dict[Job, str]:
+    """Run what is not finished, and start nothing after `deadline` seconds. Return the reason of each failed run.
+
+    Raises NotPrepared, OtherInputs, and BlockingIOError if another process works in the folder.
+    """
+    began, found = monotonic(), store.finished(out, plan)
+    for name in dict.fromkeys(table for table, *_ in selection.settings(plan)):
+        store.check_inputs(found, name, runs.inputs_of(source(plan.tables[name].federation), prepared))
+    scores = {job: figures["score"] for job, figures in found.items()}
+    tuning, seconds = plan.protocol.tuning_seed, dict[tuple[str, bool], list[float]]()
+    for job, figures in found.items():
+        if figures["machine"] == runs.machine(device):
+            seconds.setdefault((job.table, job.seed == tuning), []).append(figures["seconds"])
+
+    def wanted(begun: Collection[Job]) -> Iterator[Job]:
+        return startable(plan, selection, scores, begun, rates)
+
+    def task(job: Job) -> tuple[Any, ...]:
+        return runs.run, plan, job, prepared, out, device
+
+    def keep(job: Job, figures: pool.Figures) -> None:
+        store.keep(out, job, figures)
+        scores[job] = figures["score"]
+        seconds.setdefault((job.table, job.seed == tuning), []).append(figures["seconds"])
+        counts = left(plan, selection, scores, rates)
+        about = f"{sum(counts.values())} left{time_left(counts, seconds, processes, plan.protocol.tuning_share)}"
+        print(f"{job.name}: {figures['score']:.4f}, {figures['seconds']} s; {about}", file=sys.stderr, flush=True)
+
+    with alone(out):
+        # The versions of runs that were killed.
+        shutil.rmtree(out / "scratch", ignore_errors=True)
+        return pool.work(wanted, task, keep, processes, over=lambda: monotonic() - began >= deadline)
+
+
+def time_left(
+    counts: Mapping[tuple[str, bool], int],
+    seconds: Mapping[tuple[str, bool], list[float]],
+    processes: int,
+    tuning_share: float,
+) -> str:
+    """Return an estimate from the mean seconds of finished runs, or nothing if a table with runs left has none.
+
+    `counts` and `seconds` are by table, and by whether a run chooses a rate, which takes a share of the rounds.
+    """
+    total = 0.0
+    for (table, tunes), count in counts.items():
+        own, other = seconds.get((table, tunes)), seconds.get((table, not tunes))
+        if own:
+            total += count * fmean(own)
+        elif other:
+            total += count * fmean(other) * (tuning_share if tunes else 1 / tuning_share)
+        elif count:
+            return ""
+    return f", about {total / processes / HOUR:.1f} hours on {processes} processes"
+
+
+def prepared_tables(plan: Plan, selection: Selection, prepared: Path) -> list[str]:
+    """Return the tables that can run, and print why the others cannot."""
+    ready = []
+    for name in plan.tables:
+        if not selection.tables or name in selection.tables:
+            try:
+                source(plan.tables[name].federation).inputs(prepared)
+                ready.append(name)
+            except NotPrepared as fault:
+                print(f"{name}: {fault}", file=sys.stderr)
+    return ready
+
+
+def check(full: Plan, prepared: Path, out: Path, selection: Selection, processes: int, saved: Path) -> int:
+    """Run the short check and print its tables. Return 1 if a direction flips that the full runs settled, else 0."""
+    found = store.of_plan(full, store.loaded(saved))
+    rates = choices(full, Selection(), {job: figures["score"] for job, figures in found.items()})
+    plan = full.shortened()
+    ready = prepared_tables(plan, selection, prepared)
+    if not ready:
+        return REFUSED
+    chosen = Selection("core", ready, selection.arms)
+    # Where no rate was chosen yet, the middle one of those tried first.
+    middle = {
+        (name, table.settings[0].name, arm.name): plan.ladder(arm).first[len(plan.ladder(arm).first) // 2]
+        for name, table in plan.tables.items()
+        for arm in table.arms
+    }
+    failed = work(plan, chosen, prepared, out, processes=processes, rates={**middle, **rates})
+    short = store.finished(out, plan)
+    for line in report.lines(plan, short, tables=ready):
+        print(line)
+    flips = report.flipped(full, found, plan, short)
+    for line in flips:
+        print(f"FLIPPED: {line}", file=sys.stderr)
+    return 1 if flips or failed else 0
+
+
+def options() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.evidence",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--plan", type=Path, default=FILE, help="the file of tables, arms, grids and claims")
+    parser.add_argument("--prepared", type=Path, default=PREPARED, help="the folder of prepared models and data")
+    parser.add_argument("--out", type=Path, help=f"the folder of results: {OUT}, or {CHECKED} for --check")
+    parser.add_argument("--saved", type=Path, default=store.SAVED, help="the folder of the repository's results")
+    parser.add_argument(
+        "--scope",
+        choices=["core", "full", "gpu"],
+        default="full",
+        help="core: one setting and the main arms of each table",
+    )
+    parser.add_argument("--tables", nargs="+", default=(), help="only these tables")
+    parser.add_argument("--arms", nargs="+", default=(), help="only these arms")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N, which all processes share")
+    parser.add_argument("--processes", type=int, default=1, help="runs at the same time")
+    parser.add_argument("--deadline", type=float, default=inf, help="seconds after which no run starts")
+    does = parser.add_mutually_exclusive_group()
+    does.add_argument("--report", action="store_true", help="print the tables of finished runs, and start none")
+    does.add_argument("--save", action="store_true", help="write finished runs and the document, and start none")
+    does.add_argument("--check", action="store_true", help="the short check")
+    return parser
+
+
+def go_on(plan: Plan, given: argparse.Namespace, out: Path) -> int:
+    """Run what is asked for and can run, and print the report. Return the command's exit status."""
+    asked = [name for name in plan.tables if not given.tables or name in given.tables]
+    ready = prepared_tables(plan, Selection(given.scope, asked), given.prepared)
+    failed: dict[Job, str] = {}
+    if ready:
+        selection = Selection(given.scope, ready, given.arms)
+        failed = work(plan, selection, given.prepared, out, given.device, given.processes, given.deadline)
+    show(plan, given, out)
+    return 1 if failed else REFUSED if len(ready) < len(asked) else 0
+
+
+def show(plan: Plan, given: argparse.Namespace, out: Path) -> None:
+    """Print the tables of finished runs."""
+    print(f"Plan {given.plan.name}, {digest_of(given.plan)}")
+    for line in report.lines(plan, store.finished(out, plan), tables=given.tables):
+        print(line)
+
+
+def save(plan: Plan, given: argparse.Namespace, out: Path) -> None:
+    """Write the finished runs into the folder of saved results; of the repository's plan, the document too."""
+    for file in store.save(out, plan, given.saved):
+        print(file)
+    if (given.plan, given.saved) == (FILE, store.SAVED):
+        report.write(plan, store.of_plan(plan, store.loaded()), digest_of())
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = options()
+    given = parser.parse_args(arguments)
+    try:
+        plan, out = read(given.plan), given.out or (CHECKED if given.check else OUT)
+        if unknown := sorted({*given.tables} - set(plan.tables)):
+            parser.error(f"no table is called {', '.join(unknown)}; there are {', '.join(plan.tables)}")
+        arms = dict.fromkeys(arm.name for table in plan.tables.values() for arm in table.arms)
+        if unknown := sorted({*given.arms} - set(arms)):
+            parser.error(f"no arm is called {', '.join(unknown)}; there are {', '.join(arms)}")
+        if given.check:
+            selection = Selection("core", given.tables, given.arms)
+            return check(plan, given.prepared, out, selection, given.processes, given.saved)
+        store.begin_with_saved(out, plan, given.saved)
+        if not (given.report or given.save):
+            return go_on(plan, given, out)
+        (save if given.save else show)(plan, given, out)
+    except (UnusablePlan, NotPrepared, store.OtherInputs) as fault:
+        print(fault, file=sys.stderr)
+        return REFUSED
+    except BlockingIOError:
+        print(f"another process works in {out}: wait for it, or name another folder with --out", file=sys.stderr)
+        return REFUSED
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

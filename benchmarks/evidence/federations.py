@@ -1,0 +1,205 @@
+"""The federations that tables name: sites with their examples, tests, and models to start from, all by seed."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Mapping
+from contextlib import redirect_stderr, redirect_stdout, suppress
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pydantic import Field
+
+from benchmarks.evidence.sources.packages import digest_of
+from benchmarks.evidence.sources.phrases import CHAPTERS, WORDINGS, Encoded, Indices, split
+from benchmarks.evidence.sources.prepare import MODEL, PHRASES
+from tessera.shared.schema import Frozen
+from tessera.worker.cli.model import init
+from tessera.worker.data.dataset import Dataset
+from tessera.worker.data.partition.schemes import dirichlet
+
+
+class NotPrepared(ValueError):
+    """A federation without data, or without code."""
+
+
+@dataclass(frozen=True)
+class Federation:
+    """A seed's data. No example is in two of its parts."""
+
+    sites: Mapping[str, Dataset]
+    """What each site trains on; its `held_out` examples are its own test."""
+    validation: Mapping[str, Dataset]
+    """What each site holds back for choices of settings."""
+    tests: Mapping[str, Dataset]
+    """The central test parts by name. Their examples are in random order."""
+
+    def tuning(self) -> Mapping[str, Dataset]:
+        """Return the sites with their validation in place of their test examples."""
+        return {name: replace(data, held_out=self.validation[name]) for name, data in self.sites.items()}
+
+
+@dataclass(frozen=True)
+class Source:
+    """A kind of federation, whose options are a table's."""
+
+    files: tuple[str, ...]
+    """The prepared files on which results depend."""
+    command: str
+    """What prepares them."""
+    federation: Callable[[Path, int, Mapping[str, Any]], Federation]
+    """A function of the prepared folder, the seed and the options."""
+    model: Callable[[Path, int, str, Mapping[str, Any], Path], None]
+    """A function that writes the model folder of a seed, of the prepared folder, the seed, the model's name, the
+    options and the folder to write."""
+
+    def inputs(self, prepared: Path) -> dict[str, str]:
+        """Return the SHA-256 of each prepared file. Raises NotPrepared."""
+        if missing := [name for name in self.files if not (prepared / name).is_file()]:
+            raise NotPrepared(f"not prepared: {prepared} has no {', '.join(missing)}; run `{self.command}`")
+        return {name: digest_of(prepared / name) for name in self.files}
+
+
+def source(name: str) -> Source:
+    """Return the federation that a table names. Raises NotPrepared."""
+    if name not in SOURCES:
+        raise NotPrepared(
+            f"not prepared: no federation is called {name}; there are {', '.join(sorted(SOURCES))}. Add it to "
+            "benchmarks/evidence/federations.py once its source is in benchmarks/evidence/sources, or leave its "
+            "table out with --tables"
+        )
+    return SOURCES[name]
+
+
+def start(kind: Source, prepared: Path, seed: int, model: str, options: Mapping[str, Any], models: Path) -> Path:
+    """Return the model folder of a seed, which all arms of a federation share, and make it if it is absent.
+
+    Several processes may make it at the same time: the first one stays.
+    """
+    folder = models / f"{model}-{seed}"
+    if not folder.exists():
+        models.mkdir(parents=True, exist_ok=True)
+        quiet = redirect_stdout(StringIO()), redirect_stderr(StringIO())
+        with tempfile.TemporaryDirectory(dir=models) as name, quiet[0], quiet[1]:
+            made = Path(name) / "model"
+            kind.model(prepared, seed, model, options, made)
+            with suppress(OSError):
+                made.rename(folder)
+    return folder
+
+
+# ---------------------------------------------------------------- clinical phrases
+
+
+class PhrasesOptions(Frozen):
+    """Clinical phrases at sites of one wording each, which differ in their chapters."""
+
+    sites_per_wording: int = Field(ge=1)
+    examples_per_wording: int = Field(ge=1)
+    """Of all sites of a wording together, with what they hold back."""
+    alpha: float = Field(gt=0)
+    """Of the Dirichlet distribution that divides each chapter among the sites of a wording."""
+    validation_share: float = Field(gt=0, lt=0.5)
+    test_share: float = Field(gt=0, lt=0.5)
+    """Shares of each site's phrases."""
+    unseen_tests: int = Field(ge=1)
+    """Phrases of categories of which no site has any."""
+    seen_tests: int = Field(ge=1)
+    """Other phrases of categories of which some site has one."""
+
+
+UNSEEN, SEEN = "unseen", "seen"
+LORA = "lora-"
+"""The start of a model's name that ends with the adapters' rank, or with the rank and `-all` for all matrices."""
+LEAST_SITE = 8
+"""Phrases of a site, so that it has some to train on, to validate and to test."""
+
+
+def _phrases(prepared: Path, seed: int, options: Mapping[str, Any]) -> Federation:
+    """Draw a seed's phrases. Raises ValueError if there are too few."""
+    given, phrases = PhrasesOptions.model_validate(options), _encoded(prepared)
+    parts = split(phrases, seed, 1, given.examples_per_wording)
+    sites: dict[str, tuple[Indices, Indices, Indices]] = {}
+    for wording in WORDINGS:
+        rows = parts.sites[f"{wording}-1"]
+        divided = dirichlet(phrases.labels[rows], given.sites_per_wording, given.alpha, seed)
+        for number, places in enumerate(_levelled(divided)):
+            sites[f"{wording}-{number + 1}"] = _held_back(rows[places], seed, given)
+    used = np.concatenate([_all(sites, place) for place in range(3)])
+    known = np.isin(phrases.categories, phrases.categories[_all(sites, 0)])
+    others = np.setdiff1d(np.flatnonzero(known), used)
+    random = np.random.default_rng((seed, 1))
+    tests = {
+        UNSEEN: _drawn(parts.test, given.unseen_tests, random, "unseen"),
+        SEEN: _drawn(others, given.seen_tests, random, "seen"),
+    }
+    return Federation(
+        {name: replace(phrases.dataset(a), held_out=phrases.dataset(c)) for name, (a, _, c) in sites.items()},
+        {name: phrases.dataset(b) for name, (_, b, _) in sites.items()},
+        {name: phrases.dataset(rows) for name, rows in tests.items()},
+    )
+
+
+@lru_cache(maxsize=1)
+def _encoded(prepared: Path) -> Encoded:
+    return Encoded.load(prepared / PHRASES)
+
+
+def _all(sites: Mapping[str, tuple[Indices, Indices, Indices]], place: int) -> Indices:
+    return np.concatenate([each[place] for each in sites.values()])
+
+
+def _levelled(sites: list[Indices]) -> list[Indices]:
+    """Return the sites, of which those that are too small get the last examples of the largest ones."""
+    sites = list(sites)
+    while min(map(len, sites)) < LEAST_SITE:
+        small, large = (sites.index(each(sites, key=len)) for each in (min, max))
+        sites[small], sites[large] = np.append(sites[small], sites[large][-1]), sites[large][:-1]
+    return sites
+
+
+def _held_back(rows: Indices, seed: int, options: PhrasesOptions) -> tuple[Indices, Indices, Indices]:
+    """Divide a site's rows into those to train on, to validate and to test."""
+    rows = np.random.default_rng((seed, 2)).permutation(rows)
+    validation, test = (max(1, round(share * len(rows))) for share in (options.validation_share, options.test_share))
+    return rows[validation + test :], rows[:validation], rows[validation : validation + test]
+
+
+def _drawn(rows: Indices, count: int, random: np.random.Generator, name: str) -> Indices:
+    if len(rows) < count:
+        raise ValueError(f"only {len(rows)} phrases are {name}, fewer than {count}: lower {name}_tests")
+    return random.permutation(rows)[:count]
+
+
+def _phrases_model(prepared: Path, seed: int, model: str, options: Mapping[str, Any], folder: Path) -> None:
+    del options
+    adapters: dict[str, Any] = {}
+    if model.startswith(LORA):
+        rank, _, everywhere = model.removeprefix(LORA).partition("-")
+        adapters = {"lora_rank": int(rank)}
+        adapters |= {"lora_roles": "query,key,value,output,mlp"} if everywhere == "all" else {}
+    elif model != "plain":
+        raise ValueError(f"no model of the phrases is called {model}: use plain, {LORA}RANK or {LORA}RANK-all")
+    init(
+        folder,
+        config=str(prepared / MODEL),
+        head="text-classification",
+        seed=seed,
+        labels=str(CHAPTERS),
+        dtype="float32",
+        **adapters,
+    )
+
+
+SOURCES: Mapping[str, Source] = {
+    "phrases": Source(
+        (PHRASES, f"{MODEL}/config.json", f"{MODEL}/model.safetensors"),
+        "python -m benchmarks.evidence.sources.prepare",
+        _phrases,
+        _phrases_model,
+    ),
+}

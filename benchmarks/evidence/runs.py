@@ -1,0 +1,220 @@
+"""One run of a table, through the product's simulation, and the figures that it leaves."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from time import monotonic, process_time
+from typing import Any
+
+import torch
+
+from benchmarks.evidence.federations import Federation, Source, source, start
+from benchmarks.evidence.plan import SITES, Arm, Job, Plan, Setting, Table, rounds_of, setup_of, whole_rounds
+from benchmarks.evidence.pool import Figures
+from benchmarks.evidence.scores import Part, at_sites, majority, measured
+from benchmarks.results import joined
+from tessera.shared.client.round_outcomes import Outcome
+from tessera.worker.data.dataset import Dataset
+from tessera.worker.governance.policy import Policy
+from tessera.worker.simulation import Conditions, Result, Stalled, simulate
+
+DIVERGED = "diverged:"
+"""The start of a task's failure that is a result of its learning rate."""
+VALIDATION = "validation"
+POLICY = Policy(min_evaluation_examples=1)
+"""Of the sites, which hold back few examples."""
+ALL_SITES = "all"
+"""The name of the one site of centralised training."""
+
+
+def machine(device: str) -> str:
+    """Return what a run's time depends on, and what its bits depend on."""
+    gpu = f"{torch.cuda.get_device_name()}, " if device.startswith("cuda") else ""
+    about = (
+        f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, torch {torch.__version__}"
+    )
+    return f"{gpu}{_processor()}{about}"
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return ""
+    return next((f"{line.partition(':')[2].strip()}, " for line in lines if line.startswith("model name")), "")
+
+
+def spec_of(plan: Plan, job: Job, sites: int) -> dict[str, Any]:
+    """Return the run's spec, as `tessera run create` takes it, for a federation of some sites."""
+    table = plan.tables[job.table]
+    arm, setting = table.arm(job.arm), table.setting(job.setting)
+    # A round without the update of a site ends the run, so that no failure is taken for a result.
+    chosen = sites if table.sites_a_round is None else min(sites, table.sites_a_round)
+    spec: dict[str, Any] = {
+        "name": "evidence",
+        "seed": job.seed,
+        "rounds": whole_rounds(plan, job),
+        "method": {"name": arm.method, "settings": method_settings(arm, setting, job.seed)},
+        "training": {
+            **table.training,
+            **plan.grids[arm.grid].training,
+            **arm.training,
+            "learning_rate": job.rate,
+        },
+        "cohort": {"size": chosen, "quorum": chosen, "max_attempts": 1},
+        # The fastest: nothing travels here. The bytes are those of float32.
+        "codec": "raw",
+    }
+    if arm.server_optimizer is not None:
+        spec["server_optimizer"] = arm.server_optimizer
+    if arm.personal:
+        spec["evaluation"] = {"sites": True}
+    return spec
+
+
+def method_settings(arm: Arm, setting: Setting, seed: int) -> dict[str, Any]:
+    """Return the settings of an arm's method in a setting of its table."""
+    seeded = {} if arm.seeded is None else {arm.seeded: seed}
+    return {**arm.settings, **setting.settings, **seeded}
+
+
+def run(plan: Plan, job: Job, prepared: Path, out: Path, device: str) -> Figures:
+    """Run a job. Return its figures, which on one machine are the same bits each time, but for its seconds.
+
+    `out` is for models and for what the run writes meanwhile. Raises Stalled if a round failed for another reason
+    than a learning rate that is too large, NotPrepared, and the exceptions of `simulate`.
+    """
+    began = monotonic(), process_time()
+    table = plan.tables[job.table]
+    arm, kind = table.arm(job.arm), source(table.federation)
+    options = {**table.options, **table.setting(job.setting).federation}
+    federation = kind.federation(prepared, job.seed, options)
+    tunes = job.seed == plan.protocol.tuning_seed
+    figures = {**_described(plan, job), "inputs": inputs_of(kind, prepared), "machine": machine(device)}
+    figures["majority"] = _majorities(federation)
+    scratch = out / "scratch" / job.name.replace("/", "--")
+    # Of a run that was killed.
+    shutil.rmtree(scratch, ignore_errors=True)
+    outcomes: list[Outcome] = []
+    try:
+        sites = federation.tuning() if tunes else federation.sites
+        trained = {ALL_SITES: joined(sites)} if arm.central else sites
+        model = start(kind, prepared, job.seed, arm.model, options, out / "models" / table.federation)
+        result = simulate(
+            spec_of(plan, job, len(trained)),
+            model,
+            trained,
+            conditions=Conditions(policy=POLICY, device=device, threads=1, loaded=len(trained), keep_versions="all"),
+            out=scratch,
+            until=rounds_of(plan, job),
+            watch=outcomes.append,
+        )
+        rows = scores_of(plan, job, federation, result, model, device)
+    except Stalled:
+        problems = [task.problem for task in outcomes[-1].round.tasks if task.problem] if outcomes else []
+        if not problems or not all(problem.detail.startswith(DIVERGED) for problem in problems):
+            raise
+        return {**figures, "diverged": problems[0].detail[:200], "score": 0.0, **_since(began)}
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    found = {**figures, **_moved(result), "scores": rows, "digest": result.versions[-1].digest}
+    found["score"] = final_score(
+        table, rows, plan.protocol.tuning_versions if tunes else plan.protocol.final_versions
+    )
+    return {**found, **_since(began)}
+
+
+def _since(began: tuple[float, float]) -> dict[str, float]:
+    """Return what a run took, on the clock and of a core. A busy machine makes the first one long."""
+    return {"seconds": round(monotonic() - began[0], 1), "cpu_seconds": round(process_time() - began[1], 1)}
+
+
+def inputs_of(kind: Source, prepared: Path) -> str:
+    """Return the first 12 digits of each prepared file's SHA-256, with its name. Raises NotPrepared."""
+    return ", ".join(f"{name} {digest[:12]}" for name, digest in kind.inputs(prepared).items())
+
+
+def _described(plan: Plan, job: Job) -> Figures:
+    return {
+        "table": job.table,
+        "setting": job.setting,
+        "arm": job.arm,
+        "seed": job.seed,
+        "rate": job.rate,
+        "setup": setup_of(plan, job),
+    }
+
+
+def _majorities(federation: Federation) -> list[dict[str, Any]]:
+    """Return the scores of the most frequent class on each part; for the sites, of the one most frequent in all."""
+    held = {SITES: _together([data.held_out for data in federation.sites.values() if data.held_out])}
+    return [{"part": name, **majority(data)} for name, data in {**federation.tests, **held}.items()]
+
+
+def _together(parts: Sequence[Dataset]) -> Dataset:
+    return joined({str(place): part for place, part in enumerate(parts)})
+
+
+def _moved(result: Result) -> dict[str, Any]:
+    """Return what all sites together sent and fetched in each round, and how often each layer was picked."""
+    last = result.versions[-1]
+    return {
+        "upload_bytes": [each.upload_bytes for each in result.outcomes],
+        "download_bytes": [each.download_bytes - each.evaluation_bytes for each in result.outcomes],
+        "picks": [
+            {"layer": name, "count": value} for name, value in last.scalars.items() if name.startswith("picks.")
+        ],
+    }
+
+
+# ---------------------------------------------------------------- scores
+
+
+def scores_of(
+    plan: Plan, job: Job, federation: Federation, result: Result, model: Path, device: str
+) -> list[dict[str, Any]]:
+    """Return the rows of a run's scores: of the validation for the tuning seed, otherwise of all test parts.
+
+    Personal arms are scored by their sites alone. For other arms each site scores the run's one model.
+    """
+    table, last = plan.tables[job.table], result.versions[-1].number
+    arm, tunes = table.arm(job.arm), job.seed == plan.protocol.tuning_seed
+    every = range(last + 1)
+    final = every[-(plan.protocol.tuning_versions if tunes else plan.protocol.final_versions) :]
+    if arm.personal:
+        rows = at_sites(result, final if tunes else every, VALIDATION if tunes else SITES)
+        if len(rows) < len(federation.sites) * len(final if tunes else every):
+            raise ValueError(f"{job.name}: a site did not measure a version: look at the measurements of the run")
+        return rows
+    size = table.curve_examples
+    if tunes:
+        pooled = Part(VALIDATION, _together(list(federation.validation.values())), final, (), size)
+        return measured(result, model, [pooled], device)
+    parts = [Part(name, data, final, every, size) for name, data in federation.tests.items()]
+    of_sites = every if table.part == SITES else final
+    parts += [
+        Part(SITES, data.held_out, of_sites, (), size, site)
+        for site, data in federation.sites.items()
+        if data.held_out is not None
+    ]
+    return measured(result, model, parts, device)
+
+
+def final_score(table: Table, rows: Sequence[Mapping[str, Any]], versions: int) -> float:
+    """Return the mean score over the last versions, from 0 to 1: on the validation if there is one, otherwise on the
+    table's part. Sites count by their examples for the validation, and alike otherwise."""
+    parts = {row["part"] for row in rows}
+    part = next(name for name in (VALIDATION, table.part, SITES) if name in parts)
+    found = [row for row in rows if row["part"] == part and not row["curve"]]
+    last = sorted({row["version"] for row in found})[-versions:]
+    return fmean(_score(table, part, [row for row in found if row["version"] == version]) for version in last)
+
+
+def _score(table: Table, part: str, rows: Sequence[Mapping[str, Any]]) -> float:
+    weights = [row["examples"] if part == VALIDATION else 1 for row in rows]
+    return fmean([row[table.score] for row in rows], weights)

@@ -1,0 +1,146 @@
+"""Figures of finished runs: a JSON file each in the folder of results, a Parquet file a table in the repository.
+
+A row holds the digest of the settings that its figures depend on (`setup`), so that runs of an older plan are not
+taken for runs of this one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from benchmarks.evidence.plan import Job, Plan, setup_of
+from tessera.worker.state.atomic_files import written_whole
+
+SAVED = Path(__file__).with_name("results")
+RUNS = "runs"
+
+Figures = Mapping[str, Any]
+Found = Mapping[Job, Figures]
+
+SCORES = (
+    ("part", pa.string()),
+    ("site", pa.string()),
+    ("version", pa.int32()),
+    ("curve", pa.bool_()),
+    ("examples", pa.int32()),
+    ("accuracy", pa.float64()),
+    ("macro_f1", pa.float64()),
+)
+MAJORITY = tuple(field for field in SCORES if field[0] in ("part", "examples", "accuracy", "macro_f1"))
+SCHEMA = pa.schema(
+    [
+        ("table", pa.string()),
+        ("setting", pa.string()),
+        ("arm", pa.string()),
+        ("seed", pa.int32()),
+        ("rate", pa.float64()),
+        ("setup", pa.string()),
+        ("inputs", pa.string()),
+        ("machine", pa.string()),
+        ("seconds", pa.float64()),
+        ("cpu_seconds", pa.float64()),
+        ("score", pa.float64()),
+        ("diverged", pa.string()),
+        ("digest", pa.string()),
+        ("upload_bytes", pa.list_(pa.int64())),
+        ("download_bytes", pa.list_(pa.int64())),
+        ("picks", pa.list_(pa.struct([("layer", pa.string()), ("count", pa.float64())]))),
+        ("majority", pa.list_(pa.struct(MAJORITY))),
+        ("scores", pa.list_(pa.struct(SCORES))),
+    ]
+)
+"""A row for each run."""
+
+
+class OtherInputs(ValueError):
+    """Runs on other prepared data or models than those at hand."""
+
+
+def job_of(figures: Figures) -> Job:
+    """Return the run that left these figures."""
+    return Job(*(figures[name] for name in ("table", "setting", "arm", "seed", "rate")))
+
+
+def rows(out: Path) -> Iterator[dict[str, Any]]:
+    """Yield the figures of each run in the folder, whatever the plan it belongs to."""
+    for file in sorted((out / RUNS).rglob("*.json")):
+        yield json.loads(file.read_bytes())
+
+
+def finished(out: Path, plan: Plan) -> dict[Job, dict[str, Any]]:
+    """Return the figures of the folder's runs that are of this plan."""
+    return of_plan(plan, rows(out))
+
+
+def of_plan(plan: Plan, found: Iterator[dict[str, Any]]) -> dict[Job, dict[str, Any]]:
+    """Return the figures that are of this plan: with an arm and a setting that it has, and the same settings."""
+    kept = {}
+    for figures in found:
+        job, table = job_of(figures), plan.tables.get(figures["table"])
+        is_known = (
+            table is not None
+            and job.arm in {arm.name for arm in table.arms}
+            and job.setting in {setting.name for setting in table.settings}
+        )
+        if is_known and figures["setup"] == setup_of(plan, job):
+            kept[job] = figures
+    return kept
+
+
+def check_inputs(found: Found, table: str, inputs: str) -> None:
+    """Raise OtherInputs if a table has runs on other prepared files than these."""
+    others = {figures["inputs"] for job, figures in found.items() if job.table == table} - {inputs}
+    if others:
+        raise OtherInputs(
+            f"{table} has runs on other files: {'; '.join(sorted(others))}. Here are {inputs}. Prepare the same "
+            "ones, or name another folder with --out"
+        )
+
+
+def keep(out: Path, job: Job, figures: Figures) -> None:
+    """Write the figures of a run, whole or not at all."""
+    path = out / RUNS / f"{job.name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with written_whole(path, durable=False) as file:
+        file.write(json.dumps(figures, sort_keys=True).encode())
+
+
+# ---------------------------------------------------------------- the repository's results
+
+
+def save(out: Path, plan: Plan, saved: Path = SAVED) -> list[Path]:
+    """Write a Parquet file for each table with finished runs of this plan. Return the files."""
+    written = []
+    found = finished(out, plan)
+    for table in plan.tables:
+        of_table = [figures for job, figures in found.items() if job.table == table]
+        if not of_table:
+            continue
+        of_table.sort(key=lambda each: (each["setting"], each["arm"], each["seed"], each["rate"]))
+        filled = [{name: each.get(name) for name in SCHEMA.names} for each in of_table]
+        saved.mkdir(parents=True, exist_ok=True)
+        written.append(saved / f"{table}.parquet")
+        with written_whole(written[-1], durable=False) as file:
+            pq.write_table(pa.Table.from_pylist(filled, schema=SCHEMA), file, compression="zstd")
+    return written
+
+
+def loaded(saved: Path = SAVED) -> Iterator[dict[str, Any]]:
+    """Yield the figures of each run in the repository, without what is missing."""
+    for file in sorted(saved.glob("*.parquet")):
+        for figures in pq.read_table(file).to_pylist():
+            yield {name: value for name, value in figures.items() if value is not None}
+
+
+def begin_with_saved(out: Path, plan: Plan, saved: Path = SAVED) -> None:
+    """Write the repository's runs of this plan into the folder, but for those that it has."""
+    has = finished(out, plan)
+    for job, figures in of_plan(plan, loaded(saved)).items():
+        if job not in has:
+            keep(out, job, figures)

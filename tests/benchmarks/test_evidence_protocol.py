@@ -1,0 +1,605 @@
+"""The protocol of the tables of evidence: statistics, rates, runs on a tiny model, and the report of raw rows."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from sklearn.metrics import f1_score
+
+from benchmarks.evidence import report, store
+from benchmarks.evidence import statistics as ours
+from benchmarks.evidence.__main__ import main, time_left, work
+from benchmarks.evidence.federations import SEEN, SOURCES, UNSEEN, NotPrepared, source
+from benchmarks.evidence.plan import (
+    FILE,
+    Job,
+    Plan,
+    Selection,
+    UnusablePlan,
+    choice,
+    digest_of,
+    left,
+    read,
+    setup_of,
+    startable,
+)
+from benchmarks.evidence.pool import METHODS
+from benchmarks.evidence.rates import Ladder, best
+from benchmarks.evidence.runs import method_settings, run, spec_of
+from benchmarks.evidence.scores import predictions, scored
+from benchmarks.evidence.sources.prepare import MODEL, PHRASES
+from benchmarks.methods.dropped_rate import DroppedRateSettings, DroppedRateWorker
+from benchmarks.methods.random_frozen import RandomFrozenCoordinator, RandomFrozenSettings
+from tessera.shared.api.runs import Cohort
+from tessera.shared.methods.base import Participant, RunInfo, State
+from tessera.shared.methods.registry import methods
+from tessera.shared.run_settings import Training
+from tessera.worker.model.block_map import block_table
+from tessera.worker.model.build import instantiate
+from tests.benchmarks.test_evidence import TINY, made_up, tiny_bert
+from tests.support.paths import ROOT
+
+DIFFERENCES = [0.9, 2.1, -0.4, 1.7, 1.2, 0.3]
+
+
+# ---------------------------------------------------------------- statistics
+
+
+def test_interval_is_that_of_scipy() -> None:
+    expected = stats.ttest_1samp(DIFFERENCES, 0).confidence_interval(0.95)
+    assert ours.interval(DIFFERENCES) == pytest.approx((expected.low, expected.high))
+
+
+def test_equal_tests_of_equivalence_are_those_of_scipy() -> None:
+    above = stats.ttest_1samp(DIFFERENCES, -1.5, alternative="greater").pvalue
+    below = stats.ttest_1samp(DIFFERENCES, 1.5, alternative="less").pvalue
+    assert ours.equivalence_p(DIFFERENCES, 1.5) == pytest.approx(max(above, below))
+    assert ours.equivalence_p([0.5, 0.5], 1.0) == 0
+    assert ours.equivalence_p([1.5, 1.5], 1.0) == 1
+
+
+def test_sign_flips_are_counted_exactly() -> None:
+    # Of 8 patterns of 1, 2 and 3 the sum is 6 or -6 in two; of 1, 2 and -3 it is 0, which every pattern reaches.
+    assert ours.sign_flip_p([1.0, 2.0, 3.0]) == 2 / 8
+    assert ours.sign_flip_p([1.0, 2.0, -3.0]) == 1
+    assert ours.sign_flip_p([1.0] * 5) == 0.0625
+    # Sums of 0.1 and others in another order are equal.
+    assert ours.sign_flip_p([0.1] * 10) == 2 / 1024
+    expected = stats.permutation_test(
+        (DIFFERENCES,), np.mean, permutation_type="samples", n_resamples=np.inf, alternative="two-sided"
+    )
+    assert ours.sign_flip_p(DIFFERENCES) == pytest.approx(expected.pvalue)
+    with pytest.raises(ValueError, match="21 differences have too many sign patterns: test at most 20"):
+        ours.sign_flip_p([1.0] * 21)
+
+
+def test_effect_size_has_hedges_correction() -> None:
+    # d_z of 1, 2, 3 is 2; with two degrees of freedom the correction is gamma(1) / (1 * gamma(1/2)) = 1 / sqrt(pi).
+    assert ours.effect_size([1.0, 2.0, 3.0]) == pytest.approx(2 / np.pi**0.5)
+    assert ours.effect_size([1.0, 1.0]) == float("inf")
+    assert ours.effect_size([0.0, 0.0]) == 0
+
+
+def test_holm_multiplies_by_the_tests_left_and_never_falls() -> None:
+    adjusted = ours.holm({"a": 0.01, "b": 0.04, "c": 0.03, "d": 0.005})
+    assert adjusted == pytest.approx({"d": 0.02, "a": 0.03, "c": 0.06, "b": 0.06})
+
+
+def test_line_through_the_last_rounds() -> None:
+    found = ours.trend([1.0, 3.0, 2.0, 4.0])
+    expected = stats.linregress(range(4), [1.0, 3.0, 2.0, 4.0])
+    # The residuals of 1.3, 2.1, 2.9 and 3.7 are -0.3, 0.9, -0.9 and 0.3: their squares sum to 1.8.
+    assert (found.slope, found.jitter) == pytest.approx((expected.slope, (1.8 / 2) ** 0.5))
+
+
+def test_differences_are_of_the_seeds_that_both_have() -> None:
+    assert ours.paired({1: 3.0, 2: 5.0, 4: 1.0}, {2: 1.0, 1: 1.0}) == [2.0, 4.0]
+
+
+# ---------------------------------------------------------------- the rule for rates
+
+
+def test_rates_go_outward_while_the_best_is_at_an_end() -> None:
+    ladder = Ladder((1.0, 3.0, 10.0, 30.0, 100.0), first=(3.0, 10.0), outward=1)
+    assert ladder.wanted({}) == (3.0, 10.0)
+    assert ladder.wanted({3.0: 0.5, 10.0: 0.6}) == (30.0,)
+    assert ladder.wanted({3.0: 0.5, 10.0: 0.6, 30.0: 0.7}) == ()
+    assert ladder.wanted({3.0: 0.6, 10.0: 0.6}) == (1.0,)
+    assert best({3.0: 0.6, 10.0: 0.6}) == 3.0
+
+
+# ---------------------------------------------------------------- the plan
+
+
+@pytest.fixture
+def full() -> Plan:
+    return read()
+
+
+def test_the_plan_names_rates_as_numbers_that_people_write(full: Plan) -> None:
+    ladder = full.ladder(full.tables["S-a"].arm("full"))
+    assert ladder.first == (1e-4, 3e-4, 1e-3)
+    assert {1e-5, 3e-5, 3e-3, 1e-2} <= {*ladder.rungs}
+
+
+@pytest.fixture
+def benchmark_methods(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The benchmarks' own methods beside the product's."""
+    with monkeypatch.context() as patch:
+        patch.setenv("TESSERA_METHODS", str(METHODS))
+        methods.cache_clear()
+        yield
+    methods.cache_clear()
+
+
+@pytest.mark.usefixtures("benchmark_methods")
+def test_every_arm_has_a_method_and_valid_training(full: Plan) -> None:
+    for name, table in full.tables.items():
+        for setting in table.settings:
+            for arm in table.arms_of(setting):
+                spec = spec_of(full, Job(name, setting.name, arm.name, 1, 1e-3), sites=12)
+                Training.model_validate(spec["training"])
+                Cohort.model_validate(spec["cohort"])
+                methods()[arm.method].settings.model_validate(method_settings(arm, setting, 1))
+
+
+def test_arms_of_two_layers_become_arms_of_one(full: Plan) -> None:
+    table = full.tables["S-a"]
+    assert method_settings(table.arm("attention"), table.setting("K-1"), 1)["layers"] == 1
+    assert "full" not in {arm.name for arm in table.arms_of(table.setting("K-1"))}
+
+
+def test_runs_that_choose_rates_come_first_and_headline_arms_have_ten_seeds(full: Plan) -> None:
+    selection = Selection(tables=["S-a"], arms=["attention", "head"])
+    first = list(startable(full, selection, {}, ()))
+    assert {(job.arm, job.seed, job.setting) for job in first} == {("attention", 0, "K-2"), ("head", 0, "K-2")}
+    scores = {job: {1e-4: 0.1, 3e-4: 0.5, 1e-3: 0.2}[job.rate] for job in first}
+    rows = list(startable(full, selection, scores, ()))
+    assert {job.rate for job in rows} == {3e-4}
+    assert [job.seed for job in rows if (job.arm, job.setting) == ("attention", "K-2")] == [*range(1, 6)]
+    # More where the table concludes, for the arms of headline claims alone.
+    table = full.tables["S-a"]
+    for scope, arm, count in (("gpu", "attention", 10), ("gpu", "head", 5), ("full", "attention", 5)):
+        setting = table.concluding if scope == "gpu" else table.settings[0]
+        assert len(Selection(scope).seeds(full, table, setting, table.arm(arm))) == count
+    clothes = full.tables["F-a"]
+    assert len(Selection("full").seeds(full, clothes, clothes.settings[0], clothes.arm("fedfrozen"))) == 10
+    assert len(Selection("core").seeds(full, clothes, clothes.settings[0], clothes.arm("fedfrozen"))) == 5
+    # The other numbers of layers take the rate of the first one.
+    assert [job.seed for job in rows if job.setting == "K-1"] == [*range(1, 6)]
+    core = list(startable(full, replace(selection, scope="core"), scores, {rows[0]}))
+    assert [(job.arm, job.seed) for job in core[:2]] == [("head", 1), ("attention", 2)]
+    assert left(full, replace(selection, scope="core"), scores) == {("S-a", True): 0, ("S-a", False): 10}
+
+
+def test_a_change_of_an_arm_makes_other_runs(full: Plan) -> None:
+    job, other = Job("S-a", "K-2", "attention", 1, 1e-3), Job("S-a", "K-2", "last", 1, 1e-3)
+    table = full.tables["S-a"]
+    arms = [arm.model_copy(update={"settings": {"layers": 3}}) if arm.name == "last" else arm for arm in table.arms]
+    changed = full.model_copy(update={"tables": {"S-a": table.model_copy(update={"arms": tuple(arms)})}})
+    assert setup_of(changed, job) == setup_of(full, job)
+    assert setup_of(changed, other) != setup_of(full, other)
+
+
+def test_plans_that_contradict_themselves_are_refused(tmp_path: Path) -> None:
+    text = FILE.read_text(encoding="utf-8")
+    for old, new, reason in (
+        ("seeds = [1, 2, 3, 4, 5]", "seeds = [0, 1]", "seed 0 chooses rates and must be in no table"),
+        ('reference = "full"', 'reference = "whole"', "no arm is called whole; there are attention"),
+        ('grid = "sgd"', 'grid = "momentum"', "no grid is called momentum; there are adamw"),
+        ("margin = 1.0", "margins = 1.0", "margin"),
+        ("[protocol]", "[protocol", "is no TOML"),
+    ):
+        assert old in text
+        (tmp_path / "plan.toml").write_text(text.replace(old, new, 1), encoding="utf-8")
+        with pytest.raises(UnusablePlan, match=reason.replace("[", r"\[")):
+            read(tmp_path / "plan.toml")
+
+
+def test_a_federation_without_code_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        NotPrepared, match=r"no federation is called cards; there are .*phrases.* leave its table out"
+    ):
+        source("cards")
+    with pytest.raises(NotPrepared, match=r"run `python -m benchmarks.evidence.sources.prepare`"):
+        SOURCES["phrases"].inputs(tmp_path)
+
+
+def test_time_left_is_estimated_by_the_runs_of_each_kind() -> None:
+    counts = {("S-a", True): 2, ("S-a", False): 10}
+    assert time_left(counts, {}, 2, 0.5) == ""
+    # (2 * 150 + 10 * 330) / 2 = 1,800 seconds.
+    seconds = {("S-a", True): [100.0, 200.0], ("S-a", False): [330.0]}
+    assert time_left(counts, seconds, 2, 0.5) == ", about 0.5 hours on 2 processes"
+    # Without a whole run: (2 * 360 + 10 * 720) / 2 = 3,960 seconds.
+    assert time_left(counts, {("S-a", True): [360.0]}, 2, 0.5) == ", about 1.1 hours on 2 processes"
+
+
+# ---------------------------------------------------------------- controls of FedFrozen
+
+
+def tiny_run(rounds: int = 4) -> RunInfo:
+    return RunInfo(
+        block_table(instantiate({**TINY, "model_type": "bert", "vocab_size": 9}, "text-classification")),
+        rounds=rounds,
+    )
+
+
+def test_random_frozen_blocks_have_the_size_of_queries_and_keys() -> None:
+    run = tiny_run()
+    frozen = {}
+    for draw in (1, 2):
+        half = RandomFrozenCoordinator(RandomFrozenSettings(warmup_rounds=2, draw=draw), run)
+        assert half.plan_for(State(1, {}), Participant("a", 8)).train.resolve(run.blocks) == run.blocks
+        trained = {block.name for block in half.plan_for(State(2, {}), Participant("a", 8)).train.resolve(run.blocks)}
+        frozen[draw] = {block.name for block in run.blocks} - trained
+    size = sum(block.nbytes for block in run.blocks if block.role in ("query", "key"))
+    for names in frozen.values():
+        assert 0.9 * size < sum(block.nbytes for block in run.blocks if block.name in names) <= size
+    assert frozen[1] != frozen[2]
+
+
+class Steps:
+    """What a worker's half sees of a model that takes two steps."""
+
+    def __init__(self, dropped: float) -> None:
+        self.model = torch.nn.Linear(1, 1, bias=False)
+        self.plan = type("Plan", (), {"scalars": {"dropped": dropped}})
+
+
+def test_a_dropped_rate_shortens_each_step() -> None:
+    for dropped, expected in ((1.0, 1.5), (0.0, 4.0)):
+        half = DroppedRateWorker(DroppedRateSettings(factor=0.25), tiny_run())
+        steps: Any = Steps(dropped)
+        weight = steps.model.weight
+        weight.data.fill_(1.0)
+        half.phases(steps, None)  # type: ignore[arg-type]
+        half._shorten(steps)
+        weight.data += 2.0
+        half._shorten(steps)
+        # From 1 by a quarter of 2 to 1.5; then a step of nothing.
+        weight.data += 0.0 if dropped else 1.0
+        half._shorten(steps)
+        assert weight.item() == pytest.approx(expected)
+
+
+# ---------------------------------------------------------------- runs
+
+TINY_PLAN = """
+[protocol]
+tuning_seed = 0
+seeds = [1, 2]
+headline_seeds = [1, 2]
+tuning_share = 0.5
+tuning_versions = 1
+factors = [1.0]
+outward = 0
+final_versions = 2
+rising_versions = 3
+rising_points = 0.1
+standard_errors = 5.0
+significance = 0.05
+check_rounds = 2
+check_seeds = [1, 2]
+
+[grids.adamw]
+base = 1e-3
+training = { optimizer = "adamw", rates = { head = 10.0 } }
+
+[tables.T]
+title = "Two arms"
+paper = "None"
+question = "Does it run?"
+federation = "phrases"
+score = "macro_f1"
+part = "unseen"
+reference = "full"
+equal_bytes = "one"
+rounds = 3
+sites_a_round = 3
+training = { steps = 1, batch_size = 8 }
+curve_examples = 30
+check = ["full", "one"]
+settings = [{ name = "K-1", scope = "core" }]
+arms = [
+  { name = "full", method = "safl", settings = { score = "first", layers = 3, always = ["head"] } },
+  { name = "one", method = "safl", settings = { score = "attention", layers = 1, always = ["head"] } },
+  { name = "lora", method = "lora", model = "lora-2" },
+  { name = "wide", method = "lora", model = "lora-2-all" },
+  { name = "local", method = "local", personal = true },
+  { name = "central", method = "fedavg", central = true },
+]
+claims = [{ name = "T.1", text = "One layer gains", arm = "one", against = "full", margin = 1.0, headline = true }]
+
+[tables.T.options]
+sites_per_wording = 2
+examples_per_wording = 60
+alpha = 0.5
+validation_share = 0.2
+test_share = 0.2
+unseen_tests = 60
+seen_tests = 40
+"""
+
+
+@pytest.fixture
+def prepared(tmp_path: Path) -> Path:
+    """A tiny model and made-up phrases, as `benchmarks.evidence.sources.prepare` writes them."""
+    folder = tmp_path / "prepared"
+    tiny_bert(40).save_pretrained(folder / MODEL)
+    made_up(pieces=40).save(folder / PHRASES)
+    return folder
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Plan:
+    (tmp_path / "tiny.toml").write_text(TINY_PLAN, encoding="utf-8")
+    return read(tmp_path / "tiny.toml")
+
+
+def test_no_phrase_is_in_two_parts_of_the_federation(prepared: Path, tiny: Plan) -> None:
+    federation = SOURCES["phrases"].federation(prepared, 1, tiny.tables["T"].options)
+    assert len(federation.sites) == 6
+    held = [data.held_out for data in federation.sites.values()]
+    parts = [*federation.sites.values(), *held, *federation.validation.values(), *federation.tests.values()]
+    rows = [row.tobytes() for part in parts if part for row in part.tensors["input_ids"].numpy()]
+    assert len(rows) == len(set(rows)) == 3 * 60 + 100
+    assert {name: data.examples for name, data in federation.tests.items()} == {UNSEEN: 60, SEEN: 40}
+    again = SOURCES["phrases"].federation(prepared, 1, tiny.tables["T"].options)
+    other = SOURCES["phrases"].federation(prepared, 2, tiny.tables["T"].options)
+
+    def tokens(of: Any) -> list[list[int]]:
+        return of.tests[UNSEEN].tensors["input_ids"].tolist()
+
+    assert tokens(federation) == tokens(again) != tokens(other)
+    # Rates are chosen on the validation parts, not on what is reported.
+    site = next(iter(federation.sites))
+    assert federation.tuning()[site].held_out is federation.validation[site]
+
+
+@pytest.mark.parametrize("arm", ["one", "wide", "local", "central"])
+def test_running_an_arm_and_seed_again_gives_the_same_bits(
+    prepared: Path, tiny: Plan, tmp_path: Path, arm: str
+) -> None:
+    first, again = (run(tiny, Job("T", "K-1", arm, 1, 1e-3), prepared, tmp_path / name, "cpu") for name in "ab")
+    clocks = {"seconds": 0, "cpu_seconds": 0}
+    assert {**first, **clocks} == {**again, **clocks}
+    parts = {row["part"] for row in first["scores"]}
+    assert parts == ({"sites"} if arm == "local" else {UNSEEN, SEEN, "sites"})
+    if arm == "one":
+        curve = [row["version"] for row in first["scores"] if row["curve"] and row["part"] == UNSEEN]
+        assert curve == [0, 1, 2, 3]
+        whole = [row for row in first["scores"] if not row["curve"] and row["part"] == UNSEEN]
+        assert [(row["version"], row["examples"]) for row in whole] == [(2, 60), (3, 60)]
+        assert len({row["site"] for row in first["scores"] if row["part"] == "sites"}) == 6
+    assert not (tmp_path / "a" / "scratch").exists() or not any((tmp_path / "a" / "scratch").iterdir())
+
+
+def test_rates_are_chosen_on_the_validation_parts(prepared: Path, tiny: Plan, tmp_path: Path) -> None:
+    figures = run(tiny, Job("T", "K-1", "full", 0, 1e-3), prepared, tmp_path, "cpu")
+    assert {(row["part"], row["version"]) for row in figures["scores"]} == {("validation", 2)}
+    # A fifth of 180 phrases, rounded at each of six sites.
+    assert 30 <= figures["scores"][0]["examples"] <= 42
+    assert figures["score"] == figures["scores"][0]["macro_f1"]
+
+
+def test_a_killed_study_resumes_with_what_it_had(prepared: Path, tiny: Plan, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "benchmarks.evidence", "--plan", str(tmp_path / "tiny.toml"), "--arms", "full"]
+    command += ["--prepared", str(prepared), "--out", str(out), "--saved", str(tmp_path / "none")]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        first = next(line for line in process.stderr if line.startswith("T/"))
+        os.kill(process.pid, signal.SIGKILL)
+    assert first.startswith("T/K-1/full/seed-0-rate-0.001: ")
+    kept = {file: file.read_bytes() for file in (out / store.RUNS).rglob("*.json")}
+    assert kept
+    selection = Selection(arms=["full"])
+    assert work(tiny, selection, prepared, out) == {}
+    assert {file: file.read_bytes() for file in kept} == kept
+    assert sorted(job.seed for job in store.finished(out, tiny)) == [0, 1, 2]
+    # Nothing is left to run.
+    assert (
+        list(startable(tiny, selection, {job: f["score"] for job, f in store.finished(out, tiny).items()}, ())) == []
+    )
+    # Results travel through the repository's files to another machine.
+    saved = tmp_path / "saved"
+    assert store.save(out, tiny, saved) == [saved / "T.parquet"]
+    store.begin_with_saved(tmp_path / "other", tiny, saved)
+    assert store.finished(tmp_path / "other", tiny) == store.finished(out, tiny)
+    assert "full" in "\n".join(report.lines(tiny, store.finished(tmp_path / "other", tiny)))
+
+
+def test_runs_on_other_files_are_not_mixed(tiny: Plan) -> None:
+    found = {Job("T", "K-1", "full", 1, 1e-3): {"inputs": "phrases.npz 123"}}
+    store.check_inputs(found, "T", "phrases.npz 123")
+    with pytest.raises(
+        store.OtherInputs, match=r"T has runs on other files: phrases.npz 123. Here are phrases.npz 4"
+    ):
+        store.check_inputs(found, "T", "phrases.npz 4")
+
+
+def test_table_that_is_not_prepared_is_refused_with_the_command(
+    tmp_path: Path, tiny: Plan, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["--plan", str(tmp_path / "tiny.toml"), "--prepared", str(tmp_path), "--out", str(tmp_path / "out")]
+    assert main([*given, "--saved", str(tmp_path)]) == 2
+    assert "T: not prepared: " in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([*given, "--arms", "fool"])
+    assert "no arm is called fool; there are full, one" in capsys.readouterr().err
+
+
+def test_scores_are_those_of_scikit_learn_and_padding_does_not_matter() -> None:
+    true, predicted = np.array([0, 0, 1, 2, 2]), np.array([0, 1, 1, 2, 0])
+    found = scored(true, predicted)
+    assert found["macro_f1"] == pytest.approx(f1_score(true, predicted, average="macro"), abs=1e-5)
+    assert (found["examples"], found["accuracy"]) == (5, 0.6)
+    model = instantiate({**TINY, "model_type": "bert", "vocab_size": 40}, "text-classification").eval()
+    phrases = made_up(pieces=40)
+    data = phrases.dataset(np.arange(50))
+    with torch.inference_mode():
+        expected = model(**{name: tensor for name, tensor in data.tensors.items() if name != "labels"}).logits
+    assert predictions(model, "text-classification", data, 40, "cpu").tolist() == expected[:40].argmax(1).tolist()
+
+
+# ---------------------------------------------------------------- the report
+
+
+def raw(arm: str, seed: int, curve: list[float], accuracy: float = 0.6, rate: float = 1e-3) -> dict[str, Any]:
+    """A run's figures, with these scores by version, of which the last two count."""
+    rows = [
+        {"part": part, "site": "", "version": version, "curve": is_curve, "examples": 400,
+         "accuracy": accuracy, "macro_f1": value}
+        for part in (UNSEEN, SEEN)
+        for version, value in enumerate(curve)
+        for is_curve in (True, False)
+        if is_curve or version >= 2
+    ]  # fmt: skip
+    rows += [
+        {"part": "sites", "site": site, "version": version, "curve": False, "examples": 10,
+         "accuracy": value, "macro_f1": value}
+        for site, value in (("a", 0.5), ("b", 0.7))
+        for version in (2, 3)
+    ]  # fmt: skip
+    most = [{"part": part, "examples": 400, "accuracy": 0.13, "macro_f1": 0.01} for part in (UNSEEN, SEEN, "sites")]
+    return {
+        "table": "T", "setting": "K-1", "arm": arm, "seed": seed, "rate": rate, "inputs": "x", "machine": "m",
+        "seconds": 2.0, "cpu_seconds": 1.0, "score": curve[-1], "digest": "d", "upload_bytes": [2_000_000] * 3,
+        "download_bytes": [1_000_000] * 3, "picks": [], "majority": most, "scores": rows,
+    }  # fmt: skip
+
+
+def found_of(tiny: Plan, *figures: dict[str, Any]) -> dict[Job, dict[str, Any]]:
+    jobs = {store.job_of(each): each for each in figures}
+    return {job: {**each, "setup": setup_of(tiny, job)} for job, each in jobs.items()}
+
+
+FLAT = [0.1, 0.5, 0.5, 0.5]
+
+
+def flat(level: float) -> list[float]:
+    return [0.1, level, level, level]
+
+
+def test_report_of_raw_rows(tiny: Plan) -> None:
+    seeds = {1: (0.50, 0.53), 2: (0.52, 0.54)}
+    figures = [raw(arm, seed, flat(pair[n])) for seed, pair in seeds.items() for n, arm in enumerate(("full", "one"))]
+    tables = "\n".join(report.lines(tiny, found_of(tiny, *figures)))
+    # The mean over both seeds, and the interval of differences of 3 and 2 points: 2.5 +- 12.706 * 0.7071 / sqrt(2).
+    assert (
+        "| full | 2 | 51.0 ± 1.4 | 51.0 ± 1.4 | 60.0 ± 0.0 | 50.0 ± 0.0 |  | +0.00 | 0.00 ± 0.00 | 6 ± 0 |" in tables
+    )
+    assert "+2.5 [-3.9, +8.9]" in tables
+    assert "| **T.1 One layer gains** | +2.5 [-3.9, +8.9] | 2 | 2 of 2 | - | 0.5 | undecided |" in tables
+    assert "| most frequent class | | 1.0 | 1.0 | 13.0 |" in tables
+    assert "**Void**" not in tables
+    assert "4 runs took 2 ± 0 seconds each, 1 ± 0 of a core, on m." in tables
+
+
+def test_equal_bytes_end_the_dearer_run_early(tiny: Plan) -> None:
+    cheap = {**raw("one", 1, [0.1, 0.2, 0.3, 0.4]), "upload_bytes": [1_000_000] * 3, "download_bytes": [0] * 3}
+    found = found_of(tiny, cheap, raw("full", 1, [0.1, 0.3, 0.5, 0.6]))
+    table = tiny.tables["T"]
+    rows = {name: report.row(tiny, found, "T", table.settings[0], table.arm(name)) for name in ("one", "full")}
+    budgets = {seed: totals[-1] for seed, totals in rows["one"].moved().items()}
+    # Three megabytes are all of the one's rounds, and one round of the other's.
+    assert budgets == {1: 3.0}
+    assert rows["one"].at_bytes(budgets) == pytest.approx({1: 40.0})
+    assert rows["full"].at_bytes(budgets) == pytest.approx({1: 30.0})
+
+
+def test_table_whose_reference_does_not_learn_is_void(tiny: Plan) -> None:
+    # Five standard errors at 400 examples: 0.13 + 5 sqrt(0.13 * 0.87 / 400) = 0.214.
+    figures = [raw("full", 1, FLAT, accuracy=0.21), raw("one", 1, FLAT)]
+    tables = "\n".join(report.lines(tiny, found_of(tiny, *figures)))
+    assert "**Void**: `full` has accuracy 21.0 with seed 1, less than 5 standard errors above" in tables
+    assert "| void |" in tables
+    setting = tiny.tables["T"].settings[0]
+    assert report.void(tiny, found_of(tiny, raw("full", 1, FLAT, accuracy=0.22)), "T", setting) is None
+
+
+def test_nothing_is_concluded_from_rows_that_still_rise(tiny: Plan) -> None:
+    rising = [0.1, 0.500, 0.502, 0.504]
+    figures = [raw(arm, seed, curve) for seed in (1, 2) for arm, curve in (("full", FLAT), ("one", rising))]
+    tables = "\n".join(report.lines(tiny, found_of(tiny, *figures)))
+    assert "| +0.20, not flat |" in tables
+    assert "| not flat: one |" in tables
+
+
+def verdict(tiny: Plan, differences: list[float], **changes: Any) -> str:
+    claim = tiny.tables["T"].claims[0].model_copy(update=changes)
+    p = ours.sign_flip_p(differences) if claim.kind == "greater" else ours.equivalence_p(differences, claim.margin)
+    return report.Finding(claim, "T", differences, p, None).verdict(0.05)
+
+
+def test_verdicts(tiny: Plan) -> None:
+    assert verdict(tiny, [2.0, 3.0, 2.5, 2.0, 3.0, 2.2, 1.9]) == "supported"
+    assert verdict(tiny, [-2.0, -3.0, -2.5, -2.0, -3.0, -2.2, -1.9]) == "refuted: the other way round"
+    assert verdict(tiny, [0.1, -0.1, 0.0, 0.1, -0.2]) == "refuted: equal within 1"
+    assert verdict(tiny, [3.0, -2.0, 1.0, 0.5, -1.0]) == "undecided"
+    assert verdict(tiny, [0.1, -0.1, 0.0, 0.1, -0.2], kind="equivalent") == "supported"
+    assert verdict(tiny, [-3.0, -3.1, -2.9, -3.2], kind="equivalent") == "refuted"
+    assert verdict(tiny, [3.0, -2.0, 1.0, 0.5, -1.0], kind="equivalent") == "undecided"
+
+
+def test_families_are_adjusted_as_large_as_they_were_written(full: Plan) -> None:
+    made = {each.claim.name: each for each in report.findings(full, {})}
+    assert {name for name, each in made.items() if each.adjusted is not None} >= {"S-a.1", "S-a.2", "S-a.3"}
+    assert made["S-a.1"].verdict(0.05) == "not run"
+
+
+def test_a_direction_that_flips_fails_the_check(tiny: Plan) -> None:
+    known = found_of(
+        tiny, *(raw(arm, s, flat(v + s / 1e4)) for s in (1, 2) for arm, v in (("full", 0.5), ("one", 0.6)))
+    )
+    short = tiny.shortened()
+    same = found_of(short, *(raw(arm, 1, flat(v)) for arm, v in (("full", 0.3), ("one", 0.31))))
+    other = found_of(short, *(raw(arm, 1, flat(v)) for arm, v in (("full", 0.3), ("one", 0.29))))
+    assert report.flipped(tiny, known, short, same) == []
+    (flip,) = report.flipped(tiny, known, short, other)
+    assert flip.startswith("T.1: one less full is -1.0 here")
+    # A direction that the full runs left open cannot flip.
+    assert report.flipped(tiny, found_of(tiny, raw("full", 1, FLAT), raw("one", 1, FLAT)), short, other) == []
+
+
+def test_row_has_the_runs_of_the_chosen_rate(tiny: Plan) -> None:
+    found = found_of(tiny, raw("full", 0, FLAT), raw("full", 1, flat(0.4), rate=1e-2), raw("full", 2, FLAT))
+    scores = {job: figures["score"] for job, figures in found.items()}
+    assert choice(tiny, scores, ("T", "K-1", "full")) == 1e-3
+    table = tiny.tables["T"]
+    assert [*report.row(tiny, found, "T", table.settings[0], table.arm("full")).runs] == [2]
+
+
+def test_plot_of_raw_rows(tiny: Plan, tmp_path: Path) -> None:
+    found = found_of(tiny, *(raw(arm, seed, FLAT) for seed in (1, 2) for arm in ("full", "one")))
+    assert report.drawable(tiny, found, "T")
+    assert not report.drawable(tiny, {}, "T")
+    document = tmp_path / "evidence.md"
+    document.write_text(f"before\n{report.BEGIN}\nbygone\n{report.END}\nafter\n", encoding="utf-8")
+    report.write(tiny, found, "0123", document)
+    written = document.read_text(encoding="utf-8")
+    assert written.startswith("before\n")
+    assert written.endswith("after\n")
+    assert "bygone" not in written
+    assert "SHA-256 0123" in written
+    assert (tmp_path / "evidence-t.png").stat().st_size > 0
+    with pytest.raises(ValueError, match="the document has no generated part: add the lines"):
+        report.replaced("nothing", "part")
+
+
+def test_the_document_has_the_report_of_the_saved_runs(full: Plan) -> None:
+    found = store.of_plan(full, store.loaded())
+    section = report.section(full, found, digest_of())
+    assert section in (ROOT / "docs" / "evidence.md").read_text(encoding="utf-8")
