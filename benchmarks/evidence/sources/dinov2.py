@@ -120,7 +120,10 @@ def config_of(tensors: Mapping[str, Tensor]) -> Dinov2Config:
 
 
 def convert(file: Path, out: Path) -> None:
-    """Write the folder of transformers, float32, of an ONNX file's backbone. Raises GraphUnusable, PackageUnusable."""
+    """Write the folder of transformers, float32, of an ONNX file's backbone.
+
+    Raises GraphUnusable, PackageUnusable.
+    """
     tensors = tensors_of(graph(file))
     with tempfile.TemporaryDirectory() as name:
         # transformers converts the names of its version 4.
@@ -180,7 +183,9 @@ def cut(whole: Path, layers: int, side: int, out: Path) -> None:
     config = json.loads((whole / CONFIG).read_bytes())
     patch, most = config["patch_size"], config["num_hidden_layers"]
     if side % patch or not 1 <= layers <= most:
-        raise ValueError(f"{layers} layers at {side} pixels: take 1 to {most} layers and a multiple of {patch} pixels")
+        raise ValueError(
+            f"{layers} layers at {side} pixels: take 1 to {most} layers and a multiple of {patch} pixels"
+        )
     tensors = {
         name: tensor
         for name, tensor in load_file(whole / WEIGHTS).items()

@@ -1,8 +1,8 @@
 """Emoji in the drawings of four vendors: one concept in four styles, with its name and its subgroup.
 
 A vendor is a domain, as a style is in DomainNet. The concepts are those that all four vendors draw. Two thirds of
-each subgroup's concepts are public: a model of images and texts may be trained on them. Sites have the other third, of
-the subgroups in TASK_GROUPS with MIN_CONCEPTS concepts or more: a task of 19 classes.
+each subgroup's concepts are public: a model of images and texts may be trained on them. Sites have the other third,
+of the subgroups in TASK_GROUPS with MIN_CONCEPTS concepts or more: a task of 19 classes.
 
 The drawings are rendered into the cache. Of these vendors, OpenMoji is under CC BY-SA: publish no rendering.
 """
@@ -181,6 +181,8 @@ class Emoji:
     """[concepts], classes of the task from 0, or -1 for a concept that is not in it."""
     names: Sequence[str]
     """[concepts], in CLDR."""
+    subgroups: Sequence[str]
+    """[concepts], in Unicode."""
     classes: Sequence[str]
     """The subgroups of the task, by name."""
 
@@ -198,6 +200,7 @@ class Emoji:
             np.array([concept.code in public for concept in concepts]),
             np.array([classes.index(each.subgroup) if each.subgroup in classes else -1 for each in concepts]),
             [concept.name for concept in concepts],
+            [concept.subgroup for concept in concepts],
             classes,
         )
 
@@ -211,6 +214,7 @@ class Emoji:
             public=self.public,
             labels=self.labels,
             names=np.array(self.names),
+            subgroups=np.array(self.subgroups),
             classes=np.array(self.classes),
         )
 
@@ -218,7 +222,7 @@ class Emoji:
     def load(cls, file: Path) -> Self:
         with np.load(file) as arrays:
             numbers = (arrays[name] for name in ("pixels", "vendors", "concepts", "public", "labels"))
-            return cls(*numbers, *(arrays[name].tolist() for name in ("names", "classes")))
+            return cls(*numbers, *(arrays[name].tolist() for name in ("names", "subgroups", "classes")))
 
     def to_train_on(self) -> Indices:
         """Return the drawings that a model may be trained on before the federation."""
@@ -262,8 +266,8 @@ class Site:
 def split(emoji: Emoji, seed: int, shift: Shift, sites_per_vendor: int = 3, alpha: float = ALPHA) -> dict[str, Site]:
     """Divide the drawings of concepts that are not public among sites, the same number at each, up to one.
 
-    With the shift `label` every site has drawings of all vendors; with `domain` its shares of the classes are the
-    same as elsewhere; with `both` it has one vendor and Dirichlet shares of the classes. No concept is on two of the
+    With the shift `label` every site has drawings of all vendors and Dirichlet shares of the classes; with `domain`
+    it has one vendor's, and equal shares; with `both`, one vendor's and Dirichlet shares. No concept is on two of the
     sides of training, validation and test, not even in the drawings of two vendors. Raises ValueError for an unknown
     shift.
     """

