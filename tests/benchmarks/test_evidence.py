@@ -48,7 +48,7 @@ from benchmarks.evidence.frontier.study import (
     wanted_rates,
 )
 from benchmarks.evidence.sources import minilm
-from benchmarks.evidence.sources.packages import Wheel, PackageUnusable, digest_of, unpacked
+from benchmarks.evidence.sources.packages import PackageUnusable, Wheel, digest_of, unpacked
 from benchmarks.evidence.sources.phrases import (
     CHAPTERS,
     MOST,

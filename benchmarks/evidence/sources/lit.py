@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -79,9 +79,10 @@ def _train(shape: Shape, whole: Path, text: Path, emoji: Emoji, recipe: Recipe, 
     images = image_features(vision, emoji, rows)
     texts = text_features(words, tokens[: len(flat)]).reshape(len(captions), len(captions[0]), -1)
     torch.manual_seed(recipe.seed)
-    model = VisionTextDualEncoderModel.from_vision_text_pretrained(
+    model: Any = VisionTextDualEncoderModel.from_vision_text_pretrained(
         str(towers[0]), str(towers[1]), projection_dim=recipe.projection, logit_scale_init_value=FIRST_SCALE
-    ).float()
+    )
+    model.float()
     fit(model, images, texts, torch.from_numpy(emoji.concepts[rows]), captions, recipe)
     model.save_pretrained(out)
     np.save(out / CLASS_TOKENS, tokens[len(flat) :].numpy())
@@ -131,7 +132,7 @@ def text_features(words: PreTrainedModel, tokens: Tensor) -> Tensor:
 
 
 def fit(
-    model: VisionTextDualEncoderModel,
+    model: Any,
     images: Tensor,
     texts: Tensor,
     concepts: Tensor,
@@ -197,7 +198,7 @@ class LitClassifier(nn.Module):
     @classmethod
     def load(cls, folder: Path) -> Self:
         """Return the classifier of a prepared folder."""
-        model = VisionTextDualEncoderModel.from_pretrained(folder, dtype=torch.float32).eval()
+        model = AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
         return cls(model, torch.from_numpy(np.load(folder / CLASS_TOKENS)))
 
     def forward(self, pixel_values: Tensor, labels: Tensor | None = None) -> ImageClassifierOutput:
