@@ -25,8 +25,8 @@ from pydantic import JsonValue
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
-from benchmarks.evidence.frontier.report import interval
 from benchmarks.evidence.selections import Selections, choices_of, selections
+from benchmarks.evidence.statistics import interval
 from tessera.shared.model.blocks import layers_of
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.model.build import instantiate

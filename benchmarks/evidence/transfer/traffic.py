@@ -14,8 +14,9 @@ from benchmarks.evidence.transfer.models import Large, Variant, table
 from benchmarks.methods.drift import drawn
 from benchmarks.safl_bytes import CLAIMED, nbytes, pruned_bytes
 from tessera.shared.methods.base import MethodSpec, Participant, RunInfo, State
+from tessera.shared.methods.layer_choice import Candidates
 from tessera.shared.methods.registry import coordinator_half
-from tessera.shared.methods.safl import Candidates, SAFLSettings
+from tessera.shared.methods.safl_settings import SAFLSettings
 from tessera.shared.methods.scaffold import CONTROL
 from tessera.shared.model.blocks import Block
 from tessera.shared.run_settings import Training
@@ -203,7 +204,7 @@ class Claim:
 
 def claim(blocks: tuple[Block, ...], always: Sequence[str]) -> Claim:
     """Return the savings. Downloads are the union of SITES choices: one, or expected ones of independent draws."""
-    candidates = Candidates.of(SAFLSettings(score="last", always=tuple(always)), blocks)
+    candidates = SAFLSettings(score="last", always=tuple(always)).candidates(blocks)
     whole, rest, count = nbytes(blocks), nbytes(candidates.always), len(candidates.layers)
     up, pruned, own = list[float](), list[float](), list[float]()
     for number in range(1, count + 1):
