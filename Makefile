@@ -166,20 +166,25 @@ bench-attention: install ## FedFrozen's simulation: bias and drift by length of 
 	$(BIN)/python -m benchmarks.linear_attention
 
 PROCESSES = $(shell nproc)
-evidence: install ## the papers' claims on real data, in short (aim: 25 minutes); fails if a known direction flips
+define prepare-evidence
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[evidence]'
 	$(BIN)/python -m benchmarks.evidence.sources.prepare
+endef
+
+evidence: install ## the papers' claims on real data, in short (aim: 25 minutes); fails if a known direction flips
+	$(call prepare-evidence)
 	$(BIN)/python -m benchmarks.evidence --check --processes $(PROCESSES)
 
 evidence-core: install ## one setting of each table, its main arms, five seeds; hours, resumes after a kill
-	$(BIN)/python -m benchmarks.evidence.sources.prepare
+	$(call prepare-evidence)
 	$(BIN)/python -m benchmarks.evidence --scope core --processes $(PROCESSES)
 
 evidence-full: install ## every setting of every table, and ten seeds for headlines; a day, resumes after a kill
-	$(BIN)/python -m benchmarks.evidence.sources.prepare
+	$(call prepare-evidence)
 	$(BIN)/python -m benchmarks.evidence --processes $(PROCESSES)
 
 evidence-gpu: install ## the larger settings on a GPU that several runs share; PROCESSES=
-	$(BIN)/python -m benchmarks.evidence.sources.prepare
+	$(call prepare-evidence)
 	$(BIN)/python -m benchmarks.evidence --scope gpu --device cuda --processes $(PROCESSES)
 
 migrate: install ## bring the database that TESSERA_DATABASE_URL names to head

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import redirect_stderr, redirect_stdout, suppress
@@ -12,15 +13,23 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
 from pydantic import Field
+from safetensors.torch import load_file, save_file
 
+from benchmarks.evidence.sources import emoji, fashion, lit, vit
+from benchmarks.evidence.sources.cached import INPUTS
 from benchmarks.evidence.sources.packages import digest_of
 from benchmarks.evidence.sources.phrases import CHAPTERS, WORDINGS, Encoded, Indices, split
-from benchmarks.evidence.sources.prepare import MODEL, PHRASES
+from benchmarks.evidence.sources.prepare import EMOJI, FASHION, MODEL, PHRASES
 from tessera.shared.schema import Frozen
 from tessera.worker.cli.model import init
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.data.partition.schemes import dirichlet
+
+PREPARE = "python -m benchmarks.evidence.sources.prepare"
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
 
 
 class NotPrepared(ValueError):
@@ -171,7 +180,7 @@ def _held_back(rows: Indices, seed: int, options: PhrasesOptions) -> tuple[Indic
 
 def _drawn(rows: Indices, count: int, random: np.random.Generator, name: str) -> Indices:
     if len(rows) < count:
-        raise ValueError(f"only {len(rows)} phrases are {name}, fewer than {count}: lower {name}_tests")
+        raise ValueError(f"only {len(rows)} examples are {name}, fewer than {count}: lower their number")
     return random.permutation(rows)[:count]
 
 
@@ -195,11 +204,116 @@ def _phrases_model(prepared: Path, seed: int, model: str, options: Mapping[str, 
     )
 
 
+# ---------------------------------------------------------------- photographs of clothes
+
+
+class FashionOptions(Frozen):
+    """Items of Fashion-MNIST at sites that differ in their classes."""
+
+    model: str
+    """A prepared vision model, without the classifier that it was adapted with."""
+    sites: int = Field(ge=1)
+    alpha: float = Field(gt=0)
+    examples: int = Field(ge=1)
+    """That each site trains on."""
+    held_out: int = Field(ge=1)
+    """Of each site, for choices of settings, and as many for its own test."""
+    tests: int = Field(ge=1)
+    """Of the official test part."""
+
+
+def _fashion(prepared: Path, seed: int, options: Mapping[str, Any]) -> Federation:
+    given, items = FashionOptions.model_validate(options), _items(prepared)
+    side = vit.SHAPES[given.model].side
+    parts = fashion.split(items, seed, given.sites, given.alpha, given.examples, given.held_out)
+    return Federation(
+        {
+            name: replace(items.dataset(part.train, side), held_out=items.dataset(part.test, side))
+            for name, part in parts.items()
+        },
+        {name: items.dataset(part.validation, side) for name, part in parts.items()},
+        {"test": items.dataset(_drawn(items.test, given.tests, np.random.default_rng((seed, 1)), "test"), side)},
+    )
+
+
+@lru_cache(maxsize=1)
+def _items(prepared: Path) -> fashion.Fashion:
+    return fashion.Fashion.load(prepared / FASHION)
+
+
+def _fashion_model(prepared: Path, seed: int, model: str, options: Mapping[str, Any], folder: Path) -> None:
+    """Write a model with a new classifier. Raises NotPrepared."""
+    del model
+    base = prepared / FashionOptions.model_validate(options).model
+    if not (base / WEIGHTS).is_file():
+        raise NotPrepared(f"not prepared: {base}; run `{PREPARE} --only fashion --models {base.name}`")
+    backbone = {name: each for name, each in load_file(base / WEIGHTS).items() if not name.startswith("classifier.")}
+    with tempfile.TemporaryDirectory(dir=folder.parent) as headless:
+        shutil.copy(base / CONFIG, headless)
+        save_file(backbone, Path(headless) / WEIGHTS, {"format": "pt"})
+        init(folder, headless, "image-classification", seed, labels=str(fashion.CLASSES), dtype="float32")
+
+
+# ---------------------------------------------------------------- emoji
+
+
+class EmojiOptions(Frozen):
+    """Drawings of emoji at sites that differ in their vendor, in their classes, or in both."""
+
+    sites_per_vendor: int = Field(ge=1)
+    shift: emoji.Shift
+    alpha: float = Field(gt=0)
+    prompts: int = Field(ge=2)
+    """Tokens of the prompts in each tower."""
+    tests: int = Field(ge=1)
+    """Drawings of each site's test and validation, drawn with the site's weights from its vendors'."""
+
+
+def _emoji(prepared: Path, seed: int, options: Mapping[str, Any]) -> Federation:
+    given, drawings = EmojiOptions.model_validate(options), _drawings(prepared)
+    tokens = torch.from_numpy(np.load(prepared / lit.LIT.name / lit.CLASS_TOKENS))
+    common = {"input_ids": tokens, "attention_mask": (tokens != 0).long()}
+    random = np.random.default_rng((seed, 1))
+
+    def of(rows: Indices) -> Dataset:
+        return replace(drawings.dataset(rows), common=common)
+
+    def weighted(rows: Indices, weights: NDArray[np.float64]) -> Dataset:
+        # Evenly spaced points on the sum of the weights: each drawing occurs as often as its weight says, up to one.
+        points = (np.arange(given.tests) + random.random()) / given.tests
+        return of(rows[np.searchsorted(np.cumsum(weights), points).clip(max=len(rows) - 1)])
+
+    sites, validation = {}, {}
+    for name, site in emoji.split(drawings, seed, given.shift, given.sites_per_vendor, given.alpha).items():
+        sites[name] = replace(of(site.parts.train), held_out=weighted(site.parts.test, site.test_weights))
+        validation[name] = weighted(site.parts.validation, site.validation_weights)
+    return Federation(sites, validation, {})
+
+
+@lru_cache(maxsize=1)
+def _drawings(prepared: Path) -> emoji.Emoji:
+    return emoji.Emoji.load(prepared / EMOJI)
+
+
+def _emoji_model(prepared: Path, seed: int, model: str, options: Mapping[str, Any], folder: Path) -> None:
+    del model
+    prompts = EmojiOptions.model_validate(options).prompts
+    init(
+        folder,
+        config=str(prepared / lit.LIT.name),
+        head="contrastive",
+        seed=seed,
+        dtype="float32",
+        vision_prompts=prompts,
+        text_prompts=prompts,
+    )
+
+
 SOURCES: Mapping[str, Source] = {
     "phrases": Source(
-        (PHRASES, f"{MODEL}/config.json", f"{MODEL}/model.safetensors"),
-        "python -m benchmarks.evidence.sources.prepare",
-        _phrases,
-        _phrases_model,
+        (PHRASES, f"{MODEL}/{CONFIG}", f"{MODEL}/{WEIGHTS}"), f"{PREPARE} --only text", _phrases, _phrases_model
     ),
+    # Models that were trained here differ by rounding from machine to machine. What they were made of does not.
+    "fashion": Source((FASHION,), f"{PREPARE} --only fashion", _fashion, _fashion_model),
+    "emoji": Source((EMOJI, f"{lit.LIT.name}/{INPUTS}"), f"{PREPARE} --only emoji", _emoji, _emoji_model),
 }

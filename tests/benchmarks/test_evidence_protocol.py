@@ -212,7 +212,7 @@ def test_a_federation_without_code_is_refused(tmp_path: Path) -> None:
         NotPrepared, match=r"no federation is called cards; there are .*phrases.* leave its table out"
     ):
         source("cards")
-    with pytest.raises(NotPrepared, match=r"run `python -m benchmarks.evidence.sources.prepare`"):
+    with pytest.raises(NotPrepared, match=r"run `python -m benchmarks.evidence.sources.prepare --only text`"):
         SOURCES["phrases"].inputs(tmp_path)
 
 

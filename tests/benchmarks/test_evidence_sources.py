@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from transformers import Dinov2Config, Dinov2Model
 
 from benchmarks.evidence import gate
+from benchmarks.evidence.federations import SOURCES, Federation, NotPrepared, start
 from benchmarks.evidence.gate import Score, Task, baseline, fine_tuned, lines
 from benchmarks.evidence.sources import dinov2, emoji, fashion, lit, vit
 from benchmarks.evidence.sources.cached import made
@@ -33,6 +34,8 @@ from benchmarks.evidence.sources.packages import (
 )
 from benchmarks.evidence.sources.sites import drawn
 from benchmarks.evidence.sources.training import Budget, share_of_rate
+from tessera.worker.governance.policy import Policy
+from tessera.worker.simulation import Conditions, simulate
 from tests.benchmarks.test_evidence import write_bert
 
 # ---------------------------------------------------------------- packages
@@ -412,6 +415,71 @@ def test_dual_encoder_names_the_classes_of_unseen_concepts(monkeypatch: pytest.M
     output = model(**found.dataset(unseen).tensors)
     assert output.logits.shape == (len(unseen), 2)
     assert output.loss.isfinite()
+
+
+# ---------------------------------------------------------------- federations of them
+
+
+def trained_in(federation: Federation, model: Path, method: str) -> dict[str, float]:
+    """One round of a federation, and the scores of its last version."""
+    spec = {
+        "name": "tiny", "seed": 1, "rounds": 1, "method": {"name": method}, "training": {"steps": 1, "batch_size": 4},
+        "cohort": {"quorum": len(federation.sites), "max_attempts": 1}, "evaluation": {"sites": True},
+    }  # fmt: skip
+    conditions = Conditions(policy=Policy(min_evaluation_examples=1))
+    result = simulate(spec, model, dict(federation.sites), conditions=conditions)
+    return result.scores()[1]
+
+
+def test_sites_of_clothes_start_from_a_model_without_its_classifier(
+    small_fashion: Fashion, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    tiny_dinov2().save_pretrained(tmp_path / "whole")
+    small_fashion.save(tmp_path / "fashion.npz")
+    monkeypatch.setattr(vit, "SHAPES", {SHAPE.name: SHAPE})
+    options = {"model": "tiny", "sites": 2, "alpha": 0.5, "examples": 30, "held_out": 10, "tests": 20}
+    clothes = SOURCES["fashion"]
+    with pytest.raises(NotPrepared, match="prepare --only fashion --models tiny"):
+        start(clothes, tmp_path, 1, "plain", options, tmp_path / "models")
+    vit.prepare(SHAPE, tmp_path / "whole", tmp_path / "fashion.npz", tmp_path / "tiny", Budget(2, 8, 1e-3))
+    federation = clothes.federation(tmp_path, 1, options)
+    assert [data.examples for data in federation.sites.values()] == [30, 30]
+    assert [data.examples for data in federation.validation.values()] == [10, 10]
+    assert federation.tests["test"].examples == 20
+    model = start(clothes, tmp_path, 1, "plain", options, tmp_path / "models")
+    adapted, new = (load_file(folder / dinov2.WEIGHTS) for folder in (tmp_path / "tiny", model))
+    # Matrices of attention are named in two ways.
+    same = {name: torch.equal(new[name], adapted[name]) for name in adapted if name in new}
+    assert {name for name, equal in same.items() if not equal} == {"classifier.weight", "classifier.bias"}
+    assert len(same) > 10
+    assert set(clothes.inputs(tmp_path)) == {"fashion.npz"}
+    assert 0 <= trained_in(federation, model, "fedavg")["accuracy"] <= 1
+
+
+def test_sites_of_emoji_train_prompts_and_are_tested_by_their_own_classes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    tiny_dinov2().save_pretrained(tmp_path / "whole")
+    write_bert(tmp_path / "text")
+    found = drawings(monkeypatch, each=54)
+    found.save(tmp_path / "emoji.npz")
+    recipe = lit.Recipe(steps=3, concepts=8, rate=0.01, projection=8)
+    lit.prepare(SHAPE, tmp_path / "whole", tmp_path / "text", tmp_path / "emoji.npz", tmp_path / "lit", recipe)
+    options = {"sites_per_vendor": 1, "shift": "both", "alpha": 0.3, "prompts": 2, "tests": 40}
+    drawn_sites = emoji.split(found, 1, "both", 1)
+    federation = SOURCES["emoji"].federation(tmp_path, 1, options)
+    assert list(federation.sites) == [f"{vendor}-1" for vendor in emoji.VENDORS]
+    assert federation.tests == {}
+    for name, data in federation.sites.items():
+        assert data.held_out is not None
+        assert data.held_out.examples == federation.validation[name].examples == 40
+        # Each drawing of the test occurs as often as its weight says, up to one.
+        labels, weights = found.labels[found.concepts[drawn_sites[name].parts.test]], drawn_sites[name].test_weights
+        share = float((data.held_out.tensors["labels"] == 0).float().mean())
+        assert share == pytest.approx(weights[labels == 0].sum(), abs=1 / 40)
+    model = start(SOURCES["emoji"], tmp_path, 1, "plain", options, tmp_path / "models")
+    assert set(SOURCES["emoji"].inputs(tmp_path)) == {"emoji.npz", "lit/inputs.json"}
+    assert 0 <= trained_in(federation, model, "pfeddc")["accuracy"] <= 1
 
 
 # ---------------------------------------------------------------- the gate

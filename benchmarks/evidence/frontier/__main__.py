@@ -1,6 +1,6 @@
 """Macro F1 by epsilon for whole layers, SAFL, LoRA and the head: `python -m benchmarks.evidence.frontier`.
 
-python -m benchmarks.evidence.sources.prepare             fetches what it needs, once; the only step that downloads
+python -m benchmarks.evidence.sources.prepare --only text fetches what it needs, once; the only step that downloads
 python -m benchmarks.evidence.frontier --processes 2      all runs; hours on a CPU, resumes after a kill
 python -m benchmarks.evidence.frontier --device cuda --processes 10 --deadline 360
 python -m benchmarks.evidence.frontier --report           the tables and the plot of what is finished

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from transformers import PreTrainedModel
@@ -22,7 +22,14 @@ RANK = 8
 TOKENS = 16
 """Prompt tokens of each tower."""
 
-Variant = Literal["plain", "lora", "prompts"]
+DEPTH = 12
+"""Layers with prompts of their own, of the variant that has them."""
+
+Variant = Literal["plain", "lora", "prompts", "deep prompts"]
+PROMPTS: Mapping[Variant, Prompts] = {
+    "prompts": Prompts(vision=TOKENS, text=TOKENS),
+    "deep prompts": Prompts(vision=TOKENS, depth=DEPTH),
+}
 Config = Mapping[str, Any]
 
 
@@ -42,7 +49,7 @@ class Large:
 
     @property
     def variants(self) -> tuple[Variant, ...]:
-        return ("plain", "lora", "prompts") if self.head == "contrastive" else ("plain", "lora")
+        return get_args(Variant) if self.head == "contrastive" else ("plain", "lora")
 
     def built(self, variant: Variant = "plain") -> PreTrainedModel:
         """Return the model on the meta device, which has shapes and no values."""
@@ -51,7 +58,7 @@ class Large:
                 self.config,
                 self.head,
                 lora=Lora(rank=RANK, alpha=2 * RANK) if variant == "lora" else None,
-                prompts=Prompts(vision=TOKENS, text=TOKENS) if variant == "prompts" else None,
+                prompts=PROMPTS.get(variant),
             )
 
     @property

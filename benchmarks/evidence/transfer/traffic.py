@@ -62,6 +62,9 @@ ARMS = (
     Arm("lora, A frozen", "lora", {"train_head": False, "freeze_a": True}, "lora"),
     Arm("promptfl", "promptfl", {"modalities": ["text", "vision"]}, "prompts"),
     Arm("pfeddc", "pfeddc", {}, "prompts"),
+    Arm("fedpgp", "fedpgp", {}, "prompts"),
+    Arm("fedotp", "fedotp", {}, "prompts"),
+    Arm("fedvpt", "fedvpt", {}, "deep prompts"),
 )
 """SAFL's `last` is a choice that all sites share, and `random` one that each site makes: the bytes are those of any
 score that leads to such choices."""
