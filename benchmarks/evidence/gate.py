@@ -4,10 +4,10 @@ Each task's model is fine-tuned on the examples of all sites together and compar
 examples. A federated table is read only if its model is at least MARGIN points better here: a federation cannot be
 expected to do what training in one place does not do.
 
-Prints a table, and writes the figures to `bench-output/evidence/gate.json`, where finished ones are kept: a second
-call computes what is missing. Learning rates are the same for every seed (`RATES`). `--rate` scores another one on
-the validation part of seed 0, which is in no table. A baseline's penalty is chosen on the validation part of its
-seed. Test examples choose nothing.
+Prints a table, and writes the figures to `benchmarks/evidence/results/gate.json`, where finished ones are kept: a
+second call computes what is missing. Learning rates are the same for every seed (`RATES`). `--rate` scores another
+one on the validation part of seed 0, which is in no table. A baseline's penalty is chosen on the validation part of
+its seed. Test examples choose nothing.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ MOST_ITERATIONS = 500
 FASHION_SITES, FASHION_ALPHA = 8, 0.5
 PHRASE_SITES, PHRASE_EXAMPLES = 4, 500
 """Sites of each wording, and phrases of each site: 6,000 in all."""
-JSON = OUT / "gate.json"
+JSON = Path(__file__).with_name("results") / "gate.json"
+"""Of the repository: docs/evidence.md has its tables."""
 
 Matrix = Any
 """A matrix of examples and features, dense or sparse."""
@@ -310,10 +311,12 @@ def verdict(task: str, model: str, of_model: Sequence[Score], of_task: Sequence[
     plain = {score.seed: score.points for score in of_task if score.model in BASELINES}
     differences = [score.points - plain[score.seed] for score in of_model if score.seed in plain]
     if not differences:
-        return f"{task}, {model}: no baseline of its seeds"
+        return f"- {task}, {model}: no baseline of its seeds"
     found = mean(differences)
     passes = "passes" if found >= MARGIN else f"does not pass: its table is void (margin {MARGIN:g})"
-    return f"{task}, {model}: {found:+.1f} points of {of_model[0].criterion} over {len(differences)} seeds: {passes}"
+    return (
+        f"- {task}, {model}: {found:+.1f} points of {of_model[0].criterion} over {len(differences)} seeds: {passes}"
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -532,6 +532,12 @@ def test_verdict_is_the_difference_paired_by_seed() -> None:
     found = lines(scores)
     assert "| fashion | vit4 | 1, 2 | 100 | 89.0 | 50.0 | 0.0001 | 1 |" in found
     # 3 and 2 points.
-    assert "fashion, vit4: +2.5 points of accuracy over 2 seeds: does not pass: its table is void (margin 3)" in found
+    void = "does not pass: its table is void (margin 3)"
+    assert f"- fashion, vit4: +2.5 points of accuracy over 2 seeds: {void}" in found
     found = lines([*scores[:1], replace(scores[2], accuracy=0.85)])
-    assert "fashion, vit4: +3.0 points of accuracy over 1 seeds: passes" in found
+    assert "- fashion, vit4: +3.0 points of accuracy over 1 seeds: passes" in found
+
+
+def test_the_document_has_the_gate_s_table() -> None:
+    document = (Path(gate.__file__).parents[2] / "docs" / "evidence.md").read_text(encoding="utf-8")
+    assert "\n".join(lines(gate.read(gate.JSON))) in document
