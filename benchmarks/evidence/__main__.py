@@ -17,6 +17,7 @@ import argparse
 import shutil
 import sys
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 from math import inf
 from pathlib import Path
 from statistics import fmean
@@ -25,6 +26,7 @@ from typing import Any
 
 from benchmarks.evidence import pool, report, runs, store
 from benchmarks.evidence.federations import NotPrepared, source
+from benchmarks.evidence.gate import shut
 from benchmarks.evidence.plan import (
     FILE,
     Cell,
@@ -117,6 +119,11 @@ def prepared_tables(plan: Plan, selection: Selection, prepared: Path) -> list[st
     ready = []
     for name in plan.tables:
         if not selection.tables or name in selection.tables:
+            chosen = replace(selection, tables=[name]).settings(plan)
+            reasons = [shut(table.gate_of(setting)) for _, table, setting in chosen]
+            if reasons and all(reasons):
+                print(f"{name} is void: {reasons[0]}", file=sys.stderr)
+                continue
             try:
                 source(plan.tables[name].federation).inputs(prepared)
                 ready.append(name)

@@ -308,8 +308,7 @@ def lines(scores: Sequence[Score]) -> list[str]:
 
 def verdict(task: str, model: str, of_model: Sequence[Score], of_task: Sequence[Score]) -> str:
     """Return whether a model passes: its mean difference to the baseline, paired by seed, is MARGIN or more."""
-    plain = {score.seed: score.points for score in of_task if score.model in BASELINES}
-    differences = [score.points - plain[score.seed] for score in of_model if score.seed in plain]
+    differences = gains(of_model, of_task)
     if not differences:
         return f"- {task}, {model}: no baseline of its seeds"
     found = mean(differences)
@@ -317,6 +316,28 @@ def verdict(task: str, model: str, of_model: Sequence[Score], of_task: Sequence[
     return (
         f"- {task}, {model}: {found:+.1f} points of {of_model[0].criterion} over {len(differences)} seeds: {passes}"
     )
+
+
+def gains(of_model: Sequence[Score], of_task: Sequence[Score]) -> list[float]:
+    """Return a model's points above the plain baseline, for each seed that both have."""
+    plain = {score.seed: score.points for score in of_task if score.model in BASELINES}
+    return [score.points - plain[score.seed] for score in of_model if score.seed in plain]
+
+
+def shut(gate: tuple[str, str] | None, scores: Sequence[Score] | None = None) -> str | None:
+    """Return why no federated row of a task and a model may be read; None if one may. By default by the saved scores."""
+    if gate is None:
+        return None
+    task, model = gate
+    of_task = [
+        each for each in (read(JSON) if scores is None else scores) if (each.task, each.part) == (task, "test")
+    ]
+    found = gains([each for each in of_task if each.model == model], of_task)
+    if not found:
+        return f"`{model}` was not compared with a plain baseline (`python -m benchmarks.evidence.gate`)"
+    if mean(found) < MARGIN:
+        return f"`{model}`, trained in one place, is {mean(found):.1f} points above a plain baseline, less than {MARGIN:g}"
+    return None
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

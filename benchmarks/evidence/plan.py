@@ -109,6 +109,8 @@ class Setting(Frozen):
     """Those that run; all if left out."""
     rounds: int | None = Field(default=None, ge=1)
     """The table's if left out."""
+    gate: tuple[str, str] | None = None
+    """The table's if left out."""
     tuned: bool = False
     """Whether its learning rates are chosen in it; if not, they are those of the table's first setting."""
 
@@ -153,6 +155,8 @@ class Table(Frozen):
     """Of each test part, the examples on which every version is measured. The last ones are measured on all."""
     check: tuple[str, ...] = ()
     """The arms of the short check."""
+    gate: tuple[str, str] | None = None
+    """The task and the model of `benchmarks.evidence.gate`: without a pass the table is void."""
     concludes: str | None = None
     """The setting that claims are about, if it is not the first: one with enough rounds for rows to be flat."""
     settings: tuple[Setting, ...] = Field(min_length=1)
@@ -188,6 +192,10 @@ class Table(Frozen):
     def tuned(self, setting: Setting) -> Setting:
         """Return the setting in which the learning rates of this one are chosen."""
         return setting if setting.tuned else self.settings[0]
+
+    def gate_of(self, setting: Setting) -> tuple[str, str] | None:
+        """Return the task and the model that must pass the gate; None for a table without one."""
+        return setting.gate or self.gate
 
     @property
     def concluding(self) -> Setting:

@@ -14,6 +14,7 @@ from typing import Any
 from matplotlib import colormaps
 from matplotlib.figure import Figure
 
+from benchmarks.evidence.gate import shut
 from benchmarks.evidence.plan import (
     SITES,
     Arm,
@@ -159,8 +160,10 @@ def row(plan: Plan, found: Found, name: str, setting: Setting, arm: Arm) -> Row:
 
 
 def void(plan: Plan, found: Found, name: str, setting: Setting) -> str | None:
-    """Return why nothing follows from a table; None if its reference learned the task."""
+    """Return why nothing follows from a table; None if its model passed the gate and its reference learned the task."""
     table = plan.tables[name]
+    if reason := shut(table.gate_of(setting)):
+        return reason
     reference = row(plan, found, name, setting, table.arm(table.reference))
     accuracy = reference.final(table.part, "accuracy")
     if not accuracy:

@@ -541,3 +541,18 @@ def test_verdict_is_the_difference_paired_by_seed() -> None:
 def test_the_document_has_the_gate_s_table() -> None:
     document = (Path(gate.__file__).parents[2] / "docs" / "evidence.md").read_text(encoding="utf-8")
     assert "\n".join(lines(gate.read(gate.JSON))) in document
+
+
+def test_a_table_is_shut_until_its_model_has_passed() -> None:
+    def score(model: str, accuracy: float, part: str = "test") -> Score:
+        return Score("fashion", model, 1, part, 100, accuracy, 0.0, "accuracy", 1.0, 1.0)
+
+    scores = [score("pixels", 0.80), score("vit4", 0.83), score("vit6", 0.829), score("vit12", 0.9, "validation")]
+    assert gate.shut(None, scores) is None
+    assert gate.shut(("fashion", "vit4"), scores) is None
+    assert gate.shut(("fashion", "vit6"), scores) == (
+        "`vit6`, trained in one place, is 2.9 points above a plain baseline, less than 3"
+    )
+    # Neither another part nor another task opens it.
+    assert "`vit12` was not compared" in str(gate.shut(("fashion", "vit12"), scores))
+    assert "`vit4` was not compared" in str(gate.shut(("emoji", "vit4"), scores))
