@@ -325,18 +325,21 @@ def gains(of_model: Sequence[Score], of_task: Sequence[Score]) -> list[float]:
 
 
 def shut(gate: tuple[str, str] | None, scores: Sequence[Score] | None = None) -> str | None:
-    """Return why no federated row of a task and a model may be read; None if one may. By default by the saved scores."""
+    """Return why no federated row of a task and a model may be read; None if one may.
+
+    `scores` are by default the saved ones.
+    """
     if gate is None:
         return None
     task, model = gate
-    of_task = [
-        each for each in (read(JSON) if scores is None else scores) if (each.task, each.part) == (task, "test")
-    ]
-    found = gains([each for each in of_task if each.model == model], of_task)
+    scores = read(JSON) if scores is None else scores
+    of_task = [score for score in scores if (score.task, score.part) == (task, "test")]
+    found = gains([score for score in of_task if score.model == model], of_task)
     if not found:
         return f"`{model}` was not compared with a plain baseline (`python -m benchmarks.evidence.gate`)"
     if mean(found) < MARGIN:
-        return f"`{model}`, trained in one place, is {mean(found):.1f} points above a plain baseline, less than {MARGIN:g}"
+        above = f"{mean(found):.1f} points above a plain baseline, less than {MARGIN:g}"
+        return f"`{model}`, trained in one place, is {above}"
     return None
 
 

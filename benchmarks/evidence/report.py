@@ -160,7 +160,7 @@ def row(plan: Plan, found: Found, name: str, setting: Setting, arm: Arm) -> Row:
 
 
 def void(plan: Plan, found: Found, name: str, setting: Setting) -> str | None:
-    """Return why nothing follows from a table; None if its model passed the gate and its reference learned the task."""
+    """Return why nothing follows from a table; None if its model passed the gate and its reference learned."""
     table = plan.tables[name]
     if reason := shut(table.gate_of(setting)):
         return reason
