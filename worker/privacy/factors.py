@@ -151,7 +151,9 @@ class Lookup(Factors):
 
     def _exact(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the factors of some examples after the other, as new tensors, the outputs in float64."""
-        each = max(1, AT_ONCE // max(1, self.outputs[0].numel())) if len(self) else 1
+        # A narrow table has fewer values than its tokens have products with each other.
+        most = max(1, self.outputs[0].numel(), self.index[0].numel() ** 2) if len(self) else 1
+        each = max(1, AT_ONCE // most)
         for index, outputs in zip(torch.split(self.index, each), torch.split(self.outputs, each), strict=True):
             yield index, outputs.to(torch.float64, copy=True)
 
