@@ -187,7 +187,11 @@ class SAFLCoordinator(CoordinatorHalf[SAFLSettings]):
 
     def check(self, plan: Plan, examples: int, metrics: Mapping[str, float]) -> None:
         labels = self._candidates.labels
-        if self.settings.chooser == "worker" or not self.settings.looks_at_data or not plan.scalars.get(PROFILE):
+        if self.settings.chooser == "worker" or not self.settings.looks_at_data:
+            return
+        kind = "vote" if self.settings.chooser == "vote" else "score"
+        # What a worker reports without being asked counts too.
+        if not plan.scalars.get(PROFILE) and not any(f"{kind}.{label}" in metrics for label in labels.values()):
             return
         if self.settings.chooser == "vote":
             votes = {name: metrics[at] for name, label in labels.items() if (at := f"vote.{label}") in metrics}

@@ -6,7 +6,9 @@ arXiv 2110.05679; Bu et al. 2023, arXiv 2210.00038). The gradients themselves wo
 each example, and more time to write and read than the factors take to multiply.
 
 Everything is computed in float64. There products of float32 values are exact, so that norms and sums belong to the
-same gradients but for float64's roundings, and no example's factor depends on another example.
+same gradients but for float64's roundings, and no example's factor depends on another example. Where an example's
+tokens cancel out, the roundings of a squared norm may be larger than the square itself, so a bound on them is added:
+a norm that is too small would leave a gradient unclipped.
 """
 
 from abc import ABC, abstractmethod
@@ -18,6 +20,9 @@ from torch import Tensor
 
 AT_ONCE = 1 << 20
 """Number of values that are converted to float64 at a time: they stay in the processor's cache."""
+
+ROUNDING = 2.0**-52
+"""Twice the most by which one operation in float64 is off, as a share of its result."""
 
 
 class Factors(ABC):
@@ -34,7 +39,7 @@ class Factors(ABC):
 
     @abstractmethod
     def norms(self) -> Tensor:
-        """Return the l2 norm of each example's gradient, float64 [examples]."""
+        """Return the l2 norm of each example's gradient, float64 [examples], never less than the exact one."""
 
     @abstractmethod
     def total(self, scale: Tensor) -> Tensor:
@@ -68,9 +73,8 @@ class Outer(Factors):
         return self.left.nbytes + self.right.nbytes
 
     def norms(self) -> Tensor:
-        squares = [((left @ left.mT).mul_(right @ right.mT)).sum(dim=(1, 2)) for left, right in self._exact()]
-        # Rounding may leave a sum a little below zero.
-        return torch.cat(squares).clamp_(min=0).sqrt_()
+        width = self.left.shape[2] + self.right.shape[2]
+        return torch.cat([_norms((left @ left.mT).mul_(right @ right.mT), width) for left, right in self._exact()])
 
     def total(self, scale: Tensor) -> Tensor:
         total = scale.new_zeros(self.left.shape[2], self.right.shape[2], dtype=torch.float64)
@@ -117,11 +121,13 @@ class Lookup(Factors):
         return self.index.nbytes + self.outputs.nbytes
 
     def norms(self) -> Tensor:
-        squares = [
-            (outputs @ outputs.mT).mul_(index.unsqueeze(1) == index.unsqueeze(2)).sum(dim=(1, 2))
-            for index, outputs in self._exact()
-        ]
-        return torch.cat(squares).clamp_(min=0).sqrt_()
+        width = self.outputs.shape[2]
+        return torch.cat(
+            [
+                _norms((outputs @ outputs.mT).mul_(index.unsqueeze(1) == index.unsqueeze(2)), width)
+                for index, outputs in self._exact()
+            ]
+        )
 
     def total(self, scale: Tensor) -> Tensor:
         total = scale.new_zeros(self.size, self.outputs.shape[2], dtype=torch.float64)
@@ -145,9 +151,25 @@ class Lookup(Factors):
 
     def _exact(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the factors of some examples after the other, as new tensors, the outputs in float64."""
-        each = max(1, AT_ONCE // max(1, self.outputs[0].numel())) if len(self) else 1
+        # A narrow table has fewer values than its tokens have products with each other.
+        most = max(1, self.outputs[0].numel(), self.index[0].numel() ** 2) if len(self) else 1
+        each = max(1, AT_ONCE // most)
         for index, outputs in zip(torch.split(self.index, each), torch.split(self.outputs, each), strict=True):
             yield index, outputs.to(torch.float64, copy=True)
+
+
+def _norms(products: Tensor, width: int) -> Tensor:
+    """Return the norms of sums of tokens from the tokens' products with each other, float64 [examples, tokens,
+    tokens], which took `width` multiplications each; never less than the exact ones.
+
+    The product of two tokens is at most that of their lengths, and so is the sum over all pairs at most the square of
+    the sum of lengths. Each operation on the way may be off by a rounding of it.
+    """
+    lengths = products.diagonal(dim1=1, dim2=2).sqrt().sum(dim=1)
+    operations = width + 2 * products.shape[1] + 4
+    most = lengths.square_().mul_(operations * ROUNDING)
+    # A rounding may leave a sum below zero, by no more than the bound.
+    return products.sum(dim=2).sum(dim=1).add_(most).clamp_(min=0).sqrt_()
 
 
 def _kept(scale: Tensor) -> tuple[Tensor | slice, Tensor]:

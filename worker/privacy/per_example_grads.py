@@ -98,11 +98,20 @@ class OneByOne(PerExample):
 
 
 class Batched(PerExample):
-    """The gradient function of one example, batched by torch.func."""
+    """The gradient function of one example, batched by torch.func.
+
+    Raises NotImplementedError for a model that holds a layer at two places.
+    """
 
     name = "vmap"
 
     def __init__(self, model: nn.Module, loss: Loss, parameters: Sequence[nn.Parameter], common: Batch) -> None:
+        holders = [
+            each for _, each in model.named_modules(remove_duplicate=False) if _holds_any(each, set(parameters))
+        ]
+        if len(holders) > len(set(holders)):
+            # `functional_call` would leave a tensor of its own in such a layer, instead of the parameter.
+            raise NotImplementedError("the model holds a layer at two places")
         self._loss = _LossModule(model, loss)
         names = {parameter: name for name, parameter in self._loss.named_parameters()}
         self._parameters = {names[parameter]: parameter for parameter in parameters}
@@ -229,7 +238,7 @@ class Hooked(PerExample):
             raise _no_gradient_per_example(layer.weight)
         outputs = outputs.detach().reshape(self._examples, -1, outputs.shape[-1])
         if isinstance(layer, nn.Embedding):
-            index = inputs.flatten(1)
+            index = inputs.reshape(self._examples, -1)
             if layer.padding_idx is not None:
                 outputs = outputs.masked_fill((index == layer.padding_idx).unsqueeze(2), 0.0)
             factors: Factors = Lookup(index, outputs, len(layer.weight))

@@ -661,6 +661,18 @@ def test_slow_worker_trains_the_first_of_the_elected_layers_and_has_a_whole_ball
     coordinator(**settings).check(done.plan, 24, done.result.metrics)
 
 
+@pytest.mark.parametrize(("chooser", "kind"), [("vote", "vote"), ("consensus", "score")])
+def test_report_that_no_plan_asked_for_is_checked_as_any_other(chooser: str, kind: str) -> None:
+    """A site that sent a huge number in a round without profiles would decide alone."""
+    half = coordinator(chooser=chooser, layers=2, profile_every=3)
+    plan = plans(half, voted(1))["a/w"]
+    assert not plan.scalars["profile"]
+    half.check(plan, 24, {})
+    half.check(plan, 24, {f"{kind}.{layer}": float(layer < 2) for layer in range(6)})
+    with pytest.raises(ValueError, match=r"must be 0 or 1|must be a number from 0 to 1"):
+        half.check(plan, 24, {f"{kind}.0": 1000.0})
+
+
 def test_ballot_with_too_many_votes_is_rejected() -> None:
     half = coordinator(chooser="vote", layers=2)
     plan = plans(half, voted())["a/w"]

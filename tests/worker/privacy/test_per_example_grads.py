@@ -331,3 +331,42 @@ def test_no_row_s_norm_depends_on_other_rows(count: int) -> None:
     (fewer,) = tensor_norms([rows[10:]])
     assert bool(((together == alone) | (together.isnan() & alone.isnan())).all())
     assert bool((together[10:] == fewer).all())
+
+
+class Labels(nn.Module):
+    """A table looked up once for each example, and one layer at two places."""
+
+    def __init__(self, *, at_two_places: bool) -> None:
+        super().__init__()
+        self.table = nn.Embedding(50, 24)
+        self.layer = nn.Linear(24, 3)
+        if at_two_places:
+            self.block = nn.Sequential(self.layer)
+
+    def losses(self, batch: Mapping[str, Tensor]) -> Tensor:
+        logits = self.layer(self.table(batch["label"]))
+        return nn.functional.cross_entropy(logits, batch["labels"], reduction="none")
+
+    def loss(self, batch: Mapping[str, Tensor]) -> Tensor:
+        return self.losses(batch).sum()
+
+
+def lookups(size: int) -> dict[str, Tensor]:
+    return {"label": torch.arange(size) % 4, "labels": torch.arange(size) % 3}
+
+
+def test_a_table_looked_up_once_for_each_example_stays_factors() -> None:
+    model = Labels(at_two_places=False)
+    parameters = list(model.parameters())
+    matrices = [model.table.weight, model.layer.weight]
+    way = fastest(model, model.loss, model.losses, parameters, {}, lookups(2), factored=matrices)
+    found = way(lookups(7))
+    assert (way.name, isinstance(found[0], Factors)) == ("opacus", True)
+    assert agree(as_rows(found), OneByOne(model.loss, parameters, {})(lookups(7)))
+
+
+def test_a_model_that_holds_a_layer_at_two_places_keeps_its_parameters() -> None:
+    model = Labels(at_two_places=True)
+    parameters = list(model.parameters())
+    fastest(model, model.loss, None, parameters, {}, lookups(2))(lookups(7))
+    assert model.layer.weight is parameters[1]
