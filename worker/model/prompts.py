@@ -8,7 +8,7 @@ where there is none, as token embeddings, so that they have positions of their o
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -240,7 +240,8 @@ class PatchMatching:
         texts = torch.stack([_unit(output.text_embeds), own])  # [prompts, classes, width]
         patches = _unit(self._patches(model, output.vision_model_output.last_hidden_state))
         # Not in 16 bits: the costs are divided by a small regularization.
-        with torch.autocast(patches.device.type, enabled=False):
+        kind = patches.device.type
+        with torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext():
             similarities = torch.einsum("ivd,pcd->icvp", patches, texts)  # [images, classes, patches, prompts]
         # The plan is a constant: its gradient with respect to the costs is not part of the method.
         plan = transport_plan(1 - similarities.detach(), self.transport)

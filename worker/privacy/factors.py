@@ -14,6 +14,7 @@ a norm that is too small would leave a gradient unclipped.
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -37,9 +38,23 @@ class Factors(ABC):
     def nbytes(self) -> int:
         """The memory of the factors."""
 
+    @cached_property
+    def _lengths(self) -> tuple[Tensor, Tensor]:
+        norms, sizes = zip(*self._lengths_of_some(), strict=True)
+        return torch.cat(norms), torch.cat(sizes)
+
     @abstractmethod
+    def _lengths_of_some(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield `_lengths` of some examples after the other."""
+
     def norms(self) -> Tensor:
         """Return the l2 norm of each example's gradient, float64 [examples], never less than the exact one."""
+        return self._lengths[0]
+
+    def sizes(self) -> Tensor:
+        """Return the sum of the norms of each example's outer products, float64 [examples]: roundings are a share of
+        this, also where the outer products cancel out."""
+        return self._lengths[1]
 
     @abstractmethod
     def total(self, scale: Tensor) -> Tensor:
@@ -72,9 +87,10 @@ class Outer(Factors):
     def nbytes(self) -> int:
         return self.left.nbytes + self.right.nbytes
 
-    def norms(self) -> Tensor:
+    def _lengths_of_some(self) -> Iterator[tuple[Tensor, Tensor]]:
         width = self.left.shape[2] + self.right.shape[2]
-        return torch.cat([_norms((left @ left.mT).mul_(right @ right.mT), width) for left, right in self._exact()])
+        for left, right in self._exact():
+            yield _lengths((left @ left.mT).mul_(right @ right.mT), width)
 
     def total(self, scale: Tensor) -> Tensor:
         total = scale.new_zeros(self.left.shape[2], self.right.shape[2], dtype=torch.float64)
@@ -120,14 +136,10 @@ class Lookup(Factors):
     def nbytes(self) -> int:
         return self.index.nbytes + self.outputs.nbytes
 
-    def norms(self) -> Tensor:
+    def _lengths_of_some(self) -> Iterator[tuple[Tensor, Tensor]]:
         width = self.outputs.shape[2]
-        return torch.cat(
-            [
-                _norms((outputs @ outputs.mT).mul_(index.unsqueeze(1) == index.unsqueeze(2)), width)
-                for index, outputs in self._exact()
-            ]
-        )
+        for index, outputs in self._exact():
+            yield _lengths((outputs @ outputs.mT).mul_(index.unsqueeze(1) == index.unsqueeze(2)), width)
 
     def total(self, scale: Tensor) -> Tensor:
         total = scale.new_zeros(self.size, self.outputs.shape[2], dtype=torch.float64)
@@ -158,18 +170,19 @@ class Lookup(Factors):
             yield index, outputs.to(torch.float64, copy=True)
 
 
-def _norms(products: Tensor, width: int) -> Tensor:
-    """Return the norms of sums of tokens from the tokens' products with each other, float64 [examples, tokens,
-    tokens], which took `width` multiplications each; never less than the exact ones.
+def _lengths(products: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Return the norms of sums of tokens, never less than the exact ones, and the sums of their norms, float64
+    [examples], from the tokens' products with each other, float64 [examples, tokens, tokens], which took `width`
+    multiplications each.
 
     The product of two tokens is at most that of their lengths, and so is the sum over all pairs at most the square of
     the sum of lengths. Each operation on the way may be off by a rounding of it.
     """
-    lengths = products.diagonal(dim1=1, dim2=2).sqrt().sum(dim=1)
+    sizes = products.diagonal(dim1=1, dim2=2).sqrt().sum(dim=1)
     operations = width + 2 * products.shape[1] + 4
-    most = lengths.square_().mul_(operations * ROUNDING)
+    most = sizes.square().mul_(operations * ROUNDING)
     # A rounding may leave a sum below zero, by no more than the bound.
-    return products.sum(dim=2).sum(dim=1).add_(most).clamp_(min=0).sqrt_()
+    return products.sum(dim=2).sum(dim=1).add_(most).clamp_(min=0).sqrt_(), sizes
 
 
 def _kept(scale: Tensor) -> tuple[Tensor | slice, Tensor]:

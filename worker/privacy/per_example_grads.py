@@ -44,6 +44,9 @@ EXACT = 1e-3
 """Tolerance for a gradient in float32, as a share of its norm: hundreds of times the rounding error."""
 ROUGH = 5e-2
 """The tolerance for a model that computes in 16 bits."""
+ROUNDED = {EXACT: 2.0**-18, ROUGH: 2.0**-8}
+"""Roundings of a batch's gradient by tolerance, as a share of the sizes of its outer products: 64 of float32, one of
+bfloat16."""
 
 CHUNK_BYTES = 1 << 30
 """Limit on the memory of the per-example gradients that are computed at a time."""
@@ -293,6 +296,10 @@ class Hooked(PerExample):
         finite = whole.isfinite()
         # The tolerance includes the norms over all parameters: if gradients cancel out, their sum is rounding error.
         allowed = self._tolerance * lengths.sum(dim=1) + self._tolerance / 100 * whole.sum()
+        # So is the gradient of an example whose tokens cancel out. If it passed in some batches alone, other examples
+        # would decide in which way it is computed.
+        sizes = [one.sizes().sum() if isinstance(one, Factors) else lengths.new_zeros(()) for one in each]
+        allowed += ROUNDED[self._tolerance] * torch.stack(sizes)
         fits = [
             self._difference(parameter, one, parameter_total) <= most
             for parameter, one, parameter_total, most in zip(self._parameters, each, totals, allowed, strict=True)

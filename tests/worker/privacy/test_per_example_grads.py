@@ -370,3 +370,19 @@ def test_a_model_that_holds_a_layer_at_two_places_keeps_its_parameters() -> None
     parameters = list(model.parameters())
     fastest(model, model.loss, None, parameters, {}, lookups(2))(lookups(7))
     assert model.layer.weight is parameters[1]
+
+
+def test_an_example_does_not_decide_how_others_are_computed() -> None:
+    """Tokens that cancel out leave float32's roundings in a batch's gradient, which alone must pass the check too."""
+    torch.manual_seed(0)
+    layer, tokens, width = nn.Linear(64, 64, bias=False), 8, 64
+    each = lambda batch: (layer(batch["x"]) * batch["r"]).sum((1, 2))  # noqa: E731
+    hooked = Hooked(layer, each, list(layer.parameters()), factored=list(layer.parameters()))
+    left, right = torch.randn(1, tokens, width), torch.randn(1, tokens, width)
+    for share in (2.0**-10, 2.0**-18, 2.0**-22):
+        x, r = torch.cat([left, left * (1 + share)], 1), torch.cat([right, -right], 1) * 1e3
+        (found,) = hooked({"x": x, "r": r})
+        assert isinstance(found, Factors)
+        exact = float((r.double().mT @ x.double()).norm())
+        assert exact * (1 - 1e-12) <= float(found.norms()) <= exact * 1.1
+    hooked.close()

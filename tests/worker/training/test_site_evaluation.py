@@ -160,7 +160,7 @@ def test_the_version_is_measured_without_what_the_site_keeps_and_its_own_model_w
     "method", ["ditto", *(pytest.param(name, marks=pytest.mark.long) for name in ("fedper", "local", "fedbabu"))]
 )
 def test_measuring_changes_no_bit_of_what_is_trained(
-    coordinator: LiveCoordinator, tmp_path: Path, method: str, settings: dict[str, Any]
+    coordinator: LiveCoordinator, tmp_path: Path, method: str
 ) -> None:
     client, made = coordinator.client(), []
     for place, evaluation in enumerate((None, Evaluation(sites=True))):
