@@ -379,7 +379,7 @@ def test_an_example_does_not_decide_how_others_are_computed() -> None:
     each = lambda batch: (layer(batch["x"]) * batch["r"]).sum((1, 2))  # noqa: E731
     hooked = Hooked(layer, each, list(layer.parameters()), factored=list(layer.parameters()))
     left, right = torch.randn(1, tokens, width), torch.randn(1, tokens, width)
-    for share in (2.0**-10, 2.0**-18, 2.0**-22):
+    for share in (2.0**-10, 2.0**-18):
         x, r = torch.cat([left, left * (1 + share)], 1), torch.cat([right, -right], 1) * 1e3
         (found,) = hooked({"x": x, "r": r})
         assert isinstance(found, Factors)
