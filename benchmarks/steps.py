@@ -39,6 +39,8 @@ from tessera.worker.training.setup import TrainingSetup
 from tessera.worker.training.trainer import Trainer
 
 BATCH = 16
+WORDS, TOKENS = 7000, 24
+"""Of a text: those of the clinical phrases of the evidence."""
 GPU_BATCH = 64
 Arm = Callable[[int], None]
 """A function that takes this many steps."""
@@ -47,6 +49,14 @@ Arm = Callable[[int], None]
 def vit(width: int, layers: int, side: int, patch: int = 8, heads: int = 4) -> dict[str, Any]:
     return {
         "model_type": "vit", "image_size": side, "patch_size": patch, "num_channels": 3, "num_labels": 10,
+        "hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads,
+        "intermediate_size": 4 * width,
+    }  # fmt: skip
+
+
+def bert(width: int, layers: int, heads: int) -> dict[str, Any]:
+    return {
+        "model_type": "bert", "vocab_size": WORDS, "max_position_embeddings": TOKENS, "num_labels": 10,
         "hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads,
         "intermediate_size": 4 * width,
     }  # fmt: skip
@@ -71,6 +81,13 @@ def images(side: int, count: int = 4 * BATCH, *, texts: bool = False) -> Dataset
     labels = torch.randint(0, 10, (count,), generator=dice)
     common = {"input_ids": classes} if texts else {}
     return Dataset({"pixel_values": pixels, "labels": labels}, common=common)
+
+
+def texts(count: int = 4 * BATCH) -> Dataset:
+    dice = torch.Generator().manual_seed(0)
+    words = torch.randint(1, WORDS, (count, TOKENS), generator=dice)
+    labels = torch.randint(0, 10, (count,), generator=dice)
+    return Dataset({"input_ids": words, "attention_mask": torch.ones_like(words), "labels": labels})
 
 
 @dataclass(frozen=True)
@@ -220,6 +237,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         captioned = images(side, texts=True)
         arms["dual encoder, full"] = bench.arm(dual, all_but("prompt"), captioned)
         arms["dual encoder, prompts"] = bench.arm(dual, roles("prompt"), captioned)
+        text_model = bench.work_on(bert(2 * width, max(1, layers // 2), 2 * heads), "text-classification")
+        arms["texts, full"] = bench.arm(text_model, EVERYTHING, texts())
+        arms["texts, full, private"] = bench.private(text_model, EVERYTHING, texts())
     where = f" on a {torch.cuda.get_device_name()}" if on_gpu else ""
     results = Results(
         "steps-cuda" if on_gpu else "steps",
@@ -230,7 +250,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         found, peaks = bench.in_turns(group, count, steps)
         seconds |= found
         for name, each in found.items():
-            whole = seconds["dual encoder, full" if name.startswith("dual") else "full"]
+            model, _, part = name.partition(", ")
+            whole = seconds[f"{model}, full" if part and f"{model}, full" in seconds else "full"]
             memory = {"MiB": peaks[name]} if on_gpu else {}
             results.add(trains=name, ms=1000 * each, of_full=each / whole, **memory)
     if not on_gpu:
