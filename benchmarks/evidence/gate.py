@@ -265,6 +265,18 @@ def scores_of(
     }
 
 
+def missing(prepared: Path, task: str, models: Sequence[str]) -> str | None:
+    """Return what a task lacks in the prepared folder, and the command that makes it; None if all is there."""
+    needs = {"fashion": [FASHION, *models], "phrases": [PHRASES, MODEL], "emoji": [EMOJI, lit.LIT.name]}[task]
+    if not (absent := [name for name in needs if not (prepared / name).exists()]):
+        return None
+    options = {"phrases": "--only text", "fashion": f"--only fashion --models {' '.join(models)}"}
+    return (
+        f"not prepared: {prepared} has no {', '.join(absent)}; run `python -m benchmarks.evidence.sources.prepare "
+        f"{options.get(task, '--only emoji')}`"
+    )
+
+
 def read(file: Path) -> list[Score]:
     """Return the saved scores."""
     return [Score(**each) for each in json.loads(file.read_bytes())["scores"]] if file.exists() else []
@@ -336,7 +348,7 @@ def shut(gate: tuple[str, str] | None, scores: Sequence[Score] | None = None) ->
     of_task = [score for score in scores if (score.task, score.part) == (task, "test")]
     found = gains([score for score in of_task if score.model == model], of_task)
     if not found:
-        return f"`{model}` was not compared with a plain baseline (`python -m benchmarks.evidence.gate`)"
+        return f"`{model}` was not compared with a plain baseline: run `python -m benchmarks.evidence.gate`"
     if mean(found) < MARGIN:
         above = f"{mean(found):.1f} points above a plain baseline, less than {MARGIN:g}"
         return f"`{model}`, trained in one place, is {above}"
@@ -356,7 +368,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, default=JSON)
     given = parser.parse_args(arguments)
     seeds = [TUNING_SEED] if given.rate else given.seeds
-    for task in (given.only,) if given.only else STEPS:
+    tasks = (given.only,) if given.only else tuple(STEPS)
+    if reason := next(filter(None, (missing(given.prepared, task, given.models) for task in tasks)), None):
+        parser.exit(2, f"{reason}\n")
+    for task in tasks:
         for seed in seeds:
             wanted = scores_of(given.prepared, given.cache, task, given.models, seed, given.rate)
             for name, score in wanted.items():

@@ -556,3 +556,15 @@ def test_a_table_is_shut_until_its_model_has_passed() -> None:
     # Neither another part nor another task opens it.
     assert "`vit12` was not compared" in str(gate.shut(("fashion", "vit12"), scores))
     assert "`vit4` was not compared" in str(gate.shut(("emoji", "vit4"), scores))
+
+
+def test_a_task_that_is_not_prepared_is_refused_with_the_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "fashion.npz").touch()
+    with pytest.raises(SystemExit) as end:
+        gate.main(["--only", "fashion", "--models", "vit12", "--prepared", str(tmp_path)])
+    assert end.value.code == 2
+    refusal = capsys.readouterr().err
+    assert f"not prepared: {tmp_path} has no vit12; run" in refusal
+    assert "prepare --only fashion --models vit12`" in refusal

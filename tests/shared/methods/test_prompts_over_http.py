@@ -274,7 +274,7 @@ def with_prompts(*names: str) -> Selector:
 
 
 @pytest.mark.parametrize(
-    ("method", "plan", "told"),
+    ("method", "plan", "reason"),
     [
         (
             "pfeddc",
@@ -294,7 +294,7 @@ def with_prompts(*names: str) -> Selector:
     ids=["local prompts", "fusion", "part of the fusion", "everything", "a low-rank term", "prompts of transport"],
 )
 def test_a_plan_that_asks_for_what_stays_here_is_refused_logged_and_reported_and_nothing_leaves(
-    coordinator: LiveCoordinator, sites: Sites, method: str, plan: Plan, told: str
+    coordinator: LiveCoordinator, sites: Sites, method: str, plan: Plan, reason: str
 ) -> None:
     client, site = coordinator.client(), sites("a")
     with Tap(coordinator.url) as tap, asking(plan, method=method), capture_logs() as logged:
@@ -304,7 +304,7 @@ def test_a_plan_that_asks_for_what_stays_here_is_refused_logged_and_reported_and
         until(lambda: tasks(client, run)[0].state == "failed")
     problem = tasks(client, run)[0].problem
     assert problem is not None
-    assert re.search(f"policy-violation: {told}", problem.detail), problem.detail
+    assert re.search(f"policy-violation: {reason}", problem.detail), problem.detail
     refusal = next(entry for entry in logged if entry["event"] == "task-failed")
     assert (refusal["log_level"], refusal["code"]) == ("error", "policy-violation")
     assert_nothing_left(tap)

@@ -420,11 +420,11 @@ def test_consensus_begins_with_a_round_that_trains_and_sends_nothing_but_scores(
 
 def test_consensus_weighs_reported_scores_by_examples_and_all_train_the_best() -> None:
     half = coordinator(chooser="consensus", layers=2)
-    told = [
+    updates = [
         sent(worker="a/w", examples=30, **{f"score_at_{i}": s for i, s in enumerate((0.1, 0.9, 0.2, 0.3, 0.0, 0.4))}),
         sent(worker="b/w", examples=10, **{f"score_at_{i}": s for i, s in enumerate((0.9, 0.1, 0.2, 0.7, 0.0, 0.4))}),
     ]
-    after = half.merge(state(), told)
+    after = half.merge(state(), updates)
     # (30 x 0.1 + 10 x 0.9) / 40 and so on.
     means = [after.scalars[f"score.{i}"] for i in range(6)]
     np.testing.assert_allclose(means, [0.3, 0.7, 0.2, 0.4, 0.0, 0.4])
@@ -693,11 +693,11 @@ def test_between_elections_no_ballot_is_asked_for() -> None:
 
 def test_votes_of_a_round_elect_the_layers_of_the_next() -> None:
     half = coordinator(chooser="vote", layers=2, votes_by="examples")
-    told = [
+    updates = [
         sent(worker=name, examples=examples, **{f"vote_at_{i}": float(i in layers) for i in range(6)})
         for name, examples, layers in (("a/w", 10, {2, 3}), ("b/w", 20, {2, 3}), ("liar/w", 10**9, {0, 1}))
     ]
-    after = half.merge(state(), told)
+    after = half.merge(state(), updates)
     assert [after.scalars[f"vote.{i}"] for i in range(6)] == [0.4, 0.4, 0.6, 0.6, 0, 0]
     assert [asked(plan) for plan in plans(half, after).values()] == [{2, 3}] * 3
 
