@@ -1,7 +1,11 @@
 """Evaluation of a version on a data set."""
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import copy
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -80,7 +84,7 @@ def evaluate(
     ranks = ranks or OneRank()
     model.train(mode=False)
     scores, loss_sum, weight = Scores(), 0.0, 0
-    with torch.inference_mode():
+    with torch.inference_mode(), _texts_once(model, head, ranks):
         for batch in replace(batches, dataset=ranks.share_of(batches.dataset)):
             check()
             labels = batch[LABELS]
@@ -99,6 +103,30 @@ def evaluate(
     if not math.isfinite(loss):
         raise TrainingDiverged(f"the version's loss on this data is {loss}")
     return {"loss": loss, **scores.values()}
+
+
+@contextmanager
+def _texts_once(model: PreTrainedModel, head: Head, ranks: Ranks) -> Iterator[None]:
+    """Have a dual encoder compute its texts in the first batch alone: all batches have the same ones."""
+    tower: Any = getattr(model, "text_model", None)
+    # Ranks that share a tower's weights must all call it, also those that compute on a placeholder.
+    if head != "contrastive" or tower is None or ranks.shards > 1:
+        yield
+        return
+    compute, states = tower.forward, list[Any]()
+
+    def once(*args: Any, **kwargs: Any) -> Any:
+        if not states:
+            states.append(compute(*args, **kwargs))
+        # transformers writes projected features into the output that it receives.
+        return copy(states[0])
+
+    tower.forward = once
+    try:
+        yield
+    finally:
+        # What stood on the class is found there again.
+        tower.forward = compute
 
 
 def _count(scores: Scores, logits: Tensor | None, labels: Tensor, head: Head) -> int:

@@ -110,6 +110,22 @@ def test_a_contrastive_model_is_scored_on_each_image_s_logits_over_the_texts() -
     assert found["calibration_error"] == pytest.approx(calibration_error(sure, predicted == data.tensors["labels"]))
 
 
+def test_the_texts_of_a_contrastive_model_are_computed_once_for_all_batches_of_an_evaluation() -> None:
+    model = instantiate(CLIP, "contrastive")
+    images, texts = torch.randn(5, 3, 8, 8), torch.tensor([[1, 2, 9], [3, 4, 9]])
+    data = Dataset({"pixel_values": images, "labels": torch.arange(5) % 2}, common={"input_ids": texts})
+    whole, read = scores(model, "contrastive", data, None), list[int]()
+    with model.text_model.encoder.register_forward_hook(lambda *_: read.append(1)):
+        assert scores(model, "contrastive", data, 2) == pytest.approx(whole)
+        assert len(read) == 1
+        with torch.no_grad():
+            for parameter in model.text_model.parameters():
+                parameter.normal_()
+        # Other weights have other texts.
+        assert scores(model, "contrastive", data, 2) != pytest.approx(whole)
+        assert len(read) == 2
+
+
 def test_the_calibration_error_weighs_each_bin_s_gap_by_its_share() -> None:
     # Of fifteen bins .70 and .72 share the eleventh, (10/15, 11/15]; 1 is in the last, and .2 in the third.
     confidence = torch.tensor([0.70, 0.72, 1.0, 0.2], dtype=torch.float64)
