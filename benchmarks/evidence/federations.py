@@ -269,6 +269,10 @@ class EmojiOptions(Frozen):
     """Drawings of each site's test and validation, drawn with the site's weights from its vendors'."""
 
 
+DEEP = "deep-"
+"""The start of a model's name that ends with the number of layers with prompts of their own."""
+
+
 def _emoji(prepared: Path, seed: int, options: Mapping[str, Any]) -> Federation:
     given, drawings = EmojiOptions.model_validate(options), _drawings(prepared)
     tokens = torch.from_numpy(np.load(prepared / lit.LIT.name / lit.CLASS_TOKENS))
@@ -296,8 +300,11 @@ def _drawings(prepared: Path) -> emoji.Emoji:
 
 
 def _emoji_model(prepared: Path, seed: int, model: str, options: Mapping[str, Any], folder: Path) -> None:
-    del model
-    prompts = EmojiOptions.model_validate(options).prompts
+    prompts, depth = EmojiOptions.model_validate(options).prompts, 1
+    if model.startswith(DEEP):
+        depth = int(model.removeprefix(DEEP))
+    elif model != "plain":
+        raise ValueError(f"no model of the emoji is called {model}: use plain or {DEEP}LAYERS")
     init(
         folder,
         config=str(prepared / lit.LIT.name),
@@ -306,6 +313,7 @@ def _emoji_model(prepared: Path, seed: int, model: str, options: Mapping[str, An
         dtype="float32",
         vision_prompts=prompts,
         text_prompts=prompts,
+        prompt_depth=depth,
     )
 
 

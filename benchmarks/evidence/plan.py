@@ -93,7 +93,19 @@ class Arm(Frozen):
     """Whether each site has a model of its own, which is measured there alone."""
     seeded: str | None = None
     """A setting of the method that takes the run's seed."""
+    rate_of: str | None = None
+    """The arm whose learning rate it takes, for a variant of that arm; by default its own is chosen."""
     core: bool = True
+
+
+class Away(Frozen):
+    """Sites that miss rounds."""
+
+    share: float = Field(gt=0, lt=1)
+    """Of the sites, drawn by the run's seed."""
+    first: int = Field(ge=1)
+    last: int = Field(ge=1)
+    """The first and the last round that they miss; from round 1, they join late."""
 
 
 class Setting(Frozen):
@@ -109,6 +121,11 @@ class Setting(Frozen):
     """Those that run; all if left out."""
     rounds: int | None = Field(default=None, ge=1)
     """The table's if left out."""
+    sites_a_round: int | None = Field(default=None, ge=1)
+    """The table's if left out."""
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """The probability that a site does not answer in a round, which then goes on without it."""
+    away: Away | None = None
     gate: tuple[str, str] | None = None
     """The table's if left out."""
     tuned: bool = False
@@ -169,6 +186,7 @@ class Table(Frozen):
         if len(arms) < len(self.arms) or len(settings) < len(self.settings):
             raise ValueError("two arms or two settings have one name: rename one")
         named = {self.reference, *self.check, *([self.equal_bytes] if self.equal_bytes else [])}
+        named |= {arm.rate_of for arm in self.arms if arm.rate_of}
         named |= {name for claim in self.claims for name in (claim.arm, claim.against)}
         named |= {name for setting in self.settings for name in setting.arms or ()}
         if unknown := sorted(named - arms):
@@ -312,8 +330,11 @@ def setup_of(plan: Plan, job: Job) -> str:
     )
     about = {
         "table": common,
-        "arm": arm.model_dump(exclude={"core"}),
-        "setting": setting.model_dump(include={"federation", "settings", "rounds"}),
+        # Without defaults, so that a new field changes the digest of no run.
+        "arm": arm.model_dump(exclude={"core", "rate_of"}, exclude_defaults=True),
+        "setting": setting.model_dump(
+            include={"federation", "settings", "rounds", "sites_a_round", "dropout", "away"}, exclude_defaults=True
+        ),
         "grid": plan.grids[arm.grid].model_dump(exclude={"base"}),
         "protocol": protocol.model_dump(
             include={"tuning_seed", "tuning_share", "tuning_versions", "final_versions", "rising_versions"}
@@ -367,7 +388,7 @@ def tuned_cell(plan: Plan, cell: Cell) -> Cell:
     """Return the cell in which a cell's learning rate is chosen."""
     name, setting, arm = cell
     table = plan.tables[name]
-    return name, table.tuned(table.setting(setting)).name, arm
+    return name, table.tuned(table.setting(setting)).name, table.arm(arm).rate_of or arm
 
 
 def tried(plan: Plan, scores: Scores, cell: Cell) -> dict[float, float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -38,6 +38,7 @@ from benchmarks.evidence.statistics import (
     shown_spread,
     trend,
 )
+from tessera.shared.methods.fedfrozen import DISAGREEMENT, FROZEN_FROM, MOVEMENT
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "evidence.md"
 BEGIN, END = (
@@ -141,6 +142,34 @@ class Row:
             seed: curve[max(place for place, total in enumerate(moved[seed]) if total <= budgets[seed])]
             for seed, curve in curves.items()
             if seed in budgets and seed in moved
+        }
+
+    def of_selections(self) -> dict[str, list[float]]:
+        """Return each figure of the runs' selections of layers, for every seed that has it; empty without any."""
+        found: dict[str, list[float]] = {}
+        for run in self.runs.values():
+            for name, value in (run.get("selections") or {}).items():
+                if value is not None:
+                    found.setdefault(name, []).append(value)
+        return found and {name: found.get(name, []) for name in ("turnover", "overlap", "chance", "union")}
+
+    def drifts(self) -> dict[int, list[float]]:
+        """Return, for each round of a warm-up, the disagreement of the sites over the length of their mean step."""
+        found = {}
+        for seed in self.runs:
+            far, moved = self._signal(seed, DISAGREEMENT), self._signal(seed, MOVEMENT)
+            found[seed] = [far[version] / moved[version] for version in sorted(far) if moved.get(version)]
+        return found
+
+    def warmups(self) -> list[float]:
+        """Return the rounds of each run's warm-up: all of them for one that never ended."""
+        ends = [self._signal(seed, FROZEN_FROM).values() for seed in self.runs]
+        return [min(end, default=float(self.setting.rounds or self.table.rounds)) for end in ends]
+
+    def _signal(self, seed: int, name: str) -> dict[int, float]:
+        """Return a measured value of a warm-up by version."""
+        return {
+            each["version"]: each["value"] for each in self.runs[seed].get("signals") or () if each["name"] == name
         }
 
 
@@ -327,6 +356,46 @@ def _of_setting(plan: Plan, found: Found, name: str, setting: Setting) -> Iterat
         cells += [shown_spread([*each.at_bytes(budgets).values()])] if budgets else []
         cells.append(shown_spread([run["cpu_seconds"] for run in each.runs.values()], 0))
         yield f"| {' | '.join(cells)} |"
+    yield from _selections(rows)
+    yield from _warmups(rows)
+
+
+def _selections(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield how the sites' selections of layers change and overlap, for the rows that select any."""
+    found = {each.arm.name: figures for each in rows if (figures := each.of_selections())}
+    if not found:
+        return
+    yield "\nSelections of layers: those that a site did not train the last time, of each round; the overlap of two"
+    yield "sites' selections (Jaccard index), that of random ones of the same size, and the share of layers that any"
+    yield "site trained.\n"
+    yield "| arm | new layers | overlap | by chance | any site |"
+    yield "|---|---|---|---|---|"
+    for arm, figures in found.items():
+        cells = [shown_spread(figures[name], 2) for name in ("turnover", "overlap", "chance", "union")]
+        yield f"| {arm} | {' | '.join(cells)} |"
+
+
+def _warmups(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield what was measured of warm-ups: their ends, and how far the sites' steps differ from their mean."""
+    found = [each for each in rows if any(run.get("signals") for run in each.runs.values())]
+    if not found:
+        return
+    yield "\nWarm-ups: rounds, and the disagreement of the sites (the rms distance of their steps from the mean step)"
+    yield "over the mean step's length, on the blocks that the second stage would freeze.\n"
+    yield "| arm | rounds | first five rounds | last five rounds |"
+    yield "|---|---|---|---|"
+    for each in found:
+        drifts = list(each.drifts().values())
+        ends = [shown_spread([fmean(part) for drift in drifts if (part := cut(drift))]) for cut in (_first, _last)]
+        yield f"| {each.arm.name} | {shown_spread(each.warmups(), 0)} | {' | '.join(ends)} |"
+
+
+def _first(values: Sequence[float]) -> Sequence[float]:
+    return values[:5]
+
+
+def _last(values: Sequence[float]) -> Sequence[float]:
+    return values[-5:]
 
 
 def _head(part: str, table: Table) -> str:

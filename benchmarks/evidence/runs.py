@@ -6,19 +6,25 @@ import os
 import platform
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from math import isnan
 from pathlib import Path
 from statistics import fmean
 from time import monotonic, process_time
 from typing import Any
 
+import numpy as np
 import torch
 
 from benchmarks.evidence.federations import Federation, Source, source, start
-from benchmarks.evidence.plan import SITES, Arm, Job, Plan, Setting, Table, rounds_of, setup_of, whole_rounds
+from benchmarks.evidence.plan import SITES, Arm, Away, Job, Plan, Setting, Table, rounds_of, setup_of, whole_rounds
 from benchmarks.evidence.pool import Figures
-from benchmarks.evidence.scores import Part, at_sites, majority, measured
+from benchmarks.evidence.scores import ROUNDED, Part, at_sites, majority, measured
+from benchmarks.evidence.selections import selections
 from benchmarks.results import joined
 from tessera.shared.client.round_outcomes import Outcome
+from tessera.shared.methods.fedfrozen import DISAGREEMENT, FROZEN_FROM, MOVEMENT
+from tessera.shared.model.blocks import layers_of
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.governance.policy import Policy
 from tessera.worker.simulation import Conditions, Result, Stalled, simulate
@@ -28,6 +34,7 @@ DIVERGED = "diverged:"
 VALIDATION = "validation"
 POLICY = Policy(min_evaluation_examples=1)
 """Of the sites, which hold back few examples."""
+SIGNALS = (MOVEMENT, DISAGREEMENT, FROZEN_FROM)
 ALL_SITES = "all"
 """The name of the one site of centralised training."""
 
@@ -53,8 +60,11 @@ def spec_of(plan: Plan, job: Job, sites: int) -> dict[str, Any]:
     """Return the run's spec, as `tessera run create` takes it, for a federation of some sites."""
     table = plan.tables[job.table]
     arm, setting = table.arm(job.arm), table.setting(job.setting)
+    most = min(sites, setting.sites_a_round or table.sites_a_round or sites)
     # A round without the update of a site ends the run, so that no failure is taken for a result.
-    chosen = sites if table.sites_a_round is None else min(sites, table.sites_a_round)
+    least, attempts = min(most, sites - absent(setting.away, sites)), 1
+    if setting.dropout:
+        least, attempts = 1, 3
     spec: dict[str, Any] = {
         "name": "evidence",
         "seed": job.seed,
@@ -66,7 +76,7 @@ def spec_of(plan: Plan, job: Job, sites: int) -> dict[str, Any]:
             **arm.training,
             "learning_rate": job.rate,
         },
-        "cohort": {"size": chosen, "quorum": chosen, "max_attempts": 1},
+        "cohort": {"size": most, "quorum": least, "max_attempts": attempts},
         # The fastest: nothing travels here. The bytes are those of float32.
         "codec": "raw",
     }
@@ -75,6 +85,19 @@ def spec_of(plan: Plan, job: Job, sites: int) -> dict[str, Any]:
     if arm.personal:
         spec["evaluation"] = {"sites": True}
     return spec
+
+
+def absent(away: Away | None, sites: int) -> int:
+    """Return how many of the sites miss rounds."""
+    return max(1, round(away.share * sites)) if away and sites > 1 else 0
+
+
+def missed(away: Away | None, sites: Sequence[str], seed: int) -> dict[str, tuple[int, ...]]:
+    """Return the rounds that each absent site misses, by site. The seed draws these sites, the same for all arms."""
+    if not (count := absent(away, len(sites))) or away is None:
+        return {}
+    drawn = np.random.default_rng((seed, 3)).choice(sorted(sites), count, replace=False)
+    return {str(site): tuple(range(away.first, away.last + 1)) for site in drawn}
 
 
 def method_settings(arm: Arm, setting: Setting, seed: int) -> dict[str, Any]:
@@ -91,8 +114,8 @@ def run(plan: Plan, job: Job, prepared: Path, out: Path, device: str) -> Figures
     """
     began = monotonic(), process_time()
     table = plan.tables[job.table]
-    arm, kind = table.arm(job.arm), source(table.federation)
-    options = {**table.options, **table.setting(job.setting).federation}
+    arm, setting, kind = table.arm(job.arm), table.setting(job.setting), source(table.federation)
+    options = {**table.options, **setting.federation}
     federation = kind.federation(prepared, job.seed, options)
     tunes = job.seed == plan.protocol.tuning_seed
     figures = {**_described(plan, job), "inputs": inputs_of(kind, prepared), "machine": machine(device)}
@@ -109,11 +132,20 @@ def run(plan: Plan, job: Job, prepared: Path, out: Path, device: str) -> Figures
             spec_of(plan, job, len(trained)),
             model,
             trained,
-            conditions=Conditions(policy=POLICY, device=device, threads=1, loaded=len(trained), keep_versions="all"),
+            conditions=Conditions(
+                policy=POLICY,
+                device=device,
+                threads=1,
+                loaded=len(trained),
+                keep_versions="all",
+                dropout=0.0 if arm.central else setting.dropout,
+                away=missed(setting.away, list(trained), job.seed),
+            ),
             out=scratch,
             until=rounds_of(plan, job),
             watch=outcomes.append,
         )
+        refuse_failures(job, result)
         rows = scores_of(plan, job, federation, result, model, device)
     except Stalled:
         problems = [task.problem for task in outcomes[-1].round.tasks if task.problem] if outcomes else []
@@ -122,11 +154,20 @@ def run(plan: Plan, job: Job, prepared: Path, out: Path, device: str) -> Figures
         return {**figures, "diverged": problems[0].detail[:200], "score": 0.0, **_since(began)}
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    found = {**figures, **_moved(result), "scores": rows, "digest": result.versions[-1].digest}
+    found = {**figures, **_moved(result), **_chosen(arm, result), "scores": rows}
+    found |= {"signals": _signals(result), "digest": result.versions[-1].digest}
     found["score"] = final_score(
         table, rows, plan.protocol.tuning_versions if tunes else plan.protocol.final_versions
     )
     return {**found, **_since(began)}
+
+
+def refuse_failures(job: Job, result: Result) -> None:
+    """Raise ValueError if a task failed: where sites may fall silent, a round goes on without it."""
+    for each in result.rounds:
+        for task in each.tasks:
+            if task.problem is not None and task.state == "failed":
+                raise ValueError(f"{job.name}: {task.worker} failed in round {each.number}: {task.problem.detail}")
 
 
 def _since(began: tuple[float, float]) -> dict[str, float]:
@@ -172,6 +213,24 @@ def _moved(result: Result) -> dict[str, Any]:
     }
 
 
+def _chosen(arm: Arm, result: Result) -> dict[str, Any]:
+    """Return how the sites' selections of layers change and overlap; nothing for an arm that selects none."""
+    if arm.method != "safl" or arm.central:
+        return {}
+    found = asdict(selections(result.outcomes, layers_of(result.model.blocks)))
+    return {"selections": {name: round(value, ROUNDED) for name, value in found.items() if not isnan(value)}}
+
+
+def _signals(result: Result) -> list[dict[str, Any]]:
+    """Return what the method measured of a warm-up, and the first version without it, version by version."""
+    return [
+        {"name": name, "version": version.number, "value": value}
+        for version in result.versions
+        for name, value in version.scalars.items()
+        if name in SIGNALS
+    ]
+
+
 # ---------------------------------------------------------------- scores
 
 
@@ -188,14 +247,19 @@ def scores_of(
     final = every[-(plan.protocol.tuning_versions if tunes else plan.protocol.final_versions) :]
     if arm.personal:
         rows = at_sites(result, final if tunes else every, VALIDATION if tunes else SITES)
-        if len(rows) < len(federation.sites) * len(final if tunes else every):
+        # A site that is away measures nothing.
+        needed = final if tunes or table.setting(job.setting).away else every
+        if len([row for row in rows if row["version"] in needed]) < len(federation.sites) * len(needed):
             raise ValueError(f"{job.name}: a site did not measure a version: look at the measurements of the run")
         return rows
     size = table.curve_examples
     if tunes:
         pooled = Part(VALIDATION, _together(list(federation.validation.values())), final, (), size)
         return measured(result, model, [pooled], device)
-    parts = [Part(name, data, final, every, size) for name, data in federation.tests.items()]
+    # A curve on every part would take as long as the training.
+    parts = [
+        Part(name, data, final, every if name == table.part else (), size) for name, data in federation.tests.items()
+    ]
     of_sites = every if table.part == SITES else final
     parts += [
         Part(SITES, data.held_out, of_sites, (), size, site)

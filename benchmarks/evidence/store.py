@@ -51,6 +51,8 @@ SCHEMA = pa.schema(
         ("upload_bytes", pa.list_(pa.int64())),
         ("download_bytes", pa.list_(pa.int64())),
         ("picks", pa.list_(pa.struct([("layer", pa.string()), ("count", pa.float64())]))),
+        ("selections", pa.struct([(name, pa.float64()) for name in ("turnover", "overlap", "chance", "union")])),
+        ("signals", pa.list_(pa.struct([("name", pa.string()), ("version", pa.int32()), ("value", pa.float64())]))),
         ("majority", pa.list_(pa.struct(MAJORITY))),
         ("scores", pa.list_(pa.struct(SCORES))),
     ]

@@ -23,6 +23,7 @@ from benchmarks.evidence.__main__ import main, time_left, work
 from benchmarks.evidence.federations import SEEN, SOURCES, UNSEEN, NotPrepared, source
 from benchmarks.evidence.plan import (
     FILE,
+    Away,
     Job,
     Plan,
     Selection,
@@ -36,13 +37,14 @@ from benchmarks.evidence.plan import (
 )
 from benchmarks.evidence.pool import METHODS
 from benchmarks.evidence.rates import Ladder, best
-from benchmarks.evidence.runs import method_settings, run, spec_of
+from benchmarks.evidence.runs import method_settings, missed, run, spec_of
 from benchmarks.evidence.scores import predictions, scored
 from benchmarks.evidence.sources.prepare import MODEL, PHRASES
 from benchmarks.methods.dropped_rate import DroppedRateSettings, DroppedRateWorker
 from benchmarks.methods.random_frozen import RandomFrozenCoordinator, RandomFrozenSettings
 from tessera.shared.api.runs import Cohort
 from tessera.shared.methods.base import Participant, RunInfo, State
+from tessera.shared.methods.fedfrozen import DISAGREEMENT, FROZEN_FROM, MOVEMENT
 from tessera.shared.methods.registry import methods
 from tessera.shared.run_settings import Training
 from tessera.worker.model.block_map import block_table
@@ -50,6 +52,8 @@ from tessera.worker.model.build import instantiate
 from tests.benchmarks.test_evidence import TINY, made_up, tiny_bert
 from tests.support.paths import ROOT
 
+LEVELS = ("alpha-0.1", "alpha-0.5")
+"""The settings of F-t in which rates are chosen."""
 DIFFERENCES = [0.9, 2.1, -0.4, 1.7, 1.2, 0.3]
 
 
@@ -167,20 +171,45 @@ def test_runs_that_choose_rates_come_first_and_headline_arms_have_ten_seeds(full
     scores = {job: {1e-4: 0.1, 3e-4: 0.5, 1e-3: 0.2}[job.rate] for job in first}
     rows = list(startable(full, selection, scores, ()))
     assert {job.rate for job in rows} == {3e-4}
-    assert [job.seed for job in rows if (job.arm, job.setting) == ("attention", "K-2")] == [*range(1, 6)]
-    # More where the table concludes, for the arms of headline claims alone.
+    assert [job.seed for job in rows if (job.arm, job.setting) == ("attention", "K-2")] == [*range(1, 11)]
+    # Fewer in the core, and only of the arms of headline claims.
     table = full.tables["S-a"]
-    for scope, arm, count in (("gpu", "attention", 10), ("gpu", "head", 5), ("full", "attention", 5)):
-        setting = table.concluding if scope == "gpu" else table.settings[0]
-        assert len(Selection(scope).seeds(full, table, setting, table.arm(arm))) == count
-    clothes = full.tables["F-a"]
-    assert len(Selection("full").seeds(full, clothes, clothes.settings[0], clothes.arm("fedfrozen"))) == 10
-    assert len(Selection("core").seeds(full, clothes, clothes.settings[0], clothes.arm("fedfrozen"))) == 5
+    for scope, setting, arm, count in (
+        ("full", "K-2", "attention", 10),
+        ("full", "K-2", "head", 5),
+        ("full", "K-1", "attention", 5),
+        ("core", "K-2", "attention", 5),
+    ):
+        chosen = Selection(scope).seeds(full, table, table.setting(setting), table.arm(arm))  # type: ignore[arg-type]
+        assert len(chosen) == count
     # The other numbers of layers take the rate of the first one.
     assert [job.seed for job in rows if job.setting == "K-1"] == [*range(1, 6)]
     core = list(startable(full, replace(selection, scope="core"), scores, {rows[0]}))
     assert [(job.arm, job.seed) for job in core[:2]] == [("head", 1), ("attention", 2)]
     assert left(full, replace(selection, scope="core"), scores) == {("S-a", True): 0, ("S-a", False): 10}
+
+
+def test_variants_of_an_arm_take_its_learning_rate(full: Plan) -> None:
+    selection = Selection(tables=["F-t"], arms=["warmup-0"])
+    first = list(startable(full, selection, {}, ()))
+    assert {(job.arm, job.setting, job.seed) for job in first} == {("fedfrozen", name, 0) for name in LEVELS}
+    scores = {job: {1e-4: 0.1, 3e-4: 0.5, 1e-3: 0.2}[job.rate] for job in first}
+    rows = list(startable(full, selection, scores, ()))
+    assert {(job.arm, job.rate) for job in rows} == {("warmup-0", 3e-4)}
+    table = full.tables["F-t"]
+    arms = [arm.model_copy(update={"rate_of": None}) if arm.name == "warmup-0" else arm for arm in table.arms]
+    other = full.model_copy(update={"tables": {"F-t": table.model_copy(update={"arms": tuple(arms)})}})
+    assert setup_of(other, rows[0]) == setup_of(full, rows[0])
+
+
+def test_sites_that_are_away_are_drawn_by_the_seed_alone() -> None:
+    sites = [f"s{number}" for number in range(12)]
+    away = Away(share=0.25, first=5, last=7)
+    drawn = missed(away, sites, 1)
+    assert len(drawn) == 3
+    assert {*drawn.values()} == {(5, 6, 7)}
+    assert missed(away, sites[::-1], 1) == drawn != missed(away, sites, 2)
+    assert missed(None, sites, 1) == missed(away, ["all"], 1) == {}
 
 
 def test_a_change_of_an_arm_makes_other_runs(full: Plan) -> None:
@@ -311,7 +340,11 @@ sites_a_round = 3
 training = { steps = 1, batch_size = 8 }
 curve_examples = 30
 check = ["full", "one"]
-settings = [{ name = "K-1", scope = "core" }]
+settings = [
+  { name = "K-1", scope = "core" },
+  { name = "away", away = { share = 0.3, first = 1, last = 1 }, arms = ["local"] },
+  { name = "dropout", dropout = 0.3, sites_a_round = 5, arms = ["one"] },
+]
 arms = [
   { name = "full", method = "safl", settings = { score = "first", layers = 3, always = ["head"] } },
   { name = "one", method = "safl", settings = { score = "attention", layers = 1, always = ["head"] } },
@@ -384,6 +417,22 @@ def test_running_an_arm_and_seed_again_gives_the_same_bits(
         assert [(row["version"], row["examples"]) for row in whole] == [(2, 60), (3, 60)]
         assert len({row["site"] for row in first["scores"] if row["part"] == "sites"}) == 6
     assert not (tmp_path / "a" / "scratch").exists() or not any((tmp_path / "a" / "scratch").iterdir())
+
+
+def test_sites_miss_rounds(prepared: Path, tiny: Plan, tmp_path: Path) -> None:
+    away = run(tiny, Job("T", "away", "local", 1, 1e-3), prepared, tmp_path, "cpu")
+    measured = [row["version"] for row in away["scores"]]
+    # Two of six sites miss the first round, and so do not measure the version that it makes of theirs.
+    assert measured.count(2) == measured.count(3) == 6
+    assert measured.count(1) < 6
+    silent = run(tiny, Job("T", "dropout", "one", 1, 1e-3), prepared, tmp_path, "cpu")
+    whole = run(tiny, Job("T", "K-1", "one", 1, 1e-3), prepared, tmp_path, "cpu")
+    of_site = whole["upload_bytes"][0] / 3
+    counts = [round(sent / of_site) for sent in silent["upload_bytes"]]
+    assert max(counts) <= 5
+    assert sum(counts) < 15
+    assert 0 <= silent["selections"]["overlap"] <= 1
+    assert 0 < silent["selections"]["union"] <= 1
 
 
 def test_rates_are_chosen_on_the_validation_parts(prepared: Path, tiny: Plan, tmp_path: Path) -> None:
@@ -506,6 +555,27 @@ def test_report_of_raw_rows(tiny: Plan) -> None:
     assert "| most frequent class | | 1.0 | 1.0 | 13.0 |" in tables
     assert "**Void**" not in tables
     assert "4 runs took 2 ± 0 seconds each, 1 ± 0 of a core, on m." in tables
+
+
+def test_report_of_selections_and_warm_ups(tiny: Plan) -> None:
+    chosen = {"turnover": 0.5, "overlap": 0.4, "chance": 0.2, "union": None}
+    moved = [
+        {"name": name, "version": version, "value": value}
+        for version in (1, 2)
+        for name, value in ((MOVEMENT, 2.0), (DISAGREEMENT, 2.0 + version))
+    ]
+    frozen = [*moved, {"name": FROZEN_FROM, "version": 2, "value": 2.0}]
+    found = found_of(
+        tiny,
+        raw("full", 1, FLAT),
+        {**raw("one", 1, FLAT), "selections": chosen, "signals": moved},
+        {**raw("one", 2, FLAT), "selections": chosen, "signals": frozen},
+    )
+    tables = "\n".join(report.lines(tiny, found))
+    assert "| one | 0.50 ± 0.00 | 0.40 ± 0.00 | 0.20 ± 0.00 | - |" in tables
+    # One warm-up of all 3 rounds and one of 2; steps of length 2 that differ by 3 and by 4.
+    assert "| one | 2 ± 1 | 1.8 ± 0.0 | 1.8 ± 0.0 |" in tables
+    assert "| full | 0." not in tables
 
 
 def test_equal_bytes_end_the_dearer_run_early(tiny: Plan) -> None:
