@@ -175,8 +175,9 @@ evidence: install ## the papers' claims on real data, in short (aim: 25 minutes)
 	$(call prepare-evidence)
 	$(BIN)/python -m benchmarks.evidence --check --processes $(PROCESSES)
 
-evidence-core: install ## one setting of each table, its main arms, five seeds; hours, resumes after a kill
+evidence-core: install ## one setting of each table, main arms, five seeds; the convex study; hours, resumes after a kill
 	$(call prepare-evidence)
+	$(BIN)/python -m benchmarks.evidence.convex --processes $(PROCESSES)
 	$(BIN)/python -m benchmarks.evidence --scope core --processes $(PROCESSES)
 
 evidence-full: install ## every setting of every table, and ten seeds for headlines; a day, resumes after a kill

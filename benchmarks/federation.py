@@ -106,29 +106,35 @@ class Federation:
     def start_workers(self, count: int, examples: Mapping[str, Path], **settings: Any) -> None:
         """Start `tessera worker run` for that many new sites, each with these data sets, and wait until all wait."""
         for _ in range(count):
-            name = f"site-{len(self.workers) + 1}"
-            home = self.folder / name
-            home.mkdir()
-            options = {
-                "url": f"{self.network.scheme}://{HOST}:{self.network.port(self.port)}",
-                "token": self.site_token(name),
-                "name": "w",
-                "state_dir": str(home / "state"),
-                "device": "cpu",
-                "threads": 1,
-                **settings,
-            }
-            if self.network.certificates:
-                options["ca_bundle"] = str(self.network.certificates.ca)
-            # JSON's strings and numbers are TOML's.
-            lines = [f"{key} = {json.dumps(value)}" for key, value in options.items()]
-            for dataset, file in examples.items():
-                lines += [f"[datasets.{dataset}]", 'kind = "arrays"', f"file = {json.dumps(str(file))}"]
-            (home / "worker.toml").write_text("\n".join(lines), encoding="utf-8")
-            command = tessera("worker", "run", "--config", str(home / "worker.toml"))
-            self.processes.start(name, command, self._methods)
-            self.workers.append(name)
-        await_true(self._all_live, READY_SECONDS + 10 * count, "the workers are waiting", 0.1)
+            self.start_worker(f"site-{len(self.workers) + 1}", examples, **settings)
+        self.await_workers()
+
+    def start_worker(self, site: str, examples: Mapping[str, Path], **settings: Any) -> None:
+        """Start `tessera worker run` for a new site with these data sets. `settings` are the worker's."""
+        home = self.folder / site
+        home.mkdir()
+        options = {
+            "url": f"{self.network.scheme}://{HOST}:{self.network.port(self.port)}",
+            "token": self.site_token(site),
+            "name": "w",
+            "state_dir": str(home / "state"),
+            "device": "cpu",
+            "threads": 1,
+            **settings,
+        }
+        if self.network.certificates:
+            options["ca_bundle"] = str(self.network.certificates.ca)
+        # JSON's strings and numbers are TOML's.
+        lines = [f"{key} = {json.dumps(value)}" for key, value in options.items()]
+        for dataset, file in examples.items():
+            lines += [f"[datasets.{dataset}]", 'kind = "arrays"', f"file = {json.dumps(str(file))}"]
+        (home / "worker.toml").write_text("\n".join(lines), encoding="utf-8")
+        self.processes.start(site, tessera("worker", "run", "--config", str(home / "worker.toml")), self._methods)
+        self.workers.append(site)
+
+    def await_workers(self) -> None:
+        """Wait until all workers wait for tasks. Raises TimeoutError."""
+        await_true(self._all_live, READY_SECONDS + 10 * len(self.workers), "the workers are waiting", 0.1)
 
     def _all_live(self) -> bool:
         self.processes.check()

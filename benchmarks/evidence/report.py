@@ -476,10 +476,27 @@ def _claims(plan: Plan, found: Found, tables: Collection[str]) -> Iterator[str]:
         )
 
 
+def repeated_lines(repeated: Sequence[Run]) -> Iterator[str]:
+    """Yield what was found of runs that were repeated over HTTP."""
+    yield "\n### Over HTTP\n"
+    yield "`python -m benchmarks.evidence.over_http --save` repeats runs between real processes, a coordinator and a"
+    yield "worker for each site, and compares the digests of the last versions.\n"
+    yield from map(repeated_line, repeated)
+
+
+def repeated_line(each: Mapping[str, Any]) -> str:
+    """Return what was found of a repeated run, as an item of a list."""
+    verdict = "the same digest" if each["digest"] == each["simulated"] else f"another digest than {each['simulated']}"
+    return (
+        f"- {each['job']}: {verdict}, {each['digest']}; {each['received_bytes'] / 1e6:.0f} MB received and "
+        f"{each['sent_bytes'] / 1e6:.0f} MB sent by the coordinator; {each['seconds']:.0f} s on {each['machine']}"
+    )
+
+
 # ---------------------------------------------------------------- the document and its plots
 
 
-def section(plan: Plan, found: Found, digest: str) -> str:
+def section(plan: Plan, found: Found, digest: str, repeated: Sequence[Run] = ()) -> str:
     """Return the generated part of the document, between its marks."""
     with_runs = [name for name in plan.tables if any(job.table == name for job in found)]
     missing = [name for name in plan.tables if name not in with_runs]
@@ -489,6 +506,8 @@ def section(plan: Plan, found: Found, digest: str) -> str:
     if with_runs:
         body += lines(plan, found, with_runs)
         body += [f"\n![{name}]({picture_name(name)})" for name in with_runs if drawable(plan, found, name)]
+    if repeated:
+        body += repeated_lines(repeated)
     return "\n".join([*body, "", END])
 
 
@@ -501,10 +520,10 @@ def replaced(document: str, part: str) -> str:
     return f"{head}{part}{tail}"
 
 
-def write(plan: Plan, found: Found, digest: str, document: Path = DOCUMENT) -> None:
+def write(plan: Plan, found: Found, digest: str, document: Path = DOCUMENT, repeated: Sequence[Run] = ()) -> None:
     """Write the generated part of the document, and its plots beside it."""
     document.write_text(
-        replaced(document.read_text(encoding="utf-8"), section(plan, found, digest)), encoding="utf-8"
+        replaced(document.read_text(encoding="utf-8"), section(plan, found, digest, repeated)), encoding="utf-8"
     )
     for name in plan.tables:
         if drawable(plan, found, name):

@@ -7,7 +7,7 @@ taken for runs of this one.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,8 @@ from tessera.worker.state.atomic_files import written_whole
 
 SAVED = Path(__file__).with_name("results")
 RUNS = "runs"
+REPEATED = "http.json"
+"""What runs left that were repeated over HTTP."""
 
 Figures = Mapping[str, Any]
 Found = Mapping[Job, Figures]
@@ -146,3 +148,16 @@ def begin_with_saved(out: Path, plan: Plan, saved: Path = SAVED) -> None:
     for job, figures in of_plan(plan, loaded(saved)).items():
         if job not in has:
             keep(out, job, figures)
+
+
+def save_repeated(repeated: Sequence[Figures], saved: Path = SAVED) -> None:
+    """Write what runs left that were repeated over HTTP."""
+    with written_whole(saved / REPEATED, durable=False) as file:
+        file.write(json.dumps(repeated, indent=1, sort_keys=True).encode() + b"\n")
+
+
+def repeated(saved: Path = SAVED) -> list[dict[str, Any]]:
+    """Return what runs left that were repeated over HTTP."""
+    file = saved / REPEATED
+    found: list[dict[str, Any]] = json.loads(file.read_bytes()) if file.exists() else []
+    return found

@@ -671,5 +671,5 @@ def test_plot_of_raw_rows(tiny: Plan, tmp_path: Path) -> None:
 
 def test_the_document_has_the_report_of_the_saved_runs(full: Plan) -> None:
     found = store.of_plan(full, store.loaded())
-    section = report.section(full, found, digest_of())
+    section = report.section(full, found, digest_of(), store.repeated())
     assert section in (ROOT / "docs" / "evidence.md").read_text(encoding="utf-8")

@@ -1,0 +1,131 @@
+"""Repeat runs of the tables between real processes over HTTP: `python -m benchmarks.evidence.over_http`.
+
+A coordinator and a worker for each site run as an administrator starts them, and train as the simulation did. The
+last version must have the same digest. One seed of three arms is repeated. `--save` writes what was found into the
+repository, and `python -m benchmarks.evidence --save` writes it into the document. Digests are those of one machine:
+another one rounds in another way.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+from safetensors.torch import save_file
+
+from benchmarks.evidence import report, store
+from benchmarks.evidence.__main__ import OUT, REFUSED
+from benchmarks.evidence.federations import source, start
+from benchmarks.evidence.plan import Job, Plan, choice, read
+from benchmarks.evidence.pool import Figures, begin
+from benchmarks.evidence.runs import machine, spec_of
+from benchmarks.evidence.sources.prepare import OUT as PREPARED
+from benchmarks.federation import Federation
+from tessera.shared.updates.model_folder import ModelFolder
+from tessera.worker.simulation.virtual_sites import WORKER
+
+ARMS = (("S-a", "attention"), ("S-a", "lora"), ("F-t", "fedfrozen"))
+"""The tables and arms that are repeated, in the first setting, with the first seed."""
+DATASET = "examples"
+
+
+class NotComparable(ValueError):
+    """A run that cannot be repeated here, or has no result to be compared with."""
+
+
+def jobs(plan: Plan, found: store.Found, arms: Sequence[tuple[str, str]] = ARMS) -> list[Job]:
+    """Return the runs to repeat. Raises NotComparable if one is not finished."""
+    scores, wanted = {job: figures["score"] for job, figures in found.items()}, []
+    for table, arm in arms:
+        cell = table, plan.tables[table].settings[0].name, arm
+        rate = choice(plan, scores, cell)
+        job = None if rate is None else Job(*cell, plan.protocol.seeds[0], rate)
+        if job is None or job not in found:
+            raise NotComparable(
+                f"{table}/{arm} with seed {plan.protocol.seeds[0]} is not finished: run `python -m "
+                f"benchmarks.evidence --scope core --tables {table} --arms {arm}` first"
+            )
+        wanted.append(job)
+    return wanted
+
+
+def repeat(plan: Plan, job: Job, prepared: Path, models: Path, folder: Path) -> Figures:
+    """Run a job over HTTP, in a new folder. Return the digest of its last version and what moved.
+
+    Raises NotComparable for sites whose data no file of tensors holds, and the exceptions of `Federation`.
+    """
+    table, began = plan.tables[job.table], monotonic()
+    arm, setting, kind = table.arm(job.arm), table.setting(job.setting), source(table.federation)
+    if arm.central or arm.personal or setting.dropout or setting.away:
+        raise NotComparable(f"{job.name} is central, personal or has absent sites: choose another arm or setting")
+    options = {**table.options, **setting.federation}
+    sites = kind.federation(prepared, job.seed, options).sites
+    model = start(kind, prepared, job.seed, arm.model, options, models / table.federation)
+    spec = {**spec_of(plan, job, len(sites)), "dataset": DATASET}
+    rounds, method, cohort = (spec.pop(name) for name in ("rounds", "method", "cohort"))
+    with Federation(folder) as federation:
+        for site, data in sites.items():
+            if data.common or data.on_disk:
+                raise NotComparable(f"{job.table} has inputs that its files cannot hold: choose a table of texts")
+            file = folder / f"{site}.safetensors"
+            save_file(data.tensors, file)
+            federation.start_worker(site, {DATASET: file}, name=WORKER)
+        federation.await_workers()
+        run = federation.begin(ModelFolder.open(model), rounds, cohort["size"], method, **spec)
+        for number in range(1, rounds + 1):
+            federation.await_version(run, number, every_seconds=0.2)
+        last = list(federation.admin.versions(run.id))[-1]
+        moved = federation.moved()
+    return {
+        "digest": last.digest,
+        "received_bytes": moved.received,
+        "sent_bytes": moved.sent,
+        "seconds": round(monotonic() - began, 1),
+        "machine": machine("cpu"),
+    }
+
+
+def compared(job: Job, over_http: Figures, simulated: Mapping[str, Any]) -> Figures:
+    """Return what a repeated run left beside the simulation's digest. Raises NotComparable for another machine."""
+    if simulated["machine"] != over_http["machine"]:
+        raise NotComparable(
+            f"{job.name} was simulated on {simulated['machine']}, and this is {over_http['machine']}, which rounds "
+            "in another way: remove its file from the folder of results, and simulate it here"
+        )
+    return {"job": job.name, "simulated": simulated["digest"], **over_http}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.evidence.over_http",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--prepared", type=Path, default=PREPARED, help="the folder of prepared models and data")
+    parser.add_argument("--out", type=Path, default=OUT, help="the folder of results")
+    parser.add_argument("--save", action="store_true", help="write what was found into the repository")
+    given = parser.parse_args(arguments)
+    plan, repeated = read(), list[Figures]()
+    begin()
+    try:
+        found = store.finished(given.out, plan)
+        for job in jobs(plan, found):
+            with tempfile.TemporaryDirectory() as folder:
+                over_http = repeat(plan, job, given.prepared, given.out / "models", Path(folder) / "run")
+            repeated.append(compared(job, over_http, found[job]))
+            print(report.repeated_line(repeated[-1]), flush=True)
+    except NotComparable as fault:
+        print(fault, file=sys.stderr)
+        return REFUSED
+    if given.save:
+        store.save_repeated(repeated)
+    return 0 if all(each["digest"] == each["simulated"] for each in repeated) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
