@@ -65,13 +65,13 @@ class PFedDCCoordinator(CoordinatorHalf[PFedDCSettings]):
         fusion = self.settings.fusion
         names = trained_prompts(self.settings, self.run).values()
         prompts = [block for block in self.run.blocks if block.name in names]
-        if fusion.kind == "attention" and (single := [block.name for block in prompts if block.shape[0] == 1]):
+        if fusion.attends and (single := [block.name for block in prompts if block.shape[0] == 1]):
             raise UnsupportedRun(
                 f"{single[0]} is a single token, which leaves attention nothing to choose from: create a model with "
                 'more, or set fusion.kind to "mean" or "concat"'
             )
         widths = {block.shape[-1] for block in prompts}
-        if fusion.kind == "attention" and (odd := sorted(width for width in widths if width % fusion.heads)):
+        if fusion.attends and (odd := sorted(width for width in widths if width % fusion.heads)):
             raise UnsupportedRun(
                 f"prompts of width {odd[0]} do not divide among {fusion.heads} heads: set fusion.heads to a divisor"
             )

@@ -56,14 +56,21 @@ class Fusion(Frozen):
 
     `attention`: multi-head cross-attention from one (the query) to the other; the result, with a norm of at most the
     query's, is added to the query, and is zero at first. `mean`: the mean of both. `concat`: the federation's prompt,
-    then the site's own.
+    then the site's own. Two are controls for what attention learns: `mlp`, a layer of as many parameters that joins
+    each token of both, in place of attention; and `random-attention`, whose weights are random and never train.
     """
 
-    kind: Literal["attention", "mean", "concat"] = Field(
-        default="attention", description="cross-attention between the prompts, their mean, or both side by side"
+    kind: Literal["attention", "mean", "concat", "mlp", "random-attention"] = Field(
+        default="attention",
+        description="cross-attention between the prompts, their mean, or both side by side; or a control: an MLP of "
+        "as many parameters, or attention that never trains",
     )
     asks: Literal["local", "global"] = Field(default="global", description="the prompts that are the queries")
     heads: Annotated[int, Field(ge=1, le=256)] = Field(default=8, description="of attention; a divisor of the width")
+
+    @property
+    def attends(self) -> bool:
+        return self.kind in ("attention", "random-attention")
 
 
 class Transport(Frozen):

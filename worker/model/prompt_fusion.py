@@ -1,10 +1,11 @@
 """Combinations of the federation's prompts, or of their text features, with a site's own."""
 
 import math
+from abc import abstractmethod
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import layer_norm
+from torch.nn.functional import gelu, layer_norm
 
 from tessera.shared.model.spec import Fusion, Transport
 from tessera.worker.model.config import ConfigError
@@ -13,44 +14,70 @@ TINY = 1e-12
 """Keeps the gradient of a norm finite at zero, where the attention's output starts."""
 
 
-class AttentionFusion(nn.Module):
-    """Sum of the querying prompts a and a bounded multi-head cross-attention A from them to the answering prompts b.
+class BoundedFusion(nn.Module):
+    """Sum of the querying prompts a and a bounded function A of them and of the answering prompts b.
 
-        X = softmax(N(a) Q (N(b) K)^T / sqrt(d)) N(b) V O
+        X = f(N(a), N(b))
         Y = (X - m) + m |X - m| / sqrt(|X - m|^2 + |m|^2)
         A = Y |a| / sqrt(|a|^2 + |Y|^2)
 
-    N is layer normalisation without gain or bias, d the width of a head, m the mean of X over the querying tokens,
-    repeated for each, and |.| the l2 norm over all tokens. So attention does not depend on the prompts' size, A is
-    smaller than a, and the part of A common to all tokens is smaller than the part that differs by token. O starts at
-    zero, so that the sum starts bit-identical to a.
+    N is layer normalisation without gain or bias, m the mean of X over the querying tokens, repeated for each, and
+    |.| the l2 norm over all tokens. So f does not depend on the prompts' size, A is smaller than a, and the part of A
+    common to all tokens is smaller than the part that differs by token.
     """
 
-    def __init__(self, fusion: Fusion, width: int) -> None:
+    def __init__(self, fusion: Fusion) -> None:
         super().__init__()
+        self.local_queries = fusion.asks == "local"
+
+    def forward(self, shared: Tensor, local: Tensor) -> Tensor:
+        queries, answers = (local, shared) if self.local_queries else (shared, local)  # [tokens, width] each
+        found = self._joined(_normalised(queries), _normalised(answers)).float()
+        common = found.mean(dim=0, keepdim=True).expand_as(found)
+        by_token = found - common
+        added = _shortened(by_token + _shortened(common, by_token), queries.float())
+        return queries + added.to(queries.dtype)
+
+    @abstractmethod
+    def _joined(self, querying: Tensor, answers: Tensor) -> Tensor:
+        """Return X, [querying tokens, width]."""
+
+
+class AttentionFusion(BoundedFusion):
+    """Bounded multi-head cross-attention from the querying prompts a to the answering prompts b.
+
+        f(a, b) = softmax(a Q (b K)^T / sqrt(d)) b V O
+
+    d is the width of a head. O starts at zero, so that the sum starts bit-identical to a. As `random-attention` all
+    four matrices are random, the same at all sites, and never train.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    output: Tensor
+
+    def __init__(self, fusion: Fusion, width: int) -> None:
+        super().__init__(fusion)
         if width % fusion.heads:
             raise ConfigError(
                 f"prompts of width {width} do not divide among {fusion.heads} heads: choose a number of heads that "
                 f"divides {width}"
             )
-        self.local_queries = fusion.asks == "local"
         self.heads = fusion.heads
+        trains = fusion.kind == "attention"
+        dice = None if trains else torch.Generator().manual_seed(0)
         # Each maps inputs [tokens, width] by x W^T, as the weight of a linear layer does.
-        self.query, self.key, self.value = (
-            nn.Parameter(nn.init.xavier_uniform_(torch.empty(width, width))) for _ in range(3)
-        )
-        self.output = nn.Parameter(torch.zeros(width, width))
+        for name in ("query", "key", "value", "output"):
+            start = torch.zeros(width, width)
+            if name != "output" or not trains:
+                nn.init.xavier_uniform_(start, generator=dice)
+            if trains:
+                self.register_parameter(name, nn.Parameter(start))
+            else:
+                self.register_buffer(name, start, persistent=False)
 
-    def forward(self, shared: Tensor, local: Tensor) -> Tensor:
-        queries, answers = (local, shared) if self.local_queries else (shared, local)  # [tokens, width] each
-        attended = self._attention(_normalised(queries), _normalised(answers)).float()
-        common = attended.mean(dim=0, keepdim=True).expand_as(attended)
-        by_token = attended - common
-        added = _shortened(by_token + _shortened(common, by_token), queries.float())
-        return queries + added.to(queries.dtype)
-
-    def _attention(self, querying: Tensor, answers: Tensor) -> Tensor:
-        """Return X, [querying tokens, width]."""
+    def _joined(self, querying: Tensor, answers: Tensor) -> Tensor:
         # [heads, tokens, width of a head] each
         queries, keys, values = (
             (inputs.to(weight.dtype) @ weight.T).view(len(inputs), self.heads, -1).transpose(0, 1)
@@ -59,6 +86,27 @@ class AttentionFusion(nn.Module):
         weights = (queries @ keys.transpose(1, 2) / math.sqrt(queries.shape[-1])).softmax(dim=-1)
         joined: Tensor = (weights.to(values.dtype) @ values).transpose(0, 1).flatten(1)
         return joined @ self.output.T
+
+
+class MLPFusion(BoundedFusion):
+    """A hidden layer that joins each querying token with the answering token at its place: a control for attention.
+
+        f(a, b) = gelu([a b] H) O
+
+    H is [2 width, h] and O [h, width]; with h = 4/3 width they have as many values as attention's four matrices. O
+    starts at zero, as in attention.
+    """
+
+    def __init__(self, fusion: Fusion, width: int) -> None:
+        super().__init__(fusion)
+        hidden = 4 * width // 3
+        self.hidden = nn.Parameter(nn.init.xavier_uniform_(torch.empty(hidden, 2 * width)))
+        self.output = nn.Parameter(torch.zeros(width, hidden))
+
+    def _joined(self, querying: Tensor, answers: Tensor) -> Tensor:
+        both = torch.cat([querying, answers], dim=1).to(self.hidden.dtype)  # [tokens, 2 width]
+        joined: Tensor = gelu(both @ self.hidden.T) @ self.output.T
+        return joined
 
 
 def _normalised(tokens: Tensor) -> Tensor:
@@ -107,8 +155,10 @@ def fusion_module(fusion: Fusion, width: int) -> nn.Module:
 
     Raises ConfigError if the width does not divide among the heads.
     """
-    if fusion.kind == "attention":
+    if fusion.attends:
         return AttentionFusion(fusion, width)
+    if fusion.kind == "mlp":
+        return MLPFusion(fusion, width)
     return MeanFusion() if fusion.kind == "mean" else ConcatFusion()
 
 

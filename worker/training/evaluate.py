@@ -1,7 +1,7 @@
 """Evaluation of a version on a data set."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
@@ -84,9 +84,10 @@ def evaluate(
     ranks = ranks or OneRank()
     model.train(mode=False)
     scores, loss_sum, weight = Scores(), 0.0, 0
-    with torch.inference_mode(), _texts_once(model, head, ranks):
+    with torch.inference_mode(), _texts_once(model, head, ranks) as start_batch:
         for batch in replace(batches, dataset=ranks.share_of(batches.dataset)):
             check()
+            start_batch()
             labels = batch[LABELS]
             # A rank may have no row of a batch, or none with a label.
             if not len(labels):
@@ -105,27 +106,42 @@ def evaluate(
     return {"loss": loss, **scores.values()}
 
 
+class _TextStates:
+    """The forward pass of a dual encoder's text tower, whose states are computed in the first batch alone.
+
+    A method may pass the texts through the tower several times in a batch, with other prompts each time.
+    """
+
+    def __init__(self, compute: Callable[..., Any]) -> None:
+        self._compute = compute
+        self._states: list[Any] = []
+        self._passes = 0
+
+    def start_batch(self) -> None:
+        self._passes = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._passes == len(self._states):
+            self._states.append(self._compute(*args, **kwargs))
+        self._passes += 1
+        # transformers writes projected features into the output that it receives.
+        return copy(self._states[self._passes - 1])
+
+
 @contextmanager
-def _texts_once(model: PreTrainedModel, head: Head, ranks: Ranks) -> Iterator[None]:
-    """Have a dual encoder compute its texts in the first batch alone: all batches have the same ones."""
+def _texts_once(model: PreTrainedModel, head: Head, ranks: Ranks) -> Iterator[Callable[[], None]]:
+    """Have a dual encoder compute its texts in the first batch alone: all batches have the same ones. Yield what to
+    call before each batch."""
     tower: Any = getattr(model, "text_model", None)
     # Ranks that share a tower's weights must all call it, also those that compute on a placeholder.
     if head != "contrastive" or tower is None or ranks.shards > 1:
-        yield
+        yield lambda: None
         return
-    compute, states = tower.forward, list[Any]()
-
-    def once(*args: Any, **kwargs: Any) -> Any:
-        if not states:
-            states.append(compute(*args, **kwargs))
-        # transformers writes projected features into the output that it receives.
-        return copy(states[0])
-
-    tower.forward = once
+    compute = tower.forward
+    tower.forward = states = _TextStates(compute)
     try:
-        yield
+        yield states.start_batch
     finally:
-        # What stood on the class is found there again.
         tower.forward = compute
 
 

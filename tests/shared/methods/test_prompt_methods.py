@@ -273,7 +273,7 @@ def test_a_shared_fusion_is_sent_and_local_prompts_are_kept() -> None:
         prepared({**settings, "fusion": {"heads": 4}})
 
 
-@pytest.mark.parametrize(("kind", "tokens"), [("mean", 2), ("concat", 4)])
+@pytest.mark.parametrize(("kind", "tokens"), [("mean", 2), ("concat", 4), ("random-attention", 2)])
 def test_other_fusions_have_nothing_to_learn_but_prompts(kind: str, tokens: int) -> None:
     settings = {"fusion": {"kind": kind}}
     _, result = trained("pfeddc", settings=settings)
@@ -281,6 +281,17 @@ def test_other_fusions_have_nothing_to_learn_but_prompts(kind: str, tokens: int)
     put_in = prompts_of(prepared(settings).model)
     assert put_in is not None
     assert len(put_in.tokens("text")) == tokens  # type: ignore[arg-type]
+
+
+def test_an_mlp_that_fuses_is_kept_as_attention_is() -> None:
+    settings = {"fusion": {"kind": "mlp"}}
+    _, result = trained("pfeddc", settings=settings)
+    fusion = {f"fusion.{tower}.{name}" for tower in ("vision", "text") for name in ("hidden", "output")}
+    assert set(result.keep) == LOCAL | fusion
+    again = prepared(settings, result.keep)
+    assert all(np.array_equal(again.read(b), result.keep[b.name]) for b in again.private)
+    with pytest.raises(UnsupportedRun, match=r"prompts\.text is a single token.*fusion\.kind"):
+        start("pfeddc", replace(PROMPTED, prompts=Prompts(vision=2, text=1)), fusion={"kind": "random-attention"})
 
 
 def test_without_one_towers_prompts_the_others_are_all_that_trains() -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 from torch import Tensor, nn
+from torch.nn.functional import gelu, layer_norm
 from transformers import PreTrainedModel
 
 from tessera.shared.model.selectors import roles
@@ -367,6 +368,36 @@ def test_other_fusions_are_the_mean_and_one_after_the_other() -> None:
     assert fusion_module(Fusion(kind="concat"), 2)(shared, own).tolist() == [[2.0, 4.0], [4.0, 8.0]]
     with pytest.raises(ConfigError, match="width 6 do not divide among 4 heads"):
         fusion_module(Fusion(heads=4), 6)
+
+
+def test_an_mlp_that_fuses_is_the_formula_and_has_the_parameters_of_attention() -> None:
+    torch.manual_seed(0)
+    fused, shared, own = fusion_module(Fusion(kind="mlp"), 24), torch.randn(3, 24), torch.randn(3, 24)
+    for module in (fused, fusion_module(Fusion(), 24)):
+        assert sum(parameter.numel() for parameter in module.parameters()) == 4 * 24**2
+    assert torch.equal(fused(shared, own), shared)
+    hidden, output = (nn.init.normal_(fused.get_parameter(name)) for name in ("hidden", "output"))
+    both = torch.cat([layer_norm(each, (24,), eps=0.0) for each in (shared, own)], dim=1)
+    found = gelu(both @ hidden.T) @ output.T
+    alike = found.mean(dim=0).expand(3, 24)
+    by_token = found - alike
+    joined = by_token + alike * by_token.norm() / (by_token.norm() ** 2 + alike.norm() ** 2) ** 0.5
+    added = joined * shared.norm() / (shared.norm() ** 2 + joined.norm() ** 2) ** 0.5
+    torch.testing.assert_close(fused(shared, own), shared + added)
+    # Not a sum over tokens: those in another order have other answers.
+    assert not torch.allclose(fused(shared, own[[1, 0, 2]]), fused(shared, own), atol=1e-3)
+
+
+def test_random_attention_is_the_same_everywhere_and_does_not_train() -> None:
+    shared, own = torch.randn(3, 16), torch.randn(3, 16)
+    one, other = (fusion_module(Fusion(kind="random-attention", heads=2), 16) for _ in range(2))
+    assert torch.equal(one(shared, own), other(shared, own))
+    assert not list(one.parameters())
+    assert not one.state_dict()
+    added = one(shared, own) - shared
+    assert 0.05 * shared.norm() < added.norm() <= shared.norm()
+    with pytest.raises(ConfigError, match="width 6 do not divide among 4 heads"):
+        fusion_module(Fusion(kind="random-attention", heads=4), 6)
 
 
 @pytest.mark.parametrize("regularization", [0.01, 0.1, 1.0])

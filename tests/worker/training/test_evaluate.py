@@ -9,9 +9,10 @@ import torch
 from sklearn.metrics import f1_score
 from transformers import PreTrainedModel
 
-from tessera.shared.model.spec import Head
+from tessera.shared.model.spec import Head, Prompts, Transport
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.model.build import instantiate
+from tessera.worker.model.prompts import patch_matching
 from tessera.worker.training.batches import Batches
 from tessera.worker.training.divergence import TrainingDiverged
 from tessera.worker.training.evaluate import Scores, evaluate
@@ -124,6 +125,28 @@ def test_the_texts_of_a_contrastive_model_are_computed_once_for_all_batches_of_a
         # Other weights have other texts.
         assert scores(model, "contrastive", data, 2) != pytest.approx(whole)
         assert len(read) == 2
+
+
+def test_texts_with_several_prompts_are_each_computed_once() -> None:
+    model = instantiate(CLIP, "contrastive", seed=0, prompts=Prompts(text=2))
+    texts = torch.tensor([[1, 2, 9], [3, 4, 9]])
+    data = Dataset(
+        {"pixel_values": torch.randn(5, 3, 8, 8), "labels": torch.arange(5) % 2}, common={"input_ids": texts}
+    )
+    plain = scores(model, "contrastive", data)
+    read = list[int]()
+    matching = patch_matching(model, Transport(), "random")
+    with (
+        model.register_forward_hook(matching.after, with_kwargs=True),
+        model.text_model.encoder.register_forward_hook(lambda *_: read.append(1)),
+    ):
+        whole = scores(model, "contrastive", data, None)
+        assert len(read) == 2
+        assert (
+            scores(model, "contrastive", data, 2) == pytest.approx(whole, rel=1e-4)
+        )
+        assert len(read) == 4
+    assert whole["loss"] != pytest.approx(plain["loss"], rel=1e-3)
 
 
 def test_the_calibration_error_weighs_each_bin_s_gap_by_its_share() -> None:
