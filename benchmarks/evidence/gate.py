@@ -33,6 +33,7 @@ from sklearn.metrics import f1_score
 from torch import nn
 from transformers import AutoModelForSequenceClassification
 
+from benchmarks.document import write_block
 from benchmarks.evidence.sources import emoji, fashion, lit, phrases, vit
 from benchmarks.evidence.sources.prepare import CACHE, EMOJI, FASHION, MODEL, OUT, PHRASES
 from benchmarks.evidence.sources.sites import Indices
@@ -55,6 +56,7 @@ MOST_ITERATIONS = 500
 FASHION_SITES, FASHION_ALPHA = 8, 0.5
 PHRASE_SITES, PHRASE_EXAMPLES = 4, 500
 """Sites of each wording, and phrases of each site: 6,000 in all."""
+COMMAND = "python -m benchmarks.evidence.gate"
 JSON = Path(__file__).with_name("results") / "gate.json"
 """Of the repository: docs/evidence.md has its tables."""
 
@@ -381,6 +383,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     add(given.json, found)
                     print(f"{task}, {name}, seed {seed}: {found.points:.1f} on the {found.part} part", flush=True)
     print("\n".join(lines(read(given.json))))
+    if given.json == JSON:
+        write_block(COMMAND, lines(read(JSON)))
 
 
 if __name__ == "__main__":

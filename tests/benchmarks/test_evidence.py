@@ -21,8 +21,10 @@ from tokenizers.pre_tokenizers import BertPreTokenizer
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModel, BertConfig, BertModel
 
+from benchmarks.document import block, tidied
 from benchmarks.evidence.frontier.__main__ import (
     ABOUT,
+    COMMAND,
     MODELS,
     RUNS,
     OtherStudy,
@@ -68,7 +70,6 @@ from tessera.shared.methods.registry import coordinator_half
 from tessera.shared.model.blocks import Block
 from tessera.worker.model.block_map import block_table
 from tessera.worker.model.build import instantiate
-from tests.support.paths import ROOT
 
 # ---------------------------------------------------------------- packages
 
@@ -445,8 +446,7 @@ def test_report_of_no_runs_is_void() -> None:
 
 def test_the_document_has_the_tables_of_the_saved_runs(tmp_path: Path) -> None:
     begin_with_saved(tmp_path, STANDARD)
-    tables = "\n".join(lines(STANDARD, finished(tmp_path)))
-    assert tables.strip() in (ROOT / "docs" / "evidence.md").read_text(encoding="utf-8")
+    assert block(COMMAND) == tidied(lines(STANDARD, finished(tmp_path)))
 
 
 def test_saved_runs_fill_a_new_folder_of_the_same_study_alone(tmp_path: Path) -> None:

@@ -48,6 +48,6 @@ def test_finished_runs_of_this_machine_alone_are_compared(tmp_path: Path) -> Non
         "- T/K-1/one/seed-1-rate-0.001: the same digest, d; 2 MB received and 3 MB sent"
     )
     assert ": another digest than d, e;" in repeated_line({**found, "digest": "e"})
-    assert repeated_line(found) in section(plan, {}, "0123", [found])
+    assert repeated_line(found) in list(section(plan, {}, "0123", [found]))
     with pytest.raises(NotComparable, match="was simulated on m, and this is n, which rounds in another way"):
         compared(JOB, {**made, "machine": "n"}, raw("one", 1, curve))

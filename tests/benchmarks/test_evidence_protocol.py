@@ -17,6 +17,7 @@ import torch
 from scipy import stats
 from sklearn.metrics import f1_score
 
+from benchmarks.document import block, tidied, write_block
 from benchmarks.evidence import report, store
 from benchmarks.evidence import statistics as ours
 from benchmarks.evidence.__main__ import main, time_left, work
@@ -657,19 +658,19 @@ def test_plot_of_raw_rows(tiny: Plan, tmp_path: Path) -> None:
     assert report.drawable(tiny, found, "T")
     assert not report.drawable(tiny, {}, "T")
     document = tmp_path / "evidence.md"
-    document.write_text(f"before\n{report.BEGIN}\nbygone\n{report.END}\nafter\n", encoding="utf-8")
+    begin = f"<!-- begin: {report.COMMAND} -->"
+    document.write_text(f"before\n{begin}\nbygone\n<!-- end -->\nafter\n<!-- end -->\n", encoding="utf-8")
     report.write(tiny, found, "0123", document)
     written = document.read_text(encoding="utf-8")
-    assert written.startswith("before\n")
-    assert written.endswith("after\n")
+    assert written.startswith(f"before\n{begin}\n\nPlan: ")
+    assert written.endswith(")\n\n<!-- end -->\nafter\n<!-- end -->\n")
     assert "bygone" not in written
-    assert "SHA-256 0123" in written
+    assert "SHA-256 0123" in block(report.COMMAND, document)
     assert (tmp_path / "evidence-t.png").stat().st_size > 0
-    with pytest.raises(ValueError, match="the document has no generated part: add the lines"):
-        report.replaced("nothing", "part")
+    with pytest.raises(ValueError, match=r"evidence.md has no block of this command: add the lines <!-- begin: ls"):
+        write_block("ls", [], document)
 
 
 def test_the_document_has_the_report_of_the_saved_runs(full: Plan) -> None:
     found = store.of_plan(full, store.loaded())
-    section = report.section(full, found, digest_of(), store.repeated())
-    assert section in (ROOT / "docs" / "evidence.md").read_text(encoding="utf-8")
+    assert block(report.COMMAND) == tidied(report.section(full, found, digest_of(), store.repeated()))

@@ -21,6 +21,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+from benchmarks.document import write_block
 from benchmarks.evidence.convex.problem import Problem, images, phrases
 from benchmarks.evidence.convex.report import lines, picture
 from benchmarks.evidence.convex.runs import Key, begin, key_of, limits, one, ordered, read, write
@@ -31,6 +32,7 @@ from benchmarks.evidence.sources.prepare import PHRASES
 SAVED = Path(__file__).with_name("runs.json")
 """The finished runs of `phrases`."""
 OUT = Path("bench-output/convex")
+COMMAND = "python -m benchmarks.evidence.convex"
 RUNS, PLOT = "runs.json", "convex.png"
 SEEDS = (1, 2, 3)
 
@@ -80,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=OUT, help="the folder of results")
     parser.add_argument("--limits", action="store_true", help="compute the limits of FedAvg and FedNova too")
     parser.add_argument("--report", action="store_true", help="print the tables of finished runs, and start none")
-    parser.add_argument("--save", action="store_true", help="write finished runs to the repository, and start none")
+    parser.add_argument("--save", action="store_true", help="write finished runs to the repository and its document")
     given = parser.parse_args(arguments)
     chosen = given.problem or ("phrases" if (given.prepared / PHRASES).exists() else "images")
     drawn: Callable[[int], Problem] = images if chosen == "images" else lambda seed: phrases(given.prepared, seed)
@@ -94,6 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     names = list(scenarios(images()))
     if given.save:
         write(SAVED, settings, ordered(found, names), limited)
+        write_block(COMMAND, lines(ordered(found, names), limited))
         return
     if not given.report:
         begin()

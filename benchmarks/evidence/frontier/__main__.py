@@ -4,7 +4,7 @@ python -m benchmarks.evidence.sources.prepare --only text fetches what it needs,
 python -m benchmarks.evidence.frontier --processes 2      all runs; hours on a CPU, resumes after a kill
 python -m benchmarks.evidence.frontier --device cuda --processes 10 --deadline 360
 python -m benchmarks.evidence.frontier --report           the tables and the plot of what is finished
-python -m benchmarks.evidence.frontier --save             the finished runs into the repository
+python -m benchmarks.evidence.frontier --save             the finished runs into the repository and its document
 
 Each finished run is one JSON file in the output folder. Repeat the command to continue. A new folder begins with the
 runs of the repository. `--arms head lora` runs these alone, for a machine that is too slow for the others.
@@ -21,6 +21,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
+from benchmarks.document import EVIDENCE, write_block
 from benchmarks.evidence import pool
 from benchmarks.evidence.frontier import runs
 from benchmarks.evidence.frontier.report import lines, picture
@@ -32,6 +33,7 @@ from tessera.worker.state.atomic_files import written_whole
 SAVED = Path(__file__).with_name("runs.json")
 """The settings and inputs of the study, and the figures of its finished runs."""
 OUT = Path("bench-output/frontier")
+COMMAND = "python -m benchmarks.evidence.frontier"
 RUNS, MODELS, ABOUT, PLOT = "runs", "models", "study.json", "frontier.png"
 
 
@@ -132,12 +134,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--arms", nargs="+", choices=[arm.name for arm in STANDARD.arms], help="only these arms")
     parser.add_argument("--quick", action="store_true", help="a few steps on few phrases: to see that it works")
     parser.add_argument("--report", action="store_true", help="print the tables of finished runs, and start none")
-    parser.add_argument("--save", action="store_true", help=f"write finished runs to {SAVED.name}, and start none")
+    parser.add_argument("--save", action="store_true", help=f"write finished runs to {SAVED.name} and the document")
     given = parser.parse_args(arguments)
     study = QUICK if given.quick else STANDARD
     failed: dict[Job, str] = {}
     if given.save:
         save(given.out)
+        write_block(COMMAND, lines(study, finished(given.out)))
+        picture(study, finished(given.out), EVIDENCE.with_name(PLOT))
         return 0
     begin_with_saved(given.out, study)
     if not given.report:

@@ -1,7 +1,7 @@
 """Bytes, hours and memory of a round for large models: `python -m benchmarks.evidence.transfer`.
 
-Prints the tables of `docs/evidence.md`. The models are laid out from their configs without storage, so that a minute
-and little memory are enough. Nothing is downloaded and nothing trained.
+Prints the tables of `docs/evidence.md`; `--save` writes them there. The models are laid out from their configs
+without storage, so that a minute and little memory are enough. Nothing is downloaded and nothing trained.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
 
+from benchmarks.document import tidied, write_block
 from benchmarks.evidence.transfer.memory import merge_peak_bytes, worker_memory
 from benchmarks.evidence.transfer.models import LLAMA, MODELS, Large, table
 from benchmarks.evidence.transfer.traffic import (
@@ -31,6 +32,7 @@ from tessera.shared.model.blocks import Block
 from tessera.shared.tensors.lazy import CHUNK
 from tessera.shared.updates.codecs import pipeline
 
+COMMAND = "python -m benchmarks.evidence.transfer"
 MEGA, GIGA = 1e6, 1e9
 MERGED = (2, 10, 50)
 """Numbers of updates whose merge is measured."""
@@ -191,9 +193,12 @@ def _coordinator() -> Iterator[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    argparse.ArgumentParser(prog="python -m benchmarks.evidence.transfer", description=__doc__).parse_args(arguments)
-    for line in lines():
-        print(line)
+    parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__)
+    parser.add_argument("--save", action="store_true", help="write the tables into the document too")
+    given, found = parser.parse_args(arguments), list(lines())
+    print(tidied(found))
+    if given.save:
+        write_block(COMMAND, found)
 
 
 if __name__ == "__main__":

@@ -142,9 +142,7 @@ def test_texts_with_several_prompts_are_each_computed_once() -> None:
     ):
         whole = scores(model, "contrastive", data, None)
         assert len(read) == 2
-        assert (
-            scores(model, "contrastive", data, 2) == pytest.approx(whole, rel=1e-4)
-        )
+        assert scores(model, "contrastive", data, 2) == pytest.approx(whole, rel=1e-4)
         assert len(read) == 4
     assert whole["loss"] != pytest.approx(plain["loss"], rel=1e-3)
 

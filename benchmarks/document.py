@@ -1,0 +1,34 @@
+"""The blocks of docs/evidence.md that commands write, from `<!-- begin: COMMAND -->` to `<!-- end -->`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+EVIDENCE = Path(__file__).parents[1] / "docs" / "evidence.md"
+END = "\n<!-- end -->"
+
+
+def block(command: str, document: Path = EVIDENCE) -> str:
+    """Return what a document has of a command. Raises ValueError if it has no block for it."""
+    return _parts(command, document)[1].strip("\n")
+
+
+def write_block(command: str, lines: Iterable[str], document: Path = EVIDENCE) -> None:
+    """Replace a document's block of a command. Raises ValueError if it has none."""
+    before, _, after = _parts(command, document)
+    document.write_text(f"{before}\n{tidied(lines)}\n{after}", encoding="utf-8")
+
+
+def tidied(lines: Iterable[str]) -> str:
+    """Return the text of lines, as it stands in a block."""
+    return "\n".join(lines).strip("\n")
+
+
+def _parts(command: str, document: Path) -> tuple[str, str, str]:
+    begin = f"<!-- begin: {command} -->\n"
+    before, found, rest = document.read_text(encoding="utf-8").partition(begin)
+    inside, end, after = rest.partition(END)
+    if not found or not end:
+        raise ValueError(f"{document.name} has no block of this command: add the lines {begin}{END.lstrip()}")
+    return before + begin, inside, END + after
