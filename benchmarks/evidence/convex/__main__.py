@@ -34,7 +34,7 @@ SAVED = Path(__file__).with_name("runs.json")
 OUT = Path("bench-output/convex")
 COMMAND = "python -m benchmarks.evidence.convex"
 RUNS, PLOT = "runs.json", "convex.png"
-SEEDS = (1, 2, 3)
+SEEDS = (1, 2, 3, 4, 5)
 
 
 class OtherStudy(ValueError):
