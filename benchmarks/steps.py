@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter, process_time
 from typing import Any
@@ -28,7 +28,7 @@ from tessera.shared.model.spec import Head, Lora, Prompts
 from tessera.shared.privacy.noise import NoiseSource
 from tessera.shared.run_settings import Training
 from tessera.worker.compute import Compute
-from tessera.worker.data.dataset import Dataset
+from tessera.worker.data.dataset import Dataset, Padding
 from tessera.worker.model.block_map import block_table
 from tessera.worker.model.build import instantiate
 from tessera.worker.privacy.dp_sgd import Mechanism, NoisyGradients, sampling
@@ -41,6 +41,8 @@ from tessera.worker.training.trainer import Trainer
 BATCH = 16
 WORDS, TOKENS = 7000, 24
 """Of a text: those of the clinical phrases of the evidence."""
+LONGEST, MEDIAN = 128, 24
+"""Tokens of texts of different lengths, which are padded to the longest."""
 GPU_BATCH = 64
 Arm = Callable[[int], None]
 """A function that takes this many steps."""
@@ -56,7 +58,7 @@ def vit(width: int, layers: int, side: int, patch: int = 8, heads: int = 4) -> d
 
 def bert(width: int, layers: int, heads: int) -> dict[str, Any]:
     return {
-        "model_type": "bert", "vocab_size": WORDS, "max_position_embeddings": TOKENS, "num_labels": 10,
+        "model_type": "bert", "vocab_size": WORDS, "max_position_embeddings": LONGEST, "num_labels": 10,
         "hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads,
         "intermediate_size": 4 * width,
     }  # fmt: skip
@@ -88,6 +90,18 @@ def texts(count: int = 4 * BATCH) -> Dataset:
     words = torch.randint(1, WORDS, (count, TOKENS), generator=dice)
     labels = torch.randint(0, 10, (count,), generator=dice)
     return Dataset({"input_ids": words, "attention_mask": torch.ones_like(words), "labels": labels})
+
+
+def uneven_texts(count: int = 4 * BATCH) -> Dataset:
+    """Return texts whose lengths have a log-normal distribution, one of them the longest."""
+    dice = torch.Generator().manual_seed(0)
+    lengths = (MEDIAN * (0.7 * torch.randn(count, generator=dice)).exp()).round().long().clamp(3, LONGEST)
+    lengths[0] = LONGEST
+    mask = (torch.arange(LONGEST) < lengths[:, None]).long()
+    words = torch.randint(1, WORDS, mask.shape, generator=dice) * mask
+    labels = torch.randint(0, 10, (count,), generator=dice)
+    padding = Padding(LONGEST, {"input_ids": 0, "attention_mask": 0})
+    return Dataset({"input_ids": words, "attention_mask": mask, "labels": labels}, padding=padding)
 
 
 @dataclass(frozen=True)
@@ -240,6 +254,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         text_model = bench.work_on(bert(2 * width, max(1, layers // 2), 2 * heads), "text-classification")
         arms["texts, full"] = bench.arm(text_model, EVERYTHING, texts())
         arms["texts, full, private"] = bench.private(text_model, EVERYTHING, texts())
+        # Without its padding's description a data set keeps all of it.
+        uneven = uneven_texts()
+        arms["uneven texts, full"] = bench.arm(text_model, EVERYTHING, replace(uneven, padding=None))
+        arms["uneven texts, trimmed"] = bench.arm(text_model, EVERYTHING, uneven)
     where = f" on a {torch.cuda.get_device_name()}" if on_gpu else ""
     results = Results(
         "steps-cuda" if on_gpu else "steps",

@@ -9,6 +9,7 @@ from tessera.worker.task.fetch import Loaded
 from tessera.worker.task.tokenize import require_apart
 from tessera.worker.training.batches import Batches
 from tessera.worker.training.evaluate import evaluate as measure
+from tessera.worker.training.optimization.trimming import is_trimmable
 from tessera.worker.training.progress import rounded
 from tessera.worker.training.trainer import Trainer, epochs_of
 
@@ -37,7 +38,7 @@ def evaluate(run: TaskRun, loaded: Loaded, dataset: Dataset) -> int:
 
     run.journal.note_exact(measured.examples, "evaluation")
     context = loaded.context
-    batches = Batches(measured, task.training.batch_size, env.device)
+    batches = Batches(measured, task.training.batch_size, env.device, trims=is_trimmable(context, measured))
     found = measure(context.model, context.head, batches, counted, env.setup.ranks)
     if task.held_out and _personalise(run, loaded, dataset):
         own = measure(context.model, context.head, batches, run.check, env.setup.ranks)

@@ -9,6 +9,7 @@ from torch import Tensor
 from tessera.worker.data.augmentation import SeededAugmentation
 from tessera.worker.data.dataset import LABELS, Dataset
 from tessera.worker.data.loaders import finished, stream, stream_readable
+from tessera.worker.training.optimization.trimming import trimmed
 
 Batch = dict[str, Tensor]
 
@@ -25,6 +26,8 @@ class Batches:
     """The number of batches at the start of a pass to leave out."""
     augmentation: SeededAugmentation | None = None
     """The changes of images, in training alone."""
+    trims: bool = False
+    """True if texts lose the padding that all of a batch have in common (`optimization.trimming`)."""
 
     def of_pass(self, phase: int, number: int, skip: int = 0) -> "Batches":
         """Return the batches of one pass of a phase, both counted from 0. It decides how images are changed."""
@@ -37,8 +40,10 @@ class Batches:
     def with_labels(self) -> Iterator[tuple[Batch, Tensor]]:
         """Yield each batch with its labels on the CPU, where they are counted without waiting for the device."""
         for batch in stream(self.dataset, self.size, self.generator, self.skip, self.augmentation):
-            there = {name: copied(tensor, self.device) for name, tensor in batch.items()}
-            yield finished(self.dataset, there), batch[LABELS]
+            padding = self.dataset.padding
+            rows = trimmed(batch, padding) if self.trims and padding else batch
+            there = {name: copied(tensor, self.device) for name, tensor in rows.items()}
+            yield finished(self.dataset, there), rows[LABELS]
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from tessera.worker.training.input_mismatch import InputMismatch, rehearsal_faul
 from tessera.worker.training.optimization.attention_masks import unread_masks
 from tessera.worker.training.optimization.compilation import compiled
 from tessera.worker.training.optimization.recomputation import recomputed
+from tessera.worker.training.optimization.trimming import is_trimmable
 from tessera.worker.training.phase_training import PhaseTraining, trained_blocks
 from tessera.worker.training.progress import CALIBRATING
 from tessera.worker.training.ranks import require_summable
@@ -49,7 +50,9 @@ class Trainer(LocalTraining):
         order = torch.Generator().manual_seed(seed)
         share, size = self.setup.ranks.share_of(dataset), self.training.batch_size
         changes = augmentation_of(self.training, seed)
-        batches = Batches(share, size, self.setup.device, order, augmentation=changes)
+        # A compiled model would be compiled again for each length.
+        trims = not (self.private or self.setup.compute.compile) and is_trimmable(self.context, dataset)
+        batches = Batches(share, size, self.setup.device, order, augmentation=changes, trims=trims)
         # Under privacy no module computes statistics of a batch, from its charge on.
         training = self.private is None
         if any(module.training != training for module in self.context.model.modules()):
