@@ -137,12 +137,16 @@ def _texts_once(model: PreTrainedModel, head: Head, ranks: Ranks) -> Iterator[Ca
     if head != "contrastive" or tower is None or ranks.shards > 1:
         yield lambda: None
         return
-    compute = tower.forward
-    tower.forward = states = _TextStates(compute)
+    before = vars(tower).get("forward")
+    tower.forward = states = _TextStates(tower.forward)
     try:
         yield states.start_batch
     finally:
-        tower.forward = compute
+        # Usually the class alone has it.
+        if before is None:
+            del tower.forward
+        else:
+            tower.forward = before
 
 
 def _count(scores: Scores, logits: Tensor | None, labels: Tensor, head: Head) -> int:

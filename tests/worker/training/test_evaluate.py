@@ -122,6 +122,7 @@ def test_the_texts_of_a_contrastive_model_are_computed_once_for_all_batches_of_a
         with torch.no_grad():
             for parameter in model.text_model.parameters():
                 parameter.normal_()
+        assert "forward" not in vars(model.text_model)
         # Other weights have other texts.
         assert scores(model, "contrastive", data, 2) != pytest.approx(whole)
         assert len(read) == 2
