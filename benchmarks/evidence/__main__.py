@@ -209,7 +209,7 @@ def save(plan: Plan, given: argparse.Namespace, out: Path) -> None:
     for file in store.save(out, plan, given.saved):
         print(file)
     if (given.plan, given.saved) == (FILE, store.SAVED):
-        report.write(plan, store.of_plan(plan, store.loaded()), digest_of(), repeated=store.repeated())
+        report.write(plan, store.of_plan(plan, store.loaded()), digest_of(), repeated=store.repeated(plan))
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -1,7 +1,7 @@
 """Repeat runs of the tables between real processes over HTTP: `python -m benchmarks.evidence.over_http`.
 
 A coordinator and a worker for each site run as an administrator starts them, and train as the simulation did. The
-last version must have the same digest. One seed of three arms is repeated. `--save` writes what was found into the
+last version must have the same digest. One seed of three arms is repeated. `--save` writes the results into the
 repository, and `python -m benchmarks.evidence --save` writes it into the document. Digests are those of one machine:
 another one rounds in another way.
 """
@@ -97,7 +97,10 @@ def compared(job: Job, over_http: Figures, simulated: Mapping[str, Any]) -> Figu
             f"{job.name} was simulated on {simulated['machine']}, and this is {over_http['machine']}, which rounds "
             "in another way: remove its file from the folder of results, and simulate it here"
         )
-    return {"job": job.name, "simulated": simulated["digest"], **over_http}
+    if "digest" not in simulated:
+        raise NotComparable(f"{job.name} diverged, and has no last version: choose another arm")
+    about = {name: simulated[name] for name in ("table", "setting", "arm", "seed", "rate", "setup", "inputs")}
+    return {**about, "simulated": simulated["digest"], **over_http}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -108,7 +111,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--prepared", type=Path, default=PREPARED, help="the folder of prepared models and data")
     parser.add_argument("--out", type=Path, default=OUT, help="the folder of results")
-    parser.add_argument("--save", action="store_true", help="write what was found into the repository")
+    parser.add_argument("--save", action="store_true", help="write the results into the repository")
     given = parser.parse_args(arguments)
     plan, repeated = read(), list[Figures]()
     begin()

@@ -107,6 +107,12 @@ class Away(Frozen):
     last: int = Field(ge=1)
     """The first and the last round that they miss; from round 1, they join late."""
 
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.first > self.last:
+            raise ValueError(f"sites come back after round {self.last} and leave in round {self.first}: swap both")
+        return self
+
 
 class Setting(Frozen):
     """A variant of a table."""
@@ -148,6 +154,8 @@ class Claim(Frozen):
     """The one in which the table concludes by default."""
     worst: bool = False
     """Whether it is about the worst site, for the part `sites`."""
+    absent: bool = False
+    """Whether it is about the sites that miss rounds, for the part `sites`."""
     headline: bool = False
 
 
@@ -195,6 +203,13 @@ class Table(Frozen):
             {name for name in (self.concludes, *(c.setting for c in self.claims)) if name} - settings
         ):
             raise ValueError(f"no setting is called {', '.join(unknown)}; there are {', '.join(sorted(settings))}")
+        arm_of = {arm.name: arm for arm in self.arms}
+        for arm in self.arms:
+            if arm.rate_of and (arm_of[arm.rate_of].rate_of or arm_of[arm.rate_of].grid != arm.grid):
+                raise ValueError(
+                    f"{arm.name} takes the rate of {arm.rate_of}, which chooses none in the grid {arm.grid}: name "
+                    "another arm"
+                )
         return self
 
     def arm(self, name: str) -> Arm:
@@ -210,6 +225,15 @@ class Table(Frozen):
     def tuned(self, setting: Setting) -> Setting:
         """Return the setting in which the learning rates of this one are chosen."""
         return setting if setting.tuned else self.settings[0]
+
+    def reference_of(self, setting: Setting) -> Setting:
+        """Return the setting in which the reference of a setting runs: where claims are about, if it runs no other
+        way here."""
+        runs = setting.arms is None or self.reference in setting.arms
+        differs = setting.federation, setting.rounds, setting.sites_a_round, setting.dropout, setting.away
+        base = self.concluding
+        same = differs == (base.federation, base.rounds, base.sites_a_round, base.dropout, base.away)
+        return base if not runs and same else setting
 
     def gate_of(self, setting: Setting) -> tuple[str, str] | None:
         """Return the task and the model that must pass the gate; None for a table without one."""

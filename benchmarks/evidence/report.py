@@ -39,6 +39,7 @@ from benchmarks.evidence.statistics import (
     shown_spread,
     trend,
 )
+from benchmarks.evidence.store import job_of
 from tessera.shared.methods.fedfrozen import DISAGREEMENT, FROZEN_FROM, MOVEMENT
 
 COMMAND = "python -m benchmarks.evidence"
@@ -62,15 +63,16 @@ class Row:
     runs: Mapping[int, Run]
     """By seed."""
 
-    def final(self, part: str, score: str | None = None, *, worst: bool = False) -> ByUnit:
-        """Return the mean of the last versions, on all examples of a part. Sites count alike; or the worst one."""
+    def final(self, part: str, score: str | None = None, *, worst: bool = False, absent: bool = False) -> ByUnit:
+        """Return the mean of the last versions, on all examples of a part. Sites count alike; or the worst one, or
+        those alone that missed rounds."""
         found = {}
         for seed, run in self.runs.items():
             rows = [row for row in run.get("scores", ()) if row["part"] == part and not row["curve"]]
             versions = sorted({row["version"] for row in rows})[-self.plan.protocol.final_versions :]
             by_site: dict[str, list[float]] = {}
             for row in rows:
-                if row["version"] in versions:
+                if row["version"] in versions and (not absent or row["site"] in run["absent"]):
                     by_site.setdefault(row["site"], []).append(100 * row[score or self.table.score])
             means = [fmean(values) for values in by_site.values()]
             if means:
@@ -80,16 +82,17 @@ class Row:
         return found
 
     def curves(self, part: str) -> dict[int, list[float]]:
-        """Return the score of every version, by seed: on the examples of curves, or as the mean over the sites."""
-        found = {}
+        """Return the score of every version, by seed: on the examples of curves, or as the mean over the sites that
+        measured every version."""
+        found, versions = {}, (self.setting.rounds or self.table.rounds) + 1
         for seed, run in self.runs.items():
-            by_version: dict[int, list[float]] = {}
+            by_site: dict[str, dict[int, float]] = {}
             for row in run.get("scores", ()):
                 if row["part"] == part and (row["curve"] or part == SITES):
-                    by_version.setdefault(row["version"], []).append(100 * row[self.table.score])
-            values = [fmean(by_version[version]) for version in sorted(by_version)]
-            if len(values) == (self.setting.rounds or self.table.rounds) + 1:
-                found[seed] = values
+                    by_site.setdefault(row["site"], {})[row["version"]] = 100 * row[self.table.score]
+            whole = [values for values in by_site.values() if len(values) == versions]
+            if whole:
+                found[seed] = [fmean(values[version] for values in whole) for version in range(versions)]
         return found
 
     @cached_property
@@ -190,7 +193,7 @@ def void(plan: Plan, found: Found, name: str, setting: Setting) -> str | None:
     table = plan.tables[name]
     if reason := shut(table.gate_of(setting)):
         return reason
-    reference = row(plan, found, name, setting, table.arm(table.reference))
+    reference = row(plan, found, name, table.reference_of(setting), table.arm(table.reference))
     accuracy = reference.final(table.part, "accuracy")
     if not accuracy:
         return f"no run of `{table.reference}` is finished"
@@ -259,7 +262,7 @@ def _finding(plan: Plan, found: Found, name: str, claim: Claim) -> Finding:
     setting = table.setting(claim.setting) if claim.setting else table.concluding
     pair = [row(plan, found, name, setting, table.arm(arm)) for arm in (claim.arm, claim.against)]
     part = claim.part or table.part
-    differences = paired(*(each.final(part, worst=claim.worst) for each in pair))
+    differences = paired(*(each.final(part, worst=claim.worst, absent=claim.absent) for each in pair))
     if not differences:
         return Finding(claim, name, differences, None, "not run")
     hindrance = "void" if void(plan, found, name, setting) else None
@@ -325,7 +328,7 @@ def _of_setting(plan: Plan, found: Found, name: str, setting: Setting) -> Iterat
     if reason := void(plan, found, name, setting):
         yield f"**Void**: {reason}.\n"
     rows = [each for arm in table.arms_of(setting) if (each := row(plan, found, name, setting, arm)).runs]
-    reference = row(plan, found, name, setting, table.arm(table.reference))
+    reference = row(plan, found, name, table.reference_of(setting), table.arm(table.reference))
     parts = list(dict.fromkeys(part["part"] for part in next(iter(rows[0].runs.values()))["majority"]))
     parts.sort(key=lambda part: (part != table.part, part == SITES))
     budgets = _budgets(plan, found, name, setting)
@@ -383,16 +386,9 @@ def _warmups(rows: Sequence[Row]) -> Iterator[str]:
     yield "|---|---|---|---|"
     for each in found:
         drifts = list(each.drifts().values())
-        ends = [shown_spread([fmean(part) for drift in drifts if (part := cut(drift))]) for cut in (_first, _last)]
+        cuts = slice(None, 5), slice(-5, None)
+        ends = [shown_spread([fmean(part) for drift in drifts if (part := drift[cut])]) for cut in cuts]
         yield f"| {each.arm.name} | {shown_spread(each.warmups(), 0)} | {' | '.join(ends)} |"
-
-
-def _first(values: Sequence[float]) -> Sequence[float]:
-    return values[:5]
-
-
-def _last(values: Sequence[float]) -> Sequence[float]:
-    return values[-5:]
 
 
 def _head(part: str, table: Table) -> str:
@@ -474,7 +470,7 @@ def _claims(plan: Plan, found: Found, tables: Collection[str]) -> Iterator[str]:
 
 
 def repeated_lines(repeated: Sequence[Run]) -> Iterator[str]:
-    """Yield what was found of runs that were repeated over HTTP."""
+    """Yield the results of runs that were repeated over HTTP."""
     yield "\n### Over HTTP\n"
     yield "`python -m benchmarks.evidence.over_http --save` repeats runs between real processes, a coordinator and a"
     yield "worker for each site, and compares the digests of the last versions.\n"
@@ -485,7 +481,7 @@ def repeated_line(each: Mapping[str, Any]) -> str:
     """Return what was found of a repeated run, as an item of a list."""
     verdict = "the same digest" if each["digest"] == each["simulated"] else f"another digest than {each['simulated']}"
     return (
-        f"- {each['job']}: {verdict}, {each['digest']}; {each['received_bytes'] / 1e6:.0f} MB received and "
+        f"- {job_of(each).name}: {verdict}, {each['digest']}; {each['received_bytes'] / 1e6:.0f} MB received and "
         f"{each['sent_bytes'] / 1e6:.0f} MB sent by the coordinator; {each['seconds']:.0f} s on {each['machine']}"
     )
 

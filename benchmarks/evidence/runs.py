@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from math import isnan
 from pathlib import Path
@@ -22,6 +22,7 @@ from benchmarks.evidence.pool import Figures
 from benchmarks.evidence.scores import ROUNDED, Part, at_sites, majority, measured
 from benchmarks.evidence.selections import selections
 from benchmarks.results import joined
+from tessera.shared.api.tasks import TaskView
 from tessera.shared.client.round_outcomes import Outcome
 from tessera.shared.methods.fedfrozen import DISAGREEMENT, FROZEN_FROM, MOVEMENT
 from tessera.shared.model.blocks import layers_of
@@ -145,16 +146,18 @@ def run(plan: Plan, job: Job, prepared: Path, out: Path, device: str) -> Figures
             until=rounds_of(plan, job),
             watch=outcomes.append,
         )
-        refuse_failures(job, result)
+        # Where sites may fall silent, a round goes on without one that failed.
+        if diverged := divergence(job, [task for each in result.rounds for task in each.tasks]):
+            return {**figures, "diverged": diverged, "score": 0.0, **_since(began)}
         rows = scores_of(plan, job, federation, result, model, device)
     except Stalled:
-        problems = [task.problem for task in outcomes[-1].round.tasks if task.problem] if outcomes else []
-        if not problems or not all(problem.detail.startswith(DIVERGED) for problem in problems):
+        if not (diverged := divergence(job, outcomes[-1].round.tasks if outcomes else ())):
             raise
-        return {**figures, "diverged": problems[0].detail[:200], "score": 0.0, **_since(began)}
+        return {**figures, "diverged": diverged, "score": 0.0, **_since(began)}
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     found = {**figures, **_moved(result), **_chosen(arm, result), "scores": rows}
+    found["absent"] = sorted(missed(setting.away, list(trained), job.seed))
     found |= {"signals": _signals(result), "digest": result.versions[-1].digest}
     found["score"] = final_score(
         table, rows, plan.protocol.tuning_versions if tunes else plan.protocol.final_versions
@@ -162,12 +165,16 @@ def run(plan: Plan, job: Job, prepared: Path, out: Path, device: str) -> Figures
     return {**found, **_since(began)}
 
 
-def refuse_failures(job: Job, result: Result) -> None:
-    """Raise ValueError if a task failed: where sites may fall silent, a round goes on without it."""
-    for each in result.rounds:
-        for task in each.tasks:
-            if task.problem is not None and task.state == "failed":
-                raise ValueError(f"{job.name}: {task.worker} failed in round {each.number}: {task.problem.detail}")
+def divergence(job: Job, tasks: Iterable[TaskView]) -> str | None:
+    """Return why a task diverged, a result of its learning rate; None without a task that failed.
+
+    Raises ValueError if a task failed, or its update was rejected, for another reason.
+    """
+    faults = [task for task in tasks if task.problem is not None and task.state in ("failed", "rejected")]
+    details = [task.problem.detail for task in faults if task.problem is not None]
+    if others := [text for text in details if not text.startswith(DIVERGED)]:
+        raise ValueError(f"{job.name}: a task failed: {others[0]}")
+    return details[0][:200] if details else None
 
 
 def _since(began: tuple[float, float]) -> dict[str, float]:
@@ -203,10 +210,17 @@ def _together(parts: Sequence[Dataset]) -> Dataset:
 
 def _moved(result: Result) -> dict[str, Any]:
     """Return what all sites together sent and fetched in each round, and how often each layer was picked."""
-    last = result.versions[-1]
+    last, sent, fetched = result.versions[-1], [0], [0]
+    for each in result.outcomes:
+        sent[-1] += each.upload_bytes
+        fetched[-1] += each.download_bytes - each.evaluation_bytes
+        # The bytes of an abandoned attempt are those of the round that is repeated.
+        if each.round.version is not None:
+            sent.append(0)
+            fetched.append(0)
     return {
-        "upload_bytes": [each.upload_bytes for each in result.outcomes],
-        "download_bytes": [each.download_bytes - each.evaluation_bytes for each in result.outcomes],
+        "upload_bytes": sent[:-1],
+        "download_bytes": fetched[:-1],
         "picks": [
             {"layer": name, "count": value} for name, value in last.scalars.items() if name.startswith("picks.")
         ],

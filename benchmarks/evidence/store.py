@@ -20,7 +20,7 @@ from tessera.worker.state.atomic_files import written_whole
 SAVED = Path(__file__).with_name("results")
 RUNS = "runs"
 REPEATED = "http.json"
-"""What runs left that were repeated over HTTP."""
+"""The results of runs that were repeated over HTTP."""
 
 Figures = Mapping[str, Any]
 Found = Mapping[Job, Figures]
@@ -55,6 +55,7 @@ SCHEMA = pa.schema(
         ("picks", pa.list_(pa.struct([("layer", pa.string()), ("count", pa.float64())]))),
         ("selections", pa.struct([(name, pa.float64()) for name in ("turnover", "overlap", "chance", "union")])),
         ("signals", pa.list_(pa.struct([("name", pa.string()), ("version", pa.int32()), ("value", pa.float64())]))),
+        ("absent", pa.list_(pa.string())),
         ("majority", pa.list_(pa.struct(MAJORITY))),
         ("scores", pa.list_(pa.struct(SCORES))),
     ]
@@ -151,13 +152,12 @@ def begin_with_saved(out: Path, plan: Plan, saved: Path = SAVED) -> None:
 
 
 def save_repeated(repeated: Sequence[Figures], saved: Path = SAVED) -> None:
-    """Write what runs left that were repeated over HTTP."""
+    """Write the results of runs that were repeated over HTTP."""
     with written_whole(saved / REPEATED, durable=False) as file:
         file.write(json.dumps(repeated, indent=1, sort_keys=True).encode() + b"\n")
 
 
-def repeated(saved: Path = SAVED) -> list[dict[str, Any]]:
-    """Return what runs left that were repeated over HTTP."""
+def repeated(plan: Plan, saved: Path = SAVED) -> list[dict[str, Any]]:
+    """Return the results of this plan's runs that were repeated over HTTP."""
     file = saved / REPEATED
-    found: list[dict[str, Any]] = json.loads(file.read_bytes()) if file.exists() else []
-    return found
+    return list(of_plan(plan, iter(json.loads(file.read_bytes()))).values()) if file.exists() else []

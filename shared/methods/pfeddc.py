@@ -65,9 +65,9 @@ class PFedDCCoordinator(CoordinatorHalf[PFedDCSettings]):
         fusion = self.settings.fusion
         names = trained_prompts(self.settings, self.run).values()
         prompts = [block for block in self.run.blocks if block.name in names]
-        if fusion.attends and (single := [block.name for block in prompts if block.shape[0] == 1]):
+        if fusion.differs_by_token and (single := [block.name for block in prompts if block.shape[0] == 1]):
             raise UnsupportedRun(
-                f"{single[0]} is a single token, which leaves attention nothing to choose from: create a model with "
+                f"{single[0]} is a single token, to which {fusion.kind} adds nothing: create a model with "
                 'more, or set fusion.kind to "mean" or "concat"'
             )
         widths = {block.shape[-1] for block in prompts}

@@ -72,6 +72,11 @@ class Fusion(Frozen):
     def attends(self) -> bool:
         return self.kind in ("attention", "random-attention")
 
+    @property
+    def differs_by_token(self) -> bool:
+        """True for a fusion that adds nothing to a single prompt token."""
+        return self.attends or self.kind == "mlp"
+
 
 class Transport(Frozen):
     """Unbalanced optimal transport, with entropy, from an image's patches to the text features of a class.

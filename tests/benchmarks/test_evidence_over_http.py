@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.evidence import store
 from benchmarks.evidence.over_http import NotComparable, compared, jobs, repeat
 from benchmarks.evidence.plan import Job, read
 from benchmarks.evidence.report import repeated_line, section
@@ -43,11 +44,17 @@ def test_finished_runs_of_this_machine_alone_are_compared(tmp_path: Path) -> Non
         jobs(plan, found_of(plan, raw("one", 0, curve)), arms)
     assert jobs(plan, found_of(plan, raw("one", 0, curve), raw("one", 1, curve)), arms) == [JOB]
     made = {"digest": "d", "received_bytes": 2e6, "sent_bytes": 3e6, "seconds": 4.0, "machine": "m"}
-    found = compared(JOB, made, raw("one", 1, curve))
+    simulated = found_of(plan, raw("one", 1, curve))[JOB]
+    found = compared(JOB, made, simulated)
     assert repeated_line(found).startswith(
         "- T/K-1/one/seed-1-rate-0.001: the same digest, d; 2 MB received and 3 MB sent"
     )
     assert ": another digest than d, e;" in repeated_line({**found, "digest": "e"})
     assert repeated_line(found) in list(section(plan, {}, "0123", [found]))
     with pytest.raises(NotComparable, match="was simulated on m, and this is n, which rounds in another way"):
-        compared(JOB, {**made, "machine": "n"}, raw("one", 1, curve))
+        compared(JOB, {**made, "machine": "n"}, simulated)
+    with pytest.raises(NotComparable, match="diverged, and has no last version: choose another arm"):
+        compared(JOB, made, {name: value for name, value in simulated.items() if name != "digest"})
+    # Results of an older plan are left out.
+    store.save_repeated([found, {**found, "setup": "other"}], tmp_path)
+    assert store.repeated(plan, tmp_path) == [found]

@@ -38,7 +38,7 @@ from benchmarks.evidence.plan import (
 )
 from benchmarks.evidence.pool import METHODS
 from benchmarks.evidence.rates import Ladder, best
-from benchmarks.evidence.runs import method_settings, missed, run, spec_of
+from benchmarks.evidence.runs import _moved, divergence, method_settings, missed, run, spec_of
 from benchmarks.evidence.scores import predictions, scored
 from benchmarks.evidence.sources.prepare import MODEL, PHRASES
 from benchmarks.methods.dropped_rate import DroppedRateSettings, DroppedRateWorker
@@ -230,6 +230,12 @@ def test_plans_that_contradict_themselves_are_refused(tmp_path: Path) -> None:
         ('grid = "sgd"', 'grid = "momentum"', "no grid is called momentum; there are adamw"),
         ("margin = 1.0", "margins = 1.0", "margin"),
         ("[protocol]", "[protocol", "is no TOML"),
+        (
+            "first = 5, last = 9",
+            "first = 9, last = 5",
+            "sites come back after round 5 and leave in round 9",
+        ),
+        ('rate_of = "fedavg"', 'rate_of = "warmup-0"', "takes the rate of warmup-0, which chooses none in the grid"),
     ):
         assert old in text
         (tmp_path / "plan.toml").write_text(text.replace(old, new, 1), encoding="utf-8")
@@ -436,6 +442,34 @@ def test_sites_miss_rounds(prepared: Path, tiny: Plan, tmp_path: Path) -> None:
     assert 0 < silent["selections"]["union"] <= 1
 
 
+class Outcome:
+    """What the report of a run reads of an attempt at a round."""
+
+    def __init__(self, sent: int, version: int | None) -> None:
+        self.upload_bytes, self.download_bytes, self.evaluation_bytes = sent, 2 * sent, sent
+        self.round = type("Round", (), {"version": version})
+
+
+def test_the_bytes_of_an_abandoned_attempt_are_those_of_the_round_that_is_repeated() -> None:
+    result: Any = type("Result", (), {"versions": [type("Version", (), {"scalars": {}})]})
+    result.outcomes = [Outcome(1, 1), Outcome(10, None), Outcome(100, 2)]
+    moved = _moved(result)
+    assert (moved["upload_bytes"], moved["download_bytes"]) == ([1, 110], [1, 110])
+
+
+def test_a_task_that_failed_is_no_drop_out() -> None:
+    def task(state: str, detail: str | None) -> Any:
+        problem = detail and type("Problem", (), {"detail": detail})
+        return type("Task", (), {"state": state, "problem": problem})
+
+    job = Job("T", "dropout", "one", 1, 1e-3)
+    assert divergence(job, [task("merged", None), task("expired", "no answer")]) is None
+    assert divergence(job, [task("failed", "diverged: nan")]) == "diverged: nan"
+    for state in ("failed", "rejected"):
+        with pytest.raises(ValueError, match=r"/one/seed-1-rate-0.001: a task failed: too large"):
+            divergence(job, [task("failed", "diverged: nan"), task(state, "too large")])
+
+
 def test_rates_are_chosen_on_the_validation_parts(prepared: Path, tiny: Plan, tmp_path: Path) -> None:
     figures = run(tiny, Job("T", "K-1", "full", 0, 1e-3), prepared, tmp_path, "cpu")
     assert {(row["part"], row["version"]) for row in figures["scores"]} == {("validation", 2)}
@@ -615,6 +649,34 @@ def verdict(tiny: Plan, differences: list[float], **changes: Any) -> str:
     return report.Finding(claim, "T", differences, p, None).verdict(0.05)
 
 
+def test_sites_that_missed_rounds_are_compared_apart_and_leave_no_slope(tiny: Plan) -> None:
+    def sites(arm: str, late: float) -> dict[str, Any]:
+        run = {**raw(arm, 1, FLAT), "setting": "away", "absent": ["b"]}
+        rows = [
+            {"part": "sites", "site": site, "version": version, "curve": False, "examples": 10,
+             "accuracy": value, "macro_f1": value}
+            for site, value, first in (("a", 0.5, 0), ("b", late, 2))
+            for version in range(first, 4)
+        ]  # fmt: skip
+        return {**run, "scores": rows}
+
+    found = found_of(tiny, sites("local", 0.9))
+    table = tiny.tables["T"]
+    row = report.row(tiny, found, "T", table.setting("away"), table.arm("local"))
+    assert row.final("sites", absent=True) == pytest.approx({1: 90.0})
+    assert row.final("sites") == pytest.approx({1: 70.0})
+    assert row.curves("sites") == {1: [50.0] * 4}
+    assert not row.is_rising
+
+
+def test_a_setting_without_the_reference_has_that_of_the_conclusion(full: Plan) -> None:
+    table = full.tables["S-a"]
+    assert {name: table.reference_of(table.setting(name)).name for name in ("K-2", "K-1", "prune-0.2")} == {
+        "K-2": "K-2", "K-1": "K-2", "prune-0.2": "K-2",
+    }  # fmt: skip
+    assert table.reference_of(table.setting("dropout-0.3")).name == "dropout-0.3"
+
+
 def test_verdicts(tiny: Plan) -> None:
     assert verdict(tiny, [2.0, 3.0, 2.5, 2.0, 3.0, 2.2, 1.9]) == "supported"
     assert verdict(tiny, [-2.0, -3.0, -2.5, -2.0, -3.0, -2.2, -1.9]) == "refuted: the other way round"
@@ -673,4 +735,4 @@ def test_plot_of_raw_rows(tiny: Plan, tmp_path: Path) -> None:
 
 def test_the_document_has_the_report_of_the_saved_runs(full: Plan) -> None:
     found = store.of_plan(full, store.loaded())
-    assert block(report.COMMAND) == tidied(report.section(full, found, digest_of(), store.repeated()))
+    assert block(report.COMMAND) == tidied(report.section(full, found, digest_of(), store.repeated(full)))

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from tessera.shared.model.dataset_schema import IDS
 from tessera.shared.model.spec import Head
-from tessera.worker.data.dataset import LABELS
+from tessera.worker.data.dataset import LABELS, Dataset
 from tessera.worker.model.forward import IGNORED, forward
 from tessera.worker.training.batches import Batches
 from tessera.worker.training.divergence import TrainingDiverged
@@ -84,7 +85,7 @@ def evaluate(
     ranks = ranks or OneRank()
     model.train(mode=False)
     scores, loss_sum, weight = Scores(), 0.0, 0
-    with torch.inference_mode(), _texts_once(model, head, ranks) as start_batch:
+    with torch.inference_mode(), _texts_once(model, head, batches.dataset, ranks) as start_batch:
         for batch in replace(batches, dataset=ranks.share_of(batches.dataset)):
             check()
             start_batch()
@@ -129,12 +130,12 @@ class _TextStates:
 
 
 @contextmanager
-def _texts_once(model: PreTrainedModel, head: Head, ranks: Ranks) -> Iterator[Callable[[], None]]:
-    """Have a dual encoder compute its texts in the first batch alone: all batches have the same ones. Yield what to
-    call before each batch."""
+def _texts_once(model: PreTrainedModel, head: Head, dataset: Dataset, ranks: Ranks) -> Iterator[Callable[[], None]]:
+    """Have a dual encoder compute its texts in the first batch alone, if all examples have the same ones. Yield a
+    function to call before each batch."""
     tower: Any = getattr(model, "text_model", None)
     # Ranks that share a tower's weights must all call it, also those that compute on a placeholder.
-    if head != "contrastive" or tower is None or ranks.shards > 1:
+    if head != "contrastive" or tower is None or IDS not in dataset.common or ranks.shards > 1:
         yield lambda: None
         return
     before = vars(tower).get("forward")

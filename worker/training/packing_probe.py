@@ -1,7 +1,7 @@
 """A test of whether a model keeps the documents of a packed row apart."""
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tessera.worker.data.packing import POSITIONS
 from tessera.worker.model.forward import evaluation_mode
@@ -43,7 +43,10 @@ def packing_fault(context: LocalTaskContext) -> str | None:
         raise
     except FAULTS as fault:
         return f"does not take a packed row ({type(fault).__name__})"
-    limit = ROUNDING * torch.finfo(next(context.model.parameters()).dtype).eps * float(alone.abs().max())
-    return (
-        None if torch.allclose(together, alone, rtol=0, atol=limit) else "lets a document see the others of its row"
-    )
+    return None if same_logits(together, alone, context.model) else "lets a document see the others of its row"
+
+
+def same_logits(one: Tensor, other: Tensor, model: nn.Module) -> bool:
+    """Return whether logits of the same shape differ by no more than the roundings of a model's weights."""
+    limit = ROUNDING * torch.finfo(next(model.parameters()).dtype).eps * float(other.abs().max())
+    return torch.allclose(one, other, rtol=0, atol=limit)

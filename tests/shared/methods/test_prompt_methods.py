@@ -291,7 +291,7 @@ def test_an_mlp_that_fuses_is_kept_as_attention_is() -> None:
     again = prepared(settings, result.keep)
     assert all(np.array_equal(again.read(b), result.keep[b.name]) for b in again.private)
     with pytest.raises(UnsupportedRun, match=r"prompts\.text is a single token.*fusion\.kind"):
-        start("pfeddc", replace(PROMPTED, prompts=Prompts(vision=2, text=1)), fusion={"kind": "random-attention"})
+        start("pfeddc", replace(PROMPTED, prompts=Prompts(vision=2, text=1)), fusion={"kind": "mlp"})
 
 
 def test_without_one_towers_prompts_the_others_are_all_that_trains() -> None:

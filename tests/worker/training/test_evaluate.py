@@ -148,6 +148,21 @@ def test_texts_with_several_prompts_are_each_computed_once() -> None:
     assert whole["loss"] != pytest.approx(plain["loss"], rel=1e-3)
 
 
+def test_texts_of_each_example_are_computed_in_each_batch() -> None:
+    model = instantiate(CLIP, "contrastive")
+    # As many texts as images in a batch, each image's own.
+    tensors = {"pixel_values": torch.randn(4, 3, 8, 8), "input_ids": torch.tensor([[1, 2, 9], [3, 4, 9]] * 2)}
+    tensors["input_ids"][2:, 0] += 4
+    data = Dataset({**tensors, "labels": torch.tensor([0, 1, 0, 1])})
+    with torch.no_grad():
+        batches = [{name: tensor[rows] for name, tensor in tensors.items()} for rows in (slice(2), slice(2, 4))]
+        losses = [
+            torch.nn.functional.cross_entropy(model(**batch).logits_per_image, torch.tensor([0, 1]))
+            for batch in batches
+        ]
+    assert scores(model, "contrastive", data, 2)["loss"] == pytest.approx(float(sum(losses)) / 2)
+
+
 def test_the_calibration_error_weighs_each_bin_s_gap_by_its_share() -> None:
     # Of fifteen bins .70 and .72 share the eleventh, (10/15, 11/15]; 1 is in the last, and .2 in the third.
     confidence = torch.tensor([0.70, 0.72, 1.0, 0.2], dtype=torch.float64)

@@ -1,7 +1,7 @@
 """Removal of the padding that all texts of a batch have in common.
 
-The texts of a data set are padded to the longest of all, and most batches have none that long. A private task's texts
-keep their padding, whose length must not reveal the longest text.
+The texts of a data set are padded to the longest of all, and most batches have none that long. In private
+training texts keep their padding, whose length must not reveal the longest one.
 """
 
 from collections.abc import Mapping
@@ -10,22 +10,23 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from tessera.shared.model.dataset_schema import IDS
 from tessera.worker.data.dataset import LABELS, Dataset, Padding
 from tessera.worker.data.readers.token_file import MASK
 from tessera.worker.model.forward import IGNORED, evaluation_mode
+from tessera.worker.model.prompts import token_embedding
 from tessera.worker.training.context import LocalTaskContext
 from tessera.worker.training.input_mismatch import FAULTS
+from tessera.worker.training.packing_probe import same_logits
 
 MULTIPLE = 8
 """Texts stay a multiple of this many tokens long, as a GPU's matrix units prefer."""
-ROUNDING = 64
-"""The allowed difference of logits, in roundings of the largest one."""
 
 
 def trimmed(batch: Mapping[str, Tensor], padding: Padding) -> dict[str, Tensor]:
-    """Return a batch, [examples, tokens], without the last tokens if these are padding in every example.
+    """Return a batch with a mask, [examples, tokens], without the last tokens if these are padding in every example.
 
-    The batch is returned whole if it has no mask, or another tensor as wide whose padding is not known.
+    The batch is returned whole if another tensor is as wide, and its padding is not known.
     """
     whole, mask = dict(batch), batch[MASK]
     tokens = mask.shape[1]
@@ -41,38 +42,45 @@ def trimmed(batch: Mapping[str, Tensor], padding: Padding) -> dict[str, Tensor]:
 
 
 def is_trimmable(context: LocalTaskContext, dataset: Dataset) -> bool:
-    """Return whether the logits of the model for a text are the same without the padding after it.
+    """Return whether the model's logits for a text are the same without the padding after it.
 
-    Not all models leave padding out by its mask: some look at neighbouring tokens, or at positions from the end.
+    Not all models leave padding out by its mask: some look at neighbouring tokens, or compute short texts in another
+    way. A text of MULTIPLE tokens shows both. Weights of 16 bits round too much to compare.
     """
-    padding, mask = dataset.padding, dataset.inputs.get(MASK)
+    padding, mask, model = dataset.padding, dataset.inputs.get(MASK), context.model
     if padding is None or padding.on_left or mask is None or len(mask.shape) != 2 or mask.shape[1] <= MULTIPLE:
         return False
-    tokens = mask.shape[1]
-    # The text ends where the batch is cut off, so that no padding is left after it.
-    batch, length = context.synthetic_examples(dataset, 2), max(1, tokens // 2 // MULTIPLE) * MULTIPLE
+    # A GPU does not recover from a token that the model lacks. A short text changes block-sparse attention for good.
+    lacks = padding.values.get(IDS, 0) >= token_embedding(model).num_embeddings
+    if lacks or model.dtype != torch.float32 or getattr(model.config, "attention_type", "") == "block_sparse":
+        return False
+    tokens, batch = mask.shape[1], context.synthetic_examples(dataset, 1)
     for name in padding.values.keys() & batch.keys():
         # The end of a text, from which some models read their answer.
-        end = batch[name][:, -length:]
-        batch[name] = pad(end, (0, tokens - length), value=padding.values[name])
+        end = batch[name][:, -MULTIPLE:]
+        batch[name] = pad(end, (0, tokens - MULTIPLE), value=padding.values[name])
     if batch[LABELS].shape[1:] == mask.shape[1:]:
-        batch[LABELS][:, length:] = IGNORED
+        batch[LABELS][:, MULTIPLE:] = IGNORED
     short = trimmed(batch, padding)
+    if short[MASK].shape[1] == tokens:
+        return False
     try:
-        with evaluation_mode(context.model), torch.no_grad():
-            padded, alone = (_logits(context, each) for each in (batch, short))
+        with evaluation_mode(model), torch.no_grad():
+            padded = _logits(context, batch, tokens)
+            alone = _logits(context, short, tokens)
+    except torch.OutOfMemoryError:
+        raise
     except FAULTS:
-        # The task will say what the model does not take.
+        # The task itself reports the mismatch.
         return False
-    if padded is None or alone is None:
-        return False
-    if padded.ndim == 3 and padded.shape[1] == tokens:
-        padded = padded[:, : alone.shape[1]]
-    limit = ROUNDING * torch.finfo(next(context.model.parameters()).dtype).eps * float(alone.abs().max())
-    return padded.shape == alone.shape and torch.allclose(padded, alone, rtol=0, atol=limit)
+    # Logits of a head of zeros are the same for any text.
+    return padded.shape == alone.shape and bool(alone.any()) and same_logits(padded, alone, model)
 
 
-def _logits(context: LocalTaskContext, batch: Mapping[str, Tensor]) -> Tensor | None:
+def _logits(context: LocalTaskContext, batch: Mapping[str, Tensor], tokens: int) -> Tensor:
+    """Return a batch's logits, of texts of `tokens` tokens the first ones. Raises ValueError for a model without."""
     there = {name: tensor.to(context.model.device) for name, tensor in batch.items()}
     logits = context.forward(there).logits
-    return None if logits is None else logits.float()
+    if logits is None:
+        raise ValueError("it has no logits")
+    return logits[:, :MULTIPLE].clone() if logits.ndim == 3 and logits.shape[1] == tokens else logits
