@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-import tempfile
-from contextlib import redirect_stdout, suppress
 from functools import lru_cache
-from io import StringIO
 from math import isinf
 from pathlib import Path
 from time import monotonic
@@ -16,14 +13,15 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.evidence.federations import LORA, SOURCES
+from benchmarks.evidence.federations import start as made
 from benchmarks.evidence.frontier.study import HEAD_FACTOR, Arm, Job, Study
 from benchmarks.evidence.pool import Figures
 from benchmarks.evidence.sources.packages import digest_of
-from benchmarks.evidence.sources.phrases import CHAPTERS, WORDINGS, Encoded, Indices, split
+from benchmarks.evidence.sources.phrases import WORDINGS, Encoded, Indices, split
 from benchmarks.evidence.sources.prepare import MODEL, PHRASES
 from tessera.shared.client.round_outcomes import Outcome
 from tessera.shared.schema import EPSILON
-from tessera.worker.cli.model import init
 from tessera.worker.simulation import Conditions, Result, Stalled, simulate
 
 DIVERGED = "diverged:"
@@ -55,27 +53,8 @@ def _phrases(prepared: Path) -> Encoded:
 
 
 def start(study: Study, arm: Arm, seed: int, prepared: Path, models: Path) -> Path:
-    """Return the model folder that an arm starts from, and make it if it is absent. All arms of a seed have one head.
-
-    Several processes may make it at the same time: the first one stays.
-    """
-    folder = models / f"{'lora' if arm.adapters else 'plain'}-{seed}"
-    if not folder.exists():
-        models.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=models) as name, redirect_stdout(StringIO()):
-            made = Path(name) / "model"
-            init(
-                made,
-                config=str(prepared / MODEL),
-                head="text-classification",
-                seed=seed,
-                labels=str(CHAPTERS),
-                dtype="float32",
-                lora_rank=study.rank if arm.adapters else None,
-            )
-            with suppress(OSError):
-                made.rename(folder)
-    return folder
+    """Return the model folder that an arm starts from, made if it is absent. All arms of a seed have one head."""
+    return made(SOURCES["phrases"], prepared, seed, f"{LORA}{study.rank}" if arm.adapters else "plain", {}, models)
 
 
 def spec_of(study: Study, job: Job) -> dict[str, Any]:
