@@ -314,9 +314,12 @@ def _of_table(plan: Plan, found: Found, name: str, table: Table) -> Iterator[str
         f"{table.training.get('steps')} steps of {table.training.get('batch_size')}, "
         f"{table.sites_a_round or 'all'} sites a round."
     )
+    run = {job.setting for job in rows}
     for setting in table.settings:
-        if any(job.setting == setting.name for job in rows):
+        if setting.name in run:
             yield from _of_setting(plan, found, name, setting)
+    if missing := [setting.name for setting in table.settings if setting.name not in run]:
+        yield f"\nSettings that were not run: {', '.join(missing)}."
     if len(rows) < len(of_table):
         yield from _rates(plan, of_table, name)
     yield from _costs(of_table)
@@ -356,6 +359,9 @@ def _of_setting(plan: Plan, found: Found, name: str, setting: Setting) -> Iterat
         cells += [shown_spread([*each.at_bytes(budgets).values()])] if budgets else []
         cells.append(shown_spread([run["cpu_seconds"] for run in each.runs.values()], 0))
         yield f"| {' | '.join(cells)} |"
+    shown = {each.arm.name for each in rows}
+    if missing := [arm.name for arm in table.arms_of(setting) if arm.name not in shown]:
+        yield f"\nArms that were not run: {', '.join(missing)}."
     yield from _selections(rows)
     yield from _warmups(rows)
 

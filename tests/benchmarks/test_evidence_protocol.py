@@ -590,6 +590,8 @@ def test_report_of_raw_rows(tiny: Plan) -> None:
     assert "| most frequent class | | 1.0 | 1.0 | 13.0 |" in tables
     assert "**Void**" not in tables
     assert "4 runs took 2 ± 0 seconds each, 1 ± 0 of a core, on m." in tables
+    assert "Arms that were not run: lora, wide, local, central." in tables
+    assert "Settings that were not run: away, dropout." in tables
 
 
 def test_report_of_selections_and_warm_ups(tiny: Plan) -> None:
