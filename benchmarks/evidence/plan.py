@@ -250,15 +250,34 @@ class Table(Frozen):
         return {name for claim in self.claims if claim.headline for name in (claim.arm, claim.against)}
 
 
+class Question(Frozen):
+    """A question that a paper or its reviewers ask. Claims answer it, or a text that names where."""
+
+    paper: str
+    text: str
+    claims: tuple[str, ...] = ()
+    answer: str = ""
+
+    @model_validator(mode="after")
+    def _answered(self) -> Self:
+        if bool(self.claims) == bool(self.answer):
+            raise ValueError(f"give claims or an answer: {self.text}")
+        return self
+
+
 class Plan(Frozen):
     """All tables, and the rules that they share."""
 
     protocol: Protocol
     grids: dict[str, Grid]
     tables: dict[str, Table]
+    questions: tuple[Question, ...] = ()
 
     @model_validator(mode="after")
     def _known(self) -> Self:
+        claims = {claim.name for table in self.tables.values() for claim in table.claims}
+        if unknown := sorted({name for question in self.questions for name in question.claims} - claims):
+            raise ValueError(f"no claim is called {', '.join(unknown)}; there are {', '.join(sorted(claims))}")
         wanted = {arm.grid for table in self.tables.values() for arm in table.arms}
         if unknown := sorted(wanted - set(self.grids)):
             raise ValueError(f"no grid is called {', '.join(unknown)}; there are {', '.join(sorted(self.grids))}")
@@ -293,7 +312,9 @@ class Plan(Frozen):
             if table.check
         }
         seeds = {"seeds": protocol.check_seeds, "headline_seeds": protocol.check_seeds}
-        return self.model_copy(update={"tables": tables, "protocol": protocol.model_copy(update=seeds)})
+        return self.model_copy(
+            update={"tables": tables, "protocol": protocol.model_copy(update=seeds), "questions": ()}
+        )
 
 
 def read(file: Path = FILE) -> Plan:

@@ -302,6 +302,7 @@ def lines(plan: Plan, found: Found, tables: Collection[str] = ()) -> Iterator[st
         if not tables or name in tables:
             yield from _of_table(plan, found, name, table)
     yield from _claims(plan, found, tables)
+    yield from _questions(plan, found)
 
 
 def _of_table(plan: Plan, found: Found, name: str, table: Table) -> Iterator[str]:
@@ -473,6 +474,27 @@ def _claims(plan: Plan, found: Found, tables: Collection[str]) -> Iterator[str]:
             f"| {title} | {shown_interval(each.differences)} | {count} | {' | '.join(cells)} | "
             f"{each.verdict(protocol.significance)} |"
         )
+
+
+def _questions(plan: Plan, found: Found) -> Iterator[str]:
+    """Yield the questions of the papers and of their reviewers, with what the claims answer."""
+    if not plan.questions:
+        return
+    yield "\n### Questions of the papers and of their reviewers\n"
+    yield "Differences are those of the claims, in points, with 95 % intervals."
+    by_claim = {each.claim.name: each for each in findings(plan, found)}
+    for paper in dict.fromkeys(question.paper for question in plan.questions):
+        yield f"\n{paper}:\n"
+        for question in plan.questions:
+            if question.paper == paper:
+                answers = [_answer(plan, by_claim[name]) for name in question.claims] or [question.answer]
+                yield f"- *{question.text}* {' '.join(answers)}"
+
+
+def _answer(plan: Plan, each: Finding) -> str:
+    verdict = each.verdict(plan.protocol.significance)
+    shown = f"{verdict}, {shown_interval(each.differences)}" if each.differences else verdict
+    return f"{each.claim.text} ({each.claim.name}): {shown}."
 
 
 def repeated_lines(repeated: Sequence[Run]) -> Iterator[str]:

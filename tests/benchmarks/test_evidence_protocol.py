@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pydantic import ValidationError
 from scipy import stats
 from sklearn.metrics import f1_score
 
@@ -27,6 +28,7 @@ from benchmarks.evidence.plan import (
     Away,
     Job,
     Plan,
+    Question,
     Selection,
     UnusablePlan,
     choice,
@@ -613,6 +615,23 @@ def test_report_of_selections_and_warm_ups(tiny: Plan) -> None:
     # One warm-up of all 3 rounds and one of 2; steps of length 2 that differ by 3 and by 4.
     assert "| one | 2 ± 1 | 1.8 ± 0.0 | 1.8 ± 0.0 |" in tables
     assert "| full | 0." not in tables
+
+
+def test_questions_are_answered_by_claims(tiny: Plan) -> None:
+    asked = [
+        Question(paper="One", text="Does one gain?", claims=("T.1",)),
+        Question(paper="One", text="Why?", answer="Unknown."),
+    ]
+    plan = tiny.model_copy(update={"questions": tuple(asked)})
+    assert "- *Does one gain?* One layer gains (T.1): not run." in list(report.lines(plan, {}))
+    figures = [raw(arm, seed, flat(value)) for seed in (1, 2) for arm, value in (("full", 0.5), ("one", 0.53))]
+    shown = list(report.lines(plan, found_of(plan, *figures)))
+    assert "- *Does one gain?* One layer gains (T.1): undecided, +3.0 [+3.0, +3.0]." in shown
+    assert "- *Why?* Unknown." in shown
+    with pytest.raises(ValidationError, match=r"no claim is called T.9; there are T.1"):
+        Plan.model_validate({**tiny.model_dump(), "questions": [{"paper": "One", "text": "Who?", "claims": ["T.9"]}]})
+    with pytest.raises(ValidationError, match="give claims or an answer: Who"):
+        Question(paper="One", text="Who?")
 
 
 def test_equal_bytes_end_the_dearer_run_early(tiny: Plan) -> None:
