@@ -2,8 +2,8 @@
 
 A coordinator and a worker for each site run as an administrator starts them, and train as the simulation did. The
 last version must have the same digest. One seed of three arms is repeated. `--save` writes the results into the
-repository, and `python -m benchmarks.evidence --save` writes it into the document. Digests are those of one machine:
-another one rounds in another way.
+repository, and `python -m benchmarks.evidence --save` writes them into the document. Digests are those of one
+machine: another one rounds in another way.
 """
 
 from __future__ import annotations

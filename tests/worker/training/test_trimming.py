@@ -159,7 +159,7 @@ def test_texts_keep_their_padding_where_it_may_matter() -> None:
     # Weights of 16 bits round too much to compare.
     assert not is_trimmable(context_of({**BERT, "dtype": "bfloat16"}, "text-classification"), data)
     assert not is_trimmable(context, replace(data, padding=Padding(64, {"input_ids": 20, "attention_mask": 0})))
-    # No text can be told from another.
+    # A head of zeros gives every text the same logits.
     with torch.no_grad():
         for parameter in context.model.classifier.parameters():
             parameter.zero_()
