@@ -24,7 +24,7 @@ from statistics import fmean
 from time import monotonic
 from typing import Any
 
-from benchmarks.evidence import pool, report, runs, store
+from benchmarks.evidence import pool, runs, store
 from benchmarks.evidence.federations import NotPrepared, source
 from benchmarks.evidence.gate import shut
 from benchmarks.evidence.plan import (
@@ -40,6 +40,9 @@ from benchmarks.evidence.plan import (
     read,
     startable,
 )
+from benchmarks.evidence.report.findings import flipped
+from benchmarks.evidence.report.lines import lines
+from benchmarks.evidence.report.section import write
 from benchmarks.evidence.sources.prepare import OUT as PREPARED
 from tessera.worker.state.atomic_files import alone
 
@@ -149,9 +152,9 @@ def check(full: Plan, prepared: Path, out: Path, selection: Selection, processes
     }
     failed = work(plan, chosen, prepared, out, processes=processes, rates={**middle, **rates})
     short = store.finished(out, plan)
-    for line in report.lines(plan, short, tables=ready):
+    for line in lines(plan, short, tables=ready):
         print(line)
-    flips = report.flipped(full, found, plan, short)
+    flips = flipped(full, found, plan, short)
     for line in flips:
         print(f"FLIPPED: {line}", file=sys.stderr)
     return 1 if flips or failed else 0
@@ -200,7 +203,7 @@ def go_on(plan: Plan, given: argparse.Namespace, out: Path) -> int:
 def show(plan: Plan, given: argparse.Namespace, out: Path) -> None:
     """Print the tables of finished runs."""
     print(f"Plan {given.plan.name}, {digest_of(given.plan)}")
-    for line in report.lines(plan, store.finished(out, plan), tables=given.tables):
+    for line in lines(plan, store.finished(out, plan), tables=given.tables):
         print(line)
 
 
@@ -209,7 +212,7 @@ def save(plan: Plan, given: argparse.Namespace, out: Path) -> None:
     for file in store.save(out, plan, given.saved):
         print(file)
     if (given.plan, given.saved) == (FILE, store.SAVED):
-        report.write(plan, store.of_plan(plan, store.loaded()), digest_of(), repeated=store.repeated(plan))
+        write(plan, store.of_plan(plan, store.loaded()), digest_of(), repeated=store.repeated(plan))
 
 
 def main(arguments: list[str] | None = None) -> int:

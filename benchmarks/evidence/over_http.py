@@ -18,11 +18,12 @@ from typing import Any
 
 from safetensors.torch import save_file
 
-from benchmarks.evidence import report, store
+from benchmarks.evidence import store
 from benchmarks.evidence.__main__ import OUT, REFUSED
 from benchmarks.evidence.federations import source, start
 from benchmarks.evidence.plan import Job, Plan, choice, read
 from benchmarks.evidence.pool import Figures, begin
+from benchmarks.evidence.report.lines import repeated_line
 from benchmarks.evidence.runs import machine, spec_of
 from benchmarks.evidence.sources.prepare import OUT as PREPARED
 from benchmarks.federation import Federation
@@ -121,7 +122,7 @@ def main(arguments: list[str] | None = None) -> int:
             with tempfile.TemporaryDirectory() as folder:
                 over_http = repeat(plan, job, given.prepared, given.out / "models", Path(folder) / "run")
             repeated.append(compared(job, over_http, found[job]))
-            print(report.repeated_line(repeated[-1]), flush=True)
+            print(repeated_line(repeated[-1]), flush=True)
     except NotComparable as fault:
         print(fault, file=sys.stderr)
         return REFUSED

@@ -8,53 +8,46 @@ import pytest
 
 from benchmarks.evidence import store
 from benchmarks.evidence.over_http import NotComparable, compared, jobs, repeat
-from benchmarks.evidence.plan import Job, read
-from benchmarks.evidence.report import repeated_line, section
+from benchmarks.evidence.plan import Job, Plan
+from benchmarks.evidence.report.lines import repeated_line
+from benchmarks.evidence.report.section import section
 from benchmarks.evidence.runs import run
-from benchmarks.evidence.sources.prepare import MODEL, PHRASES
-from tests.benchmarks.test_evidence import made_up, tiny_bert
-from tests.benchmarks.test_evidence_protocol import TINY_PLAN, found_of, raw
+from tests.benchmarks.test_evidence_report import found_of, raw
 
 JOB = Job("T", "K-1", "one", 1, 1e-3)
 
 
 @pytest.mark.long
-def test_a_run_over_http_has_the_digest_of_the_simulation(tmp_path: Path) -> None:
-    (tmp_path / "tiny.toml").write_text(TINY_PLAN, encoding="utf-8")
-    plan, prepared = read(tmp_path / "tiny.toml"), tmp_path / "prepared"
-    tiny_bert(40).save_pretrained(prepared / MODEL)
-    made_up(pieces=40).save(prepared / PHRASES)
-    simulated = run(plan, JOB, prepared, tmp_path / "out", "cpu")
-    over_http = repeat(plan, JOB, prepared, tmp_path / "out" / "models", tmp_path / "federation")
+def test_a_run_over_http_has_the_digest_of_the_simulation(prepared: Path, tiny: Plan, tmp_path: Path) -> None:
+    simulated = run(tiny, JOB, prepared, tmp_path / "out", "cpu")
+    over_http = repeat(tiny, JOB, prepared, tmp_path / "out" / "models", tmp_path / "federation")
     found = compared(JOB, over_http, simulated)
     assert found["digest"] == found["simulated"] == simulated["digest"]
     # Blocks travel, and little else.
     assert 1 < found["received_bytes"] / sum(simulated["upload_bytes"]) < 1.5
     for arm in ("local", "central"):
         with pytest.raises(NotComparable, match="is central, personal or has absent sites: choose another arm"):
-            repeat(plan, Job("T", "K-1", arm, 1, 1e-3), prepared, tmp_path, tmp_path)
+            repeat(tiny, Job("T", "K-1", arm, 1, 1e-3), prepared, tmp_path, tmp_path)
 
 
-def test_finished_runs_of_this_machine_alone_are_compared(tmp_path: Path) -> None:
-    (tmp_path / "tiny.toml").write_text(TINY_PLAN, encoding="utf-8")
-    plan = read(tmp_path / "tiny.toml")
+def test_finished_runs_of_this_machine_alone_are_compared(tiny: Plan, tmp_path: Path) -> None:
     curve = [0.1, 0.5, 0.5, 0.5]
     arms = [("T", "one")]
     with pytest.raises(NotComparable, match=r"T/one with seed 1 is not finished: run .* --tables T --arms one"):
-        jobs(plan, found_of(plan, raw("one", 0, curve)), arms)
-    assert jobs(plan, found_of(plan, raw("one", 0, curve), raw("one", 1, curve)), arms) == [JOB]
+        jobs(tiny, found_of(tiny, raw("one", 0, curve)), arms)
+    assert jobs(tiny, found_of(tiny, raw("one", 0, curve), raw("one", 1, curve)), arms) == [JOB]
     made = {"digest": "d", "received_bytes": 2e6, "sent_bytes": 3e6, "seconds": 4.0, "machine": "m"}
-    simulated = found_of(plan, raw("one", 1, curve))[JOB]
+    simulated = found_of(tiny, raw("one", 1, curve))[JOB]
     found = compared(JOB, made, simulated)
     assert repeated_line(found).startswith(
         "- T/K-1/one/seed-1-rate-0.001: the same digest, d; 2 MB received and 3 MB sent"
     )
     assert ": another digest than d, e;" in repeated_line({**found, "digest": "e"})
-    assert repeated_line(found) in list(section(plan, {}, "0123", [found]))
+    assert repeated_line(found) in list(section(tiny, {}, "0123", [found]))
     with pytest.raises(NotComparable, match="was simulated on m, and this is n, which rounds in another way"):
         compared(JOB, {**made, "machine": "n"}, simulated)
     with pytest.raises(NotComparable, match="diverged, and has no last version: choose another arm"):
         compared(JOB, made, {name: value for name, value in simulated.items() if name != "digest"})
     # Results of an older plan are left out.
     store.save_repeated([found, {**found, "setup": "other"}], tmp_path)
-    assert store.repeated(plan, tmp_path) == [found]
+    assert store.repeated(tiny, tmp_path) == [found]

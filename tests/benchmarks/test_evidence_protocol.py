@@ -1,4 +1,4 @@
-"""The protocol of the tables of evidence: statistics, rates, runs on a tiny model, and the report of raw rows."""
+"""The protocol of the tables of evidence: statistics, rates and runs on a tiny model."""
 
 from __future__ import annotations
 
@@ -14,13 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from pydantic import ValidationError
 from scipy import stats
 from sklearn.metrics import f1_score
 
-from benchmarks.document import block, tidied, write_block
-from benchmarks.evidence import report, store
 from benchmarks.evidence import statistics as ours
+from benchmarks.evidence import store
 from benchmarks.evidence.__main__ import main, time_left, work
 from benchmarks.evidence.federations import SEEN, SOURCES, UNSEEN, NotPrepared, source
 from benchmarks.evidence.plan import (
@@ -28,11 +26,8 @@ from benchmarks.evidence.plan import (
     Away,
     Job,
     Plan,
-    Question,
     Selection,
     UnusablePlan,
-    choice,
-    digest_of,
     left,
     read,
     setup_of,
@@ -40,19 +35,18 @@ from benchmarks.evidence.plan import (
 )
 from benchmarks.evidence.pool import METHODS
 from benchmarks.evidence.rates import Ladder, best
+from benchmarks.evidence.report.lines import lines
 from benchmarks.evidence.runs import _moved, divergence, method_settings, missed, run, spec_of
 from benchmarks.evidence.scores import predictions, scored
-from benchmarks.evidence.sources.prepare import MODEL, PHRASES
 from benchmarks.methods.dropped_rate import DroppedRateSettings, DroppedRateWorker
 from benchmarks.methods.random_frozen import RandomFrozenCoordinator, RandomFrozenSettings
 from tessera.shared.api.runs import Cohort
 from tessera.shared.methods.base import Participant, RunInfo, State
-from tessera.shared.methods.fedfrozen import DISAGREEMENT, FROZEN_FROM, MOVEMENT
 from tessera.shared.methods.registry import methods
 from tessera.shared.run_settings import Training
 from tessera.worker.model.block_map import block_table
 from tessera.worker.model.build import instantiate
-from tests.benchmarks.test_evidence import TINY, made_up, tiny_bert
+from tests.benchmarks.test_evidence import TINY, made_up
 from tests.support.paths import ROOT
 
 LEVELS = ("alpha-0.1", "alpha-0.5")
@@ -127,11 +121,6 @@ def test_rates_go_outward_while_the_best_is_at_an_end() -> None:
 
 
 # ---------------------------------------------------------------- the plan
-
-
-@pytest.fixture
-def full() -> Plan:
-    return read()
 
 
 def test_the_plan_names_rates_as_numbers_that_people_write(full: Plan) -> None:
@@ -314,81 +303,6 @@ def test_a_dropped_rate_shortens_each_step() -> None:
 
 # ---------------------------------------------------------------- runs
 
-TINY_PLAN = """
-[protocol]
-tuning_seed = 0
-seeds = [1, 2]
-headline_seeds = [1, 2]
-tuning_share = 0.5
-tuning_versions = 1
-factors = [1.0]
-outward = 0
-final_versions = 2
-rising_versions = 3
-rising_points = 0.1
-standard_errors = 5.0
-significance = 0.05
-check_rounds = 2
-check_seeds = [1, 2]
-
-[grids.adamw]
-base = 1e-3
-training = { optimizer = "adamw", rates = { head = 10.0 } }
-
-[tables.T]
-title = "Two arms"
-paper = "None"
-question = "Does it run?"
-federation = "phrases"
-score = "macro_f1"
-part = "unseen"
-reference = "full"
-equal_bytes = "one"
-rounds = 3
-sites_a_round = 3
-training = { steps = 1, batch_size = 8 }
-curve_examples = 30
-check = ["full", "one"]
-settings = [
-  { name = "K-1", scope = "core" },
-  { name = "away", away = { share = 0.3, first = 1, last = 1 }, arms = ["local"] },
-  { name = "dropout", dropout = 0.3, sites_a_round = 5, arms = ["one"] },
-]
-arms = [
-  { name = "full", method = "safl", settings = { score = "first", layers = 3, always = ["head"] } },
-  { name = "one", method = "safl", settings = { score = "attention", layers = 1, always = ["head"] } },
-  { name = "lora", method = "lora", model = "lora-2" },
-  { name = "wide", method = "lora", model = "lora-2-all" },
-  { name = "local", method = "local", personal = true },
-  { name = "central", method = "fedavg", central = true },
-]
-claims = [{ name = "T.1", text = "One layer gains", arm = "one", against = "full", margin = 1.0, headline = true }]
-
-[tables.T.options]
-sites_per_wording = 2
-examples_per_wording = 60
-alpha = 0.5
-validation_share = 0.2
-test_share = 0.2
-unseen_tests = 60
-seen_tests = 40
-"""
-
-
-@pytest.fixture
-def prepared(tmp_path: Path) -> Path:
-    """A tiny model and made-up phrases, as `benchmarks.evidence.sources.prepare` writes them."""
-    folder = tmp_path / "prepared"
-    tiny_bert(40).save_pretrained(folder / MODEL)
-    made_up(pieces=40).save(folder / PHRASES)
-    return folder
-
-
-@pytest.fixture
-def tiny(tmp_path: Path) -> Plan:
-    (tmp_path / "tiny.toml").write_text(TINY_PLAN, encoding="utf-8")
-    return read(tmp_path / "tiny.toml")
-
 
 def test_no_phrase_is_in_two_parts_of_the_federation(prepared: Path, tiny: Plan) -> None:
     federation = SOURCES["phrases"].federation(prepared, 1, tiny.tables["T"].options)
@@ -504,7 +418,7 @@ def test_a_killed_study_resumes_with_what_it_had(prepared: Path, tiny: Plan, tmp
     assert store.save(out, tiny, saved) == [saved / "T.parquet"]
     store.begin_with_saved(tmp_path / "other", tiny, saved)
     assert store.finished(tmp_path / "other", tiny) == store.finished(out, tiny)
-    assert "full" in "\n".join(report.lines(tiny, store.finished(tmp_path / "other", tiny)))
+    assert "full" in "\n".join(lines(tiny, store.finished(tmp_path / "other", tiny)))
 
 
 def test_runs_on_other_files_are_not_mixed(tiny: Plan) -> None:
@@ -538,222 +452,3 @@ def test_scores_are_those_of_scikit_learn_and_padding_does_not_matter() -> None:
     with torch.inference_mode():
         expected = model(**{name: tensor for name, tensor in data.tensors.items() if name != "labels"}).logits
     assert predictions(model, "text-classification", data, 40, "cpu").tolist() == expected[:40].argmax(1).tolist()
-
-
-# ---------------------------------------------------------------- the report
-
-
-def raw(arm: str, seed: int, curve: list[float], accuracy: float = 0.6, rate: float = 1e-3) -> dict[str, Any]:
-    """A run's figures, with these scores by version, of which the last two count."""
-    rows = [
-        {"part": part, "site": "", "version": version, "curve": is_curve, "examples": 400,
-         "accuracy": accuracy, "macro_f1": value}
-        for part in (UNSEEN, SEEN)
-        for version, value in enumerate(curve)
-        for is_curve in (True, False)
-        if is_curve or version >= 2
-    ]  # fmt: skip
-    rows += [
-        {"part": "sites", "site": site, "version": version, "curve": False, "examples": 10,
-         "accuracy": value, "macro_f1": value}
-        for site, value in (("a", 0.5), ("b", 0.7))
-        for version in (2, 3)
-    ]  # fmt: skip
-    most = [{"part": part, "examples": 400, "accuracy": 0.13, "macro_f1": 0.01} for part in (UNSEEN, SEEN, "sites")]
-    return {
-        "table": "T", "setting": "K-1", "arm": arm, "seed": seed, "rate": rate, "inputs": "x", "machine": "m",
-        "seconds": 2.0, "cpu_seconds": 1.0, "score": curve[-1], "digest": "d", "upload_bytes": [2_000_000] * 3,
-        "download_bytes": [1_000_000] * 3, "picks": [], "majority": most, "scores": rows,
-    }  # fmt: skip
-
-
-def found_of(tiny: Plan, *figures: dict[str, Any]) -> dict[Job, dict[str, Any]]:
-    jobs = {store.job_of(each): each for each in figures}
-    return {job: {**each, "setup": setup_of(tiny, job)} for job, each in jobs.items()}
-
-
-FLAT = [0.1, 0.5, 0.5, 0.5]
-
-
-def flat(level: float) -> list[float]:
-    return [0.1, level, level, level]
-
-
-def test_report_of_raw_rows(tiny: Plan) -> None:
-    seeds = {1: (0.50, 0.53), 2: (0.52, 0.54)}
-    figures = [raw(arm, seed, flat(pair[n])) for seed, pair in seeds.items() for n, arm in enumerate(("full", "one"))]
-    tables = "\n".join(report.lines(tiny, found_of(tiny, *figures)))
-    # The mean over both seeds, and the interval of differences of 3 and 2 points: 2.5 +- 12.706 * 0.7071 / sqrt(2).
-    assert (
-        "| full | 2 | 51.0 ± 1.4 | 51.0 ± 1.4 | 60.0 ± 0.0 | 50.0 ± 0.0 |  | +0.00 | 0.00 ± 0.00 | 6 ± 0 |" in tables
-    )
-    assert "+2.5 [-3.9, +8.9]" in tables
-    assert "| **T.1 One layer gains** | +2.5 [-3.9, +8.9] | 2 | 2 of 2 | - | 0.5 | undecided |" in tables
-    assert "| most frequent class | | 1.0 | 1.0 | 13.0 |" in tables
-    assert "**Void**" not in tables
-    assert "4 runs took 2 ± 0 seconds each, 1 ± 0 of a core, on m." in tables
-    assert "Arms that were not run: lora, wide, local, central." in tables
-    assert "Settings that were not run: away, dropout." in tables
-
-
-def test_report_of_selections_and_warm_ups(tiny: Plan) -> None:
-    chosen = {"turnover": 0.5, "overlap": 0.4, "chance": 0.2, "union": None}
-    moved = [
-        {"name": name, "version": version, "value": value}
-        for version in (1, 2)
-        for name, value in ((MOVEMENT, 2.0), (DISAGREEMENT, 2.0 + version))
-    ]
-    frozen = [*moved, {"name": FROZEN_FROM, "version": 2, "value": 2.0}]
-    found = found_of(
-        tiny,
-        raw("full", 1, FLAT),
-        {**raw("one", 1, FLAT), "selections": chosen, "signals": moved},
-        {**raw("one", 2, FLAT), "selections": chosen, "signals": frozen},
-    )
-    tables = "\n".join(report.lines(tiny, found))
-    assert "| one | 0.50 ± 0.00 | 0.40 ± 0.00 | 0.20 ± 0.00 | - |" in tables
-    # One warm-up of all 3 rounds and one of 2; steps of length 2 that differ by 3 and by 4.
-    assert "| one | 2 ± 1 | 1.8 ± 0.0 | 1.8 ± 0.0 |" in tables
-    assert "| full | 0." not in tables
-
-
-def test_questions_are_answered_by_claims(tiny: Plan) -> None:
-    asked = [
-        Question(paper="One", text="Does one gain?", claims=("T.1",)),
-        Question(paper="One", text="Why?", answer="Unknown."),
-    ]
-    plan = tiny.model_copy(update={"questions": tuple(asked)})
-    assert "- *Does one gain?* One layer gains (T.1): not run." in list(report.lines(plan, {}))
-    figures = [raw(arm, seed, flat(value)) for seed in (1, 2) for arm, value in (("full", 0.5), ("one", 0.53))]
-    shown = list(report.lines(plan, found_of(plan, *figures)))
-    assert "- *Does one gain?* One layer gains (T.1): undecided, +3.0 [+3.0, +3.0]." in shown
-    assert "- *Why?* Unknown." in shown
-    with pytest.raises(ValidationError, match=r"no claim is called T.9; there are T.1"):
-        Plan.model_validate({**tiny.model_dump(), "questions": [{"paper": "One", "text": "Who?", "claims": ["T.9"]}]})
-    with pytest.raises(ValidationError, match="give claims or an answer: Who"):
-        Question(paper="One", text="Who?")
-
-
-def test_equal_bytes_end_the_dearer_run_early(tiny: Plan) -> None:
-    cheap = {**raw("one", 1, [0.1, 0.2, 0.3, 0.4]), "upload_bytes": [1_000_000] * 3, "download_bytes": [0] * 3}
-    found = found_of(tiny, cheap, raw("full", 1, [0.1, 0.3, 0.5, 0.6]))
-    table = tiny.tables["T"]
-    rows = {name: report.row(tiny, found, "T", table.settings[0], table.arm(name)) for name in ("one", "full")}
-    budgets = {seed: totals[-1] for seed, totals in rows["one"].moved().items()}
-    # Three megabytes are all of the one's rounds, and one round of the other's.
-    assert budgets == {1: 3.0}
-    assert rows["one"].at_bytes(budgets) == pytest.approx({1: 40.0})
-    assert rows["full"].at_bytes(budgets) == pytest.approx({1: 30.0})
-
-
-def test_table_whose_reference_does_not_learn_is_void(tiny: Plan) -> None:
-    # Five standard errors at 400 examples: 0.13 + 5 sqrt(0.13 * 0.87 / 400) = 0.214.
-    figures = [raw("full", 1, FLAT, accuracy=0.21), raw("one", 1, FLAT)]
-    tables = "\n".join(report.lines(tiny, found_of(tiny, *figures)))
-    assert "**Void**: `full` has accuracy 21.0 with seed 1, less than 5 standard errors above" in tables
-    assert "| void |" in tables
-    setting = tiny.tables["T"].settings[0]
-    assert report.void(tiny, found_of(tiny, raw("full", 1, FLAT, accuracy=0.22)), "T", setting) is None
-
-
-def test_nothing_is_concluded_from_rows_that_still_rise(tiny: Plan) -> None:
-    rising = [0.1, 0.500, 0.502, 0.504]
-    figures = [raw(arm, seed, curve) for seed in (1, 2) for arm, curve in (("full", FLAT), ("one", rising))]
-    tables = "\n".join(report.lines(tiny, found_of(tiny, *figures)))
-    assert "| +0.20, not flat |" in tables
-    assert "| not flat: one |" in tables
-
-
-def verdict(tiny: Plan, differences: list[float], **changes: Any) -> str:
-    claim = tiny.tables["T"].claims[0].model_copy(update=changes)
-    p = ours.sign_flip_p(differences) if claim.kind == "greater" else ours.equivalence_p(differences, claim.margin)
-    return report.Finding(claim, "T", differences, p, None).verdict(0.05)
-
-
-def test_sites_that_missed_rounds_are_compared_apart_and_leave_no_slope(tiny: Plan) -> None:
-    def sites(arm: str, late: float) -> dict[str, Any]:
-        run = {**raw(arm, 1, FLAT), "setting": "away", "absent": ["b"]}
-        rows = [
-            {"part": "sites", "site": site, "version": version, "curve": False, "examples": 10,
-             "accuracy": value, "macro_f1": value}
-            for site, value, first in (("a", 0.5, 0), ("b", late, 2))
-            for version in range(first, 4)
-        ]  # fmt: skip
-        return {**run, "scores": rows}
-
-    found = found_of(tiny, sites("local", 0.9))
-    table = tiny.tables["T"]
-    row = report.row(tiny, found, "T", table.setting("away"), table.arm("local"))
-    assert row.final("sites", absent=True) == pytest.approx({1: 90.0})
-    assert row.final("sites") == pytest.approx({1: 70.0})
-    assert row.curves("sites") == {1: [50.0] * 4}
-    assert not row.is_rising
-
-
-def test_a_setting_without_the_reference_has_that_of_the_conclusion(full: Plan) -> None:
-    table = full.tables["S-a"]
-    assert {name: table.reference_of(table.setting(name)).name for name in ("K-2", "K-1", "prune-0.2")} == {
-        "K-2": "K-2", "K-1": "K-2", "prune-0.2": "K-2",
-    }  # fmt: skip
-    assert table.reference_of(table.setting("dropout-0.3")).name == "dropout-0.3"
-
-
-def test_verdicts(tiny: Plan) -> None:
-    assert verdict(tiny, [2.0, 3.0, 2.5, 2.0, 3.0, 2.2, 1.9]) == "supported"
-    assert verdict(tiny, [-2.0, -3.0, -2.5, -2.0, -3.0, -2.2, -1.9]) == "refuted: the other way round"
-    assert verdict(tiny, [0.1, -0.1, 0.0, 0.1, -0.2]) == "refuted: equal within 1"
-    assert verdict(tiny, [3.0, -2.0, 1.0, 0.5, -1.0]) == "undecided"
-    assert verdict(tiny, [0.1, -0.1, 0.0, 0.1, -0.2], kind="equivalent") == "supported"
-    assert verdict(tiny, [-3.0, -3.1, -2.9, -3.2], kind="equivalent") == "refuted"
-    assert verdict(tiny, [3.0, -2.0, 1.0, 0.5, -1.0], kind="equivalent") == "undecided"
-
-
-def test_families_are_adjusted_as_large_as_they_were_written(full: Plan) -> None:
-    made = {each.claim.name: each for each in report.findings(full, {})}
-    assert {name for name, each in made.items() if each.adjusted is not None} >= {"S-a.1", "S-a.2", "S-a.3"}
-    assert made["S-a.1"].verdict(0.05) == "not run"
-
-
-def test_a_direction_that_flips_fails_the_check(tiny: Plan) -> None:
-    known = found_of(
-        tiny, *(raw(arm, s, flat(v + s / 1e4)) for s in (1, 2) for arm, v in (("full", 0.5), ("one", 0.6)))
-    )
-    short = tiny.shortened()
-    same = found_of(short, *(raw(arm, 1, flat(v)) for arm, v in (("full", 0.3), ("one", 0.31))))
-    other = found_of(short, *(raw(arm, 1, flat(v)) for arm, v in (("full", 0.3), ("one", 0.29))))
-    assert report.flipped(tiny, known, short, same) == []
-    (flip,) = report.flipped(tiny, known, short, other)
-    assert flip.startswith("T.1: one less full is -1.0 here")
-    # A direction that the full runs left open cannot flip.
-    assert report.flipped(tiny, found_of(tiny, raw("full", 1, FLAT), raw("one", 1, FLAT)), short, other) == []
-
-
-def test_row_has_the_runs_of_the_chosen_rate(tiny: Plan) -> None:
-    found = found_of(tiny, raw("full", 0, FLAT), raw("full", 1, flat(0.4), rate=1e-2), raw("full", 2, FLAT))
-    scores = {job: figures["score"] for job, figures in found.items()}
-    assert choice(tiny, scores, ("T", "K-1", "full")) == 1e-3
-    table = tiny.tables["T"]
-    assert [*report.row(tiny, found, "T", table.settings[0], table.arm("full")).runs] == [2]
-
-
-def test_plot_of_raw_rows(tiny: Plan, tmp_path: Path) -> None:
-    found = found_of(tiny, *(raw(arm, seed, FLAT) for seed in (1, 2) for arm in ("full", "one")))
-    assert report.drawable(tiny, found, "T")
-    assert not report.drawable(tiny, {}, "T")
-    document = tmp_path / "evidence.md"
-    begin = f"<!-- begin: {report.COMMAND} -->"
-    document.write_text(f"before\n{begin}\nbygone\n<!-- end -->\nafter\n<!-- end -->\n", encoding="utf-8")
-    report.write(tiny, found, "0123", document)
-    written = document.read_text(encoding="utf-8")
-    assert written.startswith(f"before\n{begin}\n\nPlan: ")
-    assert written.endswith(")\n\n<!-- end -->\nafter\n<!-- end -->\n")
-    assert "bygone" not in written
-    assert "SHA-256 0123" in block(report.COMMAND, document)
-    assert (tmp_path / "evidence-t.png").stat().st_size > 0
-    with pytest.raises(ValueError, match=r"evidence.md has no block of this command: add the lines <!-- begin: ls"):
-        write_block("ls", [], document)
-
-
-def test_the_document_has_the_report_of_the_saved_runs(full: Plan) -> None:
-    found = store.of_plan(full, store.loaded())
-    assert block(report.COMMAND) == tidied(report.section(full, found, digest_of(), store.repeated(full)))

@@ -1,0 +1,1 @@
+"""The report of the tables, from the raw results."""

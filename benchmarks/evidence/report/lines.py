@@ -1,0 +1,231 @@
+"""The report's lines: tables, claims with their verdicts, and answers to questions."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+from benchmarks.evidence.plan import SITES, Plan, Setting, Table, choice, tried, tuned_cell
+from benchmarks.evidence.report.findings import NOT_FLAT, Finding, findings
+from benchmarks.evidence.report.rows import Found, Row, Run, row, void
+from benchmarks.evidence.statistics import described, paired, shown_interval, shown_spread
+from benchmarks.evidence.store import job_of
+
+
+def lines(plan: Plan, found: Found, tables: Collection[str] = ()) -> Iterator[str]:
+    """Yield the report in Markdown, line by line."""
+    for name, table in plan.tables.items():
+        if not tables or name in tables:
+            yield from _of_table(plan, found, name, table)
+    yield from _claims(plan, found, tables)
+    yield from _questions(plan, found)
+
+
+def _of_table(plan: Plan, found: Found, name: str, table: Table) -> Iterator[str]:
+    yield f"\n### {name}: {table.title}\n"
+    yield table.question
+    of_table = {job: figures for job, figures in found.items() if job.table == name}
+    rows = [job for job in of_table if job.seed != plan.protocol.tuning_seed]
+    yield (
+        f"\n{len(rows)} runs, and {len(of_table) - len(rows)} that chose learning rates. {table.rounds} rounds of "
+        f"{table.training.get('steps')} steps of {table.training.get('batch_size')}, "
+        f"{table.sites_a_round or 'all'} sites a round."
+    )
+    run = {job.setting for job in rows}
+    for setting in table.settings:
+        if setting.name in run:
+            yield from _of_setting(plan, found, name, setting)
+    if missing := [setting.name for setting in table.settings if setting.name not in run]:
+        yield f"\nSettings that were not run: {', '.join(missing)}."
+    if len(rows) < len(of_table):
+        yield from _rates(plan, of_table, name)
+    yield from _costs(of_table)
+
+
+def _of_setting(plan: Plan, found: Found, name: str, setting: Setting) -> Iterator[str]:
+    table = plan.tables[name]
+    yield f"\n#### {name}, {setting.name}\n"
+    if reason := void(plan, found, name, setting):
+        yield f"**Void**: {reason}.\n"
+    rows = [each for arm in table.arms_of(setting) if (each := row(plan, found, name, setting, arm)).runs]
+    reference = row(plan, found, name, table.reference_of(setting), table.arm(table.reference))
+    parts = list(dict.fromkeys(part["part"] for part in next(iter(rows[0].runs.values()))["majority"]))
+    parts.sort(key=lambda part: (part != table.part, part == SITES))
+    budgets = _budgets(plan, found, name, setting)
+    heads = [heading(part, table) for part in parts]
+    equal = [f"{parts[0]} at the bytes of {table.equal_bytes}"] if budgets else []
+    heads += ["worst site", f"{parts[0]} less {table.reference}", "slope", "jitter", "MB up", *equal, "CPU s"]
+    yield f"| arm | seeds | {' | '.join(heads)} |"
+    yield f"|{'---|' * (len(heads) + 2)}"
+    most = {
+        each["part"]: 100 * each[_score(each["part"], table)]
+        for each in next(iter(rows[0].runs.values()))["majority"]
+    }
+    shares = " | ".join(f"{most[part]:.1f}" for part in parts)
+    yield f"| most frequent class | | {shares} |{' |' * (len(heads) - len(parts))}"
+    for each in rows:
+        cells = [each.arm.name, str(len(each.runs))]
+        cells += [shown_spread([*each.final(part, _score(part, table)).values()]) for part in parts]
+        cells.append(shown_spread([*each.final(SITES, "accuracy", worst=True).values()]))
+        own = each.arm.name == table.reference
+        cells.append("" if own else shown_interval(paired(each.final(table.part), reference.final(table.part))))
+        slope = (
+            "-" if each.trend is None else f"{each.trend.slope:+.2f}" + (f", {NOT_FLAT}" if each.is_rising else "")
+        )
+        cells += [slope, shown_spread(each.jitter, 2), shown_spread(each.up(), 0)]
+        cells += [shown_spread([*each.at_bytes(budgets).values()])] if budgets else []
+        cells.append(shown_spread([run["cpu_seconds"] for run in each.runs.values()], 0))
+        yield f"| {' | '.join(cells)} |"
+    shown = {each.arm.name for each in rows}
+    if missing := [arm.name for arm in table.arms_of(setting) if arm.name not in shown]:
+        yield f"\nArms that were not run: {', '.join(missing)}."
+    yield from _selections(rows)
+    yield from _warmups(rows)
+
+
+def _selections(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield how the sites' selections of layers change and overlap, for the rows that select any."""
+    found = {each.arm.name: figures for each in rows if (figures := each.of_selections())}
+    if not found:
+        return
+    yield "\nSelections of layers: those that a site did not train the last time, of each round; the overlap of two"
+    yield "sites' selections (Jaccard index), that of random ones of the same size, and the share of layers that any"
+    yield "site trained.\n"
+    yield "| arm | new layers | overlap | by chance | any site |"
+    yield "|---|---|---|---|---|"
+    for arm, figures in found.items():
+        cells = [shown_spread(figures[name], 2) for name in ("turnover", "overlap", "chance", "union")]
+        yield f"| {arm} | {' | '.join(cells)} |"
+
+
+def _warmups(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield what was measured of warm-ups: their ends, and how far the sites' steps differ from their mean."""
+    found = [each for each in rows if any(run.get("signals") for run in each.runs.values())]
+    if not found:
+        return
+    yield "\nWarm-ups: rounds, and the disagreement of the sites (the rms distance of their steps from the mean step)"
+    yield "over the mean step's length, on the blocks that the second stage would freeze.\n"
+    yield "| arm | rounds | first five rounds | last five rounds |"
+    yield "|---|---|---|---|"
+    for each in found:
+        drifts = list(each.drifts().values())
+        cuts = slice(None, 5), slice(-5, None)
+        ends = [shown_spread([fmean(part) for drift in drifts if (part := drift[cut])]) for cut in cuts]
+        yield f"| {each.arm.name} | {shown_spread(each.warmups(), 0)} | {' | '.join(ends)} |"
+
+
+def heading(part: str, table: Table) -> str:
+    return f"{part}, {_score(part, table).replace('_', ' ')}"
+
+
+def _score(part: str, table: Table) -> str:
+    # A site has too few examples of most classes for a macro F1.
+    return "accuracy" if part == SITES else table.score
+
+
+def _budgets(plan: Plan, found: Found, name: str, setting: Setting) -> dict[int, float]:
+    """Return the megabytes, both ways, that the table's measure of bytes took, by seed."""
+    table = plan.tables[name]
+    if table.equal_bytes is None:
+        return {}
+    measure = row(plan, found, name, setting, table.arm(table.equal_bytes))
+    return {seed: totals[-1] for seed, totals in measure.moved().items()}
+
+
+def _rates(plan: Plan, found: Found, name: str) -> Iterator[str]:
+    """Yield the learning rates, by the validation score on the tuning seed."""
+    scores = {job: figures["score"] for job, figures in found.items()}
+    yield f"\n#### {name}, learning rates: validation score on seed {plan.protocol.tuning_seed}\n"
+    yield "| arm | setting | chosen | tried |"
+    yield "|---|---|---|---|"
+    table = plan.tables[name]
+    for setting in table.settings:
+        for arm in table.arms_of(setting):
+            cell = name, setting.name, arm.name
+            of_cell = tried(plan, scores, cell)
+            if of_cell and tuned_cell(plan, cell) == cell:
+                rate, ends = choice(plan, scores, cell), (min(of_cell), max(of_cell))
+                shown = "-" if rate is None else f"{rate:g}" + (", at an end" if rate in ends else "")
+                values = ", ".join(f"{each:g}: {100 * score:.1f}" for each, score in sorted(of_cell.items()))
+                yield f"| {arm.name} | {setting.name} | {shown} | {values} |"
+
+
+def _costs(found: Found) -> Iterator[str]:
+    """Yield what the runs took, by machine."""
+    by_machine: dict[str, list[Run]] = {}
+    for figures in found.values():
+        by_machine.setdefault(figures["machine"], []).append(figures)
+    for machine, of_machine in sorted(by_machine.items()):
+        seconds, of_core = ([run[name] for run in of_machine] for name in ("seconds", "cpu_seconds"))
+        yield (
+            f"\n{len(of_machine)} runs took {shown_spread(seconds, 0)} seconds each, {shown_spread(of_core, 0)} of a "
+            f"core, on {machine}."
+        )
+
+
+def _claims(plan: Plan, found: Found, tables: Collection[str]) -> Iterator[str]:
+    protocol = plan.protocol
+    made = [each for each in findings(plan, found) if not tables or each.table in tables]
+    yield "\n### Claims\n"
+    yield (
+        "Differences are in points, paired by seed, with 95 % t-intervals; d_z has Hedges' correction. `p` is the "
+        "exact sign-flip test's, and for an equivalence that of two one-sided t-tests. In bold: headline claims, "
+        f"with p adjusted by Holm over those of the paper. Verdicts are at {protocol.significance:g}; rows that are "
+        f"{NOT_FLAT} and void tables have none.\n"
+    )
+    yield "| claim | difference | seeds | positive | d_z | p | verdict |"
+    yield "|---|---|---|---|---|---|---|"
+    for each in made:
+        text = f"{each.claim.name} {each.claim.text}" + (
+            f" (within {each.claim.margin:g})" if each.claim.kind == "equivalent" else ""
+        )
+        count, cells = len(each.differences), ["-", "-", "-"]
+        if count > 1:
+            about = described(each.differences)
+            p = each.p if each.adjusted is None else each.adjusted
+            size = "-" if count < 3 else f"{about['d_z']:+.2f}"
+            cells = [f"{about['positive']} of {count}", size, "-" if p is None else f"{p:.3g}"]
+        title = f"**{text}**" if each.claim.headline else text
+        yield (
+            f"| {title} | {shown_interval(each.differences)} | {count} | {' | '.join(cells)} | "
+            f"{each.verdict(protocol.significance)} |"
+        )
+
+
+def _questions(plan: Plan, found: Found) -> Iterator[str]:
+    """Yield the questions of the papers and of their reviewers, with what the claims answer."""
+    if not plan.questions:
+        return
+    yield "\n### Questions of the papers and of their reviewers\n"
+    yield "Differences are those of the claims, in points, with 95 % intervals."
+    by_claim = {each.claim.name: each for each in findings(plan, found)}
+    for paper in dict.fromkeys(question.paper for question in plan.questions):
+        yield f"\n{paper}:\n"
+        for question in plan.questions:
+            if question.paper == paper:
+                answers = [_answer(plan, by_claim[name]) for name in question.claims] or [question.answer]
+                yield f"- *{question.text}* {' '.join(answers)}"
+
+
+def _answer(plan: Plan, each: Finding) -> str:
+    verdict = each.verdict(plan.protocol.significance)
+    shown = f"{verdict}, {shown_interval(each.differences)}" if each.differences else verdict
+    return f"{each.claim.text} ({each.claim.name}): {shown}."
+
+
+def repeated_lines(repeated: Sequence[Run]) -> Iterator[str]:
+    """Yield the results of runs that were repeated over HTTP."""
+    yield "\n### Over HTTP\n"
+    yield "`python -m benchmarks.evidence.over_http --save` repeats runs between real processes, a coordinator and a"
+    yield "worker for each site, and compares the digests of the last versions.\n"
+    yield from map(repeated_line, repeated)
+
+
+def repeated_line(each: Mapping[str, Any]) -> str:
+    """Return what was found of a repeated run, as an item of a list."""
+    verdict = "the same digest" if each["digest"] == each["simulated"] else f"another digest than {each['simulated']}"
+    return (
+        f"- {job_of(each).name}: {verdict}, {each['digest']}; {each['received_bytes'] / 1e6:.0f} MB received and "
+        f"{each['sent_bytes'] / 1e6:.0f} MB sent by the coordinator; {each['seconds']:.0f} s on {each['machine']}"
+    )

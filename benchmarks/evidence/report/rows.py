@@ -1,0 +1,173 @@
+"""Rows of the tables: the runs of an arm in a setting, with the figures that follow from them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from statistics import fmean
+from typing import Any
+
+from benchmarks.evidence.gate import shut
+from benchmarks.evidence.plan import SITES, Arm, Job, Plan, Setting, Table, choice
+from benchmarks.evidence.statistics import Trend, floor, trend
+from tessera.shared.methods.fedfrozen import DISAGREEMENT, FROZEN_FROM, MOVEMENT
+
+Found = Mapping[Job, Mapping[str, Any]]
+Run = Mapping[str, Any]
+ByUnit = dict[int, float]
+"""A figure by seed, in points."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """The runs of an arm in a setting: its figures by seed, in points."""
+
+    plan: Plan
+    name: str
+    table: Table
+    setting: Setting
+    arm: Arm
+    runs: Mapping[int, Run]
+    """By seed."""
+
+    def final(self, part: str, score: str | None = None, *, worst: bool = False, absent: bool = False) -> ByUnit:
+        """Return the mean of the last versions, on all examples of a part. Sites count alike; or the worst one, or
+        those alone that missed rounds."""
+        found = {}
+        for seed, run in self.runs.items():
+            rows = [row for row in run.get("scores", ()) if row["part"] == part and not row["curve"]]
+            versions = sorted({row["version"] for row in rows})[-self.plan.protocol.final_versions :]
+            by_site: dict[str, list[float]] = {}
+            for row in rows:
+                if row["version"] in versions and (not absent or row["site"] in run["absent"]):
+                    by_site.setdefault(row["site"], []).append(100 * row[score or self.table.score])
+            means = [fmean(values) for values in by_site.values()]
+            if means:
+                found[seed] = min(means) if worst else fmean(means)
+            elif run.get("diverged"):
+                found[seed] = 0.0
+        return found
+
+    def curves(self, part: str) -> dict[int, list[float]]:
+        """Return the score of every version, by seed: on the examples of curves, or as the mean over the sites that
+        measured every version."""
+        found, versions = {}, (self.setting.rounds or self.table.rounds) + 1
+        for seed, run in self.runs.items():
+            by_site: dict[str, dict[int, float]] = {}
+            for row in run.get("scores", ()):
+                if row["part"] == part and (row["curve"] or part == SITES):
+                    by_site.setdefault(row["site"], {})[row["version"]] = 100 * row[self.table.score]
+            whole = [values for values in by_site.values() if len(values) == versions]
+            if whole:
+                found[seed] = [fmean(values[version] for values in whole) for version in range(versions)]
+        return found
+
+    @cached_property
+    def part(self) -> str:
+        """The part that the table is about, or the sites for an arm that is measured there alone."""
+        return SITES if self.arm.personal else self.table.part
+
+    @cached_property
+    def trend(self) -> Trend | None:
+        """The line through the last versions of the mean curve; None before a run with a curve has ended."""
+        curves = list(self.curves(self.part).values())
+        last = self.plan.protocol.rising_versions
+        if not curves or len(curves[0]) < last:
+            return None
+        return trend([fmean(values) for values in zip(*curves, strict=True)][-last:])
+
+    @property
+    def is_rising(self) -> bool:
+        """True if nothing may be concluded from the row, because it has not come to rest."""
+        return self.trend is not None and self.trend.slope > self.plan.protocol.rising_points
+
+    @property
+    def jitter(self) -> list[float]:
+        """The standard deviation of the last versions about their own line, of each seed."""
+        last = self.plan.protocol.rising_versions
+        return [trend(values[-last:]).jitter for values in self.curves(self.part).values() if len(values) >= last]
+
+    def up(self) -> list[float]:
+        """Return the megabytes that all sites together sent in a run, by seed."""
+        return [sum(run["upload_bytes"]) / 1e6 for run in self.runs.values() if "upload_bytes" in run]
+
+    def moved(self) -> dict[int, list[float]]:
+        """Return the megabytes that moved both ways until each version, from the first, by seed."""
+        return {
+            seed: [
+                0.0,
+                *accumulate((u + d) / 1e6 for u, d in zip(run["upload_bytes"], run["download_bytes"], strict=True)),
+            ]
+            for seed, run in self.runs.items()
+            if "upload_bytes" in run
+        }
+
+    def at_bytes(self, budgets: Mapping[int, float]) -> ByUnit:
+        """Return the score on the curve's examples of the last version within each seed's budget of megabytes."""
+        moved, curves = self.moved(), self.curves(self.table.part)
+        return {
+            seed: curve[max(place for place, total in enumerate(moved[seed]) if total <= budgets[seed])]
+            for seed, curve in curves.items()
+            if seed in budgets and seed in moved
+        }
+
+    def of_selections(self) -> dict[str, list[float]]:
+        """Return each figure of the runs' selections of layers, for every seed that has it; empty without any."""
+        found: dict[str, list[float]] = {}
+        for run in self.runs.values():
+            for name, value in (run.get("selections") or {}).items():
+                if value is not None:
+                    found.setdefault(name, []).append(value)
+        return found and {name: found.get(name, []) for name in ("turnover", "overlap", "chance", "union")}
+
+    def drifts(self) -> dict[int, list[float]]:
+        """Return, for each round of a warm-up, the disagreement of the sites over the length of their mean step."""
+        found = {}
+        for seed in self.runs:
+            far, moved = self._signal(seed, DISAGREEMENT), self._signal(seed, MOVEMENT)
+            found[seed] = [far[version] / moved[version] for version in sorted(far) if moved.get(version)]
+        return found
+
+    def warmups(self) -> list[float]:
+        """Return the rounds of each run's warm-up: all of them for one that never ended."""
+        ends = [self._signal(seed, FROZEN_FROM).values() for seed in self.runs]
+        return [min(end, default=float(self.setting.rounds or self.table.rounds)) for end in ends]
+
+    def _signal(self, seed: int, name: str) -> dict[int, float]:
+        """Return a measured value of a warm-up by version."""
+        return {
+            each["version"]: each["value"] for each in self.runs[seed].get("signals") or () if each["name"] == name
+        }
+
+
+def row(plan: Plan, found: Found, name: str, setting: Setting, arm: Arm) -> Row:
+    """Return the row of an arm, of the runs at the learning rate that was chosen for it."""
+    cell, tuning = (name, setting.name, arm.name), plan.protocol.tuning_seed
+    rate = choice(plan, {job: figures["score"] for job, figures in found.items() if job.seed == tuning}, cell)
+    runs = {
+        job.seed: figures
+        for job, figures in sorted(found.items(), key=lambda each: each[0].seed)
+        if (job.table, job.setting, job.arm) == cell and job.seed != tuning and rate in (None, job.rate)
+    }
+    return Row(plan, name, plan.tables[name], setting, arm, runs)
+
+
+def void(plan: Plan, found: Found, name: str, setting: Setting) -> str | None:
+    """Return why nothing follows from a table; None if its model passed the gate and its reference learned."""
+    table = plan.tables[name]
+    if reason := shut(table.gate_of(setting)):
+        return reason
+    reference = row(plan, found, name, table.reference_of(setting), table.arm(table.reference))
+    accuracy = reference.final(table.part, "accuracy")
+    if not accuracy:
+        return f"no run of `{table.reference}` is finished"
+    for seed, value in accuracy.items():
+        most = next(each for each in reference.runs[seed]["majority"] if each["part"] == table.part)
+        if value < 100 * floor(most["accuracy"], most["examples"], plan.protocol.standard_errors):
+            return (
+                f"`{table.reference}` has accuracy {value:.1f} with seed {seed}, less than "
+                f"{plan.protocol.standard_errors:g} standard errors above the most frequent class"
+            )
+    return None

@@ -1,0 +1,91 @@
+"""The plan of the tables of evidence, and a tiny one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.evidence.plan import Plan, read
+from benchmarks.evidence.sources.prepare import MODEL, PHRASES
+from tests.benchmarks.test_evidence import made_up, tiny_bert
+
+TINY_PLAN = """
+[protocol]
+tuning_seed = 0
+seeds = [1, 2]
+headline_seeds = [1, 2]
+tuning_share = 0.5
+tuning_versions = 1
+factors = [1.0]
+outward = 0
+final_versions = 2
+rising_versions = 3
+rising_points = 0.1
+standard_errors = 5.0
+significance = 0.05
+check_rounds = 2
+check_seeds = [1, 2]
+
+[grids.adamw]
+base = 1e-3
+training = { optimizer = "adamw", rates = { head = 10.0 } }
+
+[tables.T]
+title = "Two arms"
+paper = "None"
+question = "Does it run?"
+federation = "phrases"
+score = "macro_f1"
+part = "unseen"
+reference = "full"
+equal_bytes = "one"
+rounds = 3
+sites_a_round = 3
+training = { steps = 1, batch_size = 8 }
+curve_examples = 30
+check = ["full", "one"]
+settings = [
+  { name = "K-1", scope = "core" },
+  { name = "away", away = { share = 0.3, first = 1, last = 1 }, arms = ["local"] },
+  { name = "dropout", dropout = 0.3, sites_a_round = 5, arms = ["one"] },
+]
+arms = [
+  { name = "full", method = "safl", settings = { score = "first", layers = 3, always = ["head"] } },
+  { name = "one", method = "safl", settings = { score = "attention", layers = 1, always = ["head"] } },
+  { name = "lora", method = "lora", model = "lora-2" },
+  { name = "wide", method = "lora", model = "lora-2-all" },
+  { name = "local", method = "local", personal = true },
+  { name = "central", method = "fedavg", central = true },
+]
+claims = [{ name = "T.1", text = "One layer gains", arm = "one", against = "full", margin = 1.0, headline = true }]
+
+[tables.T.options]
+sites_per_wording = 2
+examples_per_wording = 60
+alpha = 0.5
+validation_share = 0.2
+test_share = 0.2
+unseen_tests = 60
+seen_tests = 40
+"""
+
+
+@pytest.fixture
+def full() -> Plan:
+    return read()
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Plan:
+    (tmp_path / "tiny.toml").write_text(TINY_PLAN, encoding="utf-8")
+    return read(tmp_path / "tiny.toml")
+
+
+@pytest.fixture
+def prepared(tmp_path: Path) -> Path:
+    """A tiny model and made-up phrases, as `benchmarks.evidence.sources.prepare` writes them."""
+    folder = tmp_path / "prepared"
+    tiny_bert(40).save_pretrained(folder / MODEL)
+    made_up(pieces=40).save(folder / PHRASES)
+    return folder

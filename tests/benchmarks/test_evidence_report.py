@@ -1,0 +1,237 @@
+"""The report of the tables of evidence, from raw rows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from benchmarks.document import block, tidied, write_block
+from benchmarks.evidence import statistics as ours
+from benchmarks.evidence import store
+from benchmarks.evidence.federations import SEEN, UNSEEN
+from benchmarks.evidence.plan import Job, Plan, Question, choice, digest_of, setup_of
+from benchmarks.evidence.report.findings import Finding, findings, flipped
+from benchmarks.evidence.report.lines import lines
+from benchmarks.evidence.report.pictures import drawable
+from benchmarks.evidence.report.rows import row, void
+from benchmarks.evidence.report.section import COMMAND, section, write
+from tessera.shared.methods.fedfrozen import DISAGREEMENT, FROZEN_FROM, MOVEMENT
+
+
+def raw(arm: str, seed: int, curve: list[float], accuracy: float = 0.6, rate: float = 1e-3) -> dict[str, Any]:
+    """A run's figures, with these scores by version, of which the last two count."""
+    rows = [
+        {"part": part, "site": "", "version": version, "curve": is_curve, "examples": 400,
+         "accuracy": accuracy, "macro_f1": value}
+        for part in (UNSEEN, SEEN)
+        for version, value in enumerate(curve)
+        for is_curve in (True, False)
+        if is_curve or version >= 2
+    ]  # fmt: skip
+    rows += [
+        {"part": "sites", "site": site, "version": version, "curve": False, "examples": 10,
+         "accuracy": value, "macro_f1": value}
+        for site, value in (("a", 0.5), ("b", 0.7))
+        for version in (2, 3)
+    ]  # fmt: skip
+    most = [{"part": part, "examples": 400, "accuracy": 0.13, "macro_f1": 0.01} for part in (UNSEEN, SEEN, "sites")]
+    return {
+        "table": "T", "setting": "K-1", "arm": arm, "seed": seed, "rate": rate, "inputs": "x", "machine": "m",
+        "seconds": 2.0, "cpu_seconds": 1.0, "score": curve[-1], "digest": "d", "upload_bytes": [2_000_000] * 3,
+        "download_bytes": [1_000_000] * 3, "picks": [], "majority": most, "scores": rows,
+    }  # fmt: skip
+
+
+def found_of(tiny: Plan, *figures: dict[str, Any]) -> dict[Job, dict[str, Any]]:
+    jobs = {store.job_of(each): each for each in figures}
+    return {job: {**each, "setup": setup_of(tiny, job)} for job, each in jobs.items()}
+
+
+FLAT = [0.1, 0.5, 0.5, 0.5]
+
+
+def flat(level: float) -> list[float]:
+    return [0.1, level, level, level]
+
+
+def test_report_of_raw_rows(tiny: Plan) -> None:
+    seeds = {1: (0.50, 0.53), 2: (0.52, 0.54)}
+    figures = [raw(arm, seed, flat(pair[n])) for seed, pair in seeds.items() for n, arm in enumerate(("full", "one"))]
+    tables = "\n".join(lines(tiny, found_of(tiny, *figures)))
+    # The mean over both seeds, and the interval of differences of 3 and 2 points: 2.5 +- 12.706 * 0.7071 / sqrt(2).
+    assert (
+        "| full | 2 | 51.0 ± 1.4 | 51.0 ± 1.4 | 60.0 ± 0.0 | 50.0 ± 0.0 |  | +0.00 | 0.00 ± 0.00 | 6 ± 0 |" in tables
+    )
+    assert "+2.5 [-3.9, +8.9]" in tables
+    assert "| **T.1 One layer gains** | +2.5 [-3.9, +8.9] | 2 | 2 of 2 | - | 0.5 | undecided |" in tables
+    assert "| most frequent class | | 1.0 | 1.0 | 13.0 |" in tables
+    assert "**Void**" not in tables
+    assert "4 runs took 2 ± 0 seconds each, 1 ± 0 of a core, on m." in tables
+    assert "Arms that were not run: lora, wide, local, central." in tables
+    assert "Settings that were not run: away, dropout." in tables
+
+
+def test_report_of_selections_and_warm_ups(tiny: Plan) -> None:
+    chosen = {"turnover": 0.5, "overlap": 0.4, "chance": 0.2, "union": None}
+    moved = [
+        {"name": name, "version": version, "value": value}
+        for version in (1, 2)
+        for name, value in ((MOVEMENT, 2.0), (DISAGREEMENT, 2.0 + version))
+    ]
+    frozen = [*moved, {"name": FROZEN_FROM, "version": 2, "value": 2.0}]
+    found = found_of(
+        tiny,
+        raw("full", 1, FLAT),
+        {**raw("one", 1, FLAT), "selections": chosen, "signals": moved},
+        {**raw("one", 2, FLAT), "selections": chosen, "signals": frozen},
+    )
+    tables = "\n".join(lines(tiny, found))
+    assert "| one | 0.50 ± 0.00 | 0.40 ± 0.00 | 0.20 ± 0.00 | - |" in tables
+    # One warm-up of all 3 rounds and one of 2; steps of length 2 that differ by 3 and by 4.
+    assert "| one | 2 ± 1 | 1.8 ± 0.0 | 1.8 ± 0.0 |" in tables
+    assert "| full | 0." not in tables
+
+
+def test_questions_are_answered_by_claims(tiny: Plan) -> None:
+    asked = [
+        Question(paper="One", text="Does one gain?", claims=("T.1",)),
+        Question(paper="One", text="Why?", answer="Unknown."),
+    ]
+    plan = tiny.model_copy(update={"questions": tuple(asked)})
+    assert "- *Does one gain?* One layer gains (T.1): not run." in list(lines(plan, {}))
+    figures = [raw(arm, seed, flat(value)) for seed in (1, 2) for arm, value in (("full", 0.5), ("one", 0.53))]
+    shown = list(lines(plan, found_of(plan, *figures)))
+    assert "- *Does one gain?* One layer gains (T.1): undecided, +3.0 [+3.0, +3.0]." in shown
+    assert "- *Why?* Unknown." in shown
+    with pytest.raises(ValidationError, match=r"no claim is called T.9; there are T.1"):
+        Plan.model_validate({**tiny.model_dump(), "questions": [{"paper": "One", "text": "Who?", "claims": ["T.9"]}]})
+    with pytest.raises(ValidationError, match="give claims or an answer: Who"):
+        Question(paper="One", text="Who?")
+
+
+def test_equal_bytes_end_the_dearer_run_early(tiny: Plan) -> None:
+    cheap = {**raw("one", 1, [0.1, 0.2, 0.3, 0.4]), "upload_bytes": [1_000_000] * 3, "download_bytes": [0] * 3}
+    found = found_of(tiny, cheap, raw("full", 1, [0.1, 0.3, 0.5, 0.6]))
+    table = tiny.tables["T"]
+    rows = {name: row(tiny, found, "T", table.settings[0], table.arm(name)) for name in ("one", "full")}
+    budgets = {seed: totals[-1] for seed, totals in rows["one"].moved().items()}
+    # Three megabytes are all of the one's rounds, and one round of the other's.
+    assert budgets == {1: 3.0}
+    assert rows["one"].at_bytes(budgets) == pytest.approx({1: 40.0})
+    assert rows["full"].at_bytes(budgets) == pytest.approx({1: 30.0})
+
+
+def test_table_whose_reference_does_not_learn_is_void(tiny: Plan) -> None:
+    # Five standard errors at 400 examples: 0.13 + 5 sqrt(0.13 * 0.87 / 400) = 0.214.
+    figures = [raw("full", 1, FLAT, accuracy=0.21), raw("one", 1, FLAT)]
+    tables = "\n".join(lines(tiny, found_of(tiny, *figures)))
+    assert "**Void**: `full` has accuracy 21.0 with seed 1, less than 5 standard errors above" in tables
+    assert "| void |" in tables
+    setting = tiny.tables["T"].settings[0]
+    assert void(tiny, found_of(tiny, raw("full", 1, FLAT, accuracy=0.22)), "T", setting) is None
+
+
+def test_nothing_is_concluded_from_rows_that_still_rise(tiny: Plan) -> None:
+    rising = [0.1, 0.500, 0.502, 0.504]
+    figures = [raw(arm, seed, curve) for seed in (1, 2) for arm, curve in (("full", FLAT), ("one", rising))]
+    tables = "\n".join(lines(tiny, found_of(tiny, *figures)))
+    assert "| +0.20, not flat |" in tables
+    assert "| not flat: one |" in tables
+
+
+def verdict(tiny: Plan, differences: list[float], **changes: Any) -> str:
+    claim = tiny.tables["T"].claims[0].model_copy(update=changes)
+    p = ours.sign_flip_p(differences) if claim.kind == "greater" else ours.equivalence_p(differences, claim.margin)
+    return Finding(claim, "T", differences, p, None).verdict(0.05)
+
+
+def test_sites_that_missed_rounds_are_compared_apart_and_leave_no_slope(tiny: Plan) -> None:
+    def sites(arm: str, late: float) -> dict[str, Any]:
+        run = {**raw(arm, 1, FLAT), "setting": "away", "absent": ["b"]}
+        rows = [
+            {"part": "sites", "site": site, "version": version, "curve": False, "examples": 10,
+             "accuracy": value, "macro_f1": value}
+            for site, value, first in (("a", 0.5, 0), ("b", late, 2))
+            for version in range(first, 4)
+        ]  # fmt: skip
+        return {**run, "scores": rows}
+
+    found = found_of(tiny, sites("local", 0.9))
+    table = tiny.tables["T"]
+    local = row(tiny, found, "T", table.setting("away"), table.arm("local"))
+    assert local.final("sites", absent=True) == pytest.approx({1: 90.0})
+    assert local.final("sites") == pytest.approx({1: 70.0})
+    assert local.curves("sites") == {1: [50.0] * 4}
+    assert not local.is_rising
+
+
+def test_a_setting_without_the_reference_has_that_of_the_conclusion(full: Plan) -> None:
+    table = full.tables["S-a"]
+    assert {name: table.reference_of(table.setting(name)).name for name in ("K-2", "K-1", "prune-0.2")} == {
+        "K-2": "K-2", "K-1": "K-2", "prune-0.2": "K-2",
+    }  # fmt: skip
+    assert table.reference_of(table.setting("dropout-0.3")).name == "dropout-0.3"
+
+
+def test_verdicts(tiny: Plan) -> None:
+    assert verdict(tiny, [2.0, 3.0, 2.5, 2.0, 3.0, 2.2, 1.9]) == "supported"
+    assert verdict(tiny, [-2.0, -3.0, -2.5, -2.0, -3.0, -2.2, -1.9]) == "refuted: the other way round"
+    assert verdict(tiny, [0.1, -0.1, 0.0, 0.1, -0.2]) == "refuted: equal within 1"
+    assert verdict(tiny, [3.0, -2.0, 1.0, 0.5, -1.0]) == "undecided"
+    assert verdict(tiny, [0.1, -0.1, 0.0, 0.1, -0.2], kind="equivalent") == "supported"
+    assert verdict(tiny, [-3.0, -3.1, -2.9, -3.2], kind="equivalent") == "refuted"
+    assert verdict(tiny, [3.0, -2.0, 1.0, 0.5, -1.0], kind="equivalent") == "undecided"
+
+
+def test_families_are_adjusted_as_large_as_they_were_written(full: Plan) -> None:
+    made = {each.claim.name: each for each in findings(full, {})}
+    assert {name for name, each in made.items() if each.adjusted is not None} >= {"S-a.1", "S-a.2", "S-a.3"}
+    assert made["S-a.1"].verdict(0.05) == "not run"
+
+
+def test_a_direction_that_flips_fails_the_check(tiny: Plan) -> None:
+    known = found_of(
+        tiny, *(raw(arm, s, flat(v + s / 1e4)) for s in (1, 2) for arm, v in (("full", 0.5), ("one", 0.6)))
+    )
+    short = tiny.shortened()
+    same = found_of(short, *(raw(arm, 1, flat(v)) for arm, v in (("full", 0.3), ("one", 0.31))))
+    other = found_of(short, *(raw(arm, 1, flat(v)) for arm, v in (("full", 0.3), ("one", 0.29))))
+    assert flipped(tiny, known, short, same) == []
+    (flip,) = flipped(tiny, known, short, other)
+    assert flip.startswith("T.1: one less full is -1.0 here")
+    # A direction that the full runs left open cannot flip.
+    assert flipped(tiny, found_of(tiny, raw("full", 1, FLAT), raw("one", 1, FLAT)), short, other) == []
+
+
+def test_row_has_the_runs_of_the_chosen_rate(tiny: Plan) -> None:
+    found = found_of(tiny, raw("full", 0, FLAT), raw("full", 1, flat(0.4), rate=1e-2), raw("full", 2, FLAT))
+    scores = {job: figures["score"] for job, figures in found.items()}
+    assert choice(tiny, scores, ("T", "K-1", "full")) == 1e-3
+    table = tiny.tables["T"]
+    assert [*row(tiny, found, "T", table.settings[0], table.arm("full")).runs] == [2]
+
+
+def test_plot_of_raw_rows(tiny: Plan, tmp_path: Path) -> None:
+    found = found_of(tiny, *(raw(arm, seed, FLAT) for seed in (1, 2) for arm in ("full", "one")))
+    assert drawable(tiny, found, "T")
+    assert not drawable(tiny, {}, "T")
+    document = tmp_path / "evidence.md"
+    begin = f"<!-- begin: {COMMAND} -->"
+    document.write_text(f"before\n{begin}\nbygone\n<!-- end -->\nafter\n<!-- end -->\n", encoding="utf-8")
+    write(tiny, found, "0123", document)
+    written = document.read_text(encoding="utf-8")
+    assert written.startswith(f"before\n{begin}\n\nPlan: ")
+    assert written.endswith(")\n\n<!-- end -->\nafter\n<!-- end -->\n")
+    assert "bygone" not in written
+    assert "SHA-256 0123" in block(COMMAND, document)
+    assert (tmp_path / "evidence-t.png").stat().st_size > 0
+    with pytest.raises(ValueError, match=r"evidence.md has no block of this command: add the lines <!-- begin: ls"):
+        write_block("ls", [], document)
+
+
+def test_the_document_has_the_report_of_the_saved_runs(full: Plan) -> None:
+    found = store.of_plan(full, store.loaded())
+    assert block(COMMAND) == tidied(section(full, found, digest_of(), store.repeated(full)))
