@@ -279,6 +279,9 @@ def test_the_command_resumes_prints_and_refuses_other_settings(
     assert json.loads(file.read_text()) == written
     with pytest.raises(OtherStudy, match="name another folder with --out, or remove it"):
         main(["fednova", *arguments, "--rounds", "2"])
+    with pytest.raises(SystemExit):
+        main([*arguments, "--save"])
+    assert "leave --problem and --rounds out" in capsys.readouterr().err
 
 
 def test_results_are_the_same_when_read_again(tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ from benchmarks.evidence.sources.phrases import (
     of_tabular,
     split,
 )
-from benchmarks.evidence.sources.prepare import MODEL, PHRASES
+from benchmarks.evidence.sources.prepare import PHRASES
 from benchmarks.evidence.statistics import interval
 from benchmarks.methods.head_only import HeadOnlyCoordinator
 from tessera.shared.methods.base import MethodSettings, MethodSpec, Participant, RunInfo, State
@@ -387,16 +387,6 @@ def test_table_is_void_if_full_training_does_not_learn() -> None:
 # ---------------------------------------------------------------- the study
 
 
-@pytest.fixture
-def prepared(tmp_path: Path) -> Path:
-    """A tiny model and made-up phrases, as `benchmarks.evidence.sources.prepare` writes them."""
-    folder = tmp_path / "prepared"
-    pieces = 40
-    tiny_bert(pieces).save_pretrained(folder / MODEL)
-    made_up(pieces=pieces).save(folder / PHRASES)
-    return folder
-
-
 def test_a_run_spends_its_epsilon_and_is_scored_on_the_part_of_its_seed(prepared: Path, tmp_path: Path) -> None:
     figures = run(QUICK, Job("lora", 1.0, 1, 1e-3), prepared, tmp_path, "cpu")
     assert 0.95 < figures["spent"] <= 1
@@ -449,10 +439,27 @@ def test_the_document_has_the_tables_of_the_saved_runs(tmp_path: Path) -> None:
     assert block(COMMAND) == tidied(lines(STANDARD, finished(tmp_path)))
 
 
-def test_saved_runs_fill_a_new_folder_of_the_same_study_alone(tmp_path: Path) -> None:
-    begin_with_saved(tmp_path / "one", STANDARD)
-    save(tmp_path / "one", tmp_path / "saved.json")
-    begin_with_saved(tmp_path / "two", STANDARD, tmp_path / "saved.json")
-    assert finished(tmp_path / "two") == finished(tmp_path / "one") != {}
-    begin_with_saved(tmp_path / "other", QUICK)
-    assert not (tmp_path / "other" / ABOUT).exists()
+def test_saved_runs_fill_folders_of_the_same_study_and_inputs_alone(tmp_path: Path) -> None:
+    one, two, other = (tmp_path / name for name in ("one", "two", "other"))
+    begin_with_saved(one, STANDARD)
+    save(one, tmp_path / "saved.json")
+    begin_with_saved(two, STANDARD, tmp_path / "saved.json")
+    assert finished(two) == finished(one) != {}
+    # A folder that has some of them gets the others.
+    next((two / RUNS).iterdir()).unlink()
+    begin_with_saved(two, STANDARD, tmp_path / "saved.json")
+    assert finished(two) == finished(one)
+    begin_with_saved(other, QUICK)
+    assert not (other / ABOUT).exists()
+    claim(other, STANDARD, {"phrases.npz": "others"})
+    begin_with_saved(other, STANDARD)
+    assert finished(other) == {}
+
+
+def test_only_the_whole_study_is_saved(tmp_path: Path, prepared: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    claim(tmp_path, QUICK, inputs(prepared))
+    with pytest.raises(OtherStudy, match="name the folder of the whole study with --out"):
+        save(tmp_path, tmp_path / "saved.json")
+    with pytest.raises(SystemExit):
+        main(["--quick", "--save"])
+    assert "leave --quick out" in capsys.readouterr().err

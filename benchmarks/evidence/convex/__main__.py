@@ -86,16 +86,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     chosen = given.problem or ("phrases" if (given.prepared / PHRASES).exists() else "images")
     drawn: Callable[[int], Problem] = images if chosen == "images" else lambda seed: phrases(given.prepared, seed)
+    if given.save and (chosen, given.rounds) != ("phrases", ROUNDS):
+        parser.error("--save is for all rounds of the phrases: prepare them, and leave --problem and --rounds out")
     file = given.out / chosen / RUNS
-    if chosen == "phrases" and not file.exists() and SAVED.exists():
-        file = SAVED if given.report else file
     settings, found, limited = read(file)
     wanted = {"problem": chosen, "rounds": given.rounds}
-    if settings and settings != wanted and not (given.report or given.save):
+    if settings and settings != wanted and not given.report:
         raise OtherStudy(f"{file} has runs of {settings}, not {wanted}: name another folder with --out, or remove it")
+    saved_settings, saved, saved_limits = read(SAVED)
+    if saved_settings == (settings or wanted):
+        found, limited = saved | found, limited or saved_limits
     names = list(scenarios(images()))
     if given.save:
-        write(SAVED, settings, ordered(found, names), limited)
+        write(SAVED, wanted, ordered(found, names), limited)
         write_block(COMMAND, lines(ordered(found, names), limited))
         return
     if not given.report:

@@ -66,8 +66,13 @@ def claim(out: Path, study: Study, inputs: Mapping[str, str]) -> None:
 
 
 def save(out: Path, saved: Path = SAVED) -> None:
-    """Write the folder's finished runs, with their settings and inputs, into one file: a line for each run."""
+    """Write the folder's finished runs, with their settings and inputs, into one file: a line for each run.
+
+    Raises OtherStudy if they are not of the whole study.
+    """
     about = {**json.loads((out / ABOUT).read_bytes()), RUNS: {}}
+    if about["settings"] != STANDARD.described():
+        raise OtherStudy(f"{out} has runs with other settings: name the folder of the whole study with --out")
     lines = sorted(
         f"{json.dumps(job.name)}: {json.dumps(figures, sort_keys=True)}" for job, figures in finished(out).items()
     )
@@ -76,13 +81,15 @@ def save(out: Path, saved: Path = SAVED) -> None:
 
 
 def begin_with_saved(out: Path, study: Study, saved: Path = SAVED) -> None:
-    """Fill a new folder with the saved runs, if they are of the same study."""
+    """Write the saved runs that a folder lacks into it, if they are of the same study and inputs."""
     document = json.loads(saved.read_bytes())
-    if (out / ABOUT).exists() or document["settings"] != study.described():
+    found, about = document.pop(RUNS), out / ABOUT
+    if document["settings"] != study.described() or (about.exists() and json.loads(about.read_bytes()) != document):
         return
-    for name, figures in document.pop(RUNS).items():
-        _write(out / RUNS / f"{name}.json", figures)
-    _write(out / ABOUT, document)
+    _write(about, document)
+    for name, figures in found.items():
+        if not (file := out / RUNS / f"{name}.json").exists():
+            _write(file, figures)
 
 
 def work(
@@ -136,14 +143,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--report", action="store_true", help="print the tables of finished runs, and start none")
     parser.add_argument("--save", action="store_true", help=f"write finished runs to {SAVED.name} and the document")
     given = parser.parse_args(arguments)
+    if given.quick and given.save:
+        parser.error("--save is for the whole study: leave --quick out")
     study = QUICK if given.quick else STANDARD
     failed: dict[Job, str] = {}
+    begin_with_saved(given.out, study)
     if given.save:
         save(given.out)
         write_block(COMMAND, lines(study, finished(given.out)))
         picture(study, finished(given.out), EVIDENCE.with_name(PLOT))
         return 0
-    begin_with_saved(given.out, study)
     if not given.report:
         began = monotonic()
         claim(given.out, study, runs.inputs(given.prepared))
