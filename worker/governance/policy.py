@@ -134,6 +134,7 @@ class ClientPrivacyFloor(Budget):
         description="senders of a sum that may reveal their noise to the coordinator, or add none; a run may count "
         "the noise of the others alone",
     )
+    evaluations: bool = Field(default=False, description=EVALUATIONS)
 
     def check(self, noise: NoiseTerms | None, quorum: int) -> None:
         """Check the noise of sums over at least `quorum` sites. Raises PolicyViolation."""
@@ -332,6 +333,9 @@ class Policy(Frozen):
             self.require_privacy.check(task)
         if self.max_total_privacy:
             self.max_total_privacy.check(task, "max_total_privacy")
+        if (of_site := self.require_client_privacy) and task.kind == "evaluate":
+            detail = "this site requires privacy for itself as a whole, and a version's figures are exact"
+            require(of_site.evaluations, "require_client_privacy", detail)
         weekly = self.max_weekly_privacy
         if weekly and task.kind == "train" and task.privacy and not weekly.counts(task.privacy):
             raise PolicyViolation(

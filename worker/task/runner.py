@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from tessera.shared.api.secure_sums import HELPER_KINDS
 from tessera.shared.api.tasks import Task
-from tessera.shared.methods.base import LocalResult, TrainingStats
+from tessera.shared.methods.base import LocalResult, TrainingStats, UnsupportedRun
 from tessera.shared.problems import Problem
 from tessera.shared.schema import canonical
 from tessera.shared.telemetry import spans
@@ -31,7 +31,7 @@ from tessera.worker.task.heartbeat import Stopped
 from tessera.worker.task.resumption import ending
 from tessera.worker.task.secure_sums import help_open
 from tessera.worker.task.tokenize import tokenize
-from tessera.worker.task.train import train
+from tessera.worker.task.train import train, without_step
 from tessera.worker.task.upload import Egress
 from tessera.worker.training.checkpoints import TrainingCheckpoints
 from tessera.worker.training.input_mismatch import explained, require_own_loss
@@ -41,6 +41,10 @@ if TYPE_CHECKING:
     from tessera.worker.privacy.private_task import PrivateTask
 
 CLOCK_RULES = ("max_task_seconds", "max_minutes_per_day")
+
+VISIBLE = (Problem, Stopped, PolicyViolation, UnsupportedRun)
+"""Ends of training that follow from the coordinator, the clock or the settings. Any other may depend on the data,
+and would be an exact answer about a site whose updates are noisy: its noise leaves alone."""
 
 
 class RankStages(Protocol):
@@ -104,16 +108,23 @@ class TaskRunner(TaskEnvironment):
                 loaded = load(run, fetched)
                 dataset = tokenize(run, fetched.document, loaded, dataset)
                 require_own_loss(loaded.context, dataset)
-            fitting = explained(fetched.document, loaded.context, dataset, private=task.privacy is not None)
+            hides = admission.terms is not None and admission.terms.noise is not None
+            private_errors = hides or task.privacy is not None
+            fitting = explained(fetched.document, loaded.context, dataset, private=private_errors)
             egress = Egress(run, private, checkpoint, admission.terms)
             if task.kind == "train":
-                with spans.span("train"), fitting:
-                    if self.ranks:
-                        result, stats = self.ranks.train(run, fetched, loaded, dataset, private, checkpoint)
-                    else:
-                        seconds = self.checkpoint_seconds
-                        checkpoints = TrainingCheckpoints(checkpoint, seconds) if checkpoint else None
-                        result, stats = train(run, loaded, dataset, private, checkpoints)
+                try:
+                    with spans.span("train"), fitting:
+                        if self.ranks:
+                            result, stats = self.ranks.train(run, fetched, loaded, dataset, private, checkpoint)
+                        else:
+                            seconds = self.checkpoint_seconds
+                            checkpoints = TrainingCheckpoints(checkpoint, seconds) if checkpoint else None
+                            result, stats = train(run, loaded, dataset, private, checkpoints)
+                except Exception as fault:
+                    if not hides or isinstance(fault, VISIBLE):
+                        raise
+                    result, stats = without_step(run, loaded, dataset, fault)
                 with spans.span("upload"), egress.ready(result, loaded, stats.examples) as update:
                     keep = {**result.keep, **loaded.feedback.kept(), **loaded.moments.values}
                     with spans.span("submit"):
@@ -164,7 +175,13 @@ class TaskRunner(TaskEnvironment):
 
     def may_measure(self, dataset: str, examples: int) -> bool:
         """Return whether versions may be evaluated on `examples` of an evaluation-only data set."""
-        rules = (self.policy.require_privacy, self.policy.max_total_privacy, self.allowances.get(dataset))
+        policy = self.policy
+        rules = (
+            policy.require_privacy,
+            policy.require_client_privacy,
+            policy.max_total_privacy,
+            self.allowances.get(dataset),
+        )
         return examples >= self.policy.min_evaluation_examples and all(rule.evaluations for rule in rules if rule)
 
 
