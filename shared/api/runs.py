@@ -227,7 +227,7 @@ class RunSpec(Frozen):
             ),
             "server_optimizer": (
                 self.secure_sums.bits != NOISE_BITS and not self.server_optimizer.neutral,
-                f"{self.secure_sums.bits} bits take their unit from the mean step, which it changes: leave either out",
+                f"{self.secure_sums.bits} bits take their unit from the mean step, which it changes: leave one out",
             ),
             "cohort.workers_per_site": (self.cohort.workers_per_site > 1, "each site sends one update: set it to 1"),
             "cohort.quorum": (

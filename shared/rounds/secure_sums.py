@@ -125,12 +125,13 @@ def ring_blocks(
     for block in model.blocks:
         if any(plan.upload.holds(block) for plan in plans):
             present = state.model[block.name]
-            exponent = _exponent(present, before.model[block.name] if before else present, precision)
+            exponent = exponent_of(present, before.model[block.name] if before else present, precision)
             found[block.name] = RingBlock(elements=block.numel, exponent=exponent)
     return found
 
 
-def _exponent(present: Tensor, before: Tensor, precision: Precision) -> int:
+def exponent_of(present: Tensor, before: Tensor, precision: Precision) -> int:
+    """Return the exponent of a block's unit from its last step, or else from its values."""
     moved = largest = 0.0
     if present != before:
         for value, start in zip(present.chunks(), before.chunks(), strict=True):

@@ -12,12 +12,9 @@ import pytest
 from pydantic import ValidationError
 
 from tessera.shared.api.runs import RunSpec
-from tessera.shared.methods.base import Plan, State
-from tessera.shared.model.blocks import Block
-from tessera.shared.model.spec import Model
-from tessera.shared.rounds.secure_sums import Precision, ring_blocks
+from tessera.shared.rounds.secure_sums import Precision, exponent_of
 from tessera.shared.secure_sums.masked_update import write_masked
-from tessera.shared.secure_sums.messages import levels_of
+from tessera.shared.secure_sums.messages import RingBlock, levels_of
 from tessera.shared.tensors.lazy import Array, ArrayTensor
 from tessera.worker.simulation import Result, Weights, simulate
 from tessera.worker.task.error_feedback import Feedback
@@ -91,16 +88,14 @@ class Values(ArrayTensor):
 def test_values_that_a_single_site_moves_arrive_in_all_rounds(moving: int) -> None:
     """Thirty sites, each of which moves values of its own: some of 600 values, or all."""
     sites, rounds, fed = 30, 8, Federation(30, 4, bits=16, sizes={"head": 600})
-    block = Block(tensor="head", role="head", shape=(600,), dtype="F32")
-    document = Model(config={"model_type": "bert"}, head="text-classification", blocks=(block,))
     states = [np.random.default_rng(1).normal(scale=0.05, size=600).astype(np.float32)]
     steps = np.zeros((sites, 600), np.float32)
     steps[np.arange(moving) % sites, np.arange(moving)] = 0.01
     feedback = [Feedback("train") for _ in range(sites)]
     for number in range(rounds):
-        tensors = [{"head": Values(values, "F32")} for values in states[-2:]]
-        state, before = State(number, tensors[-1]), State(number - 1, tensors[0]) if number else None
-        terms = fed.terms(blocks=ring_blocks(document, [Plan()], state, before, Precision.of(16, sites)))
+        before, *_, present = [Values(values, "F32") for values in (states * 2)[-2:]]
+        exponent = exponent_of(present, before if number else present, Precision.of(16, sites))
+        terms = fed.terms(blocks={"head": RingBlock(elements=600, exponent=exponent)})
         total = np.zeros(600)
         for own, rest_of in zip(steps, feedback, strict=True):
             rest = rest_of.rests.get("head")
