@@ -5,8 +5,8 @@ so that its mean is exact (stochastic rounding); with client-level privacy, `noi
 plus its masks, modulo 2^bits: bits that say nothing about q to all who lack a seed. The same file format carries the
 sums of masks that helpers return.
 
-Who could predict the dice could choose a scale at which a single site's dice let a small step show in the sum. They
-are drawn from a hash of the update itself, so that only its site knows them, and a repeated task draws the same.
+The random numbers come from a seed that is a hash of the update itself. A coordinator that could predict them could
+choose a scale at which those of a single site let a small step show in the sum.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def write_masked(
         raise SumRefused("scales", f"the terms have no scale for {unknown[:4]}")
     if terms.noise:
         return _write_noisy(file, terms, changes, seeds, seed, noise_key)
-    rng = _dice(changes, seed)
+    rng = _generator(changes, seed)
     rests: dict[str, list[Array]] = {name: [] for name in changes if keep_rests}
     scratch = np.empty((2, CHUNK), np.float32)
     signed = np.dtype(f"<i{terms.bits // 8}")
@@ -121,8 +121,8 @@ def write_masked(
     return Written(digest, {name: np.concatenate(parts) for name, parts in rests.items()})
 
 
-def _dice(changes: Mapping[str, Change], seed: int) -> np.random.Generator:
-    """Return dice that follow from the task's seed and every step."""
+def _generator(changes: Mapping[str, Change], seed: int) -> np.random.Generator:
+    """Return random numbers that follow from the task's seed and every step."""
     digest = hashlib.sha256(str(seed).encode())
     for name in sorted(changes):
         for steps in changes[name].steps():
