@@ -20,9 +20,9 @@ AUDIT_FILE = "audit.jsonl"
 
 Action = Literal[
     "worker.start", "worker.stop", "policy.change", "task.start", "task.refuse", "task.give-back", "task.fail",
-    "task.drop", "run.ask", "run.approve", "run.decline", "update.hold", "update.release", "update.withhold",
-    "update.leave", "update.count", "figures.leave", "figures.count", "sums.agree", "sums.open", "chain.adopt",
-    "vault.remove",
+    "task.drop", "train.fail", "run.ask", "run.approve", "run.decline", "update.hold", "update.release",
+    "update.withhold", "update.leave", "update.count", "figures.leave", "figures.count", "sums.agree", "sums.open",
+    "chain.adopt", "vault.remove",
 ]  # fmt: skip
 """`leave` is recorded before the first byte is sent, `count` when the coordinator has confirmed that it counts."""
 

@@ -105,7 +105,7 @@ def without_step(
 
     Only this site's log and audit record the fault.
     """
-    run.journal.note("task.fail", code=type(fault).__name__)
+    run.journal.note("train.fail", code=type(fault).__name__)
     structlog.get_logger("worker").error("noise-sent-alone", cause=type(fault).__name__, exc_info=fault)
     run.report.examples, run.report.metrics = dataset.examples, {}
     asked = run.task.plan.upload.resolve(loaded.context.blocks)
