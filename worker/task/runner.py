@@ -18,7 +18,7 @@ from tessera.shared.telemetry import spans
 from tessera.shared.tensors.lazy import digest_of
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.governance.airlock import UpdateWithheld
-from tessera.worker.governance.policy import Allowance, PolicyViolation
+from tessera.worker.governance.policy import Allowance
 from tessera.worker.privacy.cost import least_budget_of
 from tessera.worker.state.checkpoints import TaskCheckpoint
 from tessera.worker.state.hash_chain import TaskRef
@@ -39,8 +39,6 @@ from tessera.worker.training.progress import Check, Report
 
 if TYPE_CHECKING:
     from tessera.worker.privacy.private_task import PrivateTask
-
-CLOCK_RULES = ("max_task_seconds", "max_minutes_per_day")
 
 
 class RankStages(Protocol):
@@ -182,12 +180,12 @@ def _least(most: Allowance, read: Callable[[], Sequence[LedgerEntry]]) -> float 
 def _settling(private: PrivateTask | None) -> Iterator[None]:
     """Release a private task's reserved budget if the block ends for a reason independent of the data.
 
-    Such reasons are the coordinator, the network, a person or the clock. Any other failure is reported and may
-    depend on the data, so the budget counts as spent.
+    Such reasons are the coordinator, the network or a person. Any other failure is reported and may depend on the
+    data, so the budget counts as spent. The clock is no exception: how long a task takes depends on the examples.
     """
     try:
         yield
-    except (Problem, Stopped, UpdateWithheld, PolicyViolation) as end:
-        if private and (not isinstance(end, PolicyViolation) or end.rule in CLOCK_RULES):
+    except (Problem, Stopped, UpdateWithheld):
+        if private:
             private.void()
         raise

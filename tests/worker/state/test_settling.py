@@ -130,6 +130,22 @@ def test_a_failure_that_may_depend_on_what_was_computed_stays_spent(
     assert len(site.events()) == 1
 
 
+@pytest.mark.parametrize("rule", ["max_task_seconds", "max_minutes_per_day"])
+def test_a_task_whose_time_was_up_stays_spent(coordinator: LiveCoordinator, tmp_path: Path, rule: str) -> None:
+    # An example that fails costs more time, so a coordinator that learns of the end would learn of the example.
+    site = SiteWithRun(coordinator, tmp_path, PRIVACY)
+    report = Report()
+
+    def check() -> None:
+        if report.step:
+            raise PolicyViolation(rule, "the time is up")
+
+    with pytest.raises(PolicyViolation, match=rule):
+        site.runner.run(site.worker.take(), check, report)
+    (paid,) = site.events()
+    assert isinstance(paid, NoisySteps)
+
+
 def test_what_a_killed_process_reserved_stays_spent(tmp_path: Path) -> None:
     assert forked(str(tmp_path), module="tests.support.leaving").returncode == -signal.SIGKILL
     assert len(spent(tmp_path)) == 2
