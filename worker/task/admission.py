@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
-import numpy as np
 import structlog
 from pydantic import ValidationError
 
@@ -22,7 +21,7 @@ from tessera.worker.data import augmentation
 from tessera.worker.data.content import content_digest
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.data.groups import Groups, UngroupedExamples
-from tessera.worker.data.overlap import MAX_SHARED, hashes_in_order, share_of, sketch_of
+from tessera.worker.data.overlap import MAX_SHARED, distinct, hashes_in_order, share_of, sketch_of
 from tessera.worker.governance.approvals import Inbox, Request
 from tessera.worker.governance.descriptions import summary
 from tessera.worker.governance.policy import PolicyViolation, check_use
@@ -196,7 +195,7 @@ def _fingerprints(run: TaskRun, dataset: str, ledger: Ledger) -> Array:
         examples = run.env.datasets[dataset]
         hashes = hashes_in_order(examples, ledger.hash_key, run.check)
         run.env.contents[dataset] = content_digest(examples, hashes)
-        known[dataset] = np.unique(hashes)
+        known[dataset] = distinct(hashes)
     return known[dataset]
 
 
