@@ -159,7 +159,8 @@ def _require_approval(run: TaskRun, inbox: Inbox, dataset: Dataset, groups: Grou
 
 
 def check_overlap(run: TaskRun, dataset: Dataset) -> None:
-    """Raise PolicyViolation if two data sets share examples but not a ledger, and one of them has a budget.
+    """Raise PolicyViolation if two data sets share examples but not a ledger, and one of them is under a limit, of
+    this worker or of another that shares the folder of ledgers.
 
     Privacy spent under one name would not count under the other.
     """
@@ -169,10 +170,12 @@ def check_overlap(run: TaskRun, dataset: Dataset) -> None:
     prints = _fingerprints(run, name, ledger)
     with ledger.page(name) as page:
         sketch = sketch_of(prints, page.sketch)
-        page.know(run.journal.task, dataset.examples, sketch)
-    limited = {ledger.name(name) for name in env.allowances}
+        limits = (env.allowances.get(name), env.policy.max_weekly_privacy)
+        page.know(run.journal.task, dataset.examples, sketch, limited=any(limits))
+        is_limited = page.limited
     others = ledger.besides([name])
-    if ledger.name(name) not in limited:
+    if not is_limited:
+        limited = ledger.limited()
         others = [name for name in others if name in limited]
     for other, theirs in ledger.sketches(others).items():
         loaded = [name for name in env.datasets if ledger.name(name) == other]
