@@ -162,8 +162,14 @@ class TaskRunner(TaskEnvironment):
 
     def may_measure(self, dataset: str, examples: int) -> bool:
         """Return whether versions may be evaluated on `examples` of an evaluation-only data set."""
-        rules = (self.policy.require_privacy, self.policy.max_total_privacy, self.allowances.get(dataset))
-        return examples >= self.policy.min_evaluation_examples and all(rule.evaluations for rule in rules if rule)
+        policy = self.policy
+        rules = (
+            policy.require_privacy,
+            policy.max_weekly_privacy,
+            policy.max_total_privacy,
+            self.allowances.get(dataset),
+        )
+        return examples >= policy.min_evaluation_examples and all(rule.evaluations for rule in rules if rule)
 
 
 def _least(most: Allowance, read: Callable[[], Sequence[LedgerEntry]]) -> float | None:
