@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from io import BytesIO
+from itertools import product
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import BinaryIO, cast
@@ -23,6 +24,7 @@ import numpy as np
 from benchmarks.measuring import OUT, Results, machine_speeds
 from tessera.shared.privacy.discrete_gaussian import discrete_gaussian
 from tessera.shared.privacy.noise import NoiseSource, secret_key
+from tessera.shared.rounds.secure_sums import Precision, exponent_of
 from tessera.shared.secure_sums.committee import SenderSet, write_mask_sums
 from tessera.shared.secure_sums.envelope import make_envelope, new_seeds, own_blocks
 from tessera.shared.secure_sums.keys import SealingKey, SigningKey
@@ -30,7 +32,7 @@ from tessera.shared.secure_sums.masked_update import read_ring, write_masked
 from tessera.shared.secure_sums.messages import RingBlock, Terms
 from tessera.shared.secure_sums.opened import MeanStep, OpenedSum
 from tessera.shared.secure_sums.roster import signed_keys
-from tessera.shared.tensors.lazy import CHUNK, Array, digest_of
+from tessera.shared.tensors.lazy import CHUNK, Array, ArrayTensor, digest_of
 
 BLOCKS = 24
 SENDERS = (30, 200)
@@ -48,13 +50,13 @@ class Steps:
         return (self.values for _ in range(self.times))
 
 
-def terms_of(helpers: int, senders: int, elements: int) -> Terms:
+def terms_of(helpers: int, senders: int, elements: int, *, bits: int = 32, exponent: int = -22) -> Terms:
     identities = [SigningKey.new() for _ in range(helpers)]
     keys = [signed_keys(f"site-{n}", key, SealingKey.new().public) for n, key in enumerate(identities)]
-    blocks = {f"layer.{n:02}.value.weight": RingBlock(elements=elements, exponent=-22) for n in range(BLOCKS)}
+    blocks = {f"layer.{n:02}.value.weight": RingBlock(elements=elements, exponent=exponent) for n in range(BLOCKS)}
     about = {"run": "run", "round": 1, "attempt": 1, "version": digest_of(b"version"), "quorum": 5}
     about["settings"] = digest_of(b"settings")
-    return Terms(helpers=keys, max_senders=senders, max_weight=1000, bits=32, blocks=blocks, **about)
+    return Terms(helpers=keys, max_senders=senders, max_weight=1000, bits=bits, blocks=blocks, **about)
 
 
 def main() -> None:
@@ -148,23 +150,43 @@ def _helper(results: Results, terms: Terms, senders: int, megabytes: float) -> N
     results.aim("a helper's memory", grown, 64, " MiB")
 
 
+class Values(ArrayTensor):
+    """Values that are compared as stored ones are: by what they are, not one by one."""
+
+    __eq__, __hash__ = object.__eq__, object.__hash__
+
+
 def _accuracy(results: Results) -> None:
-    """The distance of the mean from the plain mean, for five sites of different weights."""
-    terms, rng = terms_of(4, 5, CHUNK), np.random.default_rng(2)
-    block = next(iter(terms.blocks))
-    steps = rng.normal(scale=1e-3, size=(5, CHUNK)).astype(np.float32)
-    weights, rings = [1000, 300, 70, 10, 1000], []
-    for seed, (own, weight) in enumerate(zip(steps, weights, strict=True)):
+    """The distance of the mean from the plain mean, for sites of different weights and steps that agree in part: of
+    a block of which no step is known, and of one with a last step."""
+    rng = np.random.default_rng(2)
+    start = rng.normal(scale=0.05, size=CHUNK).astype(np.float32)
+    common = rng.normal(size=CHUNK).astype(np.float32)
+    for bits, senders, share in product((32, 16), (5, 100), (1e-2, 1e-3, 1e-4)):
+        scale = np.float32(0.05 * share)
+        steps = scale * (common + rng.normal(size=(senders, CHUNK)).astype(np.float32))
+        later = Values(start + scale * common, "F32")
+        for first in (True, False):
+            before = later if first else Values(start, "F32")
+            exponent = exponent_of(later, before, Precision.of(bits, senders))
+            error = _error(steps, terms_of(4, senders, CHUNK, bits=bits, exponent=exponent))
+            about = f"{bits} bits, {senders} sites, steps of {share:g} of the values, {'first' if first else 'later'}"
+            results.add(what=f"mean, {about}", relative_error=error)
+            if bits == 32 and not first:
+                results.aim(f"the relative l2 error of the mean, {about}", error, 1e-3)
+
+
+def _error(steps: Array, terms: Terms) -> float:
+    block, weights, rings = next(iter(terms.blocks)), [], []
+    for seed, own in enumerate(steps):
+        weights.append((1000, 300, 70, 10, 1000)[seed % 5])
         file = BytesIO()
-        write_masked(file, terms, {block: Steps(own, 1)}, weight, [], seed)
+        write_masked(file, terms, {block: Steps(own, 1)}, weights[-1], [], seed)
         rings.append(read_ring(partial(BytesIO, file.getvalue()), len(file.getvalue()), terms, [block])[block])
     factor = terms.max_weight * 2.0 ** terms.blocks[block].exponent / sum(weights)
-    total = OpenedSum(rings, [], 32, CHUNK)
-    (mean,) = MeanStep(total, factor, (CHUNK,)).chunks()
+    (mean,) = MeanStep(OpenedSum(rings, [], terms.bits, CHUNK), factor, (CHUNK,)).chunks()
     expected = np.average(steps.astype(np.float64), axis=0, weights=weights)
-    error = float(np.linalg.norm(mean - expected) / np.linalg.norm(expected))
-    results.add(what="mean of 5", relative_error=error)
-    results.aim("the relative l2 error of the mean", error, 1e-3)
+    return float(np.linalg.norm(mean - expected) / np.linalg.norm(expected))
 
 
 def _processor_seconds(act: Callable[[], object]) -> float:

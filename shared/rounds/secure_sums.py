@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from io import BytesIO
@@ -35,30 +35,33 @@ from tessera.shared.secure_sums.messages import (
     levels_of,
 )
 from tessera.shared.secure_sums.opened import MeanStep, OpenedSum
-from tessera.shared.tensors.lazy import Array, SteppedTensor, Tensor, numel, squares
+from tessera.shared.tensors.lazy import SteppedTensor, Tensor, numel, squares
 from tessera.shared.updates.update_file import of_whole
 
 
 class Precision(NamedTuple):
-    """The bits after the point of a value of a usual size."""
+    """The units of integers: bits after the point of a value of a usual size, and the room for large ones."""
 
     step: int
-    """Beside the last round's root mean square step."""
+    """Bits beside the last round's root mean square step."""
     first: int
-    """Beside the version's own values, for a block of which no step is known yet."""
+    """Bits beside the version's own values, for a block of which no step is known yet."""
+    largest: float
+    """Units that the largest value of the last step may take. A site that moved it alone sent as many times that as
+    there are senders, and has room for twice as much. With less room, values that single sites move would be cut
+    off, the step and the next unit would shrink with them, and nothing of them would arrive after some rounds."""
 
     @classmethod
     def of(cls, bits: int, senders: int) -> Precision:
         """Return the precision of sums of these bits.
 
-        With 32, rounding adds an error of less than a thousandth of a step, and steps of thousands of times the last
-        ones do not overflow. With 16, steps of sixteen times the last ones, and at first of four times the values,
-        have room: a site keeps what is beyond for its next update.
+        With 32, rounding adds an error of less than a thousandth of a step, but for first steps of less than 1e-4 of
+        the values. With 16, steps of sixteen times the last ones, and at first of four times the values, have room: a
+        site keeps what is beyond for its next update.
         """
-        if bits == 32:
-            return cls(12, 20)
-        room = math.floor(math.log2(levels_of(bits, senders)))
-        return cls(room - 4, room - 2)
+        levels = levels_of(bits, senders)
+        room, largest = math.floor(math.log2(levels)), levels / (2 * senders)
+        return cls(12, min(22, room - 5), largest) if bits == 32 else cls(room - 4, room - 2, largest)
 
 
 def terms_of_round(
@@ -122,25 +125,27 @@ def ring_blocks(
     for block in model.blocks:
         if any(plan.upload.holds(block) for plan in plans):
             present = state.model[block.name]
-            exponent = _exponent(present, before.model[block.name] if before else present, precision)
+            exponent = exponent_of(present, before.model[block.name] if before else present, precision)
             found[block.name] = RingBlock(elements=block.numel, exponent=exponent)
     return found
 
 
-def _exponent(present: Tensor, before: Tensor, precision: Precision) -> int:
-    moved = 0.0
+def exponent_of(present: Tensor, before: Tensor, precision: Precision) -> int:
+    """Return the exponent of a block's unit from its last step, or else from its values."""
+    moved = largest = 0.0
     if present != before:
-        moved = _sum_of_squares(value - start for value, start in zip(present.chunks(), before.chunks(), strict=True))
-    size = (moved or _sum_of_squares(present.chunks())) / numel(present)
+        for value, start in zip(present.chunks(), before.chunks(), strict=True):
+            step = np.asarray(value - start, np.float32)
+            moved += squares(step)
+            largest = max(largest, float(step.max(initial=0)), -float(step.min(initial=0)))
+    size = (moved or sum(squares(np.asarray(chunk, np.float32)) for chunk in present.chunks())) / numel(present)
     if not (size and math.isfinite(size)):
         # Zero so far: as for values of about 1.
         return -precision.first
     exponent = math.floor(math.log2(size) / 2) - (precision.step if moved else precision.first)
+    if largest:
+        exponent = max(exponent, math.ceil(math.log2(largest / precision.largest)))
     return max(-MAX_EXPONENT, min(exponent, MAX_EXPONENT))
-
-
-def _sum_of_squares(chunks: Iterable[Array]) -> float:
-    return sum(squares(np.asarray(chunk, np.float32)) for chunk in chunks)
 
 
 def check_masked(

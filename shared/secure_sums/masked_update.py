@@ -4,10 +4,14 @@ A step x of a site with weight w becomes an integer q, at random one of the two 
 so that its mean is exact (stochastic rounding); with client-level privacy, `noisy_update` makes q. The site sends q
 plus its masks, modulo 2^bits: bits that say nothing about q to all who lack a seed. The same file format carries the
 sums of masks that helpers return.
+
+The random numbers come from a seed that is a hash of the update itself. A coordinator that could predict them could
+choose a scale at which those of a single site let a small step show in the sum.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import BinaryIO, Protocol
@@ -87,8 +91,8 @@ def write_masked(
     noise_key: bytes | None = None,
     keep_rests: bool = False,
 ) -> Written:
-    """Write an update under the masks of `seeds`. The same `seed` rounds the same way. Terms with noise need a
-    `noise_key`; the same one draws the same noise.
+    """Write an update under the masks of `seeds`. The same steps and `seed` round the same way. Terms with noise need
+    a `noise_key`; the same one draws the same noise.
 
     Raises SumRefused for a step that is not finite, and for a block or weight beyond the terms.
     """
@@ -96,7 +100,7 @@ def write_masked(
         raise SumRefused("scales", f"the terms have no scale for {unknown[:4]}")
     if terms.noise:
         return _write_noisy(file, terms, changes, seeds, seed, noise_key)
-    rng = np.random.Generator(np.random.SFC64(seed))
+    rng = _generator(changes, seed)
     rests: dict[str, list[Array]] = {name: [] for name in changes if keep_rests}
     scratch = np.empty((2, CHUNK), np.float32)
     signed = np.dtype(f"<i{terms.bits // 8}")
@@ -115,6 +119,15 @@ def write_masked(
     names = sorted(changes)
     digest = write_ring(file, terms, names, integers)
     return Written(digest, {name: np.concatenate(parts) for name, parts in rests.items()})
+
+
+def _generator(changes: Mapping[str, Change], seed: int) -> np.random.Generator:
+    """Return random numbers that follow from the task's seed and every step."""
+    digest = hashlib.sha256(str(seed).encode())
+    for name in sorted(changes):
+        for steps in changes[name].steps():
+            digest.update(as_bytes(steps))
+    return np.random.Generator(np.random.SFC64(int.from_bytes(digest.digest(), "big")))
 
 
 def _write_noisy(

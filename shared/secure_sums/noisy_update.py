@@ -2,8 +2,9 @@
 
 Client-level privacy inside a secure sum (Kairouz, Liu and Steinke 2021, arXiv 2102.06387, algorithm 1, without its
 rotation): the update is clipped over all blocks together, rounded at random to the grid, and gets discrete Gaussian
-noise. Rounding can lengthen it; where the integers exceed the bound that the noise is for, they are rounded towards
-zero instead, which cannot. The bound therefore holds for every update, and not only with some probability.
+noise. A refusal would show something of the steps, so an update that is not finite counts as none. Rounding can
+lengthen an update; where the integers exceed the bound that the noise is for, they are rounded towards zero instead,
+which cannot. The bound therefore holds for every update, and not only with some probability.
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from tessera.shared.privacy.discrete_gaussian import discrete_gaussian
 from tessera.shared.privacy.noise import NoiseSource
-from tessera.shared.secure_sums.errors import SumRefused
 from tessera.shared.secure_sums.masks import RING_DTYPES
 from tessera.shared.secure_sums.messages import Terms
 from tessera.shared.tensors.lazy import Array
@@ -42,10 +43,10 @@ class NoisyUpdate:
 
     @classmethod
     def of(cls, terms: Terms, steps: Steps, seed: int) -> NoisyUpdate:
-        """Clip an update to the norm of the terms. Raises SumRefused for a step that is not finite."""
+        """Clip an update to the norm of the terms."""
         norm = math.sqrt(sum(_squares(chunk.astype(np.float64)) for read in steps.values() for chunk in read()))
         if not math.isfinite(norm):
-            raise SumRefused("values", "a step is infinite or not a number, and would spoil the sum of all sites")
+            steps, norm = {name: partial(_zeros, read) for name, read in steps.items()}, 0.0
         limit = terms.clip * (1 - MARGIN)
         unit = 2.0 ** -next(iter(terms.blocks.values())).exponent
         factor = unit if norm * unit <= limit else limit / norm
@@ -78,6 +79,10 @@ class NoisyUpdate:
     def _all(self) -> Iterator[Array]:
         for name in self.steps:
             yield from self.integers(name)
+
+
+def _zeros(read: Callable[[], Iterator[Array]]) -> Iterator[Array]:
+    return map(np.zeros_like, read())
 
 
 def _squares(values: Array) -> float:

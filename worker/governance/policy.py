@@ -135,6 +135,7 @@ class ClientPrivacyFloor(Budget):
         description="senders of a sum that may reveal their noise to the coordinator, or add none; a run may count "
         "the noise of the others alone",
     )
+    evaluations: bool = Field(default=False, description=EVALUATIONS)
 
     def check(self, noise: NoiseTerms | None, quorum: int) -> None:
         """Check the noise of sums over at least `quorum` sites. Raises PolicyViolation."""
@@ -336,6 +337,9 @@ class Policy(Frozen):
             self.max_total_privacy.check(task, "max_total_privacy")
         if self.max_weekly_privacy:
             self.max_weekly_privacy.check(task, "max_weekly_privacy")
+        if (of_site := self.require_client_privacy) and task.kind == "evaluate":
+            detail = "this site requires privacy for itself as a whole, and a version's figures are exact"
+            require(of_site.evaluations, "require_client_privacy", detail)
         detail = f"a lease of {lease} s is longer than the {longest} s allowed"
         require(lease <= longest, "max_lease_seconds", detail)
 

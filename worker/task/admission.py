@@ -70,7 +70,8 @@ def admit(run: TaskRun) -> Admission:
     if dataset is None:
         raise TaskFailure("unknown-dataset", f"this worker has no data set {task.dataset!r}")
     check_use(task, for_evaluation=task.dataset in env.for_evaluation)
-    if task.kind == "train" and task.privacy and dataset.texts and not dataset.texts.of_classes:
+    noisy = task.privacy or (task.client_privacy and task.sums)
+    if task.kind == "train" and noisy and dataset.texts and not dataset.texts.of_classes:
         # Whoever chooses the tokenizer could make one that fails, or takes forever, at a text of their choice.
         raise PolicyViolation(
             "tokenizer",

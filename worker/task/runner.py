@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Protocol
 
 from tessera.shared.api.secure_sums import HELPER_KINDS
 from tessera.shared.api.tasks import Task
-from tessera.shared.methods.base import LocalResult, TrainingStats
+from tessera.shared.methods.base import LocalResult, TrainingStats, UnsupportedRun
 from tessera.shared.problems import Problem
 from tessera.shared.schema import canonical
 from tessera.shared.telemetry import spans
 from tessera.shared.tensors.lazy import digest_of
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.governance.airlock import UpdateWithheld
-from tessera.worker.governance.policy import Allowance
+from tessera.worker.governance.policy import Allowance, PolicyViolation
 from tessera.worker.privacy.cost import least_budget_of
 from tessera.worker.state.checkpoints import TaskCheckpoint
 from tessera.worker.state.hash_chain import TaskRef
@@ -31,7 +31,7 @@ from tessera.worker.task.heartbeat import Stopped
 from tessera.worker.task.resumption import ending
 from tessera.worker.task.secure_sums import help_open
 from tessera.worker.task.tokenize import tokenize
-from tessera.worker.task.train import train
+from tessera.worker.task.train import train, without_step
 from tessera.worker.task.upload import Egress
 from tessera.worker.training.checkpoints import TrainingCheckpoints
 from tessera.worker.training.input_mismatch import explained, require_own_loss
@@ -39,6 +39,10 @@ from tessera.worker.training.progress import Check, Report
 
 if TYPE_CHECKING:
     from tessera.worker.privacy.private_task import PrivateTask
+
+VISIBLE = (Problem, Stopped, PolicyViolation, UnsupportedRun)
+"""Ends of training that follow from the coordinator, the clock or the settings. Any other may depend on the data,
+and would be an exact answer about a site whose updates are noisy: its noise leaves alone."""
 
 
 class RankStages(Protocol):
@@ -102,16 +106,23 @@ class TaskRunner(TaskEnvironment):
                 loaded = load(run, fetched)
                 dataset = tokenize(run, fetched.document, loaded, dataset)
                 require_own_loss(loaded.context, dataset)
-            fitting = explained(fetched.document, loaded.context, dataset, private=task.privacy is not None)
+            hides = admission.terms is not None and admission.terms.noise is not None
+            private_errors = hides or task.privacy is not None
+            fitting = explained(fetched.document, loaded.context, dataset, private=private_errors)
             egress = Egress(run, private, checkpoint, admission.terms)
             if task.kind == "train":
-                with spans.span("train"), fitting:
-                    if self.ranks:
-                        result, stats = self.ranks.train(run, fetched, loaded, dataset, private, checkpoint)
-                    else:
-                        seconds = self.checkpoint_seconds
-                        checkpoints = TrainingCheckpoints(checkpoint, seconds) if checkpoint else None
-                        result, stats = train(run, loaded, dataset, private, checkpoints)
+                try:
+                    with spans.span("train"), fitting:
+                        if self.ranks:
+                            result, stats = self.ranks.train(run, fetched, loaded, dataset, private, checkpoint)
+                        else:
+                            seconds = self.checkpoint_seconds
+                            checkpoints = TrainingCheckpoints(checkpoint, seconds) if checkpoint else None
+                            result, stats = train(run, loaded, dataset, private, checkpoints)
+                except Exception as fault:
+                    if not hides or isinstance(fault, VISIBLE):
+                        raise
+                    result, stats = without_step(run, loaded, dataset, fault)
                 with spans.span("upload"), egress.ready(result, loaded, stats.examples) as update:
                     keep = {**result.keep, **loaded.feedback.kept(), **loaded.moments.values}
                     with spans.span("submit"):
@@ -165,6 +176,7 @@ class TaskRunner(TaskEnvironment):
         policy = self.policy
         rules = (
             policy.require_privacy,
+            policy.require_client_privacy,
             policy.max_weekly_privacy,
             policy.max_total_privacy,
             self.allowances.get(dataset),

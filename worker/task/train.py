@@ -7,9 +7,12 @@ import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+import structlog
+
 from tessera.shared.methods.base import LocalResult, TrainingStats, UnsupportedRun
 from tessera.shared.model.block_rates import PRIVATE
 from tessera.shared.schema import EPSILON
+from tessera.shared.tensors.lazy import to_array
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.task.environment import TaskRun, loss_scaler
 from tessera.worker.task.errors import TaskFailure
@@ -93,6 +96,21 @@ def train(
     if task.sums:
         report.metrics = {name: value for name, value in report.metrics.items() if name == EPSILON}
     return result, stats
+
+
+def without_step(
+    run: TaskRun, loaded: Loaded, dataset: Dataset, fault: Exception
+) -> tuple[LocalResult, TrainingStats]:
+    """Return the result of a site that learned nothing: the version as it was fetched, and the vault as it was.
+
+    Only this site's log and audit record the fault.
+    """
+    run.journal.note("task.fail", code=type(fault).__name__)
+    structlog.get_logger("worker").error("noise-sent-alone", cause=type(fault).__name__, exc_info=fault)
+    run.report.examples, run.report.metrics = dataset.examples, {}
+    asked = run.task.plan.upload.resolve(loaded.context.blocks)
+    upload = {block.name: to_array(loaded.bases[block.name]) for block in asked if block.name in loaded.bases}
+    return LocalResult(upload, loaded.context.vault), TrainingStats(dataset.examples, 0, math.nan, 0.0)
 
 
 def _check_plan(run: TaskRun, loaded: Loaded) -> None:

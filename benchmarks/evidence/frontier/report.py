@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from math import isinf
 from pathlib import Path
@@ -38,6 +39,8 @@ def _about(study: Study, found: Found) -> Iterator[str]:
         f"{len(found) - tuning} runs, and {tuning} that chose learning rates. Scores in points: mean ± standard "
         f"deviation over seeds. Differences to `{FULL.name}` are paired by seed, with {CONFIDENCE:.0%} t-intervals."
     )
+    where = Counter(_device(figures["machine"]) for figures in found.values())
+    yield f"Runs by device: {', '.join(f'{count} on {device}' for device, count in sorted(where.items()))}."
     if measured := [figures for job, figures in found.items() if not job.tunes]:
         examples = [figures["examples"] for figures in measured]
         yield (
@@ -45,6 +48,10 @@ def _about(study: Study, found: Found) -> Iterator[str]:
             f"macro F1 {shown_spread([100 * figures['majority_f1'] for figures in measured])} and accuracy "
             f"{shown_spread([100 * figures['majority_accuracy'] for figures in measured])}."
         )
+
+
+def _device(machine: Mapping[str, str]) -> str:
+    return f"{machine['processor']} processors" if machine["gpu"] == "none" else machine["gpu"]
 
 
 def void(table: Found) -> str | None:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from tessera.shared.secure_sums.errors import SumRefused
+from tessera.shared.secure_sums.messages import RingBlock
 from tessera.shared.secure_sums.opened import MeanStep, OpenedSum
 from tests.support.secure_sums import Federation, integers_of
 
@@ -45,6 +46,23 @@ def test_a_weight_beyond_the_terms_is_not_sent() -> None:
     for weight in (0, -1, 1001):
         with pytest.raises(SumRefused, match="weight"):
             integers_of(terms, {"head": np.ones(3, np.float32)}, weight, 0)
+
+
+def test_who_knows_the_seeds_cannot_predict_where_a_site_rounds_up() -> None:
+    """A coordinator takes so coarse a scale that steps show where dice are extreme, and sends each site its seed."""
+    count, sites = 20_000, 6
+    terms = Federation(sites, 4, sizes={"head": count}).terms(
+        max_weight=1, blocks={"head": RingBlock(elements=count, exponent=0)}
+    )
+    steps = np.random.default_rng(1).normal(scale=2.0**-9, size=(sites, count)).astype(np.float32)
+    total = sum(integers_of(terms, {"head": own}, 1, seed)["head"] for seed, own in enumerate(steps))
+    dice = [np.random.Generator(np.random.SFC64(seed)).random(count, np.float32) for seed in range(sites)]
+    extreme = np.abs(np.array(dice) - 0.5) > 0.5 - 2.0**-7
+    alone = extreme.sum(0) == 1
+    assert alone.sum() > 1000
+    shown = np.mean(total != 0)
+    # Six standard errors: a sum shows as much there as elsewhere.
+    assert abs(np.mean(total[alone] != 0) - shown) <= 6 * np.sqrt(shown / alone.sum())
 
 
 def test_the_mean_is_within_a_thousandth_of_the_plain_mean() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from pydantic import BaseModel
 
 from tessera.shared.api.runs import Training
 from tessera.shared.api.tasks import Task
@@ -11,7 +12,15 @@ from tessera.shared.methods.base import MethodSpec, Plan
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.selectors import roles
 from tessera.shared.run_settings import Privacy
-from tessera.worker.governance.policy import REMEDIES, Allowance, Policy, PolicyViolation, PrivacyFloor, check_use
+from tessera.worker.governance.policy import (
+    REMEDIES,
+    Allowance,
+    ClientPrivacyFloor,
+    Policy,
+    PolicyViolation,
+    PrivacyFloor,
+    check_use,
+)
 
 TABLE = tuple(
     Block(tensor=name, role=role, shape=(4,), dtype="F32")
@@ -83,13 +92,17 @@ def test_a_task_that_breaks_a_rule_is_refused_by_its_name(rule: str, policy: Pol
     assert violation.value.rule == rule
 
 
-def test_a_site_that_requires_privacy_is_measured_only_if_it_says_so() -> None:
+@pytest.mark.parametrize(
+    ("rule", "floor"),
+    [("require_privacy", FLOOR), ("require_client_privacy", ClientPrivacyFloor(epsilon=4.0, delta=1e-5))],
+)
+def test_a_site_that_requires_privacy_is_measured_only_if_it_says_so(rule: str, floor: BaseModel) -> None:
     measuring = task(kind="evaluate", held_out=True, privacy=private())
     with pytest.raises(PolicyViolation, match="a version's figures are exact") as violation:
-        Policy(require_privacy=FLOOR).check_task(measuring, ("evaluate",))
-    assert violation.value.rule == "require_privacy"
-    allowing = FLOOR.model_copy(update={"evaluations": True})
-    Policy(require_privacy=allowing).check_task(measuring, ("evaluate",))
+        Policy.model_validate({rule: floor}).check_task(measuring, ("evaluate",))
+    assert violation.value.rule == rule
+    allowing = floor.model_copy(update={"evaluations": True})
+    Policy.model_validate({rule: allowing}).check_task(measuring, ("evaluate",))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from tessera.shared.api.runs import RunSpec
 from tessera.shared.cli.upload import upload_model
@@ -74,6 +74,19 @@ def test_a_simulation_is_repeatable_and_another_seed_gives_other_noise(
     # Without training, only the noise differs.
     still = {"training": {"batch_size": 8, "learning_rate": 1e-30, "optimizer": "sgd"}}
     assert simulated(model, files, **still, seed=6)[1] != simulated(model, files, **still)[1]
+
+
+def test_a_site_whose_training_fails_sends_noise_alone(
+    model: Weights, files: dict[str, Path], tmp_path: Path
+) -> None:
+    """Else a version that fails where some word occurs would ask a site whether it has the word."""
+    broken = load_file(files["east"])
+    broken["pixel_values"][0] = 3e38
+    save_file(broken, tmp_path / "broken.safetensors")
+    digests = simulated(model, files)
+    found = simulated(model, {**files, "east": tmp_path / "broken.safetensors"})
+    assert len(found) == len(digests)
+    assert found[1] != digests[1]
 
 
 @pytest.mark.long

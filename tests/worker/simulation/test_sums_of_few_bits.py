@@ -12,10 +12,10 @@ import pytest
 from pydantic import ValidationError
 
 from tessera.shared.api.runs import RunSpec
-from tessera.shared.rounds.secure_sums import Precision
+from tessera.shared.rounds.secure_sums import Precision, exponent_of
 from tessera.shared.secure_sums.masked_update import write_masked
-from tessera.shared.secure_sums.messages import levels_of
-from tessera.shared.tensors.lazy import Array
+from tessera.shared.secure_sums.messages import RingBlock, levels_of
+from tessera.shared.tensors.lazy import Array, ArrayTensor
 from tessera.worker.simulation import Result, Weights, simulate
 from tessera.worker.task.error_feedback import Feedback
 from tests.support.secure_sums import Federation, Steps, ring_of
@@ -78,6 +78,37 @@ def test_what_is_dropped_does_not_add_up_over_rounds() -> None:
     assert float(np.abs(total - 0.3 * rounds).max()) <= 1 + 1e-3 < sqrt(rounds * 0.3 * 0.7)
 
 
+class Values(ArrayTensor):
+    """Values that are compared as stored ones are: by what they are, not one by one."""
+
+    __eq__, __hash__ = object.__eq__, object.__hash__
+
+
+@pytest.mark.parametrize("moving", [6, 300, 600])
+def test_values_that_a_single_site_moves_arrive_in_all_rounds(moving: int) -> None:
+    """Thirty sites, each of which moves values of its own: some of 600 values, or all."""
+    sites, rounds, fed = 30, 8, Federation(30, 4, bits=16, sizes={"head": 600})
+    states = [np.random.default_rng(1).normal(scale=0.05, size=600).astype(np.float32)]
+    steps = np.zeros((sites, 600), np.float32)
+    steps[np.arange(moving) % sites, np.arange(moving)] = 0.01
+    feedback = [Feedback("train") for _ in range(sites)]
+    for number in range(rounds):
+        before, *_, present = [Values(values, "F32") for values in (states * 2)[-2:]]
+        exponent = exponent_of(present, before if number else present, Precision.of(16, sites))
+        terms = fed.terms(blocks={"head": RingBlock(elements=600, exponent=exponent)})
+        total = np.zeros(600)
+        for own, rest_of in zip(steps, feedback, strict=True):
+            rest = rest_of.rests.get("head")
+            sent, file = {"head": Steps(own if rest is None else own + rest.values)}, BytesIO()
+            written = write_masked(file, terms, sent, terms.max_weight, [], number, keep_rests=True)
+            (values,) = ring_of(file.getvalue(), terms, ["head"])["head"].chunks()
+            total += values.view(np.int16)
+            rest_of.keep(written.rests, number)
+        states.append((states[-1] + total * 2.0 ** terms.blocks["head"].exponent / sites).astype(np.float32))
+    arrived = (states[-1] - states[0])[:moving] / (rounds * 0.01 / sites)
+    assert arrived == pytest.approx(1, abs=0.1)
+
+
 @pytest.mark.parametrize("senders", [3, 30, 256])
 def test_steps_far_beyond_the_last_ones_have_room(senders: int) -> None:
     few = Precision.of(16, senders)
@@ -89,6 +120,7 @@ def test_steps_far_beyond_the_last_ones_have_room(senders: int) -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
+        ({"server_optimizer": {"kind": "adam"}}, "server_optimizer: 16 bits take their unit from the mean step"),
         ({"cohort": {"size": 300, "quorum": 3}}, "16 have room for 256 sites: lower cohort.size"),
         ({"cohort": {"quorum": 3}}, "16 have room for 256 sites"),
         (

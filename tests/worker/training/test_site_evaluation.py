@@ -20,7 +20,7 @@ from tessera.shared.model.spec import Model, Prompts
 from tessera.worker.agent import Agent
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.data.partition.division import key_of_seed
-from tessera.worker.governance.policy import Policy, PrivacyFloor
+from tessera.worker.governance.policy import Allowance, ClientPrivacyFloor, Policy, PrivacyFloor
 from tessera.worker.inventory import datasets_of
 from tessera.worker.model.block_map import block_table, named_tensors
 from tessera.worker.model.build import instantiate, read_block
@@ -196,9 +196,18 @@ def test_no_figure_of_examples_that_train_leaves_for_a_run_that_nobody_trains(
     assert list(client.measurements(run.id)) == []
 
 
-@pytest.mark.parametrize("floor", [None, PrivacyFloor(epsilon=4.0, evaluations=True)], ids=["open", "private"])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        Policy(),
+        Policy(require_privacy=PrivacyFloor(epsilon=4.0, evaluations=True)),
+        Policy(require_client_privacy=ClientPrivacyFloor(epsilon=4.0, delta=1e-5, evaluations=True)),
+        Policy(max_weekly_privacy=Allowance(epsilon=4.0, delta=1e-5, evaluations=True)),
+    ],
+    ids=["open", "private", "private as a whole", "private in a week"],
+)
 def test_a_site_that_requires_privacy_makes_no_model_of_its_own_without_it(
-    coordinator: LiveCoordinator, tmp_path: Path, floor: PrivacyFloor | None
+    coordinator: LiveCoordinator, tmp_path: Path, policy: Policy
 ) -> None:
     data = datasets_of(settings(coordinator, tmp_path / "state"))
     worker = ScriptedWorker(
@@ -209,14 +218,13 @@ def test_a_site_that_requires_privacy_makes_no_model_of_its_own_without_it(
         methods=("fedbabu",),
     )
     cache, vault = Cache(tmp_path / "cache", 1 << 24), Vault(tmp_path / "vault")
-    policy = Policy(require_privacy=floor)
     runner = TaskRunner(worker.client, data, TrainingSetup(CPU), vault, cache, tmp_path, policy=policy)
     worker.enrol()
     client = coordinator.client()
     run = begin(client, "fedbabu", Evaluation(sites=True), tune_epochs=1)
     runner.run(worker.take(), lambda: None, Report())
     (found,) = client.measurements(run.id)
-    assert set(found.metrics) == (GLOBAL if floor else GLOBAL | PERSONAL)
+    assert set(found.metrics) == (GLOBAL | PERSONAL if policy == Policy() else GLOBAL)
 
 
 def test_versions_are_measured_on_a_data_set_so_often_and_no_more(
