@@ -172,7 +172,7 @@ class LedgerPage:
 
     @property
     def limited(self) -> bool:
-        """Whether a worker has used the data set under a limit."""
+        """True if a worker has used the data set under a limit."""
         return any(entry.limited for entry in self._held.entries)
 
     def know(self, task: TaskRef, examples: int, sketch: tuple[int, ...], *, limited: bool) -> None:
@@ -282,7 +282,7 @@ class Ledger:
     def limited(self) -> set[str]:
         """Return the names of the ledgers in the folder whose data sets a worker has used under a limit.
 
-        A ledger that cannot be relied on may be one of them: whoever reads it then raises LedgerError.
+        A ledger that is not reliable may be one of them; `sketches` of it raises LedgerError.
         """
         return {path.stem for path in self._folder.glob("*.jsonl") if LIMITED in path.read_bytes()}
 
