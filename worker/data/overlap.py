@@ -38,8 +38,7 @@ def fingerprints(dataset: Dataset, key: bytes, check: Callable[[], None] = lambd
 
 def distinct(hashes: Array) -> Array:
     """Return the sorted hashes of distinct examples that can be read."""
-    found = np.unique(hashes)
-    return found[found != UNREADABLE]
+    return np.setdiff1d(hashes, UNREADABLE)
 
 
 def hashes_in_order(dataset: Dataset, key: bytes, check: Callable[[], None] = lambda: None) -> Array:

@@ -158,8 +158,8 @@ class LedgerPage:
         It counts in place of the entries `replaces`, at the present time.
         """
         given = {"examples": examples, "unit": unit, "events": tuple(events), "checkpoint": checkpoint}
-        given |= {"voids": tuple(sorted(replaces))}
-        return self._add(task, target=Budget(epsilon=target.epsilon, delta=target.delta), **given)
+        target, voids = Budget(epsilon=target.epsilon, delta=target.delta), tuple(sorted(replaces))
+        return self._add(task, target=target, voids=voids, **given)
 
     def void(self, task: TaskRef, seqs: Collection[int]) -> LedgerEntry:
         """Void entries of this task of which nothing left."""
