@@ -239,20 +239,30 @@ class Dataset:
         """Yield the bytes that decide whether each example is held out: its group, or else its identity."""
         return self.identities() if self.groups is None else iter(self.groups)
 
-    def identities(self, dtype: torch.dtype | None = None) -> Iterator[bytes]:
+    def identities(self, dtype: torch.dtype | None = None, unreadable: bytes | None = None) -> Iterator[bytes]:
         """Yield bytes that identify each example, regardless of its label and of the other examples: its source, or
-        else a digest of its tensors, converted to `dtype` if given."""
+        else a digest of its tensors, converted to `dtype` if given. Of an example that cannot be read yield
+        `unreadable`, or raise DataError if that is None."""
         if self.sources is not None:
             yield from map(bytes, self.sources)
             return
-        inputs = [(name, values) for name, values in sorted(self.inputs.items()) if name != LABELS]
         for place in range(self.examples):
-            digest = hashlib.sha256()
-            for name, values in inputs:
-                row = values[torch.tensor([place])][0].to(dtype).contiguous()
-                digest.update(f"{name} {row.dtype} {list(row.shape)};".encode())
-                digest.update(row.flatten().view(torch.uint8).numpy().tobytes())
-            yield digest.digest()
+            try:
+                yield self._identity(place, dtype)
+            except DataError:
+                if unreadable is None:
+                    raise
+                yield unreadable
+
+    def _identity(self, place: int, dtype: torch.dtype | None) -> bytes:
+        digest = hashlib.sha256()
+        for name, values in sorted(self.inputs.items()):
+            if name == LABELS:
+                continue
+            row = values[torch.tensor([place])][0].to(dtype).contiguous()
+            digest.update(f"{name} {row.dtype} {list(row.shape)};".encode())
+            digest.update(row.flatten().view(torch.uint8).numpy().tobytes())
+        return digest.digest()
 
     def rows(self, index: Tensor) -> Dataset:
         """Return the examples at the places `index`, int64 [chosen], in that order, without the held-out examples."""

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from tessera.shared.hashing import derive_seed
 
-UNNAMED = frozenset({b"", b"nan", b"none", b"null"})
-"""Names of groups that stand for a missing value, in lower case: those of what a table reads from an empty cell."""
+UNNAMED = frozenset({b"", b"nan", b"none", b"null", b"na", b"n/a", b"<na>", b"nat", b"\\n"})
+"""Names of groups that stand for a missing value, in lower case: how tables, R, pandas and dumps of databases (`\\N`)
+write an empty cell."""
 
 
 class UngroupedExamples(ValueError):

@@ -22,28 +22,40 @@ MAX_SHARED = 0.01
 
 HASH_BYTES = 6
 
+UNREADABLE = 0
+"""The hash of an example that cannot be read. No fingerprint has it: such examples are like no other, and a private
+task counts each as zero."""
+
 CHECKED = 1000
 """Number of examples between two calls of `check`."""
 
 
 def fingerprints(dataset: Dataset, key: bytes, check: Callable[[], None] = lambda: None) -> Array:
-    """Return the sorted hashes of all distinct examples, held-out ones included: uint64 [examples]. Raises as
-    `hashes_in_order` does."""
-    return np.unique(hashes_in_order(dataset, key, check))
+    """Return the sorted hashes of all distinct examples that can be read, held-out ones included: uint64 [examples].
+    Raises as `hashes_in_order` does."""
+    return distinct(hashes_in_order(dataset, key, check))
+
+
+def distinct(hashes: Array) -> Array:
+    """Return the sorted hashes of distinct examples that can be read."""
+    return np.setdiff1d(hashes, UNREADABLE)
 
 
 def hashes_in_order(dataset: Dataset, key: bytes, check: Callable[[], None] = lambda: None) -> Array:
     """Return the hash of each example, then of each held-out one: uint64 [examples].
 
-    The hash ignores an example's group and the dtype of its tensors. Exceptions of `check` propagate.
+    The hash ignores an example's group and the dtype of its tensors. It is `UNREADABLE` if the example cannot be
+    read. Exceptions of `check` propagate.
     """
 
     def hashes() -> Iterator[int]:
         for part in filter(None, (dataset, dataset.held_out)):
-            for place, identity in enumerate(part.identities(torch.float64)):
+            for place, identity in enumerate(part.identities(torch.float64, unreadable=b"")):
                 if place % CHECKED == 0:
                     check()
-                yield int.from_bytes(hmac.digest(key, identity, "sha256")[:HASH_BYTES], "big")
+                is_readable = part.sources is not None or identity != b""
+                digest = hmac.digest(key, identity, "sha256")[:HASH_BYTES]
+                yield int.from_bytes(digest, "big") if is_readable else UNREADABLE
 
     return np.fromiter(hashes(), np.uint64)
 

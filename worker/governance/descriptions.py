@@ -161,8 +161,12 @@ def policy_in_words(policy: Policy) -> Iterator[str]:
     yield f"{what}{never}; at most {size(policy.max_upload_bytes)} at a time{whole}."
     if floor := policy.require_privacy:
         yield f"Runs that train need privacy: at most {plain(floor).in_words}."
+    elif policy.max_weekly_privacy or policy.max_total_privacy:
+        yield "Runs that train need differential privacy."
     else:
         yield "Runs need no differential privacy, except on data sets with a budget."
+    if weekly := policy.max_weekly_privacy:
+        yield f"On each data set, all runs together may spend {plain(weekly).in_words} in any seven days."
     if total := policy.max_total_privacy:
         yield f"On all data sets together, all runs may spend {plain(total).in_words}."
     if policy.require_secure_sums:

@@ -36,7 +36,8 @@ REMEDIES = {
     "max_evaluations": "See past evaluations with `tessera worker check`, or raise policy.max_evaluations.",
     "privacy": "See the privacy spent with `tessera worker ledger`, and the data set's budget in the settings.",
     "overlap": "Have the names share a ledger: `ledger = NAME` in datasets.<name>, the same NAME in each.",
-    "acknowledge_exact": "Set acknowledge_exact = true in the budget: it bounds what comes from now on.",
+    "acknowledge_exact": "Set acknowledge_exact = true in the budget: it bounds what comes from now on. For a weekly "
+    "budget, waiting until the use is eight days old does too.",
     "max_weekly_privacy": "Work resumes as past spending ages; raise policy.max_weekly_privacy, or spend less a run.",
     "max_total_privacy": "See the privacy spent with `tessera worker ledger`, and policy.max_total_privacy.",
     "run": "Begin a new run; or remove this one's file in runs_dir if the site knows why it changed.",
@@ -163,7 +164,8 @@ def _guarantee(privacy: Privacy, unit: Unit) -> str:
 
 
 class Allowance(UnitBudget):
-    """A data set's privacy budget over all runs. Runs without privacy may not train on it."""
+    """A privacy budget over all runs: of a data set, of one in any seven days, or of all data sets together. Runs
+    without privacy may not train on what it is for."""
 
     evaluations: bool = Field(default=False, description=EVALUATIONS)
     acknowledge_exact: bool = Field(
@@ -253,7 +255,7 @@ class Policy(Frozen):
     require_privacy: PrivacyFloor | None = Field(
         default=None, description="minimum differential privacy of runs that train here"
     )
-    max_weekly_privacy: UnitBudget | None = Field(
+    max_weekly_privacy: Allowance | None = Field(
         default=None, description="privacy budget per data set over all runs in any seven days"
     )
     max_total_privacy: Allowance | None = Field(
@@ -333,14 +335,11 @@ class Policy(Frozen):
             self.require_privacy.check(task)
         if self.max_total_privacy:
             self.max_total_privacy.check(task, "max_total_privacy")
+        if self.max_weekly_privacy:
+            self.max_weekly_privacy.check(task, "max_weekly_privacy")
         if (of_site := self.require_client_privacy) and task.kind == "evaluate":
             detail = "this site requires privacy for itself as a whole, and a version's figures are exact"
             require(of_site.evaluations, "require_client_privacy", detail)
-        weekly = self.max_weekly_privacy
-        if weekly and task.kind == "train" and task.privacy and not weekly.counts(task.privacy):
-            raise PolicyViolation(
-                "max_weekly_privacy", f"this site limits the loss of each group, and {SINGLE_EXAMPLES}"
-            )
         detail = f"a lease of {lease} s is longer than the {longest} s allowed"
         require(lease <= longest, "max_lease_seconds", detail)
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 
 import structlog
@@ -11,14 +11,13 @@ from tessera.shared.run_settings import Unit, UnitBudget
 from tessera.worker.governance.policy import Allowance, PolicyViolation
 from tessera.worker.privacy.accountant import admits, least_budget
 from tessera.worker.state.privacy_ledger import (
-    OF_EXAMPLES,
+    EXACT_EVERY,
     Cost,
     LedgerEntry,
     NoisyChoice,
     NoisySteps,
     costs_of,
     noisy_in,
-    unbounded_in,
 )
 
 WEEK = timedelta(days=7)
@@ -34,7 +33,7 @@ class SiteLimits:
     unit: Unit
     """The unit that the run protects. Its events cost the unit of a budget what `costs_of` says."""
     budget: Allowance | None = None
-    weekly: UnitBudget | None = None
+    weekly: Allowance | None = None
     total: Allowance | None = None
     """The budget of all data sets together."""
     elsewhere: Callable[[], Sequence[LedgerEntry]] = tuple
@@ -54,6 +53,13 @@ class SiteLimits:
                 + (self._to_the_end(allowed, counted, ahead, needed) if rule == "privacy" else ""),
             )
 
+    def judge_leaving(self, entries: Sequence[LedgerEntry], events: Sequence[Noisy]) -> None:
+        """Raise PolicyViolation if events that were reserved earlier, and leave now, would exceed the weekly limit.
+
+        Their reservation may be older than a week, and others may have left since. No other limit looks at the time.
+        """
+        replace(self, budget=None, total=None).judge(entries, events, [])
+
     def _limits(self, entries: Sequence[LedgerEntry]) -> Iterator[tuple[UnitBudget, Sequence[LedgerEntry], str, str]]:
         """Yield each limit with the entries that count for it, its rule, and what it limits, in words. Raises
         PolicyViolation for uses that a budget does not bound."""
@@ -61,12 +67,10 @@ class SiteLimits:
             self.budget.check_exact(repr(self.dataset), entries)
             yield self.budget, entries, "privacy", repr(self.dataset)
         if self.weekly:
-            a_week_ago = datetime.now(UTC) - WEEK
-            lately = [entry for entry in entries if entry.at > a_week_ago]
-            if any(use == OF_EXAMPLES for _, use in unbounded_in(lately, self.weekly.unit)):
-                rule, what = "max_weekly_privacy", f"runs that protect single examples have used {self.dataset!r}"
-                raise PolicyViolation(rule, f"{what} within seven days, which bounds the loss of no group")
-            yield self.weekly, lately, "max_weekly_privacy", f"{self.dataset!r} within seven days"
+            what, now = f"{self.dataset!r} within seven days", datetime.now(UTC)
+            # A use without noise is written down once a day, so the last use may be a day after its line.
+            self.weekly.check_exact(what, [entry for entry in entries if entry.at > now - WEEK - EXACT_EVERY])
+            yield self.weekly, [entry for entry in entries if entry.at > now - WEEK], "max_weekly_privacy", what
         if self.total:
             everything = [*entries, *self.elsewhere()]
             self.total.check_exact("all data sets together", everything)

@@ -14,7 +14,7 @@ from pydantic import JsonValue, NonNegativeInt
 
 from tessera.shared.api.tasks import Task
 from tessera.shared.privacy.noise import KEY_BYTES, NoiseSource, secret_key
-from tessera.shared.run_settings import Budget, Privacy, Unit, UnitBudget, rho_of
+from tessera.shared.run_settings import Budget, Privacy, Unit, rho_of
 from tessera.shared.schedule import local_steps
 from tessera.shared.schema import Frozen
 from tessera.shared.tensors.lazy import Array
@@ -33,6 +33,7 @@ from tessera.worker.state.privacy_ledger import (
     Ledger,
     LedgerEntry,
     LedgerError,
+    LedgerPage,
     NoisyChoice,
     NoisySteps,
     noisy_in,
@@ -80,7 +81,7 @@ class PrivateTask:
         ledger: Ledger,
         budget: Allowance | None,
         floor: PrivacyFloor | None = None,
-        weekly: UnitBudget | None = None,
+        weekly: Allowance | None = None,
         total: Allowance | None = None,
         key: bytes | None = None,
         checkpoint: str = "",
@@ -269,7 +270,18 @@ class PrivateTask:
         return epsilon(self._of_run(self._ledger.read(self._dataset)), self._target.delta)
 
     def leave(self) -> None:
-        """Record that a result is about to leave the site: the reserved privacy stays spent."""
+        """Record that a result is about to leave the site: the reserved privacy stays spent, and counts from now on.
+
+        Raises PolicyViolation if the week has no room left for it, and LedgerError.
+        """
+        with self._ledger.page(self._dataset) as page:
+            if self._reserved:
+                others = [entry for entry in page.entries if entry.seq not in self._reserved]
+                self._limits.judge_leaving(others, self._events)
+                entry = self._reserve(page, self._events, self._reserved)
+                self._reserved = [entry.seq]
+            if self._privacy.selection == "uncovered" and self._looked:
+                page.exact(self._task, self.units, "choice")
         self._leaves = True
 
     def void(self) -> None:
@@ -325,12 +337,18 @@ class PrivateTask:
         with together, self._ledger.page(self._dataset) as page:
             event = event_of(page.entries)
             self._limits.judge(page.entries, [event], self._ahead)
-            entry = page.spend(self._task, self.units, self._target, [event], self._checkpoint, self._privacy.unit)
+            entry = self._reserve(page, [event])
             self._reserved.append(entry.seq)
             self._events.append(event)
             log = structlog.get_logger("worker")
             log.info("privacy-spent", dataset=self._dataset, events=[event.model_dump()])
         return event
+
+    def _reserve(
+        self, page: LedgerPage, events: Sequence[NoisySteps | NoisyChoice], replaces: Sequence[int] = ()
+    ) -> LedgerEntry:
+        unit = self._privacy.unit
+        return page.spend(self._task, self.units, self._target, events, self._checkpoint, unit, replaces)
 
     def _reserve_again(self, resumed: PrivateProgress) -> None:
         """Take over what the ledger has under the checkpoint's key. Reserve it again if the process that reserved it

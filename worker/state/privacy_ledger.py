@@ -12,7 +12,7 @@ import operator
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -38,6 +38,12 @@ LEDGER_FOLDER = "ledger"
 
 
 LOCK_FILE = "all.lock"
+
+LIMITED = b'"limited":true'
+"""A ledger with these bytes is `limited`. Names of others cannot contain them: JSON escapes quotation marks."""
+
+EXACT_EVERY = timedelta(days=1)
+"""A run's exact use is written down again if its last line is older."""
 
 
 class LedgerError(ChainError):
@@ -67,7 +73,7 @@ lost ledger."""
 
 
 class Exact(Frozen):
-    """A use of the data without noise, from the first task of a run on: no epsilon bounds what it reveals."""
+    """A use of the data without noise: no epsilon bounds what it reveals. A run has one line a day for each use."""
 
     kind: Literal["exact"] = "exact"
     use: Use
@@ -94,7 +100,8 @@ UnboundedUse = Use | Literal["training of examples"]
 
 
 class LedgerEntry(Link):
-    """The privacy reserved for one attempt at a task; or, with `voids`, the entries that were not used."""
+    """The privacy reserved for one attempt at a task, or spent by it when it leaves; or, with `voids` alone, the
+    entries that were not used."""
 
     dataset: Label
     examples: NonNegativeInt = 0
@@ -110,11 +117,14 @@ class LedgerEntry(Link):
     """The budget of the whole run; None if it is not private."""
     events: tuple[Event, ...] = ()
     voids: tuple[NonNegativeInt, ...] = ()
-    """The numbers of entries of which nothing left."""
+    """The numbers of entries of which nothing left, or which this one replaces."""
     checkpoint: str = ""
     """The digest of the key under which a checkpoint of this attempt resumes without a second charge."""
     sketch: tuple[NonNegativeInt, ...] = ()
     """A sample of keyed hashes of all examples that were ever used under this name (`worker.data.overlap`)."""
+    limited: bool = Field(default=False, exclude_if=operator.not_)
+    """True if the worker that wrote the line limits what runs may spend under this name. Lines from before there was
+    this field have none: such a ledger becomes limited when a worker with a limit next uses the data set."""
 
 
 class LedgerPage:
@@ -141,10 +151,15 @@ class LedgerPage:
         events: Sequence[Event],
         checkpoint: str = "",
         unit: Unit = "example",
+        replaces: Collection[int] = (),
     ) -> LedgerEntry:
-        """Reserve what the events cost. The entry is on disk when this returns, and counts until it is voided."""
+        """Reserve what the events cost. The entry is on disk when this returns, and counts until it is voided.
+
+        It counts in place of the entries `replaces`, at the present time.
+        """
         given = {"examples": examples, "unit": unit, "events": tuple(events), "checkpoint": checkpoint}
-        return self._add(task, target=Budget(epsilon=target.epsilon, delta=target.delta), **given)
+        target, voids = Budget(epsilon=target.epsilon, delta=target.delta), tuple(sorted(replaces))
+        return self._add(task, target=target, voids=voids, **given)
 
     def void(self, task: TaskRef, seqs: Collection[int]) -> LedgerEntry:
         """Void entries of this task of which nothing left."""
@@ -155,15 +170,26 @@ class LedgerPage:
         """The latest sketch."""
         return _latest_sketch(self._held.entries)
 
-    def know(self, task: TaskRef, examples: int, sketch: tuple[int, ...]) -> None:
-        """Record a sketch of the examples if it changed."""
-        if sketch != self.sketch:
-            self._add(task, examples=examples, sketch=sketch)
+    @property
+    def limited(self) -> bool:
+        """True if a worker has used the data set under a limit."""
+        return any(entry.limited for entry in self._held.entries)
+
+    def know(self, task: TaskRef, examples: int, sketch: tuple[int, ...], *, limited: bool) -> None:
+        """Record a sketch of the examples, and that a limit applies to them, if either is new.
+
+        A name stays limited: another worker that shares the ledger may still have the limit.
+        """
+        limited = limited or self.limited
+        if (sketch, limited) != (self.sketch, self.limited):
+            self._add(task, examples=examples, sketch=sketch, limited=limited)
 
     def exact(self, task: TaskRef, examples: int, use: Use) -> None:
-        """Write down that a run uses the data without noise, unless that is known of this run."""
-        event = Exact(use=use)
-        if not any(entry.run == task.run and event in entry.events for entry in self._held.entries):
+        """Write down that a run uses the data without noise, unless a line of the last day says so."""
+        event, since = Exact(use=use), datetime.now(UTC) - EXACT_EVERY
+        if not any(
+            entry.run == task.run and entry.at > since and event in entry.events for entry in self._held.entries
+        ):
             self._add(task, examples=examples, events=(event,))
 
     def _add(self, task: TaskRef, **given: Any) -> LedgerEntry:
@@ -252,6 +278,13 @@ class Ledger:
     def besides(self, datasets: Iterable[str]) -> list[str]:
         """Return the names of the ledgers in the folder that are of none of these data sets."""
         return sorted({path.stem for path in self._folder.glob("*.jsonl")} - set(map(self.name, datasets)))
+
+    def limited(self) -> set[str]:
+        """Return the names of the ledgers in the folder whose data sets a worker has used under a limit.
+
+        A ledger that is not reliable may be one of them; `sketches` of it raises LedgerError.
+        """
+        return {path.stem for path in self._folder.glob("*.jsonl") if LIMITED in path.read_bytes()}
 
     def sketches(self, names: Iterable[str]) -> dict[str, tuple[int, ...]]:
         """Return the sketches of the ledgers of these names. Raises LedgerError."""

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
-import numpy as np
 import structlog
 from pydantic import ValidationError
 
@@ -22,7 +21,7 @@ from tessera.worker.data import augmentation
 from tessera.worker.data.content import content_digest
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.data.groups import Groups, UngroupedExamples
-from tessera.worker.data.overlap import MAX_SHARED, hashes_in_order, share_of, sketch_of
+from tessera.worker.data.overlap import MAX_SHARED, distinct, hashes_in_order, share_of, sketch_of
 from tessera.worker.governance.approvals import Inbox, Request
 from tessera.worker.governance.descriptions import summary
 from tessera.worker.governance.policy import PolicyViolation, check_use
@@ -161,7 +160,8 @@ def _require_approval(run: TaskRun, inbox: Inbox, dataset: Dataset, groups: Grou
 
 
 def check_overlap(run: TaskRun, dataset: Dataset) -> None:
-    """Raise PolicyViolation if two data sets share examples but not a ledger, and one of them has a budget.
+    """Raise PolicyViolation if two data sets share examples but not a ledger, and one of them is under a limit, of
+    this worker or of another that shares the folder of ledgers.
 
     Privacy spent under one name would not count under the other.
     """
@@ -171,10 +171,12 @@ def check_overlap(run: TaskRun, dataset: Dataset) -> None:
     prints = _fingerprints(run, name, ledger)
     with ledger.page(name) as page:
         sketch = sketch_of(prints, page.sketch)
-        page.know(run.journal.task, dataset.examples, sketch)
-    limited = {ledger.name(name) for name in env.allowances}
+        limits = (env.allowances.get(name), env.policy.max_weekly_privacy)
+        page.know(run.journal.task, dataset.examples, sketch, limited=any(limits))
+        is_limited = page.limited
     others = ledger.besides([name])
-    if ledger.name(name) not in limited:
+    if not is_limited:
+        limited = ledger.limited()
         others = [name for name in others if name in limited]
     for other, theirs in ledger.sketches(others).items():
         loaded = [name for name in env.datasets if ledger.name(name) == other]
@@ -197,7 +199,7 @@ def _fingerprints(run: TaskRun, dataset: str, ledger: Ledger) -> Array:
         examples = run.env.datasets[dataset]
         hashes = hashes_in_order(examples, ledger.hash_key, run.check)
         run.env.contents[dataset] = content_digest(examples, hashes)
-        known[dataset] = np.unique(hashes)
+        known[dataset] = distinct(hashes)
     return known[dataset]
 
 

@@ -56,6 +56,7 @@ def _personalise(run: TaskRun, loaded: Loaded, dataset: Dataset) -> bool:
     rules = (
         policy.require_privacy,
         policy.require_client_privacy,
+        policy.max_weekly_privacy,
         policy.max_total_privacy,
         env.allowances.get(task.dataset),
     )

@@ -40,8 +40,6 @@ from tessera.worker.training.progress import Check, Report
 if TYPE_CHECKING:
     from tessera.worker.privacy.private_task import PrivateTask
 
-CLOCK_RULES = ("max_task_seconds", "max_minutes_per_day")
-
 VISIBLE = (Problem, Stopped, PolicyViolation, UnsupportedRun)
 """Ends of training that follow from the coordinator, the clock or the settings. Any other may depend on the data,
 and would be an exact answer about a site whose updates are noisy: its noise leaves alone."""
@@ -179,10 +177,11 @@ class TaskRunner(TaskEnvironment):
         rules = (
             policy.require_privacy,
             policy.require_client_privacy,
+            policy.max_weekly_privacy,
             policy.max_total_privacy,
             self.allowances.get(dataset),
         )
-        return examples >= self.policy.min_evaluation_examples and all(rule.evaluations for rule in rules if rule)
+        return examples >= policy.min_evaluation_examples and all(rule.evaluations for rule in rules if rule)
 
 
 def _least(most: Allowance, read: Callable[[], Sequence[LedgerEntry]]) -> float | None:
@@ -199,12 +198,12 @@ def _least(most: Allowance, read: Callable[[], Sequence[LedgerEntry]]) -> float 
 def _settling(private: PrivateTask | None) -> Iterator[None]:
     """Release a private task's reserved budget if the block ends for a reason independent of the data.
 
-    Such reasons are the coordinator, the network, a person or the clock. Any other failure is reported and may
-    depend on the data, so the budget counts as spent.
+    Such reasons are the coordinator, the network or a person. Any other failure is reported and may depend on the
+    data, so the budget counts as spent. The clock is no exception: how long a task takes depends on the examples.
     """
     try:
         yield
-    except (Problem, Stopped, UpdateWithheld, PolicyViolation) as end:
-        if private and (not isinstance(end, PolicyViolation) or end.rule in CLOCK_RULES):
+    except (Problem, Stopped, UpdateWithheld):
+        if private:
             private.void()
         raise

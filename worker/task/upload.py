@@ -100,7 +100,7 @@ class Egress:
     def ready(self, result: LocalResult, loaded: Loaded, examples: int) -> Iterator[ReadyUpdate]:
         """Yield the update, written, checked and recorded as leaving.
 
-        Raises TaskFailure, PolicyViolation, UpdateWithheld, OverBudget.
+        Raises TaskFailure, PolicyViolation, UpdateWithheld, OverBudget, LedgerError.
         """
         env, task, report = self.run.env, self.run.task, self.run.report
         feedback = loaded.feedback
@@ -122,6 +122,8 @@ class Egress:
                     # Another update with the same noise would reveal the sums that differ.
                     self.checkpoint.remove()
                 self.private.leave()
+            else:
+                self.run.journal.note_exact(examples, "training")
             if env.history:
                 env.history.add(self.run.snapshot, env.policy, update.nbytes)
             head = self._note_leaving(summary) if summary else None
@@ -175,6 +177,7 @@ class Egress:
         if env.history:
             env.history.add(self.run.snapshot, env.policy)
         names = list[JsonValue](sorted(metrics))
+        self.run.journal.note_exact(examples, "evaluation")
         head = self.run.journal.note(
             "figures.leave",
             dataset=task.dataset,

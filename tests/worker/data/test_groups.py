@@ -62,7 +62,10 @@ def test_an_example_more_or_less_changes_no_other_group(changed: list[bytes]) ->
         assert (one[b"ann"], one[b"cid"]) == (two[b"ann"], two[b"cid"])
 
 
-@pytest.mark.parametrize("missing", [b"", b"  ", b"nan", b"NaN", b"None", b"null"])
+@pytest.mark.parametrize(
+    "missing",
+    [b"", b"  ", b"nan", b"NaN", b"None", b"null", b"NULL", b"NA", b"N/A", b"<NA>", b"NaT", rb"\N"],
+)
 def test_a_missing_name_is_refused(missing: bytes) -> None:
     with pytest.raises(UngroupedExamples, match="not every example has a group"):
         Groups.of([b"ann", missing])

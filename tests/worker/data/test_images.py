@@ -17,7 +17,9 @@ import torch
 from PIL import Image
 from transformers import CLIPImageProcessorPil
 
+from tessera.worker.data.content import content_digest
 from tessera.worker.data.dataset import DataError, Dataset
+from tessera.worker.data.overlap import hashes_in_order
 from tessera.worker.data.readers import image_index as reader
 from tessera.worker.data.registry import load
 from tessera.worker.model.build import instantiate
@@ -110,6 +112,14 @@ def test_an_image_that_is_changed_or_removed_later_is_named(pets: Path) -> None:
     (pets / "cat" / "a.png").unlink()
     with pytest.raises(DataError, match=r"a\.png cannot be read"):
         next(dataset.batches(1))
+
+
+def test_the_contents_have_a_digest_without_the_first_image(pets: Path) -> None:
+    dataset = opened(folder=pets, size=4, labels=["cat", "dog"], in_memory=False)
+    hashes = hashes_in_order(dataset, b"k" * 32)
+    before = content_digest(dataset, hashes)
+    (pets / "cat" / "a.png").unlink()
+    assert content_digest(dataset, hashes) != before
 
 
 def test_pixels_are_read_ahead_in_order_and_a_fault_ends_it(pets: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +12,14 @@ import torch
 from safetensors.torch import save_file
 from structlog.testing import capture_logs
 
-from tessera.worker.data.dataset import Dataset
+from tessera.worker.data.dataset import DataError, Dataset, RowsOnDisk
 from tessera.worker.data.overlap import CHECKED, KEPT, fingerprints, share_of, sketch_of
 from tessera.worker.data.registry import load
-from tessera.worker.governance.policy import Allowance, PolicyViolation
+from tessera.worker.governance.policy import Allowance, Policy, PolicyViolation
 from tessera.worker.settings import WorkerSettings
 from tessera.worker.state.blob_cache import Cache
 from tessera.worker.state.hash_chain import TaskRef
-from tessera.worker.state.privacy_ledger import Ledger, LedgerError
+from tessera.worker.state.privacy_ledger import LIMITED, Ledger, LedgerError
 from tessera.worker.state.vault import Vault
 from tessera.worker.stores import ledger_of
 from tessera.worker.task.admission import check_overlap
@@ -97,13 +97,16 @@ def test_a_stop_need_not_wait_for_all_examples_to_be_hashed() -> None:
     assert next(checks) == 2
 
 
-def runner(folder: Path, shared: dict[str, str] | None = None) -> TaskRunner:
+BUDGET = {"wards": Allowance(epsilon=3.0, delta=1e-5)}
+
+
+def runner(folder: Path, shared: dict[str, str] | None = None, **settings: Any) -> TaskRunner:
     data = {"wards": images(range(200)), "again": images(range(190, 400)), "others": images(range(1000, 1200))}
     return TaskRunner(
         None,  # type: ignore[arg-type]  (nothing is fetched or sent)
-        data, TrainingSetup(torch.device("cpu")), Vault(folder / "vault"), Cache(folder / "cache", 1 << 20), folder,
-        ledger=Ledger(folder / "ledger", KEY, shared),
-        allowances={"wards": Allowance(epsilon=3.0, delta=1e-5)},
+        settings.pop("datasets", data), TrainingSetup(torch.device("cpu")), Vault(folder / "vault"),
+        Cache(folder / "cache", 1 << 20), folder,
+        ledger=Ledger(folder / "ledger", KEY, shared), **{"allowances": BUDGET, **settings},
     )  # fmt: skip
 
 
@@ -129,12 +132,66 @@ def test_the_same_examples_under_another_name_are_refused_where_one_has_a_budget
     assert "%" not in refusal.value.detail
     assert [line["shared"] for line in logged if line["event"] == "data-sets-overlap"] == ["5%"]
     uses(made, "others")
-    # Another worker that shares the ledgers and has the second name alone finds it too.
-    alone = replace(made, datasets={order[1]: made.datasets[order[1]]}, fingerprints={})
-    with pytest.raises(PolicyViolation, match="overlap"):
-        uses(alone, order[1])
     # Without any budget there is nothing to get around.
-    uses(replace(made, allowances={}), order[1])
+    free = runner(tmp_path / "free", allowances={})
+    for name in order:
+        uses(free, name)
+
+
+@pytest.mark.parametrize("order", [("wards", "again"), ("again", "wards")])
+def test_another_worker_s_budget_is_not_got_around_by_a_name_of_this_one(
+    tmp_path: Path, order: tuple[str, str]
+) -> None:
+    def worker_of(name: str) -> TaskRunner:
+        """A worker that shares the ledgers, and has this name alone with the budget of its own settings."""
+        budgets = {name: BUDGET[name]} if name in BUDGET else {}
+        return runner(tmp_path, datasets={name: data[name]}, allowances=budgets)
+
+    data = runner(tmp_path).datasets
+    uses(worker_of(order[0]), order[0])
+    with pytest.raises(PolicyViolation, match="have examples in common"):
+        uses(worker_of(order[1]), order[1])
+
+
+def test_a_weekly_limit_is_one_of_each_name(tmp_path: Path) -> None:
+    week = Policy(max_weekly_privacy=Allowance(epsilon=1.0, delta=1e-6))
+    limited, free = runner(tmp_path, allowances={}, policy=week), runner(tmp_path, allowances={})
+    uses(limited, "wards")
+    for made in (limited, free):
+        with pytest.raises(PolicyViolation, match="have examples in common"):
+            uses(made, "again")
+        uses(made, "others")
+
+
+def test_a_name_stays_limited_where_another_worker_has_no_limit(tmp_path: Path) -> None:
+    limited, free = runner(tmp_path), runner(tmp_path, allowances={})
+    for made in (free, limited, free, limited):
+        uses(made, "wards")
+    # One line for the examples, and one for the limit.
+    assert len((tmp_path / "ledger" / "wards.jsonl").read_bytes().splitlines()) == 2
+    with pytest.raises(PolicyViolation, match="have examples in common"):
+        uses(free, "again")
+
+
+def test_a_ledger_from_before_limits_were_recorded_has_none_until_it_is_used_under_one(tmp_path: Path) -> None:
+    uses(runner(tmp_path, allowances={}), "wards")
+    assert b"limited" not in (tmp_path / "ledger" / "wards.jsonl").read_bytes()
+    free = runner(tmp_path, allowances={})
+    uses(free, "again")
+    with pytest.raises(PolicyViolation, match="have examples in common"):
+        uses(runner(tmp_path), "wards")
+    with pytest.raises(PolicyViolation, match="have examples in common"):
+        uses(free, "again")
+
+
+def test_no_name_that_a_coordinator_chooses_makes_a_ledger_limited(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path, KEY)
+    with ledger.page("wards") as page:
+        page.know(TaskRef("r", LIMITED.decode(), 1, LIMITED.decode(), 1), 200, (1,), limited=False)
+    assert ledger.limited() == set()
+    with ledger.page("wards") as page:
+        page.know(TaskRef.of(task_of()), 200, (1,), limited=True)
+    assert ledger.limited() == {"wards"}
 
 
 def test_names_that_share_a_ledger_share_what_is_spent(tmp_path: Path) -> None:
@@ -165,10 +222,58 @@ def test_which_examples_there_are_is_written_once_and_spends_nothing(tmp_path: P
 
 
 def test_a_ledger_that_cannot_be_relied_on_stops_no_task_without_a_budget(tmp_path: Path) -> None:
-    uses(runner(tmp_path), "wards")
+    uses(runner(tmp_path, allowances={}), "wards")
     (tmp_path / "ledger" / "wards.jsonl").rename(tmp_path / "ledger" / "old.jsonl")
     made = runner(tmp_path)
     # Neither "others" nor "old" has a budget.
     uses(made, "others")
     with pytest.raises(LedgerError, match=r"old\.jsonl"):
         uses(made, "wards")
+
+
+def test_a_ledger_under_a_limit_that_cannot_be_relied_on_stops_every_task(tmp_path: Path) -> None:
+    uses(runner(tmp_path), "wards")
+    (tmp_path / "ledger" / "wards.jsonl").rename(tmp_path / "ledger" / "old.jsonl")
+    with pytest.raises(LedgerError, match=r"old\.jsonl"):
+        uses(runner(tmp_path, allowances={}), "others")
+
+
+# ---------------------------------------------------------------- examples that cannot be read
+
+
+def on_disk(unreadable: set[int], first: int = 0) -> Dataset:
+    """20 examples in a file of which some rows cannot be read."""
+
+    def read(places: Sequence[int]) -> torch.Tensor:
+        if unreadable & set(places):
+            raise DataError("the file was removed")
+        return torch.tensor(places, dtype=torch.float32)[:, None] + first
+
+    rows = RowsOnDisk(read, torch.arange(20), (1,), torch.float32)
+    return Dataset({"labels": torch.zeros(20, dtype=torch.int64)}, on_disk={"pixel_values": rows})
+
+
+@pytest.mark.parametrize("unreadable", [{0}, {7, 8}, set(range(20))])
+def test_no_example_that_cannot_be_read_stops_a_task(tmp_path: Path, unreadable: set[int]) -> None:
+    made = runner(tmp_path, datasets={"wards": on_disk(unreadable)})
+    uses(made, "wards")
+    # It does not resume a task that began with other examples, and nothing else depends on it.
+    assert made.contents["wards"] != runner_contents(tmp_path / "whole", on_disk(set()))
+    assert made.contents["wards"] == runner_contents(tmp_path / "same", on_disk(unreadable))
+    assert len(made.fingerprints["wards"]) == 20 - len(unreadable)
+
+
+def runner_contents(folder: Path, data: Dataset) -> str:
+    made = runner(folder, datasets={"wards": data})
+    uses(made, "wards")
+    return made.contents["wards"]
+
+
+def test_examples_that_cannot_be_read_are_not_like_each_other(tmp_path: Path) -> None:
+    data = {"wards": on_disk({0, 7}), "again": on_disk({0, 7}, first=100)}
+    made = runner(tmp_path, datasets=data)
+    uses(made, "wards")
+    uses(made, "again")
+    # 18 of 20 can be compared.
+    with pytest.raises(PolicyViolation, match="have examples in common"):
+        uses(runner(tmp_path, datasets={"others": on_disk({0, 7})}, allowances={}), "others")

@@ -42,6 +42,11 @@ def entry(unit: str, *events: Any) -> LedgerEntry:
     )  # fmt: skip
 
 
+def before(days: float, unit: str, *events: Any) -> LedgerEntry:
+    """An entry of that many days ago."""
+    return entry(unit, *events).model_copy(update={"at": datetime.now(UTC) - timedelta(days=days)})
+
+
 # ---------------------------------------------------------------- a run's settings
 
 
@@ -138,20 +143,36 @@ def test_a_preview_counts_a_run_of_groups_four_times_for_a_budget_of_examples() 
 
 
 def test_a_weekly_limit_of_groups_takes_no_run_that_protects_examples() -> None:
-    policy = Policy(max_weekly_privacy=UnitBudget(epsilon=1.0, delta=1e-6, unit="group"))
+    policy = Policy(max_weekly_privacy=Allowance(epsilon=1.0, delta=1e-6, unit="group"))
     policy.check_task(task(privacy=GROUPS), ("train",))
-    with pytest.raises(PolicyViolation, match="limits the loss of each group"):
+    with pytest.raises(PolicyViolation, match="max_weekly_privacy: this site has a budget for each group"):
         policy.check_task(task(privacy=EXAMPLES), ("train",))
 
 
 def test_a_weekly_limit_of_groups_waits_until_noise_for_examples_is_a_week_old() -> None:
-    limits = SiteLimits("wards", "group", weekly=UnitBudget(epsilon=9.0, delta=1e-5, unit="group"))
-    old = entry("example", STEPS)
-    late = old.model_copy(update={"at": datetime.now(UTC) - timedelta(days=6)})
-    early = old.model_copy(update={"at": datetime.now(UTC) - timedelta(days=8)})
+    limits = SiteLimits("wards", "group", weekly=Allowance(epsilon=9.0, delta=1e-5, unit="group"))
+    early, late = before(8, "example", STEPS), before(6, "example", STEPS)
     limits.judge([early], [STEPS], [])
-    with pytest.raises(PolicyViolation, match="protect single examples have used 'wards' within seven days"):
+    with pytest.raises(PolicyViolation, match=r"within seven days is unbounded .* noise for single examples"):
         limits.judge([early, late], [STEPS], [])
+
+
+@pytest.mark.parametrize("use", ["training", "choice", "lost", "evaluation"])
+def test_a_weekly_limit_waits_until_the_last_use_without_noise_is_a_week_old(use: str) -> None:
+    week = Allowance(epsilon=9.0, delta=1e-5)
+    limits = SiteLimits("wards", "example", weekly=week)
+    # A run writes its exact uses down once a day: the last of them may be a day younger than its line.
+    limits.judge([before(8, "example", Exact(use=use))], [STEPS], [])
+    with pytest.raises(PolicyViolation, match=rf"within seven days is unbounded since .*\({use} without") as no:
+        limits.judge([before(7.9, "example", Exact(use=use))], [STEPS], [])
+    assert "eight days old" in no.value.remedy
+    acknowledging = week.model_copy(update={"acknowledge_exact": True})
+    SiteLimits("wards", "example", weekly=acknowledging).judge([before(1, "example", Exact(use=use))], [STEPS], [])
+
+
+def test_a_weekly_limit_that_allows_evaluations_does_not_wait_for_them() -> None:
+    limits = SiteLimits("wards", "example", weekly=Allowance(epsilon=9.0, delta=1e-5, evaluations=True))
+    limits.judge([before(1, "example", Exact(use="evaluation"))], [STEPS], [])
 
 
 def test_a_batch_of_groups_counts_the_examples_that_it_may_have() -> None:
@@ -172,7 +193,18 @@ def test_the_policy_in_words_has_the_budget_of_all_data_sets_and_masks() -> None
     sentences = list(policy_in_words(policy))
     assert "On all data sets together, all runs may spend epsilon 9 at delta 1e-05 for each group." in sentences
     assert "Updates leave only under masks, in runs with secure sums." in sentences
+    assert "Runs that train need differential privacy." in sentences
     assert not [one for one in policy_in_words(Policy()) if "all data sets" in one or "mask" in one]
+
+
+def test_the_policy_in_words_has_the_weekly_budget() -> None:
+    sentences = list(policy_in_words(Policy(max_weekly_privacy=Allowance(epsilon=1.0, delta=1e-6))))
+    assert (
+        "On each data set, all runs together may spend epsilon 1 at delta 1e-06 for each example in any seven days."
+        in (sentences)
+    )
+    assert "Runs that train need differential privacy." in sentences
+    assert "Runs need no differential privacy, except on data sets with a budget." in policy_in_words(Policy())
 
 
 # ---------------------------------------------------------------- one ledger, two units

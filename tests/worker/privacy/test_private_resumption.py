@@ -131,6 +131,19 @@ def test_a_killed_task_of_groups_resumes_with_the_same_groups_and_members(tmp_pa
     assert two.spent() == one.spent()
 
 
+def test_a_task_that_resumes_days_later_counts_from_when_it_leaves(tmp_path: Path) -> None:
+    with pytest.raises(Killed):
+        private_update(tmp_path, KEY, check=killed_at(3))
+    reserved = Ledger(tmp_path).read("wards")
+    _, private = private_update(tmp_path, None)
+    assert Ledger(tmp_path).read("wards") == reserved
+    private.leave()
+    (entry,) = Ledger(tmp_path).read("wards")
+    assert entry.at > reserved[-1].at
+    assert entry.events == tuple(event for one in reserved for event in one.events)
+    assert (entry.unit, entry.examples, entry.target) == ("example", 24, reserved[0].target)
+
+
 def test_without_its_checkpoint_a_killed_task_is_charged_again_and_has_other_noise(tmp_path: Path) -> None:
     undisturbed, one = private_update(tmp_path / "one", KEY)
     with pytest.raises(Killed):

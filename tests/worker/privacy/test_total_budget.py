@@ -109,13 +109,22 @@ def test_exact_uses_of_other_data_sets_have_to_be_acknowledged(tmp_path: Path, u
     task_under(tmp_path, TOTAL.model_copy(update={"acknowledge_exact": True}))
 
 
-def test_a_total_budget_refuses_what_it_does_not_cover() -> None:
-    policy = Policy(max_total_privacy=TOTAL)
+@pytest.mark.parametrize("rule", ["max_total_privacy", "max_weekly_privacy"])
+def test_a_budget_of_the_site_refuses_what_it_does_not_cover(rule: str) -> None:
+    policy = Policy.model_validate({rule: TOTAL})
     policy.check_task(plain_task(privacy=private()), ("train",))
     for asked in (plain_task(), plain_task(privacy=private(selection="uncovered")), plain_task(kind="evaluate")):
         with pytest.raises(PolicyViolation, match="this site has a budget") as refused:
             policy.check_task(asked, ("train", "evaluate"))
-        assert refused.value.rule == "max_total_privacy"
+        assert refused.value.rule == rule
+
+
+@pytest.mark.parametrize("rule", ["max_total_privacy", "max_weekly_privacy"])
+def test_a_site_with_a_budget_is_measured_only_if_the_budget_allows_it(tmp_path: Path, rule: str) -> None:
+    allowing = TOTAL.model_copy(update={"evaluations": True})
+    assert not a_runner(tmp_path, Policy.model_validate({rule: TOTAL})).may_measure("wards", 100)
+    assert a_runner(tmp_path, Policy.model_validate({rule: allowing})).may_measure("wards", 100)
+    Policy.model_validate({rule: allowing}).check_task(plain_task(kind="evaluate"), ("evaluate",))
 
 
 def test_two_tasks_at_once_on_two_data_sets_do_not_both_get_what_is_left(tmp_path: Path) -> None:

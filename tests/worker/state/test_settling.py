@@ -18,7 +18,7 @@ from tessera.shared.api.tasks import Task
 from tessera.shared.methods.base import MethodSpec
 from tessera.shared.model.spec import Model
 from tessera.shared.problems import LeaseLost
-from tessera.shared.run_settings import Privacy, UnitBudget
+from tessera.shared.run_settings import Privacy
 from tessera.shared.schema import MAX_NUMBER
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.governance.airlock import Airlock, UpdateWithheld
@@ -130,6 +130,22 @@ def test_a_failure_that_may_depend_on_what_was_computed_stays_spent(
     assert len(site.events()) == 1
 
 
+@pytest.mark.parametrize("rule", ["max_task_seconds", "max_minutes_per_day"])
+def test_a_task_whose_time_was_up_stays_spent(coordinator: LiveCoordinator, tmp_path: Path, rule: str) -> None:
+    # An example that fails costs more time, so a coordinator that learns of the end would learn of the example.
+    site = SiteWithRun(coordinator, tmp_path, PRIVACY)
+    report = Report()
+
+    def check() -> None:
+        if report.step:
+            raise PolicyViolation(rule, "the time is up")
+
+    with pytest.raises(PolicyViolation, match=rule):
+        site.runner.run(site.worker.take(), check, report)
+    (paid,) = site.events()
+    assert isinstance(paid, NoisySteps)
+
+
 def test_what_a_killed_process_reserved_stays_spent(tmp_path: Path) -> None:
     assert forked(str(tmp_path), module="tests.support.leaving").returncode == -signal.SIGKILL
     assert len(spent(tmp_path)) == 2
@@ -157,31 +173,71 @@ def test_a_try_under_a_token_that_was_used_before_takes_back_its_own_noise_alone
 # ---------------------------------------------------------------- a week
 
 
-def weekly(folder: Path, most: UnitBudget, **more: object) -> PrivateTask:
+def weekly(folder: Path, most: Allowance, **more: object) -> PrivateTask:
     asked = task_of(**more)
     assert asked.privacy
     return PrivateTask(asked, asked.privacy, 40, Ledger(folder), None, weekly=most)
 
 
 def test_a_week_holds_so_much_over_all_runs_and_the_next_one_anew(tmp_path: Path) -> None:
-    most = UnitBudget(epsilon=2.0, delta=1e-5)
+    most = Allowance(epsilon=2.0, delta=1e-5)
     for number in range(1, 5):
-        weekly(tmp_path / "once", UnitBudget(epsilon=3.2, delta=1e-5), round=number).begin(steps=5)
+        weekly(tmp_path / "once", Allowance(epsilon=3.2, delta=1e-5), round=number).begin(steps=5)
     # A round of a run with epsilon 3 takes about 1.4 of it.
     weekly(tmp_path, most, run="run-1").begin(steps=5)
     with pytest.raises(PolicyViolation, match=r"within seven days .* allows 2$") as refusal:
         weekly(tmp_path, most, run="run-2")
     assert refusal.value.rule == "max_weekly_privacy"
     # Of what was spent eight days ago, nothing counts any more.
-    old = tmp_path / "old" / "wards.jsonl"
-    before = datetime.now(UTC) - timedelta(days=8)
-    for entry in Ledger(tmp_path).read("wards"):
-        Chain(old, LedgerEntry).append(
-            lambda seq, previous, entry=entry: entry.model_copy(
-                update={"seq": seq, "previous": previous, "at": before}
+    days_pass(tmp_path, 8)
+    weekly(tmp_path, most, run="run-9").begin(steps=5)
+
+
+def test_a_week_begins_when_an_update_leaves_and_not_when_its_privacy_was_reserved(tmp_path: Path) -> None:
+    most = Allowance(epsilon=2.0, delta=1e-5)
+    held = weekly(tmp_path, most, run="run-1")
+    held.begin(steps=5)
+    # A person releases it in the airlock a week later, within the five minutes for which the reservation counts.
+    days_pass(tmp_path, 7 - 5 / 1440)
+    held.leave()
+    (entry,) = Ledger(tmp_path).read("wards")
+    assert datetime.now(UTC) - entry.at < timedelta(days=1)
+    days_pass(tmp_path, 5 / 1440)
+    with pytest.raises(PolicyViolation, match="within seven days"):
+        weekly(tmp_path, most, run="run-2")
+    assert len(spent(tmp_path)) == 1
+    days_pass(tmp_path, 7)
+    weekly(tmp_path, most, run="run-2")
+
+
+def test_an_update_does_not_leave_in_a_week_that_others_have_used_up(tmp_path: Path) -> None:
+    most = Allowance(epsilon=2.0, delta=1e-5)
+    held, other = weekly(tmp_path, most, run="run-1"), weekly(tmp_path, most, run="run-2")
+    held.begin(steps=5)
+    days_pass(tmp_path, 8)
+    other.begin(steps=5)
+    other.leave()
+    days_pass(tmp_path, 1)
+    with pytest.raises(PolicyViolation, match="within seven days") as refusal:
+        held.leave()
+    assert refusal.value.rule == "max_weekly_privacy"
+    # It may a week later.
+    days_pass(tmp_path, 7)
+    held.leave()
+    assert len(spent(tmp_path)) == 2
+
+
+def days_pass(folder: Path, days: float) -> None:
+    """Make each line of a ledger that many days older."""
+    path = folder / "wards.jsonl"
+    entries = Chain(path, LedgerEntry).read()
+    path.unlink(missing_ok=True)
+    for entry in entries:
+        Chain(path, LedgerEntry).append(
+            lambda _, previous, entry=entry: entry.model_copy(
+                update={"previous": previous, "at": entry.at - timedelta(days=days)}
             )
         )
-    weekly(tmp_path / "old", most, run="run-9").begin(steps=5)
 
 
 # ---------------------------------------------------------------- what no noise covers
@@ -218,6 +274,14 @@ def test_a_budget_set_after_training_without_privacy_is_refused_until_the_site_a
     acknowledged = budget.model_copy(update={"acknowledge_exact": True})
     PrivateTask(private, private.privacy, 24, site.ledger, acknowledged).begin(steps=3)
     assert 0 < replace(runner, allowances={"data": acknowledged}).spent()["data"] <= 8.0
+
+
+def test_a_run_without_noise_writes_a_line_a_day(tmp_path: Path) -> None:
+    for days in (0, 0.9, 0.2, 0.9):
+        days_pass(tmp_path, days)
+        with Ledger(tmp_path).page("wards") as page:
+            page.exact(TaskRef.of(task_of()), 40, "training")
+    assert spent(tmp_path) == 2 * [Exact(use="training")]
 
 
 def test_an_uncovered_choice_is_written_down_when_the_data_are_looked_at(tmp_path: Path) -> None:

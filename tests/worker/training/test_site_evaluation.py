@@ -20,7 +20,7 @@ from tessera.shared.model.spec import Model, Prompts
 from tessera.worker.agent import Agent
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.data.partition.division import key_of_seed
-from tessera.worker.governance.policy import ClientPrivacyFloor, Policy, PrivacyFloor
+from tessera.worker.governance.policy import Allowance, ClientPrivacyFloor, Policy, PrivacyFloor
 from tessera.worker.inventory import datasets_of
 from tessera.worker.model.block_map import block_table, named_tensors
 from tessera.worker.model.build import instantiate, read_block
@@ -202,8 +202,9 @@ def test_no_figure_of_examples_that_train_leaves_for_a_run_that_nobody_trains(
         Policy(),
         Policy(require_privacy=PrivacyFloor(epsilon=4.0, evaluations=True)),
         Policy(require_client_privacy=ClientPrivacyFloor(epsilon=4.0, delta=1e-5, evaluations=True)),
+        Policy(max_weekly_privacy=Allowance(epsilon=4.0, delta=1e-5, evaluations=True)),
     ],
-    ids=["open", "private", "private as a whole"],
+    ids=["open", "private", "private as a whole", "private in a week"],
 )
 def test_a_site_that_requires_privacy_makes_no_model_of_its_own_without_it(
     coordinator: LiveCoordinator, tmp_path: Path, policy: Policy
