@@ -29,7 +29,7 @@ from tessera.worker.data.dataset import Dataset
 from tessera.worker.data.groups import Groups
 from tessera.worker.governance.airlock import Airlock
 from tessera.worker.governance.approvals import Inbox
-from tessera.worker.governance.policy import Allowance, Policy
+from tessera.worker.governance.policy import Allowance, ClientPrivacyFloor, Policy, PrivacyFloor
 from tessera.worker.governance.run_history import RunHistory, RunSnapshot
 from tessera.worker.model.layouts import MappingFile
 from tessera.worker.model.sandbox import Sandbox
@@ -166,6 +166,18 @@ class TaskEnvironment:
     def device_kind(self) -> str:
         """The kind of the device that trains, and the number of devices if there are several."""
         return self.device.type
+
+    def privacy_rules(self, dataset: str) -> list[PrivacyFloor | ClientPrivacyFloor | Allowance]:
+        """Return the site's rules of privacy for a data set."""
+        policy = self.policy
+        rules = (
+            policy.require_privacy,
+            policy.require_client_privacy,
+            policy.max_weekly_privacy,
+            policy.max_total_privacy,
+            self.allowances.get(dataset),
+        )
+        return [rule for rule in rules if rule]
 
     def piece_size(self, run: str) -> PieceSize:
         """Return the size of pieces for the next task of a run, which its training updates."""

@@ -52,15 +52,7 @@ def _personalise(run: TaskRun, loaded: Loaded, dataset: Dataset) -> bool:
     """Turn the version into this site's personalized model. Return False if the method or the site has none."""
     env, task = run.env, run.task
     half, context = loaded.half, loaded.context
-    policy = env.policy
-    rules = (
-        policy.require_privacy,
-        policy.require_client_privacy,
-        policy.max_weekly_privacy,
-        policy.max_total_privacy,
-        env.allowances.get(task.dataset),
-    )
-    if task.privacy is None and any(rules):
+    if task.privacy is None and env.privacy_rules(task.dataset):
         # The private state may have been trained before the site required privacy.
         return False
     loaded.personalise()

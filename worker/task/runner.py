@@ -173,15 +173,8 @@ class TaskRunner(TaskEnvironment):
 
     def may_measure(self, dataset: str, examples: int) -> bool:
         """Return whether versions may be evaluated on `examples` of an evaluation-only data set."""
-        policy = self.policy
-        rules = (
-            policy.require_privacy,
-            policy.require_client_privacy,
-            policy.max_weekly_privacy,
-            policy.max_total_privacy,
-            self.allowances.get(dataset),
-        )
-        return examples >= policy.min_evaluation_examples and all(rule.evaluations for rule in rules if rule)
+        permitted = all(rule.evaluations for rule in self.privacy_rules(dataset))
+        return permitted and examples >= self.policy.min_evaluation_examples
 
 
 def _least(most: Allowance, read: Callable[[], Sequence[LedgerEntry]]) -> float | None:
