@@ -35,8 +35,9 @@ from tessera.shared.rounds.client_privacy import (
     noise_share,
     rho_of_round,
     simulated_key,
+    stated_sites,
 )
-from tessera.shared.rounds.planning import begun, bounds_of, run_facts
+from tessera.shared.rounds.planning import begun, bounds_of, run_facts, warnings_of
 from tessera.shared.rounds.validation import Inspector
 from tessera.shared.rounds.versions import States
 from tessera.shared.run_settings import ClientPrivacy
@@ -395,6 +396,46 @@ def test_a_run_whose_sums_have_no_room_for_the_noise_is_refused_with_the_remedy(
         assert "set cohort.size to fewer sites" in fault.detail
     few = spec(client_privacy=NOISY, rounds=400, **IN_SUMS)
     begun(few, adapted_model(30_000), State(0, {}))
+
+
+@pytest.mark.parametrize(
+    ("stated", "settings", "sites"),
+    [
+        ({"expected_sites": 100}, {}, 100),
+        # A smaller divisor makes no smaller federation.
+        ({"expected_sites": 10}, {"cohort": {"size": 100}}, 100),
+        ({"expected_sites": None}, {"cohort": {"size": 100}}, 100),
+        ({"expected_sites": 10}, {"cohort": {"sites": [f"site-{n}" for n in range(100)]}}, 100),
+        # Nor do the sites whose noise counts: all senders are protected.
+        ({"expected_sites": None, "honest_sites": 1}, {**IN_SUMS, "cohort": {"quorum": 5, "size": 100}}, 100),
+        ({"expected_sites": None}, IN_SUMS, 6),
+    ],
+)
+def test_a_delta_that_gives_no_guarantee_for_the_sites_is_refused_with_the_limit(
+    stated: dict[str, Any], settings: dict[str, Any], sites: int
+) -> None:
+    # 100^-1.1 is 0.0063. For six sites it is 0.14, above the largest delta that any run may have.
+    for delta, is_refused in ((0.0064, sites == 100), (0.0062, False)):
+        run = spec(client_privacy={**LITTLE_NOISE, **stated, "delta": delta}, **settings)
+        assert stated_sites(run) == sites
+        if not is_refused:
+            begun(run, adapted_model(), State(0, {}))
+            continue
+        with pytest.raises(Invalid) as refusal:
+            begun(run, adapted_model(), State(0, {}))
+        (fault,) = refusal.value.errors
+        assert fault.pointer == "/client_privacy/delta"
+        assert "for 100 sites: set client_privacy.delta to 0.0063 or less, better to less than 0.001" in fault.detail
+
+
+def test_a_delta_above_a_tenth_of_one_over_the_sites_is_warned_of_when_the_run_is_created() -> None:
+    for delta, sites, warned in ((0.0011, 100, 1), (0.001, 100, 0), (0.017, 6, 1), (0.016, 6, 0)):
+        run = spec(client_privacy={**LITTLE_NOISE, "delta": delta, "expected_sites": sites})
+        said = warnings_of(run, adapted_model(), State(0, {}))
+        assert len(said) == warned
+        assert all(f"large for {sites} sites: set it to {0.1 / sites:.2g} or less" in sentence for sentence in said)
+        assert warnings_of(run, adapted_model(), State(1, {})) == ()
+    assert warnings_of(spec(client_privacy=None), adapted_model(), State(0, {})) == ()
 
 
 def test_sites_have_no_other_bounds() -> None:
