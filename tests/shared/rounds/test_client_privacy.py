@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import pickle
 from collections.abc import Mapping, Sequence
+from functools import cache
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,8 @@ from scipy.stats import kstest
 
 from tessera.shared.api.runs import Bounds, RunSpec
 from tessera.shared.api.versions import Manifest, VersionRef
-from tessera.shared.methods.base import UPDATE_NORM, Participant, Plan, State
-from tessera.shared.methods.registry import coordinator_half
+from tessera.shared.methods.base import UPDATE_NORM, Participant, Plan, State, UnsupportedRun
+from tessera.shared.methods.registry import coordinator_half, methods
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.selectors import Selector, roles
 from tessera.shared.model.spec import Model
@@ -47,6 +48,7 @@ from tessera.shared.updates.codecs.pipeline import LOSSLESS
 from tessera.shared.updates.update_file import TrainedBlock, write_update
 from tessera.worker.simulation.blob_folder import Folder
 from tests.support.federation import small_model
+from tests.support.tasks import subject_of
 
 CLIP = 0.5
 SITES = 4
@@ -56,18 +58,22 @@ LITTLE_NOISE = {"epsilon": 1000.0, "delta": 1e-5, "clip_norm": CLIP, "expected_s
 ROUNDED = 1.001
 """The grid moves each of some hundred values, by less than this in all."""
 
-METHODS: list[tuple[str, dict[str, Any]]] = [
-    *((name, {}) for name in ("fedavg", "fedprox", "moon", "ditto", "fedper", "fedrep", "fedbabu", "fedbn", "lora")),
-    ("lora", {"freeze_a": True, "train_head": False}),
-    ("fedfrozen", {"warmup_rounds": 1}),
-    *(("fedfrozen", {"warmup_rounds": 0, "scope": s}) for s in ("all_but_qk", "attn_vo", "v_head", "v_only")),
-    *(
-        ("fedfrozen", {"warmup_rounds": 0, "freeze": "value", "scope": scope})
-        for scope in ("all_but_v", "attn_qko", "qk_head", "qk_only")
-    ),
-    *(("safl", {"score": score, "layers": 1}) for score in ("random", "first", "last")),
-    ("safl", {"score": "fixed", "fixed": ["layer.0"], "prune": 0.5, "prune_by": "magnitude"}),
-]
+SETTINGS: dict[str, list[dict[str, Any]]] = {
+    "lora": [{"freeze_a": True, "train_head": False}],
+    "fedfrozen": [
+        {"warmup_rounds": 1},
+        *({"warmup_rounds": 0, "scope": scope} for scope in ("all_but_qk", "attn_vo", "v_head", "v_only")),
+        *(
+            {"warmup_rounds": 0, "freeze": "value", "scope": scope}
+            for scope in ("all_but_v", "attn_qko", "qk_head", "qk_only")
+        ),
+    ],
+    "safl": [
+        *({"score": score, "layers": 1} for score in ("random", "first", "last")),
+        {"score": "fixed", "fixed": ["layer.0"], "prune": 0.5, "prune_by": "magnitude"},
+    ],
+}
+"""Further settings of methods, beside their defaults."""
 
 
 def adapted_model(width: int = 4) -> Model:
@@ -86,6 +92,34 @@ def spec(**settings: Any) -> RunSpec:
     plain = {"name": "r", "method": {"name": "fedavg"}, "model": digest, "version": digest, "dataset": "d"}
     private = {"normalization": "cohort", "client_privacy": LITTLE_NOISE}
     return RunSpec.model_validate({**plain, "rounds": 1, **private, **settings})
+
+
+def is_admitted(method: str, settings: dict[str, Any]) -> bool:
+    chosen = spec(method={"name": method, "settings": settings})
+    try:
+        coordinator_half(chosen.method, run_facts(chosen, adapted_model())).check_client_privacy()
+    except UnsupportedRun:
+        return False
+    return True
+
+
+EACH = [
+    (method, settings)
+    for method in sorted(methods())
+    for settings in ({}, *SETTINGS.get(method, []))
+    if is_admitted(method, settings)
+]
+"""Each registered method that client-level privacy admits, with settings that it admits."""
+
+
+@cache
+def model_of(method: str) -> Model:
+    """A model that the method can train: with prompts, if it needs them."""
+    try:
+        begun(spec(method={"name": method}, client_privacy=None), adapted_model(), State(0, {}))
+    except Invalid:
+        return subject_of(method).document()
+    return adapted_model()
 
 
 class Run:
@@ -148,17 +182,24 @@ def length(difference: Array) -> float:
 
 
 @pytest.mark.parametrize("value", [4e6, 1.0, 1e-3, -1e-30])
-@pytest.mark.parametrize(("method", "settings"), METHODS)
+@pytest.mark.parametrize(("method", "settings"), EACH)
 def test_one_site_changes_a_version_by_its_clip_norm_at_most(
     tmp_path: Path, method: str, settings: dict[str, Any], value: float
 ) -> None:
-    run = Run(tmp_path, method={"name": method, "settings": settings})
+    run = Run(tmp_path, model_of(method), method={"name": method, "settings": settings})
     others = [run.update("a", 0.001), run.update("b", -3.0)]
     without = run.moved(*others)
     # The same key gives the same noise, so that only the sums differ.
-    assert length(run.moved(*others, run.update("x", value)) - without) < ROUNDED
+    change = length(run.moved(*others, run.update("x", value)) - without)
+    assert change < ROUNDED
+    # Large steps are clipped to the norm, unless the method sends nothing.
+    assert (change > 1 / ROUNDED) == (value >= 1 and method != "local")
     # Nor does the sum have another divisor when one site more or less comes.
     assert length(run.moved(*others, run.update("x", 0.0)) - without) < 1e-3
+
+
+def test_each_method_is_admitted_with_some_settings_above_or_refused_with_all() -> None:
+    assert set(methods()) - {method for method, _ in EACH} == {"feddyn", "fednova", "scaffold"}
 
 
 def test_an_update_within_the_clip_norm_is_summed_as_it_is(tmp_path: Path) -> None:
