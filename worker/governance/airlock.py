@@ -68,7 +68,7 @@ class Summary(Frozen):
     epsilon: float | None
     """Privacy loss per `unit` of all the run's updates including this one; None without differential privacy."""
     unit: Unit | None = None
-    """What is protected as one: each example, or each group of them; None without differential privacy."""
+    """The unit that epsilon protects; None without differential privacy."""
     covers_choice: bool = True
     """False if epsilon does not cover what the choice of blocks reveals."""
 
