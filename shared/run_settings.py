@@ -329,6 +329,16 @@ class Privacy(UnitBudget):
         return self
 
     @property
+    def caveat(self) -> str:
+        """The remainder of a sentence on the bound, if the bound does not cover all that the run reveals."""
+        return "; the choice of blocks is not covered" if self.selection == "uncovered" else ""
+
+    @property
+    def at_workers(self) -> str:
+        """The bound of a run in words, with its caveat."""
+        return f"{self.in_words} of each worker{self.caveat}"
+
+    @property
     def examples_per_unit(self) -> int:
         """The most examples of a protected unit in one step."""
         return 1 if self.unit == "example" else self.max_per_group or DEFAULT_PER_GROUP

@@ -313,7 +313,7 @@ def facts_of(spec: RunSpec, run: Run | None = None) -> list[tuple[str, str]]:
         ("Averaged over", spec.normalization),
         ("Robust rule", spec.robust.rule),
         ("Server optimizer", spec.server_optimizer.kind),
-        ("Differential privacy", f"{privacy.in_words} of each worker" if privacy else "none"),
+        ("Differential privacy", privacy.at_workers if privacy else "none"),
     ]
     spent = f"{run.client_epsilon or 0:.3g} spent of " if run else ""
     facts += [("Privacy of a site", spent + sites.bound)] if sites else []

@@ -267,7 +267,6 @@ def _warn_between_rounds(client: Client, run: Run, rounds: Iterable[Round]) -> N
 
 def _facts(run: Run) -> list[tuple[str, str]]:
     optimizer, privacy, sites = run.spec.server_optimizer, run.spec.privacy, run.spec.client_privacy
-    bounds = f"{privacy.in_words} of each worker" if privacy else "none"
     return [
         ("run", f"{run.spec.name} ({run.id})"),
         ("state", run.state + (f": {run.reason}" if run.reason else "")),
@@ -275,7 +274,7 @@ def _facts(run: Run) -> list[tuple[str, str]]:
         ("server optimizer", _with_settings(optimizer.kind, optimizer.model_dump(exclude={"kind"}))),
         ("robust", _with_settings(run.spec.robust.rule, run.spec.robust.model_dump(exclude={"rule"}))),
         *([("a site counts", run.bounds.summary)] if run.bounds else []),
-        ("privacy", bounds),
+        ("privacy", privacy.at_workers if privacy else "none"),
         *([("privacy of a site", f"{run.client_epsilon or 0:.3g} spent of {sites.bound}")] if sites else []),
         ("version", f"{run.version.number} of {run.spec.rounds}"),
         ("dataset", run.spec.dataset),

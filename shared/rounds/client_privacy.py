@@ -86,6 +86,34 @@ def begun(spec: RunSpec, state: State) -> State:
     return replace(state, scalars={**state.scalars, CLIP_NORM: terms.clip_norm, NOISE: noise, EPSILON: 0.0})
 
 
+def stated_sites(spec: RunSpec) -> int:
+    """Return the number of sites that client-level privacy protects, as far as the run's settings say it.
+
+    These are the sites that may take part: at least those of one round, each of which a version is made from. The
+    honest sites of a secure sum are fewer; they carry the noise, and the others are protected as well.
+    """
+    return max(spec.sites_per_round or 1, spec.cohort.size or 1, len(spec.cohort.sites or ()))
+
+
+def check_delta(spec: RunSpec) -> None:
+    """Raise ValueError for a delta that would permit the release of whole sites' updates."""
+    terms, sites = spec.client_privacy, stated_sites(spec)
+    if terms and terms.delta > (most := sites**-1.1):
+        raise ValueError(
+            f"a delta of {terms.delta:g} gives no guarantee for {sites} sites: set client_privacy.delta to "
+            f"{most:.2g} or less, better to less than {0.1 / sites:.2g}"
+        )
+
+
+def warnings(spec: RunSpec) -> list[str]:
+    """Return a warning of a delta that would permit the release of a whole update in more than one of ten runs."""
+    terms, sites = spec.client_privacy, stated_sites(spec)
+    if terms is None or terms.delta <= 0.1 / sites:
+        return []
+    most = f"{0.1 / sites:.2g}"
+    return [f"client_privacy.delta is {terms.delta:g}, which is large for {sites} sites: set it to {most} or less"]
+
+
 def rho_of_round(spec: RunSpec) -> float:
     """Return the zCDP of each round whose noise sites add in shares."""
     assert spec.client_privacy  # noqa: S101 (for the types)

@@ -88,9 +88,19 @@ def begun(spec: RunSpec, model: Model, first: State) -> State:
         _check_trained(half, model, state)
     except UnsupportedRun as fault:
         raise Invalid("the method cannot do this run", errors=[Fault(pointer="/method", detail=str(fault))]) from None
+    _check_delta(spec)
     if spec.client_privacy and spec.secure_sums:
         _check_room(spec, half, model, state)
     return client_privacy.begun(spec, state)
+
+
+def _check_delta(spec: RunSpec) -> None:
+    """Raise Invalid if the delta of client-level privacy is too large for the number of sites."""
+    try:
+        client_privacy.check_delta(spec)
+    except ValueError as fault:
+        too_large = Fault(pointer="/client_privacy/delta", detail=str(fault))
+        raise Invalid("client_privacy would protect no site", errors=[too_large]) from None
 
 
 def _check_room(spec: RunSpec, half: CoordinatorHalf[Any], model: Model, state: State) -> None:
@@ -296,11 +306,14 @@ def evaluation_seed(spec: RunSpec, version: int) -> int:
 def warnings_of(
     spec: RunSpec, model: Model, state: State, bounds: Bounds | None = None, left_out: Sequence[str] = ()
 ) -> tuple[str, ...]:
-    """Return the warnings of a version, bounded: updates left out, limits of the robust rule, and the method's own
-    warnings."""
+    """Return the warnings of a version, bounded: updates left out, the settings of a first version, limits of the
+    robust rule, and the method's own warnings."""
     larger = f"larger than {bounds.max_norm_of_median} times the largest median norm" if bounds and left_out else ""
     aside = [f"the updates of {', '.join(left_out)} were left out: {larger}"] if left_out else []
-    said = [*aside, *_of_rule(spec, state), *coordinator_half(spec.method, run_facts(spec, model)).warnings(state)]
+    of_method = coordinator_half(spec.method, run_facts(spec, model)).warnings(state)
+    # The settings are read when the run is created, and stay the same.
+    of_settings = [] if state.round else client_privacy.warnings(spec)
+    said = [*aside, *of_settings, *_of_rule(spec, state), *of_method]
     return tuple(sentence[:MAX_WARNING_CHARACTERS] for sentence in said[:MAX_WARNINGS])
 
 

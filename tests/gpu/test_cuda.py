@@ -18,6 +18,7 @@ from tessera.shared.model.selectors import EVERYTHING
 from tessera.shared.run_settings import Training
 from tessera.shared.tensors.lazy import Array
 from tessera.worker.compute import Compute
+from tessera.worker.data.dataset import Dataset
 from tessera.worker.data.loaders import LoaderProcesses
 from tessera.worker.data.registry import load
 from tessera.worker.live_values import LiveMonitor
@@ -156,6 +157,28 @@ def test_private_training_draws_the_same_noise_and_samples_on_a_gpu(
             private_spec(method, settings, **privacy), weights, sites, conditions=Conditions(device=device)
         ).arrays()
         for device in ("cpu", "cuda")
+    ]
+    here, there = ({name: values - weights.values[name] for name, values in each.items()} for each in found)
+    assert distance(here, there) < 1e-2
+
+
+BERT = {
+    "model_type": "bert", "vocab_size": 100, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "intermediate_size": 24, "max_position_embeddings": 16, "num_labels": 2, "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}  # fmt: skip
+
+
+def test_a_word_and_a_class_that_the_model_lacks_end_no_private_task_on_a_gpu() -> None:
+    pytest.importorskip("opacus")
+    ids = torch.randint(1, 100, (24, 16), generator=torch.Generator().manual_seed(3))
+    labels = torch.arange(24) % 2
+    ids[3, 0], ids[5, 1], labels[7], labels[8] = 100, -1, 2, -1
+    weights = Weights.of(instantiate(BERT, "text-classification", seed=1), BERT, "text-classification")
+    spec = private_spec("safl", {"layers": 1}, selection="noisy")
+    sites = {name: Dataset({"input_ids": ids, "labels": labels}) for name in SITES}
+    found = [
+        simulate(spec, weights, sites, conditions=Conditions(device=device)).arrays() for device in ("cpu", "cuda")
     ]
     here, there = ({name: values - weights.values[name] for name, values in each.items()} for each in found)
     assert distance(here, there) < 1e-2

@@ -42,7 +42,7 @@ SIZES = {"head": 7, "layer.0.value": 33, "layer.1.value": 12}
 
 @dataclass
 class Disk:
-    """What a helper remembers, over crashes."""
+    """What a helper remembers from one call to the next."""
 
     sets: dict[tuple[str, int], str] = field(default_factory=dict)
 

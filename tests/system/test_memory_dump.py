@@ -12,6 +12,7 @@ from safetensors.numpy import load
 from tessera.shared.api.runs import Run
 from tessera.shared.methods.base import Plan, State
 from tessera.shared.model.spec import Model
+from tessera.shared.rounds.client_privacy import EPSILON
 from tessera.shared.rounds.planning import training_seed
 from tessera.shared.rounds.secure_sums import Precision, ring_blocks
 from tessera.shared.secure_sums.messages import Terms
@@ -71,10 +72,13 @@ def integers_of_site(terms: Terms, steps: Arrays, run: Run, site: str) -> Arrays
     return integers_of(terms, steps, SITES[site], training_seed(run.spec, 1, f"{site}/{WORKER}"))
 
 
+@pytest.mark.parametrize("noise", [False, True], ids=["exact", "noisy"])
 def test_no_plain_update_is_in_the_coordinator_s_memory_during_a_secure_sum(
-    tmp_path: Path, vit: ModelFolder, running: Keep
+    tmp_path: Path, vit: ModelFolder, running: Keep, *, noise: bool
 ) -> None:
     spec = settings(rounds=1, quorum=4)
+    # A clip norm above that of any update, so that steps are as in the plain run.
+    private = {"client_privacy": {"epsilon": 1000.0, "delta": 1e-5, "clip_norm": 100.0}, "normalization": "cohort"}
     largest = max(vit.model.blocks, key=lambda block: block.numel).name
     base = {block.name: np.frombuffer(vit.block_bytes(block), "<f4") for block in vit.model.blocks}
     with CoordinatorProcess(tmp_path / "plain") as plain:
@@ -95,12 +99,13 @@ def test_no_plain_update_is_in_the_coordinator_s_memory_during_a_secure_sum(
     terms = terms_of(vit.model, base)
     integers = {site: integers_of_site(terms, steps[site], run, site) for site in SITES}
     known = [each[site][largest] for each in (values, steps) for site in SITES]
-    known += [integers[site][largest].astype("<i4") for site in SITES]
+    if not noise:
+        known += [integers[site][largest].astype("<i4") for site in SITES]
     traces = {trace for each in known for trace in traces_of(each, places=2)}
     with CoordinatorProcess(tmp_path / "secret") as secret:
         started(secret, running, tmp_path)
         client = secret.admin()
-        run = begun(client, vit, spec)
+        run = begun(client, vit, spec | (private if noise else {}))
         searches, found = 0, set[bytes]()
         while client.run(run.id).state == "running":
             found |= found_in(secret, traces)
@@ -109,8 +114,11 @@ def test_no_plain_update_is_in_the_coordinator_s_memory_during_a_secure_sum(
         assert client.run(run.id).state == "completed"
         assert (found, searches > 0) == (set(), True)
 
-        # The known bytes are right: their sum is what the helpers opened.
         *_, merged = client.versions(run.id)
+        if noise:
+            assert merged.scalars[EPSILON] > 0
+            return
+        # The known bytes are right: their sum is what the helpers opened.
         opened = client.manifest(merged.digest).blocks
         for name, value in base.items():
             factor = -terms.max_weight * 2.0 ** terms.blocks[name].exponent / sum(SITES.values())

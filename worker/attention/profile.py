@@ -133,17 +133,18 @@ def isolated_profile(
         name: replace(layer, mass=np.zeros_like(layer.mass), sink=np.zeros_like(layer.sink))
         for name, layer in profile([placeholder]).items()
     }
-    profiles = []
-    for batch in batches:
+
+    def measured(batch: Mapping[str, Tensor]) -> list[dict[str, LayerAttention]]:
         if not batch:
-            profiles.append(nothing)
-            continue
+            return [nothing]
         try:
-            profiles.append(profile([batch]))
+            return [profile([batch])]
         except Exception as fault:  # noqa: BLE001  (each model's code raises its own errors)
             structlog.get_logger("worker").info("attention-not-measured", reason=repr(fault))
-            apart = batches_of_one(batch, common(batch))
-            profiles += [nothing] if len(apart) == 1 else [isolated_profile(profile, placeholder, apart, common)]
+        apart = batches_of_one(batch, common(batch))
+        return [nothing] if len(apart) == 1 else [found for each in apart for found in measured(each)]
+
+    profiles = [found for batch in batches for found in measured(batch)]
     return {
         name: replace(
             layer,

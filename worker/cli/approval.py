@@ -120,14 +120,17 @@ def airlock(config: ConfigFile, as_json: AsJson = False) -> None:
             size(held.nbytes),
             f"{held.norm:.4g}",
             None if held.epsilon is None else f"{held.epsilon:.3f}",
+            held.unit,
             held.update[:19],
         )
         for held in waiting
     ]
-    columns = ("id", "run", "round", "held", "blocks", "bytes", "norm", "epsilon", "digest")
+    columns = ("id", "run", "round", "held", "blocks", "bytes", "norm", "epsilon", "unit", "digest")
     out().print(table(columns, rows, right=("round", "blocks", "bytes", "norm", "epsilon")))
     for held in waiting:
         note(f"{held.id}: {place.path(held)}")
+        if not held.covers_choice:
+            note(f"{held.id}: epsilon does not cover what the choice of blocks reveals")
 
 
 def release(

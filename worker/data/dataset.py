@@ -301,10 +301,11 @@ class Dataset:
         on_disk = {n: rows.padded(n, self.padding) if n in known else rows for n, rows in self.on_disk.items()}
         return replace(self, tensors=tensors, on_disk=on_disk, padding=None)
 
-    def placeholder(self, examples: int, end: int | None = None) -> dict[str, Tensor]:
+    def placeholder(self, examples: int, end: int | None = None, words: Sequence[int] = (0, 1)) -> dict[str, Tensor]:
         """Return synthetic examples that depend only on the shapes and dtypes of these.
 
-        Each text has the token `end` once, at its end, where some classifiers read their answer.
+        Texts are of the tokens `words`, at random. Each has the token `end` once, at its end, where some classifiers
+        read their answer.
         """
         generator = torch.Generator().manual_seed(0)
         inputs = {}
@@ -313,11 +314,11 @@ class Dataset:
             if tensor.dtype.is_floating_point and name != LABELS:
                 inputs[name] = torch.randn(shape, generator=generator).to(tensor.dtype)
             elif name == "input_ids":
-                words = torch.randint(0, 2, shape, generator=generator)
+                plain = [word for word in words if word != end] or list(words)
+                tokens = torch.tensor(plain)[torch.randint(0, len(plain), shape, generator=generator)]
                 if end is not None:
-                    words[words == end] = int(end == 0)
-                    words[..., -1] = end
-                inputs[name] = words.to(tensor.dtype)
+                    tokens[..., -1] = end
+                inputs[name] = tokens.to(tensor.dtype)
             else:
                 # Masks select everything, and sizes are not 0.
                 inputs[name] = torch.full(shape, "mask" in name or "shape" in name).to(tensor.dtype)

@@ -70,20 +70,32 @@ def stream(
         yield {**batch, **dataset.common}
 
 
-def stream_readable(dataset: Dataset, batch_size: int | None) -> Iterator[Rows | None]:
+def stream_readable(dataset: Dataset, batch_size: int | None, known: Tensor | None = None) -> Iterator[Rows | None]:
     """Yield the batches of `stream` in the stored order.
 
-    Of a batch that cannot be read, yield each example by itself, and None for an example that cannot be read. No
-    example makes this raise.
+    Of a batch that cannot be read, yield each example by itself, and None for an example that cannot be read or is
+    not `known`, bool [examples]. No example makes this raise.
     """
-    for rows, batch in _each_attempt(dataset, dataset.order(batch_size)):
-        if not isinstance(batch, DataError):
+    order = [part for rows in dataset.order(batch_size) for part in _apart(rows, known)]
+    for rows, batch in _each_attempt(dataset, order):
+        if known is not None and not bool(known[rows].all()):
+            yield None
+        elif not isinstance(batch, DataError):
             yield {**batch, **dataset.common}
         elif len(rows) == 1:
             yield None
         else:
             for alone in (_attempt(dataset, row) for row in torch.split(rows, 1)):
                 yield None if isinstance(alone, DataError) else {**alone, **dataset.common}
+
+
+def _apart(rows: Tensor, known: Tensor | None) -> list[Tensor]:
+    """Return the places of a batch, int64 [batch], in parts, of which each one that is not known has its own."""
+    if known is None:
+        return [rows]
+    unknown = {place for place, is_known in enumerate(known[rows].tolist()) if not is_known}
+    cuts = sorted(unknown | {place + 1 for place in unknown})
+    return [part for part in torch.tensor_split(rows, cuts) if len(part)]
 
 
 def _each_attempt(dataset: Dataset, order: Sequence[Tensor]) -> Iterator[tuple[Tensor, Rows | DataError]]:

@@ -15,6 +15,7 @@ from typing import Any, Literal
 from pydantic import ValidationError, model_validator
 
 from tessera.shared import renamed_keys
+from tessera.shared.run_settings import Privacy, Unit
 from tessera.shared.schema import Digest, Frozen, canonical
 from tessera.worker.state.atomic_files import written_whole
 from tessera.worker.state.hash_chain import TaskRef
@@ -65,7 +66,11 @@ class Summary(Frozen):
     metrics: dict[str, float]
     """Metrics submitted with the update."""
     epsilon: float | None
-    """Privacy loss per example of all the run's updates including this one; None without differential privacy."""
+    """Privacy loss per `unit` of all the run's updates including this one; None without differential privacy."""
+    unit: Unit | None = None
+    """The unit that epsilon protects; None without differential privacy."""
+    covers_choice: bool = True
+    """False if epsilon does not cover what the choice of blocks reveals."""
 
     @model_validator(mode="before")
     @classmethod
@@ -164,6 +169,7 @@ def summary_of(
     blocks: Mapping[str, BlockOut],
     metrics: Mapping[str, float],
     epsilon: float | None,
+    privacy: Privacy | None = None,
 ) -> Summary:
     return Summary(
         # Each attempt at a task has another token and makes another update.
@@ -182,6 +188,8 @@ def summary_of(
         blocks=dict(blocks),
         metrics=dict(metrics),
         epsilon=epsilon,
+        unit=privacy.unit if privacy else None,
+        covers_choice=privacy is None or privacy.selection != "uncovered",
     )
 
 

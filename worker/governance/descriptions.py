@@ -106,12 +106,11 @@ def _privacy(task: Task) -> str:
         )
     if task.kind == "evaluate":
         return "Figures are exact: the run's differential privacy covers what is trained, not what is measured."
-    uncovered = "; the choice of blocks is not covered" if privacy.selection == "uncovered" else ""
     of = "one example"
     if privacy.unit == "group":
         of = f"all examples of one group, of which a step uses {privacy.examples_per_unit} at most,"
     bound = f"epsilon {privacy.epsilon:g} at delta {privacy.delta:g}"
-    return f"Differential privacy: all updates together reveal of {of} at most {bound}{uncovered}."
+    return f"Differential privacy: all updates together reveal of {of} at most {bound}{privacy.caveat}."
 
 
 def _client_privacy(task: Task) -> Iterator[str]:

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 import structlog
 from pydantic import JsonValue, NonNegativeInt
+from torch import Tensor
 
 from tessera.shared.api.tasks import Task
 from tessera.shared.privacy.noise import KEY_BYTES, NoiseSource, secret_key
@@ -24,7 +25,7 @@ from tessera.worker.governance.policy import Allowance, PolicyViolation, Privacy
 from tessera.worker.privacy.accountant import Overspent, epsilon, noise_multiplier, within
 from tessera.worker.privacy.budgets import SiteLimits
 from tessera.worker.privacy.dp_sgd import Mechanism, NoisyGradients, sampling
-from tessera.worker.privacy.pieces import GroupSampling
+from tessera.worker.privacy.pieces import GroupSampling, known_examples
 from tessera.worker.privacy.selection import Watched, bounded_sums, epsilon_per_pick, private_top_k
 from tessera.worker.state.hash_chain import TaskRef
 from tessera.worker.state.privacy_ledger import (
@@ -40,7 +41,7 @@ from tessera.worker.state.privacy_ledger import (
     unbounded_in,
 )
 from tessera.worker.training.batches import Batch
-from tessera.worker.training.context import largest
+from tessera.worker.training.context import LocalTaskContext, largest
 from tessera.worker.training.freeze import Freeze
 from tessera.worker.training.optimization.micro_batch import PieceSize
 from tessera.worker.training.randomness import seed_everything
@@ -156,6 +157,13 @@ class PrivateTask:
         """Return the batches for a method that chooses blocks by them. Reading them spends privacy, or raises
         PolicyViolation."""
         return Watched(batches, self.look)
+
+    def known(self, context: LocalTaskContext, dataset: Dataset) -> Tensor:
+        """Return the mask of examples that may reach the model in a choice, bool [examples]. It needs the context's
+        placeholder."""
+        if context.placeholder is None:
+            raise RuntimeError("the context of a private task has no placeholder")
+        return known_examples(context, dataset, context.placeholder)
 
     def look(self) -> None:
         """Spend the privacy of reading the data for a choice, the first time. Raises PolicyViolation."""

@@ -96,11 +96,11 @@ class Audit:
 
 
 def signed_sets(entries: Iterable[SiteAuditEntry], key: str) -> dict[tuple[str, int], str]:
-    """Return the sets of senders that were signed under a key, by its fingerprint, by run and round."""
+    """Return the sets of senders that were signed or opened under a key, by its fingerprint, by run and round."""
     return {
         (entry.run or "", entry.round or 0): str(entry.detail.get("senders"))
         for entry in entries
-        if entry.action == "sums.agree" and entry.detail.get("key") == key
+        if entry.action in ("sums.agree", "sums.open") and entry.detail.get("key") == key
     }
 
 

@@ -72,9 +72,10 @@ class AgreementLog:
         """The least entries that the file has."""
 
     def expect(self, signed: Mapping[tuple[str, int], Digest]) -> None:
-        """Raise ChainError unless the file has these sets, which the audit says were signed, by run and round.
+        """Raise ChainError unless the file has these sets, which the audit says were signed or opened.
 
-        Without them the helper would sign a second set, whose difference from the first may be one site's update.
+        They are by run and round. Without them the helper would sign a second set, whose difference from the first
+        may be one site's update.
         """
         keys = self._path.parent / KEYS_FOLDER
         remedy = (
@@ -89,8 +90,8 @@ class AgreementLog:
         if lost := sorted(about for about, senders in signed.items() if found.get(about) != senders):
             run, number = lost[0]
             raise ChainError(
-                f"{self._path}: lacks {len(lost)} sets of senders that this site signed as a helper, such as that of "
-                f"round {number} of run {run}. {remedy}"
+                f"{self._path}: lacks {len(lost)} sets of senders that this site signed or opened as a helper, such "
+                f"as that of round {number} of run {run}. {remedy}"
             )
 
     def remember(self, run: str, number: int, senders: Digest) -> Digest:

@@ -13,7 +13,7 @@ from tessera.shared.api.secure_sums import MAX_DOCUMENT_BYTES, HelperReport, Sum
 from tessera.shared.json_limits import check_document
 from tessera.shared.methods.base import UnsupportedRun
 from tessera.shared.methods.registry import coordinator_half
-from tessera.shared.secure_sums.committee import Member
+from tessera.shared.secure_sums.committee import Member, sender_set
 from tessera.shared.secure_sums.envelope import make_envelope, new_seeds
 from tessera.shared.secure_sums.errors import SumRefused
 from tessera.shared.secure_sums.masked_update import write_masked
@@ -144,7 +144,9 @@ def help_open(run: TaskRun) -> None:
                 digest = member.open(terms, document.envelopes, document.agreements, sums.seeds, file)
                 file.flush()
                 nbytes = path.stat().st_size
-                head = run.journal.note("sums.open", masks=digest, bytes=nbytes, sites=len(document.envelopes))
+                senders = sender_set(terms, document.envelopes).digest
+                about = {"senders": senders, "key": party.fingerprint, "masks": digest}
+                head = run.journal.note("sums.open", bytes=nbytes, sites=len(document.envelopes), **about)
                 run.report.begin("uploading", total_bytes=nbytes)
                 with path.open("rb") as opened:
                     run.env.coordinator.put_stream(digest, opened, nbytes, run.sent)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import structlog
@@ -60,7 +61,8 @@ def train(
     batches: Iterable[Batch] = Batches(dataset, size, env.device)
     if private:
         is_covered = task.privacy is not None and task.privacy.selection == "noisy"
-        batches = private.watched(ReadableBatches(dataset, size, env.device) if is_covered else batches)
+        known = partial(private.known, context, dataset)
+        batches = private.watched(ReadableBatches(dataset, size, env.device, known) if is_covered else batches)
     chosen = half.select(context, batches)
     if private:
         private.check_choice()

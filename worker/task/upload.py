@@ -286,6 +286,7 @@ class Egress:
             blocks={name: BlockOut(nbytes=written.nbytes[name], norm=norm) for name, norm in written.norms.items()},
             metrics=self.run.report.metrics,
             epsilon=self.run.report.metrics.get(EPSILON),
+            privacy=self.run.task.privacy,
         )
 
     def _hold(self, airlock: Airlock, path: Path, summary: Summary) -> None:

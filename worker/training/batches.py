@@ -1,6 +1,6 @@
 """The batches of a data set on a device, which training and evaluation iterate."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -49,14 +49,17 @@ class Batches:
 @dataclass(frozen=True)
 class ReadableBatches:
     """The batches of a data set in the stored order, for a choice of blocks by a private task, which no example may
-    make fail. An empty batch stands for an example that cannot be read."""
+    make fail. An empty batch stands for an example that cannot be read or that is not `known`."""
 
     dataset: Dataset
     size: int | None
     device: torch.device
+    known: Callable[[], Tensor] | None = None
+    """A function that returns the mask of examples that may reach the model, bool [examples]. It reads the data, so
+    it is called with the first batch."""
 
     def __iter__(self) -> Iterator[Batch]:
-        for batch in stream_readable(self.dataset, self.size):
+        for batch in stream_readable(self.dataset, self.size, self.known and self.known()):
             there = {name: copied(tensor, self.device) for name, tensor in (batch or {}).items()}
             yield finished(self.dataset, there)
 

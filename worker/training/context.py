@@ -44,11 +44,21 @@ def largest(scores: Array, count: int, picks: int | None = None) -> list[int]:  
     return [int(place) for place in np.argsort(-scores.sum(axis=0), kind="stable")[:count]]
 
 
+MAX_PLAIN = 8
+"""Number of tokens that a model has at least, if its configuration does not name their number."""
+
+
 def synthetic_examples(model: PreTrainedModel, dataset: Dataset, examples: int) -> dict[str, Tensor]:
-    """Return synthetic examples of a data set, whose texts end with the model's end-of-text token."""
+    """Return synthetic examples of a data set, whose texts end with the model's end-of-text token.
+
+    They have no padding: some models number the other tokens, and then no text needs more positions than these.
+    """
     end, words = (getattr(model.config, name, None) for name in ("eos_token_id", "vocab_size"))
-    known = isinstance(end, int) and isinstance(words, int) and 0 <= end < words
-    return dataset.placeholder(examples, end if known else None)
+    tables = (module for module in model.modules() if isinstance(module, nn.Embedding))
+    padding = {getattr(model.config, "pad_token_id", None), *(table.padding_idx for table in tables)}
+    known = isinstance(end, int) and isinstance(words, int) and 0 <= end < words and end not in padding
+    plain = [word for word in range(words if isinstance(words, int) else MAX_PLAIN) if word not in {end, *padding}]
+    return dataset.placeholder(examples, end if known else None, plain[:2] or (0, 1))
 
 
 @dataclass

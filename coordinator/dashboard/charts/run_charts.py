@@ -196,7 +196,9 @@ def _epsilon(session: Session, run: Run, bands: Sequence[Band], every: str) -> P
     spent = by_worker(session, run, EPSILON) if privacy else {}
     most = sorted(spent, key=lambda worker: _last(spent[worker]), reverse=True)[:MAX_LINES]
     lines = [Series(worker, spent[worker]) for worker in sorted(most)]
-    bound = f"At delta {privacy.delta:g}; the limit of the run is {privacy.epsilon:g}." if privacy else ""
+    bound = (
+        f"At delta {privacy.delta:g}; the limit of the run is {privacy.epsilon:g}{privacy.caveat}." if privacy else ""
+    )
     note = f"{bound} Only a site's ledger has the total of all runs on a data set. {every}"
     return _along("epsilon", "Epsilon spent, by worker", lines, bands, note.strip())
 

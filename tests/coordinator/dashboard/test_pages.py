@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from html import unescape
 from io import StringIO
 from pathlib import Path
+from typing import Literal
 from xml.etree import ElementTree as ET
 
 import pytest
@@ -299,14 +300,17 @@ def test_runs_are_compared_side_by_side(coordinator: LiveCoordinator, viewer: Pe
     assert viewer.http.get(f"/page/runs/compare?run={first}&run=nothing").status_code == 404
 
 
+@pytest.mark.parametrize(
+    ("selection", "caveat"), [("refused", ""), ("uncovered", "; the choice of blocks is not covered")]
+)
 def test_what_a_run_with_privacy_has_spent_is_shown_by_worker_and_round(
-    coordinator: LiveCoordinator, viewer: Person
+    coordinator: LiveCoordinator, viewer: Person, selection: Literal["refused", "uncovered"], caveat: str
 ) -> None:
     client = coordinator.client()
     workers = [ScriptedWorker(coordinator.client("site", site)) for site in ("a", "b")]
     for worker in workers:
         worker.enrol()
-    private = Privacy(epsilon=3.0, delta=1e-5, clip_norm=1.0)
+    private = Privacy(epsilon=3.0, delta=1e-5, clip_norm=1.0, selection=selection)
     run = start_run(client, MODEL, values(MODEL), rounds=2, privacy=private, cohort=Cohort(quorum=2))
     place = f"/page/runs/{run.id}"
     assert "No epsilon by worker: no update has been accepted yet." in viewer.http.get(place).text
@@ -316,7 +320,8 @@ def test_what_a_run_with_privacy_has_spent_is_shown_by_worker_and_round(
         until(lambda made=number: client.run(run.id).version.number == made)
     shown = viewer.http.get(place).text
     assert "Epsilon spent, by worker" in shown
-    assert "the limit of the run is 3." in shown
+    assert f"the limit of the run is 3{caveat}." in shown
+    assert f"epsilon 3 at delta 1e-05 for each example of each worker{caveat}<" in shown
     assert "a/w: 2.5 at 2; b/w: 3 at 2" in shown
     # What a site's data have told in all is not known here, and so not said.
     assert "epsilon" not in viewer.http.get("/page/sites").text.lower()

@@ -275,7 +275,13 @@ def test_what_a_private_run_has_spent_is_shown_beside_its_bounds(
     commands: Commands, coordinator: LiveCoordinator, folder: Path
 ) -> None:
     worker = ScriptedWorker(coordinator.client("site", "north"))
-    bounds = ("privacy.epsilon=4", "privacy.delta=1e-5", "privacy.clip_norm=1", "rounds=2")
+    bounds = (
+        "privacy.epsilon=4",
+        "privacy.delta=1e-5",
+        "privacy.clip_norm=1",
+        "rounds=2",
+        "privacy.selection=uncovered",
+    )
     run = commands.create(folder, *(word for bound in bounds for word in ("--set", bound)))
     for epsilon in (1.25, 2.5):
         task = worker.take()
@@ -283,7 +289,7 @@ def test_what_a_private_run_has_spent_is_shown_beside_its_bounds(
         submission = Submission(token=task.token, version=task.version.digest, update=update, examples=10)
         worker.client.submit(task.id, submission.model_copy(update={"metrics": {"epsilon": epsilon}}))
     shown = commands.say("run", "show", run).stdout
-    assert re.search(r"privacy +epsilon 4 at delta 1e-05 for each example of each worker", shown)
+    assert re.search(r"privacy +epsilon 4 at delta 1e-05 for each example of each worker; the choice", shown)
     assert re.search(r"worker +epsilon +round\nnorth/w +2.5 +2\n", shown)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import pickle
 from collections.abc import Mapping, Sequence
+from functools import cache
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,8 @@ from scipy.stats import kstest
 
 from tessera.shared.api.runs import Bounds, RunSpec
 from tessera.shared.api.versions import Manifest, VersionRef
-from tessera.shared.methods.base import UPDATE_NORM, Participant, Plan, State
-from tessera.shared.methods.registry import coordinator_half
+from tessera.shared.methods.base import UPDATE_NORM, Participant, Plan, State, UnsupportedRun
+from tessera.shared.methods.registry import coordinator_half, methods
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.selectors import Selector, roles
 from tessera.shared.model.spec import Model
@@ -35,8 +36,9 @@ from tessera.shared.rounds.client_privacy import (
     noise_share,
     rho_of_round,
     simulated_key,
+    stated_sites,
 )
-from tessera.shared.rounds.planning import begun, bounds_of, run_facts
+from tessera.shared.rounds.planning import begun, bounds_of, run_facts, warnings_of
 from tessera.shared.rounds.validation import Inspector
 from tessera.shared.rounds.versions import States
 from tessera.shared.run_settings import ClientPrivacy
@@ -46,6 +48,7 @@ from tessera.shared.updates.codecs.pipeline import LOSSLESS
 from tessera.shared.updates.update_file import TrainedBlock, write_update
 from tessera.worker.simulation.blob_folder import Folder
 from tests.support.federation import small_model
+from tests.support.tasks import subject_of
 
 CLIP = 0.5
 SITES = 4
@@ -55,18 +58,22 @@ LITTLE_NOISE = {"epsilon": 1000.0, "delta": 1e-5, "clip_norm": CLIP, "expected_s
 ROUNDED = 1.001
 """The grid moves each of some hundred values, by less than this in all."""
 
-METHODS: list[tuple[str, dict[str, Any]]] = [
-    *((name, {}) for name in ("fedavg", "fedprox", "moon", "ditto", "fedper", "fedrep", "fedbabu", "fedbn", "lora")),
-    ("lora", {"freeze_a": True, "train_head": False}),
-    ("fedfrozen", {"warmup_rounds": 1}),
-    *(("fedfrozen", {"warmup_rounds": 0, "scope": s}) for s in ("all_but_qk", "attn_vo", "v_head", "v_only")),
-    *(
-        ("fedfrozen", {"warmup_rounds": 0, "freeze": "value", "scope": scope})
-        for scope in ("all_but_v", "attn_qko", "qk_head", "qk_only")
-    ),
-    *(("safl", {"score": score, "layers": 1}) for score in ("random", "first", "last")),
-    ("safl", {"score": "fixed", "fixed": ["layer.0"], "prune": 0.5, "prune_by": "magnitude"}),
-]
+SETTINGS: dict[str, list[dict[str, Any]]] = {
+    "lora": [{"freeze_a": True, "train_head": False}],
+    "fedfrozen": [
+        {"warmup_rounds": 1},
+        *({"warmup_rounds": 0, "scope": scope} for scope in ("all_but_qk", "attn_vo", "v_head", "v_only")),
+        *(
+            {"warmup_rounds": 0, "freeze": "value", "scope": scope}
+            for scope in ("all_but_v", "attn_qko", "qk_head", "qk_only")
+        ),
+    ],
+    "safl": [
+        *({"score": score, "layers": 1} for score in ("random", "first", "last")),
+        {"score": "fixed", "fixed": ["layer.0"], "prune": 0.5, "prune_by": "magnitude"},
+    ],
+}
+"""Further settings of methods, beside their defaults."""
 
 
 def adapted_model(width: int = 4) -> Model:
@@ -85,6 +92,34 @@ def spec(**settings: Any) -> RunSpec:
     plain = {"name": "r", "method": {"name": "fedavg"}, "model": digest, "version": digest, "dataset": "d"}
     private = {"normalization": "cohort", "client_privacy": LITTLE_NOISE}
     return RunSpec.model_validate({**plain, "rounds": 1, **private, **settings})
+
+
+def is_admitted(method: str, settings: dict[str, Any]) -> bool:
+    chosen = spec(method={"name": method, "settings": settings})
+    try:
+        coordinator_half(chosen.method, run_facts(chosen, adapted_model())).check_client_privacy()
+    except UnsupportedRun:
+        return False
+    return True
+
+
+EACH = [
+    (method, settings)
+    for method in sorted(methods())
+    for settings in ({}, *SETTINGS.get(method, []))
+    if is_admitted(method, settings)
+]
+"""Each registered method that client-level privacy admits, with settings that it admits."""
+
+
+@cache
+def model_of(method: str) -> Model:
+    """A model that the method can train: with prompts, if it needs them."""
+    try:
+        begun(spec(method={"name": method}, client_privacy=None), adapted_model(), State(0, {}))
+    except Invalid:
+        return subject_of(method).document()
+    return adapted_model()
 
 
 class Run:
@@ -147,17 +182,24 @@ def length(difference: Array) -> float:
 
 
 @pytest.mark.parametrize("value", [4e6, 1.0, 1e-3, -1e-30])
-@pytest.mark.parametrize(("method", "settings"), METHODS)
+@pytest.mark.parametrize(("method", "settings"), EACH)
 def test_one_site_changes_a_version_by_its_clip_norm_at_most(
     tmp_path: Path, method: str, settings: dict[str, Any], value: float
 ) -> None:
-    run = Run(tmp_path, method={"name": method, "settings": settings})
+    run = Run(tmp_path, model_of(method), method={"name": method, "settings": settings})
     others = [run.update("a", 0.001), run.update("b", -3.0)]
     without = run.moved(*others)
     # The same key gives the same noise, so that only the sums differ.
-    assert length(run.moved(*others, run.update("x", value)) - without) < ROUNDED
+    change = length(run.moved(*others, run.update("x", value)) - without)
+    assert change < ROUNDED
+    # Large steps are clipped to the norm, unless the method sends nothing.
+    assert (change > 1 / ROUNDED) == (value >= 1 and method != "local")
     # Nor does the sum have another divisor when one site more or less comes.
     assert length(run.moved(*others, run.update("x", 0.0)) - without) < 1e-3
+
+
+def test_each_method_is_admitted_with_some_settings_above_or_refused_with_all() -> None:
+    assert set(methods()) - {method for method, _ in EACH} == {"feddyn", "fednova", "scaffold"}
 
 
 def test_an_update_within_the_clip_norm_is_summed_as_it_is(tmp_path: Path) -> None:
@@ -395,6 +437,46 @@ def test_a_run_whose_sums_have_no_room_for_the_noise_is_refused_with_the_remedy(
         assert "set cohort.size to fewer sites" in fault.detail
     few = spec(client_privacy=NOISY, rounds=400, **IN_SUMS)
     begun(few, adapted_model(30_000), State(0, {}))
+
+
+@pytest.mark.parametrize(
+    ("stated", "settings", "sites"),
+    [
+        ({"expected_sites": 100}, {}, 100),
+        # A smaller divisor makes no smaller federation.
+        ({"expected_sites": 10}, {"cohort": {"size": 100}}, 100),
+        ({"expected_sites": None}, {"cohort": {"size": 100}}, 100),
+        ({"expected_sites": 10}, {"cohort": {"sites": [f"site-{n}" for n in range(100)]}}, 100),
+        # Nor do the sites whose noise counts: all senders are protected.
+        ({"expected_sites": None, "honest_sites": 1}, {**IN_SUMS, "cohort": {"quorum": 5, "size": 100}}, 100),
+        ({"expected_sites": None}, IN_SUMS, 6),
+    ],
+)
+def test_a_delta_that_gives_no_guarantee_for_the_sites_is_refused_with_the_limit(
+    stated: dict[str, Any], settings: dict[str, Any], sites: int
+) -> None:
+    # 100^-1.1 is 0.0063. For six sites it is 0.14, above the largest delta that any run may have.
+    for delta, is_refused in ((0.0064, sites == 100), (0.0062, False)):
+        run = spec(client_privacy={**LITTLE_NOISE, **stated, "delta": delta}, **settings)
+        assert stated_sites(run) == sites
+        if not is_refused:
+            begun(run, adapted_model(), State(0, {}))
+            continue
+        with pytest.raises(Invalid) as refusal:
+            begun(run, adapted_model(), State(0, {}))
+        (fault,) = refusal.value.errors
+        assert fault.pointer == "/client_privacy/delta"
+        assert "for 100 sites: set client_privacy.delta to 0.0063 or less, better to less than 0.001" in fault.detail
+
+
+def test_a_delta_above_a_tenth_of_one_over_the_sites_is_warned_of_when_the_run_is_created() -> None:
+    for delta, sites, warned in ((0.0011, 100, 1), (0.001, 100, 0), (0.017, 6, 1), (0.016, 6, 0)):
+        run = spec(client_privacy={**LITTLE_NOISE, "delta": delta, "expected_sites": sites})
+        said = warnings_of(run, adapted_model(), State(0, {}))
+        assert len(said) == warned
+        assert all(f"large for {sites} sites: set it to {0.1 / sites:.2g} or less" in sentence for sentence in said)
+        assert warnings_of(run, adapted_model(), State(1, {})) == ()
+    assert warnings_of(spec(client_privacy=None), adapted_model(), State(0, {})) == ()
 
 
 def test_sites_have_no_other_bounds() -> None:

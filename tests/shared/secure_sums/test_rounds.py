@@ -1,4 +1,7 @@
-"""Secure sums of whole rounds are exact, whoever is away, is killed, or is asked twice."""
+"""Secure sums of whole rounds are exact, whoever is away or is asked again.
+
+Helpers that are killed: tests/worker/state/test_killed_helpers.py.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from tests.support.secure_sums import SIZES, Federation, integers_of, steps_of
 
 
 def _round(seed: int) -> int:
-    """Run a round with helpers that are killed at each step and asked again. Return how many blocks were opened."""
+    """Run a round with helpers that are asked again at each step. Return how many blocks were opened."""
     rng = Random(seed)
     helpers = rng.choice((3, 4, 4, 7))
     federation = Federation(rng.randint(max(helpers, 5), 14), helpers, rng.randint(3, 5), rng.choice((16, 32)))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from tessera.shared.client.client import Client
 from tessera.shared.methods.base import MethodSpec
 from tessera.shared.model.selectors import roles
 from tessera.shared.model.spec import Model
+from tessera.shared.run_settings import Privacy
 from tessera.shared.schema import canonical
 from tessera.shared.tensors.lazy import digest_of
 from tessera.worker import agent as loop
@@ -28,12 +31,14 @@ from tessera.worker import settings_reload
 from tessera.worker.agent import Agent
 from tessera.worker.cli.audit import app as audit_app
 from tessera.worker.cli.worker import app
+from tessera.worker.governance.airlock import AIRLOCK_FOLDER, SUMMARY_FILE, summary_of
 from tessera.worker.governance.opening_hours import Used, local_time
 from tessera.worker.model.block_map import block_table, named_tensors
 from tessera.worker.model.build import instantiate, read_block
 from tessera.worker.settings import read_settings
 from tessera.worker.settings_reload import SettingsFile
 from tessera.worker.state.audit import Audit
+from tessera.worker.state.hash_chain import TaskRef
 from tessera.worker.task.heartbeat import Stop
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.federation import start_run
@@ -187,6 +192,30 @@ def test_an_update_waits_for_its_release_and_is_told_in_the_chain(
     assert (left["update"], left["bytes"], left["blocks"]) == (held["update"], held["nbytes"], len(held["blocks"]))
     compared = CliRunner().invoke(audit_app, ["compare", "--config", str(desk.file), "--json"])
     assert json.loads(compared.stdout) == {"agreed": 1, "earlier": 0, "differences": []}
+
+
+@pytest.mark.parametrize(
+    ("selection", "unit", "said"),
+    [("noisy", "example", ""), ("uncovered", "group", "epsilon does not cover what the choice of blocks reveals")],
+)
+def test_the_airlock_names_the_unit_of_epsilon_and_what_it_does_not_cover(
+    coordinator: LiveCoordinator, tmp_path: Path, selection: str, unit: str, said: str
+) -> None:
+    desk = Desk(coordinator, tmp_path, "airlock = true\n")
+    given = {"epsilon": 3.0, "delta": 1e-5, "clip_norm": 1.0, "selection": selection, "unit": unit}
+    held = summary_of(
+        TaskRef("r", "demo", 1, "abcdef0123456789", 1), orchestrator=None, dataset="digits", examples=10,
+        held_at=datetime.now(UTC), update=digest_of(b"update"), nbytes=6, blocks={}, metrics={}, epsilon=1.5,
+        privacy=Privacy.model_validate(given),
+    )  # fmt: skip
+    folder = desk.settings.state_dir / AIRLOCK_FOLDER / held.id
+    folder.mkdir(parents=True)
+    (folder / SUMMARY_FILE).write_bytes(canonical(held))
+    (found,) = desk.say("airlock")["updates"]
+    assert (found["epsilon"], found["unit"], found["covers_choice"]) == (1.5, unit, not said)
+    shown = CliRunner().invoke(app, ["airlock", "--config", str(desk.file)], env={"COLUMNS": "200"}).output
+    assert re.search(rf"1\.500 +{unit} ", shown)
+    assert (f"{held.id}: epsilon does not cover" in shown) == bool(said)
 
 
 def test_an_update_that_is_withheld_fails_its_task_by_name(coordinator: LiveCoordinator, tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from tessera.shared.methods.base import MethodSpec, Phase, Plan, RunInfo, Unsupp
 from tessera.shared.methods.registry import worker_half
 from tessera.shared.model.attention_stats import TaskTokens
 from tessera.shared.model.selectors import EVERYTHING, Selector, named
+from tessera.shared.model.spec import Head
 from tessera.shared.privacy.noise import NoiseSource
 from tessera.shared.run_settings import Privacy
 from tessera.shared.tensors.lazy import Array
@@ -30,6 +31,7 @@ from tessera.worker.model.build import instantiate
 from tessera.worker.privacy.dp_sgd import Mechanism, NoisyGradients, known_examples, sampling
 from tessera.worker.privacy.per_example_grads import Batch, Gradients, Hooked, PerExample
 from tessera.worker.privacy.private_task import PrivateTask
+from tessera.worker.simulation import Weights, simulate
 from tessera.worker.state.privacy_ledger import Ledger
 from tessera.worker.training.batches import Batches, ReadableBatches
 from tessera.worker.training.context import LocalTaskContext
@@ -301,6 +303,79 @@ def test_an_example_that_cannot_be_read_any_more_has_no_part_in_a_choice() -> No
     context.placeholder = None
     (alone,) = context.attention(Batches(data.rows(OTHERS), 5, torch.device("cpu")), TaskTokens()).values()
     assert np.allclose(layer.mass[OTHERS], alone.mass, rtol=1e-5)
+
+
+def test_no_example_that_the_model_lacks_a_word_or_a_class_for_reaches_it() -> None:
+    """On a GPU it would end the process. Only such an example has the word 63, in the choice and in training."""
+    pytest.importorskip("opacus")
+    config = {**BERT, "num_hidden_layers": 2, "vocab_size": 100}
+    model = instantiate(config, "text-classification", seed=1)
+    ids = torch.randint(2, 63, (EXAMPLES, TOKENS), generator=torch.Generator().manual_seed(3))
+    labels = torch.arange(EXAMPLES) % 2
+    for row, word, label in ((3, 100, 0), (7, 5, 2), (8, -1, 1), (EXAMPLES - 1, 5, -1)):
+        ids[row, 0], ids[row, 1], labels[row] = word, 63, label
+    ids[12, 1] = 62
+    spec = {
+        "method": {"name": "safl", "settings": {"layers": 1}}, "rounds": 1, "training": {"batch_size": 5, "steps": 2},
+        "privacy": {"epsilon": 8.0, "delta": 1e-3, "clip_norm": 1.0, "selection": "noisy"},
+    }  # fmt: skip
+    seen: list[int] = []
+
+    def note(module: nn.Module, args: tuple[Any, ...]) -> None:
+        if isinstance(module, nn.Embedding) and module.num_embeddings == 100:
+            seen.append(int(args[0].max()))
+
+    hook = nn.modules.module.register_module_forward_pre_hook(note)
+    try:
+        simulate(
+            spec,
+            Weights.of(model, config, "text-classification"),
+            {"a": Dataset({"input_ids": ids, "labels": labels})},
+        )
+    finally:
+        hook.remove()
+    assert max(seen) == 62
+
+
+@pytest.mark.parametrize("padding", [0, 1])
+def test_a_model_with_too_few_positions_for_a_text_without_padding_is_refused_whatever_the_texts(
+    tmp_path: Path, padding: int
+) -> None:
+    # It numbers the tokens that are no padding, up to 39 of them, and the example that is looked for has 64.
+    few = {"model_type": "roberta", "pad_token_id": padding, "max_position_embeddings": 40 + padding}
+    for present in (True, False):
+        data = texts(present=present)
+        data.tensors["input_ids"][OTHERS, 20:] = padding
+        folder = tmp_path / str(present)
+        model = instantiate({**BERT, **few, "eos_token_id": padding}, "text-classification", seed=1)
+        context = LocalTaskContext(model, "text-classification", Plan(), block_table(model))
+        with pytest.raises(UnsupportedRun, match="max_length, which the model must accept"):
+            train(folder, context, data, "a key", 1.0)
+        assert Ledger(folder).read("wards") == ()
+
+
+def test_types_positions_and_boxes_that_the_model_lacks_are_found_too() -> None:
+    config = {**BERT, "model_type": "layoutlm", "max_2d_position_embeddings": 100}
+    model = instantiate(config, "text-classification", seed=1)
+    context, data = LocalTaskContext(model, "text-classification", Plan(), block_table(model)), texts(present=False)
+    more = {name: torch.zeros_like(data.tensors["input_ids"]) for name in ("token_type_ids", "position_ids")}
+    data = replace(data, tensors={**data.tensors, **more, "bbox": torch.zeros(EXAMPLES, TOKENS, 4).long()})
+    for row, (name, value) in enumerate([("token_type_ids", 2), ("position_ids", TOKENS), ("position_ids", -1)]):
+        data.tensors[name][row, 0] = value
+    for row, box in ((3, (0, 0, 0, 100)), (4, (5, 0, 4, 0)), (5, (5, 6, 5, 7))):
+        data.tensors["bbox"][row, 0] = torch.tensor(box)
+    known = known_examples(context, data, data.placeholder(1))
+    assert known.tolist() == [row > 4 for row in range(EXAMPLES)]
+
+
+@pytest.mark.parametrize(("head", "known"), [("token-classification", False), ("text-classification", True)])
+def test_a_label_above_that_of_a_single_output_is_known_if_the_output_is_a_number(head: Head, known: bool) -> None:
+    model, data = instantiate({**BERT, "num_labels": 1}, head, seed=1), texts(present=False)
+    if head == "token-classification":
+        data.tensors["labels"] = data.tensors["labels"][:, None].expand(-1, TOKENS)
+    context = LocalTaskContext(model, head, Plan(), block_table(model))
+    found = known_examples(context, data, data.placeholder(1))
+    assert found.tolist() == [known or row % 2 == 0 for row in range(EXAMPLES)]
 
 
 def test_an_example_that_cannot_be_read_any_more_fails_no_task(tmp_path: Path) -> None:

@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from random import Random
 
 import pytest
+import torch
 
+from tessera.shared.api.tasks import Task
 from tessera.shared.client.client import Client
+from tessera.shared.problems import NotFound
+from tessera.shared.schema import canonical
+from tessera.shared.secure_sums.messages import SumDocument
 from tessera.shared.tensors.lazy import digest_of
 from tessera.worker.bootstrap import runner_of
 from tessera.worker.settings import SettingsError, WorkerSettings
-from tessera.worker.state.audit import Audit, signed_sets
+from tessera.worker.state.audit import Action, Audit, signed_sets
+from tessera.worker.state.blob_cache import Cache
 from tessera.worker.state.hash_chain import ChainError, TaskRef
 from tessera.worker.state.site_keys import AGREEMENTS_FILE, KEYS_FOLDER, AgreementLog
+from tessera.worker.state.vault import Vault
 from tessera.worker.stores import audit_of, sum_party_of
+from tessera.worker.task.environment import Journal, TaskEnvironment, TaskRun
+from tessera.worker.task.secure_sums import help_open
+from tessera.worker.training.progress import Report
+from tessera.worker.training.setup import TrainingSetup
+from tests.support.coordinator import LiveCoordinator
+from tests.support.secure_sums import Federation, steps_of
 
 FIRST, SECOND = digest_of(b"first"), digest_of(b"second")
 KEY = "0000-" * 7 + "0000"
@@ -26,10 +41,11 @@ def test_the_first_set_of_a_round_is_remembered(tmp_path: Path) -> None:
     assert log.remember("r", 2, SECOND) == SECOND
 
 
-def test_a_file_that_lacks_a_signed_set_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("action", ["sums.agree", "sums.open"])
+def test_a_file_that_lacks_a_signed_or_an_opened_set_is_refused(tmp_path: Path, action: Action) -> None:
     log, audit = AgreementLog(tmp_path), Audit(tmp_path / "audit", "w")
     log.remember("r", 1, FIRST)
-    audit.record("sums.agree", TaskRef("r", "demo", 1, "t", 1), senders=FIRST, key=KEY)
+    audit.record(action, TaskRef("r", "demo", 1, "t", 1), senders=FIRST, key=KEY)
     signed = signed_sets(audit.read(), KEY)
     assert signed == {("r", 1): FIRST}
     AgreementLog(tmp_path).expect(signed)
@@ -72,3 +88,46 @@ def test_a_worker_without_its_agreements_does_not_start_until_it_has_new_keys(tm
         for path in (settings.state_dir / KEYS_FOLDER).iterdir():
             path.unlink()
         runner_of(client, settings)
+
+
+def test_a_helper_that_opened_a_set_without_having_signed_it_misses_its_lost_agreements(
+    coordinator: LiveCoordinator, tmp_path: Path
+) -> None:
+    settings = WorkerSettings(
+        url=coordinator.url, token=coordinator.token("site", "site-00"), name="w", state_dir=tmp_path / "state",
+        device="cpu", datasets={"digits": {"kind": "digits"}}, secure_sums={"site": "site-00", "helper": True},
+    )  # fmt: skip
+    party, fed = sum_party_of(settings), Federation(5, 4, quorum=5)
+    assert party is not None
+    fed.identities["site-00"], (fed.sealing["site-00"],) = party.keys.identity(), party.keys.sealing_keys().values()
+    fed.roster["site-00"] = party.fingerprint
+    terms = fed.terms()
+    envelopes = tuple(fed.send(terms, site, steps_of(Random(0))).envelope for site in fed.names)
+    agreed = tuple(fed.member(site).agree(terms, envelopes) for site in ("site-01", "site-02", "site-03"))
+    blobs = [canonical(terms), canonical(SumDocument(envelopes=envelopes, agreements=agreed))]
+    cache = Cache(tmp_path / "cache", 1 << 20)
+    for blob in blobs:
+        cache.put(digest_of(blob), [blob], 1 << 20)
+    task = Task.model_validate({
+        "id": "t", "token": 1, "kind": "open", "run": terms.run, "run_name": "demo", "round": 1, "rounds": 4,
+        "seed": 0, "method": {"name": "fedavg"}, "plan": {}, "dataset": "digits", "codec": "raw",
+        "training": {"batch_size": 8}, "normalization": "participants", "model": FIRST, "lease_seconds": 60.0,
+        "version": {"number": 0, "digest": terms.version},
+        "secure_sums": {"helpers": fed.names[:4], "quorum": 5},
+        "sums": {"terms": digest_of(blobs[0]), "document": digest_of(blobs[1]), "seeds": terms.seeds_of(0)},
+    })  # fmt: skip
+    audit = audit_of(settings)
+    with coordinator.client("site", "site-00") as client:
+        env = TaskEnvironment(
+            client, {}, TrainingSetup(torch.device("cpu")), Vault(tmp_path / "vault"), cache, tmp_path,
+            kinds=("open",), sums=replace(party, roster=fed.roster),
+        )  # fmt: skip
+        journal = Journal(TaskRef.of(task), task.dataset, audit, None)
+        # The coordinator takes the sum of the masks, and does not know the task.
+        with pytest.raises(NotFound):
+            help_open(TaskRun(env, task, lambda: None, Report(), journal))
+        assert [entry.action for entry in audit.read()] == ["sums.open"]
+        runner_of(client, settings)
+        (settings.state_dir / AGREEMENTS_FILE).unlink()
+        with pytest.raises(SettingsError, match="signed or opened as a helper, such as that of round 1 of run run-1"):
+            runner_of(client, settings)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, cast
 
 import pytest
 import torch
@@ -11,7 +11,8 @@ from safetensors.torch import save_file
 
 from tessera.shared.api.runs import Cohort, Privacy, Training
 from tessera.shared.api.tasks import Task, TaskView
-from tessera.shared.model.spec import Model
+from tessera.shared.methods.base import MethodSpec
+from tessera.shared.model.spec import Head, Model
 from tessera.shared.run_settings import Unit
 from tessera.shared.schema import EPSILON
 from tessera.worker.agent import Agent
@@ -27,6 +28,11 @@ VIT = {
     "model_type": "vit", "image_size": 8, "patch_size": 4, "num_channels": 1, "hidden_size": 16, "num_labels": 10,
     "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16,
 }  # fmt: skip
+BERT = {
+    "model_type": "bert", "vocab_size": 30, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "intermediate_size": 16, "max_position_embeddings": 8, "num_labels": 10,
+}  # fmt: skip
+Kind = Literal["images", "texts"]
 PLACE = 5
 ODD: dict[str, tuple[str, float]] = {
     "not a number": ("pixel_values", float("nan")),
@@ -35,6 +41,21 @@ ODD: dict[str, tuple[str, float]] = {
     "of a class that the model lacks": ("labels", 99),
     "of a class below zero": ("labels", -7),
 }
+ODD_TEXTS: dict[str, tuple[str, float]] = {
+    "of a word that the model lacks": ("input_ids", 30),
+    "of a word below zero": ("input_ids", -1),
+    "of a class that the model lacks": ("labels", 99),
+}
+
+
+def texts(odd: tuple[str, float] | None) -> dict[str, torch.Tensor]:
+    """Sixteen texts in four groups, one of which is odd."""
+    ids = torch.randint(2, 30, (16, 8), generator=torch.Generator().manual_seed(0))
+    data = {"input_ids": ids, "labels": torch.arange(16) % 10, "group": torch.arange(16) % 4}
+    if odd:
+        name, value = odd
+        data[name][PLACE] = value
+    return data
 
 
 def images(odd: tuple[str, float] | None) -> dict[str, torch.Tensor]:
@@ -52,16 +73,18 @@ def images(odd: tuple[str, float] | None) -> dict[str, torch.Tensor]:
 
 
 def worked(
-    coordinator: LiveCoordinator, folder: Path, site: str, odd: tuple[str, float] | None, unit: Unit
+    coordinator: LiveCoordinator, folder: Path, site: str, odd: tuple[str, float] | None, unit: Unit, kind: Kind
 ) -> tuple[TaskView, Any]:
-    """A private task at a site with these images, and what its ledger has."""
-    save_file(images(odd), folder / f"{site}.safetensors")
+    """A private task at a site with these images, or a noisy choice and training on these texts, and what its ledger
+    has."""
+    save_file(images(odd) if kind == "images" else texts(odd), folder / f"{site}.safetensors")
     settings = WorkerSettings(
         url=coordinator.url, token=coordinator.token("site", site), name="w", state_dir=folder / site, threads=1,
         poll_seconds=5, datasets={"scans": {"kind": "arrays", "file": str(folder / f"{site}.safetensors")}},
     )  # fmt: skip
-    model = instantiate(VIT, "image-classification", seed=1)
-    document = Model(config=VIT, head="image-classification", blocks=block_table(model))
+    config, head = (VIT, "image-classification") if kind == "images" else (BERT, "text-classification")
+    model = instantiate(config, cast("Head", head), seed=1)
+    document = Model(config=config, head=cast("Head", head), blocks=block_table(model))
     start = {block.name: read_block(named_tensors(model), block) for block in document.blocks}
     agent, client = Agent(settings, Stop()), coordinator.client()
     run = start_run(
@@ -73,36 +96,45 @@ def worked(
         cohort=Cohort(sites=(site,)),
         # All examples are in each step, so that the odd one is.
         training=Training(steps=8, batch_size=None, optimizer="sgd", learning_rate=1e-3),
-        privacy=Privacy(clip_norm=1.0, epsilon=8.0, delta=1e-2, unit=unit),
+        method=MethodSpec(name="fedavg") if kind == "images" else MethodSpec(name="safl", settings={"layers": 1}),
+        privacy=Privacy(
+            clip_norm=1.0,
+            epsilon=8.0,
+            delta=1e-2,
+            unit=unit,
+            selection="refused" if kind == "images" else "noisy",
+        ),
     )
     task: Task = until(agent._next)
     agent._run_task(task)
     agent.close()
     until(lambda: client.run(run.id).state == "completed")
-    (entry,) = ledger_of(settings).read("scans")
-    return client.task(task.id), (entry.unit, entry.examples, entry.events)
+    entries = ledger_of(settings).read("scans")
+    return client.task(task.id), [(entry.unit, entry.examples, entry.events) for entry in entries]
 
 
-def seen(task: TaskView) -> dict[str, Any]:
-    """All that the coordinator has of a task, but for its names, its times and the noisy update."""
+def seen(task: TaskView, kind: Kind) -> dict[str, Any]:
+    """All that the coordinator has of a task, but for its names, its times, the noisy update and its noisy choice."""
     assert task.progress is not None
     progress = task.progress.model_dump(exclude={"phase_seconds"})
+    shown = {"layers"} if kind == "images" else set[str]()
     return {
-        **task.model_dump(include={"state", "problem", "examples", "upload_bytes", "attempts", "token", "layers"}),
+        **task.model_dump(include={"state", "problem", "examples", "upload_bytes", "attempts", "token", *shown}),
         "metrics": sorted(task.metrics),
         "epsilon": task.metrics[EPSILON],
         "progress": progress,
     }
 
 
-@pytest.mark.parametrize("unit", ["example", "group"])
+@pytest.mark.parametrize(("kind", "unit"), [("images", "example"), ("images", "group"), ("texts", "example")])
 def test_no_odd_example_changes_what_the_coordinator_sees(
-    coordinator: LiveCoordinator, tmp_path: Path, unit: Unit
+    coordinator: LiveCoordinator, tmp_path: Path, kind: Kind, unit: Unit
 ) -> None:
-    plain, spent = worked(coordinator, tmp_path, "plain", None, unit)
-    expected = seen(plain)
+    plain, spent = worked(coordinator, tmp_path, "plain", None, unit, kind)
+    expected = seen(plain, kind)
     assert (expected["state"], expected["problem"], expected["progress"]["loss"]) == ("merged", None, None)
-    for number, (what, odd) in enumerate(ODD.items()):
-        task, ledger = worked(coordinator, tmp_path, f"odd-{number}", odd, unit)
-        assert seen(task) == expected, what
+    for number, (what, odd) in enumerate((ODD if kind == "images" else ODD_TEXTS).items()):
+        task, ledger = worked(coordinator, tmp_path, f"odd-{number}", odd, unit, kind)
+        assert seen(task, kind) == expected, what
         assert ledger == spent, what
+    assert len(spent) == (1 if kind == "images" else 2)
