@@ -11,8 +11,7 @@ import hashlib
 import json
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from io import RawIOBase
 from pathlib import Path
 from typing import BinaryIO, cast
@@ -30,40 +29,16 @@ from tessera.shared.client.client import Client
 from tessera.shared.client.line import ThreadTimes
 from tessera.shared.model.blocks import Block
 from tessera.shared.problems import Problem
-from tessera.shared.tensors.dtypes import NUMPY_DTYPES, DType
-from tessera.shared.tensors.lazy import CHUNK, Array, Computed
+from tessera.shared.tensors.lazy import Array, Computed
 from tessera.shared.updates.codec_choice import CodecChooser
 from tessera.shared.updates.update_file import TrainedBlock, write_update
+from tessera.worker.state.blob_cache import BlobTensor
 
 EXAMPLES = 8
 CHOOSING = "auto"
 """The name of a run whose updates have the codec that a real worker chooses; others have the run's."""
 MAX_WORKERS = 64
 """The last byte of an update is the worker's number. As the highest byte of a float32 it gives one below 2."""
-
-
-@dataclass(frozen=True)
-class FileTensor:
-    """A block at a place in a file."""
-
-    path: Path
-    block: Block
-    start: int
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.block.shape
-
-    @property
-    def dtype(self) -> DType:
-        return self.block.dtype
-
-    def chunks(self) -> Iterator[Array]:
-        dtype = NUMPY_DTYPES[self.block.dtype]
-        with self.path.open("rb") as file:
-            file.seek(self.start)
-            for first in range(0, self.block.numel, CHUNK):
-                yield np.frombuffer(file.read(min(CHUNK, self.block.numel - first) * dtype.itemsize), dtype)
 
 
 class Nowhere:
@@ -135,7 +110,7 @@ class Prepared:
 
         changes, start = [], 0
         for block in blocks:
-            base = FileTensor(self._base, block, start)
+            base = BlobTensor(self._base, block, start)
             changes.append(TrainedBlock(block, Computed(block.shape, block.dtype, (base,), moved), base))
             start += block.nbytes
         codec = task.codec

@@ -95,9 +95,7 @@ class Federation:
             "TESSERA_ADMIN_TOKEN_FILE": str(self._admin_token_file),
             **(more or {}),
         }
-        self.processes.start("migrate", tessera("coordinator", "migrate"), settings)
-        self.processes.finish("migrate")
-        self.processes.start("coordinator", tessera("coordinator", "serve"), settings)
+        self.processes.start("coordinator", tessera("coordinator", "serve", "--migrate"), settings)
         self._await_ready()
 
     @property

@@ -8,12 +8,9 @@ import numpy as np
 
 from benchmarks.linear_attention.federation import FrozenStage, Schedule, cohorts, versions
 from benchmarks.linear_attention.problem import (
-    Array,
     Problem,
-    Weights,
     draw,
     flat,
-    gradients,
     moments,
     profile_gradient,
 )
@@ -76,23 +73,6 @@ def descents(problem: Problem, rate: float, local_steps: int, rounds: int) -> li
     return found
 
 
-def envelope_error(problem: Problem) -> float:
-    """How far the envelope theorem's gradient of G is from central differences, relative to its length."""
-    query, key, _ = problem.start
-    exact, step = profile_gradient(problem, query, key), 1e-5
-
-    def profile(phi: Array) -> float:
-        return moments(
-            problem, phi[: query.size].reshape(query.shape), phi[query.size :].reshape(key.shape)
-        ).profile()
-
-    here = flat(query, key)
-    differences = [
-        (profile(here + step * unit) - profile(here - step * unit)) / (2 * step) for unit in np.eye(here.size)
-    ]
-    return float(np.linalg.norm(differences - exact) / np.linalg.norm(exact))
-
-
 # ---------------------------------------------------------------- the frozen stage is an affine map
 
 
@@ -144,27 +124,3 @@ def drift_of_equal_inputs(delta: float, seed: int, rate: float, local_steps: int
     best = moments(alike, query, key).best_value()
     limit = FrozenStage.of(alike, query, key, rate, local_steps).limit()
     return float(np.linalg.norm(limit - best) / np.linalg.norm(best))
-
-
-def gradient_error(problem: Problem) -> float:
-    """How far each client's gradient is from central differences of its objective, relative to its length."""
-    rng, step = np.random.default_rng(3), 1e-6
-    here = Weights(*(matrix + 0.3 * rng.normal(size=matrix.shape) for matrix in problem.start))
-    worst = 0.0
-    for client in range(problem.clients):
-        alone = problem.of(np.array([client]))
-        exact = gradients(alone, here)
-        for index, matrix in enumerate(here):
-            found = np.empty_like(matrix)
-            for place in np.ndindex(matrix.shape):
-                moved = [here._replace(**{here._fields[index]: _nudged(matrix, place, by)}) for by in (step, -step)]
-                up, down = (moments(alone, there.query, there.key).objective(there.value) for there in moved)
-                found[place] = (up - down) / (2 * step)
-            worst = max(worst, float(np.linalg.norm(found - exact[index][0]) / np.linalg.norm(exact[index][0])))
-    return worst
-
-
-def _nudged(matrix: Array, place: tuple[int, ...], by: float) -> Array:
-    moved = matrix.copy()
-    moved[place] += by
-    return moved

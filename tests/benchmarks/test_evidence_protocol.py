@@ -394,6 +394,38 @@ def test_rates_are_chosen_on_the_validation_parts(prepared: Path, tiny: Plan, tm
     assert figures["score"] == figures["scores"][0]["macro_f1"]
 
 
+def test_a_study_resumes_with_what_it_had(prepared: Path, tiny: Plan, tmp_path: Path) -> None:
+    out, first = tmp_path / "out", Job("T", "K-1", "full", 0, 1e-3)
+    store.keep(out, first, run(tiny, first, prepared, out, "cpu"))
+    # As a kill leaves it.
+    unfinished = out / "scratch" / "T--K-1--full--seed-1-rate-0.001" / "blobs"
+    unfinished.mkdir(parents=True)
+    (unfinished / "half").write_bytes(b"half")
+    resume(tiny, prepared, out)
+    assert not (out / "scratch").exists() or not any((out / "scratch").iterdir())
+    # Results travel through the repository's files to another machine.
+    saved = tmp_path / "saved"
+    assert store.save(out, tiny, saved) == [saved / "T.parquet"]
+    store.begin_with_saved(tmp_path / "other", tiny, saved)
+    assert store.finished(tmp_path / "other", tiny) == store.finished(out, tiny)
+    assert "full" in "\n".join(lines(tiny, store.finished(tmp_path / "other", tiny)))
+
+
+def resume(plan: Plan, prepared: Path, out: Path) -> None:
+    """Run the rest of a study, which must leave the runs that it has as they are."""
+    kept = {file: file.read_bytes() for file in (out / store.RUNS).rglob("*.json")}
+    assert kept
+    selection = Selection(arms=["full"])
+    assert work(plan, selection, prepared, out) == {}
+    assert {file: file.read_bytes() for file in kept} == kept
+    found = store.finished(out, plan)
+    assert sorted(job.seed for job in found) == [0, 1, 2]
+    # Nothing is left to run.
+    assert list(startable(plan, selection, {job: figures["score"] for job, figures in found.items()}, ())) == []
+
+
+# Each of its processes imports torch.
+@pytest.mark.long
 def test_a_killed_study_resumes_with_what_it_had(prepared: Path, tiny: Plan, tmp_path: Path) -> None:
     out = tmp_path / "out"
     command = [sys.executable, "-m", "benchmarks.evidence", "--plan", str(tmp_path / "tiny.toml"), "--arms", "full"]
@@ -403,22 +435,7 @@ def test_a_killed_study_resumes_with_what_it_had(prepared: Path, tiny: Plan, tmp
         first = next(line for line in process.stderr if line.startswith("T/"))
         os.kill(process.pid, signal.SIGKILL)
     assert first.startswith("T/K-1/full/seed-0-rate-0.001: ")
-    kept = {file: file.read_bytes() for file in (out / store.RUNS).rglob("*.json")}
-    assert kept
-    selection = Selection(arms=["full"])
-    assert work(tiny, selection, prepared, out) == {}
-    assert {file: file.read_bytes() for file in kept} == kept
-    assert sorted(job.seed for job in store.finished(out, tiny)) == [0, 1, 2]
-    # Nothing is left to run.
-    assert (
-        list(startable(tiny, selection, {job: f["score"] for job, f in store.finished(out, tiny).items()}, ())) == []
-    )
-    # Results travel through the repository's files to another machine.
-    saved = tmp_path / "saved"
-    assert store.save(out, tiny, saved) == [saved / "T.parquet"]
-    store.begin_with_saved(tmp_path / "other", tiny, saved)
-    assert store.finished(tmp_path / "other", tiny) == store.finished(out, tiny)
-    assert "full" in "\n".join(lines(tiny, store.finished(tmp_path / "other", tiny)))
+    resume(tiny, prepared, out)
 
 
 def test_runs_on_other_files_are_not_mixed(tiny: Plan) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -12,15 +13,63 @@ from benchmarks.linear_attention import report, theory
 from benchmarks.linear_attention.__main__ import main
 from benchmarks.linear_attention.curves import Setting, curves, lengths
 from benchmarks.linear_attention.federation import FrozenStage, Schedule, cohorts
-from benchmarks.linear_attention.problem import CLIENTS, RATES, Kernel, draw, moments
+from benchmarks.linear_attention.problem import (
+    CLIENTS,
+    RATES,
+    Kernel,
+    Problem,
+    Weights,
+    draw,
+    flat,
+    gradients,
+    moments,
+    profile_gradient,
+)
 
 BOTH = pytest.mark.parametrize("kernel", ["linear", "softmax"])
 
 
+def differences(objective: Callable[[np.ndarray], float], at: np.ndarray, step: float) -> np.ndarray:
+    """The central differences of a function at a point, one for each of its elements."""
+    found = np.empty_like(at)
+    for place in np.ndindex(at.shape):
+        moved = np.zeros_like(at)
+        moved[place] = step
+        found[place] = (objective(at + moved) - objective(at - moved)) / (2 * step)
+    return found
+
+
+def gradient(problem: Problem, here: Weights, name: str) -> np.ndarray:
+    """The objective's gradient by one of the weights, by central differences."""
+
+    def objective(matrix: np.ndarray) -> float:
+        there = here._replace(**{name: matrix})
+        return moments(problem, there.query, there.key).objective(there.value)
+
+    return differences(objective, getattr(here, name), 1e-6)
+
+
 @BOTH
 def test_gradients_are_those_of_central_differences(kernel: Kernel) -> None:
-    assert theory.gradient_error(draw(kernel, 0.5, 0)) < 1e-6
-    assert theory.envelope_error(draw(kernel, 0.5, 0)) < 1e-8
+    problem, rng = draw(kernel, 0.5, 0), np.random.default_rng(3)
+    here = Weights(*(matrix + 0.3 * rng.normal(size=matrix.shape) for matrix in problem.start))
+    for client in range(problem.clients):
+        alone = problem.of(np.array([client]))
+        for name, (exact,) in gradients(alone, here)._asdict().items():
+            assert np.linalg.norm(gradient(alone, here, name) - exact) < 1e-6 * np.linalg.norm(exact)
+
+
+@BOTH
+def test_the_gradient_of_the_profile_is_that_of_central_differences(kernel: Kernel) -> None:
+    problem = draw(kernel, 0.5, 0)
+    query, key, _ = problem.start
+    exact = profile_gradient(problem, query, key)
+
+    def profile(phi: np.ndarray) -> float:
+        halves = phi[: query.size].reshape(query.shape), phi[query.size :].reshape(key.shape)
+        return moments(problem, *halves).profile()
+
+    assert np.linalg.norm(differences(profile, flat(query, key), 1e-5) - exact) < 1e-8 * np.linalg.norm(exact)
 
 
 @BOTH

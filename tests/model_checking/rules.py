@@ -115,7 +115,6 @@ class Rules:
         self.held: list[tuple[Task, int]] = []
         """Leases that somebody believes to have."""
         self.storm_until = self.now + random.uniform(200, 2000)
-        self.last_ended_at = self.now
 
     # ------------------------------------------------------------ events
 

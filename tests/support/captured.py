@@ -16,7 +16,6 @@ from tests.support.coordinator import LiveCoordinator
 
 CLAIM = ("POST", "/v1/tasks/claim")
 HEARTBEAT = ("POST", "/heartbeat")
-UPLOADS = ("POST", "/v1/uploads")
 
 
 @dataclass(frozen=True)

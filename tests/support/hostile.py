@@ -42,8 +42,12 @@ def filled(begin: bytes, piece: bytes, end: bytes) -> bytes:
     return container(begin + piece * (room // len(piece)) + end, b"")
 
 
-def bomb(size: int) -> bytes:
-    return zstandard.ZstdCompressor(level=19).compress(bytes(size))
+def bomb(size: int, *, states_its_size: bool = True) -> bytes:
+    """Zeros in a frame of the widest window that is accepted."""
+    parameters = zstandard.ZstdCompressionParameters(
+        window_log=23, compression_level=1, write_content_size=states_its_size
+    )
+    return zstandard.ZstdCompressor(compression_params=parameters).compress(bytes(size))
 
 
 def chunks(codec: str, piece: bytes, count: int = WIDE // CHUNK) -> bytes:
@@ -65,13 +69,8 @@ def hostile() -> Iterator[tuple[str, bytes]]:
     yield "a bomb in each chunk", chunks("zstd", bomb(32 * MIB))
     yield "a bomb of differences", chunks("delta+zstd", bomb(256 * MIB))
     yield "a window of 1 GiB", chunks("zstd", wide_window())
-    yield "a frame of the widest window", chunks("zstd", _of_window(23))
+    yield "a frame of the widest window", chunks("zstd", bomb(16 * MIB, states_its_size=False))
     yield "factors of zeros", chunks("delta+lowrank=128+zstd", bomb(4 * CHUNK), 2)
-
-
-def _of_window(log: int) -> bytes:
-    parameters = zstandard.ZstdCompressionParameters(window_log=log, compression_level=1, write_content_size=False)
-    return zstandard.ZstdCompressor(compression_params=parameters).compress(bytes(16 * MIB))
 
 
 def refused(folder: Folder, made: Model, manifest: Manifest, digest: str) -> float:

@@ -18,7 +18,6 @@ from tessera.shared.api.runs import Cohort, Run, RunSpec, Training
 from tessera.shared.cli.upload import upload_model
 from tessera.shared.client.client import Client
 from tessera.shared.methods.base import MethodSpec
-from tessera.shared.problems import RoundClosed
 from tessera.shared.tensors.lazy import digest_of
 from tessera.shared.updates.model_folder import ModelFolder
 from tests.support import databases
@@ -169,42 +168,6 @@ def test_a_run_that_was_killed_and_paused_is_bit_identical_to_one_that_was_not(
     undisturbed = final_version(tmp_path / "one", vit, running, disturbed=False)
     disturbed = final_version(tmp_path / "two", vit, running, disturbed=True)
     assert disturbed == undisturbed
-
-
-def test_the_task_of_a_killed_worker_is_offered_again(live: CoordinatorProcess) -> None:
-    client, model = live.admin(), small_model()
-    run = start_run(client, model, values(model), cohort=Cohort(size=1))
-    site = live.site("a")
-    before = ScriptedWorker(site)
-    before.enrol()
-    lost = before.take()
-
-    # The process is gone: nobody renews its lease, and its successor is another instance of the same worker.
-    after = ScriptedWorker(site)
-    again = until(lambda: after.claim(1), seconds=15)
-
-    assert (again.id, again.token) == (lost.id, lost.token + 1)
-    after.train(again)
-    until(lambda: client.run(run.id).state == "completed")
-
-
-def test_a_round_closes_with_its_quorum_when_a_worker_is_killed(live: CoordinatorProcess) -> None:
-    client, model = live.admin(), small_model()
-    start = values(model)
-    cohort = Cohort(size=2, quorum=1, max_task_attempts=1)
-    run = start_run(client, model, start, cohort=cohort)
-    alive, killed = ScriptedWorker(live.site("a")), ScriptedWorker(live.site("b"))
-    alive.enrol()
-    killed.enrol()
-    late = killed.take()
-    alive.train(alive.take(), step=5.0)
-
-    until(lambda: client.run(run.id).state == "completed", seconds=15)
-    with pytest.raises(RoundClosed):
-        killed.train(late, step=100.0)
-    file = io.BytesIO()
-    client.export(run.id, file)
-    np.testing.assert_allclose(load(file.getvalue())["head.weight"], start["head.weight"] + 5.0, rtol=1e-6)
 
 
 def test_a_worker_that_is_told_to_stop_gives_its_task_back_at_once(

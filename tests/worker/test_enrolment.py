@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import time
 import tomllib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from tessera.shared.client.client import Client
 from tessera.shared.problems import Unauthenticated
 from tessera.worker.cli import join
 from tessera.worker.cli.worker import app
-from tessera.worker.enrolment import NEXT, prepare, rotate
+from tessera.worker.enrolment import NEXT, prepare, rotate, wait_for
 from tessera.worker.settings import SettingsError
 from tessera.worker.state.atomic_files import write_secret
 from tests.support.coordinator import LiveCoordinator, until
@@ -32,6 +34,12 @@ from tests.support.coordinator import LiveCoordinator, until
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCoordinator]:
     with LiveCoordinator(tmp_path_factory.mktemp("live"), enrolments_per_minute=1_000) as coordinator:
         yield coordinator
+
+
+@pytest.fixture(autouse=True)
+def _asks_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that waits for its admission asks more often than the coordinator wants."""
+    monkeypatch.setattr(join, "wait_for", partial(wait_for, sleep=lambda _: time.sleep(0.05)))
 
 
 def say(*arguments: str, code: int = 0) -> Result:

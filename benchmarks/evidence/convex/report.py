@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from math import sqrt
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from scipy.stats import t as student
 
 from benchmarks.evidence.convex.study import ARMS, CONTROL_ARM, LEVELS
+from benchmarks.evidence.statistics import CONFIDENCE, shown_interval
 
-CONFIDENCE = 0.95
 LARGE = 1e4
 """A distance, in %, from which on a run counts as diverged."""
 DRAWN = ("fedavg", "fednova", "scaffold weigh=examples", "feddyn", "feddyn alpha=1.0 weigh=examples")
@@ -94,22 +92,9 @@ def paired(found: Found, runs: Found) -> list[float]:
     return [own["distances"][-1] - control["distances"][-1] for own, control in both if control is not None]
 
 
-def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Return the ends of the t-interval of a mean of two values or more."""
-    reach = float(student.ppf((1 + CONFIDENCE) / 2, len(values) - 1)) * stdev(values) / sqrt(len(values))
-    return fmean(values) - reach, fmean(values) + reach
-
-
 def _paired(found: Found, runs: Found) -> str:
     values = paired(found, runs)
-    if not values:
-        return "-"
-    if max(values) >= LARGE / 10:
-        return "diverges"
-    if len(values) == 1:
-        return f"{values[0]:+.1f} (one seed)"
-    low, high = interval(values)
-    return f"{fmean(values):+.1f} [{low:+.1f}, {high:+.1f}]"
+    return "diverges" if max(values, default=0.0) >= LARGE / 10 else shown_interval(values)
 
 
 def _reached(runs: Found, level: float) -> str:

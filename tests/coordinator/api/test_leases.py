@@ -160,10 +160,12 @@ def test_a_task_has_so_many_tries_and_then_the_round_goes_on_without_it(live: Li
     good.train(good_task, step=1.0)
     clock.advance(60)
     until(lambda: client.task(task.id).state == "offered")
-    lost.take()
+    late = lost.take()
     clock.advance(60)
     until(lambda: client.run(run.id).state == "completed")
     assert [t.state for t in client.round(run.id, 1).tasks] == ["cancelled", "merged"]
+    with refusing("round-closed"):
+        lost.train(late, step=100.0)
     np.testing.assert_allclose(head_of(client, run), START["head.weight"] + 1, rtol=1e-6)
 
 

@@ -44,16 +44,6 @@ def test_help_lists_every_command_and_imports_none() -> None:
     assert all(name in shown.stdout for name in ("admin", "coordinator", "model", "run", "worker"))
 
 
-def test_runs_are_listed_without_torch_or_server() -> None:
-    answer = process("run", "--url", NOWHERE, "list", "--help", command=without("torch", "transformers", "fastapi"))
-    assert answer.returncode == 0, answer.stderr
-
-
-def test_the_coordinator_needs_no_torch() -> None:
-    answer = process("coordinator", "serve", "--help", command=without("torch", "transformers", "sklearn"))
-    assert answer.returncode == 0, answer.stderr
-
-
 @pytest.mark.parametrize(
     ("command", "module", "extra"),
     [

@@ -35,7 +35,6 @@ def test_the_commands_are_completed_and_none_is_loaded() -> None:
 def test_what_follows_run_is_completed_without_torch_or_server() -> None:
     alone = without("torch", "transformers", "fastapi", "sqlalchemy")
     assert {"create", "watch", "export"} <= set(offered("run", "", command=alone))
-    assert offered("run", "create", "--mo", command=alone) == ["--model"]
     assert offered("admin", "join", "app", command=alone) == ["approve"]
 
 

@@ -117,15 +117,6 @@ def test_a_file_that_cannot_be_written_is_named(scene: Scene, tmp_path: Path) ->
     assert "m.csv cannot be written" in refused.stderr
 
 
-def test_what_is_not_installed_is_named_with_the_extra_that_brings_it(scene: Scene, tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['pyarrow'] = None\n")
-    path = os.pathsep.join([str(tmp_path), str(Path.cwd())])
-    given = ("--parquet", str(tmp_path / "m.parquet"))
-    refused = scene.say_alone("run", "metrics", "test", *given, code=2, PYTHONPATH=path)
-    assert "this needs pyarrow" in refused.stderr
-    assert "pip install '.[tables]'" in refused.stderr
-
-
 @pytest.mark.long
 def test_mlflow_gets_one_run_that_a_second_export_only_adds_to(scene: Scene, tmp_path: Path) -> None:
     given = ("run", "metrics", "test", "--mlflow", f"sqlite:///{tmp_path}/mlflow.db", "--experiment", "trials")

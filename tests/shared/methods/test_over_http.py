@@ -164,12 +164,15 @@ def test_a_round_of_steps_follows_the_schedule(field: Field, method: str) -> Non
             assert expected[method].items() <= task.metrics.items()
 
 
+# `test_personal_methods` shows the same of the methods' halves alone.
+@pytest.mark.long
 def test_fedbabu_s_head_keeps_its_digest(field: Field) -> None:
     done = field.run("fedbabu")
     same = {name for name, digest in done.manifests[0].blocks.items() if done.manifests[-1].blocks[name] == digest}
     assert same == HEAD
 
 
+@pytest.mark.long
 def test_fedbn_s_norms_keep_their_digests_and_stay_in_the_vault(field: Field) -> None:
     done = field.run("fedbn")
     norms = {block.name for block in done.model.blocks if block.role == "norm"}

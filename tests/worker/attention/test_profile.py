@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -34,14 +34,6 @@ SHORT = OFTEN | {"aimv2", "bart", "deberta-v2", "deepseek_v3", "gpt_neox", "qwen
 
 AVERAGED = {"wavlm"}
 """What puts out its heads' mean in place of each head."""
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def made(model_type: str, case: Case, attention: str | None = None) -> PreTrainedModel:

@@ -1,6 +1,6 @@
 """A model that is built without weights and then filled is, bit for bit, the model built with random weights."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -40,15 +40,6 @@ INSERTED: dict[str, tuple[Mapping[str, Any], Head, dict[str, Any]]] = {
         dual("siglip"), "contrastive", {"prompts": PROMPTS, "lora": Lora(rank=2, alpha=4)}
     ),
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Models this small only wait for each other's threads."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def filled(

@@ -283,15 +283,6 @@ TABLES = {
 """What moves a score and is no projection of queries or keys."""
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Models this small only wait for each other's threads."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 class Subject:
     """A tiny random model, what it is run on, and its blocks."""
 

@@ -45,19 +45,20 @@ def nothing_left(state: Path) -> bool:
 
 
 def test_only_ranks_listen_and_only_on_the_loopback_interface(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fresh_stages: DeviceStages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stages = DeviceStages((CPU, CPU), tmp_path, threads=1)
-    try:
-        divided(Case("fedavg", training={"steps": 1}), stages, monkeypatch)
-        (launcher,), ranks = processes(tmp_path, "launcher"), processes(tmp_path, "rank")
-        assert launcher.net_connections("all") == []
-        found = [connection for rank in ranks for connection in rank.net_connections("inet")]
-        assert {psutil.CONN_LISTEN, psutil.CONN_ESTABLISHED} == {connection.status for connection in found}
-        assert {connection.laddr.ip for connection in found} == {"127.0.0.1"}
-    finally:
-        stages.close()
-    assert nothing_left(tmp_path)
+    divided(Case("fedavg", training={"steps": 1}), fresh_stages, monkeypatch)
+    assert fresh_stages._session
+    launcher = psutil.Process(fresh_stages._session._launcher.pid)
+    ranks = launcher.children()
+    assert len(ranks) == 2
+    assert launcher.net_connections("all") == []
+    found = [connection for rank in ranks for connection in rank.net_connections("inet")]
+    assert {psutil.CONN_LISTEN, psutil.CONN_ESTABLISHED} == {connection.status for connection in found}
+    assert {connection.laddr.ip for connection in found} == {"127.0.0.1"}
+    fresh_stages.close()
+    assert not any(process.is_running() for process in (launcher, *ranks))
+    assert list(fresh_stages.folder.glob("*")) == []
 
 
 @pytest.mark.long

@@ -6,8 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import save_file
 from sqlalchemy import update
 
 from tessera.coordinator.db.tables import RoundRow
@@ -17,15 +15,13 @@ from tessera.shared.client.client import Client
 from tessera.shared.rounds.client_privacy import CLIP_NORM, EPSILON, simulated_key
 from tessera.worker.agent import Agent
 from tessera.worker.data.registry import load
-from tessera.worker.model.build import instantiate
 from tessera.worker.settings import WorkerSettings
 from tessera.worker.simulation import Conditions, Weights, simulate
 from tessera.worker.simulation.virtual_sites import WORKER
 from tessera.worker.task.heartbeat import Stop
 from tests.support.coordinator import LiveCoordinator, until
-from tests.support.tasks import VIT
+from tests.worker.simulation.conftest import SITES
 
-SITES = ("north", "south")
 SPEC: dict[str, Any] = {
     "name": "private",
     "dataset": "images",
@@ -33,43 +29,38 @@ SPEC: dict[str, Any] = {
     "rounds": 2,
     "seed": 5,
     "training": {"batch_size": 8, "learning_rate": 0.05},
-    "cohort": {"size": 2, "quorum": 2},
+    "cohort": {"size": 3, "quorum": 3},
     "normalization": "cohort",
     "client_privacy": {"epsilon": 50.0, "delta": 1e-5, "clip_norm": 0.1, "clip_quantile": 0.5},
+}
+SUMMED: dict[str, Any] = {
+    **SPEC,
+    "name": "in-secret",
+    "client_privacy": {"epsilon": 50.0, "delta": 1e-5, "clip_norm": 0.1},
+    "secure_sums": {"helpers": list(SITES), "quorum": 3},
 }
 THREADS = Conditions(threads=1)
 
 
-@pytest.fixture(scope="module")
-def model() -> Weights:
-    return Weights.of(instantiate(VIT, "image-classification", seed=1), VIT, "image-classification")
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Sixteen random images of three classes at each site."""
-    folder = tmp_path_factory.mktemp("data")
-    for seed, site in enumerate(SITES):
-        dice = torch.Generator().manual_seed(seed)
-        pixels, labels = torch.randn(16, 1, 8, 8, generator=dice), torch.randint(0, 3, (16,), generator=dice)
-        save_file({"pixel_values": pixels, "labels": labels}, folder / f"{site}.safetensors")
-    return {site: folder / f"{site}.safetensors" for site in SITES}
-
-
-def simulated(model: Weights, files: dict[str, Path], **changes: Any) -> list[str]:
+def simulated(spec: dict[str, Any], model: Weights, files: dict[str, Path], **changes: Any) -> list[str]:
+    """The digests of a simulation's versions."""
     sites = {site: load("arrays", {"file": file}) for site, file in files.items()}
-    return [version.digest for version in simulate({**SPEC, **changes}, model, sites, conditions=THREADS).versions]
+    versions = simulate({**spec, **changes}, model, sites, conditions=THREADS).versions
+    if spec is SUMMED:
+        assert versions[-1].scalars[EPSILON] == pytest.approx(50, rel=1e-6)
+    return [version.digest for version in versions]
 
 
+@pytest.mark.parametrize("spec", [SPEC, SUMMED], ids=lambda spec: spec["name"])
 def test_a_simulation_is_repeatable_and_another_seed_gives_other_noise(
-    model: Weights, files: dict[str, Path]
+    spec: dict[str, Any], model: Weights, files: dict[str, Path]
 ) -> None:
-    first = simulated(model, files)
-    assert simulated(model, files) == first
+    first = simulated(spec, model, files)
+    assert simulated(spec, model, files) == first
     assert len(set(first)) == 3
     # Without training, only the noise differs.
-    still = {"training": {"batch_size": 8, "learning_rate": 1e-30, "optimizer": "sgd"}}
-    assert simulated(model, files, **still, seed=6)[1] != simulated(model, files, **still)[1]
+    still = {"rounds": 1, "training": {"batch_size": 8, "learning_rate": 1e-30, "optimizer": "sgd"}}
+    assert simulated(spec, model, files, **still, seed=6)[1] != simulated(spec, model, files, **still)[1]
 
 
 def test_versions_tell_the_epsilon_and_the_clip_norm(model: Weights, files: dict[str, Path]) -> None:
@@ -86,7 +77,7 @@ def test_a_coordinator_with_the_simulation_s_keys_makes_the_same_versions(
 ) -> None:
     with LiveCoordinator(tmp_path) as live:
         agents = [Agent(settings(live, tmp_path, site, file), Stop()) for site, file in files.items()]
-        assert [agent._next() for agent in agents] == [None, None]
+        assert [agent._next() for agent in agents] == [None] * 3
         client = live.client()
         uploaded = upload_model(client, model)
         start = {"model": uploaded.model, "version": uploaded.version}
@@ -102,7 +93,7 @@ def test_a_coordinator_with_the_simulation_s_keys_makes_the_same_versions(
         digests = [version.digest for version in client.versions(run.id)]
         for agent in agents:
             agent.close()
-    assert digests == simulated(model, files)
+    assert digests == simulated(SPEC, model, files)
 
 
 def opened(client: Client, run: Run, number: int) -> None:
