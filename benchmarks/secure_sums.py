@@ -36,6 +36,8 @@ from tessera.shared.tensors.lazy import CHUNK, Array, ArrayTensor, digest_of
 
 BLOCKS = 24
 SENDERS = (30, 200)
+VALUES = 1 << 16
+"""Of the block whose mean is compared."""
 HELPERS = (4, 7)
 
 
@@ -160,16 +162,16 @@ def _accuracy(results: Results) -> None:
     """The distance of the mean from the plain mean, for sites of different weights and steps that agree in part: of
     a block of which no step is known, and of one with a last step."""
     rng = np.random.default_rng(2)
-    start = rng.normal(scale=0.05, size=CHUNK).astype(np.float32)
-    common = rng.normal(size=CHUNK).astype(np.float32)
+    start = rng.normal(scale=0.05, size=VALUES).astype(np.float32)
+    common = rng.normal(size=VALUES).astype(np.float32)
     for bits, senders, share in product((32, 16), (5, 100), (1e-2, 1e-3, 1e-4)):
         scale = np.float32(0.05 * share)
-        steps = scale * (common + rng.normal(size=(senders, CHUNK)).astype(np.float32))
+        steps = scale * (common + rng.normal(size=(senders, VALUES)).astype(np.float32))
         later = Values(start + scale * common, "F32")
         for first in (True, False):
             before = later if first else Values(start, "F32")
             exponent = exponent_of(later, before, Precision.of(bits, senders))
-            error = _error(steps, terms_of(4, senders, CHUNK, bits=bits, exponent=exponent))
+            error = _error(steps, terms_of(4, senders, VALUES, bits=bits, exponent=exponent))
             about = f"{bits} bits, {senders} sites, steps of {share:g} of the values, {'first' if first else 'later'}"
             results.add(what=f"mean, {about}", relative_error=error)
             if bits == 32 and not first:
@@ -184,7 +186,7 @@ def _error(steps: Array, terms: Terms) -> float:
         write_masked(file, terms, {block: Steps(own, 1)}, weights[-1], [], seed)
         rings.append(read_ring(partial(BytesIO, file.getvalue()), len(file.getvalue()), terms, [block])[block])
     factor = terms.max_weight * 2.0 ** terms.blocks[block].exponent / sum(weights)
-    (mean,) = MeanStep(OpenedSum(rings, [], terms.bits, CHUNK), factor, (CHUNK,)).chunks()
+    (mean,) = MeanStep(OpenedSum(rings, [], terms.bits, VALUES), factor, (VALUES,)).chunks()
     expected = np.average(steps.astype(np.float64), axis=0, weights=weights)
     return float(np.linalg.norm(mean - expected) / np.linalg.norm(expected))
 

@@ -167,7 +167,7 @@ class Conductor:
         try:
             with self.database.alone(f"merging {run.id}") as alone:
                 # The look may be older than a merge that has just ended.
-                if alone and (isinstance(action, todo.Close) or self.merger.is_due(action.round)):
+                if alone and self.merger.is_due(action.round, closing=isinstance(action, todo.Close)):
                     self._try(run, action, aside=True)
         except DATABASE_AWAY:
             alone = False

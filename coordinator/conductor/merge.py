@@ -62,10 +62,10 @@ class RoundMerger:
     liveness: Liveness
     secure: SecureRounds
 
-    def is_due(self, round_id: str) -> bool:
-        """Return whether a round is closed and not merged yet."""
+    def is_due(self, round_id: str, *, closing: bool) -> bool:
+        """Return whether a round is closed and not merged yet, or is still open if the merge is to close it."""
         with self.database.snapshot() as session:
-            return session.get_one(RoundRow, round_id).state == "merging"
+            return session.get_one(RoundRow, round_id).state == ("open" if closing else "merging")
 
     def merge(
         self, run_id: str, round_id: str, notify: Callable[[Sequence[str]], None], closing: str | None = None

@@ -24,7 +24,7 @@ from tessera.worker.agent import Agent
 from tessera.worker.model.block_map import block_table, named_tensors
 from tessera.worker.model.build import instantiate, read_block
 from tessera.worker.settings import WorkerSettings
-from tessera.worker.state.privacy_ledger import LEDGER_FOLDER
+from tessera.worker.state.privacy_ledger import LEDGER_FOLDER, Ledger
 from tessera.worker.task.heartbeat import Stop
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.datafiles import some_digits
@@ -192,10 +192,10 @@ def test_a_private_choice_is_noisy_and_paid_for_and_what_it_leaves_out_is_neithe
     with sites(live, tmp_path, "a") as [site]:
         for _ in range(2):
             site.works()
-        written = "".join(page.read_text() for page in (site.folder / LEDGER_FOLDER).rglob("*") if page.is_file())
+        entries = Ledger(site.folder / LEDGER_FOLDER).read("digits")
     for before, after in zip(versions := manifests(client, run), versions[1:], strict=False):
         assert len(layers_in(moved(before, after))) == 2
-    assert written.count("rho") == 2
+    assert [event.kind for entry in entries for event in entry.events] == ["noisy-choice", "noisy-steps"] * 2
     # Entropies and losses would tell of the examples as well.
     assert all(set(task.metrics) <= {"epsilon", "update_norm", "anomaly.norm"} for task in tasks(client, run))
     assert not any(name.startswith("entropy") for name in versions[-1].scalars)
