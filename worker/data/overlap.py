@@ -13,9 +13,7 @@ import torch
 
 from tessera.shared.tensors.lazy import Array
 from tessera.worker.data.dataset import Dataset
-
-KEPT = 1024
-"""Number of hashes in a sketch. A smaller data set has all of its hashes in the sketch."""
+from tessera.worker.state.privacy_ledger import SKETCHED
 
 MAX_SHARED = 0.01
 """Limit on the share of either data set that is in the other."""
@@ -62,8 +60,8 @@ def hashes_in_order(dataset: Dataset, key: bytes, check: Callable[[], None] = la
 
 def sketch_of(prints: Array, known: Sequence[int] = ()) -> tuple[int, ...]:
     """Return the sketch of the union of these examples and of those with the sketch `known`."""
-    together = np.union1d(prints[:KEPT], np.array(known, np.uint64))
-    return tuple(int(value) for value in together[:KEPT])
+    together = np.union1d(prints[:SKETCHED], np.array(known, np.uint64))
+    return tuple(int(value) for value in together[:SKETCHED])
 
 
 def share_of(sketch: Sequence[int], prints: Array) -> float:

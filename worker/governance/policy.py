@@ -35,7 +35,8 @@ REMEDIES = {
     "the run set `evaluation.sites`.",
     "max_evaluations": "See past evaluations with `tessera worker check`, or raise policy.max_evaluations.",
     "privacy": "See the privacy spent with `tessera worker ledger`, and the data set's budget in the settings.",
-    "overlap": "Have the names share a ledger: `ledger = NAME` in datasets.<name>, the same NAME in each.",
+    "overlap": "Have the names share a ledger: `ledger = NAME` in datasets.<name>, the same NAME in each. Then "
+    "`tessera worker adopt --config FILE` moves into it what was spent under the names of their own.",
     "acknowledge_exact": "Set acknowledge_exact = true in the budget: it bounds what comes from now on. For a weekly "
     "budget, waiting until the use is eight days old does too.",
     "max_weekly_privacy": "Work resumes as past spending ages; raise policy.max_weekly_privacy, or spend less a run.",

@@ -42,6 +42,12 @@ LOCK_FILE = "all.lock"
 LIMITED = b'"limited":true'
 """A ledger with these bytes is `limited`. Names of others cannot contain them: JSON escapes quotation marks."""
 
+SKETCHED = 1024
+"""Most hashes in a sketch."""
+
+MOVED = b'"moved":"'
+"""A ledger with these bytes was moved into another."""
+
 EXACT_EVERY = timedelta(days=1)
 """A run's exact use is written down again if its last line is older."""
 
@@ -125,6 +131,8 @@ class LedgerEntry(Link):
     limited: bool = Field(default=False, exclude_if=operator.not_)
     """True if the worker that wrote the line limits what runs may spend under this name. Lines from before there was
     this field have none: such a ledger becomes limited when a worker with a limit next uses the data set."""
+    moved: Label | None = Field(default=None, exclude_if=partial(operator.is_, None))
+    """The ledger that now has what this one had: of data sets that share it."""
 
 
 class LedgerPage:
@@ -277,7 +285,9 @@ class Ledger:
 
     def besides(self, datasets: Iterable[str]) -> list[str]:
         """Return the names of the ledgers in the folder that are of none of these data sets."""
-        return sorted({path.stem for path in self._folder.glob("*.jsonl")} - set(map(self.name, datasets)))
+        own = set(map(self.name, datasets))
+        paths = (path for path in self._folder.glob("*.jsonl") if path.stem not in own)
+        return sorted(path.stem for path in paths if MOVED not in path.read_bytes())
 
     def limited(self) -> set[str]:
         """Return the names of the ledgers in the folder whose data sets a worker has used under a limit.
@@ -309,11 +319,56 @@ class Ledger:
         self._expected |= heads
 
     def adopt(self, dataset: str) -> Head | None:
-        """Accept a ledger from before there was a key, under a lost key, cut off, or gone.
+        """Accept a ledger from before there was a key, under a lost key, cut off, or gone; and move what was spent
+        under the data set's own name into a ledger that it now shares.
 
-        Unless it is complete and only lacks a key, the privacy spent is unknown from then on. Returns its new head,
-        or None if it was in order. Raises LedgerError for lines that do not follow each other.
+        Unless a ledger is complete and only lacks a key, the privacy spent is unknown from then on. Returns its new
+        head, or None if it was in order. Raises LedgerError for lines that do not follow each other.
         """
+        if not self._is_apart(dataset):
+            return self._adopt(dataset)
+        before = self.by_name
+        if known := self._expected.pop(dataset, None):
+            before.expect({dataset: known})
+        before.adopt(dataset)
+        self._adopt(dataset)
+        self._expected[dataset] = self._move(dataset)
+        return self._expected[dataset]
+
+    def _is_apart(self, dataset: str) -> bool:
+        """Return whether the data set has a ledger under its own name beside the one that it shares."""
+        path = self._folder / f"{dataset}.jsonl"
+        return self.name(dataset) != dataset and path.exists() and MOVED not in path.read_bytes()
+
+    def _move(self, dataset: str) -> Head:
+        """Move what counts in the ledger under the data set's own name into the one that it shares, whose head is
+        returned. An interrupted move starts again from the beginning, and some privacy then counts twice."""
+        name = self.name(dataset)
+        with self.locked(), self._named(dataset).held() as own, self._named(name).held() as shared:
+
+            def add(entry: LedgerEntry) -> None:
+                shared.append(
+                    lambda seq, previous: entry.model_copy(
+                        update={"seq": seq, "previous": previous, "dataset": name, "voids": (), "adopts": None}
+                    )
+                )
+
+            for entry in counting(own.entries):
+                add(entry)
+            hashes = {*_latest_sketch(own.entries), *_latest_sketch(shared.entries)}
+            limited = any(entry.limited for chain in (own, shared) for entry in chain.entries)
+            now = datetime.now(UTC)
+            about = LedgerEntry(
+                seq=0, at=now, previous="", dataset=name, sketch=tuple(sorted(hashes)[:SKETCHED]), limited=limited
+            )
+            add(about)
+            own.append(
+                lambda seq, previous: LedgerEntry(seq=seq, at=now, previous=previous, dataset=dataset, moved=name)
+            )
+            last = shared.entries[-1]
+            return Head(entries=last.seq + 1, digest=last.digest)
+
+    def _adopt(self, dataset: str) -> Head | None:
         chain = self._chain(dataset)
 
         def entry(seq: int, previous: str, adopts: str | None = None, *, lost: bool) -> LedgerEntry:
@@ -342,7 +397,16 @@ class Ledger:
     def _judged(self, dataset: str, entries: tuple[LedgerEntry, ...]) -> tuple[LedgerEntry, ...]:
         if other := next((entry.dataset for entry in entries if entry.dataset != self.name(dataset)), None):
             raise LedgerError(f"{self._path(dataset)} is the ledger of {other!r}; give it its own name back")
+        if moved := next((entry.moved for entry in entries if entry.moved), None):
+            raise LedgerError(
+                f"{self._path(dataset)} was moved into the ledger {moved!r}: set `ledger` of the data set to it again"
+            )
         known = self._expected.get(dataset)
+        if known and self._is_apart(dataset):
+            raise LedgerError(
+                f"the ledger {self.name(dataset)!r} lacks what was spent under the name {dataset!r} alone: "
+                "`tessera worker adopt --config FILE` moves it there"
+            )
         if known and missing(entries, known):
             raise LedgerError(
                 f"{self._path(dataset)} has {len(entries)} entries, and not those {known.entries} that it had when "

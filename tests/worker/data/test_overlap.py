@@ -13,13 +13,13 @@ from safetensors.torch import save_file
 from structlog.testing import capture_logs
 
 from tessera.worker.data.dataset import DataError, Dataset, RowsOnDisk
-from tessera.worker.data.overlap import CHECKED, KEPT, fingerprints, share_of, sketch_of
+from tessera.worker.data.overlap import CHECKED, fingerprints, share_of, sketch_of
 from tessera.worker.data.registry import load
 from tessera.worker.governance.policy import Allowance, Policy, PolicyViolation
 from tessera.worker.settings import WorkerSettings
 from tessera.worker.state.blob_cache import Cache
 from tessera.worker.state.hash_chain import TaskRef
-from tessera.worker.state.privacy_ledger import LIMITED, Ledger, LedgerError
+from tessera.worker.state.privacy_ledger import LIMITED, SKETCHED, Exact, Ledger, LedgerError
 from tessera.worker.state.vault import Vault
 from tessera.worker.stores import ledger_of
 from tessera.worker.task.admission import check_overlap
@@ -54,7 +54,7 @@ def test_a_sketch_holds_what_was_ever_used_and_is_bounded() -> None:
     first, second = prints(range(2000)), prints(range(1000, 3000))
     both = sketch_of(second, sketch_of(first))
     assert both == sketch_of(prints(range(3000)))
-    assert len(both) == KEPT
+    assert len(both) == SKETCHED
     assert sketch_of(second, both) == both
 
 
@@ -203,6 +203,35 @@ def test_names_that_share_a_ledger_share_what_is_spent(tmp_path: Path) -> None:
         page.exact(TaskRef.of(task_of(dataset="wards")), 200, "training")
     assert made.ledger.read("again") == made.ledger.read("wards") != ()
     assert [path.name for path in (tmp_path / "ledger").iterdir()] == ["people.jsonl"]
+
+
+def test_names_that_had_ledgers_of_their_own_share_one_from_then_on(tmp_path: Path) -> None:
+    """The remedy of the refusal, with nothing of what was spent lost."""
+    before = runner(tmp_path)
+    assert before.ledger
+    uses(before, "wards")
+    with before.ledger.page("wards") as page:
+        page.exact(TaskRef.of(task_of(dataset="wards")), 200, "training")
+    with pytest.raises(PolicyViolation, match="have examples in common"):
+        uses(before, "again")
+    after = runner(tmp_path, {"wards": "people", "again": "people"})
+    assert after.ledger
+    # The audit knows how the ledger of wards was when something last left.
+    head = before.ledger.leaving("wards")
+    assert head
+    after.ledger.expect({"wards": head})
+    with pytest.raises(LedgerError, match="lacks what was spent under the name 'wards' alone: `tessera worker adopt"):
+        uses(after, "wards")
+    assert after.ledger.adopt("again")
+    assert after.ledger.adopt("wards")
+    assert after.ledger.adopt("wards") is None
+    for name in ("wards", "again", "others"):
+        uses(after, name)
+    (spent,) = after.ledger.read("again")
+    assert (spent.run, spent.events) == (task_of().run, (Exact(use="training"),))
+    assert after.ledger.besides([]) == ["others", "people"]
+    with pytest.raises(LedgerError, match="was moved into the ledger 'people'"):
+        uses(runner(tmp_path), "wards")
 
 
 def test_settings_say_which_names_share_a_ledger(tmp_path: Path) -> None:
