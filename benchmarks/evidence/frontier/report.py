@@ -105,11 +105,12 @@ def _place(job: Job) -> tuple[float, int]:
 def _against_random(study: Study, table: Found) -> Iterator[str]:
     """Yield the claim and its control: whether choosing layers by attention helps, and more than a random choice."""
     yield "\n### The claim: layers chosen by attention lose less to noise than all layers\n"
-    yield "| epsilon | seeds | attention less full | random less full | attention less random | attention less head |"
-    yield "|---|---|---|---|---|---|"
+    pairs = [("attention", FULL.name), ("random", FULL.name)]
+    pairs += [("attention", other) for other in ("random", "last", "head")]
+    yield f"| epsilon | seeds | {' | '.join(f'{arm} less {other}' for arm, other in pairs)} |"
+    yield f"|{'---|' * (len(pairs) + 2)}"
     for epsilon in sorted({job.epsilon for job in table}):
         of_epsilon = {job: figures for job, figures in table.items() if job.epsilon == epsilon}
-        pairs = [("attention", FULL.name), ("random", FULL.name), ("attention", "random"), ("attention", "head")]
         found = [paired(of_epsilon, *pair) for pair in pairs]
         cells = [f"{epsilon:g}", str(len(found[0])), *map(shown_interval, found)]
         yield f"| {' | '.join(cells)} |"
