@@ -225,10 +225,6 @@ class RunSpec(Frozen):
                 self.client_privacy is not None and self.secure_sums.bits != NOISE_BITS,
                 f"noise needs {NOISE_BITS} bits: leave out secure_sums.bits",
             ),
-            "server_optimizer": (
-                self.secure_sums.bits != NOISE_BITS and not self.server_optimizer.neutral,
-                f"{self.secure_sums.bits} bits take their unit from the mean step, which it changes: leave one out",
-            ),
             "cohort.workers_per_site": (self.cohort.workers_per_site > 1, "each site sends one update: set it to 1"),
             "cohort.quorum": (
                 self.cohort.quorum < quorum,

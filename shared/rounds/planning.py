@@ -33,6 +33,7 @@ from tessera.shared.model.spec import Model
 from tessera.shared.model.training_faults import training_faults
 from tessera.shared.problems import Fault, Invalid, InvalidUpdate, faults_of
 from tessera.shared.rounds import client_privacy
+from tessera.shared.secure_sums.messages import NOISE_BITS
 from tessera.shared.tensors.dtypes import NUMPY_DTYPES
 
 MAX_WEIGHT_OF_MEDIAN = 4
@@ -89,6 +90,7 @@ def begun(spec: RunSpec, model: Model, first: State) -> State:
     except UnsupportedRun as fault:
         raise Invalid("the method cannot do this run", errors=[Fault(pointer="/method", detail=str(fault))]) from None
     _check_delta(spec)
+    _check_unit(spec)
     if spec.client_privacy and spec.secure_sums:
         _check_room(spec, half, model, state)
     return client_privacy.begun(spec, state)
@@ -101,6 +103,14 @@ def _check_delta(spec: RunSpec) -> None:
     except ValueError as fault:
         too_large = Fault(pointer="/client_privacy/delta", detail=str(fault))
         raise Invalid("client_privacy would protect no site", errors=[too_large]) from None
+
+
+def _check_unit(spec: RunSpec) -> None:
+    """Raise Invalid if the unit of a sum of few bits would follow a step other than the mean of the sites'."""
+    if spec.secure_sums and spec.secure_sums.bits != NOISE_BITS and not spec.server_optimizer.neutral:
+        bits = f"{spec.secure_sums.bits} bits take their unit from the mean step, which it changes"
+        fault = Fault(pointer="/server_optimizer", detail=f"{bits}: leave it out, or secure_sums.bits")
+        raise Invalid("secure_sums.bits does not go with a server optimizer", errors=[fault])
 
 
 def _check_room(spec: RunSpec, half: CoordinatorHalf[Any], model: Model, state: State) -> None:

@@ -1,4 +1,4 @@
-"""Secure sums of whole rounds are exact, whoever is away or is asked again.
+"""Secure sums of whole rounds are exact where sites and helpers are away or are asked again.
 
 Helpers that are killed: tests/worker/state/test_killed_helpers.py.
 """

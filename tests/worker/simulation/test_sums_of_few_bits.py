@@ -12,6 +12,7 @@ import pytest
 from pydantic import ValidationError
 
 from tessera.shared.api.runs import RunSpec
+from tessera.shared.problems import Invalid
 from tessera.shared.rounds.secure_sums import Precision, exponent_of
 from tessera.shared.secure_sums.masked_update import write_masked
 from tessera.shared.secure_sums.messages import RingBlock, levels_of
@@ -117,10 +118,16 @@ def test_steps_far_beyond_the_last_ones_have_room(senders: int) -> None:
     assert few.step >= 2
 
 
+def test_a_unit_that_a_server_optimizer_would_shrink_is_refused(model: Weights) -> None:
+    with pytest.raises(Invalid) as refusal:
+        run(model, **secure(16, server_optimizer={"kind": "adam"}))
+    assert [fault.pointer for fault in refusal.value.errors] == ["/server_optimizer"]
+    assert run(model, **secure(32, server_optimizer={"kind": "adam"})).versions
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"server_optimizer": {"kind": "adam"}}, "server_optimizer: 16 bits take their unit from the mean step"),
         ({"cohort": {"size": 300, "quorum": 3}}, "16 have room for 256 sites: lower cohort.size"),
         ({"cohort": {"quorum": 3}}, "16 have room for 256 sites"),
         (
