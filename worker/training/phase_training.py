@@ -84,10 +84,8 @@ class PhaseTraining:
         self._ranks = local.setup.ranks
         self._ranks.start_phase(self.freeze.parameters)
         self._trained = [(block, self.freeze.tensors[block.tensor]) for block in trained]
-        # A fused optimizer skips a step that overflows without waiting for the device.
-        fused = local.setup.device.type == "cuda" or local.scaler.is_enabled()
         groups = parameter_groups(self.freeze.parameters, self._trained, added, phase, local.training)
-        self._optimizer = optimizer_of(groups, local.training, fused=fused)
+        self._optimizer = optimizer_of(groups, local.training)
         self._optimizer.register_step_post_hook(self._note_overflow)
         self._name = phase.name
         if local.moments:

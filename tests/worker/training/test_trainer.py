@@ -235,7 +235,9 @@ def test_the_betas_are_adamw_s() -> None:
         optimizer.zero_grad()
         reference.model(**batch).loss.backward()
         optimizer.step()
-    assert values_of(context) == values_of(reference)
+    for block in context.blocks:
+        # The fused step rounds in another order.
+        np.testing.assert_allclose(context.read(block), reference.read(block), rtol=1e-5, atol=1e-6)
 
 
 def test_the_loss_of_images_with_texts_is_the_mean_over_the_images() -> None:

@@ -1,18 +1,15 @@
 """The optimizer of a phase: its groups of parameters, and the rates of its steps."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tessera.shared.methods.base import Phase
 from tessera.shared.model.block_rates import rate_of
 from tessera.shared.model.blocks import Block
 from tessera.shared.run_settings import Training
-
-SMALL_ELEMENTS = 1 << 18
-"""Number of elements up to which an optimizer's step is one call for all tensors. It needs memory for two more of
-each."""
 
 Groups = Mapping[tuple[float, float], Sequence[Tensor]]
 """Tensors by their learning rate and weight decay."""
@@ -50,21 +47,39 @@ def _is_norm_or_bias(block: Block) -> bool:
     return block.role == "norm" or block.tensor.rpartition(".")[2].endswith("bias")
 
 
-def optimizer_of(groups: Groups, training: Training, *, fused: bool) -> torch.optim.Optimizer:
-    """Return an optimizer of these groups at their full rates. `fused` is one kernel for all tensors."""
+def optimizer_of(groups: Groups, training: Training) -> torch.optim.Optimizer:
+    """Return an optimizer of these groups at their full rates.
+
+    It is fused where torch can: its step reads and writes each tensor once, and with a loss scale it skips a step that
+    overflows without waiting for the device.
+    """
     parameters = [
         {"params": tensors, "lr": rate, "initial_lr": rate, "weight_decay": decay}
         for (rate, decay), tensors in groups.items()
     ]
-    # On a processor, the calls for many small tensors take longer than their arithmetic, which is the same.
-    elements = sum(tensor.numel() for tensors in groups.values() for tensor in tensors)
-    foreach = True if not fused and elements <= SMALL_ELEMENTS else None
-    if training.optimizer == "adamw":
-        return torch.optim.AdamW(parameters, betas=training.betas, fused=fused or None, foreach=foreach)
-    momentum = training.momentum
-    return torch.optim.SGD(
-        parameters, lr=training.learning_rate, momentum=momentum, fused=fused or None, foreach=foreach
-    )
+    adam = training.optimizer == "adamw"
+    fused = all(_is_fusable(tensor, adam) for tensors in groups.values() for tensor in tensors) or None
+    optimizer: torch.optim.Optimizer
+    if adam:
+        optimizer = torch.optim.AdamW(parameters, betas=training.betas, fused=fused)
+    else:
+        optimizer = torch.optim.SGD(parameters, lr=training.learning_rate, momentum=training.momentum, fused=fused)
+    optimizer.register_step_pre_hook(_lay_out_gradients)
+    return optimizer
+
+
+def _is_fusable(tensor: Tensor, adam: bool) -> bool:
+    is_plain = type(tensor) in (Tensor, nn.Parameter)
+    # Torch's fused SGD knows no sharded tensors, and on a processor the kernels do not look at strides.
+    return is_plain or adam if tensor.is_cuda else is_plain and tensor.is_cpu and tensor.is_contiguous()
+
+
+def _lay_out_gradients(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Give each gradient the strides of its tensor."""
+    for group in optimizer.param_groups:
+        for tensor in group["params"]:
+            if tensor.grad is not None and tensor.grad.stride() != tensor.stride():
+                tensor.grad = torch.empty_like(tensor).copy_(tensor.grad)
 
 
 def make_moments(optimizer: torch.optim.Optimizer) -> None:
