@@ -63,6 +63,8 @@ NOISE = {
 }
 """By how much each may end higher than it was halfway, besides: the removal comes in steps."""
 ROWS_NOISE = 20.0
+LATE_ROUNDS = 8
+"""In the second half, how many rounds are looked at, at least: enough for a line through them."""
 
 Sample = Mapping[str, float]
 
@@ -104,19 +106,23 @@ def soaking(
         admin = serving.admin()
         until(lambda: sum(worker.live for worker in admin.workers()) == WORKERS, 60)
         cohort = Cohort(size=WORKERS, quorum=WORKERS, max_attempts=100, max_task_attempts=100)
-        start_run(admin, MODEL, values(MODEL), rounds=rounds, cohort=cohort)
+        # More than are watched: how many pass between two looks is the machine's.
+        start_run(admin, MODEL, values(MODEL), rounds=1000 * rounds, cohort=cohort)
         yield serving, processes
 
 
 def soak(folder: Path, rounds: int, every_seconds: float, unused_seconds: float) -> list[Sample]:
-    """Goes through so many rounds and looks every so often."""
+    """Goes through so many rounds and more, until enough of them were looked at, and looks every so often."""
     samples: list[Sample] = []
     with soaking(folder, rounds, unused_seconds) as (serving, processes):
         database = Database(f"sqlite:///{folder / 'tessera.db'}")
         admin = serving.admin()
         (run,) = admin.runs()
         began_at = time.monotonic()
-        while (run := admin.run(run.id)).state == "running":
+        while len({sample["round"] for sample in _late(samples)}) < LATE_ROUNDS or samples[-1]["round"] < rounds:
+            run = admin.run(run.id)
+            if run.state != "running":
+                raise RuntimeError(f"the run was {run.state}: {run.reason}")
             for name, process in processes.items():
                 if process.popen.poll() is not None:
                     raise RuntimeError(f"{name} has ended: {process.log.read_text()[-2000:]}")
@@ -126,8 +132,6 @@ def soak(folder: Path, rounds: int, every_seconds: float, unused_seconds: float)
             )
             time.sleep(every_seconds)
         database.close()
-        if run.state != "completed":
-            raise RuntimeError(f"the run was {run.state}: {run.reason}")
     return samples
 
 
@@ -159,12 +163,13 @@ def _sizes(folder: Path) -> list[int]:
     return found
 
 
+def _late(samples: Sequence[Sample]) -> list[Sample]:
+    return [sample for sample in samples if sample["round"] >= samples[-1]["round"] / 2]
+
+
 def trends(samples: Sequence[Sample]) -> list[Trend]:
     """Of everything that was looked at, over the second half of the rounds."""
-    last = samples[-1]["round"]
-    late = [sample for sample in samples if sample["round"] >= last / 2]
-    if len(late) < 5 or late[0]["round"] == last:
-        raise ValueError("too few rounds to see what grows")
+    late = _late(samples)
     return [_trend(name, late) for name in sorted(samples[0]) if name not in ("seconds", "round")]
 
 
@@ -206,7 +211,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given.out.parent.mkdir(parents=True, exist_ok=True)
     given.out.write_text(json.dumps({"samples": samples, "trends": [asdict(trend) for trend in found]}))
     print(table(found))
-    print(f"{given.rounds} rounds in {samples[-1]['seconds']:.0f} s, {len(samples)} looks: {given.out}")
+    print(f"{samples[-1]['round']:.0f} rounds in {samples[-1]['seconds']:.0f} s, {len(samples)} looks: {given.out}")
     return 1 if any(trend.grows for trend in found) else 0
 
 

@@ -35,4 +35,4 @@ def test_nothing_grows_with_rounds_but_what_is_remembered_of_them(
     out = tmp_path / "soak.json"
     code = main(["--rounds", "24", "--every", "0.1", "--unused", "2", "--out", str(out)])
     assert code == 0, capsys.readouterr().out
-    assert len(json.loads(out.read_text())["samples"]) > 20
+    assert json.loads(out.read_text())["samples"][-1]["round"] >= 24
