@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -59,13 +58,14 @@ class Ring:
 
     def open(self) -> None:
         """Do the tasks of helpers that sum up masks."""
-        for _ in range(50):
+
+        def is_open() -> bool:
             for site in self.sites:
                 if task := site.worker.claim(0):
                     site.client.submit_helper_report(task.id, site.report(task))
-            if self.now().version.number:
-                return
-            time.sleep(0.1)
+            return bool(self.now().version.number)
+
+        until(is_open)
 
     def _read(self, digest: str, block: Block) -> np.ndarray:
         return np.frombuffer(self.admin.read_blob(digest), "<f4").reshape(block.shape)

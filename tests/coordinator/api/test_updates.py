@@ -366,11 +366,13 @@ def test_the_same_submission_many_times_at_once_is_inspected_once(
     scene: Scene, standing: LiveCoordinator, monkeypatch: pytest.MonkeyPatch, spoilt: bool
 ) -> None:
     inspected: list[str] = []
+    sent: list[int] = []
     real = Inspector.checked
 
     def slowly(self: Inspector, digest: str, *more: Any) -> Any:
         inspected.append(digest)
         # Long enough for all others to come in between.
+        until(lambda: len(sent) == 8)
         time.sleep(0.3)
         return real(self, digest, *more)
 
@@ -380,7 +382,8 @@ def test_the_same_submission_many_times_at_once_is_inspected_once(
     assert credential
     http = standing.bare({"Authorization": f"Bearer {credential.secret}", "Content-Type": "application/json"})
 
-    def submit(_: int) -> tuple[int, str]:
+    def submit(number: int) -> tuple[int, str]:
+        sent.append(number)
         answer = http.post(f"/v1/tasks/{scene.task.id}/update", content=said.model_dump_json())
         return answer.status_code, answer.json().get("state") or answer.json()["code"]
 
