@@ -173,6 +173,7 @@ def test_told_to_stop_in_the_midst_of_everything_it_ends_soon_and_nothing_is_los
         part = {**PART, "Upload-Offset": "0", "Content-Length": str(len(data))}
         raw.sendall(head("PATCH", location, {**dict(http.headers), **part}) + data[:3_000_000])
         until(lambda: int(http.head(location).headers["Upload-Offset"]) >= 2 << 20)
+        until(lambda: any(worker.site == "b" for worker in coordinator.admin().workers()))
 
         assert coordinator.process.terminate() in (0, -signal.SIGTERM)
         assert claim.result() is None

@@ -22,10 +22,14 @@ def test_one_owner_s_work_keeps_half_of_the_threads_free_for_others() -> None:
         # Whoever comes later is served at once, again and again.
         for _ in range(3):
             assert await shares.run("b", get_ident)
+        while len(begun) < 2:
+            await asyncio.sleep(0.01)
         assert sorted(begun) == [0, 1]
         ended.set()
         await asyncio.gather(*flood)
-        assert begun[2:] == sorted(begun[2:])
+        # In turns, though of four threads that begin at once any may be the first to say so.
+        assert all(number < place + 4 for place, number in enumerate(begun))
+        assert sorted(begun) == list(range(50))
         shares.close()
 
     asyncio.run(scenario())
