@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
@@ -85,11 +87,12 @@ def source(name: str) -> Source:
 
 
 def start(kind: Source, prepared: Path, seed: int, model: str, options: Mapping[str, Any], models: Path) -> Path:
-    """Return the model folder of a seed, which all arms of a federation share, and make it if it is absent.
+    """Return the model folder of a seed, which all arms with these options share, and make it if it is absent.
 
     Several processes may make it at the same time: the first one stays.
     """
-    folder = models / f"{model}-{seed}"
+    made_of = json.dumps([dict(options), kind.inputs(prepared)], sort_keys=True).encode()
+    folder = models / f"{model}-{seed}-{hashlib.sha256(made_of).hexdigest()[:12]}"
     if not folder.exists():
         models.mkdir(parents=True, exist_ok=True)
         quiet = redirect_stdout(StringIO()), redirect_stderr(StringIO())
@@ -115,6 +118,9 @@ class PhrasesOptions(Frozen):
     validation_share: float = Field(gt=0, lt=0.5)
     test_share: float = Field(gt=0, lt=0.5)
     """Shares of each site's phrases."""
+    site_tests: int = Field(default=1, ge=1)
+    """The least phrases of a site's own test. Those that its share lacks are others of its wording, and of its
+    chapters in proportion."""
     unseen_tests: int = Field(ge=1)
     """Phrases of categories of which no site has any."""
     seen_tests: int = Field(ge=1)
@@ -138,9 +144,14 @@ def _phrases(prepared: Path, seed: int, options: Mapping[str, Any]) -> Federatio
         divided = dirichlet(phrases.labels[rows], given.sites_per_wording, given.alpha, seed)
         for number, places in enumerate(_levelled(divided)):
             sites[f"{wording}-{number + 1}"] = _held_back(rows[places], seed, given)
-    used = np.concatenate([_all(sites, place) for place in range(3)])
     known = np.isin(phrases.categories, phrases.categories[_all(sites, 0)])
-    others = np.setdiff1d(np.flatnonzero(known), used)
+    others = np.setdiff1d(np.flatnonzero(known), np.concatenate([_all(sites, place) for place in range(3)]))
+    random = np.random.default_rng((seed, 4))
+    for name, (train, validation, test) in sites.items():
+        alike = others[phrases.wordings[others] == WORDINGS.index(name.rpartition("-")[0])]
+        site = np.concatenate((train, validation, test))
+        more = _like(phrases.labels, alike, site, given.site_tests - len(test), random)
+        sites[name], others = (train, validation, np.append(test, more)), np.setdiff1d(others, more)
     random = np.random.default_rng((seed, 1))
     tests = {
         UNSEEN: _drawn(parts.test, given.unseen_tests, random, "unseen"),
@@ -176,6 +187,14 @@ def _held_back(rows: Indices, seed: int, options: PhrasesOptions) -> tuple[Indic
     rows = np.random.default_rng((seed, 2)).permutation(rows)
     validation, test = (max(1, round(share * len(rows))) for share in (options.validation_share, options.test_share))
     return rows[validation + test :], rows[:validation], rows[validation : validation + test]
+
+
+def _like(labels: Indices, rows: Indices, site: Indices, count: int, random: np.random.Generator) -> Indices:
+    """Draw some of the rows, whose classes are in proportions of a site's."""
+    shares = np.bincount(labels[site], minlength=CHAPTERS) / np.bincount(labels[rows], minlength=CHAPTERS).clip(1)
+    weights = shares[labels[rows]]
+    count = min(count, np.count_nonzero(weights))
+    return random.choice(rows, count, replace=False, p=weights / weights.sum()) if count > 0 else rows[:0]
 
 
 def _drawn(rows: Indices, count: int, random: np.random.Generator, name: str) -> Indices:

@@ -51,7 +51,9 @@ class Protocol(Frozen):
     """The last versions of a run, whose mean test score is its final figure."""
     rising_versions: int = Field(ge=3)
     rising_points: float = Field(gt=0)
-    """The slope over the last `rising_versions`, in points a round, above which a row is not flat."""
+    """The slope over the last versions, in points a round, above which a row is not flat."""
+    rising_share: float = Field(default=0.5, gt=0, le=1)
+    """The last versions are so much of the rounds, and at least `rising_versions`."""
     standard_errors: float = Field(gt=0)
     significance: float = Field(gt=0, lt=1)
     check_rounds: int = Field(ge=1)
@@ -373,6 +375,9 @@ def setup_of(plan: Plan, job: Job) -> str:
     common = table.model_dump(
         include={"federation", "options", "score", "part", "rounds", "sites_a_round", "training", "curve_examples"}
     )
+    if job.seed == protocol.tuning_seed:
+        # What these runs do not read.
+        common["options"].pop("site_tests", None)
     about = {
         "table": common,
         # Without defaults, so that a new field changes the digest of no run.

@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import platform
 import shutil
+import subprocess
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
+from functools import cache
 from math import isnan
 from pathlib import Path
 from statistics import fmean
@@ -47,6 +50,15 @@ def machine(device: str) -> str:
         f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, torch {torch.__version__}"
     )
     return f"{gpu}{_processor()}{about}"
+
+
+@cache
+def code() -> str:
+    """Return the commit of this checkout, with `-dirty` if files differ from it; nothing outside of one."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
+    with suppress(OSError):
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    return ""
 
 
 def _processor() -> str:
@@ -120,6 +132,7 @@ def run(plan: Plan, job: Job, prepared: Path, out: Path, device: str) -> Figures
     federation = kind.federation(prepared, job.seed, options)
     tunes = job.seed == plan.protocol.tuning_seed
     figures = {**_described(plan, job), "inputs": inputs_of(kind, prepared), "machine": machine(device)}
+    figures["code"] = code()
     figures["majority"] = _majorities(federation)
     scratch = out / "scratch" / job.name.replace("/", "--")
     # Of a run that was killed.

@@ -45,6 +45,7 @@ SCHEMA = pa.schema(
         ("setup", pa.string()),
         ("inputs", pa.string()),
         ("machine", pa.string()),
+        ("code", pa.string()),
         ("seconds", pa.float64()),
         ("cpu_seconds", pa.float64()),
         ("score", pa.float64()),
