@@ -6,7 +6,6 @@ import ast
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Collection, Iterator, Mapping
@@ -21,6 +20,7 @@ import pytest
 from tests.support import databases
 from tests.support.coordinator import until
 from tests.support.paths import ROOT
+from tests.support.processes import free_port
 
 TOP = "tessera"
 SIDES = ("coordinator", "shared", "worker")
@@ -257,12 +257,6 @@ def test_a_settings_file_is_read_in_an_interpreter_where_importing_torch_raises(
         check=False,
     )
     assert (found.stdout, found.stderr) == ("()\n", "")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @contextmanager

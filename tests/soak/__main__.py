@@ -119,7 +119,7 @@ def soak(folder: Path, rounds: int, every_seconds: float, unused_seconds: float)
         admin = serving.admin()
         (run,) = admin.runs()
         began_at = time.monotonic()
-        while len({sample["round"] for sample in _late(samples)}) < LATE_ROUNDS or samples[-1]["round"] < rounds:
+        while not samples or samples[-1]["round"] < rounds or _late_rounds(samples) < LATE_ROUNDS:
             run = admin.run(run.id)
             if run.state != "running":
                 raise RuntimeError(f"the run was {run.state}: {run.reason}")
@@ -127,9 +127,11 @@ def soak(folder: Path, rounds: int, every_seconds: float, unused_seconds: float)
                 if process.popen.poll() is not None:
                     raise RuntimeError(f"{name} has ended: {process.log.read_text()[-2000:]}")
             seconds = time.monotonic() - began_at
-            samples.append(
-                {"seconds": seconds, "round": float(run.version.number), **looked(folder, database, processes)}
-            )
+            # Before, nothing is old enough to be removed.
+            if seconds > 2 * unused_seconds:
+                samples.append(
+                    {"seconds": seconds, "round": float(run.version.number), **looked(folder, database, processes)}
+                )
             time.sleep(every_seconds)
         database.close()
     return samples
@@ -161,6 +163,10 @@ def _sizes(folder: Path) -> list[int]:
             if path.is_file():
                 found.append(path.stat().st_size)
     return found
+
+
+def _late_rounds(samples: Sequence[Sample]) -> int:
+    return len({sample["round"] for sample in _late(samples)})
 
 
 def _late(samples: Sequence[Sample]) -> list[Sample]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -22,11 +23,16 @@ from tests.support import zygote
 from tests.support.coordinator import ROOMY, until
 from tests.support.databases import url_in
 
+_PORTS = itertools.count(37 * os.getpid())
+
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port below those that the system gives to whoever asks for any, so that it stays free until it is used."""
+    while True:
+        port = 20_000 + next(_PORTS) % 12_000
+        with suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 class Process:

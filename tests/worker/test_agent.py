@@ -478,7 +478,7 @@ def test_a_suspended_worker_drops_its_task_and_goes_on_once_its_site_is_resumed(
             client.suspend_site(site.id)
             until(lambda: '"task.drop"' in (tmp_path / "state/audit/audit.jsonl").read_text())
             client.set_run_state(endless.id, "cancelled")
-            following = begin(client)
+            following = begin(client, cohort=Cohort(max_attempts=5, max_task_attempts=5))
             client.resume_site(site.id)
             until(lambda: client.run(following.id).state == "completed")
 
@@ -487,9 +487,11 @@ def test_an_agent_goes_on_when_its_token_file_has_another_secret(tmp_path: Path)
     with LiveCoordinator(tmp_path / "coordinator", rotation_grace_seconds=0) as coordinator:
         client, file = coordinator.client(), tmp_path / "token"
         file.write_text(coordinator.token("site", "a"))
-        with working(coordinator, tmp_path, token=None, token_file=file, poll_seconds=1):
+        with working(coordinator, tmp_path, token=None, token_file=file, poll_seconds=5):
             first = begin(client)
             until(lambda: client.run(first.id).state == "completed")
+            # Amid a claim: none comes between the new secret and its file.
+            until(lambda: coordinator.services.waiters.workers)
             rotate(lambda secret: Client(coordinator.url, secret, verify=False), file)
             second = begin(client)
             until(lambda: client.run(second.id).state == "completed")

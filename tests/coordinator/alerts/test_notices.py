@@ -358,12 +358,12 @@ def test_an_entry_of_a_list_that_is_wrong_is_named_by_its_place() -> None:
 def test_a_receiver_that_answers_byte_by_byte_is_cut_off(
     tmp_path: Path, trusted: ssl.SSLContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(channels, "SEND_SECONDS", 0.2)
+    monkeypatch.setattr(channels, "SEND_SECONDS", 1.0)
     with socket.create_server(("127.0.0.1", 0)) as listening:
 
         def drip() -> None:
             raw, _ = listening.accept()
-            with trusted.wrap_socket(raw, server_side=True) as line, suppress(OSError):
+            with suppress(OSError), trusted.wrap_socket(raw, server_side=True) as line:
                 line.recv(1 << 16)
                 line.sendall(b"HTTP/1.1 ")
                 # Each byte comes long before the time of a single read is over.

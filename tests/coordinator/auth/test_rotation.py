@@ -9,7 +9,7 @@ import httpx
 
 from tessera.shared.api.admin import TokenSpec
 from tessera.shared.api.token_format import hash_of, new_secret
-from tests.support.coordinator import Clock, LiveCoordinator, refused, refusing, until
+from tests.support.coordinator import WAIT_SECONDS, Clock, LiveCoordinator, refused, refusing, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
 from tests.support.raw import PART, announced
 
@@ -97,13 +97,13 @@ def test_a_claim_that_waits_ends_when_its_token_is_revoked(coordinator: LiveCoor
     with ThreadPoolExecutor(2) as pool:
         waiting = pool.submit(http.post, "/v1/tasks/claim", json=CLAIM, headers={"Prefer": "wait=5"})
         beside = {**CLAIM, "worker": "v"}
-        other = pool.submit(colleague.post, "/v1/tasks/claim", json=beside, headers={"Prefer": "wait=2"})
+        other = pool.submit(colleague.post, "/v1/tasks/claim", json=beside, headers={"Prefer": "wait=5"})
         until(lambda: len(coordinator.services.waiters.workers) == 2)
         admin.revoke_token(token.id)
-        # Long before the five seconds that it would wait, after which it would be 204.
-        assert "revoked" in refused(waiting.result(4), 401, "unauthenticated").detail
+        # After the five seconds that it would wait it would be 204.
+        assert "revoked" in refused(waiting.result(WAIT_SECONDS), 401, "unauthenticated").detail
         # Who waits with another token of the same site goes on waiting.
-        assert other.result(5).status_code == 204
+        assert other.result(WAIT_SECONDS).status_code == 204
 
 
 def test_an_upload_that_runs_when_its_token_is_revoked_goes_no_further(coordinator: LiveCoordinator) -> None:
@@ -149,7 +149,7 @@ def test_a_suspended_site_is_chosen_for_no_round_and_waits_for_nothing(coordinat
         until(lambda: coordinator.services.waiters.workers)
         admin.suspend_site(site.id)
         with refusing("site-suspended", "suspended"):
-            waiting.result(4)
+            waiting.result(WAIT_SECONDS)
     run = start_run(admin, model, values(model), rounds=1)
     here.train(here.take())
     until(lambda: admin.run(run.id).state == "completed")

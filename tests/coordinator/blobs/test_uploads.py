@@ -345,7 +345,7 @@ def test_an_upload_that_is_not_there_is_to_be_announced_anew(standing: LiveCoord
 
 
 def test_a_silent_sender_is_cut_off_and_a_slow_one_is_not(tmp_path: Path) -> None:
-    with LiveCoordinator(tmp_path, idle_timeout_seconds=1.0) as live:
+    with LiveCoordinator(tmp_path, idle_timeout_seconds=2.0) as live:
         http = live.http("orchestrator")
         location = http.post("/v1/uploads", headers=announced(SMALL)).headers["Location"]
         address = urlsplit(live.url)
@@ -358,13 +358,13 @@ def test_a_silent_sender_is_cut_off_and_a_slow_one_is_not(tmp_path: Path) -> Non
             for byte in SMALL[:4]:
                 # Each pause is shorter than the limit, all together are longer.
                 until_silent = raw.gettimeout()
-                raw.settimeout(0.3)
+                raw.settimeout(0.6)
                 with pytest.raises(TimeoutError):
                     raw.recv(1)
                 raw.settimeout(until_silent)
                 raw.sendall(bytes([byte]))
             answer = raw.recv(65536)
-        assert b"no byte was received for 1 s" in answer
+        assert b"no byte was received for 2 s" in answer
         assert progress(http.head(location)) == (4, "?0")
 
 

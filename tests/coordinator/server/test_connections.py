@@ -52,7 +52,7 @@ def test_one_address_has_a_quarter_of_the_connections_unless_it_is_a_proxys() ->
 
 
 def test_a_head_that_is_slow_in_coming_is_cut_off(tmp_path: Path) -> None:
-    with LiveCoordinator(tmp_path, header_timeout_seconds=0.5) as live, connected(live) as raw:
+    with LiveCoordinator(tmp_path, header_timeout_seconds=1.0) as live, connected(live) as raw:
         trickle(raw, VERSION[:-1], 0.05)
         assert "header_timeout_seconds" in refused(answer(raw), 408, "too-slow").detail
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from typing import Any
 
 import promql_parser
@@ -78,7 +79,11 @@ def test_metrics_tell_of_rounds_that_are_late(coordinator: LiveCoordinator) -> N
     until(lambda: value("tessera_rounds", state="open") == 1)
     assert value("tessera_round_overdue_seconds") == 0
     database = coordinator.services.database
-    coordinator.services.conductor.end()
+    conductor, looked = coordinator.services.conductor, threading.Event()
+    # When this is called, the last look has ended.
+    conductor.step = looked.set
+    conductor.call()
+    until(looked.is_set)
     with database.transaction() as session:
         session.connection().exec_driver_sql("UPDATE rounds SET deadline_at = deadline_at - 3700")
     assert 100 <= value("tessera_round_overdue_seconds") < 200

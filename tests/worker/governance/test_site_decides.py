@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -32,7 +33,7 @@ from tessera.worker.agent import Agent
 from tessera.worker.cli.audit import app as audit_app
 from tessera.worker.cli.worker import app
 from tessera.worker.governance.airlock import AIRLOCK_FOLDER, SUMMARY_FILE, summary_of
-from tessera.worker.governance.opening_hours import Used, local_time
+from tessera.worker.governance.opening_hours import Opening, Used, local_time
 from tessera.worker.model.block_map import block_table, named_tensors
 from tessera.worker.model.build import instantiate, read_block
 from tessera.worker.settings import read_settings
@@ -285,11 +286,14 @@ def test_uploads_are_slowed_down_and_work_is_counted(coordinator: LiveCoordinato
 
 
 def test_a_worker_whose_minutes_are_used_up_asks_for_nothing_after_a_restart(
-    coordinator: LiveCoordinator, tmp_path: Path
+    coordinator: LiveCoordinator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    today = local_time()
+    # It stays today.
+    monkeypatch.setattr(Opening.__init__, "__defaults__", (lambda: today, time.monotonic))
     desk = Desk(coordinator, tmp_path, "max_minutes_per_day = 1\n")
     desk.settings.state_dir.mkdir()
-    used = Used(day=local_time().date().isoformat(), seconds=60.0)
+    used = Used(day=today.date().isoformat(), seconds=60.0)
     (desk.settings.state_dir / "usage.json").write_text(used.model_dump_json())
     with desk.working() as agent:
         until(lambda: agent._closed)
