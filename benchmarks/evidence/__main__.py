@@ -136,7 +136,12 @@ def prepared_tables(plan: Plan, selection: Selection, prepared: Path) -> list[st
 
 
 def check(full: Plan, prepared: Path, out: Path, selection: Selection, processes: int, saved: Path) -> int:
-    """Run the short check and print its tables. Return 1 if a direction flips that the full runs settled, else 0."""
+    """Run the short check and print its tables. Return 1 if a direction flips that the full runs settled, else 0.
+
+    It begins with an empty folder: runs of other code would hide what this code does.
+    """
+    if (out / store.RUNS).exists():
+        shutil.rmtree(out / store.RUNS)
     found = store.of_plan(full, store.loaded(saved))
     rates = choices(full, Selection(), {job: figures["score"] for job, figures in found.items()})
     plan = full.shortened()

@@ -193,7 +193,7 @@ def _like(labels: Indices, rows: Indices, site: Indices, count: int, random: np.
     """Draw some of the rows, whose classes are in proportions of a site's."""
     shares = np.bincount(labels[site], minlength=CHAPTERS) / np.bincount(labels[rows], minlength=CHAPTERS).clip(1)
     weights = shares[labels[rows]]
-    count = min(count, np.count_nonzero(weights))
+    count = min(count, int(np.count_nonzero(weights)))
     return random.choice(rows, count, replace=False, p=weights / weights.sum()) if count > 0 else rows[:0]
 
 

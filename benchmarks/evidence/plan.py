@@ -98,6 +98,8 @@ class Arm(Frozen):
     rate_of: str | None = None
     """The arm whose learning rate it takes, for a variant of that arm; by default its own is chosen."""
     core: bool = True
+    short: dict[str, Any] = {}
+    """What differs in the settings of the method in the short check."""
 
 
 class Away(Frozen):
@@ -304,7 +306,11 @@ class Plan(Frozen):
                     "rounds": min(table.rounds, protocol.check_rounds),
                     "settings": table.settings[:1],
                     "concludes": None,
-                    "arms": tuple(arm for arm in table.arms if arm.name in {*table.check, table.reference}),
+                    "arms": tuple(
+                        arm.model_copy(update={"settings": {**arm.settings, **arm.short}})
+                        for arm in table.arms
+                        if arm.name in {*table.check, table.reference}
+                    ),
                     "claims": tuple(
                         c for c in table.claims if {c.arm, c.against} <= {*table.check} and not c.setting
                     ),
@@ -381,7 +387,7 @@ def setup_of(plan: Plan, job: Job) -> str:
     about = {
         "table": common,
         # Without defaults, so that a new field changes the digest of no run.
-        "arm": arm.model_dump(exclude={"core", "rate_of"}, exclude_defaults=True),
+        "arm": arm.model_dump(exclude={"core", "rate_of", "short"}, exclude_defaults=True),
         "setting": setting.model_dump(
             include={"federation", "settings", "rounds", "sites_a_round", "dropout", "away"}, exclude_defaults=True
         ),

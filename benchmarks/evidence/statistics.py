@@ -98,6 +98,8 @@ class Trend:
     """Units a round."""
     jitter: float
     """The standard deviation about the line."""
+    error: float
+    """The slope's standard error, if values vary about the line independently."""
 
 
 def trend(values: Sequence[float]) -> Trend:
@@ -105,7 +107,8 @@ def trend(values: Sequence[float]) -> Trend:
     places = np.arange(len(values), dtype=np.float64)
     slope, start = np.polyfit(places, np.asarray(values, dtype=np.float64), 1)
     left = np.asarray(values) - (start + slope * places)
-    return Trend(float(slope), float(np.sqrt((left**2).sum() / (len(values) - 2))))
+    jitter = float(np.sqrt((left**2).sum() / (len(values) - 2)))
+    return Trend(float(slope), jitter, jitter / float(np.sqrt(((places - places.mean()) ** 2).sum())))
 
 
 def floor(share: float, examples: int, errors: float = STANDARD_ERRORS) -> float:

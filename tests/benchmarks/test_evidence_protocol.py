@@ -194,6 +194,18 @@ def test_variants_of_an_arm_take_its_learning_rate(full: Plan) -> None:
     assert setup_of(other, rows[0]) == setup_of(full, rows[0])
 
 
+def test_the_short_check_reaches_the_rounds_after_a_warm_up(full: Plan) -> None:
+    short = full.shortened()
+    lengths = [
+        (table.rounds, arm.settings["warmup_rounds"])
+        for table in short.tables.values()
+        for arm in table.arms
+        if "warmup_rounds" in arm.settings
+    ]
+    assert lengths
+    assert all(warmup < rounds / 2 for rounds, warmup in lengths)
+
+
 def test_sites_that_are_away_are_drawn_by_the_seed_alone() -> None:
     sites = [f"s{number}" for number in range(12)]
     away = Away(share=0.25, first=5, last=7)

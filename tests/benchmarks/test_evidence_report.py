@@ -63,10 +63,11 @@ def test_report_of_raw_rows(tiny: Plan) -> None:
     tables = "\n".join(lines(tiny, found_of(tiny, *figures)))
     # The mean over both seeds, and the interval of differences of 3 and 2 points: 2.5 +- 12.706 * 0.7071 / sqrt(2).
     assert (
-        "| full | 2 | 51.0 ± 1.4 | 51.0 ± 1.4 | 60.0 ± 0.0 | 50.0 ± 0.0 |  | +0.00 | 0.00 ± 0.00 | 6 ± 0 |" in tables
+        "| full | 2 | 51.0 ± 1.4 | 51.0 ± 1.4 | 60.0 ± 0.0 | 50.0 ± 0.0 |  | +0.00 ± 0.00 | 0.00 ± 0.00 | 6 ± 0 |"
+        in tables
     )
     assert "+2.5 [-3.9, +8.9]" in tables
-    assert "| **T.1 One layer gains** | +2.5 [-3.9, +8.9] | 2 | 2 of 2 | - | 0.5 | undecided |" in tables
+    assert "| **T.1 One layer gains** | +2.5 [-3.9, +8.9] | 2 | 2 of 2 | - | 0.5 | interval alone |" in tables
     assert "| most frequent class | | 1.0 | 1.0 | 13.0 |" in tables
     assert "**Void**" not in tables
     assert "4 runs took 2 ± 0 seconds each, 1 ± 0 of a core, on m." in tables
@@ -104,7 +105,7 @@ def test_questions_are_answered_by_claims(tiny: Plan) -> None:
     assert "- *Does one gain?* One layer gains (T.1): not run." in list(lines(plan, {}))
     figures = [raw(arm, seed, flat(value)) for seed in (1, 2) for arm, value in (("full", 0.5), ("one", 0.53))]
     shown = list(lines(plan, found_of(plan, *figures)))
-    assert "- *Does one gain?* One layer gains (T.1): undecided, +3.0 [+3.0, +3.0]." in shown
+    assert "- *Does one gain?* One layer gains (T.1): interval alone, +3.0 [+3.0, +3.0]." in shown
     assert "- *Why?* Unknown." in shown
     with pytest.raises(ValidationError, match=r"no claim is called T.9; there are T.1"):
         Plan.model_validate({**tiny.model_dump(), "questions": [{"paper": "One", "text": "Who?", "claims": ["T.9"]}]})
@@ -138,7 +139,7 @@ def test_nothing_is_concluded_from_rows_that_still_rise(tiny: Plan) -> None:
     rising = [0.1, 0.500, 0.502, 0.504]
     figures = [raw(arm, seed, curve) for seed in (1, 2) for arm, curve in (("full", FLAT), ("one", rising))]
     tables = "\n".join(lines(tiny, found_of(tiny, *figures)))
-    assert "| +0.20, not flat |" in tables
+    assert "| +0.20 ± 0.00, not flat |" in tables
     assert "| not flat: one |" in tables
 
 
@@ -179,11 +180,39 @@ def test_a_setting_without_the_reference_has_that_of_the_conclusion(full: Plan) 
 def test_verdicts(tiny: Plan) -> None:
     assert verdict(tiny, [2.0, 3.0, 2.5, 2.0, 3.0, 2.2, 1.9]) == "supported"
     assert verdict(tiny, [-2.0, -3.0, -2.5, -2.0, -3.0, -2.2, -1.9]) == "refuted: the other way round"
-    assert verdict(tiny, [0.1, -0.1, 0.0, 0.1, -0.2]) == "refuted: equal within 1"
-    assert verdict(tiny, [3.0, -2.0, 1.0, 0.5, -1.0]) == "undecided"
+    assert verdict(tiny, [0.1, -0.1, 0.0, 0.1, -0.2, 0.1]) == "refuted: equal within 1"
+    assert verdict(tiny, [0.5, 0.6, 0.7, 0.6, 0.5, -0.1]) == "undecided: above 0, within 1"
+    assert verdict(tiny, [3.0, -2.0, 1.0, 0.5, -1.0, 0.2]) == "undecided"
+    # Of five differences no sign-flip test has a p below 0.0625, however large they are.
+    assert verdict(tiny, [20.0, 21.0, 19.0, 20.0, 22.0]) == "interval alone"
     assert verdict(tiny, [0.1, -0.1, 0.0, 0.1, -0.2], kind="equivalent") == "supported"
-    assert verdict(tiny, [-3.0, -3.1, -2.9, -3.2], kind="equivalent") == "refuted"
-    assert verdict(tiny, [3.0, -2.0, 1.0, 0.5, -1.0], kind="equivalent") == "undecided"
+    assert verdict(tiny, [-3.0, -3.1, -2.9, -3.2], kind="equivalent") == "refuted: worse"
+    assert verdict(tiny, [3.0, 3.1, 2.9, 3.2], kind="equivalent") == "not equal: better"
+    # The mean 0.3, and 2.132 standard errors of 0.860.
+    assert verdict(tiny, [3.0, -2.0, 1.0, 0.5, -1.0], kind="equivalent") == "undecided: 90 % interval [-1.5, +2.1]"
+
+
+def test_nothing_is_concluded_before_all_seeds_have_run_nor_from_a_seed_that_diverged(tiny: Plan) -> None:
+    figures = [raw(arm, seed, flat(0.5)) for seed in (1, 2) for arm in ("full", "one")]
+    assert "| 1 of 2 seeds |" in "\n".join(lines(tiny, found_of(tiny, *figures[:3])))
+    burst = {**figures[3], "scores": [], "diverged": "diverged: the loss"}
+    tables = "\n".join(lines(tiny, found_of(tiny, *figures[:3], burst)))
+    assert "| one | 2, 1 diverged |" in tables
+    assert "| diverged: one |" in tables
+
+
+def test_a_table_whose_reference_stays_at_its_first_version_is_void(tiny: Plan) -> None:
+    pretrained = [raw("full", seed, [0.5, 0.5, value, value]) for seed, value in ((1, 0.51), (2, 0.49))]
+    reason = void(tiny, found_of(tiny, *pretrained), "T", tiny.tables["T"].settings[0])
+    assert reason == "`full` does not gain over its first version: +0.0 [-12.7, +12.7]"
+
+
+def test_a_slope_is_that_of_half_of_the_rounds_and_of_three_versions_at_least(tiny: Plan) -> None:
+    table = tiny.tables["T"].model_copy(update={"rounds": 9})
+    plan = tiny.model_copy(update={"tables": {"T": table}})
+    run = raw("full", 1, [0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.6, 0.6, 0.6])
+    # Of the last four versions; half of nine is rounded to an even number.
+    assert row(plan, found_of(plan, run), "T", table.settings[0], table.arm("full")).trend.slope == pytest.approx(0)
 
 
 def test_families_are_adjusted_as_large_as_they_were_written(full: Plan) -> None:

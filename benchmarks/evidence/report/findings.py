@@ -7,7 +7,7 @@ from statistics import fmean
 
 from benchmarks.evidence.plan import Claim, Plan
 from benchmarks.evidence.report.rows import Found, row, void
-from benchmarks.evidence.statistics import described, equivalence_p, holm, paired, shown_interval
+from benchmarks.evidence.statistics import described, equivalence_p, holm, interval, paired, shown_interval
 
 NOT_FLAT = "not flat"
 
@@ -32,19 +32,22 @@ class Finding:
             return self.hindrance
         if self.p is None:
             return "undecided: too few seeds"
-        p, mean, margin = (
-            self.p if self.adjusted is None else self.adjusted,
-            fmean(self.differences),
-            self.claim.margin,
-        )
+        p, margin = self.p if self.adjusted is None else self.adjusted, self.claim.margin
+        low, high = interval(self.differences)
         if self.claim.kind == "equivalent":
             if p < significance:
                 return "supported"
-            low, high = described(self.differences)["low"], described(self.differences)["high"]
-            return "refuted" if low > margin or high < -margin else "undecided"
+            if low > margin or high < -margin:
+                return "not equal: better" if low > margin else "refuted: worse"
+            ends = interval(self.differences, 1 - 2 * significance)
+            return f"undecided: {100 - 200 * significance:.0f} % interval [{ends[0]:+.1f}, {ends[1]:+.1f}]"
+        if 2 / 2 ** len(self.differences) > significance:
+            return "interval alone"
         if p < significance:
-            return "supported" if mean > 0 else "refuted: the other way round"
+            return "supported" if low + high > 0 else "refuted: the other way round"
         if equivalence_p(self.differences, margin) < significance:
+            if low > 0 or high < 0:
+                return f"undecided: {'above' if low > 0 else 'below'} 0, within {margin:g}"
             return f"refuted: equal within {margin:g}"
         return "undecided"
 
@@ -70,7 +73,13 @@ def _finding(plan: Plan, found: Found, name: str, claim: Claim) -> Finding:
     differences = paired(*(each.final(part, worst=claim.worst, absent=claim.absent) for each in pair))
     if not differences:
         return Finding(claim, name, differences, None, "not run")
+    protocol = plan.protocol
+    seeds = protocol.headline_seeds if claim.headline and setting == table.concluding else protocol.seeds
     hindrance = "void" if void(plan, found, name, setting) else None
+    if diverged := [each.arm.name for each in pair if each.diverged]:
+        hindrance = hindrance or f"diverged: {', '.join(diverged)}"
+    if len(differences) < len(seeds):
+        hindrance = hindrance or f"{len(differences)} of {len(seeds)} seeds"
     if rising := [each.arm.name for each in pair if each.is_rising]:
         hindrance = hindrance or f"{NOT_FLAT}: {', '.join(rising)}"
     if len(differences) < 2:
@@ -81,18 +90,19 @@ def _finding(plan: Plan, found: Found, name: str, claim: Claim) -> Finding:
 
 def flipped(full: Plan, found: Found, short: Plan, short_found: Found) -> list[str]:
     """Return the headline claims whose mean difference has another sign in the short check than in the full runs,
-    where the interval of the full ones excludes 0."""
-    known = {each.claim.name: each.differences for each in findings(full, found) if each.claim.headline}
+    where these have a verdict and their interval excludes 0."""
+    settled = [each for each in findings(full, found) if each.claim.headline and not each.hindrance]
+    known = {each.claim.name: each.differences for each in settled}
     flips = []
     for each in findings(short, short_found):
-        settled = known.get(each.claim.name, [])
-        if len(settled) < 2 or not each.differences:
+        full_runs = known.get(each.claim.name, [])
+        if len(full_runs) < 2 or not each.differences:
             continue
-        low, high = described(settled)["low"], described(settled)["high"]
+        low, high = interval(full_runs)
         mean = fmean(each.differences)
         if (low > 0 and mean < 0) or (high < 0 and mean > 0):
             flips.append(
                 f"{each.claim.name}: {each.claim.arm} less {each.claim.against} is {mean:+.1f} here, and "
-                f"{shown_interval(settled)} in the full runs"
+                f"{shown_interval(full_runs)} in the full runs"
             )
     return flips

@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.evidence.plan import SITES, Plan, Setting, Table, choice, tried, tuned_cell
 from benchmarks.evidence.report.findings import NOT_FLAT, Finding, findings
-from benchmarks.evidence.report.rows import Found, Row, Run, row, void
+from benchmarks.evidence.report.rows import Found, Row, Run, row, score_of, void
 from benchmarks.evidence.statistics import described, paired, shown_interval, shown_spread
 from benchmarks.evidence.store import job_of
 
@@ -49,6 +49,9 @@ def _of_setting(plan: Plan, found: Found, name: str, setting: Setting) -> Iterat
     if reason := void(plan, found, name, setting):
         yield f"**Void**: {reason}.\n"
     rows = [each for arm in table.arms_of(setting) if (each := row(plan, found, name, setting, arm)).runs]
+    if not rows:
+        yield "No run at a chosen learning rate is finished."
+        return
     reference = row(plan, found, name, table.reference_of(setting), table.arm(table.reference))
     parts = list(dict.fromkeys(part["part"] for part in next(iter(rows[0].runs.values()))["majority"]))
     parts.sort(key=lambda part: (part != table.part, part == SITES))
@@ -59,19 +62,22 @@ def _of_setting(plan: Plan, found: Found, name: str, setting: Setting) -> Iterat
     yield f"| arm | seeds | {' | '.join(heads)} |"
     yield f"|{'---|' * (len(heads) + 2)}"
     most = {
-        each["part"]: 100 * each[_score(each["part"], table)]
+        each["part"]: 100 * each[score_of(each["part"], table)]
         for each in next(iter(rows[0].runs.values()))["majority"]
     }
     shares = " | ".join(f"{most[part]:.1f}" for part in parts)
     yield f"| most frequent class | | {shares} |{' |' * (len(heads) - len(parts))}"
     for each in rows:
-        cells = [each.arm.name, str(len(each.runs))]
-        cells += [shown_spread([*each.final(part, _score(part, table)).values()]) for part in parts]
+        diverged = f", {len(each.diverged)} diverged" if each.diverged else ""
+        cells = [each.arm.name, f"{len(each.runs)}{diverged}"]
+        cells += [shown_spread([*each.final(part).values()]) for part in parts]
         cells.append(shown_spread([*each.final(SITES, "accuracy", worst=True).values()]))
         own = each.arm.name == table.reference
         cells.append("" if own else shown_interval(paired(each.final(table.part), reference.final(table.part))))
         slope = (
-            "-" if each.trend is None else f"{each.trend.slope:+.2f}" + (f", {NOT_FLAT}" if each.is_rising else "")
+            "-"
+            if each.trend is None
+            else f"{each.trend.slope:+.2f} ± {each.trend.error:.2f}" + (f", {NOT_FLAT}" if each.is_rising else "")
         )
         cells += [slope, shown_spread(each.jitter, 2), shown_spread(each.up(), 0)]
         cells += [shown_spread([*each.at_bytes(budgets).values()])] if budgets else []
@@ -116,12 +122,7 @@ def _warmups(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def heading(part: str, table: Table) -> str:
-    return f"{part}, {_score(part, table).replace('_', ' ')}"
-
-
-def _score(part: str, table: Table) -> str:
-    # A site has too few examples of most classes for a macro F1.
-    return "accuracy" if part == SITES else table.score
+    return f"{part}, {score_of(part, table).replace('_', ' ')}"
 
 
 def _budgets(plan: Plan, found: Found, name: str, setting: Setting) -> dict[int, float]:
@@ -160,8 +161,13 @@ def _costs(found: Found) -> Iterator[str]:
         seconds, of_core = ([run[name] for run in of_machine] for name in ("seconds", "cpu_seconds"))
         yield (
             f"\n{len(of_machine)} runs took {shown_spread(seconds, 0)} seconds each, {shown_spread(of_core, 0)} of a "
-            f"core, on {machine}."
+            f"core, on {machine}{_versions(of_machine)}."
         )
+
+
+def _versions(runs: Sequence[Run]) -> str:
+    found = sorted({run["code"] for run in runs if run.get("code")})
+    return f", by the code of {', '.join(found)}" if found else ""
 
 
 def _claims(plan: Plan, found: Found, tables: Collection[str]) -> Iterator[str]:
@@ -171,8 +177,10 @@ def _claims(plan: Plan, found: Found, tables: Collection[str]) -> Iterator[str]:
     yield (
         "Differences are in points, paired by seed, with 95 % t-intervals; d_z has Hedges' correction. `p` is the "
         "exact sign-flip test's, and for an equivalence that of two one-sided t-tests. In bold: headline claims, "
-        f"with p adjusted by Holm over those of the paper. Verdicts are at {protocol.significance:g}; rows that are "
-        f"{NOT_FLAT} and void tables have none.\n"
+        f"with p adjusted by Holm over those of the paper. Verdicts are at {protocol.significance:g}. There is none "
+        f"for void tables, for rows that are {NOT_FLAT} or have a seed that diverged, before all seeds of the plan "
+        "have run, and for five seeds, whose sign-flip test cannot reach that p. That a difference is within the "
+        "margin, or beyond it, is not adjusted.\n"
     )
     yield "| claim | difference | seeds | positive | d_z | p | verdict |"
     yield "|---|---|---|---|---|---|---|"

@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks.evidence.gate import shut
 from benchmarks.evidence.plan import SITES, Arm, Job, Plan, Setting, Table, choice
-from benchmarks.evidence.statistics import Trend, floor, trend
+from benchmarks.evidence.statistics import Trend, floor, interval, paired, shown_interval, trend
 from tessera.shared.methods.fedfrozen import DISAGREEMENT, FROZEN_FROM, MOVEMENT
 
 Found = Mapping[Job, Mapping[str, Any]]
@@ -32,17 +32,26 @@ class Row:
     runs: Mapping[int, Run]
     """By seed."""
 
+    @property
+    def rounds(self) -> int:
+        return self.setting.rounds or self.table.rounds
+
+    @property
+    def diverged(self) -> list[int]:
+        """The seeds whose training diverged. They count as 0."""
+        return [seed for seed, run in self.runs.items() if run.get("diverged")]
+
     def final(self, part: str, score: str | None = None, *, worst: bool = False, absent: bool = False) -> ByUnit:
         """Return the mean of the last versions, on all examples of a part. Sites count alike; or the worst one, or
         those alone that missed rounds."""
-        found = {}
+        found, score = {}, score or score_of(part, self.table)
         for seed, run in self.runs.items():
             rows = [row for row in run.get("scores", ()) if row["part"] == part and not row["curve"]]
             versions = sorted({row["version"] for row in rows})[-self.plan.protocol.final_versions :]
             by_site: dict[str, list[float]] = {}
             for row in rows:
                 if row["version"] in versions and (not absent or row["site"] in run["absent"]):
-                    by_site.setdefault(row["site"], []).append(100 * row[score or self.table.score])
+                    by_site.setdefault(row["site"], []).append(100 * row[score])
             means = [fmean(values) for values in by_site.values()]
             if means:
                 found[seed] = min(means) if worst else fmean(means)
@@ -53,12 +62,12 @@ class Row:
     def curves(self, part: str) -> dict[int, list[float]]:
         """Return the score of every version, by seed: on the examples of curves, or as the mean over the sites that
         measured every version."""
-        found, versions = {}, (self.setting.rounds or self.table.rounds) + 1
+        found, versions, score = {}, self.rounds + 1, score_of(part, self.table)
         for seed, run in self.runs.items():
             by_site: dict[str, dict[int, float]] = {}
             for row in run.get("scores", ()):
                 if row["part"] == part and (row["curve"] or part == SITES):
-                    by_site.setdefault(row["site"], {})[row["version"]] = 100 * row[self.table.score]
+                    by_site.setdefault(row["site"], {})[row["version"]] = 100 * row[score]
             whole = [values for values in by_site.values() if len(values) == versions]
             if whole:
                 found[seed] = [fmean(values[version] for values in whole) for version in range(versions)]
@@ -72,11 +81,16 @@ class Row:
     @cached_property
     def trend(self) -> Trend | None:
         """The line through the last versions of the mean curve; None before a run with a curve has ended."""
-        curves = list(self.curves(self.part).values())
-        last = self.plan.protocol.rising_versions
+        curves, last = list(self.curves(self.part).values()), self._last
         if not curves or len(curves[0]) < last:
             return None
         return trend([fmean(values) for values in zip(*curves, strict=True)][-last:])
+
+    @property
+    def _last(self) -> int:
+        """The number of last versions over which a slope is taken."""
+        protocol = self.plan.protocol
+        return max(protocol.rising_versions, round(protocol.rising_share * self.rounds))
 
     @property
     def is_rising(self) -> bool:
@@ -86,7 +100,7 @@ class Row:
     @property
     def jitter(self) -> list[float]:
         """The standard deviation of the last versions about their own line, of each seed."""
-        last = self.plan.protocol.rising_versions
+        last = self._last
         return [trend(values[-last:]).jitter for values in self.curves(self.part).values() if len(values) >= last]
 
     def up(self) -> list[float]:
@@ -133,13 +147,19 @@ class Row:
     def warmups(self) -> list[float]:
         """Return the rounds of each run's warm-up: all of them for one that never ended."""
         ends = [self._signal(seed, FROZEN_FROM).values() for seed in self.runs]
-        return [min(end, default=float(self.setting.rounds or self.table.rounds)) for end in ends]
+        return [min(end, default=float(self.rounds)) for end in ends]
 
     def _signal(self, seed: int, name: str) -> dict[int, float]:
         """Return a measured value of a warm-up by version."""
         return {
             each["version"]: each["value"] for each in self.runs[seed].get("signals") or () if each["name"] == name
         }
+
+
+def score_of(part: str, table: Table) -> str:
+    """Return the score of a part that a table shows."""
+    # A site has too few examples of most classes for a macro F1.
+    return "accuracy" if part == SITES else table.score
 
 
 def row(plan: Plan, found: Found, name: str, setting: Setting, arm: Arm) -> Row:
@@ -170,4 +190,8 @@ def void(plan: Plan, found: Found, name: str, setting: Setting) -> str | None:
                 f"`{table.reference}` has accuracy {value:.1f} with seed {seed}, less than "
                 f"{plan.protocol.standard_errors:g} standard errors above the most frequent class"
             )
+    starts = {seed: curve[0] for seed, curve in reference.curves(table.part).items()}
+    gains = paired(reference.final(table.part), starts)
+    if len(gains) > 1 and interval(gains)[0] <= 0:
+        return f"`{table.reference}` does not gain over its first version: {shown_interval(gains)}"
     return None
