@@ -50,8 +50,8 @@ def _is_norm_or_bias(block: Block) -> bool:
 def optimizer_of(groups: Groups, training: Training) -> torch.optim.Optimizer:
     """Return an optimizer of these groups at their full rates.
 
-    It is fused where torch can: its step reads and writes each tensor once, and with a loss scale it skips a step that
-    overflows without waiting for the device.
+    It is fused where torch can: its step reads and writes each tensor once. With a loss scale it skips a step that
+    overflows, without waiting for the device.
     """
     parameters = [
         {"params": tensors, "lr": rate, "initial_lr": rate, "weight_decay": decay}
