@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -448,6 +448,19 @@ def test_a_killed_study_resumes_with_what_it_had(prepared: Path, tiny: Plan, tmp
         os.kill(process.pid, signal.SIGKILL)
     assert first.startswith("T/K-1/full/seed-0-rate-0.001: ")
     resume(tiny, prepared, out)
+
+
+@pytest.mark.long
+def test_the_short_check_takes_no_run_of_other_code(prepared: Path, tiny: Plan, tmp_path: Path) -> None:
+    out, short = tmp_path / "out", tiny.shortened()
+    stale = Job("T", "K-1", "full", 1, 3e-4)
+    store.keep(out, stale, {**asdict(stale), "setup": setup_of(short, stale)})
+    given = ["--plan", str(tmp_path / "tiny.toml"), "--prepared", str(prepared), "--out", str(out)]
+    assert main(["--check", *given, "--saved", str(tmp_path / "none")]) == 0
+    found = store.finished(out, short)
+    assert {(job.arm, job.seed, job.rate) for job in found} == {
+        (arm, seed, 1e-3) for arm in ("full", "one") for seed in (1, 2)
+    }
 
 
 def test_runs_on_other_files_are_not_mixed(tiny: Plan) -> None:
