@@ -112,7 +112,7 @@ def soaking(
 
 
 def soak(folder: Path, rounds: int, every_seconds: float, unused_seconds: float) -> list[Sample]:
-    """Goes through so many rounds and more, until enough of them were looked at, and looks every so often."""
+    """Look at a run every so often, for so many rounds or more: until the second half has enough of them."""
     samples: list[Sample] = []
     with soaking(folder, rounds, unused_seconds) as (serving, processes):
         database = Database(f"sqlite:///{folder / 'tessera.db'}")

@@ -27,7 +27,7 @@ _PORTS = itertools.count(37 * os.getpid())
 
 
 def free_port() -> int:
-    """A port below those that the system gives to whoever asks for any, so that it stays free until it is used."""
+    """Return a free port below the range from which the system picks: nothing else takes it before it is used."""
     while True:
         port = 20_000 + next(_PORTS) % 12_000
         with suppress(OSError), socket.socket() as probe:
