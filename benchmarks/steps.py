@@ -151,8 +151,8 @@ class Bench:
 
         return steps
 
-    def plain(self, context: LocalTaskContext, data: Dataset) -> Arm:
-        """Return the steps of a plain loop over the same model and batches."""
+    def plain(self, context: LocalTaskContext, data: Dataset, *, half: bool = False) -> Arm:
+        """Return the steps of a plain loop over the same model and batches, in float32 or bfloat16."""
 
         def steps(count: int) -> None:
             model = context.model.train().requires_grad_()
@@ -162,7 +162,8 @@ class Bench:
                 for rows in torch.split(torch.randperm(data.examples), self.batch)[: count - made]:
                     optimizer.zero_grad()
                     batch = {name: tensor[rows].to(self.device) for name, tensor in data.tensors.items()}
-                    loss = model(**batch).loss
+                    with torch.autocast(self.device.type, torch.bfloat16, enabled=half):
+                        loss = model(**batch).loss
                     loss.backward()
                     optimizer.step()
                     loss.item()
@@ -234,8 +235,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     full_private = {"full, private": bench.private(apart, EVERYTHING, data)}
     alone: dict[str, Arm] = {}
     """Arms that take too long for several turns."""
+    half: dict[str, Any] = {"precision": "bfloat16"}
     if on_gpu:
-        half: dict[str, Any] = {"precision": "bfloat16"}
         arms |= {
             "full, TF32": bench.arm(context, EVERYTHING, data, Compute(tf32=True)),
             "full, bfloat16": bench.arm(context, EVERYTHING, data, **half),
@@ -253,6 +254,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         arms["dual encoder, prompts"] = bench.arm(dual, roles("prompt"), captioned)
         text_model = bench.work_on(bert(2 * width, max(1, layers // 2), 2 * heads), "text-classification")
         arms["texts, full"] = bench.arm(text_model, EVERYTHING, texts())
+        arms["texts, plain loop"] = bench.plain(text_model, texts())
+        arms["texts, bfloat16"] = bench.arm(text_model, EVERYTHING, texts(), **half)
+        arms["texts, plain loop, bfloat16"] = bench.plain(text_model, texts(), half=True)
         arms["texts, full, private"] = bench.private(text_model, EVERYTHING, texts())
         # Without its padding's description a data set keeps all of it.
         uneven = uneven_texts()

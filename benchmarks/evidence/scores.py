@@ -24,6 +24,7 @@ from tessera.worker.model.block_map import named_tensors
 from tessera.worker.model.build import load, write_block
 from tessera.worker.model.forward import forward
 from tessera.worker.simulation import Result
+from tessera.worker.training.optimization.precision import autocast
 
 BATCH = 128
 ROUNDED = 5
@@ -49,8 +50,8 @@ class Part:
 def measured(result: Result, start: Path, parts: Sequence[Part], device: str) -> list[dict[str, Any]]:
     """Return a row for each part and version: `part`, `site`, `version`, `curve`, `examples`, `accuracy`, `macro_f1`.
 
-    A version on both lists of a part has two rows. Scores are from 0 to 1. Raises NotFound for a version that the
-    simulation did not keep.
+    Forward passes are in the precision of the run's training. A version on both lists of a part has two rows. Scores
+    are from 0 to 1. Raises NotFound for a version that the simulation did not keep.
     """
     folder = ModelFolder.open(start)
     model, blocks = load(folder), folder.model.blocks
@@ -68,7 +69,8 @@ def measured(result: Result, start: Path, parts: Sequence[Part], device: str) ->
             if not sizes:
                 continue
             count = max(size for size, _ in sizes)
-            predicted = predictions(model, folder.model.head, part.data, count, device)
+            with autocast(result.spec.training, torch.device(device)):
+                predicted = predictions(model, folder.model.head, part.data, count, device)
             true = part.data.tensors[LABELS][:count].numpy()
             for size, is_curve in sizes:
                 about = {"part": part.name, "site": part.site, "version": version, "curve": is_curve}

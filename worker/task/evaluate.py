@@ -9,8 +9,9 @@ from tessera.worker.task.fetch import Loaded
 from tessera.worker.task.tokenize import require_apart
 from tessera.worker.training.batches import Batches
 from tessera.worker.training.evaluate import evaluate as measure
+from tessera.worker.training.optimization.precision import autocast
 from tessera.worker.training.optimization.trimming import is_trimmable
-from tessera.worker.training.progress import rounded
+from tessera.worker.training.progress import Check, rounded
 from tessera.worker.training.trainer import Trainer, epochs_of
 
 
@@ -39,9 +40,14 @@ def evaluate(run: TaskRun, loaded: Loaded, dataset: Dataset) -> int:
     run.journal.note_exact(measured.examples, "evaluation")
     context = loaded.context
     batches = Batches(measured, task.training.batch_size, env.device, trims=is_trimmable(context, measured))
-    found = measure(context.model, context.head, batches, counted, env.setup.ranks)
+
+    def metrics(check: Check) -> dict[str, float]:
+        with autocast(task.training, env.device):
+            return measure(context.model, context.head, batches, check, env.setup.ranks)
+
+    found = metrics(counted)
     if task.held_out and _personalise(run, loaded, dataset):
-        own = measure(context.model, context.head, batches, run.check, env.setup.ranks)
+        own = metrics(run.check)
         found |= {PERSONAL + name: value for name, value in own.items()}
     report.metrics = {name: rounded(value) for name, value in found.items()} | loaded.built.metrics
     run.check()

@@ -21,6 +21,7 @@ from tessera.worker.training.input_mismatch import InputMismatch, rehearsal_faul
 from tessera.worker.training.optimization.attention_masks import unread_masks
 from tessera.worker.training.optimization.compilation import compiled
 from tessera.worker.training.optimization.recomputation import recomputed
+from tessera.worker.training.optimization.short_attention import short_attention
 from tessera.worker.training.optimization.trimming import is_trimmable
 from tessera.worker.training.phase_training import PhaseTraining, trained_blocks
 from tessera.worker.training.progress import CALIBRATING
@@ -121,6 +122,8 @@ class Trainer(LocalTraining):
                 stack.enter_context(recomputed(model))
             if self.setup.compute.compile:
                 stack.enter_context(compiled(model))
+            else:
+                stack.enter_context(short_attention(self.training, self.setup.device))
             yield
 
     def _rehearse(self, dataset: Dataset) -> None:

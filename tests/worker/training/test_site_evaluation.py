@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -46,12 +46,18 @@ VIT = {
 }  # fmt: skip
 CPU = torch.device("cpu")
 GLOBAL = {"accuracy", "macro_f1", "loss", "calibration_error"}
+Precision = Literal["float32", "bfloat16", "float16"]
 PERSONAL = {f"personal_{name}" for name in GLOBAL}
 ROUNDS = 2
 
 
 def begin(
-    client: Client, method: str, evaluation: Evaluation | None, dataset: str = "digits", **settings: Any
+    client: Client,
+    method: str,
+    evaluation: Evaluation | None,
+    dataset: str = "digits",
+    precision: Precision = "float32",
+    **settings: Any,
 ) -> Run:
     model = instantiate(VIT, "image-classification", seed=0)
     blocks = block_table(model)
@@ -64,7 +70,7 @@ def begin(
         method=MethodSpec(name=method, settings=settings),
         dataset=dataset,
         rounds=ROUNDS,
-        training=Training(optimizer="sgd", momentum=0, learning_rate=0.1, batch_size=64),
+        training=Training(optimizer="sgd", momentum=0, learning_rate=0.1, batch_size=64, precision=precision),
         cohort=Cohort(max_attempts=1, max_task_attempts=1),
         evaluation=evaluation,
     )
@@ -154,6 +160,28 @@ def test_the_version_is_measured_without_what_the_site_keeps_and_its_own_model_w
         assert {name: metrics[prefix + name] for name in GLOBAL} == pytest.approx(again, rel=0.006)
     assert all(value == float(f"{value:.3g}") for value in metrics.values())
     assert any(metrics[f"personal_{name}"] != metrics[name] for name in GLOBAL)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_a_site_measures_in_the_precision_in_which_it_trains(
+    coordinator: LiveCoordinator, tmp_path: Path, precision: Precision
+) -> None:
+    client, seen = coordinator.client(), set[tuple[bool, torch.dtype]]()
+
+    def note(module: torch.nn.Module, _: object, output: object) -> None:
+        if isinstance(module, torch.nn.Linear) and isinstance(output, torch.Tensor):
+            seen.add((module.training, output.dtype))
+
+    run = begin(client, "fedavg", Evaluation(sites=True), precision=precision)
+    hook = torch.nn.modules.module.register_module_forward_hook(note)
+    try:
+        with working(settings(coordinator, tmp_path / "state")):
+            assert len(measured(client, run)) == ROUNDS + 1
+    finally:
+        hook.remove()
+    # Shapes of the task are tried without a pass in training mode.
+    assert {dtype for training, dtype in seen if training} == {getattr(torch, precision)}
+    assert getattr(torch, precision) in {dtype for training, dtype in seen if not training}
 
 
 @pytest.mark.parametrize(
