@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from tessera.shared.run_settings import Training
 
 MOST_KEYS = 128
-"""Where the fused kernel's backward pass gets as fast."""
+"""The most keys for which the fused kernel is slower."""
 
 
 @contextmanager
