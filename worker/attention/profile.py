@@ -287,7 +287,9 @@ class _Watch(TorchFunctionMode):
                 f"the attention {frame.path} has {sizes}; the former must be a multiple of the latter"
             )
         where = _token_masks(self._tokens, context, (examples, probabilities.keys), frame)
-        measured = _measure_call(frame.path, probabilities, where, per_example=context.per_example)
+        # Sums are in float32 also where the forward pass is not.
+        with torch.autocast(where[0].device.type, enabled=False):
+            measured = _measure_call(frame.path, probabilities, where, per_example=context.per_example)
         self._measurements.setdefault(self._places[frame.path], []).append(measured)
 
 

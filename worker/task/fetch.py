@@ -188,6 +188,7 @@ def load(run: TaskRun, fetched: Fetched) -> Loaded:
         without_moments(without_feedback(vault)),
         server_state,
         objective=objective_of(task.training, fetched.document, env.device, private=task.privacy is not None),
+        training=task.training,
         held=built.held,
     )
     return Loaded(built, half, context, fetched.bases, feedback, Moments.of(vault))

@@ -16,6 +16,7 @@ from tessera.shared.model.attention_stats import LayerAttention, TaskTokens
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.selectors import Selector
 from tessera.shared.model.spec import Fusion, Head, LocalStart, Modality, PromptChoice, Transport
+from tessera.shared.run_settings import Training
 from tessera.shared.tensors.lazy import Array
 from tessera.worker.attention.layer_scores import common_to_all, fisher, gradient_norms
 from tessera.worker.attention.profile import attention_profile, isolated_profile
@@ -37,6 +38,7 @@ from tessera.worker.model.prompts import (
 )
 from tessera.worker.model.small_blocks import read_blocks
 from tessera.worker.training.optimization.compilation import uncompiled
+from tessera.worker.training.optimization.precision import autocast
 
 
 def largest(scores: Array, count: int, picks: int | None = None) -> list[int]:  # noqa: ARG001 (it is for noise)
@@ -78,6 +80,8 @@ class LocalTaskContext:
     """A synthetic example for a private task, in which no measurement may fail because of the examples."""
     objective: CrossEntropy | None = None
     """The training loss that the run's settings put in place of the model's own."""
+    training: Training = field(default_factory=Training)
+    """The run's, whose precision a look at attention has. Gradients as scores are in the weights' own."""
     held: HeldValues = field(default_factory=HeldValues)
     """The digests of the model's values, which the next task need not write again."""
     _added: list[str] = field(default_factory=list)
@@ -174,8 +178,12 @@ class LocalTaskContext:
         common = partial(common_to_all, head=self.head)
         padded = map(self._with_padding, batches)
 
+        def read(batch: Mapping[str, Tensor]) -> Output:
+            with autocast(self.training, self.model.device):
+                return self.forward(batch)
+
         def profile(batches: Iterable[Mapping[str, Tensor]]) -> dict[str, LayerAttention]:
-            return attention_profile(self.model, self.blocks, batches, self.forward, tokens, common)
+            return attention_profile(self.model, self.blocks, batches, read, tokens, common)
 
         if self.placeholder is None:
             return profile(padded)

@@ -15,13 +15,16 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModel, PreTrainedModel
 
+from tessera.shared.methods.base import Plan
 from tessera.shared.model.attention_stats import LayerAttention, TaskTokens
 from tessera.shared.model.blocks import layers_of
+from tessera.shared.run_settings import Training
 from tessera.worker.attention.probabilities import CHUNK, UnknownAttention
 from tessera.worker.attention.profile import _Context, _Frame, _token_masks, attention_profile
 from tessera.worker.model.block_map import block_table
 from tessera.worker.model.build import instantiate, read_block, write_block
 from tessera.worker.model.forward import forward
+from tessera.worker.training.context import LocalTaskContext
 from tests.support.duals import dual, pairs
 from tests.worker.model.test_filling import OFTEN
 from tests.worker.model.test_zoo import WORDS, ZOO, Case, Subject, View
@@ -237,6 +240,29 @@ def test_a_heads_rows_move_the_probabilities_of_that_head_alone(model_type: str)
     write_block(subject.tensors, query, np.ascontiguousarray(np.moveaxis(changed, 0, axis)))
     moved = (subject.probabilities(View())[-1] - before).abs().amax((0, 2, 3)) > 1e-6
     assert moved.tolist() == [False, False, True, False]
+
+
+def test_a_look_at_attention_has_the_precision_of_the_run_and_its_sums_that_of_float32() -> None:
+    found = {}
+    for precision in ("float32", "bfloat16"):
+        model = instantiate(
+            {**ZOO["bert"].config, "model_type": "bert", "initializer_range": 0.5}, "text-classification", seed=1
+        )
+        training = Training.model_validate({"precision": precision})
+        context = LocalTaskContext(model, "text-classification", Plan(), block_table(model), training=training)
+        found[precision] = context.attention([{"input_ids": torch.arange(1, 7)[None]}], TaskTokens())
+    for name, layer in found["float32"].items():
+        rough = found["bfloat16"][name]
+        assert not np.array_equal(rough.heads, layer.heads)
+        np.testing.assert_allclose(rough.heads, layer.heads, atol=0.02)
+    # The attention to all tokens adds up to one, closer than in bfloat16.
+    one_by_one = [
+        context.attention([{"input_ids": torch.arange(1, 7)[None]}], TaskTokens(where="ids", ids=(n,)))
+        for n in range(1, 7)
+    ]
+    for name in found["bfloat16"]:
+        total = np.sum([each[name].heads for each in one_by_one], axis=0)
+        np.testing.assert_allclose(total, 1, atol=1e-6)
 
 
 # ---------------------------------------------------------------- what is left, and what it takes
