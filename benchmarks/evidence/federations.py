@@ -118,9 +118,10 @@ class PhrasesOptions(Frozen):
     validation_share: float = Field(gt=0, lt=0.5)
     test_share: float = Field(gt=0, lt=0.5)
     """Shares of each site's phrases."""
+    site_validation: int = Field(default=1, ge=1)
     site_tests: int = Field(default=1, ge=1)
-    """The least phrases of a site's own test. Those that its share lacks are others of its wording, and of its
-    chapters in proportion."""
+    """The least phrases of a site's validation and test. Those that its shares lack are others of its wording, and of
+    its chapters in proportion."""
     unseen_tests: int = Field(ge=1)
     """Phrases of categories of which no site has any."""
     seen_tests: int = Field(ge=1)
@@ -150,8 +151,11 @@ def _phrases(prepared: Path, seed: int, options: Mapping[str, Any]) -> Federatio
     for name, (train, validation, test) in sites.items():
         alike = others[phrases.wordings[others] == WORDINGS.index(name.rpartition("-")[0])]
         site = np.concatenate((train, validation, test))
-        more = _like(phrases.labels, alike, site, given.site_tests - len(test), random)
-        sites[name], others = (train, validation, np.append(test, more)), np.setdiff1d(others, more)
+        lacking = [given.site_validation - len(validation), given.site_tests - len(test)]
+        more = _like(phrases.labels, alike, site, sum(max(0, count) for count in lacking), random)
+        first, second = np.split(more, [max(0, min(lacking[0], len(more)))])
+        sites[name] = train, np.append(validation, first), np.append(test, second)
+        others = np.setdiff1d(others, more)
     random = np.random.default_rng((seed, 1))
     tests = {
         UNSEEN: _drawn(parts.test, given.unseen_tests, random, "unseen"),

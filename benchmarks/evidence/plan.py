@@ -381,9 +381,6 @@ def setup_of(plan: Plan, job: Job) -> str:
     common = table.model_dump(
         include={"federation", "options", "score", "part", "rounds", "sites_a_round", "training", "curve_examples"}
     )
-    if job.seed == protocol.tuning_seed:
-        # What these runs do not read.
-        common["options"].pop("site_tests", None)
     about = {
         "table": common,
         # Without defaults, so that a new field changes the digest of no run.
