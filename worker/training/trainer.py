@@ -1,9 +1,10 @@
 """The local training loop of all methods."""
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import count as counted
 from itertools import islice
 
@@ -115,15 +116,16 @@ class Trainer(LocalTraining):
     @contextmanager
     def _set_up(self) -> Iterator[None]:
         """Let forward and backward passes within the block be computed as the run and the worker set."""
-        model = self.context.model
+        model, compiles = self.context.model, self.setup.compute.compile
+        attention: Callable[[], AbstractContextManager[object]]
+        attention = nullcontext if compiles else partial(short_attention, self.training, self.setup.device)
         with ExitStack() as stack:
             stack.enter_context(unread_masks(self.setup.device))
+            stack.enter_context(attention())
             if self.training.gradient_checkpointing:
-                stack.enter_context(recomputed(model))
-            if self.setup.compute.compile:
+                stack.enter_context(recomputed(model, attention))
+            if compiles:
                 stack.enter_context(compiled(model))
-            else:
-                stack.enter_context(short_attention(self.training, self.setup.device))
             yield
 
     def _rehearse(self, dataset: Dataset) -> None:

@@ -1,7 +1,7 @@
 """Gradient checkpointing: activations that the backward pass computes again."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from transformers import PreTrainedModel
 
@@ -9,16 +9,20 @@ from tessera.shared.methods.base import UnsupportedRun
 
 
 @contextmanager
-def recomputed(model: PreTrainedModel) -> Iterator[None]:
+def recomputed(
+    model: PreTrainedModel, again: Callable[[], AbstractContextManager[object]] = nullcontext
+) -> Iterator[None]:
     """Keep only the inputs of a model's layers within the block, and compute the rest again for the backward pass.
 
-    Gradients have the same bits: dropout is drawn again from the same state. Raises UnsupportedRun for a model
-    without layers that transformers can compute again.
+    `again` makes a context for that: the caller's own, if one changes how the first pass is computed. Gradients have
+    the same bits: dropout is drawn again from the same state. Raises UnsupportedRun for a model without layers that
+    transformers can compute again.
     """
     # Newer versions of transformers 5 warn of the older name.
+    options = {"use_reentrant": False, "context_fn": lambda: (nullcontext(), again())}
     what = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
     try:
-        getattr(model, f"{what}_checkpointing_enable")({"use_reentrant": False})
+        getattr(model, f"{what}_checkpointing_enable")(options)
     except ValueError as fault:
         raise UnsupportedRun(
             f"training.gradient_checkpointing is true, but a model of the type {model.config.model_type!r} has no "

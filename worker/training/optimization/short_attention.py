@@ -56,10 +56,10 @@ def _is_slow(query: Tensor, key: Tensor, *rest: object, **options: object) -> bo
 
 
 def attention(
-    query: Tensor,  # [batch, heads, queries, width]
-    key: Tensor,  # [batch, key heads, keys, width]
-    value: Tensor,  # [batch, key heads, keys, value width]
-    attn_mask: Tensor | None = None,  # broadcast to [batch, heads, queries, keys]; True marks a visible key
+    query: Tensor,  # [..., heads, queries, width]
+    key: Tensor,  # [..., key heads, keys, width]
+    value: Tensor,  # [..., key heads, keys, value width]
+    attn_mask: Tensor | None = None,  # broadcast to [..., heads, queries, keys]; True marks a visible key
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
@@ -70,8 +70,8 @@ def attention(
     A query that sees no key, as of padding, sees all alike.
     """
     if enable_gqa:
-        groups = query.shape[1] // key.shape[1]
-        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+        groups = query.shape[-3] // key.shape[-3]
+        key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
     factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     scores = (query * factor @ key.transpose(-1, -2)).float()
     if is_causal:
