@@ -151,9 +151,9 @@ def _phrases(prepared: Path, seed: int, options: Mapping[str, Any]) -> Federatio
     for name, (train, validation, test) in sites.items():
         alike = others[phrases.wordings[others] == WORDINGS.index(name.rpartition("-")[0])]
         site = np.concatenate((train, validation, test))
-        lacking = [given.site_validation - len(validation), given.site_tests - len(test)]
-        more = _like(phrases.labels, alike, site, sum(max(0, count) for count in lacking), random)
-        first, second = np.split(more, [max(0, min(lacking[0], len(more)))])
+        lacking = [max(0, given.site_validation - len(validation)), max(0, given.site_tests - len(test))]
+        more = _like(phrases.labels, alike, site, sum(lacking), random)
+        first, second = np.split(more, lacking[:1])
         sites[name] = train, np.append(validation, first), np.append(test, second)
         others = np.setdiff1d(others, more)
     random = np.random.default_rng((seed, 1))

@@ -336,6 +336,25 @@ def test_no_phrase_is_in_two_parts_of_the_federation(prepared: Path, tiny: Plan)
     assert federation.tuning()[site].held_out is federation.validation[site]
 
 
+def test_sites_that_hold_back_too_few_phrases_get_others_like_theirs(prepared: Path, tiny: Plan) -> None:
+    options = tiny.tables["T"].options
+    few = SOURCES["phrases"].federation(prepared, 1, options)
+    more = SOURCES["phrases"].federation(prepared, 1, {**options, "site_validation": 6, "site_tests": 5})
+    rows: list[bytes] = []
+    for name, site in more.sites.items():
+        held, validation = site.held_out, more.validation[name]
+        assert held is not None
+        assert validation.examples >= 6
+        assert held.examples >= 5
+        # What a site trains on is the same, and it tests on no other chapters.
+        assert torch.equal(site.tensors["input_ids"], few.sites[name].tensors["input_ids"])
+        before = (few.sites[name], few.sites[name].held_out, few.validation[name])
+        chapters = {label for part in before if part for label in part.tensors["labels"].tolist()}
+        assert {*held.tensors["labels"].tolist(), *validation.tensors["labels"].tolist()} <= chapters
+        rows += [row.tobytes() for part in (site, held, validation) for row in part.tensors["input_ids"].numpy()]
+    assert len(rows) == len(set(rows))
+
+
 @pytest.mark.parametrize("arm", ["one", "wide", "local", "central"])
 def test_running_an_arm_and_seed_again_gives_the_same_bits(
     prepared: Path, tiny: Plan, tmp_path: Path, arm: str

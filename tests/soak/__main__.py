@@ -112,7 +112,7 @@ def soaking(
 
 
 def soak(folder: Path, rounds: int, every_seconds: float, unused_seconds: float) -> list[Sample]:
-    """Look at a run every so often, for so many rounds or more: until the second half has enough of them."""
+    """Measure a run at intervals, until it has `rounds` rounds, and enough of them in the second half."""
     samples: list[Sample] = []
     with soaking(folder, rounds, unused_seconds) as (serving, processes):
         database = Database(f"sqlite:///{folder / 'tessera.db'}")

@@ -81,7 +81,7 @@ class LocalTaskContext:
     objective: CrossEntropy | None = None
     """The training loss that the run's settings put in place of the model's own."""
     training: Training = field(default_factory=Training)
-    """The run's, whose precision a look at attention has. Gradients as scores are in the weights' own."""
+    """The run's. Attention is measured in their precision, and gradients as scores in that of the weights."""
     held: HeldValues = field(default_factory=HeldValues)
     """The digests of the model's values, which the next task need not write again."""
     _added: list[str] = field(default_factory=list)

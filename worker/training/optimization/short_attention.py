@@ -74,10 +74,10 @@ def attention(
         key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
     factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     scores = (query * factor @ key.transpose(-1, -2)).float()
+    hidden = torch.finfo(scores.dtype).min
     if is_causal:
-        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        scores = scores.masked_fill(~torch.ones(scores.shape[-2:], dtype=torch.bool).tril(), hidden)
     if attn_mask is not None:
-        hidden = torch.finfo(scores.dtype).min
         scores = scores.masked_fill(~attn_mask, hidden) if attn_mask.dtype == torch.bool else scores + attn_mask
     probabilities = functional.dropout(scores.softmax(-1).to(value.dtype), dropout_p)
     return probabilities @ value
