@@ -177,9 +177,9 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--saved", type=Path, default=store.SAVED, help="the folder of the repository's results")
     parser.add_argument(
         "--scope",
-        choices=["core", "full", "gpu"],
+        choices=["core", "headlines", "full", "gpu"],
         default="full",
-        help="core: one setting and the main arms of each table",
+        help="core: one setting and the main arms; headlines: the arms of headline claims, with all their seeds",
     )
     parser.add_argument("--tables", nargs="+", default=(), help="only these tables")
     parser.add_argument("--arms", nargs="+", default=(), help="only these arms")

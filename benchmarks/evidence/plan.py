@@ -400,24 +400,28 @@ def setup_of(plan: Plan, job: Job) -> str:
 class Selection:
     """The runs of a plan that are asked for."""
 
-    scope: Scope = "full"
+    scope: Scope | Literal["headlines"] = "full"
+    """`headlines`: the arms of headline claims in the settings that they are about."""
     tables: Collection[str] = ()
     """All if empty, as are arms."""
     arms: Collection[str] = ()
 
     def settings(self, plan: Plan) -> Iterator[tuple[str, Table, Setting]]:
         """Yield the settings in the scope, with their tables' names."""
-        scopes = {"core": {"core"}, "full": {"core", "full"}, "gpu": {"gpu"}}[self.scope]
+        scopes = {"core": {"core"}, "gpu": {"gpu"}}.get(self.scope, {"core", "full"})
         for name, table in plan.tables.items():
             if not self.tables or name in self.tables:
-                yield from ((name, table, setting) for setting in table.settings if setting.scope in scopes)
+                settings = [table.concluding] if self.scope == "headlines" else table.settings
+                yield from ((name, table, setting) for setting in settings if setting.scope in scopes)
 
     def arms_of(self, table: Table, setting: Setting) -> list[Arm]:
         """Return the arms that run in a setting."""
         return [
             arm
             for arm in table.arms_of(setting)
-            if (arm.core or self.scope != "core") and (not self.arms or arm.name in self.arms)
+            if (arm.core or self.scope != "core")
+            and (arm.name in table.headliners or self.scope != "headlines")
+            and (not self.arms or arm.name in self.arms)
         ]
 
     def seeds(self, plan: Plan, table: Table, setting: Setting, arm: Arm) -> tuple[int, ...]:

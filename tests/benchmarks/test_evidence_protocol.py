@@ -171,6 +171,7 @@ def test_runs_that_choose_rates_come_first_and_headline_arms_have_ten_seeds(full
         ("full", "K-2", "head", 5),
         ("full", "K-1", "attention", 5),
         ("core", "K-2", "attention", 5),
+        ("headlines", "K-2", "attention", 10),
     ):
         chosen = Selection(scope).seeds(full, table, table.setting(setting), table.arm(arm))  # type: ignore[arg-type]
         assert len(chosen) == count
@@ -179,6 +180,10 @@ def test_runs_that_choose_rates_come_first_and_headline_arms_have_ten_seeds(full
     core = list(startable(full, replace(selection, scope="core"), scores, {rows[0]}))
     assert [(job.arm, job.seed) for job in core[:2]] == [("head", 1), ("attention", 2)]
     assert left(full, replace(selection, scope="core"), scores) == {("S-a", True): 0, ("S-a", False): 10}
+    headlines = startable(full, replace(selection, scope="headlines"), scores, ())
+    assert [(job.arm, job.setting, job.seed) for job in headlines] == [
+        ("attention", "K-2", seed) for seed in range(1, 11)
+    ]
 
 
 def test_variants_of_an_arm_take_its_learning_rate(full: Plan) -> None:
