@@ -7,7 +7,7 @@ Everything that the coordinator computes is elementwise over blocks, so a tensor
 import hashlib
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import isfinite, prod
 from typing import ClassVar, Protocol, cast
@@ -312,16 +312,15 @@ def related(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
 def _sources_first(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return the tensors and all that they are computed from, each once, every one after its sources."""
     found: dict[tuple[int, bool], Tensor] = {}
-
-    def visit(tensor: Tensor) -> None:
-        if _identity(tensor) not in found:
-            for source in tensor.sources if isinstance(tensor, Derived) else ():
-                visit(source)
-            found[_identity(tensor)] = tensor
-
-    for tensor in tensors:
-        visit(tensor)
+    _find(tensors, found)
     return list(found.values())
+
+
+def _find(tensors: Iterable[Tensor], found: dict[tuple[int, bool], Tensor]) -> None:
+    for tensor in tensors:
+        if _identity(tensor) not in found:
+            _find(tensor.sources if isinstance(tensor, Derived) else (), found)
+            found[_identity(tensor)] = tensor
 
 
 # ---------------------------------------------------------------- sums of differences

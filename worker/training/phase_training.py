@@ -42,6 +42,19 @@ class _Unread:
     """The share of the learning rate."""
 
 
+class _Overflow:
+    """The overflow of the last step's gradients, which the optimizer shows only within the step.
+
+    An optimizer whose hook referred to the phase would be in a cycle with it: its moments, twice the weights, would
+    stay in memory after the task, until Python's garbage collector happens to run.
+    """
+
+    found: Tensor | None = None
+
+    def note(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self.found = getattr(optimizer, "found_inf", None)
+
+
 class PhaseTraining:
     """The state of a phase: its trained blocks, its optimizer, and its number of steps so far.
 
@@ -74,7 +87,7 @@ class PhaseTraining:
         """True once the optimizer has allocated its moments."""
         self._fitted = not local.scaler.is_enabled()
         """True once the loss scale fits the gradients."""
-        self._overflowed: Tensor | None = None
+        self._overflow = _Overflow()
         context = local.context
         added = context.private if phase.private else ()
         trained = trained_blocks(context, phase)
@@ -86,7 +99,7 @@ class PhaseTraining:
         self._trained = [(block, self.freeze.tensors[block.tensor]) for block in trained]
         groups = parameter_groups(self.freeze.parameters, self._trained, added, phase, local.training)
         self._optimizer = optimizer_of(groups, local.training)
-        self._optimizer.register_step_post_hook(self._note_overflow)
+        self._optimizer.register_step_post_hook(self._overflow.note)
         self._name = phase.name
         if local.moments:
             local.moments.restore(phase.name, self._optimizer, self._trained)
@@ -186,17 +199,17 @@ class PhaseTraining:
         share = self._set_rate()
         while True:
             loss = self._try_step(batch, labels)
-            if self._fitted or not self._overflowed or not math.isfinite(float(loss)):
+            if self._fitted or not self._overflow.found or not math.isfinite(float(loss)):
                 break
             if self._local.scaler.get_scale() < MIN_LOSS_SCALE:
                 raise self._diverged("gradients are not finite")
             self._local.check()
         self._fitted = True
         examples = self._ranks.examples(len(labels))
-        self._unread.append(_Unread(loss, self._overflowed, examples, share))
+        self._unread.append(_Unread(loss, self._overflow.found, examples, share))
 
     def _try_step(self, batch: Batch, labels: Tensor) -> Tensor:
-        """Take a step unless the gradients overflow, which `_overflowed` then shows. Returns the batch's loss."""
+        """Take a step unless the gradients overflow, which `_overflow` then shows. Returns the batch's loss."""
         scaler = self._local.scaler
         value = self._fitting_gradients(batch, labels) if self._size.automatic else self._gradients(batch, labels)
         self._ranks.sum_gradients(self.freeze.parameters)
@@ -251,9 +264,6 @@ class PhaseTraining:
     def _drop_gradients(self) -> None:
         for parameter in self.freeze.parameters:
             parameter.grad = None
-
-    def _note_overflow(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        self._overflowed = getattr(optimizer, "found_inf", None)
 
     def _pieces(self, batch: Batch, labels: Tensor) -> list[tuple[Batch, float | Tensor]]:
         context, half, size = self._local.context, self._local.half, self._size.examples

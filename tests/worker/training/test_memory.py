@@ -1,7 +1,9 @@
-"""Training where a device runs out of memory: the step begins anew in smaller pieces, with the bits of such a run."""
+"""Training where a device runs out of memory: the step begins anew in smaller pieces, with the bits of such a run; and
+what stays in memory after a task."""
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Callable
 from typing import Any
@@ -17,14 +19,15 @@ from tessera.shared.methods.registry import worker_half
 from tessera.shared.model.selectors import EVERYTHING
 from tessera.shared.run_settings import Training
 from tessera.worker.agent import failure_of
-from tessera.worker.model.block_map import block_table
-from tessera.worker.model.build import instantiate
+from tessera.worker.model.block_map import block_table, named_tensors
+from tessera.worker.model.build import instantiate, read_block
+from tessera.worker.simulation import Weights, simulate
 from tessera.worker.training.context import LocalTaskContext
 from tessera.worker.training.optimization.micro_batch import ExampleTooLarge, MicroBatch, PieceSize
 from tessera.worker.training.randomness import seed_everything
 from tessera.worker.training.setup import TrainingSetup
 from tessera.worker.training.trainer import Trainer
-from tests.support.tasks import CPU, VIT, images
+from tests.support.tasks import CPU, EACH_METHOD, VIT, images, subject_of
 
 Memory = Callable[[nn.Module, int], None]
 
@@ -130,3 +133,39 @@ def test_moments_are_allocated_before_the_first_step(settings: dict[str, Any], n
     trained("auto", forward_memory, 8, **settings)
     hook.remove()
     assert seen[0] == names
+
+
+PRIVATE = {"privacy": {"epsilon": 50.0, "delta": 1e-3, "clip_norm": 1.0}}
+
+
+@EACH_METHOD
+def test_what_a_task_trained_with_is_gone_with_it(method: str) -> None:
+    require_released(method)
+
+
+@pytest.mark.parametrize("spec", [PRIVATE, {"training": {"precision": "float16"}}], ids=["private", "float16"])
+def test_so_it_is_with_privacy_and_with_scaled_losses(spec: dict[str, Any]) -> None:
+    require_released("fedavg", **spec)
+
+
+def require_released(method: str, **spec: Any) -> None:
+    """Require that no optimizer, whose moments are twice the weights, waits for Python's garbage collector."""
+    subject = subject_of(method)
+    model, document = subject.model(), subject.document()
+    tensors = named_tensors(model)
+    start = Weights(document, {block.name: read_block(tensors, block) for block in document.blocks})
+    training = {"steps": 2, "batch_size": 8, "optimizer": "sgd"}  # some methods take no other
+    wanted = {"method": {"name": method}, "rounds": 2, **spec, "training": {**training, **spec.get("training", {})}}
+    left: list[int] = []
+    gc.collect()
+    gc.disable()
+    try:
+        before = len(optimizers())
+        simulate(wanted, start, {"a": subject.data()}, watch=lambda _: left.append(len(optimizers()) - before))
+    finally:
+        gc.enable()
+    assert left == [0, 0]
+
+
+def optimizers() -> list[Any]:
+    return [each for each in gc.get_objects() if isinstance(each, torch.optim.Optimizer)]
