@@ -104,10 +104,12 @@ class PhaseTraining:
         if local.moments:
             local.moments.restore(phase.name, self._optimizer, self._trained)
 
-    def keep_moments(self) -> None:
-        """Keep the optimizer's moments for the next round, if the run does."""
+    def end(self) -> None:
+        """Keep the optimizer's moments for the next round, if the run does, and drop the gradients: a model that is
+        kept for the next task would hold them until then."""
         if self._local.moments:
             self._local.moments.update(self._name, self._optimizer, self._trained)
+        self._drop_gradients()
 
     def run(self, batches: Iterable[tuple[Batch, Tensor]], after_step: Callable[[], None] = lambda: None) -> float:
         """Train on the batches, each with its labels on the CPU, of at most one pass over the data.

@@ -81,7 +81,7 @@ class Trainer(LocalTraining):
             else:
                 with self._set_up():
                     self._train_openly(current, count, batches, state)
-            current.keep_moments()
+            current.end()
             state.end_phase(current)
         rate_sum = self.training.learning_rate * state.at.rate_steps
         return TrainingStats(units, state.at.steps, state.at.loss, rate_sum)

@@ -149,7 +149,8 @@ def test_so_it_is_with_privacy_and_with_scaled_losses(spec: dict[str, Any]) -> N
 
 
 def require_released(method: str, **spec: Any) -> None:
-    """Require that no optimizer, whose moments are twice the weights, waits for Python's garbage collector."""
+    """Require that no optimizer, whose moments are twice the weights, waits for Python's garbage collector, and that
+    the model that is kept has no gradients."""
     subject = subject_of(method)
     model, document = subject.model(), subject.document()
     tensors = named_tensors(model)
@@ -160,12 +161,14 @@ def require_released(method: str, **spec: Any) -> None:
     gc.collect()
     gc.disable()
     try:
-        before = len(optimizers())
-        simulate(wanted, start, {"a": subject.data()}, watch=lambda _: left.append(len(optimizers()) - before))
+        before = len(held())
+        simulate(wanted, start, {"a": subject.data()}, watch=lambda _: left.append(len(held()) - before))
     finally:
         gc.enable()
     assert left == [0, 0]
 
 
-def optimizers() -> list[Any]:
-    return [each for each in gc.get_objects() if isinstance(each, torch.optim.Optimizer)]
+def held() -> list[Any]:
+    """The optimizers, and the parameters with gradients, of this process."""
+    found = [each for each in gc.get_objects() if isinstance(each, torch.optim.Optimizer | nn.Parameter)]
+    return [each for each in found if isinstance(each, torch.optim.Optimizer) or each.grad is not None]
