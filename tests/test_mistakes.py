@@ -291,7 +291,7 @@ MISTAKES = {
     ),
     "nobody answers": Mistake(
         "run list",
-        ("no answer from the coordinator: Connection refused",),
+        (f"no answer from the coordinator at {NOWHERE}: Connection refused",),
         "Check the URL",
         environment={"TESSERA_URL": NOWHERE},
     ),
@@ -596,7 +596,7 @@ MISTAKES = {
         command="coordinator migrate",
         DATABASE_URL="sqlite:///notes.csv",
     ),
-    "schema": serve("new.db is not at head", remedy="tessera coordinator migrate", DATABASE_URL="sqlite:///new.db"),
+    "schema": serve("new.db is not up to date", remedy="tessera coordinator migrate", DATABASE_URL="sqlite:///new.db"),
     "PostgreSQL away": serve(
         "cannot be used",
         remedy="check that the server runs",
