@@ -408,11 +408,10 @@ def _changes(client: Client) -> Iterator[Status]:
 
 def _facts(found: Status) -> dict[str, str]:
     runs = ", ".join(f"{count} {state}" for state, count in sorted(found.runs.items()))
-    live = sum(worker.live for worker in found.workers)
     return {
         "version": f"{found.version}, protocol {found.protocol}",
         "runs": runs or "none",
-        "workers": f"{live} live of {len(found.workers)}",
+        "workers": f"{sum(worker.live for worker in found.workers)} live",
         "blobs": f"{found.blobs}, {output.size(found.blob_bytes)}",
     }
 
