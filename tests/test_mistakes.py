@@ -548,7 +548,7 @@ MISTAKES = {
         "simulate simm.toml", ("there is no file or folder simm.toml",), "did you mean `sim.toml`?"
     ),
     "no simulation table": Mistake(
-        "simulate run.toml", ("run.toml has no [simulation] table",), "it lists the sites"
+        "simulate run.toml", ("run.toml has no [simulation] table",), "[simulation.data]"
     ),
     "simulation key": Mistake(
         "simulate sim.toml --model model",

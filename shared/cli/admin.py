@@ -111,7 +111,7 @@ def workers(ctx: typer.Context, as_json: AsJson = False) -> None:
         )
         for worker in found
     ]
-    columns = ("worker", "state", "heard of", "does", "datasets", "device", "version")
+    columns = ("worker", "state", "last contact", "does", "datasets", "device", "version")
     output.show(found, output.table(columns, rows), as_json=as_json)
 
 
@@ -198,7 +198,10 @@ def approve(
     code: Code,
     site: Annotated[
         str | None,
-        typer.Option(callback=_label, help="The worker's site, created if missing; by default as the worker says."),
+        typer.Option(
+            callback=_label,
+            help="The worker's site, created if missing; by default the one that the worker names, if it exists.",
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:

@@ -20,6 +20,7 @@ from tessera.shared.model.preprocessing import FileName
 from tessera.shared.model.spec import Head, Model
 from tessera.shared.problems import Fault, Invalid, faults_of
 from tessera.shared.rounds.aggregate import Aggregation
+from tessera.shared.methods.registry import own_file_digest
 from tessera.shared.rounds.planning import check_method
 from tessera.shared.rounds.validation import HeldUpdates, Inspector
 from tessera.shared.rounds.versions import States
@@ -156,7 +157,9 @@ class _Federation:
         sites = {name: [holding.examples, holding.held_out] for name, holding in population.holdings.items()}
         test = self.test.examples if self.test else None
         said = self.conditions.model_dump(mode="json", include={"dropout", "away", "policy"})
-        return {"spec": spec.model_dump(mode="json"), "sites": sites, "test": test, **said}
+        # Without it, a changed method would seem to have the results of the one before.
+        code = own_file_digest(spec.method.name)
+        return {"spec": spec.model_dump(mode="json"), "sites": sites, "test": test, "method_file": code, **said}
 
 
 def _spec(given: Mapping[str, Any], uploaded: Uploaded, test: Dataset | None) -> RunSpec:
