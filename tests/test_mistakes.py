@@ -547,9 +547,7 @@ MISTAKES = {
     "no simulation file": Mistake(
         "simulate simm.toml", ("there is no file or folder simm.toml",), "did you mean `sim.toml`?"
     ),
-    "no simulation table": Mistake(
-        "simulate run.toml", ("run.toml has no [simulation] table",), "[simulation.data]"
-    ),
+    "no simulation table": Mistake("simulate run.toml", ("run.toml has no [simulation] table",), "[simulation.data]"),
     "simulation key": Mistake(
         "simulate sim.toml --model model",
         ("/simulation/stes: unknown key",),
@@ -596,7 +594,9 @@ MISTAKES = {
         command="coordinator migrate",
         DATABASE_URL="sqlite:///notes.csv",
     ),
-    "schema": serve("new.db is not up to date", remedy="tessera coordinator migrate", DATABASE_URL="sqlite:///new.db"),
+    "schema": serve(
+        "new.db is not up to date", remedy="tessera coordinator migrate", DATABASE_URL="sqlite:///new.db"
+    ),
     "PostgreSQL away": serve(
         "cannot be used",
         remedy="check that the server runs",

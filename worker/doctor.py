@@ -222,7 +222,9 @@ def _dataset(settings: WorkerSettings, name: str, source: DataSource) -> Iterato
     least = settings.policy.min_evaluation_examples
     measured = loaded.examples if source.use == "evaluate" else loaded.held_out.examples if loaded.held_out else None
     if "evaluate" in settings.kinds and measured is not None and measured < least:
-        detail = f"versions are not measured on it: {measured} examples are fewer than min_evaluation_examples, {least}"
+        detail = (
+            f"versions are not measured on it: {measured} examples are fewer than min_evaluation_examples, {least}"
+        )
         more = "Name more examples" if source.use == "evaluate" else f"Raise datasets.{name}.held_out"
         yield warn(f"data {name}", detail, f"{more}, or lower policy.min_evaluation_examples.")
     if PIXELS in loaded.inputs and "augmentation" not in usable_settings(settings.kinds):

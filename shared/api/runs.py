@@ -160,8 +160,8 @@ class RunSpec(Frozen):
     max_update_norm: float | None = Field(default=None, gt=0, description="updates of a larger l2 norm are refused")
     max_norm_of_median: Annotated[float, Field(gt=1, le=1e6)] | Unlimited | None = Field(
         default=None,
-        description="updates whose l2 norm is more than this many times the round's median are not merged; if left out, "
-        "10 for the mean, and unlimited with a robust rule",
+        description="updates whose l2 norm is more than this many times the round's median are not merged; if "
+        "left out, 10 for the mean, and unlimited with a robust rule",
     )
 
     @model_validator(mode="before")

@@ -98,7 +98,9 @@ def init(
         ),
     ] = None,
     processor: Annotated[str | None, typer.Option(help="For images: a folder, or a name on the hub.")] = None,
-    text: Annotated[str | None, typer.Option(help="For a table of texts: their column, if several may be it.")] = None,
+    text: Annotated[
+        str | None, typer.Option(help="For a table of texts: their column, if several may be it.")
+    ] = None,
     label: Annotated[str | None, typer.Option(help="For a table: the column of classes.")] = None,
     to: Annotated[
         Path | None,
@@ -112,9 +114,7 @@ def init(
     given = name or re.sub(r"[^A-Za-z0-9_-]+", "-", path.resolve().stem).strip("-_") or "data"
     with exits(ERRORS):
         try:
-            proposal = propose(
-                path, split=split, tokenizer=tokenizer, processor=processor, text=text, label=label
-            )
+            proposal = propose(path, split=split, tokenizer=tokenizer, processor=processor, text=text, label=label)
             lines = proposal.toml(given)
             tomllib.loads(lines)
             lines.encode()

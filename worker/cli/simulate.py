@@ -102,7 +102,9 @@ def _run(
     complete = (folder / SUMMARY).exists()
     result = simulate(spec, start, sites, test=test, conditions=wanted.table, out=folder, watch=watch)
     if complete:
-        output.note(f"{folder} was complete, and nothing was computed. To run it again, remove it or give another --out.")
+        output.note(
+            f"{folder} was complete, and nothing was computed. To run it again, remove it or give another --out."
+        )
     result.write_measurements(folder / MEASUREMENTS)
     with in_place_of(folder / MODEL) as made:
         result.export(made, like=start.path)

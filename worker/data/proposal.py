@@ -208,9 +208,7 @@ def _of_table(
         proposal.add("tokenizer", "run", "the tokenizer that each run's model brings; or a folder with one")
 
 
-def _of_label(
-    proposal: Proposal, table: DataTable, image: str | None, text: str | None, label: str | None
-) -> None:
+def _of_label(proposal: Proposal, table: DataTable, image: str | None, text: str | None, label: str | None) -> None:
     """Add the options of the column of labels, and for texts the head that follows from it."""
     label = label or _label_column(table, {image, text})
     if label is None and (image or len(table.columns.names) > 1):

@@ -15,12 +15,12 @@ from transformers import PreTrainedModel
 
 from tessera.shared.api.runs import RunSpec
 from tessera.shared.cli.upload import InitialModel, Uploaded, upload_model
+from tessera.shared.methods.registry import own_file_digest
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.preprocessing import FileName
 from tessera.shared.model.spec import Head, Model
 from tessera.shared.problems import Fault, Invalid, faults_of
 from tessera.shared.rounds.aggregate import Aggregation
-from tessera.shared.methods.registry import own_file_digest
 from tessera.shared.rounds.planning import check_method
 from tessera.shared.rounds.validation import HeldUpdates, Inspector
 from tessera.shared.rounds.versions import States
