@@ -59,7 +59,7 @@ def migrate() -> None:
     """Migrate the database's schema to this version. Safe to repeat."""
     with _database("the schema was not changed") as database, database.engine.begin() as connection:
         command.upgrade(alembic_config(connection), "head")
-    typer.echo(f"the schema of {database.shown} is at head", err=True)
+    typer.echo(f"the schema of {database.shown} is up to date", err=True)
 
 
 @app.command()
@@ -178,7 +178,7 @@ def back_up(folder: Folder, as_json: AsJson = False) -> None:
 
 @app.command()
 def restore(folder: Folder, as_json: AsJson = False) -> None:
-    """Copy a backup into an empty database at head and into the blob store, of any kind."""
+    """Copy a backup into an empty, migrated database and into the blob store, of any kind."""
     services = _assembled()
     _copying("restored", lambda: backup.restore(folder, services.database, services.blobs), as_json=as_json)
 

@@ -291,7 +291,7 @@ MISTAKES = {
     ),
     "nobody answers": Mistake(
         "run list",
-        ("no answer from the coordinator: Connection refused",),
+        (f"no answer from the coordinator at {NOWHERE}: Connection refused",),
         "Check the URL",
         environment={"TESSERA_URL": NOWHERE},
     ),
@@ -547,9 +547,7 @@ MISTAKES = {
     "no simulation file": Mistake(
         "simulate simm.toml", ("there is no file or folder simm.toml",), "did you mean `sim.toml`?"
     ),
-    "no simulation table": Mistake(
-        "simulate run.toml", ("run.toml has no [simulation] table",), "it lists the sites"
-    ),
+    "no simulation table": Mistake("simulate run.toml", ("run.toml has no [simulation] table",), "[simulation.data]"),
     "simulation key": Mistake(
         "simulate sim.toml --model model",
         ("/simulation/stes: unknown key",),
@@ -596,7 +594,9 @@ MISTAKES = {
         command="coordinator migrate",
         DATABASE_URL="sqlite:///notes.csv",
     ),
-    "schema": serve("new.db is not at head", remedy="tessera coordinator migrate", DATABASE_URL="sqlite:///new.db"),
+    "schema": serve(
+        "new.db is not up to date", remedy="tessera coordinator migrate", DATABASE_URL="sqlite:///new.db"
+    ),
     "PostgreSQL away": serve(
         "cannot be used",
         remedy="check that the server runs",

@@ -219,6 +219,14 @@ def _dataset(settings: WorkerSettings, name: str, source: DataSource) -> Iterato
     seconds = time.monotonic() - began_at
     yield ok(f"data {name}", f"{_contents(loaded)}, loaded in {seconds:.1f} s")
     yield from (warn(f"data {name}", detail, remedy) for detail, remedy in loaded.report.warnings())
+    least = settings.policy.min_evaluation_examples
+    measured = loaded.examples if source.use == "evaluate" else loaded.held_out.examples if loaded.held_out else None
+    if "evaluate" in settings.kinds and measured is not None and measured < least:
+        detail = (
+            f"versions are not measured on it: {measured} examples are fewer than min_evaluation_examples, {least}"
+        )
+        more = "Name more examples" if source.use == "evaluate" else f"Raise datasets.{name}.held_out"
+        yield warn(f"data {name}", detail, f"{more}, or lower policy.min_evaluation_examples.")
     if PIXELS in loaded.inputs and "augmentation" not in usable_settings(settings.kinds):
         remedy = "Install tessera[augmentation], if it should take part in them."
         yield warn(f"data {name}", "this worker is offered no run that changes images in training", remedy)

@@ -61,7 +61,7 @@ state_dir = {state_dir}
 class Registration:
     """A worker's settings file and secret.
 
-    `tls` holds the settings for TLS. `missing` holds the lines to add to an existing settings file.
+    `tls` holds the settings for TLS. `missing` holds the lines that an existing settings file lacks or contradicts.
     """
 
     config: Path
@@ -103,9 +103,17 @@ def prepare(config: Path, url: str, name: str | None, tls: dict[str, Path]) -> R
         given = wanted | more
     if not token_file.exists():
         write_secret(token_file, secret)
-    missing = tuple(f"{key} = {json.dumps(value)}" for key, value in (wanted | more).items() if key not in given)
+    # A worker runs with its settings alone: an option that they contradict would end with this command.
+    needed = {key: value for key, value in (wanted | more).items() if key not in given or _differs(key, given, more)}
+    if name is not None and given.get("name") != called:
+        needed["name"] = called
+    missing = tuple(f"{key} = {json.dumps(value)}" for key, value in needed.items())
     trusted = {key: Path(given[key]) for key in TLS if key in given} | tls
     return Registration(config, token_file, called, secret, trusted, missing)
+
+
+def _differs(key: str, given: dict[str, Any], more: dict[str, str]) -> bool:
+    return key in more and str(Path(given[key]).absolute()) != more[key]
 
 
 def request(client: Client, registration: Registration, site: str | None, device: str, version: str) -> Enrolment:

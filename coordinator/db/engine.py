@@ -250,7 +250,7 @@ class Database:
             return
         if self.at_head_or_later():
             raise SchemaBehind(f"the schema of {self.shown} is of a newer version of Tessera: install that here too")
-        raise SchemaBehind(f"the schema of {self.shown} is not at head; run 'tessera coordinator migrate'")
+        raise SchemaBehind(f"the schema of {self.shown} is not up to date; run 'tessera coordinator migrate'")
 
     def _present(self) -> tuple[str, ...]:
         with self._reading.connect() as connection:

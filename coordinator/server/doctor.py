@@ -72,7 +72,7 @@ def _database(services: Services) -> Iterator[Finding]:
         return
     yield ok("database", f"{database.url.get_backend_name()} {version} at {database.shown}")
     if database.at_head():
-        yield ok("schema", "at head")
+        yield ok("schema", "up to date")
     elif database.at_head_or_later():
         yield warn("schema", "newer than this version of the code", "Install the newer version here too.")
     else:

@@ -42,9 +42,9 @@ class Cohort(Frozen):
         default=1, le=1000, description="workers of a chosen site that take part; their updates count as one"
     )
     target_updates: PositiveInt | None = Field(
-        default=None, description="sites whose updates close a round before its deadline"
+        default=None, description="number of sites; a round closes early once this many sent updates"
     )
-    quorum: PositiveInt = Field(default=1, description="sites without whose updates a round is abandoned")
+    quorum: PositiveInt = Field(default=1, description="fewest sites whose updates a round needs")
     deadline_seconds: float = Field(
         default=3600, gt=0, le=30 * 86400, description="time after which a round closes with the updates that it has"
     )
@@ -133,7 +133,7 @@ class RunSpec(Frozen):
         default=None, description="the most bytes of an update, as in '5 MB'; coarser codecs are taken to keep to it"
     )
     upload_seconds: PositiveFloat | None = Field(
-        default=None, description="the most that an update may take on the line that its worker declares"
+        default=None, description="longest upload of an update, at the rate that its worker declares"
     )
     download_codec: Literal["lossless", "int8"] = Field(
         default="lossless",
@@ -160,8 +160,8 @@ class RunSpec(Frozen):
     max_update_norm: float | None = Field(default=None, gt=0, description="updates of a larger l2 norm are refused")
     max_norm_of_median: Annotated[float, Field(gt=1, le=1e6)] | Unlimited | None = Field(
         default=None,
-        description="updates of more times the round's median l2 norm are not merged; if left out, 10 for the mean, "
-        "and unlimited with a robust rule",
+        description="updates whose l2 norm is more than this many times the round's median are not merged; if "
+        "left out, 10 for the mean, and unlimited with a robust rule",
     )
 
     @model_validator(mode="before")

@@ -111,7 +111,7 @@ def workers(ctx: typer.Context, as_json: AsJson = False) -> None:
         )
         for worker in found
     ]
-    columns = ("worker", "state", "heard of", "does", "datasets", "device", "version")
+    columns = ("worker", "state", "last contact", "does", "datasets", "device", "version")
     output.show(found, output.table(columns, rows), as_json=as_json)
 
 
@@ -198,7 +198,10 @@ def approve(
     code: Code,
     site: Annotated[
         str | None,
-        typer.Option(callback=_label, help="The worker's site, created if missing; by default as the worker says."),
+        typer.Option(
+            callback=_label,
+            help="The worker's site, created if missing; by default the one that the worker names, if it exists.",
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -408,11 +411,10 @@ def _changes(client: Client) -> Iterator[Status]:
 
 def _facts(found: Status) -> dict[str, str]:
     runs = ", ".join(f"{count} {state}" for state, count in sorted(found.runs.items()))
-    live = sum(worker.live for worker in found.workers)
     return {
         "version": f"{found.version}, protocol {found.protocol}",
         "runs": runs or "none",
-        "workers": f"{live} live of {len(found.workers)}",
+        "workers": f"{sum(worker.live for worker in found.workers)} live",
         "blobs": f"{found.blobs}, {output.size(found.blob_bytes)}",
     }
 

@@ -455,3 +455,5 @@ def warn_if_too_few(client: Client, spec: RunSpec) -> None:
         return
     for sentence in preview_notes(found):
         output.note(sentence)
+    if found.eligible < found.quorum:
+        output.note("`tessera run preview` gives the reason of each worker; the run waits for them.")

@@ -477,7 +477,9 @@ def read_token(text: str | None, file: Path | None) -> str | None:
             text = file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as fault:
             detail = f"the token in {file} cannot be read: {reason_of(fault)}"
-            raise Invalid(detail, remedy="Give --token, or another --token-file.") from fault
+            raise Invalid(
+                detail, remedy="Give --token, or another file (--token-file, TESSERA_TOKEN_FILE)."
+            ) from fault
     token = (text or "").strip()
     if not (token.isascii() and token.isprintable()):
         raise Invalid("the token contains invalid characters", remedy="Give it exactly as it was issued.")

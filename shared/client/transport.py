@@ -283,10 +283,12 @@ def unreachable_errors(proxy: str | None = None) -> Iterator[None]:
         if tls := _cause(fault, ssl.SSLError):
             raise _untrusted(tls) from fault
         by = f" by the proxy {proxy}" if proxy else ""
-        detail, remedy = f"no answer from the coordinator{by}: {_reason(fault)}", None
+        url = fault.request.url
+        at = f"{url.scheme}://{url.netloc.decode('ascii')}"
+        detail, remedy = f"no answer from the coordinator at {at}{by}: {_reason(fault)}", None
         if proxy:
             remedy = BY_PROXY
-        elif isinstance(fault, httpx.RemoteProtocolError) and fault.request.url.scheme == "https":
+        elif isinstance(fault, httpx.RemoteProtocolError) and url.scheme == "https":
             # This may be a restart, or a TLS 1.3 server that rejects a missing client certificate.
             detail = f"the coordinator closed the connection without an answer: {fault}"
             remedy = f"Check that it runs. If it requires a client certificate: {SHOW_CERTIFICATE}"

@@ -2,6 +2,7 @@
 TESSERA_METHODS, or in an installed package with an entry point in the group `tessera.methods`. Methods are installed
 by the operator of a process; they are never sent over the network."""
 
+import hashlib
 import importlib
 import logging
 import os
@@ -122,6 +123,18 @@ def check(chosen: MethodSpec) -> None:
 def settings_type(name: str) -> type[MethodSettings]:
     """Return the type of an installed method's settings."""
     return methods()[name].settings
+
+
+def own_file_digest(name: str) -> str | None:
+    """Return the sha-256 of the file of an installed method, or None for a method of Tessera itself.
+
+    Other modules that the file imports do not count.
+    """
+    method = methods()[name]
+    modules = {part.__module__ for part in (method.coordinator, method.worker, method.settings)}
+    own = sorted(module for module in modules if not module.startswith(f"{__package__}."))
+    files = [Path(file) for module in own if (file := getattr(sys.modules[module], "__file__", None))]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest() if files else None
 
 
 def sticky(chosen: MethodSpec) -> bool:

@@ -49,7 +49,11 @@ PAGES_RUN: dict[str, dict[str, str]] = {
     "docs/blockmap.md": {"config.json": "bert/config.json"},
     "docs/data.md": {},
     "docs/simulating.md": {"examples/digits/simulation.toml": "short.toml"},
-    "docs/writing-a-method.md": {"/opt/our-methods": "methods", "run.toml": "own.toml"},
+    "docs/writing-a-method.md": {
+        "/opt/our-methods": "methods",
+        "digits-model": "methods-model",
+        "examples/digits/simulation.toml": "own.toml",
+    },
     "docs/site.md": {},
     "docs/worker-settings.md": {},
     "docs/worker.md": {},

@@ -163,6 +163,19 @@ def test_a_worker_that_would_measure_nothing_is_told(tmp_path: Path, use: str, v
     assert [one.verdict for one in found] == verdicts
 
 
+@pytest.mark.parametrize(
+    ("least", "details"), [(360, []), (361, ["versions are not measured on it: 360 examples are fewer than "])]
+)
+def test_too_few_examples_to_measure_versions_on_are_warned_of(
+    tmp_path: Path, least: int, details: list[str]
+) -> None:
+    source = {"kind": "digits", "split": "test", "use": "evaluate"}
+    given = {"url": "http://127.0.0.1:9", "token": "t", "name": "w", "state_dir": tmp_path, "kinds": ["evaluate"]}
+    settings = WorkerSettings(**given, datasets={"test": source}, policy={"min_evaluation_examples": least})
+    _, *warnings = dict(checks(settings, probe=False))["data test"]()
+    assert [one.detail for one in warnings] == [f"{detail}min_evaluation_examples, {least}" for detail in details]
+
+
 def test_a_trainer_on_images_without_kornia_is_told_what_it_is_not_offered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

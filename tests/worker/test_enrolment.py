@@ -129,6 +129,14 @@ def test_settings_that_are_there_are_kept_and_what_they_lack_is_told(tmp_path: P
     assert prepare(config, "https://a", None, {}).secret == place.secret
 
 
+def test_an_option_that_the_settings_contradict_is_a_line_to_write(tmp_path: Path) -> None:
+    first, second = tmp_path / "old.pem", tmp_path / "new.pem"
+    prepare(tmp_path / "worker.toml", "https://a", "w", {"ca_bundle": first})
+    assert prepare(tmp_path / "worker.toml", "https://a", "w", {"ca_bundle": first}).missing == ()
+    place = prepare(tmp_path / "worker.toml", "https://a", "gpu-1", {"ca_bundle": second})
+    assert place.missing == (f'ca_bundle = "{second}"', 'name = "gpu-1"')
+
+
 def test_the_secret_for_one_coordinator_is_never_shown_to_another(tmp_path: Path) -> None:
     prepare(tmp_path / "worker.toml", "https://a", "w", {})
     with pytest.raises(SettingsError, match="is for https://a"):
@@ -155,7 +163,8 @@ def test_a_worker_says_its_site_or_shows_a_token(tmp_path: Path, arguments: list
         ("http://127.0.0.1:9", ["--site", "a", "--name", "é"], 2, "letters, digits, dots"),
         ("http://192.0.2.1:9", ["--site", "a"], 1, "is plain HTTP"),
         ("ftp://127.0.0.1:9", ["--site", "a"], 1, "is not a coordinator's URL"),
-        ("http://127.0.0.1:9", ["--site", "a"], 1, "no answer from the coordinator"),
+        ("http://127.0.0.1:9", ["--site", "a"], 1, "no answer from the coordinator at http://127.0.0.1:9: "),
+        ("https://127.0.0.1:9", ["--site", "a", "--ca-bundle", "none.pem"], 1, "none.pem cannot be used"),
     ],
 )
 def test_a_wish_that_reaches_nobody_leaves_nothing_behind(

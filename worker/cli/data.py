@@ -98,6 +98,10 @@ def init(
         ),
     ] = None,
     processor: Annotated[str | None, typer.Option(help="For images: a folder, or a name on the hub.")] = None,
+    text: Annotated[
+        str | None, typer.Option(help="For a table of texts: their column, if several may be it.")
+    ] = None,
+    label: Annotated[str | None, typer.Option(help="For a table: the column of classes.")] = None,
     to: Annotated[
         Path | None,
         typer.Option("--out", help="Append it to this file, such as worker.toml, instead of printing it."),
@@ -110,16 +114,16 @@ def init(
     given = name or re.sub(r"[^A-Za-z0-9_-]+", "-", path.resolve().stem).strip("-_") or "data"
     with exits(ERRORS):
         try:
-            proposal = propose(path, split=split, tokenizer=tokenizer, processor=processor)
-            text = proposal.toml(given)
-            tomllib.loads(text)
-            text.encode()
+            proposal = propose(path, split=split, tokenizer=tokenizer, processor=processor, text=text, label=label)
+            lines = proposal.toml(given)
+            tomllib.loads(lines)
+            lines.encode()
         except (DataError, tomllib.TOMLDecodeError, UnicodeEncodeError) as fault:
             raise SettingsError(str(fault)) from fault
         if to is None:
-            typer.echo(text, nl=False)
+            typer.echo(lines, nl=False)
         else:
-            _append(to, given, text)
+            _append(to, given, lines)
     note(f"then check it: tessera data show {to or 'FILE'}")
 
 

@@ -60,8 +60,11 @@ def join(
     require_private(url)
     fresh = not config.exists()
     tls = {"ca_bundle": ca_bundle, "client_cert": client_cert, "client_key": client_key}
+    chosen = {key: file for key, file in tls.items() if file}
     with exits(ERRORS):
-        place = prepare(config, url, name, {key: file for key, file in tls.items() if file})
+        # Refuse an unusable file before its path is written into new settings, which a repetition would keep.
+        tls_context(**chosen)
+        place = prepare(config, url, name, chosen)
         verify = tls_context(**place.tls)
         try:
             shown = token_file.read_text(encoding="utf-8").strip() if token_file else None
@@ -78,7 +81,7 @@ def join(
             if as_json:
                 print_json(enrolment, line=True)
             else:
-                note(f"created {place.config} and {place.token_file}. Give an administrator of {url} this code:")
+                note(f"the settings are in {place.config}. Give an administrator of {url} this code:")
                 typer.echo(f"\n    {enrolment.code}\n")
                 minutes = round(enrolment.expires_in_seconds / 60)
                 note(f"It is not secret, and is valid for {minutes} minutes. Waiting to be admitted ...")
@@ -91,7 +94,7 @@ def join(
         fail(f"{url} did not admit this worker: the enrolment is {enrolment.state}. {remedy}", NOT_ADMITTED)
     note(f"admitted as a worker of site {enrolment.site}; the secret is in {place.token_file}")
     for line in place.missing:
-        note(f"add to {place.config}: {line}")
+        note(f"write into {place.config}: {line}")
     note(f"name the data in {place.config}: tessera data init PATH --out {config} writes a table")
     note(f"then: tessera worker check --config {config}")
 

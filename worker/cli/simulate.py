@@ -99,7 +99,12 @@ def _run(
     sites, test = wanted.table.population(int(spec.get("seed", 0))), wanted.table.central()
     output.note(f"{len(sites)} sites in {folder}")
     watch = print_ended_as_json if as_json else partial(print_ended, output.out())
+    complete = (folder / SUMMARY).exists()
     result = simulate(spec, start, sites, test=test, conditions=wanted.table, out=folder, watch=watch)
+    if complete:
+        output.note(
+            f"{folder} was complete, and nothing was computed. To run it again, remove it or give another --out."
+        )
     result.write_measurements(folder / MEASUREMENTS)
     with in_place_of(folder / MODEL) as made:
         result.export(made, like=start.path)

@@ -77,8 +77,13 @@ def propose(
     split: str | None = None,
     tokenizer: str | None = None,
     processor: str | None = None,
+    text: str | None = None,
+    label: str | None = None,
 ) -> Proposal:
-    """Return the options for the data at a path. Raises DataError for what a person has to decide."""
+    """Return the options for the data at a path. Raises DataError for what a person has to decide.
+
+    `text` and `label` name columns of a table of texts; otherwise the values of the columns decide.
+    """
     if not path.exists():
         raise DataError(absent(path))
     path = path.resolve()
@@ -96,7 +101,11 @@ def propose(
         _of_folder(proposal, path, found, processor)
         _texts_of_classes(proposal, tokenizer)
     else:
-        _of_table(proposal, path, split, tokenizer, processor)
+        table = read_table("file", (path,), split)
+        for option, column in (("text", text), ("label", label)):
+            if column is not None:
+                table.column(option, column)
+        _of_table(proposal, path, table, split, tokenizer, processor, text, label)
     proposal.add("held_out", 0.2, "the worker measures on this share of the examples, and no run trains on them")
     return proposal
 
@@ -160,11 +169,17 @@ def _of_folder(proposal: Proposal, folder: Path, found: Sequence[Path], processo
 
 
 def _of_table(
-    proposal: Proposal, path: Path, split: str | None, tokenizer: str | None, processor: str | None
+    proposal: Proposal,
+    path: Path,
+    table: DataTable,
+    split: str | None,
+    tokenizer: str | None,
+    processor: str | None,
+    text: str | None,
+    label: str | None,
 ) -> None:
-    table = read_table("file", (path,), split)
-    image = _column(table, "image", IMAGE_NAMES, _is_image)
-    text = None if image else _column(table, "text", TEXT_NAMES, _is_text)
+    image = None if text else _column(table, "image", IMAGE_NAMES, _is_image)
+    text = None if image else text or _column(table, "text", TEXT_NAMES, _is_text)
     if image is None and text is None:
         raise DataError(
             f"{table.where} has no column of texts or images among {_shown(table)}: write kind and the column's name "
@@ -177,7 +192,7 @@ def _of_table(
         proposal.add("split", split, "the split that you named")
     if image is not None:
         proposal.add("image", image, "paths, relative to the table's folder, or the images' bytes")
-    _of_label(proposal, table, image, text)
+    _of_label(proposal, table, image, text, label)
     for name in table.columns.names:
         if name.lower() in GROUP_NAMES:
             proposal.add("group", name, "rows with an equal value in this column are held out together")
@@ -193,13 +208,13 @@ def _of_table(
         proposal.add("tokenizer", "run", "the tokenizer that each run's model brings; or a folder with one")
 
 
-def _of_label(proposal: Proposal, table: DataTable, image: str | None, text: str | None) -> None:
+def _of_label(proposal: Proposal, table: DataTable, image: str | None, text: str | None, label: str | None) -> None:
     """Add the options of the column of labels, and for texts the head that follows from it."""
-    label = _label_column(table, {image, text})
+    label = label or _label_column(table, {image, text})
     if label is None and (image or len(table.columns.names) > 1):
         raise DataError(
-            f"{table.where} has no obvious column of classes among {_shown(table)}: write `label` by hand, or for "
-            'texts without classes head = "causal-lm"'
+            f"{table.where} has no obvious column of classes among {_shown(table)}: name it with --label, or for "
+            'texts without classes write the table by hand with head = "causal-lm"'
         )
     values = [] if label is None else table.column("label", label)
     if text is not None:
@@ -215,8 +230,8 @@ def _of_label(proposal: Proposal, table: DataTable, image: str | None, text: str
         names = list(own) if own else sorted({str(value) for value in values})
         if len(names) > MAX_NAMED:
             raise DataError(
-                f"{table.where}: column {label!r} has {len(names)} different values, which are hardly classes: write "
-                "`label` by hand"
+                f"{table.where}: column {label!r} has {len(names)} different values, which are hardly classes: name "
+                "another column with --label"
             )
         if any(value in (None, "") or not isinstance(value, str | int) for value in values):
             raise DataError(
@@ -275,7 +290,8 @@ def _column(table: DataTable, what: str, known: Sequence[str], fits: Callable[[o
     if len(long) == 1:
         return long[0]
     if len(likely) > 1:
-        raise DataError(f"{table.where}: {', '.join(likely)} may all be the {what}: write `{what}` by hand")
+        remedy = "name it with --text" if what == "text" else f"write `{what}` by hand"
+        raise DataError(f"{table.where}: {', '.join(likely)} may all be the {what}: {remedy}")
     return likely[0] if likely else None
 
 

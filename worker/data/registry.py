@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from tessera.shared.near_names import did_you_mean
+from tessera.shared.near_names import did_you_mean, nearest
 from tessera.shared.validation_errors import messages_of
 from tessera.worker.data.dataset import Adapter, DataError, Dataset, Loaders
 from tessera.worker.data.partition.division import hold_out, part_of
@@ -21,6 +21,8 @@ from tessera.worker.data.prepared import NOT_KEPT, Prepared
 
 KINDS = "tessera.worker.data.kinds"
 GROUP = "tessera.datasets"
+EVERY_KIND = ("kind", "part", "held_out", "use", "privacy", "ledger")
+"""The keys that a data set of any kind has, beside the options of its kind."""
 
 
 def load(
@@ -49,6 +51,8 @@ def load(
         dataset: Dataset = adapter.open_prepared(given, prepared) if adapter.open_prepared else adapter.open(given)
     except ValidationError as fault:
         steps, message = messages_of(fault.errors(include_url=False), adapter.options)[0]
+        near = nearest(str(steps[-1]), EVERY_KIND) if message.startswith("unknown key") and len(steps) == 1 else None
+        message = f"unknown key; did you mean `{near}`?" if near else message
         raise DataError(f"{'.'.join(map(str, steps)) or kind}: {message}") from None
     dataset = replace(dataset, loaders=loaders)
     if loaders and dataset.for_loaders:

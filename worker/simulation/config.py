@@ -37,6 +37,7 @@ from tessera.worker.simulation.conditions import Conditions
 from tessera.worker.simulation.virtual_sites import VirtualSite
 
 REMEDY = "Fix the named settings and try again."
+NO_TABLE = "Add one with `sites`, and the data to divide in [simulation.data]: docs/simulating.md has both."
 
 
 class Pool(BaseModel):
@@ -153,7 +154,7 @@ def read_file(file: Path, settings: Iterable[str] = ()) -> SimulationFile:
     if not isinstance(model, str | None):
         raise Invalid(f"{file}: the model is {model!r}, not a folder's name", remedy=REMEDY)
     if table is None:
-        raise Invalid(f"{file} has no [simulation] table", remedy="Add one: it lists the sites.")
+        raise Invalid(f"{file} has no [simulation] table", remedy=NO_TABLE)
     try:
         return SimulationFile(given, None if model is None else Path(model), SimulationTable.model_validate(table))
     except ValidationError as fault:

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from tessera.shared.api.runs import RunSpec
 from tessera.shared.cli.upload import InitialModel, Uploaded, upload_model
+from tessera.shared.methods.registry import own_file_digest
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.preprocessing import FileName
 from tessera.shared.model.spec import Head, Model
@@ -156,7 +157,9 @@ class _Federation:
         sites = {name: [holding.examples, holding.held_out] for name, holding in population.holdings.items()}
         test = self.test.examples if self.test else None
         said = self.conditions.model_dump(mode="json", include={"dropout", "away", "policy"})
-        return {"spec": spec.model_dump(mode="json"), "sites": sites, "test": test, **said}
+        # Without it, a changed method would seem to have the results of the one before.
+        code = own_file_digest(spec.method.name)
+        return {"spec": spec.model_dump(mode="json"), "sites": sites, "test": test, "method_file": code, **said}
 
 
 def _spec(given: Mapping[str, Any], uploaded: Uploaded, test: Dataset | None) -> RunSpec:

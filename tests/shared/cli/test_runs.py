@@ -101,7 +101,7 @@ def test_a_watched_status_is_a_line_for_each_change_where_there_is_no_terminal(
     watched = commands.start("admin", "status", "--watch")
     documents = commands.start("admin", "status", "--watch", "--json")
     assert watched.stdout and documents.stdout  # noqa: PT018 (for the type checker)
-    assert watched.stdout.readline().startswith("runs none; workers 0 live of 0; blobs ")
+    assert watched.stdout.readline().startswith("runs none; workers 0 live; blobs ")
     assert json.loads(documents.stdout.readline())["runs"] == {}
     commands.create(folder)
     lines = told(watched, "runs 1 running; ")

@@ -13,8 +13,9 @@ from safetensors.torch import save_file
 from tessera.worker.data.dataset import DataError, Dataset
 from tessera.worker.data.partition.division import key_of_seed
 from tessera.worker.data.partition.schemes import Dirichlet, Iid
-from tessera.worker.data.registry import adapters, load
+from tessera.worker.data.registry import EVERY_KIND, adapters, load
 from tessera.worker.enrolment import SKELETON
+from tessera.worker.settings import DataSource
 from tests.support.paths import ROOT
 
 DIGITS = 1797
@@ -181,3 +182,11 @@ def test_sample_tables_in_new_settings_are_valid() -> None:
         options = {option: value for option, value in sample.items() if option not in ("kind", "held_out")}
         adapters()[sample["kind"]].options.model_validate(options)
     assert {sample["kind"] for sample in samples.values()} == {"images", "text"}
+
+
+def test_a_misspelt_key_of_every_kind_is_suggested() -> None:
+    assert set(EVERY_KIND) == DataSource.model_fields.keys()
+    with pytest.raises(DataError, match="heldout: unknown key; did you mean `held_out`"):
+        load("digits", {"heldout": 0.2})
+    with pytest.raises(DataError, match="splitt: unknown key; did you mean `split`"):
+        load("digits", {"splitt": "test"})

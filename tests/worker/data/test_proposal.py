@@ -151,8 +151,8 @@ def test_table_of_images_and_saved_folder_are_read_by_their_types(tmp_path: Path
 
 def test_what_only_a_person_can_decide_is_refused_with_what_to_write(tmp_path: Path) -> None:
     csv = {
-        "a,b,label": ("x y z,x y z,1", "a, b may all be the text: write `text` by hand"),
-        "text,x": ("some text,1", "no obvious column of classes among text, x: write `label` by hand"),
+        "a,b,label": ("x y z,x y z,1", "a, b may all be the text: name it with --text"),
+        "text,x": ("some text,1", "no obvious column of classes among text, x: name it with --label"),
         "text,label": ("some text,", "column 'label' has values that are no class"),
         "label": ("1", "no column of texts or images among label"),
     }
@@ -171,6 +171,15 @@ def test_what_only_a_person_can_decide_is_refused_with_what_to_write(tmp_path: P
         with pytest.raises(DataError) as refused:
             propose(path)
         assert what in str(refused.value)
+
+
+def test_named_columns_are_taken(tmp_path: Path) -> None:
+    path = table(tmp_path / "a.csv", "findings,impression,grade", "a b c,d e f,high", "g h i,j k l,low")
+    options = proposed(path, text="impression", label="grade")
+    assert (options["text"], options["label"], options["labels"]) == ("impression", "grade", ["high", "low"])
+    for option in ("text", "label"):
+        with pytest.raises(DataError, match=rf"^{option}: .* has no column 'x'"):
+            propose(path, **{option: "x"})
 
 
 def test_odd_names_stay_within_their_line(tmp_path: Path) -> None:

@@ -149,6 +149,12 @@ def test_other_separator_is_refused_rather_than_read_as_one_column(tmp_path: Pat
         read_table("file", (tmp_path / "notes.csv",))
 
 
+def test_table_in_another_encoding_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    (tmp_path / "notes.csv").write_bytes("text,label\nfür,no\n".encode("latin-1"))
+    with pytest.raises(DataError, match=r"its texts are not UTF-8; save it as UTF-8"):
+        read_table("file", (tmp_path / "notes.csv",))
+
+
 @pytest.mark.parametrize("lacking", [0, 1])
 def test_parquet_shard_without_a_column_is_named(tmp_path: Path, lacking: int) -> None:
     for shard in range(2):

@@ -25,7 +25,7 @@ from tessera.shared.methods.base import (
     TrainingStats,
     WorkerHalf,
 )
-from tessera.shared.methods.registry import methods
+from tessera.shared.methods.registry import FOLDERS, methods
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.governance.policy import Policy
 from tessera.worker.model.build import instantiate
@@ -382,6 +382,34 @@ def test_until_stops_at_a_version_and_the_rest_is_the_same(model: Weights, tmp_p
     again = simulate(spec(rounds=4), model, SITES, test=images(9), out=tmp_path, watch=told.append)
     assert (told, digests(again)) == ([], digests(whole))
     assert simulate(spec(rounds=4), model, SITES, test=images(9), out=tmp_path, until=1).over
+
+
+def test_results_of_a_method_before_its_file_changed_are_not_taken(
+    model: Weights, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "methods" / "mine.py"
+    file.parent.mkdir()
+    code = """
+from tessera.shared.methods.base import CoordinatorHalf, Method, MethodSettings
+
+class Mine(CoordinatorHalf[MethodSettings]):
+    \"\"\"FedAvg.\"\"\"
+
+METHOD = Method(name="mine", coordinator=Mine, source="")
+"""
+    monkeypatch.setenv(FOLDERS, str(file.parent))
+    mine = {**spec(), "method": {"name": "mine"}}
+    try:
+        for _ in range(2):
+            file.write_text(code)
+            methods.cache_clear()
+            simulate(mine, model, SITES, out=tmp_path / "out", until=1)
+        file.write_text(code.replace("FedAvg", "Another"))
+        with refusing("invalid", "other settings") as caught:
+            simulate(mine, model, SITES, out=tmp_path / "out", until=1)
+        assert [fault.pointer for fault in caught.value.errors] == ["/method_file"]
+    finally:
+        methods.cache_clear()
 
 
 def test_a_folder_is_of_one_simulation_and_of_one_process(model: Weights, tmp_path: Path) -> None:

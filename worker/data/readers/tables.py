@@ -383,6 +383,10 @@ def _unreadable(option: str, file: Path, fault: Exception) -> DataError:
     cause = fault.__cause__ or fault
     if isinstance(cause, OSError) and cause.errno in FULL:
         return disk_full(option, str(file), cause)
+    if isinstance(cause, UnicodeDecodeError):
+        return DataError(
+            f"{option}: {file} cannot be read: its texts are not UTF-8; save it as UTF-8, or name another"
+        )
     reason = "it is damaged" if isinstance(cause, pa.ArrowException) else in_short(cause)
     return DataError(f"{option}: {file} cannot be read: {reason}; correct it, or name another")
 
