@@ -23,6 +23,13 @@ def keep_freed_memory() -> None:
         mallopt(_M_ARENA_MAX, HEAPS)
 
 
+def return_freed_memory() -> None:
+    """Give all freed memory back to the system. Does nothing if the C library cannot."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
 UNLIMITED_BYTES = 1 << 60
 """Version 1 of control groups says no limit with a very large one."""
 

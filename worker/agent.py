@@ -49,6 +49,7 @@ from tessera.worker.metrics_file import Figures
 from tessera.worker.model.block_map import UnknownArchitecture
 from tessera.worker.model.build import ModelMismatch
 from tessera.worker.model.config import ConfigError
+from tessera.worker.model.device_memory import return_unused_memory
 from tessera.worker.model.layouts import MappingError
 from tessera.worker.settings import SettingsError, WorkerSettings, credential_of, tls_of
 from tessera.worker.settings_reload import SettingsFile, differing, reloaded
@@ -190,7 +191,9 @@ class Agent:
         try:
             while True:
                 task = self._next()
-                if task is not None:
+                if task is None:
+                    return_unused_memory()
+                else:
                     self._run_task(task)
         except Stopped:
             self._note("worker.stop", reason="asked")

@@ -192,6 +192,21 @@ def failed(task: TaskView) -> bool:
     return task.state == "failed"
 
 
+def test_a_worker_that_waits_gives_freed_memory_back(coordinator: LiveCoordinator, tmp_path: Path) -> None:
+    def held() -> int:
+        (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon")]
+        return int(line.split()[1]) << 10
+
+    # Too small to be mapped one by one. The last one keeps the others from being returned when they are freed.
+    blocks = [b"x" * (60_000 + place % 2) for place in range(4000)]
+    kept = blocks.pop()
+    before = held()
+    del blocks
+    with working(coordinator, tmp_path):
+        until(lambda: held() < before - (150 << 20))
+    assert len(kept) == 60_001
+
+
 def test_an_agent_trains_and_evaluates_a_run_to_its_end(coordinator: LiveCoordinator, tmp_path: Path) -> None:
     client = coordinator.client()
     frozen = MethodSpec(name="fedfrozen", settings={"warmup_rounds": 1, "scope": "v_head"})

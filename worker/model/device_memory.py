@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from tessera.shared.host_memory import available_bytes
+from tessera.shared.host_memory import available_bytes, return_freed_memory
 from tessera.shared.model.blocks import Block
 from tessera.shared.run_settings import Training
 from tessera.worker.model.four_bits import stored_bytes
@@ -47,3 +47,10 @@ def free_bytes(device: torch.device, meminfo: Path = MEMINFO) -> int:
         return min(limit, int(lines["MemAvailable"].split()[0]) << 10)
     except (OSError, KeyError, ValueError):
         return limit
+
+
+def return_unused_memory() -> None:
+    """Give the memory that this process no longer uses back to the machine, and to the GPUs for their other users."""
+    return_freed_memory()
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.empty_cache()

@@ -1,5 +1,5 @@
-"""Training where a device runs out of memory: the step begins anew in smaller pieces, with the bits of such a run; and
-what stays in memory after a task."""
+"""Training where a device runs out of memory: the step begins anew in smaller pieces, with the bits of such a run.
+And what stays in memory after a task."""
 
 from __future__ import annotations
 
@@ -148,15 +148,16 @@ def test_so_it_is_with_privacy_and_with_scaled_losses(spec: dict[str, Any]) -> N
     require_released("fedavg", **spec)
 
 
-def require_released(method: str, **spec: Any) -> None:
+def require_released(method: str, training: dict[str, Any] | None = None, **spec: Any) -> None:
     """Require that no optimizer, whose moments are twice the weights, waits for Python's garbage collector, and that
     the model that is kept has no gradients."""
     subject = subject_of(method)
     model, document = subject.model(), subject.document()
     tensors = named_tensors(model)
     start = Weights(document, {block.name: read_block(tensors, block) for block in document.blocks})
-    training = {"steps": 2, "batch_size": 8, "optimizer": "sgd"}  # some methods take no other
-    wanted = {"method": {"name": method}, "rounds": 2, **spec, "training": {**training, **spec.get("training", {})}}
+    # Some methods take no other optimizer.
+    steps = {"steps": 2, "batch_size": 8, "optimizer": "sgd", **(training or {})}
+    wanted = {"method": {"name": method}, "rounds": 2, "training": steps, **spec}
     left: list[int] = []
     gc.collect()
     gc.disable()
