@@ -187,14 +187,14 @@ def test_runs_that_choose_rates_come_first_and_headline_arms_have_ten_seeds(full
 
 
 def test_variants_of_an_arm_take_its_learning_rate(full: Plan) -> None:
-    selection = Selection(tables=["F-t"], arms=["warmup-4"])
+    selection = Selection(tables=["F-t"], arms=["warmup-8"])
     first = list(startable(full, selection, {}, ()))
     assert {(job.arm, job.setting, job.seed) for job in first} == {("fedfrozen", name, 0) for name in LEVELS}
     scores = {job: {1e-4: 0.1, 3e-4: 0.5, 1e-3: 0.2}[job.rate] for job in first}
     rows = list(startable(full, selection, scores, ()))
-    assert {(job.arm, job.rate) for job in rows} == {("warmup-4", 3e-4)}
+    assert {(job.arm, job.rate) for job in rows} == {("warmup-8", 3e-4)}
     table = full.tables["F-t"]
-    arms = [arm.model_copy(update={"rate_of": None}) if arm.name == "warmup-4" else arm for arm in table.arms]
+    arms = [arm.model_copy(update={"rate_of": None}) if arm.name == "warmup-8" else arm for arm in table.arms]
     other = full.model_copy(update={"tables": {"F-t": table.model_copy(update={"arms": tuple(arms)})}})
     assert setup_of(other, rows[0]) == setup_of(full, rows[0])
 
@@ -243,7 +243,7 @@ def test_plans_that_contradict_themselves_are_refused(tmp_path: Path) -> None:
             "first = 9, last = 5",
             "sites come back after round 5 and leave in round 9",
         ),
-        ('rate_of = "fedavg"', 'rate_of = "warmup-4"', "takes the rate of warmup-4, which chooses none in the grid"),
+        ('rate_of = "fedavg"', 'rate_of = "warmup-8"', "takes the rate of warmup-8, which chooses none in the grid"),
     ):
         assert old in text
         (tmp_path / "plan.toml").write_text(text.replace(old, new, 1), encoding="utf-8")
