@@ -26,6 +26,7 @@ from tessera.shared.tensors.dtypes import NUMPY_DTYPES
 from tessera.shared.tensors.lazy import ArrayTensor, as_bytes, from_bytes
 from tessera.shared.updates import safetensors_file
 from tessera.shared.updates.update_file import TrainedBlock, write_update
+from tests.support.coordinator import LiveCoordinator
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -81,7 +82,8 @@ def model_folder(folder: Path, model: Model) -> Path:
 
 def start_run(client: Client, model: Model, start: Arrays, **spec: Any) -> Run:
     """Uploads a model and its first version, and starts a run on it."""
-    blocks = {name: client.put_bytes(bytes(as_bytes(array))) for name, array in start.items()}
+    raw, live = [bytes(as_bytes(array)) for array in start.values()], LiveCoordinator.of.get(client)
+    blocks = dict(zip(start, live.hold(raw) if live else map(client.put_bytes, raw), strict=True))
     model_digest = client.put_bytes(canonical(model))
     version = client.put_bytes(canonical(Manifest(blocks=blocks)))
     wanted = {"name": "test", "method": MethodSpec(name="fedavg"), "dataset": "data", "rounds": 1, **spec}
