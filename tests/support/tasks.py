@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from tessera.shared.methods.base import (
     UnsupportedRun,
 )
 from tessera.shared.methods.registry import coordinator_half, methods, worker_half
+from tessera.shared.model.blocks import Block
 from tessera.shared.model.spec import Fusion, Head, Lora, Model, Prompts
 from tessera.shared.rounds.planning import initial_state
 from tessera.shared.tensors.lazy import Array, ArrayTensor
@@ -68,12 +70,17 @@ class Subject:
     def model(self) -> PreTrainedModel:
         return instantiate(self.config, self.head, seed=1, prompts=self.prompts, lora=self.lora)
 
+    @cached_property
+    def blocks(self) -> tuple[Block, ...]:
+        return block_table(self.model())
+
     def document(self) -> Model:
-        table = block_table(self.model())
-        return Model(config=self.config, head=self.head, blocks=table, prompts=self.prompts, lora=self.lora)
+        return Model(
+            config=self.config, head=self.head, blocks=self.blocks, prompts=self.prompts, lora=self.lora
+        )
 
     def facts(self, **training: Any) -> RunInfo:
-        return RunInfo(block_table(self.model()), rounds=10, training=Training.model_validate(training))
+        return RunInfo(self.blocks, rounds=10, training=Training.model_validate(training))
 
 
 PLAIN = Subject(VIT, "image-classification", images)
@@ -93,6 +100,7 @@ EACH_METHOD = pytest.mark.parametrize(
 """Each of `KINDS`, and in the long tests every method."""
 
 
+@cache
 def subject_of(method: str) -> Subject:
     """The first that a run of the method can start from: one that is plain, if that will do."""
     for subject in (PLAIN, ADAPTED, PROMPTED, DEEP):

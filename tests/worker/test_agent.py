@@ -64,6 +64,7 @@ from tests.support.federation import ScriptedWorker, small_model, start_run, val
 from tests.support.paths import ROOT
 from tests.support.scripted import Answer, answering
 from tests.support.tapping import Tap
+from tests.worker.task.test_hostile_coordinator import Hasty
 
 VIT = {
     "model_type": "vit", "image_size": 8, "patch_size": 4, "num_channels": 1, "hidden_size": 16, "num_labels": 10,
@@ -257,7 +258,7 @@ def test_what_is_kept_comes_back_in_the_next_round_and_never_travels(
 ) -> None:
     client = coordinator.client()
     run = begin(client, method=MethodSpec(name="personal"), rounds=3)
-    with working(coordinator, tmp_path):
+    with working(coordinator, tmp_path, poll_seconds=1):
         until(lambda: client.run(run.id).state == "completed")
         # No task comes any more: the worker asks what became of its last update.
         kept = tmp_path / "state" / "vault" / run.id
@@ -513,7 +514,7 @@ def nowhere(url: str, folder: Path) -> WorkerSettings:
 )
 def test_an_odd_answer_is_waited_out_like_an_outage(tmp_path: Path, answer: Answer) -> None:
     with answering(answer, Answer(204, b"")) as (url, asked):
-        stop = Stop()
+        stop = Hasty()
         agent = Agent(nowhere(url, tmp_path), stop)
         threading.Thread(target=lambda: (until(lambda: len(asked) >= 2), stop.request())).start()
         agent.run()

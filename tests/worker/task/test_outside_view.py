@@ -95,7 +95,7 @@ def worked(
         codec="raw",
         cohort=Cohort(sites=(site,)),
         # All examples are in each step, so that the odd one is.
-        training=Training(steps=8, batch_size=None, optimizer="sgd", learning_rate=1e-3),
+        training=Training(steps=3, batch_size=None, optimizer="sgd", learning_rate=1e-3),
         method=MethodSpec(name="fedavg") if kind == "images" else MethodSpec(name="safl", settings={"layers": 1}),
         privacy=Privacy(
             clip_norm=1.0,

@@ -88,6 +88,8 @@ def settings(coordinator: LiveCoordinator, folder: Path, held_out: float | None 
         "name": "w",
         "state_dir": folder,
         "threads": 1,
+        # A vault is settled once a claim has ended without a task.
+        "poll_seconds": 1,
     }
     return WorkerSettings(**given, datasets={"digits": digits})
 
