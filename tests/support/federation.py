@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from tessera.shared.api.runs import Cohort, Evaluation, Run, RunSpec
+from tessera.shared.api.runs import Cohort, Evaluation, Run, RunSpec, Training
 from tessera.shared.api.tasks import AdvertisedPolicy, Claim, EvaluationResult, Failure, Submission, Task, TaskView
-from tessera.shared.api.versions import Manifest
+from tessera.shared.api.versions import Manifest, VersionRef
 from tessera.shared.client.client import Client
-from tessera.shared.methods.base import MethodSpec
+from tessera.shared.methods.base import MethodSpec, Plan
 from tessera.shared.model.blocks import Block, TensorSlice
 from tessera.shared.model.dataset_schema import DatasetSchema
 from tessera.shared.model.spec import BLOCKS_FILE, WEIGHTS_FILE, Model
@@ -78,6 +78,20 @@ def model_folder(folder: Path, model: Model) -> Path:
         layout = [(name, "F32", array.shape) for name, array in tensors.items()]
         safetensors_file.write(file, layout, [as_bytes(array) for array in tensors.values()])
     return folder
+
+
+NO_DIGEST = f"sha256:{'0' * 64}"
+
+
+def task_of(**more: Any) -> Task:
+    """Return a task that no coordinator gave: all that one must have, and `more`."""
+    given = {
+        "id": "t", "token": 1, "kind": "train", "run": "r", "run_name": "demo", "round": 1, "rounds": 2, "seed": 0,
+        "method": MethodSpec(name="fedavg"), "plan": Plan(), "dataset": "wards", "training": Training(),
+        "codec": "raw", "normalization": "participants", "model": NO_DIGEST,
+        "version": VersionRef(number=0, digest=NO_DIGEST), "lease_seconds": 60.0,
+    }  # fmt: skip
+    return Task.model_validate({**given, **more})
 
 
 def start_run(client: Client, model: Model, start: Arrays, **spec: Any) -> Run:

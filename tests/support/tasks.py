@@ -29,8 +29,8 @@ from tessera.shared.rounds.planning import initial_state
 from tessera.shared.tensors.lazy import Array, ArrayTensor
 from tessera.worker.compute import Compute
 from tessera.worker.data.dataset import Dataset
-from tessera.worker.model.block_map import block_table
-from tessera.worker.model.build import instantiate
+from tessera.worker.model.block_map import block_table, named_tensors
+from tessera.worker.model.build import instantiate, read_block
 from tessera.worker.model.forward import objective_of
 from tessera.worker.model.held_values import HeldValues
 from tessera.worker.training.batches import Batches
@@ -57,6 +57,17 @@ def images(count: int = 24) -> Dataset:
     return Dataset({"pixel_values": pixels, "labels": torch.randint(0, 3, (count,), generator=generator)})
 
 
+def untrained(
+    config: Mapping[str, Any], head: Head, *, seed: int = 0, **parts: Any
+) -> tuple[Model, dict[str, Array]]:
+    """Return a random model's document, with further `parts`, and its blocks' values: what a run starts from."""
+    inserted = {name: parts[name] for name in ("lora", "prompts") if name in parts}
+    model = instantiate(config, head, seed=seed, **inserted)
+    document = Model(config=dict(config), head=head, blocks=block_table(model), **parts)
+    tensors = named_tensors(model)
+    return document, {block.name: read_block(tensors, block) for block in document.blocks}
+
+
 @dataclass(frozen=True)
 class Subject:
     """A small model, and data for it."""
@@ -75,9 +86,7 @@ class Subject:
         return block_table(self.model())
 
     def document(self) -> Model:
-        return Model(
-            config=self.config, head=self.head, blocks=self.blocks, prompts=self.prompts, lora=self.lora
-        )
+        return Model(config=self.config, head=self.head, blocks=self.blocks, prompts=self.prompts, lora=self.lora)
 
     def facts(self, **training: Any) -> RunInfo:
         return RunInfo(self.blocks, rounds=10, training=Training.model_validate(training))

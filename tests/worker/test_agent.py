@@ -43,7 +43,6 @@ from tessera.shared.methods.base import (
 )
 from tessera.shared.methods.registry import methods
 from tessera.shared.model.selectors import named, roles
-from tessera.shared.model.spec import Model
 from tessera.shared.problems import MEDIA_TYPE, OF_WORKERS, Invalid, Unauthenticated
 from tessera.shared.run_settings import DAYS
 from tessera.shared.tensors.lazy import ArrayTensor
@@ -53,8 +52,6 @@ from tessera.worker.attention.probabilities import UnknownAttention
 from tessera.worker.enrolment import rotate
 from tessera.worker.governance.opening_hours import local_time
 from tessera.worker.governance.policy import Policy
-from tessera.worker.model.block_map import block_table, named_tensors
-from tessera.worker.model.build import instantiate, read_block
 from tessera.worker.settings import WorkerSettings
 from tessera.worker.state.privacy_ledger import Exact
 from tessera.worker.stores import audit_of, ledger_of
@@ -64,6 +61,7 @@ from tests.support.federation import ScriptedWorker, small_model, start_run, val
 from tests.support.paths import ROOT
 from tests.support.scripted import Answer, answering
 from tests.support.tapping import Tap
+from tests.support.tasks import untrained
 from tests.worker.task.test_hostile_coordinator import Hasty
 
 VIT = {
@@ -129,10 +127,7 @@ def _more_methods() -> Iterator[None]:
 
 
 def begin(client: Client, config: Mapping[str, Any] = VIT, **spec: Any) -> Run:
-    model = instantiate(config, "image-classification")
-    blocks = block_table(model)
-    start = {block.name: read_block(named_tensors(model), block) for block in blocks}
-    document = Model(config=dict(config), head="image-classification", blocks=blocks)
+    document, start = untrained(config, "image-classification")
     training = Training(learning_rate=0.01, batch_size=256)
     wanted = {
         "dataset": "digits",

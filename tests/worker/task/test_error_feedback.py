@@ -15,7 +15,7 @@ from tessera.worker.model.build import instantiate
 from tessera.worker.simulation import Stalled, Weights, simulate
 from tessera.worker.task.error_feedback import FORGET_ROUNDS, PREFIX, Feedback, without_feedback
 from tests.support.tasks import VIT
-from tests.worker.simulation.test_simulation import SITES, digests, spec
+from tests.worker.simulation.test_simulation import SITES, spec
 
 BLOCK = Block(tensor="w", role="mlp", shape=(300, 200), dtype="F32")
 BASE = np.random.default_rng(0).normal(size=BLOCK.shape).astype(np.float32)

@@ -12,17 +12,16 @@ from safetensors.torch import save_file
 from tessera.shared.api.runs import Cohort, Privacy, Training
 from tessera.shared.api.tasks import Task, TaskView
 from tessera.shared.methods.base import MethodSpec
-from tessera.shared.model.spec import Head, Model
+from tessera.shared.model.spec import Head
 from tessera.shared.run_settings import Unit
 from tessera.shared.schema import EPSILON
 from tessera.worker.agent import Agent
-from tessera.worker.model.block_map import block_table, named_tensors
-from tessera.worker.model.build import instantiate, read_block
 from tessera.worker.settings import WorkerSettings
 from tessera.worker.stores import ledger_of
 from tessera.worker.task.heartbeat import Stop
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.federation import start_run
+from tests.support.tasks import untrained
 
 VIT = {
     "model_type": "vit", "image_size": 8, "patch_size": 4, "num_channels": 1, "hidden_size": 16, "num_labels": 10,
@@ -83,9 +82,7 @@ def worked(
         poll_seconds=5, datasets={"scans": {"kind": "arrays", "file": str(folder / f"{site}.safetensors")}},
     )  # fmt: skip
     config, head = (VIT, "image-classification") if kind == "images" else (BERT, "text-classification")
-    model = instantiate(config, cast("Head", head), seed=1)
-    document = Model(config=config, head=cast("Head", head), blocks=block_table(model))
-    start = {block.name: read_block(named_tensors(model), block) for block in document.blocks}
+    document, start = untrained(config, cast("Head", head), seed=1)
     agent, client = Agent(settings, Stop()), coordinator.client()
     run = start_run(
         client,

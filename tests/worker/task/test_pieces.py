@@ -6,16 +6,14 @@ from pathlib import Path
 
 from tessera.shared.api.runs import Training
 from tessera.shared.methods.base import MethodSpec
-from tessera.shared.model.spec import Model
 from tessera.shared.tensors.lazy import as_bytes, digest_of
 from tessera.worker.agent import Agent
-from tessera.worker.model.block_map import block_table, named_tensors
-from tessera.worker.model.build import instantiate, read_block
 from tessera.worker.settings import WorkerSettings
 from tessera.worker.task.heartbeat import Stop
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.datafiles import eighth_of_digits
 from tests.support.federation import start_run
+from tests.support.tasks import untrained
 
 # Of more than a megabyte: small versions come with their task.
 VIT = {
@@ -27,9 +25,7 @@ VIT = {
 def test_losses_that_do_not_add_up_are_refused_before_the_version_is_fetched(
     coordinator: LiveCoordinator, tmp_path: Path
 ) -> None:
-    model = instantiate(VIT, "image-classification", seed=1)
-    document = Model(config=VIT, head="image-classification", blocks=block_table(model))
-    start = {block.name: read_block(named_tensors(model), block) for block in document.blocks}
+    document, start = untrained(VIT, "image-classification", seed=1)
     settings = WorkerSettings(
         url=coordinator.url, token=coordinator.token("site", "a"), name="w", state_dir=tmp_path / "state", threads=1,
         poll_seconds=5, micro_batch=4, datasets={"digits": eighth_of_digits(tmp_path)},

@@ -35,6 +35,7 @@ from tessera.worker.training.progress import Report, rounded
 from tessera.worker.training.randomness import seed_everything
 from tessera.worker.training.setup import TrainingSetup
 from tessera.worker.training.trainer import Trainer
+from tests.support.tasks import CPU, images
 
 VIT = {
     "model_type": "vit", "image_size": 8, "patch_size": 4, "num_channels": 1, "hidden_size": 16, "num_labels": 3,
@@ -50,13 +51,6 @@ CLIP = {
     "text_config": {**TOWER, "vocab_size": 20, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
     "vision_config": {**TOWER, "image_size": 8, "patch_size": 4},
 }  # fmt: skip
-CPU = torch.device("cpu")
-
-
-def images(count: int = 24) -> Dataset:
-    generator = torch.Generator().manual_seed(5)
-    pixels = torch.randn(count, 1, 8, 8, generator=generator)
-    return Dataset({"pixel_values": pixels, "labels": torch.randint(0, 3, (count,), generator=generator)})
 
 
 def sentences() -> Dataset:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from tessera.shared.methods.base import MethodSpec, Participant, Phase, Plan, RunInfo, State
+from tessera.shared.methods.base import MethodSpec, Participant, Phase, Plan, RunInfo, State, WorkerHalf
 from tessera.shared.methods.registry import coordinator_half, methods, worker_half
 from tessera.shared.model.selectors import EVERYTHING
 from tessera.shared.rounds.planning import initial_state
@@ -103,7 +103,22 @@ def move(model: nn.Module, half: object) -> None:
             setattr(half, name, tree_map_only(Tensor, unreadable, value))
 
 
-@pytest.mark.parametrize(("method", "training"), [*((name, {}) for name in sorted(methods())), ("fedavg", WEIGHTED)])
+HOOKS = ("setup", "phases", "on_phase_start", "loss", "after_backward")
+"""What of a method is called in training."""
+
+
+def trains_alike(method: str) -> bool:
+    """Whether a step of a method is one of FedAvg's."""
+    return all(getattr(methods()[method].worker, hook) is getattr(WorkerHalf, hook) for hook in HOOKS)
+
+
+EACH = [
+    pytest.param(name, {}, marks=pytest.mark.long if name != "fedavg" and trains_alike(name) else ())
+    for name in sorted(methods())
+]
+
+
+@pytest.mark.parametrize(("method", "training"), [*EACH, ("fedavg", WEIGHTED)])
 def test_a_step_reads_nothing_from_the_device(method: str, training: dict[str, Any]) -> None:
     subject = subject_of(method)
     data = subject.data().rows(torch.arange(5))
