@@ -44,11 +44,12 @@ from tessera.worker.training.trainer import Trainer
 from tests.support.duals import dual, pairs
 
 CPU = torch.device("cpu")
-VIT = {
+VIT: dict[str, Any] = {
     "model_type": "vit", "image_size": 8, "patch_size": 4, "num_channels": 1, "hidden_size": 16, "num_labels": 3,
     "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24, "hidden_dropout_prob": 0.0,
     "attention_probs_dropout_prob": 0.0,
 }  # fmt: skip
+DIGITS_VIT: dict[str, Any] = {**VIT, "num_labels": 10, "num_hidden_layers": 1, "intermediate_size": 16}
 
 
 def images(count: int = 24) -> Dataset:

@@ -61,13 +61,10 @@ from tests.support.federation import ScriptedWorker, small_model, start_run, val
 from tests.support.paths import ROOT
 from tests.support.scripted import Answer, answering
 from tests.support.tapping import Tap
-from tests.support.tasks import untrained
+from tests.support.tasks import DIGITS_VIT, untrained
 from tests.worker.task.test_hostile_coordinator import Hasty
 
-VIT = {
-    "model_type": "vit", "image_size": 8, "patch_size": 4, "num_channels": 1, "hidden_size": 16, "num_labels": 10,
-    "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16, "hidden_dropout_prob": 0.2,
-}  # fmt: skip
+VIT = {**DIGITS_VIT, "hidden_dropout_prob": 0.2}
 HEAD = "classifier.weight"
 SECRET = "patient 4711"
 

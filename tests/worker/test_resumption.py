@@ -15,12 +15,9 @@ from tessera.worker.settings import WorkerSettings
 from tessera.worker.task.heartbeat import Stop
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.federation import start_run
-from tests.support.tasks import untrained
+from tests.support.tasks import DIGITS_VIT, untrained
 
-VIT = {
-    "model_type": "vit", "image_size": 8, "patch_size": 4, "num_channels": 1, "hidden_size": 16, "num_labels": 10,
-    "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16, "hidden_dropout_prob": 0.2,
-}  # fmt: skip
+VIT = {**DIGITS_VIT, "hidden_dropout_prob": 0.2}
 
 
 @contextmanager

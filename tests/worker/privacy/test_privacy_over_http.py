@@ -27,12 +27,9 @@ from tessera.worker.task.heartbeat import Stop
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.datafiles import eighth_of_digits, key_file
 from tests.support.federation import start_run
-from tests.support.tasks import untrained
+from tests.support.tasks import DIGITS_VIT, untrained
 
-VIT = {
-    "model_type": "vit", "image_size": 8, "patch_size": 4, "num_channels": 1, "hidden_size": 16, "num_labels": 10,
-    "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16, "hidden_dropout_prob": 0.0,
-}  # fmt: skip
+VIT = {**DIGITS_VIT, "num_hidden_layers": 2}
 PRIVACY = Privacy(epsilon=4.0, delta=1e-5, clip_norm=1.0)
 
 

@@ -44,11 +44,7 @@ from tessera.worker.training.trainer import Trainer
 from tests.support.federation import task_of
 from tests.support.tasks import ADAPTED, DEEP, PLAIN, PROMPTED, Subject, subject_of
 
-VIT = {
-    "model_type": "vit", "image_size": 8, "patch_size": 4, "num_channels": 1, "hidden_size": 16, "num_labels": 3,
-    "num_hidden_layers": 4, "num_attention_heads": 2, "intermediate_size": 24, "hidden_dropout_prob": 0.0,
-    "attention_probs_dropout_prob": 0.0,
-}  # fmt: skip
+VIT = {**PLAIN.config, "num_hidden_layers": 4}
 GPT2 = {
     "model_type": "gpt2", "vocab_size": 20, "n_positions": 8, "n_embd": 8, "n_layer": 2, "n_head": 2,
     "bos_token_id": 0, "eos_token_id": 0, "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0,

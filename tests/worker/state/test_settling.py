@@ -7,7 +7,6 @@ import signal
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -33,16 +32,13 @@ from tessera.worker.training.setup import TrainingSetup
 from tests.support.cli import forked
 from tests.support.coordinator import LiveCoordinator
 from tests.support.federation import ScriptedWorker, start_run
-from tests.support.tasks import untrained
+from tests.support.tasks import PLAIN, untrained
 from tests.worker.privacy.test_private_task import PRIVACY, private_task, spent
 from tests.worker.privacy.test_private_task import task as task_of
 
 CPU = torch.device("cpu")
 KEY = b"k" * 64
-VIT: dict[str, Any] = {
-    "model_type": "vit", "image_size": 8, "patch_size": 4, "num_channels": 1, "hidden_size": 8, "num_labels": 3,
-    "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8,
-}  # fmt: skip
+VIT = {**PLAIN.config, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
 
 
 class SiteWithRun:

@@ -13,13 +13,10 @@ from tessera.worker.task.heartbeat import Stop
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.datafiles import eighth_of_digits
 from tests.support.federation import start_run
-from tests.support.tasks import untrained
+from tests.support.tasks import DIGITS_VIT, untrained
 
 # Of more than a megabyte: small versions come with their task.
-VIT = {
-    "model_type": "vit", "image_size": 8, "patch_size": 4, "num_channels": 1, "hidden_size": 256, "num_labels": 10,
-    "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 256,
-}  # fmt: skip
+VIT = {**DIGITS_VIT, "hidden_size": 256, "intermediate_size": 256}
 
 
 def test_losses_that_do_not_add_up_are_refused_before_the_version_is_fetched(

@@ -37,13 +37,9 @@ from tessera.worker.training.setup import TrainingSetup
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.duals import dual, pairs
 from tests.support.federation import ScriptedWorker, start_run
+from tests.support.tasks import DIGITS_VIT as VIT
 from tests.support.tasks import untrained
 
-VIT = {
-    "model_type": "vit", "image_size": 8, "patch_size": 4, "num_channels": 1, "hidden_size": 16, "num_labels": 10,
-    "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16, "hidden_dropout_prob": 0.0,
-    "attention_probs_dropout_prob": 0.0,
-}  # fmt: skip
 CPU = torch.device("cpu")
 GLOBAL = {"accuracy", "macro_f1", "loss", "calibration_error"}
 Precision = Literal["float32", "bfloat16", "float16"]
