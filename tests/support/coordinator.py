@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar, Self
-from weakref import WeakKeyDictionary
+from typing import Any, Self
 
 import fastapi.routing
 import httpx
@@ -35,6 +34,7 @@ from tessera.shared.client.client import Client
 from tessera.shared.problems import MEDIA_TYPE, Problem, ProblemDocument
 from tessera.shared.schema import TokenRole
 from tests.support.databases import url_in
+from tests.support.federation import HOLDING
 
 WAIT_SECONDS = 60.0
 """More than the busiest machine needs; what comes does so long before."""
@@ -106,9 +106,6 @@ class Clock:
 class LiveCoordinator:
     """Started with `with`. Stopping and starting again keeps the folder, as a restart does."""
 
-    of: ClassVar[WeakKeyDictionary[Client, LiveCoordinator]] = WeakKeyDictionary()
-    """The coordinator of each client that one has made."""
-
     def __init__(self, folder: Path, *, clock: Callable[[], float] | None = None, **settings: Any) -> None:
         places = {
             "database_url": url_in(folder),
@@ -146,6 +143,7 @@ class LiveCoordinator:
         if isinstance(self._clock, Clock):
             self._clock.moved.remove(self.services.wake_conductor)
         for client in self._clients:
+            HOLDING.pop(client, None)  # type: ignore[call-overload]
             client.close()
 
     def app(self) -> Any:
@@ -183,7 +181,7 @@ class LiveCoordinator:
         options = {"patience_seconds": 5.0, "verify": False, **transport}
         client = Client(self.url, self.token(role, site), **options)
         self._clients.append(client)
-        self.of[client] = self
+        HOLDING[client] = self.hold
         return client
 
     def http(self, role: TokenRole = "admin", site: str | None = None) -> httpx.Client:

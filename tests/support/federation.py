@@ -5,18 +5,19 @@ from __future__ import annotations
 import io
 import json
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from tessera.shared.api.runs import Cohort, Evaluation, Run, RunSpec, Training
+from tessera.shared.api.runs import Cohort, Evaluation, Run, RunSpec
 from tessera.shared.api.tasks import AdvertisedPolicy, Claim, EvaluationResult, Failure, Submission, Task, TaskView
-from tessera.shared.api.versions import Manifest, VersionRef
+from tessera.shared.api.versions import Manifest
 from tessera.shared.client.client import Client
-from tessera.shared.methods.base import MethodSpec, Plan
+from tessera.shared.methods.base import MethodSpec
 from tessera.shared.model.blocks import Block, TensorSlice
 from tessera.shared.model.dataset_schema import DatasetSchema
 from tessera.shared.model.spec import BLOCKS_FILE, WEIGHTS_FILE, Model
@@ -26,9 +27,11 @@ from tessera.shared.tensors.dtypes import NUMPY_DTYPES
 from tessera.shared.tensors.lazy import ArrayTensor, as_bytes, from_bytes
 from tessera.shared.updates import safetensors_file
 from tessera.shared.updates.update_file import TrainedBlock, write_update
-from tests.support.coordinator import LiveCoordinator
 
 Arrays = Mapping[str, np.ndarray]
+
+HOLDING: WeakKeyDictionary[Client, Callable[[Iterable[bytes]], Iterable[str]]] = WeakKeyDictionary()
+"""How a coordinator of this process takes many blobs at once and returns their digests, by its clients."""
 
 _FETCHED: dict[str, bytes] = {}
 """Blobs by their digest: what has the same is the same, whichever coordinator it came from."""
@@ -80,24 +83,10 @@ def model_folder(folder: Path, model: Model) -> Path:
     return folder
 
 
-NO_DIGEST = f"sha256:{'0' * 64}"
-
-
-def task_of(**more: Any) -> Task:
-    """Return a task that no coordinator gave: all that one must have, and `more`."""
-    given = {
-        "id": "t", "token": 1, "kind": "train", "run": "r", "run_name": "demo", "round": 1, "rounds": 2, "seed": 0,
-        "method": MethodSpec(name="fedavg"), "plan": Plan(), "dataset": "wards", "training": Training(),
-        "codec": "raw", "normalization": "participants", "model": NO_DIGEST,
-        "version": VersionRef(number=0, digest=NO_DIGEST), "lease_seconds": 60.0,
-    }  # fmt: skip
-    return Task.model_validate({**given, **more})
-
-
 def start_run(client: Client, model: Model, start: Arrays, **spec: Any) -> Run:
     """Uploads a model and its first version, and starts a run on it."""
-    raw, live = [bytes(as_bytes(array)) for array in start.values()], LiveCoordinator.of.get(client)
-    blocks = dict(zip(start, live.hold(raw) if live else map(client.put_bytes, raw), strict=True))
+    hold = HOLDING.get(client) or (lambda raw: map(client.put_bytes, raw))
+    blocks = dict(zip(start, hold(bytes(as_bytes(array)) for array in start.values()), strict=True))
     model_digest = client.put_bytes(canonical(model))
     version = client.put_bytes(canonical(Manifest(blocks=blocks)))
     wanted = {"name": "test", "method": MethodSpec(name="fedavg"), "dataset": "data", "rounds": 1, **spec}

@@ -25,7 +25,8 @@ from tessera.worker.state.privacy_ledger import Ledger
 from tessera.worker.stores import audit_of, ledger_of
 from tessera.worker.task.heartbeat import Stop
 from tests.support.coordinator import LiveCoordinator
-from tests.support.federation import ScriptedWorker, small_model, start_run, task_of, values
+from tests.support.federation import ScriptedWorker, small_model, start_run, values
+from tests.support.task_document import task_of
 
 SETTINGS = """
 url = "{url}"

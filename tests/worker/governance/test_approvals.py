@@ -15,7 +15,7 @@ from tessera.shared.methods.base import MethodSpec, Plan
 from tessera.shared.run_settings import ClientPrivacy
 from tessera.worker.governance.approvals import ApprovalDecision, Inbox, InboxError, Request, Unapproved, terms_digest
 from tessera.worker.governance.run_history import RunSnapshot
-from tests.support.federation import task_of
+from tests.support.task_document import task_of
 
 DIGEST = f"sha256:{'0' * 64}"
 NOON = datetime(2026, 11, 23, 12, tzinfo=UTC)

@@ -11,7 +11,8 @@ from tessera.shared.model.preprocessing import FileName, FileRef
 from tessera.shared.model.selectors import roles
 from tessera.shared.run_settings import ClientPrivacy, Privacy
 from tessera.worker.governance.descriptions import in_words, size, summary
-from tests.support.federation import small_model, task_of
+from tests.support.federation import small_model
+from tests.support.task_document import task_of
 
 MODEL = small_model()
 DIGEST = f"sha256:{'0' * 64}"

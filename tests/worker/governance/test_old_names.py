@@ -17,7 +17,7 @@ from tessera.worker.governance.approvals import terms_digest
 from tessera.worker.governance.policy import Policy, PolicyViolation
 from tessera.worker.governance.run_history import RunHistory, RunSnapshot
 from tessera.worker.settings import SettingsError, read_settings
-from tests.support.federation import task_of
+from tests.support.task_document import task_of
 
 DIGEST = "sha256:" + "0" * 64
 OLD_TERMS = {

@@ -18,7 +18,7 @@ from tessera.worker.governance.policy import (
     PrivacyFloor,
     check_use,
 )
-from tests.support.federation import task_of
+from tests.support.task_document import task_of
 
 TABLE = tuple(
     Block(tensor=name, role=role, shape=(4,), dtype="F32")

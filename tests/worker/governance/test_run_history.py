@@ -13,7 +13,7 @@ from tessera.shared.methods.base import MethodSpec, Plan
 from tessera.shared.run_settings import ClientPrivacy
 from tessera.worker.governance.policy import Policy, PolicyViolation
 from tessera.worker.governance.run_history import VERSIONS_KEPT, RunHistory, RunSnapshot
-from tests.support.federation import task_of
+from tests.support.task_document import task_of
 
 DIGESTS = [f"sha256:{number:064x}" for number in range(100)]
 

@@ -41,7 +41,7 @@ from tessera.worker.training.progress import Report
 from tessera.worker.training.randomness import seed_everything
 from tessera.worker.training.setup import TrainingSetup
 from tessera.worker.training.trainer import Trainer
-from tests.support.federation import task_of
+from tests.support.task_document import task_of
 from tests.support.tasks import ADAPTED, DEEP, PLAIN, PROMPTED, Subject, subject_of
 
 VIT = {**PLAIN.config, "num_hidden_layers": 4}

@@ -11,7 +11,7 @@ import pytest
 from tessera.shared.run_settings import Budget
 from tessera.worker.state.hash_chain import BEGINNING, TaskRef
 from tessera.worker.state.privacy_ledger import Ledger, LedgerError, NoisyChoice, NoisySteps
-from tests.support.federation import task_of
+from tests.support.task_document import task_of
 
 TARGET = Budget(epsilon=3.0, delta=1e-5)
 STEPS = NoisySteps(noise_multiplier=1.5, sampling_rate=0.1, steps=10)

@@ -16,7 +16,7 @@ from tessera.worker.state.audit import Audit
 from tessera.worker.state.hash_chain import BEGINNING, ChainError, Head, TaskRef
 from tessera.worker.state.privacy_ledger import Exact, Ledger, LedgerError, NoisySteps
 from tessera.worker.stores import audit_key_of, ledger_of
-from tests.support.federation import task_of
+from tests.support.task_document import task_of
 from tests.worker.state.test_privacy_ledger import STEPS, TARGET
 
 KEY = b"k" * 64

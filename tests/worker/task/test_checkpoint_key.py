@@ -22,7 +22,7 @@ from tessera.worker.state.vault import Vault
 from tessera.worker.task.environment import TaskEnvironment
 from tessera.worker.task.resumption import SETTINGS, checkpoint_of, key_of
 from tessera.worker.training.setup import TrainingSetup
-from tests.support.federation import task_of
+from tests.support.task_document import task_of
 from tests.support.tasks import images
 
 PRIVACY = {"epsilon": 3.0, "delta": 1e-5, "clip_norm": 1.0}
