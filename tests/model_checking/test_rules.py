@@ -17,8 +17,8 @@ MILLION = 1_000_000
 SEEDS = 8
 
 
-# In short, a quarter of them.
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(2, SEEDS))])
+# In short, an eighth of them.
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, SEEDS))])
 def test_a_million_events_break_no_invariant(seed: int) -> None:
     done = rehearse(seed, MILLION // SEEDS)
     assert done.steps == MILLION // SEEDS

@@ -7,7 +7,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +23,8 @@ from sqlalchemy import event
 
 from tessera.coordinator.app import create_app
 from tessera.coordinator.auth.tokens import issue_token
+from tessera.coordinator.db.inserts import insert_or_update
+from tessera.coordinator.db.tables import UploadRow, new_id
 from tessera.coordinator.db.workers import create_site
 from tessera.coordinator.server.http_limits import configuration
 from tessera.coordinator.services import Services, assemble
@@ -32,6 +34,7 @@ from tessera.shared.client.client import Client
 from tessera.shared.problems import MEDIA_TYPE, Problem, ProblemDocument
 from tessera.shared.schema import TokenRole
 from tests.support.databases import url_in
+from tests.support.federation import HOLDING
 
 WAIT_SECONDS = 60.0
 """More than the busiest machine needs; what comes does so long before."""
@@ -140,6 +143,7 @@ class LiveCoordinator:
         if isinstance(self._clock, Clock):
             self._clock.moved.remove(self.services.wake_conductor)
         for client in self._clients:
+            HOLDING.pop(client, None)  # type: ignore[call-overload]
             client.close()
 
     def app(self) -> Any:
@@ -155,6 +159,19 @@ class LiveCoordinator:
                 self._sites.add(site)
             return issue_token(session, database.now(), "test", spec)[1]
 
+    def hold(self, raw: Iterable[bytes]) -> list[str]:
+        """Put blobs in the store as if somebody had uploaded them, all at once: a request for each takes longer than
+        most tests. Return their digests."""
+        blobs, database = self.services.blobs, self.services.database
+        stored = [blobs.put([data]) for data in raw]
+        with database.transaction() as session:
+            blobs.record(session, database.now(), stored)
+            for blob in stored:
+                row = {"id": new_id(), "owner": "token:tests", "digest": blob.digest}
+                state = {"length": blob.size, "complete": True, "created_at": database.now()}
+                insert_or_update(session, UploadRow, ("owner", "digest"), {**row, **state}, state)
+        return [blob.digest for blob in stored]
+
     @property
     def _sites(self) -> set[str]:
         return self.__dict__.setdefault("_site_names", set())
@@ -164,6 +181,7 @@ class LiveCoordinator:
         options = {"patience_seconds": 5.0, "verify": False, **transport}
         client = Client(self.url, self.token(role, site), **options)
         self._clients.append(client)
+        HOLDING[client] = self.hold
         return client
 
     def http(self, role: TokenRole = "admin", site: str | None = None) -> httpx.Client:

@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from alembic import command
+from alembic.config import Config
+from alembic.script import ScriptDirectory
 from sqlalchemy import URL, Engine, create_engine, make_url
 from sqlalchemy.util import LRUCache
 
@@ -77,6 +79,21 @@ def _compile_once() -> None:
 
 
 _compile_once()
+
+
+def _read_steps_once() -> None:
+    """Alembic reads all steps of the schema anew for each command, which takes longer than most of them."""
+    read, known = ScriptDirectory.from_config, dict[str | None, ScriptDirectory]()
+
+    def from_config(config: Config) -> ScriptDirectory:
+        place = config.get_main_option("script_location")
+        known[place] = known.get(place) or read(config)
+        return known[place]
+
+    ScriptDirectory.from_config = from_config  # type: ignore[method-assign,assignment]
+
+
+_read_steps_once()
 
 
 def url_in(folder: Path, name: str = "tessera") -> str:

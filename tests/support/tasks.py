@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
@@ -22,13 +23,14 @@ from tessera.shared.methods.base import (
     UnsupportedRun,
 )
 from tessera.shared.methods.registry import coordinator_half, methods, worker_half
+from tessera.shared.model.blocks import Block
 from tessera.shared.model.spec import Fusion, Head, Lora, Model, Prompts
 from tessera.shared.rounds.planning import initial_state
 from tessera.shared.tensors.lazy import Array, ArrayTensor
 from tessera.worker.compute import Compute
 from tessera.worker.data.dataset import Dataset
-from tessera.worker.model.block_map import block_table
-from tessera.worker.model.build import instantiate
+from tessera.worker.model.block_map import block_table, named_tensors
+from tessera.worker.model.build import instantiate, read_block
 from tessera.worker.model.forward import objective_of
 from tessera.worker.model.held_values import HeldValues
 from tessera.worker.training.batches import Batches
@@ -42,17 +44,29 @@ from tessera.worker.training.trainer import Trainer
 from tests.support.duals import dual, pairs
 
 CPU = torch.device("cpu")
-VIT = {
+VIT: dict[str, Any] = {
     "model_type": "vit", "image_size": 8, "patch_size": 4, "num_channels": 1, "hidden_size": 16, "num_labels": 3,
     "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24, "hidden_dropout_prob": 0.0,
     "attention_probs_dropout_prob": 0.0,
 }  # fmt: skip
+DIGITS_VIT: dict[str, Any] = {**VIT, "num_labels": 10, "num_hidden_layers": 1, "intermediate_size": 16}
 
 
 def images(count: int = 24) -> Dataset:
     generator = torch.Generator().manual_seed(5)
     pixels = torch.randn(count, 1, 8, 8, generator=generator)
     return Dataset({"pixel_values": pixels, "labels": torch.randint(0, 3, (count,), generator=generator)})
+
+
+def untrained(
+    config: Mapping[str, Any], head: Head, *, seed: int = 0, **parts: Any
+) -> tuple[Model, dict[str, Array]]:
+    """Return a random model's document, with further `parts`, and its blocks' values: what a run starts from."""
+    inserted = {name: parts[name] for name in ("lora", "prompts") if name in parts}
+    model = instantiate(config, head, seed=seed, **inserted)
+    document = Model(config=dict(config), head=head, blocks=block_table(model), **parts)
+    tensors = named_tensors(model)
+    return document, {block.name: read_block(tensors, block) for block in document.blocks}
 
 
 @dataclass(frozen=True)
@@ -68,12 +82,15 @@ class Subject:
     def model(self) -> PreTrainedModel:
         return instantiate(self.config, self.head, seed=1, prompts=self.prompts, lora=self.lora)
 
+    @cached_property
+    def blocks(self) -> tuple[Block, ...]:
+        return block_table(self.model())
+
     def document(self) -> Model:
-        table = block_table(self.model())
-        return Model(config=self.config, head=self.head, blocks=table, prompts=self.prompts, lora=self.lora)
+        return Model(config=self.config, head=self.head, blocks=self.blocks, prompts=self.prompts, lora=self.lora)
 
     def facts(self, **training: Any) -> RunInfo:
-        return RunInfo(block_table(self.model()), rounds=10, training=Training.model_validate(training))
+        return RunInfo(self.blocks, rounds=10, training=Training.model_validate(training))
 
 
 PLAIN = Subject(VIT, "image-classification", images)
@@ -93,6 +110,7 @@ EACH_METHOD = pytest.mark.parametrize(
 """Each of `KINDS`, and in the long tests every method."""
 
 
+@cache
 def subject_of(method: str) -> Subject:
     """The first that a run of the method can start from: one that is plain, if that will do."""
     for subject in (PLAIN, ADAPTED, PROMPTED, DEEP):

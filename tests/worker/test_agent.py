@@ -43,7 +43,6 @@ from tessera.shared.methods.base import (
 )
 from tessera.shared.methods.registry import methods
 from tessera.shared.model.selectors import named, roles
-from tessera.shared.model.spec import Model
 from tessera.shared.problems import MEDIA_TYPE, OF_WORKERS, Invalid, Unauthenticated
 from tessera.shared.run_settings import DAYS
 from tessera.shared.tensors.lazy import ArrayTensor
@@ -53,8 +52,6 @@ from tessera.worker.attention.probabilities import UnknownAttention
 from tessera.worker.enrolment import rotate
 from tessera.worker.governance.opening_hours import local_time
 from tessera.worker.governance.policy import Policy
-from tessera.worker.model.block_map import block_table, named_tensors
-from tessera.worker.model.build import instantiate, read_block
 from tessera.worker.settings import WorkerSettings
 from tessera.worker.state.privacy_ledger import Exact
 from tessera.worker.stores import audit_of, ledger_of
@@ -64,11 +61,10 @@ from tests.support.federation import ScriptedWorker, small_model, start_run, val
 from tests.support.paths import ROOT
 from tests.support.scripted import Answer, answering
 from tests.support.tapping import Tap
+from tests.support.tasks import DIGITS_VIT, untrained
+from tests.worker.task.test_hostile_coordinator import Hasty
 
-VIT = {
-    "model_type": "vit", "image_size": 8, "patch_size": 4, "num_channels": 1, "hidden_size": 16, "num_labels": 10,
-    "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16, "hidden_dropout_prob": 0.2,
-}  # fmt: skip
+VIT = {**DIGITS_VIT, "hidden_dropout_prob": 0.2}
 HEAD = "classifier.weight"
 SECRET = "patient 4711"
 
@@ -128,10 +124,7 @@ def _more_methods() -> Iterator[None]:
 
 
 def begin(client: Client, config: Mapping[str, Any] = VIT, **spec: Any) -> Run:
-    model = instantiate(config, "image-classification")
-    blocks = block_table(model)
-    start = {block.name: read_block(named_tensors(model), block) for block in blocks}
-    document = Model(config=dict(config), head="image-classification", blocks=blocks)
+    document, start = untrained(config, "image-classification")
     training = Training(learning_rate=0.01, batch_size=256)
     wanted = {
         "dataset": "digits",
@@ -272,7 +265,7 @@ def test_what_is_kept_comes_back_in_the_next_round_and_never_travels(
 ) -> None:
     client = coordinator.client()
     run = begin(client, method=MethodSpec(name="personal"), rounds=3)
-    with working(coordinator, tmp_path):
+    with working(coordinator, tmp_path, poll_seconds=1):
         until(lambda: client.run(run.id).state == "completed")
         # No task comes any more: the worker asks what became of its last update.
         kept = tmp_path / "state" / "vault" / run.id
@@ -528,7 +521,7 @@ def nowhere(url: str, folder: Path) -> WorkerSettings:
 )
 def test_an_odd_answer_is_waited_out_like_an_outage(tmp_path: Path, answer: Answer) -> None:
     with answering(answer, Answer(204, b"")) as (url, asked):
-        stop = Stop()
+        stop = Hasty()
         agent = Agent(nowhere(url, tmp_path), stop)
         threading.Thread(target=lambda: (until(lambda: len(asked) >= 2), stop.request())).start()
         agent.run()

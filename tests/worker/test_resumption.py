@@ -10,19 +10,14 @@ from pathlib import Path
 from structlog.testing import capture_logs
 
 from tessera.shared.api.runs import Cohort, Training
-from tessera.shared.model.spec import Model
 from tessera.worker.agent import Agent
-from tessera.worker.model.block_map import block_table, named_tensors
-from tessera.worker.model.build import instantiate, read_block
 from tessera.worker.settings import WorkerSettings
 from tessera.worker.task.heartbeat import Stop
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.federation import start_run
+from tests.support.tasks import DIGITS_VIT, untrained
 
-VIT = {
-    "model_type": "vit", "image_size": 8, "patch_size": 4, "num_channels": 1, "hidden_size": 16, "num_labels": 10,
-    "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16, "hidden_dropout_prob": 0.2,
-}  # fmt: skip
+VIT = {**DIGITS_VIT, "hidden_dropout_prob": 0.2}
 
 
 @contextmanager
@@ -41,9 +36,7 @@ def test_a_stopped_worker_gives_its_task_back_and_resumes_it_under_a_new_token(
     coordinator: LiveCoordinator, tmp_path: Path
 ) -> None:
     client = coordinator.client()
-    model = instantiate(VIT, "image-classification")
-    document = Model(config=VIT, head="image-classification", blocks=block_table(model))
-    start = {block.name: read_block(named_tensors(model), block) for block in document.blocks}
+    document, start = untrained(VIT, "image-classification")
     # 180 examples one by one: a stop takes effect long before the last of 360 steps.
     run = start_run(
         client, document, start, dataset="digits", rounds=1, training=Training(epochs=2, batch_size=1),

@@ -18,8 +18,6 @@ from tessera.shared.schema import MAX_SECONDS_PER_BYTE
 from tessera.shared.updates.codec_choice import decode_delay
 from tessera.shared.updates.codecs.pipeline import LOSSLESS, RAW
 from tessera.shared.updates.safetensors_file import read_header
-from tessera.worker.model.block_map import block_table, named_tensors
-from tessera.worker.model.build import instantiate, read_block
 from tessera.worker.state.blob_cache import Cache
 from tessera.worker.state.vault import Vault
 from tessera.worker.task.runner import TaskRunner
@@ -29,7 +27,7 @@ from tests.coordinator.server.test_bulk_bodies import DATA, announce, offset, pa
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
 from tests.support.raw import connected, parsed
-from tests.support.tasks import CPU, VIT
+from tests.support.tasks import CPU, VIT, untrained
 from tests.worker.simulation.test_simulation import images
 
 LARGE = small_model(200)
@@ -105,11 +103,8 @@ def real_worker(coordinator: LiveCoordinator, folder: Path, **spec: Any) -> tupl
     cache, vault = Cache(folder / "cache", 1 << 24), Vault(folder / "vault")
     runner = TaskRunner(worker.client, {"data": images(0)}, TrainingSetup(CPU), vault, cache, folder)
     worker.enrol()
-    model = instantiate(WIDE, "image-classification", seed=0)
-    blocks = block_table(model)
-    document = Model(config=WIDE, head="image-classification", blocks=blocks)
+    document, start = untrained(WIDE, "image-classification")
     assert document.nbytes > MEASURED_BYTES
-    start = {block.name: read_block(named_tensors(model), block) for block in blocks}
     training = Training(optimizer="sgd", momentum=0, learning_rate=0.01, batch_size=8)
     start_run(coordinator.client(), document, start, training=training, **spec)
     return runner, worker

@@ -14,12 +14,9 @@ from tessera.shared.api.runs import Cohort, Evaluation, Run
 from tessera.shared.api.tasks import Submission, Task, TaskView
 from tessera.shared.client.client import Client
 from tessera.shared.methods.base import MethodSpec
-from tessera.shared.model.spec import Model
 from tessera.shared.run_settings import Training
 from tessera.shared.tensors.lazy import from_bytes
 from tessera.worker.data.dataset import Dataset
-from tessera.worker.model.block_map import block_table, named_tensors
-from tessera.worker.model.build import instantiate, read_block
 from tessera.worker.state.blob_cache import Cache
 from tessera.worker.state.vault import Vault
 from tessera.worker.task.errors import TaskFailure
@@ -28,7 +25,7 @@ from tessera.worker.training.progress import Report
 from tessera.worker.training.setup import TrainingSetup
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
-from tests.support.tasks import VIT, images
+from tests.support.tasks import VIT, images, untrained
 
 MODEL = small_model()
 START = values(MODEL)
@@ -151,9 +148,7 @@ def labelled(seed: int) -> Dataset:
 def test_the_server_remembers_the_mean_of_what_sites_keep_after_a_quorum_failure_and_an_exclusion(
     standing: LiveCoordinator, tmp_path: Path, method: str, prefix: str
 ) -> None:
-    model = instantiate(VIT, "image-classification", seed=1)
-    document = Model(config=VIT, head="image-classification", blocks=block_table(model))
-    start = {block.name: read_block(named_tensors(model), block) for block in document.blocks}
+    document, start = untrained(VIT, "image-classification", seed=1)
     client, name = standing.client(), f"receipts{next(_names)}"
     workers = [
         ScriptedWorker(standing.client("site", site), name=name, datasets={name: 12}, methods=(method,))
@@ -216,9 +211,7 @@ class WithoutReceipts(Client):
 def test_a_coordinator_without_receipts_gets_no_update_that_follows_from_what_the_site_keeps(
     standing: LiveCoordinator, tmp_path: Path, method: str, trains: bool
 ) -> None:
-    model = instantiate(VIT, "image-classification", seed=1)
-    document = Model(config=VIT, head="image-classification", blocks=block_table(model))
-    start = {block.name: read_block(named_tensors(model), block) for block in document.blocks}
+    document, start = untrained(VIT, "image-classification", seed=1)
     name = f"receipts{next(_names)}"
     older = WithoutReceipts(standing.url, standing.token("site", "a"), verify=False)
     with older:

@@ -26,7 +26,7 @@ from tests.support.federation import _FETCHED, ScriptedWorker, small_model, star
 from tests.support.storage import statements
 from tests.support.tapping import Tap
 
-pytestmark = pytest.mark.both_databases
+pytestmark = pytest.mark.both_databases(long="sqlite")
 
 MODEL = small_model()
 

@@ -17,12 +17,9 @@ from tessera.shared.api.runs import Run, Training
 from tessera.shared.client.client import Client
 from tessera.shared.client.line import MEASURED_BYTES, ThreadTimes
 from tessera.shared.methods.base import MethodSpec
-from tessera.shared.model.spec import Model
 from tessera.shared.tensors.lazy import ArrayTensor, to_array
 from tessera.shared.updates import codec_choice
 from tessera.shared.updates.update_file import read_update
-from tessera.worker.model.block_map import block_table, named_tensors
-from tessera.worker.model.build import instantiate, read_block
 from tessera.worker.state.blob_cache import Cache
 from tessera.worker.state.vault import Vault
 from tessera.worker.task.runner import TaskRunner
@@ -30,7 +27,7 @@ from tessera.worker.training.progress import Report
 from tessera.worker.training.setup import TrainingSetup
 from tests.support.coordinator import LiveCoordinator, refusing, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
-from tests.support.tasks import CPU, VIT
+from tests.support.tasks import CPU, VIT, untrained
 from tests.worker.simulation.test_simulation import images
 
 MODEL = small_model(64)
@@ -149,10 +146,7 @@ def runner_and_run(coordinator: LiveCoordinator, folder: Path, **spec: Any) -> t
         worker.client, {"data": images(0)}, TrainingSetup(CPU), Vault(folder / "vault"), cache, folder
     )
     worker.enrol()
-    model = instantiate(WIDE, "image-classification", seed=0)
-    blocks = block_table(model)
-    start = {block.name: read_block(named_tensors(model), block) for block in blocks}
-    document = Model(config=WIDE, head="image-classification", blocks=blocks)
+    document, start = untrained(WIDE, "image-classification", seed=0)
     training = Training(optimizer="sgd", momentum=0, learning_rate=0.01, batch_size=8)
     client = coordinator.client()
     return (

@@ -47,13 +47,6 @@ def signed_in(coordinator: LiveCoordinator, role: TokenRole = "admin") -> Person
     return person
 
 
-@pytest.fixture(scope="module")
-def standing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCoordinator]:
-    """One coordinator for tests that leave it as they found it."""
-    with LiveCoordinator(tmp_path_factory.mktemp("standing")) as live:
-        yield live
-
-
 @pytest.fixture
 def admin(coordinator: LiveCoordinator) -> Person:
     return signed_in(coordinator)

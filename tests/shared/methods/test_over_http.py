@@ -18,18 +18,13 @@ from tessera.shared.model.spec import Model
 from tessera.shared.updates import codec_choice
 from tessera.shared.updates.safetensors_file import read_header
 from tessera.worker.agent import Agent
-from tessera.worker.model.block_map import block_table, named_tensors
-from tessera.worker.model.build import instantiate, read_block
 from tessera.worker.settings import WorkerSettings
 from tessera.worker.task.heartbeat import Stop
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.federation import start_run
+from tests.support.tasks import DIGITS_VIT, untrained
 
-VIT = {
-    "model_type": "vit", "image_size": 8, "patch_size": 4, "num_channels": 1, "hidden_size": 64, "num_labels": 10,
-    "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64, "hidden_dropout_prob": 0.0,
-    "attention_probs_dropout_prob": 0.0,
-}  # fmt: skip
+VIT = {**DIGITS_VIT, "hidden_size": 64, "intermediate_size": 64}
 HEAD = {"classifier.weight", "classifier.bias"}
 HEADERS = 20_000
 """More bytes than headers and manifests take, and far fewer than the model."""
@@ -57,9 +52,7 @@ class Field:
     folder: Path
 
     def run(self, method: str, settings: dict[str, Any] | None = None, **training: Any) -> Finished:
-        model = instantiate(VIT, "image-classification", seed=1)
-        document = Model(config=VIT, head="image-classification", blocks=block_table(model))
-        start = {block.name: read_block(named_tensors(model), block) for block in document.blocks}
+        document, start = untrained(VIT, "image-classification", seed=1)
         plain = Training.model_validate(
             {"optimizer": "sgd", "learning_rate": 0.1, "weight_decay": 0.0, "batch_size": 64, **training}
         )

@@ -34,8 +34,8 @@ from tessera.shared.schema import canonical
 from tessera.shared.tensors.lazy import Array, ArrayTensor
 from tessera.shared.updates.update_file import TrainedBlock, write_update
 from tessera.worker.agent import Agent
-from tessera.worker.model.block_map import block_table, named_tensors
-from tessera.worker.model.build import instantiate, read_block
+from tessera.worker.model.block_map import block_table
+from tessera.worker.model.build import instantiate
 from tessera.worker.settings import WorkerSettings, token_of
 from tessera.worker.state.vault import Vault
 from tessera.worker.task.heartbeat import Stop
@@ -43,6 +43,7 @@ from tests.support.coordinator import LiveCoordinator, until
 from tests.support.duals import CLASSES, START, dual
 from tests.support.federation import start_run
 from tests.support.tapping import Tap
+from tests.support.tasks import untrained
 
 BOTH = Prompts(vision=4, text=4)
 COLOURS = ("red", "green", "blue")
@@ -129,9 +130,7 @@ def sites(coordinator: LiveCoordinator, tmp_path: Path, data: dict[str, Any]) ->
 
 
 def begin(client: Client, method: str, settings: dict[str, Any] | None = None, **spec: Any) -> Run:
-    model = instantiate(dual("clip"), "contrastive", seed=2, prompts=BOTH)
-    document = Model(config=dual("clip"), head="contrastive", prompts=BOTH, blocks=block_table(model))
-    start = {block.name: read_block(named_tensors(model), block) for block in document.blocks}
+    document, start = untrained(dual("clip"), "contrastive", seed=2, prompts=BOTH)
     plain = Training(optimizer="sgd", learning_rate=0.01, weight_decay=0.0, batch_size=8)
     wanted = {
         "training": plain,

@@ -30,12 +30,9 @@ from tests.support.coordinator import LiveCoordinator, until
 from tests.support.datafiles import some_digits
 from tests.support.federation import start_run
 from tests.support.tapping import Tap
+from tests.support.tasks import DIGITS_VIT
 
-VIT = {
-    "model_type": "vit", "image_size": 8, "patch_size": 4, "num_channels": 1, "hidden_size": 64, "num_labels": 10,
-    "num_hidden_layers": 4, "num_attention_heads": 2, "intermediate_size": 128, "hidden_dropout_prob": 0.0,
-    "attention_probs_dropout_prob": 0.0,
-}  # fmt: skip
+VIT = {**DIGITS_VIT, "hidden_size": 64, "num_hidden_layers": 4, "intermediate_size": 128}
 BLOCKS = block_table(instantiate(VIT, "image-classification", seed=1))
 BY_NAME = {block.name: block for block in BLOCKS}
 LAYER_BYTES = layers_of(BLOCKS)[0].nbytes

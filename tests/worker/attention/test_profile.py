@@ -39,10 +39,12 @@ AVERAGED = {"wavlm"}
 """What puts out its heads' mean in place of each head."""
 
 
+def drawn(model_type: str, case: Case, **options: str) -> PreTrainedModel:
+    return AutoModel.from_config(AutoConfig.for_model(model_type, **case.config), **options).eval()
+
+
 def made(model_type: str, case: Case, attention: str | None = None) -> PreTrainedModel:
-    config = AutoConfig.for_model(model_type, **case.config)
-    options = {"attn_implementation": attention} if attention else {}
-    model = AutoModel.from_config(config, **options).eval()
+    model = drawn(model_type, case, **({"attn_implementation": attention} if attention else {}))
     model.load_state_dict(Subject(model_type, case).model.state_dict())
     return model
 
@@ -220,7 +222,7 @@ def test_what_makes_a_latent_or_a_norm_belongs_to_no_head() -> None:
 
 @pytest.mark.parametrize("model_type", sorted(set(ZOO) - set(UNKNOWN)))
 def test_every_family_has_rows_by_head_of_each_role(model_type: str) -> None:
-    case, model = ZOO[model_type], made(model_type, ZOO[model_type])
+    case, model = ZOO[model_type], drawn(model_type, ZOO[model_type])
     by_name = {block.name: block for block in block_table(model)}
     for layer in profile(model, case, TaskTokens()).values():
         assert {by_name[name].role for name in layer.rows} == {"query", "key", "value", "output"}

@@ -26,7 +26,7 @@ from tessera.worker.stores import audit_of, ledger_of
 from tessera.worker.task.heartbeat import Stop
 from tests.support.coordinator import LiveCoordinator
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
-from tests.worker.state.test_privacy_ledger import task
+from tests.support.task_document import task_of
 
 SETTINGS = """
 url = "{url}"
@@ -168,7 +168,7 @@ def test_a_site_whose_folders_were_emptied_or_restored_finds_it_by_what_its_subm
 def test_a_ledger_that_is_behind_the_audit_is_found_and_adopted_as_lost(site: Site) -> None:
     ledger = ledger_of(read_settings(site.config))
     with ledger.page("digits") as page:
-        page.exact(TaskRef.of(task(dataset="digits")), 10, "training")
+        page.exact(TaskRef.of(task_of(dataset="digits")), 10, "training")
     head = ledger.leaving("digits")
     assert head
     site.audit.record("update.leave", None, ledger={"digits": head.model_dump()})
@@ -192,7 +192,7 @@ def test_a_removed_data_set_s_ledger_under_a_lost_key_is_found_at_the_start_and_
         file.write('ledger = "people"\n')
     for name in ("digits", "old"):
         with Ledger(site.file.parents[1] / "ledger", b"lost" * 8).page(name) as page:
-            page.exact(TaskRef.of(task(dataset=name)), 10, "training")
+            page.exact(TaskRef.of(task_of(dataset=name)), 10, "training")
     with pytest.raises(SettingsError, match=r"digits\.jsonl.*tessera worker adopt"):
         Agent(read_settings(site.config), Stop())
     assert site.say("verify").exit_code == 1

@@ -15,6 +15,7 @@ from tessera.shared.methods.base import MethodSpec, Plan
 from tessera.shared.run_settings import ClientPrivacy
 from tessera.worker.governance.approvals import ApprovalDecision, Inbox, InboxError, Request, Unapproved, terms_digest
 from tessera.worker.governance.run_history import RunSnapshot
+from tests.support.task_document import task_of
 
 DIGEST = f"sha256:{'0' * 64}"
 NOON = datetime(2026, 11, 23, 12, tzinfo=UTC)
@@ -54,14 +55,7 @@ def asking(tmp_path: Path) -> Asking:
 
 
 def task(run: str = "r1", **more: object) -> Task:
-    given = {
-        "id": "t", "token": 1, "kind": "train", "run": run, "run_name": f"name-{run}", "round": 1, "rounds": 2,
-        "seed": 0, "method": MethodSpec(name="fedavg"), "plan": Plan(), "dataset": "wards", "training": Training(),
-        "codec": "raw", "normalization": "participants", "model": DIGEST,
-        "version": VersionRef(number=0, digest=DIGEST),
-        "lease_seconds": 60.0, "orchestrator": "trial",
-    }  # fmt: skip
-    return Task.model_validate({**given, **more})
+    return task_of(run=run, run_name=f"name-{run}", **{"orchestrator": "trial", **more})
 
 
 def test_nothing_is_done_for_a_run_until_somebody_approves_it(asking: Asking) -> None:

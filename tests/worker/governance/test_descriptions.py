@@ -6,13 +6,13 @@ import pytest
 
 from tessera.shared.api.runs import Training
 from tessera.shared.api.tasks import Task
-from tessera.shared.api.versions import VersionRef
 from tessera.shared.methods.base import MethodSpec, Plan
 from tessera.shared.model.preprocessing import FileName, FileRef
 from tessera.shared.model.selectors import roles
 from tessera.shared.run_settings import ClientPrivacy, Privacy
 from tessera.worker.governance.descriptions import in_words, size, summary
 from tests.support.federation import small_model
+from tests.support.task_document import task_of
 
 MODEL = small_model()
 DIGEST = f"sha256:{'0' * 64}"
@@ -22,13 +22,10 @@ PRIVATE = Privacy(epsilon=4.0, delta=1e-6, clip_norm=1.0)
 
 def task(**more: object) -> Task:
     given = {
-        "id": "t", "token": 1, "kind": "train", "run": "r", "run_name": "demo", "round": 1, "rounds": 20, "seed": 0,
-        "method": MethodSpec(name="fedfrozen"), "plan": Plan(train=roles("value"), upload=roles("value")),
-        "dataset": "notes", "training": Training(epochs=3), "codec": "raw", "normalization": "participants",
-        "model": DIGEST, "version": VersionRef(number=0, digest=DIGEST), "lease_seconds": 60.0,
-        "orchestrator": "trial-office",
+        "rounds": 20, "method": MethodSpec(name="fedfrozen"), "dataset": "notes", "training": Training(epochs=3),
+        "plan": Plan(train=roles("value"), upload=roles("value")), "orchestrator": "trial-office",
     }  # fmt: skip
-    return Task.model_validate({**given, **more})
+    return task_of(**{**given, **more})
 
 
 def test_a_run_is_told_in_full() -> None:

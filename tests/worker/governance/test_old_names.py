@@ -11,13 +11,13 @@ import pytest
 
 from tessera.shared.api.tasks import Task
 from tessera.shared.api.versions import VersionRef
-from tessera.shared.methods.base import MethodSpec, Plan
 from tessera.shared.run_settings import Training
 from tessera.worker.governance.airlock import Summary
 from tessera.worker.governance.approvals import terms_digest
 from tessera.worker.governance.policy import Policy, PolicyViolation
 from tessera.worker.governance.run_history import RunHistory, RunSnapshot
 from tessera.worker.settings import SettingsError, read_settings
+from tests.support.task_document import task_of
 
 DIGEST = "sha256:" + "0" * 64
 OLD_TERMS = {
@@ -28,12 +28,8 @@ OLD_TERMS = {
 
 
 def task(normalization: str = "participants") -> Task:
-    return Task.model_validate({
-        "id": "t", "token": 1, "kind": "train", "run": "r", "run_name": "demo", "round": 2, "rounds": 3, "seed": 5,
-        "method": MethodSpec(name="fedavg"), "plan": Plan(), "dataset": "wards", "training": Training(),
-        "codec": "raw", "normalization": normalization, "model": DIGEST,
-        "version": VersionRef(number=1, digest=DIGEST), "lease_seconds": 60.0,
-    })  # fmt: skip
+    version = VersionRef(number=1, digest=DIGEST)
+    return task_of(round=2, rounds=3, seed=5, version=version, normalization=normalization)
 
 
 def test_an_approval_of_the_version_before_still_holds() -> None:

@@ -5,10 +5,7 @@ from __future__ import annotations
 import pytest
 from pydantic import BaseModel
 
-from tessera.shared.api.runs import Training
 from tessera.shared.api.tasks import Task
-from tessera.shared.api.versions import VersionRef
-from tessera.shared.methods.base import MethodSpec, Plan
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.selectors import roles
 from tessera.shared.run_settings import Privacy
@@ -21,23 +18,16 @@ from tessera.worker.governance.policy import (
     PrivacyFloor,
     check_use,
 )
+from tests.support.task_document import task_of
 
 TABLE = tuple(
     Block(tensor=name, role=role, shape=(4,), dtype="F32")
     for name, role in (("embed", "embedding"), ("layer.0.query", "query"), ("layer.0.value", "value"), ("fc", "head"))
 )
-DIGEST = f"sha256:{'0' * 64}"
 
 
 def task(**more: object) -> Task:
-    given = {
-        "id": "t", "token": 1, "kind": "train", "run": "r", "run_name": "demo", "round": 0, "rounds": 2, "seed": 0,
-        "method": MethodSpec(name="fedavg"), "plan": Plan(), "dataset": "wards",
-        "training": Training(), "codec": "raw",
-        "normalization": "participants", "model": DIGEST, "version": VersionRef(number=0, digest=DIGEST),
-        "lease_seconds": 60.0,
-    }  # fmt: skip
-    return Task.model_validate({**given, **more})
+    return task_of(**{"round": 0, **more})
 
 
 def private(**more: object) -> Privacy:

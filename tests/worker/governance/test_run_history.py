@@ -8,12 +8,12 @@ import pytest
 
 from tessera.shared.api.runs import Training
 from tessera.shared.api.secure_sums import SumTask
-from tessera.shared.api.tasks import Task
 from tessera.shared.api.versions import VersionRef
 from tessera.shared.methods.base import MethodSpec, Plan
 from tessera.shared.run_settings import ClientPrivacy
 from tessera.worker.governance.policy import Policy, PolicyViolation
 from tessera.worker.governance.run_history import VERSIONS_KEPT, RunHistory, RunSnapshot
+from tests.support.task_document import task_of
 
 DIGESTS = [f"sha256:{number:064x}" for number in range(100)]
 
@@ -21,13 +21,8 @@ DIGESTS = [f"sha256:{number:064x}" for number in range(100)]
 def task(number: int, digest: str | None = None, **more: object) -> RunSnapshot:
     """Round `number` on the version before it."""
     version = VersionRef(number=number - 1, digest=digest or DIGESTS[number - 1])
-    given = {
-        "id": "t", "token": 1, "kind": "train", "run": "r", "run_name": "demo", "round": number, "rounds": 90,
-        "seed": 5, "method": MethodSpec(name="fedavg"), "plan": Plan(), "dataset": "wards", "training": Training(),
-        "codec": "raw", "normalization": "participants", "model": DIGESTS[0],
-        "version": version, "lease_seconds": 60.0,
-    }  # fmt: skip
-    return RunSnapshot.of(Task.model_validate({**given, **more}))
+    given = {"round": number, "rounds": 90, "seed": 5, "model": DIGESTS[0], "version": version}
+    return RunSnapshot.of(task_of(**{**given, **more}))
 
 
 def refused(seen: RunHistory, asked: RunSnapshot, rule: str, max_attempts: int = 10) -> str:

@@ -23,7 +23,6 @@ from tessera.shared.api.tasks import TaskView
 from tessera.shared.client.client import Client
 from tessera.shared.methods.base import MethodSpec
 from tessera.shared.model.selectors import roles
-from tessera.shared.model.spec import Model
 from tessera.shared.run_settings import Privacy
 from tessera.shared.schema import canonical
 from tessera.shared.tensors.lazy import digest_of
@@ -34,8 +33,6 @@ from tessera.worker.cli.audit import app as audit_app
 from tessera.worker.cli.worker import app
 from tessera.worker.governance.airlock import AIRLOCK_FOLDER, SUMMARY_FILE, summary_of
 from tessera.worker.governance.opening_hours import Opening, Used, local_time
-from tessera.worker.model.block_map import block_table, named_tensors
-from tessera.worker.model.build import instantiate, read_block
 from tessera.worker.settings import read_settings
 from tessera.worker.settings_reload import SettingsFile
 from tessera.worker.state.audit import Audit
@@ -43,11 +40,8 @@ from tessera.worker.state.hash_chain import TaskRef
 from tessera.worker.task.heartbeat import Stop
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.federation import start_run
-
-VIT = {
-    "model_type": "vit", "image_size": 8, "patch_size": 4, "num_channels": 1, "hidden_size": 16, "num_labels": 10,
-    "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16,
-}  # fmt: skip
+from tests.support.tasks import DIGITS_VIT as VIT
+from tests.support.tasks import untrained
 
 SETTINGS = """
 url = "{url}"
@@ -114,14 +108,12 @@ def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def begin(client: Client, **spec: Any) -> Run:
-    model = instantiate(VIT, "image-classification")
-    blocks = block_table(model)
-    start = {block.name: read_block(named_tensors(model), block) for block in blocks}
+    document, start = untrained(VIT, "image-classification")
     wanted = {
         "name": "demo", "dataset": "digits", "training": Training(learning_rate=0.01, batch_size=256),
         "cohort": Cohort(max_attempts=2), **spec,
     }  # fmt: skip
-    return start_run(client, Model(config=VIT, head="image-classification", blocks=blocks), start, **wanted)
+    return start_run(client, document, start, **wanted)
 
 
 def tasks(client: Client, run: Run) -> list[TaskView]:

@@ -130,7 +130,7 @@ def test_choices_and_steps_together_cost_more_than_either_and_no_more_than_both(
 
 
 def test_a_round_more_is_composed_alone_and_what_was_there_before_is_known() -> None:
-    before = [steps(1.0 + number / 10, 0.1, 20) for number in range(12)]
+    before = [steps(1.0 + number / 10, 0.1, 20) for number in range(4)]
     epsilon([*before, steps(3.0, 0.1, 20)], DELTA)
     known = _distribution.cache_info().misses, _composed.cache_info().misses
     epsilon([*before, steps(3.0, 0.1, 40)], DELTA)

@@ -29,14 +29,11 @@ from tessera.worker.privacy.per_example_grads import (
     tensor_norms,
 )
 from tessera.worker.training.freeze import Freeze
+from tests.support.tasks import VIT
 
 TEXT = {
     "vocab_size": 30, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24,
     "max_position_embeddings": 12, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2,
-}  # fmt: skip
-VIT = {
-    "model_type": "vit", "image_size": 8, "patch_size": 4, "num_channels": 1, "hidden_size": 16, "num_labels": 3,
-    "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24,
 }  # fmt: skip
 BERT = {"model_type": "bert", **TEXT, "num_labels": 3}
 DISTILBERT = {

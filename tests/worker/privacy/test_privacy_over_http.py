@@ -16,12 +16,9 @@ from tessera.shared.api.runs import Cohort, Evaluation, Run, Training
 from tessera.shared.api.tasks import TaskView
 from tessera.shared.client.client import Client
 from tessera.shared.methods.base import MethodSpec
-from tessera.shared.model.spec import Model
 from tessera.shared.run_settings import Privacy
 from tessera.worker.agent import Agent
 from tessera.worker.governance.policy import Policy
-from tessera.worker.model.block_map import block_table, named_tensors
-from tessera.worker.model.build import instantiate, read_block
 from tessera.worker.privacy.accountant import epsilon
 from tessera.worker.privacy.private_task import PrivateTask
 from tessera.worker.settings import WorkerSettings
@@ -30,11 +27,9 @@ from tessera.worker.task.heartbeat import Stop
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.datafiles import eighth_of_digits, key_file
 from tests.support.federation import start_run
+from tests.support.tasks import DIGITS_VIT, untrained
 
-VIT = {
-    "model_type": "vit", "image_size": 8, "patch_size": 4, "num_channels": 1, "hidden_size": 16, "num_labels": 10,
-    "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16, "hidden_dropout_prob": 0.0,
-}  # fmt: skip
+VIT = {**DIGITS_VIT, "num_hidden_layers": 2}
 PRIVACY = Privacy(epsilon=4.0, delta=1e-5, clip_norm=1.0)
 
 
@@ -58,9 +53,7 @@ def site(coordinator: LiveCoordinator, folder: Path, **source: Any) -> Iterator[
 
 
 def ended(client: Client, **spec: Any) -> Run:
-    model = instantiate(VIT, "image-classification", seed=1)
-    document = Model(config=VIT, head="image-classification", blocks=block_table(model))
-    start = {block.name: read_block(named_tensors(model), block) for block in document.blocks}
+    document, start = untrained(VIT, "image-classification", seed=1)
     given = {
         "dataset": "digits", "rounds": 2, "training": Training(batch_size=32, learning_rate=0.01),
         "cohort": Cohort(size=1, max_attempts=1, max_task_attempts=1),

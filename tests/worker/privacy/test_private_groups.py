@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tessera.shared.api.runs import Training
 from tessera.shared.methods.base import MethodSpec, Phase, TrainingStats
-from tessera.shared.methods.registry import methods, worker_half
+from tessera.shared.methods.registry import worker_half
 from tessera.shared.model.selectors import EVERYTHING, Selector, roles
 from tessera.shared.privacy.noise import NoiseSource
 from tessera.shared.run_settings import Privacy
@@ -103,21 +103,23 @@ def texts() -> Dataset:
 def test_one_group_less_moves_the_sum_by_no_more_than_the_clip_norm(config: dict[str, Any], train: Selector) -> None:
     noisy = of_plain(texts() if config is GPT2 else patients(), train, config)
     count = noisy._mechanism.sampling.units
-    whole = torch.arange(count)
-    moved = [difference(noisy.sums(whole), noisy.sums(whole[whole != group])) for group in range(count)]
+    groups = torch.arange(count)
+    whole = noisy.sums(groups)
+    moved = [difference(whole, noisy.sums(groups[groups != group])) for group in range(count)]
     noisy.close()
     assert 0 < max(moved) <= CLIP + 1e-4
 
 
-@pytest.mark.parametrize("method", sorted(methods()))
+@EACH_METHOD
 def test_so_it_is_with_every_method_in_every_phase(method: str) -> None:
     for context, trainer, phase, data in each_phase(method):
         freeze = Freeze(
             context.model, [*phase.train.resolve(context.blocks), *(context.private if phase.private else ())]
         )
         noisy = grouped_gradients(trainer, freeze, data)
-        whole = torch.arange(noisy._mechanism.sampling.units)
-        moved = [difference(noisy.sums(whole), noisy.sums(whole[whole != group])) for group in range(3)]
+        groups = torch.arange(noisy._mechanism.sampling.units)
+        whole = noisy.sums(groups)
+        moved = [difference(whole, noisy.sums(groups[groups != group])) for group in range(3)]
         noisy.close()
         assert 0 < max(moved) <= CLIP + 1e-4
 

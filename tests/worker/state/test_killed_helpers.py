@@ -185,7 +185,7 @@ def opened_round(federation: Federation, helpers: Sequence[Helper], number: int,
     return bool(found)
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_helpers_that_are_killed_anywhere_open_one_set_of_a_round(tmp_path: Path, seed: int) -> None:
     dice = Random(seed)
     federation = Federation(6, 4)

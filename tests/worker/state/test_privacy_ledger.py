@@ -8,33 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from tessera.shared.api.runs import Training
-from tessera.shared.api.tasks import Task
-from tessera.shared.api.versions import VersionRef
-from tessera.shared.methods.base import MethodSpec, Plan
 from tessera.shared.run_settings import Budget
 from tessera.worker.state.hash_chain import BEGINNING, TaskRef
 from tessera.worker.state.privacy_ledger import Ledger, LedgerError, NoisyChoice, NoisySteps
+from tests.support.task_document import task_of
 
-DIGEST = f"sha256:{'0' * 64}"
 TARGET = Budget(epsilon=3.0, delta=1e-5)
 STEPS = NoisySteps(noise_multiplier=1.5, sampling_rate=0.1, steps=10)
 
 
-def task(**more: object) -> Task:
-    given = {
-        "id": "t", "token": 1, "kind": "train", "run": "r", "run_name": "demo", "round": 1, "rounds": 2, "seed": 0,
-        "method": MethodSpec(name="fedavg"), "plan": Plan(), "dataset": "wards",
-        "training": Training(), "codec": "raw",
-        "normalization": "participants", "model": DIGEST, "version": VersionRef(number=0, digest=DIGEST),
-        "lease_seconds": 60.0,
-    }  # fmt: skip
-    return Task.model_validate({**given, **more})
-
-
 def spend(ledger: Ledger, **more: object) -> None:
     with ledger.page("wards") as page:
-        page.spend(TaskRef.of(task(**more)), 100, TARGET, [STEPS])
+        page.spend(TaskRef.of(task_of(**more)), 100, TARGET, [STEPS])
 
 
 def file_of(folder: Path) -> Path:
@@ -44,7 +29,7 @@ def file_of(folder: Path) -> Path:
 def test_what_was_spent_is_there_for_the_next_process(tmp_path: Path) -> None:
     assert Ledger(tmp_path).read("wards") == ()
     with Ledger(tmp_path).page("wards") as page:
-        page.spend(TaskRef.of(task(round=3, rounds=3, token=7)), 100, TARGET, [NoisyChoice(rho=0.01), STEPS])
+        page.spend(TaskRef.of(task_of(round=3, rounds=3, token=7)), 100, TARGET, [NoisyChoice(rho=0.01), STEPS])
     (entry,) = Ledger(tmp_path).read("wards")
     assert (entry.run, entry.round, entry.token, entry.examples) == ("r", 3, 7, 100)
     assert entry.events == (NoisyChoice(rho=0.01), STEPS)

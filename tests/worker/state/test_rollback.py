@@ -16,7 +16,8 @@ from tessera.worker.state.audit import Audit
 from tessera.worker.state.hash_chain import BEGINNING, ChainError, Head, TaskRef
 from tessera.worker.state.privacy_ledger import Exact, Ledger, LedgerError, NoisySteps
 from tessera.worker.stores import audit_key_of, ledger_of
-from tests.worker.state.test_privacy_ledger import STEPS, TARGET, task
+from tests.support.task_document import task_of
+from tests.worker.state.test_privacy_ledger import STEPS, TARGET
 
 KEY = b"k" * 64
 Line = dict[str, Any]
@@ -29,7 +30,7 @@ def file_of(folder: Path, dataset: str = "wards") -> Path:
 def spend(ledger: Ledger, count: int = 1, budget: Budget = TARGET) -> None:
     for _ in range(count):
         with ledger.page("wards") as page:
-            page.spend(TaskRef.of(task()), 100, budget, [STEPS])
+            page.spend(TaskRef.of(task_of()), 100, budget, [STEPS])
 
 
 def lines_of(path: Path) -> list[Line]:
@@ -152,7 +153,7 @@ def test_what_is_written_to_a_ledger_that_was_removed_meanwhile_is_not_taken_as_
         if replaced:
             file_of(tmp_path).write_bytes(copy)
         with pytest.raises(LedgerError, match="removed or replaced while"):
-            page.spend(TaskRef.of(task()), 100, TARGET, [STEPS])
+            page.spend(TaskRef.of(task_of()), 100, TARGET, [STEPS])
 
 
 # ---------------------------------------------------------------- from before there was a key, and after it is lost
@@ -292,5 +293,7 @@ def test_a_digest_under_the_key_tells_nothing_of_the_entry(tmp_path: Path) -> No
     assert line["digest"] != sha256(_canonical(line["entry"]))
     other = Ledger(tmp_path / "b", b"o" * 64)
     with other.page("wards") as page:
-        page.spend(TaskRef.of(task()), 100, TARGET, [NoisySteps(noise_multiplier=1.5, sampling_rate=0.1, steps=10)])
+        page.spend(
+            TaskRef.of(task_of()), 100, TARGET, [NoisySteps(noise_multiplier=1.5, sampling_rate=0.1, steps=10)]
+        )
     assert lines_of(file_of(tmp_path / "b"))[0]["digest"] != line["digest"]

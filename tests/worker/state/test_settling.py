@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import math
 import signal
-from collections.abc import Iterator
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,15 +14,12 @@ import torch
 from tessera.shared.api.runs import Training
 from tessera.shared.api.tasks import Task
 from tessera.shared.methods.base import MethodSpec
-from tessera.shared.model.spec import Model
 from tessera.shared.problems import LeaseLost
 from tessera.shared.run_settings import Privacy
 from tessera.shared.schema import MAX_NUMBER
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.governance.airlock import Airlock, UpdateWithheld
 from tessera.worker.governance.policy import Allowance, Policy, PolicyViolation
-from tessera.worker.model.block_map import block_table, named_tensors
-from tessera.worker.model.build import instantiate, read_block
 from tessera.worker.privacy.private_task import PrivateTask
 from tessera.worker.state.audit import Audit, heads_of
 from tessera.worker.state.blob_cache import Cache
@@ -37,15 +32,13 @@ from tessera.worker.training.setup import TrainingSetup
 from tests.support.cli import forked
 from tests.support.coordinator import LiveCoordinator
 from tests.support.federation import ScriptedWorker, start_run
+from tests.support.tasks import PLAIN, untrained
 from tests.worker.privacy.test_private_task import PRIVACY, private_task, spent
 from tests.worker.privacy.test_private_task import task as task_of
 
 CPU = torch.device("cpu")
 KEY = b"k" * 64
-VIT: dict[str, Any] = {
-    "model_type": "vit", "image_size": 8, "patch_size": 4, "num_channels": 1, "hidden_size": 8, "num_labels": 3,
-    "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8,
-}  # fmt: skip
+VIT = {**PLAIN.config, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
 
 
 class SiteWithRun:
@@ -62,9 +55,7 @@ class SiteWithRun:
         given = (self.worker.client, {"data": data}, TrainingSetup(CPU), Vault(folder / "vault"), cache, folder)
         self.runner = TaskRunner(*given, ledger=self.ledger, audit=self.audit)
         self.worker.enrol()
-        model = instantiate(VIT, "image-classification", seed=1)
-        document = Model(config=VIT, head="image-classification", blocks=block_table(model))
-        start = {block.name: read_block(named_tensors(model), block) for block in document.blocks}
+        document, start = untrained(VIT, "image-classification", seed=1)
         training = Training(batch_size=8, learning_rate=0.01)
         start_run(
             coordinator.client(), document, start, rounds=2, method=MethodSpec(name="fedavg"), training=training,
@@ -84,12 +75,6 @@ class SiteWithRun:
 
     def events(self) -> list[object]:
         return [event for entry in self.ledger.read("data") for event in entry.events]
-
-
-@pytest.fixture
-def coordinator(tmp_path: Path) -> Iterator[LiveCoordinator]:
-    with LiveCoordinator(tmp_path / "coordinator") as live:
-        yield live
 
 
 # ---------------------------------------------------------------- reserve and settle

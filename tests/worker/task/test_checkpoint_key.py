@@ -22,6 +22,7 @@ from tessera.worker.state.vault import Vault
 from tessera.worker.task.environment import TaskEnvironment
 from tessera.worker.task.resumption import SETTINGS, checkpoint_of, key_of
 from tessera.worker.training.setup import TrainingSetup
+from tests.support.task_document import task_of
 from tests.support.tasks import images
 
 PRIVACY = {"epsilon": 3.0, "delta": 1e-5, "clip_norm": 1.0}
@@ -32,13 +33,8 @@ def digest(letter: str) -> str:
 
 
 def task(**more: Any) -> Task:
-    given = {
-        "id": "t", "token": 1, "kind": "train", "run": "r", "run_name": "demo", "round": 1, "rounds": 4, "seed": 0,
-        "method": MethodSpec(name="fedavg"), "plan": Plan(), "dataset": "wards", "codec": "raw",
-        "training": {"batch_size": 8}, "normalization": "participants", "model": digest("a"),
-        "version": {"number": 0, "digest": digest("b")}, "lease_seconds": 60.0,
-    }  # fmt: skip
-    return Task.model_validate({**given, **more})
+    given = {"rounds": 4, "training": {"batch_size": 8}, "model": digest("a")}
+    return task_of(**{**given, "version": {"number": 0, "digest": digest("b")}, **more})
 
 
 @pytest.fixture

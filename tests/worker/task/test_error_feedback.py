@@ -15,7 +15,7 @@ from tessera.worker.model.build import instantiate
 from tessera.worker.simulation import Stalled, Weights, simulate
 from tessera.worker.task.error_feedback import FORGET_ROUNDS, PREFIX, Feedback, without_feedback
 from tests.support.tasks import VIT
-from tests.worker.simulation.test_simulation import SITES, digests, spec
+from tests.worker.simulation.test_simulation import SITES, spec
 
 BLOCK = Block(tensor="w", role="mlp", shape=(300, 200), dtype="F32")
 BASE = np.random.default_rng(0).normal(size=BLOCK.shape).astype(np.float32)
@@ -100,14 +100,13 @@ def rests(kept: dict[str, np.ndarray]) -> dict[str, bytes]:
 
 
 def test_a_run_with_a_sparse_codec_keeps_rests_at_its_sites_and_tells_the_error(model: Weights) -> None:
-    whole = simulate(spec(rounds=3), model, SITES)
-    result = simulate(spec(rounds=3, codec=SPARSE), model, SITES)
+    whole = simulate(spec(rounds=2), model, SITES)
+    result = simulate(spec(rounds=2, codec=SPARSE), model, SITES)
     tasks = [task for made in result.rounds for task in made.tasks]
     assert all(0 < task.metrics["codec_error"] < 1 for task in tasks)
     assert all("codec_error" not in task.metrics for made in whole.rounds for task in made.tasks)
     assert result.outcomes[1].upload_bytes < 0.4 * whole.outcomes[1].upload_bytes
     assert all(rests(result.kept(site)) for site in SITES)
-    assert digests(simulate(spec(rounds=3, codec=SPARSE), model, SITES)) == digests(result)
 
 
 def test_what_was_refused_leaves_the_rests_as_they_were(model: Weights) -> None:

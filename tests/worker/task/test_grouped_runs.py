@@ -10,16 +10,14 @@ import pytest
 
 from tessera.shared.api.runs import Privacy, Training
 from tessera.shared.api.tasks import Task, TaskView
-from tessera.shared.model.spec import Model
 from tessera.worker.agent import Agent
-from tessera.worker.model.block_map import block_table, named_tensors
-from tessera.worker.model.build import instantiate, read_block
 from tessera.worker.settings import WorkerSettings
 from tessera.worker.stores import ledger_of
 from tessera.worker.task.heartbeat import Stop
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.federation import start_run
 from tests.support.pretrained import plain_tokenizer
+from tests.support.tasks import untrained
 from tests.worker.task.test_packed_runs import LLAMA, WORDS
 
 PATIENTS = ["ann", "bob", "ann", "cid", "ann", "bob"]
@@ -45,9 +43,7 @@ def agent_of(
 
 def worked(coordinator: LiveCoordinator, agent: Agent, privacy: Privacy = GROUPS) -> TaskView:
     """The task of a run, after the worker was given it."""
-    model = instantiate(LLAMA, "causal-lm", seed=0)
-    document = Model(config=LLAMA, head="causal-lm", blocks=block_table(model))
-    start = {block.name: read_block(named_tensors(model), block) for block in document.blocks}
+    document, start = untrained(LLAMA, "causal-lm", seed=0)
     plain = Training(optimizer="sgd", learning_rate=0.1, weight_decay=0.0, batch_size=2)
     client = coordinator.client()
     start_run(client, document, start, dataset="notes", training=plain, privacy=privacy)

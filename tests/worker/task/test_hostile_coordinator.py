@@ -43,12 +43,9 @@ from tests.support.coordinator import until
 from tests.support.datafiles import eighth_of_digits, key_file
 from tests.support.federation import start_run
 from tests.support.processes import peak_bytes
+from tests.support.tasks import DIGITS_VIT as VIT
 
 MIB = 1 << 20
-VIT: dict[str, Any] = {
-    "model_type": "vit", "image_size": 8, "patch_size": 4, "num_channels": 1, "hidden_size": 16, "num_labels": 10,
-    "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16, "hidden_dropout_prob": 0.0,
-}  # fmt: skip
 BERT = {
     "model_type": "bert", "vocab_size": 8, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1,
     "intermediate_size": 8, "max_position_embeddings": 8,

@@ -12,22 +12,18 @@ from safetensors.torch import save_file
 from tessera.shared.api.runs import Cohort, Privacy, Training
 from tessera.shared.api.tasks import Task, TaskView
 from tessera.shared.methods.base import MethodSpec
-from tessera.shared.model.spec import Head, Model
+from tessera.shared.model.spec import Head
 from tessera.shared.run_settings import Unit
 from tessera.shared.schema import EPSILON
 from tessera.worker.agent import Agent
-from tessera.worker.model.block_map import block_table, named_tensors
-from tessera.worker.model.build import instantiate, read_block
 from tessera.worker.settings import WorkerSettings
 from tessera.worker.stores import ledger_of
 from tessera.worker.task.heartbeat import Stop
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.federation import start_run
+from tests.support.tasks import DIGITS_VIT as VIT
+from tests.support.tasks import untrained
 
-VIT = {
-    "model_type": "vit", "image_size": 8, "patch_size": 4, "num_channels": 1, "hidden_size": 16, "num_labels": 10,
-    "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16,
-}  # fmt: skip
 BERT = {
     "model_type": "bert", "vocab_size": 30, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
     "intermediate_size": 16, "max_position_embeddings": 8, "num_labels": 10,
@@ -83,9 +79,7 @@ def worked(
         poll_seconds=5, datasets={"scans": {"kind": "arrays", "file": str(folder / f"{site}.safetensors")}},
     )  # fmt: skip
     config, head = (VIT, "image-classification") if kind == "images" else (BERT, "text-classification")
-    model = instantiate(config, cast("Head", head), seed=1)
-    document = Model(config=config, head=cast("Head", head), blocks=block_table(model))
-    start = {block.name: read_block(named_tensors(model), block) for block in document.blocks}
+    document, start = untrained(config, cast("Head", head), seed=1)
     agent, client = Agent(settings, Stop()), coordinator.client()
     run = start_run(
         client,
@@ -95,7 +89,7 @@ def worked(
         codec="raw",
         cohort=Cohort(sites=(site,)),
         # All examples are in each step, so that the odd one is.
-        training=Training(steps=8, batch_size=None, optimizer="sgd", learning_rate=1e-3),
+        training=Training(steps=3, batch_size=None, optimizer="sgd", learning_rate=1e-3),
         method=MethodSpec(name="fedavg") if kind == "images" else MethodSpec(name="safl", settings={"layers": 1}),
         privacy=Privacy(
             clip_norm=1.0,

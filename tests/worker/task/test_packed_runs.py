@@ -12,16 +12,14 @@ from tessera.shared.api.runs import Privacy, Training
 from tessera.shared.api.tasks import Task
 from tessera.shared.methods.base import MethodSpec
 from tessera.shared.model.preprocessing import FileRef, read_files
-from tessera.shared.model.spec import Model
 from tessera.worker.agent import Agent
-from tessera.worker.model.block_map import block_table, named_tensors
-from tessera.worker.model.build import instantiate, read_block
 from tessera.worker.settings import WorkerSettings
 from tessera.worker.stores import ledger_of
 from tessera.worker.task.heartbeat import Stop
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.federation import start_run
 from tests.support.pretrained import plain_tokenizer
+from tests.support.tasks import untrained
 
 WORDS = ("the", "cat", "dog", "sat", "ran")
 LLAMA = {
@@ -43,9 +41,7 @@ def worked(
     refs = {}
     for name, raw in read_files(files).items():
         refs[name] = FileRef(digest=client.put_bytes(raw), nbytes=len(raw))
-    model = instantiate(config, "causal-lm", seed=0)
-    document = Model(config=config, head="causal-lm", blocks=block_table(model), preprocessing=refs)
-    start = {block.name: read_block(named_tensors(model), block) for block in document.blocks}
+    document, start = untrained(config, "causal-lm", seed=0, preprocessing=refs)
     texts = ("the cat sat", "dog ran", "the dog", "cat cat sat the", "ran the dog sat the cat ran", "sat ran")
     (folder / "notes.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     notes = {

@@ -6,30 +6,23 @@ from pathlib import Path
 
 from tessera.shared.api.runs import Training
 from tessera.shared.methods.base import MethodSpec
-from tessera.shared.model.spec import Model
 from tessera.shared.tensors.lazy import as_bytes, digest_of
 from tessera.worker.agent import Agent
-from tessera.worker.model.block_map import block_table, named_tensors
-from tessera.worker.model.build import instantiate, read_block
 from tessera.worker.settings import WorkerSettings
 from tessera.worker.task.heartbeat import Stop
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.datafiles import eighth_of_digits
 from tests.support.federation import start_run
+from tests.support.tasks import DIGITS_VIT, untrained
 
 # Of more than a megabyte: small versions come with their task.
-VIT = {
-    "model_type": "vit", "image_size": 8, "patch_size": 4, "num_channels": 1, "hidden_size": 256, "num_labels": 10,
-    "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 256,
-}  # fmt: skip
+VIT = {**DIGITS_VIT, "hidden_size": 256, "intermediate_size": 256}
 
 
 def test_losses_that_do_not_add_up_are_refused_before_the_version_is_fetched(
     coordinator: LiveCoordinator, tmp_path: Path
 ) -> None:
-    model = instantiate(VIT, "image-classification", seed=1)
-    document = Model(config=VIT, head="image-classification", blocks=block_table(model))
-    start = {block.name: read_block(named_tensors(model), block) for block in document.blocks}
+    document, start = untrained(VIT, "image-classification", seed=1)
     settings = WorkerSettings(
         url=coordinator.url, token=coordinator.token("site", "a"), name="w", state_dir=tmp_path / "state", threads=1,
         poll_seconds=5, micro_batch=4, datasets={"digits": eighth_of_digits(tmp_path)},

@@ -18,7 +18,6 @@ from transformers import RobertaTokenizer
 from tessera.shared.api.runs import Training
 from tessera.shared.api.tasks import Task
 from tessera.shared.model.preprocessing import FileRef, read_files
-from tessera.shared.model.spec import Model
 from tessera.shared.problems import DigestMismatch
 from tessera.shared.schema import canonical
 from tessera.shared.tensors.lazy import digest_of
@@ -29,8 +28,6 @@ from tessera.worker.data.registry import load
 from tessera.worker.governance.approvals import ApprovalDecision, Unapproved
 from tessera.worker.governance.policy import Policy, PolicyViolation
 from tessera.worker.governance.run_history import RunSnapshot
-from tessera.worker.model.block_map import block_table, named_tensors
-from tessera.worker.model.build import instantiate, read_block
 from tessera.worker.model.sandbox import Sandbox
 from tessera.worker.settings import WorkerSettings
 from tessera.worker.state.blob_cache import BlobTooLarge, Cache
@@ -45,6 +42,7 @@ from tessera.worker.training.progress import Report
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.federation import start_run
 from tests.support.pretrained import bert_tokenizer, picture
+from tests.support.tasks import untrained
 from tests.worker.privacy.test_private_task import task as private_task
 from tests.worker.privacy.test_total_budget import a_runner
 
@@ -216,9 +214,7 @@ def test_a_site_trains_with_the_tokenizer_of_the_run_that_it_approved(
 ) -> None:
     client, held = coordinator.client(), files(tmp_path)
     refs = {name: FileRef(digest=client.put_bytes(raw), nbytes=len(raw)) for name, raw in held.items()}
-    model = instantiate(BERT, "token-classification", seed=0)
-    document = Model(config=BERT, head="token-classification", blocks=block_table(model), preprocessing=refs)
-    start = {block.name: read_block(named_tensors(model), block) for block in document.blocks}
+    document, start = untrained(BERT, "token-classification", seed=0, preprocessing=refs)
     plain = Training(optimizer="sgd", learning_rate=0.1, weight_decay=0.0, batch_size=4)
     (tmp_path / "notes.csv").write_text("text,label\nthe cat,0 1\ndog,1\n")
     notes = {

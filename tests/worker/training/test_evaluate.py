@@ -17,11 +17,9 @@ from tessera.worker.training.batches import Batches
 from tessera.worker.training.divergence import TrainingDiverged
 from tessera.worker.training.evaluate import Scores, evaluate
 from tessera.worker.training.progress import Report, rounded
+from tests.support.tasks import PLAIN
 
-VIT = {
-    "model_type": "vit", "image_size": 8, "patch_size": 4, "num_channels": 1, "hidden_size": 8, "num_labels": 3,
-    "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8,
-}  # fmt: skip
+VIT = {**PLAIN.config, "hidden_size": 8, "num_hidden_layers": 1, "intermediate_size": 8}
 GPT2 = {
     "model_type": "gpt2", "vocab_size": 4, "n_positions": 8, "n_embd": 8, "n_layer": 1, "n_head": 2,
     "bos_token_id": 0, "eos_token_id": 0, "tie_word_embeddings": False,

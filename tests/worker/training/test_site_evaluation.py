@@ -16,14 +16,13 @@ from safetensors.torch import load
 from tessera.shared.api.runs import Cohort, Evaluation, Measurement, Run, Training
 from tessera.shared.client.client import Client
 from tessera.shared.methods.base import MethodSpec
-from tessera.shared.model.spec import Model, Prompts
+from tessera.shared.model.spec import Prompts
 from tessera.worker.agent import Agent
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.data.partition.division import key_of_seed
 from tessera.worker.governance.policy import Allowance, ClientPrivacyFloor, Policy, PrivacyFloor
 from tessera.worker.inventory import datasets_of
-from tessera.worker.model.block_map import block_table, named_tensors
-from tessera.worker.model.build import instantiate, read_block
+from tessera.worker.model.build import instantiate
 from tessera.worker.settings import WorkerSettings
 from tessera.worker.state.blob_cache import Cache
 from tessera.worker.state.vault import Vault
@@ -38,12 +37,9 @@ from tessera.worker.training.setup import TrainingSetup
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.duals import dual, pairs
 from tests.support.federation import ScriptedWorker, start_run
+from tests.support.tasks import DIGITS_VIT as VIT
+from tests.support.tasks import untrained
 
-VIT = {
-    "model_type": "vit", "image_size": 8, "patch_size": 4, "num_channels": 1, "hidden_size": 16, "num_labels": 10,
-    "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16, "hidden_dropout_prob": 0.0,
-    "attention_probs_dropout_prob": 0.0,
-}  # fmt: skip
 CPU = torch.device("cpu")
 GLOBAL = {"accuracy", "macro_f1", "loss", "calibration_error"}
 Precision = Literal["float32", "bfloat16", "float16"]
@@ -59,10 +55,7 @@ def begin(
     precision: Precision = "float32",
     **settings: Any,
 ) -> Run:
-    model = instantiate(VIT, "image-classification", seed=0)
-    blocks = block_table(model)
-    start = {block.name: read_block(named_tensors(model), block) for block in blocks}
-    document = Model(config=VIT, head="image-classification", blocks=blocks)
+    document, start = untrained(VIT, "image-classification", seed=0)
     return start_run(
         client,
         document,
@@ -88,6 +81,8 @@ def settings(coordinator: LiveCoordinator, folder: Path, held_out: float | None 
         "name": "w",
         "state_dir": folder,
         "threads": 1,
+        # A vault is settled once a claim has ended without a task.
+        "poll_seconds": 1,
     }
     return WorkerSettings(**given, datasets={"digits": digits})
 
@@ -292,10 +287,7 @@ def test_a_dual_encoder_is_measured_with_the_shared_prompts_and_with_the_site_s_
         worker.client, {"data": data}, TrainingSetup(CPU), Vault(tmp_path / "vault"), cache, tmp_path, policy=few
     )
     worker.enrol()
-    model = instantiate(dual("clip"), "contrastive", seed=0, prompts=Prompts(vision=2, text=2))
-    blocks = block_table(model)
-    start = {block.name: read_block(named_tensors(model), block) for block in blocks}
-    document = Model(config=dual("clip"), head="contrastive", blocks=blocks, prompts=Prompts(vision=2, text=2))
+    document, start = untrained(dual("clip"), "contrastive", seed=0, prompts=Prompts(vision=2, text=2))
     client = coordinator.client()
     run = start_run(
         client,

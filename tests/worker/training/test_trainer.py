@@ -35,11 +35,9 @@ from tessera.worker.training.progress import Report, rounded
 from tessera.worker.training.randomness import seed_everything
 from tessera.worker.training.setup import TrainingSetup
 from tessera.worker.training.trainer import Trainer
+from tests.support.tasks import CPU, PLAIN, images
 
-VIT = {
-    "model_type": "vit", "image_size": 8, "patch_size": 4, "num_channels": 1, "hidden_size": 16, "num_labels": 3,
-    "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24, "hidden_dropout_prob": 0.1,
-}  # fmt: skip
+VIT = {**PLAIN.config, "hidden_dropout_prob": 0.1}
 GPT2 = {
     "model_type": "gpt2", "vocab_size": 20, "n_positions": 8, "n_embd": 8, "n_layer": 2, "n_head": 2,
     "bos_token_id": 0, "eos_token_id": 0,
@@ -50,13 +48,6 @@ CLIP = {
     "text_config": {**TOWER, "vocab_size": 20, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
     "vision_config": {**TOWER, "image_size": 8, "patch_size": 4},
 }  # fmt: skip
-CPU = torch.device("cpu")
-
-
-def images(count: int = 24) -> Dataset:
-    generator = torch.Generator().manual_seed(5)
-    pixels = torch.randn(count, 1, 8, 8, generator=generator)
-    return Dataset({"pixel_values": pixels, "labels": torch.randint(0, 3, (count,), generator=generator)})
 
 
 def sentences() -> Dataset:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import count, repeat
 from typing import Any
 
@@ -12,12 +13,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from tessera.shared.methods.base import MethodSpec, Participant, Phase, Plan, RunInfo, State
+from tessera.shared.methods.base import MethodSpec, Participant, Phase, Plan, RunInfo, State, WorkerHalf
 from tessera.shared.methods.registry import coordinator_half, methods, worker_half
 from tessera.shared.model.selectors import EVERYTHING
 from tessera.shared.rounds.planning import initial_state
 from tessera.shared.run_settings import Training
-from tessera.shared.tensors.lazy import ArrayTensor, to_array
+from tessera.shared.tensors.lazy import Array, ArrayTensor, to_array
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.model.block_map import block_table
 from tessera.worker.model.forward import objective_of
@@ -64,11 +65,10 @@ class Reads(TorchDispatchMode):
 WEIGHTED: dict[str, Any] = {"class_weights": (0.5, 1.0, 2.0), "label_smoothing": 0.1}
 
 
-def local_training(method: str, subject: Subject, **more: Any) -> tuple[LocalTraining, list[Phase], Dataset]:
+def local_training(
+    method: str, subject: Subject, training: Training, data: Dataset, kept: Mapping[str, Array]
+) -> tuple[LocalTraining, list[Phase]]:
     """A site's second task of a run, on the CPU, with all that the first one left."""
-    training = Training(batch_size=4, steps=1, max_gradient_norm=1.0, **methods()[method].training, **more)
-    data = subject.data().rows(torch.arange(5))
-    _, first = one_task(method, subject=subject, dataset=data, **training.model_dump(exclude_unset=True))
     model = subject.model()
     facts = RunInfo(block_table(model), rounds=10, training=training)
     coordinator = coordinator_half(MethodSpec(name=method), facts)
@@ -79,7 +79,7 @@ def local_training(method: str, subject: Subject, **more: Any) -> tuple[LocalTra
         subject.head,
         coordinator.plan_for(State(1, {}), Participant("a/w", 24)),
         facts.blocks,
-        first.keep,
+        kept,
         {name: to_array(tensor) for name, tensor in memory.items()},
     )
     half = worker_half(MethodSpec(name=method), facts)
@@ -88,7 +88,7 @@ def local_training(method: str, subject: Subject, **more: Any) -> tuple[LocalTra
     selected = half.select(context, Batches(data, 4, CPU))
     setup = TrainingSetup(UNREADABLE, micro_batch=3)
     local = LocalTraining(half, context, training, setup, lambda: None, clock=lambda: 0.0)
-    return local, list(half.phases(context, selected)), data
+    return local, list(half.phases(context, selected))
 
 
 def unreadable(tensor: Tensor) -> Tensor:
@@ -103,10 +103,29 @@ def move(model: nn.Module, half: object) -> None:
             setattr(half, name, tree_map_only(Tensor, unreadable, value))
 
 
-@pytest.mark.parametrize(("method", "training"), [*((name, {}) for name in sorted(methods())), ("fedavg", WEIGHTED)])
+HOOKS = ("setup", "phases", "on_phase_start", "loss", "after_backward")
+"""What of a method is called in training."""
+
+
+def trains_alike(method: str) -> bool:
+    """Whether a step of a method is one of FedAvg's."""
+    return all(getattr(methods()[method].worker, hook) is getattr(WorkerHalf, hook) for hook in HOOKS)
+
+
+EACH = [
+    pytest.param(name, {}, marks=pytest.mark.long if name != "fedavg" and trains_alike(name) else ())
+    for name in sorted(methods())
+]
+
+
+@pytest.mark.parametrize(("method", "training"), [*EACH, ("fedavg", WEIGHTED)])
 def test_a_step_reads_nothing_from_the_device(method: str, training: dict[str, Any]) -> None:
+    subject = subject_of(method)
+    data = subject.data().rows(torch.arange(5))
+    wanted = Training(batch_size=4, steps=1, max_gradient_norm=1.0, **methods()[method].training, **training)
+    _, first = one_task(method, subject=subject, dataset=data, **wanted.model_dump(exclude_unset=True))
     for number in count():
-        local, phases, data = local_training(method, subject_of(method), **training)
+        local, phases = local_training(method, subject, wanted, data, first.keep)
         for phase in phases[: number + 1]:
             local.half.on_phase_start(local.context, phase)
         move(local.context.model, local.half)
