@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
 
-from benchmarks.evidence import pool
-from benchmarks.evidence.convex import __main__ as convex
 from benchmarks.evidence.plan import Plan, read
 from benchmarks.evidence.sources.prepare import MODEL, PHRASES
-from benchmarks.linear_attention import study as linear_attention
 from tests.benchmarks.test_evidence import made_up, tiny_bert
 
 TINY_PLAN = """
@@ -73,14 +69,6 @@ test_share = 0.2
 unseen_tests = 60
 seen_tests = 40
 """
-
-
-@pytest.fixture
-def forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A study's processes come with all that this one has imported, which takes longer than their runs."""
-    fork = get_context("fork")
-    for module in (pool, convex, linear_attention):
-        monkeypatch.setattr(module, "get_context", lambda _: fork)
 
 
 @pytest.fixture

@@ -430,7 +430,6 @@ def test_rates_are_chosen_on_the_validation_parts(prepared: Path, tiny: Plan, tm
     assert figures["score"] == figures["scores"][0]["macro_f1"]
 
 
-@pytest.mark.usefixtures("forked")
 def test_a_study_resumes_with_what_it_had(prepared: Path, tiny: Plan, tmp_path: Path) -> None:
     out, first = tmp_path / "out", Job("T", "K-1", "full", 0, 1e-3)
     store.keep(out, first, run(tiny, first, prepared, out, "cpu"))
