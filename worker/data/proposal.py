@@ -14,8 +14,8 @@ from tessera.worker.data.dataset import DataError
 from tessera.worker.data.kinds.images import dicom_reader, is_dicom_image, names_below
 from tessera.worker.data.load_report import counted
 from tessera.worker.data.readers.pictures import FORMATS, SUFFIXES, UNREADABLE, is_dicom
-from tessera.worker.data.readers.table_files import SPLITS, is_saved
-from tessera.worker.data.readers.tables import READERS, DataTable, read_table
+from tessera.worker.data.readers.table_files import SPLITS, Separator, is_saved, table_files
+from tessera.worker.data.readers.tables import READERS, SEPARATORS, DataTable, read_table, separator_of
 
 TEXT_NAMES = (
     "text",
@@ -101,11 +101,7 @@ def propose(
         _of_folder(proposal, path, found, processor)
         _texts_of_classes(proposal, tokenizer)
     else:
-        table = read_table("file", (path,), split)
-        for option, column in (("text", text), ("label", label)):
-            if column is not None:
-                table.column(option, column)
-        _of_table(proposal, path, table, split, tokenizer, processor, text, label)
+        _of_table(proposal, path, split, tokenizer, processor, text, label)
     proposal.add("held_out", 0.2, "the worker measures on this share of the examples, and no run trains on them")
     return proposal
 
@@ -171,13 +167,13 @@ def _of_folder(proposal: Proposal, folder: Path, found: Sequence[Path], processo
 def _of_table(
     proposal: Proposal,
     path: Path,
-    table: DataTable,
     split: str | None,
     tokenizer: str | None,
     processor: str | None,
     text: str | None,
     label: str | None,
 ) -> None:
+    table, separator = _read(path, split, text=text, label=label)
     image = None if text else _column(table, "image", IMAGE_NAMES, _is_image)
     text = None if image else text or _column(table, "text", TEXT_NAMES, _is_text)
     if image is None and text is None:
@@ -190,6 +186,9 @@ def _of_table(
     proposal.add("file", str(path), f"a table with the columns {_shown(table)}")
     if split is not None:
         proposal.add("split", split, "the split that you named")
+    if separator is not None:
+        why = f"the only separator with which the first rows have equally many columns, {len(table.columns.names)}"
+        proposal.add("separator", separator, why)
     if image is not None:
         proposal.add("image", image, "paths, relative to the table's folder, or the images' bytes")
     _of_label(proposal, table, image, text, label)
@@ -206,6 +205,24 @@ def _of_table(
         proposal.add("tokenizer", tokenizer, "the tokenizer that you named")
     else:
         proposal.add("tokenizer", "run", "the tokenizer that each run's model brings; or a folder with one")
+
+
+def _read(path: Path, split: str | None, **columns: str | None) -> tuple[DataTable, Separator | None]:
+    """Return the table, and its separator if the suffix does not say it. Raises DataError if a named column is not
+    there."""
+    separator = None if is_saved(path) else _unusual_separator(path, split)
+    table = read_table("file", (path,), split, separator=separator)
+    for option, column in columns.items():
+        if column is not None:
+            table.cells(option, column)
+    return table, separator
+
+
+def _unusual_separator(path: Path, split: str | None) -> Separator | None:
+    (file, *_), _ = table_files("file", (path,), split, READERS)
+    usual = SEPARATORS.get(file.suffix.lower())
+    found = separator_of(file, SAMPLE) if usual else None
+    return None if found == usual else found
 
 
 def _of_label(proposal: Proposal, table: DataTable, image: str | None, text: str | None, label: str | None) -> None:

@@ -149,6 +149,20 @@ def test_table_of_images_and_saved_folder_are_read_by_their_types(tmp_path: Path
     ]
 
 
+def test_separator_of_a_spreadsheet_is_found_and_written(tmp_path: Path) -> None:
+    file = table(tmp_path / "notes.csv", "text;label", "the cat, here;no", '"a; dog";yes')
+    proposal = propose(file)
+    assert proposal.options["separator"] == ";"
+    assert "equally many columns, 2" in proposal.reasons["separator"]
+    options = proposed(file, tokenizer=str(bert_tokenizer(tmp_path / "bert", ("the", "a", "cat"))))
+    assert (options["separator"], options["labels"], loaded(options)) == (";", ["no", "yes"], [0, 1])
+    pictures(tmp_path, "a.png", "b.png")
+    options = proposed(table(tmp_path / "list.tsv", "image;label", "a.png;0", "b.png;1"))
+    assert (options["separator"], loaded(options)) == (";", [0, 1])
+    usual = table(tmp_path / "usual.csv", "text,label", "the cat,no", "a dog; here,yes")
+    assert "separator" not in proposed(usual)
+
+
 def test_what_only_a_person_can_decide_is_refused_with_what_to_write(tmp_path: Path) -> None:
     csv = {
         "a,b,label": ("x y z,x y z,1", "a, b may all be the text: name it with --text"),

@@ -89,7 +89,7 @@ def text(options: TextOptions, prepared: Prepared = NOT_KEPT) -> Dataset:
         raise DataError(f"second_text: needs head text-classification, not {options.head}: leave it out")
     if options.pack and options.head != "causal-lm":
         raise DataError(f"pack: needs head causal-lm, not {options.head}: leave it out")
-    table = read_table("file", options.file, options.split, prepared)
+    table = read_table("file", options.file, options.split, prepared, options.separator)
     parts, labels = _HEADS[options.head](options, table)
     convert, numbers = partial(_converted, options, table, prepared), np.arange(table.examples)
     texts = RawTexts(**parts, convert=convert, max_length=options.max_length, numbers=numbers)
@@ -113,7 +113,7 @@ def text(options: TextOptions, prepared: Prepared = NOT_KEPT) -> Dataset:
 
 def _tokens_name(options: TextOptions, table: DataTable) -> str:
     """Return the beginning of the names of files with the texts of a table as tokens."""
-    others = {"file", "split", "tokenizer", "in_memory", "pack", "domain", "group"}
+    others = {"file", "split", "separator", "tokenizer", "in_memory", "pack", "domain", "group"}
     return f"tokens-{digest_of([FORMAT, table.digest, options.model_dump(mode='json', exclude=others)])}"
 
 
