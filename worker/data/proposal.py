@@ -131,7 +131,10 @@ def _of_folder(proposal: Proposal, folder: Path, found: Sequence[Path], processo
     if not files:
         kinds = counted(Counter(file.suffix.lower() or "without suffix" for file in found))
         formats = f"{', '.join(sorted(SUFFIXES))}; {', '.join(READERS)}"
-        raise DataError(f"{folder} contains no images or tables ({formats}; DICOM), but {kinds}: convert them to PNG")
+        raise DataError(
+            f"{folder} contains no images or tables ({formats}; DICOM), but {kinds}: convert images to PNG, and save "
+            "spreadsheets as CSV (UTF-8)"
+        )
     tops = sorted({file.parts[0] for file in files if len(file.parts) > 1})
     if splits := [top for top in tops if top.lower() in SPLITS]:
         raise DataError(

@@ -179,7 +179,7 @@ def test_what_only_a_person_can_decide_is_refused_with_what_to_write(tmp_path: P
     told[pictures(tmp_path / "loose", "cat/a.png", "b.png")] = "b.png is not in the folder of a class"
     (tmp_path / "volumes").mkdir()
     (tmp_path / "volumes" / "a.nii").touch()
-    told[tmp_path / "volumes"] = "but 1 .nii: convert them to PNG"
+    told[tmp_path / "volumes"] = "but 1 .nii: convert images to PNG"
     told[tmp_path / "0.cvs"] = "there is no file or folder"
     for path, what in told.items():
         with pytest.raises(DataError) as refused:

@@ -25,7 +25,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 from numpy.typing import NDArray
-from pandas.errors import ParserWarning
+from pandas.errors import ParserError, ParserWarning
 from pyarrow import parquet
 from pydantic import BeforeValidator, Field
 from torch import Tensor
@@ -145,18 +145,44 @@ def _separated(files: Sequence[str], cache: str, separator: str) -> Iterator[pa.
     library = _library()
     # If all rows have one cell too many, pandas makes the first cell an index. With `index_col=False` it cuts off the
     # last one and warns.
-    with warnings.catch_warnings(action="error", category=ParserWarning):
-        rows = library.Dataset.from_csv(
-            list(files),
-            features=library.Features(dict.fromkeys(header, library.Value("large_string"))),
-            cache_dir=cache,
-            sep=separator,
-            names=header,
-            header=0,
-            index_col=False,
-            keep_default_na=False,
-        )
+    try:
+        with warnings.catch_warnings(action="error", category=ParserWarning):
+            rows = library.Dataset.from_csv(
+                list(files),
+                features=library.Features(dict.fromkeys(header, library.Value("large_string"))),
+                cache_dir=cache,
+                sep=separator,
+                names=header,
+                header=0,
+                index_col=False,
+                keep_default_na=False,
+            )
+    except library.exceptions.DatasetGenerationError as fault:
+        if isinstance(fault.__cause__, ParserError | ParserWarning):
+            _refuse_malformed(files, separator, len(header))
+        raise
     yield from _cached(rows)
+
+
+def _refuse_malformed(files: Sequence[str], separator: str, columns: int) -> None:
+    """Raise ValueError for the first row that does not fit, with its file and line, which pandas counts otherwise."""
+    for file in files:
+        line = 1
+        with Path(file).open(encoding="utf-8-sig", newline="") as lines:
+            rows = csv.reader(lines, delimiter=separator, strict=True)
+            try:
+                for cells in rows:
+                    if len(cells) > columns:
+                        raise ValueError(
+                            f"line {line} of {Path(file).name} has {len(cells)} cells for {columns} columns: put a "
+                            f"text that contains {separator!r} in quotation marks"
+                        )
+                    line = rows.line_num + 1
+            except csv.Error:
+                raise ValueError(
+                    f"line {line} of {Path(file).name} has a quotation mark that is not closed, or stands in a "
+                    "quoted text: write it twice there"
+                ) from None
 
 
 def _header(file: str, separator: str) -> tuple[list[str], bool]:
@@ -458,4 +484,6 @@ def _reader_of(option: str, files: tuple[Path, ...]) -> Reader:
         raise DataError(
             f"{option}: {files[0]} belongs to a folder saved by `datasets`: name {files[0].parent} instead"
         )
-    raise DataError(f"{option}: {files[0]}: all files must end in one of {', '.join(READERS)}")
+    raise DataError(
+        f"{option}: {files[0]}: all files must end in one of {', '.join(READERS)}; save a spreadsheet as CSV (UTF-8)"
+    )
