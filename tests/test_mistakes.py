@@ -119,7 +119,7 @@ class Mistake:
 
 
 def run(
-    old: str, new: str, *told: str, remedy: str = "Correct these settings and try again; nothing was sent."
+    old: str, new: str, *told: str, remedy: str = "Correct these settings and try again."
 ) -> Mistake:
     return Mistake("run preview run.toml --model model", told, remedy, (old, new))
 
