@@ -3,7 +3,7 @@
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from PIL import Image
 from tessera.shared.near_names import absent
 from tessera.worker.data.dataset import DataError
 from tessera.worker.data.kinds.images import dicom_reader, is_dicom_image, names_below
-from tessera.worker.data.load_report import counted
+from tessera.worker.data.load_report import LoadReport, counted, empty_texts
 from tessera.worker.data.readers.pictures import FORMATS, SUFFIXES, UNREADABLE, is_dicom
 from tessera.worker.data.readers.table_files import SPLITS, Separator, is_saved, table_files
 from tessera.worker.data.readers.tables import READERS, SEPARATORS, DataTable, read_table, separator_of
@@ -51,10 +51,11 @@ def _one_line(sentence: str) -> str:
 
 @dataclass
 class Proposal:
-    """Options in the order in which they are written, each with its reason."""
+    """Options in the order in which they are written, each with its reason, and warnings about the data."""
 
     options: dict[str, object] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
 
     def add(self, option: str, value: object, reason: str) -> None:
         self.options[option] = value
@@ -243,6 +244,8 @@ def _of_label(proposal: Proposal, table: DataTable, image: str | None, text: str
         why = "there is no column of classes" if label is None else f"{label} has one class for each "
         proposal.add("head", head, why if label is None else why + ("word" if by_word else "text"))
         proposal.add("text", text, "the column of texts")
+        report = LoadReport(empty_texts=empty_texts(table.cells("text", text)))
+        proposal.warnings += [f"{detail}. {remedy}" for detail, remedy in report.warnings()]
         values = [item for value in values for item in value] if by_word else values
     if label is not None:
         proposal.add("label", label, "the column of classes")
@@ -261,12 +264,31 @@ def _of_label(proposal: Proposal, table: DataTable, image: str | None, text: str
 
 
 def _labels(proposal: Proposal, names: Sequence[str], source: str) -> None:
+    proposal.warnings += _doubts_about(names)
     if all(name.isdecimal() for name in names):
         names = sorted(names, key=int)
         if names == [str(number) for number in range(len(names))]:
             proposal.reasons["kind"] += "; no `labels`, since the classes are numbers from 0 on"
             return
     proposal.add("labels", list(names), f"{source}: copy this line to every site, so that classes have equal numbers")
+
+
+def _doubts_about(names: Sequence[str]) -> Iterator[str]:
+    """Yield a warning of a single class, and of classes whose names differ only by case or surrounding spaces."""
+    if len(names) == 1:
+        yield (
+            f"there is a single class, {names[0]!r}. Correct the data; or if only other sites have further classes, "
+            "name all in labels, and these in absent."
+        )
+    alike: dict[str, list[str]] = {}
+    for name in names:
+        alike.setdefault(name.strip().casefold(), []).append(name)
+    for group in alike.values():
+        if len(group) > 1:
+            yield (
+                f"{' and '.join(map(repr, group))} differ only by case or spaces: are these the same class? Correct "
+                "the data, or keep them as different classes."
+            )
 
 
 def _pixels(proposal: Proposal, pictures: Sequence[Path], processor: str | None) -> None:

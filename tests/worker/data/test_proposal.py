@@ -163,6 +163,22 @@ def test_separator_of_a_spreadsheet_is_found_and_written(tmp_path: Path) -> None
     assert "separator" not in proposed(usual)
 
 
+def test_doubtful_classes_and_empty_texts_are_warned_of_and_kept(tmp_path: Path) -> None:
+    lines = ["the cat,benign", ",Benign ", "a dog,malignant", " ,BENIGN"]
+    proposal = propose(table(tmp_path / "notes.csv", "text,label", *lines))
+    assert proposal.options["labels"] == ["BENIGN", "Benign ", "benign", "malignant"]
+    alike, empty = sorted(proposal.warnings)
+    assert alike.startswith("'BENIGN' and 'Benign ' and 'benign' differ only by case or spaces: are these the same")
+    assert empty.startswith("2 empty texts among the examples. Remove")
+    for path in (
+        table(tmp_path / "one.csv", "text,label", "the cat,benign", "a dog,benign"),
+        pictures(tmp_path / "scans", "benign/a.png"),
+    ):
+        (single,) = propose(path).warnings
+        assert single.startswith("there is a single class, 'benign'. Correct the data; or")
+    assert not propose(table(tmp_path / "two.csv", "text,label", "the cat,0", "a dog,1")).warnings
+
+
 def test_what_only_a_person_can_decide_is_refused_with_what_to_write(tmp_path: Path) -> None:
     csv = {
         "a,b,label": ("x y z,x y z,1", "a, b may all be the text: name it with --text"),

@@ -76,6 +76,16 @@ def test_share_of_unknown_tokens_is_reported_and_texts_without_a_known_word_are_
     assert "every token is unknown" in refusal(file=file, tokenizer=bert)
 
 
+def test_empty_texts_are_examples_that_the_report_counts(tmp_path: Path, bert: str) -> None:
+    file = written(tmp_path / "notes.csv", "text,other,label", "the cat,,0", ",the,0", '" ",dog,1')
+    for options, count in (({}, 2), ({"second_text": "other"}, 3), ({"head": "causal-lm"}, 2)):
+        dataset = load("text", {"file": file, "tokenizer": bert, **options})
+        assert dataset.examples == 3
+        ((warning, remedy),) = dataset.report.warnings()
+        assert warning == f"{count} empty texts among the examples"
+        assert remedy.startswith("Remove these rows, or fill them in")
+
+
 def test_tokenizer_that_ends_texts_with_its_unknown_token_has_no_share(tmp_path: Path) -> None:
     plain = plain_tokenizer(tmp_path / "plain", WORDS, unk_token="<end>")
     file = written(tmp_path / "notes.csv", "text,label", "the cat,0")
