@@ -93,6 +93,14 @@ def propose(
     if path.suffix.lower() == ".safetensors":
         proposal.add("kind", "arrays", "a safetensors file holds prepared tensors, `labels` among them")
         proposal.add("file", str(path), "the tensors' names are the model's inputs")
+        _refuse(
+            f"{path} holds prepared tensors",
+            split=split,
+            tokenizer=tokenizer,
+            processor=processor,
+            text=text,
+            label=label,
+        )
     elif (
         path.is_dir()
         and not is_saved(path)
@@ -100,11 +108,18 @@ def propose(
         and not _tables_in(path)
     ):
         _of_folder(proposal, path, found, processor)
+        _refuse(f"{path} is a folder of images, whose folders are the classes", split=split, text=text, label=label)
         _texts_of_classes(proposal, tokenizer)
     else:
         _of_table(proposal, path, split, tokenizer, processor, text, label)
     proposal.add("held_out", 0.2, "the worker measures on this share of the examples, and no run trains on them")
     return proposal
+
+
+def _refuse(found: str, **options: str | None) -> None:
+    """Raise DataError if an option was given that data like these do not have."""
+    if given := [f"--{option}" for option, value in options.items() if value is not None]:
+        raise DataError(f"{found}: leave out {' and '.join(given)}")
 
 
 def _from_anywhere(source: str | None) -> str | None:
@@ -205,7 +220,9 @@ def _of_table(
         paths = [table.folder / cell for cell in cells if isinstance(cell, str)]
         _pixels(proposal, paths, processor)
         _texts_of_classes(proposal, tokenizer)
-    elif tokenizer is not None:
+        return
+    _refuse(f"{path} is a table of texts", processor=processor)
+    if tokenizer is not None:
         proposal.add("tokenizer", tokenizer, "the tokenizer that you named")
     else:
         proposal.add("tokenizer", "run", "the tokenizer that each run's model brings; or a folder with one")

@@ -212,6 +212,23 @@ def test_named_columns_are_taken(tmp_path: Path) -> None:
             propose(path, **{option: "x"})
 
 
+def test_options_that_the_data_do_not_have_are_refused(tmp_path: Path) -> None:
+    texts = table(tmp_path / "notes.csv", "text,label", "the cat,0", "a dog,1")
+    cases: list[tuple[Path, dict[str, str], str]] = [
+        (
+            pictures(tmp_path / "scans", "a/a.png"),
+            {"text": "report", "split": "train"},
+            "leave out --split and --text",
+        ),
+        (texts, {"processor": "vit"}, "notes.csv is a table of texts: leave out --processor"),
+        (tmp_path / "a.safetensors", {"label": "class"}, "holds prepared tensors: leave out --label"),
+    ]
+    (tmp_path / "a.safetensors").touch()
+    for path, options, expected in cases:
+        with pytest.raises(DataError, match=expected):
+            propose(path, **options)
+
+
 def test_odd_names_stay_within_their_line(tmp_path: Path) -> None:
     folder = pictures(tmp_path / "a", 'x"\n[datasets.b]/1.png')
     assert proposed(folder)["labels"] == ['x"\n[datasets.b]']
