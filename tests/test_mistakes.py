@@ -118,9 +118,7 @@ class Mistake:
     environment: dict[str, str] = field(default_factory=dict)
 
 
-def run(
-    old: str, new: str, *told: str, remedy: str = "Correct these settings and try again; nothing was sent."
-) -> Mistake:
+def run(old: str, new: str, *told: str, remedy: str = "Correct these settings and try again.") -> Mistake:
     return Mistake("run preview run.toml --model model", told, remedy, (old, new))
 
 

@@ -23,7 +23,7 @@ from tessera.shared.near_names import absent
 from tessera.shared.problems import Fault, Invalid, faults_of
 from tessera.shared.tensors.lazy import digest_of
 
-REMEDY = "Correct these settings and try again; nothing was sent."
+REMEDY = "Correct these settings and try again."
 
 UPLOADED = ("model", "version")
 """Keys of a run that the upload determines."""
@@ -158,7 +158,7 @@ def _method_faults(given: Any, *, installed: bool) -> list[Fault]:
     except UnknownMethod as fault:
         return [Fault(pointer="/method/name", detail=f"{fault} ({places_searched()})")] if installed else []
     except MethodsUnusable as fault:
-        raise Invalid(str(fault), remedy="Then try again; nothing was sent.") from None
+        raise Invalid(str(fault), remedy="Then try again.") from None
     except ValidationError as fault:
         return faults_of(fault, "/method/settings", settings_type(method.name))
     return []

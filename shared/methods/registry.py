@@ -42,12 +42,13 @@ class MethodsUnusable(ValueError):
 _log = logging.getLogger("tessera")
 
 _skipped: dict[str, str] = {}
-"""Files and entry points that could not be imported, each with the error."""
+"""Files and entry points from which no method was read, each with the reason."""
 
 
 @cache
 def methods() -> dict[str, Method[Any]]:
-    """Return every installed method by name. Skip files and entry points that cannot be imported, with a warning.
+    """Return every installed method by name. Skip files and entry points that cannot be imported, or declare no
+    method, with a warning.
 
     Raises MethodsUnusable for a duplicate name or a missing folder.
     """
@@ -56,10 +57,15 @@ def methods() -> dict[str, Method[Any]]:
     found = [importlib.import_module(f"{__package__}.{info.name}") for info in pkgutil.iter_modules(here)]
     for where, load in _installed_elsewhere():
         try:
-            found.append(load())
+            found.append(module := load())
         except Exception as fault:  # noqa: BLE001  (other people's code; one broken file must not stop the others)
             _skipped[where] = f"{type(fault).__name__}: {fault}"
-            _log.warning("warning: no method was read from %s: %s", where, _skipped[where])
+        else:
+            # A file such as __init__.py, or of what methods share, is none.
+            if not hasattr(module, "METHOD") and not Path(where).name.startswith("_"):
+                _skipped[where] = "it declares no METHOD; begin the name of a file that should have none with _"
+    for where, reason in _skipped.items():
+        _log.warning("warning: no method was read from %s: %s", where, reason)
     by_name: dict[str, ModuleType] = {}
     for module in found:
         if hasattr(module, "METHOD"):

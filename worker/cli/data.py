@@ -124,6 +124,8 @@ def init(
             typer.echo(lines, nl=False)
         else:
             _append(to, given, lines)
+    for warning in proposal.warnings:
+        note(f"warning: {warning}")
     note(f"then check it: tessera data show {to or 'FILE'}")
 
 

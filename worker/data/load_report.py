@@ -1,6 +1,6 @@
 """Findings about the files of a data set, and what people at its site are warned of."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 MAX_UNKNOWN = 0.2
@@ -19,6 +19,11 @@ def counted(by_name: Mapping[str, int]) -> str:
     return ", ".join(f"{number} {name}" for name, number in largest) + ", ..." * (len(by_name) > len(largest))
 
 
+def empty_texts(texts: Iterable[object]) -> int:
+    """Return the number of texts that have no character but spaces."""
+    return sum(isinstance(text, str) and not text.strip() for text in texts)
+
+
 @dataclass(frozen=True)
 class LoadReport:
     """Findings about the files of a whole data set, for people at its site. They are never sent."""
@@ -35,12 +40,20 @@ class LoadReport:
     group_bytes: int = 0
     """The size of the largest row group of images in a Parquet file, all of which is read for each image."""
 
+    empty_texts: int = 0
+    """The number of texts without a character but spaces."""
+
     def warnings(self) -> Iterator[tuple[str, str]]:
         """Yield what is probably wrong, each with its remedy."""
         if (self.unknown_tokens or 0) > MAX_UNKNOWN:
             yield (
                 f"the tokenizer does not know {self.unknown_tokens:.0%} of the tokens",
                 "Use the tokenizer that the model was trained with, for texts in this language.",
+            )
+        if count := self.empty_texts:
+            yield (
+                f"{count} empty text{'s' * (count > 1)} among the examples",
+                "Remove these rows, or fill them in: the worker does not leave them out.",
             )
         if self.ignored_files:
             count = sum(self.ignored_files.values())

@@ -3,7 +3,7 @@
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,10 +12,10 @@ from PIL import Image
 from tessera.shared.near_names import absent
 from tessera.worker.data.dataset import DataError
 from tessera.worker.data.kinds.images import dicom_reader, is_dicom_image, names_below
-from tessera.worker.data.load_report import counted
+from tessera.worker.data.load_report import LoadReport, counted, empty_texts
 from tessera.worker.data.readers.pictures import FORMATS, SUFFIXES, UNREADABLE, is_dicom
-from tessera.worker.data.readers.table_files import SPLITS, is_saved
-from tessera.worker.data.readers.tables import READERS, DataTable, read_table
+from tessera.worker.data.readers.table_files import SPLITS, Separator, is_saved, table_files
+from tessera.worker.data.readers.tables import READERS, SEPARATORS, DataTable, read_table, separator_of
 
 TEXT_NAMES = (
     "text",
@@ -51,10 +51,11 @@ def _one_line(sentence: str) -> str:
 
 @dataclass
 class Proposal:
-    """Options in the order in which they are written, each with its reason."""
+    """Options in the order in which they are written, each with its reason, and warnings about the data."""
 
     options: dict[str, object] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
 
     def add(self, option: str, value: object, reason: str) -> None:
         self.options[option] = value
@@ -92,6 +93,14 @@ def propose(
     if path.suffix.lower() == ".safetensors":
         proposal.add("kind", "arrays", "a safetensors file holds prepared tensors, `labels` among them")
         proposal.add("file", str(path), "the tensors' names are the model's inputs")
+        _refuse(
+            f"{path} holds prepared tensors",
+            split=split,
+            tokenizer=tokenizer,
+            processor=processor,
+            text=text,
+            label=label,
+        )
     elif (
         path.is_dir()
         and not is_saved(path)
@@ -99,15 +108,18 @@ def propose(
         and not _tables_in(path)
     ):
         _of_folder(proposal, path, found, processor)
+        _refuse(f"{path} is a folder of images, whose folders are the classes", split=split, text=text, label=label)
         _texts_of_classes(proposal, tokenizer)
     else:
-        table = read_table("file", (path,), split)
-        for option, column in (("text", text), ("label", label)):
-            if column is not None:
-                table.column(option, column)
-        _of_table(proposal, path, table, split, tokenizer, processor, text, label)
+        _of_table(proposal, path, split, tokenizer, processor, text, label)
     proposal.add("held_out", 0.2, "the worker measures on this share of the examples, and no run trains on them")
     return proposal
+
+
+def _refuse(found: str, **options: str | None) -> None:
+    """Raise DataError if an option was given that data like these do not have."""
+    if given := [f"--{option}" for option, value in options.items() if value is not None]:
+        raise DataError(f"{found}: leave out {' and '.join(given)}")
 
 
 def _from_anywhere(source: str | None) -> str | None:
@@ -135,7 +147,10 @@ def _of_folder(proposal: Proposal, folder: Path, found: Sequence[Path], processo
     if not files:
         kinds = counted(Counter(file.suffix.lower() or "without suffix" for file in found))
         formats = f"{', '.join(sorted(SUFFIXES))}; {', '.join(READERS)}"
-        raise DataError(f"{folder} contains no images or tables ({formats}; DICOM), but {kinds}: convert them to PNG")
+        raise DataError(
+            f"{folder} contains no images or tables ({formats}; DICOM), but {kinds}: convert images to PNG, and save "
+            "spreadsheets as CSV (UTF-8)"
+        )
     tops = sorted({file.parts[0] for file in files if len(file.parts) > 1})
     if splits := [top for top in tops if top.lower() in SPLITS]:
         raise DataError(
@@ -171,13 +186,13 @@ def _of_folder(proposal: Proposal, folder: Path, found: Sequence[Path], processo
 def _of_table(
     proposal: Proposal,
     path: Path,
-    table: DataTable,
     split: str | None,
     tokenizer: str | None,
     processor: str | None,
     text: str | None,
     label: str | None,
 ) -> None:
+    table, separator = _read(path, split, text=text, label=label)
     image = None if text else _column(table, "image", IMAGE_NAMES, _is_image)
     text = None if image else text or _column(table, "text", TEXT_NAMES, _is_text)
     if image is None and text is None:
@@ -190,6 +205,9 @@ def _of_table(
     proposal.add("file", str(path), f"a table with the columns {_shown(table)}")
     if split is not None:
         proposal.add("split", split, "the split that you named")
+    if separator is not None:
+        why = f"the only separator with which the first rows have equally many columns, {len(table.columns.names)}"
+        proposal.add("separator", separator, why)
     if image is not None:
         proposal.add("image", image, "paths, relative to the table's folder, or the images' bytes")
     _of_label(proposal, table, image, text, label)
@@ -202,10 +220,30 @@ def _of_table(
         paths = [table.folder / cell for cell in cells if isinstance(cell, str)]
         _pixels(proposal, paths, processor)
         _texts_of_classes(proposal, tokenizer)
-    elif tokenizer is not None:
+        return
+    _refuse(f"{path} is a table of texts", processor=processor)
+    if tokenizer is not None:
         proposal.add("tokenizer", tokenizer, "the tokenizer that you named")
     else:
         proposal.add("tokenizer", "run", "the tokenizer that each run's model brings; or a folder with one")
+
+
+def _read(path: Path, split: str | None, **columns: str | None) -> tuple[DataTable, Separator | None]:
+    """Return the table, and its separator if the suffix does not say it. Raises DataError if a named column is not
+    there."""
+    separator = None if is_saved(path) else _unusual_separator(path, split)
+    table = read_table("file", (path,), split, separator=separator)
+    for option, column in columns.items():
+        if column is not None:
+            table.cells(option, column)
+    return table, separator
+
+
+def _unusual_separator(path: Path, split: str | None) -> Separator | None:
+    (file, *_), _ = table_files("file", (path,), split, READERS)
+    usual = SEPARATORS.get(file.suffix.lower())
+    found = separator_of(file, SAMPLE) if usual else None
+    return None if found == usual else found
 
 
 def _of_label(proposal: Proposal, table: DataTable, image: str | None, text: str | None, label: str | None) -> None:
@@ -223,6 +261,8 @@ def _of_label(proposal: Proposal, table: DataTable, image: str | None, text: str
         why = "there is no column of classes" if label is None else f"{label} has one class for each "
         proposal.add("head", head, why if label is None else why + ("word" if by_word else "text"))
         proposal.add("text", text, "the column of texts")
+        report = LoadReport(empty_texts=empty_texts(table.cells("text", text)))
+        proposal.warnings += [f"{detail}. {remedy}" for detail, remedy in report.warnings()]
         values = [item for value in values for item in value] if by_word else values
     if label is not None:
         proposal.add("label", label, "the column of classes")
@@ -241,12 +281,31 @@ def _of_label(proposal: Proposal, table: DataTable, image: str | None, text: str
 
 
 def _labels(proposal: Proposal, names: Sequence[str], source: str) -> None:
+    proposal.warnings += _doubts_about(names)
     if all(name.isdecimal() for name in names):
         names = sorted(names, key=int)
         if names == [str(number) for number in range(len(names))]:
             proposal.reasons["kind"] += "; no `labels`, since the classes are numbers from 0 on"
             return
     proposal.add("labels", list(names), f"{source}: copy this line to every site, so that classes have equal numbers")
+
+
+def _doubts_about(names: Sequence[str]) -> Iterator[str]:
+    """Yield a warning of a single class, and of classes whose names differ only by case or surrounding spaces."""
+    if len(names) == 1:
+        yield (
+            f"there is a single class, {names[0]!r}. Correct the data; or if only other sites have further classes, "
+            "name all in labels, and these in absent."
+        )
+    alike: dict[str, list[str]] = {}
+    for name in names:
+        alike.setdefault(name.strip().casefold(), []).append(name)
+    for group in alike.values():
+        if len(group) > 1:
+            yield (
+                f"{' and '.join(map(repr, group))} differ only by case or spaces: are these the same class? Correct "
+                "the data, or keep them as different classes."
+            )
 
 
 def _pixels(proposal: Proposal, pictures: Sequence[Path], processor: str | None) -> None:

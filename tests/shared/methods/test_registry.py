@@ -158,6 +158,19 @@ def test_no_method_is_known_by_name_outside_its_file(side: str) -> None:
                 assert node.module in ("tessera.shared.methods.base", "tessera.shared.methods.registry"), path
 
 
+def test_a_file_without_a_method_is_named_unless_it_begins_with_an_underscore(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("mine", "_common", "__init__"):
+        (tmp_path / f"{name}.py").write_text("METHODS = ()\n")
+    monkeypatch.setenv(FOLDERS, str(tmp_path))
+    assert "fedavg" in methods.__wrapped__()
+    (warning,) = caplog.messages
+    assert warning.startswith(f"warning: no method was read from {tmp_path}/mine.py: it declares no METHOD; begin")
+    monkeypatch.delenv(FOLDERS)
+    methods.__wrapped__()
+
+
 def test_a_file_that_cannot_be_imported_is_skipped_and_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

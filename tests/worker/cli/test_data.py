@@ -220,3 +220,14 @@ def test_init_writes_a_table_that_show_reads(tmp_path: Path) -> None:
         "init", pets, "--out", file, "--name", "more", code=2
     )
     assert "there is no file or folder" in told("init", pets + "s", code=2)
+
+
+def test_init_and_show_warn_of_the_same_empty_texts(tmp_path: Path) -> None:
+    (tmp_path / "lines.csv").write_text("text,label\nthe cat,good\n,Good\n")
+    file = str(tmp_path / "data.toml")
+    empty = "1 empty text among the examples. Remove these rows"
+    written = told("init", str(tmp_path / "lines.csv"), "--out", file)
+    assert f"warning: {empty}" in written
+    assert "warning: 'Good' and 'good' differ only by case or spaces" in written
+    Path(file).write_text(Path(file).read_text().replace("held_out", "# held_out"))
+    assert f"warning: lines: {empty}" in told("show", file)

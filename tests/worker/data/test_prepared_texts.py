@@ -119,6 +119,20 @@ def test_table_and_tokens_are_made_once_and_again_when_the_table_changes(
         of(first)
 
 
+def test_table_is_converted_again_for_another_separator(tmp_path: Path, bert: str) -> None:
+    file = tmp_path / "notes.csv"
+    file.write_text("text;x,y\nthe cat;the,dog\n")
+    options = {"file": str(file), "tokenizer": bert, "head": "causal-lm", "in_memory": False}
+    prepared, made = Prepared(tmp_path / "state"), []
+    # [CLS] the cat [SEP], and with the comma [CLS] the cat ; the [SEP].
+    for separator, column, tokens in ((",", "text;x", 6), (";", "text", 4)):
+        dataset = load("text", {**options, "separator": separator, "text": column}, prepared=prepared)
+        assert dataset.inputs["input_ids"].shape == (1, tokens)
+        made.append(files(tmp_path / "state").keys())
+        assert len(made[-1]) == 2
+    assert not made[0] & made[1]
+
+
 @pytest.mark.parametrize("content", [b"", b"no", b"\0" * 5000, None], ids=["empty", "short", "zeros", "cut off"])
 @pytest.mark.parametrize("kind", ["table", "tokens"])
 def test_a_damaged_file_is_made_again(

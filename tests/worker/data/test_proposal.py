@@ -149,6 +149,36 @@ def test_table_of_images_and_saved_folder_are_read_by_their_types(tmp_path: Path
     ]
 
 
+def test_separator_of_a_spreadsheet_is_found_and_written(tmp_path: Path) -> None:
+    file = table(tmp_path / "notes.csv", "text;label", "the cat, here;no", '"a; dog";yes')
+    proposal = propose(file)
+    assert proposal.options["separator"] == ";"
+    assert "equally many columns, 2" in proposal.reasons["separator"]
+    options = proposed(file, tokenizer=str(bert_tokenizer(tmp_path / "bert", ("the", "a", "cat"))))
+    assert (options["separator"], options["labels"], loaded(options)) == (";", ["no", "yes"], [0, 1])
+    pictures(tmp_path, "a.png", "b.png")
+    options = proposed(table(tmp_path / "list.tsv", "image;label", "a.png;0", "b.png;1"))
+    assert (options["separator"], loaded(options)) == (";", [0, 1])
+    usual = table(tmp_path / "usual.csv", "text,label", "the cat,no", "a dog; here,yes")
+    assert "separator" not in proposed(usual)
+
+
+def test_doubtful_classes_and_empty_texts_are_warned_of_and_kept(tmp_path: Path) -> None:
+    lines = ["the cat,benign", ",Benign ", "a dog,malignant", " ,BENIGN"]
+    proposal = propose(table(tmp_path / "notes.csv", "text,label", *lines))
+    assert proposal.options["labels"] == ["BENIGN", "Benign ", "benign", "malignant"]
+    alike, empty = sorted(proposal.warnings)
+    assert alike.startswith("'BENIGN' and 'Benign ' and 'benign' differ only by case or spaces: are these the same")
+    assert empty.startswith("2 empty texts among the examples. Remove")
+    for path in (
+        table(tmp_path / "one.csv", "text,label", "the cat,benign", "a dog,benign"),
+        pictures(tmp_path / "scans", "benign/a.png"),
+    ):
+        (single,) = propose(path).warnings
+        assert single.startswith("there is a single class, 'benign'. Correct the data; or")
+    assert not propose(table(tmp_path / "two.csv", "text,label", "the cat,0", "a dog,1")).warnings
+
+
 def test_what_only_a_person_can_decide_is_refused_with_what_to_write(tmp_path: Path) -> None:
     csv = {
         "a,b,label": ("x y z,x y z,1", "a, b may all be the text: name it with --text"),
@@ -165,7 +195,7 @@ def test_what_only_a_person_can_decide_is_refused_with_what_to_write(tmp_path: P
     told[pictures(tmp_path / "loose", "cat/a.png", "b.png")] = "b.png is not in the folder of a class"
     (tmp_path / "volumes").mkdir()
     (tmp_path / "volumes" / "a.nii").touch()
-    told[tmp_path / "volumes"] = "but 1 .nii: convert them to PNG"
+    told[tmp_path / "volumes"] = "but 1 .nii: convert images to PNG"
     told[tmp_path / "0.cvs"] = "there is no file or folder"
     for path, what in told.items():
         with pytest.raises(DataError) as refused:
@@ -180,6 +210,23 @@ def test_named_columns_are_taken(tmp_path: Path) -> None:
     for option in ("text", "label"):
         with pytest.raises(DataError, match=rf"^{option}: .* has no column 'x'"):
             propose(path, **{option: "x"})
+
+
+def test_options_that_the_data_do_not_have_are_refused(tmp_path: Path) -> None:
+    texts = table(tmp_path / "notes.csv", "text,label", "the cat,0", "a dog,1")
+    cases: list[tuple[Path, dict[str, str], str]] = [
+        (
+            pictures(tmp_path / "scans", "a/a.png"),
+            {"text": "report", "split": "train"},
+            "leave out --split and --text",
+        ),
+        (texts, {"processor": "vit"}, "notes.csv is a table of texts: leave out --processor"),
+        (tmp_path / "a.safetensors", {"label": "class"}, "holds prepared tensors: leave out --label"),
+    ]
+    (tmp_path / "a.safetensors").touch()
+    for path, options, expected in cases:
+        with pytest.raises(DataError, match=expected):
+            propose(path, **options)
 
 
 def test_odd_names_stay_within_their_line(tmp_path: Path) -> None:

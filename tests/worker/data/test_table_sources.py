@@ -14,7 +14,8 @@ from PIL import Image
 from pyarrow import parquet
 
 from tessera.worker.data.dataset import DataError
-from tessera.worker.data.readers.tables import DataTable, read_table
+from tessera.worker.data.readers.table_files import Separator
+from tessera.worker.data.readers.tables import DataTable, read_table, separator_of
 from tessera.worker.data.registry import load
 from tests.support.pretrained import bert_tokenizer
 
@@ -143,10 +144,55 @@ def test_wrong_path_is_answered_with_what_there_is(tmp_path: Path) -> None:
     assert "it contains a.png" in refusal(tmp_path / "scans")
 
 
-def test_other_separator_is_refused_rather_than_read_as_one_column(tmp_path: Path) -> None:
-    (tmp_path / "notes.csv").write_text("text;label\nthe cat;no\na dog;yes\n")
-    with pytest.raises(DataError, match="columns are separated by ';', not ',': save it with ','"):
-        read_table("file", (tmp_path / "notes.csv",))
+@pytest.mark.parametrize("separator", [",", ";", "\t", "|"])
+def test_columns_are_divided_by_the_separator_that_is_named(tmp_path: Path, separator: Separator) -> None:
+    file = tmp_path / "notes.csv"
+    rows = [["text", "label"], ['"the, cat; sat|\there\n"', "no"], ["a dog", "yes"]]
+    file.write_text("".join(separator.join(row) + "\n" for row in rows))
+    table = read_table("file", (file,), separator=separator)
+    assert texts(table) == ["the, cat; sat|\there\n", "a dog"]
+    assert table.column("label", "label") == ["no", "yes"]
+    assert separator_of(file, 64) == separator
+
+
+def test_separator_is_found_only_if_one_fits_all_rows(tmp_path: Path) -> None:
+    file = tmp_path / "notes.csv"
+    for content, found in (
+        ("a;b\n1,5;2\n", ";"),
+        ('a\tb\n"the ""cat"", here"\tyes\n\n', "\t"),
+        ("a;b,c\n1;2,3\n", None),
+        ("text\nthe cat, here\n", None),
+        ("a;b\n1;2;3\n", None),
+        ("", None),
+    ):
+        file.write_text(content)
+        assert separator_of(file, 64) == found
+    file.write_bytes("a;b\nfür;2\n".encode("latin-1"))
+    assert separator_of(file, 64) is None
+
+
+@pytest.mark.parametrize(("other", "named"), [(";", None), (",", ";"), ("\t", "|")])
+def test_other_separator_is_refused_rather_than_read_as_one_column(
+    tmp_path: Path, other: str, named: Separator | None
+) -> None:
+    file = tmp_path / "notes.csv"
+    file.write_text("text;label\nthe cat;no\n".replace(";", other))
+    with pytest.raises(DataError) as refused:
+        read_table("file", (file,), separator=named)
+    wrong = f"separator: the columns of {file} are separated by {other!r}, not {named or ','!r}"
+    assert str(refused.value) == f"{wrong}: set separator = {json.dumps(other)}"
+
+
+def test_separator_in_a_quoted_name_is_part_of_it(tmp_path: Path) -> None:
+    (tmp_path / "notes.csv").write_text('"text, in short"\nthe cat\n')
+    assert read_table("file", (tmp_path / "notes.csv",)).columns.names == ["text, in short"]
+
+
+def test_separator_of_another_table_than_csv_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "notes.jsonl").write_text('{"text": "the cat"}\n')
+    for file in (tmp_path / "notes.jsonl", saved(tmp_path / "saved", rows())):
+        with pytest.raises(DataError, match="is not a CSV file: leave separator out"):
+            read_table("file", (file,), separator=";")
 
 
 def test_table_in_another_encoding_is_refused_with_the_remedy(tmp_path: Path) -> None:

@@ -76,6 +76,16 @@ def test_share_of_unknown_tokens_is_reported_and_texts_without_a_known_word_are_
     assert "every token is unknown" in refusal(file=file, tokenizer=bert)
 
 
+def test_empty_texts_are_examples_that_the_report_counts(tmp_path: Path, bert: str) -> None:
+    file = written(tmp_path / "notes.csv", "text,other,label", "the cat,,0", ",the,0", '" ",dog,1')
+    for options, count in (({}, 2), ({"second_text": "other"}, 3), ({"head": "causal-lm"}, 2)):
+        dataset = load("text", {"file": file, "tokenizer": bert, **options})
+        assert dataset.examples == 3
+        ((warning, remedy),) = dataset.report.warnings()
+        assert warning == f"{count} empty texts among the examples"
+        assert remedy.startswith("Remove these rows, or fill them in")
+
+
 def test_tokenizer_that_ends_texts_with_its_unknown_token_has_no_share(tmp_path: Path) -> None:
     plain = plain_tokenizer(tmp_path / "plain", WORDS, unk_token="<end>")
     file = written(tmp_path / "notes.csv", "text,label", "the cat,0")
@@ -349,8 +359,10 @@ def test_going_on_from_a_text_pads_with_its_end_and_asks_nothing_of_the_padding(
         (None, "file: there is no file"),
         ("", "cannot be read: it is empty"),
         ("text,label\n", "cannot be read"),
-        ("text,label\na,b\na,b,c\n", "cannot be read: Error tokenizing data"),
-        ("text,label\na,b,c\na,b,c\n", "cannot be read: Length of header or names does not match"),
+        ('text,label\n"a\na",b\na,b,c\n', "line 4 of notes.csv has 3 cells for 2 columns: put a text that"),
+        ("text,label\na,b,c\na,b,c\n", "line 2 of notes.csv has 3 cells for 2 columns"),
+        ('text,label\na,b\na,"b\n', "line 3 of notes.csv has a quotation mark that is not closed"),
+        ('text,label\n"a "quoted, b" c",d\n', "line 2 of notes.csv has a quotation mark"),
         ("text,label\n\x00\xff\n", "file: "),
         ("texts,label\na,0\n", "has no column 'text'; its columns are texts, label"),
         ("text,class\nthe,0\n", "label: "),
@@ -374,6 +386,8 @@ def test_nonsense_in_the_other_formats_is_refused_in_one_line(tmp_path: Path, be
         assert "\n" not in found
     found = refusal(file=written(tmp_path / "notes.pkl", "x"), tokenizer=bert)
     assert "end in one of .csv, .tsv, .parquet, .jsonl, .ndjson" in found
+    found = refusal(file=written(tmp_path / "notes.xlsx", "x"), tokenizer=bert)
+    assert found.endswith("save a spreadsheet as CSV (UTF-8)")
 
 
 def test_a_text_that_is_missing_is_named_by_its_row(tmp_path: Path, bert: str) -> None:

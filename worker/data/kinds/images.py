@@ -34,6 +34,9 @@ from tessera.worker.data.readers.pictures import DICOM, SUFFIXES, DicomReader, P
 from tessera.worker.data.readers.table_files import TableOptions, is_saved
 from tessera.worker.data.readers.tables import DataTable, Files, numbered_domains, read_table, table_name
 
+OF_TABLES = frozenset({"image", "label", "domain", "group", "split", "separator"})
+"""The options that only a table has."""
+
 
 class ImagesOptions(PixelOptions, TableOptions):
     folder: Path | None = Field(default=None, description="contains a folder of images for each class")
@@ -50,8 +53,8 @@ class ImagesOptions(PixelOptions, TableOptions):
             raise ValueError("give either folder or file")
         if self.folder is None and self.domain_folders:
             raise ValueError("domain_folders needs folder; with file, name a column in domain")
-        if self.folder is not None and self.model_fields_set & {"image", "label", "domain", "group", "split"}:
-            raise ValueError("image, label, domain, group and split are about a file: with folder, leave them out")
+        if self.folder is not None and self.model_fields_set & OF_TABLES:
+            raise ValueError(f"{', '.join(sorted(OF_TABLES))} are about a file: with folder, leave them out")
         return self
 
 
@@ -102,7 +105,7 @@ class _Listed:
 
 
 def _in_table(options: ImagesOptions, prepared: Prepared) -> _Listed:
-    table = read_table("file", options.file or (), options.split, prepared)
+    table = read_table("file", options.file or (), options.split, prepared, options.separator)
     # Of a table that has changed since.
     prepared.clear(lambda name: name in (INDEX_FILE, table_name(table.digest)))
     pictures = _pictures(table, options)

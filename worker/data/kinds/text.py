@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from tessera.shared.model.dataset_schema import IDS
-from tessera.worker.data.cells import AT_ONCE, Cells
+from tessera.worker.data.cells import AT_ONCE
 from tessera.worker.data.dataset import (
     LABELS,
     Adapter,
@@ -32,7 +32,7 @@ from tessera.worker.data.dataset import (
     RowsOnDisk,
     schema_of,
 )
-from tessera.worker.data.load_report import LoadReport
+from tessera.worker.data.load_report import LoadReport, empty_texts
 from tessera.worker.data.prepared import NOT_KEPT, Prepared
 from tessera.worker.data.readers.class_labels import Numbering
 from tessera.worker.data.readers.table_files import TableOptions
@@ -89,8 +89,11 @@ def text(options: TextOptions, prepared: Prepared = NOT_KEPT) -> Dataset:
         raise DataError(f"second_text: needs head text-classification, not {options.head}: leave it out")
     if options.pack and options.head != "causal-lm":
         raise DataError(f"pack: needs head causal-lm, not {options.head}: leave it out")
-    table = read_table("file", options.file, options.split, prepared)
+    table = read_table("file", options.file, options.split, prepared, options.separator)
     parts, labels = _HEADS[options.head](options, table)
+    # Empty lists of words are refused. Of other texts, this pass finds a row without text before any run.
+    columns = () if options.head == "token-classification" else parts.values()
+    empty = sum(map(empty_texts, columns))
     convert, numbers = partial(_converted, options, table, prepared), np.arange(table.examples)
     texts = RawTexts(**parts, convert=convert, max_length=options.max_length, numbers=numbers)
     tokens = (options.max_length,)
@@ -102,7 +105,7 @@ def text(options: TextOptions, prepared: Prepared = NOT_KEPT) -> Dataset:
         groups=table.groups(options.group),
         texts=texts,
         pack=options.pack,
-        report=LoadReport(None, table.ignored_files),
+        report=LoadReport(ignored_files=table.ignored_files, empty_texts=empty),
         schema=schema_of(dict.fromkeys(shapes, labels), shapes, len(options.labels or ()) or None),
     )
     prepared.clear(lambda name: name.startswith((table_name(table.digest), _tokens_name(options, table))))
@@ -113,7 +116,7 @@ def text(options: TextOptions, prepared: Prepared = NOT_KEPT) -> Dataset:
 
 def _tokens_name(options: TextOptions, table: DataTable) -> str:
     """Return the beginning of the names of files with the texts of a table as tokens."""
-    others = {"file", "split", "tokenizer", "in_memory", "pack", "domain", "group"}
+    others = {"file", "split", "separator", "tokenizer", "in_memory", "pack", "domain", "group"}
     return f"tokens-{digest_of([FORMAT, table.digest, options.model_dump(mode='json', exclude=others)])}"
 
 
@@ -230,14 +233,16 @@ Parts = dict[str, Any]
 
 
 def _classified(options: TextOptions, table: DataTable) -> tuple[Parts, Tensor]:
-    seconds = None if options.second_text is None else _read_once(table.texts("second_text", options.second_text))
+    texts = {"first": table.texts("text", options.text)}
+    if options.second_text is not None:
+        texts["second"] = table.texts("second_text", options.second_text)
     cells = table.cells("label", options.label)
     numbering = _numbering(options, table)
     labels = torch.empty(table.examples, dtype=torch.int64)
     for first in range(0, len(cells), AT_ONCE):
         labels[first : first + AT_ONCE] = torch.tensor(numbering.numbers(cells[first : first + AT_ONCE]))
     numbering.check()
-    return {"first": _read_once(table.texts("text", options.text)), "second": seconds}, labels
+    return texts, labels
 
 
 def _tagged(options: TextOptions, table: DataTable) -> tuple[Parts, Tensor]:
@@ -268,16 +273,9 @@ def _words(value: object) -> list[str]:
     return value.split() if isinstance(value, str) else []
 
 
-def _read_once(texts: Cells[str]) -> Cells[str]:
-    """Return the texts after a pass over them, which finds a row without text before any run."""
-    for _ in texts:
-        pass
-    return texts
-
-
 def _continued(options: TextOptions, table: DataTable) -> tuple[Parts, Tensor]:
     """Return texts, and no labels before there are tokens: int64 [n, 0]."""
-    texts = _read_once(table.texts("text", options.text))
+    texts = table.texts("text", options.text)
     return {"first": texts}, torch.empty((len(texts), 0), dtype=torch.int64)
 
 

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Collection
 from glob import glob
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field
 
@@ -15,6 +16,9 @@ from tessera.worker.data.readers.class_labels import Absent, Names
 
 SPLITS = frozenset({"train", "training", "test", "testing", "val", "valid", "validation", "dev", "eval"})
 """The names that files of different splits usually have."""
+
+Separator = Literal[",", ";", "\t", "|"]
+"""The character between the columns of a CSV file."""
 
 MAX_SHOWN = 8
 
@@ -26,6 +30,9 @@ class TableOptions(Options):
     """The options of the kinds whose examples a table may list."""
 
     split: str | None = Field(default=None, description="the split, if `file` is a folder with several")
+    separator: Separator | None = Field(
+        default=None, description="the character between the columns of a CSV file; unset, a comma, and in .tsv a tab"
+    )
     labels: Names | None = Field(
         default=None, description="the classes' names in order; unset, the table's own, or labels are numbers"
     )

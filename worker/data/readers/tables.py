@@ -19,13 +19,13 @@ from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated, Any, BinaryIO, NamedTuple
+from typing import Annotated, Any, BinaryIO, NamedTuple, get_args
 
 import numpy as np
 import pyarrow as pa
 import torch
 from numpy.typing import NDArray
-from pandas.errors import ParserWarning
+from pandas.errors import ParserError, ParserWarning
 from pyarrow import parquet
 from pydantic import BeforeValidator, Field
 from torch import Tensor
@@ -35,7 +35,7 @@ from tessera.worker.data.dataset import DataChanged, DataError, in_short
 from tessera.worker.data.prepared import NOT_KEPT, Prepared, mapped
 from tessera.worker.data.readers.byte_cells import ArrowCells, ByteCells, holds_bytes, parquet_cells
 from tessera.worker.data.readers.pictures import Stamp, stamp_of
-from tessera.worker.data.readers.table_files import is_saved, saved_split, table_files
+from tessera.worker.data.readers.table_files import Separator, is_saved, saved_split, table_files
 
 JSON_AT_ONCE = 1000
 EMPTY = "it has no rows"
@@ -145,18 +145,44 @@ def _separated(files: Sequence[str], cache: str, separator: str) -> Iterator[pa.
     library = _library()
     # If all rows have one cell too many, pandas makes the first cell an index. With `index_col=False` it cuts off the
     # last one and warns.
-    with warnings.catch_warnings(action="error", category=ParserWarning):
-        rows = library.Dataset.from_csv(
-            list(files),
-            features=library.Features(dict.fromkeys(header, library.Value("large_string"))),
-            cache_dir=cache,
-            sep=separator,
-            names=header,
-            header=0,
-            index_col=False,
-            keep_default_na=False,
-        )
+    try:
+        with warnings.catch_warnings(action="error", category=ParserWarning):
+            rows = library.Dataset.from_csv(
+                list(files),
+                features=library.Features(dict.fromkeys(header, library.Value("large_string"))),
+                cache_dir=cache,
+                sep=separator,
+                names=header,
+                header=0,
+                index_col=False,
+                keep_default_na=False,
+            )
+    except library.exceptions.DatasetGenerationError as fault:
+        if isinstance(fault.__cause__, ParserError | ParserWarning):
+            _refuse_malformed(files, separator, len(header))
+        raise
     yield from _cached(rows)
+
+
+def _refuse_malformed(files: Sequence[str], separator: str, columns: int) -> None:
+    """Raise ValueError for the first row that does not fit, with its file and line, which pandas counts otherwise."""
+    for file in files:
+        line = 1
+        with Path(file).open(encoding="utf-8-sig", newline="") as lines:
+            rows = csv.reader(lines, delimiter=separator, strict=True)
+            try:
+                for cells in rows:
+                    if len(cells) > columns:
+                        raise ValueError(
+                            f"line {line} of {Path(file).name} has {len(cells)} cells for {columns} columns: put a "
+                            f"text that contains {separator!r} in quotation marks"
+                        )
+                    line = rows.line_num + 1
+            except csv.Error:
+                raise ValueError(
+                    f"line {line} of {Path(file).name} has a quotation mark that is not closed, or stands in a "
+                    "quoted text: write it twice there"
+                ) from None
 
 
 def _header(file: str, separator: str) -> tuple[list[str], bool]:
@@ -166,9 +192,30 @@ def _header(file: str, separator: str) -> tuple[list[str], bool]:
         has_rows = any(map(str.strip, lines))
     if not names:
         raise ValueError("it is empty")
-    if len(names) == 1 and (other := next((mark for mark in ";\t|," if mark in names[0]), None)):
-        raise ValueError(f"its columns are separated by {other!r}, not {separator!r}: save it with {separator!r}")
+    others = [mark for mark in get_args(Separator) if mark != separator and mark in names[0]]
+    if len(names) == 1 and others:
+        raise DataError(
+            f"separator: the columns of {file} are separated by {others[0]!r}, not {separator!r}: set separator = "
+            f"{json.dumps(others[0])}"
+        )
     return [name or f"column {place}" for place, name in enumerate(names)], has_rows
+
+
+def separator_of(file: Path, rows: int) -> Separator | None:
+    """Return the separator that divides each of the first rows into as many columns, more than one; None if none or
+    several do."""
+    widths = {mark: _widths(file, mark, rows) for mark in get_args(Separator)}
+    fitting = [mark for mark, counts in widths.items() if len(counts) == 1 and min(counts) > 1]
+    return fitting[0] if len(fitting) == 1 else None
+
+
+def _widths(file: Path, separator: str, rows: int) -> set[int]:
+    """Return the numbers of columns of the first rows; none if they cannot be read with this separator."""
+    try:
+        with file.open(encoding="utf-8-sig", newline="") as lines:
+            return set(map(len, islice(filter(None, csv.reader(lines, delimiter=separator)), rows)))
+    except (csv.Error, UnicodeDecodeError):
+        return set()
 
 
 def _parquet(files: Sequence[str], cache: str) -> Iterator[pa.RecordBatch]:
@@ -225,9 +272,11 @@ def _objects(file: Path) -> Iterator[dict[str, Any]]:
 Reader = Callable[[Sequence[str], str], Iterator[pa.RecordBatch]]
 """A function from the files and a folder for temporary files to their rows."""
 
+SEPARATORS: dict[str, Separator] = {".csv": ",", ".tsv": "\t"}
+"""The separator of a file's columns by its suffix, unless an option names another."""
+
 READERS: dict[str, Reader] = {
-    ".csv": partial(_separated, separator=","),
-    ".tsv": partial(_separated, separator="\t"),
+    **{suffix: partial(_separated, separator=separator) for suffix, separator in SEPARATORS.items()},
     ".parquet": _parquet,
     ".jsonl": _json_lines,
     ".ndjson": _json_lines,
@@ -253,7 +302,7 @@ class DataTable:
     """The number of other files in folders of shards, by suffix."""
     examples: int
     digest: str
-    """A digest of the files' paths, sizes and times of change."""
+    """A digest of the files' paths, sizes and times of change, and of the separator that an option names."""
     check: Callable[[], None]
     """A function that raises DataError if a file has changed."""
     bytes_of: Mapping[str, ByteCells]
@@ -320,10 +369,14 @@ def numbered_domains(names: Iterable[str]) -> Tensor:
 
 
 def read_table(
-    option: str, named: tuple[Path, ...], split: str | None = None, prepared: Prepared = NOT_KEPT
+    option: str,
+    named: tuple[Path, ...],
+    split: str | None = None,
+    prepared: Prepared = NOT_KEPT,
+    separator: Separator | None = None,
 ) -> DataTable:
     """Return the rows of the files, patterns or folders that an option names, memory-mapped. Other files than Arrow's
-    are converted once, in `prepared`.
+    are converted once, in `prepared`. `separator` is the one of CSV files, if their suffix does not say it.
 
     Raises DataError, naming the option, if one is missing, unreadable or unknown, or if the split is not clear.
     """
@@ -337,16 +390,23 @@ def read_table(
     else:
         files, ignored = table_files(option, named, split, READERS)
         reader = _reader_of(option, files)
+    if separator is not None:
+        if reader is None or files[0].suffix.lower() not in SEPARATORS:
+            raise DataError(f"separator: {files[0]} is not a CSV file: leave separator out")
+        reader = partial(_separated, separator=separator)
     try:
         stored, features = (list(files), None) if reader else _saved(files[0])
         stamps = {file: stamp_of(file) for file in stored}
-        digest = digest_of([FORMAT, [[str(file.absolute()), *stamp] for file, stamp in stamps.items()]])
+        content = [[str(file.absolute()), *stamp] for file, stamp in stamps.items()]
+        digest = digest_of([FORMAT, content, *filter(None, [separator])])
         if reader:
             write = partial(_convert, reader, files, prepared)
             rows = prepared.file(table_name(digest), write, lambda made: ArrowRows([made]))
         else:
             rows = ArrowRows(list(map(mapped, stored)))
         names, bytes_of = _bytes_of(reader, [str(file) for file in stored], rows.schema)
+    except DataError:
+        raise
     except (pa.ArrowException, OSError, ValueError, LookupError, TypeError, csv.Error) as fault:
         # `datasets` has an error of its own for each of these; only where it is imported can it be raised.
         raise _unreadable(option, files[0], fault) from fault
@@ -424,4 +484,6 @@ def _reader_of(option: str, files: tuple[Path, ...]) -> Reader:
         raise DataError(
             f"{option}: {files[0]} belongs to a folder saved by `datasets`: name {files[0].parent} instead"
         )
-    raise DataError(f"{option}: {files[0]}: all files must end in one of {', '.join(READERS)}")
+    raise DataError(
+        f"{option}: {files[0]}: all files must end in one of {', '.join(READERS)}; save a spreadsheet as CSV (UTF-8)"
+    )
