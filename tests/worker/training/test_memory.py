@@ -171,5 +171,6 @@ def require_released(method: str, training: dict[str, Any] | None = None, **spec
 
 def held() -> list[Any]:
     """The optimizers, and the parameters with gradients, of this process."""
-    found = [each for each in gc.get_objects() if isinstance(each, torch.optim.Optimizer | nn.Parameter)]
+    # Of a type, since Parameter answers `isinstance` in Python, and there are a million objects.
+    found = [each for each in gc.get_objects() if issubclass(type(each), torch.optim.Optimizer | nn.Parameter)]
     return [each for each in found if isinstance(each, torch.optim.Optimizer) or each.grad is not None]
