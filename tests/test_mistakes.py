@@ -558,6 +558,11 @@ MISTAKES = {
         ("'one' is no list of different whole numbers",),
         "such as 0,1,2",
     ),
+    "no folder to compare": Mistake("compare modell model", ("there is no file or folder modell",), "mean `model`?"),
+    "folder of no simulation": Mistake(
+        "compare model .", ("model has no finished simulation",), "Give an output folder of `tessera simulate`."
+    ),
+    "one folder to compare": Mistake("compare model", ("two different folders",), "Name each output folder once."),
     # ------------------------------------------------------------ a coordinator
     "variable": serve("TESSERA_PROT is no setting", remedy="did you mean TESSERA_PORT?", PROT="1"),
     "port as text": serve("setting TESSERA_PORT", remedy="must be a whole number", PORT="eighty"),

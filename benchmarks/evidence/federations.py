@@ -299,6 +299,8 @@ DEEP = "deep-"
 def _emoji(prepared: Path, seed: int, options: Mapping[str, Any]) -> Federation:
     given, drawings = EmojiOptions.model_validate(options), _drawings(prepared)
     tokens = torch.from_numpy(np.load(prepared / lit.LIT.name / lit.CLASS_TOKENS))
+    # Without the padding that all captions have.
+    tokens = tokens[:, : int((tokens != 0).sum(dim=1).max())]
     common = {"input_ids": tokens, "attention_mask": (tokens != 0).long()}
     random = np.random.default_rng((seed, 1))
 

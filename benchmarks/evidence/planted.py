@@ -26,11 +26,11 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
 from benchmarks.evidence.selections import Selections, choices_of, selections
-from benchmarks.evidence.statistics import interval
 from tessera.shared.model.blocks import layers_of
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.model.build import instantiate
 from tessera.worker.simulation import Conditions, Weights, simulate
+from tessera.worker.simulation.comparison import interval
 
 CLASSES, FIRST_TOKEN, MARKER, WORDS = 8, 1, 2, 3
 """The label of an example is the word after the marker; other words are drawn from the same ones and as many more."""

@@ -22,7 +22,7 @@ import torch
 from benchmarks.evidence.federations import Federation, Source, source, start
 from benchmarks.evidence.plan import SITES, Arm, Away, Job, Plan, Setting, Table, rounds_of, setup_of, whole_rounds
 from benchmarks.evidence.pool import Figures
-from benchmarks.evidence.scores import ROUNDED, Part, at_sites, majority, measured
+from benchmarks.evidence.scores import ROUNDED, Part, at_sites, majority, measured, zero_shot
 from benchmarks.evidence.selections import selections
 from benchmarks.results import joined
 from tessera.shared.api.tasks import TaskView
@@ -133,7 +133,8 @@ def run(plan: Plan, job: Job, prepared: Path, out: Path, device: str) -> Figures
     tunes = job.seed == plan.protocol.tuning_seed
     figures = {**_described(plan, job), "inputs": inputs_of(kind, prepared), "machine": machine(device)}
     figures["code"] = code()
-    figures["majority"] = _majorities(federation)
+    parts = _parts(federation)
+    figures["majority"] = [{"part": name, **majority(data)} for name, data in parts.items()]
     scratch = out / "scratch" / job.name.replace("/", "--")
     # Of a run that was killed.
     shutil.rmtree(scratch, ignore_errors=True)
@@ -142,6 +143,8 @@ def run(plan: Plan, job: Job, prepared: Path, out: Path, device: str) -> Figures
         sites = federation.tuning() if tunes else federation.sites
         trained = {ALL_SITES: joined(sites)} if arm.central else sites
         model = start(kind, prepared, job.seed, arm.model, options, out / "models" / table.federation)
+        before = {name: zero_shot(model, data, device) for name, data in parts.items()}
+        figures["zero_shot"] = [{"part": name, **scores} for name, scores in before.items() if scores]
         result = simulate(
             spec_of(plan, job, len(trained)),
             model,
@@ -211,10 +214,12 @@ def _described(plan: Plan, job: Job) -> Figures:
     }
 
 
-def _majorities(federation: Federation) -> list[dict[str, Any]]:
-    """Return the scores of the most frequent class on each part; for the sites, of the one most frequent in all."""
-    held = {SITES: _together([data.held_out for data in federation.sites.values() if data.held_out])}
-    return [{"part": name, **majority(data)} for name, data in {**federation.tests, **held}.items()]
+def _parts(federation: Federation) -> dict[str, Dataset]:
+    """Return the test parts by name. That of the sites has the examples of all of them."""
+    return {
+        **federation.tests,
+        SITES: _together([data.held_out for data in federation.sites.values() if data.held_out]),
+    }
 
 
 def _together(parts: Sequence[Dataset]) -> Dataset:

@@ -23,6 +23,7 @@ from tessera.worker.data.dataset import LABELS, Dataset
 from tessera.worker.model.block_map import named_tensors
 from tessera.worker.model.build import load, write_block
 from tessera.worker.model.forward import forward
+from tessera.worker.model.prompts import prompts_of
 from tessera.worker.simulation import Result
 from tessera.worker.training.optimization.precision import autocast
 
@@ -116,6 +117,20 @@ def majority(data: Dataset) -> dict[str, Any]:
     """Return the scores of an answer that is always the most frequent class."""
     true = data.tensors[LABELS].numpy()
     return scored(true, np.full_like(true, np.bincount(true).argmax()))
+
+
+def zero_shot(start: Path, data: Dataset, device: str) -> dict[str, Any] | None:
+    """Return the scores of a model before any training and without its prompts; None for a model that has none."""
+    folder = ModelFolder.open(start)
+    model = load(folder)
+    if (prompts := prompts_of(model)) is None:
+        return None
+    model.to(torch.device(device))  # type: ignore[arg-type]
+    model.train(mode=False)
+    with prompts.inserting("none"):
+        return scored(
+            data.tensors[LABELS].numpy(), predictions(model, folder.model.head, data, data.examples, device)
+        )
 
 
 def at_sites(result: Result, versions: Collection[int], part: str) -> list[dict[str, Any]]:

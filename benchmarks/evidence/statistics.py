@@ -16,7 +16,8 @@ from typing import Any, TypeVar
 import numpy as np
 from scipy.stats import t as student
 
-CONFIDENCE = 0.95
+from tessera.worker.simulation.comparison import interval
+
 STANDARD_ERRORS = 5.0
 """By which a reference must exceed the most frequent class, or its table is void."""
 MOST_FLIPPED = 20
@@ -25,17 +26,6 @@ ROUNDING = 1e-12
 """Relative: sums of the same numbers in another order are equal."""
 
 K = TypeVar("K")
-
-
-def paired(first: Mapping[K, float], second: Mapping[K, float]) -> list[float]:
-    """Return the differences, first less second, of the keys that both have, in the order of `first`."""
-    return [value - second[key] for key, value in first.items() if key in second]
-
-
-def interval(values: Sequence[float], confidence: float = CONFIDENCE) -> tuple[float, float]:
-    """Return the ends of the t-interval of a mean of two values or more."""
-    reach = student.ppf((1 + confidence) / 2, len(values) - 1) * stdev(values) / sqrt(len(values))
-    return fmean(values) - float(reach), fmean(values) + float(reach)
 
 
 def effect_size(values: Sequence[float]) -> float:

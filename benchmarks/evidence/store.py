@@ -34,7 +34,7 @@ SCORES = (
     ("accuracy", pa.float64()),
     ("macro_f1", pa.float64()),
 )
-MAJORITY = tuple(field for field in SCORES if field[0] in ("part", "examples", "accuracy", "macro_f1"))
+BASELINE = tuple(field for field in SCORES if field[0] in ("part", "examples", "accuracy", "macro_f1"))
 SCHEMA = pa.schema(
     [
         ("table", pa.string()),
@@ -57,7 +57,8 @@ SCHEMA = pa.schema(
         ("selections", pa.struct([(name, pa.float64()) for name in ("turnover", "overlap", "chance", "union")])),
         ("signals", pa.list_(pa.struct([("name", pa.string()), ("version", pa.int32()), ("value", pa.float64())]))),
         ("absent", pa.list_(pa.string())),
-        ("majority", pa.list_(pa.struct(MAJORITY))),
+        ("majority", pa.list_(pa.struct(BASELINE))),
+        ("zero_shot", pa.list_(pa.struct(BASELINE))),
         ("scores", pa.list_(pa.struct(SCORES))),
     ]
 )

@@ -32,6 +32,7 @@ BAD_USAGE, NOT_ADMITTED = 2, 3
 SUMMARIES = {
     "admin": "Sites, workers, tokens, and the coordinator at a glance.",
     "audit": "Verify, export and compare what coordinator and site wrote down.",
+    "compare": "Compare simulations, paired by seed.",
     "coordinator": "Serve the API and conduct runs; migrate the database.",
     "data": "Show a site's data sets, and how one divides among sites.",
     "model": "Make and inspect the models that runs start from.",

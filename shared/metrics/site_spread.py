@@ -1,7 +1,7 @@
 """Distribution of a version's scores over the sites: mean, worst site and deviation."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from statistics import fmean, pstdev
 
@@ -11,6 +11,9 @@ PERSONAL = "personal_"
 """Prefix of the metrics of a site's own model."""
 
 BETTER_LOW = ("loss", "calibration_error")
+
+HEADLINES = ("accuracy", "loss")
+"""Tables show the first of these that was measured; `tessera run metrics` has the others."""
 
 DECILE_SITES = 10
 """Number of sites from which on the mean of the worst tenth is reported: with fewer, it is one site's chance."""
@@ -80,6 +83,12 @@ def _by_name(names: Mapping[str, Mapping[str, list[Score]]]) -> dict[str, Spread
         name: spread(map(_joined, by_site.values()), better_low=name.removeprefix(PERSONAL) in BETTER_LOW)
         for name, by_site in sorted(names.items())
     }
+
+
+def headlines(names: Collection[str]) -> Iterator[str]:
+    """Yield the names of the headline metric of a version and of the one of the personal models."""
+    for prefix in ("", PERSONAL):
+        yield from [prefix + name for name in HEADLINES if prefix + name in names][:1]
 
 
 def scores_by_site(measurements: Iterable[Measurement], name: str) -> dict[str, dict[int, float]]:

@@ -63,13 +63,13 @@ from benchmarks.evidence.sources.phrases import (
     split,
 )
 from benchmarks.evidence.sources.prepare import PHRASES
-from benchmarks.evidence.statistics import interval
 from benchmarks.methods.head_only import HeadOnlyCoordinator
 from tessera.shared.methods.base import MethodSettings, MethodSpec, Participant, RunInfo, State
 from tessera.shared.methods.registry import coordinator_half
 from tessera.shared.model.blocks import Block
 from tessera.worker.model.block_map import block_table
 from tessera.worker.model.build import instantiate
+from tessera.worker.simulation.comparison import interval
 
 # ---------------------------------------------------------------- packages
 

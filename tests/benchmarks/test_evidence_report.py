@@ -207,6 +207,14 @@ def test_a_table_whose_reference_stays_at_its_first_version_is_void(tiny: Plan) 
     assert reason == "`full` does not gain over its first version: +0.0 [-12.7, +12.7]"
 
 
+def test_a_table_whose_reference_stays_at_zero_shot_is_void(tiny: Plan) -> None:
+    before = {"zero_shot": [{"part": UNSEEN, "examples": 400, "accuracy": 0.5, "macro_f1": 0.5}]}
+    found = found_of(tiny, *({**raw("full", seed, flat(0.5)), **before} for seed in (1, 2)))
+    reason = void(tiny, found, "T", tiny.tables["T"].settings[0])
+    assert reason == "`full` does not gain over zero-shot, without prompts: +0.0 [+0.0, +0.0]"
+    assert "| zero-shot, without prompts | 2 | 50.0 ± 0.0 | - | - | | |" in "\n".join(lines(tiny, found))
+
+
 def test_a_slope_is_that_of_half_of_the_rounds_and_of_three_versions_at_least(tiny: Plan) -> None:
     table = tiny.tables["T"].model_copy(update={"rounds": 9})
     plan = tiny.model_copy(update={"tables": {"T": table}})

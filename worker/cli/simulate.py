@@ -3,7 +3,6 @@
 import json
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from statistics import fmean, stdev
@@ -13,23 +12,18 @@ import typer
 
 from tessera.shared.cli.export import in_place_of
 from tessera.shared.cli.render import output
-from tessera.shared.cli.render.metric_tables import headlines
 from tessera.shared.cli.render.output import AsJson
 from tessera.shared.cli.render.watch import print_ended, print_ended_as_json
-from tessera.shared.metrics.site_spread import spreads
 from tessera.shared.problems import Invalid
 from tessera.shared.updates.model_folder import ModelFolder
 from tessera.worker.cli.exits import BAD_SETTINGS, fail
 from tessera.worker.settings import SettingsError
 from tessera.worker.simulation import Result, Stalled, simulate
 from tessera.worker.simulation.config import SimulationFile, read_file
+from tessera.worker.simulation.summary import MEASUREMENTS, MODEL, SUMMARY, figures_of, summary_of
 
 STALLED = 3
 INTERRUPTED = 130
-
-MEASUREMENTS = "measurements.csv"
-MODEL = "model"
-SUMMARY = "summary.json"
 
 app = typer.Typer(add_completion=False)
 
@@ -111,31 +105,9 @@ def _run(
         shutil.rmtree(folder / MODEL, ignore_errors=True)
         made.rename(folder / MODEL)
     with in_place_of(folder / SUMMARY) as made:
-        made.write_text(json.dumps(_summary(result, folder), indent=1) + "\n", encoding="utf-8")
+        made.write_text(json.dumps(summary_of(result, folder), indent=1) + "\n", encoding="utf-8")
         made.replace(folder / SUMMARY)
     return result
-
-
-def _summary(result: Result, folder: Path) -> dict[str, Any]:
-    """Return the metrics and the cost of the last version."""
-    last, outcomes = result.versions[-1], result.outcomes
-    at_sites = spreads(result.measurements).get(last.number, {})
-    return {
-        "name": result.spec.name,
-        "method": result.spec.method.name,
-        "seed": result.spec.seed,
-        "version": last.number,
-        "digest": last.digest,
-        "scores": result.scores().get(last.number, {}),
-        "sites": {name: asdict(spread) for name, spread in at_sites.items()},
-        "scalars": last.scalars,
-        "warnings": last.warnings,
-        "download_bytes": sum(outcome.download_bytes for outcome in outcomes),
-        "upload_bytes": sum(outcome.upload_bytes for outcome in outcomes),
-        "seconds": sum(outcome.seconds() or 0.0 for outcome in outcomes),
-        "model": str(folder / MODEL),
-        "measurements": str(folder / MEASUREMENTS),
-    }
 
 
 # ---------------------------------------------------------------- over seeds
@@ -143,11 +115,11 @@ def _summary(result: Result, folder: Path) -> dict[str, Any]:
 
 def _conclude(results: Mapping[int, Result], *, as_json: bool) -> None:
     """Print the metrics of the last versions, for each seed and over all seeds."""
-    figures = [_figures(result) for result in results.values()]
+    runs = [summary_of(result, result.folder) for result in results.values()]
+    figures = [figures_of(run) for run in runs]
     names = [name for name in figures[0] if all(name in found for found in figures)]
     by_name = {name: [found[name] for found in figures] for name in names}
     if as_json:
-        runs = [_summary(result, result.folder) for result in results.values()]
         over = {name: {"mean": fmean(found), "deviation": _deviation(found)} for name, found in by_name.items()}
         output.print_json({"event": "end", "runs": runs, "over_seeds": over}, line=True)
         return
@@ -162,19 +134,6 @@ def _conclude(results: Mapping[int, Result], *, as_json: bool) -> None:
     console.print(output.table(shown, [row[: len(shown)] for row in rows], right=shown[1:]))
     for result in results.values():
         console.print(f"{result.folder}: {MODEL}, {MEASUREMENTS} and {SUMMARY}", soft_wrap=True, markup=False)
-
-
-def _figures(result: Result) -> dict[str, float]:
-    """Return the main metrics of the last version and the traffic, by the names that people read."""
-    last = result.versions[-1].number
-    figures = dict(result.scores().get(last, {}))
-    at_sites = spreads(result.measurements).get(last, {})
-    for name in headlines(at_sites):
-        figures |= {f"{name} (mean of sites)": at_sites[name].mean, f"{name} (worst site)": at_sites[name].worst}
-    moved = result.outcomes
-    figures["megabytes down"] = sum(outcome.download_bytes for outcome in moved) / 1e6
-    figures["megabytes up"] = sum(outcome.upload_bytes for outcome in moved) / 1e6
-    return figures
 
 
 def _deviation(found: Sequence[float]) -> float | None:

@@ -17,6 +17,9 @@ from tessera.shared.rounds.aggregate import Accepted
 from tessera.shared.schema import Message
 from tessera.worker.state.atomic_files import sweep, written_whole
 
+SETTINGS = "simulation.json"
+"""The file with what a simulation's results follow from."""
+
 M = TypeVar("M", bound=BaseModel)
 
 
@@ -114,14 +117,14 @@ class Records:
 
     def claim(self, identity: Mapping[str, JsonValue]) -> None:
         """Record which simulation this folder holds. Raises Invalid with each setting that differs from before."""
-        file = self._folder / "simulation.json"
+        file = self._folder / SETTINGS
         if not file.exists():
             _write(file, json.dumps(identity, indent=1, sort_keys=True))
             return
         before = json.loads(file.read_text(encoding="utf-8"))
         if faults := [
-            Fault(pointer=pointer, detail=f"was {_short(was)} and is {_short(now)}")
-            for pointer, was, now in _differences("", before, json.loads(json.dumps(identity)))
+            Fault(pointer=pointer, detail=f"was {shortened(was)} and is {shortened(now)}")
+            for pointer, was, now in differences("", before, json.loads(json.dumps(identity)))
         ]:
             raise Invalid(
                 f"{self._folder} holds a simulation with other settings",
@@ -172,13 +175,13 @@ def _read(kind: type[M], file: Path) -> M:
     return kind.model_validate_json(file.read_bytes())
 
 
-def _differences(pointer: str, before: Any, now: Any) -> list[tuple[str, Any, Any]]:
+def differences(pointer: str, before: Any, now: Any) -> list[tuple[str, Any, Any]]:
     if isinstance(before, dict) and isinstance(now, dict):
         keys = sorted({*before, *now})
-        return [d for key in keys for d in _differences(f"{pointer}/{key}", before.get(key), now.get(key))]
+        return [d for key in keys for d in differences(f"{pointer}/{key}", before.get(key), now.get(key))]
     return [] if before == now else [(pointer, before, now)]
 
 
-def _short(value: Any) -> str:
+def shortened(value: Any) -> str:
     text = json.dumps(value)
     return text if len(text) <= 60 else text[:57] + "..."

@@ -11,7 +11,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmarks.evidence.convex.study import ARMS, CONTROL_ARM, LEVELS
-from benchmarks.evidence.statistics import CONFIDENCE, shown_interval
+from benchmarks.evidence.statistics import shown_interval
+from tessera.worker.simulation.comparison import CONFIDENCE
 
 LARGE = 1e4
 """A distance, in %, from which on a run counts as diverged."""

@@ -12,8 +12,9 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from benchmarks.evidence.frontier.study import ARMS, FULL, SCORE, Job, Study, choices, tried
-from benchmarks.evidence.statistics import CONFIDENCE, STANDARD_ERRORS, floor, interval, shown_interval, shown_spread
-from benchmarks.evidence.statistics import paired as differences
+from benchmarks.evidence.statistics import STANDARD_ERRORS, floor, shown_interval, shown_spread
+from tessera.worker.simulation.comparison import CONFIDENCE, interval
+from tessera.worker.simulation.comparison import paired as differences
 
 FLAT = "#777777"
 COLOURS = ("#000000", "#1565c0", "#ef6c00", "#2e7d32", "#b71c1c", "#6a1b9a")

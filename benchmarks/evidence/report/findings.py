@@ -7,7 +7,8 @@ from statistics import fmean
 
 from benchmarks.evidence.plan import Claim, Plan
 from benchmarks.evidence.report.rows import Found, row, void
-from benchmarks.evidence.statistics import described, equivalence_p, holm, interval, paired, shown_interval
+from benchmarks.evidence.statistics import described, equivalence_p, holm, shown_interval
+from tessera.worker.simulation.comparison import interval, paired
 
 NOT_FLAT = "not flat"
 

@@ -9,8 +9,9 @@ from typing import Any
 from benchmarks.evidence.plan import SITES, Plan, Setting, Table, choice, tried, tuned_cell
 from benchmarks.evidence.report.findings import NOT_FLAT, Finding, findings
 from benchmarks.evidence.report.rows import Found, Row, Run, row, score_of, void
-from benchmarks.evidence.statistics import described, paired, shown_interval, shown_spread
+from benchmarks.evidence.statistics import described, shown_interval, shown_spread
 from benchmarks.evidence.store import job_of
+from tessera.worker.simulation.comparison import paired
 
 
 def lines(plan: Plan, found: Found, tables: Collection[str] = ()) -> Iterator[str]:
@@ -66,7 +67,11 @@ def _of_setting(plan: Plan, found: Found, name: str, setting: Setting) -> Iterat
         for each in next(iter(rows[0].runs.values()))["majority"]
     }
     shares = " | ".join(f"{most[part]:.1f}" for part in parts)
-    yield f"| most frequent class | | {shares} |{' |' * (len(heads) - len(parts))}"
+    rest = " |" * (len(heads) - len(parts))
+    yield f"| most frequent class | | {shares} |{rest}"
+    if seeds := reference.zero_shot(table.part):
+        untrained = " | ".join(shown_spread([*reference.zero_shot(part).values()]) for part in parts)
+        yield f"| zero-shot, without prompts | {len(seeds)} | {untrained} |{rest}"
     for each in rows:
         diverged = f", {len(each.diverged)} diverged" if each.diverged else ""
         cells = [each.arm.name, f"{len(each.runs)}{diverged}"]

@@ -11,8 +11,9 @@ from typing import Any
 
 from benchmarks.evidence.gate import shut
 from benchmarks.evidence.plan import SITES, Arm, Job, Plan, Setting, Table, choice
-from benchmarks.evidence.statistics import Trend, floor, interval, paired, shown_interval, trend
+from benchmarks.evidence.statistics import Trend, floor, shown_interval, trend
 from tessera.shared.methods.fedfrozen import DISAGREEMENT, FROZEN_FROM, MOVEMENT
+from tessera.worker.simulation.comparison import interval, paired
 
 Found = Mapping[Job, Mapping[str, Any]]
 Run = Mapping[str, Any]
@@ -58,6 +59,16 @@ class Row:
             elif run.get("diverged"):
                 found[seed] = 0.0
         return found
+
+    def zero_shot(self, part: str) -> ByUnit:
+        """Return the score of the model before any training and without its prompts, if it has some."""
+        score = score_of(part, self.table)
+        return {
+            seed: 100 * each[score]
+            for seed, run in self.runs.items()
+            for each in run.get("zero_shot") or ()
+            if each["part"] == part
+        }
 
     def curves(self, part: str) -> dict[int, list[float]]:
         """Return the score of every version, by seed: on the examples of curves, or as the mean over the sites that
@@ -190,8 +201,10 @@ def void(plan: Plan, found: Found, name: str, setting: Setting) -> str | None:
                 f"`{table.reference}` has accuracy {value:.1f} with seed {seed}, less than "
                 f"{plan.protocol.standard_errors:g} standard errors above the most frequent class"
             )
-    starts = {seed: curve[0] for seed, curve in reference.curves(table.part).items()}
-    gains = paired(reference.final(table.part), starts)
-    if len(gains) > 1 and interval(gains)[0] <= 0:
-        return f"`{table.reference}` does not gain over its first version: {shown_interval(gains)}"
+    starts = {"its first version": {seed: curve[0] for seed, curve in reference.curves(table.part).items()}}
+    starts["zero-shot, without prompts"] = reference.zero_shot(table.part)
+    for start, scores in starts.items():
+        gains = paired(reference.final(table.part), scores)
+        if len(gains) > 1 and interval(gains)[0] <= 0:
+            return f"`{table.reference}` does not gain over {start}: {shown_interval(gains)}"
     return None

@@ -15,6 +15,7 @@ import json
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
@@ -58,7 +59,7 @@ MIN_CONCEPTS = 18
 """Concepts of a subgroup of the task, public ones included."""
 TEST_SHARE = 0.25
 VALIDATION_SHARE = 0.15
-"""Shares of each subgroup's concepts at sites, for all vendors alike."""
+"""Shares of each vendor's drawings of a subgroup."""
 ALPHA = 0.3
 PRESENTATION = "fe0f"
 """The code point that asks for the coloured form. Vendors write it or leave it out."""
@@ -267,23 +268,20 @@ def split(emoji: Emoji, seed: int, shift: Shift, sites_per_vendor: int = 3, alph
     """Divide the drawings of concepts that are not public among sites, the same number at each, up to one.
 
     With the shift `label` every site has drawings of all vendors and Dirichlet shares of the classes; with `domain`
-    it has one vendor's, and equal shares; with `both`, one vendor's and Dirichlet shares. No concept is on two of the
-    sides of training, validation and test, not even in the drawings of two vendors. Raises ValueError for an unknown
-    shift.
+    it has one vendor's, and equal shares; with `both`, one vendor's and Dirichlet shares. No drawing is on two of the
+    sides of training, validation and test. A concept that a site is tested on may be trained on elsewhere, in another
+    vendor's drawing: that is what sites can learn from each other. Raises ValueError for an unknown shift.
     """
     if shift not in get_args(Shift):
         raise ValueError(f"no shift {shift!r}: take one of {', '.join(get_args(Shift))}")
     random = np.random.default_rng(seed)
-    train, validation, test = _sides(emoji, random)
+    sides = _sides(emoji, random)
     found = {}
     # A place among VENDORS for each pool of drawings, or all of them.
     everything = tuple(range(len(VENDORS)))
     pools = [everything] if shift == "label" else [(vendor,) for vendor in everything]
     for pool in pools:
-        rows, of_validation, of_test = (
-            np.flatnonzero(np.isin(emoji.vendors, pool) & np.isin(emoji.concepts, side))
-            for side in (train, validation, test)
-        )
+        rows, of_validation, of_test = (side[np.isin(emoji.vendors[side], pool)] for side in sides)
         sites = sites_per_vendor * len(pool)
         labels = emoji.labels[emoji.concepts]
         sizes = [len(part) for part in np.array_split(rows, sites)]
@@ -298,15 +296,16 @@ def split(emoji: Emoji, seed: int, shift: Shift, sites_per_vendor: int = 3, alph
 
 
 def _sides(emoji: Emoji, random: np.random.Generator) -> tuple[Indices, Indices, Indices]:
-    """Return the concepts to train on, for the validation and for the test: some of each class."""
+    """Return the drawings to train on, for the validation and for the test: some of each vendor's of each class."""
     train: list[Indices] = []
     validation: list[Indices] = []
     test: list[Indices] = []
-    for label in range(len(emoji.classes)):
-        of_class = random.permutation(np.flatnonzero((emoji.labels == label) & ~emoji.public))
-        of_test = max(1, round(TEST_SHARE * len(of_class)))
-        of_validation = max(1, round(VALIDATION_SHARE * len(of_class)))
-        parts = np.split(of_class, [of_test, of_test + of_validation])
+    labels, public = emoji.labels[emoji.concepts], emoji.public[emoji.concepts]
+    for vendor, label in product(range(len(VENDORS)), range(len(emoji.classes))):
+        drawn = random.permutation(np.flatnonzero((emoji.vendors == vendor) & (labels == label) & ~public))
+        of_test = max(1, round(TEST_SHARE * len(drawn)))
+        of_validation = max(1, round(VALIDATION_SHARE * len(drawn)))
+        parts = np.split(drawn, [of_test, of_test + of_validation])
         for side, part in zip((test, validation, train), parts, strict=True):
             side.append(part)
     return np.concatenate(train), np.concatenate(validation), np.concatenate(test)

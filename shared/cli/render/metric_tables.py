@@ -1,13 +1,13 @@
 """Tables of a run's metrics: over sites, of its method, of outliers, and of privacy spent."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 
 from rich.table import Table
 
 from tessera.shared.api.runs import Round
 from tessera.shared.api.versions import Version
 from tessera.shared.cli.render import output
-from tessera.shared.metrics.site_spread import PERSONAL, Spread
+from tessera.shared.metrics.site_spread import Spread, headlines
 from tessera.shared.rounds.outliers import ABSENT, COSINE, DISTANCE, LEFT_OUT, NORM
 from tessera.shared.schema import EPSILON
 
@@ -15,20 +15,11 @@ SPREAD_COLUMNS = ("version", "at sites", "sites", "mean", "weighted", "worst", "
 SCORE_COLUMNS = ("round", "worker", "norm", "distance", "cosine", "")
 NUMBER_COLUMNS = ("version", "number", "value")
 
-# The tables show the first of these that was measured; `tessera run metrics` has the others.
-HEADLINES = ("accuracy", "loss")
-
 
 def spread_table(by_version: Mapping[int, Mapping[str, Spread]]) -> Table:
     """Return accuracies over sites (losses where there are none), of each version and of the personal models."""
     rows = [_row(number, name, names[name]) for number, names in by_version.items() for name in headlines(names)]
     return output.table(SPREAD_COLUMNS, rows, right={*SPREAD_COLUMNS} - {"at sites", "where"})
-
-
-def headlines(names: Mapping[str, Spread]) -> Iterator[str]:
-    """Yield the names of the headline metric of a version and of the one of the personal models."""
-    for prefix in ("", PERSONAL):
-        yield from [prefix + name for name in HEADLINES if prefix + name in names][:1]
 
 
 def _row(number: int, name: str, spread: Spread) -> tuple[object, ...]:

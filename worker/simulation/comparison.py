@@ -1,0 +1,132 @@
+"""Finished simulations beside each other, paired by seed."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import sqrt
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any, Self, TypeVar
+
+from scipy.stats import t as student
+
+from tessera.shared.near_names import absent
+from tessera.shared.problems import Invalid
+from tessera.worker.simulation.checkpoint import SETTINGS, differences
+from tessera.worker.simulation.summary import SUMMARY, figures_of
+
+CONFIDENCE = 0.95
+PAIRED_BY = ("/spec/seed", "/spec/name")
+"""Settings that may differ."""
+
+K = TypeVar("K")
+
+
+def paired(first: Mapping[K, float], second: Mapping[K, float]) -> list[float]:
+    """Return the differences, first less second, of the keys that both have, in the order of `first`."""
+    return [value - second[key] for key, value in first.items() if key in second]
+
+
+def interval(values: Sequence[float], confidence: float = CONFIDENCE) -> tuple[float, float]:
+    """Return the ends of the t-interval of a mean of two values or more."""
+    reach = student.ppf((1 + confidence) / 2, len(values) - 1) * stdev(values) / sqrt(len(values))
+    return fmean(values) - float(reach), fmean(values) + float(reach)
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A simulation that ended, of one seed."""
+
+    summary: Mapping[str, Any]
+    settings: Mapping[str, Any]
+    """What its results follow from, as the folder has it."""
+
+    @cached_property
+    def figures(self) -> dict[str, float]:
+        return figures_of(self.summary)
+
+
+def finished(folder: Path) -> dict[int, Finished]:
+    """Return the simulations that ended in a folder of `tessera simulate`, by seed. Raises Invalid without any."""
+    if not folder.exists():
+        raise Invalid(absent(folder))
+    found = {}
+    for each in (folder, *sorted(folder.glob("seed-*"))):
+        if (each / SUMMARY).is_file() and (each / SETTINGS).is_file():
+            summary, settings = (json.loads((each / name).read_text("utf-8")) for name in (SUMMARY, SETTINGS))
+            found[int(summary["seed"])] = Finished(summary, settings)
+    if not found:
+        raise Invalid(
+            f"{folder} has no finished simulation",
+            remedy="Give an output folder of `tessera simulate`. If that was stopped, repeat its command.",
+        )
+    return dict(sorted(found.items()))
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One figure of a simulation, over the seeds."""
+
+    mean: float
+    deviation: float | None
+    """The standard deviation; None of one seed."""
+    difference: float | None = None
+    """Less that of the first simulation, the mean over the seeds; None for the first one itself."""
+    low: float | None = None
+    high: float | None = None
+    """The ends of the difference's 95 % interval, None of one seed."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Simulations on the seeds that all of them have."""
+
+    folders: Mapping[str, Mapping[int, Finished]]
+    seeds: Sequence[int]
+
+    @classmethod
+    def of(cls, folders: Sequence[Path]) -> Self:
+        """Read the simulations of some folders. Raises Invalid for one without any, and if no seed is in all."""
+        read = {str(folder): finished(folder) for folder in folders}
+        if not (common := sorted(set.intersection(*(set(each) for each in read.values())))):
+            seeds = "; ".join(f"{name} has {', '.join(map(str, each))}" for name, each in read.items())
+            raise Invalid(f"no seed is in all folders: {seeds}", remedy="Simulate with the same `--seeds` in each.")
+        return cls(read, common)
+
+    def left_out(self) -> Iterator[tuple[str, list[int]]]:
+        """Yield the folders that have other seeds too, and these."""
+        for name, found in self.folders.items():
+            if others := sorted(set(found) - set(self.seeds)):
+                yield name, others
+
+    def settings(self) -> dict[str, list[Any]]:
+        """Return the settings that differ on the first seed, by their pointers: a value of each folder, in order."""
+        given = [found[self.seeds[0]].settings for found in self.folders.values()]
+        pointers = {pointer: None for each in given[1:] for pointer, *_ in differences("", given[0], each)}
+        return {pointer: [_at(each, pointer) for each in given] for pointer in pointers if pointer not in PAIRED_BY}
+
+    def figures(self) -> dict[str, dict[str, Figure]]:
+        """Return each figure that all simulations have, by its name and then by folder."""
+        every = [found[seed].figures for found in self.folders.values() for seed in self.seeds]
+        names = [name for name in every[0] if all(name in figures for figures in every)]
+        return {name: dict(self._figures(name)) for name in names}
+
+    def _figures(self, name: str) -> Iterator[tuple[str, Figure]]:
+        first: dict[int, float] = {}
+        for folder, found in self.folders.items():
+            values = {seed: found[seed].figures[name] for seed in self.seeds}
+            mean, deviation = fmean(values.values()), None if len(values) < 2 else stdev(values.values())
+            if not first:
+                first = values
+                yield folder, Figure(mean, deviation)
+                continue
+            less = paired(values, first)
+            low, high = interval(less) if len(less) > 1 else (None, None)
+            yield folder, Figure(mean, deviation, fmean(less), low, high)
+
+
+def _at(settings: Any, pointer: str) -> Any:
+    for key in pointer.split("/")[1:]:
+        settings = settings.get(key) if isinstance(settings, Mapping) else None
+    return settings
