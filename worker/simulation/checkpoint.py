@@ -18,7 +18,7 @@ from tessera.shared.schema import Message
 from tessera.worker.state.atomic_files import sweep, written_whole
 
 SETTINGS = "simulation.json"
-"""The file with what a simulation's results follow from."""
+"""The file with the settings that determine a simulation's results."""
 
 M = TypeVar("M", bound=BaseModel)
 

@@ -40,7 +40,7 @@ class Finished:
 
     summary: Mapping[str, Any]
     settings: Mapping[str, Any]
-    """What its results follow from, as the folder has it."""
+    """The settings that determine its results."""
 
     @cached_property
     def figures(self) -> dict[str, float]:
