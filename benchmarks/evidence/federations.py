@@ -287,7 +287,9 @@ class EmojiOptions(Frozen):
     shift: emoji.Shift
     alpha: float = Field(gt=0)
     prompts: int = Field(ge=2)
-    """Tokens of the prompts in each tower."""
+    """Tokens of the vision prompts."""
+    caption: str
+    """The words whose embeddings the text prompts start from."""
     tests: int = Field(ge=1)
     """Drawings of each site's test and validation, drawn with the site's weights from its vendors'."""
 
@@ -325,7 +327,7 @@ def _drawings(prepared: Path) -> emoji.Emoji:
 
 
 def _emoji_model(prepared: Path, seed: int, model: str, options: Mapping[str, Any], folder: Path) -> None:
-    prompts, depth = EmojiOptions.model_validate(options).prompts, 1
+    given, depth = EmojiOptions.model_validate(options), 1
     if model.startswith(DEEP):
         depth = int(model.removeprefix(DEEP))
     elif model != "plain":
@@ -336,8 +338,8 @@ def _emoji_model(prepared: Path, seed: int, model: str, options: Mapping[str, An
         head="contrastive",
         seed=seed,
         dtype="float32",
-        vision_prompts=prompts,
-        text_prompts=prompts,
+        vision_prompts=given.prompts,
+        text_prompt_from=given.caption,
         prompt_depth=depth,
     )
 
