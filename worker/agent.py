@@ -13,12 +13,9 @@ from pydantic import JsonValue
 
 from tessera.shared.api.tasks import Claim, Failure, Lease, Task
 from tessera.shared.client.client import Client
-from tessera.shared.methods.base import UnsupportedRun
-from tessera.shared.methods.registry import UnknownMethod, methods
-from tessera.shared.model.selectors import SelectorError
+from tessera.shared.methods.registry import methods
 from tessera.shared.problems import (
     Forbidden,
-    Invalid,
     InvalidUpdate,
     LeaseLost,
     NotFound,
@@ -33,39 +30,25 @@ from tessera.shared.schema import canonical
 from tessera.shared.telemetry import spans
 from tessera.shared.telemetry.trace_ids import trace_of, traceparent_of
 from tessera.shared.tensors.lazy import digest_of
-from tessera.shared.updates.codecs.stage import CodecError
 from tessera.shared.version import VERSION
-from tessera.worker.attention.probabilities import UnknownAttention
 from tessera.worker.bootstrap import runner_of, with_rules
 from tessera.worker.data.dataset import DataError, in_short
-from tessera.worker.data.loaders import LoaderFailed
-from tessera.worker.governance.airlock import UpdateWithheld
 from tessera.worker.governance.approvals import InboxError, Unapproved
 from tessera.worker.governance.opening_hours import USAGE_FILE, Opening, local_time
 from tessera.worker.governance.policy import PolicyViolation
 from tessera.worker.inventory import describe, devices_of, usable_settings
 from tessera.worker.live_values import LiveMonitor
 from tessera.worker.metrics_file import Figures
-from tessera.worker.model.block_map import UnknownArchitecture
-from tessera.worker.model.build import ModelMismatch
-from tessera.worker.model.config import ConfigError
 from tessera.worker.model.device_memory import return_unused_memory
-from tessera.worker.model.layouts import MappingError
+from tessera.worker.outage import Outage, refuses_worker
 from tessera.worker.settings import SettingsError, WorkerSettings, credential_of, tls_of
 from tessera.worker.settings_reload import SettingsFile, differing, reloaded
 from tessera.worker.state.audit import Action
-from tessera.worker.state.blob_cache import BlobTooLarge
 from tessera.worker.state.hash_chain import ChainError, TaskRef
-from tessera.worker.task.errors import TaskFailure
+from tessera.worker.task.failures import failure_of
 from tessera.worker.task.heartbeat import Renewal, Stop, Stopped
-from tessera.worker.task.upload_budget import OverBudget
-from tessera.worker.training.divergence import TrainingDiverged
-from tessera.worker.training.input_mismatch import InputMismatch
-from tessera.worker.training.optimization.micro_batch import ExampleTooLarge
 from tessera.worker.training.progress import Report
 
-MAX_PAUSE_SECONDS = 30.0
-COMPLAINT_SECONDS = 60.0
 MIN_POLL_SECONDS = 1.0
 
 REMOVAL_SECONDS = 3600.0
@@ -81,9 +64,6 @@ CLOSED_SECONDS = 10.0
 GIVE_BACK_SECONDS = 3.0
 """Time that a stopping worker waits for the coordinator to accept its released task."""
 
-MAX_WAIT_SECONDS = 600.0
-"""Upper limit on `Retry-After`: a worker that is asked to return in a year asks again after this time."""
-
 MAX_ANSWER_BYTES = 4 << 20
 """Far above the size of any task, which has names but no values. Parsed, it may take tens of times as much."""
 
@@ -92,27 +72,6 @@ ALIVE_FILE = "alive"
 
 # The work is no longer wanted. Neither side is at fault.
 UNWANTED = (LeaseLost, TaskCancelled, RoundClosed, StaleVersion, SiteSuspended)
-
-# Failures whose text we wrote ourselves, about models and plans; any other text might quote data.
-REPORTABLE: dict[type[Exception], str] = {
-    PolicyViolation: "policy-violation",
-    UpdateWithheld: "withheld-by-site",
-    ExampleTooLarge: "out-of-memory",
-    TrainingDiverged: "diverged",
-    ConfigError: "model-refused",
-    ModelMismatch: "model-mismatch",
-    UnknownArchitecture: "unknown-architecture",
-    MappingError: "unknown-architecture",
-    UnknownAttention: "unknown-architecture",
-    InputMismatch: "input-mismatch",
-    UnsupportedRun: "unsuited",
-    SelectorError: "invalid-plan",
-    UnknownMethod: "unknown-method",
-    CodecError: "unknown-codec",
-    BlobTooLarge: "too-large",
-    OverBudget: "over-budget",
-    LoaderFailed: "loader-failed",
-}
 
 
 class Agent:
@@ -479,57 +438,3 @@ def _spanning(task: Task) -> AbstractContextManager[None]:
 
 def _about(task: Task) -> dict[str, str | int]:
     return {"tessera.run": task.run, "tessera.round": task.round, "tessera.task": task.id, "tessera.kind": task.kind}
-
-
-class Outage:
-    """Increasing waits while the coordinator is unavailable, logged once a minute or when the reason changes."""
-
-    def __init__(self, stop: Stop) -> None:
-        self._stop = stop
-        self._log = structlog.get_logger("worker")
-        self._pause_seconds = 1.0
-        self._said_at: float | None = None
-        self._said = ""
-
-    def wait(self, problem: Problem) -> None:
-        now = time.monotonic()
-        if self._said_at is None or str(problem) != self._said or now - self._said_at >= COMPLAINT_SECONDS:
-            self._said_at, self._said = now, str(problem)
-            faults = [str(fault) for fault in problem.errors]
-            self._log.warning("coordinator-away", reason=problem.code, detail=problem.detail, errors=faults)
-        asked = min(problem.retry_after_seconds or 0, MAX_WAIT_SECONDS)
-        self._stop.sleep(max(self._pause_seconds, asked))
-        self._pause_seconds = min(2 * self._pause_seconds, MAX_PAUSE_SECONDS)
-
-    def over(self) -> None:
-        if self._said_at is not None:
-            self._log.info("coordinator-back")
-        self._said_at, self._pause_seconds = None, 1.0
-
-
-def refuses_worker(problem: Problem) -> bool:
-    """Return whether the coordinator refuses this worker for good: its token, or its claim.
-
-    Other refusals may pass, such as the suspension of its site or a proxy's error page during an upgrade.
-    """
-    if isinstance(problem, Invalid):
-        return problem.from_document
-    if isinstance(problem, SiteSuspended):
-        return False
-    return isinstance(problem, Unauthenticated | Forbidden)
-
-
-def failure_of(fault: Exception) -> tuple[str, str]:
-    """Return the code and text of a failure for the coordinator. They quote nothing that might be data."""
-    if isinstance(fault, Problem):
-        return fault.code, fault.detail[:2000]
-    if isinstance(fault, TaskFailure):
-        return fault.code, str(fault)[:2000]
-    for kind, code in REPORTABLE.items():
-        if isinstance(fault, kind):
-            return code, str(fault)[:2000]
-    if isinstance(fault, torch.OutOfMemoryError | MemoryError):
-        return "out-of-memory", "the model and its batches do not fit into this worker's memory"
-    if isinstance(fault, DataError):
-        return "data-unreadable", "an example cannot be read any more; the worker's own log has more"
-    return "failed", f"{type(fault).__name__}; the worker's own log has more"

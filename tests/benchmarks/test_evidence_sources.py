@@ -468,7 +468,14 @@ def test_sites_of_emoji_train_prompts_and_are_tested_by_their_own_classes(
     found.save(tmp_path / "emoji.npz")
     recipe = lit.Recipe(steps=3, concepts=8, rate=0.01, projection=8)
     lit.prepare(SHAPE, tmp_path / "whole", tmp_path / "text", tmp_path / "emoji.npz", tmp_path / "lit", recipe)
-    options = {"sites_per_vendor": 1, "shift": "both", "alpha": 0.3, "prompts": 2, "caption": "a drawing", "tests": 40}
+    options = {
+        "sites_per_vendor": 1,
+        "shift": "both",
+        "alpha": 0.3,
+        "prompts": 2,
+        "caption": "a drawing",
+        "tests": 40,
+    }
     drawn_sites = emoji.split(found, 1, "both", 1)
     federation = SOURCES["emoji"].federation(tmp_path, 1, options)
     assert list(federation.sites) == [f"{vendor}-1" for vendor in emoji.VENDORS]
