@@ -1,4 +1,4 @@
-"""What a worker does while the coordinator does not answer, or refuses it."""
+"""Waits for a coordinator that does not answer, and refusals that no wait ends."""
 
 import time
 
