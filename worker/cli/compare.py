@@ -70,7 +70,8 @@ def _optional(figure: Figure) -> tuple[str | None, str | None, str | None]:
 
 def _conclusion(comparison: Comparison) -> str:
     """Return what the table rests on, and what follows from few seeds."""
-    rests = f"Differences are less {next(iter(comparison.folders))}, over {_seeds(list(comparison.seeds))}."
+    first, seeds = next(iter(comparison.folders)), _seeds(list(comparison.seeds))
+    rests = f"A difference is a simulation's figure less that of {first}, the mean over {seeds}."
     if len(comparison.seeds) == 1:
         return f"{rests} One seed shows no difference: repeat both simulations with `--seeds 0,1,2,3,4`."
     few = "" if len(comparison.seeds) >= FEW_SEEDS else f" With fewer than {FEW_SEEDS} seeds it is rough."

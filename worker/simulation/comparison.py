@@ -17,6 +17,8 @@ from tessera.worker.simulation.checkpoint import SETTINGS, differences
 from tessera.worker.simulation.summary import SUMMARY, figures_of
 
 CONFIDENCE = 0.95
+REMEDY = "Give an output folder of `tessera simulate`."
+
 PAIRED_BY = ("/spec/seed", "/spec/name")
 """Settings that may differ."""
 
@@ -50,7 +52,7 @@ class Finished:
 def finished(folder: Path) -> dict[int, Finished]:
     """Return the simulations that ended in a folder of `tessera simulate`, by seed. Raises Invalid without any."""
     if not folder.exists():
-        raise Invalid(absent(folder))
+        raise Invalid(absent(folder), remedy=REMEDY)
     found = {}
     for each in (folder, *sorted(folder.glob("seed-*"))):
         if (each / SUMMARY).is_file() and (each / SETTINGS).is_file():
@@ -59,7 +61,7 @@ def finished(folder: Path) -> dict[int, Finished]:
     if not found:
         raise Invalid(
             f"{folder} has no finished simulation",
-            remedy="Give an output folder of `tessera simulate`. If that was stopped, repeat its command.",
+            remedy=f"{REMEDY} If that was stopped, repeat its command.",
         )
     return dict(sorted(found.items()))
 
