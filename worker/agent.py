@@ -33,6 +33,7 @@ from tessera.shared.tensors.lazy import digest_of
 from tessera.shared.version import VERSION
 from tessera.worker.bootstrap import runner_of, with_rules
 from tessera.worker.data.dataset import DataError, in_short
+from tessera.worker.failures import failure_of
 from tessera.worker.governance.approvals import InboxError, Unapproved
 from tessera.worker.governance.opening_hours import USAGE_FILE, Opening, local_time
 from tessera.worker.governance.policy import PolicyViolation
@@ -45,7 +46,6 @@ from tessera.worker.settings import SettingsError, WorkerSettings, credential_of
 from tessera.worker.settings_reload import SettingsFile, differing, reloaded
 from tessera.worker.state.audit import Action
 from tessera.worker.state.hash_chain import ChainError, TaskRef
-from tessera.worker.task.failures import failure_of
 from tessera.worker.task.heartbeat import Renewal, Stop, Stopped
 from tessera.worker.training.progress import Report
 

@@ -50,12 +50,12 @@ from tessera.worker import agent as agent_module
 from tessera.worker.agent import Agent
 from tessera.worker.attention.probabilities import UnknownAttention
 from tessera.worker.enrolment import rotate
+from tessera.worker.failures import REPORTABLE, failure_of
 from tessera.worker.governance.opening_hours import local_time
 from tessera.worker.governance.policy import Policy
 from tessera.worker.settings import WorkerSettings
 from tessera.worker.state.privacy_ledger import Exact
 from tessera.worker.stores import audit_of, ledger_of
-from tessera.worker.task.failures import REPORTABLE, failure_of
 from tessera.worker.task.heartbeat import Stop
 from tests.support.coordinator import WAIT_SECONDS, LiveCoordinator, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values

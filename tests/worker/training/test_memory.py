@@ -18,10 +18,10 @@ from tessera.shared.methods.base import MethodSpec, Phase, Plan, RunInfo
 from tessera.shared.methods.registry import worker_half
 from tessera.shared.model.selectors import EVERYTHING
 from tessera.shared.run_settings import Training
+from tessera.worker.failures import failure_of
 from tessera.worker.model.block_map import block_table, named_tensors
 from tessera.worker.model.build import instantiate, read_block
 from tessera.worker.simulation import Weights, simulate
-from tessera.worker.task.failures import failure_of
 from tessera.worker.training.context import LocalTaskContext
 from tessera.worker.training.optimization.micro_batch import ExampleTooLarge, MicroBatch, PieceSize
 from tessera.worker.training.randomness import seed_everything
