@@ -1,6 +1,6 @@
 """`tessera compare`: simulations beside each other, paired by seed."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -49,7 +49,7 @@ def command(
     console.print(_conclusion(comparison), soft_wrap=True, markup=False)
 
 
-def _seeds(seeds: list[int]) -> str:
+def _seeds(seeds: Sequence[int]) -> str:
     return f"seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))}"
 
 
@@ -70,7 +70,7 @@ def _optional(figure: Figure) -> tuple[str | None, str | None, str | None]:
 
 def _conclusion(comparison: Comparison) -> str:
     """Return what the table rests on, and what follows from few seeds."""
-    first, seeds = next(iter(comparison.folders)), _seeds(list(comparison.seeds))
+    first, seeds = next(iter(comparison.folders)), _seeds(comparison.seeds)
     rests = f"A difference is a simulation's figure less that of {first}, the mean over {seeds}."
     if len(comparison.seeds) == 1:
         return f"{rests} One seed shows no difference: repeat both simulations with `--seeds 0,1,2,3,4`."

@@ -105,7 +105,7 @@ def _run(
         shutil.rmtree(folder / MODEL, ignore_errors=True)
         made.rename(folder / MODEL)
     with in_place_of(folder / SUMMARY) as made:
-        made.write_text(json.dumps(summary_of(result, folder), indent=1) + "\n", encoding="utf-8")
+        made.write_text(json.dumps(summary_of(result), indent=1) + "\n", encoding="utf-8")
         made.replace(folder / SUMMARY)
     return result
 
@@ -115,7 +115,7 @@ def _run(
 
 def _conclude(results: Mapping[int, Result], *, as_json: bool) -> None:
     """Print the metrics of the last versions, for each seed and over all seeds."""
-    runs = [summary_of(result, result.folder) for result in results.values()]
+    runs = [summary_of(result) for result in results.values()]
     figures = [figures_of(run) for run in runs]
     names = [name for name in figures[0] if all(name in found for found in figures)]
     by_name = {name: [found[name] for found in figures] for name in names}

@@ -176,6 +176,7 @@ def _read(kind: type[M], file: Path) -> M:
 
 
 def differences(pointer: str, before: Any, now: Any) -> list[tuple[str, Any, Any]]:
+    """Return what differs between two documents, each under its pointer: the value before and now."""
     if isinstance(before, dict) and isinstance(now, dict):
         keys = sorted({*before, *now})
         return [d for key in keys for d in differences(f"{pointer}/{key}", before.get(key), now.get(key))]
@@ -183,5 +184,6 @@ def differences(pointer: str, before: Any, now: Any) -> list[tuple[str, Any, Any
 
 
 def shortened(value: Any) -> str:
+    """Return a setting as JSON of at most 60 characters."""
     text = json.dumps(value)
     return text if len(text) <= 60 else text[:57] + "..."

@@ -50,20 +50,37 @@ class Finished:
 
 
 def finished(folder: Path) -> dict[int, Finished]:
-    """Return the simulations that ended in a folder of `tessera simulate`, by seed. Raises Invalid without any."""
+    """Return the simulations that ended in a folder of `tessera simulate`, by seed.
+
+    Raises Invalid without any, and for one that cannot be read.
+    """
     if not folder.exists():
         raise Invalid(absent(folder), remedy=REMEDY)
     found = {}
     for each in (folder, *sorted(folder.glob("seed-*"))):
         if (each / SUMMARY).is_file() and (each / SETTINGS).is_file():
-            summary, settings = (json.loads((each / name).read_text("utf-8")) for name in (SUMMARY, SETTINGS))
-            found[int(summary["seed"])] = Finished(summary, settings)
+            one = _read(each)
+            found[one.summary["seed"]] = one
     if not found:
         raise Invalid(
             f"{folder} has no finished simulation",
             remedy=f"{REMEDY} If that was stopped, repeat its command.",
         )
     return dict(sorted(found.items()))
+
+
+def _read(folder: Path) -> Finished:
+    try:
+        summary, settings = (json.loads((folder / name).read_text("utf-8")) for name in (SUMMARY, SETTINGS))
+        one = Finished(summary, settings)
+        if one.figures and isinstance(summary["seed"], int):
+            return one
+    except (ValueError, LookupError, TypeError, AttributeError, OSError):
+        pass
+    raise Invalid(
+        f"{folder} has a {SUMMARY} or {SETTINGS} that `tessera simulate` did not write",
+        remedy="Remove the folder and simulate again.",
+    )
 
 
 @dataclass(frozen=True)
@@ -103,10 +120,14 @@ class Comparison:
                 yield name, others
 
     def settings(self) -> dict[str, list[Any]]:
-        """Return the settings that differ on the first seed, by their pointers: a value of each folder, in order."""
-        given = [found[self.seeds[0]].settings for found in self.folders.values()]
-        pointers = {pointer: None for each in given[1:] for pointer, *_ in differences("", given[0], each)}
-        return {pointer: [_at(each, pointer) for each in given] for pointer in pointers if pointer not in PAIRED_BY}
+        """Return the settings that differ on any seed, by their pointers: a value of each folder, in order."""
+        found: dict[str, list[Any]] = {}
+        for seed in self.seeds:
+            given = [of_seed[seed].settings for of_seed in self.folders.values()]
+            for pointer in (pointer for each in given[1:] for pointer, *_ in differences("", given[0], each)):
+                if pointer not in PAIRED_BY:
+                    found.setdefault(pointer, [_at(each, pointer) for each in given])
+        return found
 
     def figures(self) -> dict[str, dict[str, Figure]]:
         """Return each figure that all simulations have, by its name and then by folder."""

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from tessera.shared.metrics.site_spread import headlines, spreads
@@ -13,8 +12,8 @@ MODEL = "model"
 SUMMARY = "summary.json"
 
 
-def summary_of(result: Result, folder: Path) -> dict[str, Any]:
-    """Return the summary, as `folder` has it in SUMMARY."""
+def summary_of(result: Result) -> dict[str, Any]:
+    """Return the summary, as the result's folder has it in SUMMARY."""
     last, outcomes = result.versions[-1], result.outcomes
     at_sites = spreads(result.measurements).get(last.number, {})
     return {
@@ -30,8 +29,8 @@ def summary_of(result: Result, folder: Path) -> dict[str, Any]:
         "download_bytes": sum(outcome.download_bytes for outcome in outcomes),
         "upload_bytes": sum(outcome.upload_bytes for outcome in outcomes),
         "seconds": sum(outcome.seconds() or 0.0 for outcome in outcomes),
-        "model": str(folder / MODEL),
-        "measurements": str(folder / MEASUREMENTS),
+        "model": str(result.folder / MODEL),
+        "measurements": str(result.folder / MEASUREMENTS),
     }
 
 

@@ -71,6 +71,10 @@ def test_settings_that_differ_are_named(tmp_path: Path) -> None:
         "/spec/rounds": [3, 4, 3],
     }
     assert Comparison.of([first, third]).settings() == {}
+    # Settings of a later seed.
+    simulated(first, "fedavg", {2: 0.5})
+    simulated(third, "fedavg", {2: 0.5}, rounds=5)
+    assert Comparison.of([first, third]).settings() == {"/spec/rounds": [3, 5]}
 
 
 def test_folders_that_cannot_be_compared_are_refused(tmp_path: Path) -> None:
@@ -78,6 +82,10 @@ def test_folders_that_cannot_be_compared_are_refused(tmp_path: Path) -> None:
     second = simulated(tmp_path / "b", "safl", {2: 0.5})
     with pytest.raises(Invalid, match=r"no seed is in all folders: .*a has 1; .*b has 2"):
         Comparison.of([first, second])
+    for damaged in ("{", "[]", '{"seed": 2}'):
+        (second / "seed-2" / "summary.json").write_text(damaged)
+        with pytest.raises(Invalid, match="seed-2 has a summary.json or simulation.json that `tess"):
+            finished(second)
     # One that was stopped has no summary.
     (second / "seed-2" / "summary.json").unlink()
     with pytest.raises(Invalid, match="b has no finished simulation"):
