@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from math import sqrt
@@ -70,13 +71,11 @@ def finished(folder: Path) -> dict[int, Finished]:
 
 
 def _read(folder: Path) -> Finished:
-    try:
+    with suppress(ValueError, LookupError, TypeError, AttributeError, OSError):
         summary, settings = (json.loads((folder / name).read_text("utf-8")) for name in (SUMMARY, SETTINGS))
         one = Finished(summary, settings)
         if one.figures and isinstance(summary["seed"], int):
             return one
-    except (ValueError, LookupError, TypeError, AttributeError, OSError):
-        pass
     raise Invalid(
         f"{folder} has a {SUMMARY} or {SETTINGS} that `tessera simulate` did not write",
         remedy="Remove the folder and simulate again.",

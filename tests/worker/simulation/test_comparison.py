@@ -84,7 +84,7 @@ def test_folders_that_cannot_be_compared_are_refused(tmp_path: Path) -> None:
         Comparison.of([first, second])
     for damaged in ("{", "[]", '{"seed": 2}'):
         (second / "seed-2" / "summary.json").write_text(damaged)
-        with pytest.raises(Invalid, match="seed-2 has a summary.json or simulation.json that `tess"):
+        with pytest.raises(Invalid, match=r"seed-2 has a summary\.json or simulation\.json that"):
             finished(second)
     # One that was stopped has no summary.
     (second / "seed-2" / "summary.json").unlink()
