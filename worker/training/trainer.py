@@ -1,10 +1,9 @@
 """The local training loop of all methods."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from itertools import count as counted
 from itertools import islice
 
@@ -20,6 +19,7 @@ from tessera.worker.training.divergence import TrainingDiverged
 from tessera.worker.training.freeze import Freeze
 from tessera.worker.training.input_mismatch import InputMismatch, rehearsal_fault
 from tessera.worker.training.optimization.attention_masks import unread_masks
+from tessera.worker.training.optimization.bfloat16_products import bfloat16_products
 from tessera.worker.training.optimization.compilation import compiled
 from tessera.worker.training.optimization.recomputation import recomputed
 from tessera.worker.training.optimization.short_attention import short_attention
@@ -117,15 +117,23 @@ class Trainer(LocalTraining):
     def _set_up(self) -> Iterator[None]:
         """Let forward and backward passes within the block be computed as the run and the worker set."""
         model, compiles = self.context.model, self.setup.compute.compile
-        attention: Callable[[], AbstractContextManager[object]]
-        attention = nullcontext if compiles else partial(short_attention, self.training, self.setup.device)
         with ExitStack() as stack:
             stack.enter_context(unread_masks(self.setup.device))
-            stack.enter_context(attention())
+            if not compiles:
+                stack.enter_context(short_attention(self.training, self.setup.device))
             if self.training.gradient_checkpointing:
-                stack.enter_context(recomputed(model, attention))
+                stack.enter_context(recomputed(model, self._computed_again))
             if compiles:
                 stack.enter_context(compiled(model))
+            yield
+
+    @contextmanager
+    def _computed_again(self) -> Iterator[None]:
+        """Let layers that the backward pass computes again be computed as in the forward pass."""
+        with ExitStack() as stack:
+            if not self.setup.compute.compile:
+                stack.enter_context(short_attention(self.training, self.setup.device))
+            stack.enter_context(bfloat16_products(self.training, self.setup.device))
             yield
 
     def _rehearse(self, dataset: Dataset) -> None:

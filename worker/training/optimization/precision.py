@@ -1,13 +1,14 @@
 """The precision of forward and backward passes."""
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import numpy as np
 import torch
 
 from tessera.shared.run_settings import Training
 from tessera.shared.tensors.lazy import Array
+from tessera.worker.training.optimization.bfloat16_products import bfloat16_products
 
 MIN_LOSS_SCALE = 2.0**-24
 """Gradients that overflow float16 at this scale, its smallest positive number, are not finite at any scale."""
@@ -45,9 +46,12 @@ def allow_tf32(*, allowed: bool) -> None:
     torch.backends.cudnn.allow_tf32 = allowed
 
 
-def autocast(training: Training, device: torch.device) -> AbstractContextManager[object]:
-    """Return the context of the forward pass's precision. Where there is no GPU, bfloat16 replaces float16."""
+@contextmanager
+def autocast(training: Training, device: torch.device) -> Iterator[None]:
+    """Compute forward passes in the run's precision within the block. Without a GPU, bfloat16 replaces float16."""
     if training.precision == "float32":
-        return nullcontext()
+        yield
+        return
     half = torch.float16 if training.precision == "float16" and device.type == "cuda" else torch.bfloat16
-    return torch.autocast(device.type, dtype=half)
+    with torch.autocast(device.type, dtype=half), bfloat16_products(training, device):
+        yield

@@ -1,0 +1,115 @@
+"""Products of bfloat16 matrices on a CPU that has no instructions for them.
+
+There, torch's own products take 5 to 60 times as long as those of float32 (docs/decisions/0096). Here operands are
+rounded to bfloat16, multiplied in float32, and the result is rounded again: what such instructions compute, too.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from tessera.shared.run_settings import Training
+
+HALF, WHOLE = torch.bfloat16, torch.float32
+PRODUCTS = {
+    torch.matmul, torch.bmm, torch.mm, torch.baddbmm, torch.addmm, torch.einsum, functional.linear, functional.conv1d,
+    functional.conv2d, functional.conv3d, functional.scaled_dot_product_attention, Tensor.matmul, Tensor.bmm,
+    Tensor.mm, Tensor.__matmul__, Tensor.__rmatmul__,
+}  # fmt: skip
+"""The functions that are replaced, which autocast computes in bfloat16."""
+
+
+def is_native() -> bool:
+    """Return whether this machine's CPU multiplies in bfloat16 itself."""
+    has_library: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    return has_library and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())  # noqa: SLF001
+
+
+@contextmanager
+def bfloat16_products(training: Training, device: torch.device) -> Iterator[None]:
+    """Compute products of bfloat16 matrices in float32 within the block, on a CPU that has no instructions for them.
+
+    Does nothing in a run in float32. Holds for this thread, and for the backward pass of what the block computes.
+    """
+    if device.type != "cpu" or training.precision == "float32" or is_native():
+        yield
+        return
+    with InFloat32():
+        yield
+
+
+class InFloat32(TorchFunctionMode):
+    """Replaces the products of bfloat16 matrices, and those that autocast would compute in bfloat16."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        options = kwargs or {}
+        if func not in PRODUCTS or not _is_half([*args, *options.values()]):
+            return func(*args, **options)
+        with torch.autocast("cpu", enabled=False):
+            if func is functional.linear:
+                return _linear(*args, **options)
+            if func is torch.addmm and not options:
+                return _linear(args[1], args[2].transpose(0, 1), args[0])
+            wide = func(*map(_widened, args), **{name: _widened(value) for name, value in options.items()})
+        return wide.to(HALF)
+
+
+def _is_half(operands: Sequence[Any]) -> bool:
+    """Return whether a product would be of bfloat16, on the CPU."""
+    found = [each for each in operands if isinstance(each, Tensor) and each.is_floating_point()]
+    if any(each.device.type != "cpu" or each.dtype not in (HALF, WHOLE) for each in found):
+        return False
+    return bool(found) and (torch.is_autocast_enabled("cpu") or all(each.dtype == HALF for each in found))
+
+
+def _widened(operand: Any) -> Any:
+    if isinstance(operand, Tensor) and operand.is_floating_point():
+        return operand.to(HALF).to(WHOLE)
+    return operand
+
+
+def _linear(given: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    halves = given.to(HALF), weight.to(HALF), None if bias is None else bias.to(HALF)
+    product: Tensor = _Linear.apply(*halves)  # type: ignore[no-untyped-call]
+    return product
+
+
+class _Linear(Function):
+    """A layer that keeps its weights and inputs for the backward pass in bfloat16, as they are."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(given: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        wide = functional.linear(given.to(WHOLE), weight.to(WHOLE), None if bias is None else bias.to(WHOLE))
+        return wide.to(HALF)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | None], output: Tensor) -> None:
+        del output
+        ctx.save_for_backward(*inputs[:2])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        given, weight = ctx.saved_tensors
+        of_given, of_weight, of_bias = ctx.needs_input_grad
+        wide = gradient.to(WHOLE)
+        rows = wide.reshape(-1, wide.shape[-1])
+        with torch.autocast("cpu", enabled=False):
+            return (
+                (wide @ weight.to(WHOLE)).to(HALF) if of_given else None,
+                (rows.T @ given.reshape(-1, given.shape[-1]).to(WHOLE)).to(HALF) if of_weight else None,
+                rows.sum(0).to(HALF) if of_bias else None,
+            )
