@@ -25,6 +25,7 @@ from tessera.shared.host_memory import available_bytes
 from tessera.shared.methods.registry import methods
 from tessera.shared.model.dataset_schema import PIXELS
 from tessera.shared.problems import Forbidden, NotFound, Problem, Unauthenticated
+from tessera.shared.run_settings import Training
 from tessera.shared.schema import PROTOCOL
 from tessera.shared.urls import is_loopback, proxy_of
 from tessera.worker.data.dataset import DataError, Dataset
@@ -43,6 +44,7 @@ from tessera.worker.model.config import ConfigError
 from tessera.worker.model.four_bits import REMEDY, library
 from tessera.worker.settings import DataSource, SettingsError, WorkerSettings, tls_of, token_of
 from tessera.worker.state.atomic_files import temporary_file
+from tessera.worker.training.optimization.bfloat16_products import bfloat16_products, is_native
 
 WRITTEN_BYTES = 32 << 20
 SLOW_BYTES_PER_SECOND = 20e6
@@ -50,8 +52,7 @@ MIN_FREE_BYTES = 1 << 30
 MIN_SHARED_BYTES = 256 << 20
 """The four batches of two loaders take 150 MiB if each has 256 images of 224 x 224 pixels."""
 PROBE_BYTES = 1 << 18
-CPU_MATMUL_ROWS, GPU_MATMUL_ROWS = 256, 1024
-"""A CPU without instructions for bfloat16 needs seconds for matrices that are large enough for a GPU."""
+MATMUL_ROWS = 1024
 COMPILERS = ("g++", "clang++", "c++")
 
 WHAT_LEAVES = (
@@ -152,9 +153,11 @@ def _device(settings: WorkerSettings) -> Iterator[Finding]:
     yield _memory(settings.policy.max_model_bytes)
     yield from _shared_memory(settings)
     for dtype, name in ((torch.float32, "float32"), (torch.bfloat16, "bfloat16")):
-        rows = CPU_MATMUL_ROWS if device.type == "cpu" else GPU_MATMUL_ROWS
-        rate = 2 * rows**3 / _matmul_seconds(device, dtype, rows) / 1e9
-        yield ok("device", f"multiplies {name} matrices at {rate:.0f} GFLOP/s")
+        rate = 2 * MATMUL_ROWS**3 / _matmul_seconds(device, dtype) / 1e9
+        detail = f"multiplies {name} matrices at {rate:.0f} GFLOP/s"
+        if dtype is torch.bfloat16 and device.type == "cpu" and not is_native():
+            detail += ", in float32: this CPU has no instructions for bfloat16, so it gains nothing from it"
+        yield ok("device", detail)
 
 
 def _compute(settings: WorkerSettings) -> Finding:
@@ -189,16 +192,17 @@ def _shared_memory(settings: WorkerSettings) -> Iterator[Finding]:
         yield warn("loaders", detail, "Start the container with --shm-size=1g, or set loaders = 0.")
 
 
-def _matmul_seconds(device: torch.device, dtype: torch.dtype, rows: int) -> float:
-    """Return the seconds of a product of two square matrices, after one to warm up.
+def _matmul_seconds(device: torch.device, dtype: torch.dtype) -> float:
+    """Return the seconds of a product of two square matrices as runs compute it, after one to warm up.
 
     Raises RuntimeError for a wrong product.
     """
-    eye = torch.eye(rows, device=device, dtype=dtype)
+    eye = torch.eye(MATMUL_ROWS, device=device, dtype=dtype)
     seconds = 0.0
     for _ in range(2):
         began_at = time.monotonic()
-        product = eye @ eye
+        with bfloat16_products(Training(precision="bfloat16"), device):
+            product = eye @ eye
         wrong = not torch.equal(product, eye)
         seconds = time.monotonic() - began_at
         if wrong:

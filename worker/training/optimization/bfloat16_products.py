@@ -1,6 +1,6 @@
 """Products of bfloat16 matrices on a CPU that has no instructions for them.
 
-There, torch's own products take 5 to 60 times as long as those of float32 (docs/decisions/0096). Here operands are
+There, torch's own products take 3 to 70 times as long as those of float32 (docs/decisions/0096). Here operands are
 rounded to bfloat16, multiplied in float32, and the result is rounded again: what such instructions compute, too.
 """
 
