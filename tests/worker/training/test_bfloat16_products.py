@@ -76,6 +76,7 @@ def no_instructions(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         (functional.linear, [(5, 8), (4, 8)]),
         (functional.linear, [(8,), (4, 8), (4,)]),
         (torch.addmm, [(4,), (5, 8), (8, 4)]),
+        (torch.addmm, [(5, 4), (5, 8), (8, 4)]),
         (torch.baddbmm, [(2, 5, 4), (2, 5, 8), (2, 8, 4)]),
         (torch.matmul, [(2, 3, 5, 8), (2, 3, 8, 4)]),
         (torch.mm, [(5, 8), (8, 4)]),

@@ -60,7 +60,7 @@ class InFloat32(TorchFunctionMode):
         with torch.autocast("cpu", enabled=False):
             if func is functional.linear:
                 return _linear(*args, **options)
-            if func is torch.addmm and not options:
+            if func is torch.addmm and args[0].ndim == 1 and not options:
                 return _linear(args[1], args[2].transpose(0, 1), args[0])
             wide = func(*map(_widened, args), **{name: _widened(value) for name, value in options.items()})
         return wide.to(HALF)
