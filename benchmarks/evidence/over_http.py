@@ -3,7 +3,7 @@
 A coordinator and a worker for each site run as an administrator starts them, and train as the simulation did. The
 last version must have the same digest. One seed of three arms is repeated. `--save` writes the results into the
 repository, and `python -m benchmarks.evidence --save` writes them into the document. Digests are those of one
-machine: another one rounds in another way.
+machine: a run that another one simulated is simulated again here, since machines round in different ways.
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from time import monotonic
-from typing import Any
 
 from safetensors.torch import save_file
 
@@ -24,7 +23,7 @@ from benchmarks.evidence.federations import source, start
 from benchmarks.evidence.plan import Job, Plan, choice, read
 from benchmarks.evidence.pool import Figures, begin
 from benchmarks.evidence.report.lines import repeated_line
-from benchmarks.evidence.runs import machine, spec_of
+from benchmarks.evidence.runs import machine, run, spec_of
 from benchmarks.evidence.sources.prepare import OUT as PREPARED
 from benchmarks.federation import Federation
 from tessera.shared.updates.model_folder import ModelFolder
@@ -36,22 +35,21 @@ DATASET = "examples"
 
 
 class NotComparable(ValueError):
-    """A run that cannot be repeated here, or has no result to be compared with."""
+    """A run that cannot be repeated over HTTP, or has no digest to be compared with."""
 
 
 def jobs(plan: Plan, found: store.Found, arms: Sequence[tuple[str, str]] = ARMS) -> list[Job]:
-    """Return the runs to repeat. Raises NotComparable if one is not finished."""
+    """Return the runs to repeat. Raises NotComparable if one has no learning rate yet."""
     scores, wanted = {job: figures["score"] for job, figures in found.items()}, []
     for table, arm in arms:
         cell = table, plan.tables[table].settings[0].name, arm
         rate = choice(plan, scores, cell)
-        job = None if rate is None else Job(*cell, plan.protocol.seeds[0], rate)
-        if job is None or job not in found:
+        if rate is None:
             raise NotComparable(
-                f"{table}/{arm} with seed {plan.protocol.seeds[0]} is not finished: run `python -m "
-                f"benchmarks.evidence --scope core --tables {table} --arms {arm}` first"
+                f"the learning rate of {table}/{arm} is not chosen: run `python -m benchmarks.evidence --scope core "
+                f"--tables {table} --arms {arm}` first"
             )
-        wanted.append(job)
+        wanted.append(Job(*cell, plan.protocol.seeds[0], rate))
     return wanted
 
 
@@ -91,13 +89,15 @@ def repeat(plan: Plan, job: Job, prepared: Path, models: Path, folder: Path) -> 
     }
 
 
-def compared(job: Job, over_http: Figures, simulated: Mapping[str, Any]) -> Figures:
-    """Return what a repeated run left beside the simulation's digest. Raises NotComparable for another machine."""
-    if simulated["machine"] != over_http["machine"]:
-        raise NotComparable(
-            f"{job.name} was simulated on {simulated['machine']}, and this is {over_http['machine']}, which rounds "
-            "in another way: remove its file from the folder of results, and simulate it here"
-        )
+def simulated_here(plan: Plan, job: Job, prepared: Path, out: Path, found: store.Found) -> Figures:
+    """Return what the run's simulation on this machine left, which is made now if there is none."""
+    if job in found and found[job]["machine"] == machine("cpu"):
+        return dict(found[job])
+    return run(plan, job, prepared, out, "cpu")
+
+
+def compared(job: Job, over_http: Figures, simulated: Figures) -> Figures:
+    """Return what a repeated run left beside the simulation's digest. Raises NotComparable if that diverged."""
     if "digest" not in simulated:
         raise NotComparable(f"{job.name} diverged, and has no last version: choose another arm")
     about = {name: simulated[name] for name in ("table", "setting", "arm", "seed", "rate", "setup", "inputs")}
@@ -110,25 +110,31 @@ def main(arguments: list[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    names = ["/".join(each) for each in ARMS]
     parser.add_argument("--prepared", type=Path, default=PREPARED, help="the folder of prepared models and data")
     parser.add_argument("--out", type=Path, default=OUT, help="the folder of results")
-    parser.add_argument("--save", action="store_true", help="write the results into the repository")
+    parser.add_argument("--arms", nargs="+", choices=names, default=names, help="only these tables and arms")
+    parser.add_argument("--save", action="store_true", help="write the results into the repository, beside others")
     given = parser.parse_args(arguments)
-    plan, repeated = read(), list[Figures]()
+    plan = read()
+    saved, digests = {store.job_of(each): each for each in store.repeated(plan)}, list[bool]()
     begin()
     try:
         found = store.finished(given.out, plan)
-        for job in jobs(plan, found):
-            with tempfile.TemporaryDirectory() as folder:
-                over_http = repeat(plan, job, given.prepared, given.out / "models", Path(folder) / "run")
-            repeated.append(compared(job, over_http, found[job]))
-            print(repeated_line(repeated[-1]), flush=True)
+        for job in jobs(plan, found, [each for each in ARMS if "/".join(each) in given.arms]):
+            with tempfile.TemporaryDirectory() as name:
+                folder = Path(name)
+                simulated = simulated_here(plan, job, given.prepared, folder, found)
+                over_http = repeat(plan, job, given.prepared, folder / "models", folder / "run")
+            saved[job] = compared(job, over_http, simulated)
+            digests.append(saved[job]["digest"] == saved[job]["simulated"])
+            print(repeated_line(saved[job]), flush=True)
+            if given.save:
+                store.save_repeated(list(saved.values()))
     except NotComparable as fault:
         print(fault, file=sys.stderr)
         return REFUSED
-    if given.save:
-        store.save_repeated(repeated)
-    return 0 if all(each["digest"] == each["simulated"] for each in repeated) else 1
+    return 0 if all(digests) else 1
 
 
 if __name__ == "__main__":
