@@ -125,6 +125,18 @@ def test_equal_bytes_end_the_dearer_run_early(tiny: Plan) -> None:
     assert rows["full"].at_bytes(budgets) == pytest.approx({1: 30.0})
 
 
+def test_less_than_a_megabyte_is_shown_to_the_kilobyte(tiny: Plan) -> None:
+    sent = {"full": 1_400_000, "one": 7_400}
+    figures = [{**raw(name, 1, FLAT), "upload_bytes": [count]} for name, count in sent.items()]
+    shown = list(lines(tiny, found_of(tiny, *figures)))
+    heads = next(line for line in shown if line.startswith("| arm | seeds"))
+    place = heads.split(" | ").index("MB up")
+    cells = {
+        name: next(line for line in shown if line.startswith(f"| {name} |")).split(" | ")[place] for name in sent
+    }
+    assert cells == {"full": "1", "one": "0.007"}
+
+
 def test_table_whose_reference_does_not_learn_is_void(tiny: Plan) -> None:
     # Five standard errors at 400 examples: 0.13 + 5 sqrt(0.13 * 0.87 / 400) = 0.214.
     figures = [raw("full", 1, FLAT, accuracy=0.21), raw("one", 1, FLAT)]

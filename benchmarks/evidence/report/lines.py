@@ -84,7 +84,9 @@ def _of_setting(plan: Plan, found: Found, name: str, setting: Setting) -> Iterat
             if each.trend is None
             else f"{each.trend.slope:+.2f} ± {each.trend.error:.2f}" + (f", {NOT_FLAT}" if each.is_rising else "")
         )
-        cells += [slope, shown_spread(each.jitter, 2), shown_spread(each.up(), 0)]
+        up = each.up()
+        # Prompts are kilobytes.
+        cells += [slope, shown_spread(each.jitter, 2), shown_spread(up, 0 if max(up, default=0) >= 1 else 3)]
         cells += [shown_spread([*each.at_bytes(budgets).values()])] if budgets else []
         cells.append(shown_spread([run["cpu_seconds"] for run in each.runs.values()], 0))
         yield f"| {' | '.join(cells)} |"
