@@ -186,9 +186,13 @@ def refused_model(policy: AdvertisedPolicy | None, model: Model) -> Ineligibilit
 
 def misfit(spec: RunSpec, declared: Mapping[str, Any], model: Model, *, padded: bool) -> Ineligibility | None:
     """Return why the worker's data set would not fit the model, by what its claim declares, or None."""
-    schema = DatasetSchema.model_validate(declared.get("schemas", {}).get(spec.dataset, {}))
-    found = schema.mismatches(model, padded=padded)
+    found = schema_of(spec, declared).mismatches(model, padded=padded)
     return Ineligibility(rule="inputs", detail=f"its data set {spec.dataset}: {'; '.join(found)}") if found else None
+
+
+def schema_of(spec: RunSpec, declared: Mapping[str, Any]) -> DatasetSchema:
+    """Return what the worker's claim declares of its data set for the run."""
+    return DatasetSchema.model_validate(declared.get("schemas", {}).get(spec.dataset, {}))
 
 
 def unsuited(spec: RunSpec, declared: Mapping[str, Any], model: Model) -> Ineligibility | None:

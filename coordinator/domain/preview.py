@@ -10,6 +10,7 @@ from tessera.coordinator.domain.eligibility import (
     objections,
     policy_warnings,
     refused_plan,
+    schema_of,
     unsuited,
 )
 from tessera.coordinator.domain.workers import LiveWorker
@@ -18,6 +19,7 @@ from tessera.shared.api.tasks import AdvertisedPolicy
 from tessera.shared.methods.base import Plan, State
 from tessera.shared.methods.registry import coordinator_half
 from tessera.shared.model.blocks import Block
+from tessera.shared.model.dataset_schema import class_count
 from tessera.shared.model.spec import Model
 from tessera.shared.near_names import nearest
 from tessera.shared.rounds.planning import plan_round, run_facts, warnings_of
@@ -69,6 +71,7 @@ def preview(
         missing_sites=tuple(sorted(set(invited_sites) - {worker.site for worker in known})),
         warnings=(
             *_shared_data(invited.spec, known),
+            *_other_numbers(invited.spec, model, pool),
             *_unmeasured(invited.spec, pool),
             *_unmeasured_centrally(invited.spec, known),
             *warnings_of(invited.spec, model, state),
@@ -107,9 +110,29 @@ def _shared_data(spec: RunSpec, known: Sequence[LiveWorker]) -> list[str]:
     sites = sorted(site for site, count in holding.items() if count > 1)
     if not sites:
         return []
-    more = f" and {len(sites) - MAX_NAMED} more" if len(sites) > MAX_NAMED else ""
-    subject = f"several workers of {', '.join(sites[:MAX_NAMED])}{more} have a data set {spec.dataset!r}"
+    subject = f"several workers of {_some(sites)} have a data set {spec.dataset!r}"
     return [f"{subject}: if it is the same data, each spends a separate privacy budget on it; run one worker on it"]
+
+
+def _other_numbers(spec: RunSpec, model: Model, pool: Sequence[LiveWorker]) -> list[str]:
+    """Return a warning if two sites number a class differently. If the model names it, one of them is ineligible."""
+    if class_count(model) is None:
+        return []
+    seen = dict[str, tuple[int, str]]()
+    for worker in pool:
+        for number, name in enumerate(schema_of(spec, worker.declared).class_names):
+            other, site = seen.setdefault(name, (number, worker.site))
+            if other != number:
+                subject = (
+                    f"class {other} of {spec.dataset!r} at {site} has the name of class {number} at {worker.site}"
+                )
+                return [f"{subject}: put the same `labels` into all sites' settings, and name the model's classes"]
+    return []
+
+
+def _some(sites: Sequence[str]) -> str:
+    more = f" and {len(sites) - MAX_NAMED} more" if len(sites) > MAX_NAMED else ""
+    return f"{', '.join(sites[:MAX_NAMED])}{more}"
 
 
 def _unmeasured(spec: RunSpec, pool: Sequence[LiveWorker]) -> list[str]:
@@ -124,8 +147,7 @@ def _unmeasured(spec: RunSpec, pool: Sequence[LiveWorker]) -> list[str]:
     sites = sorted({worker.site for worker in pool} - measuring)
     if not sites:
         return []
-    more = f" and {len(sites) - MAX_NAMED} more" if len(sites) > MAX_NAMED else ""
-    subject = f"{', '.join(sites[:MAX_NAMED])}{more} would give no score: too few examples are held out of"
+    subject = f"{_some(sites)} would give no score: too few examples are held out of"
     return [
         f"{subject} {spec.dataset!r}. Raise its held_out: a site measures on min_evaluation_examples (20) or more"
     ]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import re
+from collections.abc import Mapping, Sequence
+from hashlib import sha256
 from typing import Annotated
 
 from pydantic import Field, JsonValue, PositiveInt
@@ -33,6 +36,15 @@ SINGLE_LABEL = (None, "single_label_classification")
 LIMITS = ("image_size", "num_channels", "max_position_embeddings", "n_positions", "vocab_size", "num_labels")
 
 
+NO_NAME = re.compile(r"(LABEL_)?[0-9]+")
+"""A number, or transformers' text for a class without a name: neither identifies a class."""
+MAX_NAMES = 100
+"""The most classes whose names are compared."""
+MAX_LISTED = 400
+"""The most characters of a list of names in a message."""
+NameDigest = Annotated[str, Field(pattern=r"^[0-9a-f]{8}$")]
+
+
 class TensorSchema(Message):
     """One of a model's inputs: its dtype and the shape for one example, or for one class's text; None if the settings
     do not fix the shape."""
@@ -47,11 +59,13 @@ class TensorSchema(Message):
 class DatasetSchema(Message):
     """Names, dtypes and shapes of a data set's inputs, and the number of classes that the site's settings list.
 
-    It follows from the settings alone, and does not depend on the examples.
+    `class_names` has digests of these classes' names in their order: a reader can confirm a name that it guesses. All
+    of it follows from the settings alone, and does not depend on the examples.
     """
 
     inputs: dict[Label, TensorSchema] = Field(default={}, max_length=32)
     classes: PositiveInt | None = None
+    class_names: tuple[NameDigest, ...] = Field(default=(), max_length=MAX_NAMES)
 
     def __str__(self) -> str:
         return ", ".join(f"{name} {one}" for name, one in sorted(self.inputs.items())) or "no inputs declared"
@@ -87,9 +101,22 @@ class DatasetSchema(Message):
 
     def _class_mismatch(self, model: Model) -> str | None:
         classes = class_count(model)
-        if not (self.classes and classes and classes < self.classes):
+        if not (self.classes and classes):
             return None
-        return f"the model has {classes} classes; the data set has {self.classes} labels"
+        if classes < self.classes:
+            return f"the model has {classes} classes; the data set has {self.classes} labels"
+        names = class_names(model)
+        places = {name: place for place, name in enumerate(name_digests(names))}
+        # Names that the model lacks may be translations.
+        moved = ((own, place) for own, name in enumerate(self.class_names) if (place := places.get(name, own)) != own)
+        for own, place in moved:
+            listed = json.dumps(names, ensure_ascii=False)
+            order = listed if len(listed) <= MAX_LISTED else "its id2label"
+            return (
+                f"{names[place][:64]!r} is class {own} in `labels` and class {place} of the model: put all of its "
+                f"classes into `labels`, in the order of {order}, and those without an example into `absent`"
+            )
+        return None
 
     def _label_mismatch(self, head: Head) -> str | None:
         shape = self._shape(LABELS)
@@ -118,6 +145,25 @@ def class_count(model: Model) -> int | None:
     # Without either, transformers makes two. With one, the model learns a number rather than classes.
     classes = max(said) if said else 2
     return classes if classes > 1 else None
+
+
+def class_names(model: Model) -> list[str]:
+    """Return the names that the model's config gives its classes, in their order; empty without names."""
+    names = _part(model.config, "id2label")
+    if not all(number.isdecimal() for number in names):
+        return []
+    return [str(names[number]) for number in sorted(names, key=int)]
+
+
+def name_digests(names: Sequence[str]) -> tuple[NameDigest, ...]:
+    """Return 8 hexadecimal digits for each class's name, regardless of case and spaces.
+
+    Empty if there are too many, if two are alike, or if one is a number, which does not name a class.
+    """
+    plain = [" ".join(name.casefold().split()) for name in names[: MAX_NAMES + 1]]
+    if len(plain) > MAX_NAMES or len(set(plain)) < len(plain) or any(map(NO_NAME.fullmatch, names)):
+        return ()
+    return tuple(sha256(name.encode()).hexdigest()[:8] for name in plain)
 
 
 def limits(model: Model) -> str:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 
-from tessera.shared.model.dataset_schema import class_count
+from tessera.shared.model.dataset_schema import class_count, class_names
 from tessera.shared.model.spec import Head, Model
 from tessera.shared.near_names import did_you_mean
 from tessera.shared.run_settings import Training
@@ -39,14 +39,6 @@ def _weights_fault(
     if unknown := [name for name in given if name not in names]:
         return f"names {unknown[0][:64]!r}, which is no class of the model{did_you_mean(unknown[0], names)}"
     return None
-
-
-def class_names(model: Model) -> list[str]:
-    """Return the names that the model's config gives its classes, in their order; empty without names."""
-    names = model.config.get("id2label")
-    if not isinstance(names, dict) or not all(number.isdecimal() for number in names):
-        return []
-    return [str(names[number]) for number in sorted(names, key=int)]
 
 
 def class_weights_of(training: Training, model: Model) -> tuple[float, ...] | None:

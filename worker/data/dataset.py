@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
-from tessera.shared.model.dataset_schema import DatasetSchema, TensorSchema
+from tessera.shared.model.dataset_schema import DatasetSchema, TensorSchema, name_digests
 from tessera.shared.schema import Frozen
 from tessera.worker.data.cells import Cells
 from tessera.worker.data.load_report import LoadReport
@@ -354,14 +354,22 @@ def _chosen(values: Any, index: Tensor) -> Any:
 
 
 def schema_of(
-    tensors: Mapping[str, Tensor | RowsOnDisk], shapes: Mapping[str, Shape], classes: int | None = None
+    tensors: Mapping[str, Tensor | RowsOnDisk],
+    shapes: Mapping[str, Shape],
+    classes: int | None = None,
+    names: Sequence[str] | None = None,
 ) -> DatasetSchema:
-    """Return the schema of these tensors. `shapes` are for one example, where the settings fix them."""
+    """Return the schema of these tensors.
+
+    `shapes` are for one example. They, the number of classes, and the classes' names in order are what the settings
+    fix; names give the number too.
+    """
     inputs = {
         name: TensorSchema(dtype=str(tensor.dtype).removeprefix("torch."), shape=shapes.get(name))
         for name, tensor in tensors.items()
     }
-    return DatasetSchema(inputs=inputs, classes=classes)
+    count = len(names) if names else classes
+    return DatasetSchema(inputs=inputs, classes=count, class_names=name_digests(names or ()))
 
 
 O = TypeVar("O", bound=Options)  # noqa: E741  (the field's letter for options)

@@ -13,7 +13,7 @@ from tessera.shared.api.versions import Manifest
 from tessera.shared.cli.run import preview_table
 from tessera.shared.client.client import Client
 from tessera.shared.methods.base import MethodSpec
-from tessera.shared.model.dataset_schema import DatasetSchema
+from tessera.shared.model.dataset_schema import DatasetSchema, name_digests
 from tessera.shared.model.selectors import roles
 from tessera.shared.model.spec import Model
 from tessera.shared.problems import Forbidden, Invalid
@@ -99,6 +99,27 @@ def test_a_data_set_that_does_not_fit_the_model_is_told_before_the_run_and_gets_
     run = start_run(client, MODEL, values(MODEL), cohort=Cohort(quorum=2))
     (asked,) = until(lambda: list(client.rounds(run.id)))
     assert sorted(task.worker for task in asked.tasks) == ["fits/w", "of-before/w"]
+
+
+def test_sites_that_number_a_class_differently_are_named_before_the_run(coordinator: LiveCoordinator) -> None:
+    lists = {"a": ["benign", "malignant"], "b": ["malignant", "benign"], "c": ["gutartig", "bösartig"], "d": []}
+    for site, names in lists.items():
+        schema = DatasetSchema(classes=len(names) or None, class_names=name_digests(names))
+        known(coordinator, site, schemas={"data": schema})
+    client = coordinator.client("orchestrator")
+    found = client.preview_run(spec_of(client))
+    (warning,) = found.warnings
+    assert warning.startswith("class 1 of 'data' at a has the name of class 0 at b: put the same `labels`")
+    assert reasons(found) == {"a/w": [], "b/w": [], "c/w": [], "d/w": []}
+    # A model that names its classes says who is right.
+    config = {**MODEL.config, "id2label": {"0": "benign", "1": "malignant"}}
+    found = client.preview_run(spec_of(client, model_of=MODEL.model_copy(update={"config": config})))
+    assert found.warnings == ()
+    assert reasons(found) == {"a/w": [], "b/w": ["inputs"], "c/w": [], "d/w": []}
+    (said,) = by_name(found)["b/w"].ineligibilities
+    assert said.detail.startswith(
+        "its data set data: 'malignant' is class 0 in `labels` and class 1 of the model: put"
+    )
 
 
 def test_a_preview_tells_what_the_first_round_asks_and_changes_nothing(coordinator: LiveCoordinator) -> None:

@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import BertConfig
 
+from tessera.shared.model.dataset_schema import name_digests
 from tessera.shared.model.spec import Head
 from tessera.worker.data.dataset import DataError, Dataset
 from tessera.worker.data.partition.schemes import Iid
@@ -106,6 +107,7 @@ def test_texts_become_tokens_and_their_labels_the_numbers_of_their_names(tmp_pat
     assert set(dataset.tensors) == {"input_ids", "attention_mask", "labels"}
     config = {"model_type": "distilbert", "n_layers": 1, "n_heads": 2, "dim": 8, "hidden_dim": 8, "vocab_size": 16}
     assert loss("text-classification", config, dataset) > 0
+    assert (dataset.schema.classes, dataset.schema.class_names) == (2, name_digests(["deed", "animal"]))
 
 
 @pytest.mark.parametrize("side", ["right", "left"])

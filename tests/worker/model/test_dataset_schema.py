@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from tessera.shared.model.dataset_schema import DatasetSchema, TensorSchema
+from tessera.shared.model.dataset_schema import MAX_NAMES, DatasetSchema, TensorSchema
 from tessera.shared.model.spec import Head, Model
+from tessera.worker.data.dataset import schema_of
 from tessera.worker.model.block_map import block_table
 from tessera.worker.model.build import instantiate
 from tessera.worker.model.forward import forward
@@ -129,3 +130,50 @@ def test_nothing_is_said_of_what_is_not_known(schema: DatasetSchema) -> None:
     assert schema.mismatches(Model(config={"model_type": "vit"}, head=IMAGE, blocks=blocks), padded=True) == []
     unknown = Model(config={"model_type": "vit"}, head="features", blocks=blocks)
     assert images(3, 32, 32).mismatches(unknown, padded=True) == []
+
+
+NAMES = {"0": "benign", "1": "malignant", "2": "unclear"}
+
+
+@pytest.mark.parametrize(
+    ("id2label", "labels", "moved"),
+    [
+        (NAMES, ["benign", "malignant", "unclear"], None),
+        # A site that leaves out the last classes numbers the others as the model does.
+        (NAMES, ["benign", "malignant"], None),
+        (NAMES, ["benign", "unclear"], "'unclear' is class 1 in `labels` and class 2 of the model"),
+        (NAMES, ["malignant", "benign", "unclear"], "'malignant' is class 0 in `labels` and class 1 of the model"),
+        (NAMES, ["Benign ", "UNCLEAR"], "'unclear' is class 1 in `labels` and class 2 of the model"),
+        # Other names may be the same in another language.
+        (NAMES, ["gutartig", "bösartig", "unklar"], None),
+        (NAMES, ["gutartig", "unclear"], "'unclear' is class 1 in `labels` and class 2 of the model"),
+        # Neither numbers nor what transformers writes for a class without a name tell which class is meant.
+        ({"0": "2", "1": "1", "2": "0"}, ["0", "1", "2"], None),
+        ({"0": "LABEL_0", "1": "LABEL_1", "2": "LABEL_2"}, ["LABEL_1", "LABEL_0"], None),
+        # Two that differ by case alone are not told apart.
+        ({"0": "a", "1": "b", "2": "A"}, ["b", "a"], None),
+    ],
+)
+def test_a_class_has_the_number_that_the_model_gives_its_name(
+    id2label: dict[str, str], labels: list[str], moved: str | None
+) -> None:
+    document = named_classes(id2label)
+    tensors = {"labels": torch.zeros(2, dtype=torch.int64)}
+    found = schema_of(tensors, {"labels": ()}, names=labels).mismatches(document, padded=False)
+    remedy = 'put all of its classes into `labels`, in the order of ["benign", "malignant", "unclear"], and those '
+    assert found == ([f"{moved}: {remedy}without an example into `absent`"] if moved else [])
+    # Whoever only counts classes says nothing of their names.
+    assert schema_of(tensors, {"labels": ()}, classes=3).mismatches(document, padded=False) == []
+
+
+@pytest.mark.parametrize(("count", "compared"), [(MAX_NAMES, True), (MAX_NAMES + 1, False)])
+def test_many_classes_are_not_listed_and_too_many_not_compared(count: int, compared: bool) -> None:
+    names = [f"kind {number}" for number in range(count)]
+    document = named_classes({str(number): name for number, name in enumerate(names)})
+    found = schema_of({}, {}, names=names[::-1]).mismatches(document, padded=False)
+    assert ["in the order of its id2label, and" in said for said in found] == [True] * compared
+
+
+def named_classes(id2label: dict[str, str]) -> Model:
+    built = instantiate({**IMAGES, "model_type": "vit", "id2label": id2label}, IMAGE)
+    return Model(config=json.loads(built.config.to_json_string()), head=IMAGE, blocks=block_table(built))

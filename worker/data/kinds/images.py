@@ -86,7 +86,7 @@ def images(options: ImagesOptions, prepared: Prepared = NOT_KEPT) -> Dataset:
         normalization=conversion.normalization(options.mode),
     )
     known = {name: values for name, values in dataset.inputs.items() if name in shapes}
-    return replace(dataset, schema=schema_of(known, shapes, len(options.labels or ()) or None))
+    return replace(dataset, schema=schema_of(known, shapes, names=options.labels))
 
 
 @dataclass(frozen=True)

@@ -106,7 +106,7 @@ def text(options: TextOptions, prepared: Prepared = NOT_KEPT) -> Dataset:
         texts=texts,
         pack=options.pack,
         report=LoadReport(ignored_files=table.ignored_files, empty_texts=empty),
-        schema=schema_of(dict.fromkeys(shapes, labels), shapes, len(options.labels or ()) or None),
+        schema=schema_of(dict.fromkeys(shapes, labels), shapes, names=options.labels),
     )
     prepared.clear(lambda name: name.startswith((table_name(table.digest), _tokens_name(options, table))))
     if options.tokenizer == RUN:
@@ -170,7 +170,8 @@ def _converted(
     # Without token types, which are left out or not by what the texts are.
     declared = {name: tensor for name, tensor in made.inputs.items() if name != "token_type_ids"}
     shapes = {name: (padding.width,) if len(tensor.shape) > 1 else () for name, tensor in declared.items()}
-    made = replace(made, schema=schema_of(declared, shapes, dataset.schema.classes))
+    inputs = schema_of(declared, shapes).inputs
+    made = replace(made, schema=dataset.schema.model_copy(update={"inputs": inputs}))
     small = len(tokens) * width * 8 * len(on_disk) <= MAX_IN_MEMORY
     return made.in_memory() if (small if options.in_memory is None else options.in_memory) else made
 
