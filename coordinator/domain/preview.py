@@ -115,16 +115,16 @@ def _shared_data(spec: RunSpec, known: Sequence[LiveWorker]) -> list[str]:
 
 
 def _other_numbers(spec: RunSpec, model: Model, pool: Sequence[LiveWorker]) -> list[str]:
-    """Return a warning if two sites number a class differently. If the model names it, one of them is ineligible."""
+    """Return a warning if two workers number a class differently."""
     if class_count(model) is None:
         return []
-    seen = dict[str, tuple[int, str]]()
+    seen = dict[str, tuple[int, str]]()  # the number and the first worker of each name
     for worker in pool:
         for number, name in enumerate(schema_of(spec, worker.declared).class_names):
-            other, site = seen.setdefault(name, (number, worker.site))
+            other, first = seen.setdefault(name, (number, worker.name))
             if other != number:
                 subject = (
-                    f"class {other} of {spec.dataset!r} at {site} has the name of class {number} at {worker.site}"
+                    f"class {other} of {spec.dataset!r} at {first} has the name of class {number} at {worker.name}"
                 )
                 return [f"{subject}: put the same `labels` into all sites' settings, and name the model's classes"]
     return []

@@ -36,7 +36,7 @@ SINGLE_LABEL = (None, "single_label_classification")
 LIMITS = ("image_size", "num_channels", "max_position_embeddings", "n_positions", "vocab_size", "num_labels")
 
 
-NO_NAME = re.compile(r"(LABEL_)?[0-9]+")
+NO_NAME = re.compile(r"(label_)?[0-9]+")
 """A number, or transformers' text for a class without a name: neither identifies a class."""
 MAX_NAMES = 100
 """The most classes whose names are compared."""
@@ -105,17 +105,22 @@ class DatasetSchema(Message):
             return None
         if classes < self.classes:
             return f"the model has {classes} classes; the data set has {self.classes} labels"
-        names = class_names(model)
+        return self._order_mismatch(class_names(model)) if self.class_names else None
+
+    def _order_mismatch(self, names: Sequence[str]) -> str | None:
         places = {name: place for place, name in enumerate(name_digests(names))}
-        # Names that the model lacks may be translations.
-        moved = ((own, place) for own, name in enumerate(self.class_names) if (place := places.get(name, own)) != own)
-        for own, place in moved:
-            listed = json.dumps(names, ensure_ascii=False)
-            order = listed if len(listed) <= MAX_LISTED else "its id2label"
-            return (
-                f"{names[place][:64]!r} is class {own} in `labels` and class {place} of the model: put all of its "
-                f"classes into `labels`, in the order of {order}, and those without an example into `absent`"
-            )
+        if not set(self.class_names) <= places.keys():
+            # In another language one class may have the other's name.
+            return None
+        for own, name in enumerate(self.class_names):
+            if (place := places[name]) != own:
+                listed = json.dumps(names, ensure_ascii=False)
+                order = listed if len(listed) <= MAX_LISTED else "its id2label"
+                return (
+                    f"{names[place][:64]!r} is class {own} in `labels` and class {place} of the model: put all its "
+                    f"classes into `labels`, in the order of {order}, and those without an example into `absent`; if "
+                    "all sites agree, give the model theirs (`tessera model init --labels`)"
+                )
         return None
 
     def _label_mismatch(self, head: Head) -> str | None:
@@ -160,8 +165,10 @@ def name_digests(names: Sequence[str]) -> tuple[NameDigest, ...]:
 
     Empty if there are too many, if two are alike, or if one is a number, which does not name a class.
     """
-    plain = [" ".join(name.casefold().split()) for name in names[: MAX_NAMES + 1]]
-    if len(plain) > MAX_NAMES or len(set(plain)) < len(plain) or any(map(NO_NAME.fullmatch, names)):
+    if len(names) > MAX_NAMES:
+        return ()
+    plain = [" ".join(name.casefold().split()) for name in names]
+    if len(set(plain)) < len(plain) or any(map(NO_NAME.fullmatch, plain)):
         return ()
     return tuple(sha256(name.encode()).hexdigest()[:8] for name in plain)
 

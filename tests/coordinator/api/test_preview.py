@@ -109,7 +109,7 @@ def test_sites_that_number_a_class_differently_are_named_before_the_run(coordina
     client = coordinator.client("orchestrator")
     found = client.preview_run(spec_of(client))
     (warning,) = found.warnings
-    assert warning.startswith("class 1 of 'data' at a has the name of class 0 at b: put the same `labels`")
+    assert warning.startswith("class 1 of 'data' at a/w has the name of class 0 at b/w: put the same `labels`")
     assert reasons(found) == {"a/w": [], "b/w": [], "c/w": [], "d/w": []}
     # A model that names its classes says who is right.
     config = {**MODEL.config, "id2label": {"0": "benign", "1": "malignant"}}

@@ -144,12 +144,15 @@ NAMES = {"0": "benign", "1": "malignant", "2": "unclear"}
         (NAMES, ["benign", "unclear"], "'unclear' is class 1 in `labels` and class 2 of the model"),
         (NAMES, ["malignant", "benign", "unclear"], "'malignant' is class 0 in `labels` and class 1 of the model"),
         (NAMES, ["Benign ", "UNCLEAR"], "'unclear' is class 1 in `labels` and class 2 of the model"),
-        # Other names may be the same in another language.
+        # In another language a class may even have the name of another one.
         (NAMES, ["gutartig", "bösartig", "unklar"], None),
-        (NAMES, ["gutartig", "unclear"], "'unclear' is class 1 in `labels` and class 2 of the model"),
+        ({"0": "present", "1": "poison"}, ["Gift", "Poison"], None),
+        ({"0": "present", "1": "gift"}, ["Geschenk", "Gift"], None),
+        ({"0": "B", "1": "M"}, ["G", "B"], None),
         # Neither numbers nor what transformers writes for a class without a name tell which class is meant.
         ({"0": "2", "1": "1", "2": "0"}, ["0", "1", "2"], None),
         ({"0": "LABEL_0", "1": "LABEL_1", "2": "LABEL_2"}, ["LABEL_1", "LABEL_0"], None),
+        ({"0": "label_0", "1": "label_1"}, ["label_1", "label_0"], None),
         # Two that differ by case alone are not told apart.
         ({"0": "a", "1": "b", "2": "A"}, ["b", "a"], None),
     ],
@@ -160,10 +163,11 @@ def test_a_class_has_the_number_that_the_model_gives_its_name(
     document = named_classes(id2label)
     tensors = {"labels": torch.zeros(2, dtype=torch.int64)}
     found = schema_of(tensors, {"labels": ()}, names=labels).mismatches(document, padded=False)
-    remedy = 'put all of its classes into `labels`, in the order of ["benign", "malignant", "unclear"], and those '
-    assert found == ([f"{moved}: {remedy}without an example into `absent`"] if moved else [])
+    remedy = 'put all its classes into `labels`, in the order of ["benign", "malignant", "unclear"], and those '
+    agreed = "if all sites agree, give the model theirs (`tessera model init --labels`)"
+    assert found == ([f"{moved}: {remedy}without an example into `absent`; {agreed}"] if moved else [])
     # Whoever only counts classes says nothing of their names.
-    assert schema_of(tensors, {"labels": ()}, classes=3).mismatches(document, padded=False) == []
+    assert schema_of(tensors, {"labels": ()}, classes=2).mismatches(document, padded=False) == []
 
 
 @pytest.mark.parametrize(("count", "compared"), [(MAX_NAMES, True), (MAX_NAMES + 1, False)])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -40,7 +40,7 @@ GPT2 = {
     "model_type": "gpt2", "vocab_size": 50, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 20,
     "pad_token_id": 0, "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0,
 }  # fmt: skip
-MULTIPLY = ("mm", "addmm", "bmm", "baddbmm", "convolution", "convolution_backward", "flash_attention")
+MULTIPLY = ("mm", "mv", "dot", "addmm", "bmm", "baddbmm", "convolution", "convolution_backward", "flash_attention")
 """Parts of the names of torch's products, forward and backward."""
 
 
@@ -62,10 +62,9 @@ def random(*shape: int) -> Tensor:
 
 
 @pytest.fixture(autouse=True)
-def no_instructions(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def no_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the machine be one whose CPU does not multiply in bfloat16."""
     monkeypatch.setattr(products, "is_native", lambda: False)
-    return iter(())
 
 
 @pytest.mark.parametrize("autocast", [True, False])
@@ -83,7 +82,8 @@ def no_instructions(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         (torch.bmm, [(2, 5, 8), (2, 8, 4)]),
         (lambda left, right: left @ right, [(5, 8), (8, 4)]),
         (lambda left, right: left.matmul(right), [(5, 8), (8, 4)]),
-        (lambda left, right: torch.einsum("bi,bj->ij", left, right), [(5, 8), (5, 4)]),
+        (lambda given, weight: functional.linear(input=given, weight=weight), [(5, 8), (4, 8)]),
+        (functional.linear, [(5, 8), (8,)]),
         (lambda left, right: functional.conv2d(left, right, stride=2), [(2, 3, 8, 8), (4, 3, 2, 2)]),
         (functional.scaled_dot_product_attention, [(2, 2, 5, 8), (2, 2, 7, 8), (2, 2, 7, 6)]),
     ],
@@ -109,26 +109,35 @@ def test_a_product_and_its_gradients_are_those_of_rounded_operands(
         torch.testing.assert_close(ours.grad.float(), theirs.grad, rtol=0.02, atol=0.05)
 
 
-@pytest.mark.parametrize("dtypes", [(torch.float32, torch.float32), (torch.float64, torch.float64)])
-def test_other_products_are_left_alone(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
-    left, right = random(5, 8).to(dtypes[0]), random(8, 4).to(dtypes[1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_other_products_are_left_alone(dtype: torch.dtype) -> None:
+    left, right = random(5, 8).to(dtype), random(8, 4).to(dtype)
+    expected = left @ right
     with InFloat32():
-        assert torch.equal(left @ right, torch.matmul(left, right))
-        assert (left @ right).dtype is dtypes[0]
+        assert torch.equal(left @ right, expected)
         assert (torch.arange(4) @ torch.arange(4)).item() == 14
 
 
-def test_a_layer_keeps_nothing_in_float32_for_the_backward_pass() -> None:
-    layer, kept = nn.Linear(8, 4), list[torch.dtype]()
+def test_a_product_into_a_given_tensor_is_written_there() -> None:
+    left, right, output = random(5, 8).to(HALF), random(8, 4).to(HALF), torch.zeros(5, 4, dtype=HALF)
+    with InFloat32():
+        torch.mm(left, right, out=output)
+    torch.testing.assert_close(output.float(), left.float() @ right.float(), rtol=0.01, atol=0.01)
+
+
+def test_a_layer_keeps_its_own_weights_and_its_input_in_bfloat16_for_the_backward_pass() -> None:
+    layer, kept = nn.Linear(8, 4), list[Tensor]()
 
     def note(tensor: Tensor) -> Tensor:
-        kept.append(tensor.dtype)
+        kept.append(tensor)
         return tensor
 
     keeping = torch.autograd.graph.saved_tensors_hooks(note, lambda each: each)
     with keeping, torch.autocast("cpu", dtype=HALF), InFloat32():
         layer(random(5, 8).requires_grad_())
-    assert kept == [HALF, HALF]
+    given, *own = kept
+    assert given.dtype is HALF
+    assert [each.data_ptr() for each in own] == [layer.weight.data_ptr(), layer.bias.data_ptr()]
 
 
 def test_a_frozen_layer_computes_no_gradient_of_its_weights() -> None:

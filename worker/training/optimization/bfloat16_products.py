@@ -18,7 +18,7 @@ from tessera.shared.run_settings import Training
 
 HALF, WHOLE = torch.bfloat16, torch.float32
 PRODUCTS = {
-    torch.matmul, torch.bmm, torch.mm, torch.baddbmm, torch.addmm, torch.einsum, functional.linear, functional.conv1d,
+    torch.matmul, torch.bmm, torch.mm, torch.baddbmm, torch.addmm, functional.linear, functional.conv1d,
     functional.conv2d, functional.conv3d, functional.scaled_dot_product_attention, Tensor.matmul, Tensor.bmm,
     Tensor.mm, Tensor.__matmul__, Tensor.__rmatmul__,
 }  # fmt: skip
@@ -55,12 +55,12 @@ class InFloat32(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         options = kwargs or {}
-        if func not in PRODUCTS or not _is_half([*args, *options.values()]):
+        if func not in PRODUCTS or "out" in options or not _is_half([*args, *options.values()]):
             return func(*args, **options)
         with torch.autocast("cpu", enabled=False):
-            if func is functional.linear:
+            if func is functional.linear and len(args) > 1 and args[1].ndim == 2:
                 return _linear(*args, **options)
-            if func is torch.addmm and args[0].ndim == 1 and not options:
+            if func is torch.addmm and not options and args[0].ndim == 1:
                 return _linear(args[1], args[2].transpose(0, 1), args[0])
             wide = func(*map(_widened, args), **{name: _widened(value) for name, value in options.items()})
         return wide.to(HALF)
@@ -81,35 +81,35 @@ def _widened(operand: Any) -> Any:
 
 
 def _linear(given: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    halves = given.to(HALF), weight.to(HALF), None if bias is None else bias.to(HALF)
-    product: Tensor = _Linear.apply(*halves)  # type: ignore[no-untyped-call]
+    product: Tensor = _Linear.apply(given.to(HALF), weight, bias)  # type: ignore[no-untyped-call]
     return product
 
 
 class _Linear(Function):
-    """A layer that keeps its weights and inputs for the backward pass in bfloat16, as they are."""
+    """A layer that keeps its input in bfloat16 for the backward pass, and its weights as they are."""
 
     generate_vmap_rule = True
 
     @staticmethod
     def forward(given: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        wide = functional.linear(given.to(WHOLE), weight.to(WHOLE), None if bias is None else bias.to(WHOLE))
-        return wide.to(HALF)
+        return functional.linear(given.to(WHOLE), _widened(weight), _widened(bias)).to(HALF)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | None], output: Tensor) -> None:
         del output
-        ctx.save_for_backward(*inputs[:2])
+        ctx.save_for_backward(*inputs)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        given, weight = ctx.saved_tensors
+        given, weight, bias = ctx.saved_tensors
         of_given, of_weight, of_bias = ctx.needs_input_grad
         wide = gradient.to(WHOLE)
         rows = wide.reshape(-1, wide.shape[-1])
         with torch.autocast("cpu", enabled=False):
             return (
-                (wide @ weight.to(WHOLE)).to(HALF) if of_given else None,
-                (rows.T @ given.reshape(-1, given.shape[-1]).to(WHOLE)).to(HALF) if of_weight else None,
-                rows.sum(0).to(HALF) if of_bias else None,
+                (wide @ _widened(weight)).to(HALF) if of_given else None,
+                (rows.T @ given.reshape(-1, given.shape[-1]).to(WHOLE)).to(HALF).to(weight.dtype)
+                if of_weight
+                else None,
+                rows.sum(0).to(HALF).to(bias.dtype) if of_bias else None,
             )
