@@ -260,9 +260,11 @@ class Claim(Message):
 
     def shortened(self) -> Claim:
         """Return the claim without what a coordinator can do without, if it is longer than one takes: first why runs
-        are withheld, then the schemas and the advertised policy, which only help to plan."""
+        are withheld, then the names of classes, the schemas and the advertised policy, which only help to plan."""
+        nameless = {name: schema.model_copy(update={"class_names": ()}) for name, schema in self.schemas.items()}
         changes: tuple[dict[str, object], ...] = (
             {"withheld": dict.fromkeys(self.withheld, "withheld")},
+            {"schemas": nameless},
             {"schemas": {}},
             {"advertised_policy": None},
         )

@@ -19,6 +19,7 @@ from tessera.coordinator.db.views import PAGE_BYTES
 from tessera.coordinator.domain.workers import LiveWorker
 from tessera.shared.api.audit_chain import first_broken
 from tessera.shared.api.tasks import AdvertisedPolicy, Claim
+from tessera.shared.model.dataset_schema import DatasetSchema
 from tessera.shared.schema import MAX_CLAIM_BYTES
 from tessera.shared.tensors.lazy import digest_of
 from tests.support.coordinator import Clock, LiveCoordinator, refused
@@ -65,6 +66,9 @@ def test_a_worker_whose_claim_would_be_too_long_shortens_it() -> None:
     short = refusing.shortened()
     assert short.withheld.keys() == refusing.withheld.keys()
     assert short.advertised_policy == AdvertisedPolicy()
+    named = DatasetSchema(classes=100, class_names=("0" * 8,) * 100)
+    knowing = said.model_copy(update={"schemas": {f"d{number}": named for number in range(100)}})
+    assert knowing.shortened().schemas == dict.fromkeys(knowing.schemas, DatasetSchema(classes=100))
     listing = refusing.model_copy(update={"advertised_policy": AdvertisedPolicy(never_send=("x" * 512,) * 256)})
     assert listing.shortened().advertised_policy is None
     assert len(listing.shortened().model_dump_json()) <= MAX_CLAIM_BYTES
