@@ -95,6 +95,7 @@ PATTERNS: Mapping[str, str] = {
     r"^https?://": "must be a URL that begins with https:// or http://",
     r"^(latest|[0-9]{1,9})$": "must be a version's number, or latest",
     r"^\?[01]$": "must be ?0 or ?1",
+    r"^[0-9a-f]{8}$": "must be 8 digits or letters from a to f",
     r"^[0-9a-f]{128}$": "must be a signature: 128 digits or letters from a to f",
     r"^[0-9a-f]*$": "must be digits and letters from a to f",
     r"^[0-9a-f]{4}(-[0-9a-f]{4}){7}$": "must be a fingerprint: eight groups of four digits or letters from a to f, "

@@ -16,6 +16,7 @@ if not os.environ.get("TESSERA_TEST_GPU"):
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import pytest
+import structlog
 from hypothesis import settings
 
 from tests.support import databases, zygote
@@ -50,6 +51,14 @@ def seeded() -> None:
     if torch := sys.modules.get("torch"):
         # `torch.manual_seed` would write down the stack for CUDA, which takes longer than many tests.
         torch.default_generator.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def logs_restored() -> Iterator[None]:
+    """Undo what a test's commands, in this process, change in what is logged, which later tests may read."""
+    before = structlog.get_config()
+    yield
+    structlog.configure(**before)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
