@@ -186,11 +186,11 @@ def refused_model(policy: AdvertisedPolicy | None, model: Model) -> Ineligibilit
 
 def misfit(spec: RunSpec, declared: Mapping[str, Any], model: Model, *, padded: bool) -> Ineligibility | None:
     """Return why the worker's data set would not fit the model, by what its claim declares, or None."""
-    found = schema_of(spec, declared).mismatches(model, padded=padded)
+    found = declared_schema(spec, declared).mismatches(model, padded=padded)
     return Ineligibility(rule="inputs", detail=f"its data set {spec.dataset}: {'; '.join(found)}") if found else None
 
 
-def schema_of(spec: RunSpec, declared: Mapping[str, Any]) -> DatasetSchema:
+def declared_schema(spec: RunSpec, declared: Mapping[str, Any]) -> DatasetSchema:
     """Return what the worker's claim declares of its data set for the run."""
     return DatasetSchema.model_validate(declared.get("schemas", {}).get(spec.dataset, {}))
 

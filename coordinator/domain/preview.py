@@ -6,11 +6,11 @@ from datetime import UTC, datetime, timedelta
 
 from tessera.coordinator.domain.eligibility import (
     RunTerms,
+    declared_schema,
     misfit,
     objections,
     policy_warnings,
     refused_plan,
-    schema_of,
     unsuited,
 )
 from tessera.coordinator.domain.workers import LiveWorker
@@ -120,7 +120,7 @@ def _other_numbers(spec: RunSpec, model: Model, pool: Sequence[LiveWorker]) -> l
         return []
     seen = dict[str, tuple[int, str]]()  # the number and the first worker of each name
     for worker in pool:
-        for number, name in enumerate(schema_of(spec, worker.declared).class_names):
+        for number, name in enumerate(declared_schema(spec, worker.declared).class_names):
             other, first = seen.setdefault(name, (number, worker.name))
             if other != number:
                 subject = (

@@ -153,7 +153,7 @@ NAMES = {"0": "benign", "1": "malignant", "2": "unclear"}
         ({"0": "2", "1": "1", "2": "0"}, ["0", "1", "2"], None),
         ({"0": "LABEL_0", "1": "LABEL_1", "2": "LABEL_2"}, ["LABEL_1", "LABEL_0"], None),
         ({"0": "label_0", "1": "label_1"}, ["label_1", "label_0"], None),
-        # Two that differ by case alone are not told apart.
+        # Names that differ only by case are one name.
         ({"0": "a", "1": "b", "2": "A"}, ["b", "a"], None),
     ],
 )
@@ -166,7 +166,7 @@ def test_a_class_has_the_number_that_the_model_gives_its_name(
     remedy = 'put all its classes into `labels`, in the order of ["benign", "malignant", "unclear"], and those '
     agreed = "if all sites agree, give the model theirs (`tessera model init --labels`)"
     assert found == ([f"{moved}: {remedy}without an example into `absent`; {agreed}"] if moved else [])
-    # Whoever only counts classes says nothing of their names.
+    # A schema that only counts classes has no names to compare.
     assert schema_of(tensors, {"labels": ()}, classes=2).mismatches(document, padded=False) == []
 
 

@@ -61,12 +61,6 @@ def random(*shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
-@pytest.fixture(autouse=True)
-def no_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the machine be one whose CPU does not multiply in bfloat16."""
-    monkeypatch.setattr(products, "is_native", lambda: False)
-
-
 @pytest.mark.parametrize("autocast", [True, False])
 @pytest.mark.parametrize(
     ("multiply", "shapes"),
@@ -184,8 +178,10 @@ def images() -> Dataset:
     ],
 )
 def test_a_task_multiplies_in_float32_and_moves_as_one_in_float32(
-    config: dict[str, Any], head: Any, data: Callable[[], Dataset], again: bool
+    config: dict[str, Any], head: Any, data: Callable[[], Dataset], again: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # No test can take its instructions from a CPU that has them.
+    monkeypatch.setattr(products, "is_native", lambda: False)
     given, moves = data(), list[Tensor]()
     settings = {"optimizer": "sgd", "learning_rate": 0.1, "weight_decay": 0, "gradient_checkpointing": again}
     for precision in ("float32", "bfloat16"):

@@ -4,8 +4,8 @@ There, torch's own products take 3 to 70 times as long as those of float32 (docs
 rounded to bfloat16, multiplied in float32, and the result is rounded again: what such instructions compute, too.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -31,17 +31,13 @@ def is_native() -> bool:
     return has_library and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())  # noqa: SLF001
 
 
-@contextmanager
-def bfloat16_products(training: Training, device: torch.device) -> Iterator[None]:
-    """Compute products of bfloat16 matrices in float32 within the block, on a CPU that has no instructions for them.
+def bfloat16_products(training: Training, device: torch.device) -> AbstractContextManager[object]:
+    """Return the context in which a CPU without instructions for bfloat16 multiplies it in float32.
 
-    Does nothing in a run in float32. Holds for this thread, and for the backward pass of what the block computes.
+    It changes nothing in a run in float32. It holds for this thread, and for the backward pass of what it computes.
     """
-    if device.type != "cpu" or training.precision == "float32" or is_native():
-        yield
-        return
-    with InFloat32():
-        yield
+    wanted = device.type == "cpu" and training.precision != "float32" and not is_native()
+    return InFloat32() if wanted else nullcontext()
 
 
 class InFloat32(TorchFunctionMode):

@@ -5,8 +5,8 @@ times at 24 keys, and 1.7 times at 128 (docs/decisions/0095).
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -20,17 +20,12 @@ MOST_KEYS = 128
 """The most keys for which the fused kernel is slower."""
 
 
-@contextmanager
-def short_attention(training: Training, device: torch.device) -> Iterator[None]:
-    """Compute attention over few keys by products of matrices within the block, if passes are in bfloat16 on the CPU.
+def short_attention(training: Training, device: torch.device) -> AbstractContextManager[object]:
+    """Return the context in which passes in bfloat16 on the CPU compute attention over few keys by products.
 
-    Holds for this thread. Results differ by rounding.
+    It holds for this thread. Results differ by rounding.
     """
-    if device.type != "cpu" or training.precision == "float32":
-        yield
-        return
-    with _Unfused():
-        yield
+    return _Unfused() if device.type == "cpu" and training.precision != "float32" else nullcontext()
 
 
 class _Unfused(TorchFunctionMode):
