@@ -2,8 +2,8 @@
 
 A coordinator and a worker for each site run as an administrator starts them, and train as the simulation did. The
 last version must have the same digest. One seed of three arms is repeated. `--save` writes the results into the
-repository, and `python -m benchmarks.evidence --save` writes them into the document. Digests are those of one
-machine: a run that another one simulated is simulated again here, since machines round in different ways.
+repository, and `python -m benchmarks.evidence --save` writes them into the document. Machines round in different
+ways, so a seed is repeated that this kind of machine simulated. If there is none, the first seed is simulated again.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tessera.shared.updates.model_folder import ModelFolder
 from tessera.worker.simulation.virtual_sites import WORKER
 
 ARMS = (("S-a", "attention"), ("S-a", "lora"), ("F-t", "fedfrozen"))
-"""The tables and arms that are repeated, in the first setting, with the first seed."""
+"""The tables and arms that are repeated, in the first setting."""
 DATASET = "examples"
 
 
@@ -39,8 +39,9 @@ class NotComparable(ValueError):
 
 
 def jobs(plan: Plan, found: store.Found, arms: Sequence[tuple[str, str]] = ARMS) -> list[Job]:
-    """Return the runs to repeat. Raises NotComparable if one has no learning rate yet."""
-    scores, wanted = {job: figures["score"] for job, figures in found.items()}, []
+    """Return the runs to repeat: of each arm the first seed that this machine simulated, or the first of all. Raises
+    NotComparable if one has no learning rate yet."""
+    scores, wanted, here = {job: figures["score"] for job, figures in found.items()}, [], machine("cpu")
     for table, arm in arms:
         cell = table, plan.tables[table].settings[0].name, arm
         rate = choice(plan, scores, cell)
@@ -49,7 +50,8 @@ def jobs(plan: Plan, found: store.Found, arms: Sequence[tuple[str, str]] = ARMS)
                 f"the learning rate of {table}/{arm} is not chosen: run `python -m benchmarks.evidence --scope core "
                 f"--tables {table} --arms {arm}` first"
             )
-        wanted.append(Job(*cell, plan.protocol.seeds[0], rate))
+        seeds = [Job(*cell, seed, rate) for seed in plan.protocol.seeds]
+        wanted.append(next((job for job in seeds if job in found and found[job]["machine"] == here), seeds[0]))
     return wanted
 
 

@@ -11,6 +11,7 @@ from benchmarks.evidence.over_http import NotComparable, compared, jobs, repeat,
 from benchmarks.evidence.plan import Job, Plan
 from benchmarks.evidence.report.lines import repeated_line
 from benchmarks.evidence.report.section import section
+from benchmarks.evidence.runs import machine
 from tests.benchmarks.test_evidence_report import found_of, raw
 
 JOB = Job("T", "K-1", "one", 1, 1e-3)
@@ -36,7 +37,10 @@ def test_runs_whose_learning_rate_is_chosen_are_compared(tiny: Plan, tmp_path: P
     arms = [("T", "one")]
     with pytest.raises(NotComparable, match=r"rate of T/one is not chosen: run .* --tables T --arms one` first"):
         jobs(tiny, {}, arms)
-    assert jobs(tiny, found_of(tiny, raw("one", 0, curve)), arms) == [JOB]
+    found = found_of(tiny, raw("one", 0, curve), raw("one", 1, curve))
+    assert jobs(tiny, found, arms) == [JOB]
+    here = found_of(tiny, raw("one", 2, curve) | {"machine": machine("cpu")})
+    assert jobs(tiny, found | here, arms) == list(here)
     made = {"digest": "d", "received_bytes": 2e6, "sent_bytes": 3e6, "seconds": 4.0, "machine": "m"}
     simulated = found_of(tiny, raw("one", 1, curve))[JOB]
     found = compared(JOB, made, simulated)
