@@ -18,7 +18,9 @@ from tessera.shared.schema import Message
 from tessera.worker.state.atomic_files import sweep, written_whole
 
 SETTINGS = "simulation.json"
-"""The file with the settings that determine a simulation's results."""
+"""The file with what determines a simulation's results."""
+SHOWN = 20
+"""Most differences that a refusal lists."""
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -116,7 +118,7 @@ class Records:
         self.open = OpenRound(folder / "open-round")
 
     def claim(self, identity: Mapping[str, JsonValue]) -> None:
-        """Record which simulation this folder holds. Raises Invalid with each setting that differs from before."""
+        """Record which simulation this folder holds. Raises Invalid with the first inputs that differ from before."""
         file = self._folder / SETTINGS
         if not file.exists():
             _write(file, json.dumps(identity, indent=1, sort_keys=True))
@@ -126,9 +128,10 @@ class Records:
             Fault(pointer=pointer, detail=f"was {shortened(was)} and is {shortened(now)}")
             for pointer, was, now in differences("", before, json.loads(json.dumps(identity)))
         ]:
+            more = f", the first {SHOWN} of {len(faults)}" if len(faults) > SHOWN else ""
             raise Invalid(
-                f"{self._folder} holds a simulation with other settings",
-                errors=faults,
+                f"{self._folder} holds a simulation with other settings or data{more}",
+                errors=faults[:SHOWN],
                 remedy="Choose another folder, or remove this one to start again.",
             )
 

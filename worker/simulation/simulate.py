@@ -5,7 +5,7 @@ import tempfile
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -36,7 +36,7 @@ from tessera.worker.simulation.conditions import Conditions
 from tessera.worker.simulation.in_process_coordinator import InProcessCoordinator
 from tessera.worker.simulation.result import Result
 from tessera.worker.simulation.round_loop import Simulation, Watch
-from tessera.worker.simulation.virtual_sites import VirtualSite, VirtualSites
+from tessera.worker.simulation.virtual_sites import Holding, VirtualSite, VirtualSites
 from tessera.worker.simulation.virtual_workers import Workers
 from tessera.worker.simulation.worker_processes import WorkerProcesses
 from tessera.worker.state.atomic_files import alone
@@ -153,9 +153,8 @@ class _Federation:
         )
 
     def _identity(self, spec: RunSpec, population: VirtualSites) -> dict[str, Any]:
-        """Return the inputs that determine the results, as far as they are known without reading the data."""
-        sites = {name: [holding.examples, holding.held_out] for name, holding in population.holdings.items()}
-        test = self.test.examples if self.test else None
+        """Return the inputs that determine the results. Modules that a method's file imports are not among them."""
+        sites, test = population.identity(), asdict(Holding.of(self.test)) if self.test else None
         said = self.conditions.model_dump(mode="json", include={"dropout", "away", "policy"})
         # Without it, a changed method would seem to have the results of the one before.
         code = own_file_digest(spec.method.name)

@@ -1,14 +1,19 @@
 """The virtual sites: their data, loaded when they participate, and the state that each stores on disk."""
 
+import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
 
 from tessera.shared.client.transfers import Progress
 from tessera.shared.methods.base import Participant
 from tessera.shared.problems import Invalid
+from tessera.worker.data.content import content_digest
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.simulation.blob_folder import Folder
 from tessera.worker.state.blob_cache import BlobTooLarge, Row, Source
@@ -30,10 +35,26 @@ class VirtualSite:
 
 @dataclass(frozen=True)
 class Holding:
-    """The sizes of a site's data."""
+    """The sizes of a site's data, and a digest of what results depend on in them."""
 
     examples: int
     held_out: int
+    content: str
+
+    @classmethod
+    def of(cls, data: Dataset) -> Self:
+        parts = [data] if data.held_out is None else [data, data.held_out]
+        content = hashlib.sha256("".join(map(_content, parts)).encode()).hexdigest()[:16]
+        return cls(data.examples, data.held_out.examples if data.held_out else 0, content)
+
+
+def _content(data: Dataset) -> str:
+    about = hashlib.sha256(f"{data.pack} {data.schema.model_dump_json()}".encode())
+    # What is in memory is hashed as a whole.
+    if data.sources is not None or data.on_disk:
+        for each in data.identities():
+            about.update(each)
+    return content_digest(data, np.frombuffer(about.digest(), np.uint8))
 
 
 class VirtualSites:
@@ -47,7 +68,7 @@ class VirtualSites:
         }
         self._places = {name: place for place, name in enumerate(self._sites)}
         self.dataset = lru_cache(maxsize=loaded)(self._load)
-        self.holdings = {name: self._holding(name) for name in self._sites}
+        self.holdings = {name: Holding.of(self.dataset(name)) for name in self._sites}
 
     def place(self, site: str) -> int:
         """Return the site's index among the sites, sorted by name."""
@@ -56,15 +77,16 @@ class VirtualSites:
     def site_of(self, worker: str) -> str:
         return worker.removesuffix(f"/{WORKER}")
 
+    def identity(self) -> dict[str, Any]:
+        """Return what the results depend on in each site, as JSON."""
+        resources = {name: dict(site.resources) for name, site in self._sites.items()}
+        return {name: {**asdict(held), "resources": resources[name]} for name, held in self.holdings.items()}
+
     def participant(self, site: str) -> Participant:
         return Participant(worker_of(site), self.holdings[site].examples, self._sites[site].resources, site)
 
     def _load(self, site: str) -> Dataset:
         return self._sites[site].load()
-
-    def _holding(self, site: str) -> Holding:
-        dataset = self.dataset(site)
-        return Holding(dataset.examples, dataset.held_out.examples if dataset.held_out else 0)
 
 
 def worker_of(site: str) -> str:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import gc
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest.mock import ANY
 
 import numpy as np
 import pytest
@@ -26,10 +28,11 @@ from tessera.shared.methods.base import (
     WorkerHalf,
 )
 from tessera.shared.methods.registry import FOLDERS, methods
-from tessera.worker.data.dataset import Dataset
+from tessera.worker.data.dataset import Dataset, RowsOnDisk
 from tessera.worker.governance.policy import Policy
 from tessera.worker.model.build import instantiate
 from tessera.worker.simulation import Conditions, Result, Stalled, VirtualSite, Weights, simulate
+from tessera.worker.simulation.virtual_sites import Holding
 from tests.support.coordinator import refusing
 from tests.support.tasks import VIT
 
@@ -420,16 +423,61 @@ def test_a_folder_is_of_one_simulation_and_of_one_process(model: Weights, tmp_pa
     with refusing("invalid", "other settings") as caught:
         simulate(spec(rounds=4, seed=1), model, {**SITES, "east": images(7, 9)}, out=tmp_path)
     assert {fault.pointer: fault.detail for fault in caught.value.errors} == {
-        "/sites/east": "was [16, 0] and is [9, 0]",
+        "/sites/east/content": ANY,
+        "/sites/east/examples": "was 16 and is 9",
         "/spec/rounds": "was 3 and is 4",
         "/spec/seed": "was 0 and is 1",
     }
+
+    more = {f"site-{number}": images(number) for number in range(21)}
+    with refusing("invalid", "or data, the first 20 of 25") as caught:
+        simulate(spec(), model, more, out=tmp_path)
+    assert len(caught.value.errors) == 20
 
     def meanwhile(outcome: Outcome) -> None:
         with refusing("invalid", "another process is simulating in"):
             simulate(spec(), model, SITES, out=tmp_path)
 
     assert simulate(spec(), model, SITES, out=tmp_path, watch=meanwhile).over
+
+
+def test_a_folder_does_not_go_on_with_other_data_of_the_same_size(model: Weights, tmp_path: Path) -> None:
+    sites = {"east": images(0, held_out=20), "west": images(1)}
+    simulate(spec(rounds=1), model, sites, test=images(9), out=tmp_path)
+    east = sites["east"]
+    corrected = {**east.tensors, "labels": east.tensors["labels"].roll(1)}
+    for changed, test, resources, pointer in (
+        (replace(east, tensors=corrected), images(9), {}, "/sites/east/content"),
+        (replace(east, held_out=images(5, 20)), images(9), {}, "/sites/east/content"),
+        (east, images(8), {}, "/test/content"),
+        (east, images(9), {"gpu_memory": 8.0}, "/sites/east/resources/gpu_memory"),
+    ):
+        given = {**sites, "east": VirtualSite(changed, resources)}
+        with refusing("invalid", "a simulation with other settings or data") as caught:
+            simulate(spec(rounds=1), model, given, test=test, out=tmp_path)
+        assert [fault.pointer for fault in caught.value.errors] == [pointer]
+    assert simulate(spec(rounds=1), model, sites, test=images(9), out=tmp_path).over
+
+
+def test_the_content_of_a_site_is_what_results_depend_on(tmp_path: Path) -> None:
+    labels = {"labels": torch.tensor([0, 1])}
+
+    def rows(*values: float) -> RowsOnDisk:
+        pixels = torch.tensor([[value] for value in values])
+        return RowsOnDisk(lambda places: pixels[places], torch.arange(2), (1,), torch.float32)
+
+    texts = Dataset(labels, sources=[b"a", b"b"])
+    on_disk = Dataset(labels, on_disk={"pixel_values": rows(1.0, 2.0)})
+    different = [
+        texts,
+        replace(texts, sources=[b"a", b"c"]),
+        replace(texts, sources=np.array([[97], [99]], np.uint8), tensors={"labels": torch.tensor([1, 1])}),
+        replace(texts, pack=True),
+        on_disk,
+        replace(on_disk, on_disk={"pixel_values": rows(1.0, 3.0)}),
+    ]
+    assert len({Holding.of(data).content for data in different}) == len(different)
+    assert Holding.of(replace(texts, sources=np.array([[97], [98]], np.uint8))) == Holding.of(texts)
 
 
 # ---------------------------------------------------------------- refusals and faults
