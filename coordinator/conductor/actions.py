@@ -21,7 +21,7 @@ from tessera.coordinator.db.tables import RUNS, RoundRow, RunRow, TaskRow, Versi
 from tessera.coordinator.db.transitions import move_run, move_task
 from tessera.coordinator.domain import decide as todo
 from tessera.coordinator.domain.decide import Action
-from tessera.coordinator.domain.eligibility import refused_plan, unsuited
+from tessera.coordinator.domain.eligibility import Vocabulary, refused_plan, unsuited
 from tessera.coordinator.domain.snapshot import PendingEvaluation
 from tessera.coordinator.domain.workers import LiveWorker, ids, sites_of
 from tessera.shared.api.runs import RunSpec
@@ -87,7 +87,7 @@ class Actions:
         state = self.states.load(model, self.states.manifest(base.digest), base.number)
         _, willing = self.liveness.willing(run_id, invited)
         require(len(sites_of(willing)) >= spec.cohort.quorum, "too few sites are live")
-        plans = plan_for_willing(spec, model, state, willing)
+        plans = plan_for_willing(spec, model, state, willing, self.states.vocabulary)
         terms = self.secure.terms(run_id, spec, model, state, base, willing, plans)
         with self.database.transaction() as session:
             run = session.get_one(RunRow, run_id)
@@ -134,12 +134,14 @@ def latest(session: Session, run_id: str) -> VersionRef:
     return VersionRef(number=number, digest=digest)
 
 
-def plan_for_willing(spec: RunSpec, model: Model, state: State, willing: Sequence[LiveWorker]) -> Mapping[str, Plan]:
+def plan_for_willing(
+    spec: RunSpec, model: Model, state: State, willing: Sequence[LiveWorker], vocabulary: Vocabulary
+) -> Mapping[str, Plan]:
     """Plan for the workers whose sites would send what is planned, as far as they advertise their policies.
 
     Raises SelectorError, before any worker gets such a plan, and TooFewWilling.
     """
-    refused = {worker.name: found for worker in willing if (found := unsuited(spec, worker.declared, model))}
+    refused = {w.name: found for w in willing if (found := unsuited(spec, w.declared, model, vocabulary))}
     while True:
         willing = [worker for worker in willing if worker.name not in refused]
         if (sites := len(sites_of(willing))) < spec.cohort.quorum:

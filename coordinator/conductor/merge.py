@@ -110,7 +110,7 @@ class RoundMerger:
             # A method that cannot plan fails at the next look too, which pauses the run with the reason. What was
             # merged is committed all the same.
             with suppress(Exception):
-                planned = plan_for_willing(spec, model, state, willing)
+                planned = plan_for_willing(spec, model, state, willing, self.states.vocabulary)
                 terms = self.secure.terms(due.run_id, spec, model, state, made, willing, planned)
                 plans = planned
 

@@ -5,7 +5,7 @@ round, and reports the reasons to the creator of the run.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -20,6 +20,9 @@ from tessera.shared.run_settings import Budget, Privacy, UnitBudget, about_toget
 from tessera.shared.schedule import local_epochs
 
 SHOWN = 4
+
+Vocabulary = Callable[[Model], str | None]
+"""A function that reads a digest of a model's words and their numbers, as `States.vocabulary` does."""
 
 
 @dataclass(frozen=True)
@@ -184,9 +187,13 @@ def refused_model(policy: AdvertisedPolicy | None, model: Model) -> Ineligibilit
     return Ineligibility(rule="models", detail=f"it takes no models of type {kind}")
 
 
-def misfit(spec: RunSpec, declared: Mapping[str, Any], model: Model, *, padded: bool) -> Ineligibility | None:
+def misfit(
+    spec: RunSpec, declared: Mapping[str, Any], model: Model, vocabulary: Vocabulary, *, padded: bool
+) -> Ineligibility | None:
     """Return why the worker's data set would not fit the model, by what its claim declares, or None."""
-    found = declared_schema(spec, declared).mismatches(model, padded=padded)
+    schema = declared_schema(spec, declared)
+    of_model = vocabulary(model) if schema.vocabulary else None
+    found = schema.mismatches(model, padded=padded, vocabulary=of_model)
     return Ineligibility(rule="inputs", detail=f"its data set {spec.dataset}: {'; '.join(found)}") if found else None
 
 
@@ -195,9 +202,12 @@ def declared_schema(spec: RunSpec, declared: Mapping[str, Any]) -> DatasetSchema
     return DatasetSchema.model_validate(declared.get("schemas", {}).get(spec.dataset, {}))
 
 
-def unsuited(spec: RunSpec, declared: Mapping[str, Any], model: Model) -> Ineligibility | None:
+def unsuited(
+    spec: RunSpec, declared: Mapping[str, Any], model: Model, vocabulary: Vocabulary
+) -> Ineligibility | None:
     """Return why the site would refuse the model, or why the worker could not train it, or None."""
-    return refused_model(policy_of(declared), model) or misfit(spec, declared, model, padded=spec.privacy is not None)
+    padded = spec.privacy is not None
+    return refused_model(policy_of(declared), model) or misfit(spec, declared, model, vocabulary, padded=padded)
 
 
 def refused_plan(policy: AdvertisedPolicy | None, model: Model, plan: Plan) -> Ineligibility | None:

@@ -6,6 +6,7 @@ from datetime import UTC, datetime, timedelta
 
 from tessera.coordinator.domain.eligibility import (
     RunTerms,
+    Vocabulary,
     declared_schema,
     misfit,
     objections,
@@ -19,7 +20,7 @@ from tessera.shared.api.tasks import AdvertisedPolicy
 from tessera.shared.methods.base import Plan, State
 from tessera.shared.methods.registry import coordinator_half
 from tessera.shared.model.blocks import Block
-from tessera.shared.model.dataset_schema import class_count
+from tessera.shared.model.dataset_schema import IDS, TAKES, class_count
 from tessera.shared.model.spec import Model
 from tessera.shared.near_names import nearest
 from tessera.shared.rounds.planning import plan_round, run_facts, warnings_of
@@ -31,14 +32,20 @@ MAX_NAMED = 5
 
 
 def preview(
-    invited: RunTerms, model: Model, state: State, known: Sequence[LiveWorker], live: Collection[str], now: float
+    invited: RunTerms,
+    model: Model,
+    state: State,
+    known: Sequence[LiveWorker],
+    live: Collection[str],
+    now: float,
+    vocabulary: Vocabulary,
 ) -> Preview:
     """Return the preview of a run. `known` has all workers ever seen, `live` the names of those seen recently.
 
     The first round is planned as the conductor would, for all eligible workers, assuming that their sites approve the
     run. Raises what the method raises.
     """
-    found = {worker.name: _before_planning(invited, model, worker, live, now) for worker in known}
+    found = {worker.name: _before_planning(invited, model, vocabulary, worker, live, now) for worker in known}
     plans: dict[str, Plan] = {}
     while pool := [worker for worker in known if not _but_for_approval(found[worker.name])]:
         plans = plan_round(invited.spec, model, state, [worker.participant(invited.spec.dataset) for worker in pool])
@@ -56,7 +63,7 @@ def preview(
         WorkerPreview(
             worker=worker.name,
             ineligibilities=tuple(found[worker.name]),
-            warnings=_warnings(invited, model, worker, asked, pool),
+            warnings=_warnings(invited, model, vocabulary, worker, asked, pool),
             workload=asked.get(worker.name),
         )
         for worker in known
@@ -72,6 +79,7 @@ def preview(
         warnings=(
             *_shared_data(invited.spec, known),
             *_other_numbers(invited.spec, model, pool),
+            *_other_words(invited.spec, model, pool),
             *_unmeasured(invited.spec, pool),
             *_unmeasured_centrally(invited.spec, known),
             *warnings_of(invited.spec, model, state),
@@ -82,6 +90,7 @@ def preview(
 def _warnings(
     invited: RunTerms,
     model: Model,
+    vocabulary: Vocabulary,
     worker: LiveWorker,
     asked: Mapping[str, RoundWorkload],
     pool: Sequence[LiveWorker],
@@ -89,7 +98,7 @@ def _warnings(
     """Return why an eligible worker may not do its part, or why the first round asks it for nothing."""
     if ask := asked.get(worker.name):
         # Only padded texts are certainly as long as the site's settings allow.
-        long = misfit(invited.spec, worker.declared, model, padded=True)
+        long = misfit(invited.spec, worker.declared, model, vocabulary, padded=True)
         found = policy_warnings(invited, worker.advertised_policy, ask.largest_update_bytes or 0)
         return (*found, *([long] if long else []))
     if worker not in pool:
@@ -128,6 +137,21 @@ def _other_numbers(spec: RunSpec, model: Model, pool: Sequence[LiveWorker]) -> l
                 )
                 return [f"{subject}: put the same `labels` into all sites' settings, and name the model's classes"]
     return []
+
+
+def _other_words(spec: RunSpec, model: Model, pool: Sequence[LiveWorker]) -> list[str]:
+    """Return a warning if two workers number words differently, which the model's tokenizer did not show."""
+    if IDS not in TAKES.get(model.head, ()):
+        return []
+    seen = dict[str, str]()  # the first worker of each vocabulary
+    for worker in pool:
+        if own := declared_schema(spec, worker.declared).vocabulary:
+            seen.setdefault(own, worker.name)
+    if len(seen) < 2:
+        return []
+    first, other, *_ = seen.values()
+    subject = f"the tokenizers of {spec.dataset!r} at {first} and {other} number words differently"
+    return [f'{subject}: start from a model folder with a tokenizer, and set tokenizer = "run" at all sites']
 
 
 def _some(sites: Sequence[str]) -> str:
@@ -173,11 +197,11 @@ def _but_for_approval(found: Sequence[Ineligibility]) -> list[Ineligibility]:
 
 
 def _before_planning(
-    invited: RunTerms, model: Model, worker: LiveWorker, live: Collection[str], now: float
+    invited: RunTerms, model: Model, vocabulary: Vocabulary, worker: LiveWorker, live: Collection[str], now: float
 ) -> list[Ineligibility]:
     found = [_silent(worker.advertised_policy, now)] if worker.name not in live else []
     found += objections(invited, worker.site, worker.declared)
-    if said := unsuited(invited.spec, worker.declared, model):
+    if said := unsuited(invited.spec, worker.declared, model, vocabulary):
         found.append(said)
     if worker.advertised_policy and worker.advertised_policy.approve_runs and invited.run is None:
         found.append(Ineligibility(rule=AWAITING, detail="a person at its site has to approve the run first"))

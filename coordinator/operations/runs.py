@@ -78,7 +78,8 @@ def preview_run(services: Services, caller: Principal, spec: RunSpec) -> Preview
     with services.database.snapshot() as session:
         known = live_workers(session, 0.0)
         live = {worker.name for worker in live_workers(session, now - services.settings.liveness_seconds)}
-    return preview(RunTerms(spec, model.nbytes, caller.name), model, state, known, live, now)
+    invited = RunTerms(spec, model.nbytes, caller.name)
+    return preview(invited, model, state, known, live, now, services.states.vocabulary)
 
 
 def patch_run(services: Services, caller: Principal, run_id: str, patch: RunPatch, if_match: str) -> Run:

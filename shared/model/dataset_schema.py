@@ -42,7 +42,7 @@ MAX_NAMES = 100
 """The most classes whose names are compared."""
 MAX_LISTED = 400
 """The most characters of a list of names in a message."""
-NameDigest = Annotated[str, Field(pattern=r"^[0-9a-f]{8}$")]
+ShortDigest = Annotated[str, Field(pattern=r"^[0-9a-f]{8}$")]
 
 
 class TensorSchema(Message):
@@ -59,21 +59,24 @@ class TensorSchema(Message):
 class DatasetSchema(Message):
     """Names, dtypes and shapes of a data set's inputs, and the number of classes that the site's settings list.
 
-    `class_names` has digests of these classes' names in their order: a reader can confirm a name that it guesses. All
-    of it follows from the settings alone, and does not depend on the examples.
+    `class_names` has digests of these classes' names in their order: a reader can confirm a name that it guesses.
+    `vocabulary` is that of the tokenizer in the settings (`preprocessing.vocabulary_in`). All of it follows from the
+    settings alone, and does not depend on the examples.
     """
 
     inputs: dict[Label, TensorSchema] = Field(default={}, max_length=32)
     classes: PositiveInt | None = None
-    class_names: tuple[NameDigest, ...] = Field(default=(), max_length=MAX_NAMES)
+    class_names: tuple[ShortDigest, ...] = Field(default=(), max_length=MAX_NAMES)
+    vocabulary: ShortDigest | None = None
 
     def __str__(self) -> str:
         return ", ".join(f"{name} {one}" for name, one in sorted(self.inputs.items())) or "no inputs declared"
 
-    def mismatches(self, model: Model, *, padded: bool) -> list[str]:
-        """Return why the model would fail on such data. What is not certain is left out.
+    def mismatches(self, model: Model, *, padded: bool, vocabulary: str | None = None) -> list[str]:
+        """Return why the model would fail on such data, or learn nothing. What is not certain is left out.
 
-        `padded`: whether every text is padded to `max_length`, as under differential privacy.
+        `padded`: whether every text is padded to `max_length`, as under differential privacy. `vocabulary` is that of
+        the model's tokenizer, if it is known.
         """
         takes = TAKES.get(model.head, ())
         given = [name for name in (PIXELS, IDS) if name in self.inputs]
@@ -83,6 +86,11 @@ class DatasetSchema(Message):
         found += [self._class_mismatch(model), self._label_mismatch(model.head)]
         if IDS in takes and (padded or model.head == "contrastive"):
             found.append(self._length_mismatch(model))
+        if IDS in takes and self.vocabulary and vocabulary not in (None, self.vocabulary):
+            found.append(
+                'its tokenizer numbers words differently from the model\'s: set tokenizer = "run", or name a copy of '
+                "the model's folder"
+            )
         return [said for said in found if said]
 
     def _shape(self, name: str) -> tuple[int, ...] | None:
@@ -160,7 +168,7 @@ def class_names(model: Model) -> list[str]:
     return [str(names[number]) for number in sorted(names, key=int)]
 
 
-def name_digests(names: Sequence[str]) -> tuple[NameDigest, ...]:
+def name_digests(names: Sequence[str]) -> tuple[ShortDigest, ...]:
     """Return 8 hexadecimal digits for each class's name, regardless of case and spaces.
 
     Empty if there are too many, if two are alike, or if one is a number, which does not name a class.

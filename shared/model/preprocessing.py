@@ -1,5 +1,6 @@
 """Files of a tokenizer and an image processor that travel with a model: JSON of known keys, without code."""
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Annotated, Literal, get_args
@@ -29,6 +30,9 @@ Sides = dict[
     Literal["height", "width", "shortest_edge", "longest_edge", "max_height", "max_width"],
     Annotated[int, Field(ge=1, le=1 << 16)],
 ]
+
+
+TOKENIZER: FileName = "tokenizer.json"
 
 
 class FileRef(Frozen):
@@ -129,3 +133,21 @@ def require_file(name: FileName, raw: bytes) -> None:
         ) from None
     except ValueError as fault:
         raise Invalid(f"{name} is not JSON that can be read: {fault}", remedy=REMEDY) from None
+
+
+def vocabulary_in(raw: bytes | str) -> str | None:
+    """Return 8 hexadecimal digits for the words in a `tokenizer.json` and their numbers; None if it has no list.
+
+    Tokens that were added to a vocabulary do not count: a site's tokenizer may have more of them, such as one for
+    padding.
+    """
+    try:
+        document = json.loads(raw)
+        listed = document["model"]["vocab"]
+        # In a unigram model, the place of a piece is its number.
+        numbers = listed if isinstance(listed, dict) else {piece: place for place, (piece, _) in enumerate(listed)}
+        added = {token["content"] for token in document.get("added_tokens") or ()}
+        words = sorted((number, word) for word, number in numbers.items() if word not in added)
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return None
+    return hashlib.sha256(json.dumps(words).encode()).hexdigest()[:8] if words else None

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from tessera.shared.api.versions import Manifest, ServerTensor
 from tessera.shared.methods.base import State
 from tessera.shared.model.blocks import Block
-from tessera.shared.model.preprocessing import require_file
+from tessera.shared.model.preprocessing import TOKENIZER, require_file, vocabulary_in
 from tessera.shared.model.spec import MAX_DOCUMENT_BYTES, Model
 from tessera.shared.problems import Fault, Invalid, NotFound, faults_of
 from tessera.shared.rounds.blob_store import Batch, BlobStore, Stored
@@ -63,6 +63,7 @@ class States:
         self._engine = engine or _materialize_here
         self.model = lru_cache(maxsize=16)(self._read_model)
         self.manifest = lru_cache(maxsize=64)(self._read_manifest)
+        self._vocabulary = lru_cache(maxsize=16)(lambda digest: vocabulary_in(self.read(digest)))
 
     def _read_model(self, digest: str) -> Model:
         return Model.model_validate_json(self._document(digest))
@@ -154,6 +155,11 @@ class States:
             if faults := list(self._blob_faults(f"/model/preprocessing/{name}", ref.nbytes, ref.digest)):
                 raise Invalid("a file of the model's tokenizer or image processor cannot be used", errors=faults)
             require_file(name, self.read(ref.digest))
+
+    def vocabulary(self, model: Model) -> str | None:
+        """Return a digest of the words of the model's tokenizer and their numbers; None without a tokenizer."""
+        file = model.preprocessing.get(TOKENIZER)
+        return self._vocabulary(file.digest) if file else None
 
     def read(self, digest: str) -> bytes:
         return self._blobs.read(digest)

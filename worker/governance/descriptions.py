@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 
 from tessera.shared.api.tasks import Task
 from tessera.shared.model.blocks import Block
+from tessera.shared.model.preprocessing import TOKENIZER
 from tessera.shared.model.selectors import EVERYTHING
 from tessera.shared.model.spec import Model
 from tessera.shared.run_settings import Privacy
@@ -63,7 +64,7 @@ def _work(task: Task, model: Model, examples: int, groups: int | None) -> str:
 
 
 def _tokenizer(task: Task, model: Model, *, raw_texts: bool) -> Iterator[str]:
-    brought = model.preprocessing.get("tokenizer.json")
+    brought = model.preprocessing.get(TOKENIZER)
     if raw_texts and brought:
         yield f"`{task.dataset}` is converted with the run's own tokenizer, {brought.digest}."
     elif raw_texts:

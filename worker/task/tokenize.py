@@ -6,7 +6,7 @@ from tempfile import TemporaryDirectory
 
 import structlog
 
-from tessera.shared.model.preprocessing import FileName, require_file
+from tessera.shared.model.preprocessing import TOKENIZER, FileName, require_file
 from tessera.shared.model.spec import Model
 from tessera.shared.problems import Invalid
 from tessera.worker.data.dataset import DataChanged, DataError, Dataset
@@ -20,7 +20,6 @@ from tessera.worker.task.fetch import Loaded
 from tessera.worker.training.context import LocalTaskContext
 from tessera.worker.training.packing_probe import packing_fault
 
-FILE: FileName = "tokenizer.json"
 SETTINGS_FILE: FileName = "tokenizer_config.json"
 AT_ONCE = 1 << 14
 """Number of texts that a child of the sandbox converts."""
@@ -97,13 +96,13 @@ def _tokenized(run: TaskRun, document: Model, loaded: Loaded, dataset: Dataset) 
 def _write_files(run: TaskRun, document: Model, folder: Path) -> bytes:
     """Write the tokenizer's files to a folder and return the first. Raises TaskFailure and Problem."""
     files = document.preprocessing
-    if FILE not in files:
+    if TOKENIZER not in files:
         raise TaskFailure(
             "no-tokenizer",
             f"the data set {run.task.dataset!r} takes the run's tokenizer, and the run's model has none: start the "
             "run from a folder with one, or name a tokenizer in the site's settings",
         )
-    names: tuple[FileName, ...] = (FILE, SETTINGS_FILE)
+    names: tuple[FileName, ...] = (TOKENIZER, SETTINGS_FILE)
     for name in names:
         if name not in files:
             continue
@@ -113,4 +112,4 @@ def _write_files(run: TaskRun, document: Model, folder: Path) -> bytes:
         except Invalid as fault:
             raise TaskFailure("invalid-tokenizer", fault.detail) from None
         (folder / name).write_bytes(raw)
-    return (folder / FILE).read_bytes()
+    return (folder / TOKENIZER).read_bytes()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from typing import Any
 
@@ -14,6 +15,7 @@ from tessera.shared.cli.run import preview_table
 from tessera.shared.client.client import Client
 from tessera.shared.methods.base import MethodSpec
 from tessera.shared.model.dataset_schema import DatasetSchema, name_digests
+from tessera.shared.model.preprocessing import FileRef, vocabulary_in
 from tessera.shared.model.selectors import roles
 from tessera.shared.model.spec import Model
 from tessera.shared.problems import Forbidden, Invalid
@@ -120,6 +122,33 @@ def test_sites_that_number_a_class_differently_are_named_before_the_run(coordina
     assert said.detail.startswith(
         "its data set data: 'malignant' is class 0 in `labels` and class 1 of the model: put"
     )
+
+
+def test_a_site_that_numbers_words_differently_is_named_and_gets_no_task(coordinator: LiveCoordinator) -> None:
+    raw, other = (json.dumps({"model": {"vocab": {"cat": place, "dog": 1 - place}}}).encode() for place in (0, 1))
+    vocabularies = {"a": vocabulary_in(raw), "b": vocabulary_in(other), "c": vocabulary_in(raw), "d": None}
+    for site, own in vocabularies.items():
+        known(coordinator, site, schemas={"data": DatasetSchema(vocabulary=own)})
+    client = coordinator.client("orchestrator")
+    found = client.preview_run(spec_of(client))
+    (warning,) = found.warnings
+    assert warning.startswith("the tokenizers of 'data' at a/w and b/w number words differently: start from a model")
+    assert reasons(found) == {"a/w": [], "b/w": [], "c/w": [], "d/w": []}
+    # A model with a tokenizer says who is right.
+    ref = FileRef(digest=client.put_bytes(raw), nbytes=len(raw))
+    brings = MODEL.model_copy(update={"preprocessing": {"tokenizer.json": ref}})
+    found = client.preview_run(spec_of(client, model_of=brings))
+    assert found.warnings == ()
+    assert reasons(found) == {"a/w": [], "b/w": ["inputs"], "c/w": [], "d/w": []}
+    (said,) = by_name(found)["b/w"].ineligibilities
+    assert said.detail.startswith("its data set data: its tokenizer numbers words differently from the model's: set")
+    run = start_run(client, brings, values(MODEL), cohort=Cohort(quorum=3))
+    (asked,) = until(lambda: list(client.rounds(run.id)))
+    assert sorted(task.worker for task in asked.tasks) == ["a/w", "c/w", "d/w"]
+    # A tokenizer that lists no words leaves it open.
+    unknown = FileRef(digest=client.put_bytes(b"{}"), nbytes=2)
+    silent = MODEL.model_copy(update={"preprocessing": {"tokenizer.json": unknown}})
+    assert client.preview_run(spec_of(client, model_of=silent)).warnings == (warning,)
 
 
 def test_a_preview_tells_what_the_first_round_asks_and_changes_nothing(coordinator: LiveCoordinator) -> None:

@@ -230,10 +230,14 @@ def test_texts_that_may_be_too_long_are_an_objection_only_where_they_are_padded(
     positions = Block(tensor="embeddings.position_embeddings.weight", role="embedding", shape=(128, 4), dtype="F32")
     model = MODEL.model_copy(update={"blocks": (*MODEL.blocks, positions)})
     said = declared(schemas={"wards": {"inputs": {"input_ids": {"dtype": "int64", "shape": [512]}}}})
-    found = misfit(invited().spec, said, model, padded=True)
+
+    def unread(_: object) -> str | None:
+        raise AssertionError("no worker declares a vocabulary")
+
+    found = misfit(invited().spec, said, model, unread, padded=True)
     assert found is not None
     assert found.detail == "its data set wards: max_length 512 is more than the model's 128 positions"
-    assert unsuited(invited().spec, said, model) is None
-    assert unsuited(invited(privacy=PRIVATE).spec, said, model) == found
+    assert unsuited(invited().spec, said, model, unread) is None
+    assert unsuited(invited(privacy=PRIVATE).spec, said, model, unread) == found
     # A worker of an earlier version declares nothing.
-    assert unsuited(invited(privacy=PRIVATE).spec, declared(), model) is None
+    assert unsuited(invited(privacy=PRIVATE).spec, declared(), model, unread) is None

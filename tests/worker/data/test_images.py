@@ -18,6 +18,7 @@ from PIL import Image
 from transformers import CLIPImageProcessorPil
 
 from tessera.shared.model.dataset_schema import name_digests
+from tessera.shared.model.preprocessing import vocabulary_in
 from tessera.worker.data.content import content_digest
 from tessera.worker.data.dataset import DataError, Dataset
 from tessera.worker.data.overlap import hashes_in_order
@@ -399,6 +400,7 @@ def test_tokenizer_and_pixels_may_come_from_elsewhere_and_texts_be_filled_up(pet
     declared = "input_ids int64 [8], labels int64 [], pixel_values float32 [3, 4, 4]"
     assert (str(dataset.schema), dataset.schema.classes) == (declared, 2)
     assert dataset.schema.class_names == name_digests(["cat", "dog"])
+    assert dataset.schema.vocabulary == vocabulary_in((siglip / "tokenizer.json").read_bytes()) is not None
     assert dataset.tensors["pixel_values"].shape == (3, 3, 4, 4)
 
 

@@ -12,6 +12,7 @@ import pytest
 from transformers import BertConfig
 
 from tessera.shared.model.dataset_schema import name_digests
+from tessera.shared.model.preprocessing import vocabulary_in
 from tessera.shared.model.spec import Head
 from tessera.worker.data.dataset import DataError, Dataset
 from tessera.worker.data.partition.schemes import Iid
@@ -85,6 +86,16 @@ def test_empty_texts_are_examples_that_the_report_counts(tmp_path: Path, bert: s
         ((warning, remedy),) = dataset.report.warnings()
         assert warning == f"{count} empty texts among the examples"
         assert remedy.startswith("Remove these rows, or fill them in")
+
+
+def test_a_vocabulary_is_declared_unless_the_run_brings_it(tmp_path: Path, bert: str) -> None:
+    file = written(tmp_path / "notes.csv", "text,label", "the cat,0")
+    declared = load("text", {"file": file, "tokenizer": bert}).schema.vocabulary
+    # That of the file which travels with a model.
+    assert declared == vocabulary_in((Path(bert) / "tokenizer.json").read_bytes()) is not None
+    assert load("text", {"file": file, "tokenizer": "run"}).schema.vocabulary is None
+    other = bert_tokenizer(tmp_path / "other", WORDS[::-1])
+    assert load("text", {"file": file, "tokenizer": str(other)}).schema.vocabulary not in (None, declared)
 
 
 def test_tokenizer_that_ends_texts_with_its_unknown_token_has_no_share(tmp_path: Path) -> None:

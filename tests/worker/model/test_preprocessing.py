@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import BPE, Unigram, WordLevel, WordPiece
 from transformers import AutoConfig, AutoModelForImageClassification, AutoModelForSequenceClassification, pipeline
 from typer.testing import CliRunner
 
 from tessera.shared.cli.upload import upload_model
-from tessera.shared.model.preprocessing import MAX_SETTINGS_BYTES, FileRef, require_file
+from tessera.shared.model.preprocessing import MAX_SETTINGS_BYTES, FileRef, require_file, vocabulary_in
 from tessera.shared.problems import Invalid
 from tessera.shared.rounds.versions import States
 from tessera.shared.schema import canonical
@@ -98,3 +100,33 @@ def test_processor_travels_to_an_export(tmp_path: Path) -> None:
     classify = pipeline("image-classification", str(source))
     assert len(classify(str(picture(tmp_path / "red.png", (255, 0, 0))))) == 2
     assert b"preprocessing" not in canonical(folder.model)
+
+
+@pytest.mark.parametrize("kind", ["WordLevel", "WordPiece", "BPE", "Unigram"])
+def test_a_vocabulary_is_that_of_its_words_and_their_numbers(kind: str) -> None:
+    def made(*words: str, added: tuple[str, ...] = ()) -> str | None:
+        numbers = {word: number for number, word in enumerate(words)}
+        models = {
+            "WordLevel": lambda: WordLevel(numbers, unk_token=words[0]),
+            "WordPiece": lambda: WordPiece(numbers, unk_token=words[0]),
+            "BPE": lambda: BPE(numbers, []),
+            "Unigram": lambda: Unigram([(word, -1.0) for word in words], 0),
+        }
+        tokenizer = Tokenizer(models[kind]())
+        tokenizer.add_special_tokens(list(added))
+        return vocabulary_in(tokenizer.to_str())
+
+    found = made("<unk>", "cat", "dog")
+    assert found is not None
+    assert found == made("<unk>", "cat", "dog", added=("<pad>",))
+    assert len({found, made("<unk>", "dog", "cat"), made("<unk>", "cat", "dog", "bird")}) == 3
+
+
+@pytest.mark.parametrize(
+    "raw",
+    ["no", "[]", "{}", '{"model": {"vocab": 3}}', '{"model": {"vocab": {}}}', '{"model": {"vocab": [["a"]]}}',
+     '{"model": {"vocab": {"a": 1, "b": "c"}}}', '{"model": {"vocab": {"a": 1}}, "added_tokens": [{}]}',
+     '{"model": {"vocab": [[["a"], 1]]}}', "[" * 100_000],
+)  # fmt: skip
+def test_a_tokenizer_without_a_list_of_words_has_no_vocabulary(raw: str) -> None:
+    assert vocabulary_in(raw) is None

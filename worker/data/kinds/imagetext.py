@@ -20,7 +20,7 @@ from tessera.worker.data.dataset import Adapter, DataError, Dataset, RawTexts, s
 from tessera.worker.data.kinds.images import ImagesOptions, images
 from tessera.worker.data.prepared import NOT_KEPT, Prepared
 from tessera.worker.data.readers.class_labels import Names
-from tessera.worker.data.readers.tokenizer import MAX_TOKENS, RUN, encode, tokenized, tokenizer_of
+from tessera.worker.data.readers.tokenizer import MAX_TOKENS, RUN, encode, tokenized_here, tokenizer_of
 
 HOLE = "{}"
 
@@ -62,7 +62,7 @@ def imagetext(options: ImageTextOptions, prepared: Prepared = NOT_KEPT) -> Datas
     shape = (options.max_length,) if options.max_length else None
     inputs = {**dataset.schema.inputs, IDS: TensorSchema(dtype="int64", shape=shape)}
     dataset = replace(dataset, texts=raw, schema=dataset.schema.model_copy(update={"inputs": inputs}))
-    return tokenized(dataset, tokenizer) if tokenizer else dataset
+    return tokenized_here(dataset, tokenizer) if tokenizer else dataset
 
 
 def _converted(

@@ -46,7 +46,7 @@ from tessera.worker.data.readers.tokenizer import (
     identity_of,
     padding_of,
     pieces,
-    tokenized,
+    tokenized_here,
     tokenizer_of,
 )
 from tessera.worker.model.forward import IGNORED
@@ -111,7 +111,7 @@ def text(options: TextOptions, prepared: Prepared = NOT_KEPT) -> Dataset:
     prepared.clear(lambda name: name.startswith((table_name(table.digest), _tokens_name(options, table))))
     if options.tokenizer == RUN:
         return raw
-    return tokenized(raw, tokenizer_of("tokenizer", options.tokenizer, by_word=texts.by_word))
+    return tokenized_here(raw, tokenizer_of("tokenizer", options.tokenizer, by_word=texts.by_word))
 
 
 def _tokens_name(options: TextOptions, table: DataTable) -> str:

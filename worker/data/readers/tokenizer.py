@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from tessera.shared.model.dataset_schema import IDS
+from tessera.shared.model.preprocessing import vocabulary_in
 from tessera.worker.data.dataset import DataError, Dataset, Padding, RawTexts, in_short
 from tessera.worker.data.readers.pretrained import load_pretrained
 from tessera.worker.data.readers.token_file import DEFAULTS, MASK, Piece
@@ -173,6 +174,12 @@ def identity_of(tokenizer: PreTrainedTokenizerBase) -> list[str]:
     settings = {name: str(getattr(tokenizer, name)) for name in (*names, "all_special_ids", "model_input_names")}
     digest = hashlib.sha256(json.dumps([rules, settings], sort_keys=True).encode()).hexdigest()
     return [digest, type(tokenizer).__name__, transformers.__version__, tokenizers.__version__]
+
+
+def tokenized_here(raw: Dataset, tokenizer: PreTrainedTokenizerBase) -> Dataset:
+    """Return raw texts as tokens of the site's own tokenizer, whose vocabulary is declared. Raises DataError."""
+    words = vocabulary_in(tokenizer.backend_tokenizer.to_str()) if tokenizer.is_fast else None
+    return tokenized(replace(raw, schema=raw.schema.model_copy(update={"vocabulary": words})), tokenizer)
 
 
 def tokenized(dataset: Dataset, tokenizer: PreTrainedTokenizerBase) -> Dataset:
