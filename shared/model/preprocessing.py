@@ -135,19 +135,20 @@ def require_file(name: FileName, raw: bytes) -> None:
         raise Invalid(f"{name} is not JSON that can be read: {fault}", remedy=REMEDY) from None
 
 
-def vocabulary_in(raw: bytes | str) -> str | None:
-    """Return 8 hexadecimal digits for the words in a `tokenizer.json` and their numbers; None if it has no list.
+def vocabulary_in(raw: bytes) -> str | None:
+    """Return 8 hexadecimal digits for the words in a `tokenizer.json` and their numbers; None if it lists none.
 
     Tokens that were added to a vocabulary do not count: a site's tokenizer may have more of them, such as one for
     padding.
     """
     try:
+        check_document(raw)
         document = json.loads(raw)
         listed = document["model"]["vocab"]
         # In a unigram model, the place of a piece is its number.
         numbers = listed if isinstance(listed, dict) else {piece: place for place, (piece, _) in enumerate(listed)}
         added = {token["content"] for token in document.get("added_tokens") or ()}
         words = sorted((number, word) for word, number in numbers.items() if word not in added)
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+    except (ValueError, LookupError, TypeError, AttributeError):
         return None
     return hashlib.sha256(json.dumps(words).encode()).hexdigest()[:8] if words else None

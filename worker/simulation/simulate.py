@@ -17,7 +17,7 @@ from tessera.shared.api.runs import RunSpec
 from tessera.shared.cli.upload import InitialModel, Uploaded, upload_model
 from tessera.shared.methods.registry import own_file_digest
 from tessera.shared.model.blocks import Block
-from tessera.shared.model.preprocessing import TOKENIZER, FileName, vocabulary_in
+from tessera.shared.model.preprocessing import FileName
 from tessera.shared.model.spec import Head, Model
 from tessera.shared.problems import Fault, Invalid, faults_of
 from tessera.shared.rounds.aggregate import Aggregation
@@ -129,8 +129,6 @@ class _Federation:
         spec = _spec(self.given, uploaded, self.test)
         device, mappings = device_of(self.conditions.device), mappings_of(self.conditions.mappings)
         population = VirtualSites(self.sites, self.conditions.loaded)
-        vocabularies = {name: held.vocabulary for name, held in population.holdings.items()}
-        _require_words(self.start, vocabularies | ({TEST: self.test.schema.vocabulary} if self.test else {}))
         records.claim(self._identity(spec, population))
         for held in records.open.all():
             if held.data:
@@ -180,18 +178,6 @@ def _spec(given: Mapping[str, Any], uploaded: Uploaded, test: Dataset | None) ->
         missing = Fault(pointer="/evaluation/dataset", detail=f"{spec.evaluation.dataset} is not given")
         raise Invalid("the run is to be measured on data that are not there", errors=[missing], remedy="Give them.")
     return spec
-
-
-def _require_words(start: InitialModel, vocabularies: Mapping[str, str | None]) -> None:
-    """Raise Invalid for a data set whose own tokenizer numbers words differently from the model's."""
-    own = {name: words for name, words in vocabularies.items() if words}
-    of_model = vocabulary_in(start.files().get(TOKENIZER, b"")) if own else None
-    for name, words in own.items():
-        if of_model and words != of_model:
-            raise Invalid(
-                f"the tokenizer of {name} numbers words differently from the model's",
-                remedy='Set tokenizer = "run", or name a copy of the model\'s folder.',
-            )
 
 
 @contextmanager

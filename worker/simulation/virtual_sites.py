@@ -40,15 +40,13 @@ class Holding:
     examples: int
     held_out: int
     content: str
-    vocabulary: str | None
-    """Of the site's own tokenizer (`shared.model.preprocessing.vocabulary_in`)."""
 
     @classmethod
     def of(cls, data: Dataset) -> Self:
         parts = [data] if data.held_out is None else [data, data.held_out]
         content = hashlib.sha256("".join(map(_content, parts)).encode()).hexdigest()[:16]
         held_out = data.held_out.examples if data.held_out else 0
-        return cls(data.examples, held_out, content, data.schema.vocabulary)
+        return cls(data.examples, held_out, content)
 
 
 def _content(data: Dataset) -> str:

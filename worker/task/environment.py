@@ -121,6 +121,8 @@ class TaskEnvironment:
     for the next start."""
     tokenized: dict[str, tuple[str, Dataset]] = field(default_factory=dict)
     """The data sets that take the run's tokenizer, as tokens for the last run, with the digest of its model."""
+    vocabularies: dict[str, str | None] = field(default_factory=dict)
+    """The vocabularies of models' tokenizers, by the digests of their files."""
     for_evaluation: frozenset[str] = frozenset()
     """Data sets used only for evaluation."""
     fingerprints: dict[str, Array] = field(default_factory=dict)

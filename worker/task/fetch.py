@@ -14,6 +14,7 @@ import torch
 from tessera.shared.api.versions import Manifest, ServerTensor
 from tessera.shared.methods.base import UnsupportedRun, WorkerHalf
 from tessera.shared.model.blocks import Block
+from tessera.shared.model.preprocessing import TOKENIZER, vocabulary_in
 from tessera.shared.model.spec import MAX_DOCUMENT_BYTES, Model
 from tessera.shared.model.training_faults import training_faults
 from tessera.shared.problems import InvalidUpdate
@@ -96,6 +97,14 @@ class Loaded:
         )
 
 
+def _vocabulary(run: TaskRun, document: Model) -> str | None:
+    """Return the vocabulary of the model's tokenizer, which is fetched once; None without one."""
+    file, known = document.preprocessing.get(TOKENIZER), run.env.vocabularies
+    if file and file.digest not in known:
+        known[file.digest] = vocabulary_in(run.read(file.digest, file.nbytes))
+    return known[file.digest] if file else None
+
+
 def fetch(run: TaskRun, dataset: Dataset) -> Fetched:
     """Fetch the version's blocks into local files.
 
@@ -111,7 +120,8 @@ def fetch(run: TaskRun, dataset: Dataset) -> Fetched:
     model_type = str(document.config["model_type"])
     env.policy.check_model_type(model_type)
     env.policy.check_model(document.nbytes)
-    require_fit(document, task.dataset, dataset, padded=task.privacy is not None)
+    vocabulary = _vocabulary(run, document) if dataset.schema.vocabulary else None
+    require_fit(document, task.dataset, dataset, padded=task.privacy is not None, vocabulary=vocabulary)
     if faults := [f"training.{name} {said}" for name, said in training_faults(task.training, document)]:
         raise UnsupportedRun("; ".join(faults))
     names = {block.name for block in task.plan.fetch.resolve(document.blocks)}

@@ -24,9 +24,10 @@ class InputMismatch(UnsupportedRun):
     """A model that does not take a data set's inputs. The text has no values and no examples."""
 
 
-def require_fit(model: Model, name: str, dataset: Dataset, *, padded: bool) -> None:
-    """Raise InputMismatch if the data set's schema certainly does not fit the model."""
-    if found := dataset.schema.mismatches(model, padded=padded):
+def require_fit(model: Model, name: str, dataset: Dataset, *, padded: bool, vocabulary: str | None = None) -> None:
+    """Raise InputMismatch if the data set's schema certainly does not fit the model, whose tokenizer has this
+    vocabulary."""
+    if found := dataset.schema.mismatches(model, padded=padded, vocabulary=vocabulary):
         raise InputMismatch(f"the data set {name!r} does not fit the model: {'; '.join(found)}")
 
 

@@ -114,7 +114,7 @@ def test_a_vocabulary_is_that_of_its_words_and_their_numbers(kind: str) -> None:
         }
         tokenizer = Tokenizer(models[kind]())
         tokenizer.add_special_tokens(list(added))
-        return vocabulary_in(tokenizer.to_str())
+        return vocabulary_in(tokenizer.to_str().encode())
 
     found = made("<unk>", "cat", "dog")
     assert found is not None
@@ -129,4 +129,4 @@ def test_a_vocabulary_is_that_of_its_words_and_their_numbers(kind: str) -> None:
      '{"model": {"vocab": [[["a"], 1]]}}', "[" * 100_000],
 )  # fmt: skip
 def test_a_tokenizer_without_a_list_of_words_has_no_vocabulary(raw: str) -> None:
-    assert vocabulary_in(raw) is None
+    assert vocabulary_in(raw.encode()) is None

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import gc
-import json
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -29,8 +28,6 @@ from tessera.shared.methods.base import (
     WorkerHalf,
 )
 from tessera.shared.methods.registry import FOLDERS, methods
-from tessera.shared.model.dataset_schema import DatasetSchema
-from tessera.shared.model.preprocessing import FileName, vocabulary_in
 from tessera.worker.data.dataset import Dataset, RowsOnDisk
 from tessera.worker.governance.policy import Policy
 from tessera.worker.model.build import instantiate
@@ -41,14 +38,6 @@ from tests.support.tasks import VIT
 
 NAMES = ("east", "north", "south", "west")
 DROPOUT = {**VIT, "hidden_dropout_prob": 0.1}
-
-
-@dataclass(frozen=True)
-class WithTokenizer(Weights):
-    tokenizer: bytes
-
-    def files(self) -> dict[FileName, bytes]:
-        return {"tokenizer.json": self.tokenizer}
 
 
 def images(seed: int, count: int = 16, held_out: int = 0) -> Dataset:
@@ -468,22 +457,6 @@ def test_a_folder_does_not_go_on_with_other_data_of_the_same_size(model: Weights
             simulate(spec(rounds=1), model, given, test=test, out=tmp_path)
         assert [fault.pointer for fault in caught.value.errors] == [pointer]
     assert simulate(spec(rounds=1), model, sites, test=images(9), out=tmp_path).over
-
-
-def test_a_site_that_numbers_words_differently_from_the_model_is_refused(model: Weights, tmp_path: Path) -> None:
-    raw, other = (json.dumps({"model": {"vocab": {"cat": place, "dog": 1 - place}}}).encode() for place in (0, 1))
-    bringing = WithTokenizer(model.model, model.values, raw)
-    alike, differing = (
-        replace(SITES["east"], schema=DatasetSchema(vocabulary=vocabulary_in(each))) for each in (raw, other)
-    )
-    for sites, test, name in (
-        ({"east": alike, "west": differing}, alike, "west"),
-        ({"east": alike, "west": SITES["west"]}, differing, "test"),
-    ):
-        with refusing("invalid", f"the tokenizer of {name} numbers words differently from the model's"):
-            simulate(spec(rounds=1), bringing, sites, test=test)
-    assert simulate(spec(rounds=1), bringing, {"east": alike}, test=alike).over
-    assert simulate(spec(rounds=1), model, {"east": alike, "west": differing}).over
 
 
 def test_the_content_of_a_site_is_what_results_depend_on(tmp_path: Path) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ from transformers import RobertaTokenizer
 
 from tessera.shared.api.runs import Training
 from tessera.shared.api.tasks import Task
-from tessera.shared.model.preprocessing import FileRef, read_files
+from tessera.shared.model.preprocessing import FileName, FileRef, read_files
 from tessera.shared.problems import DigestMismatch
 from tessera.shared.schema import canonical
 from tessera.shared.tensors.lazy import digest_of
@@ -28,8 +29,10 @@ from tessera.worker.data.registry import load
 from tessera.worker.governance.approvals import ApprovalDecision, Unapproved
 from tessera.worker.governance.policy import Policy, PolicyViolation
 from tessera.worker.governance.run_history import RunSnapshot
+from tessera.worker.model.build import instantiate
 from tessera.worker.model.sandbox import Sandbox
 from tessera.worker.settings import WorkerSettings
+from tessera.worker.simulation import Conditions, Stalled, Weights, simulate
 from tessera.worker.state.blob_cache import BlobTooLarge, Cache
 from tessera.worker.state.hash_chain import TaskRef
 from tessera.worker.stores import inbox_of
@@ -201,12 +204,43 @@ def test_bytes_that_are_others_or_too_many_are_refused(tmp_path: Path) -> None:
         tokens(tmp_path, dataset, held, refs=refs)
 
 
-# ---------------------------------------------------------------- over HTTP
-
 BERT = {
     "model_type": "bert", "vocab_size": 12, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2,
     "intermediate_size": 8, "num_labels": 2,
 }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class WithTokenizer(Weights):
+    held: Mapping[FileName, bytes]
+
+    def files(self) -> dict[FileName, bytes]:
+        return dict(self.held)
+
+
+def test_a_task_fails_if_the_site_s_own_tokenizer_numbers_words_differently(tmp_path: Path) -> None:
+    held: Any = files(tmp_path)
+    plain = Weights.of(instantiate(BERT, "text-classification", seed=0), BERT, "text-classification")
+    model = WithTokenizer(plain.model, plain.values, held)
+    other = bert_tokenizer(tmp_path / "other", WORDS[::-1])
+    alike, differing = (
+        texts(tmp_path, "the cat", "dog", tokenizer=str(folder)) for folder in (tmp_path / "bert", other)
+    )
+    trial = partial(
+        simulate,
+        {"method": {"name": "fedavg"}, "rounds": 1},
+        conditions=Conditions(policy=Policy(min_evaluation_examples=1)),
+    )
+    assert len(trial(model, {"a": alike}, test=alike).measurements) == 2
+    assert trial(plain, {"a": differing}).over
+    with pytest.raises(Stalled, match="its tokenizer numbers words differently from the model's"):
+        trial(model, {"a": differing})
+    # A version is not measured by such tokens either.
+    assert trial(model, {"a": alike}, test=differing).measurements == ()
+
+
+# ---------------------------------------------------------------- over HTTP
+
 TABLE = "bert.embeddings.word_embeddings.weight"
 CLS, SEP, THE, CAT, DOG = 2, 3, 4, 5, 7
 

@@ -178,7 +178,7 @@ def identity_of(tokenizer: PreTrainedTokenizerBase) -> list[str]:
 
 def tokenized_here(raw: Dataset, tokenizer: PreTrainedTokenizerBase) -> Dataset:
     """Return raw texts as tokens of the site's own tokenizer, whose vocabulary is declared. Raises DataError."""
-    words = vocabulary_in(tokenizer.backend_tokenizer.to_str()) if tokenizer.is_fast else None
+    words = vocabulary_in(tokenizer.backend_tokenizer.to_str().encode()) if tokenizer.is_fast else None
     return tokenized(replace(raw, schema=raw.schema.model_copy(update={"vocabulary": words})), tokenizer)
 
 
