@@ -142,8 +142,7 @@ def vocabulary_in(raw: bytes) -> str | None:
     padding.
     """
     try:
-        check_document(raw)
-        document = json.loads(raw)
+        document = check_document(raw)
         listed = document["model"]["vocab"]
         # In a unigram model, the place of a piece is its number.
         numbers = listed if isinstance(listed, dict) else {piece: place for place, (piece, _) in enumerate(listed)}

@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
-from unittest.mock import ANY
 
 import numpy as np
 import pytest
@@ -422,8 +421,9 @@ def test_a_folder_is_of_one_simulation_and_of_one_process(model: Weights, tmp_pa
     simulate(spec(), model, SITES, out=tmp_path, until=1)
     with refusing("invalid", "other settings") as caught:
         simulate(spec(rounds=4, seed=1), model, {**SITES, "east": images(7, 9)}, out=tmp_path)
-    assert {fault.pointer: fault.detail for fault in caught.value.errors} == {
-        "/sites/east/content": ANY,
+    found = {fault.pointer: fault.detail for fault in caught.value.errors}
+    assert found.pop("/sites/east/content").startswith("was ")
+    assert found == {
         "/sites/east/examples": "was 16 and is 9",
         "/spec/rounds": "was 3 and is 4",
         "/spec/seed": "was 0 and is 1",
@@ -459,7 +459,7 @@ def test_a_folder_does_not_go_on_with_other_data_of_the_same_size(model: Weights
     assert simulate(spec(rounds=1), model, sites, test=images(9), out=tmp_path).over
 
 
-def test_the_content_of_a_site_is_what_results_depend_on(tmp_path: Path) -> None:
+def test_the_content_of_a_site_is_what_results_depend_on() -> None:
     labels = {"labels": torch.tensor([0, 1])}
 
     def rows(*values: float) -> RowsOnDisk:
