@@ -33,6 +33,8 @@ Figures = dict[str, Any]
 def begin() -> None:
     """Prepare a process for runs: the benchmarks' own methods, one thread, and a log of warnings alone."""
     os.environ["TESSERA_METHODS"] = str(METHODS)
+    # Else a GPU's products may differ from run to run. CUDA reads it when it starts.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
     torch.set_num_threads(1)
     if (parent := parent_process()) is not None:

@@ -54,11 +54,19 @@ def machine(device: str) -> str:
 
 @cache
 def code() -> str:
-    """Return the commit of this checkout, with `-dirty` if files differ from it; nothing outside of one."""
+    """Return the commit of this checkout, with `-dirty` if files differ from it; outside of one, SOURCE_COMMIT."""
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
+    found = ""
     with suppress(OSError):
-        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-    return ""
+        found = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    return found or os.environ.get("SOURCE_COMMIT", "")
+
+
+def repeat_bits(device: str) -> None:
+    """Let torch compute the same bits in each run on one machine, which a GPU does only if asked."""
+    if device.startswith("cuda"):
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def _processor() -> str:
@@ -126,6 +134,7 @@ def run(plan: Plan, job: Job, prepared: Path, out: Path, device: str) -> Figures
     than a learning rate that is too large, NotPrepared, and the exceptions of `simulate`.
     """
     began = monotonic(), process_time()
+    repeat_bits(device)
     table = plan.tables[job.table]
     arm, setting, kind = table.arm(job.arm), table.setting(job.setting), source(table.federation)
     options = {**table.options, **setting.federation}
