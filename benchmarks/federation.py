@@ -23,6 +23,9 @@ from tessera.shared.api.runs import Round, Run, RunSpec
 from tessera.shared.cli.upload import InitialModel, upload_model
 from tessera.shared.client.client import Client
 
+Options = Mapping[str, Any]
+"""Those of a data set, as a worker's settings have them."""
+
 METHODS = Path("benchmarks", "methods")
 """Of the checkout whose code runs."""
 DATASET = "nothing"
@@ -103,14 +106,17 @@ class Federation:
         self.admin.create_site(site)
         return self.admin.issue_token(TokenSpec(name=site, role="site", site=site)).secret
 
-    def start_workers(self, count: int, examples: Mapping[str, Path], **settings: Any) -> None:
+    def start_workers(self, count: int, examples: Mapping[str, Path | Options], **settings: Any) -> None:
         """Start `tessera worker run` for that many new sites, each with these data sets, and wait until all wait."""
         for _ in range(count):
             self.start_worker(f"site-{len(self.workers) + 1}", examples, **settings)
         self.await_workers()
 
-    def start_worker(self, site: str, examples: Mapping[str, Path], **settings: Any) -> None:
-        """Start `tessera worker run` for a new site with these data sets. `settings` are the worker's."""
+    def start_worker(self, site: str, examples: Mapping[str, Path | Options], **settings: Any) -> None:
+        """Start `tessera worker run` for a new site with these data sets. `settings` are the worker's.
+
+        A data set is a file of tensors, or options with their `kind`.
+        """
         home = self.folder / site
         home.mkdir()
         options = {
@@ -124,10 +130,11 @@ class Federation:
         }
         if self.network.certificates:
             options["ca_bundle"] = str(self.network.certificates.ca)
-        # JSON's strings and numbers are TOML's.
+        # JSON's strings, numbers and lists are TOML's.
         lines = [f"{key} = {json.dumps(value)}" for key, value in options.items()]
-        for dataset, file in examples.items():
-            lines += [f"[datasets.{dataset}]", 'kind = "arrays"', f"file = {json.dumps(str(file))}"]
+        for dataset, given in examples.items():
+            each = {"kind": "arrays", "file": str(given)} if isinstance(given, Path) else given
+            lines += [f"[datasets.{dataset}]", *(f"{key} = {json.dumps(value)}" for key, value in each.items())]
         (home / "worker.toml").write_text("\n".join(lines), encoding="utf-8")
         self.processes.start(site, tessera("worker", "run", "--config", str(home / "worker.toml")), self._methods)
         self.workers.append(site)

@@ -1,7 +1,8 @@
 """Repeat runs of the tables between real processes over HTTP: `python -m benchmarks.evidence.over_http`.
 
 A coordinator and a worker for each site run as an administrator starts them, and train as the simulation did. The
-last version must have the same digest. One seed of three arms is repeated. `--save` writes the results into the
+last version must have the same digest. One seed of an arm of each paper is repeated: workers read phrases as tensors,
+and emoji as PNG files with captions. `--save` writes the results into the
 repository, and `python -m benchmarks.evidence --save` writes them into the document. Machines round in different
 ways, so a seed is repeated that this kind of machine simulated. If there is none, the first seed is simulated again.
 """
@@ -9,12 +10,16 @@ ways, so a seed is repeated that this kind of machine simulated. If there is non
 from __future__ import annotations
 
 import argparse
+import csv
+import json
+import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from time import monotonic
 
+from PIL import Image
 from safetensors.torch import save_file
 
 from benchmarks.evidence import store
@@ -24,14 +29,22 @@ from benchmarks.evidence.plan import Job, Plan, choice, read
 from benchmarks.evidence.pool import Figures, begin
 from benchmarks.evidence.report.lines import repeated_line
 from benchmarks.evidence.runs import machine, run, spec_of
+from benchmarks.evidence.sources.dinov2 import MEAN, STD
+from benchmarks.evidence.sources.emoji import Emoji
+from benchmarks.evidence.sources.lit import LIT, class_caption
+from benchmarks.evidence.sources.prepare import EMOJI
 from benchmarks.evidence.sources.prepare import OUT as PREPARED
-from benchmarks.federation import Federation
+from benchmarks.federation import Federation, Options
+from tessera.shared.model.dataset_schema import PIXELS
 from tessera.shared.updates.model_folder import ModelFolder
+from tessera.worker.data.dataset import LABELS, Dataset
+from tessera.worker.data.normalization import Normalized
 from tessera.worker.simulation.virtual_sites import WORKER
 
-ARMS = (("S-a", "attention"), ("S-a", "lora"), ("F-t", "fedfrozen"))
+ARMS = (("S-a", "attention"), ("F-t", "fedfrozen"), ("P-a", "pfeddc"))
 """The tables and arms that are repeated, in the first setting."""
 DATASET = "examples"
+TOKENIZER = "tokenizer.json"
 
 
 class NotComparable(ValueError):
@@ -58,24 +71,25 @@ def jobs(plan: Plan, found: store.Found, arms: Sequence[tuple[str, str]] = ARMS)
 def repeat(plan: Plan, job: Job, prepared: Path, models: Path, folder: Path) -> Figures:
     """Run a job over HTTP, in a new folder. Return the digest of its last version and what moved.
 
-    Raises NotComparable for sites whose data no file of tensors holds, and the exceptions of `Federation`.
+    Sites measure nothing, which changes no version. Raises NotComparable for an arm whose sites do not all train, and
+    the exceptions of `Federation`.
     """
     table, began = plan.tables[job.table], monotonic()
     arm, setting, kind = table.arm(job.arm), table.setting(job.setting), source(table.federation)
-    if arm.central or arm.personal or setting.dropout or setting.away:
-        raise NotComparable(f"{job.name} is central, personal or has absent sites: choose another arm or setting")
+    if arm.central or setting.dropout or setting.away:
+        raise NotComparable(f"{job.name} is central or has absent sites: choose another arm or setting")
     options = {**table.options, **setting.federation}
     sites = kind.federation(prepared, job.seed, options).sites
     model = start(kind, prepared, job.seed, arm.model, options, models / table.federation)
     spec = {**spec_of(plan, job, len(sites)), "dataset": DATASET}
     rounds, method, cohort = (spec.pop(name) for name in ("rounds", "method", "cohort"))
+    spec.pop("evaluation", None)
     with Federation(folder) as federation:
         for site, data in sites.items():
-            if data.common or data.on_disk:
-                raise NotComparable(f"{job.table} has inputs that its files cannot hold: choose a table of texts")
-            file = folder / f"{site}.safetensors"
-            save_file(data.tensors, file)
-            federation.start_worker(site, {DATASET: file}, name=WORKER)
+            files = folder / f"{site}-files"
+            files.mkdir()
+            examples = captioned(data, prepared, files) if data.common else tensors(data, files)
+            federation.start_worker(site, {DATASET: examples}, name=WORKER)
         federation.await_workers()
         run = federation.begin(ModelFolder.open(model), rounds, cohort["size"], method, **spec)
         for number in range(1, rounds + 1):
@@ -88,6 +102,43 @@ def repeat(plan: Plan, job: Job, prepared: Path, models: Path, folder: Path) -> 
         "sent_bytes": moved.sent,
         "seconds": round(monotonic() - began, 1),
         "machine": machine("cpu"),
+    }
+
+
+def tensors(data: Dataset, folder: Path) -> Path:
+    """Write a site's examples as the inputs of a model. Return the file."""
+    file = folder / "examples.safetensors"
+    save_file(data.tensors, file)
+    return file
+
+
+def captioned(data: Dataset, prepared: Path, folder: Path) -> Options:
+    """Write a site's emoji as PNG files, a table of them and the tokenizer of their captions. Return the options of
+    the data set that reads them."""
+    shutil.copy(prepared / LIT.name / TOKENIZER, folder)
+    named = {"pad_token": "[PAD]", "model_input_names": list(data.common)}
+    (folder / "tokenizer_config.json").write_text(json.dumps(named), encoding="utf-8")
+    captions = [class_caption(name) for name in Emoji.load(prepared / EMOJI).classes]
+    pixels = Normalized(MEAN, STD).inverse(data.tensors[PIXELS]).numpy()
+    table = folder / "examples.csv"
+    with table.open("w", encoding="utf-8", newline="") as file:
+        rows = csv.writer(file)
+        rows.writerow(["image", "label"])
+        for place, label in enumerate(data.tensors[LABELS].tolist()):
+            Image.fromarray(pixels[place]).save(folder / f"{place}.png")
+            rows.writerow([f"{place}.png", captions[label]])
+    return {
+        "kind": "imagetext",
+        "file": str(table),
+        "labels": captions,
+        "absent": "any",
+        "template": "{}",
+        "tokenizer": str(folder),
+        "size": pixels.shape[1],
+        "mean": MEAN,
+        "std": STD,
+        # Convolutions round by how pixels lie in memory: read for each batch, they lie as in the simulation.
+        "in_memory": False,
     }
 
 

@@ -5,14 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks.evidence import store
-from benchmarks.evidence.over_http import NotComparable, compared, jobs, repeat, simulated_here
+from benchmarks.evidence.federations import SOURCES
+from benchmarks.evidence.over_http import NotComparable, captioned, compared, jobs, repeat, simulated_here
 from benchmarks.evidence.plan import Job, Plan
 from benchmarks.evidence.report.lines import repeated_line
 from benchmarks.evidence.report.section import section
 from benchmarks.evidence.runs import machine
+from benchmarks.evidence.sources import lit
+from tessera.worker.data.registry import load
 from tests.benchmarks.test_evidence_report import found_of, raw
+from tests.benchmarks.test_evidence_sources import SHAPE, drawings, tiny_dinov2, write_bert
 
 JOB = Job("T", "K-1", "one", 1, 1e-3)
 
@@ -27,9 +32,29 @@ def test_a_run_over_http_has_the_digest_of_the_simulation(prepared: Path, tiny: 
     assert found["digest"] == found["simulated"] == simulated["digest"]
     # Blocks travel, and little else.
     assert 1 < found["received_bytes"] / sum(simulated["upload_bytes"]) < 1.5
-    for arm in ("local", "central"):
-        with pytest.raises(NotComparable, match="is central, personal or has absent sites: choose another arm"):
-            repeat(tiny, Job("T", "K-1", arm, 1, 1e-3), prepared, tmp_path, tmp_path)
+    with pytest.raises(NotComparable, match="is central or has absent sites: choose another arm"):
+        repeat(tiny, Job("T", "K-1", "central", 1, 1e-3), prepared, tmp_path, tmp_path)
+
+
+def test_workers_read_a_site_s_emoji_from_its_files_to_the_bit(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    tiny_dinov2().save_pretrained(tmp_path / "whole")
+    write_bert(tmp_path / "text")
+    drawings(monkeypatch).save(tmp_path / "emoji.npz")
+    recipe = lit.Recipe(steps=1, concepts=8, rate=0.01, projection=8)
+    lit.prepare(SHAPE, tmp_path / "whole", tmp_path / "text", tmp_path / "emoji.npz", tmp_path / "lit", recipe)
+    options = {"sites_per_vendor": 1, "shift": "both", "alpha": 0.3, "prompts": 2, "caption": "a", "tests": 4}
+    for site, data in SOURCES["emoji"].federation(tmp_path, 1, options).sites.items():
+        (tmp_path / site).mkdir()
+        given = dict(captioned(data, tmp_path, tmp_path / site))
+        read = load(given.pop("kind"), given)
+        some = torch.tensor([3, 1])
+        rows, others = read.read(some), data.read(some)
+        for one, other in ((rows, others), (read.common, data.common)):
+            assert one.keys() == other.keys()
+            assert all(torch.equal(values, other[name]) for name, values in one.items())
+        assert rows["pixel_values"].stride() == others["pixel_values"].stride()
 
 
 def test_runs_whose_learning_rate_is_chosen_are_compared(tiny: Plan, tmp_path: Path) -> None:
