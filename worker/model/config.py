@@ -5,6 +5,7 @@ reach a network or exhaust memory, before transformers reads it.
 """
 
 from collections.abc import Iterator, Mapping
+from copy import deepcopy
 from dataclasses import fields
 from inspect import getattr_static
 from typing import Any, cast
@@ -108,7 +109,8 @@ def _sum(value: JsonValue) -> int:
 def config_from(config: Mapping[str, JsonValue]) -> PreTrainedConfig:
     """Return the checked transformers config. Raises UnsafeConfig, or ConfigError if transformers rejects it."""
     check_config(config)
-    settings = {key: value for key, value in config.items() if key != "model_type"}
+    # Some classes take entries out of a nested config.
+    settings = {key: deepcopy(value) for key, value in config.items() if key != "model_type"}
     try:
         built = AutoConfig.for_model(str(config["model_type"]), **cast("dict[str, Any]", settings))
     except Exception as error:  # each of hundreds of config classes raises its own errors

@@ -29,7 +29,7 @@ from tessera.worker.model.build import (
     read_block,
     write_block,
 )
-from tessera.worker.model.config import ConfigError, UnsafeConfig, check_config
+from tessera.worker.model.config import ConfigError, UnsafeConfig, check_config, config_from
 from tessera.worker.training.freeze import Freeze
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
@@ -151,6 +151,12 @@ def test_config_that_becomes_a_hub_backbone_by_default_is_refused() -> None:
 def test_config_that_transformers_does_not_accept_is_one_kind_of_error(config: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="bert"):
         instantiate(config, "features")
+
+
+def test_config_from_which_transformers_takes_entries_stays_as_it_is() -> None:
+    config: dict[str, Any] = {"model_type": "idefics2", "vision_config": {"model_type": "idefics2_vision"}}
+    config_from(config)
+    assert config["vision_config"] == {"model_type": "idefics2_vision"}
 
 
 def test_head_that_the_model_type_lacks_is_a_config_error() -> None:
