@@ -263,6 +263,7 @@ def test_differences_to_fedavg_are_paired_by_seed() -> None:
     assert paired(found | runs, runs) == [-4.0, -5.0]
 
 
+@pytest.mark.long
 def test_the_command_resumes_prints_and_refuses_other_settings(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -387,6 +387,7 @@ def test_table_is_void_if_full_training_does_not_learn() -> None:
 # ---------------------------------------------------------------- the study
 
 
+@pytest.mark.long
 def test_a_run_spends_its_epsilon_and_is_scored_on_the_part_of_its_seed(prepared: Path, tmp_path: Path) -> None:
     figures = run(QUICK, Job("lora", 1.0, 1, 1e-3), prepared, tmp_path, "cpu")
     assert 0.95 < figures["spent"] <= 1

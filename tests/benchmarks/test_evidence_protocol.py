@@ -351,7 +351,9 @@ def test_sites_that_hold_back_too_few_phrases_get_others_like_theirs(prepared: P
     assert len(rows) == len(set(rows))
 
 
-@pytest.mark.parametrize("arm", ["one", "wide", "local", "central"])
+@pytest.mark.parametrize(
+    "arm", ["one", "central", *(pytest.param(name, marks=pytest.mark.long) for name in ("wide", "local"))]
+)
 def test_running_an_arm_and_seed_again_gives_the_same_bits(
     prepared: Path, tiny: Plan, tmp_path: Path, arm: str
 ) -> None:
@@ -421,6 +423,7 @@ def test_rates_are_chosen_on_the_validation_parts(prepared: Path, tiny: Plan, tm
     assert figures["score"] == figures["scores"][0]["macro_f1"]
 
 
+@pytest.mark.long
 def test_a_study_resumes_with_what_it_had(prepared: Path, tiny: Plan, tmp_path: Path) -> None:
     out, first = tmp_path / "out", Job("T", "K-1", "full", 0, 1e-3)
     store.keep(out, first, run(tiny, first, prepared, out, "cpu"))
