@@ -2,9 +2,9 @@
 
 A coordinator and a worker for each site run as an administrator starts them, and train as the simulation did. The
 last version must have the same digest. One seed of an arm of each paper is repeated: workers read phrases as tensors,
-and emoji as PNG files with captions. `--save` writes the results into the
-repository, and `python -m benchmarks.evidence --save` writes them into the document. Machines round in different
-ways, so a seed is repeated that this kind of machine simulated. If there is none, the first seed is simulated again.
+and emoji as PNG files with captions. `--save` writes the results into the repository, and
+`python -m benchmarks.evidence --save` writes them into the document. Machines round in different ways, so a seed is
+repeated that this kind of machine simulated. If there is none, the first seed is simulated again.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from benchmarks.evidence.sources.prepare import EMOJI
 from benchmarks.evidence.sources.prepare import OUT as PREPARED
 from benchmarks.federation import Federation, Options
 from tessera.shared.model.dataset_schema import PIXELS
+from tessera.shared.model.preprocessing import TOKENIZER
 from tessera.shared.updates.model_folder import ModelFolder
 from tessera.worker.data.dataset import LABELS, Dataset
 from tessera.worker.data.normalization import Normalized
@@ -44,7 +45,6 @@ from tessera.worker.simulation.virtual_sites import WORKER
 ARMS = (("S-a", "attention"), ("F-t", "fedfrozen"), ("P-a", "pfeddc"))
 """The tables and arms that are repeated, in the first setting."""
 DATASET = "examples"
-TOKENIZER = "tokenizer.json"
 
 
 class NotComparable(ValueError):

@@ -54,12 +54,13 @@ def machine(device: str) -> str:
 
 @cache
 def code() -> str:
-    """Return the commit of this checkout, with `-dirty` if files differ from it; outside of one, SOURCE_COMMIT."""
+    """Return the commit of this checkout, with `-dirty` if files differ; of a copy, SOURCE_COMMIT names it."""
+    if named := os.environ.get("SOURCE_COMMIT"):
+        return named
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
-    found = ""
     with suppress(OSError):
-        found = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-    return found or os.environ.get("SOURCE_COMMIT", "")
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    return ""
 
 
 def repeat_bits(device: str) -> None:
@@ -67,7 +68,7 @@ def repeat_bits(device: str) -> None:
     if device.startswith("cuda"):
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-        # Its backward pass is the one that differs although asked: it warns, and goes on.
+        # torch warns that its backward pass may differ nevertheless.
         torch.backends.cuda.enable_cudnn_sdp(False)
 
 

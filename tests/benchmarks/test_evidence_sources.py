@@ -35,6 +35,7 @@ from benchmarks.evidence.sources.packages import (
 )
 from benchmarks.evidence.sources.sites import drawn
 from benchmarks.evidence.sources.training import Budget, share_of_rate
+from tessera.shared.updates.model_folder import ModelFolder
 from tessera.worker.governance.policy import Policy
 from tessera.worker.simulation import Conditions, simulate
 from tests.benchmarks.test_evidence import write_bert
@@ -488,6 +489,10 @@ def test_sites_of_emoji_train_prompts_and_are_tested_by_their_own_classes(
         share = float((data.held_out.tensors["labels"] == 0).float().mean())
         assert share == pytest.approx(weights[labels == 0].sum(), abs=1 / 40)
     model = start(SOURCES["emoji"], tmp_path, 1, "plain", options, tmp_path / "models")
+    for name, towers in (("plain", {"text", "vision"}), ("text-prompts", {"text"})):
+        made = start(SOURCES["emoji"], tmp_path, 1, name, options, tmp_path / "models")
+        names = {block.name for block in ModelFolder.open(made).model.blocks}
+        assert {f"prompts.{tower}" for tower in towers} == {name for name in names if name.startswith("prompts.")}
     assert set(SOURCES["emoji"].inputs(tmp_path)) == {"emoji.npz", "lit/inputs.json"}
     assert 0 <= trained_in(federation, model, "pfeddc")["accuracy"] <= 1
 

@@ -69,7 +69,7 @@ def test_a_worker_asks_three_times_for_a_round_of_a_large_model(coordinator: Liv
             run = begin(client, LARGE_VIT, rounds=2)
             until(lambda: client.run(run.id).state == "completed")
         asked = re.findall(rb"(GET|POST|PATCH|HEAD) (/v1/\S+) HTTP/1\.1\r\n", bytes(tap.up))
-    # A task that a busy machine makes last sends heartbeats.
+    # A task sends heartbeats too if a busy machine slows it.
     paths = [path for _, path in asked if not path.endswith(b"/heartbeat")]
     first, second = [place for place, path in enumerate(paths) if path.endswith(b"/update")]
     # The model's document once; then a claim, the blocks or their difference from the last version, and the
