@@ -248,10 +248,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         }
     else:
         arms |= full_private
-        dual = bench.work_on(clip(width, max(1, third), side), "contrastive", prompts=Prompts(vision=4, text=4))
+        dual, captions, again = (
+            bench.work_on(clip(width, max(1, third), side), "contrastive", prompts=Prompts(vision=4, text=4))
+            for _ in range(3)
+        )
+        # As if a phase before had trained the vision tower: its features are not kept.
+        again.held.forget(["vision_model."])
         captioned = images(side, texts=True)
         arms["dual encoder, full"] = bench.arm(dual, all_but("prompt"), captioned)
         arms["dual encoder, prompts"] = bench.arm(dual, roles("prompt"), captioned)
+        arms["dual encoder, text prompts"] = bench.arm(captions, named(["prompts.text"]), captioned)
+        arms["dual encoder, text prompts, nothing kept"] = bench.arm(again, named(["prompts.text"]), captioned)
         text_model = bench.work_on(bert(2 * width, max(1, layers // 2), 2 * heads), "text-classification")
         arms["texts, full"] = bench.arm(text_model, EVERYTHING, texts())
         arms["texts, plain loop"] = bench.plain(text_model, texts())

@@ -8,6 +8,7 @@ predicted labels, as in the product.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 from sklearn.metrics import f1_score
 
 from tessera.shared.metrics.site_spread import PERSONAL
+from tessera.shared.tensors.lazy import digest_of
 from tessera.shared.updates.model_folder import ModelFolder
 from tessera.worker.data.dataset import LABELS, Dataset
 from tessera.worker.model.block_map import named_tensors
@@ -25,6 +27,7 @@ from tessera.worker.model.build import load, write_block
 from tessera.worker.model.forward import forward
 from tessera.worker.model.prompts import prompts_of
 from tessera.worker.simulation import Result
+from tessera.worker.training.optimization.image_features import READ_BY_TOWER, ImageFeatures, images_once
 from tessera.worker.training.optimization.precision import autocast
 
 BATCH = 128
@@ -60,18 +63,22 @@ def measured(result: Result, start: Path, parts: Sequence[Part], device: str) ->
     model.to(torch.device(device))  # type: ignore[arg-type]
     model.train(mode=False)
     tensors, rows = named_tensors(model), list[dict[str, Any]]()
+    images, of_tower = ImageFeatures(), [block for block in blocks if block.name.startswith(READ_BY_TOWER)]
     for version in sorted({number for part in parts for number in (*part.whole, *part.curve)}):
         values = result.arrays(version)
         for block in blocks:
             write_block(tensors, block, values[block.name])
+        images.begin({block.name: digest_of(values[block.name].tobytes()) for block in of_tower})
         for part in parts:
             sizes = [(part.data.examples, False)] if version in part.whole else []
             sizes += [(min(part.curve_examples, part.data.examples), True)] if version in part.curve else []
             if not sizes:
                 continue
             count = max(size for size, _ in sizes)
-            with autocast(result.spec.training, torch.device(device)):
-                predicted = predictions(model, folder.model.head, part.data, count, device)
+            # As in the product's evaluations.
+            once = images_once(model, images, part.data) if images.is_settled else nullcontext(part.data)
+            with autocast(result.spec.training, torch.device(device)), once as data:
+                predicted = predictions(model, folder.model.head, data, count, device)
             true = part.data.tensors[LABELS][:count].numpy()
             for size, is_curve in sizes:
                 about = {"part": part.name, "site": part.site, "version": version, "curve": is_curve}

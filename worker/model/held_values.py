@@ -33,6 +33,8 @@ class HeldValues:
 
     def __init__(self) -> None:
         self._held: dict[str, _Held] = {}
+        self.written = set[str]()
+        """The names of the tensors that were written or trained since a version was loaded."""
 
     def note(self, name: str, tensor: Tensor, content: tuple[str, ...]) -> None:
         """Note the digests of the blocks that were just written to a tensor."""
@@ -53,6 +55,7 @@ class HeldValues:
         """Trust the values of these tensors no longer, because they are about to be written."""
         for name in names:
             self._held.pop(name, None)
+            self.written.add(name)
 
 
 def _sample(tensor: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import fields, replace
 from datetime import timedelta
 from functools import partial
@@ -348,6 +348,10 @@ class GroupContext(LocalTaskContext):
 
     def read_all(self, blocks: Iterable[Block]) -> dict[str, Array]:
         return {block.name: self.read(block) for block in blocks}
+
+    def images_once(self, data: Dataset) -> AbstractContextManager[Dataset]:
+        """Return the data set as it is: ranks that share a tower's weights must all call it for each batch."""
+        return nullcontext(data)
 
     def attention(self, batches: Iterable[Mapping[str, Tensor]], tokens: TaskTokens) -> dict[str, LayerAttention]:
         return self.group.same(lambda: super(GroupContext, self).attention(batches, tokens))

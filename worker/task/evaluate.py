@@ -1,5 +1,8 @@
 """The evaluation stage, with the second gate for evaluation data."""
 
+from contextlib import nullcontext
+from dataclasses import replace
+
 from tessera.shared.metrics.site_spread import PERSONAL
 from tessera.shared.schedule import steps_per_epoch
 from tessera.worker.data.dataset import Dataset
@@ -42,8 +45,10 @@ def evaluate(run: TaskRun, loaded: Loaded, dataset: Dataset) -> int:
     batches = Batches(measured, task.training.batch_size, env.device, trims=is_trimmable(context, measured))
 
     def metrics(check: Check) -> dict[str, float]:
-        with autocast(task.training, env.device):
-            return measure(context.model, context.head, batches, check, env.setup.ranks)
+        # An image's features are computed alone, which takes longer: not for a version that no other one resembles.
+        once = context.images_once(measured) if context.images.is_settled else nullcontext(measured)
+        with autocast(task.training, env.device), once as data:
+            return measure(context.model, context.head, replace(batches, dataset=data), check, env.setup.ranks)
 
     found = metrics(counted)
     if task.held_out and _personalise(run, loaded, dataset):

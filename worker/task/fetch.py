@@ -200,12 +200,15 @@ def load(run: TaskRun, fetched: Fetched) -> Loaded:
         objective=objective_of(task.training, fetched.document, env.device, private=task.privacy is not None),
         training=task.training,
         held=built.held,
+        images=built.images,
     )
     return Loaded(built, half, context, fetched.bases, feedback, Moments.of(vault))
 
 
 def _fill(run: TaskRun, fetched: Fetched, built: Built) -> None:
     """Write the version's values into a model: blocks in memory together, matrices in 4 bits one by one."""
+    built.held.written.clear()
+    built.images.begin({block.name: fetched.content(block) for block in built.blocks})
     tensors, layers, ranks = named_tensors(built.model), four_bit_layers(built.model), run.env.setup.ranks
     together = not layers and ranks.shards == 1 and run.env.device.type == "cpu"
     small = [

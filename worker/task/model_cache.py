@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from tessera.shared.model.blocks import Block
 from tessera.worker.model.held_values import HeldValues
+from tessera.worker.training.optimization.image_features import ImageFeatures
 
 Structure = tuple[tuple[str, type, int], ...]
 """Name, class and number of hooks of each of a model's modules."""
@@ -27,6 +28,8 @@ class Built:
     """The matrices that are in 4 bits."""
     held: HeldValues = field(default_factory=HeldValues)
     """The digests of the values that the model has from its last task."""
+    images: ImageFeatures = field(default_factory=ImageFeatures)
+    """The features of images that tasks need not compute again."""
 
     @property
     def metrics(self) -> dict[str, float]:

@@ -1,7 +1,7 @@
 """The task context of a method's worker half: a model, the plan, and access to the model's internals."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -38,6 +38,7 @@ from tessera.worker.model.prompts import (
 )
 from tessera.worker.model.small_blocks import read_blocks
 from tessera.worker.training.optimization.compilation import uncompiled
+from tessera.worker.training.optimization.image_features import ImageFeatures, images_once
 from tessera.worker.training.optimization.precision import autocast
 
 
@@ -84,6 +85,8 @@ class LocalTaskContext:
     """The run's. Attention is measured in their precision, and gradients as scores in that of the weights."""
     held: HeldValues = field(default_factory=HeldValues)
     """The digests of the model's values, which the next task need not write again."""
+    images: ImageFeatures = field(default_factory=ImageFeatures)
+    """The features of images that are the same in all passes."""
     _added: list[str] = field(default_factory=list)
     _hooks: list[RemovableHandle] = field(default_factory=list)
 
@@ -244,6 +247,13 @@ class LocalTaskContext:
         matching = patch_matching(self.model, transport, start)
         self.add_private("local", matching.local)
         self._hooks.append(self.model.register_forward_hook(matching.after, with_kwargs=True))
+
+    def images_once(self, data: Dataset) -> AbstractContextManager[Dataset]:
+        """Return `image_features.images_once` for the tensors that have the version's values and do not train."""
+        if self._hooks:
+            # They may read more of the vision tower than its features.
+            return nullcontext(data)
+        return images_once(self.model, self.images, data, self.held.written)
 
     def text_features(self, batch: Mapping[str, Tensor], prompts: PromptChoice = "inserted") -> Tensor:
         return text_features(self.model, batch, prompts)

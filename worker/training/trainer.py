@@ -2,8 +2,8 @@
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from itertools import count as counted
 from itertools import islice
 
@@ -79,8 +79,8 @@ class Trainer(LocalTraining):
             if self.private:
                 self._train_privately(self.private, current, count, dataset, state)
             else:
-                with self._set_up():
-                    self._train_openly(current, count, batches, state)
+                with self._set_up(), self._images_once(batches) as data:
+                    self._train_openly(current, count, replace(batches, dataset=data), state)
             current.end()
             state.end_phase(current)
         rate_sum = self.training.learning_rate * state.at.rate_steps
@@ -126,6 +126,12 @@ class Trainer(LocalTraining):
             if compiles:
                 stack.enter_context(compiled(model))
             yield
+
+    def _images_once(self, batches: Batches) -> AbstractContextManager[Dataset]:
+        """Let each image pass through a frozen vision tower once, unless images change or the tower is compiled."""
+        if batches.augmentation or self.setup.compute.compile:
+            return nullcontext(batches.dataset)
+        return self.context.images_once(batches.dataset)
 
     @contextmanager
     def _computed_again(self) -> Iterator[None]:
