@@ -145,7 +145,7 @@ def _is_constant(model: PreTrainedModel, kept: ImageFeatures, data: Dataset, cha
 
 
 def _is_random(tower: nn.Module) -> bool:
-    """Return whether a tower's output for an image depends on dice, or on the other images of its batch."""
+    """Return whether a tower's output for an image depends on random numbers, or on the other images of its batch."""
     settings = vars(tower.config) if tower.training else {}
     return any("drop" in name and value for name, value in settings.items()) or any(
         isinstance(module, _NormBase) for module in tower.modules()
