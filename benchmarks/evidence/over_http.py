@@ -43,7 +43,7 @@ from tessera.worker.data.normalization import Normalized
 from tessera.worker.simulation.virtual_sites import WORKER
 
 ARMS = (("S-a", "attention"), ("F-t", "fedfrozen"), ("P-a", "pfeddc"))
-"""The tables and arms that are repeated, in the first setting."""
+"""The tables and arms that are repeated, in the setting that claims are about."""
 DATASET = "examples"
 
 
@@ -56,7 +56,7 @@ def jobs(plan: Plan, found: store.Found, arms: Sequence[tuple[str, str]] = ARMS)
     NotComparable if one has no learning rate yet."""
     scores, wanted, here = {job: figures["score"] for job, figures in found.items()}, [], machine("cpu")
     for table, arm in arms:
-        cell = table, plan.tables[table].settings[0].name, arm
+        cell = table, plan.tables[table].concluding.name, arm
         rate = choice(plan, scores, cell)
         if rate is None:
             raise NotComparable(
