@@ -8,7 +8,7 @@ predicted labels, as in the product.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,7 +58,7 @@ def measured(result: Result, start: Path, parts: Sequence[Part], device: str) ->
     are from 0 to 1. Raises NotFound for a version that the simulation did not keep.
     """
     folder = ModelFolder.open(start)
-    model, blocks = load(folder), folder.model.blocks
+    model, blocks, head = load(folder), folder.model.blocks, folder.model.head
     # transformers annotates `to` as if it were called without its model.
     model.to(torch.device(device))  # type: ignore[arg-type]
     model.train(mode=False)
@@ -75,10 +75,11 @@ def measured(result: Result, start: Path, parts: Sequence[Part], device: str) ->
             if not sizes:
                 continue
             count = max(size for size, _ in sizes)
-            # As in the product's evaluations.
-            once = images_once(model, images, part.data) if images.is_settled else nullcontext(part.data)
-            with autocast(result.spec.training, torch.device(device)), once as data:
-                predicted = predictions(model, folder.model.head, data, count, device)
+            with autocast(result.spec.training, torch.device(device)), ExitStack() as stack:
+                # As in the product's evaluations.
+                once = images_once(model, head, images, part.data, in_order=True)
+                data = stack.enter_context(once) if images.is_settled else part.data
+                predicted = predictions(model, head, data, count, device)
             true = part.data.tensors[LABELS][:count].numpy()
             for size, is_curve in sizes:
                 about = {"part": part.name, "site": part.site, "version": version, "curve": is_curve}

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from tessera.shared.api.tasks import Receipt
 from tessera.shared.client.transfers import Progress
-from tessera.shared.methods.base import LocalResult, TrainingStats
+from tessera.shared.methods.base import LocalResult, Phase, TrainingStats
 from tessera.shared.model.attention_stats import LayerAttention, TaskTokens
 from tessera.shared.model.blocks import Block
 from tessera.shared.telemetry import logging
@@ -349,7 +349,7 @@ class GroupContext(LocalTaskContext):
     def read_all(self, blocks: Iterable[Block]) -> dict[str, Array]:
         return {block.name: self.read(block) for block in blocks}
 
-    def images_once(self, data: Dataset) -> AbstractContextManager[Dataset]:
+    def images_once(self, data: Dataset, phases: Sequence[Phase] | None = None) -> AbstractContextManager[Dataset]:
         """Return the data set as it is: ranks that share a tower's weights must all call it for each batch."""
         return nullcontext(data)
 

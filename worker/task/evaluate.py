@@ -45,7 +45,7 @@ def evaluate(run: TaskRun, loaded: Loaded, dataset: Dataset) -> int:
     batches = Batches(measured, task.training.batch_size, env.device, trims=is_trimmable(context, measured))
 
     def metrics(check: Check) -> dict[str, float]:
-        # An image's features are computed alone, which takes longer: not for a version that no other one resembles.
+        # Features of a tower that trains would only take memory.
         once = context.images_once(measured) if context.images.is_settled else nullcontext(measured)
         with autocast(task.training, env.device), once as data:
             return measure(context.model, context.head, replace(batches, dataset=data), check, env.setup.ranks)

@@ -208,7 +208,7 @@ def load(run: TaskRun, fetched: Fetched) -> Loaded:
 def _fill(run: TaskRun, fetched: Fetched, built: Built) -> None:
     """Write the version's values into a model: blocks in memory together, matrices in 4 bits one by one."""
     built.held.written.clear()
-    built.images.begin({block.name: fetched.content(block) for block in built.blocks})
+    built.images.begin({name: fetched.content(base.block) for name, base in fetched.bases.items()})
     tensors, layers, ranks = named_tensors(built.model), four_bit_layers(built.model), run.env.setup.ranks
     together = not layers and ranks.shards == 1 and run.env.device.type == "cpu"
     small = [

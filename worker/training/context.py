@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from tessera.shared.methods.base import Output, Plan
+from tessera.shared.methods.base import Output, Phase, Plan
 from tessera.shared.model.attention_stats import LayerAttention, TaskTokens
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.selectors import Selector
@@ -248,12 +248,19 @@ class LocalTaskContext:
         self.add_private("local", matching.local)
         self._hooks.append(self.model.register_forward_hook(matching.after, with_kwargs=True))
 
-    def images_once(self, data: Dataset) -> AbstractContextManager[Dataset]:
-        """Return `image_features.images_once` for the tensors that have the version's values and do not train."""
+    def images_once(self, data: Dataset, phases: Sequence[Phase] | None = None) -> AbstractContextManager[Dataset]:
+        """Return `image_features.images_once` for a task with these phases, or for an evaluation.
+
+        A task that trains the vision tower in any phase computes images anew in all of them, however often the
+        training resumes. So does one whose plan lets it, as the next round may.
+        """
         if self._hooks:
             # They may read more of the vision tower than its features.
             return nullcontext(data)
-        return images_once(self.model, self.images, data, self.held.written)
+        plans = [] if phases is None else [self.plan.train, *(phase.train for phase in phases)]
+        trained = {block.tensor for plan in plans for block in plan.resolve(self.blocks)}
+        changed = self.held.written | trained
+        return images_once(self.model, self.head, self.images, data, changed, in_order=phases is None)
 
     def text_features(self, batch: Mapping[str, Tensor], prompts: PromptChoice = "inserted") -> Tensor:
         return text_features(self.model, batch, prompts)

@@ -79,7 +79,7 @@ class Trainer(LocalTraining):
             if self.private:
                 self._train_privately(self.private, current, count, dataset, state)
             else:
-                with self._set_up(), self._images_once(batches) as data:
+                with self._set_up(), self._images_once(batches, phases) as data:
                     self._train_openly(current, count, replace(batches, dataset=data), state)
             current.end()
             state.end_phase(current)
@@ -127,11 +127,11 @@ class Trainer(LocalTraining):
                 stack.enter_context(compiled(model))
             yield
 
-    def _images_once(self, batches: Batches) -> AbstractContextManager[Dataset]:
+    def _images_once(self, batches: Batches, phases: Sequence[Phase]) -> AbstractContextManager[Dataset]:
         """Let each image pass through a frozen vision tower once, unless images change or the tower is compiled."""
         if batches.augmentation or self.setup.compute.compile:
             return nullcontext(batches.dataset)
-        return self.context.images_once(batches.dataset)
+        return self.context.images_once(batches.dataset, phases)
 
     @contextmanager
     def _computed_again(self) -> Iterator[None]:

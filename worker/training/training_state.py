@@ -45,6 +45,7 @@ class TrainingState:
         with self._checkpoints.tensors() as stored:
             kept = Below("half", stored)
             local.half.on_phase_resume(local.context, phase, {name: _array(kept[name]) for name in kept})
+            local.context.held.forget(self._trained())
             for name, tensor in self._trained().items():
                 tensor.copy_(stored[f"model/{name}"])
             if local.moments:

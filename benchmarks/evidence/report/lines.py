@@ -28,8 +28,9 @@ def _of_table(plan: Plan, found: Found, name: str, table: Table) -> Iterator[str
     yield table.question
     of_table = {job: figures for job, figures in found.items() if job.table == name}
     rows = [job for job in of_table if job.seed != plan.protocol.tuning_seed]
+    rounds = table.concluding.rounds or table.rounds
     yield (
-        f"\n{len(rows)} runs, and {len(of_table) - len(rows)} that chose learning rates. {table.rounds} rounds of "
+        f"\n{len(rows)} runs, and {len(of_table) - len(rows)} that chose learning rates. {rounds} rounds of "
         f"{table.training.get('steps')} steps of {table.training.get('batch_size')}, "
         f"{table.sites_a_round or 'all'} sites a round."
     )
@@ -149,7 +150,8 @@ def _rates(plan: Plan, found: Found, name: str) -> Iterator[str]:
     yield "|---|---|---|---|"
     table = plan.tables[name]
     for setting in table.settings:
-        for arm in table.arms_of(setting):
+        # Some settings have the rates of arms that run in others alone.
+        for arm in table.arms:
             cell = name, setting.name, arm.name
             of_cell = tried(plan, scores, cell)
             if of_cell and tuned_cell(plan, cell) == cell:

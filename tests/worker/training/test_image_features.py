@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tessera.shared.methods.base import Plan
+from tessera.shared.model.selectors import NOTHING
 from tessera.shared.model.spec import Prompts
 from tessera.worker.data.dataset import Dataset, RowsOnDisk
 from tessera.worker.governance.policy import Policy
@@ -53,6 +54,17 @@ def logits(model: PreTrainedModel, batches: Batches) -> Tensor:
     return torch.cat([each for each in found if each is not None]).detach()
 
 
+def once(
+    model: PreTrainedModel,
+    kept: ImageFeatures,
+    data: Dataset,
+    changed: Collection[str] = (),
+    *,
+    in_order: bool = False,
+) -> AbstractContextManager[Dataset]:
+    return images_once(model, "contrastive", kept, data, changed, in_order=in_order)
+
+
 @contextmanager
 def counting(model: nn.Module) -> Iterator[list[int]]:
     """Yield the numbers of images of the vision tower's passes, as they are made."""
@@ -72,7 +84,7 @@ def test_each_image_passes_through_the_tower_once_and_the_logits_are_the_same(
     expected = logits(model, batches_of(data, 1))
     with counting(model) as passes:
         for size in (5, 7):
-            with images_once(model, kept, data) as places:
+            with once(model, kept, data) as places:
                 assert torch.allclose(logits(model, batches_of(places, size)), expected, atol=1e-5)
         assert sum(passes) == data.examples
     # Afterwards the tower is as before.
@@ -83,7 +95,7 @@ def test_features_have_the_same_bits_whatever_order_they_were_asked_in() -> None
     model, data, found = made(), pairs("clip"), list[Tensor]()
     for seed in (None, 1, 2):
         kept = ImageFeatures()
-        with images_once(model, kept, data) as places:
+        with once(model, kept, data) as places:
             logits(model, batches_of(places, 7, seed))
             found.append(logits(model, batches_of(places)))
     assert torch.equal(found[0], found[1])
@@ -137,13 +149,19 @@ def test_a_tower_that_trains_or_has_prompts_of_the_site_computes_each_pass(
     assert passes_of(method, settings, monkeypatch) == times * EXAMPLES
 
 
+def test_a_tower_that_trains_in_another_phase_or_round_computes_each_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The head of a dual encoder is the text tower here; its body trains afterwards, and SAFL may choose any layer.
+    assert passes_of("fedrep", {"private": [{"names": ["text_model.*"]}]}, monkeypatch, epochs=1) == 2 * EXAMPLES
+    assert passes_of("safl", {"layers": 1, "score": "last"}, monkeypatch) == 3 * EXAMPLES
+
+
 def test_augmented_images_are_computed_in_each_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("kornia")
     assert passes_of("promptfl", {}, monkeypatch, augmentation={"horizontal_flip": True}) == 3 * EXAMPLES
 
 
 def computes_each_pass(model: PreTrainedModel, data: Dataset, kept: ImageFeatures | None = None, **more: Any) -> bool:
-    with images_once(model, kept or ImageFeatures(), data, **more) as found:
+    with once(model, kept or ImageFeatures(), data, **more) as found:
         return found is data
 
 
@@ -159,11 +177,19 @@ def test_an_output_that_is_not_constant_is_not_kept() -> None:
     assert not computes_each_pass(random, pairs("vit+bert"))
     random.train()
     assert computes_each_pass(random, pairs("vit+bert"))
-    statistics = made()
-    statistics.get_submodule("vision_model").add_module("norm", nn.BatchNorm1d(4))
-    assert computes_each_pass(statistics, data)
     # Its images have shapes and masks of their own.
     assert computes_each_pass(made("siglip2"), pairs("siglip2"))
+
+
+@pytest.mark.parametrize("family", ["clip", "siglip"])
+def test_a_classifier_with_such_a_tower_reads_more_than_its_pooled_output(family: str) -> None:
+    config = {**dual(family), "num_labels": 3}
+    model = instantiate(config, "image-classification", seed=1)
+    data = replace(pairs(family), common={})
+    context = LocalTaskContext(model, "image-classification", Plan(train=NOTHING), block_table(model))
+    context.images.is_settled = True
+    with context.images_once(data) as found:
+        assert found is data
 
 
 def test_patches_that_a_method_reads_are_computed_in_each_pass(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,7 +201,7 @@ def test_features_are_kept_while_the_tower_s_tensors_have_the_same_digests() -> 
 
     def passes(**digests: str) -> int:
         kept.begin({name.replace("_in_", "."): digest for name, digest in digests.items()})
-        with counting(model) as counts, images_once(model, kept, data) as places:
+        with counting(model) as counts, once(model, kept, data) as places:
             logits(model, batches_of(places))
         return sum(counts)
 
@@ -185,49 +211,67 @@ def test_features_are_kept_while_the_tower_s_tensors_have_the_same_digests() -> 
     assert passes(vision_model_in_x="b", prompts_in_vision="a") == EXAMPLES
 
 
-def test_other_images_have_features_of_their_own_and_the_oldest_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, kept, data = made(), ImageFeatures(), [pairs("clip", count) for count in (10, 20, 30)]
+def test_images_have_features_of_their_own_within_the_limit_of_a_data_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, kept, data = made(), ImageFeatures(), [pairs("clip", count) for count in (10, 20)]
 
     def passes(which: int) -> int:
-        with counting(model) as counts, images_once(model, kept, data[which]) as places:
+        with counting(model) as counts, once(model, kept, data[which]) as places:
             logits(model, batches_of(places))
         return sum(counts)
 
     assert [passes(which) for which in (0, 1, 0, 1)] == [10, 20, 0, 0]
-    # The width is 16: 30 images have 1,920 bytes, and with 20 more 3,200.
-    monkeypatch.setattr(image_features, "MAX_BYTES", 3300)
-    assert passes(2) == 30
-    assert [passes(which) for which in (2, 1, 0)] == [0, 0, 10]
-    monkeypatch.setattr(image_features, "MAX_BYTES", 1000)
+    # The width is 16, so that 20 images have 1,280 bytes.
+    monkeypatch.setattr(image_features, "MAX_BYTES", 1279)
     assert computes_each_pass(model, data[1], kept)
     assert not computes_each_pass(model, data[0], kept)
 
 
-def test_data_that_the_worker_drops_are_not_kept_in_memory() -> None:
+def test_neither_a_model_nor_data_that_the_worker_drops_stay_in_memory() -> None:
     model, kept, data = made(), ImageFeatures(), pairs("clip")
-    with images_once(model, kept, data) as places:
+    with once(model, kept, data) as places:
         logits(model, batches_of(places))
-    pixels = ref(data.tensors["pixel_values"])
-    del data, places
-    gc.collect()
-    assert pixels() is None
-    assert not computes_each_pass(model, pairs("clip"), kept)
+    pixels, tower = ref(data.tensors["pixel_values"]), ref(model.get_submodule("vision_model"))
+    # The garbage collector must not be needed, which may not run for long.
+    gc.disable()
+    try:
+        del data, places
+        assert pixels() is None
+        with once(model, kept, pairs("clip")) as places:
+            logits(model, batches_of(places))
+        del model, places
+        assert tower() is None
+    finally:
+        gc.enable()
 
 
-def test_features_that_an_evaluation_computed_serve_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    context = LocalTaskContext(PROMPTED.model(), "contrastive", Plan(), block_table(PROMPTED.model()))
+def test_an_evaluation_has_the_same_bits_with_features_and_leaves_those_of_training_alone() -> None:
+    context = LocalTaskContext(PROMPTED.model(), "contrastive", Plan(train=NOTHING), block_table(PROMPTED.model()))
     data = PROMPTED.data()
-    with context.images_once(data) as places:
-        batches = batches_of(places)
-        evaluate(context.model, "contrastive", batches, lambda: None)
+
+    def scores(data: Dataset) -> dict[str, float]:
+        return evaluate(context.model, "contrastive", batches_of(data), lambda: None)
+
+    expected = scores(data)
+    with counting(context.model) as counts:
+        for _ in range(2):
+            with context.images_once(data) as places:
+                assert scores(places) == expected
+        assert counts == [5, 5, 5, 5, 4]
         context.model.train()
-        with counting(context.model) as counts:
-            loss = sum(context.forward(batch).loss for batch in batches)
-            assert isinstance(loss, Tensor)
-            loss.backward()  # type: ignore[no-untyped-call]
-        assert not counts
+        with context.images_once(data, ()) as places:
+            losses = [context.forward(batch).loss for batch in batches_of(places)]
+            sum(losses, torch.zeros(())).backward()  # type: ignore[no-untyped-call]
+        # Those of training have other bits, whichever came first.
+        assert counts[5:] == [1] * EXAMPLES
     assert context.model.get_parameter("prompts.text").grad is not None
+
+
+def test_what_a_task_writes_to_the_tower_turns_it_off_until_the_next_task() -> None:
+    context = LocalTaskContext(PROMPTED.model(), "contrastive", Plan(train=NOTHING), block_table(PROMPTED.model()))
+    data = PROMPTED.data()
     prompts = next(block for block in context.blocks if block.name == "prompts.vision")
+    with context.images_once(data) as found:
+        assert found is not data
     context.write(prompts, context.read(prompts))
     with context.images_once(data) as found:
         assert found is data
@@ -244,7 +288,7 @@ def test_images_on_disk_are_read_once() -> None:
     stored = replace(data, tensors={"labels": data.tensors["labels"]}, on_disk={"pixel_values": pixels})
     model, kept = made(), ImageFeatures()
     for _ in range(2):
-        with images_once(model, kept, stored) as places:
+        with once(model, kept, stored) as places:
             logits(model, batches_of(places))
     assert sorted(read) == list(range(EXAMPLES))
 

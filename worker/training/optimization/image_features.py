@@ -11,20 +11,20 @@ from typing import Any
 from weakref import ref
 
 import torch
-from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from tessera.shared.model.dataset_schema import PIXELS
+from tessera.shared.model.spec import Head
 from tessera.worker.data.dataset import LABELS, Dataset, RowsOnDisk
-from tessera.worker.model.prompts import prompts_of
+from tessera.worker.model.prompts import PromptError, prompts_of, towers_of
 
 TOWER = "vision_model"
 READ_BY_TOWER = (f"{TOWER}.", "prompts.vision", "prompts.deep.vision")
 """The beginnings of the names of the tensors that decide the tower's output."""
 MAX_BYTES = 1 << 28
-"""Most bytes of features that are kept with a model: of 87,000 images, for a tower of width 768 in float32."""
+"""Most bytes of the features of a data set: of 87,000 images, for a tower of width 768 in float32."""
 
 
 class ImageFeatures:
@@ -44,38 +44,32 @@ class ImageFeatures:
             self._tables.clear()
         self._content = content
 
-    def of(self, pixels: Tensor | RowsOnDisk) -> "_ImageTable":
+    def of(self, pixels: Tensor | RowsOnDisk, *, alone: bool) -> "_ImageTable":
         """Return the table of a data set's images, which are recognised by their identity."""
-        table = next((each for each in self._tables if each.pixels() is pixels), None) or _ImageTable(pixels)
-        # The last one used is the last to be dropped.
-        self._tables = [*(each for each in self._tables if each.pixels() is not None and each is not table), table]
-        while len(self._tables) > 1 and sum(each.nbytes for each in self._tables) > MAX_BYTES:
-            self._tables.pop(0)
-        return table
+        self._tables = [table for table in self._tables if table.pixels() is not None]
+        for table in self._tables:
+            if table.pixels() is pixels and table.alone == alone:
+                return table
+        self._tables.append(_ImageTable(pixels, alone=alone))
+        return self._tables[-1]
 
 
 class _ImageTable:
     """The features of a data set's images, as far as they are known."""
 
-    def __init__(self, pixels: Tensor | RowsOnDisk) -> None:
+    def __init__(self, pixels: Tensor | RowsOnDisk, *, alone: bool) -> None:
         self.pixels = ref(pixels)
         """The images, which this does not keep in memory once the worker has other data."""
+        self.alone = alone
+        """True if each image is computed by itself."""
         self._known = torch.zeros(pixels.shape[0], dtype=torch.bool)
         self._is_complete = False
         """Then a step need not wait for a GPU to say which images it has."""
         self._features: Tensor | None = None
         """[images, width]"""
 
-    @property
-    def nbytes(self) -> int:
-        return 0 if self._features is None else self._features.nbytes
-
     def rows(self, places: Tensor, pixels: Tensor | RowsOnDisk, model: PreTrainedModel, tower: Any) -> Tensor:
-        """Return the features of the images at these places, [places, width]. Raises DataError.
-
-        On the CPU each image is computed alone, so that its bits do not depend on the others of its batch, which
-        differ after a restart.
-        """
+        """Return the features of the images at these places, [places, width]. Raises DataError."""
         if not self._is_complete:
             self._compute(places.cpu(), pixels, model, tower)
         if self._features is None:
@@ -84,7 +78,7 @@ class _ImageTable:
 
     def _compute(self, places: Tensor, pixels: Tensor | RowsOnDisk, model: PreTrainedModel, tower: Any) -> None:
         absent = torch.unique(places[~self._known[places]])
-        parts = list(absent[:, None]) if model.device.type == "cpu" else [absent] * bool(len(absent))
+        parts = list(absent[:, None]) if self.alone else [absent] * bool(len(absent))
         # What is computed in inference mode cannot be used in training.
         with torch.inference_mode(mode=False), torch.no_grad():
             for some in parts:
@@ -98,26 +92,36 @@ class _ImageTable:
 
 @contextmanager
 def images_once(
-    model: PreTrainedModel, kept: ImageFeatures, data: Dataset, changed: Collection[str] = ()
+    model: PreTrainedModel,
+    head: Head,
+    kept: ImageFeatures,
+    data: Dataset,
+    changed: Collection[str] = (),
+    *,
+    in_order: bool,
 ) -> Iterator[Dataset]:
     """Let the vision tower look up the features of images within the block. Yield the data set with the places of
     images instead of their pixels; the same data set if the tower's output may change.
 
-    `changed` are the names of the tensors that train, or no longer have the values of the version.
+    `changed` are the names of the tensors that train, or no longer have the values of the version. Batches that are
+    always `in_order`, as in evaluations, are computed together, with the same bits as without this. Batches of
+    training differ, also after a restart: on the CPU each image is computed alone, so that its bits do not depend on
+    the others. On a GPU, whose bits nothing depends on, they are computed together.
     """
-    if not _is_constant(model, kept, data, changed):
+    if not _is_constant(model, head, data, changed):
         yield data
         return
     tower, pixels = getattr(model, TOWER), data.inputs[PIXELS]
-    table = kept.of(pixels)
+    table = kept.of(pixels, alone=not in_order and model.device.type == "cpu")
 
     def look_up(pixel_values: Tensor, **_: Any) -> BaseModelOutputWithPooling:
-        # The tower computes what is absent with its hooks, which insert prompts.
-        del tower.forward
+        # The tower computes what is absent with its hooks, which insert prompts. A reference of this function to
+        # itself would keep the model in memory until Python's garbage collector happens to run.
+        this = vars(tower).pop("forward")
         try:
             features = table.rows(pixel_values, pixels, model, tower)
         finally:
-            tower.forward = look_up
+            tower.forward = this
         # Some models take the pooled output by its place, which is the second.
         return BaseModelOutputWithPooling(features.new_empty(0), features)
 
@@ -130,23 +134,22 @@ def images_once(
         del tower.forward
 
 
-def _is_constant(model: PreTrainedModel, kept: ImageFeatures, data: Dataset, changed: Collection[str]) -> bool:
+def _is_constant(model: PreTrainedModel, head: Head, data: Dataset, changed: Collection[str]) -> bool:
     """Return whether the vision tower has the same output for an image in each pass, and it can be kept."""
-    tower, prompts = getattr(model, TOWER, None), prompts_of(model)
-    if tower is None or data.inputs.keys() != {PIXELS, LABELS}:
+    prompts = prompts_of(model)
+    if (
+        head != "contrastive"
+        or data.inputs.keys() != {PIXELS, LABELS}
+        or (prompts and "vision" in prompts.transforms)
+    ):
         return False
-    if "forward" in vars(tower) or (prompts and "vision" in prompts.transforms):
+    try:
+        # Other families may read more of the tower than its pooled output.
+        towers_of(model.config)
+    except PromptError:
         return False
-    if any(name.startswith(READ_BY_TOWER) for name in changed) or _is_random(tower):
+    tower = getattr(model, TOWER)
+    if "forward" in vars(tower) or any(name.startswith(READ_BY_TOWER) for name in changed):
         return False
-    # Loaders read pixels while a GPU computes. It is not made to wait for pixels once unless that pays later.
-    waits = model.device.type != "cpu" and bool(data.for_loaders) and not kept.is_settled
-    return not waits and data.examples * tower.config.hidden_size * 4 <= MAX_BYTES
-
-
-def _is_random(tower: nn.Module) -> bool:
-    """Return whether a tower's output for an image depends on random numbers, or on the other images of its batch."""
-    settings = vars(tower.config) if tower.training else {}
-    return any("drop" in name and value for name, value in settings.items()) or any(
-        isinstance(module, _NormBase) for module in tower.modules()
-    )
+    is_random = tower.training and any("drop" in name and value for name, value in vars(tower.config).items())
+    return not is_random and data.examples * tower.config.hidden_size * 4 <= MAX_BYTES
