@@ -251,7 +251,7 @@ class LocalTaskContext:
     def images_once(self, data: Dataset, phases: Sequence[Phase] | None = None) -> AbstractContextManager[Dataset]:
         """Return `image_features.images_once` for a task with these phases, or for an evaluation.
 
-        A task that trains the vision tower in any phase computes images anew in all of them, however often the
+        A task that trains the vision tower in any phase computes images again in all of them, however often the
         training resumes. So does one whose plan lets it, as the next round may.
         """
         if self._hooks:
