@@ -8,7 +8,7 @@ predicted labels, as in the product.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,10 +75,10 @@ def measured(result: Result, start: Path, parts: Sequence[Part], device: str) ->
             if not sizes:
                 continue
             count = max(size for size, _ in sizes)
-            with autocast(result.spec.training, torch.device(device)), ExitStack() as stack:
-                # As in the product's evaluations.
-                once = images_once(model, head, images, part.data, in_order=True)
-                data = stack.enter_context(once) if images.is_settled else part.data
+            kept = images_once(model, head, images, part.data, in_order=True)
+            # As in the product's evaluations.
+            once = kept if images.is_settled else nullcontext(part.data)
+            with autocast(result.spec.training, torch.device(device)), once as data:
                 predicted = predictions(model, head, data, count, device)
             true = part.data.tensors[LABELS][:count].numpy()
             for size, is_curve in sizes:

@@ -13,6 +13,7 @@ from weakref import ref
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 from transformers import PreTrainedModel
 
 from tessera.shared.methods.base import Plan
@@ -116,21 +117,24 @@ def test_text_prompts_learn_the_same_from_features(
     assert abs(values - others).max() < 1e-5 < abs(values - start).max()
 
 
-def passes_of(method: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch, **training: Any) -> int:
+@contextmanager
+def counting_everywhere() -> Iterator[list[int]]:
+    """Yield the numbers of images of all CLIP towers' passes, of models that the block makes too."""
+    passes = list[int]()
+
+    def note(module: nn.Module, _args: Any, output: Any) -> None:
+        if type(module).__name__ == "CLIPVisionEmbeddings":
+            passes.append(len(output))
+
+    with register_module_forward_hook(note):
+        yield passes
+
+
+def passes_of(method: str, settings: dict[str, Any], **training: Any) -> int:
     """Return how many images pass through the vision tower in a task of three passes over them."""
-    counts = list[int]()
-    own = type(PROMPTED).model
-
-    def watched(subject: Any) -> PreTrainedModel:
-        model = own(subject)
-        model.get_submodule("vision_model.embeddings").register_forward_hook(
-            lambda _module, _args, output: counts.append(len(output))
-        )
-        return model
-
-    monkeypatch.setattr(type(PROMPTED), "model", watched)
-    one_task(method, settings, subject=PROMPTED, **{**SGD, **training})
-    return sum(counts)
+    with counting_everywhere() as passes:
+        one_task(method, settings, subject=PROMPTED, **{**SGD, **training})
+    return sum(passes)
 
 
 @pytest.mark.parametrize(
@@ -144,20 +148,20 @@ def passes_of(method: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyP
     ],
 )
 def test_a_tower_that_trains_or_has_prompts_of_the_site_computes_each_pass(
-    method: str, settings: dict[str, Any], times: int, monkeypatch: pytest.MonkeyPatch
+    method: str, settings: dict[str, Any], times: int
 ) -> None:
-    assert passes_of(method, settings, monkeypatch) == times * EXAMPLES
+    assert passes_of(method, settings) == times * EXAMPLES
 
 
-def test_a_tower_that_trains_in_another_phase_or_round_computes_each_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tower_that_trains_in_another_phase_or_round_computes_each_pass() -> None:
     # The head of a dual encoder is the text tower here; its body trains afterwards, and SAFL may choose any layer.
-    assert passes_of("fedrep", {"private": [{"names": ["text_model.*"]}]}, monkeypatch, epochs=1) == 2 * EXAMPLES
-    assert passes_of("safl", {"layers": 1, "score": "last"}, monkeypatch) == 3 * EXAMPLES
+    assert passes_of("fedrep", {"private": [{"names": ["text_model.*"]}]}, epochs=1) == 2 * EXAMPLES
+    assert passes_of("safl", {"layers": 1, "score": "last"}) == 3 * EXAMPLES
 
 
-def test_augmented_images_are_computed_in_each_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_augmented_images_are_computed_in_each_pass() -> None:
     pytest.importorskip("kornia")
-    assert passes_of("promptfl", {}, monkeypatch, augmentation={"horizontal_flip": True}) == 3 * EXAMPLES
+    assert passes_of("promptfl", {}, augmentation={"horizontal_flip": True}) == 3 * EXAMPLES
 
 
 def computes_each_pass(model: PreTrainedModel, data: Dataset, kept: ImageFeatures | None = None, **more: Any) -> bool:
@@ -192,8 +196,8 @@ def test_a_classifier_with_such_a_tower_reads_more_than_its_pooled_output(family
         assert found is data
 
 
-def test_patches_that_a_method_reads_are_computed_in_each_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert passes_of("fedotp", {}, monkeypatch) == 3 * EXAMPLES
+def test_patches_that_a_method_reads_are_computed_in_each_pass() -> None:
+    assert passes_of("fedotp", {}) == 3 * EXAMPLES
 
 
 def test_features_are_kept_while_the_tower_s_tensors_have_the_same_digests() -> None:
@@ -293,29 +297,18 @@ def test_images_on_disk_are_read_once() -> None:
     assert sorted(read) == list(range(EXAMPLES))
 
 
-def test_in_a_run_each_image_of_each_site_passes_through_the_tower_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    counts = list[int]()
-    own = nn.Module.__call__
+def test_in_a_run_each_image_of_each_site_passes_through_the_tower_once(tmp_path: Path) -> None:
     spec = {
         "name": "once", "rounds": 3, "seed": 0, "method": {"name": "promptfl"},
         "training": {"epochs": 1, "batch_size": 8, "learning_rate": 0.05},
         "cohort": {"size": 2, "quorum": 2}, "evaluation": {"sites": True},
     }  # fmt: skip
     sites = {name: replace(pairs("clip", size), held_out=pairs("clip", 6)) for name, size in (("a", 9), ("b", 12))}
-
-    def watched(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        output = own(module, *args, **kwargs)
-        if type(module).__name__ == "CLIPVisionEmbeddings":
-            counts.append(len(output))
-        return output
-
-    monkeypatch.setattr(nn.Module, "__call__", watched)
     values = {name: tensor.detach().numpy() for name, tensor in PROMPTED.model().named_parameters()}
     start = Weights(PROMPTED.document(), values)
     conditions = Conditions(policy=Policy(min_evaluation_examples=1))
-    result = simulate(spec, start, sites, conditions=conditions, out=tmp_path / "out")
+    with counting_everywhere() as passes:
+        result = simulate(spec, start, sites, conditions=conditions, out=tmp_path / "out")
     assert len(result.measurements) == 2 * 4
     # The first task, an evaluation, does not know yet that the tower stays as it is.
-    assert sum(counts) == 9 + 12 + 2 * 6 + 6
+    assert sum(passes) == 9 + 12 + 2 * 6 + 6
