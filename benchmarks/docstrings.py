@@ -21,7 +21,6 @@ from tokenizers.normalizers import Lowercase
 from tokenizers.pre_tokenizers import Whitespace
 from tokenizers.processors import TemplateProcessing
 from tokenizers.trainers import WordPieceTrainer
-from transformers import BertConfig, BertForSequenceClassification
 
 from tessera.worker.data.dataset import Dataset
 
@@ -36,7 +35,6 @@ VOCABULARY = 2000
 TOKENS = 32
 MIN_WORDS = 5
 TEST_SHARE = 0.2
-PRETRAINING_EPOCHS = 8
 
 BERT = {
     "vocab_size": VOCABULARY, "max_position_embeddings": TOKENS, "hidden_size": 48, "num_hidden_layers": 6,
@@ -90,21 +88,6 @@ def others() -> Dataset:
     """The other areas, in the same vocabulary."""
     tokenizer = tokenizer_of([text for text, _ in _split()[0]])
     return _encoded(tokenizer, passages(OTHERS))
-
-
-def pretrained(folder: Path, seed: int) -> None:
-    """Trains the encoder on the other areas and saves it as transformers does, its head of no use here."""
-    torch.manual_seed(seed)
-    model = BertForSequenceClassification(BertConfig.from_dict({**BERT, "num_labels": len(OTHERS)}))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    whole = others()
-    dice = torch.Generator().manual_seed(seed)
-    for _ in range(PRETRAINING_EPOCHS):
-        for batch in whole.batches(32, dice):
-            optimizer.zero_grad()
-            model(**batch).loss.backward()
-            optimizer.step()
-    model.save_pretrained(folder)
 
 
 def _split() -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:

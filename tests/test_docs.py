@@ -65,6 +65,13 @@ def test_every_setting_of_a_simulation_is_described() -> None:
     assert described == set(SimulationTable.model_fields)
 
 
+def test_the_guide_to_methods_has_the_intervals_of_the_tables() -> None:
+    quoted = re.findall(r"[-+][0-9.]+ \[[^]]+\](?!\()", text("docs/which-method.md"))
+    tables = text("docs/evidence.md")
+    assert len(quoted) > 5
+    assert [each for each in quoted if each not in tables] == []
+
+
 def test_every_method_is_in_the_readme() -> None:
     assert set(re.findall(r"^\| `([a-z]+)` \|", text("README.md"), re.MULTILINE)) == set(methods())
 

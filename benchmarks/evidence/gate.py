@@ -55,7 +55,7 @@ BASELINES: Mapping[str, Sequence[float]] = {"pixels": (0.01, 0.03, 0.1, 0.3), "t
 MOST_ITERATIONS = 500
 FASHION_SITES, FASHION_ALPHA = 8, 0.5
 PHRASE_SITES, PHRASE_EXAMPLES = 4, 250
-"""Sites of each wording, and phrases of each site: 3,000 in all, as in the tables."""
+"""Sites of each wording, and phrases of each site: 3,000 in all, where the tables train on some 2,250."""
 COMMAND = "python -m benchmarks.evidence.gate"
 JSON = Path(__file__).with_name("results") / "gate.json"
 """Of the repository: docs/evidence.md has its tables."""
@@ -151,7 +151,7 @@ def of_phrases(prepared: Path, texts: Sequence[str], seed: int) -> Task:
 
 
 def of_emoji(prepared: Path, seed: int) -> Task:
-    """Return the drawings of twelve sites, and those of unseen concepts."""
+    """Return the drawings of twelve sites, and other drawings for the tests."""
     drawings = emoji.Emoji.load(prepared / EMOJI)
     # All sites together have the same drawings under each shift.
     sites = list(emoji.split(drawings, seed, "label").values())

@@ -239,7 +239,11 @@ def _together(parts: Sequence[Dataset]) -> Dataset:
 
 
 def _moved(result: Result) -> dict[str, Any]:
-    """Return what all sites together sent and fetched in each round, and how often each layer was picked."""
+    """Return what all sites together sent and fetched in each round, and how often each layer was picked.
+
+    What they fetched to measure a version counts for none. Where sites measure, few versions are left to fetch for
+    training, so that the fetched bytes of such arms are not comparable with those of others.
+    """
     last, sent, fetched = result.versions[-1], [0], [0]
     for each in result.outcomes:
         sent[-1] += each.upload_bytes

@@ -117,14 +117,14 @@ def shown_spread(values: Sequence[float], digits: int = 1) -> str:
     return f"{fmean(values):.{digits}f}{spread}"
 
 
-def shown_interval(values: Sequence[float]) -> str:
+def shown_interval(values: Sequence[float], digits: int = 1) -> str:
     """Return the mean of some differences and its t-interval; a dash for none."""
     if not values:
         return "-"
     if len(values) == 1:
-        return f"{values[0]:+.1f} (one seed)"
+        return f"{values[0]:+.{digits}f} (one seed)"
     low, high = interval(values)
-    return f"{fmean(values):+.1f} [{low:+.1f}, {high:+.1f}]"
+    return f"{fmean(values):+.{digits}f} [{low:+.{digits}f}, {high:+.{digits}f}]"
 
 
 def described(values: Sequence[float]) -> dict[str, Any]:

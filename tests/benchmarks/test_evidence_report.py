@@ -68,7 +68,7 @@ def test_report_of_raw_rows(tiny: Plan) -> None:
     )
     assert "+2.5 [-3.9, +8.9]" in tables
     assert "| **T.1 One layer gains** | +2.5 [-3.9, +8.9] | 2 | 2 of 2 | - | 0.5 | interval alone |" in tables
-    assert "| most frequent class | | 1.0 | 1.0 | 13.0 |" in tables
+    assert "| most frequent class of all sites | | 1.0 | 1.0 | 13.0 |" in tables
     assert "**Void**" not in tables
     assert "4 runs took 2 ± 0 seconds each, 1 ± 0 of a core, on m." in tables
     assert "Arms that were not run: lora, wide, local, central." in tables
@@ -102,15 +102,30 @@ def test_questions_are_answered_by_claims(tiny: Plan) -> None:
         Question(paper="One", text="Why?", answer="Unknown."),
     ]
     plan = tiny.model_copy(update={"questions": tuple(asked)})
-    assert "- *Does one gain?* One layer gains (T.1): not run." in list(lines(plan, {}))
+    assert "- *Does one gain?* T.1: not run." in list(lines(plan, {}))
+    assert "\nNot run: T.1 One layer gains." in list(lines(plan, {}))
     figures = [raw(arm, seed, flat(value)) for seed in (1, 2) for arm, value in (("full", 0.5), ("one", 0.53))]
     shown = list(lines(plan, found_of(plan, *figures)))
-    assert "- *Does one gain?* One layer gains (T.1): interval alone, +3.0 [+3.0, +3.0]." in shown
+    assert "- *Does one gain?* T.1: +3.0 [+3.0, +3.0], interval alone." in shown
     assert "- *Why?* Unknown." in shown
     with pytest.raises(ValidationError, match=r"no claim is called T.9; there are T.1"):
         Plan.model_validate({**tiny.model_dump(), "questions": [{"paper": "One", "text": "Who?", "claims": ["T.9"]}]})
     with pytest.raises(ValidationError, match="give claims or an answer: Who"):
         Question(paper="One", text="Who?")
+
+
+def test_headline_differences_are_shown_at_other_times(tiny: Plan) -> None:
+    curves = {"full": [0.1, 0.3, 0.4, 0.6], "one": [0.1, 0.5, 0.6, 0.6]}
+    shown = "\n".join(lines(tiny, found_of(tiny, *(raw(name, 1, curve) for name, curve in curves.items()))))
+    # Versions 2 and 3; versions 0 and 1; and versions about their line, which needs more of them.
+    assert "| T.1 | one less full | +10.0 (one seed) | +10.0 (one seed) | -" in shown
+
+
+def test_a_seed_that_the_plan_does_not_ask_for_is_in_no_difference(tiny: Plan) -> None:
+    values = {1: 0.03, 2: 0.03, 3: 0.30}
+    runs = [raw("full", seed, flat(0.5)) for seed in values]
+    runs += [raw("one", seed, flat(0.5 + value)) for seed, value in values.items()]
+    assert findings(tiny, found_of(tiny, *runs))[0].differences == pytest.approx([3.0, 3.0])
 
 
 def test_equal_bytes_end_the_dearer_run_early(tiny: Plan) -> None:

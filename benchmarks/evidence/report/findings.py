@@ -70,12 +70,13 @@ def _finding(plan: Plan, found: Found, name: str, claim: Claim) -> Finding:
     table = plan.tables[name]
     setting = table.setting(claim.setting) if claim.setting else table.concluding
     pair = [row(plan, found, name, setting, table.arm(arm)) for arm in (claim.arm, claim.against)]
-    part = claim.part or table.part
-    differences = paired(*(each.final(part, worst=claim.worst, absent=claim.absent) for each in pair))
+    part, protocol = claim.part or table.part, plan.protocol
+    seeds = protocol.headline_seeds if claim.headline and setting == table.concluding else protocol.seeds
+    finals = [each.final(part, worst=claim.worst, absent=claim.absent) for each in pair]
+    # Some arms have more seeds, for other claims.
+    differences = paired(*({seed: value for seed, value in final.items() if seed in seeds} for final in finals))
     if not differences:
         return Finding(claim, name, differences, None, "not run")
-    protocol = plan.protocol
-    seeds = protocol.headline_seeds if claim.headline and setting == table.concluding else protocol.seeds
     hindrance = "void" if void(plan, found, name, setting) else None
     if diverged := [each.arm.name for each in pair if each.diverged]:
         hindrance = hindrance or f"diverged: {', '.join(diverged)}"

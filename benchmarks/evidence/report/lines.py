@@ -20,6 +20,7 @@ def lines(plan: Plan, found: Found, tables: Collection[str] = ()) -> Iterator[st
         if not tables or name in tables:
             yield from _of_table(plan, found, name, table)
     yield from _claims(plan, found, tables)
+    yield from _at_other_times(plan, found, tables)
     yield from _questions(plan, found)
 
 
@@ -60,7 +61,7 @@ def _of_setting(plan: Plan, found: Found, name: str, setting: Setting) -> Iterat
     budgets = _budgets(plan, found, name, setting)
     heads = [heading(part, table) for part in parts]
     equal = [f"{parts[0]} at the bytes of {table.equal_bytes}"] if budgets else []
-    heads += ["worst site", f"{parts[0]} less {table.reference}", "slope", "jitter", "MB up", *equal, "CPU s"]
+    heads += ["worst site", f"{parts[0]} less {table.reference}", "slope", "jitter", "MB up", *equal]
     yield f"| arm | seeds | {' | '.join(heads)} |"
     yield f"|{'---|' * (len(heads) + 2)}"
     most = {
@@ -69,7 +70,7 @@ def _of_setting(plan: Plan, found: Found, name: str, setting: Setting) -> Iterat
     }
     shares = " | ".join(f"{most[part]:.1f}" for part in parts)
     rest = " |" * (len(heads) - len(parts))
-    yield f"| most frequent class | | {shares} |{rest}"
+    yield f"| most frequent class of all sites | | {shares} |{rest}"
     if seeds := reference.zero_shot(table.part):
         untrained = " | ".join(shown_spread([*reference.zero_shot(part).values()]) for part in parts)
         yield f"| zero-shot, without prompts | {len(seeds)} | {untrained} |{rest}"
@@ -85,11 +86,12 @@ def _of_setting(plan: Plan, found: Found, name: str, setting: Setting) -> Iterat
             if each.trend is None
             else f"{each.trend.slope:+.2f} ± {each.trend.error:.2f}" + (f", {NOT_FLAT}" if each.is_rising else "")
         )
-        up = each.up()
+        # One place with all data sends nothing.
+        up = [] if each.arm.central else each.up()
         # Prompts are kilobytes.
-        cells += [slope, shown_spread(each.jitter, 2), shown_spread(up, 0 if max(up, default=0) >= 1 else 3)]
+        up_shown = shown_spread(up, 0 if max(up, default=0) >= 1 else 3)
+        cells += [slope, shown_spread([*each.jitter.values()], 2), up_shown]
         cells += [shown_spread([*each.at_bytes(budgets).values()])] if budgets else []
-        cells.append(shown_spread([run["cpu_seconds"] for run in each.runs.values()], 0))
         yield f"| {' | '.join(cells)} |"
     shown = {each.arm.name for each in rows}
     if missing := [arm.name for arm in table.arms_of(setting) if arm.name not in shown]:
@@ -115,7 +117,7 @@ def _selections(rows: Sequence[Row]) -> Iterator[str]:
 
 def _warmups(rows: Sequence[Row]) -> Iterator[str]:
     """Yield what was measured of warm-ups: their ends, and how far the sites' steps differ from their mean."""
-    found = [each for each in rows if any(run.get("signals") for run in each.runs.values())]
+    found = [each for each in rows if any(each.drifts().values())]
     if not found:
         return
     yield "\nWarm-ups: rounds, and the disagreement of the sites (the rms distance of their steps from the mean step)"
@@ -193,7 +195,10 @@ def _claims(plan: Plan, found: Found, tables: Collection[str]) -> Iterator[str]:
     )
     yield "| claim | difference | seeds | positive | d_z | p | verdict |"
     yield "|---|---|---|---|---|---|---|"
+    missing = [each for each in made if not each.differences]
     for each in made:
+        if each in missing:
+            continue
         text = f"{each.claim.name} {each.claim.text}" + (
             f" (within {each.claim.margin:g})" if each.claim.kind == "equivalent" else ""
         )
@@ -202,12 +207,44 @@ def _claims(plan: Plan, found: Found, tables: Collection[str]) -> Iterator[str]:
             about = described(each.differences)
             p = each.p if each.adjusted is None else each.adjusted
             size = "-" if count < 3 else f"{about['d_z']:+.2f}"
-            cells = [f"{about['positive']} of {count}", size, "-" if p is None else f"{p:.3g}"]
+            cells = [f"{about['positive']} of {count}", size, "-" if p is None or each.hindrance else f"{p:.3g}"]
         title = f"**{text}**" if each.claim.headline else text
         yield (
             f"| {title} | {shown_interval(each.differences)} | {count} | {' | '.join(cells)} | "
             f"{each.verdict(protocol.significance)} |"
         )
+    if missing:
+        yield f"\nNot run: {'; '.join(f'{each.claim.name} {each.claim.text}' for each in missing)}."
+
+
+def _at_other_times(plan: Plan, found: Found, tables: Collection[str]) -> Iterator[str]:
+    """Yield the differences of headline claims at other times than the plan says, for the reader's doubts."""
+    yield "\n### Headline differences at other times\n"
+    yield (
+        "Not planned, and added after most runs: no verdict follows. A mean over all versions of the second half of "
+        "the rounds varies less than the planned one over the last five. Where the difference halfway is another, it "
+        "depends on the number of rounds. Jitter is that of versions about their own line. All are on the examples "
+        "of curves, for the seeds that both arms have.\n"
+    )
+    yield "| claim | arms | second half | the last five versions of the first half | jitter |"
+    yield "|---|---|---|---|---|"
+    for name, table in plan.tables.items():
+        for claim in table.claims if not tables or name in tables else ():
+            pair = [row(plan, found, name, table.concluding, table.arm(arm)) for arm in (claim.arm, claim.against)]
+            if not claim.headline or not all(each.runs for each in pair):
+                continue
+            part = SITES if any(each.arm.personal for each in pair) else table.part
+            differences = [
+                paired(*(each.second_half(part) for each in pair)),
+                paired(*(each.halfway(part) for each in pair)),
+                paired(*(each.jitter for each in pair)),
+            ]
+            cells = [
+                shown_interval(differences[0]),
+                shown_interval(differences[1]),
+                shown_interval(differences[2], 2),
+            ]
+            yield f"| {claim.name} | {claim.arm} less {claim.against} | {' | '.join(cells)} |"
 
 
 def _questions(plan: Plan, found: Found) -> Iterator[str]:
@@ -215,20 +252,19 @@ def _questions(plan: Plan, found: Found) -> Iterator[str]:
     if not plan.questions:
         return
     yield "\n### Questions of the papers and of their reviewers\n"
-    yield "Differences are those of the claims, in points, with 95 % intervals."
+    yield "Differences are those of the claims above, in points, with 95 % intervals."
     by_claim = {each.claim.name: each for each in findings(plan, found)}
     for paper in dict.fromkeys(question.paper for question in plan.questions):
         yield f"\n{paper}:\n"
         for question in plan.questions:
             if question.paper == paper:
-                answers = [_answer(plan, by_claim[name]) for name in question.claims] or [question.answer]
-                yield f"- *{question.text}* {' '.join(answers)}"
+                answers = "; ".join(_answer(plan, by_claim[name]) for name in question.claims) + "."
+                yield f"- *{question.text}* {answers if question.claims else question.answer}"
 
 
 def _answer(plan: Plan, each: Finding) -> str:
-    verdict = each.verdict(plan.protocol.significance)
-    shown = f"{verdict}, {shown_interval(each.differences)}" if each.differences else verdict
-    return f"{each.claim.text} ({each.claim.name}): {shown}."
+    difference = f" {shown_interval(each.differences)}," if each.differences else ""
+    return f"{each.claim.name}:{difference} {each.verdict(plan.protocol.significance)}"
 
 
 def repeated_lines(repeated: Sequence[Run]) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Plots of the tables: curves over rounds, and final scores over bytes."""
+"""Plots of the tables: curves over rounds, and final scores over the bytes of uploads."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _curved(plan: Plan, found: Found, name: str) -> Iterator[Row]:
 
 
 def picture(plan: Plan, found: Found, name: str, out: Path) -> None:
-    """Draw the curves of a table's rows, with bands of a standard error, and their final scores over bytes.
+    """Draw the curves of a table's rows, with bands of a standard error, and their final scores over uploads.
 
     The rows are those of the setting in which the table concludes, or else of its first.
     """
@@ -52,8 +52,8 @@ def picture(plan: Plan, found: Found, name: str, out: Path) -> None:
         left.plot(means, color=colour, lw=1.2, label=each.arm.name)
         ends = [[m + sign * e for m, e in zip(means, errors, strict=True)] for sign in (-1, 1)]
         left.fill_between(range(len(means)), *ends, color=colour, alpha=0.15, lw=0)
-        finals, moved = [*each.final(each.part).values()], [totals[-1] for totals in each.moved().values()]
-        if finals and moved and fmean(moved) > 0:
+        finals, moved = [*each.final(each.part).values()], each.up()
+        if finals and moved and fmean(moved) > 0 and not each.arm.central:
             error = stdev(finals) / sqrt(len(finals)) if len(finals) > 1 else 0.0
             right.errorbar(fmean(moved), fmean(finals), error, color=colour, marker="o", ms=4)
             right.annotate(
@@ -63,7 +63,7 @@ def picture(plan: Plan, found: Found, name: str, out: Path) -> None:
     left.set_ylabel(heading(table.part, table))
     left.legend(frameon=False, fontsize=7, ncols=2)
     right.set_xscale("log")
-    right.set_xlabel("MB, both ways, all sites and rounds")
+    right.set_xlabel("MB sent by all sites in all rounds")
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(out, dpi=100)

@@ -109,10 +109,19 @@ class Row:
         return self.trend is not None and self.trend.slope > self.plan.protocol.rising_points
 
     @property
-    def jitter(self) -> list[float]:
-        """The standard deviation of the last versions about their own line, of each seed."""
-        last = self._last
-        return [trend(values[-last:]).jitter for values in self.curves(self.part).values() if len(values) >= last]
+    def jitter(self) -> ByUnit:
+        """The standard deviation of the last versions about their own line, by seed."""
+        last, curves = self._last, self.curves(self.part)
+        return {seed: trend(values[-last:]).jitter for seed, values in curves.items() if len(values) >= last}
+
+    def halfway(self, part: str) -> ByUnit:
+        """Return the mean of the last versions of the first half of the rounds, on the examples of curves."""
+        end, count = self.rounds // 2 + 1, self.plan.protocol.final_versions
+        return {seed: fmean(values[max(0, end - count) : end]) for seed, values in self.curves(part).items()}
+
+    def second_half(self, part: str) -> ByUnit:
+        """Return the mean of all versions of the second half of the rounds, on the examples of curves."""
+        return {seed: fmean(values[self.rounds // 2 + 1 :]) for seed, values in self.curves(part).items()}
 
     def up(self) -> list[float]:
         """Return the megabytes that all sites together sent in a run, by seed."""
