@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from tessera.worker.data.registry import load as load_data
 from tessera.worker.simulation import Conditions, simulate
 from tessera.worker.simulation.virtual_sites import WORKER
 from tessera.worker.state.site_keys import KEYS_FOLDER, Keyring
+from tests.support.cli import tessera
 from tests.support.coordinator import until
 from tests.support.processes import CoordinatorProcess, Process, start_worker, worker_process
 from tests.system.test_learning import RATE, central_descent, images
@@ -96,6 +98,12 @@ def test_a_secure_sum_is_gradient_descent_on_all_data_and_tells_no_site_s_figure
     assert len(tasks) == 8
     assert all(task.metrics == {} and task.state == "merged" for task in tasks)
     assert all(task.progress is None or task.progress.loss is None for task in tasks)
+    # Each site sent two updates, and signed and opened sums as a helper.
+    for name in SITES:
+        compared = tessera("audit", "compare", "--config", str(live.folder / name / "worker.toml"), "--json")
+        found = json.loads(compared.stdout)
+        assert found["differences"] == []
+        assert found["agreed"] > 2
 
     sites = {name: load_data("arrays", {"file": tmp_path / f"{name}.safetensors"}) for name in SITES}
     result = simulate(spec, vit, sites, conditions=Conditions(threads=1))

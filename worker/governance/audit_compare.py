@@ -5,12 +5,30 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tessera.shared.api.tasks import TaskView
-from tessera.worker.state.audit import SiteAuditEntry
+from tessera.shared.schema import TaskKind
+from tessera.worker.state.audit import Action, SiteAuditEntry
 
 Kind = Literal[
     "counted-never-sent", "sent-not-counted", "other-digest", "other-bytes", "other-examples", "chain-rolled-back",
     "ledger-rolled-back",
 ]  # fmt: skip
+
+Attempt = tuple[Action, str | None, int | None]
+"""The action that records a result, and the task and the token that it was for."""
+
+SENT: dict[TaskKind, Action] = {
+    "train": "update.leave", "evaluate": "figures.leave", "agree": "sums.agree", "open": "sums.open",
+}  # fmt: skip
+"""The action that records the result of a task, by the kind of task."""
+
+EXAMPLES: tuple[Kind, str, str] = ("other-examples", "examples", "examples")
+COMPARED: dict[Action, tuple[tuple[Kind, str, str], ...]] = {
+    "update.leave": (EXAMPLES, ("other-digest", "update", "update"), ("other-bytes", "bytes", "upload_bytes")),
+    "figures.leave": (EXAMPLES,),
+    "sums.agree": (),
+    "sums.open": (("other-digest", "masks", "update"), ("other-bytes", "bytes", "upload_bytes")),
+}
+"""The parts of a result that both sides record: the kind of a difference, the name here, and the name there."""
 
 
 @dataclass(frozen=True)
@@ -42,15 +60,14 @@ def compare(entries: Sequence[SiteAuditEntry], tasks: Iterable[TaskView], worker
     """
     workers = {entry.worker for entry in entries} | {worker}
     digests = {entry.digest for entry in entries}
-    left = {
-        (entry.task, entry.token): entry for entry in entries if entry.action in ("update.leave", "figures.leave")
-    }
+    left = {(entry.action, entry.task, entry.token): entry for entry in entries if entry.action in COMPARED}
     known = {entry.task for entry in entries}
-    shown: dict[tuple[str | None, int | None], TaskView] = {}
+    shown: dict[Attempt, TaskView] = {}
     earlier = agreed = 0
     found: list[Discrepancy] = []
     for task in tasks:
-        shown[task.id, task.token] = task
+        attempt = (SENT[task.kind], task.id, task.token)
+        shown[attempt] = task
         if task.audit_head and task.audit_head not in digests and task.worker.partition("/")[2] in workers:
             detail = (
                 f"{task.worker} sent it with the digest {task.audit_head} of this chain, which has no such entry: "
@@ -60,7 +77,7 @@ def compare(entries: Sequence[SiteAuditEntry], tasks: Iterable[TaskView], worker
             continue
         if not task.is_accepted:
             continue
-        sent = left.get((task.id, task.token))
+        sent = left.get(attempt)
         began_later = not entries or (task.created_at is not None and task.created_at < entries[0].at)
         if sent is None and task.id not in known and (began_later or task.worker.partition("/")[2] not in workers):
             earlier += 1
@@ -77,11 +94,8 @@ def compare(entries: Sequence[SiteAuditEntry], tasks: Iterable[TaskView], worker
 
 def _others(sent: SiteAuditEntry, task: TaskView) -> Iterator[Discrepancy]:
     """Yield the differences between both records of one result."""
-    pairs: list[tuple[Kind, object, object]] = [("other-examples", sent.detail.get("examples"), task.examples)]
-    if sent.action == "update.leave":
-        pairs.append(("other-digest", sent.detail.get("update"), task.update))
-        pairs.append(("other-bytes", sent.detail.get("bytes"), task.upload_bytes))
-    for kind, here, there in pairs:
+    for kind, name, shown in COMPARED[sent.action]:
+        here, there = sent.detail.get(name), getattr(task, shown)
         if here != there:
             detail = f"here it is {here}, at the coordinator {there}"
             yield Discrepancy(kind, task.id, task.run, task.round, detail)
@@ -89,8 +103,8 @@ def _others(sent: SiteAuditEntry, task: TaskView) -> Iterator[Discrepancy]:
 
 def _uncounted(
     entries: Sequence[SiteAuditEntry],
-    left: dict[tuple[str | None, int | None], SiteAuditEntry],
-    shown: dict[tuple[str | None, int | None], TaskView],
+    left: dict[Attempt, SiteAuditEntry],
+    shown: dict[Attempt, TaskView],
 ) -> Iterator[Discrepancy]:
     """Yield results sent but not counted, unless the chain records why."""
     over = {
@@ -99,7 +113,7 @@ def _uncounted(
     for key, sent in left.items():
         task = shown.get(key)
         under_way = task is not None and task.state == "leased"
-        if (task is not None and task.is_accepted) or key in over or under_way:
+        if (task is not None and task.is_accepted) or key[1:] in over or under_way:
             continue
         state = f"says that its task is {task.state}" if task else "knows of no such task under this token"
         detail = f"it left here on {sent.at:%Y-%m-%d %H:%M:%S} UTC; the coordinator {state}"

@@ -78,6 +78,23 @@ def test_figures_are_compared_too() -> None:
     assert kinds([entry("task.start")], view(kind="evaluate")) == ["counted-never-sent"]
 
 
+def test_what_a_helper_sent_is_compared_too() -> None:
+    signed, opened = entry("sums.agree", senders=DIGEST), entry("sums.open", "o", masks=DIGEST, bytes=100)
+    agree = view(kind="agree", examples=None, update=None, upload_bytes=0)
+    summed = view("o", kind="open", examples=None)
+    assert kinds([signed, opened], agree, summed) == []
+    assert kinds([signed, opened], agree, summed.model_copy(update={"update": None, "upload_bytes": 99})) == [
+        "other-digest",
+        "other-bytes",
+    ]
+    assert kinds([entry("task.start")], agree) == ["counted-never-sent"]
+    assert kinds([signed], view(kind="agree", state="failed")) == ["sent-not-counted"]
+
+
+def test_what_a_helper_signed_counts_as_no_update() -> None:
+    assert kinds([entry("sums.agree", senders=DIGEST)], view()) == ["counted-never-sent", "sent-not-counted"]
+
+
 def test_nothing_is_said_of_what_is_older_than_the_chain_or_written_elsewhere() -> None:
     found = compare(sent(), [view(), view("old", created_at=NOON - timedelta(days=1)), view("x", worker="a/other")])
     assert (found.agreed, found.earlier, found.differences) == (1, 2, ())
