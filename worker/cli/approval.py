@@ -37,7 +37,8 @@ def inbox(config: ConfigFile, as_json: AsJson = False) -> None:
     for request in requests:
         console = out()
         console.print(f"{request.run_name} ({request.run}): {_standing(request, now)}", markup=False)
-        console.print(f"  asked {ago(request.asked_at)} by worker {request.worker}", markup=False)
+        asked = f"asked {ago(request.asked_at)} by worker {request.worker}, on the terms {request.shown_terms}"
+        console.print(f"  {asked}", markup=False)
         console.print(f"  {request.summary}", markup=False, soft_wrap=True)
 
 
@@ -53,16 +54,20 @@ def _standing(request: Request, now: datetime) -> str:
 def approve(
     config: ConfigFile,
     run: RunNamed,
+    terms: Annotated[
+        str,
+        typer.Option(metavar="DIGEST", help="The terms to approve, or their beginning, if the run asks for several."),
+    ] = "",
     until: Annotated[
         datetime | None, typer.Option(formats=["%Y-%m-%d"], help="The last day of the approval, in UTC.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Let a run use this site's data on its present terms. Changed terms need another approval."""
+    """Let a run use this site's data on the terms of its request. Other terms need another approval."""
     # The whole of that day.
     ends = until.replace(hour=23, minute=59, second=59, tzinfo=UTC) if until else None
     decision = ApprovalDecision(approved=True, by=_user(), at=datetime.now(UTC), until=ends)
-    _decide(config, run, decision, as_json=as_json)
+    _decide(config, run, decision, terms, as_json=as_json)
 
 
 def decline(
@@ -76,18 +81,19 @@ def decline(
     _decide(config, run, decision, as_json=as_json)
 
 
-def _decide(config: Path, run: str, decision: ApprovalDecision, *, as_json: bool) -> None:
+def _decide(config: Path, run: str, decision: ApprovalDecision, terms: str = "", *, as_json: bool) -> None:
     with exits(ERRORS):
         settings = read_settings(config)
-        requests, audit = inbox_of(settings), audit_of(settings)
+        box, audit = inbox_of(settings), audit_of(settings)
+        requests = [box.find_one(run, terms)] if decision.approved else box.find(run)
         until = decision.until.isoformat() if decision.until else None
         # The audit comes first, so that no decision takes effect without its entry.
-        for request in requests.find(run):
+        for request in requests:
             about = {"by": decision.by, "until": until, "reason": decision.reason, "terms": request.terms}
             audit.record_of_run(
                 "run.approve" if decision.approved else "run.decline", request.run, request.run_name, **about
             )
-        decided = requests.decide(run, decision)
+        decided = box.decide(requests, decision)
     if as_json:
         print_json({"runs": [request.model_dump(mode="json") for request in decided]})
         return

@@ -6,7 +6,7 @@ digest: changed terms need another approval.
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
@@ -21,6 +21,9 @@ INBOX_FOLDER = "inbox"
 """Name of the folder in the worker's state directory."""
 
 REASON_CHARACTERS = 200
+
+SHOWN_TERMS = 16
+"""Length of the digest's beginning that stands for a run's terms: no two requests of a run have the same."""
 
 Standing = Literal["approved", "awaiting-approval", "declined", "approval-ended"]
 
@@ -61,6 +64,10 @@ class Request(Frozen):
     asked_at: datetime
     summary: str
     decision: ApprovalDecision | None = None
+
+    @property
+    def shown_terms(self) -> str:
+        return self.terms[:SHOWN_TERMS]
 
     def standing(self, now: datetime) -> Standing:
         if self.decision is None:
@@ -109,25 +116,38 @@ class Inbox:
             self._write(request)
         return request
 
-    def decide(self, named: str, decision: ApprovalDecision) -> list[Request]:
-        """Record a decision on all requests of a run, by name, id or id prefix.
-
-        Raises InboxError unless exactly one run matches.
-        """
+    def decide(self, requests: Iterable[Request], decision: ApprovalDecision) -> list[Request]:
+        """Record a decision on these requests and no others: a run may file another at any time."""
         with alone(self._folder, wait=True):
-            decided = [request.model_copy(update={"decision": decision}) for request in self.find(named)]
+            decided = [request.model_copy(update={"decision": decision}) for request in requests]
             for request in decided:
                 self._write(request)
         return decided
 
     def find(self, named: str) -> list[Request]:
-        """Return the requests of one run. Raises InboxError."""
+        """Return the requests of one run, by name, id or id prefix. Raises InboxError unless exactly one matches."""
         found = [r for r in self.requests() if named and (r.run_name == named or r.run.startswith(named))]
         if not found:
             raise InboxError(f"no run {named!r} has requested approval here")
         if len(runs := sorted({request.run for request in found})) > 1:
             raise InboxError(f"{named!r} matches the runs {', '.join(runs)}: give more of the id")
         return found
+
+    def find_one(self, named: str, terms: str = "") -> Request:
+        """Return the request of one run on the terms whose digest begins with `terms`.
+
+        Raises InboxError if there is none, or more than one: then a person may not have read all of them.
+        """
+        found = self.find(named)
+        matches = [request for request in found if request.terms.startswith(terms)]
+        if len(matches) != 1:
+            now = self._now()
+            listed = ", ".join(f"{request.shown_terms} ({request.standing(now)})" for request in found)
+            raise InboxError(
+                f"{found[0].run_name} ({found[0].run}) has requested approval of the terms {listed}: read each with "
+                "`tessera worker inbox`, and name one with --terms"
+            )
+        return matches[0]
 
     def requests(self) -> list[Request]:
         """Return all requests, oldest first. Raises InboxError."""
@@ -143,7 +163,14 @@ class Inbox:
 
     def _find(self, run: str, terms: str) -> Request | None:
         path = self._path(run, terms)
-        return self._read(path) if path.exists() else None
+        found = self._read(path) if path.exists() else None
+        # Whoever chooses the terms can find two whose digests begin alike.
+        if found and found.terms != terms:
+            raise InboxError(
+                f"{path} is a request on other terms, whose digest begins like that of the present ones: decline the "
+                f"run {run}, whose coordinator may have chosen both"
+            )
+        return found
 
     def _read(self, path: Path) -> Request:
         try:
@@ -157,7 +184,7 @@ class Inbox:
 
     def _path(self, run: str, terms: str) -> Path:
         # A run's id contains no path separators.
-        return self._folder / f"{run}.{terms[:16]}.json"
+        return self._folder / f"{run}.{terms[:SHOWN_TERMS]}.json"
 
 
 def terms_digest(snapshot: RunSnapshot, kind: TaskKind | None = None) -> str:

@@ -46,7 +46,7 @@ class Asking:
 
     def decide(self, named: str, **more: object) -> None:
         given = {"approved": True, "by": "ann", "at": self.now, **more}
-        self.inbox.decide(named, ApprovalDecision.model_validate(given))
+        self.inbox.decide(self.inbox.find(named), ApprovalDecision.model_validate(given))
 
 
 @pytest.fixture
@@ -87,6 +87,41 @@ def test_an_approval_is_of_the_terms_that_were_shown(asking: Asking) -> None:
     # What is approved is done, if it is offered; the run as a whole waits for a person.
     assert asking.code(task()) is None
     assert set(asking.inbox.withheld()) == {"r1"}
+
+
+def test_what_was_not_shown_is_not_decided(asking: Asking) -> None:
+    asking.code(task())
+    shown = asking.inbox.find("r1")
+    # While a person reads it, the run asks again.
+    asking.code(task(training=Training(epochs=9)))
+    asking.inbox.decide(shown, ApprovalDecision(approved=True, by="ann", at=NOON))
+    assert asking.code(task()) is None
+    assert asking.code(task(training=Training(epochs=9))) == "awaiting-approval"
+
+
+def test_one_request_of_several_is_named_by_its_terms(asking: Asking) -> None:
+    asking.code(task())
+    (first,) = asking.inbox.find("r1")
+    assert asking.inbox.find_one("r1") == first
+    asking.code(task(training=Training(epochs=9)))
+    for terms in ("", "x"):
+        with pytest.raises(InboxError, match=rf"{first.terms[:16]} \(awaiting-approval\).* name one with --terms"):
+            asking.inbox.find_one("r1", terms)
+    assert asking.inbox.find_one("name-r1", first.shown_terms) == first
+    # So it is after one of them was decided: which one a person means cannot be known.
+    asking.inbox.decide([first], ApprovalDecision(approved=True, by="ann", at=NOON, until=NOON))
+    with pytest.raises(InboxError, match="approval-ended"):
+        asking.inbox.find_one("r1")
+
+
+def test_terms_whose_digest_begins_as_that_of_approved_ones_are_not_approved(asking: Asking, tmp_path: Path) -> None:
+    asking.code(task())
+    asking.decide("r1")
+    (file,) = (tmp_path / "inbox").glob("*.json")
+    terms = terms_digest(RunSnapshot.of(task()))
+    file.write_text(file.read_text().replace(terms, terms[:16] + "0" * 48))
+    with pytest.raises(InboxError, match="a request on other terms"):
+        asking.code(task())
 
 
 def test_an_approval_may_end(asking: Asking) -> None:

@@ -40,8 +40,10 @@ from tessera.worker.state.hash_chain import TaskRef
 from tessera.worker.task.heartbeat import Stop
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.federation import start_run
+from tests.support.task_document import task_of
 from tests.support.tasks import DIGITS_VIT as VIT
 from tests.support.tasks import untrained
+from tests.worker.governance.test_approvals import Asking
 
 SETTINGS = """
 url = "{url}"
@@ -185,6 +187,27 @@ def test_an_update_waits_for_its_release_and_is_told_in_the_chain(
     assert (left["update"], left["bytes"], left["blocks"]) == (held["update"], held["nbytes"], len(held["blocks"]))
     compared = CliRunner().invoke(audit_app, ["compare", "--config", str(desk.file), "--json"])
     assert json.loads(compared.stdout) == {"agreed": 1, "earlier": 0, "differences": []}
+
+
+def test_a_request_on_terms_that_a_person_has_not_read_is_not_approved(
+    coordinator: LiveCoordinator, tmp_path: Path
+) -> None:
+    desk = Desk(coordinator, tmp_path, "approve_runs = true\n")
+    asking = Asking(desk.settings.state_dir / "inbox")
+    private = task_of(run="r1", run_name="demo", privacy=Privacy(epsilon=1.0, delta=1e-5, clip_norm=1.0))
+    asking.code(private)
+    (asked,) = desk.say("inbox")["runs"]
+    asking.code(task_of(run="r1", run_name="demo"))
+    refused = CliRunner().invoke(app, ["approve", "r1", "--config", str(desk.file)])
+    assert refused.exit_code == 1
+    assert "name one with --terms" in refused.stderr
+    assert desk.audit() == []
+    (decided,) = desk.say("approve", "r1", "--terms", asked["terms"][:16])["runs"]
+    assert decided["terms"] == asked["terms"]
+    assert [entry["terms"] for entry in desk.details("run.approve")] == [asked["terms"]]
+    assert {run["standing"] for run in desk.say("inbox")["runs"]} == {"approved", "awaiting-approval"}
+    assert len(desk.say("decline", "r1", "--reason", "no")["runs"]) == 2
+    assert {run["standing"] for run in desk.say("inbox")["runs"]} == {"declined"}
 
 
 @pytest.mark.parametrize(

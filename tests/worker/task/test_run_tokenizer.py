@@ -267,7 +267,7 @@ def test_a_site_trains_with_the_tokenizer_of_the_run_that_it_approved(
     (request,) = inbox.requests()
     assert f"`notes` is converted with the run's own tokenizer, {refs[FILES[0]].digest}." in request.summary
 
-    inbox.decide(run.id, ApprovalDecision(approved=True, by="ann", at=datetime.now(UTC)))
+    inbox.decide(inbox.find(run.id), ApprovalDecision(approved=True, by="ann", at=datetime.now(UTC)))
     task: Task = until(agent._next)
     # The approval does not cover the same task with another tokenizer.
     other = document.model_copy(update={"preprocessing": {FILES[0]: refs[FILES[1]]}})
