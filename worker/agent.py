@@ -189,6 +189,12 @@ class Agent:
                 raise
             self._outage.wait(problem)
             return None
+        except (InboxError, OSError) as fault:
+            # A file of the worker's own cannot be read or written, such as a new key on a full disk.
+            remedy = "Make it usable: nothing is claimed until then. A restart is not needed."
+            self._log.error("files-unusable", detail=str(fault), remedy=remedy)
+            self._stop.sleep(CLOSED_SECONDS)
+            return None
         self._outage.over()
         # The policy may have changed during the wait.
         if task is not None and self._is_closed():

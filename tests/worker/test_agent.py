@@ -53,8 +53,9 @@ from tessera.worker.enrolment import rotate
 from tessera.worker.failures import REPORTABLE, failure_of
 from tessera.worker.governance.opening_hours import local_time
 from tessera.worker.governance.policy import Policy
-from tessera.worker.settings import WorkerSettings
+from tessera.worker.settings import SecureSumsSettings, WorkerSettings
 from tessera.worker.state.privacy_ledger import Exact
+from tessera.worker.state.site_keys import KEYS_FOLDER
 from tessera.worker.stores import audit_of, ledger_of
 from tessera.worker.task.heartbeat import Stop
 from tests.support.coordinator import WAIT_SECONDS, LiveCoordinator, until
@@ -527,6 +528,28 @@ def test_an_odd_answer_is_waited_out_like_an_outage(tmp_path: Path, answer: Answ
         threading.Thread(target=lambda: (until(lambda: len(asked) >= 2), stop.request())).start()
         agent.run()
     assert [ask.path for ask in asked[:2]] == ["/v1/tasks/claim"] * 2
+
+
+def test_a_key_that_cannot_be_written_keeps_a_worker_from_claiming_and_does_not_end_it(tmp_path: Path) -> None:
+    with answering(Answer(204, b"")) as (url, asked):
+        sums = SecureSumsSettings(site="a", helper=False)
+        settings = nowhere(url, tmp_path).model_copy(update={"secure_sums": sums})
+        stop = Hasty()
+        agent = Agent(settings, stop)
+        keys = settings.state_dir / KEYS_FOLDER
+        away = keys.rename(tmp_path / "away")
+        keys.touch()
+        with capture_logs() as logs:
+            thread = threading.Thread(target=agent.run)
+            thread.start()
+            until(lambda: [log for log in logs if log["event"] == "files-unusable"])
+            assert asked == []
+            keys.unlink()
+            away.rename(keys)
+            until(lambda: asked)
+            stop.request()
+            thread.join(WAIT_SECONDS)
+    assert not thread.is_alive()
 
 
 def test_a_coordinator_of_another_protocol_ends_the_worker_with_the_reason(tmp_path: Path) -> None:

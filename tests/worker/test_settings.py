@@ -88,6 +88,30 @@ def test_a_wrong_key_is_named(tmp_path: Path, old: str, new: str, told: str) -> 
     assert "tsr_secret" not in found
 
 
+@pytest.mark.parametrize(
+    ("rule", "told"),
+    [
+        (
+            f"never_send = {[f'block.{number}' for number in range(257)]}",
+            "never_send: must have 256 or fewer entries",
+        ),
+        (f"never_send = ['{'x' * 513}']", "never_send.0: must have at most 512 characters"),
+        (
+            f"may_send = {{include = [{{names = {[f'b{number}' for number in range(256)]}}}]}}",
+            "may_send: at most 256 ",
+        ),
+        (f"models = {[f'model-{number}' for number in range(257)]}", "models: must have 256 or fewer entries"),
+        (f"orchestrators = {[f'o{number}' for number in range(257)]}", "orchestrators: must have 256 or fewer "),
+        (f"orchestrators = ['{'x' * 129}']", "orchestrators.0: must have at most 128 characters"),
+    ],
+    ids=lambda value: value.partition(":")[0] if ": " in value else "",
+)
+def test_a_policy_that_claims_cannot_carry_is_refused(tmp_path: Path, rule: str, told: str) -> None:
+    found = refusal(tmp_path, f"{GOOD}\n[policy]\n{rule}\n")
+    assert f"policy: {told}" in found
+    assert "have no room for more of it" in found
+
+
 def test_a_token_is_shown_to_no_other_machine_in_plain_http_unless_that_is_said_to_be_well(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

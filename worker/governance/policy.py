@@ -4,9 +4,17 @@ import operator
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator, model_validator
+from pydantic import (
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from tessera.shared import renamed_keys
 from tessera.shared.api.tasks import AdvertisedPolicy, Task
@@ -16,6 +24,7 @@ from tessera.shared.model.selectors import EVERYTHING, Selector
 from tessera.shared.run_settings import Budget, Privacy, Span, Unit, UnitBudget
 from tessera.shared.schema import MAX_NUMBER, Frozen, Label, TaskKind
 from tessera.shared.secure_sums.messages import NoiseTerms
+from tessera.shared.validation_errors import in_one_line
 from tessera.worker.state.privacy_ledger import OF_EXAMPLES, LedgerEntry, UnboundedUse, unbounded_in
 
 GIB = 1 << 30
@@ -286,6 +295,17 @@ class Policy(Frozen):
         if not hours:
             raise ValueError("is empty; leave it out to work at all hours")
         return hours
+
+    @model_validator(mode="after")
+    def _can_be_advertised(self) -> Self:
+        try:
+            self.advertised_policy({}, 0)
+        except ValidationError as fault:
+            raise ValueError(
+                f"{in_one_line(fault, 'policy', AdvertisedPolicy)}. Claims carry this rule to the coordinator, and "
+                "have no room for more of it: shorten it, for instance by patterns that stand for several names"
+            ) from None
+        return self
 
     def allows_method(self, name: str) -> bool:
         return self.methods is None or name in self.methods

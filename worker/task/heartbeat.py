@@ -53,7 +53,8 @@ class Stop:
             self.check()
 
     def interruptible(self, blocking: Callable[[], T], too_late: Callable[[T], object]) -> T:
-        """Return the result of a call that may block for long. Raises Problem; Stopped once a stop is requested.
+        """Return the result of a call that may block for long. Raises the call's own exception; Stopped once a stop
+        is requested.
 
         An abandoned call continues in a daemon thread, which passes its result to `too_late`.
         """
@@ -63,10 +64,8 @@ class Stop:
         if self._inbox.get() is None:
             call.abandon()
             raise Stopped
-        if call.problem:
-            raise call.problem
-        if not call.results:
-            raise RuntimeError("the call ended without a result; its thread has reported why")
+        if call.fault:
+            raise call.fault
         return call.results[0]
 
 
@@ -78,7 +77,7 @@ class _Call(Thread, Generic[T]):
     ) -> None:
         super().__init__(name="call", daemon=True)
         self.results: list[T] = []
-        self.problem: Problem | None = None
+        self.fault: Exception | None = None
         self._blocking = blocking
         self._too_late = too_late
         self._inbox = inbox
@@ -88,8 +87,8 @@ class _Call(Thread, Generic[T]):
     def run(self) -> None:
         try:
             result = self._blocking()
-        except Problem as problem:
-            self.problem = problem
+        except Exception as fault:  # noqa: BLE001  (the caller decides)
+            self.fault = fault
         else:
             with self._lock:
                 self.results.append(result)

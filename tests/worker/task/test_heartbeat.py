@@ -185,12 +185,13 @@ def test_a_result_that_comes_after_the_wish_to_stop_is_given_back() -> None:
     assert late == ["a task"]
 
 
-def test_an_interruptible_call_gives_its_result_and_its_problem() -> None:
+@pytest.mark.parametrize("fault", [LeaseLost("gone"), OSError("disk full")])
+def test_an_interruptible_call_gives_its_result_and_its_exception(fault: Exception) -> None:
     stop = Stop()
 
     def refused() -> str:
-        raise LeaseLost("gone")
+        raise fault
 
     assert stop.interruptible(lambda: "a task", too_late=pytest.fail) == "a task"
-    with pytest.raises(LeaseLost):
+    with pytest.raises(type(fault)):
         stop.interruptible(refused, too_late=pytest.fail)
