@@ -56,7 +56,9 @@ from tessera.worker.governance.policy import Policy
 from tessera.worker.settings import SecureSumsSettings, WorkerSettings
 from tessera.worker.state.privacy_ledger import Exact
 from tessera.worker.state.site_keys import KEYS_FOLDER
+from tessera.worker.state.vault import Vault
 from tessera.worker.stores import audit_of, ledger_of
+from tessera.worker.task.error_feedback import PREFIX
 from tessera.worker.task.heartbeat import Stop
 from tests.support.coordinator import WAIT_SECONDS, LiveCoordinator, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
@@ -594,6 +596,29 @@ def test_two_workers_of_two_sites_make_one_version(coordinator: LiveCoordinator,
         other.train(other.take(), step=0.0)
         until(lambda: client.run(run.id).state == "completed")
     assert {task.worker for made in client.rounds(run.id) for task in made.tasks} == {"a/w", "b/v"}
+
+
+def test_what_a_slow_line_left_is_sent_once_when_the_line_is_fast(
+    coordinator: LiveCoordinator, tmp_path: Path
+) -> None:
+    client = coordinator.client()
+    other = ScriptedWorker(coordinator.client("site", "b"), name="v", datasets={"digits": 5})
+    other.enrol()
+    wide = {**VIT, "intermediate_size": 1000}
+    run = begin(client, wide, rounds=2, upload_seconds=1.0, cohort=Cohort(size=2, quorum=2))
+    slow = 0.4 * sum(block.nbytes for block in client.model(run.spec.model).blocks)
+    with working(coordinator, tmp_path, resources={"upload_bytes_per_second": slow}):
+        first = task_of(client, run, 1, lambda task: task.worker == "a/w" and task.is_accepted)
+    other.train(other.take(), step=0.0)
+    with working(coordinator, tmp_path):
+        second = task_of(client, run, 2, lambda task: task.worker == "a/w" and task.is_accepted)
+        other.train(other.take(), step=0.0)
+        until(lambda: client.run(run.id).state == "completed")
+        kept = tmp_path / "state" / "vault" / run.id
+        until(lambda: [path.name for path in kept.iterdir()] == ["current.safetensors"])
+    assert 0 < first.metrics["codec_error"] < 1
+    assert "codec_error" not in second.metrics
+    assert [name for name in Vault(tmp_path / "state" / "vault").load(run.id) if name.startswith(PREFIX)] == []
 
 
 def test_outside_of_its_hours_a_worker_asks_for_nothing(coordinator: LiveCoordinator, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from math import sqrt
 
 import numpy as np
 
-from tessera.shared.tensors.lazy import Array, unpacked
+from tessera.shared.tensors.lazy import Array, squares, unpacked
 from tessera.shared.updates.codecs import pipeline
 from tessera.shared.updates.update_file import EncodedTensor, TrainedBlock
 
@@ -66,13 +66,18 @@ class Feedback:
             left = []
             for step, read in zip(change.steps(), tensor.steps(), strict=True):
                 rest = step - unpacked(read)
-                missing += _squares(rest)
-                whole += _squares(step)
+                missing += squares(rest)
+                whole += squares(step)
                 left.append(rest)
             self.rests.pop(change.block.name, None)
             if pipeline.parse(tensor.codec).drops:
                 self.rests[change.block.name] = Rest(np.concatenate(left), number)
         return sqrt(missing / whole) if whole else 0.0
+
+    def clear(self, changes: Iterable[TrainedBlock]) -> None:
+        """Drop the residuals of blocks that were sent whole."""
+        for change in changes:
+            self.rests.pop(change.block.name, None)
 
     def keep(self, rests: Mapping[str, Array], number: int) -> None:
         """Store what a masked update of round `number` dropped of its blocks, float32 and flat."""
@@ -92,8 +97,3 @@ class Feedback:
 def without_feedback(vault: Mapping[str, Array]) -> dict[str, Array]:
     """Return the vault's entries that belong to the method."""
     return {name: values for name, values in vault.items() if not name.startswith(PREFIX)}
-
-
-def _squares(values: Array) -> float:
-    wide = values.astype(np.float64)
-    return float(wide @ wide)

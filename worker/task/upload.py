@@ -110,6 +110,8 @@ class Egress:
         with written as (update, exact):
             if not exact:
                 report.metrics["codec_error"] = self._settle(update, changes, feedback)
+            elif not self.terms:
+                feedback.clear(changes)
             self._check_egress(update, asked, result.keep)
             self.run.check()
             digest = update.digest
