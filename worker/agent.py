@@ -328,6 +328,8 @@ class Agent:
             with _spanning(task):
                 self._under_lease(task, report)
         except Stopped:
+            # An update may have begun to leave.
+            self._note("task.drop", task, code="stopped")
             self._give_back(task)
             raise
         except UNWANTED as problem:

@@ -6,7 +6,7 @@ import json
 import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -87,6 +87,11 @@ class Desk:
         entries = Audit(self.settings.state_dir / "audit", "w").read()
         return [entry.detail for entry in entries if entry.action == action]
 
+    def compared(self) -> Any:
+        """What `tessera audit compare` finds."""
+        result = CliRunner().invoke(audit_app, ["compare", "--config", str(self.file), "--json"])
+        return json.loads(result.stdout)
+
     @contextmanager
     def working(self) -> Iterator[Agent]:
         stop = Stop()
@@ -109,8 +114,8 @@ def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settings_reload, "SETTLED_SECONDS", 0.05)
 
 
-def begin(client: Client, **spec: Any) -> Run:
-    document, start = untrained(VIT, "image-classification")
+def begin(client: Client, config: Mapping[str, Any] = VIT, **spec: Any) -> Run:
+    document, start = untrained(config, "image-classification")
     wanted = {
         "name": "demo", "dataset": "digits", "training": Training(learning_rate=0.01, batch_size=256),
         "cohort": Cohort(max_attempts=2), **spec,
@@ -185,8 +190,7 @@ def test_an_update_waits_for_its_release_and_is_told_in_the_chain(
     assert desk.audit() == ["task.start", "update.hold", "update.release", "update.leave", "update.count"]
     (left,) = desk.details("update.leave")
     assert (left["update"], left["bytes"], left["blocks"]) == (held["update"], held["nbytes"], len(held["blocks"]))
-    compared = CliRunner().invoke(audit_app, ["compare", "--config", str(desk.file), "--json"])
-    assert json.loads(compared.stdout) == {"agreed": 1, "earlier": 0, "differences": []}
+    assert desk.compared() == {"agreed": 1, "earlier": 0, "differences": []}
 
 
 def test_a_request_on_terms_that_a_person_has_not_read_is_not_approved(
@@ -298,6 +302,22 @@ def test_uploads_are_slowed_down_and_work_is_counted(coordinator: LiveCoordinato
     assert (counted.at - left.at).total_seconds() >= tasks(client, run)[0].upload_bytes / 16384
     used = json.loads((desk.settings.state_dir / "usage.json").read_bytes())["seconds"]
     assert (counted.at - left.at).total_seconds() <= used < 60
+
+
+def test_an_update_that_was_leaving_when_the_worker_stopped_is_no_difference(
+    coordinator: LiveCoordinator, tmp_path: Path
+) -> None:
+    client = coordinator.client()
+    desk = Desk(coordinator, tmp_path, "max_upload_bytes_per_second = 16384\n")
+    # Megabytes, which take minutes to leave.
+    wide = {**VIT, "intermediate_size": 20_000}
+    with desk.working():
+        run = begin(client, wide, training=Training(steps=1, epochs=None))
+        until(lambda: "update.leave" in desk.audit())
+    assert desk.audit() == ["task.start", "update.leave", "task.drop"]
+    assert desk.details("task.drop") == [{"code": "stopped"}]
+    assert tasks(client, run)[0].state == "offered"
+    assert desk.compared() == {"agreed": 0, "earlier": 0, "differences": []}
 
 
 def test_a_worker_whose_minutes_are_used_up_asks_for_nothing_after_a_restart(
