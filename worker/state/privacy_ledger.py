@@ -401,18 +401,20 @@ class Ledger:
             raise LedgerError(
                 f"{self._path(dataset)} was moved into the ledger {moved!r}: set `ledger` of the data set to it again"
             )
-        known = self._expected.get(dataset)
-        if known and self._is_apart(dataset):
+        if dataset in self._expected and self._is_apart(dataset):
             raise LedgerError(
                 f"the ledger {self.name(dataset)!r} lacks what was spent under the name {dataset!r} alone: "
                 "`tessera worker adopt --config FILE` moves it there"
             )
-        if known and missing(entries, known):
-            raise LedgerError(
-                f"{self._path(dataset)} has {len(entries)} entries, and not those {known.entries} that it had when "
-                f"something last left: it was cut off, removed, or is an older copy. Put back the newest copy; if "
-                f"there is none, `tessera worker adopt --config FILE` goes on with what was spent as unknown"
-            )
+        for other, known in self._expected.items():
+            shares = self.name(other) == self.name(dataset) and not self._is_apart(other)
+            if shares and missing(entries, known):
+                raise LedgerError(
+                    f"{self._path(dataset)} has {len(entries)} entries, and not those {known.entries} that it had "
+                    "when something last left: it was cut off, removed, or is an older copy. Put back the newest "
+                    "copy; if there is none, `tessera worker adopt --config FILE` goes on with what was spent as "
+                    "unknown"
+                )
         return entries
 
     def _chain(self, dataset: str) -> Chain[LedgerEntry]:

@@ -123,6 +123,24 @@ def test_a_ledger_that_is_behind_what_the_audit_knows_is_refused_with_the_remedy
         ledger.check("wards")
 
 
+def test_a_shared_ledger_has_what_each_of_its_data_sets_spent(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path, KEY, {"wards": "people", "clinics": "people"})
+    spend(ledger)
+    ledger.leaving("wards")
+    older = file_of(tmp_path, "people").read_bytes()
+    with ledger.page("clinics") as page:
+        page.spend(TaskRef.of(task_of()), 100, TARGET, [STEPS])
+    ledger.leaving("clinics")
+    assert len(ledger.check("wards")) == 2
+    file_of(tmp_path, "people").write_bytes(older)
+    for dataset in ("wards", "clinics"):
+        with pytest.raises(LedgerError, match="has 1 entries, and not those 2"):
+            ledger.check(dataset)
+    for dataset in ("wards", "clinics"):
+        ledger.adopt(dataset)
+    assert [entry.events for entry in ledger.check("wards")] == [(STEPS,), (Exact(use="lost"),)]
+
+
 def test_another_branch_of_the_same_length_is_no_substitute(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path, KEY)
     head = witnessed(tmp_path / "b")
