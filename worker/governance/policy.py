@@ -343,13 +343,21 @@ class Policy(Frozen):
     def _withholds(self, block: Block) -> bool:
         return any(fnmatchcase(block.name, pattern) for pattern in self.never_send)
 
-    def check_task(self, task: Task, kinds: Sequence[TaskKind]) -> None:
-        """Check a task before anything is fetched for it. Raises PolicyViolation."""
+    def check_request(self, task: Task, kinds: Sequence[TaskKind]) -> None:
+        """Check what applies to a helper's task too: its kind, its lease and its run's orchestrator. Raises
+        PolicyViolation."""
         require(task.kind in kinds, "kinds", f"this worker does not {task.kind}")
         if self.orchestrators is not None and task.orchestrator not in self.orchestrators:
             who = repr(task.orchestrator[:80]) if task.orchestrator else "an unnamed orchestrator"
             raise PolicyViolation("orchestrators", f"runs of {who} are not accepted here")
-        method, dataset, lease, longest = task.method.name, task.dataset, task.lease_seconds, self.max_lease_seconds
+        lease, longest = task.lease_seconds, self.max_lease_seconds
+        detail = f"a lease of {lease} s is longer than the {longest} s allowed"
+        require(lease <= longest, "max_lease_seconds", detail)
+
+    def check_task(self, task: Task, kinds: Sequence[TaskKind]) -> None:
+        """Check a task on data before anything is fetched for it. Raises PolicyViolation."""
+        self.check_request(task, kinds)
+        method, dataset = task.method.name, task.dataset
         require(self.allows_method(method), "methods", f"the method {method[:80]!r} is not allowed here")
         require(self.allows_dataset(dataset), "datasets", f"runs may not use the data set {dataset!r}")
         if self.require_privacy:
@@ -361,8 +369,6 @@ class Policy(Frozen):
         if (of_site := self.require_client_privacy) and task.kind == "evaluate":
             detail = "this site requires privacy for itself as a whole, and a version's figures are exact"
             require(of_site.evaluations, "require_client_privacy", detail)
-        detail = f"a lease of {lease} s is longer than the {longest} s allowed"
-        require(lease <= longest, "max_lease_seconds", detail)
 
     def check_epochs(self, epochs: int) -> None:
         most = self.max_epochs

@@ -1,6 +1,7 @@
 """The environment shared by a worker's tasks, and the context of one task."""
 
 import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -50,6 +51,8 @@ from tessera.worker.training.setup import TrainingSetup
 
 MAX_INLINE = 1 << 20
 """Largest total of inline blobs in a task or a submission, in bytes: these are held in memory several times."""
+
+PAUSE_SECONDS = 0.5
 
 
 class Coordinator(Protocol):
@@ -211,6 +214,31 @@ class Journal:
         return {self.dataset: head.model_dump(mode="json")} if head else {}
 
 
+class Throttle:
+    """Limit of `bytes_per_second` on average: waits after each piece. `check` runs while waiting and may raise."""
+
+    def __init__(
+        self,
+        bytes_per_second: float,
+        check: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._rate = bytes_per_second
+        self._check = check
+        self._clock = clock
+        self._sleep = sleep
+        self._began_at = clock()
+        self._sent_bytes = 0
+
+    def sent(self, nbytes: int) -> None:
+        self._sent_bytes += nbytes
+        due_at = self._began_at + self._sent_bytes / self._rate
+        while (left := due_at - self._clock()) > 0:
+            self._sleep(min(left, PAUSE_SECONDS))
+            self._check()
+
+
 @dataclass(frozen=True)
 class TaskRun:
     """One task of a worker and the context that its stages share."""
@@ -229,9 +257,16 @@ class TaskRun:
         self.check()
 
     def sent(self, nbytes: int) -> None:
-        """Count bytes that were sent."""
+        """Count bytes that were sent, and wait as long as the site's upload rate requires."""
         self.report.upload_bytes += nbytes
         self.check()
+        if self._throttle:
+            self._throttle.sent(nbytes)
+
+    @cached_property
+    def _throttle(self) -> Throttle | None:
+        rate = self.env.policy.max_upload_bytes_per_second
+        return Throttle(rate, self.check) if rate else None
 
     def fetch(self, digest: str, max_bytes: int) -> Path:
         """Return the path of a blob, fetched if it is not here. Raises DigestMismatch, BlobTooLarge."""

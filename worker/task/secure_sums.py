@@ -118,10 +118,12 @@ def help_open(run: TaskRun) -> None:
 
     Raises PolicyViolation, TaskFailure, Problem.
     """
-    task, sums = run.task, run.task.sums
-    require(task.kind in run.env.kinds, "kinds", f"this worker does not {task.kind}")
+    task, sums, env = run.task, run.task.sums, run.env
+    env.policy.check_request(task, env.kinds)
+    if env.history:
+        env.history.check(run.snapshot, env.policy)
     run.report.begin("fetching")
-    with _refusing():
+    with env.shelf.pinning(), _refusing():
         if sums is None or sums.document is None:
             raise TaskFailure("invalid-task", "the task names neither terms nor envelopes")
         terms, party = _terms(run, sums), _party(run)
@@ -140,19 +142,21 @@ def help_open(run: TaskRun) -> None:
             head = run.journal.note("sums.agree", sites=len(document.envelopes), **about)
             report = HelperReport(token=task.token, agreement=agreement)
         else:
-            with temporary_file(run.env.scratch) as (path, file):
+            with temporary_file(env.scratch) as (path, file):
                 digest = member.open(terms, document.envelopes, document.agreements, sums.seeds, file)
                 file.flush()
                 nbytes = path.stat().st_size
+                if env.history:
+                    env.history.add(run.snapshot, env.policy, nbytes)
                 senders = sender_set(terms, document.envelopes).digest
                 about = {"senders": senders, "key": party.fingerprint, "masks": digest}
                 head = run.journal.note("sums.open", bytes=nbytes, sites=len(document.envelopes), **about)
                 run.report.begin("uploading", total_bytes=nbytes)
                 with path.open("rb") as opened:
-                    run.env.coordinator.put_stream(digest, opened, nbytes, run.sent)
+                    env.coordinator.put_stream(digest, opened, nbytes, run.sent)
             report = HelperReport(token=task.token, mask_sums=digest)
     counted = {"download_bytes": run.report.download_bytes, "audit_head": head}
-    run.env.coordinator.submit_helper_report(task.id, report.model_copy(update=counted))
+    env.coordinator.submit_helper_report(task.id, report.model_copy(update=counted))
 
 
 def _require_room(run: TaskRun, terms: Terms) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -47,8 +46,6 @@ from tessera.worker.task.upload_budget import write_within
 
 if TYPE_CHECKING:
     from tessera.worker.privacy.private_task import PrivateTask
-
-PAUSE_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
@@ -135,7 +132,7 @@ class Egress:
     def submit(self, ready: ReadyUpdate, keep: Mapping[str, Array], examples: int) -> None:
         """Submit the update: in the submission if it is small, behind it, or after an upload. `keep` stays staged
         beside the vault until a receipt confirms the merge. Raises Problem."""
-        env, task, update, sent = self.run.env, self.run.task, ready.file, self._counting()
+        env, task, update, sent = self.run.env, self.run.task, ready.file, self.run.sent
         is_inline = update.nbytes <= min(task.inline_bytes, MAX_INLINE)
         follows = not is_inline and update.nbytes <= task.stream_bytes
         with update.open() as file:
@@ -319,19 +316,6 @@ class Egress:
             ledger=self.run.journal.ledger_head(),
         )
 
-    def _counting(self) -> Callable[[int], None]:
-        """Return a callback that counts each piece sent and keeps to the site's upload rate."""
-        rate = self.run.env.policy.max_upload_bytes_per_second
-        throttle = Throttle(rate, self.run.check) if rate else None
-
-        def sent(nbytes: int) -> None:
-            self.run.report.upload_bytes += nbytes
-            self.run.check()
-            if throttle:
-                throttle.sent(nbytes)
-
-        return sent
-
 
 def _changes(result: LocalResult, bases: Mapping[str, BlobTensor]) -> list[TrainedBlock]:
     """Return the blocks to send, in the block table's order.
@@ -350,28 +334,3 @@ def _changes(result: LocalResult, bases: Mapping[str, BlobTensor]) -> list[Train
                 )
             changes.append(TrainedBlock(base.block, ArrayTensor(values, base.dtype), base))
     return changes
-
-
-class Throttle:
-    """Limit of `bytes_per_second` on average: waits after each piece. `check` runs while waiting and may raise."""
-
-    def __init__(
-        self,
-        bytes_per_second: float,
-        check: Callable[[], None],
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
-        self._rate = bytes_per_second
-        self._check = check
-        self._clock = clock
-        self._sleep = sleep
-        self._began_at = clock()
-        self._sent_bytes = 0
-
-    def sent(self, nbytes: int) -> None:
-        self._sent_bytes += nbytes
-        due_at = self._began_at + self._sent_bytes / self._rate
-        while (left := due_at - self._clock()) > 0:
-            self._sleep(min(left, PAUSE_SECONDS))
-            self._check()

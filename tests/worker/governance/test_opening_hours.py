@@ -9,7 +9,7 @@ import pytest
 
 from tessera.worker.governance.opening_hours import Opening
 from tessera.worker.governance.policy import Policy, PolicyViolation
-from tessera.worker.task.upload import Throttle
+from tessera.worker.task.environment import Throttle
 
 MONDAY_NOON = datetime(2026, 11, 23, 12, tzinfo=UTC)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 
@@ -16,6 +17,8 @@ from tessera.shared.schema import canonical
 from tessera.shared.secure_sums.messages import SumDocument
 from tessera.shared.tensors.lazy import digest_of
 from tessera.worker.bootstrap import runner_of
+from tessera.worker.governance.policy import Policy, PolicyViolation
+from tessera.worker.governance.run_history import RunHistory
 from tessera.worker.settings import SettingsError, WorkerSettings
 from tessera.worker.state.audit import Action, Audit, signed_sets
 from tessera.worker.state.blob_cache import Cache
@@ -90,9 +93,25 @@ def test_a_worker_without_its_agreements_does_not_start_until_it_has_new_keys(tm
         runner_of(client, settings)
 
 
-def test_a_helper_that_opened_a_set_without_having_signed_it_misses_its_lost_agreements(
-    coordinator: LiveCoordinator, tmp_path: Path
-) -> None:
+@dataclass
+class Opening:
+    """A helper with a task to open a sum, whose terms and envelopes it has. The coordinator knows of no such task."""
+
+    settings: WorkerSettings
+    env: TaskEnvironment
+    task: Task
+    audit: Audit
+
+    def refusal(self) -> Exception:
+        """Opens the sum, whose masks the coordinator takes, and returns how the task ends."""
+        journal = Journal(TaskRef.of(self.task), self.task.dataset, self.audit, None)
+        with pytest.raises((NotFound, PolicyViolation)) as ended:
+            help_open(TaskRun(self.env, self.task, lambda: None, Report(), journal))
+        return ended.value
+
+
+@pytest.fixture
+def opening(coordinator: LiveCoordinator, tmp_path: Path) -> Iterator[Opening]:
     settings = WorkerSettings(
         url=coordinator.url, token=coordinator.token("site", "site-00"), name="w", state_dir=tmp_path / "state",
         device="cpu", datasets={"digits": {"kind": "digits"}}, secure_sums={"site": "site-00", "helper": True},
@@ -116,18 +135,31 @@ def test_a_helper_that_opened_a_set_without_having_signed_it_misses_its_lost_agr
         "secure_sums": {"helpers": fed.names[:4], "quorum": 5},
         "sums": {"terms": digest_of(blobs[0]), "document": digest_of(blobs[1]), "seeds": terms.seeds_of(0)},
     })  # fmt: skip
-    audit = audit_of(settings)
     with coordinator.client("site", "site-00") as client:
         env = TaskEnvironment(
             client, {}, TrainingSetup(torch.device("cpu")), Vault(tmp_path / "vault"), cache, tmp_path,
-            kinds=("open",), sums=replace(party, roster=fed.roster),
+            kinds=("open",), sums=replace(party, roster=fed.roster), history=RunHistory(tmp_path / "runs", "w"),
         )  # fmt: skip
-        journal = Journal(TaskRef.of(task), task.dataset, audit, None)
-        # The coordinator takes the sum of the masks, and does not know the task.
-        with pytest.raises(NotFound):
-            help_open(TaskRun(env, task, lambda: None, Report(), journal))
-        assert [entry.action for entry in audit.read()] == ["sums.open"]
+        yield Opening(settings, env, task, audit_of(settings))
+
+
+def test_a_helper_that_opened_a_set_without_having_signed_it_misses_its_lost_agreements(opening: Opening) -> None:
+    assert isinstance(opening.refusal(), NotFound)
+    assert [entry.action for entry in opening.audit.read()] == ["sums.open"]
+    client, settings = opening.env.coordinator, opening.settings
+    runner_of(client, settings)
+    (settings.state_dir / AGREEMENTS_FILE).unlink()
+    with pytest.raises(SettingsError, match="signed or opened as a helper, such as that of round 1 of run run-1"):
         runner_of(client, settings)
-        (settings.state_dir / AGREEMENTS_FILE).unlink()
-        with pytest.raises(SettingsError, match="signed or opened as a helper, such as that of round 1 of run run-1"):
-            runner_of(client, settings)
+
+
+def test_the_sums_that_a_helper_sends_count_among_the_run_s_uploads(opening: Opening) -> None:
+    assert isinstance(opening.refusal(), NotFound)
+    (entry,) = opening.audit.read()
+    sent = entry.detail["bytes"]
+    assert isinstance(sent, int)
+    opening.env = replace(opening.env, policy=Policy(max_run_upload_bytes=2 * sent - 1))
+    refused = opening.refusal()
+    assert isinstance(refused, PolicyViolation)
+    assert refused.rule == "max_run_upload_bytes"
+    assert opening.audit.read() == (entry,)

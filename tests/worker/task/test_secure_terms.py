@@ -3,6 +3,7 @@ beside each."""
 
 from __future__ import annotations
 
+import time
 from io import BytesIO
 from pathlib import Path
 from random import Random
@@ -200,6 +201,30 @@ def test_a_helper_writes_no_sums_larger_than_its_site_sends(tmp_path: Path) -> N
         help_open(
             sender.run(sender.task(kind="open", plan=Plan(stage="open"), sums=sums), canonical(terms), document)
         )
+
+
+@pytest.mark.parametrize(
+    ("rule", "policy"),
+    [("orchestrators", {"orchestrators": ["trial"]}), ("max_lease_seconds", {"max_lease_seconds": 59})],
+)
+def test_a_helper_keeps_to_its_site_s_rules_of_who_asks_and_for_how_long(
+    tmp_path: Path, rule: str, policy: dict[str, Any]
+) -> None:
+    sender = Sender(tmp_path, **policy)
+    run = sender.run(sender.task(sender.terms(), kind="agree", plan=Plan(stage="agree")))
+    with pytest.raises(PolicyViolation) as violation:
+        help_open(run)
+    assert violation.value.rule == rule
+
+
+def test_what_any_task_sends_keeps_to_the_site_s_rate(tmp_path: Path) -> None:
+    sender = Sender(tmp_path, max_upload_bytes_per_second=16_384)
+    run = sender.run(sender.task(kind="open", plan=Plan(stage="open")))
+    began_at = time.monotonic()
+    run.sent(4096)
+    run.sent(4096)
+    assert time.monotonic() - began_at >= 0.5
+    assert run.report.upload_bytes == 8192
 
 
 def test_a_document_that_would_fill_memory_is_not_parsed(tmp_path: Path) -> None:
