@@ -22,14 +22,17 @@ AGREEMENTS_FILE = "agreements.jsonl"
 RENEW_SECONDS = 7 * 86400.0
 ERASE_SECONDS = 35 * 86400.0
 """A round whose helpers stay away for longer than this can no longer be opened."""
+KEPT_KEYS = 6
+"""The newest sealing keys are not erased, so that a wrong clock does not: those of this week and of five before it."""
 
 
 @dataclass(frozen=True)
 class Keyring:
     """A site's keys in a folder that only its owner can read: a long-term key to sign with, and keys of a week each
-    for messages to it, which are erased after five."""
+    for messages to it, which are erased five weeks later."""
 
     folder: Path
+    clock: Callable[[], float] = field(default=time.time, compare=False)
 
     def identity(self) -> SigningKey:
         """Return the long-term key, created if missing. Raises OSError, and ValueError for an invalid file."""
@@ -37,23 +40,26 @@ class Keyring:
         return SigningKey(secret_key(self.folder / "identity.key"))
 
     def sealing_keys(self) -> Mapping[Hex32, SealingKey]:
-        """Return the keys that are not erased yet, by the public key, the newest last."""
+        """Return the keys that are not erased yet, by the public key."""
         keys = (SealingKey(secret_key(path)) for _, path in self._files())
         return {key.public: key for key in keys}
 
     def public(self, site: str) -> SiteKeys:
         """Return the public keys for others, with a new sealing key if the last one is a week old."""
-        now, files = time.time(), self._files()
-        for created, path in files:
+        now = self.clock()
+        # A wrong clock dated the keys of later than now. They open what was sealed to them, and are not used again.
+        past = sorted((created, path) for created, path in self._files() if created <= now)
+        for created, path in past[:-KEPT_KEYS]:
             if created < now - ERASE_SECONDS:
                 path.unlink(missing_ok=True)
-        if not files or files[-1][0] < now - RENEW_SECONDS:
-            secret_key(self.folder / f"sealing-{int(now)}.key")
-        return signed_keys(site, self.identity(), list(self.sealing_keys())[-1])
+        is_present = bool(past) and past[-1][0] >= now - RENEW_SECONDS
+        newest = past[-1][1] if is_present else self.folder / f"sealing-{int(now)}.key"
+        return signed_keys(site, self.identity(), SealingKey(secret_key(newest)).public)
 
     def _files(self) -> list[tuple[int, Path]]:
+        """Return the files of sealing keys, each with the time in its name at which it was made."""
         found = ((path.stem.removeprefix("sealing-"), path) for path in self.folder.glob("sealing-*.key"))
-        return sorted((int(created), path) for created, path in found if created.isdecimal())
+        return [(int(created), path) for created, path in found if created.isdecimal()]
 
 
 class _Agreed(Link):
