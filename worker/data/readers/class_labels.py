@@ -1,6 +1,7 @@
 """Conversion of labels to a model's class numbers, which are the same at every site."""
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
@@ -16,7 +17,7 @@ MAX_CLASSES = 100_000
 
 
 def _each_once(names: tuple[str, ...]) -> tuple[str, ...]:
-    if twice := sorted({name for name in names if names.count(name) > 1}):
+    if twice := sorted(name for name, count in Counter(names).items() if count > 1):
         raise ValueError(f"named twice: {', '.join(twice[:MAX_SHOWN])}")
     return names
 
@@ -84,10 +85,11 @@ def numbered(
 def _require_examples(where: str, present: set[int], names: Sequence[str], absent: Absent | None) -> None:
     if absent == "any":
         return
+    known, excused = set(names), set(absent or ())
     for name in absent or ():
-        if name not in names:
+        if name not in known:
             raise DataError(f"absent: {name!r} is not among the names in `labels`{did_you_mean(name, names)}")
-    empty = [name for place, name in enumerate(names) if place not in present and name not in (absent or ())]
+    empty = [name for place, name in enumerate(names) if place not in present and name not in excused]
     if empty:
         consent = json.dumps([*(absent or ()), *empty] if len(empty) <= MAX_SHOWN else "any", ensure_ascii=False)
         raise DataError(
