@@ -193,15 +193,19 @@ class BaseCache:
             return True
 
     def _verified(self, record: BaseRecord, names: Iterable[str]) -> None:
-        """Note that files were found to be as they were added. Only all of a file's blocks vouch for the file."""
-        whole = {
-            name
-            for name in names
-            if all(_digest_at(place.span) == digest for digest, place in record.places.items() if place.file == name)
-        }
-        with suppress(OSError), alone(self.folder, wait=True):
-            states = {name: FileState.of(Path(name)) for name in whole}
-            self._write(record.model_copy(update={"files": {**record.files, **states}}))
+        """Note that files were found to be as they were added, unless the record was changed or removed meanwhile.
+        Only all of a file's blocks vouch for the file."""
+        states: dict[str, FileState] = {}
+        with suppress(OSError):
+            for name in names:
+                # Before it is read: what is written to it meanwhile is not verified.
+                state = FileState.of(Path(name))
+                placed = [(digest, place.span) for digest, place in record.places.items() if place.file == name]
+                if all(_digest_at(span) == digest for digest, span in placed):
+                    states[name] = state
+            with alone(self.folder, wait=True):
+                if self._read(self._path(record.source)) == record:
+                    self._write(record.model_copy(update={"files": {**record.files, **states}}))
 
     def _write(self, record: BaseRecord) -> None:
         """Write a record. The caller has locked the folder."""
