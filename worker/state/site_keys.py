@@ -23,7 +23,7 @@ RENEW_SECONDS = 7 * 86400.0
 ERASE_SECONDS = 35 * 86400.0
 """A round whose helpers stay away for longer than this can no longer be opened."""
 KEPT_KEYS = 6
-"""The newest sealing keys, those of this week and of the five before it, are not erased, whatever the clock says."""
+"""The newest sealing keys, those of this week and of the five before it, which even a wrong clock does not erase."""
 
 
 @dataclass(frozen=True)
