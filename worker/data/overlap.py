@@ -28,14 +28,8 @@ CHECKED = 1000
 """Number of examples between two calls of `check`."""
 
 
-def fingerprints(dataset: Dataset, key: bytes, check: Callable[[], None] = lambda: None) -> Array:
-    """Return the sorted hashes of all distinct examples that can be read, held-out ones included: uint64 [examples].
-    Raises as `hashes_in_order` does."""
-    return distinct(hashes_in_order(dataset, key, check))
-
-
 def distinct(hashes: Array) -> Array:
-    """Return the sorted hashes of distinct examples that can be read."""
+    """Return the sorted hashes of distinct examples that can be read: uint64 [examples]."""
     return np.setdiff1d(hashes, UNREADABLE)
 
 

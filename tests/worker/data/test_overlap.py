@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from structlog.testing import capture_logs
 
 from tessera.worker.data.dataset import DataError, Dataset, RowsOnDisk
-from tessera.worker.data.overlap import CHECKED, fingerprints, share_of, sketch_of
+from tessera.worker.data.overlap import CHECKED, distinct, hashes_in_order, share_of, sketch_of
 from tessera.worker.data.registry import load
 from tessera.worker.governance.policy import Allowance, Policy, PolicyViolation
 from tessera.worker.settings import WorkerSettings
@@ -40,7 +40,7 @@ def images(places: range, labels: int = 0) -> Dataset:
 
 
 def prints(places: range) -> np.ndarray:
-    return fingerprints(images(places), KEY)
+    return distinct(hashes_in_order(images(places), KEY))
 
 
 def test_a_share_is_exact_for_few_examples_and_close_for_many() -> None:
@@ -61,15 +61,15 @@ def test_a_sketch_holds_what_was_ever_used_and_is_bounded() -> None:
 def test_neither_the_label_nor_what_is_held_out_hides_an_example() -> None:
     other = images(range(50), labels=1)
     other = Dataset(other.rows(torch.arange(25)).tensors, held_out=other.rows(torch.arange(25, 50)))
-    assert (fingerprints(other, KEY) == prints(range(50))).all()
-    assert not set(fingerprints(other, b"o" * 32)) & set(prints(range(50)))
+    assert (distinct(hashes_in_order(other, KEY)) == prints(range(50))).all()
+    assert not set(hashes_in_order(other, b"o" * 32)) & set(prints(range(50)))
 
 
 def of_file(file: Path, first: int, dtype: torch.dtype = torch.int64, group: bool = True) -> np.ndarray:
     """Of 40 texts whose tokens are numbers from `first` on, of 20 patients."""
     made = {"input_ids": torch.arange(first, first + 40, dtype=dtype)[:, None], "labels": torch.zeros(40)}
     save_file({**made, "group": torch.arange(40) // 2} if group else made, file)
-    return fingerprints(load("arrays", {"file": str(file)}, held_out=0.5, key=KEY), KEY)
+    return distinct(hashes_in_order(load("arrays", {"file": str(file)}, held_out=0.5, key=KEY), KEY))
 
 
 def test_a_group_number_is_not_taken_for_an_example(tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ def test_a_stop_need_not_wait_for_all_examples_to_be_hashed() -> None:
             raise Stopped
 
     with pytest.raises(Stopped):
-        fingerprints(images(range(2 * CHECKED)), KEY, check)
+        hashes_in_order(images(range(2 * CHECKED)), KEY, check)
     assert next(checks) == 2
 
 
