@@ -37,7 +37,6 @@ COORDINATOR = {
 """Of the coordinator's settings, which are read from the environment."""
 
 MANIFEST = {"memory": "server_state", "numbers": "scalars"}
-AIRLOCK = {"numbers": "metrics"}
 TERMS = {"divide": "normalization"}
 
 

@@ -10,11 +10,10 @@ import time
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from pydantic import ValidationError, model_validator
+from pydantic import ValidationError
 
-from tessera.shared import renamed_keys
 from tessera.shared.run_settings import Privacy, Unit
 from tessera.shared.schema import Digest, Frozen, canonical
 from tessera.worker.state.atomic_files import written_whole
@@ -71,11 +70,6 @@ class Summary(Frozen):
     """The unit that epsilon protects; None without differential privacy."""
     covers_choice: bool = True
     """False if epsilon does not cover what the choice of blocks reveals."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _of_a_version_before(cls, given: Any) -> Any:
-        return renamed_keys.read_old(given, renamed_keys.AIRLOCK)
 
 
 class ReleaseDecision(Frozen):
