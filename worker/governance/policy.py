@@ -355,7 +355,7 @@ class Policy(Frozen):
         require(lease <= longest, "max_lease_seconds", detail)
 
     def check_task(self, task: Task, kinds: Sequence[TaskKind]) -> None:
-        """Check a task on data before anything is fetched for it. Raises PolicyViolation."""
+        """Check a task on data before a version is fetched for it. Raises PolicyViolation."""
         self.check_request(task, kinds)
         method, dataset = task.method.name, task.dataset
         require(self.allows_method(method), "methods", f"the method {method[:80]!r} is not allowed here")

@@ -1,4 +1,7 @@
-"""The first gate: checks of a task against the site's rules before anything is fetched for it."""
+"""The first gate: checks of a task against the site's rules before a version is fetched for it.
+
+It fetches documents alone, where it needs them: the model's description, and the terms of a secure sum.
+"""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ class RankStages(Protocol):
 
 @dataclass(frozen=True)
 class TaskRunner(TaskEnvironment):
-    """Executor of a worker's tasks. The site's rules apply at three gates: before anything is fetched (`admission`),
+    """Executor of a worker's tasks. The site's rules apply at three gates: before a version is fetched (`admission`),
     before data are read (`train`, `evaluate`) and before anything leaves (`upload`)."""
 
     ranks: RankStages | None = None
