@@ -182,6 +182,12 @@ def four_bit_layers(model: nn.Module) -> dict[str, FourBitLinear]:
     return {f"{path}.weight": module for path, module in model.named_modules() if isinstance(module, FourBitLinear)}
 
 
+def buffers_of_passes(model: nn.Module) -> list[Tensor]:
+    """Return the buffers that a forward pass may change: all except matrices in 4 bits, most of such a model."""
+    modules = (module for module in model.modules() if not isinstance(module, FourBitLinear))
+    return [buffer for module in modules for buffer in module.buffers(recurse=False)]
+
+
 def stored_bytes(blocks: Iterable[Block], tensors: Collection[str]) -> int:
     """Return the bytes of blocks of which some are in 4 bits, with room to compute the largest matrix twice."""
     total, largest = Fraction(0), dict[str, int]()

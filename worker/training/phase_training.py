@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tessera.shared.methods.base import Phase
 from tessera.shared.model.blocks import Block
+from tessera.worker.model.four_bits import buffers_of_passes
 from tessera.worker.training.batches import Batch, Batches
 from tessera.worker.training.checkpoints import Below, under
 from tessera.worker.training.context import LocalTaskContext
@@ -235,7 +236,7 @@ class PhaseTraining:
         value: Tensor | None
         while True:
             generators = generator_states()
-            buffers = [(buffer, buffer.clone()) for buffer in self._local.context.model.buffers()]
+            buffers = [(buffer, buffer.clone()) for buffer in buffers_of_passes(self._local.context.model)]
             try:
                 value = self._gradients(batch, labels)
             except torch.OutOfMemoryError:

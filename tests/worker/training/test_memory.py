@@ -13,21 +13,23 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tessera.shared.methods.base import MethodSpec, Phase, Plan, RunInfo
 from tessera.shared.methods.registry import worker_half
-from tessera.shared.model.selectors import EVERYTHING
+from tessera.shared.model.selectors import EVERYTHING, roles
 from tessera.shared.run_settings import Training
 from tessera.worker.failures import failure_of
 from tessera.worker.model.block_map import block_table, named_tensors
 from tessera.worker.model.build import instantiate, read_block
+from tessera.worker.model.four_bits import four_bit_layers, four_bit_tensors, put_four_bits
 from tessera.worker.simulation import Weights, simulate
 from tessera.worker.training.context import LocalTaskContext
 from tessera.worker.training.optimization.micro_batch import ExampleTooLarge, MicroBatch, PieceSize
 from tessera.worker.training.randomness import seed_everything
 from tessera.worker.training.setup import TrainingSetup
 from tessera.worker.training.trainer import Trainer
-from tests.support.tasks import CPU, EACH_METHOD, VIT, images, subject_of
+from tests.support.tasks import ADAPTED, CPU, EACH_METHOD, VIT, images, subject_of
 
 Memory = Callable[[nn.Module, int], None]
 
@@ -120,6 +122,37 @@ def test_one_example_that_does_not_fit_fails_the_task_and_says_so() -> None:
 def test_a_size_that_the_site_set_is_not_changed() -> None:
     with pytest.raises(torch.OutOfMemoryError, match="in a test"):
         trained(4, forward_memory, 3)
+
+
+class Clones(TorchDispatchMode):
+    """The addresses of the tensors that are copied within the block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.clone.default:
+            self.seen.add(args[0].data_ptr())
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_base_in_4_bits_is_not_copied_at_each_step() -> None:
+    model = ADAPTED.model()
+    put_four_bits(model, four_bit_tensors(ADAPTED.document()), fill=True)
+    forward_memory(model, 3)
+    model.register_buffer("counts", torch.zeros(3))
+    context = LocalTaskContext(model, ADAPTED.head, Plan(), ADAPTED.blocks)
+    half = worker_half(MethodSpec(name="lora"), ADAPTED.facts())
+    size = PieceSize.of("auto")
+    setup = TrainingSetup(CPU, "auto")
+    trainer = Trainer(half, context, Training(batch_size=8), setup, lambda: None, piece_size=size)
+    with Clones() as clones:
+        trainer.train([Phase(roles("adapter"))], images(20), 0)
+    base = {each.data_ptr() for layer in four_bit_layers(model).values() for each in (layer.packed, layer.scales)}
+    assert size.examples == 2
+    assert model.counts.data_ptr() in clones.seen
+    assert not base & clones.seen
 
 
 @pytest.mark.parametrize(
