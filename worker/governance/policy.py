@@ -237,7 +237,7 @@ class Policy(Frozen):
         default=7 * 86400.0, description="longest duration of a task, regardless of lease renewals"
     )
     min_evaluation_examples: PositiveInt = Field(
-        default=20, description="fewest examples on which a version is evaluated"
+        default=20, description="fewest examples over which a version is evaluated, or a training loss is reported"
     )
     max_evaluations: PositiveInt = Field(
         default=10_000,

@@ -116,7 +116,7 @@ class PhaseTraining:
         """Train on the batches, each with its labels on the CPU, of at most one pass over the data.
 
         Returns the mean loss over the examples of the pass's steps, with those before a checkpoint from which it
-        resumes. Raises TrainingDiverged.
+        resumes; nan if these are fewer than `min_loss_examples`. Raises TrainingDiverged.
         """
         for batch, labels in batches:
             self._local.check()
@@ -127,7 +127,7 @@ class PhaseTraining:
                 self._read()
             after_step()
         self._read()
-        mean = self.loss_sum / self.examples if self.examples else math.nan
+        mean = self._mean_loss
         self.loss_sum, self.examples = 0.0, 0
         return mean
 
@@ -160,9 +160,14 @@ class PhaseTraining:
             self.rate_steps += step.share
         if self._local.scaler.get_scale() < MIN_LOSS_SCALE:
             raise self._diverged("gradients are not finite")
-        enough = self.examples >= self._local.min_loss_examples
-        self._local.report.loss = self.loss_sum / self.examples if enough and self.examples else None
+        mean = self._mean_loss
+        self._local.report.loss = None if math.isnan(mean) else mean
         self._read_at = self._local.clock()
+
+    @property
+    def _mean_loss(self) -> float:
+        enough = self.examples >= self._local.min_loss_examples
+        return self.loss_sum / self.examples if enough else math.nan
 
     def _diverged(self, what: str) -> TrainingDiverged:
         rate = f"{self._local.training.learning_rate:g}"

@@ -79,7 +79,7 @@ class LocalTraining:
     report: Report = field(default_factory=Report)
     """The progress report: its steps are counted at each, its loss about once a second."""
     min_loss_examples: int = 1
-    """Number of examples from which on the mean loss is reported."""
+    """Number of examples, at least 1, from which on the mean loss is reported."""
     scaler: torch.amp.GradScaler = field(default_factory=lambda: torch.amp.GradScaler("cpu", enabled=False))
     """The loss scaler for float16. Pass the run's to begin at the scale of its last round."""
     round_number: int = 1

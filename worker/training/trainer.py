@@ -43,7 +43,7 @@ class Trainer(LocalTraining):
         """Train the phases, each with an optimizer of its own over the blocks that it trains.
 
         The returned loss is the mean over the examples of the last whole epoch, or of all steps if they are fewer;
-        nan if these have fewer than `min_loss_examples`, without phases, or if training is private. Raises
+        nan if these examples are fewer than `min_loss_examples`, without phases, or if training is private. Raises
         TrainingDiverged, SelectorError for a phase that names blocks which the model lacks, UnsupportedRun for
         losses that several ranks cannot divide, and the exceptions of `check` and `private`.
         """
@@ -88,8 +88,7 @@ class Trainer(LocalTraining):
 
     def _train_openly(self, current: PhaseTraining, steps: int, batches: Batches, state: TrainingState) -> None:
         """Make the steps, over a new permutation for each pass over the data, and note the loss, as in `train`."""
-        examples = batches.dataset.examples
-        whole = steps_per_epoch(self.training, examples)
+        whole = steps_per_epoch(self.training, batches.dataset.examples)
         state.restore_generators()
         phase = state.at.phase
         while current.batches < steps:
@@ -97,9 +96,9 @@ class Trainer(LocalTraining):
             first = number * whole
             count = min(whole, steps - first)
             mean = self._pass(current, batches.of_pass(phase, number, skip), first + count, state)
-            enough = first == 0 and count * (batches.size or examples) >= self.min_loss_examples
             # A pass that ends early does not replace the loss over all examples.
-            state.end_pass(mean if count == whole or enough else state.at.loss)
+            replaces = (count == whole or first == 0) and not math.isnan(mean)
+            state.end_pass(mean if replaces else state.at.loss)
             state.save_if_due(current)
         current.make_up(batches.of_pass(phase, number) for number in counted(math.ceil(steps / whole)))
 

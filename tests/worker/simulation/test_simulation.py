@@ -129,6 +129,16 @@ def test_each_version_is_measured_centrally_and_at_each_site_that_holds_somethin
     assert set(result.scores()[2]) >= {"accuracy", "loss"}
 
 
+@pytest.mark.parametrize(("least", "tells"), [(20, {"b"}), (1, {"a", "b"})])
+def test_an_update_tells_a_loss_over_as_many_examples_as_the_policy_allows(
+    least: int, tells: set[str], model: Weights
+) -> None:
+    sites = {"a": images(0, 19), "b": images(1, 20)}
+    conditions = Conditions(policy=Policy(min_evaluation_examples=least))
+    (made,) = simulate(spec(rounds=1), model, sites, conditions=conditions).rounds
+    assert {task.worker.partition("/")[0] for task in made.tasks if "loss" in task.metrics} == tells
+
+
 def test_frozen_blocks_are_fetched_once_and_never_sent(model: Weights) -> None:
     settings = {"warmup_rounds": 1, "scope": "v_head"}
     result = simulate(spec("fedfrozen", settings=settings, codec="raw"), model, SITES)

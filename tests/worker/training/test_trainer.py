@@ -167,6 +167,27 @@ def test_the_loss_of_few_steps_is_told_only_of_as_many_examples_as_the_site_tell
     assert math.isnan(train(work_on(), steps=2, min_loss_examples=17).loss)
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [{"epochs": 2, "batch_size": 7}, {"epochs": 2, "batch_size": 32}, {"steps": 1, "batch_size": None}],
+    ids=lambda settings: str(settings["batch_size"]),
+)
+def test_so_is_the_loss_of_whole_passes(settings: dict[str, int | None]) -> None:
+    assert math.isfinite(train(work_on(), min_loss_examples=24, **settings).loss)
+    assert math.isnan(train(work_on(), min_loss_examples=25, **settings).loss)
+
+
+def test_examples_of_a_skipped_step_do_not_count_towards_the_loss_that_is_told() -> None:
+    for least, is_told in ((16, True), (17, False)):
+        context, steps, report = work_on(), count(), Report()
+        # The second of three batches of 8 overflows.
+        head = context.model.get_parameter("classifier.bias")
+        head.register_hook(lambda each, steps=steps: each * torch.inf if next(steps) == 1 else each)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        stats = train(context, scaler=scaler, report=report, min_loss_examples=least, learning_rate=0.01)
+        assert math.isfinite(stats.loss) == is_told
+
+
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])
 def test_the_rates_of_a_round_are_its_part_of_the_schedule(schedule: str) -> None:
     phases = (Phase(roles("head")), Phase(all_but("head"), epochs=2))
