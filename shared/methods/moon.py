@@ -5,10 +5,10 @@ by the model in training, z_g by the version, z_p by the model that this site la
 
     loss = f_k + mu * -log( exp(s(z, z_g)/T) / (exp(s(z, z_g)/T) + exp(s(z, z_p)/T)) )
 
-The features are the input of the model's head; for texts, the mean over tokens other than padding. The paper adds a
-projection head of two layers, which a pretrained transformer does not have. z is from the same pass as f_k; z_g and
-z_p are computed without dropout. Until a site has submitted a model, the term is omitted: with z_p = z_g its gradient
-is zero. With mu = 0 it is FedAvg, bit for bit.
+The features are the input of the model's head: for texts, the mean over tokens other than padding; in a dual encoder,
+the images'. The paper adds a projection head of two layers, which a pretrained transformer does not have. z is from
+the same pass as f_k; z_g and z_p are computed without dropout. Until a site has submitted a model, the term is
+omitted: with z_p = z_g its gradient is zero. With mu = 0 it is FedAvg, bit for bit.
 """
 
 from __future__ import annotations
@@ -46,8 +46,12 @@ class MoonSettings(MethodSettings):
 
 class MoonCoordinator(CoordinatorHalf[MoonSettings]):
     def start(self, state: State) -> State:
-        if not any(block.role == "head" for block in self.run.blocks):
-            raise UnsupportedRun("moon contrasts the inputs of a model's head, and this model has no head of its own")
+        # A dual encoder's scale of the logits is a head without a module, which has no inputs.
+        if not any(block.role == "head" and "." in block.tensor for block in self.run.blocks):
+            raise UnsupportedRun(
+                "moon contrasts the inputs of a model's head, and this model has no module as its head: begin a run "
+                "with another method, or with a model that has a head"
+            )
         return state
 
 

@@ -172,10 +172,12 @@ class LocalTaskContext:
         return self._with_padding(batch).get(name)
 
     def _head_module(self) -> nn.Module:
+        # A dual encoder's scale of the logits is the model's own parameter, and its first projection that of images.
         paths = [block.tensor.rpartition(".")[0] for block in self.blocks if block.role == "head"]
-        if not paths or not paths[0]:
+        path = next(filter(None, paths), None)
+        if path is None:
             raise ValueError("the model has no head module, so it has no features: choose a head or another method")
-        return self.model.get_submodule(paths[0])
+        return self.model.get_submodule(path)
 
     def attention(self, batches: Iterable[Mapping[str, Tensor]], tokens: TaskTokens) -> dict[str, LayerAttention]:
         common = partial(common_to_all, head=self.head)

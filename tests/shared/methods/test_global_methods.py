@@ -31,8 +31,9 @@ from tessera.shared.tensors.lazy import Array, ArrayTensor, Tensor, to_array
 from tessera.worker.model.block_map import block_table, named_tensors
 from tessera.worker.model.build import instantiate, write_block
 from tessera.worker.training.context import LocalTaskContext
+from tests.support.duals import dual, pairs
 from tests.support.rounds import SGD, Rounds, same_bits, site_data
-from tests.support.tasks import VIT, images, one_task
+from tests.support.tasks import VIT, Subject, images, one_task
 
 HEAD = "classifier.weight"
 NAMES = ("a/w", "b/w", "c/w")
@@ -644,9 +645,25 @@ def test_moon_moves_the_statistics_of_batches_once_a_batch() -> None:
     assert all(torch.equal(found[name], buffer) for name, buffer in expected.items())
 
 
+def test_moon_contrasts_the_images_of_a_dual_encoder() -> None:
+    clip = Subject(dual("clip"), "contrastive", lambda: pairs("clip"))
+    context = in_training(clip.config, clip.head)
+    (batch,) = clip.data().batches(None, None)
+    _, features = context.forward_with_features(batch)
+    images_alone = context.model.vision_model(pixel_values=batch["pixel_values"]).pooler_output
+    torch.testing.assert_close(features, images_alone)
+    # The second round has the version and the last model to contrast.
+    vault = one_task("moon", subject=clip, **SGD)[1].keep
+    found, plain = (one_task(method, subject=clip, vault=vault, **SGD)[1].upload for method in ("moon", "fedavg"))
+    name = "visual_projection.weight"
+    assert not np.array_equal(found[name], plain[name])
+
+
 def test_moon_refuses_a_model_without_a_head() -> None:
-    with pytest.raises(UnsupportedRun, match="no head of its own"):
-        initial_state(half_of("moon"), State(0, {}))
+    scaled = RunInfo(block_table(instantiate(dual("siglip"), "contrastive")), 9)
+    for half in (half_of("moon"), coordinator_half(MethodSpec(name="moon"), scaled)):
+        with pytest.raises(UnsupportedRun, match=r"no module as its head.* begin a run with another method"):
+            initial_state(half, State(0, {}))
 
 
 # ---------------------------------------------------------------- for all of them
