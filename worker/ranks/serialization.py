@@ -2,8 +2,8 @@
 
 A document holds the bytes of its arrays, then JSON of everything else, then the JSON's length. Read from a file, its
 arrays are mapped in place of copied. A reader builds only numbers, texts, containers, tensors, and the records and
-exceptions of two lists. Any other exception arrives by its name alone: it might quote data, or mean something else
-there.
+exceptions of two lists. An exception of a further class arrives as one of the listed class from which it derives, and
+any other by its name alone: it might quote data, or mean something else there.
 """
 
 import io
@@ -263,11 +263,12 @@ class _Reader:
 
 
 def _parts_of(exception: BaseException) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
-    """Return the name of an exception's class, its arguments and its attributes: those of a failure that names the
-    exception alone, if it is none of `EXCEPTIONS`."""
-    if EXCEPTIONS.get(type(exception).__name__) is not type(exception):
-        exception = TaskFailure(UNEXPLAINED, f"{type(exception).__name__} in a rank; the worker's own log has more")
-    return type(exception).__name__, exception.args, vars(exception)
+    """Return the name of the first of `EXCEPTIONS` from which an exception derives, its arguments and its attributes:
+    those of a failure that names the exception alone, if there is none."""
+    for kind in type(exception).__mro__:
+        if EXCEPTIONS.get(kind.__name__) is kind:
+            return kind.__name__, exception.args, vars(exception)
+    return _parts_of(TaskFailure(UNEXPLAINED, f"{type(exception).__name__} in a rank; the worker's own log has more"))
 
 
 def _exception_of(name: str, arguments: tuple[Any, ...], attributes: dict[str, Any]) -> BaseException:

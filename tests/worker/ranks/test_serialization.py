@@ -21,8 +21,11 @@ from tessera.worker.data.loaders import LoaderProcesses
 from tessera.worker.data.normalization import Normalized
 from tessera.worker.data.prepared import Prepared
 from tessera.worker.data.registry import load
+from tessera.worker.failures import failure_of
 from tessera.worker.governance.policy import Policy, PolicyViolation
 from tessera.worker.model.build import ModelMismatch
+from tessera.worker.model.config import UnsafeConfig
+from tessera.worker.model.prompts import PromptError
 from tessera.worker.ranks import serialization
 from tessera.worker.ranks.shared_dataset import dataset_of, parts_of
 from tessera.worker.task.errors import TaskFailure
@@ -155,6 +158,16 @@ def test_an_exception_arrives_as_it_was_raised(fault: Exception) -> None:
     arrived = copied(fault)
     assert type(arrived) is type(fault)
     assert (str(arrived), vars(arrived)) == (str(fault), vars(fault))
+
+
+class OfAMethod(UnsupportedRun):
+    """An exception of a method from another package."""
+
+
+@pytest.mark.parametrize("fault", [PromptError("text"), UnsafeConfig("text"), OfAMethod("text")])
+def test_an_exception_of_a_further_class_is_reported_as_by_one_process(fault: Exception) -> None:
+    assert failure_of(copied(fault)) == failure_of(fault)
+    assert failure_of(fault)[1] == "text"
 
 
 @pytest.mark.parametrize("fault", [ValueError("secret"), KeyError(3), OSError(2, "secret", "secret")])
