@@ -136,9 +136,11 @@ class Group:
         # What the first rank computes for all may itself ask for this.
         if self.alone:
             return compute()
-        value, fault = self._sent(self._outcome(compute) if self.is_first else b"", 0)
+        document, cause = self._outcome(compute) if self.is_first else (b"", None)
+        value, fault = self._sent(document, 0)
         if fault:
-            raise fault
+            # The cause has the traceback, for this rank's log.
+            raise fault from cause
         return value  # type: ignore[no-any-return]
 
     def each(self, own: object) -> list[Any]:
@@ -146,12 +148,13 @@ class Group:
         document = dumps(own)
         return [self._sent(document, rank) for rank in range(self.size)]
 
-    def _outcome(self, compute: Callable[[], object]) -> bytes:
+    def _outcome(self, compute: Callable[[], object]) -> tuple[bytes, Exception | None]:
+        """Return the document of a result and of an exception, one of which is None, and this exception."""
         self.alone = True
         try:
-            return dumps((compute(), None))
+            return dumps((compute(), None)), None
         except Exception as fault:  # noqa: BLE001  (each rank raises it)
-            return dumps((None, fault))
+            return dumps((None, fault)), fault
         finally:
             self.alone = False
 

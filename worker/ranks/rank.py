@@ -146,8 +146,8 @@ class Rank:
         try:
             given: GroupTask = serialization.read(path)
             result = self._execute(given)
-            if self._group.is_first:
-                serialization.write(self._folder / RESULT_FILE, result)
+            # The others wait for it: they would end if the agent sent them no message for a while.
+            self._group.same(lambda: serialization.write(self._folder / RESULT_FILE, result))
         except RanksStopped:
             pass
         except Exception as fault:  # noqa: BLE001  (the agent decides what a failure of any kind means)

@@ -5,13 +5,16 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from tessera.shared.api.tasks import Task
-from tessera.worker.ranks.messages import RESULT_FILE
+from tessera.worker.ranks import session
+from tessera.worker.ranks.messages import RESULT_FILE, Ended, receive
 from tessera.worker.ranks.stages import FOLDER, DeviceStages
 from tessera.worker.simulation import Stalled
 from tessera.worker.task.runner import TaskRunner
@@ -123,14 +126,39 @@ class BlockingRunner(TaskRunner):
         super().run(task, blocking, report)
 
 
+def test_no_rank_ends_a_task_before_its_result_is_written(
+    fresh_stages: DeviceStages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faults: dict[Connection, BaseException | None] = {}
+
+    def watched(connection: Connection) -> Any:
+        message = receive(connection)
+        if isinstance(message, Ended):
+            faults[connection] = message.fault
+        if isinstance(message, Ended) and message.fault:
+            # The agent reads no message of the others any more.
+            assert fresh_stages._session
+            for other in fresh_stages._session._connections:
+                while other not in faults:
+                    watched(other)
+        return message
+
+    monkeypatch.setattr(session, "receive", watched)
+    with pytest.raises(Stalled, match="IsADirectoryError"):
+        divided(Case("fedavg", training={"steps": 1}), fresh_stages, monkeypatch, BlockingRunner)
+    assert len(faults) % 2 == 0
+    assert all(faults.values())
+
+
 @pytest.mark.long
 def test_a_result_that_cannot_be_written_fails_the_task_with_its_reason(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     stages = DeviceStages((CPU, CPU), tmp_path, threads=1)
     with pytest.raises(Stalled, match="failed: IsADirectoryError in a rank"):
         divided(Case("fedavg", training={"steps": 1}), stages, monkeypatch, BlockingRunner)
     stages.close()
+    assert "IsADirectoryError: [Errno 21] Is a directory" in capfd.readouterr().out
     assert nothing_left(tmp_path)
 
 
