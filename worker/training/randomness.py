@@ -32,12 +32,12 @@ def generator_states() -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def set_generator_states(document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Set the states that `generator_states` returned."""
+    """Set the states that `generator_states` returned, except those of GPUs that this process does not see."""
     version, words, gauss = document["python"]
     random.setstate((version, tuple(words), gauss))
     np.random.set_state(tuple(document["numpy"]))  # noqa: NPY002
     for device, state in tensors.items():
         if device == "cpu":
             torch.set_rng_state(state.clone())
-        else:
+        elif torch.device(device).index < torch.cuda.device_count():
             torch.cuda.set_rng_state(state.clone(), device)

@@ -37,6 +37,7 @@ from tessera.worker.training.context import LocalTaskContext
 from tessera.worker.training.optimization.micro_batch import PieceSize
 from tessera.worker.training.optimization.moments import Moments
 from tessera.worker.training.progress import Report
+from tessera.worker.training.randomness import generator_states, set_generator_states
 from tessera.worker.training.setup import TrainingSetup
 from tessera.worker.training.trainer import Trainer
 from tests.support.tasks import PLAIN, Subject, images, one_task, subject_of
@@ -253,6 +254,15 @@ def test_progress_continues_from_the_checkpoint() -> None:
     assert (progress.step, progress.steps) == (5, 10)
     # Five steps took two hours and the moment that this test takes, so the other five take as long.
     assert progress.seconds_left == pytest.approx(7200, rel=0.05)
+
+
+def test_states_of_gpus_that_are_no_longer_visible_are_left_out() -> None:
+    document, tensors = generator_states()
+    first, queued = torch.rand(1), len(torch.cuda._queued_calls)
+    # Where there is no GPU, torch would keep the state until there is one.
+    set_generator_states(document, {**tensors, f"cuda:{torch.cuda.device_count()}": tensors["cpu"]})
+    assert torch.equal(torch.rand(1), first)
+    assert len(torch.cuda._queued_calls) == queued
 
 
 def test_a_full_disk_does_not_end_training(tmp_path: Path) -> None:
