@@ -40,7 +40,7 @@ class Report:
     by_quarter: bool = False
     """Report only full quarters of the steps: the duration of a single step would reveal the size of its batch."""
     resumed_seconds: float = 0.0
-    """Time in training before the checkpoint from which it resumed."""
+    """Time in training before the checkpoint from which it resumed, in earlier processes."""
     began: list[tuple[float, Phase]] = field(default_factory=list)
     """The instants at which phases began, in seconds since 1970."""
 
@@ -52,7 +52,9 @@ class Report:
 
     def resume(self, step: int, seconds: float) -> None:
         """Continue from a checkpoint's step, after this time in training."""
-        self.step, self.resumed_seconds = step, seconds
+        self.step, self.resumed_seconds = step, 0.0
+        # Some of it has passed in this process if only its ranks ended.
+        self.resumed_seconds = max(0.0, seconds - self.training_seconds)
 
     @property
     def training_seconds(self) -> float:

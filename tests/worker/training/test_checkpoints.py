@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -254,6 +255,14 @@ def test_progress_continues_from_the_checkpoint() -> None:
     assert (progress.step, progress.steps) == (5, 10)
     # Five steps took two hours and the moment that this test takes, so the other five take as long.
     assert progress.seconds_left == pytest.approx(7200, rel=0.05)
+
+
+def test_training_that_the_same_process_resumes_counts_its_time_once() -> None:
+    # Ranks that ended after 90 seconds go on from a checkpoint of which 100 are known.
+    report = Report(began=[(time.time() - 90, "training")])
+    report.begin("training")
+    report.resume(4, 100.0)
+    assert report.phase_seconds()["training"] == pytest.approx(100, rel=0.05)
 
 
 def test_states_of_gpus_that_are_no_longer_visible_are_left_out() -> None:
