@@ -66,6 +66,8 @@ class TrainingState:
 
     def end_phase(self, current: PhaseTraining) -> None:
         """Count a phase's steps."""
+        # The steps that it made up drew further orders.
+        self._pass_order = self._order.get_state()
         self.at = Position(
             self.at.phase + 1,
             steps=self.at.steps + current.steps,

@@ -7,6 +7,7 @@ import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from tessera.shared.methods.base import (
     LocalResult,
@@ -144,11 +146,17 @@ def test_a_task_that_is_killed_ends_with_the_same_bits(
 
 
 def trained(
-    process: Process, *phases: Phase, moments: Moments | None = None, size: PieceSize | None = None, **more: Any
+    process: Process,
+    *phases: Phase,
+    moments: Moments | None = None,
+    size: PieceSize | None = None,
+    model: PreTrainedModel | None = None,
+    scaler: torch.amp.GradScaler | None = None,
+    **more: Any,
 ) -> TrainingStats:
     """The figures of FedAvg on three batches."""
     training = Training.model_validate({"batch_size": 8, "learning_rate": 0.05, **more})
-    model = PLAIN.model()
+    model = model or PLAIN.model()
     facts = RunInfo(block_table(model), rounds=1, training=training)
     context = LocalTaskContext(model, PLAIN.head, Plan(), facts.blocks)
     half, setup = worker_half(MethodSpec(name="fedavg"), facts), TrainingSetup(torch.device("cpu"))
@@ -158,6 +166,7 @@ def trained(
         training,
         setup,
         process.check,
+        scaler=scaler or torch.amp.GradScaler("cpu", enabled=False),
         moments=moments,
         checkpoints=process.checkpoints,
         piece_size=size,
@@ -200,6 +209,22 @@ def test_a_size_of_pieces_that_was_found_by_trial_is_that_of_the_resumed_task(tm
     fresh = PieceSize(None, automatic=True)
     assert stats(Process(tmp_path / "two", 1), fresh) == undisturbed
     assert fresh.examples == 3
+
+
+def test_a_step_that_was_made_up_for_does_not_change_the_order_of_the_next_phase(tmp_path: Path) -> None:
+    def weights(process: Process, overflows: int | None = None) -> list[bytes]:
+        """The weights after two phases of three steps. A step that overflows is made up for at its phase's end."""
+        model, steps = PLAIN.model(), count()
+        head = model.get_parameter("classifier.bias")
+        head.register_hook(lambda each: each * torch.inf if next(steps) == overflows else each)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        trained(process, Phase(EVERYTHING), Phase(EVERYTHING), model=model, scaler=scaler)
+        return [each.detach().numpy().tobytes() for each in model.parameters()]
+
+    undisturbed = weights(Process(tmp_path / "one", math.inf), 1)
+    with pytest.raises(Killed):
+        weights(Process(tmp_path / "two", 1, 5), 1)  # after the first step of the second phase
+    assert weights(Process(tmp_path / "two", 1)) == undisturbed
 
 
 # ---------------------------------------------------------------- what is not resumed
