@@ -30,6 +30,10 @@ class Freeze:
         """The parameters with a trained block, for the optimizer."""
         self._rows: list[tuple[Tensor, int, Tensor, Tensor]] = []  # tensor, axis, its frozen rows, their values
         self._buffers: list[tuple[Tensor, Tensor]] = []  # buffers move in the forward pass, not by gradients
+        # A parameter without elements is in no block, such as the registers of a vision transformer that has none.
+        for parameter in model.parameters():
+            if not parameter.numel():
+                parameter.requires_grad = False
         for name, tensor in tensors.items():
             if isinstance(tensor, nn.Parameter):
                 if tensor.requires_grad != (name in trained):

@@ -31,6 +31,7 @@ from tessera.worker.model.build import (
 )
 from tessera.worker.model.config import ConfigError, UnsafeConfig, check_config, config_from
 from tessera.worker.training.freeze import Freeze
+from tests.support.tasks import Subject, images, one_task
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
 BERT: dict[str, Any] = {"model_type": "bert", **SIZES, "vocab_size": 20, "num_labels": 3}
@@ -311,6 +312,15 @@ def test_freezing_again_for_another_phase_trains_what_was_frozen() -> None:
     assert all(parameter.requires_grad for parameter in body.parameters)
     assert not built.get_parameter("classifier.weight").requires_grad
     assert len(body.parameters) == len(model.blocks) - 2
+
+
+def test_parameters_without_elements_do_not_train() -> None:
+    without = {**VIT, "model_type": "dinov2_with_registers", "num_register_tokens": 0, "num_channels": 1}
+    built = instantiate(without, "image-classification")
+    assert Freeze(built, block_table(built)).parameters
+    assert not built.get_parameter("dinov2_with_registers.embeddings.register_tokens").requires_grad
+    # Ditto adds the distance of each tensor that trains.
+    one_task("ditto", subject=Subject(without, "image-classification", images), optimizer="sgd")
 
 
 def test_untrained_buffer_that_the_forward_pass_moves_is_put_back() -> None:
