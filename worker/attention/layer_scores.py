@@ -30,7 +30,8 @@ def gradient_norms(
     layered = [block for block in blocks if block.layer is not None]
     with evaluation_mode(model):
         tensors = _needing(model, layered)
-        sums = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+        # In 16 bits a sum of many examples no longer grows.
+        sums = {name: torch.zeros_like(tensor, dtype=torch.float32) for name, tensor in tensors.items()}
         examples = 0
         for batch in batches:
             for name, gradient in _gradients(loss(batch), tensors).items():

@@ -43,6 +43,14 @@ def test_the_norm_is_of_the_gradient_of_the_mean_loss_over_all_batches(model: Pr
         assert found[name] == pytest.approx(want.item(), rel=1e-4)
 
 
+def test_gradients_of_weights_in_16_bits_are_summed_in_float32() -> None:
+    # In bfloat16, 256 + 1 is 256.
+    layer, batches = torch.nn.Linear(2, 2, bias=False, dtype=torch.bfloat16), [{"labels": torch.zeros(1)}] * 512
+    block = Block(tensor="weight", role="mlp", layer=0, shape=(2, 2), dtype="BF16")
+    found = gradient_norms(layer, [block], batches, lambda _: layer.weight.sum())
+    assert [*found.values()] == [2.0]  # the norm of four ones
+
+
 def test_the_fisher_trace_is_the_mean_of_the_squared_norms_of_single_examples(model: PreTrainedModel) -> None:
     [whole] = batches(6, 6)
     found = fisher(
