@@ -282,18 +282,18 @@ def _code() -> bytes:
 
 
 def _limit(memory_bytes: int, cpu_seconds: int) -> None:
-    """Limit the memory and processor time of this process from now on. Existing limits are only lowered."""
+    """Limit the memory and processor time of this process from now on, by soft limits within the hard ones."""
     used = resource.getrusage(resource.RUSAGE_SELF)
-    _lower(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime) + cpu_seconds)
+    _set_soft(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime) + cpu_seconds)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     status = Path("/proc/self/status")
     if status.exists():
         kib = next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith("VmData:"))
         # Writable memory, not address space, of which torch reserves far more than it uses.
-        _lower(resource.RLIMIT_DATA, (kib << 10) + memory_bytes)
+        _set_soft(resource.RLIMIT_DATA, (kib << 10) + memory_bytes)
 
 
-def _lower(which: int, most: int) -> None:
+def _set_soft(which: int, most: int) -> None:
     _, hard = resource.getrlimit(which)
     # Exceeding the soft limit on processor time sends SIGXCPU, which differs from being killed.
     resource.setrlimit(which, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))

@@ -184,7 +184,8 @@ class PrivateTask:
         self._looked = True
 
     def top_k(self, scores: Array, count: int, picks: int | None = None) -> list[int]:
-        """Return as `Work.top_k`, by noisy sums if the run sets so. Each choice after the first spends privacy."""
+        """Return as `TaskContext.top_k`, by noisy sums if the run sets so. Each choice after the first spends
+        privacy."""
         place, before = len(self._choices), self._resumed.chosen if self._resumed else ()
         # A resumed task chose already: other noise would be another choice.
         chosen = list(before[place]) if place < len(before) else self._top_k(scores, count, picks)

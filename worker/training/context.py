@@ -66,7 +66,7 @@ def synthetic_examples(model: PreTrainedModel, dataset: Dataset, examples: int) 
 
 @dataclass
 class LocalTaskContext:
-    """`shared.methods.base.Work` on a transformers model. Call `close` at the end of the task."""
+    """`shared.methods.base.TaskContext` on a transformers model. Call `close` at the end of the task."""
 
     model: PreTrainedModel
     head: Head
