@@ -17,8 +17,7 @@ from tessera.worker.model.forward import forward, label_count
 from tessera.worker.ranks.serialization import dumps, loads
 from tessera.worker.ranks.sharding import keep_shard, shard
 from tessera.worker.ranks.shared_dataset import SharedDataset
-from tessera.worker.training.batches import Batch
-from tessera.worker.training.context import LocalTaskContext, synthetic_examples
+from tessera.worker.training.context import LocalTaskContext, synthetic_batch
 from tessera.worker.training.ranks import Pieces
 
 T = TypeVar("T")
@@ -57,9 +56,9 @@ class Group:
     def keep_shard(self, tensor: Tensor, values: Tensor) -> None:
         keep_shard(tensor, values, self.rank, self.size)
 
-    def take_part(self, model: PreTrainedModel, head: Head, dataset: Dataset, on: torch.device) -> None:
+    def take_part(self, model: PreTrainedModel, head: Head, dataset: Dataset) -> None:
         if self.sharded:
-            forward(model, head, _synthetic(model, dataset, on))
+            forward(model, head, synthetic_batch(model, dataset))
 
     # ------------------------------------------------------------ rows
 
@@ -95,7 +94,7 @@ class Group:
             return [(piece, share * of_all) for piece, share in pieces]
         if self.sharded and self._dataset:
             # The other ranks wait for this one at each layer. It adds nothing to the gradients.
-            return [(_synthetic(context.model, self._dataset, pieces[0][0][LABELS].device), 0.0)]
+            return [(synthetic_batch(context.model, self._dataset), 0.0)]
         return []
 
     def sum_gradients(self, parameters: Sequence[Tensor]) -> None:
@@ -172,12 +171,6 @@ class Group:
 def next_seed(seed: int, rank: int) -> int:
     """Return the seed of a rank's randomness in a phase, from that of the phase before, or of all ranks."""
     return int.from_bytes(hashlib.sha256(f"{seed} {rank}".encode()).digest()[:8], "big") >> 1
-
-
-def _synthetic(model: PreTrainedModel, dataset: Dataset, on: torch.device) -> Batch:
-    """Return a batch of one synthetic example."""
-    batch = {**synthetic_examples(model, dataset, 1), **dataset.common}
-    return {name: tensor.to(on) for name, tensor in batch.items()}
 
 
 def _buckets(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:

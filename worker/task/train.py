@@ -21,6 +21,7 @@ from tessera.worker.task.fetch import Loaded
 from tessera.worker.task.tokenize import require_apart
 from tessera.worker.training.batches import Batch, Batches, ReadableBatches
 from tessera.worker.training.checkpoints import TrainingCheckpoints
+from tessera.worker.training.context import synthetic_batch
 from tessera.worker.training.progress import CALIBRATING, rounded
 from tessera.worker.training.trainer import Trainer, epochs_of
 
@@ -51,8 +52,7 @@ def train(
     if private:
         dataset = dataset.padded()
         context.choose_top = private.top_k
-        synthetic_examples = {**context.synthetic_examples(dataset, 1), **dataset.common}
-        context.placeholder = {name: tensor.to(env.device) for name, tensor in synthetic_examples.items()}
+        context.placeholder = synthetic_batch(context.model, dataset)
     else:
         # Before training, not at upload: heartbeats already report the loss of the first batches, and a failed
         # selection is reported too.

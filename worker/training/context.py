@@ -64,6 +64,12 @@ def synthetic_examples(model: PreTrainedModel, dataset: Dataset, examples: int) 
     return dataset.placeholder(examples, end if known else None, plain[:2] or (0, 1))
 
 
+def synthetic_batch(model: PreTrainedModel, dataset: Dataset) -> dict[str, Tensor]:
+    """Return a batch of one synthetic example, on the model's device."""
+    batch = {**synthetic_examples(model, dataset, 1), **dataset.common}
+    return {name: tensor.to(model.device) for name, tensor in batch.items()}
+
+
 @dataclass
 class LocalTaskContext:
     """`shared.methods.base.TaskContext` on a transformers model. Call `close` at the end of the task."""

@@ -92,7 +92,7 @@ def evaluate(
             labels = batch[LABELS]
             # A rank may have no row of a batch, or none with a label.
             if not len(labels):
-                ranks.take_part(model, head, batches.dataset, labels.device)
+                ranks.take_part(model, head, batches.dataset)
                 continue
             output = forward(model, head, batch)
             count = _count(scores, output.logits, labels, head)

@@ -11,7 +11,7 @@ from tessera.shared.model.dataset_schema import limits
 from tessera.shared.model.spec import Model
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.model.forward import CrossEntropy, evaluation_mode, forward
-from tessera.worker.training.context import LocalTaskContext
+from tessera.worker.training.context import LocalTaskContext, synthetic_batch
 
 FAULTS = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
 """The errors of libraries when a model meets other inputs than it takes. Our own errors are subclasses."""
@@ -83,10 +83,10 @@ def rehearsal_fault(
     context: LocalTaskContext, dataset: Dataset, compute: Callable[[dict[str, Tensor]], object]
 ) -> Exception | None:
     """Return how `compute` fails on a batch of one synthetic example, or None."""
-    batch = {**context.synthetic_examples(dataset, 1), **dataset.common}
+    batch = synthetic_batch(context.model, dataset)
     try:
         with evaluation_mode(context.model), torch.no_grad():
-            compute({name: tensor.to(context.model.device) for name, tensor in batch.items()})
+            compute(batch)
     except (torch.OutOfMemoryError, UnsupportedRun):
         raise
     except FAULTS as fault:

@@ -114,7 +114,7 @@ class Ranks(Protocol):
     def keep_shard(self, tensor: Tensor, values: Tensor) -> None:
         """Set a tensor of a divided model to this rank's part of its values."""
 
-    def take_part(self, model: PreTrainedModel, head: Head, dataset: Dataset, on: device) -> None:
+    def take_part(self, model: PreTrainedModel, head: Head, dataset: Dataset) -> None:
         """Compute a forward pass on a synthetic example if the other ranks, which have rows, wait for this one."""
 
     def share_of(self, dataset: Dataset) -> Dataset:
@@ -157,7 +157,7 @@ class OneRank:
     def keep_shard(self, tensor: Tensor, values: Tensor) -> None:
         tensor.detach().copy_(values)
 
-    def take_part(self, model: PreTrainedModel, head: Head, dataset: Dataset, on: device) -> None:
+    def take_part(self, model: PreTrainedModel, head: Head, dataset: Dataset) -> None:
         pass
 
     def share_of(self, dataset: Dataset) -> Dataset:
