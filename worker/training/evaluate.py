@@ -138,16 +138,11 @@ def _texts_once(model: PreTrainedModel, head: Head, dataset: Dataset, ranks: Ran
     if head != "contrastive" or tower is None or IDS not in dataset.common or ranks.shards > 1:
         yield lambda: None
         return
-    before = vars(tower).get("forward")
     tower.forward = states = _TextStates(tower.forward)
     try:
         yield states.start_batch
     finally:
-        # Usually the class alone has it.
-        if before is None:
-            del tower.forward
-        else:
-            tower.forward = before
+        del tower.forward
 
 
 def _count(scores: Scores, logits: Tensor | None, labels: Tensor, head: Head) -> int:
