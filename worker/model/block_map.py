@@ -29,13 +29,15 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from tessera.shared.model.blocks import Block, Role, TensorSlice, check_table
 from tessera.shared.model.spec import stored_name
-from tessera.shared.tensors.dtypes import DType
+from tessera.shared.tensors.dtypes import NUMPY_DTYPES, DType
+from tessera.shared.tensors.lazy import Array
 from tessera.worker.model.layouts import (
     ATTENTION_LIKE,
     LAYOUTS,
@@ -67,6 +69,22 @@ DTYPES: dict[torch.dtype, DType] = {
     torch.float16: "F16",
     torch.bfloat16: "BF16",
 }
+
+
+def numpy_view(tensor: Tensor) -> Array:
+    """Return an array that shares the memory of a tensor on the CPU."""
+    # numpy has no bfloat16, so the bits are passed as int16 and reinterpreted.
+    if tensor.dtype is torch.bfloat16:
+        return tensor.view(torch.int16).numpy().view(NUMPY_DTYPES["BF16"])
+    array: Array = tensor.numpy()
+    return array
+
+
+def torch_view(array: Array) -> Tensor:
+    """Return a tensor that shares the memory of an array, which torch may write to."""
+    if array.dtype == NUMPY_DTYPES["BF16"]:
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
 
 
 class UnknownArchitecture(ValueError):

@@ -31,7 +31,7 @@ from tessera.shared.model.blocks import Block
 from tessera.shared.model.spec import Float32Role, Head, Lora, Model, Prompts
 from tessera.shared.tensors.dtypes import NUMPY_DTYPES
 from tessera.shared.updates.model_folder import ModelFolder
-from tessera.worker.model.block_map import DTYPES, block_table, named_tensors
+from tessera.worker.model.block_map import DTYPES, block_table, named_tensors, numpy_view, torch_view
 from tessera.worker.model.config import ConfigError, UnsafeConfig, config_from
 from tessera.worker.model.layouts import MappingFile
 from tessera.worker.model.prompts import add_prompts
@@ -291,10 +291,7 @@ def read_block(tensors: Mapping[str, Tensor], block: Block) -> np.ndarray:
     tensor = tensor_of(tensors, block).detach()
     if block.part:
         tensor = tensor.index_select(block.part.axis, rows_of(block.part.index(), tensor))
-    values = tensor.to("cpu", copy=True).contiguous()
-    # numpy has no bfloat16, so the bits are passed as int16 and reinterpreted.
-    plain = values.view(torch.int16) if values.dtype is torch.bfloat16 else values
-    return plain.numpy().view(NUMPY_DTYPES[block.dtype])
+    return numpy_view(tensor.to("cpu", copy=True).contiguous())
 
 
 def write_block(tensors: Mapping[str, Tensor], block: Block, values: np.ndarray) -> None:
@@ -305,10 +302,8 @@ def write_block(tensors: Mapping[str, Tensor], block: Block, values: np.ndarray)
     tensor = tensor_of(tensors, block).detach()
     if values.shape != block.shape or values.dtype != NUMPY_DTYPES[block.dtype]:
         raise ValueError(f"{block.name} is {block.dtype} {block.shape}, not {values.dtype} {values.shape}")
-    plain = values.view(np.int16) if block.dtype == "BF16" else values
     # torch does not accept read-only memory, such as a blob's.
-    writable = np.require(plain, requirements=["C", "W"])
-    source = torch.from_numpy(writable).view(tensor.dtype).to(tensor.device)
+    source = torch_view(np.require(values, requirements=["C", "W"])).to(tensor.device)
     if block.part:
         tensor.index_copy_(block.part.axis, rows_of(block.part.index(), tensor), source)
     else:
@@ -321,8 +316,7 @@ def memory_of(tensors: Mapping[str, Tensor], block: Block) -> np.ndarray | None:
     tensor = tensor_of(tensors, block).detach()
     if block.part or tensor.device.type != "cpu" or not tensor.is_contiguous():
         return None
-    plain = tensor.view(torch.int16) if tensor.dtype is torch.bfloat16 else tensor
-    return plain.numpy().view(NUMPY_DTYPES[block.dtype])
+    return numpy_view(tensor)
 
 
 def tensor_of(tensors: Mapping[str, Tensor], block: Block) -> Tensor:

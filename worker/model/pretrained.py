@@ -17,7 +17,7 @@ from transformers.utils import logging as transformers_logging
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.spec import WEIGHTS_FILE, Head
 from tessera.shared.tensors.lazy import as_bytes, digest_of
-from tessera.worker.model.block_map import block_table
+from tessera.worker.model.block_map import block_table, numpy_view
 from tessera.worker.model.build import AUTO_CLASSES, read_block, require_head, tensor_of
 from tessera.worker.model.config import config_from
 from tessera.worker.model.layouts import MappingFile
@@ -145,8 +145,7 @@ def block_data(tensors: Mapping[str, Tensor], block: Block) -> memoryview:
     tensor = tensor_of(tensors, block).detach()
     if block.part or tensor.device.type != "cpu":
         return as_bytes(read_block(tensors, block))
-    plain = tensor.contiguous().view(torch.int16) if tensor.dtype is torch.bfloat16 else tensor
-    return as_bytes(plain.numpy())
+    return as_bytes(numpy_view(tensor))
 
 
 def digests_of(tensors: Mapping[str, Tensor], blocks: Sequence[Block]) -> dict[str, str]:

@@ -9,6 +9,7 @@ from torch import Tensor
 from tessera.shared.model.blocks import Block
 from tessera.shared.tensors.dtypes import NUMPY_DTYPES, DType
 from tessera.shared.tensors.lazy import PIECE, Array
+from tessera.worker.model.block_map import numpy_view, torch_view
 from tessera.worker.model.build import read_block, tensor_of
 
 
@@ -23,10 +24,9 @@ def read_blocks(tensors: Mapping[str, Tensor], blocks: Iterable[Block]) -> dict[
         if block.part is None and block.numel <= PIECE and tensor_of(tensors, block).device.type == "cpu":
             small.setdefault(block.dtype, []).append(block)
     read: dict[str, Array] = {}
-    for dtype, group in small.items():
+    for group in small.values():
         joined = torch.cat([tensors[block.tensor].detach().reshape(-1) for block in group])
-        plain = joined.view(torch.int16) if joined.dtype is torch.bfloat16 else joined
-        flat, at = plain.numpy().view(NUMPY_DTYPES[dtype]), 0
+        flat, at = numpy_view(joined), 0
         for block in group:
             read[block.name] = flat[at : at + block.numel].reshape(block.shape)
             at += block.numel
@@ -46,8 +46,7 @@ def write_blocks(tensors: Mapping[str, Tensor], data: Iterable[tuple[Block, byte
 
 def _write_group(tensors: Mapping[str, Tensor], dtype: DType, group: Sequence[tuple[Block, bytes]]) -> bool:
     flat: Array = np.frombuffer(bytearray().join(values for _, values in group), NUMPY_DTYPES[dtype])
-    plain = torch.from_numpy(flat.view(np.int16) if dtype == "BF16" else flat)
-    whole = plain.view(tensor_of(tensors, group[0][0]).dtype)
+    whole = torch_view(flat)
     with torch.no_grad():
         for (block, _), part in zip(group, torch.split(whole, [block.numel for block, _ in group]), strict=True):
             tensor_of(tensors, block).copy_(part.view(block.shape))

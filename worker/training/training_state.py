@@ -2,15 +2,12 @@
 
 from collections.abc import Collection, Iterator, Sequence
 
-import ml_dtypes
-import numpy as np
 import structlog
 import torch
 from torch import Tensor
 
 from tessera.shared.methods.base import Phase
-from tessera.shared.tensors.lazy import Array
-from tessera.worker.model.block_map import named_tensors
+from tessera.worker.model.block_map import named_tensors, numpy_view, torch_view
 from tessera.worker.training.checkpoints import Below, Position, TrainingCheckpoints, under
 from tessera.worker.training.phase_training import PhaseTraining, trained_blocks
 from tessera.worker.training.randomness import generator_states, set_generator_states
@@ -44,13 +41,13 @@ class TrainingState:
             return PhaseTraining(local, phase, rates, common)
         with self._checkpoints.tensors() as stored:
             kept = Below("half", stored)
-            local.half.on_phase_resume(local.context, phase, {name: _array(kept[name]) for name in kept})
+            local.half.on_phase_resume(local.context, phase, {name: numpy_view(kept[name].clone()) for name in kept})
             local.context.held.forget(self._trained())
             for name, tensor in self._trained().items():
                 tensor.copy_(stored[f"model/{name}"])
             if local.moments:
                 moments = Below("moments", stored)
-                local.moments.values.update({name: _array(moments[name]) for name in moments})
+                local.moments.values.update({name: numpy_view(moments[name].clone()) for name in moments})
             current = PhaseTraining(local, phase, rates, common)
             current.set_state(self._resumed["current"], stored)
         return current
@@ -100,11 +97,11 @@ class TrainingState:
             saved["current"], state = current.state()
             arrays = local.half.training_state()
             tensors |= {**state, **under("model", self._trained())}
-            tensors |= under("half", {name: _tensor(values) for name, values in arrays.items()})
+            tensors |= under("half", {name: torch_view(values) for name, values in arrays.items()})
             if local.moments:
                 # Of the phases before, of which nothing else is left.
                 moments = local.moments.values.items()
-                tensors |= under("moments", {name: _tensor(values) for name, values in moments})
+                tensors |= under("moments", {name: torch_view(values) for name, values in moments})
         self.at.progress = local.report.step if current else 0
         self.at.training_seconds = local.report.training_seconds
         checkpoints.write(self.at, saved, tensors)
@@ -115,18 +112,3 @@ class TrainingState:
         phases = self._phases[: self.at.phase + 1]
         names = {block.tensor for phase in phases for block in trained_blocks(context, phase)}
         return {name: tensor.detach() for name, tensor in tensors.items() if name in names}
-
-
-def _tensor(values: Array) -> Tensor:
-    # numpy has no bfloat16, so the bits are passed as int16 and reinterpreted.
-    if values.dtype == ml_dtypes.bfloat16:
-        return torch.from_numpy(values.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(values)
-
-
-def _array(tensor: Tensor) -> Array:
-    copied = tensor.clone()
-    if copied.dtype is torch.bfloat16:
-        return copied.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
-    array: Array = copied.numpy()
-    return array
