@@ -1,18 +1,18 @@
 """The stages of tasks that a rank group executes for the agent, which has no model and no GPU of its own."""
 
+from __future__ import annotations
+
 import atexit
 import shutil
 import time
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from pickle import PicklingError
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import structlog
 import torch
-from pydantic import JsonValue
 
 from tessera.shared.methods.base import LocalResult, TrainingStats
 from tessera.worker.data.dataset import Dataset
@@ -27,6 +27,9 @@ from tessera.worker.task.errors import TaskFailure
 from tessera.worker.task.fetch import Fetched, Loaded
 from tessera.worker.training.ranks import require_summable
 
+if TYPE_CHECKING:
+    from tessera.worker.privacy.private_task import PrivateTask
+
 FOLDER = "ranks"
 IDLE_SECONDS = 300.0
 """Time for which the ranks of a run wait for its next task."""
@@ -35,12 +38,6 @@ MARGIN_SECONDS = 30.0
 TIMEOUT_SECONDS = 3600.0
 """Longest wait of ranks for another one, which may measure a whole data set for all. The end of a rank is noticed
 at once."""
-
-
-class Resumable(Protocol):
-    """The accounts of a private task, which can begin again at a checkpoint: a `PrivateTask`."""
-
-    def resume(self, progress: Mapping[str, JsonValue]) -> None: ...
 
 
 class DeviceStages:
@@ -73,7 +70,7 @@ class DeviceStages:
         fetched: Fetched,
         loaded: Loaded,
         dataset: Dataset,
-        private: Resumable | None,
+        private: PrivateTask | None,
         checkpoint: TaskCheckpoint | None,
     ) -> tuple[LocalResult, TrainingStats]:
         """Train as `task.train.train` does. Raises its exceptions, and TaskFailure if a rank ends.
@@ -115,7 +112,7 @@ class DeviceStages:
         fetched: Fetched,
         loaded: Loaded,
         dataset: Dataset,
-        private: Resumable | None = None,
+        private: PrivateTask | None = None,
         checkpoint: TaskCheckpoint | None = None,
     ) -> Any:
         session = self._session_for(run)
