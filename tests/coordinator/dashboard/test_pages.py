@@ -564,6 +564,27 @@ def test_progress_becomes_a_forecast_on_the_page(coordinator: LiveCoordinator, v
     assert '<progress aria-label="a/w: steps" max="40" value="30">' in shown
 
 
+@pytest.mark.parametrize(
+    ("told", "shown"),
+    [
+        ({"phase": "training", "steps": 10}, "training step 0 of 10"),
+        ({"phase": "fetching", "total_bytes": 2000}, "fetching 0 B of 2"),
+    ],
+)
+def test_progress_without_its_first_half_takes_no_page_down(
+    coordinator: LiveCoordinator, viewer: Person, told: dict[str, object], shown: str
+) -> None:
+    worker = ScriptedWorker(coordinator.client("site", "a"))
+    worker.enrol()
+    run = start_run(coordinator.client(), MODEL, values(MODEL))
+    task = worker.take()
+    worker.client.heartbeat(task.id, task.token, Progress.model_validate(told))
+    for path in ("/", f"/runs/{run.id}", f"/runs/{run.id}/rounds/1"):
+        answer = viewer.http.get(f"/page{path}")
+        assert answer.status_code == 200, path
+        assert shown in " ".join(answer.text.split()), path
+
+
 def test_workers_that_need_attention_are_on_top_and_can_be_filtered(
     coordinator: LiveCoordinator, viewer: Person
 ) -> None:
