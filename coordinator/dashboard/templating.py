@@ -5,9 +5,9 @@ import math
 import re
 from collections.abc import Callable
 from datetime import UTC, datetime
-from functools import cache
+from functools import cache, wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec
 
 from fastapi import Request, Response
 from fastapi.responses import HTMLResponse
@@ -32,6 +32,8 @@ UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 NOTHING = "\u2013"
 """A dash in place of a missing number."""
 SPANS = ((86_400, "d"), (3_600, "h"), (60, "min"), (1, "s"))
+
+P = ParamSpec("P")
 
 
 @cache
@@ -86,6 +88,21 @@ def asset(name: str) -> str:
 # ---------------------------------------------------------------- figures
 
 
+def _within_range(written: Callable[P, str]) -> Callable[P, str]:
+    """Write a dash for a value beyond what a float or a date can hold: a site may report any."""
+
+    @wraps(written)
+    def guarded(*args: P.args, **kwargs: P.kwargs) -> str:
+        try:
+            return written(*args, **kwargs)
+        # ValueError: a year that no date has.
+        except (OverflowError, ValueError):
+            return NOTHING
+
+    return guarded
+
+
+@_within_range
 def size(count: float | None) -> str:
     """Return a number of bytes with its unit, three digits."""
     if count is None:
@@ -98,6 +115,7 @@ def size(count: float | None) -> str:
     return f"{value:.0f} {unit}" if unit == "B" or abs(value) >= 99.5 else f"{value:.3g} {unit}"
 
 
+@_within_range
 def span(seconds: float | None) -> str:
     """Return a duration in its two largest units."""
     if seconds is None:
@@ -115,6 +133,7 @@ def span(seconds: float | None) -> str:
     return " ".join(part for part in parts if part)
 
 
+@_within_range
 def number(value: float | None, digits: int = 4) -> str:
     if value is None or not math.isfinite(value):
         return NOTHING
@@ -129,6 +148,7 @@ def percent(share: float | None) -> str:
     return f"{share:.0%}" if abs(share) >= 0.1 or share == 0 else f"{share:.1%}"
 
 
+@_within_range
 def clock(at: datetime | None) -> str:
     return NOTHING if at is None else at.astimezone(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 

@@ -680,6 +680,26 @@ def test_a_worker_has_a_page_whatever_it_tells(coordinator: LiveCoordinator, adm
     assert "Revoke" not in viewer.http.get(page).text
 
 
+def test_values_that_no_float_and_no_date_can_hold_are_dashes_on_a_workers_page(
+    coordinator: LiveCoordinator, viewer: Person
+) -> None:
+    huge = {"max_minutes_per_day": 1e308, "max_epochs": 10**400, "max_model_bytes": 10**400}
+    policy = AdvertisedPolicy.model_validate(huge)
+    worker = ScriptedWorker(coordinator.client("site", "a"), advertised_policy=policy)
+    worker.enrol()
+    start_run(coordinator.client(), MODEL, values(MODEL))
+    task, site = worker.take(), coordinator.http("site", "a")
+    (page,) = re.findall(r"/page/workers/\w+", viewer.http.get("/page/sites").text)
+    # With and without an offset: earlier and later than any date in UTC.
+    for instant in ("0001-01-01T00:00:00+14:00", "9999-12-31T23:59:59-14:00", "0001-01-01T00:00:00"):
+        beat = {"token": task.token, "live": {"started_at": instant, "log": [{"at": instant, "event": "started"}]}}
+        assert site.post(f"/v1/tasks/{task.id}/heartbeat", json=beat).status_code == 200
+        answer = viewer.http.get(page)
+        assert answer.status_code == 200, instant
+        assert "worker started" in answer.text
+    assert answer.text.count("at most \u2013") == 3
+
+
 def test_administrators_suspend_resume_rotate_and_revoke_after_a_second_look(
     coordinator: LiveCoordinator, admin: Person, viewer: Person
 ) -> None:
