@@ -7,6 +7,7 @@ import json
 from collections.abc import Sequence
 
 from tessera.shared.api.tasks import Submission, Task
+from tessera.shared.json_limits import check_document
 from tessera.shared.schema import MAX_INLINE_BLOBS
 
 MEDIA_TYPE = "application/vnd.tessera.blobs"
@@ -58,7 +59,7 @@ def unpack_head(body: bytes) -> tuple[bytes, list[int], bytes]:
     beginning of a body that is none."""
     document, _, rest = body.partition(b"\n")
     line, _, data = rest.partition(b"\n")
-    sizes = json.loads(line)
+    sizes = check_document(line)
     if not isinstance(sizes, list) or not all(type(size) is int and size >= 0 for size in sizes):
         raise ValueError("the second line is no list of sizes")
     return document, sizes, data

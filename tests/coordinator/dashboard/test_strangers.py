@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from tessera.coordinator.dashboard.session import SIGNING, own_path
 from tessera.coordinator.limits.rate import ANONYMOUS
+from tessera.shared.api.framing import MEDIA_TYPE
 from tests.coordinator.api.test_routes import ROUTES
 from tests.coordinator.dashboard.conftest import SAME_ORIGIN
 from tests.coordinator.dashboard.test_login import paths
@@ -100,6 +101,16 @@ def test_no_header_of_a_stranger_is_answered_500(stranger: httpx.Client, headers
         ("GET", "/nothing"),
     ):
         assert sent(stranger, method, path, headers=headers, content=b"{}" if method == "POST" else b"") < 500
+
+
+@pytest.mark.parametrize("path", ["/v1/tasks/claim", "/page/sign-in"])
+@pytest.mark.parametrize(
+    "sizes", [b"[" * 20_000, b"[1", b"\xff", b"[" + b"9" * 5_000 + b"]"], ids=lambda sizes: repr(sizes[:9])
+)
+def test_no_list_of_blobs_of_a_stranger_is_answered_500(stranger: httpx.Client, path: str, sizes: bytes) -> None:
+    answer = stranger.post(path, headers={"Content-Type": MEDIA_TYPE}, content=b"{}\n" + sizes)
+    assert answer.status_code == 400
+    assert "the body is no document with blobs" in answer.text
 
 
 @example("//[")

@@ -18,6 +18,7 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
+from tessera.shared.api.framing import MEDIA_TYPE as FRAMED
 from tessera.shared.api.runs import Cohort, Run, Training
 from tessera.shared.api.tasks import TaskView
 from tessera.shared.methods.base import MethodSpec
@@ -770,6 +771,12 @@ CASES = [
         "answer-not-understood: the answer is not a valid Task",
         told=False,
         lies=lambda _: [answering(CLAIM, Answered(body=b"[" * MIB))],
+    ),
+    Case(
+        "sizes of blobs nested too deep",
+        "answer-not-understood: the answer is not a valid Task: a document nested too deep",
+        told=False,
+        lies=lambda _: [answering(CLAIM, Answered(200, {"Content-Type": FRAMED}, b"{}\n" + b"[" * MIB))],
     ),
     Case(
         "an answer that is a bomb",
