@@ -1,11 +1,11 @@
 """Endpoints for workers: claim a task, renew its lease, report on it."""
 
-import json
 import re
 import time
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Header, Query, Request, Response
+from pydantic_core import from_json
 
 from tessera.coordinator.api.blobs import announced, bulk_counted, received
 from tessera.coordinator.api.dependencies import Anyone, Cursor, Limit, Serving, SiteCaller
@@ -28,7 +28,11 @@ _WAIT = re.compile(r"wait=(\d{1,4})")
 
 async def require_protocol(request: Request, _: SiteCaller) -> None:
     """Raise Invalid for a worker of another protocol, before anything else of its claim is read."""
-    claim = json.loads(await request.body() or b"{}")
+    try:
+        claim = from_json(await request.body())
+    except ValueError:
+        # Empty, or not labelled JSON: it is refused as a claim.
+        return
     spoken = [claim.get(name) if isinstance(claim, dict) else None for name in ("protocol_min", "protocol_max")]
     lowest, highest = (number if isinstance(number, int) else PROTOCOL for number in spoken)
     if not lowest <= PROTOCOL <= highest:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Barrier
+
+import pytest
 
 from tessera.shared.api.runs import Cohort
 from tests.support.coordinator import WAIT_SECONDS, LiveCoordinator, refused, until
@@ -38,6 +41,15 @@ def test_a_claim_without_a_wait_is_answered_at_once_and_with_one_after_it(tmp_pa
             answer = http.post("/v1/tasks/claim", json=CLAIM, headers={"Prefer": prefer})
             assert (answer.status_code, answer.content) == (204, b"")
             assert time.monotonic() - began >= least
+
+
+@pytest.mark.parametrize(
+    "body", [b"x", b"\xff\xfe", b"[" * 10_000, json.dumps(CLAIM).encode()], ids=lambda b: str(b[:9])
+)
+def test_a_claim_that_is_not_labelled_json_is_refused(standing: LiveCoordinator, body: bytes) -> None:
+    headers = {"Content-Type": "text/plain"}
+    answer = standing.http("site", "a").post("/v1/tasks/claim", content=body, headers=headers)
+    refused(answer, 422, "invalid")
 
 
 def test_nobody_waits_longer_than_the_coordinator_allows(tmp_path: Path) -> None:
