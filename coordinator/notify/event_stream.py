@@ -73,6 +73,7 @@ class ChangeFeed:
         """Bind the feed to the running loop."""
         self._loop = asyncio.get_running_loop()
         self._changed = asyncio.Event()
+        self._starting = asyncio.Lock()
 
     def notify(self) -> None:
         """Read the table at once if there are clients."""
@@ -109,10 +110,12 @@ class ChangeFeed:
         now = asyncio.get_running_loop().time
         checked_at = now()
         try:
-            if self._reader is None or self._reader.done():
-                self._kept.clear()
-                self._last = await to_thread.run_sync(self._head)
-                self._reader = asyncio.create_task(self._read_on())
+            # Clients that come at once share one reader.
+            async with self._starting:
+                if self._reader is None or self._reader.done():
+                    self._kept.clear()
+                    self._last = await to_thread.run_sync(self._head)
+                    self._reader = asyncio.create_task(self._read_on())
             seq = self._last if since is None else since
             yield f"retry: {RETRY_MILLISECONDS}\n\n".encode()
             while not self.closed:

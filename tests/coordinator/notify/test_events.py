@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from tessera.coordinator.auth import tokens
 from tessera.coordinator.db import audit
 from tessera.coordinator.db.tables import TokenRow
 from tessera.coordinator.notify import event_stream
+from tessera.coordinator.notify.event_stream import ChangeFeed
 from tessera.coordinator.server import http_limits
 from tessera.shared.api.tasks import Progress
 from tests.coordinator.dashboard.conftest import signed_in
@@ -295,6 +297,29 @@ def test_who_listens_does_not_hold_up_the_end(tmp_path: Path, monkeypatch: pytes
     with LiveCoordinator(tmp_path) as coordinator:
         heard = [listening(coordinator) for _ in range(3)]
     assert all(each.ended() and each.whole for each in heard)
+
+
+def test_clients_that_come_at_once_share_one_reader(
+    coordinator: LiveCoordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As browsers do after a restart: each finds that nothing reads, and the tables take a moment to answer."""
+    monkeypatch.setattr(event_stream, "BEAT_SECONDS", 1e9)
+    services = coordinator.services
+    feed = ChangeFeed(services.database, tick_seconds=600, most_listeners=8)
+
+    async def events() -> list[bytes]:
+        feed.attach()
+        streams = [feed.listen(None, None, "token", lambda: True) for _ in range(8)]
+        await asyncio.gather(*map(anext, streams))
+        readers = [task for task in asyncio.all_tasks() if task.get_coro().__name__ == "_read_on"]  # type: ignore[union-attr]
+        assert len(readers) == 1
+        with services.database.transaction() as session:
+            audit.record(session, services.database.now(), "test", "happens", "once")
+        feed.notify()
+        return await asyncio.gather(*map(anext, streams))
+
+    told = asyncio.run(events())
+    assert [event.count(b"happens") for event in told] == [1] * 8
 
 
 def test_nobody_looks_while_nobody_listens(coordinator: LiveCoordinator) -> None:
