@@ -113,7 +113,8 @@ def _read(field: Field, text: str) -> Any:
         return from_json(text, allow_inf_nan=False)
     if field.kind == "choice" and set(field.choices) != {"true", "false"}:
         return text
-    if field.kind == "text" and not text.lstrip("+-").replace(".", "", 1).isdigit():
+    # With choices the text may be a number as well.
+    if field.kind == "text" and not field.choices:
         return text
     try:
         return from_json(text, allow_inf_nan=False)

@@ -422,6 +422,23 @@ def test_settings_of_local_training_are_shown_and_kept_in_a_copy(coordinator: Li
         assert text in form
 
 
+def test_a_name_and_a_data_set_of_digits_alone_are_text(coordinator: LiveCoordinator) -> None:
+    person = signed_in(coordinator, "orchestrator")
+    before = start_run(coordinator.client(), MODEL, values(MODEL), dataset="none")
+    given = {"method": "fedavg", "start": f"{before.spec.model} {before.spec.version}"}
+    given |= {
+        "/name": "2024",
+        "/dataset": "007",
+        "/rounds": "2",
+        "/max_examples": "9",
+        "/max_norm_of_median": "unlimited",
+    }
+    assert person.send("/page/runs/new", step="start", **given).status_code == 303
+    (spec,) = [run.spec for run in coordinator.client().runs() if run.id != before.id]
+    assert (spec.name, spec.dataset, spec.rounds) == ("2024", "007", 2)
+    assert (spec.max_examples, spec.max_norm_of_median) == (9, "unlimited")
+
+
 def test_who_has_no_model_yet_reads_how_to_make_one(coordinator: LiveCoordinator) -> None:
     shown = signed_in(coordinator, "orchestrator").http.get("/page/runs/new").text
     assert "tessera run create run.toml --model my-model" in shown
