@@ -96,7 +96,7 @@ class Training(Frozen):
         description="steps of the local optimizer in a round, in place of `epochs`",
     )
     batch_size: PositiveInt | None = Field(
-        default=32, description="examples per step; null, which only JSON can say, puts all in one batch"
+        default=32, description="examples per step; null, which TOML cannot say, puts all in one batch"
     )
     optimizer: Literal["adamw", "sgd"] = Field(default="adamw", description="the local optimizer")
     learning_rate: float = Field(default=1e-4, gt=0, le=100, description="the step size of the local optimizer")

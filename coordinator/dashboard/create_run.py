@@ -82,11 +82,13 @@ def _given_by(spec: RunSpec) -> dict[str, str]:
     document["name"] = f"{spec.name[:61]}-2"
     for section in _sections(_method(spec.method.name)):
         for field in section.fields:
-            value: Any = document
-            for step in field.pointer[1:].split("/"):
-                value = value.get(step) if isinstance(value, dict) else None
-            if value is not None:
-                given[field.pointer] = field.written(value)
+            *above, last = field.pointer[1:].split("/")
+            place: Any = document
+            for step in above:
+                place = place.get(step) or {}
+            # An empty field would mean its default, which a null is not.
+            if last in place and (place[last] is not None or field.default):
+                given[field.pointer] = field.written(place[last])
     return given
 
 

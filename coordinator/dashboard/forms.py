@@ -30,7 +30,7 @@ class Field:
 
     def written(self, value: Any) -> str:
         """Return a value as a person would type it into the field."""
-        if self.kind == "list" and not isinstance(value, str):
+        if self.kind == "list" and isinstance(value, list):
             return ", ".join(value)
         return value if isinstance(value, str) else json.dumps(value)
 

@@ -422,6 +422,21 @@ def test_settings_of_local_training_are_shown_and_kept_in_a_copy(coordinator: Li
         assert text in form
 
 
+def test_a_copy_keeps_the_nulls_that_were_given(coordinator: LiveCoordinator) -> None:
+    person = signed_in(coordinator, "orchestrator")
+    training = Training(batch_size=None, epochs=None, steps=7)
+    before = start_run(coordinator.client(), MODEL, values(MODEL), dataset="none", training=training)
+    form = person.http.get(f"/page/runs/new?copy={before.id}").text
+    filled = dict(re.findall(r'name="(/\S+)" value="([^"]+)"', form))
+    assert (filled["/training/batch_size"], filled["/training/epochs"]) == ("null", "null")
+    assert "/privacy/epsilon" not in filled
+    given = {"method": "fedavg", "start": f"{before.spec.model} {before.spec.version}", **filled}
+    assert "batches of all" in person.send("/page/runs/new", step="preview", **given).text
+    assert person.send("/page/runs/new", step="start", **given).status_code == 303
+    (spec,) = [run.spec for run in coordinator.client().runs() if run.id != before.id]
+    assert spec.training == training
+
+
 def test_a_name_and_a_data_set_of_digits_alone_are_text(coordinator: LiveCoordinator) -> None:
     person = signed_in(coordinator, "orchestrator")
     before = start_run(coordinator.client(), MODEL, values(MODEL), dataset="none")
