@@ -65,7 +65,7 @@ ODD = 2.0
 
 Before = Annotated[str | None, Query(max_length=64)]
 RoundNumber = Annotated[int, PathParam(ge=1, lt=1 << 31)]
-Attempt = Annotated[int | None, Query(ge=1, lt=1 << 31)]
+Ordinal = Annotated[int | None, Query(ge=1, lt=1 << 31)]
 Metric = Annotated[str | None, Query(max_length=64)]
 Text = Annotated[str, Query(max_length=64)]
 
@@ -203,9 +203,7 @@ def download_metrics(run_id: str, kind: Literal["csv", "json"], serving: Serving
 
 
 @router.get("/{run_id}/rounds")
-def list_rounds(
-    run_id: str, request: Request, serving: Serving, who: Signed, before: Annotated[int | None, Query(ge=1)] = None
-) -> Response:
+def list_rounds(run_id: str, request: Request, serving: Serving, who: Signed, before: Ordinal = None) -> Response:
     with serving.database.snapshot() as session:
         run = views.run_view(session, views.find_run(session, run_id))
         rounds = round_sums(session, run, AT_A_TIME, before)
@@ -224,7 +222,7 @@ def list_rounds(
 
 @router.get("/{run_id}/rounds/{number}")
 def show_round(
-    run_id: str, number: RoundNumber, request: Request, serving: Serving, who: Signed, attempt: Attempt = None
+    run_id: str, number: RoundNumber, request: Request, serving: Serving, who: Signed, attempt: Ordinal = None
 ) -> Response:
     """Show one attempt at a round, by default the latest: what each worker did when."""
     now = serving.database.now()

@@ -81,6 +81,14 @@ def test_an_address_without_a_page_is_answered_by_a_page(admin: Person) -> None:
     assert admin.http.get("/page/nothing").headers["location"] == "/page/sign-in?next=%2Fpage%2Fnothing"
 
 
+def test_a_number_that_no_database_holds_is_refused(coordinator: LiveCoordinator, admin: Person) -> None:
+    run = start_run(coordinator.client(), MODEL, values(MODEL), dataset="none")
+    rounds, large = f"/page/runs/{run.id}/rounds", 10**20
+    for path in (f"{rounds}?before={large}", f"{rounds}/{large}", f"{rounds}/1?attempt={large}",
+                 f"/page/audit?before={large}"):  # fmt: skip
+        assert admin.http.get(path).status_code == 422, path
+
+
 def test_an_orchestrator_steers_nobody_elses_runs(coordinator: LiveCoordinator) -> None:
     person = signed_in(coordinator, "orchestrator")
     run = start_run(coordinator.client(), MODEL, values(MODEL), dataset="none")
