@@ -129,7 +129,8 @@ def _of_sites(session: Session, now: float) -> Iterator[Alert]:
 
 
 def _of_tasks(session: Session, now: float) -> Iterator[Alert]:
-    faulty = TaskRow.state.in_(("failed", "rejected")) & (TaskRow.created_at >= now - LATELY_SECONDS)
+    # A task may fail long after it was offered; its lease ends with it.
+    faulty = TaskRow.state.in_(("failed", "rejected")) & (TaskRow.lease_expires_at >= now - LATELY_SECONDS)
     counts = select(TaskRow.state, func.count()).where(faulty).group_by(TaskRow.state).order_by(TaskRow.state)
     for state, count in session.execute(counts).all():
         code, noun, detail, remedy, weight = FAULTY[state]

@@ -229,12 +229,12 @@ def require_report(record: TaskRecord, report: Submission | EvaluationResult, ki
 def settle(
     session: Session, now: float, actor: str, record: TaskRecord, token: int, event: str, columns: dict[str, Any]
 ) -> None:
-    """Move a task by a report of its worker, which counts only once (invariant I1).
+    """Move a task by a report of its worker, which counts only once (invariant I1), and end its lease.
 
     Raise LeaseLost, TaskCancelled or RoundClosed unless the token holds the task.
     """
     record.require_lease(token)
-    move_task(session, now, actor, record.task, event, columns)
+    move_task(session, now, actor, record.task, event, {"lease_expires_at": now, **columns})
 
 
 def was_released(record: TaskRecord, token: int) -> bool:

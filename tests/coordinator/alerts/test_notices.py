@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from sqlalchemy import update
 
 from tessera.coordinator.alerts import channels
-from tessera.coordinator.alerts.attention import AWAY_SECONDS
+from tessera.coordinator.alerts.attention import AWAY_SECONDS, LATELY_SECONDS
 from tessera.coordinator.alerts.channels import Mail, Undelivered, Webhook
 from tessera.coordinator.alerts.notices import FORGET_SECONDS, RETRY_SECONDS
 from tessera.coordinator.db.tables import EnrolmentRow, RunRow
@@ -448,6 +448,32 @@ def test_people_hear_of_what_lasts_at_sites_and_of_strangers_once(tmp_path: Path
         assert f'tessera_notices_total{{channel="webhook",outcome="sent"}} {len(receiver.asked)}.0' in counted
         page = coordinator.http("viewer").get("/v1/admin/status").text
         assert "secret" not in page
+
+
+def test_people_hear_of_a_task_that_fails_more_than_a_day_after_its_offer(tmp_path: Path, receiver: Receiver) -> None:
+    clock, model = Clock(), small_model()
+    settings = hook(tmp_path, receiver.port, lease_seconds=LATELY_SECONDS)
+    with LiveCoordinator(tmp_path, clock=clock, **settings) as coordinator:
+        worker = ScriptedWorker(coordinator.client("site", "north"))
+        worker.enrol()
+        cohort = Cohort(deadline_seconds=2 * LATELY_SECONDS)
+        start_run(coordinator.client(), model, values(model), cohort=cohort)
+        task = worker.take()
+        clock.advance(LATELY_SECONDS - 1)
+        worker.client.heartbeat(task.id, task.token)
+        clock.advance(3600)
+        worker.fail(task)
+        coordinator.services.notifiers[0].look()
+        assert "1 task failed within a day" in receiver.titles
+
+        def codes() -> set[str]:
+            with coordinator.services.database.snapshot() as session:
+                return {alert.code for alert in coordinator.services.alerts(session, clock.at)}
+
+        clock.advance(LATELY_SECONDS)
+        assert "tasks-failed" in codes()
+        clock.advance(1)
+        assert "tasks-failed" not in codes()
 
 
 def enrolment(name: str, at: float) -> EnrolmentRow:
