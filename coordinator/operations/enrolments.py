@@ -47,18 +47,18 @@ FULL_SECONDS = 60.0
 def ask(services: Services, spec: EnrolmentSpec, address: str, secret: str | None) -> Enrolment:
     """Request a worker's enrolment: by an administrator, or at once if `secret` is that of an enrolment token.
 
-    Repeating the request with the same hash returns the same enrolment.
+    Repeating the request with the same hash returns the same enrolment, which a token approves if it is pending.
     """
     services.admission.count_enrolment(address)
     try:
         with services.database.transaction() as session:
             now = services.database.now()
             row = _asked_before(session, now, spec)
-            if row is None and secret is not None:
+            if secret is not None and (row is None or row.state == "pending"):
                 caller = tokens.authenticate(session, now, secret)
                 if caller.role != "enrolment":
                     raise Forbidden(f"this needs an enrolment token, or none; yours has role {caller.role}")
-                row = _redeem(session, now, spec, caller, address)
+                row = _redeem(session, now, spec, caller, address, row)
             if row is None:
                 row = _wait(session, now, spec, address, services.settings.pending_enrolments)
             return views.enrolment_view(row, now)
@@ -182,8 +182,13 @@ def _asked_before(session: Session, now: float, spec: EnrolmentSpec) -> Enrolmen
     return None
 
 
-def _redeem(session: Session, now: float, spec: EnrolmentSpec, caller: Principal, address: str) -> EnrolmentRow:
-    """Admit a worker by an enrolment token. Raise Unauthenticated if it is used up, Invalid for another site."""
+def _redeem(
+    session: Session, now: float, spec: EnrolmentSpec, caller: Principal, address: str, waiting: EnrolmentRow | None
+) -> EnrolmentRow:
+    """Admit a worker, or one that is `waiting`, by an enrolment token.
+
+    Raise Unauthenticated if it is used up, Invalid for another site.
+    """
     site = session.get_one(SiteRow, caller.site_id)
     if spec.site not in (None, site.name):
         fault = Fault(pointer="/site", detail=f"the enrolment token is of site {site.name}")
@@ -192,7 +197,9 @@ def _redeem(session: Session, now: float, spec: EnrolmentSpec, caller: Principal
     used = update(TokenRow).where(left).values(uses_left=TokenRow.uses_left - 1)
     if session.execute(used.execution_options(synchronize_session=False)).rowcount != 1:  # type: ignore[attr-defined]
         raise Unauthenticated("this enrolment token was used up", remedy="Ask an administrator for another.")
-    row = _added(session, now, spec, site.name, address, "approved")
+    if waiting:
+        _end(session, now, waiting, "approved", site.name)
+    row = waiting or _added(session, now, spec, site.name, address, "approved")
     audit.record(session, now, caller.actor, "enrolment.redeem", row.id, **_told(row))
     _admit(session, now, caller.actor, row, site)
     return row

@@ -249,6 +249,22 @@ def test_an_enrolment_token_admits_at_once_and_is_used_up_by_it(coordinator: Liv
     assert actions[-2:] == ["enrolment.redeem", "token.issue"]
 
 
+def test_an_enrolment_token_admits_a_worker_that_waits_for_an_administrator(coordinator: LiveCoordinator) -> None:
+    token, secret = enrolment_token(coordinator), new_secret("site")
+    # Its site was misspelt when it asked without a token.
+    waiting = asking(coordinator).ask_to_join(spec(secret, site="nroth"))
+    with refusing("unauthenticated"):
+        asking(coordinator, new_secret("enrolment")).ask_to_join(spec(secret, site=None))
+    asked = asking(coordinator, token).ask_to_join(spec(secret, site=None))
+    assert (asked.id, asked.state, asked.site) == (waiting.id, "approved", "north")
+    assert admitted(coordinator, secret)
+    assert list(coordinator.client().enrolments()) == []
+    # The process that asked first is told so too, and the token is used up.
+    assert asking(coordinator, secret).enrolment(waiting.id).state == "approved"
+    with refusing("unauthenticated", "used up"):
+        asking(coordinator, token).ask_to_join(spec(new_secret("site")))
+
+
 def test_of_two_that_use_one_enrolment_token_at_once_one_is_admitted(tmp_path: Path) -> None:
     with LiveCoordinator(tmp_path, **FAST) as coordinator:
         token = enrolment_token(coordinator)
