@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from email.message import EmailMessage
 from http.client import HTTPException, HTTPSConnection
+from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import structlog
@@ -42,7 +43,7 @@ def connected(host: str, port: int, private_hosts: Collection[str]) -> Iterator[
     changes in between (DNS rebinding) reaches nothing else.
     """
     try:
-        found = dict.fromkeys(str(place[0]) for *_, place in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
+        found = _addresses(host, port)
         allowed = [address for address in found if host in private_hosts or is_public(address)]
         if not allowed:
             remedy = "if it is meant to have a private one, name it in TESSERA_NOTICE_PRIVATE_HOSTS"
@@ -56,7 +57,7 @@ def connected(host: str, port: int, private_hosts: Collection[str]) -> Iterator[
                 yield opened
             finally:
                 timer.cancel()
-    # ValueError: a host's name that DNS cannot have.
+    # ValueError: a user that SMTP cannot carry.
     except (OSError, HTTPException, ValueError) as fault:
         raise Undelivered(_reason(host, fault)[:300]) from fault
 
@@ -68,18 +69,29 @@ def _reason(host: str, fault: Exception) -> str:
             return f"{host} has no trusted certificate ({fault.verify_message}); for your own CA, set SSL_CERT_FILE"
         case ssl.SSLError():
             return f"{host} does not speak TLS as expected ({fault.reason}); check the port"
-        case socket.gaierror() | UnicodeError():
+        case socket.gaierror():
             return f"{host} has no address in DNS; correct the name, or check this machine's DNS"
         case smtplib.SMTPAuthenticationError():
             return (
                 f"{host} refuses the user or the password ({fault.smtp_code}); correct TESSERA_SMTP_URL or the file "
                 "that TESSERA_SMTP_PASSWORD_FILE names"
             )
+        case UnicodeError():
+            return f"{host} cannot receive the user of TESSERA_SMTP_URL: a sign-in carries ASCII characters alone"
         case smtplib.SMTPNotSupportedError():
             return f"{host} offers no STARTTLS or no sign-in; use its port for TLS, smtps://"
         case OSError(filename=str() as path):
             return f"{path} cannot be read: {fault.strerror}"
     return f"{host}: {type(fault).__name__}: {fault}"
+
+
+def _addresses(host: str, port: int) -> list[str]:
+    """Return the addresses of a host. Raise gaierror if DNS has none, or cannot have such a name."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except UnicodeError:
+        raise socket.gaierror from None
+    return list(dict.fromkeys(str(place[0]) for *_, place in found))
 
 
 def _first(addresses: Collection[str], port: int) -> socket.socket:
@@ -129,9 +141,10 @@ class Webhook:
 
     def _signed(self, notice: Mapping[str, str], now: int) -> tuple[dict[str, str], bytes]:
         body, file = json.dumps(dict(notice)).encode(), self._settings.webhook_secret_file
-        kind, _, encoded = (file.read_text().strip() if file else "").partition("_")
-        key = b""
+        kind, key = "", b""
+        # A file that is no text, or no base64.
         with suppress(ValueError):
+            kind, _, encoded = (file.read_text().strip() if file else "").partition("_")
             key = base64.b64decode(encoded, validate=True)
         if kind != "whsec" or len(key) < MIN_KEY_BYTES:
             raise Undelivered(f"{file} has no key; write whsec_ and {MIN_KEY_BYTES} or more bytes in base64")
@@ -171,7 +184,7 @@ class Mail:
                 if not self._is_tls:
                     server.starttls(context=context)
                 if self._user and file:
-                    server.login(self._user, file.read_text().strip())
+                    server.login(self._user, _password(file))
                 if notice and (refused := server.send_message(self._message(notice))):
                     log.warning("notice.recipients_refused", count=len(refused))
             finally:
@@ -189,6 +202,14 @@ class Mail:
         message["Auto-Submitted"] = "auto-generated"
         message.set_content("{title}\n\n{link}\n\n{code}, {at}\n".format_map(notice))
         return message
+
+
+def _password(file: Path) -> str:
+    """Return the password in a file. Raise Undelivered for one that no sign-in can carry."""
+    try:
+        return file.read_text(encoding="ascii").strip()
+    except UnicodeError:
+        raise Undelivered(f"{file} has a character beyond ASCII; use a password of ASCII characters") from None
 
 
 Channel = Webhook | Mail

@@ -329,8 +329,17 @@ def test_what_stops_a_notice_is_told_with_its_remedy(tmp_path: Path, trusted: ss
         assert undelivered(given | {"webhook_secret_file": absent}) == (
             f"{absent} cannot be read: No such file or directory"
         )
-        (tmp_path / "secret").write_text("whsec_%")
-        assert "write whsec_ and 24 or more bytes in base64" in undelivered(given)
+        for written in (b"whsec_%", b"whsec_\xff\x00"):
+            (tmp_path / "secret").write_bytes(written)
+            assert "write whsec_ and 24 or more bytes in base64" in undelivered(given)
+    with mailing(trusted) as box:
+        given = post(tmp_path, box.port)
+        foreign = given | {"smtp_url": f"smtp://m%C3%BCller@localhost:{box.port}"}
+        assert "cannot receive the user of TESSERA_SMTP_URL" in undelivered(foreign)
+        (tmp_path / "password").write_text("op\xe9n sesame")
+        assert undelivered(given) == (
+            f"{tmp_path / 'password'} has a character beyond ASCII; use a password of ASCII characters"
+        )
     # A label of 64 letters is too long for DNS, so no resolver is asked.
     unknown = undelivered(hook(tmp_path, 443, "a" * 64))
     assert unknown.endswith("has no address in DNS; correct the name, or check this machine's DNS")
