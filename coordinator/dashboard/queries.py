@@ -88,7 +88,7 @@ def moved_by_round(session: Session, run: Run, first: int, last: int) -> dict[in
 def _moved(session: Session, by: InstrumentedAttribute[Any], *which: ColumnElement[bool]) -> Iterable[Row[Any]]:
     up, down = TaskRow.upload_bytes, TaskRow.download_bytes
     fetches = func.sum(case((down > 0, 1), else_=0)).label("fetches")
-    sums = (func.count().label("tasks"), func.sum(up).label("up"), func.sum(down).label("down"), fetches)
+    sums = (func.count().label("tasks"), func.sum(up).label("up"), views.total(down).label("down"), fetches)
     accepted = TaskRow.state.in_(ACCEPTED) & TaskRow.kind.in_(get_args(TaskKind))
     return session.execute(
         select(by.label("key"), TaskRow.kind, *sums).where(accepted, *which).group_by(by, TaskRow.kind)
@@ -131,7 +131,7 @@ def round_sums(session: Session, run: Run, most: int, before: int | None = None)
             func.count(),
             func.sum(case((accepted, 1), else_=0)),
             func.sum(TaskRow.upload_bytes),
-            func.sum(TaskRow.download_bytes),
+            views.total(TaskRow.download_bytes),
         )
         .where(TaskRow.round_id.in_([row.id for row in rounds]))
         .group_by(TaskRow.round_id)
@@ -148,7 +148,7 @@ def round_sums(session: Session, run: Run, most: int, before: int | None = None)
 
 def round_costs(session: Session, run: Run) -> list[RoundCost]:
     """Return what each attempt at a round that has ended cost, in order."""
-    sent = func.coalesce(func.sum(TaskRow.upload_bytes + TaskRow.download_bytes), 0)
+    sent = func.coalesce(views.total(TaskRow.upload_bytes + TaskRow.download_bytes), 0)
     rows = session.execute(
         select(RoundRow, sent)
         # By the round alone: with the run too, SQLite reads all tasks of the run for each round.

@@ -11,7 +11,7 @@ from sqlalchemy import Row, func, select
 from sqlalchemy.orm import Session
 
 from tessera.coordinator.db.tables import AuditRow, RoundRow, RunRow, SiteRow, TaskRow, WorkerRow
-from tessera.coordinator.db.views import latest_measurements
+from tessera.coordinator.db.views import latest_measurements, total
 from tessera.coordinator.domain.lifecycle import LIVE_ROUND, LIVE_RUN
 from tessera.shared.api.runs import RunSpec
 from tessera.shared.metrics.site_spread import PERSONAL, spreads
@@ -85,7 +85,7 @@ def _figures(session: Session, run: RunRow) -> RunFigures:
     last = (RoundRow.run_id == run.id) & (RoundRow.number == run.version_number) & (RoundRow.state == "committed")
     # A site's token admits as many workers as the site likes.
     sites = select(func.count(WorkerRow.site_id.distinct())).join(TaskRow, TaskRow.worker_id == WorkerRow.id)
-    up, down = func.sum(TaskRow.upload_bytes), func.sum(TaskRow.download_bytes)
+    up, down = func.sum(TaskRow.upload_bytes), total(TaskRow.download_bytes)
     assigned = (TaskRow.run_id == run.id) & (TaskRow.merged_in == run.version_number)
     updates, upload_bytes, download_bytes = session.execute(sites.add_columns(up, down).where(assigned)).one()
     return RunFigures(

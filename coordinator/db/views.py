@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel
 from pydantic_core import from_json
-from sqlalchemy import ColumnElement, Row, Select, func, select
+from sqlalchemy import ColumnElement, Float, Row, Select, cast, func, select
 from sqlalchemy.orm import InstrumentedAttribute, Session, load_only, selectinload, undefer
 
 from tessera.coordinator.db.tables import (
@@ -44,6 +44,11 @@ AT_A_TIME = 20
 
 def instant(seconds: float) -> datetime:
     return datetime.fromtimestamp(seconds, UTC)
+
+
+def total(reported: ColumnElement[int] | InstrumentedAttribute[int]) -> ColumnElement[float]:
+    """Return the sum of a number that sites report: a float, because SQLite cannot add up integers beyond 2^63."""
+    return func.sum(cast(reported, Float))
 
 
 def page(

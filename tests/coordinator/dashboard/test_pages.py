@@ -207,6 +207,25 @@ def test_pages_of_a_run_show_what_the_api_shows(coordinator: LiveCoordinator, ad
     assert "wards" in admin.http.get("/page/storage").text
 
 
+def test_downloads_that_no_integer_of_a_database_can_add_up_take_no_page_down(
+    coordinator: LiveCoordinator, admin: Person
+) -> None:
+    run = worked(coordinator)
+    with coordinator.services.database.transaction() as session:
+        # Two are as much as 1024 tasks with the most that a site may report.
+        session.execute(update(TaskRow).values(download_bytes=1 << 62))
+    for path in (
+        "/",
+        "/runs",
+        f"/runs/{run}",
+        f"/runs/{run}?x=bytes",
+        f"/runs/{run}/rounds",
+        f"/runs/{run}/rounds/1",
+    ):
+        assert admin.http.get(f"/page{path}").status_code == 200, path
+    assert "tessera_run_download_bytes" in coordinator.http("viewer").get("/metrics").text
+
+
 def test_layers_are_counted_by_site_and_by_groups_of_rounds(coordinator: LiveCoordinator) -> None:
     run_id = worked(coordinator)
     with coordinator.services.database.transaction() as session:
