@@ -146,7 +146,7 @@ def preview(
 ) -> None:
     """Show which workers would take part in a run, which not and why, and their first round's work. Starts nothing.
 
-    Uploads the model, as `create` does. Exit code 3 if fewer workers than the quorum would take part.
+    Uploads the model, as `create` does. Exit code 3 if fewer sites than the quorum would take part.
     """
     client = client_of(ctx)
     spec, sent = _spec(client, file, model, start_from, settings, as_json=as_json)
@@ -448,7 +448,7 @@ def preview_notes(found: Preview) -> Iterator[str]:
 
 
 def warn_if_too_few(client: Client, spec: RunSpec) -> None:
-    """Warn if too few workers would take part; a preview that fails does not prevent the run's start."""
+    """Warn if too few sites would take part; a preview that fails does not prevent the run's start."""
     try:
         found = client.preview_run(spec)
     except Problem:

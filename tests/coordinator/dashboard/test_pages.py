@@ -437,6 +437,19 @@ def test_a_run_is_started_from_what_another_made(coordinator: LiveCoordinator) -
     assert person.http.get("/page/runs/new?copy=nothing").status_code == 404
 
 
+def test_a_preview_counts_sites_as_the_quorum_does(coordinator: LiveCoordinator) -> None:
+    for name in ("w1", "w2"):
+        ScriptedWorker(coordinator.client("site", "a"), name=name).enrol()
+    asks = ScriptedWorker(coordinator.client("site", "b"), advertised_policy=AdvertisedPolicy(approve_runs=True))
+    asks.enrol()
+    before = start_run(coordinator.client(), MODEL, values(MODEL), dataset="none")
+    given = {"method": "fedavg", "start": f"{before.spec.model} {before.spec.version}", "/name": "wards"}
+    given |= {"/dataset": "data", "/rounds": "2", "/cohort/quorum": "2"}
+    shown = signed_in(coordinator, "orchestrator").send("/page/runs/new", step="preview", **given).text
+    assert "1 site would take part; the quorum is 2." in shown
+    assert "The run would wait; 1 more would take part once a person there has approved it." in shown
+
+
 def test_settings_of_local_training_are_shown_and_kept_in_a_copy(coordinator: LiveCoordinator, admin: Person) -> None:
     training = Training.model_validate(
         {"rates": {"head": 10}, "keep_moments": True, "label_smoothing": 0.1, "class_weights": [1, 2.5]}
