@@ -97,10 +97,14 @@ def _bounded(noun: str, schema: Mapping[str, Any], step: int = 0) -> str:
         high = below - step if below is not None else high
         above = below = None
     if low is not None and high is not None and high < LARGEST:
-        return f"{noun} from {low:g} to {high:.0f}"
+        return f"{noun} from {_written(low)} to {_written(high)}"
     bounds = [
-        f"{words} {bound:g}" if bound < 1e6 else f"{words} {bound:.0f}"
+        f"{words} {_written(bound)}"
         for words, bound in (("at least", low), ("above", above), ("below", below), ("at most", high))
         if bound is not None and abs(bound) < LARGEST
     ]
     return ", ".join((noun, *bounds))
+
+
+def _written(bound: float) -> str:
+    return f"{bound:g}" if bound < 1e6 else f"{bound:.0f}"

@@ -13,6 +13,7 @@ import pytest
 from docs.describe_runs import document
 from tessera.shared.api.runs import RunSpec
 from tessera.shared.cli.run_file import read_spec
+from tessera.shared.cli.run_keys import kind_of
 from tessera.shared.cli.run_template import template
 from tessera.shared.methods.registry import coordinator_half, methods
 from tessera.shared.rounds.planning import run_facts
@@ -32,6 +33,11 @@ def written(tmp_path: Path, method: str, change: Any = str) -> dict[str, Any]:
 def test_the_committed_page_is_the_present_one() -> None:
     made = "python -m docs.describe_runs > docs/runs.md"
     assert (ROOT / "docs" / "runs.md").read_text() == document(), f"the settings have changed; run: {made}"
+
+
+def test_a_bound_is_shown_as_it_is() -> None:
+    for high, shown in ((0.5, "0.5"), (30, "30"), (2_592_000, "2592000")):
+        assert kind_of({"type": "number", "minimum": 0, "maximum": high}, {}) == f"number from 0 to {shown}"
 
 
 def test_every_key_has_a_meaning() -> None:
