@@ -10,7 +10,7 @@ from typing import Annotated
 from urllib.parse import urlencode
 
 from fastapi import APIRouter, Depends, Query, Request, Response
-from sqlalchemy import ColumnElement, func, select, true
+from sqlalchemy import ColumnElement, func, select, true, tuple_
 from sqlalchemy.orm import InstrumentedAttribute, Session
 
 from tessera.coordinator.api.dependencies import Serving, require_role
@@ -160,7 +160,7 @@ def _failures(
         .join(SiteRow)
         .where(TaskRow.state.in_([state for state in FAULTS if filters.what in ("", state)]))
         .where(*filters.within(TaskRow.created_at))
-        .order_by(TaskRow.created_at.desc(), TaskRow.id)
+        .order_by(TaskRow.created_at.desc(), TaskRow.id.desc())
         .limit(most + 1)
     )
     if filters.who:
@@ -169,8 +169,7 @@ def _failures(
         query = query.where(TaskRow.run_id == filters.run)
     if after and (last := session.get(TaskRow, after)):
         # All tasks of a round have the same instant.
-        same = (TaskRow.created_at == last.created_at) & (TaskRow.id > last.id)
-        query = query.where((TaskRow.created_at < last.created_at) | same)
+        query = query.where(tuple_(TaskRow.created_at, TaskRow.id) < tuple_(last.created_at, last.id))
     rows = session.execute(query).all()
     failures = [
         (views.task_view(task, worker, task.version_number + (task.kind == "train")), name)

@@ -13,7 +13,7 @@ from fastapi import APIRouter, Query, Request, Response
 from fastapi import Path as PathParam
 from fastapi.responses import RedirectResponse
 from markupsafe import Markup
-from sqlalchemy import String, cast, func, or_, select
+from sqlalchemy import String, cast, func, or_, select, tuple_
 from sqlalchemy.orm import Session
 
 from tessera.coordinator.api.dependencies import Serving, require_role
@@ -95,8 +95,7 @@ def list_runs(
             query = query.where(or_(*(func.lower(column).contains(text, autoescape=True) for column in columns)))
         if before is not None:
             last = views.find_run(session, before)
-            same = (RunRow.created_at == last.created_at) & (RunRow.id < last.id)
-            query = query.where((RunRow.created_at < last.created_at) | same)
+            query = query.where(tuple_(RunRow.created_at, RunRow.id) < tuple_(last.created_at, last.id))
         rows = session.execute(query).all()
         runs = [views.run_view(session, row) for row, _ in rows[:AT_A_TIME]]
         filters = {name: value for name, value in chosen.items() if value}

@@ -10,7 +10,7 @@ from urllib.parse import urlencode
 
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import RedirectResponse
-from sqlalchemy import ColumnElement, Row, case, func, select
+from sqlalchemy import ColumnElement, Row, case, func, select, tuple_
 from sqlalchemy.orm import InstrumentedAttribute, Session, undefer
 
 from tessera.coordinator.api.dependencies import Serving, require_role
@@ -259,8 +259,7 @@ def list_tokens(request: Request, serving: Serving, who: Signed, q: Text = "", a
         if q:
             query = query.where(containing(TokenRow.name, q) | containing(SiteRow.name, q))
         if after and (last := session.get(TokenRow, after)):
-            same = (TokenRow.created_at == last.created_at) & (TokenRow.id < last.id)
-            query = query.where((TokenRow.created_at < last.created_at) | same)
+            query = query.where(tuple_(TokenRow.created_at, TokenRow.id) < tuple_(last.created_at, last.id))
         order = TokenRow.created_at.desc(), TokenRow.id.desc()
         rows = session.execute(query.order_by(*order).limit(TOKENS + 1)).all()
         shown = [views.token_view(row, site, serving.last_seen.last_use(row.id)) for row, site in rows[:TOKENS]]

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel
 from pydantic_core import from_json
-from sqlalchemy import ColumnElement, Float, Row, Select, cast, func, select
+from sqlalchemy import ColumnElement, Float, Row, Select, cast, func, select, tuple_
 from sqlalchemy.orm import InstrumentedAttribute, Session, load_only, selectinload, undefer
 
 from tessera.coordinator.db.tables import (
@@ -66,7 +66,8 @@ def page(
     """
     ordered = query.order_by(*keys).limit(limit + 1)
     if cursor is not None:
-        ordered = ordered.where(_after(keys, _decode(cursor, [key.type.python_type for key in keys])))
+        last_shown = _decode(cursor, [key.type.python_type for key in keys])
+        ordered = ordered.where(tuple_(*keys) > tuple_(*last_shown))
     items: list[V] = []
     last: list[Any] = []
     size = 0
@@ -80,14 +81,6 @@ def page(
             last = [getattr(row[0], key.key) for key in keys]
             size += len(items[-1].model_dump_json())
     return Page(items=tuple(items))
-
-
-def _after(keys: Sequence[InstrumentedAttribute[Any]], values: Sequence[Any]) -> Any:
-    """Return (a, b) > (x, y) in a form that every database supports."""
-    first, value = keys[0], values[0]
-    if len(keys) == 1:
-        return first > value
-    return (first > value) | ((first == value) & _after(keys[1:], values[1:]))
 
 
 def _decode(cursor: str, kinds: Sequence[type]) -> list[Any]:

@@ -18,7 +18,7 @@ from tessera.coordinator.dashboard import records
 from tessera.coordinator.dashboard.queries import layer_shares
 from tessera.coordinator.db import views
 from tessera.coordinator.db.helper_tasks import _terms_by_count
-from tessera.coordinator.db.tables import SiteRow, TaskRow, VersionRow, WorkerRow
+from tessera.coordinator.db.tables import RunRow, SiteRow, TaskRow, TokenRow, VersionRow, WorkerRow
 from tessera.shared.api.admin import EnrolmentSpec
 from tessera.shared.api.runs import Cohort, Evaluation, RunPatch
 from tessera.shared.api.tasks import AdvertisedPolicy, Failure, Progress
@@ -866,6 +866,31 @@ def test_failures_of_one_instant_are_all_on_a_page_of_the_list(
         place = unescape(place)
     assert len(ids) == len(found) > 4
     assert set(found) == ids
+
+
+def test_runs_and_tokens_of_one_instant_are_all_on_a_page_of_the_list(
+    coordinator: LiveCoordinator, admin: Person, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tessera.coordinator.dashboard.runs.AT_A_TIME", 2)
+    monkeypatch.setattr("tessera.coordinator.dashboard.workers.TOKENS", 2)
+    for name in "abcde":
+        start_run(coordinator.client(), MODEL, values(MODEL), name=name, dataset="none")
+    lists = {
+        "/page/runs": (RunRow, r'name="run" value="(\w+)"'),
+        "/page/tokens": (TokenRow, r"/page/tokens/(\w+)/rotate"),
+    }
+    for first, (table, shown_id) in lists.items():
+        with coordinator.services.database.transaction() as session:
+            session.execute(update(table).values(created_at=1000.0))
+            ids = set(session.scalars(select(table.id)))
+        found, place = [], first
+        while place:
+            shown = admin.http.get(place).text
+            found += re.findall(shown_id, shown)
+            (place,) = re.findall(r'href="([^"]+)" rel="next"', shown) or [""]
+            place = unescape(place)
+        assert sorted(found) == sorted(ids)
+        assert len(ids) > 4
 
 
 def test_audit_entries_of_a_run_that_is_not_in_the_menu_show_the_filter(
