@@ -50,7 +50,7 @@ from tessera.worker.cli.model_options import (
 )
 from tessera.worker.data.dataset import DataError
 from tessera.worker.data.readers.image_processor import load_processor
-from tessera.worker.data.readers.tokenizer import load_tokenizer
+from tessera.worker.data.readers.tokenizer import load_tokenizer, tokenizer_of
 from tessera.worker.model.block_map import block_table, named_tensors
 from tessera.worker.model.build import (
     check_model,
@@ -153,7 +153,7 @@ def init(
                 raise ValueError(f"--labels: a model with the head {head} has no classes; leave it out")
             settings = {key: value for key, value in settings.items() if key not in {"id2label", "label2id"}}
             settings |= labels_from(labels)
-        settings |= padding_from(settings, head)
+        settings |= padding_from(settings, head, partial(_padding_token, config, hub=pretrained))
         if dtype is not None:
             settings |= {"dtype": dtype}
         caption = caption_ids(text_prompt_from, config)
@@ -320,16 +320,34 @@ def _document(
 
 def _save_preprocessing(source: str, folder: Path, *, hub: bool) -> None:
     """Save the tokenizer and the image processor of a config's folder, or of its name on the hub, to a folder."""
-    path = Path(source)
-    beside = path.parent if path.name == CONFIG_FILE else path
-    for what, (load_one, patterns) in PREPROCESSING.items():
-        if not (any(next(beside.glob(pattern), None) for pattern in patterns) if path.exists() else hub):
+    for what, (load_one, _) in PREPROCESSING.items():
+        if (place := _preprocessing_place(what, source, hub=hub)) is None:
             continue
         try:
             with quiet():
-                load_one(what, str(beside)).save_pretrained(folder)
+                load_one(what, place).save_pretrained(folder)
         except DataError as fault:
             output.note(f"warning: the model folder is without this {fault}")
+
+
+def _padding_token(source: str, *, hub: bool) -> int | None:
+    """Return the token with which the tokenizer beside a config pads; None without a usable tokenizer."""
+    if (place := _preprocessing_place("tokenizer", source, hub=hub)) is None:
+        return None
+    try:
+        with quiet():
+            padding: int | None = tokenizer_of("tokenizer", place).pad_token_id
+    except DataError:
+        return None
+    return padding
+
+
+def _preprocessing_place(what: str, source: str, *, hub: bool) -> str | None:
+    """Return the folder, or the name on the hub, with this part of the preprocessing; None if it has none."""
+    path, (_, patterns) = Path(source), PREPROCESSING[what]
+    beside = path.parent if path.name == CONFIG_FILE else path
+    there = any(next(beside.glob(pattern), None) for pattern in patterns) if path.exists() else hub
+    return str(beside) if there else None
 
 
 def _write(out: Path, model: PreTrainedModel, document: Model, add_rest: Callable[[Path], None]) -> None:

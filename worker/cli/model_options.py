@@ -1,5 +1,6 @@
 """The parts of a model that a command's options describe."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -94,12 +95,17 @@ def labels_from(labels: str) -> Config:
     return {"num_labels": len(names), "id2label": {str(number): name for number, name in enumerate(names)}}
 
 
-def padding_from(config: Config, head: Head) -> Config:
-    """Return the padding token of a decoder without one: as for data, the token that ends a text.
+def padding_from(config: Config, head: Head, of_tokenizer: Callable[[], int | None]) -> Config:
+    """Return the padding token of a decoder without one: its tokenizer's, with which data are padded.
 
-    To classify a text, a decoder reads the last token that is no padding.
+    To classify a text, a decoder reads the last token that is no padding. Without a tokenizer it is the token that
+    ends a text, or the first of several.
     """
     built = config_from(config).get_text_config()
-    end = getattr(built, "eos_token_id", None)
-    lacks = head == "text-classification" and getattr(built, "pad_token_id", None) is None
-    return {"pad_token_id": end} if lacks and isinstance(end, int) else {}
+    if head != "text-classification" or getattr(built, "pad_token_id", None) is not None:
+        return {}
+    ends = getattr(built, "eos_token_id", None)
+    end = next(iter(ends), None) if isinstance(ends, list) else ends
+    own = of_tokenizer()
+    found = end if own is None else own
+    return {} if found is None else {"pad_token_id": found}

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tokenizers import Tokenizer
 from tokenizers.models import BPE, Unigram, WordLevel, WordPiece
 from transformers import AutoConfig, AutoModelForImageClassification, AutoModelForSequenceClassification, pipeline
@@ -20,8 +21,9 @@ from tessera.shared.schema import canonical
 from tessera.shared.tensors.lazy import digest_of
 from tessera.shared.updates.model_folder import ModelFolder
 from tessera.worker.cli.model import app
+from tessera.worker.model import build
 from tessera.worker.simulation.blob_folder import Folder
-from tests.support.pretrained import bert_tokenizer, image_processor, picture
+from tests.support.pretrained import bert_tokenizer, image_processor, picture, plain_tokenizer
 
 BERT = {
     "model_type": "bert", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
@@ -39,8 +41,9 @@ def saved(folder: Path, config: dict[str, Any], auto: Any) -> Path:
     return folder
 
 
-def init(out: Path, source: Path, head: str) -> ModelFolder:
-    result = CliRunner().invoke(app, ["init", str(out), "--config", str(source), "--head", head, "--labels", "2"])
+def init(out: Path, source: Path, head: str, *more: str) -> ModelFolder:
+    words = ["init", str(out), "--config", str(source), "--head", head, "--labels", "2", *more]
+    result = CliRunner().invoke(app, words)
     assert result.exit_code == 0, result.output
     return ModelFolder.open(out)
 
@@ -100,6 +103,38 @@ def test_processor_travels_to_an_export(tmp_path: Path) -> None:
     classify = pipeline("image-classification", str(source))
     assert len(classify(str(picture(tmp_path / "red.png", (255, 0, 0))))) == 2
     assert b"preprocessing" not in canonical(folder.model)
+
+
+DECODER = {
+    "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2,
+    "intermediate_size": 24, "vocab_size": 6, "max_position_embeddings": 16, "pad_token_id": None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "ends", "settings", "padding"),
+    [
+        # The tokenizer has a token for padding only, and the config does not name it: as Qwen2.5-Instruct.
+        ("qwen2", 1, {"pad_token": "<pad>"}, 4),
+        # Several tokens end a text, and the tokenizer pads with the one that it writes: as Llama 3 Instruct.
+        ("llama", [3, 1], {}, 1),
+        ("llama", [3, 1], None, 3),
+    ],
+)
+def test_a_decoder_reads_the_last_token_of_a_text_that_its_tokenizer_pads(
+    tmp_path: Path, kind: str, ends: Any, settings: dict[str, str] | None, padding: int
+) -> None:
+    (source := tmp_path / "source").mkdir()
+    (source / "config.json").write_text(json.dumps({"model_type": kind, **DECODER, "eos_token_id": ends}))
+    if settings is not None:
+        plain_tokenizer(source, ["good", "bad"], **settings)
+    folder = init(tmp_path / "made", source, "text-classification", "--random")
+    assert folder.model.config["pad_token_id"] == padding
+    model = build.load(folder).eval()
+    ids = torch.tensor([[2, 3, 2], [2, padding, padding]])
+    mask = torch.tensor([[1, 1, 1], [1, 0, 0]])
+    batch = model(input_ids=ids, attention_mask=mask).logits
+    torch.testing.assert_close(batch[1:], model(input_ids=torch.tensor([[2]])).logits)
 
 
 @pytest.mark.parametrize("kind", ["WordLevel", "WordPiece", "BPE", "Unigram"])
