@@ -1,7 +1,9 @@
 """`tessera simulate`: a whole federation in this process, for research and for trials of methods."""
 
 import json
+import logging
 import shutil
+import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -15,6 +17,7 @@ from tessera.shared.cli.render import output
 from tessera.shared.cli.render.output import AsJson
 from tessera.shared.cli.render.watch import print_ended, print_ended_as_json
 from tessera.shared.problems import Invalid
+from tessera.shared.telemetry.logging import configure
 from tessera.shared.updates.model_folder import ModelFolder
 from tessera.worker.cli.exits import BAD_SETTINGS, fail
 from tessera.worker.settings import SettingsError
@@ -64,6 +67,8 @@ def command(
     reach its quorum.
     """
     changes: list[dict[str, int]] = [{"seed": seed} for seed in _distinct_seeds(seeds)] if seeds is not None else [{}]
+    # What the tasks log at lower levels is of use at a worker. Unless configured, it would go to stdout.
+    configure(sys.stderr, console=sys.stderr.isatty(), level=logging.WARNING)
     wanted = read_file(file, settings or [])
     if (source := model or wanted.model) is None:
         remedy = "Make one with `tessera model init`, and name it there or with --model."

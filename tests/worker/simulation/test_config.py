@@ -16,6 +16,7 @@ from typer.testing import CliRunner, Result
 from tessera.shared.cli.main import app
 from tessera.shared.updates.model_folder import ModelFolder
 from tessera.worker.simulation.config import SimulationFile, read_file
+from tests.support.cli import forked
 from tests.support.coordinator import refusing
 from tests.support.paths import ROOT
 from tests.support.tasks import VIT
@@ -199,6 +200,14 @@ def test_it_runs_to_its_end_writes_what_came_out_and_goes_on_where_it_was(folder
     assert events(again.stdout)[0]["runs"][0]["digest"] == summary["digest"]
     other = tessera("simulate", "run.toml", "--set", "rounds=3")
     assert (other.exit_code, "/spec/rounds: was 2 and is 3" in other.stderr) == (2, True)
+
+
+def test_a_process_of_its_own_prints_json_and_nothing_else(folder: Path) -> None:
+    made(folder)
+    # Not in this process, in which the tests direct all logs elsewhere.
+    answer = forked("simulate", "run.toml", "--json", "--set", "rounds=1")
+    assert (answer.returncode, "info" in answer.stderr) == (0, False), answer.stderr
+    assert [event["event"] for event in events(answer.stdout)] == ["round", "end"]
 
 
 def test_over_seeds_it_tells_mean_and_deviation(folder: Path) -> None:
