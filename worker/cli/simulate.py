@@ -11,9 +11,11 @@ from statistics import fmean, stdev
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 
 from tessera.shared.cli.export import in_place_of
 from tessera.shared.cli.render import output
+from tessera.shared.cli.render.failures import MAX_SHOWN, print_failures
 from tessera.shared.cli.render.output import AsJson
 from tessera.shared.cli.render.watch import print_ended, print_ended_as_json
 from tessera.shared.problems import Invalid
@@ -137,8 +139,26 @@ def _conclude(results: Mapping[int, Result], *, as_json: bool) -> None:
         rows.append((name.replace("_", " "), *(f"{value:.4f}" for value in found), *spread))
     shown = columns if len(results) > 1 else columns[:2]
     console.print(output.table(shown, [row[: len(shown)] for row in rows], right=shown[1:]))
-    for result in results.values():
+    for result, run in zip(results.values(), runs, strict=True):
+        _print_failed(console, result, run["unmeasured"])
         console.print(f"{result.folder}: {MODEL}, {MEASUREMENTS} and {SUMMARY}", soft_wrap=True, markup=False)
+
+
+def _print_failed(console: Console, result: Result, unmeasured: Sequence[Mapping[str, Any]]) -> None:
+    """Print why tasks failed. Workers that `dropout` keeps silent have no reason, and are no failures."""
+    failed = [made.model_copy(update={"tasks": tuple(t for t in made.tasks if t.problem)}) for made in result.rounds]
+    print_failures(console, failed)
+    versions: dict[tuple[str, ...], list[int]] = {}
+    for one in unmeasured:
+        versions.setdefault((one["worker"], one["reason"], one["remedy"]), []).append(one["version"])
+    if versions:
+        console.print("\n[bold]not measured[/]")
+    for (worker, reason, remedy), numbers in list(versions.items())[:MAX_SHOWN]:
+        several = f"versions {numbers[0]} to {numbers[-1]}" if len(numbers) > 1 else f"version {numbers[0]}"
+        for line in (f"{several}  {worker}  {reason}", f"  {remedy}"):
+            console.print(line, soft_wrap=True, markup=False)
+    if len(versions) > MAX_SHOWN:
+        console.print(f"and {len(versions) - MAX_SHOWN} more, which {SUMMARY} has")
 
 
 def _deviation(found: Sequence[float]) -> float | None:

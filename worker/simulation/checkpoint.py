@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO, Self, TypeVar
 
 from pydantic import BaseModel, JsonValue
 
@@ -59,9 +59,15 @@ class Held:
 
 
 class MeasuredVersion(Message):
-    """The measurements of a version."""
+    """The measurements of a version, and the tasks that failed to measure it."""
 
-    measurements: tuple[Measurement, ...]
+    measurements: tuple[Measurement, ...] = ()
+    failed: tuple[TaskView, ...] = ()
+
+    @classmethod
+    def of(cls, outcomes: Sequence[Measurement | TaskView]) -> Self:
+        measurements = tuple(one for one in outcomes if isinstance(one, Measurement))
+        return cls(measurements=measurements, failed=tuple(one for one in outcomes if isinstance(one, TaskView)))
 
 
 class OpenRound:
@@ -157,13 +163,13 @@ class Records:
         workers = {worker: places.setdefault(digests, len(places)) for worker, digests in held.items()}
         _write(self._folder / "downloads.json", json.dumps({"sets": list(map(sorted, places)), "workers": workers}))
 
-    def measured(self, version: int) -> tuple[Measurement, ...] | None:
-        """Return the measurements of a version; None if it was not measured."""
+    def measured(self, version: int) -> MeasuredVersion | None:
+        """Return the measurements of a version; None if its tasks have not been done."""
         file = self._measurements(version)
-        return _read(MeasuredVersion, file).measurements if file.exists() else None
+        return _read(MeasuredVersion, file) if file.exists() else None
 
-    def measure(self, version: int, measurements: Sequence[Measurement]) -> None:
-        _write(self._measurements(version), MeasuredVersion(measurements=tuple(measurements)).model_dump_json())
+    def measure(self, version: int, measured: MeasuredVersion) -> None:
+        _write(self._measurements(version), measured.model_dump_json())
 
     def _measurements(self, version: int) -> Path:
         return self._folder / "measurements" / f"{version:07}.json"

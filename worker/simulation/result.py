@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from tessera.shared.api.runs import Bounds, Measurement, Round, Run, RunSpec
+from tessera.shared.api.tasks import TaskView
 from tessera.shared.api.versions import Version, VersionRef
 from tessera.shared.cli.export import Progress, export_folder, in_place_of
 from tessera.shared.client.round_outcomes import Outcome, outcomes
@@ -32,6 +33,8 @@ class Result:
     model: Model
     committed: tuple[CommittedVersion, ...]
     measurements: tuple[Measurement, ...]
+    unmeasured: tuple[TaskView, ...]
+    """The tasks that failed to measure a version, whose number is their `round`, with their problems."""
     over: bool
     """True if all rounds are finished, or the method planned no more."""
     states: States

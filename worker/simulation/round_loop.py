@@ -27,7 +27,7 @@ from tessera.shared.rounds.versions import States
 from tessera.shared.schema import canonical
 from tessera.shared.secure_sums.messages import Envelope, Terms
 from tessera.worker.simulation.blob_folder import Folder
-from tessera.worker.simulation.checkpoint import CommittedVersion, Records, Reported
+from tessera.worker.simulation.checkpoint import CommittedVersion, MeasuredVersion, Records, Reported
 from tessera.worker.simulation.conditions import Conditions
 from tessera.worker.simulation.in_process_coordinator import RUN, InProcessCoordinator, Order
 from tessera.worker.simulation.result import Result
@@ -91,10 +91,19 @@ class Simulation:
 
     def result(self, folder: Path, *, over: bool) -> Result:
         """Return the result so far."""
-        measured = (self.records.measured(entry.version.number) or () for entry in self.versions)
-        measurements = tuple(measurement for found in measured for measurement in found)
+        measured = self._measured(entry.version.number for entry in self.versions)
         bounds = self.bounds if self.latest.number else None
-        return Result(self.spec, bounds, self.model, tuple(self.versions), measurements, over, self.states, folder)
+        return Result(
+            spec=self.spec,
+            bounds=bounds,
+            model=self.model,
+            committed=tuple(self.versions),
+            measurements=tuple(measurement for found in measured for measurement in found.measurements),
+            unmeasured=tuple(task for found in measured for task in found.failed),
+            over=over,
+            states=self.states,
+            folder=folder,
+        )
 
     @property
     def latest(self) -> Version:
@@ -320,9 +329,12 @@ class Simulation:
         return self.states.manifest(self.latest.digest)
 
     def _outcome(self, made: Round) -> Outcome:
-        numbers = (made.number - 1, made.number)
-        found = [measurement for number in numbers for measurement in self.records.measured(number) or ()]
+        measured = self._measured((made.number - 1, made.number))
+        found = [measurement for one in measured for measurement in one.measurements]
         return outcomes([made], self.spec, found, [entry.version for entry in self.versions[-2:]])[0]
+
+    def _measured(self, numbers: Iterable[int]) -> list[MeasuredVersion]:
+        return [found for number in numbers if (found := self.records.measured(number))]
 
     def _measure(self) -> None:
         """Measure the latest version if that is due and was not done before."""
@@ -337,7 +349,7 @@ class Simulation:
             orders.append(self._evaluation(EVALUATOR, held_out=False))
         found = self.processes.evaluate(orders)
         self.records.keep_downloads(self.coordinator.held)
-        self.records.measure(number, found)
+        self.records.measure(number, MeasuredVersion.of(found))
 
     def _measures(self, site: str) -> bool:
         return self.population.holdings[site].held_out > 0 and self._is_available(site, self.latest.number)

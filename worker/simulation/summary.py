@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+from tessera.shared.api.tasks import TaskView
 from tessera.shared.metrics.site_spread import headlines, spreads
 from tessera.worker.simulation.result import Result
 
@@ -26,12 +27,19 @@ def summary_of(result: Result) -> dict[str, Any]:
         "sites": {name: asdict(spread) for name, spread in at_sites.items()},
         "scalars": last.scalars,
         "warnings": last.warnings,
+        "unmeasured": [_unmeasured(task) for task in result.unmeasured],
         "download_bytes": sum(outcome.download_bytes for outcome in outcomes),
         "upload_bytes": sum(outcome.upload_bytes for outcome in outcomes),
         "seconds": sum(outcome.seconds() or 0.0 for outcome in outcomes),
         "model": str(result.folder / MODEL),
         "measurements": str(result.folder / MEASUREMENTS),
     }
+
+
+def _unmeasured(task: TaskView) -> dict[str, Any]:
+    problem = task.problem
+    reason, remedy = (problem.detail, problem.remedy) if problem else ("", "")
+    return {"version": task.round, "worker": task.worker, "reason": reason, "remedy": remedy}
 
 
 def figures_of(summary: Mapping[str, Any]) -> dict[str, float]:

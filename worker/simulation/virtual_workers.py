@@ -61,15 +61,15 @@ class Workers:
             return self.coordinator.view(order, "failed", WorkerFailed.of(*failure_of(fault)))
         return self.coordinator.task(order.id)
 
-    def evaluate(self, order: Order) -> Measurement | None:
-        """Measure a version. Return None if it cannot be measured there."""
+    def evaluate(self, order: Order) -> Measurement | TaskView:
+        """Measure a version. Return the measurement, or the failed task if it cannot be measured there."""
         try:
             if order.held_out:
                 self._do(order, self.population.dataset(self.population.site_of(order.worker)))
             elif self.test:
                 self._do(order, self.test)
-        except OF_THE_RUN:
-            return None
+        except OF_THE_RUN as fault:
+            return self.coordinator.view(order, "failed", WorkerFailed.of(*failure_of(fault)))
         return self.coordinator.measurement(order)
 
     def _do(self, order: Order, dataset: Dataset) -> None:

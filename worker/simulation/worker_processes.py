@@ -103,13 +103,15 @@ class WorkerProcesses:
                 views[order.id] = answer.view
         return views
 
-    def evaluate(self, orders: Sequence[Order]) -> tuple[Measurement, ...]:
-        """Run evaluation tasks. Return the measurements in the sequence of `orders`. Raises as `train` does."""
+    def evaluate(self, orders: Sequence[Order]) -> list[Measurement | TaskView]:
+        """Run evaluation tasks. Return each one's measurement, or the failed task, in the sequence of `orders`.
+
+        Raises as `train` does.
+        """
         if self._count == 1:
-            found = {order.id: self._workers.evaluate(order) for order in orders}
-        else:
-            found = {order.id: answer.measurement for order, answer in self._answers(orders)}
-        return tuple(measurement for order in orders if (measurement := found[order.id]))
+            return [self._workers.evaluate(order) for order in orders]
+        found = {order.id: answer.measurement or answer.view for order, answer in self._answers(orders)}
+        return [outcome for order in orders if (outcome := found[order.id])]
 
     def end(self, made: Round) -> None:
         """Record the outcome of the accepted updates of a finished attempt, in all processes."""
@@ -224,9 +226,8 @@ def _autograd_refusal() -> str | None:
 
 
 def _done(workers: Workers, order: Order) -> Answer:
-    if order.kind == "train":
-        view, measurement = workers.train(order), None
-    else:
-        view, measurement = None, workers.evaluate(order)
+    outcome = workers.train(order) if order.kind == "train" else workers.evaluate(order)
     held = tuple(workers.coordinator.held.get(order.holder, ()))
-    return Answer(view=view, measurement=measurement, held=held)
+    if isinstance(outcome, TaskView):
+        return Answer(view=outcome, held=held)
+    return Answer(measurement=outcome, held=held)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -208,6 +209,40 @@ def test_a_process_of_its_own_prints_json_and_nothing_else(folder: Path) -> None
     answer = forked("simulate", "run.toml", "--json", "--set", "rounds=1")
     assert (answer.returncode, "info" in answer.stderr) == (0, False), answer.stderr
     assert [event["event"] for event in events(answer.stdout)] == ["round", "end"]
+
+
+def images(file: Path, side: int) -> None:
+    save_file({"pixel_values": torch.zeros(30, 1, side, side), "labels": torch.arange(30) % 3}, file)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_at_the_end_it_tells_why_tasks_failed_and_versions_were_not_measured(folder: Path, processes: int) -> None:
+    made(folder)
+    images(folder / "large.safetensors", 16)
+    own = '[simulation.sites.{0}]\nkind = "arrays"\nfile = "{1}.safetensors"\n'
+    begin = 'rounds = 1\nmodel = "model"\nmethod = {{ name = "fedavg" }}\n[simulation]\nthreads = 1\nprocesses = {}\n'
+    test = '[simulation.test]\nkind = "arrays"\nfile = "large.safetensors"\n'
+    text = begin.format(processes) + own.format("north", "data") + own.format("south", "large") + test
+    (folder / "run.toml").write_text(text)
+    # A second command computes nothing, and tells the same.
+    for answer in (tessera("simulate", "run.toml"), tessera("simulate", "run.toml")):
+        assert answer.exit_code == 0, answer.stderr
+        assert "round 1  south/worker  failed: input-mismatch: the data set 'data' does not fit" in answer.stdout
+        assert "versions 0 to 1  evaluator/worker  input-mismatch: the data set 'test'" in answer.stdout
+    answer = tessera("simulate", "run.toml", "--json")
+    (run,) = events(answer.stdout)[-1]["runs"]
+    assert [(one["version"], one["worker"]) for one in run["unmeasured"]] == [
+        (0, "evaluator/worker"),
+        (1, "evaluator/worker"),
+    ]
+
+
+def test_a_worker_that_is_to_stay_silent_is_no_failure(folder: Path) -> None:
+    made(folder)
+    answer = tessera("simulate", "run.toml", "--set", "simulation.dropout=0.5", "--set", "rounds=3")
+    assert answer.exit_code == 0, answer.stderr
+    assert re.search("[12] of 3 updates", answer.stdout)
+    assert "without an update" not in answer.stdout
 
 
 def test_over_seeds_it_tells_mean_and_deviation(folder: Path) -> None:
