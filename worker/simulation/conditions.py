@@ -1,5 +1,6 @@
 """The conditions of a simulated federation that are not in a run's spec."""
 
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from random import Random
 from typing import Literal, Self
@@ -7,6 +8,7 @@ from typing import Literal, Self
 from pydantic import Field, PositiveInt, model_validator
 
 from tessera.shared.hashing import derive_seed
+from tessera.shared.near_names import did_you_mean
 from tessera.shared.schema import Frozen, Label
 from tessera.worker.governance.policy import Policy
 from tessera.worker.settings import DeviceName
@@ -47,3 +49,8 @@ class Conditions(Frozen):
         """Return whether a worker never answers in this attempt at a round."""
         rng = Random(derive_seed(seed, "dropout", number, attempt, worker))  # noqa: S311 (no secret: reproducible)
         return rng.random() < self.dropout
+
+
+def unknown_sites(setting: str, named: Iterable[str], sites: Collection[str]) -> list[str]:
+    """Return a message for each site that a setting names and that is not among the sites."""
+    return [f"{setting}: there is no site {name!r}{did_you_mean(name, sites)}" for name in named if name not in sites]

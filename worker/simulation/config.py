@@ -33,7 +33,7 @@ from tessera.worker.data.partition.schemes import MAX_SITES, Partition
 from tessera.worker.data.registry import load
 from tessera.worker.inventory import load_source
 from tessera.worker.settings import DataSource, check_no_seed
-from tessera.worker.simulation.conditions import Conditions
+from tessera.worker.simulation.conditions import Conditions, unknown_sites
 from tessera.worker.simulation.virtual_sites import VirtualSite
 
 REMEDY = "Fix the named settings and try again."
@@ -103,6 +103,9 @@ class SimulationTable(Conditions):
             raise ValueError("data.part: choose how the data are divided, as in part = { scheme = 'iid' }")
         elif self.data.part and self.data.part.count != len(self.names):
             raise ValueError(f"data.part.count: there are {len(self.names)} sites; leave it out")
+        names = self.names
+        if unknown := unknown_sites("away", self.away, names) + unknown_sites("resources", self.resources, names):
+            raise ValueError("; ".join(unknown))
         return self
 
     @property

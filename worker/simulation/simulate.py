@@ -32,7 +32,7 @@ from tessera.worker.model.block_map import block_table, named_tensors
 from tessera.worker.model.build import read_block
 from tessera.worker.simulation.blob_folder import Folder
 from tessera.worker.simulation.checkpoint import Records
-from tessera.worker.simulation.conditions import Conditions
+from tessera.worker.simulation.conditions import Conditions, unknown_sites
 from tessera.worker.simulation.in_process_coordinator import InProcessCoordinator
 from tessera.worker.simulation.result import Result
 from tessera.worker.simulation.round_loop import Simulation, Watch
@@ -86,8 +86,8 @@ def simulate(
     version is measured on the central `test` set, unless `spec.evaluation` sets otherwise. Progress is stored in
     `out`, and a later call resumes it; without `out` it is deleted with the result. `until` stops at that version.
 
-    Raises Invalid for an invalid spec or an `out` that holds another simulation, Stalled if a round cannot reach its
-    quorum, and the exceptions of a method's own code.
+    Raises Invalid for an invalid spec, conditions of unknown sites and an `out` with another simulation, Stalled if a
+    round cannot reach its quorum, and the exceptions of a method's own code.
     """
     start = ModelFolder.open(model) if isinstance(model, Path) else model
     if start.model.external:
@@ -95,7 +95,10 @@ def simulate(
             "a simulation needs the bytes of the model's base, which is external",
             remedy="Create the model folder without --external-base.",
         )
-    federation = _Federation(spec, start, sites, test, conditions or Conditions())
+    conditions = conditions or Conditions()
+    if faults := unknown_sites("away", conditions.away, sites):
+        raise Invalid("; ".join(faults), remedy="Name a site as `sites` names it.")
+    federation = _Federation(spec, start, sites, test, conditions)
     if out is not None:
         return federation.run(out, until, watch)
     folder = Path(tempfile.mkdtemp(prefix="tessera-simulation-"))

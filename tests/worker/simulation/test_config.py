@@ -127,6 +127,16 @@ def test_sites_can_have_data_of_their_own(folder: Path) -> None:
         ("simulation.sites={ a = { kind = 'arrays' } }", "/simulation", "leave out data"),
         ("simulation.dropout=1", "/simulation/dropout", "less than 1"),
         ("simulation.away={ site-1 = [0] }", "/simulation/away", "greater than 0"),
+        (
+            "simulation.away={ site-02 = [3] }",
+            "/simulation",
+            "away: there is no site 'site-02'; did you mean `site-2`?",
+        ),
+        (
+            "simulation.resources={ north = { memory_bytes = 1e9 } }",
+            "/simulation",
+            "resources: there is no site 'north'; it can be site-1, site-2, site-3",
+        ),
         ("rounds=none", "/rounds", "whole number"),
     ],
 )

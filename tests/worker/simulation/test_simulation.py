@@ -176,6 +176,11 @@ def test_a_site_that_is_away_is_not_asked_and_comes_back_with_what_it_kept(model
     assert once.kept("north")["classifier.weight"].tobytes() != result.kept("north")["classifier.weight"].tobytes()
 
 
+def test_a_condition_of_an_unknown_site_is_refused(model: Weights) -> None:
+    with refusing("invalid", "away: there is no site 'nroth'; did you mean `north`?"):
+        simulate(spec(), model, SITES, conditions=Conditions(away={"nroth": (2,)}))
+
+
 def test_workers_that_fall_silent_are_done_without_and_a_round_without_quorum_is_tried_again(model: Weights) -> None:
     wanted = spec(rounds=4, cohort={"quorum": 3, "max_attempts": 10})
     told: list[Outcome] = []
