@@ -77,11 +77,13 @@ def command(
         raise Invalid(f"{file} names no model to start from", remedy=remedy)
     start = ModelFolder.open(source)
     folder = out or Path(f"{file.stem}-output")
+    specs = [{**wanted.spec, **change} for change in changes]
+    folders = [folder / f"seed-{spec['seed']}" if seeds is not None else folder for spec in specs]
+    for own in folders:
+        _require_other_model(start, own)
     results = {}
     try:
-        for change in changes:
-            spec = {**wanted.spec, **change}
-            own = folder / f"seed-{spec['seed']}" if change else folder
+        for spec, own in zip(specs, folders, strict=True):
             results[int(spec.get("seed", 0))] = _run(wanted, spec, start, own, as_json=as_json)
     except SettingsError as fault:
         fail(f"simulation.{fault}", BAD_SETTINGS)
@@ -91,6 +93,16 @@ def command(
         output.note("stopped; the same command resumes")
         raise typer.Exit(INTERRUPTED) from None
     _conclude(results, as_json=as_json)
+
+
+def _require_other_model(start: ModelFolder, folder: Path) -> None:
+    """Raise Invalid if the last version would replace the model that the simulation starts from."""
+    result = folder / MODEL
+    if start.path.resolve().is_relative_to(result.resolve()):
+        raise Invalid(
+            f"the simulation starts from {start.path}, and its result {result} would replace that",
+            remedy="Choose another --out, or move the model.",
+        )
 
 
 def _run(

@@ -270,6 +270,21 @@ def test_over_seeds_it_tells_mean_and_deviation(folder: Path) -> None:
     assert (folder / "both" / "seed-5" / "model" / "config.json").is_file()
 
 
+@pytest.mark.parametrize("options", [("--out", "."), ("--out", "..", "--seeds", "1")])
+def test_it_does_not_replace_the_model_that_it_starts_from(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...]
+) -> None:
+    (own := folder / "seed-1").mkdir()
+    for name in ("run.toml", "data.safetensors"):
+        (folder / name).rename(own / name)
+    made(own)
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    monkeypatch.chdir(own)
+    answer = tessera("simulate", "run.toml", *options)
+    assert (answer.exit_code, "would replace" in answer.stderr, "another --out" in answer.stderr) == (2, True, True)
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+
 def test_what_it_cannot_do_it_says_in_a_line(folder: Path) -> None:
     def said(*arguments: str) -> tuple[int, str]:
         answer = tessera("simulate", "run.toml", *arguments)
