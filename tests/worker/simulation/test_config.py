@@ -16,6 +16,7 @@ from typer.testing import CliRunner, Result
 
 from tessera.shared.cli.main import app
 from tessera.shared.updates.model_folder import ModelFolder
+from tessera.worker.data.registry import load
 from tessera.worker.simulation.config import SimulationFile, read_file
 from tests.support.cli import forked
 from tests.support.coordinator import refusing
@@ -299,3 +300,16 @@ def test_what_it_cannot_do_it_says_in_a_line(folder: Path) -> None:
     assert (code, "'1,one' is no list" in stderr) == (2, True)
     code, stderr = said("--set", "cohort.quorum=4")
     assert (code, "round 1 cannot open: 3 sites are there, and the quorum is 4" in stderr) == (3, True)
+
+
+# ---------------------------------------------------------------- from Python
+
+
+def test_the_example_of_the_documents_runs(folder: Path) -> None:
+    made(folder)
+    (folder / "model").rename(folder / "digits-model")
+    data = load("arrays", {"file": "data.safetensors"})
+    section = (ROOT / "docs" / "simulating.md").read_text().partition("## From Python")[2]
+    example = section.partition("```python\n")[2].partition("```")[0]
+    exec(example, {"dataset": data, "load_south": lambda: data, "test": data})  # noqa: S102 (our own)
+    assert (folder / "trained" / "config.json").is_file()
