@@ -23,7 +23,8 @@ WATCHING_PATIENCE_SECONDS = 300.0
 
 Url = Annotated[str, typer.Option(envvar="TESSERA_URL", help="The coordinator's URL.")]
 TokenText = Annotated[
-    str | None, typer.Option(envvar="TESSERA_TOKEN", show_envvar=True, help="The token; overrides --token-file.")
+    str | None,
+    typer.Option(envvar="TESSERA_TOKEN", show_envvar=True, help="The token. As an option it overrides --token-file."),
 ]
 TokenFile = Annotated[Path | None, typer.Option(envvar="TESSERA_TOKEN_FILE", help="A file that holds the token.")]
 
@@ -65,7 +66,23 @@ def connect(
     spans.begin("tessera")
     ctx.call_on_close(spans.end)
     ctx.with_resource(spans.span(f"tessera {ctx.info_name} {ctx.invoked_subcommand}"))
-    ctx.obj = Connection(url, token, token_file, ca_bundle, client_cert, client_key)
+    # The variable TESSERA_TOKEN must not override a file that the command line names.
+    text = None if _is_given(ctx, "token_file") and not _is_given(ctx, "token") else token
+    ctx.obj = Connection(url, text, token_file, ca_bundle, client_cert, client_key)
+
+
+def _is_given(ctx: typer.Context, option: str) -> bool:
+    """Return whether an option is on the command line, rather than in a variable or by default."""
+    source = ctx.get_parameter_source(option)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def checked_label(name: str | None) -> str | None:
+    """Return the name of a site, a worker or a token that an option gives, as its callback. Raises BadParameter."""
+    try:
+        return _LABEL.validate_python(name)
+    except ValidationError as fault:
+        raise typer.BadParameter(f"{name!r}: {message_of(fault.errors()[0])}") from None
 
 
 def client_of(ctx: typer.Context, patience_seconds: float = PATIENCE_SECONDS) -> Client:

@@ -258,6 +258,26 @@ def test_a_token_on_the_command_line_is_stronger_than_a_file(tmp_path: Path) -> 
     assert read_token("given", tmp_path / "token") == "given"
 
 
+@pytest.mark.parametrize(
+    ("options", "variables", "told"),
+    [
+        (("--token-file", "FILE"), {"TESSERA_TOKEN": "\u00fc"}, "the token in FILE cannot be read"),
+        (("--token", "\u00fc", "--token-file", "FILE"), {}, "the token contains invalid characters"),
+        ((), {"TESSERA_TOKEN": "\u00fc", "TESSERA_TOKEN_FILE": "FILE"}, "the token contains invalid characters"),
+    ],
+)
+def test_a_token_file_on_the_command_line_is_stronger_than_a_token_in_the_environment(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    options: tuple[str, ...],
+    variables: dict[str, str],
+    told: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    answer = tessera("run", *options, "list", TESSERA_URL=NOWHERE, **variables)
+    assert (answer.returncode, told in answer.stderr) == (2, True), answer.stderr
+
+
 def test_a_secret_goes_into_a_new_file_of_its_owner_alone(tmp_path: Path) -> None:
     with new_secret_file(tmp_path / "token") as file:
         assert file is not None
