@@ -25,7 +25,7 @@ from tessera.shared.cli.run_file import changed, installed_method, read_spec, se
 from tessera.shared.cli.run_template import template
 from tessera.shared.cli.upload import upload_model
 from tessera.shared.cli.versions import described, export_version, find_start, parse_version
-from tessera.shared.client.client import Client
+from tessera.shared.client.client import Client, despite_changes
 from tessera.shared.client.round_outcomes import Outcome, follow, outcomes
 from tessera.shared.metrics.comparison import BestVersion, best_version
 from tessera.shared.metrics.site_spread import spreads
@@ -363,11 +363,18 @@ def annotate(
 ) -> None:
     """Change the tags and the note of a run, which help people to find it."""
     client = client_of(ctx)
-    found = find_run(client, run)
-    if tags or removed or note is not None:
+
+    def annotated() -> Run:
+        found = find_run(client, run)
+        if not (tags or removed or note is not None):
+            return found
         kept = [tag for tag in dict.fromkeys((*found.tags, *(tags or ()))) if tag not in (removed or ())]
         given = {"tags": kept} | ({} if note is None else {"note": note})
-        found = client.patch_run(found.id, validated(RunPatch, given, "the tags or the note are invalid"))
+        patch = validated(RunPatch, given, "the tags or the note are invalid")
+        return client.patch_run(found.id, patch, found.revision)
+
+    # At the revision with the tags that were read, so that no tag of another person is lost.
+    found = despite_changes(annotated)
     text = f"{found.spec.name}: {', '.join(found.tags) or 'no tags'}" + (f"; {found.note}" if found.note else "")
     output.show(found, text, as_json=as_json)
 

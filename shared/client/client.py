@@ -58,7 +58,16 @@ from tessera.shared.diagnostics import reason_of
 from tessera.shared.environment import refuse_misspelt
 from tessera.shared.hashing import Hashing, Sink, digest_at
 from tessera.shared.model.spec import MAX_DOCUMENT_BYTES, Model
-from tessera.shared.problems import Forbidden, Invalid, NotFound, OffsetMismatch, Problem, Unauthenticated, faults_of
+from tessera.shared.problems import (
+    Forbidden,
+    Invalid,
+    NotFound,
+    OffsetMismatch,
+    PreconditionFailed,
+    Problem,
+    Unauthenticated,
+    faults_of,
+)
 from tessera.shared.schema import Page, RunState
 from tessera.shared.tensors.lazy import digest_of
 from tessera.shared.urls import require_private
@@ -67,7 +76,11 @@ DEFAULT_URL = "http://127.0.0.1:8470"
 
 _FILES = ("token_file", "ca_bundle", "client_cert", "client_key")
 
+MAX_CHANGES = 10
+"""Attempts at a change of a resource that something else changes in between each time."""
+
 T = TypeVar("T", bound=BaseModel)
+C = TypeVar("C")
 
 
 class Client:
@@ -146,12 +159,19 @@ class Client:
         return self._get(f"/v1/runs/{run_id}", Run)
 
     def set_run_state(self, run_id: str, state: RunState) -> Run:
-        """Pause, resume ('running') or cancel a run, unless it changes at the same time."""
-        return self.patch_run(run_id, RunPatch.model_validate({"state": state}))
+        """Pause, resume ('running') or cancel a run, also one that changes at the same time, as at each commit."""
+        patch = RunPatch.model_validate({"state": state})
+        return despite_changes(lambda: self.patch_run(run_id, patch))
 
-    def patch_run(self, run_id: str, patch: RunPatch) -> Run:
-        """Change the state, the tags or the note of a run, unless it changes at the same time."""
-        etag = self._transport.request("GET", f"/v1/runs/{run_id}").headers["ETag"]
+    def patch_run(self, run_id: str, patch: RunPatch, revision: int | None = None) -> Run:
+        """Change the state, the tags or the note of a run at this revision: the present one, unless it is given.
+
+        Raises PreconditionFailed if the run has changed since then.
+        """
+        if revision is None:
+            etag = self._transport.request("GET", f"/v1/runs/{run_id}").headers["ETag"]
+        else:
+            etag = f'"{revision}"'
         return _read(Run, self._send("PATCH", f"/v1/runs/{run_id}", patch, {"If-Match": etag}).content)
 
     def rounds(self, run_id: str) -> Iterator[Round]:
@@ -468,6 +488,14 @@ class Client:
             if page.next_cursor is None:
                 return
             params["cursor"] = page.next_cursor
+
+
+def despite_changes(change: Callable[[], C]) -> C:
+    """Read and change a resource by `change`, again if something else changed it in between. Raises Problem."""
+    for _ in range(MAX_CHANGES - 1):
+        with suppress(PreconditionFailed):
+            return change()
+    return change()
 
 
 def read_token(text: str | None, file: Path | None) -> str | None:

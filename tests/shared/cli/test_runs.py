@@ -7,23 +7,26 @@ import re
 import signal
 import subprocess
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from anyio import to_thread
 from safetensors.numpy import load_file
 from sqlalchemy import update
 
 from tessera.coordinator.db.tables import TokenRow
 from tessera.shared.api.admin import EnrolmentSpec
-from tessera.shared.api.runs import Round
+from tessera.shared.api.runs import Round, RunPatch
 from tessera.shared.api.tasks import Failure, Submission, TaskView
 from tessera.shared.api.token_format import hash_of, new_secret
 from tessera.shared.cli.render.failures import task_failures
-from tessera.shared.client.client import Client
+from tessera.shared.client.client import MAX_CHANGES, Client
 from tessera.shared.client.round_outcomes import follow
 from tessera.shared.model.spec import BLOCKS_FILE, WEIGHTS_FILE, Lora
 from tessera.shared.problems import Fault, InvalidUpdate
@@ -201,6 +204,36 @@ def test_a_run_has_tags_and_a_note(commands: Commands, folder: Path) -> None:
     assert (found["tags"], found["note"]) == (["v2", "v3"], "a first look")
     assert commands.json("run", "annotate", run, "--tag", "no good", code=2)["errors"][0]["pointer"] == "/tags/2"
     assert "v2, v3" in commands.say("run", "list").stdout
+
+
+class Contested(LiveCoordinator):
+    """A coordinator at which another person annotates a run just before a change of it arrives."""
+
+    def app(self) -> Any:
+        app, self.others, self.contests = super().app(), list[Callable[[], object]](), True
+
+        async def contested(scope: Any, receive: Any, send: Any) -> None:
+            if scope.get("method") == "PATCH" and self.others and self.contests:
+                self.contests = False
+                await to_thread.run_sync(self.others.pop())
+                self.contests = True
+            await app(scope, receive, send)
+
+        return contested
+
+
+def test_a_run_is_steered_and_tagged_although_it_changes_at_the_same_time(tmp_path: Path, folder: Path) -> None:
+    with Contested(tmp_path / "coordinator") as coordinator:
+        commands, other = Commands(coordinator), coordinator.client()
+        run = commands.create(folder)
+        coordinator.others = [partial(other.patch_run, run, RunPatch(note=note)) for note in "abc"]
+        assert commands.json("run", "pause", run)["state"] == "paused"
+        coordinator.others = [partial(other.patch_run, run, RunPatch(tags=("theirs",)))]
+        assert commands.json("run", "annotate", run, "--tag", "ours")["tags"] == ["theirs", "ours"]
+        # It does not try for ever.
+        coordinator.others = [partial(other.patch_run, run, RunPatch(note=str(at))) for at in range(2 * MAX_CHANGES)]
+        assert commands.json("run", "cancel", run, code=1)["code"] == "precondition-failed"
+        assert len(coordinator.others) == MAX_CHANGES
 
 
 def test_watching_tells_each_round_and_ends_with_the_run(
