@@ -220,12 +220,13 @@ class Client:
         """Write a version (the latest if no number is given) as one safetensors file.
 
         `file` must be seekable: an interrupted export starts again from the beginning, and `progress` then receives
-        minus the number of bytes written before.
+        minus the number of bytes written before. It is given up once it gets no further than before.
         """
         at = "latest" if number is None else str(number)
-        start = file.tell()
+        start = furthest = file.tell()
 
         def attempt() -> None:
+            nonlocal furthest
             if progress and file.tell() > start:
                 progress(start - file.tell())
             file.seek(start)
@@ -233,10 +234,11 @@ class Client:
             with self._transport.stream(f"/v1/runs/{run_id}/versions/{at}/export", {}) as response:
                 for piece in response.iter_bytes(PIECE_BYTES):
                     file.write(piece)
+                    furthest = max(furthest, file.tell())
                     if progress:
                         progress(len(piece))
 
-        self._transport.patiently(attempt)
+        self._transport.patiently(attempt, lambda: furthest)
 
     # ------------------------------------------------------------ blobs
 

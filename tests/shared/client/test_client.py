@@ -6,12 +6,14 @@ import hashlib
 import io
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from tessera.shared.api.admin import TokenSpec
 from tessera.shared.api.framing import pack_submission
 from tessera.shared.api.tasks import Submission, TaskView
+from tessera.shared.client import transport
 from tessera.shared.client.bulk import PIECE_BYTES
 from tessera.shared.client.client import Client
 from tessera.shared.client.transfers import ONE_REQUEST_BYTES
@@ -227,6 +229,26 @@ def test_a_transfer_that_gets_on_outlasts_any_patience() -> None:
     file = io.BytesIO()
     with answering(*steps) as (url, _), Client(url, "t", verify=False, patience_seconds=0.2) as client:
         assert client.fetch_blob(digest_of(DATA), file) == len(DATA)
+
+
+def test_an_export_that_gets_further_each_time_outlasts_any_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+
+    def sleep(_: float) -> None:
+        nonlocal now
+        now += 11  # more than the patience of 10 s
+
+    monkeypatch.setattr(transport, "time", SimpleNamespace(monotonic=lambda: now))
+    steps = [Answer(body=DATA, breaks_after=count * PIECE_BYTES) for count in (1, 2, 3)]
+    options = {"verify": False, "sleep": sleep, "patience_seconds": 10}
+    file, moved = io.BytesIO(), list[int]()
+    with answering(*steps, Answer(body=DATA)) as (url, _), Client(url, "t", **options) as client:
+        client.export("r", file, progress=moved.append)
+    assert (file.getvalue(), sum(moved)) == (DATA, len(DATA))
+    # The second answer breaks off earlier than the first.
+    less = answering(steps[1], steps[0])
+    with less as (url, _), Client(url, "t", **options) as client, refusing("unavailable"):
+        client.export("r", io.BytesIO())
 
 
 def test_an_answer_is_not_unpacked() -> None:
