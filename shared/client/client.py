@@ -50,7 +50,7 @@ from tessera.shared.api.tasks import (
     TaskView,
 )
 from tessera.shared.api.tasks import Progress as TaskProgress
-from tessera.shared.api.versions import Difference, Manifest, Version
+from tessera.shared.api.versions import Manifest, Version
 from tessera.shared.client.bulk import PIECE_BYTES, FilePart
 from tessera.shared.client.transfers import OCTETS, Progress, Transfers
 from tessera.shared.client.transport import Answer, Credential, NotUnderstood, Transport, tls_context
@@ -185,17 +185,6 @@ class Client:
     def versions(self, run_id: str, since: int = 0) -> Iterator[Version]:
         """Yield every version from the number `since` on, with its method's metrics."""
         return self._pages(f"/v1/runs/{run_id}/versions", Version, since=since)
-
-    def difference(self, run_id: str, number: int, since: int) -> Difference | None:
-        """Return the difference from an earlier version; None if there is none because they are too far apart."""
-        params = {"since": str(since)}
-        try:
-            answer = self._transport.request("GET", f"/v1/runs/{run_id}/versions/{number}/difference", params=params)
-        except NotFound as problem:
-            if not problem.from_document:
-                raise
-            return None
-        return _read(Difference, answer.content)
 
     def changes(self, run_id: str) -> Iterator[None]:
         """Yield whenever a run may have changed, from now on and without end: for a caller that then reads the run.

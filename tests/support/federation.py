@@ -15,12 +15,13 @@ import numpy as np
 
 from tessera.shared.api.runs import Cohort, Evaluation, Run, RunSpec
 from tessera.shared.api.tasks import AdvertisedPolicy, Claim, EvaluationResult, Failure, Submission, Task, TaskView
-from tessera.shared.api.versions import Manifest
+from tessera.shared.api.versions import Difference, Manifest
 from tessera.shared.client.client import Client
 from tessera.shared.methods.base import MethodSpec
 from tessera.shared.model.blocks import Block, TensorSlice
 from tessera.shared.model.dataset_schema import DatasetSchema
 from tessera.shared.model.spec import BLOCKS_FILE, WEIGHTS_FILE, Model
+from tessera.shared.problems import NotFound
 from tessera.shared.schema import canonical
 from tessera.shared.secure_sums.messages import SiteKeys
 from tessera.shared.tensors.dtypes import NUMPY_DTYPES
@@ -197,3 +198,15 @@ class ScriptedWorker:
 
 
 __all__ = ["Cohort", "Evaluation", "ScriptedWorker", "small_model", "start_run", "values"]
+
+
+def difference_of(client: Client, run_id: str, number: int, since: int) -> Difference | None:
+    """The difference of a version from an earlier one, as JSON; None if they are too far apart."""
+    path, params = f"/v1/runs/{run_id}/versions/{number}/difference", {"since": str(since)}
+    try:
+        answer = client._transport.request("GET", path, params=params)
+    except NotFound as problem:
+        if not problem.from_document:
+            raise
+        return None
+    return Difference.model_validate_json(answer.content)

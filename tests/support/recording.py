@@ -36,7 +36,7 @@ from tessera.shared.tensors.lazy import ArrayTensor
 from tessera.shared.updates.update_file import TrainedBlock, write_update
 from tessera.shared.version import VERSION
 from tests.support.coordinator import LiveCoordinator
-from tests.support.federation import ScriptedWorker, small_model, start_run, values
+from tests.support.federation import ScriptedWorker, difference_of, small_model, start_run, values
 
 FOLDER = Path(__file__).parent / "recorded"
 MODEL = small_model()
@@ -86,8 +86,8 @@ def conversation(client: Client, begin: Callable[[], object]) -> list[Task]:
     second = worker.take()
     manifest = client.manifest(second.version.digest)
     client.copy_blobs(sorted(manifest.blocks.values()), _Unhashed())
-    if difference := client.difference(second.run, second.version.number, 0):
-        client.read_blob(difference.digest)
+    if found := difference_of(client, second.run, second.version.number, 0):
+        client.read_blob(found.digest)
     data = _update(second, worker.fetch(second))
     client.submit(
         second.id,

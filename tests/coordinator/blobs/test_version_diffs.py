@@ -26,7 +26,7 @@ from tessera.worker.task.runner import TaskRunner
 from tessera.worker.training.progress import Report
 from tessera.worker.training.setup import TrainingSetup
 from tests.support.coordinator import LiveCoordinator, refusing, until
-from tests.support.federation import ScriptedWorker, small_model, start_run, values
+from tests.support.federation import ScriptedWorker, difference_of, small_model, start_run, values
 from tests.support.tasks import CPU, VIT, untrained
 from tests.worker.simulation.test_simulation import images
 
@@ -53,7 +53,7 @@ def manifests(client: Client, run: Run) -> list[Any]:
 def test_the_difference_makes_the_later_version_of_the_earlier_one_bit_for_bit(coordinator: LiveCoordinator) -> None:
     run, site = committed(coordinator, 2)
     client = coordinator.client()
-    found = site.difference(run.id, 2, 0)
+    found = difference_of(site, run.id, 2, 0)
     assert found is not None
     data = site.read_blob(found.digest)
     first, _, last = manifests(client, run)
@@ -73,7 +73,7 @@ def test_versions_with_rounded_steps_differ_in_8_bits_from_the_ones_before(
 ) -> None:
     run, site = committed(coordinator, 2, download_codec="int8")
     client = coordinator.client()
-    found = site.difference(run.id, 2, since)
+    found = difference_of(site, run.id, 2, since)
     assert found is not None
     data, documents = site.read_blob(found.digest), manifests(client, run)
     base = {name: ArrayTensor(block_at(client, documents[since], name)) for name in MODEL.by_name}
@@ -89,7 +89,7 @@ def block_at(client: Client, manifest: Any, name: str) -> Any:
 
 def test_its_bytes_come_at_once_and_in_parts_where_they_are_asked_for(coordinator: LiveCoordinator) -> None:
     run, site = committed(coordinator, 1)
-    found = site.difference(run.id, 1, 0)
+    found = difference_of(site, run.id, 1, 0)
     assert found
     data, file = site.read_blob(found.digest), io.BytesIO()
     assert site.copy_difference(run.id, 1, 0, file, found.nbytes + 1)
@@ -111,7 +111,7 @@ def test_a_viewer_gets_no_bytes_of_it(coordinator: LiveCoordinator) -> None:
 def test_however_many_ask_it_is_made_once(coordinator: LiveCoordinator) -> None:
     run, site = committed(coordinator, 1)
     with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(lambda _: site.difference(run.id, 1, 0), range(8)))
+        found = list(pool.map(lambda _: difference_of(site, run.id, 1, 0), range(8)))
     assert len({one.digest for one in found if one}) == 1
     with coordinator.services.database.snapshot() as session:
         assert len(session.scalars(select(DifferenceRow)).all()) == 1
@@ -122,15 +122,15 @@ def test_there_is_none_of_versions_that_are_not_there_or_too_far_apart(
     coordinator: LiveCoordinator, number: int, since: int
 ) -> None:
     run, site = committed(coordinator, 1)
-    assert site.difference(run.id, number, since) is None
+    assert difference_of(site, run.id, number, since) is None
 
 
 def test_another_site_sees_none(coordinator: LiveCoordinator) -> None:
     run, site = committed(coordinator, 1)
-    found = site.difference(run.id, 1, 0)
+    found = difference_of(site, run.id, 1, 0)
     other = coordinator.client("site", "b")
     assert found
-    assert other.difference(run.id, 1, 0) is None
+    assert difference_of(other, run.id, 1, 0) is None
     assert not other.copy_difference(run.id, 1, 0, io.BytesIO(), found.nbytes + 1)
     with refusing("not-found"):
         other.read_blob(found.digest)
