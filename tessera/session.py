@@ -15,17 +15,15 @@ from tessera.shared.cli.comparison import compare_runs
 from tessera.shared.cli.connection import WATCHING_PATIENCE_SECONDS, find_run
 from tessera.shared.cli.metrics import extra
 from tessera.shared.cli.render.watch import watch_as_text
-from tessera.shared.cli.run import preview_notes
+from tessera.shared.cli.run import preview_notes, previewed
 from tessera.shared.cli.run_file import check_spec, read_spec, settings_of
-from tessera.shared.cli.upload import upload_model
-from tessera.shared.cli.versions import Wanted, described, export_version, find_start
+from tessera.shared.cli.versions import Wanted, described, export_version, new_run
 from tessera.shared.client.client import Client
 from tessera.shared.client.round_outcomes import follow, outcomes
 from tessera.shared.metrics.comparison import BestVersion, ComparedRun, best_version
 from tessera.shared.metrics.comparison import Comparison as ComparisonRecord
 from tessera.shared.metrics.rows import rows_of
-from tessera.shared.problems import Invalid, Problem
-from tessera.shared.updates.model_folder import ModelFolder
+from tessera.shared.problems import Problem
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -111,25 +109,15 @@ class Session:
         lists every invalid setting. Warns if too few workers would take part.
         """
         spec = self._spec(settings, model, start_from)
-        for sentence in preview_notes(self.client.preview_run(spec)):
-            warnings.warn(sentence.removeprefix("warning: "), stacklevel=2)
+        if found := previewed(self.client, spec):
+            for sentence in preview_notes(found):
+                warnings.warn(sentence.removeprefix("warning: "), stacklevel=2)
         return Run(self.client, self.client.create_run(spec, key=uuid.uuid4().hex))
 
     def _spec(self, settings: Settings | None, model: str | Path | None, start_from: str | None) -> RunSpec:
-        if (model is None) == (start_from is None):
-            raise Invalid(
-                "a run starts either from a model folder or from a version of another run",
-                remedy='Give model="FOLDER" or start_from="RUN@VERSION".',
-            )
-        if start_from is not None:
-            run, version = find_start(self.client, start_from)
-            given = settings_of(run) if settings is None else _read(settings)
-            return RunSpec.model_validate({**given, "model": run.spec.model, "version": version.digest})
-        if settings is None:
-            raise Invalid("a run from a model folder needs settings", remedy="Give a run file or a mapping.")
-        given = _read(settings)
-        uploaded = upload_model(self.client, ModelFolder.open(Path(model or "")))
-        return RunSpec.model_validate({**given, "model": uploaded.model, "version": uploaded.version})
+        given = None if settings is None else _read(settings)
+        folder = None if model is None else Path(model)
+        return new_run(self.client, given, folder, start_from)[0]
 
     def run(self, named: str) -> Run:
         """Return the run with this id, this beginning of an id, or this name. Raises Problem if there is not exactly

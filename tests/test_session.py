@@ -124,6 +124,29 @@ def test_a_run_starts_by_command_from_another_with_its_settings(
     assert "starts from version 1 of first" in made.stderr
 
 
+class WithoutPreview(LiveCoordinator):
+    """A coordinator at which each preview fails."""
+
+    def app(self) -> Any:
+        app = super().app()
+
+        async def failing(scope: Any, receive: Any, send: Any) -> None:
+            absent = {**scope, "path": "/v1/absent", "raw_path": b"/v1/absent"}
+            await app(absent if scope.get("path") == "/v1/runs/preview" else scope, receive, send)
+
+        return failing
+
+
+def test_a_run_starts_although_its_preview_fails(tmp_path: Path) -> None:
+    with WithoutPreview(tmp_path / "coordinator") as coordinator:
+        first = start_run(coordinator.client(), MODEL, values(MODEL), name="first")
+        with tessera.connect(coordinator.url, coordinator.token("admin")) as session:
+            with pytest.raises(tessera.Problem, match="absent"):
+                session.preview(start_from="first")
+            second = session.start(start_from="first")
+            assert second.settings == session.run(first.id).settings
+
+
 REFUSALS = (
     (("compare", "first"), 2, "needs two or more different runs, not first"),
     (("compare", "first", "first"), 2, "Name each run once"),

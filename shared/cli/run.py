@@ -1,7 +1,7 @@
 """`tessera run`: commands to start, watch, steer and export runs."""
 
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import partial
@@ -21,10 +21,9 @@ from tessera.shared.cli.render.failures import print_failures
 from tessera.shared.cli.render.metric_tables import epsilon_table, number_table, score_table, spread_table
 from tessera.shared.cli.render.output import AsJson
 from tessera.shared.cli.render.watch import watch_as_json, watch_as_text
-from tessera.shared.cli.run_file import changed, installed_method, read_spec, settings_of
+from tessera.shared.cli.run_file import installed_method, read_spec
 from tessera.shared.cli.run_template import template
-from tessera.shared.cli.upload import upload_model
-from tessera.shared.cli.versions import described, export_version, find_start, parse_version
+from tessera.shared.cli.versions import described, export_version, new_run, parse_version
 from tessera.shared.client.client import Client, despite_changes
 from tessera.shared.client.round_outcomes import Outcome, follow, outcomes
 from tessera.shared.metrics.comparison import BestVersion, best_version
@@ -126,7 +125,7 @@ def create(
     """Start a run from a model folder or from a version of another run, and print its id."""
     client = client_of(ctx)
     spec, sent = _spec(client, file, model, start_from, settings, as_json=as_json)
-    warn_if_too_few(client, spec)
+    _warn_if_too_few(client, spec)
     run = client.create_run(spec, key=key or uuid.uuid4().hex)
     if as_json:
         output.print_json(run)
@@ -171,26 +170,14 @@ def _spec(
     *,
     as_json: bool,
 ) -> tuple[RunSpec, str]:
-    """Return a run's spec with a note of its start: the bytes of a model folder that were sent, or a version."""
-    if (model is None) == (start_from is None):
-        raise Invalid(
-            "a run starts either from a model folder or from a version of another run",
-            remedy="Give --model FOLDER or --from RUN[@VERSION].",
-        )
-    if start_from is not None:
-        run, version = find_start(client, start_from)
-        given = read_spec(file, settings or []) if file else changed(settings_of(run), settings or [])
-        start = {"model": run.spec.model, "version": version.digest}
-        return RunSpec.model_validate({**given, **start}), f"starts from version {version.number} of {run.spec.name}"
-    if file is None or model is None:
-        raise Invalid("a run from a model folder needs a run file", remedy="Give it: `tessera run create run.toml`.")
-    given = read_spec(file, settings or [])
-    folder = ModelFolder.open(model)
-    with output.progress(quiet=as_json) as bar:
-        task = bar.add_task("model", total=folder.model.stored_bytes)
-        uploaded = upload_model(client, folder, partial(bar.advance, task))
-    spec = RunSpec.model_validate({**given, "model": uploaded.model, "version": uploaded.version})
-    return spec, f"sent {output.size(uploaded.sent_bytes)}; the weights have {output.size(folder.model.stored_bytes)}"
+    """Return a run's spec, whose model is uploaded with a progress bar, and a note of its start."""
+    given = read_spec(file, settings or []) if file else None
+    with output.progress(quiet=as_json or model is None) as bar:
+
+        def progress_of(folder: ModelFolder) -> Callable[[int], None]:
+            return partial(bar.advance, bar.add_task("model", total=folder.model.stored_bytes))
+
+        return new_run(client, given, model, start_from, settings or (), progress_of)
 
 
 @app.command("list")
@@ -262,7 +249,7 @@ def show(
 def _warn_between_rounds(client: Client, run: Run, rounds: Iterable[Round]) -> None:
     # A run without an open round either is between two rounds or waits for workers.
     if run.state == "running" and not {"open", "merging"} & {round_.state for round_ in rounds}:
-        warn_if_too_few(client, run.spec)
+        _warn_if_too_few(client, run.spec)
 
 
 def _facts(run: Run) -> list[tuple[str, str]]:
@@ -454,13 +441,18 @@ def preview_notes(found: Preview) -> Iterator[str]:
     yield from (f"warning: {warning}" for warning in found.warnings)
 
 
-def warn_if_too_few(client: Client, spec: RunSpec) -> None:
-    """Warn if too few sites would take part; a preview that fails does not prevent the run's start."""
+def previewed(client: Client, spec: RunSpec) -> Preview | None:
+    """Return a run's preview; None if that fails, which does not prevent the run's start."""
     try:
-        found = client.preview_run(spec)
+        return client.preview_run(spec)
     except Problem:
-        return
-    for sentence in preview_notes(found):
-        output.note(sentence)
-    if found.eligible < found.quorum:
-        output.note("`tessera run preview` gives the reason of each worker; the run waits for them.")
+        return None
+
+
+def _warn_if_too_few(client: Client, spec: RunSpec) -> None:
+    """Warn if too few sites would take part; a preview that fails does not prevent the run's start."""
+    if found := previewed(client, spec):
+        for sentence in preview_notes(found):
+            output.note(sentence)
+        if found.eligible < found.quorum:
+            output.note("`tessera run preview` gives the reason of each worker; the run waits for them.")

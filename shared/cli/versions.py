@@ -1,16 +1,20 @@
-"""Look-up of a run's versions: by number, the latest, or the best by the run's main score."""
+"""Look-up of a run's versions: by number, the latest, or the best by the run's main score. Start of another run."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from tessera.shared.api.runs import Run
+from tessera.shared.api.runs import Run, RunSpec
 from tessera.shared.api.versions import Version
 from tessera.shared.cli.connection import find_run
 from tessera.shared.cli.export import export_file, export_folder
+from tessera.shared.cli.render.output import size
+from tessera.shared.cli.run_file import changed, settings_of
+from tessera.shared.cli.upload import upload_model
 from tessera.shared.client.client import Client
 from tessera.shared.metrics.comparison import BestVersion, best_version
 from tessera.shared.problems import Gone, Invalid, NotFound
+from tessera.shared.updates.model_folder import ModelFolder
 
 LATEST = "latest"
 BEST = "best"
@@ -107,3 +111,37 @@ def find_start(client: Client, named: str) -> tuple[Run, Version]:
     name, at, version = named.rpartition("@")
     run = find_run(client, name if at else named)
     return run, find_version(client, run, parse_version(version) if at else "latest")
+
+
+def new_run(
+    client: Client,
+    given: Mapping[str, Any] | None,
+    model: Path | None,
+    start_from: str | None,
+    changes: Iterable[str] = (),
+    progress_of: Callable[[ModelFolder], Callable[[int], None]] = lambda _: lambda _: None,
+) -> tuple[RunSpec, str]:
+    """Return the spec of a run with a note of its start: the bytes of a model folder that were sent, or a version.
+
+    Without `given`, the settings are those of the run that `start_from` names, with `KEY=VALUE` changes. Raises
+    Invalid, and as `find_start` does.
+    """
+    if (model is None) == (start_from is None):
+        raise Invalid(
+            "a run starts either from a model folder or from a version of another run",
+            remedy='Give --model FOLDER or --from RUN[@VERSION]; in Python, model="FOLDER" or start_from="RUN".',
+        )
+    if start_from is not None:
+        run, version = find_start(client, start_from)
+        settings = changed(settings_of(run), changes) if given is None else given
+        start = {"model": run.spec.model, "version": version.digest}
+        return RunSpec.model_validate(
+            {**settings, **start}
+        ), f"starts from version {version.number} of {run.spec.name}"
+    if given is None or model is None:
+        remedy = "Give it: `tessera run create run.toml`; in Python a mapping is possible too."
+        raise Invalid("a run from a model folder needs a run file", remedy=remedy)
+    folder = ModelFolder.open(model)
+    uploaded = upload_model(client, folder, progress_of(folder))
+    spec = RunSpec.model_validate({**given, "model": uploaded.model, "version": uploaded.version})
+    return spec, f"sent {size(uploaded.sent_bytes)}; the weights have {size(folder.model.stored_bytes)}"
