@@ -12,6 +12,7 @@ import typer
 from pydantic import TypeAdapter, ValidationError
 
 from tessera.shared.cli.render.output import AsJson, note, out, print_json, table
+from tessera.shared.diagnostics import reason_of
 from tessera.shared.near_names import did_you_mean
 from tessera.shared.validation_errors import message_of
 from tessera.worker.cli.exits import BAD_SETTINGS, Errors, exits
@@ -130,7 +131,7 @@ def init(
 
 
 def _append(file: Path, name: str, text: str) -> None:
-    """Append a data set's table to settings. Raises SettingsError if they have one of this name."""
+    """Append a data set's table to settings. Raises SettingsError if they have one of this name, or cannot grow."""
     before = file.read_text(encoding="utf-8") if file.exists() else ""
     try:
         settings = tomllib.loads(before)
@@ -138,7 +139,17 @@ def _append(file: Path, name: str, text: str) -> None:
         raise SettingsError(f"{file} cannot be read: {fault}") from fault
     if name in settings.get("datasets", {}):
         raise SettingsError(f"{file} has a data set {name!r} already: give another --name")
-    file.write_text(before + ("\n" if before else "") + text, encoding="utf-8")
+    added = (("\n" if before else "") + text).encode()
+    # Unbuffered and at the end, so that on a full disk the settings can stay as they were.
+    with file.open("ab", buffering=0) as opened:
+        length = opened.tell()
+        try:
+            written = opened.write(added)
+        except OSError as fault:
+            raise SettingsError(f"{file} is unchanged: {reason_of(fault)}") from fault
+        if written < len(added):
+            opened.truncate(length)
+            raise SettingsError(f"{file} is unchanged: there is no room on its disk for another {len(added)} bytes")
 
 
 def _key(config: Path) -> tuple[bytes, WorkerSettings | None]:

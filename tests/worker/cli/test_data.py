@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import sys
 from pathlib import Path
 
@@ -220,6 +221,23 @@ def test_init_writes_a_table_that_show_reads(tmp_path: Path) -> None:
         "init", pets, "--out", file, "--name", "more", code=2
     )
     assert "there is no file or folder" in told("init", pets + "s", code=2)
+
+
+@pytest.mark.parametrize("room", [0, 40])
+def test_a_full_disk_leaves_the_settings_as_they_were(tmp_path: Path, room: int) -> None:
+    (tmp_path / "lines.csv").write_text("text,label\nthe cat,good\nthe dog,bad\n")
+    # More than the command writes to temporary files.
+    before = f"{HELD}# {'-' * 1_000_000}\n".encode()
+    (file := tmp_path / "worker.toml").write_bytes(before)
+    # As on a full disk, no file grows beyond so many bytes.
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + room, hard))
+    try:
+        answer = CliRunner().invoke(app, ["init", str(tmp_path / "lines.csv"), "--out", str(file)])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert (answer.exit_code, "worker.toml is unchanged: " in answer.stderr) == (2, True), answer.output
+    assert file.read_bytes() == before
 
 
 def test_init_and_show_warn_of_the_same_empty_texts(tmp_path: Path) -> None:
