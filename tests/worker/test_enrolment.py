@@ -28,6 +28,7 @@ from tessera.worker.enrolment import NEXT, prepare, rotate, wait_for
 from tessera.worker.settings import SettingsError
 from tessera.worker.state.atomic_files import write_secret
 from tests.support.coordinator import LiveCoordinator, until
+from tests.support.scripted import Answer, answering
 
 
 @pytest.fixture(scope="module")
@@ -175,6 +176,26 @@ def test_a_wish_that_reaches_nobody_leaves_nothing_behind(
     said = done.output + str(done.exception or "")
     assert (done.exit_code, told in " ".join(said.replace("│", "").split())) == (code, True), said
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("answer", "code"),
+    [(Answer(404, b"<html>"), 1), (Answer(401, b"<html>"), 3), (Answer(200, b'{"welcome": true}'), 1)],
+)
+def test_an_answer_of_another_web_server_leaves_nothing_behind(tmp_path: Path, answer: Answer, code: int) -> None:
+    with answering(answer) as (url, _):
+        done = CliRunner().invoke(app, ["join", url, "--site", "a", "--config", str(tmp_path / "w.toml")])
+    assert done.exit_code == code, done.output
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_refusal_of_a_coordinator_leaves_the_settings_to_go_on_with(
+    live: LiveCoordinator, tmp_path: Path
+) -> None:
+    (tmp_path / "ticket").write_text(new_secret("enrolment"))
+    config = tmp_path / "w.toml"
+    say("join", live.url, "--token-file", str(tmp_path / "ticket"), "--config", str(config), code=3)
+    assert tomllib.loads(config.read_text())["url"] == live.url
 
 
 # ---------------------------------------------------------------- rotation

@@ -10,8 +10,8 @@ from pydantic import TypeAdapter, ValidationError
 from tessera.shared.cli.connection import PATIENCE_SECONDS
 from tessera.shared.cli.render.output import AsJson, note, print_json
 from tessera.shared.client.client import Client
-from tessera.shared.client.transport import Unreachable, tls_context
-from tessera.shared.problems import Forbidden, Unauthenticated
+from tessera.shared.client.transport import tls_context
+from tessera.shared.problems import Forbidden, Problem, Unauthenticated
 from tessera.shared.schema import Label
 from tessera.shared.urls import require_private
 from tessera.shared.validation_errors import message_of
@@ -71,9 +71,9 @@ def join(
             note(f"asking {url} ...")
             with Client(url, shown, patience_seconds=PATIENCE_SECONDS, verify=verify) as client:
                 enrolment = request(client, place, site, describe(device_of("auto")), VERSION)
-        except Unreachable:
-            if fresh:
-                # The URL may be wrong. No more than a hash of the secret can have left.
+        except Problem as problem:
+            if fresh and not problem.from_document:
+                # No coordinator answered, so the URL may be wrong. No more than a hash of the secret can have left.
                 config.unlink()
                 place.token_file.unlink(missing_ok=True)
             raise
