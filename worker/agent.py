@@ -106,7 +106,8 @@ class Agent:
         self._outage = Outage(stop)
         self._removes_at = 0.0
         self._figures = Figures(settings.metrics_file)
-        self._live = LiveMonitor(self._runner.device, settings.state_dir, shares_log=settings.share_log)
+        devices = devices_of(settings)
+        self._live = LiveMonitor(devices, settings.state_dir, shares_log=settings.share_log)
         self._log = structlog.get_logger("worker").bind(worker=settings.name)
         checkpoints = self._runner.checkpoints
         self._claim = Claim(
@@ -115,7 +116,7 @@ class Agent:
             kinds=settings.all_kinds,
             datasets={},
             training=tuple(sorted(usable_settings(settings.kinds))),
-            device=describe(*devices_of(settings)),
+            device=describe(*devices),
             version=VERSION,
             resources=settings.resources,
         )

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -28,8 +29,8 @@ STATM = Path("/proc/self/statm")
 class LiveMonitor:
     """Collector of one worker's live values. `shares_log` is the site's permission to send the log tail."""
 
-    def __init__(self, device: torch.device, folder: Path, *, shares_log: bool) -> None:
-        self._device = device
+    def __init__(self, devices: Sequence[torch.device], folder: Path, *, shares_log: bool) -> None:
+        self._gpus = [device for device in devices if device.type == "cuda"]
         self._folder = folder
         self._shares_log = shares_log
         self._started_at = _second(time.time())
@@ -49,9 +50,10 @@ class LiveMonitor:
             values["disk_free_bytes"] = shutil.disk_usage(self._folder).free
         with _unless_unreadable():
             values |= {"cpus": len(os.sched_getaffinity(0)), "memory_bytes": available_bytes()}
-        if self._device.type == "cuda":
+        if self._gpus:
             with _unless_unreadable():
-                values["gpu_name"] = torch.cuda.get_device_name(self._device)[:64]
+                several = f"{len(self._gpus)} x " if len(self._gpus) > 1 else ""
+                values["gpu_name"] = f"{several}{torch.cuda.get_device_name(self._gpus[0])}"[:64]
         # Under privacy the size of a batch is secret, and the load and the memory in use follow it.
         values |= self._load() if task.privacy is None else {}
         if self._shares_log:
@@ -66,12 +68,19 @@ class LiveMonitor:
             values["cpu_load"] = os.getloadavg()[0]
         with _unless_unreadable():
             values["memory_used_bytes"] = int(STATM.read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
-        if self._device.type == "cuda":
+        if len(self._gpus) == 1:
             with _unless_unreadable():
-                free, values["gpu_memory_bytes"] = torch.cuda.mem_get_info(self._device)
+                free, values["gpu_memory_bytes"] = torch.cuda.mem_get_info(self._gpus[0])
                 values["gpu_memory_used_bytes"] = values["gpu_memory_bytes"] - free
+        elif self._gpus:
+            # The ranks use these. To ask for the free memory as above would take some of each for this process.
             with _unless_unreadable():
-                values["gpu_use"] = torch.cuda.utilization(self._device) / 100
+                whole = (torch.cuda.get_device_properties(gpu).total_memory for gpu in self._gpus)
+                values["gpu_memory_bytes"] = sum(whole)
+                values["gpu_memory_used_bytes"] = sum(map(torch.cuda.device_memory_used, self._gpus))
+        if self._gpus:
+            with _unless_unreadable():
+                values["gpu_use"] = fmean(map(torch.cuda.utilization, self._gpus)) / 100
         return values
 
     def _measure_line(self, report: Report) -> None:

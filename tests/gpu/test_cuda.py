@@ -285,7 +285,7 @@ def test_loaders_fill_pinned_batches(tmp_path: Path) -> None:
 
 
 def test_heartbeats_show_the_gpu(tmp_path: Path) -> None:
-    values = LiveMonitor(GPU, tmp_path, shares_log=False).sample(task(), Report())
+    values = LiveMonitor([GPU], tmp_path, shares_log=False).sample(task(), Report())
     assert values.gpu_name
     assert values.gpu_memory_bytes
     assert 0 < (values.gpu_memory_used_bytes or 0) < values.gpu_memory_bytes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ USE = {"cpu_load", "memory_used_bytes", "gpu_memory_used_bytes", "gpu_use"}
 
 
 def monitor(folder: Path, *, shares_log: bool = False) -> LiveMonitor:
-    return LiveMonitor(torch.device("cpu"), folder, shares_log=shares_log)
+    return LiveMonitor([torch.device("cpu")], folder, shares_log=shares_log)
 
 
 def begun(*phases: tuple[float, str]) -> Report:
@@ -62,6 +63,20 @@ def test_phases_and_the_line_are_timed_to_the_second(tmp_path: Path, monkeypatch
 
 
 def test_values_that_cannot_be_read_are_left_out(tmp_path: Path) -> None:
-    live = LiveMonitor(torch.device("cuda:63"), tmp_path / "gone", shares_log=False)
+    live = LiveMonitor([torch.device("cuda:63")], tmp_path / "gone", shares_log=False)
     told = live.sample(private_task().model_copy(update={"privacy": None}), Report())
     assert (told.gpu_memory_bytes, told.gpu_use, told.disk_free_bytes) == (None, None, None)
+
+
+def test_several_gpus_are_told_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # In place of the driver of a machine with two.
+    gpus = [torch.device("cuda:0"), torch.device("cuda:1")]
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda gpu: f"A100 {gpu.index}")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80))
+    monkeypatch.setattr(torch.cuda, "device_memory_used", {gpus[0]: 10, gpus[1]: 30}.__getitem__)
+    monkeypatch.setattr(torch.cuda, "utilization", {gpus[0]: 100, gpus[1]: 50}.__getitem__)
+    live = LiveMonitor(gpus, tmp_path, shares_log=False)
+    told = live.sample(private_task().model_copy(update={"privacy": None}), Report())
+    assert (told.gpu_name, told.gpu_memory_bytes, told.gpu_memory_used_bytes, told.gpu_use) == (
+        "2 x A100 0", 160, 40, 0.75,
+    )  # fmt: skip
