@@ -12,22 +12,27 @@ from pathlib import Path
 from typing import Annotated, Any, TextIO
 
 import typer
-from pydantic import TypeAdapter, ValidationError
 from rich.console import Group
 from rich.live import Live
 from rich.markup import escape
 
 from tessera.shared.api.admin import Approval, Enrolment, IssuedToken, Site, Status, Token, TokenSpec, WorkerView
 from tessera.shared.api.token_format import hash_of, new_secret, normal_code
-from tessera.shared.cli.connection import WATCHING_PATIENCE_SECONDS, client_of, connect, find_token, only
+from tessera.shared.cli.connection import (
+    WATCHING_PATIENCE_SECONDS,
+    checked_label,
+    client_of,
+    connect,
+    find_token,
+    only,
+)
 from tessera.shared.cli.render import output
 from tessera.shared.cli.render.output import AsJson
 from tessera.shared.client.client import Client
 from tessera.shared.client.round_outcomes import at_work
 from tessera.shared.near_names import did_you_mean
 from tessera.shared.problems import Conflict, Invalid, NotFound
-from tessera.shared.schema import Label, TokenRole
-from tessera.shared.validation_errors import message_of
+from tessera.shared.schema import TokenRole
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -41,16 +46,6 @@ join_app = typer.Typer(no_args_is_help=True, help="Admit workers that ask to joi
 app.add_typer(join_app, name="join")
 app.add_typer(site_app, name="site")
 app.add_typer(token_app, name="token")
-
-
-_LABEL: TypeAdapter[str | None] = TypeAdapter(Label | None)
-
-
-def _label(name: str | None) -> str | None:
-    try:
-        return _LABEL.validate_python(name)
-    except ValidationError as fault:
-        raise typer.BadParameter(f"{name!r}: {message_of(fault.errors()[0])}") from None
 
 
 Days = Annotated[int | None, typer.Option(min=1, max=3650, help="Days until it expires; never by default.")]
@@ -147,7 +142,7 @@ def audit(
 @site_app.command("add")
 def add_site(
     ctx: typer.Context,
-    name: Annotated[str, typer.Argument(callback=_label, help="The name of the new site.")],
+    name: Annotated[str, typer.Argument(callback=checked_label, help="The name of the new site.")],
     days: Days = None,
     token_file: TokenFileOut = None,
     as_json: AsJson = False,
@@ -199,7 +194,7 @@ def approve(
     site: Annotated[
         str | None,
         typer.Option(
-            callback=_label,
+            callback=checked_label,
             help="The worker's site, created if missing; by default the one that the worker names, if it exists.",
         ),
     ] = None,
@@ -231,7 +226,7 @@ def decline(ctx: typer.Context, code: Code, as_json: AsJson = False) -> None:
 @join_app.command("token")
 def create_enrolment_token(
     ctx: typer.Context,
-    site: Annotated[str, typer.Option(callback=_label, help="The workers' site, created if missing.")],
+    site: Annotated[str, typer.Option(callback=checked_label, help="The workers' site, created if missing.")],
     uses: Annotated[int, typer.Option(min=1, max=10_000, help="The number of workers that it admits.")] = 1,
     days: Annotated[int, typer.Option(min=1, max=3650, help="Days until it expires.")] = 1,
     token_file: TokenFileOut = None,
@@ -270,9 +265,11 @@ def _pending(client: Client, code: str) -> Enrolment:
 @token_app.command("create")
 def create_token(
     ctx: typer.Context,
-    name: Annotated[str, typer.Argument(callback=_label, help="The name of the new token.")],
+    name: Annotated[str, typer.Argument(callback=checked_label, help="The name of the new token.")],
     role: Annotated[TokenRole, typer.Option(help="The token's permissions.")],
-    site: Annotated[str | None, typer.Option(callback=_label, help="For role site: the site of the workers.")] = None,
+    site: Annotated[
+        str | None, typer.Option(callback=checked_label, help="For role site: the site of the workers.")
+    ] = None,
     days: Days = None,
     token_file: TokenFileOut = None,
     as_json: AsJson = False,

@@ -1,4 +1,4 @@
-"""Connection options of the commands, and look-up of runs and tokens by id or name."""
+"""Connection options of the commands, names in options, and look-up of runs and tokens by id or name."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated, TypeVar
 
 import typer
+from pydantic import TypeAdapter, ValidationError
 
 from tessera.shared.api.admin import Token
 from tessera.shared.api.runs import Run
@@ -13,7 +14,9 @@ from tessera.shared.cli.render.output import ago
 from tessera.shared.client.client import DEFAULT_URL, Client
 from tessera.shared.near_names import nearest
 from tessera.shared.problems import Fault, Invalid, NotFound
+from tessera.shared.schema import Label
 from tessera.shared.telemetry import spans
+from tessera.shared.validation_errors import message_of
 
 # Long enough for a passing fault, short enough for a person who waits at a terminal.
 PATIENCE_SECONDS = 10.0
@@ -35,6 +38,8 @@ ClientCert = Annotated[
 ClientKey = Annotated[Path | None, typer.Option(envvar="TESSERA_CLIENT_KEY", help="Its key, if in another file.")]
 
 T = TypeVar("T")
+
+_LABEL: TypeAdapter[str | None] = TypeAdapter(Label | None)
 
 
 @dataclass(frozen=True)

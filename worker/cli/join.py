@@ -5,16 +5,13 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from pydantic import TypeAdapter, ValidationError
 
-from tessera.shared.cli.connection import PATIENCE_SECONDS
+from tessera.shared.cli.connection import PATIENCE_SECONDS, checked_label
 from tessera.shared.cli.render.output import AsJson, note, print_json
 from tessera.shared.client.client import Client
 from tessera.shared.client.transport import tls_context
 from tessera.shared.problems import Forbidden, Problem, Unauthenticated
-from tessera.shared.schema import Label
 from tessera.shared.urls import require_private
-from tessera.shared.validation_errors import message_of
 from tessera.shared.version import VERSION
 from tessera.worker.cli.exits import BAD_SETTINGS, NOT_ADMITTED, ConfigFile, Errors, exits, fail
 from tessera.worker.enrolment import prepare, request, wait_for
@@ -35,9 +32,15 @@ ClientKey = Annotated[
 
 def join(
     url: Annotated[str, typer.Argument(help="The coordinator's URL.")],
-    site: Annotated[str | None, typer.Option(help="The worker's site; an enrolment token names it itself.")] = None,
+    site: Annotated[
+        str | None,
+        typer.Option(callback=checked_label, help="The worker's site; an enrolment token names it itself."),
+    ] = None,
     name: Annotated[
-        str | None, typer.Option(help="The worker's name; by default that in the settings, or this machine's.")
+        str | None,
+        typer.Option(
+            callback=checked_label, help="The worker's name; by default that in the settings, or this machine's."
+        ),
     ] = None,
     config: ConfigFile = Path("worker.toml"),
     token_file: Annotated[
@@ -55,8 +58,6 @@ def join(
     """
     if (site is None) == (token_file is None):
         raise typer.BadParameter("give either the site, or the file of an enrolment token", param_hint="'--site'")
-    _require_label("'--site'", site)
-    _require_label("'--name'", name)
     require_private(url)
     fresh = not config.exists()
     tls = {"ca_bundle": ca_bundle, "client_cert": client_cert, "client_key": client_key}
@@ -114,10 +115,3 @@ def rotate(config: ConfigFile, as_json: AsJson = False) -> None:
     else:
         grace = f"the previous one is accepted for another {rotated.grace_seconds:g} s"
         note(f"{settings.token_file} has a new secret; {grace}")
-
-
-def _require_label(option: str, value: str | None) -> None:
-    try:
-        TypeAdapter(Label | None).validate_python(value)
-    except ValidationError as fault:
-        raise typer.BadParameter(f"{value!r}: {message_of(fault.errors()[0])}", param_hint=option) from None
