@@ -93,19 +93,24 @@ def _token(settings: WorkerSettings, connect: Callable[..., Client]) -> Iterator
         yield warn("token", f"users other than its owner can read {path}", f"chmod 600 {path}")
     try:
         with connect(token) as client:
-            # Only a site's token may renew a lease, even one that does not exist.
-            client.heartbeat("0", 0)
-    except NotFound as problem:
-        if problem.from_document:
-            yield ok("token", "admitted, for a site")
-            return
-        yield fail("token", problem.detail, problem.advice)
+            try_token(client)
     except (Unauthenticated, Forbidden) as problem:
         known = isinstance(problem, Forbidden)
         remedy = "Ask an administrator for a token of role site." if known else problem.advice
         yield fail("token", f"not admitted: {problem.detail}", remedy)
     except Problem as problem:
         yield fail("token", f"the check failed: {problem.detail}", problem.advice)
+    else:
+        yield ok("token", "admitted, for a site")
+
+
+def try_token(client: Client) -> None:
+    """Renew a lease that does not exist, which needs a site's token. Raises Problem if the token is not admitted."""
+    try:
+        client.heartbeat("0", 0)
+    except NotFound as problem:
+        if not problem.from_document:
+            raise
 
 
 def _disk(settings: WorkerSettings) -> Iterator[Finding]:

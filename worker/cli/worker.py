@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,7 +14,7 @@ from tessera.shared.cli.render.output import AsJson, print_findings, print_json,
 from tessera.shared.client.client import Client
 from tessera.shared.diagnostics import examined
 from tessera.shared.methods.registry import MethodsUnusable, methods
-from tessera.shared.problems import Forbidden, NotFound, Problem, Unauthenticated
+from tessera.shared.problems import Forbidden, Problem, Unauthenticated
 from tessera.shared.telemetry import logging, spans
 from tessera.shared.urls import without_password
 from tessera.worker.cli import cache
@@ -26,12 +23,12 @@ from tessera.worker.cli.exits import BAD_SETTINGS, NOT_ADMITTED, ConfigFile, Err
 from tessera.worker.cli.join import join, rotate
 from tessera.worker.cli.ledger import adopt, ledger
 from tessera.worker.cli.roster import roster
-from tessera.worker.doctor import checks
+from tessera.worker.doctor import checks, try_token
 from tessera.worker.governance.policy import PolicyViolation
 from tessera.worker.inventory import datasets_of, describe, devices_of
 from tessera.worker.settings import SettingsError, WorkerSettings, effective_settings, read_settings, tls_of, token_of
 from tessera.worker.settings_reload import SettingsFile
-from tessera.worker.state.atomic_files import alone
+from tessera.worker.state.atomic_files import alone_or
 from tessera.worker.stores import run_history_of
 from tessera.worker.task.heartbeat import Stop
 
@@ -59,7 +56,8 @@ def run(config: ConfigFile) -> None:
         settings = file.settings
         console = sys.stdout.isatty() if settings.log == "auto" else settings.log == "console"
         logging.configure(sys.stdout, console=console)
-        with _alone(settings.state_dir):
+        # Cache and vault belong to one process.
+        with alone_or(lambda reason: SettingsError(f"state_dir: {reason}"), settings.state_dir):
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, ask_to_stop)
             # Imports transformers, which takes seconds; no other command needs it.
@@ -97,7 +95,7 @@ def check(config: ConfigFile, as_json: AsJson = False) -> None:
     try:
         with Client(settings.url, token, patience_seconds=0, verify=verify) as client:
             version = client.about().version
-            _try_token(client)
+            try_token(client)
     except Problem as refusal:
         problem = refusal
     if as_json:
@@ -155,25 +153,3 @@ app.add_typer(cache.app, name="cache")
 
 for command in (join, rotate, ledger, adopt, roster, *COMMANDS):
     app.command()(command)
-
-
-def _try_token(client: Client) -> None:
-    """Renew a lease that does not exist, which needs a site's token. Raises Problem if the token is not admitted."""
-    try:
-        client.heartbeat("0", 0)
-    except NotFound as problem:
-        if not problem.from_document:
-            raise
-
-
-@contextmanager
-def _alone(state_dir: Path) -> Iterator[None]:
-    """Lock the folder against a second worker, since cache and vault belong to one process."""
-    with ExitStack() as stack:
-        try:
-            stack.enter_context(alone(state_dir))
-        except BlockingIOError as fault:
-            raise SettingsError(f"state_dir: another worker is using {state_dir}") from fault
-        except OSError as fault:
-            raise SettingsError(f"state_dir: {state_dir} cannot be used: {fault.strerror}") from fault
-        yield

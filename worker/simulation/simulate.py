@@ -39,7 +39,7 @@ from tessera.worker.simulation.round_loop import Simulation, Watch
 from tessera.worker.simulation.virtual_sites import Holding, VirtualSite, VirtualSites
 from tessera.worker.simulation.virtual_workers import Workers
 from tessera.worker.simulation.worker_processes import WorkerProcesses
-from tessera.worker.state.atomic_files import alone
+from tessera.worker.state.atomic_files import alone_or
 
 HELD_BYTES = 64 << 20
 """The limit of checked updates that are held in memory until they are merged."""
@@ -120,7 +120,10 @@ class _Federation:
     conditions: Conditions
 
     def run(self, folder: Path, until: int | None, watch: Watch) -> Result:
-        with _to_itself(folder), _threads(self.conditions.threads):
+        def refuse(reason: str) -> Invalid:
+            return Invalid(reason, remedy="Choose another folder, or wait until this one is free.")
+
+        with alone_or(refuse, folder), _threads(self.conditions.threads):
             simulation = self._begun(folder)
             with simulation.processes:
                 over = simulation.run(until, watch)
@@ -181,18 +184,6 @@ def _spec(given: Mapping[str, Any], uploaded: Uploaded, test: Dataset | None) ->
         missing = Fault(pointer="/evaluation/dataset", detail=f"{spec.evaluation.dataset} is not given")
         raise Invalid("the run is to be measured on data that are not there", errors=[missing], remedy="Give them.")
     return spec
-
-
-@contextmanager
-def _to_itself(folder: Path) -> Iterator[None]:
-    with ExitStack() as stack:
-        try:
-            stack.enter_context(alone(folder))
-        except BlockingIOError as fault:
-            raise Invalid(f"another process is simulating in {folder}", remedy="Wait, or choose another.") from fault
-        except OSError as fault:
-            raise Invalid(f"{folder} cannot be used: {fault.strerror}", remedy="Choose another folder.") from fault
-        yield
 
 
 @contextmanager

@@ -2,8 +2,8 @@
 
 import fcntl
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from secrets import token_hex
 from typing import BinaryIO
@@ -93,6 +93,19 @@ def alone(folder: Path, *, wait: bool = False) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     with (folder / "lock").open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+
+
+@contextmanager
+def alone_or(refuse: Callable[[str], Exception], folder: Path) -> Iterator[None]:
+    """Lock a folder as `alone` does. Raises what `refuse` makes of the reason if that fails."""
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(alone(folder))
+        except BlockingIOError as fault:
+            raise refuse(f"another process is using {folder}") from fault
+        except OSError as fault:
+            raise refuse(f"{folder} cannot be used: {fault.strerror}") from fault
         yield
 
 

@@ -450,7 +450,7 @@ def test_a_folder_is_of_one_simulation_and_of_one_process(model: Weights, tmp_pa
     assert len(caught.value.errors) == 20
 
     def meanwhile(outcome: Outcome) -> None:
-        with refusing("invalid", "another process is simulating in"):
+        with refusing("invalid", "another process is using"):
             simulate(spec(), model, SITES, out=tmp_path)
 
     assert simulate(spec(), model, SITES, out=tmp_path, watch=meanwhile).over
