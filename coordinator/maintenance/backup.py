@@ -9,13 +9,13 @@ read and written by the same code.
 
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from alembic import command
-from sqlalchemy import Connection, insert, select
+from sqlalchemy import Connection, exists, insert, select
 from sqlalchemy.orm import Session
 
 from tessera.coordinator.blobs.store import PIECE_BYTES, Blobs
@@ -23,6 +23,8 @@ from tessera.coordinator.db import audit
 from tessera.coordinator.db.engine import Database, alembic_config
 from tessera.coordinator.db.tables import BlobRow, RunRow, Table, TaskRow, VersionRow
 from tessera.shared.api.runs import RunSpec
+from tessera.shared.api.versions import Manifest
+from tessera.shared.model.spec import Model
 from tessera.shared.problems import NotFound, Problem, StoreSpoilt
 from tessera.shared.rounds.blob_store import Stored
 from tessera.shared.rounds.versions import States
@@ -54,14 +56,27 @@ def back_up(database: Database, blobs: Blobs, folder: Path) -> CopyCounts:
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     with tempfile.TemporaryDirectory(prefix=".partial-", dir=folder) as partial:
         with _opened(Path(partial), folder / "blobs") as (target, kept):
-            # Most blobs first, so that the second pass is short: few blobs are removed before their copy.
+            # Most blobs first, so that few may be removed between the copy of the rows and their own.
             with database.snapshot() as session:
-                _copy_blobs(session.connection(), blobs, kept, copied)
-            with _snapshot(database) as source, target.transaction() as session:
-                _copy_rows(source, session, copied)
-                _copy_blobs(source, blobs, kept, copied)
+                stored = _stored(session)
+            _copy_blobs(database, stored, blobs, kept, copied)
+            while not _copy_consistently(database, blobs, target, kept, copied):
+                pass
         (Path(partial) / NAME).replace(folder / NAME)
     return copied
+
+
+def _copy_consistently(database: Database, blobs: Blobs, target: Database, kept: Blobs, copied: CopyCounts) -> bool:
+    """Copy all rows at one instant, and the blobs that they name. Copy no rows and return False if a blob was removed
+    meanwhile."""
+    with target.transaction() as session:
+        with database.snapshot() as source:
+            rows = _copy_rows(source.connection(), session)
+        if not _copy_blobs(database, _stored(session), blobs, kept, copied):
+            session.rollback()
+            return False
+    copied.rows = rows
+    return True
 
 
 def restore(folder: Path, database: Database, blobs: Blobs) -> CopyCounts:
@@ -78,52 +93,97 @@ def restore(folder: Path, database: Database, blobs: Blobs) -> CopyCounts:
         with _opened(Path(partial), folder / "blobs") as (saved, kept), saved.snapshot() as source:
             with database.snapshot() as session:
                 _require_empty(session)
-            _copy_blobs(source.connection(), kept, blobs, copied)
+            _copy_blobs(saved, _stored(source), kept, blobs, copied)
             with database.transaction() as session:
                 _require_empty(session)
-                _copy_rows(source.connection(), session, copied)
+                copied.rows = _copy_rows(source.connection(), session)
     return copied
 
 
 def verify(database: Database, blobs: Blobs, states: States) -> Iterator[str]:
-    """Hash all blobs, read all versions and check the audit chain; yield each fault as a sentence."""
+    """Hash all blobs, read all versions and check the audit chain; yield each fault as a sentence.
+
+    No snapshot is open while blobs are read, which takes long.
+    """
     with database.snapshot() as session:
-        if (broken := audit.broken_at(session)) is not None:
-            yield f"the audit chain breaks at entry {broken}"
-        with closing(session.scalars(select(BlobRow).execution_options(yield_per=ROWS))) as rows:
-            for row in rows:
-                try:
-                    blobs.rehash(Stored(row.digest, row.size, row.inline))
-                except StoreSpoilt as fault:
+        broken = audit.broken_at(session)
+        runs = session.scalars(select(RunRow.id).order_by(RunRow.id)).all()
+    if broken is not None:
+        yield f"the audit chain breaks at entry {broken}"
+    yield from _faulty_blobs(database, blobs)
+    for run_id in runs:
+        yield from _faulty_versions(database, run_id, blobs, states)
+    lost = (
+        select(TaskRow.id, TaskRow.update_digest)
+        .where(TaskRow.kind == "train", TaskRow.state == "accepted", TaskRow.update_digest.is_not(None))
+        .where(~exists().where(BlobRow.digest == TaskRow.update_digest))
+    )
+    with database.snapshot() as session:
+        tasks = session.execute(lost).all()
+    for task_id, digest in tasks:
+        yield f"task {task_id}: its accepted update {digest} is not stored"
+
+
+def _faulty_blobs(database: Database, blobs: Blobs) -> Iterator[str]:
+    last = ""
+    while True:
+        page = select(BlobRow.digest, BlobRow.size, BlobRow.inline).where(BlobRow.digest > last)
+        with database.snapshot() as session:
+            rows = session.execute(page.order_by(BlobRow.digest).limit(ROWS)).all()
+        for digest, size, inline in rows:
+            try:
+                blobs.rehash(Stored(digest, size, inline))
+            except StoreSpoilt as fault:
+                if not _was_removed(database, digest):
                     yield fault.detail
-        for run in session.scalars(select(RunRow)).all():
-            yield from _faulty_versions(session, run, blobs, states)
-        for task in session.scalars(select(TaskRow).where(TaskRow.kind == "train", TaskRow.state == "accepted")):
-            if task.update_digest and session.get(BlobRow, task.update_digest) is None:
-                yield f"task {task.id}: its accepted update {task.update_digest} is not stored"
+        if len(rows) < ROWS:
+            return
+        last = rows[-1].digest
 
 
-def _faulty_versions(session: Session, run: RunRow, blobs: Blobs, states: States) -> Iterator[str]:
+def _faulty_versions(database: Database, run_id: str, blobs: Blobs, states: States) -> Iterator[str]:
+    of_run = select(VersionRow).where(VersionRow.run_id == run_id).order_by(VersionRow.number)
+    with database.snapshot() as session:
+        spec = session.get_one(RunRow, run_id).spec
+        versions = session.scalars(of_run).all()
     try:
-        model = states.model(RunSpec.model_validate(run.spec).model)
+        model = states.model(RunSpec.model_validate(spec).model)
     except (Problem, ValueError) as fault:
-        yield f"run {run.id}: its model cannot be read: {fault}"
+        yield f"run {run_id}: its model cannot be read: {fault}"
         return
-    for version in session.scalars(select(VersionRow).where(VersionRow.run_id == run.id)).all():
-        here = f"run {run.id}, version {version.number}"
+    for version in versions:
+        here = f"run {run_id}, version {version.number}"
         try:
             manifest = states.manifest(version.digest)
         except (Problem, ValueError) as fault:
             yield f"{here}: its manifest cannot be read: {fault}"
             continue
-        for block in model.stored if version.retired_at is None else ():
-            try:
-                nbytes = blobs.size(manifest.blocks[block.name])
-            except (NotFound, KeyError):
-                yield f"{here}: block {block.name} is not stored"
-            else:
-                if nbytes != block.nbytes:
-                    yield f"{here}: block {block.name} has {nbytes} bytes, not {block.nbytes}"
+        faults = list(_faulty_blocks(model, manifest, blobs)) if version.retired_at is None else []
+        # It may have been retired meanwhile.
+        if faults and not _is_retired(database, run_id, version.number):
+            yield from (f"{here}: block {fault}" for fault in faults)
+
+
+def _faulty_blocks(model: Model, manifest: Manifest, blobs: Blobs) -> Iterator[str]:
+    for block in model.stored:
+        try:
+            nbytes = blobs.size(manifest.blocks[block.name])
+        except (NotFound, KeyError):
+            yield f"{block.name} is not stored"
+        else:
+            if nbytes != block.nbytes:
+                yield f"{block.name} has {nbytes} bytes, not {block.nbytes}"
+
+
+def _is_retired(database: Database, run_id: str, number: int) -> bool:
+    with database.snapshot() as session:
+        return session.get_one(VersionRow, (run_id, number)).retired_at is not None
+
+
+def _was_removed(database: Database, digest: str) -> bool:
+    """Return whether garbage collection has removed a blob whose row was read before."""
+    with database.snapshot() as session:
+        return session.get(BlobRow, digest) is None
 
 
 # ---------------------------------------------------------------- copying
@@ -139,40 +199,47 @@ def _opened(folder: Path, blob_folder: Path) -> Iterator[tuple[Database, Blobs]]
         yield database, Blobs(database, str(blob_folder), folder / "staging", 0, PIECE_BYTES)
 
 
-@contextmanager
-def _snapshot(database: Database) -> Iterator[Connection]:
-    """Yield a connection whose reads all see the database at one instant."""
-    if database.url.get_backend_name() == "sqlite":
-        with database.snapshot() as session:
-            yield session.connection()
-    else:
-        with database.engine.connect().execution_options(isolation_level="REPEATABLE READ") as connection:
-            yield connection
+def _stored(session: Session) -> list[Stored]:
+    """Return the blobs that are not stored in a table."""
+    rows = session.execute(select(BlobRow.digest, BlobRow.size).where(BlobRow.inline.is_(None)))
+    return [Stored(digest, size) for digest, size in rows]
 
 
-def _copy_rows(source: Connection, target: Session, copied: CopyCounts) -> None:
+def _copy_rows(source: Connection, target: Session) -> int:
+    """Copy all rows; return how many there are."""
+    count = 0
     for table in Table.metadata.sorted_tables:
         with closing(source.execute(select(table), execution_options={"yield_per": ROWS})) as rows:
             for some in rows.mappings().partitions():
                 target.execute(insert(table), [dict(row) for row in some])
-                copied.rows += len(some)
+                count += len(some)
+    return count
 
 
-def _copy_blobs(source: Connection, blobs: Blobs, target: Blobs, copied: CopyCounts) -> None:
-    """Copy the blobs that are not stored in a table and that the target lacks."""
-    stored = select(BlobRow.digest, BlobRow.size).where(BlobRow.inline.is_(None))
+def _copy_blobs(
+    database: Database, stored: Iterable[Stored], blobs: Blobs, target: Blobs, copied: CopyCounts
+) -> bool:
+    """Copy the blobs that the target lacks; return whether all were still there. `database` is that of the source."""
+    complete = True
     with target.batch() as batch:
-        for digest, size in source.execute(stored).all():
-            if Stored(digest, size) in target:
+        for blob in stored:
+            if blob in target:
                 continue
-            with blobs.open(digest) as file, batch.writer() as writer:
-                while piece := file.read(PIECE_BYTES):
-                    writer.write(piece)
-                written = writer.finish()
-            if written.digest != digest:
-                raise StoreSpoilt(f"blob {digest} no longer has the bytes of its name")
+            try:
+                with blobs.open(blob.digest) as file, batch.writer() as writer:
+                    while piece := file.read(PIECE_BYTES):
+                        writer.write(piece)
+                    written = writer.finish()
+            except (NotFound, StoreSpoilt, FileNotFoundError):
+                if not _was_removed(database, blob.digest):
+                    raise
+                complete = False
+                continue
+            if written.digest != blob.digest:
+                raise StoreSpoilt(f"blob {blob.digest} no longer has the bytes of its name")
             copied.blobs += 1
-            copied.bytes += size
+            copied.bytes += blob.size
+    return complete
 
 
 def _require_empty(session: Session) -> None:

@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
+from typing import Any, BinaryIO, cast
 
 import pytest
 from alembic import command
 from sqlalchemy import delete, update
 
+from tessera.coordinator.blobs.store import Blobs
+from tessera.coordinator.db import engine as engine_module
 from tessera.coordinator.db.engine import Database, alembic_config
-from tessera.coordinator.db.tables import AuditRow, BlobRow, RunBlobRow
+from tessera.coordinator.db.tables import AuditRow, BlobRow, RunBlobRow, RunRow
 from tessera.coordinator.maintenance import backup
 from tessera.coordinator.maintenance.backup import BackupNotFound, DatabaseNotEmpty
+from tessera.coordinator.services import Services, assemble
 from tessera.shared.problems import StoreSpoilt
+from tessera.shared.tensors.lazy import digest_of
 from tests.coordinator.maintenance.test_retention import exported, play, played
-from tests.support.coordinator import LiveCoordinator, until
+from tests.support import databases
+from tests.support.coordinator import Clock, LiveCoordinator, until
 from tests.support.federation import ScriptedWorker
 
 
@@ -118,6 +127,135 @@ def test_what_the_version_before_backed_up_is_brought_to_head(tmp_path: Path) ->
         assert exported(other.client(), run, 1)
     with sqlite3.connect(tmp_path / "backup" / "tessera.db") as connection:
         assert connection.execute("select version_num from alembic_version").fetchall() == [("0003",)]
+
+
+# ---------------------------------------------------------------- beside a coordinator at work
+
+
+@dataclass
+class Watched:
+    """A blob store; before each blob is read, something else happens."""
+
+    blobs: Blobs
+    before: Callable[[str], None]
+
+    def open(self, digest: str) -> BinaryIO:
+        self.before(digest)
+        return self.blobs.open(digest)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.blobs, name)
+
+
+def end_idle_transactions(database: Database) -> None:
+    """Do at once what PostgreSQL does to transactions that wait for their process for longer than IDLE_SECONDS."""
+    if not database.is_sqlite:
+        with database.snapshot() as session:
+            session.connection().exec_driver_sql(
+                "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
+                "WHERE datname = current_database() AND state = 'idle in transaction'"
+            )
+
+
+@contextmanager
+def other_process(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Database]:
+    """The database of a coordinator as another process has it, which waits for its turn to write for a second."""
+    with monkeypatch.context() as patch, closing(Database(databases.url_in(folder))) as database:
+        patch.setattr(engine_module, "TURN_SECONDS", 1)
+        yield database
+
+
+@contextmanager
+def at_rest(live: LiveCoordinator) -> Iterator[Services]:
+    """The parts of a coordinator that was stopped."""
+    services = assemble(live.settings)
+    yield services
+    services.database.close()
+
+
+@pytest.mark.both_databases
+def test_a_backup_that_takes_long_has_no_transaction_open_and_holds_up_no_writer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with LiveCoordinator(tmp_path / "one", inline_bytes=1) as live:
+        played(live, 1)
+    with at_rest(live) as services, other_process(tmp_path / "one", monkeypatch) as other:
+        notes: list[str] = []
+
+        def meanwhile(digest: str) -> None:
+            end_idle_transactions(other)
+            late = services.blobs.put([digest.encode()])
+            with other.transaction() as session:
+                session.execute(update(RunRow).values(note=digest))
+                services.blobs.record(session, other.now(), [late])
+            notes.append(digest)
+
+        slow = cast("Blobs", Watched(services.blobs, meanwhile))
+        backup.back_up(services.database, slow, tmp_path / "backup")
+    (tmp_path / "two").mkdir()
+    with LiveCoordinator(tmp_path / "two", inline_bytes=1) as restored:
+        backup.restore(tmp_path / "backup", restored.services.database, restored.services.blobs)
+        # What came while the first blobs were copied was copied with the rows.
+        assert notes[-1] != next(iter(restored.client().runs())).note in notes
+        assert not faults(restored)
+
+
+def test_what_is_removed_during_a_backup_is_not_in_it(tmp_path: Path) -> None:
+    clock, added, removed = Clock(), [b"during the second pass", b"during the first pass"], list[int]()
+    with LiveCoordinator(tmp_path / "one", clock=clock, inline_bytes=1) as live:
+        client, run, _, _ = played(live, 1)
+        last = client.put_bytes(added.pop())
+
+        def meanwhile(digest: str) -> None:
+            nonlocal last
+            if digest == last or not removed:
+                clock.advance(86_401)
+                removed.append(live.services.retention.collect().blobs)
+                last = client.put_bytes(added.pop()) if added else ""
+
+        busy = cast("Blobs", Watched(live.services.blobs, meanwhile))
+        backup.back_up(live.services.database, busy, tmp_path / "backup")
+        # The first time, the merged update too.
+        assert removed == [2, 1]
+        whole = exported(client, run, 1)
+    (tmp_path / "two").mkdir()
+    with LiveCoordinator(tmp_path / "two", inline_bytes=1) as restored:
+        backup.restore(tmp_path / "backup", restored.services.database, restored.services.blobs)
+        assert exported(restored.client(), run, 1) == whole
+        assert not faults(restored)
+
+
+@pytest.mark.both_databases
+def test_verify_has_no_transaction_open_while_it_takes_its_time(tmp_path: Path) -> None:
+    with LiveCoordinator(tmp_path, inline_bytes=1) as live:
+        played(live, 1)
+        expected = [spoil_a_file(live), lose_a_row(live)]
+    with at_rest(live) as services, closing(Database(databases.url_in(tmp_path))) as other:
+        found = []
+        for fault in backup.verify(services.database, services.blobs, services.states):
+            end_idle_transactions(other)
+            found.append(fault)
+    assert all(any(each in fault for fault in found) for each in expected)
+
+
+def test_what_is_removed_while_verify_runs_is_no_fault(tmp_path: Path) -> None:
+    # No blob of the run comes after it.
+    unused = next(data for n in count() if digest_of(data := str(n).encode()) > "sha256:fff")
+    clock = Clock()
+    with LiveCoordinator(tmp_path, clock=clock, inline_bytes=1) as live:
+        client, _, _, _ = played(live, 1)
+        files = set(Path(live.settings.blob_url).glob("*/*"))
+        digest = client.put_bytes(unused)
+        for path in files:
+            path.write_bytes(b"rot")
+        found = []
+        for fault in backup.verify(live.services.database, live.services.blobs, live.services.states):
+            if not found:
+                clock.advance(86_401)
+                assert live.services.retention.collect().blobs == 2
+            found.append(fault)
+    assert found
+    assert not any(digest in fault for fault in found)
 
 
 # ---------------------------------------------------------------- verify
