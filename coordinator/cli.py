@@ -22,6 +22,7 @@ from tessera.coordinator.auth.tokens import first_token, issue_token, require_fr
 from tessera.coordinator.blobs.store import StagingOnOtherDisk
 from tessera.coordinator.conductor.child_process import GOODBYE_SECONDS, ChildConductor, end_with_parent
 from tessera.coordinator.db.engine import (
+    DATABASE_AWAY,
     Database,
     DatabaseInUse,
     SchemaBehind,
@@ -235,7 +236,8 @@ def _exit(message: str, code: int = 2) -> typer.Exit:
 
 @contextmanager
 def _database(failure: str) -> Iterator[Database]:
-    """Yield the database of the settings. If it cannot be used, report the failure and exit with status 2."""
+    """Yield the database of the settings. If it cannot be used, report the failure and exit with status 2, or with 1
+    if it is only away."""
     try:
         database = Database(_settings().database_url)
     except UnknownDatabase as refusal:
@@ -243,7 +245,8 @@ def _database(failure: str) -> Iterator[Database]:
     try:
         yield database
     except (SQLAlchemyError, OSError) as fault:
-        raise _exit(f"{failure}: the database {database.shown} cannot be used: {reason_of(fault)}") from None
+        unusable = f"{failure}: the database {database.shown} cannot be used: {reason_of(fault)}"
+        raise _exit(unusable, 1 if isinstance(fault, DATABASE_AWAY) else 2) from None
     except CommandError as fault:
         newer = f"{database.shown} is of a newer version of Tessera: install that here too ({fault})"
         raise _exit(f"{failure}: {newer}") from None
@@ -280,7 +283,10 @@ def _opened(duty: Duty, *, wait: bool = False) -> Services:
 
 
 def _assembled(duty: Duty = "both", *, at_head: bool = True, wait: bool = False) -> Services:
-    """Return the services, with a duty other than "both" held; otherwise print why not, and exit with status 2."""
+    """Return the services, with a duty other than "both" held; otherwise print why not, and exit with status 2.
+
+    For such a duty the status is 1 if the database is only away: a service manager starts the process again.
+    """
     logging.configure()
     keep_freed_memory()
     settings = _settings()
@@ -293,8 +299,8 @@ def _assembled(duty: Duty = "both", *, at_head: bool = True, wait: bool = False)
     except (DatabaseInUse, SchemaBehind, StagingOnOtherDisk, UnknownDatabase) as refusal:
         raise _exit(str(refusal)) from None
     except SQLAlchemyError as fault:
-        shown = Database(settings.database_url).shown
-        raise _exit(f"the database {shown} cannot be used: {reason_of(fault)}") from None
+        unusable = f"the database {Database(settings.database_url).shown} cannot be used: {reason_of(fault)}"
+        raise _exit(unusable, 1 if duty != "both" and isinstance(fault, DATABASE_AWAY) else 2) from None
     except (OSError, ImportError, ValueError, BaseError) as fault:
         reason = str(fault).splitlines()[0] if str(fault) else type(fault).__name__
         raise _exit(f"the database, blob store or staging folder of the settings cannot be used: {reason}") from None

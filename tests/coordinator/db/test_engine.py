@@ -118,19 +118,22 @@ def test_a_database_file_is_made_for_its_owner_alone_and_keeps_the_mode_it_has(t
 
 
 @pytest.mark.parametrize(
-    ("url", "message"),
+    ("url", "status", "message"),
     [
-        ("sqlite:///{folder}/text", "{folder}/text cannot be used: it is no file of SQLite; name another"),
-        ("sqlite:///{folder}", "SQLite cannot open it; name a file in a folder where this user may write"),
-        ("sqlite:///{folder}/text/t.db", "the database's folder {folder}/text cannot be created: File exists; name"),
-        ("sqlite:///:memory:", "name a file"),
-        ("nonsense hunter2", "is no URL of a database; write sqlite:////folder/tessera.db"),
-        ("postgresql://u:hunter2@127.0.0.1:port/x", "is no URL of a database; write"),
-        ("postgresql://u:hunter2@127.0.0.1:9/x", "Connection refused; check that the server runs and admits"),
-        ("mysql://u:hunter2@h/x", "TESSERA_DATABASE_URL begins with sqlite:/// or postgresql://"),
+        ("sqlite:///{folder}/text", 2, "{folder}/text cannot be used: it is no file of SQLite; name another"),
+        # A folder that is not mounted yet, or a server that starts later: a service manager tries again.
+        ("sqlite:///{folder}", 1, "SQLite cannot open it; name a file in a folder where this user may write"),
+        ("postgresql://u:hunter2@127.0.0.1:9/x", 1, "Connection refused; check that the server runs and admits"),
+        ("sqlite:///{folder}/text/t.db", 2, "the database's folder {folder}/text cannot be created: File exists;"),
+        ("sqlite:///:memory:", 2, "name a file"),
+        ("nonsense hunter2", 2, "is no URL of a database; write sqlite:////folder/tessera.db"),
+        ("postgresql://u:hunter2@127.0.0.1:port/x", 2, "is no URL of a database; write"),
+        ("mysql://u:hunter2@h/x", 2, "TESSERA_DATABASE_URL begins with sqlite:/// or postgresql://"),
     ],
 )
-def test_a_database_that_cannot_be_used_is_one_line_with_the_remedy(tmp_path: Path, url: str, message: str) -> None:
+def test_a_database_that_cannot_be_used_is_one_line_with_the_remedy(
+    tmp_path: Path, url: str, status: int, message: str
+) -> None:
     (tmp_path / "text").write_text("no database")
     places = {
         "TESSERA_BLOB_URL": str(tmp_path / "b"),
@@ -139,9 +142,16 @@ def test_a_database_that_cannot_be_used_is_one_line_with_the_remedy(tmp_path: Pa
     }
     for name in ("migrate", "token", "conduct"):
         done = tessera("coordinator", name, TESSERA_DATABASE_URL=url.format(folder=tmp_path), **places)
-        assert (done.returncode, done.stdout) == (2, "")
+        assert (done.returncode, done.stdout) == (status, "")
         assert message.format(folder=tmp_path) in done.stderr
         assert (done.stderr.count("\n"), "hunter2" in done.stderr) == (1, False)
+
+
+def test_verify_of_a_database_that_is_away_finds_no_faults(tmp_path: Path) -> None:
+    places = {"TESSERA_BLOB_URL": str(tmp_path / "b"), "TESSERA_STAGING_DIR": str(tmp_path / "s")}
+    done = tessera("coordinator", "verify", TESSERA_DATABASE_URL="postgresql://u@127.0.0.1:9/x", **places)
+    # Faults would be 1.
+    assert (done.returncode, done.stdout) == (2, "")
 
 
 def test_data_lie_in_the_users_state_folder_or_where_an_earlier_version_put_them(
