@@ -41,6 +41,7 @@ def create_app(services: Services, *, conduct: bool = True) -> FastAPI:
             thread.start()
         else:
             services.poller.start()
+            services.retention.start(sweep_only=True)
         yield
         services.release_waiters()
         services.conductor.end()
@@ -50,6 +51,7 @@ def create_app(services: Services, *, conduct: bool = True) -> FastAPI:
             thread.join(GOODBYE_SECONDS)
         else:
             services.poller.stop()
+            services.retention.end()
         services.inspections.close()
         services.uploads.threads.close()
         services.database.close()

@@ -40,6 +40,8 @@ from tessera.shared.rounds.blob_store import Stored
 from tessera.shared.tensors.lazy import digest_of
 
 WRITE_BYTES = 1 << 20
+STAGED = "upload-"
+"""Prefix of a staging file's name; the upload's id follows."""
 HASHED_AT_A_TIME = 64
 """Pieces of `WRITE_BYTES` hashed in one turn."""
 
@@ -83,7 +85,7 @@ class Uploads:
                 # One of the announcements is wrong; the bytes will show which.
                 more, row.length = max(0, length - row.length), length
                 self._permit(session, site_id, row, more)
-                self._discard(_record(row))
+                self._discard(row.id)
             # Keeps garbage collection from removing it.
             row.created_at = self.database.now()
             return _record(row)
@@ -114,20 +116,36 @@ class Uploads:
             row = session.get(UploadRow, upload_id)
             if row is None or row.complete or row.created_at >= before:
                 return False
-            path = self._path(_record(row))
+            path = self._path(row.id)
             if path.exists() and path.stat().st_mtime >= before:
                 return False
             with suppress(UploadBusy):
-                self._discard(_record(row))
+                self._discard(row.id)
                 session.delete(row)
                 return True
         return False
+
+    def sweep(self, before: float) -> int:
+        """Remove staging files without an unfinished upload that were not written to since `before`; return how many.
+
+        `enter` completes an upload without its file, and a process with another staging folder forgets it without.
+        """
+        staged = [path.name.removeprefix(STAGED) for path in self.blobs.staging_dir.glob(f"{STAGED}*")]
+        with self.database.snapshot() as session:
+            unfinished = set(session.scalars(select(UploadRow.id).where(~UploadRow.complete)))
+        swept = 0
+        for upload_id in sorted(set(staged) - unfinished):
+            with suppress(FileNotFoundError, UploadBusy):
+                if self._path(upload_id).stat().st_mtime < before:
+                    self._discard(upload_id)
+                    swept += 1
+        return swept
 
     def offset(self, upload: Upload) -> int:
         """Return how many bytes have arrived."""
         if upload.complete:
             return upload.length
-        path = self._path(upload)
+        path = self._path(upload.id)
         return path.stat().st_size if path.exists() else 0
 
     # ------------------------------------------------------------ the bytes
@@ -191,7 +209,7 @@ class Uploads:
         """
         if upload.complete:
             return upload.length
-        with self._locked(upload) as file, self.disk.expecting(max(0, upload.length - offset)) as written:
+        with self._locked(upload.id) as file, self.disk.expecting(max(0, upload.length - offset)) as written:
             upload = await self.threads.run(upload.owner, self._locked_row, upload, file, offset)
             # Hashed while it is received, or once when it is whole: hashing each part again would let a sender of
             # empty parts cause unlimited work.
@@ -279,7 +297,7 @@ class Uploads:
         return received
 
     def _finish(self, upload: Upload, file: FileIO, hexadecimal: str) -> None:
-        path = self._path(upload)
+        path = self._path(upload.id)
         if f"sha256:{hexadecimal}" != upload.digest:
             path.unlink()
             raise _mismatch(upload.digest, f"sha256:{hexadecimal}")
@@ -297,37 +315,37 @@ class Uploads:
             # The bytes match the digest, so this is its length, even if another was announced meanwhile.
             row.length, row.complete = upload.length, True
 
-    def _path(self, upload: Upload) -> Path:
-        return self.blobs.staging_dir / f"upload-{upload.id}"
+    def _path(self, upload_id: str) -> Path:
+        return self.blobs.staging_dir / f"{STAGED}{upload_id}"
 
     @contextmanager
-    def _locked(self, upload: Upload) -> Iterator[FileIO]:
+    def _locked(self, upload_id: str) -> Iterator[FileIO]:
         """Yield the staging file, for one request at a time. Raises UploadBusy."""
-        path = self._path(upload)
+        path = self._path(upload_id)
         with path.open("ab+", buffering=0) as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise UploadBusy(f"upload {upload.id} is being written to", retry_after_seconds=1) from None
+                raise UploadBusy(f"upload {upload_id} is being written to", retry_after_seconds=1) from None
             # Another request may have finished or discarded the file before it was locked.
             if not _is_at(path, file):
-                raise UploadBusy(f"upload {upload.id} was being written to", retry_after_seconds=0)
+                raise UploadBusy(f"upload {upload_id} was being written to", retry_after_seconds=0)
             yield file
 
     def _locked_row(self, upload: Upload, file: FileIO, offset: int) -> Upload:
         """Return the upload as the table has it under the lock of its file. Raise UploadBusy and OffsetMismatch."""
         upload = self.find(upload.id, upload.owner)
         if upload.complete:
-            self._path(upload).unlink()
+            self._path(upload.id).unlink()
             raise UploadBusy(f"upload {upload.id} was finished by another request", retry_after_seconds=0)
         if (end := file.seek(0, os.SEEK_END)) != offset:
             raise _elsewhere(upload, end, offset)
         return upload
 
-    def _discard(self, upload: Upload) -> None:
+    def _discard(self, upload_id: str) -> None:
         """Remove the received bytes. Raises UploadBusy while a request sends more."""
-        with self._locked(upload):
-            self._path(upload).unlink()
+        with self._locked(upload_id):
+            self._path(upload_id).unlink()
 
 
 def _is_at(path: Path, file: FileIO) -> bool:

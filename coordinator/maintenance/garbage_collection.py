@@ -6,7 +6,7 @@ worst a file without a row, which the next pass removes.
 """
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import structlog
@@ -56,7 +56,7 @@ class Freed:
     versions: int = 0
     uploads: int = 0
     strays: int = 0
-    """Files of the store without a row."""
+    """Files of the store without a row, and of the staging folder without an unfinished upload."""
 
     def __bool__(self) -> bool:
         return any(vars(self).values())
@@ -79,19 +79,25 @@ class Retention:
     every_seconds: float
     _ended: threading.Event = field(default_factory=threading.Event)
 
-    def start(self) -> None:
-        """Collect garbage at an interval in a daemon thread; the next pass finishes what its end interrupts."""
-        threading.Thread(target=self._work, name="housekeeping", daemon=True).start()
+    def start(self, *, sweep_only: bool = False) -> None:
+        """Collect garbage, or only sweep, at an interval in a daemon thread; the next pass finishes what its end
+        interrupts."""
+        work = self.sweep if sweep_only else self.collect
+        threading.Thread(target=self._work, args=(work,), name="housekeeping", daemon=True).start()
 
     def end(self) -> None:
         self._ended.set()
 
-    def _work(self) -> None:
+    def _work(self, work: Callable[[], object]) -> None:
         while not self._ended.wait(self.every_seconds):
             try:
-                self.collect()
+                work()
             except Exception:  # the next pass may find the database or the store back
                 log.exception("housekeeping.failed")
+
+    def sweep(self) -> int:
+        """Remove old files of ended uploads from the staging folder, which this process may share with no other."""
+        return self.uploads.sweep(self.database.now() - self.unused_seconds)
 
     def collect(self) -> Freed:
         """Remove everything that need not be kept; return what was removed."""
@@ -110,6 +116,7 @@ class Retention:
         self._remove(ended, merged_before, freed)
         freed.updates = freed.blobs
         self._remove(BlobRow.created_at < unused_before, unused_before, freed)
+        freed.strays = self.sweep()
         for digest in self._strays(unused_before):
             freed.strays += self.blobs.discard(digest, unused_before)
         with self.database.transaction() as session:

@@ -86,7 +86,7 @@ def unflushed(self: Any, path: Any, digest: str) -> None:
 
 def table_first(self: Any, upload: Any, file: Any, hexadecimal: str) -> None:
     """Enters a blob in the table before it has its name."""
-    path = self._path(upload)
+    path = self._path(upload.id)
     if f"sha256:{hexadecimal}" != upload.digest:
         path.unlink()
         raise uploads._mismatch(upload.digest, f"sha256:{hexadecimal}")
@@ -98,7 +98,7 @@ def table_first(self: Any, upload: Any, file: Any, hexadecimal: str) -> None:
 
 
 def unverified(self: Any, upload: Any, file: Any, hexadecimal: str) -> None:
-    self._complete(upload, self.blobs.adopt(self._path(upload), upload.digest, upload.length))
+    self._complete(upload, self.blobs.adopt(self._path(upload.id), upload.digest, upload.length))
 
 
 def taken_as_they_are(self: Any, upload: Any, data: bytes) -> None:

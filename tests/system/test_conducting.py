@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -210,6 +211,26 @@ def test_bells_alone_move_rounds_on_where_no_tick_comes(tmp_path: Path, running:
             assert task, "no bell was heard"
             worker.train(task)
         until(lambda: completed(coordinator.admin(), run, 3))
+
+
+def test_a_coordinator_without_a_conductor_sweeps_its_own_staging_folder(tmp_path: Path) -> None:
+    options = {"gc_interval_seconds": 0.1}
+    with CoordinatorProcess(tmp_path / "coordinator", "--no-conduct", **options) as coordinator:
+        http = httpx.Client(
+            base_url=coordinator.url, headers={"Authorization": f"Bearer {coordinator.site_token('a')}"}
+        )
+        with http:
+            location = http.post("/v1/uploads", headers=announced(b"unfinished")).headers["Location"]
+            assert http.patch(location, headers={**PART, "Upload-Offset": "0"}, content=b"unf").status_code == 204
+        staging = coordinator.folder / "staging"
+        (unfinished,) = staging.glob("upload-*")
+        # As of an upload that a conductor with a staging folder of its own has forgotten.
+        forgotten = staging / f"upload-{'0' * 32}"
+        forgotten.write_bytes(b"forgotten")
+        for path in (unfinished, forgotten):
+            os.utime(path, (1, 1))
+        until(lambda: not forgotten.exists())
+        assert unfinished.read_bytes() == b"unf"
 
 
 @pytest.mark.skipif(databases.on != "sqlite", reason="bells hang in a folder beside SQLite alone")

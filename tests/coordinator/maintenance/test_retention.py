@@ -13,12 +13,13 @@ import pytest
 from sqlalchemy import select, update
 
 from tessera.coordinator.db import audit
-from tessera.coordinator.db.tables import BlobRow, TaskRow, UploadRow
+from tessera.coordinator.db.tables import BlobRow, SiteRow, TaskRow, UploadRow
 from tessera.coordinator.maintenance.garbage_collection import Freed, Retention
 from tessera.shared.api.runs import Cohort, Evaluation, Run
 from tessera.shared.client.client import Client
 from tests.support.coordinator import Clock, LiveCoordinator, refusing, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
+from tests.support.raw import PART, announced
 
 MODEL = small_model()
 START = values(MODEL)
@@ -147,6 +148,24 @@ def test_an_upload_that_nobody_goes_on_with_goes_with_its_bytes(live: LiveCoordi
     assert retention(live).collect().uploads == 1
     assert not list(live.settings.staging_dir.glob("upload-*"))
     assert http.head(place).status_code == 404
+
+
+def test_the_bytes_of_an_upload_that_was_completed_without_them_go_too(live: LiveCoordinator, clock: Clock) -> None:
+    http, services = live.http("site", "a"), live.services
+    stored = services.blobs.put([b"an update"])
+    # More than it has, as by a site that means to fill the disk.
+    place = http.post("/v1/uploads", headers={**announced(b"an update"), "Upload-Length": "1000000"}).headers[
+        "Location"
+    ]
+    assert http.patch(place, headers={**PART, "Upload-Offset": "0"}, content=b"rubbish").status_code == 204
+    with services.database.transaction() as session:
+        site = session.scalars(select(SiteRow.id)).one()
+        owner = session.scalars(select(UploadRow.owner)).one()
+        services.uploads.enter(session, clock(), owner, stored, site_id=site)
+    assert list(live.settings.staging_dir.glob("upload-*"))
+    clock.advance(86400 + 1)
+    assert retention(live).collect().strays == 1
+    assert not list(live.settings.staging_dir.glob("upload-*"))
 
 
 def test_a_file_that_no_row_knows_of_goes_and_one_that_is_new_stays(live: LiveCoordinator, clock: Clock) -> None:
