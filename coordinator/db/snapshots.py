@@ -190,7 +190,7 @@ def run_snapshot(session: Session, run_id: str, live: Sequence[LiveWorker], *, a
     run, round_, ended = cast("tuple[RunRow, RoundRow | None, float | None]", found)
     invited = terms_of(session, run_id)
     spec = invited.spec
-    about = {"run": run_id, "most_attempts": spec.cohort.max_task_attempts, "latest_due": _latest_due(run, spec)}
+    about = {"run": run_id, "most_attempts": spec.cohort.max_task_attempts, "latest_due": latest_due(run, spec)}
     rows = session.execute(_TASKS_IN_ROUND if round_ else _PENDING_TASKS, about | {"round": round_ and round_.id})
     tasks, evaluations = _task_snapshots(rows, here)
     return RunSnapshot(
@@ -278,7 +278,7 @@ def central_due(
     return [PendingEvaluation(number) for number in session.scalars(numbers)]
 
 
-def _latest_due(run: RunRow, spec: RunSpec) -> int:
+def latest_due(run: RunRow, spec: RunSpec) -> int:
     """Return the latest version that is to be evaluated."""
     number = run.version_number
     if spec.evaluation is None or spec.evaluation.due(number, spec.rounds):
@@ -298,7 +298,7 @@ def sites_due(
     able, spec = site_evaluators(invited, live), invited.spec
     if not able:
         return []
-    number = _latest_due(run, spec)
+    number = latest_due(run, spec)
     tasks = (TaskRow.run_id == run.id) & (TaskRow.version_number == number) & (TaskRow.held_out)
     over = TaskRow.state.in_(("offered", "leased", "expired", "accepted")) | (
         TaskRow.attempts >= spec.cohort.max_task_attempts

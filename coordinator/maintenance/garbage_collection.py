@@ -6,7 +6,7 @@ worst a file without a row, which the next pass removes.
 """
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import structlog
@@ -17,7 +17,7 @@ from tessera.coordinator.blobs.store import Blobs
 from tessera.coordinator.blobs.uploads import Uploads
 from tessera.coordinator.db import audit
 from tessera.coordinator.db.engine import Database
-from tessera.coordinator.db.snapshots import central_due
+from tessera.coordinator.db.snapshots import central_due, latest_due
 from tessera.coordinator.db.tables import (
     BlobRow,
     DifferenceRow,
@@ -30,6 +30,7 @@ from tessera.coordinator.db.tables import (
     VersionRow,
 )
 from tessera.shared.api.runs import RunSpec
+from tessera.shared.api.versions import VersionRef
 from tessera.shared.rounds.versions import States
 
 AT_A_TIME = 500
@@ -159,22 +160,23 @@ class Retention:
 
     def _retire(self, now: float, run_id: str, keep: int) -> int:
         """Release the blocks of a run's older versions. Their manifests and evaluations stay."""
+        with self.database.snapshot() as session:
+            old, kept = self._divided(session, run_id, keep)
+        if not old:
+            return 0
+        # Manifests never change, and a run may have many: they are read outside of any transaction.
+        unused = self._blobs_of(old) - self._blobs_of(kept)
+        with self.database.snapshot() as session:
+            later = set.union(*self._divided(session, run_id, keep)) - old - kept
+        unused -= self._blobs_of(later)
         with self.database.transaction() as session:
-            run = session.get_one(RunRow, run_id)
-            stored = session.scalars(
-                select(VersionRow).where(VersionRow.run_id == run_id, VersionRow.retired_at.is_(None))
-            ).all()
-            needed = self._needed(session, run, keep)
-            old = [version for version in stored if version.number not in needed]
-            if not old:
+            old_now, kept_now = self._divided(session, run_id, keep)
+            if not (old <= old_now and old_now | kept_now <= old | kept | later):
+                # The run moved on while the last manifests were read: the next pass tries again.
                 return 0
-            kept = [version for version in stored if version.number in needed]
-            used = {blob for version in kept for blob in self.states.manifest(version.digest).digests}
-            unused = {blob for version in old for blob in self.states.manifest(version.digest).digests} - used
             # Manifests are kept: later ones may be written as differences from them.
             unused -= set(session.scalars(select(VersionRow.digest).where(VersionRow.run_id == run_id)))
-            unused -= {root for version in stored if (root := self.states.manifest(version.digest).root)}
-            numbers = [version.number for version in old]
+            numbers = sorted(version.number for version in old)
             session.execute(
                 update(VersionRow)
                 .where(VersionRow.run_id == run_id, VersionRow.number.in_(numbers))
@@ -186,15 +188,36 @@ class Retention:
             for start in range(0, len(digests), AT_A_TIME):
                 some = RunBlobRow.digest.in_(digests[start : start + AT_A_TIME])
                 session.execute(delete(RunBlobRow).where(RunBlobRow.run_id == run_id, some))
-            return len(old)
+            return len(numbers)
+
+    def _divided(self, session: Session, run_id: str, keep: int) -> tuple[set[VersionRef], set[VersionRef]]:
+        """Return a run's versions with blocks: those that are needed no longer, and the others."""
+        run = session.get_one(RunRow, run_id)
+        needed = self._needed(session, run, keep)
+        rows = session.execute(
+            select(VersionRow.number, VersionRow.digest).where(
+                VersionRow.run_id == run_id, VersionRow.retired_at.is_(None)
+            )
+        )
+        stored = {VersionRef(number=number, digest=digest) for number, digest in rows}
+        kept = {version for version in stored if version.number in needed}
+        return stored - kept, kept
+
+    def _blobs_of(self, versions: Iterable[VersionRef]) -> set[str]:
+        return {blob for version in versions for blob in self.states.manifest(version.digest).digests}
 
     def _needed(self, session: Session, run: RunRow, keep: int) -> set[int]:
         """Return the first version, the latest, those of open tasks or unmerged updates, and those to evaluate."""
         live = TaskRow.state.in_(("offered", "leased", "expired")) | UNMERGED
         in_tasks = session.scalars(select(TaskRow.version_number).where(TaskRow.run_id == run.id, live))
-        pending = central_due(session, run, RunSpec.model_validate(run.spec), None)
+        spec = RunSpec.model_validate(run.spec)
+        pending = central_due(session, run, spec, None)
+        # A site that comes later still measures it.
+        at_sites = {latest_due(run, spec)} if spec.evaluation and spec.evaluation.sites else set()
+        # The terms of the next secure sums take their scales from its last step.
+        before = {run.version_number - 1} if spec.secure_sums else set()
         latest = range(run.version_number - keep + 1, run.version_number + 1)
-        return {0, *latest, *in_tasks, *(evaluation.version for evaluation in pending)}
+        return {0, *latest, *before, *in_tasks, *at_sites, *(evaluation.version for evaluation in pending)}
 
 
 def _forget_differences(session: Session, run_id: str, numbers: Sequence[int]) -> set[str]:

@@ -199,6 +199,16 @@ def migrate(url: str) -> None:
     database.close()
 
 
+def end_idle_transactions(database: Database) -> None:
+    """Does at once what PostgreSQL does to transactions that wait for their process for longer than IDLE_SECONDS."""
+    if not database.is_sqlite:
+        with database.snapshot() as session:
+            session.connection().exec_driver_sql(
+                "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
+                "WHERE datname = current_database() AND state = 'idle in transaction'"
+            )
+
+
 def close() -> None:
     """To be called once at the end, for a server that goes on."""
     if _template.cache_info().currsize:

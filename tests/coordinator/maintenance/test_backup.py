@@ -20,10 +20,9 @@ from tessera.coordinator.db.engine import Database, alembic_config
 from tessera.coordinator.db.tables import AuditRow, BlobRow, RunBlobRow, RunRow
 from tessera.coordinator.maintenance import backup
 from tessera.coordinator.maintenance.backup import BackupNotFound, DatabaseNotEmpty
-from tessera.coordinator.services import Services, assemble
 from tessera.shared.problems import StoreSpoilt
 from tessera.shared.tensors.lazy import digest_of
-from tests.coordinator.maintenance.test_retention import exported, play, played
+from tests.coordinator.maintenance.test_retention import at_rest, exported, play, played
 from tests.support import databases
 from tests.support.coordinator import Clock, LiveCoordinator, until
 from tests.support.federation import ScriptedWorker
@@ -147,30 +146,12 @@ class Watched:
         return getattr(self.blobs, name)
 
 
-def end_idle_transactions(database: Database) -> None:
-    """Do at once what PostgreSQL does to transactions that wait for their process for longer than IDLE_SECONDS."""
-    if not database.is_sqlite:
-        with database.snapshot() as session:
-            session.connection().exec_driver_sql(
-                "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
-                "WHERE datname = current_database() AND state = 'idle in transaction'"
-            )
-
-
 @contextmanager
 def other_process(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Database]:
     """The database of a coordinator as another process has it, which waits for its turn to write for a second."""
     with monkeypatch.context() as patch, closing(Database(databases.url_in(folder))) as database:
         patch.setattr(engine_module, "TURN_SECONDS", 1)
         yield database
-
-
-@contextmanager
-def at_rest(live: LiveCoordinator) -> Iterator[Services]:
-    """The parts of a coordinator that was stopped."""
-    services = assemble(live.settings)
-    yield services
-    services.database.close()
 
 
 @pytest.mark.both_databases
@@ -183,7 +164,7 @@ def test_a_backup_that_takes_long_has_no_transaction_open_and_holds_up_no_writer
         notes: list[str] = []
 
         def meanwhile(digest: str) -> None:
-            end_idle_transactions(other)
+            databases.end_idle_transactions(other)
             late = services.blobs.put([digest.encode()])
             with other.transaction() as session:
                 session.execute(update(RunRow).values(note=digest))
@@ -233,7 +214,7 @@ def test_verify_has_no_transaction_open_while_it_takes_its_time(tmp_path: Path) 
     with at_rest(live) as services, closing(Database(databases.url_in(tmp_path))) as other:
         found = []
         for fault in backup.verify(services.database, services.blobs, services.states):
-            end_idle_transactions(other)
+            databases.end_idle_transactions(other)
             found.append(fault)
     assert all(any(each in fault for fault in found) for each in expected)
 

@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
 from sqlalchemy import select, update
 
 from tessera.coordinator.db import audit
+from tessera.coordinator.db.engine import Database
 from tessera.coordinator.db.tables import BlobRow, SiteRow, TaskRow, UploadRow
 from tessera.coordinator.maintenance.garbage_collection import Freed, Retention
+from tessera.coordinator.services import Services, assemble
 from tessera.shared.api.runs import Cohort, Evaluation, Run
+from tessera.shared.api.versions import Manifest
 from tessera.shared.client.client import Client
+from tessera.shared.rounds.versions import States
+from tests.support import databases
 from tests.support.coordinator import Clock, LiveCoordinator, refusing, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
 from tests.support.raw import PART, announced
@@ -41,6 +49,14 @@ def live(tmp_path: Path, clock: Clock) -> Iterator[LiveCoordinator]:
 
 def retention(live: LiveCoordinator, versions: int | None = None) -> Retention:
     return replace(live.services.retention, versions=versions)
+
+
+@contextmanager
+def at_rest(live: LiveCoordinator) -> Iterator[Services]:
+    """The parts of a coordinator that was stopped."""
+    services = assemble(live.settings)
+    yield services
+    services.database.close()
 
 
 def play(client: Client, worker: ScriptedWorker, run: Run, number: int) -> str:
@@ -297,6 +313,73 @@ def test_an_update_that_is_not_merged_yet_stays_with_the_version_that_it_started
         session.execute(waiting.values(state="merged", merged_in=4))
     freed = retention(live, versions=1).collect()
     assert (freed.versions, freed.updates) == (1, 1)
+
+
+def test_a_version_that_sites_measure_stays_for_those_that_come_later(live: LiveCoordinator, clock: Clock) -> None:
+    played(live, 3, evaluation=Evaluation(sites=True, every=2))
+    assert retention(live, versions=1).collect().versions
+    clock.advance(86400 + 1)
+    retention(live, versions=1).collect()
+    datasets = {"datasets": {"data": 10}, "held_out": {"data": 4}}
+    late = ScriptedWorker(live.client("site", "late"), kinds=("train", "evaluate"), forgets=True, **datasets)
+    task = late.take()
+    assert (task.kind, task.version.number) == ("evaluate", 2)
+    assert late.fetch(task)
+    late.evaluate(task, accuracy=0.5)
+
+
+@dataclass
+class WatchedStates:
+    """Versions; before a manifest is read, something else happens."""
+
+    states: States
+    before: Callable[[], object]
+
+    def manifest(self, digest: str) -> Manifest:
+        self.before()
+        return self.states.manifest(digest)
+
+
+@pytest.mark.both_databases
+def test_no_transaction_is_open_while_manifests_are_read(tmp_path: Path) -> None:
+    with LiveCoordinator(tmp_path, inline_bytes=1) as live:
+        played(live, 3)
+    with at_rest(live) as services, closing(Database(databases.url_in(tmp_path))) as other:
+        watched = cast("States", WatchedStates(services.states, partial(databases.end_idle_transactions, other)))
+        assert replace(services.retention, states=watched, versions=1).collect().versions == 2
+
+
+def test_blocks_of_a_version_that_is_committed_while_manifests_are_read_stay(
+    live: LiveCoordinator, clock: Clock
+) -> None:
+    client = live.client()
+    worker = ScriptedWorker(live.client("site", "a"))
+    worker.enrol()
+    # Small integers, so that a head that comes again is the same to the bit.
+    start = {**START, "head.weight": np.zeros_like(START["head.weight"])}
+    run = start_run(client, MODEL, start, rounds=9, cohort=Cohort(size=1, deadline_seconds=30 * 86400))
+    heads = iter((1, 2, 3, 1))
+
+    def go_on(number: int) -> None:
+        task = worker.take()
+        worker.submit(task, worker.upload(task, {"head.weight": np.full_like(start["head.weight"], next(heads))}))
+        until(lambda: client.run(run.id).version.number == number)
+
+    for number in (1, 2, 3):
+        go_on(number)
+    ahead = [4]
+
+    def meanwhile() -> None:
+        if ahead:
+            go_on(ahead.pop())
+
+    watched = cast("States", WatchedStates(live.services.states, meanwhile))
+    assert replace(retention(live, versions=1), states=watched).collect().versions == 2
+    first, *_, last = (client.manifest(version.digest).blocks["head.weight"] for version in client.versions(run.id))
+    assert first != last
+    clock.advance(86400 + 1)
+    retention(live, versions=1).collect()
+    assert exported(client, run, 4)
 
 
 def test_blocks_that_a_later_version_shares_stay(live: LiveCoordinator, clock: Clock) -> None:
