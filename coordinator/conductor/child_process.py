@@ -67,7 +67,16 @@ class ChildConductor:
             self._stopping.wait(pause)
             if self._child.stdin:
                 self._child.stdin.close()
-            self._begin()
+            self._begin_again()
+
+    def _begin_again(self) -> None:
+        while True:
+            try:
+                return self._begin()
+            except OSError as fault:
+                # The machine has no memory, or no process number, left at the moment.
+                log.warning("conductor.not_started", detail=str(fault), again_in_seconds=MAX_PAUSE_SECONDS)
+                self._stopping.wait(MAX_PAUSE_SECONDS)
 
 
 def end_with_parent() -> None:
