@@ -36,6 +36,10 @@ DATABASE_AWAY = (OperationalError, InterfaceError, InternalError, NoConnection)
 KEPT_CONNECTIONS = 5
 """Idle connections to PostgreSQL."""
 CONNECT_SECONDS = 10
+SILENT_SECONDS = 30
+"""Time without a sign of life from the server's machine after which a connection ends."""
+PROBE_SECONDS = 10
+"""Interval at which that machine is asked for one when it sends nothing else."""
 IDLE_SECONDS = 5
 """Idle time after which PostgreSQL ends a transaction: a process that is paused inside one must not block the
 others."""
@@ -348,8 +352,17 @@ def _lock_file(path: str) -> IO[str]:
 
 
 def _postgresql(url: URL, **options: Any) -> Engine:
+    # Unix sockets ignore all but the first. Those in the URL take precedence.
+    limits = {
+        "connect_timeout": CONNECT_SECONDS,
+        "keepalives_idle": PROBE_SECONDS,
+        "keepalives_interval": PROBE_SECONDS,
+        "keepalives_count": SILENT_SECONDS // PROBE_SECONDS - 1,
+        "tcp_user_timeout": SILENT_SECONDS * 1000,
+    }
+    given = {name: value for name, value in limits.items() if name not in url.query}
     # Connections are checked before use: a restarted server has closed them all.
-    engine = create_engine(url, pool_pre_ping=True, connect_args={"connect_timeout": CONNECT_SECONDS}, **options)
+    engine = create_engine(url, pool_pre_ping=True, connect_args=given, **options)
 
     @event.listens_for(engine, "connect")
     def _connected(connection: Any, record: object) -> None:  # noqa: ARG001 (the event's signature)

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -14,10 +15,12 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
-from sqlalchemy import func, select
+from sqlalchemy import URL, func, make_url, select
 from sqlalchemy.exc import DBAPIError
 
 from tessera.coordinator.db import audit
@@ -185,6 +188,50 @@ def test_a_server_that_was_restarted_is_found_again(shared: list[Database]) -> N
 def assert_same_time(one: Database, other: Database) -> None:
     """Both clocks are within half a second, however long this process is paused between the two looks."""
     assert one.now() - 0.5 <= other.now() <= one.now() + 0.5
+
+
+@contextmanager
+def over_tcp(url: URL) -> Iterator[URL]:
+    """The same database by TCP: the tests' own server listens on a Unix socket alone."""
+    folder = url.query.get("host")
+    if folder is None:
+        yield url
+        return
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket(socket.AF_UNIX) as server:
+
+        def relay() -> None:
+            client, _ = listener.accept()
+            with client:
+                server.connect(f"{folder}/.s.PGSQL.{url.port or 5432}")
+                back = threading.Thread(target=pass_on, args=(server, client), daemon=True)
+                back.start()
+                pass_on(client, server)
+                back.join()
+
+        def pass_on(source: socket.socket, sink: socket.socket) -> None:
+            with suppress(OSError):
+                while piece := source.recv(1 << 16):
+                    sink.sendall(piece)
+                sink.shutdown(socket.SHUT_WR)
+
+        relaying = threading.Thread(target=relay, daemon=True)
+        relaying.start()
+        yield url.set(host="127.0.0.1", port=listener.getsockname()[1], query={})
+        relaying.join()
+
+
+@pytest.mark.parametrize(("own", "seconds"), [({}, 30), ({"tcp_user_timeout": "7000"}, 7)], ids=["default", "own"])
+def test_a_connection_ends_soon_after_the_server_s_machine_has_vanished(
+    tmp_path: Path, own: dict[str, str], seconds: int
+) -> None:
+    with over_tcp(make_url(databases.url_in(tmp_path))) as url:
+        wanted = url.update_query_dict(own).render_as_string(hide_password=False)
+        with closing(Database(wanted)) as database, database.engine.connect() as connection:
+            driver: Any = connection.connection.dbapi_connection
+            with socket.socket(fileno=os.dup(driver.pgconn.socket)) as raw:
+                names = ("TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT", "TCP_USER_TIMEOUT")
+                found = [raw.getsockopt(socket.IPPROTO_TCP, getattr(socket, name)) for name in names]
+    assert found == [10, 10, 2, seconds * 1000]
 
 
 def test_the_clock_is_the_server_s_however_wrong_the_machine_s_is(
