@@ -51,7 +51,7 @@ SMALL_BYTES = 1 << 20
 """Most bytes of accepted updates that are merged before their round is closed."""
 
 FULL_SECONDS = 10.0
-"""Delay of merges after the disk was full."""
+"""Delay of merges, and of closing rounds, after the disk was full."""
 
 
 @dataclass(eq=False)
@@ -90,15 +90,21 @@ class Conductor:
         while not self._ended.is_set():
             self._called.wait(self.tick_seconds)
             self._called.clear()
+            self._note_alive()
             try:
-                if self.heartbeat_file:
-                    self.heartbeat_file.touch()
                 self.step()
             except Exception:  # the loop outlives a database that is away for a while
                 log.exception("conductor.step_failed")
         # A small merge ends by itself; the next process repeats a long one.
         if self._merging.acquire(timeout=LAST_SECONDS):
             self._merging.release()
+
+    def _note_alive(self) -> None:
+        try:
+            if self.heartbeat_file:
+                self.heartbeat_file.touch()
+        except OSError as fault:
+            log.warning("conductor.heartbeat_failed", detail=str(fault))
 
     def step(self) -> None:
         """Look at every run until none has anything to be done."""
@@ -142,8 +148,14 @@ class Conductor:
         # What failed is tried again when the run was resumed, not at every tick.
         if self._failed.get((run.id, action)) == run.idle_since:
             return True
-        until = {todo.Open: self._refused_until.get(run.id, 0.0), todo.Merge: self._full_until}.get(type(action), 0.0)
-        return self.database.now() < until
+        refused_until = self._refused_until.get(run.id, 0.0)
+        until = {
+            todo.Open: refused_until,
+            todo.Merge: self._full_until,
+            # It may merge too.
+            todo.Close: self._full_until,
+        }
+        return self.database.now() < until.get(type(action), 0.0)
 
     def _merge_aside(self, run: RunSnapshot, action: Action) -> bool:
         """Merge a round in a daemon thread, so that leases and deadlines go on; the next process repeats it.
@@ -197,9 +209,9 @@ class Conductor:
         try:
             with spans.span("merge", parent=parent):
                 self.merger.merge(run.id, action.round, self.notify, closing=action.reason)
-        except DATABASE_AWAY:
-            raise
-        except Exception as fault:  # noqa: BLE001 (a method is anybody's code)
+        except Exception as fault:  # a method is anybody's code
+            if isinstance(fault, DATABASE_AWAY) and not is_full(fault):
+                raise
             log.info("conductor.closes_first", **about, detail=str(fault))
             return False
         log.info("conductor.acted", **about)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from sqlalchemy import select, update
+from sqlalchemy import Connection, event, select, update
 from structlog.testing import capture_logs
 
 from tessera.coordinator.blobs.store import StagingOnOtherDisk
@@ -16,6 +16,7 @@ from tessera.coordinator.db.tables import RoundRow, RunRow
 from tessera.coordinator.domain.decide import Merge
 from tessera.coordinator.services import assemble
 from tessera.coordinator.settings import CoordinatorSettings
+from tessera.shared.api.runs import Cohort
 from tessera.shared.api.tasks import Claim
 from tessera.shared.client.client import Client
 from tessera.shared.methods.base import (
@@ -28,7 +29,7 @@ from tessera.shared.methods.base import (
     State,
 )
 from tessera.shared.methods.registry import methods
-from tests.support.coordinator import LiveCoordinator, refusing, until
+from tests.support.coordinator import Clock, LiveCoordinator, refusing, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
 
 
@@ -162,3 +163,40 @@ def test_a_conductor_touches_its_file_at_every_look(tmp_path: Path) -> None:
     with LiveCoordinator(tmp_path / "coordinator", heartbeat_file=alive):
         before = until(lambda: alive.exists() and alive.stat().st_mtime_ns)
         until(lambda: alive.stat().st_mtime_ns > before)
+
+
+def test_a_heartbeat_file_that_cannot_be_touched_stops_no_round(tmp_path: Path) -> None:
+    with LiveCoordinator(tmp_path / "coordinator", heartbeat_file=tmp_path / "missing" / "alive") as live:
+        client, model = live.client(), small_model()
+        run = start_run(client, model, values(model))
+        worker = ScriptedWorker(live.client("site", "a"))
+        worker.train(worker.take())
+        until(lambda: client.run(run.id).state == "completed")
+
+
+@pytest.mark.sqlite
+def test_a_small_merge_waits_while_the_database_s_disk_is_full(tmp_path: Path) -> None:
+    clock, pages = Clock(), [1 << 30]
+    with LiveCoordinator(tmp_path, clock=clock) as live:
+        client, model = live.client(), small_model(width=64)
+        workers = [ScriptedWorker(live.client("site", site)) for site in "ab"]
+        for worker in workers:
+            worker.enrol()
+        run = start_run(client, model, values(model), cohort=Cohort(size=2, quorum=1, deadline_seconds=100))
+        workers[0].train(workers[0].take())
+
+        @event.listens_for(live.services.database.engine, "begin")
+        def _limit(connection: Connection) -> None:
+            # With 1, the file grows no more.
+            connection.exec_driver_sql(f"PRAGMA max_page_count = {pages[0]}")
+
+        with capture_logs() as logs:
+            pages[0] = 1
+            clock.advance(101)
+            until(lambda: "conductor.disk_full" in {line["event"] for line in logs})
+            pages[0] = 1 << 30
+            clock.advance(11)
+            until(lambda: client.run(run.id).state == "completed")
+        found = [line["event"] for line in logs]
+        # Computed once while there was no room, and not again at every look.
+        assert (found.count("conductor.closes_first"), found.count("conductor.merge_failed")) == (1, 0)
