@@ -42,7 +42,7 @@ from tessera.shared.telemetry.trace_ids import trace_of, traceparent_of
 log = structlog.get_logger()
 
 REFUSED_SECONDS = 5.0
-"""Delay before a round is planned again, after too few workers were eligible for its plans."""
+"""Delay before a round is planned again, or its helpers asked again, after too few would take part."""
 
 LAST_SECONDS = 1.0
 """Time that a conductor that ends leaves to a merge."""
@@ -151,6 +151,7 @@ class Conductor:
         refused_until = self._refused_until.get(run.id, 0.0)
         until = {
             todo.Open: refused_until,
+            todo.AskHelpers: refused_until,
             todo.Merge: self._full_until,
             # It may merge too.
             todo.Close: self._full_until,

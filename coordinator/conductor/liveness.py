@@ -13,7 +13,7 @@ from tessera.shared.problems import Conflict
 
 
 class TooFewWilling(Conflict):
-    """A round cannot open because sites would refuse what it asks."""
+    """A round cannot open or go on because too few sites would do what it asks."""
 
 
 class Liveness:

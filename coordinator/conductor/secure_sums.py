@@ -109,7 +109,7 @@ class SecureRounds:
     def ask(self, run_id: str, round_id: str, kind: HelperKind) -> list[str]:
         """Offer tasks to helpers: all of them sign, and as many as needed open. Return the workers.
 
-        Raises Conflict if too few are live, and ValueError if too few are left that have not failed.
+        Raises TooFewWilling if too few are live, ValueError if too few are left that have not failed, and Conflict.
         """
         with self.database.snapshot() as session:
             run = session.get_one(RunRow, run_id)
@@ -122,17 +122,13 @@ class SecureRounds:
             known = _helper_workers(session, terms)
             here = ids(self.liveness.workers(session))
             live = {site: worker for site, worker in known.items() if worker in here}
+        asked = {site for task, site in tasks if task.kind == "agree"}
+        unasked: dict[str, tuple[int, ...]] = {one.site: () for one in terms.helpers if one.site not in asked}
+        shares = unasked if kind == "agree" else self._shares(terms, tasks, live)
         signed = () if kind == "agree" else helper_tasks.agreements(tasks)
         document = self.blobs.put([canonical(SumDocument(envelopes=envelopes, agreements=signed))])
-        requests: dict[str, SumTask] = {}
-        if kind == "agree":
-            asked = {site for task, site in tasks if task.kind == "agree"}
-            for helper in terms.helpers:
-                if helper.site not in asked:
-                    requests[helper.site] = SumTask(terms=terms_digest, document=document.digest)
-        else:
-            for site, seeds in self._shares(terms, tasks, live).items():
-                requests[site] = SumTask(terms=terms_digest, document=document.digest, seeds=seeds)
+        about = {"terms": terms_digest, "document": document.digest}
+        requests = {site: SumTask(**about, seeds=seeds) for site, seeds in shares.items()}
         with self.database.transaction() as session:
             now = self.database.now()
             require(session.get_one(RoundRow, round_id).state == "merging", "the round was moved on already")
@@ -162,7 +158,8 @@ class SecureRounds:
         if not _suffices(terms, able):
             raise ValueError(f"too few helpers can open the round's sums; these failed: {sorted(failed)}")
         here = [number for number in able if sites[number] in live]
-        require(_suffices(terms, here), "too few helpers are live to open the round's sums")
+        if not _suffices(terms, here):
+            raise TooFewWilling("too few helpers are live to open the round's sums")
         # Those that signed were there a moment ago; others may be gone and not yet missed.
         signed = {site for task, site in tasks if task.kind == "agree" and task.state == "accepted"}
         if _suffices(terms, signers := [number for number in here if sites[number] in signed]):

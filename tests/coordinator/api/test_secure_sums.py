@@ -10,8 +10,10 @@ from typing import Any, cast
 import numpy as np
 import pytest
 from sqlalchemy import select
+from structlog.testing import capture_logs
 
 from tessera.coordinator.blobs.store import Blobs
+from tessera.coordinator.conductor.conductor import REFUSED_SECONDS
 from tessera.coordinator.db.tables import RoundRow
 from tessera.shared.api.runs import Cohort, Run, RunPatch
 from tessera.shared.api.secure_sums import HelperReport, SecureSums
@@ -21,7 +23,7 @@ from tessera.shared.rounds.blob_store import Stored
 from tessera.shared.run_settings import ClientPrivacy
 from tessera.shared.secure_sums.keys import SigningKey
 from tessera.shared.tensors.lazy import as_bytes
-from tests.support.coordinator import LiveCoordinator, refusing, until
+from tests.support.coordinator import Clock, LiveCoordinator, refusing, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
 from tests.support.secure_sums import Federation, SecretSite
 
@@ -50,20 +52,21 @@ class Ring:
         digests = self.admin.manifest(versions[number]).blocks
         return {b.name: self._read(digests[b.name], b) for b in self.model.blocks}
 
-    def help(self) -> None:
-        """Do the tasks of all helpers, until the sum is open: not each of them is needed for that."""
+    def help(self, number: int = 1) -> None:
+        """Do the tasks of all helpers, until the sum of this round is open: not each of them is needed for that."""
         for site in self.sites:
             assert site.help("agree").state == "accepted"
-        self.open()
+        self.open(number)
 
-    def open(self) -> None:
+    def open(self, number: int = 1) -> None:
         """Do the tasks of helpers that sum up masks."""
 
         def is_open() -> bool:
             for site in self.sites:
-                if task := site.worker.claim(0):
+                # The next round's training is left for later.
+                if (task := site.worker.claim(0)) and task.kind != "train":
                     site.client.submit_helper_report(task.id, site.report(task))
-            return bool(self.now().version.number)
+            return self.now().version.number == number
 
         until(is_open)
 
@@ -124,6 +127,24 @@ def test_a_sum_with_noise_of_the_sites_is_bounded_over_all_blocks_and_its_epsilo
         assert 0.8 * NOISE["clip_norm"] < np.linalg.norm(moved) < 1.2 * NOISE["clip_norm"]
         assert np.ptp(moved) > 0
         assert 999 < (ring.now().client_epsilon or 0) <= 1000
+
+
+def test_a_round_opens_again_however_long_ago_the_version_before_the_last_was_made(tmp_path: Path) -> None:
+    clock = Clock()
+    with LiveCoordinator(tmp_path / "coordinator", clock=clock, inline_bytes=1, keep_versions=1) as live:
+        ring = Ring(live, rounds=4)
+        for number in (1, 2, 3):
+            for site in ring.sites:
+                site.train(float(number))
+            ring.help(number)
+        clock.advance(2 * 86_400)
+        assert live.services.retention.collect().versions
+        live.services.retention.collect()
+        # Nobody was there for two days, and the round was abandoned.
+        for site in ring.sites:
+            site.worker.enrol()
+        until(lambda: ring.admin.round(ring.run.id, 4).attempt == 2 or ring.now().state == "paused")
+        assert ring.now().reason is None
 
 
 def test_a_round_key_that_no_one_needs_is_not_drawn(tmp_path: Path) -> None:
@@ -199,6 +220,25 @@ class Overtaken:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.blobs, name)
+
+
+def test_helpers_that_are_gone_are_waited_for_without_a_word_at_every_look(tmp_path: Path) -> None:
+    clock = Clock()
+    with LiveCoordinator(tmp_path / "coordinator", clock=clock) as live:
+        ring = Ring(live)
+        for site in ring.sites:
+            site.train(1.0)
+        for site in ring.sites:
+            site.help("agree")
+        with capture_logs() as logs:
+            clock.advance(live.settings.liveness_seconds + 1)
+            until(lambda: "conductor.too_few_willing" in {line["event"] for line in logs})
+        assert [line["event"] for line in logs].count("conductor.too_few_willing") == 1
+        for site in ring.sites:
+            site.worker.enrol()
+        clock.advance(REFUSED_SECONDS)
+        ring.open()
+        until(lambda: ring.now().state == "completed")
 
 
 def test_a_helper_s_report_that_is_not_what_its_task_asks_for_is_refused(ring: Ring) -> None:
