@@ -148,6 +148,8 @@ class Blobs:
             self._objects.put(digest, path)
             path.unlink(missing_ok=True)
             return
+        # Its last bytes may have come long ago, and garbage collection removes an old file without a row.
+        os.utime(path)
         _flush(path)
         final = self._path(digest)
         final.parent.mkdir(parents=True, exist_ok=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import signal
 import subprocess
@@ -67,6 +68,15 @@ def test_small_blobs_live_in_the_row_and_large_ones_in_the_store(blobs: Blobs, s
     stored = blobs.save([data_of(size)])
     assert (stored.inline is not None) == (size <= INLINE)
     assert len(files(blobs)) == (size > INLINE)
+
+
+def test_a_file_that_was_written_long_ago_is_young_when_it_is_stored(blobs: Blobs) -> None:
+    """Garbage collection would remove an old file that has no row yet."""
+    data, path = data_of(INLINE + 1), blobs.staging_dir / "upload-of-yesterday"
+    path.write_bytes(data)
+    os.utime(path, (1, 1))
+    stored = blobs.adopt(path, digest_of(data), len(data))
+    assert not blobs.discard(stored.digest, before=1000.0)
 
 
 def test_the_same_bytes_twice_are_one_blob(blobs: Blobs, database: Database) -> None:
