@@ -176,8 +176,8 @@ class CoordinatorSettings(BaseSettings):
     )
     cohort_wait_seconds: NonNegativeFloat = Field(
         default=10.0,
-        description="time before each round to wait for the full cohort, or for all sites if the cohort has no size; "
-        "then a quorum suffices",
+        description="time to wait before each round for the full cohort; then a quorum suffices. Without a cohort "
+        "size, the first round waits for all sites, and each after a merge opens at once with a quorum",
     )
     tick_seconds: PositiveFloat = Field(
         default=0.5, description="interval at which the conductor checks for work without a wakeup"
