@@ -24,7 +24,7 @@ import structlog
 from obstore.exceptions import BaseError
 from obstore.store import ObjectStore, S3Store, from_url
 
-from tessera.coordinator.blobs.cache import Recent
+from tessera.coordinator.limits.cache import Recent
 from tessera.shared.problems import StoreAway, StoreSpoilt
 from tessera.shared.rounds.blob_store import Stored
 

@@ -24,7 +24,6 @@ from obstore.store import LocalStore
 from sqlalchemy import Row, bindparam, select
 from sqlalchemy.orm import Session
 
-from tessera.coordinator.blobs.cache import Recent
 from tessera.coordinator.blobs.object_store import Objects, key_of
 from tessera.coordinator.blobs.portions import STREAM_BYTES, InlineReader, Portion, cut, require_all
 from tessera.coordinator.blobs.socket_transfer import FilePart, Piece
@@ -32,6 +31,7 @@ from tessera.coordinator.blobs.staging import StagingArea, sweep
 from tessera.coordinator.db.engine import Database
 from tessera.coordinator.db.inserts import insert_missing
 from tessera.coordinator.db.tables import BlobRow
+from tessera.coordinator.limits.cache import Recent
 from tessera.shared.problems import NotFound, StoreSpoilt
 from tessera.shared.rounds.blob_store import Stored
 from tessera.shared.tensors.mmap_file import MappedFile, mapped

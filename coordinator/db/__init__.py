@@ -1,1 +1,1 @@
-"""Tables, transactions and guarded state transitions. Imports `domain`."""
+"""Tables, transactions and guarded state transitions. Imports `domain` and `limits`."""

@@ -4,8 +4,6 @@ Each pass over the runs needs all of them, several times a second, and they rare
 text's digest, so no entry can be out of date.
 """
 
-import threading
-from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,7 +12,9 @@ from sqlalchemy.orm import Session
 
 from tessera.coordinator.db.tables import WorkerRow, declared_text
 from tessera.coordinator.domain.eligibility import policy_of
+from tessera.coordinator.limits.cache import Recent
 
+KEPT = 1 << 16
 KEPT_BYTES = 32 << 20
 AT_A_TIME = 500
 
@@ -23,18 +23,13 @@ class Declarations:
     """The latest that were asked for, up to KEPT_BYTES of text. For any thread."""
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[str, tuple[dict[str, Any], int]] = OrderedDict()
-        self._bytes = 0
-        self._lock = threading.Lock()
+        # Each with the length of its text.
+        self._kept: Recent[tuple[dict[str, Any], int]] = Recent(KEPT, KEPT_BYTES, lambda kept: kept[1])
 
     def of(self, session: Session, workers: Mapping[str, str]) -> dict[str, dict[str, Any]]:
         """Return what each worker declared, by its id; `workers` has the digests."""
-        declarations = {}
-        with self._lock:
-            for worker_id, digest in workers.items():
-                if digest in self._kept:
-                    self._kept.move_to_end(digest)
-                    declarations[worker_id] = self._kept[digest][0]
+        known = {worker_id: self._kept.get(digest) for worker_id, digest in workers.items()}
+        declarations = {worker_id: kept[0] for worker_id, kept in known.items() if kept}
         # One of several equal declarations is read; one without a digest is read each time.
         missing = [worker_id for worker_id in workers if worker_id not in declarations]
         lacking = {workers[worker_id] or worker_id: worker_id for worker_id in missing}
@@ -51,11 +46,5 @@ class Declarations:
         # Each run is compared with it, so the advertised policy is read here.
         declared = {**declared, "advertised_policy": policy_of(declared)}
         if digest:
-            with self._lock:
-                if digest not in self._kept:
-                    self._kept[digest] = (declared, length)
-                    self._bytes += length
-                while self._bytes > KEPT_BYTES:
-                    _, (_, dropped) = self._kept.popitem(last=False)
-                    self._bytes -= dropped
+            self._kept.keep(digest, (declared, length))
         return declared

@@ -1,1 +1,1 @@
-"""Limits on memory, disk, threads and request rates. Imports no other package of `coordinator`."""
+"""Limits on memory, caches, disk, threads and request rates. Imports no other package of `coordinator`."""

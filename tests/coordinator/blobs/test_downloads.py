@@ -9,8 +9,8 @@ import httpx
 import pytest
 from sqlalchemy import update
 
-from tessera.coordinator.blobs.cache import Recent
 from tessera.coordinator.db.tables import BlobRow
+from tessera.coordinator.limits.cache import Recent
 from tessera.coordinator.limits.response_memory import HELD_BYTES
 from tessera.shared.tensors.lazy import digest_of
 from tests.support.coordinator import LiveCoordinator, refused, until

@@ -14,10 +14,10 @@ import pytest
 import structlog.testing
 
 from tessera.coordinator.blobs import object_store
-from tessera.coordinator.blobs.cache import Recent
 from tessera.coordinator.blobs.object_store import HASHED_BYTES, Objects
 from tessera.coordinator.blobs.store import Blobs
 from tessera.coordinator.db.engine import Database
+from tessera.coordinator.limits.cache import Recent
 from tessera.shared.problems import NotFound, StoreAway, StoreSpoilt
 from tessera.shared.rounds.blob_store import Stored
 from tessera.shared.tensors.lazy import digest_of

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from tessera.coordinator.blobs.cache import Recent
 from tessera.coordinator.blobs.staging import OWN, sweep
 from tessera.coordinator.blobs.store import Blobs
 from tessera.coordinator.db.engine import Database
+from tessera.coordinator.limits.cache import Recent
 from tessera.shared.problems import NotFound, StoreSpoilt
 from tessera.shared.rounds.blob_store import Stored
 from tessera.shared.tensors.lazy import digest_of
