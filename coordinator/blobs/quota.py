@@ -55,7 +55,6 @@ class Quota:
         return {hour: count for hour, count in rows if hour >= first}
 
 
-# Built once: to build a statement takes longer than to execute it.
 _ANNOUNCED = select(AnnouncedRow.hour, AnnouncedRow.bytes).where(AnnouncedRow.site_id == given("site"))
 _ENTER_HOUR = insert(AnnouncedRow)
 _ADD_BYTES = (

@@ -55,7 +55,6 @@ FLUSHES = 4
 """Threads that flush files; they mostly wait for the disk."""
 
 
-# Built once: to build a statement takes longer than to execute it.
 _ROWS = select(BlobRow.digest, BlobRow.size, BlobRow.inline, BlobRow.created_at).where(
     BlobRow.digest.in_(bindparam("digests", expanding=True))
 )

@@ -124,7 +124,6 @@ def expire(session: Session, now: float, task_id: str, token: int) -> None:
 # ---------------------------------------------------------------- what a merge needs too
 
 
-# Built once: to build a statement takes longer than to execute it.
 _LATEST = RUNS.where(RunRow.id == given("run")).with_only_columns(VersionRow.number, VersionRow.digest)
 
 

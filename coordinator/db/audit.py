@@ -10,7 +10,6 @@ from tessera.coordinator.db.tables import AuditRow
 from tessera.shared.api.audit_chain import GENESIS, link
 
 _HEAD = "audit_head"
-# Built once: to build a statement takes longer than to execute it.
 _ENTER = insert(AuditRow)
 _LAST = select(AuditRow.seq, AuditRow.digest).order_by(AuditRow.seq.desc()).limit(1)
 _COVERED = ("seq", "at", "actor", "action", "subject", "run_id", "detail")

@@ -33,7 +33,6 @@ def insert_or_update(
 _NEW = "new_"
 
 
-# Built once: that takes longer than to execute them.
 @cache
 def _insert_missing(dialect: str, table: type[Table]) -> Any:
     return _INSERTS[dialect](table).on_conflict_do_nothing()

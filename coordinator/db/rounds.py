@@ -39,7 +39,6 @@ from tessera.shared.rounds.planning import bounds_of, evaluation_seed, training_
 
 ACTOR = "conductor"
 
-# These are built once: to build a statement takes longer than to execute it.
 _LAST_ATTEMPT = select(func.max(RoundRow.attempt)).where(
     RoundRow.run_id == given("run"), RoundRow.number == given("number")
 )

@@ -39,7 +39,6 @@ def live_workers(session: Session, since: float) -> list[LiveWorker]:
     return sorted((LiveWorker(r.id, r.name, r.site, declared[r.id]) for r in rows), key=lambda worker: worker.name)
 
 
-# These are built once: to build a statement takes longer than to execute it.
 _LIVE_WORKERS = (
     select(WorkerRow.id, WORKER_NAME.label("name"), SiteRow.name.label("site"), WorkerRow.declared_digest)
     .join_from(WorkerRow, SiteRow)

@@ -81,7 +81,6 @@ RECORDS = (
 )
 """Tasks with the rows around them, for `record_of`."""
 
-# To build a statement takes longer than to execute it, so those of every round are built once.
 _BY_ID = RECORDS.where(TaskRow.id == given("id"))
 _OWN_ROWS = select(TaskRow, RoundRow).outerjoin(RoundRow, RoundRow.id == TaskRow.round_id)
 _OWN_ROWS_BY_ID = _OWN_ROWS.where(TaskRow.id == given("id"))

@@ -88,7 +88,6 @@ def enrolled(session: Session, site_id: str, claim: Claim) -> str | None:
     return row.id if row and (row.declared, row.declared_digest) == (declaration, digest) else None
 
 
-# Built once: to build a statement takes longer than to execute it.
 _DECLARATION = select(WorkerRow.id, WorkerRow.declared, WorkerRow.declared_digest).where(
     WorkerRow.site_id == bindparam("site"), WorkerRow.name == bindparam("name")
 )
