@@ -14,6 +14,9 @@ their mean over all sites): then p_k alpha_k / alpha is one over the number of s
 mean is weighted instead, and alpha_k = alpha. Either way the limit is the minimum of the mean loss over all examples.
 alpha_k may change between rounds, as it does when a site joins: g_k and the sum are gradients, independent of it.
 
+A site's first alpha_k follows from the examples that it declared, so it joins with no more than these: a site that
+reported more than it declared would scale up its step in the sum.
+
 With alpha = 0 and weights by examples it is FedAvg, bit for bit.
 """
 
@@ -44,6 +47,8 @@ from tessera.shared.tensors.lazy import Array, Computed, Derived
 GRADIENT = "gradient/"
 """The prefix of the mean of g_k in the server state, and of g_k in the vault."""
 ALPHA = "alpha"
+SIZE = "size"
+"""The site's examples in a plan's scalars, from which its alpha_k follows."""
 
 
 class FedDynSettings(PopulationSettings):
@@ -64,13 +69,18 @@ class FedDynCoordinator(PopulationCoordinator[FedDynSettings]):
         sizes = {worker.name: population.weight(worker.site) or max(1, worker.examples) for worker in cohort}
         # The median, so that no single new site determines the alpha of all.
         usual = population.mean or median(sizes.values())
-        return {name: Plan(scalars={ALPHA: self.settings.alpha * usual / size}) for name, size in sizes.items()}
+        alpha = self.settings.alpha
+        return {name: Plan(scalars={ALPHA: alpha * usual / size, SIZE: float(size)}) for name, size in sizes.items()}
 
     def merge(self, state: State, updates: Sequence[Update]) -> State:
         if not self.settings.alpha:
             return super().merge(state, self.counted(updates))
+        planned = [
+            replace(each, examples=min(each.examples, int(each.plan.scalars.get(SIZE, each.examples))))
+            for each in updates
+        ]
         updates, server_state = self.next_means(
-            state, updates, GRADIENT, lambda share, update: share * self.settings.alpha_of(update.plan)
+            state, planned, GRADIENT, lambda share, update: share * self.settings.alpha_of(update.plan)
         )
         merged = super().merge(state, self.counted(updates))
         model = dict(merged.model)

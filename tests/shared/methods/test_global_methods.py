@@ -463,6 +463,28 @@ def test_in_the_first_round_nobody_s_declaration_decides_how_strongly_all_are_he
     assert alphas(State(0, {}), ("a/w", 10), ("b/w", 20), ("x/w", 1 << 40))["a/w"] == 0.2
 
 
+@pytest.mark.parametrize("reported", [1, 1000, 4000])
+def test_a_joining_site_moves_the_model_by_what_it_declared_however_much_it_reports(reported: int) -> None:
+    half = half_of("feddyn", {"alpha": 0.1})
+    honest = dict.fromkeys(("a/w", "b/w", "c/w", "d/w"), 1000)
+    cohort = [Participant(name, examples) for name, examples in {**honest, "x/w": 1}.items()]
+    plans = half.plan(State(0, {}), cohort, None)
+    sent = [*(update(name, examples, 0.0) for name, examples in honest.items()), update("x/w", reported, 1.0)]
+    after = half.merge(State(0, {"w": full(0.0)}), [replace(each, plan=plans[each.worker]) for each in sent])
+    # 1/5 in the mean of the models; in the sum 1/4001 of all examples, times alpha_k / alpha, which is 1000 / 1.
+    assert first(after.model["w"]) == pytest.approx(1 / 5 + 1000 / 4001)
+    # So what the site keeps, alpha_k times its step, counts for its share of the sum in later rounds too.
+    assert sorted(to_array(after.server_state["members"])[:, 1].tolist()) == [1.0, 1000.0, 1000.0, 1000.0, 1000.0]
+
+
+def test_a_joining_site_counts_no_more_examples_than_it_reports() -> None:
+    half = half_of("feddyn", {"alpha": 0.1})
+    plans = half.plan(State(0, {}), [Participant("a/w", 10), Participant("x/w", 1 << 40)], None)
+    sent = [replace(update(name, 10, 0.0), plan=plan) for name, plan in plans.items()]
+    after = half.merge(State(0, {"w": full(0.0)}), sent)
+    assert to_array(after.server_state["members"])[:, 1].tolist() == [10.0, 10.0]
+
+
 @pytest.mark.parametrize("weigh", ["equal", "examples"])
 def test_feddyn_is_its_authors_code(weigh: str) -> None:
     """Three sites of 8, 16 and 24 examples, of whom all come once and then some: the code's arithmetic in numpy."""
