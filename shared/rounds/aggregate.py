@@ -9,7 +9,7 @@ before they are judged, weighed or averaged.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import fsum
+from statistics import fmean
 from typing import Any
 
 from tessera.shared.aggregation.mean import Normalization, average
@@ -189,7 +189,7 @@ def pooled(model: Mapping[str, Tensor], updates: Sequence[Update], normalization
         return updates[0]
     senders = [(float(update.examples), update.blocks) for update in updates]
     blocks = average(model, senders, "participants" if normalization == "participants" else "cohort")
-    metrics = _means([(update.examples, update.metrics) for update in updates])
+    metrics = _metrics_of_site([(update.examples, update.metrics) for update in updates])
     examples, staleness = sum(update.examples for update in updates), max(update.staleness for update in updates)
     return replace(updates[0], examples=examples, blocks=blocks, metrics=metrics, staleness=staleness)
 
@@ -202,14 +202,19 @@ def _by_site(accepted: Iterable[Accepted]) -> list[list[Accepted]]:
     return list(found.values())
 
 
-def _means(reported: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, float]:
-    """Return each metric's mean, weighted by examples, over the workers that reported it."""
-    names = sorted({name for _, metrics in reported for name in metrics})
-    having = {name: [(weight, metrics[name]) for weight, metrics in reported if name in metrics] for name in names}
-    return {
-        name: fsum(weight * number for weight, number in those) / sum(weight for weight, _ in those)
-        for name, those in having.items()
-    }
+def _metrics_of_site(reported: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, float]:
+    """Return each metric's mean, weighted by examples, over a site's workers that reported it; of the norms the
+    largest, since a site reports its own examples.
+
+    The mean of updates of the same blocks is no longer than that. Of different blocks it may be as long as all of
+    them together: at most that norm times the root of the number of workers.
+    """
+    having: dict[str, list[tuple[float, int]]] = {}
+    for examples, metrics in reported:
+        for name, value in metrics.items():
+            having.setdefault(name, []).append((value, examples))
+    means = {name: fmean(*zip(*those, strict=True)) for name, those in sorted(having.items())}
+    return {**means, UPDATE_NORM: max(having[UPDATE_NORM])[0]} if UPDATE_NORM in having else means
 
 
 def norm_scores(
@@ -257,10 +262,9 @@ def stretched_norm(half: CoordinatorHalf[Any], metrics: Mapping[str, float]) -> 
 
 
 def _norms(half: CoordinatorHalf[Any], accepted: Sequence[Accepted]) -> dict[str, float]:
-    """Return the norm of each site's update. That of several updates as one is at most the mean of theirs, which is
-    what is taken for it: nothing is read again."""
-    means = {
-        entries[0].site: _means([(entry.examples, entry.metrics) for entry in entries])
+    """Return the norm of each site's update, from the norms of its workers': nothing is read again."""
+    of_sites = {
+        entries[0].site: _metrics_of_site([(entry.examples, entry.metrics) for entry in entries])
         for entries in _by_site(accepted)
     }
-    return {site: norm for site, mean in means.items() if (norm := stretched_norm(half, mean)) is not None}
+    return {site: norm for site, of in of_sites.items() if (norm := stretched_norm(half, of)) is not None}

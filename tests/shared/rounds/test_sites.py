@@ -196,9 +196,28 @@ def test_norms_of_rounds_of_few_and_of_many_effective_steps_are_compared_per_ste
     assert outlying(FEDNOVA, later, worked(200, 1.0, 2.0, 2100.0)) == ["s2/w"]
 
 
+def test_a_site_is_judged_by_its_largest_update_however_many_examples_the_others_report() -> None:
+    # Of different blocks: where those who sent one divide it, the site's step has a norm of 1e5.
+    small, large, *others = reported(0.001, 1e5, 1.0, 1.0, 1.0)
+    pair = [replace(small, site="x", worker="x/1", examples=10**9), replace(large, site="x", worker="x/2")]
+    assert outlying(FEDAVG, Bounds(max_norm_of_median=10), [*pair, *others]) == ["x/1", "x/2"]
+
+
+def test_a_site_of_several_workers_is_stretched_no_further_than_the_run_s_largest_norm() -> None:
+    model = {"u": tensor(0.0), "v": tensor(0.0)}
+    told = {"effective_steps": 1.0}
+    one = Update("x/1", 10**9, {"u": tensor(0.001)}, {**told, UPDATE_NORM: 0.001}, site="x")
+    two = Update("x/2", 1, {"v": tensor(0.8)}, {**told, UPDATE_NORM: 0.8}, site="x")
+    as_one = replace(pooled(model, [one, two], "participants"), examples=32)
+    other = Update("y/1", 96, {}, {"effective_steps": 96.0})
+    facts = RunInfo((), 9, training=Training(optimizer="sgd", batch_size=1, learning_rate=0.1), max_update_norm=1.0)
+    merged = coordinator_half(MethodSpec(name="fednova"), facts).merge(State(0, model), [as_one, other])
+    assert to_array(merged.model["v"]) == [pytest.approx(1.0)]
+
+
 def test_workers_of_one_site_are_stretched_as_they_are_merged() -> None:
-    one, two, *others = worked(10, 10.0, 30.0, 20.0, 20.0, 20.0)
-    # Of 15 and 5 steps and as many examples each, which makes 10 as the others have; their norm of 20 likewise.
+    one, two, *others = worked(10, 10.0, 20.0, 20.0, 20.0, 20.0)
+    # Of 15 and 5 steps and as many examples each, which makes 10 as the others have; their larger norm likewise.
     told = [(one, "x/1", 15.0), (two, "x/2", 5.0)]
     pair = [
         replace(entry, site="x", worker=name, metrics={**entry.metrics, "effective_steps": steps})
