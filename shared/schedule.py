@@ -30,13 +30,16 @@ def rate_factors(training: Training, steps: int, round_number: int, rounds: int)
     decay to zero is that of torch's LinearLR and CosineAnnealingLR, whose first step has the full rate. The warm-up
     counts the step that is about to be made, since a rate of zero would waste the first.
     """
+    # Taken out of the loop, which may have a million steps.
+    warmup, schedule = training.warmup, training.schedule
     for step in range(steps):
-        begun, made = ((round_number - 1 + count / steps) / rounds for count in (step, step + 1))
-        if begun < training.warmup:
-            yield min(1.0, made / training.warmup)
+        begun = (round_number - 1 + step / steps) / rounds
+        if begun < warmup:
+            made = (round_number - 1 + (step + 1) / steps) / rounds
+            yield min(1.0, made / warmup)
             continue
-        decayed = (begun - training.warmup) / (1 - training.warmup)
-        match training.schedule:
+        decayed = (begun - warmup) / (1 - warmup)
+        match schedule:
             case "constant":
                 yield 1.0
             case "linear":

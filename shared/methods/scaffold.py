@@ -82,13 +82,14 @@ class ScaffoldCoordinator(PopulationCoordinator[ScaffoldSettings]):
         if not self.settings.strength:
             return super().merge(state, updates)
 
-        def rate_sum(update: Update) -> float:
-            steps = full_rate_steps(training, int(update.metrics[STEPS]), state.round + 1, self.run.rounds)
-            return steps * training.learning_rate
+        def rate_sum(steps: int) -> float:
+            return full_rate_steps(training, steps, state.round + 1, self.run.rounds) * training.learning_rate
 
+        # Once for each number of steps: under a schedule it adds up as many rates.
+        rate_sums = {steps: rate_sum(int(steps)) for steps in {update.metrics[STEPS] for update in updates}}
         # A sender's share of c is replaced by its mean gradient, -d / (tau eta).
         updates, server_state = self.next_means(
-            state, updates, CONTROL, lambda share, update: -share / rate_sum(update)
+            state, updates, CONTROL, lambda share, update: -share / rate_sums[update.metrics[STEPS]]
         )
         merged = super().merge(state, updates)
         return replace(merged, server_state={**merged.server_state, **server_state})

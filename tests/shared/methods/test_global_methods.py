@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from fractions import Fraction
@@ -396,6 +398,25 @@ def test_scaffold_s_first_round_is_fedavg_s_and_the_second_is_not() -> None:
         run.play()
         plain.play()
         assert np.array_equal(run.value(HEAD), plain.value(HEAD)) == equal
+
+
+def test_scaffold_sums_the_rates_of_a_schedule_once_however_many_blocks_there_are() -> None:
+    half = half_of("scaffold", schedule="cosine")
+
+    def rates(blocks: int) -> int:
+        """Return how often a merge asks for the rate of a step."""
+        seen: Counter[object] = Counter()
+        model = {f"w{number}": full(1.0) for number in range(blocks)}
+        sent = [Update(name, 10, {block: full(0.0) for block in model}, {"steps": 20.0}) for name in NAMES]
+        sys.setprofile(lambda frame, event, _: seen.update([frame.f_code] if event == "call" else []))
+        try:
+            half.merge(State(0, model), sent)
+        finally:
+            sys.setprofile(None)
+        return seen[rate_factors.__code__]
+
+    # The sum ends by asking once more.
+    assert rates(1) == rates(50) == 21
 
 
 def test_the_controls_are_fetched_only_once_there_are_any() -> None:
