@@ -184,6 +184,12 @@ MISTAKES = {
     ),
     "lora without adapters": run('"fedavg"', '"lora"', "/method", "adapters", remedy="--lora-rank"),
     "pfeddc without prompts": run('"fedavg"', '"pfeddc"', "/method", "prompts", remedy="--vision-prompts N"),
+    "block of a method": run(
+        '"fedavg"',
+        '"fedper"\nsettings = {private = [{names = ["haed.*"]}]}',
+        "/method: no block matches {{'names': ['haed.*']}}",
+        remedy="name blocks of the model in method.settings",
+    ),
     "robust rule": run("= 2", '= 2\nrobust = {rule = "medain"}', "/robust", remedy="did you mean `median`?"),
     "quorum over workers": run(
         "size = 1", "size = 5\nquorum = 5", "south/w", remedy="1 would take part now, fewer than the quorum of 5"

@@ -146,14 +146,20 @@ class FedFrozenCoordinator(CoordinatorHalf[FedFrozenSettings]):
                 f"scope {self.settings.scope!r} trains the head, and this model has none of its own: its output "
                 f"matrix is tied to the token embeddings. Choose scope {' or '.join(others)}"
             )
+        # Else a model without such blocks would fail only after the warm-up.
+        self._unfrozen.resolve(blocks)
         return state
 
     def plan_for(self, state: State, worker: Participant) -> Plan:
         if not self._frozen(state):
             return Plan(stage="warm-up")
+        return Plan(stage="frozen", train=self._unfrozen, upload=self._unfrozen)
+
+    @property
+    def _unfrozen(self) -> Selector:
+        """The blocks that train in the second stage."""
         roles = SCOPES[self.settings.freeze][self.settings.scope]
-        trained = Selector(include=(Match(),) if roles is None else self._of(roles), exclude=self._frozen_blocks)
-        return Plan(stage="frozen", train=trained, upload=trained)
+        return Selector(include=(Match(),) if roles is None else self._of(roles), exclude=self._frozen_blocks)
 
     @property
     def _frozen_blocks(self) -> tuple[Match, ...]:

@@ -29,6 +29,7 @@ from tessera.shared.methods.base import (
     UnsupportedRun,
 )
 from tessera.shared.methods.registry import UnknownMethod, check, coordinator_half, settings_type
+from tessera.shared.model.selectors import SelectorError
 from tessera.shared.model.spec import Model
 from tessera.shared.model.training_faults import training_faults
 from tessera.shared.problems import Fault, Invalid, InvalidUpdate, faults_of
@@ -86,14 +87,35 @@ def begun(spec: RunSpec, model: Model, first: State) -> State:
     half = coordinator_half(spec.method, run_facts(spec, model))
     try:
         state = initial_state(half, first)
-        _check_trained(half, model, state)
+        plans = _first_plans(half, model, state)
+        _check_trained(model, plans)
+        if spec.secure_sums:
+            _check_summed(model, plans)
     except UnsupportedRun as fault:
         raise Invalid("the method cannot do this run", errors=[Fault(pointer="/method", detail=str(fault))]) from None
+    except SelectorError as fault:
+        remedy = "name blocks of the model in method.settings, or choose another method"
+        absent = Fault(pointer="/method", detail=f"{fault}: {remedy}")
+        raise Invalid("the method selects blocks that the model does not have", errors=[absent]) from None
     _check_delta(spec)
     _check_unit(spec)
     if spec.client_privacy and spec.secure_sums:
-        _check_room(spec, half, model, state)
+        _check_room(spec, model, plans)
     return client_privacy.begun(spec, state)
+
+
+def _first_plans(half: CoordinatorHalf[Any], model: Model, state: State) -> list[Plan]:
+    """Return what the first round asks of a worker that declares nothing. Raises SelectorError as `resolve` does."""
+    plans = list(half.plan(state, [Participant("any", 1)], Random(0)).values())  # noqa: S311 (no secret)
+    _require_blocks(model, plans)
+    return plans
+
+
+def _require_blocks(model: Model, plans: Iterable[Plan]) -> None:
+    """Raise SelectorError for a plan that selects blocks which the model does not have."""
+    for plan in plans:
+        for selector in (plan.fetch, plan.train, plan.upload):
+            selector.resolve(model.blocks)
 
 
 def _check_delta(spec: RunSpec) -> None:
@@ -113,9 +135,8 @@ def _check_unit(spec: RunSpec) -> None:
         raise Invalid("secure_sums.bits does not go with a server optimizer", errors=[fault])
 
 
-def _check_room(spec: RunSpec, half: CoordinatorHalf[Any], model: Model, state: State) -> None:
+def _check_room(spec: RunSpec, model: Model, plans: Sequence[Plan]) -> None:
     """Raise Invalid if secure sums of the run's updates have no room for the noise."""
-    plans = half.plan(state, [Participant("any", 1)], Random(0)).values()  # noqa: S311 (no secret)
     values = sum(block.numel for block in model.blocks if any(plan.upload.holds(block) for plan in plans))
     try:
         client_privacy.check_room(spec, max(values, 1))
@@ -125,7 +146,8 @@ def _check_room(spec: RunSpec, half: CoordinatorHalf[Any], model: Model, state: 
 
 
 def initial_state(half: CoordinatorHalf[Any], first: State) -> State:
-    """Return a run's state before its first round. Raises UnsupportedRun if its method cannot do the run."""
+    """Return a run's state before its first round. Raises UnsupportedRun if its method cannot do the run, and
+    SelectorError for blocks that it would select later and the model does not have."""
     if half.run.normalization == "inverse-probability":
         for block in half.run.blocks:
             half.inclusion_probability(block)
@@ -135,27 +157,20 @@ def initial_state(half: CoordinatorHalf[Any], first: State) -> State:
         half.check_client_privacy()
     if half.run.secure_sums:
         half.check_secure_sums()
-    state = half.start(first)
-    if half.run.secure_sums:
-        _check_summed(half, state)
-    return state
+    return half.start(first)
 
 
-def _check_summed(half: CoordinatorHalf[Any], state: State) -> None:
+def _check_summed(model: Model, plans: Iterable[Plan]) -> None:
     """Raise UnsupportedRun if the first round has nothing to sum."""
-    plans = half.plan(state, [Participant("any", 1)], Random(0))  # noqa: S311 (no secret)
-    if not any(plan.upload.resolve(half.run.blocks) for plan in plans.values()):
+    if not any(plan.upload.resolve(model.blocks) for plan in plans):
         raise UnsupportedRun("the method sends no blocks, of which secure_sums could be taken: leave it out")
 
 
-def _check_trained(half: CoordinatorHalf[Any], model: Model, state: State) -> None:
+def _check_trained(model: Model, plans: Sequence[Plan]) -> None:
     """Raise UnsupportedRun if the first round trains an external base, or blocks of 16 bits."""
+    _check_base(model, plans)
     short = {block.name for block in model.blocks if NUMPY_DTYPES[block.dtype].itemsize == 2}
-    if not short and not model.external:
-        return
-    plans = half.plan(state, [Participant("any", 1)], Random(0))  # noqa: S311 (no secret)
-    _check_base(model, plans.values())
-    trained = [block.name for plan in plans.values() for block in plan.train.resolve(model.blocks)]
+    trained = [block.name for plan in plans for block in plan.train.resolve(model.blocks)]
     if found := sorted(short.intersection(trained)):
         raise UnsupportedRun(
             f"the method trains {len(found)} blocks of 16 bits, such as {found[0]}, which small steps do not move: "
@@ -189,9 +204,7 @@ def plan_round(spec: RunSpec, model: Model, state: State, willing: Sequence[Part
     drawn = [_of_site(spec, number, of_sites[site]) for site in choose(list(of_sites), spec.cohort.size, rng)]
     cohort = sorted(chain.from_iterable(drawn), key=attrgetter("name"))
     plans = coordinator_half(spec.method, run_facts(spec, model)).plan(state, cohort, rng)
-    for plan in plans.values():
-        for selector in (plan.fetch, plan.train, plan.upload):
-            selector.resolve(model.blocks)
+    _require_blocks(model, plans.values())
     if model.external:
         _check_base(model, plans.values())
     return {participant.name: plans[participant.name] for participant in cohort if participant.name in plans}

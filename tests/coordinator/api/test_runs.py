@@ -103,15 +103,36 @@ def test_a_table_of_blocks_that_covers_a_tensor_twice_is_refused(
     refused(answer, 422, "invalid")
 
 
-def test_a_method_that_cannot_plan_for_the_model_pauses_the_run_with_the_reason(coordinator: LiveCoordinator) -> None:
-    client = coordinator.client()
-    model = MODEL.model_copy(update={"blocks": tuple(b for b in MODEL.blocks if b.role in ("mlp", "head"))})
-    frozen = MethodSpec(name="fedfrozen", settings={"warmup_rounds": 0, "scope": "v_only"})
-    start = {name: START[name] for name in model.by_name}
-    run = start_run(client, model, start, method=frozen)
-    ScriptedWorker(coordinator.client("site", "a")).enrol()
-    until(lambda: client.run(run.id).state == "paused")
-    assert "no block matches {'roles': ['value']}" in (client.run(run.id).reason or "")
+@pytest.mark.parametrize(
+    ("method", "lacking", "selected"),
+    [
+        # A language model whose output matrix is tied to its embeddings has no head.
+        ("fedper", {"head"}, "{'roles': ['head']}"),
+        ("fedrep", {"head"}, "{'roles': ['head']}"),
+        ("fedbabu", {"head"}, "{'roles': ['head']}"),
+        ({"name": "fedper", "settings": {"private": [{"names": ["haed.*"]}]}}, set(), "{'names': ['haed.*']}"),
+        # Only the second stage selects these.
+        ("fedfrozen", {"query", "key", "value"}, "{'roles': ['query', 'key']}"),
+        ({"name": "fedfrozen", "settings": {"scope": "v_only"}}, {"value"}, "{'roles': ['value']}"),
+    ],
+)
+def test_a_method_that_selects_blocks_which_the_model_lacks_is_refused(
+    standing: LiveCoordinator, spec: dict[str, Any], method: Any, lacking: set[str], selected: str
+) -> None:
+    client = standing.client()
+    model = MODEL.model_copy(update={"blocks": tuple(block for block in MODEL.blocks if block.role not in lacking)})
+    blocks = client.manifest(spec["version"]).blocks
+    version = client.put_bytes(canonical(Manifest(blocks={name: blocks[name] for name in model.by_name})))
+    change = {
+        "model": client.put_bytes(canonical(model)),
+        "version": version,
+        "method": {"name": method} if isinstance(method, str) else method,
+    }
+    for route in ("/v1/runs", "/v1/runs/preview"):
+        (fault,) = refused(standing.http().post(route, json=spec | change), 422, "invalid").errors
+        assert fault.pointer == "/method"
+        assert f"no block matches {selected}" in fault.detail
+        assert fault.detail.endswith("name blocks of the model in method.settings, or choose another method")
 
 
 # ---------------------------------------------------------------- steering

@@ -29,6 +29,7 @@ from tessera.shared.methods.base import (
     State,
 )
 from tessera.shared.methods.registry import methods
+from tessera.shared.model.selectors import roles
 from tests.support.coordinator import Clock, LiveCoordinator, refusing, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
 
@@ -51,46 +52,42 @@ def test_a_run_that_cannot_be_read_pauses_and_the_others_go_on(coordinator: Live
         assert "from-the-future" in (row.reason or "")
 
 
-def test_a_plan_that_selects_what_the_model_lacks_pauses_the_run_with_the_reason(
-    coordinator: LiveCoordinator,
-) -> None:
-    client = coordinator.client()
-    blocks = tuple(block for block in small_model().blocks if block.role not in ("query", "key", "value"))
-    model = small_model().model_copy(update={"blocks": blocks})
-    frozen = MethodSpec(name="fedfrozen", settings={"warmup_rounds": 0, "scope": "v_only"})
-    run = start_run(client, model, values(model), method=frozen)
-    ScriptedWorker(coordinator.client("site", "a")).enrol()
-
-    until(lambda: client.run(run.id).state == "paused")
-    assert "no block matches {'roles': ['value']}" in (client.run(run.id).reason or "")
-
-
 class Faulty(CoordinatorHalf[MethodSettings]):
-    """A method with a bug that no one foresaw."""
+    """A method with a bug that no one foresaw, in its second round."""
 
     def plan_for(self, state: State, worker: Participant) -> Plan:
-        raise TypeError("a bug")
+        if state.round:
+            raise TypeError("a bug")
+        return Plan()
 
 
-@pytest.fixture
-def faulty() -> Iterator[str]:
+class Misnaming(CoordinatorHalf[MethodSettings]):
+    """A method whose second round selects blocks that few models have."""
+
+    def plan_for(self, state: State, worker: Participant) -> Plan:
+        return Plan(train=roles("prompt")) if state.round else Plan()
+
+
+@pytest.fixture(params=[Faulty, Misnaming])
+def faulty(request: pytest.FixtureRequest) -> Iterator[str]:
     """A method that is installed while the test lasts."""
-    method = Method("faulty", coordinator=Faulty, source="a test")
-    methods()["faulty"] = method
-    yield method.name
-    del methods()["faulty"]
+    name = request.param.__name__.lower()
+    methods()[name] = Method(name, coordinator=request.param, source="a test")
+    yield name
+    del methods()[name]
 
 
 def test_a_method_that_fails_pauses_its_run_and_the_others_go_on(coordinator: LiveCoordinator, faulty: str) -> None:
     client, model = coordinator.client(), small_model()
     worker = ScriptedWorker(coordinator.client("site", "a"), methods=("fedavg", faulty))
-    worker.enrol()
-    bad = start_run(client, model, values(model), method=MethodSpec(name=faulty))
+    bad = start_run(client, model, values(model), method=MethodSpec(name=faulty), rounds=2)
     good = start_run(client, model, values(model))
-    worker.train(worker.take())
+    for _ in range(2):
+        worker.train(worker.take())
     until(lambda: client.run(good.id).state == "completed")
     until(lambda: client.run(bad.id).state == "paused")
-    assert client.run(bad.id).reason == "open failed: a bug"
+    reason = {"faulty": "a bug", "misnaming": "no block matches {'roles': ['prompt']}"}[faulty]
+    assert (client.run(bad.id).reason or "").startswith(f"open failed: {reason}")
 
 
 def test_a_look_from_before_the_last_merge_merges_nothing(coordinator: LiveCoordinator) -> None:

@@ -272,7 +272,7 @@ def test_scores_of_a_run_are_chosen_and_taken_away(coordinator: LiveCoordinator,
 def test_runs_are_found_by_their_tags_method_and_text(coordinator: LiveCoordinator) -> None:
     person, client = signed_in(coordinator, "orchestrator"), coordinator.client()
     with Client(coordinator.url, coordinator.token("orchestrator"), verify=False) as theirs:
-        start_run(theirs, MODEL, values(MODEL), name="other", dataset="x-ray", method=MethodSpec(name="fedbn"))
+        start_run(theirs, MODEL, values(MODEL), name="other", dataset="x-ray", method=MethodSpec(name="fedper"))
     run = start_run(client, MODEL, values(MODEL), name="wards", dataset="none")
     admin = signed_in(coordinator, "admin")
     place = f"/page/runs/{run.id}/notes"
@@ -286,7 +286,7 @@ def test_runs_are_found_by_their_tags_method_and_text(coordinator: LiveCoordinat
     (entry,) = [entry for entry in client.audit() if entry.action == "run.annotate"]
     assert (entry.subject, entry.detail["tags"]) == (run.id, ["pilot", "v2"])
     found_by = {"q=PILOT": ["wards"], "q=scanner": ["wards"], "q=_": [], "q=the": ["wards", "other"]}
-    found_by |= {"method=fedbn": ["other"], "dataset=none&method=": ["wards"], "state=paused": []}
+    found_by |= {"method=fedper": ["other"], "dataset=none&method=": ["wards"], "state=paused": []}
     found_by |= {"state=running&q=th&dataset=x-ray": ["other"]}
     for query, names in found_by.items():
         shown = admin.http.get(f"/page/runs?{query}").text
