@@ -49,13 +49,15 @@ class Agreement:
 def agreement(
     model: Mapping[str, Tensor], names: Sequence[str], senders: Sequence[tuple[float, Mapping[str, Tensor]]]
 ) -> Agreement:
-    """Look at the named blocks of a round's updates. Each of `senders` is a weight and the blocks that it sent.
+    """Look at the named blocks of a round's updates. Each of `senders` is a weight and the blocks that it sent. A
+    block that none of them sent counts for nothing.
 
     The names' order is part of a sketch: only sketches of the same names in the same order can be compared.
     """
     found = [
-        _of_block(model[name], [(weight, blocks[name]) for weight, blocks in senders if name in blocks], place)
+        _of_block(model[name], having, place)
         for place, name in enumerate(names)
+        if (having := [(weight, blocks[name]) for weight, blocks in senders if name in blocks])
     ]
     return Agreement(
         senders=max((one.senders for one in found), default=0),

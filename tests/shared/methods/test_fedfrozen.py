@@ -272,6 +272,18 @@ def test_once_frozen_nothing_is_measured_and_what_was_measured_stays_with_its_ve
     np.testing.assert_array_equal(to_array(frozen.model["query"]), to_array(last.model["query"]))
 
 
+@pytest.mark.parametrize("sent", [("key", "value"), ("value",), ()])
+def test_a_frozen_block_that_no_update_contains_counts_for_nothing_in_the_signals(sent: Sequence[str]) -> None:
+    half = half_with(**AUTO)
+    after = half.merge(START, updates(START, *ONWARD, names=sent))
+    # The mean step is (1, 0), of blocks (1, 1).
+    assert after.scalars["warmup.movement"] == pytest.approx(0.5**0.5 if "key" in sent else 0.0)
+    # A block has the same place in every sketch, whichever others were sent.
+    whole = agreement(START.model, ["query", "key"], [(1.0, {"key": ArrayTensor(np.array([2.0, 1.0], "f4"))})] * 2)
+    if "key" in sent:
+        np.testing.assert_allclose(to_array(after.server_state["warmup/step"]), whole.sketch)
+
+
 def test_a_warm_up_of_a_fixed_length_measures_only_if_asked() -> None:
     asked, plain = (
         run(half_with(warmup_rounds=3, signals=signals), [*[ONWARD] * 3, TO]) for signals in (True, False)
