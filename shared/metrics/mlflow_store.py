@@ -32,6 +32,8 @@ MAX_PARAM_LENGTH = 500
 MAX_MESSAGE_LENGTH = 300
 
 _FORBIDDEN = re.compile(r"[^\w.\- /]")
+_OF_PATHS = re.compile(r"^\.+|/")
+"""Parts of a worker's name for a metric that would make a path of it: MLflow refuses `loss/` and `..` within one."""
 
 
 def write(rows: Sequence[MetricRow], run: Run, uri: str, experiment: str) -> str:
@@ -99,4 +101,4 @@ def _name(row: MetricRow) -> str:
     """`accuracy` of the central data set is `central/accuracy`, that of a site `sites/accuracy/north/w1`."""
     kind = row.stage if row.round is None else "round" if row.worker is None else "train"
     whose = [row.site or "", row.worker or ""] if kind in ("sites", "train") else []
-    return _FORBIDDEN.sub("_", "/".join([kind, row.metric, *whose]))[:MAX_NAME_LENGTH]
+    return _FORBIDDEN.sub("_", "/".join([kind, _OF_PATHS.sub("_", row.metric), *whose]))[:MAX_NAME_LENGTH]

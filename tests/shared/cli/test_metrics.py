@@ -63,7 +63,8 @@ class Scene:
 
     def _do(self, worker: ScriptedWorker, task: Any) -> None:
         if task.kind == "train":
-            worker.train(task)
+            # Names that a worker may choose, and that are no paths to MLflow.
+            worker.train(task, **{"loss/": 1.0, "..": 2.0})
         elif not task.held_out:
             worker.evaluate(task, accuracy=0.5, macro_f1=0.5)
         else:
@@ -136,6 +137,7 @@ def test_mlflow_gets_one_run_that_a_second_export_only_adds_to(scene: Scene, tmp
     assert found["metrics"]["fairness/accuracy.mean"] == 0.5
     assert found["metrics"]["version/moved"] == 2.0
     assert found["metrics"]["round/accepted"] == 2.0
+    assert (found["metrics"]["train/loss_/a/w"], found["metrics"]["train/_/a/w"]) == (1.0, 2.0)
 
 
 @pytest.mark.long
