@@ -259,7 +259,7 @@ class Comparison:
         return extra("data_frames").settings_table(self.record)
 
     def __repr__(self) -> str:
-        best = (f"{run.name}: best {described(run.best) if run.best else 'not evaluated'}" for run in self.runs)
+        best = (f"{run.name}: best {described(run.best) if run.best else 'not measured'}" for run in self.runs)
         return f"<Comparison by {self.metric}: {'; '.join(best)}>"
 
 

@@ -105,7 +105,7 @@ def test_a_run_is_watched_compared_exported_and_continued(
     assert list(found.settings().index) == ["version", "cohort.quorum"]
     assert found.settings().loc["cohort.quorum"].tolist() == [1, 2]
     assert found.table()["first", "accuracy"].tolist() == list(ACCURACIES)
-    assert "first: best 1 (accuracy 0.900); second: best not evaluated" in repr(found)
+    assert "first: best 1 (accuracy 0.900); second: best not measured" in repr(found)
 
     by_command = say(coordinator, "run", "compare", "first", "second").stdout
     assert re.search(r"cohort\.quorum +1 +2 *\n", by_command)

@@ -16,7 +16,7 @@ from tessera.coordinator.dashboard.templating import NOTHING, metric_name, numbe
 from tessera.coordinator.db import views
 from tessera.coordinator.services import Services
 from tessera.shared.metrics.comparison import MAIN_SCORES, Comparison, History, compare
-from tessera.shared.metrics.site_spread import BETTER_LOW
+from tessera.shared.metrics.site_spread import is_better_low
 from tessera.shared.problems import Invalid
 
 router = APIRouter(prefix=f"{PREFIX}/runs/compare", include_in_schema=False, route_class=PageRoute)
@@ -93,7 +93,7 @@ def _top(found: Comparison) -> float | None:
     best = [one.best for one in found.runs if one.best]
     if len({one.metric for one in best}) != 1:
         return None
-    return (min if best[0].metric in BETTER_LOW else max)(one.value for one in best)
+    return (min if is_better_low(best[0].metric) else max)(one.value for one in best)
 
 
 def _shown(value: object) -> str:

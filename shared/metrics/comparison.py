@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Self
 
 from tessera.shared.api.runs import Measurement, Round, Run, RunSpec
 from tessera.shared.metrics.evaluation_bytes import evaluation_bytes
-from tessera.shared.metrics.site_spread import BETTER_LOW, scores_by_version
+from tessera.shared.metrics.site_spread import is_better_low, scores_by_version
 
 MAIN_SCORES = ("accuracy", "loss")
 """A run's main score is the first of these that was measured."""
@@ -39,24 +39,26 @@ def main_scores(
     return None
 
 
-def best_version(measurements: Iterable[Measurement], among: Iterable[int] | None = None) -> BestVersion | None:
-    """Return the version with the best main score, if any was evaluated; `among` limits the choice.
+def best_version(
+    measurements: Iterable[Measurement], among: Iterable[int] | None = None, metric: str | None = None
+) -> BestVersion | None:
+    """Return the version with the best main score (or `metric`), if any was evaluated; `among` limits the choice.
 
     A version that fewer sites have measured than another is passed over: the mean over an easy site alone says
     nothing about the others.
     """
     found = _counted(measurements)
-    if not (main := main_scores(found)):
+    if not (main := main_scores(found, metric)):
         return None
-    metric, values = main
-    sites = Counter({number: len(of) for number, of in _sites(found, metric).items()})
+    name, values = main
+    sites = Counter({number: len(of) for number, of in _sites(found, name).items()})
     wanted = set(values) if among is None else set(values) & set(among)
     most = max((sites[number] for number in wanted), default=0)
     ranked = sorted(number for number in wanted if sites[number] == most)
     if not ranked:
         return None
-    number = (min if metric in BETTER_LOW else max)(ranked, key=values.__getitem__)
-    return BestVersion(number, metric, values[number])
+    number = (min if is_better_low(name) else max)(ranked, key=values.__getitem__)
+    return BestVersion(number, name, values[number])
 
 
 def _counted(measurements: Iterable[Measurement]) -> list[Measurement]:
@@ -161,24 +163,25 @@ class Comparison:
 
 
 def compare(histories: Sequence[History], metric: str | None = None) -> Comparison:
-    """Compare runs by `metric`, or by the main score of the first run that has one."""
+    """Compare runs by `metric`, or by the main score of the first run that has one; the best version of each is then
+    that of its own main score."""
     mains = (main_scores(history.measurements, metric) for history in histories)
-    metric = next((main[0] for main in mains if main), None)
+    shown = next((main[0] for main in mains if main), None)
     names = Counter(history.run.spec.name for history in histories)
-    runs = tuple(_compared(history, metric, twice=names[history.run.spec.name] > 1) for history in histories)
-    return Comparison(metric, runs, differing([history.run.spec for history in histories]))
+    runs = tuple(_compared(history, metric, shown, twice=names[history.run.spec.name] > 1) for history in histories)
+    return Comparison(shown, runs, differing([history.run.spec for history in histories]))
 
 
-def _compared(history: History, metric: str | None, *, twice: bool) -> ComparedRun:
+def _compared(history: History, metric: str | None, shown: str | None, *, twice: bool) -> ComparedRun:
     run = history.run
-    main = main_scores(history.measurements, metric) if metric else None
+    main = main_scores(history.measurements, shown) if shown else None
     moved, lasted = totals(history.costs)
     return ComparedRun(
         id=run.id,
         name=f"{run.spec.name} ({run.id[:8]})" if twice else run.spec.name,
         state=run.state,
         version=run.version.number,
-        best=best_version(history.measurements),
+        best=best_version(history.measurements, metric=metric),
         scores=main[1] if main else {},
         bytes=moved,
         seconds=lasted,

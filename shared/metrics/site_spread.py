@@ -11,6 +11,7 @@ PERSONAL = "personal_"
 """Prefix of the metrics of a site's own model."""
 
 BETTER_LOW = ("loss", "calibration_error")
+"""Lower values of these are better, also of those of own models."""
 
 HEADLINES = ("accuracy", "loss")
 """Tables show the first of these that was measured; `tessera run metrics` has the others."""
@@ -43,6 +44,11 @@ class Spread:
     """The standard deviation over these sites, divided by their number: they are all there are, and no sample."""
     worst_decile: float | None
     """The mean of the worst tenth of the sites, rounded up; None below ten sites."""
+
+
+def is_better_low(metric: str) -> bool:
+    """Return whether lower values of a metric are better."""
+    return metric.removeprefix(PERSONAL) in BETTER_LOW
 
 
 def spread(scores: Iterable[Score], *, better_low: bool = False) -> Spread:
@@ -80,7 +86,7 @@ def spreads(measurements: Iterable[Measurement]) -> dict[int, dict[str, Spread]]
 
 def _by_name(names: Mapping[str, Mapping[str, list[Score]]]) -> dict[str, Spread]:
     return {
-        name: spread(map(_joined, by_site.values()), better_low=name.removeprefix(PERSONAL) in BETTER_LOW)
+        name: spread(map(_joined, by_site.values()), better_low=is_better_low(name))
         for name, by_site in sorted(names.items())
     }
 

@@ -312,14 +312,15 @@ def test_runs_are_compared_side_by_side(coordinator: LiveCoordinator, viewer: Pe
     first, client = worked(coordinator), coordinator.client()
     second = start_run(client, MODEL, values(MODEL), name="wards", rounds=7, dataset="none").id
     shown = viewer.http.get(f"/page/runs/compare?run={first}&run={second}&x=bytes").text
-    for told in (f"wards<wbr> ({first[:8]})", "Accuracy 0.75", "not evaluated", "<code>rounds</code>", "Best score"):
+    for told in (f"wards<wbr> ({first[:8]})", "Accuracy 0.75", "not measured", "<code>rounds</code>", "Best score"):
         assert told.replace("<wbr>", "") in shown.replace("<wbr>", ""), told
     settings = re.findall(r"<th scope=\"row\"><code>(\S+)</code>", shown.replace("<wbr>", ""))
     assert {"rounds", "dataset", "method.name", "method.settings.warmup_rounds"} <= {*settings}
     assert "seed" not in settings
     assert "their scores are not of the same examples" in shown
-    picture = viewer.http.get(f"/page/runs/compare/chart.svg?run={first}&run={second}").text
-    assert ET.fromstring(picture).findall(".//{*}circle[@class='best c0']") != []  # noqa: S314 (made here)
+    for metric in ("accuracy", "loss"):
+        picture = viewer.http.get(f"/page/runs/compare/chart.svg?run={first}&run={second}&metric={metric}").text
+        assert ET.fromstring(picture).findall(".//{*}circle[@class='best c0']") != []  # noqa: S314 (made here)
     for runs in ([first], [first, first], [first] * 2 + [f"r{n}" for n in range(7)]):
         answer = viewer.http.get("/page/runs/compare", params={"run": runs})
         assert answer.status_code == 422

@@ -128,3 +128,16 @@ def test_settings_that_differ_are_named_by_their_paths() -> None:
     assert [run.name for run in found.runs] == ["a (a-012345)", "a (a-012345)", "c"]
     assert len(found.warnings) == 1
     assert compare([history("a", []), history("b", [], rounds=3)]).warnings == ()
+
+
+def test_runs_are_compared_by_their_best_versions_of_the_metric_that_is_named() -> None:
+    found = [measured(1, "a", accuracy=0.9, f1=0.2, loss=0.3), measured(2, "a", accuracy=0.8, f1=0.6, loss=0.4)]
+    runs = [history("one", [], measurements=found), history("other", [], measurements=found[:1])]
+
+    def best(metric: str | None) -> list[tuple[int, str, float] | None]:
+        compared = compare(runs, metric).runs
+        return [(run.best.number, run.best.metric, run.best.value) if run.best else None for run in compared]
+
+    assert best("f1") == [(2, "f1", 0.6), (1, "f1", 0.2)]
+    assert best("loss") == [(1, "loss", 0.3), (1, "loss", 0.3)]
+    assert best(None) == [(1, "accuracy", 0.9), (1, "accuracy", 0.9)]
