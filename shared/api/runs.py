@@ -91,7 +91,7 @@ class Bounds(Message):
     max_norm_of_median: float | None = None
     median_norm: float = 0.0
     """The largest median norm of any round so far: where a run converges, a site that returns may move further than
-    the others without being an attacker. Norms are as the method stretches them (`CoordinatorHalf.stretch`)."""
+    the others without being an attacker. Norms are as the method scales them (`CoordinatorHalf.step_scale`)."""
 
     @property
     def summary(self) -> str:
