@@ -5,7 +5,7 @@ query/key/value matrix is one tensor and three blocks; everything else is one bl
 """
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
@@ -109,6 +109,17 @@ def whole_shapes(blocks: Iterable[Block]) -> dict[str, tuple[int, ...]]:
             axis = block.part.axis
             shapes[block.tensor] = (*known[:axis], known[axis] + block.part.rows, *known[axis + 1 :])
     return shapes
+
+
+def assembled(parts: Sequence[Block], values: Callable[[Block], np.ndarray]) -> np.ndarray:
+    """Return a whole tensor, put together from the values of its parts."""
+    (shape,) = whole_shapes(parts).values()
+    whole = np.empty(shape, NUMPY_DTYPES[parts[0].dtype])
+    for block in parts:
+        if block.part:
+            where = (slice(None),) * block.part.axis + (block.part.index(),)
+            whole[where] = values(block)
+    return whole
 
 
 def check_table(blocks: Sequence[Block]) -> None:

@@ -1,14 +1,14 @@
 """The blocks of an external base in a folder of safetensors files, found by their digests. Requires no torch."""
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, Self
 
 import numpy as np
 
-from tessera.shared.model.blocks import Block, whole_shapes
+from tessera.shared.model.blocks import Block, assembled, whole_shapes
 from tessera.shared.model.spec import MAX_DOCUMENT_BYTES, WEIGHTS_FILE, Model, stored_name
 from tessera.shared.problems import Invalid
 from tessera.shared.tensors.dtypes import NUMPY_DTYPES
@@ -59,6 +59,10 @@ class FoundBlock:
     def data(self) -> memoryview:
         """Return the block's bytes as they are stored and sent."""
         return part_of(self.raw.values(), self.block)
+
+    def values(self) -> Array:
+        """Return the block's values, in its own shape."""
+        return from_bytes(self.data(), self.block.dtype).reshape(self.block.shape)
 
 
 @dataclass(frozen=True)
@@ -209,18 +213,7 @@ def write_with_base(file: BinaryIO, trained: BinaryIO, model: Model, base: Mappi
             elif parts[0].part is None:
                 yield base[tensor].data()
             else:
-                yield as_bytes(_assembled(shapes[tensor], [base[part.name] for part in parts]))
+                yield as_bytes(assembled(parts, lambda block: base[block.name].values()))
 
     layout = [(stored_name(name), blocks[name][0].dtype, shape) for name, shape in shapes.items()]
     write(file, layout, data(), {"format": "pt"})
-
-
-def _assembled(shape: tuple[int, ...], parts: Sequence[FoundBlock]) -> Array:
-    """Return a tensor put together from its parts."""
-    whole = np.empty(shape, NUMPY_DTYPES[parts[0].block.dtype])
-    for found in parts:
-        block = found.block
-        if block.part:
-            where = (slice(None),) * block.part.axis + (block.part.index(),)
-            whole[where] = from_bytes(found.data(), block.dtype).reshape(block.shape)
-    return whole
