@@ -269,7 +269,7 @@ def measured(bench: Bench) -> tuple[Speed, Speed, float]:
     held, _ = memory_mib(reset=True)
 
     def summed() -> None:
-        state = aggregation.next_state(spec, Bounds(), base, accepted)
+        state, _ = aggregation.next_state(spec, Bounds(), base, accepted)
         for group in related([tensor for _, tensor in sorted(state.model.items())]):
             for _ in lockstep(group):
                 pass

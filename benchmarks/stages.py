@@ -111,7 +111,7 @@ class Round:
 
     def inspect(self, inspector: Inspector, manifest: Manifest) -> None:
         """Reads the update, decodes it and looks at every value."""
-        inspector.check(digest_of(self.update), self.weights.model, manifest, Plan(), None)
+        inspector.checked(digest_of(self.update), self.weights.model, manifest, Plan(), None)
 
     def merge(self, workers: int) -> None:
         senders = [(8.0, self.changed)] * workers

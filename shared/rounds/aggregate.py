@@ -69,7 +69,7 @@ class Aggregation:
 
         Raises ValueError for a run with client-level privacy without the round's key.
         """
-        state, merged = self._merged(spec, bounds, current, accepted, sums, noise_key)
+        state, merged = self.next_state(spec, bounds, current, accepted, sums, noise_key)
         return *self.states.store(state, current.digest), merged
 
     def next_state(
@@ -80,19 +80,8 @@ class Aggregation:
         accepted: Sequence[Accepted],
         sums: Sums | None = None,
         noise_key: bytes = b"",
-    ) -> State:
-        """Return the next version, nothing of it computed yet."""
-        return self._merged(spec, bounds, current, accepted, sums, noise_key)[0]
-
-    def _merged(
-        self,
-        spec: RunSpec,
-        bounds: Bounds,
-        current: VersionRef,
-        accepted: Sequence[Accepted],
-        sums: Sums | None,
-        noise_key: bytes,
     ) -> tuple[State, Merged]:
+        """Return the next version, nothing of it computed yet, and what was merged. Raises as `merge` does."""
         if sums:
             half, state, updates, sent = self._summed(spec, current, accepted, sums)
         else:

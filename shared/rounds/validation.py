@@ -105,12 +105,6 @@ class Inspector:
         held = self.held.blocks.get(digest) if self.held else None
         return self.open(digest, model, manifest, plan) if held is None else held
 
-    def check(
-        self, digest: str, model: Model, manifest: Manifest, plan: Plan, max_norm: float | None
-    ) -> Mapping[str, float]:
-        """Read the whole update and return what was measured: its norm. Raises as `checked` does."""
-        return self.checked(digest, model, manifest, plan, max_norm)[0]
-
     def checked(
         self,
         digest: str,
@@ -120,7 +114,8 @@ class Inspector:
         max_norm: float | None,
         data: bytes | None = None,
     ) -> tuple[Mapping[str, float], Sequence[str]]:
-        """Return the same, with the names of the update's blocks in the order of the table.
+        """Read the whole update and return what was measured, its norm, and the names of its blocks in the order of
+        the table.
 
         Raises InvalidUpdate naming every block that cannot be decoded, is not finite or is absurdly far from its
         version, or a norm out of bounds.

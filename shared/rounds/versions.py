@@ -60,7 +60,7 @@ class States:
 
     def __init__(self, blobs: BlobStore, engine: MergeEngine | None = None) -> None:
         self._blobs = blobs
-        self._engine = engine or _materialize_here
+        self._engine = engine or materialize
         self.model = lru_cache(maxsize=16)(self._read_model)
         self.manifest = lru_cache(maxsize=64)(self._read_manifest)
         self._vocabulary = lru_cache(maxsize=16)(lambda digest: vocabulary_in(self.read(digest)))
@@ -210,10 +210,6 @@ def materialize(blobs: BlobStore, groups: Groups, threads: int = 1) -> list[list
         for place, found in zip(places[index], bundle, strict=True)
     }
     return [by_place[place] for place in range(len(groups))]
-
-
-def _materialize_here(blobs: BlobStore, groups: Groups) -> list[list[Stored]]:
-    return materialize(blobs, groups)
 
 
 def _materialize_bundle(batch: Batch, groups: Groups) -> list[list[Stored]]:

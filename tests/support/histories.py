@@ -293,7 +293,7 @@ def misfit(session: Session, blobs: Blobs, round_id: str) -> str | None:
     ref = VersionRef(number=base.number, digest=base.digest)
     accepted = sorted(ASSIGNED(session, run.id, made.number), key=lambda entry: entry.worker)
     accepted = [replace(entry, base=ref) for entry in accepted]
-    wanted = NEXT_STATE(aggregation, spec, rounds.bounds_in_force(run), ref, accepted)
+    wanted, _ = NEXT_STATE(aggregation, spec, rounds.bounds_in_force(run), ref, accepted)
     found = states.manifest(made.digest).blocks
     wrong = [
         name

@@ -78,7 +78,7 @@ def refused(folder: Folder, made: Model, manifest: Manifest, digest: str) -> flo
     inspector = Inspector(folder, States(folder))
     held = _memory_mib("VmRSS")
     try:
-        inspector.check(digest, made, manifest, Plan(), None)
+        inspector.checked(digest, made, manifest, Plan(), None)
     except InvalidUpdate:
         return _memory_mib("VmHWM") - held
     raise AssertionError("a hostile update was accepted")

@@ -159,13 +159,12 @@ class Run:
         write_update(file, codec, changes)
         digest = self.folder.put([file.getvalue()]).digest
         manifest = self.states.manifest(self.base.digest)
-        measured = self.inspector.check(digest, self.model, manifest, plan, None)
+        measured, _ = self.inspector.checked(digest, self.model, manifest, plan, None)
         return Accepted(site, f"{site}/{worker}", digest, 10, measured, plan, self.base)
 
     def state(self, accepted: Sequence[Accepted], key: bytes = KEY) -> State:
-        return Aggregation(self.states, self.inspector).next_state(
-            self.spec, Bounds(), self.base, accepted, noise_key=key
-        )
+        aggregation = Aggregation(self.states, self.inspector)
+        return aggregation.next_state(self.spec, Bounds(), self.base, accepted, noise_key=key)[0]
 
     def moved(self, *accepted: Accepted, key: bytes = KEY) -> Array:
         """The next version's difference from the first, float64 [values]."""

@@ -101,7 +101,7 @@ class Run:
 
     def merged(self, *accepted: Accepted) -> dict[str, Array]:
         """Version 3 with these updates merged into it."""
-        state = self.aggregation.next_state(self.spec, Bounds(), self.refs[2], accepted)
+        state, _ = self.aggregation.next_state(self.spec, Bounds(), self.refs[2], accepted)
         return {name: to_array(tensor) for name, tensor in state.model.items()}
 
 
@@ -153,7 +153,7 @@ def test_an_average_refuses_an_update_of_another_base(tmp_path: Path) -> None:
 def test_merging_updates_of_the_present_version_reads_each_block_once(tmp_path: Path, codec: str) -> None:
     run = Run(tmp_path)
     updates = [run.update(3, 0.5, codec), run.update(3, -0.25, codec, worker="b")]
-    state = run.aggregation.next_state(run.spec, Bounds(), run.refs[2], updates)
+    state, _ = run.aggregation.next_state(run.spec, Bounds(), run.refs[2], updates)
     run.folder.opened.clear()
     merged = to_array(state.model[MLP.name])
     np.testing.assert_allclose(merged, run.versions[2][MLP.name] + 0.125, atol=1e-6)

@@ -56,7 +56,7 @@ def refused(gate: tuple[Folder, Inspector, Manifest], data: bytes) -> InvalidUpd
     folder, inspector, manifest = gate
     digest = folder.put([data]).digest
     with pytest.raises(InvalidUpdate) as caught:
-        inspector.check(digest, MODEL, manifest, PLAN, MAX_NORM)
+        inspector.checked(digest, MODEL, manifest, PLAN, MAX_NORM)
     folder.remove({digest})
     return caught.value
 
@@ -100,7 +100,7 @@ def test_the_same_gate_takes_what_is_well_formed(gate: tuple[Folder, Inspector, 
     start = values(MODEL)
     digest = folder.put([update_file({name: (start[name] + 1).tobytes() for name in ASKED})]).digest
     # 8 + 16 elements moved by 1.
-    found = inspector.check(digest, MODEL, manifest, PLAN, MAX_NORM)
+    found, _ = inspector.checked(digest, MODEL, manifest, PLAN, MAX_NORM)
     assert found == {"update_norm": pytest.approx(np.sqrt(24), rel=1e-6)}
 
 
