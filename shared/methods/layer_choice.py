@@ -6,11 +6,12 @@ its share. Pure functions: the same scores, votes, round and draws give the same
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from glob import escape
-from math import ceil, fsum
+from math import ceil
 from random import Random
+from statistics import fmean
 from typing import Literal, Self
 
 from tessera.shared.methods.base import UnsupportedRun, Update
@@ -162,7 +163,7 @@ class CommonChoice:
             if not senders:
                 continue
             weights = self._weights([update.examples for update in senders])
-            found[name] = weighted_mean(zip(weights, (update.metrics[name] for update in senders), strict=True))
+            found[name] = fmean([update.metrics[name] for update in senders], weights)
             if name in scalars:
                 found[name] = self.smoothing * scalars[name] + (1 - self.smoothing) * found[name]
         if self.hysteresis and (chosen := self.layers({**scalars, **found}, count)) is not None:
@@ -174,12 +175,6 @@ class CommonChoice:
         if self.reported == "vote":
             return vote_weights(examples, by_examples=self.by_examples)
         return examples
-
-
-def weighted_mean(reported: Iterable[tuple[float, float]]) -> float:
-    """Return the mean of (weight, value) pairs."""
-    pairs = list(reported)
-    return fsum(weight * value for weight, value in pairs) / fsum(weight for weight, _ in pairs)
 
 
 # ---------------------------------------------------------------- layers that no score chooses

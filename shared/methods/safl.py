@@ -20,6 +20,7 @@ from fnmatch import fnmatchcase
 from itertools import islice
 from math import inf, nan
 from random import Random
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -47,7 +48,6 @@ from tessera.shared.methods.layer_choice import (
     check_calendar,
     due,
     explored,
-    weighted_mean,
 )
 from tessera.shared.methods.safl_settings import OF_ATTENTION, ON_PURPOSE, SAFLSettings, check_privacy
 from tessera.shared.model.attention_stats import ByHead, LayerAttention
@@ -212,9 +212,9 @@ class SAFLCoordinator(CoordinatorHalf[SAFLSettings]):
             scalars[f"picks.{label}"] = scalars.get(f"picks.{label}", 0.0) + picks
             if picks:
                 scalars[f"last_pick.{label}"] = float(merged.round)
-            entropies = [(u.examples, u.metrics[name]) for u in updates if (name := f"entropy.{label}") in u.metrics]
+            entropies = [(u.metrics[name], u.examples) for u in updates if (name := f"entropy.{label}") in u.metrics]
             if entropies:
-                scalars[f"entropy.{label}"] = weighted_mean(entropies)
+                scalars[f"entropy.{label}"] = fmean(*zip(*entropies, strict=True))
         if self.settings.chooser != "worker":
             scalars |= self._common.after(scalars, updates, self._k)
         return replace(merged, scalars=scalars)

@@ -28,6 +28,7 @@ MAX_GROWTH = 1.25
 EXACT = 1 << 52
 """The limit of sums of squares, so that float64 has them exactly."""
 MAX_EXPONENT = 96
+"""Limit of the logarithm to base 2 of a step of the grid, up and down."""
 HALVINGS = 100
 RATIO = (math.sqrt(5) - 1) / 2
 

@@ -17,6 +17,7 @@ from tessera.shared.api.runs import Bounds, RunSpec
 from tessera.shared.api.versions import VersionRef
 from tessera.shared.methods.base import Plan, State
 from tessera.shared.model.spec import Model
+from tessera.shared.privacy.noise_shares import MAX_EXPONENT
 from tessera.shared.problems import faults_of
 from tessera.shared.rounds.blob_store import BlobStore
 from tessera.shared.rounds.client_privacy import noise_share, noise_terms
@@ -26,7 +27,6 @@ from tessera.shared.secure_sums.envelope import own_blocks
 from tessera.shared.secure_sums.errors import SumRefused
 from tessera.shared.secure_sums.masked_update import RingTensor, read_ring
 from tessera.shared.secure_sums.messages import (
-    MAX_EXPONENT,
     MAX_WEIGHT,
     Envelope,
     RingBlock,

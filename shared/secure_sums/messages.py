@@ -13,7 +13,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from tessera.shared.model.blocks import Name
 from tessera.shared.privacy.discrete_gaussian import MAX_DEVIATION
-from tessera.shared.privacy.noise_shares import EXACT, TAIL, epsilon_of, rho_of, squared_norm_bound
+from tessera.shared.privacy.noise_shares import EXACT, MAX_EXPONENT, TAIL, epsilon_of, rho_of, squared_norm_bound
 from tessera.shared.schema import Digest, Identifier, Label, Message, Rounds, canonical
 from tessera.shared.secure_sums.errors import SumRefused
 from tessera.shared.tensors.lazy import digest_of
@@ -24,7 +24,6 @@ LEAST_QUORUM = 3
 MAX_HELPERS = 7
 MAX_SENDERS = 1_024
 MAX_WEIGHT = 1 << 40
-MAX_EXPONENT = 96
 MAX_BLOCKS = 16_384
 
 NOISE_BITS: Literal[32] = 32

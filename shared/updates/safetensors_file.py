@@ -259,7 +259,7 @@ def _bytes_header(metadata: Mapping[str, str], sizes: Mapping[str, int]) -> dict
 
 
 def _bytes_entry(start: int, end: int) -> dict[str, object]:
-    return {"dtype": "U8", "shape": [end - start or 0], "data_offsets": [start, end]}
+    return {"dtype": "U8", "shape": [end - start], "data_offsets": [start, end]}
 
 
 def _packed(header: Mapping[str, object], room: int = 0) -> bytes:
