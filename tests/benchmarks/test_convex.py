@@ -139,6 +139,7 @@ def test_fednova_divides_each_step_by_its_number_of_steps(problem: Problem) -> N
     assert both[0] == pytest.approx(both[1], rel=1e-12)
 
 
+@pytest.mark.long
 def test_with_small_steps_fednova_nears_the_minimum_and_fedavg_does_not(problem: Problem) -> None:
     near, far = (limit(problem, kind, 1 / 64) for kind in (papers.FedNova, papers.FedAvg))
     assert near < far / 4

@@ -95,6 +95,7 @@ def test_steps_are_timed_by_what_trains(tmp_path: Path) -> None:
     assert all(row["ms"] > 0 for row in rows.values())
 
 
+@pytest.mark.long
 def test_each_guard_costs_something(tmp_path: Path) -> None:
     rows = quickly("guards", tmp_path)["rows"]
     assert len(rows) == 6
@@ -114,6 +115,7 @@ def test_a_cut_upload_arrives(tmp_path: Path) -> None:
     assert row["sent_MB"] >= row["without_MB"] >= 4.0
 
 
+@pytest.mark.long
 def test_every_stage_of_a_round_takes_time(tmp_path: Path) -> None:
     rows = quickly("stages", tmp_path)["rows"]
     assert {row["where"] for row in rows} == {"coordinator", "workers"}
@@ -200,6 +202,7 @@ def test_a_run_that_cannot_start_is_reported_with_the_reasons(coordinator: LiveC
     assert ineligibilities(client, run) == "0 of 1 sites are eligible: no worker is live"
 
 
+@pytest.mark.long
 def test_a_secure_sum_has_small_envelopes_and_a_right_mean(tmp_path: Path) -> None:
     found = quickly("secure_sums", tmp_path)
     sizes = {row["helpers"]: row["envelope_bytes"] for row in found["rows"] if row["what"] == "sender"}

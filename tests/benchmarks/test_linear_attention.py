@@ -152,6 +152,7 @@ def test_what_diverges_is_told_as_diverged() -> None:
         assert any("diverged" in line for line in section(found))
 
 
+@pytest.mark.long
 def test_the_short_form_prints_its_tables_and_writes_runs_and_a_picture(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -91,6 +91,7 @@ def test_run_without_a_choice_has_no_figures() -> None:
     assert all(isnan(value) for value in (found.turnover, found.overlap, found.chance, found.union))
 
 
+@pytest.mark.long
 def test_planted_study_prints_a_row_for_each_arm(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -42,6 +42,7 @@ def test_scaffold_fetches_the_model_and_as_much_again() -> None:
     assert (up, down) == (nbytes(table(BERT)), 2 * nbytes(table(BERT)))
 
 
+@pytest.mark.long
 def test_lora_sends_its_rank_times_inputs_and_outputs() -> None:
     up, down = up_and_down(traffic(BY_NAME["lora"], BERT), coded=False)
     # 12 layers, queries and values, two factors of 8 x 768 in float32.
@@ -76,6 +77,7 @@ def test_lowrank_sends_two_factors() -> None:
     assert encoded_bytes("delta+lowrank=16", [block]) == 16 * (1024 + 512) * 4 + 4
 
 
+@pytest.mark.long
 def test_expected_union_is_the_mean_of_draws() -> None:
     blocks, whole = table(VIT), nbytes(table(VIT))
     found = claim(blocks, ("head", "norm"))

@@ -27,6 +27,7 @@ def test_what_grows_is_found_and_what_may_is_not() -> None:
     assert grown("rows of tasks", 3 * GROWS["rows of tasks"]) == ["rows of tasks"]
 
 
+@pytest.mark.long
 @pytest.mark.sqlite
 @pytest.mark.timeout(300)
 def test_nothing_grows_with_rounds_but_what_is_remembered_of_them(

@@ -76,6 +76,9 @@ def _compile_once() -> None:
         self._compiled_cache = compiled
 
     Engine.__init__ = make_with_compiled  # type: ignore[method-assign]
+    # What a flush inserts and updates is in caches of the mappers, by the engine.
+    for mapper in Table.registry.mappers:
+        mapper._compiled_cache = compiled
 
 
 _compile_once()

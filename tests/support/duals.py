@@ -24,6 +24,10 @@ TEXT = {
 CLIP_TEXT = {**TEXT, "eos_token_id": 29}
 CLASSES = torch.tensor([[START, 7, 8, 29, 29, 29], [START, 9, 29, 29, 29, 29], [START, 5, 11, 12, 4, 29]])
 
+FAMILIES = {"aimv2", "altclip", "clip", "dinov2+camembert", "siglip", "siglip2", "vit+bert"}
+"""Families with and without tokens before the prompts, with positions from the padding, with patches in a row, and
+pairs: the long tests run the others that have prompts."""
+
 
 def dual(model_type: str) -> dict[str, Any]:
     """The config of a dual encoder of two layers a tower, 16 wide, for images of 8 x 8 and texts of up to 12.

@@ -42,6 +42,7 @@ from tessera.worker.training.randomness import seed_everything
 from tessera.worker.training.setup import TrainingSetup
 from tessera.worker.training.trainer import Trainer
 from tests.support.duals import dual, pairs
+from tests.support.variants import variants
 
 CPU = torch.device("cpu")
 VIT: dict[str, Any] = {
@@ -104,10 +105,10 @@ DEEP = replace(PROMPTED, prompts=Prompts(vision=2, text=2, depth=2))
 
 KINDS = {"ditto", "fedavg", "fedrep", "lora", "moon", "pfeddc", "safl", "scaffold"}
 """Methods with each kind of plan, of phases, and of state that a server or a site keeps."""
-EACH_METHOD = pytest.mark.parametrize(
-    "method", [name if name in KINDS else pytest.param(name, marks=pytest.mark.long) for name in sorted(methods())]
-)
+EACH_METHOD = pytest.mark.parametrize("method", variants(sorted(methods()), KINDS))
 """Each of `KINDS`, and in the long tests every method."""
+FEW_METHODS = pytest.mark.parametrize("method", variants(sorted(methods()), {"ditto", "pfeddc", "safl"}))
+"""Methods with a private phase, with prompts and with a choice, and in the long tests every method."""
 
 
 @cache

@@ -49,7 +49,7 @@ NEEDS = {
     "tessera.worker.ranks.launcher": _WORKERS,
     "tests.support.code": _WORKERS,
     "tests.support.demo": _WORKERS,
-    "tests.support.leaving": _WORKERS,
+    "tests.support.hostile": _WORKERS,
     "tests.soak.coordinator": _COORDINATORS,
     "tests.soak.worker": _COORDINATORS,
 }

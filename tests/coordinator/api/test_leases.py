@@ -16,7 +16,7 @@ from tessera.shared.client.client import Client
 from tests.support.coordinator import Clock, LiveCoordinator, refusing, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
 
-pytestmark = pytest.mark.both_databases(long="sqlite")
+pytestmark = pytest.mark.both_databases(long="postgresql")
 
 MODEL = small_model()
 START = values(MODEL)
@@ -58,6 +58,7 @@ REPORTS: dict[str, Callable[[ScriptedWorker, Task], object]] = {
 EVERY_REPORT = pytest.mark.parametrize("report", REPORTS)
 
 
+@pytest.mark.both_databases
 def test_a_lease_that_runs_out_is_offered_again_under_a_higher_token(live: LiveCoordinator, clock: Clock) -> None:
     client, _, (worker,), (task,) = begun(live, "a")
     clock.advance(60)
@@ -105,6 +106,7 @@ def test_a_lapsed_lease_is_lost_even_before_another_takes_it(
         REPORTS[report](worker, task)
 
 
+@pytest.mark.both_databases
 @pytest.mark.parametrize("report", ["failure", "release"])
 def test_a_repeated_report_gets_the_first_answer_and_changes_nothing(live: LiveCoordinator, report: str) -> None:
     client, _, (worker,), (task,) = begun(live, "a")
@@ -114,6 +116,7 @@ def test_a_repeated_report_gets_the_first_answer_and_changes_nothing(live: LiveC
     assert [entry.seq for entry in client.audit() if entry.subject == task.id] == entries
 
 
+@pytest.mark.both_databases
 def test_a_repeated_submission_of_a_rejected_update_is_refused_for_the_same_reason(live: LiveCoordinator) -> None:
     _, _, (worker,), (task,) = begun(live, "a")
     digest = worker.upload(task, {"head.weight": np.full_like(START["head.weight"], np.nan)})
@@ -134,6 +137,7 @@ def test_heartbeats_keep_a_lease_for_as_long_as_they_come(live: LiveCoordinator,
     assert client.task(task.id).attempts == 1
 
 
+@pytest.mark.both_databases
 def test_a_round_counts_the_update_of_a_task_that_was_held_twice_only_once(
     live: LiveCoordinator, clock: Clock
 ) -> None:

@@ -10,7 +10,7 @@ from tessera.shared.api.tasks import Progress, Task
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
 
-pytestmark = pytest.mark.both_databases(long="sqlite")
+pytestmark = pytest.mark.both_databases(long="postgresql")
 
 MODEL = small_model()
 

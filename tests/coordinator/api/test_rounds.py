@@ -15,7 +15,7 @@ from tessera.shared.methods.base import MethodSpec
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
 
-pytestmark = pytest.mark.both_databases(long="sqlite")
+pytestmark = pytest.mark.both_databases(long="postgresql")
 
 
 def test_a_round_commits_the_weighted_mean_of_its_updates(coordinator: LiveCoordinator) -> None:
@@ -78,6 +78,7 @@ def test_every_due_version_is_evaluated_once(coordinator: LiveCoordinator) -> No
     assert measured == [(0, 0.0, "judge/w"), (2, 0.2, "judge/w"), (3, 0.3, "judge/w")]
 
 
+@pytest.mark.both_databases(long="sqlite")
 def test_the_order_of_arrival_does_not_change_a_bit(coordinator: LiveCoordinator) -> None:
     client, model = coordinator.client(), small_model()
     workers = [ScriptedWorker(coordinator.client("site", s), datasets={"data": 7 + i}) for i, s in enumerate("abc")]

@@ -26,7 +26,7 @@ from tests.support.federation import _FETCHED, ScriptedWorker, small_model, star
 from tests.support.storage import statements
 from tests.support.tapping import Tap
 
-pytestmark = pytest.mark.both_databases(long="sqlite")
+pytestmark = pytest.mark.both_databases(long="postgresql")
 
 MODEL = small_model()
 
@@ -81,6 +81,7 @@ class Commits:
         event.remove(self._database.engine, "commit", self._note)
 
 
+@pytest.mark.both_databases
 def test_a_small_update_is_stored_and_accepted_in_one_transaction(coordinator: LiveCoordinator) -> None:
     worker, _ = workers_of(coordinator, 2)
     start_run(coordinator.client(), MODEL, values(MODEL), cohort={"quorum": 2})
@@ -118,6 +119,7 @@ def test_a_small_update_of_other_bytes_than_its_digest_is_refused_and_may_be_sen
     assert submit(worker, task, data).upload_bytes == len(data)
 
 
+@pytest.mark.both_databases
 def test_a_round_of_small_updates_is_closed_merged_and_followed_in_one_transaction(
     coordinator: LiveCoordinator,
 ) -> None:
@@ -161,6 +163,7 @@ def test_a_round_closes_at_once_without_a_tick_whatever_the_last_worker_does(
         until(lambda: client.run(run.id).version.number == 1)
 
 
+@pytest.mark.both_databases
 def test_an_update_wakes_the_conductor_unless_another_is_still_made(coordinator: LiveCoordinator) -> None:
     first, last = workers_of(coordinator, 2)
     start_run(coordinator.client(), MODEL, values(MODEL), cohort={"quorum": 2})

@@ -34,14 +34,6 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         yield bucket
 
 
-@pytest.fixture
-def bucket(server: Bucket, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
-    for name, value in server.environment.items():
-        monkeypatch.setenv(name, value)
-    yield server
-    server.empty()
-
-
 def opened(tmp_path: Path, database: Database, bucket: Bucket) -> Blobs:
     return Blobs(database, bucket.url, tmp_path / "staging", INLINE, readahead_bytes=1 << 20)
 

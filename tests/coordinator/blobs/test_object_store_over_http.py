@@ -19,6 +19,7 @@ from tessera.coordinator.db.tables import BlobRow
 from tessera.coordinator.maintenance import backup
 from tessera.shared.api.runs import Cohort, Run
 from tessera.shared.client.client import Client
+from tests.coordinator.maintenance.test_backup import faults
 from tests.coordinator.maintenance.test_retention import HOUR, MODEL, START, exported, play, played, retention
 from tests.support.coordinator import Clock, LiveCoordinator, refused, refusing, until
 from tests.support.federation import ScriptedWorker, start_run
@@ -32,14 +33,6 @@ HEAD = START["head.weight"]
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bucket]:
     with serving("moto", tmp_path_factory.mktemp("store")) as bucket:
         yield bucket
-
-
-@pytest.fixture
-def bucket(server: Bucket, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
-    for name, value in server.environment.items():
-        monkeypatch.setenv(name, value)
-    yield server
-    server.empty()
 
 
 @pytest.fixture
@@ -188,10 +181,6 @@ def test_an_object_that_no_row_knows_of_goes(live: LiveCoordinator, bucket: Buck
 
 
 def test_a_bucket_is_backed_up_verified_and_restored(tmp_path: Path, bucket: Bucket) -> None:
-    def faults(live: LiveCoordinator) -> list[str]:
-        services = live.services
-        return list(backup.verify(services.database, services.blobs, services.states))
-
     with LiveCoordinator(tmp_path / "one", blob_url=bucket.url, inline_bytes=1) as live:
         client, run, _, _ = played(live, 2)
         whole = [exported(client, run, number) for number in range(3)]

@@ -347,25 +347,25 @@ def test_an_upload_that_is_not_there_is_to_be_announced_anew(standing: LiveCoord
 def test_a_silent_sender_is_cut_off_and_a_slow_one_is_not(tmp_path: Path) -> None:
     with LiveCoordinator(tmp_path, idle_timeout_seconds=2.0) as live:
         http = live.http("orchestrator")
-        location = http.post("/v1/uploads", headers=announced(SMALL)).headers["Location"]
+        location = http.post("/v1/uploads", headers=announced(LARGE)).headers["Location"]
         address = urlsplit(live.url)
         request = (
-            f"PATCH {location} HTTP/1.1\r\nHost: {address.netloc}\r\nUpload-Offset: 0\r\nContent-Length: 10\r\n"
+            f"PATCH {location} HTTP/1.1\r\nHost: {address.netloc}\r\nUpload-Offset: 0\r\nContent-Length: 20\r\n"
             f"Authorization: {http.headers['Authorization']}\r\nContent-Type: {PART['Content-Type']}\r\n\r\n"
         )
         with socket.create_connection((address.hostname, address.port), timeout=10) as raw:
             raw.sendall(request.encode())
-            for byte in SMALL[:4]:
-                # Each pause is shorter than the limit, all together are longer.
+            for byte in LARGE[:16]:
+                # Each pause is much shorter than the limit, all together are longer.
                 until_silent = raw.gettimeout()
-                raw.settimeout(0.6)
+                raw.settimeout(0.15)
                 with pytest.raises(TimeoutError):
                     raw.recv(1)
                 raw.settimeout(until_silent)
                 raw.sendall(bytes([byte]))
             answer = raw.recv(65536)
         assert b"no byte was received for 2 s" in answer
-        assert progress(http.head(location)) == (4, "?0")
+        assert progress(http.head(location)) == (16, "?0")
 
 
 def test_an_empty_part_has_nothing_hashed_again(http: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from tessera.worker.data.dataset import Dataset
 from tessera.worker.model.block_map import block_table, named_tensors
 from tessera.worker.model.build import read_block
 from tessera.worker.simulation import Conditions, Result, Weights, simulate
-from tests.support.tasks import EACH_METHOD, subject_of
+from tests.support.tasks import EACH_METHOD, FEW_METHODS, subject_of
 
 ROUNDS = 3
 
@@ -81,7 +81,7 @@ def test_a_worker_that_missed_a_round_takes_part_again(method: str) -> None:
     assert len(result.versions) == ROUNDS + 1
 
 
-@EACH_METHOD
+@FEW_METHODS
 def test_a_federation_of_one_goes_through_all_its_rounds(method: str) -> None:
     result = run(method, sites=1)
     assert len(result.versions) == ROUNDS + 1

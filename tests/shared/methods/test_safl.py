@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from random import Random
@@ -15,6 +15,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+from benchmarks import safl_bytes
 from benchmarks.safl_bytes import COHORTS, CONFIGS, blocks_of, rows
 from tessera.shared.aggregation.mean import average
 from tessera.shared.methods.base import (
@@ -909,18 +910,23 @@ def test_what_is_covered_or_said_not_to_be_is_run(selection: Any, settings: dict
     initial_state(under(selection, **settings), state())
 
 
-def test_a_noisy_choice_is_by_all_of_the_examples_so_that_one_more_only_adds() -> None:
-    half = under("noisy", layers=2, profile_batches=1)
-    worker = worker_half(MethodSpec(name="safl", settings={"layers": 2, "profile_batches": 1}), half.run)
-    tables: list[Array] = []
+def noting(tables: list[Array]) -> Callable[[Array, int, int | None], list[int]]:
+    """Return a choice of the largest, which notes the scores that it is given."""
 
     def choose_top(scores: Array, count: int, _picks: int | None) -> list[int]:
         tables.append(scores)
         return largest(scores, count)
 
+    return choose_top
+
+
+def test_a_noisy_choice_is_by_all_of_the_examples_so_that_one_more_only_adds() -> None:
+    half = under("noisy", layers=2, profile_batches=1)
+    worker = worker_half(MethodSpec(name="safl", settings={"layers": 2, "profile_batches": 1}), half.run)
+    tables: list[Array] = []
     plan = half.plan_for(state(), COHORT[0])
     model = instantiate(SIX, "image-classification")
-    context = LocalTaskContext(model, "image-classification", plan, BLOCKS, choose_top=choose_top)
+    context = LocalTaskContext(model, "image-classification", plan, BLOCKS, choose_top=noting(tables))
     for dataset in (images(21).rows(torch.arange(20)), images(21)):
         worker.select(context, Batches(dataset, 8, CPU))
     fewer, more = tables
@@ -951,17 +957,12 @@ def test_noise_is_for_layers_that_read_examples_and_not_for_those_that_read_the_
     prompts: Prompts | None,
 ) -> None:
     model = instantiate(dual("clip"), "contrastive", seed=1, prompts=prompts)
-    blocks, tables = block_table(model), []
-
-    def choose_top(scores: Array, count: int, _picks: int | None) -> list[int]:
-        tables.append(scores)
-        return largest(scores, count)
-
+    blocks, tables = block_table(model), list[Array]()
     privacy = Privacy(epsilon=1, delta=1e-3, clip_norm=1, selection="noisy")
     facts = RunInfo(blocks, 10, training=TRAINING, privacy=privacy)
     chosen = MethodSpec(name="safl", settings={"share": 0.5, "always": []})
     plan = coordinator_half(chosen, facts).plan_for(state(), COHORT[0])
-    context = LocalTaskContext(model, "contrastive", plan, blocks, choose_top=choose_top)
+    context = LocalTaskContext(model, "contrastive", plan, blocks, choose_top=noting(tables))
     # As many images as there are classes, so that their numbers do not tell them apart.
     count, size = len(CLASSES), model.config.vision_config.image_size
     batch = {"pixel_values": torch.randn(count, 3, size, size), "labels": torch.arange(count), "input_ids": CLASSES}
@@ -974,15 +975,12 @@ def test_noise_is_for_layers_that_read_examples_and_not_for_those_that_read_the_
 def test_hysteresis_of_a_noisy_choice_keeps_each_score_within_the_noise() -> None:
     settings = {"layers": 2, "hysteresis": 0.25}
     half, tables = under("noisy", **settings), list[Array]()
-
-    def choose_top(scores: Array, count: int, _picks: int | None) -> list[int]:
-        tables.append(scores)
-        return largest(scores, count)
-
     plan = half.plan_for(state(), COHORT[0])
     for vault in ({}, {"safl/chosen": np.array([5, 0])}):
         model = instantiate(SIX, "image-classification", seed=1)
-        context = LocalTaskContext(model, "image-classification", plan, BLOCKS, dict(vault), choose_top=choose_top)
+        context = LocalTaskContext(
+            model, "image-classification", plan, BLOCKS, dict(vault), choose_top=noting(tables)
+        )
         worker_half(MethodSpec(name="safl", settings=settings), half.run).select(context, Batches(images(), 8, CPU))
     fresh, held = tables
     # The layers that hold a place come first, with their scores; the others' are divided by 1.25, never multiplied.
@@ -1025,7 +1023,10 @@ def test_a_choice_from_several_stacks_is_one_choice(model_type: str, layers: int
 # ---------------------------------------------------------------- bytes
 
 
-def test_bytes_are_counted_each_way_for_a_shared_choice_and_for_each_by_itself() -> None:
+def test_bytes_are_counted_each_way_for_a_shared_choice_and_for_each_by_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(safl_bytes, "DRAWS", 10)
     blocks = blocks_of({**CONFIGS["24 layers, bert-large"], "hidden_size": 64, "intermediate_size": 256})
     layer = layers_of(blocks)[0].nbytes
     always = sum(b.nbytes for b in blocks if b.layer is None and b.role in {"head", "norm"})
@@ -1039,4 +1040,4 @@ def test_bytes_are_counted_each_way_for_a_shared_choice_and_for_each_by_itself()
         # Of 24 layers, the chance that none of N draws of 8 takes a given one is (2/3)^N.
         expected = always + 24 * layer * (1 - (2 / 3) ** workers)
         assert alone_up == up
-        assert union == pytest.approx(expected, rel=0.03)
+        assert union == pytest.approx(expected, rel=0.06)

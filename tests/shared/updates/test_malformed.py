@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import re
-import subprocess
-import sys
 import tracemalloc
 from typing import get_args
 
@@ -25,6 +23,7 @@ from tessera.shared.updates.codecs.stage import CodecError
 from tessera.shared.updates.errors import KINDS, ContentKind, FormKind, HeaderKind
 from tessera.shared.updates.safetensors_file import ContainerError
 from tessera.worker.simulation.blob_folder import Folder
+from tests.support.cli import forked
 from tests.support.federation import small_model, values
 from tests.support.malformed import ASKED, CORPUS, MAX_NORM
 from tests.support.paths import ROOT
@@ -106,9 +105,7 @@ def test_the_same_gate_takes_what_is_well_formed(gate: tuple[Folder, Inspector, 
 
 def test_no_hostile_update_makes_a_process_grow_by_more_than_64_mib() -> None:
     """In a process of its own, by the kernel's count, for a model of a thousand blocks and a large one."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.support.hostile"], capture_output=True, text=True, check=False, timeout=300
-    )
+    done = forked(module="tests.support.hostile", seconds=300)
     assert done.returncode == 0, done.stderr
     grown = json.loads(done.stdout)
     print({what: f"{mib:.0f} MiB" for what, mib in grown.items()})

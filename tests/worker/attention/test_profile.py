@@ -26,8 +26,8 @@ from tessera.worker.model.build import instantiate, read_block, write_block
 from tessera.worker.model.forward import forward
 from tessera.worker.training.context import LocalTaskContext
 from tests.support.duals import dual, pairs
-from tests.worker.model.test_filling import OFTEN
-from tests.worker.model.test_zoo import WORDS, ZOO, Case, Subject, View
+from tests.support.variants import variants
+from tests.worker.model.test_zoo import OFTEN, WORDS, ZOO, Case, Subject, View
 
 UNKNOWN = {"longt5": "LocalSelfAttention"}
 """What cannot be measured, and what the refusal names."""
@@ -308,7 +308,7 @@ class Largest(TorchDispatchMode):
         return made
 
 
-@pytest.mark.parametrize("model_type", ["bert", "llama"])
+@pytest.mark.parametrize("model_type", variants(["bert", "llama"], {"llama"}))
 def test_of_a_long_sequence_no_whole_matrix_of_probabilities_is_ever_held(model_type: str) -> None:
     length, heads = 3000, 4
     config = {**ZOO[model_type].config, "max_position_embeddings": length}

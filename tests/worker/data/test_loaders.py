@@ -21,6 +21,7 @@ from tessera.worker.data.loaders import LoaderFailed, LoaderProcesses
 from tessera.worker.data.registry import load
 from tessera.worker.training.batches import Batches
 from tests.support.coordinator import until
+from tests.support.processes import Process
 from tests.support.scans import write_scans
 
 CPU = torch.device("cpu")
@@ -121,13 +122,13 @@ def test_what_loaders_import_is_imported_while_the_worker_starts(scans: Path) ->
     assert found.stdout.split() == ["0", "1"]
 
 
-def test_no_loader_outlives_a_worker_that_is_killed() -> None:
-    with subprocess.Popen([sys.executable, "-c", ORPHANS], stdout=subprocess.PIPE, text=True) as worker:
-        assert worker.stdout
-        loaders = [psutil.Process(int(pid)) for pid in worker.stdout.readline().split()]
-        started = [*loaders, *psutil.Process(worker.pid).children(recursive=True)]
-        assert len(loaders) == 2
-        worker.kill()
+def test_no_loader_outlives_a_worker_that_is_killed(tmp_path: Path) -> None:
+    worker = Process(tmp_path, "worker", ["tests.support.code", ORPHANS])
+    until(lambda: worker.said("\n"))
+    loaders = [psutil.Process(int(pid)) for pid in worker.log.read_text().split()]
+    started = [*loaders, *psutil.Process(worker.pid).children(recursive=True)]
+    assert len(loaders) == 2
+    worker.kill()
     until(lambda: not any(map(is_running, started)))
 
 

@@ -13,12 +13,11 @@ from tessera.worker.model.block_map import block_table, named_tensors
 from tessera.worker.model.build import allocate, instantiate, read_block, write_block
 from tessera.worker.model.forward import forward
 from tests.support.duals import dual, pairs
+from tests.support.variants import variants
 from tests.worker.model.test_lora import SIZES
-from tests.worker.model.test_zoo import VARIANTS, ZOO
+from tests.worker.model.test_zoo import OFTEN, VARIANTS, ZOO
 
 CPU = torch.device("cpu")
-OFTEN = {"albert", "bert", "bloom", "clip", "gpt2", "llama", "t5", "vit", "wav2vec2", "xlnet"}
-"""Tied and shared tensors, tables outside the blocks, fused matrices, towers, weight normalisation."""
 CASES = {**{name: (name, case) for name, case in ZOO.items()}, **VARIANTS}
 PROMPTS = Prompts(vision=3, text=2, fusion=Fusion(heads=2))
 INSERTED: dict[str, tuple[Mapping[str, Any], Head, dict[str, Any]]] = {
@@ -67,9 +66,7 @@ def assert_same(old: nn.Module, new: nn.Module) -> None:
     assert [*dict(new.named_parameters())] == [*dict(old.named_parameters())]
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in OFTEN else pytest.param(name, marks=pytest.mark.long) for name in CASES]
-)
+@pytest.mark.parametrize("name", variants(CASES, OFTEN))
 def test_every_tensor_and_buffer_of_the_zoo_is_the_same(name: str) -> None:
     model_type, case = CASES[name]
     config = {"model_type": model_type, **case.config}

@@ -32,10 +32,11 @@ from tessera.worker.model.prompts import (
     towers_of,
 )
 from tessera.worker.training.freeze import Freeze
-from tests.support.duals import dual, pairs
+from tests.support.duals import FAMILIES, dual, pairs
+from tests.support.variants import variants
 
 PAIRS = sorted({*(f"{vision}+bert" for vision in VISION_TOWERS), *(f"dinov2+{text}" for text in TEXT_TOWERS)})
-FAMILIES = pytest.mark.parametrize("family", [*sorted(TOWERS), *PAIRS])
+EACH_FAMILY = pytest.mark.parametrize("family", variants([*sorted(TOWERS), *PAIRS], FAMILIES))
 BOTH = Prompts(vision=3, text=2)
 DEEP = Prompts(vision=3, text=2, depth=2)
 
@@ -68,7 +69,7 @@ def logits(model: nn.Module, given: dict[str, Tensor]) -> Tensor:
     return found
 
 
-@FAMILIES
+@EACH_FAMILY
 def test_without_tokens_the_model_is_the_plain_one_bit_for_bit(family: str) -> None:
     plain, prompted = made(family), made(family, BOTH)
     plain_tensors = dict(plain.named_parameters())
@@ -78,7 +79,7 @@ def test_without_tokens_the_model_is_the_plain_one_bit_for_bit(family: str) -> N
     assert torch.equal(logits(plain, batch(family)), logits(prompted, batch(family)))
 
 
-@FAMILIES
+@EACH_FAMILY
 def test_text_prompts_that_are_embeddings_of_words_are_those_words_after_the_start(family: str) -> None:
     plain, prompted, given = made(family), made(family, Prompts(text=2)), batch(family)
     words = torch.tensor([6, 10])
@@ -91,7 +92,7 @@ def test_text_prompts_that_are_embeddings_of_words_are_those_words_after_the_sta
     assert not torch.equal(expected, logits(plain, given))
 
 
-@FAMILIES
+@EACH_FAMILY
 def test_vision_prompts_stand_after_the_class_token_and_before_the_patches(family: str) -> None:
     plain, prompted = made(family), made(family, Prompts(vision=3))
     put_in: list[Tensor] = []
@@ -105,7 +106,7 @@ def test_vision_prompts_stand_after_the_class_token_and_before_the_patches(famil
     assert all(torch.equal(each, tokens_of(prompted).own("vision")) for each in own)
 
 
-@FAMILIES
+@EACH_FAMILY
 def test_deep_prompts_take_the_place_of_those_of_the_layer_before(family: str) -> None:
     model, given = made(family, DEEP), batch(family)
     towers, before, after = towers_of(model.config), dict[str, Tensor](), dict[str, Tensor]()
@@ -126,7 +127,7 @@ def test_deep_prompts_take_the_place_of_those_of_the_layer_before(family: str) -
         assert not torch.equal(after[tower], before[tower])
 
 
-@FAMILIES
+@EACH_FAMILY
 def test_deep_prompts_learn_and_go_with_the_prompts_before_them(family: str) -> None:
     plain, shallow, deep, given = made(family), made(family, BOTH), made(family, DEEP), batch(family)
     tensors = dict(deep.named_parameters())
@@ -149,7 +150,7 @@ def test_more_deep_prompts_than_layers_are_refused_and_documents_without_them_ar
     assert Prompts.model_validate(DEEP.model_dump(mode="json")) == DEEP
 
 
-@FAMILIES
+@EACH_FAMILY
 def test_gradients_reach_both_prompts_and_training_them_changes_nothing_else(family: str) -> None:
     model, given = made(family, BOTH), batch(family)
     before = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
@@ -163,7 +164,7 @@ def test_gradients_reach_both_prompts_and_training_them_changes_nothing_else(fam
     assert all(tensor.grad.abs().sum() > 0 for tensor in freeze.parameters if tensor.grad is not None)
 
 
-@FAMILIES
+@EACH_FAMILY
 def test_the_prompts_are_blocks_of_the_run_and_the_document_builds_them(family: str) -> None:
     table = block_table(made(family, BOTH))
     found = {block.name: (block.shape, block.layer) for block in table if block.role == "prompt"}
@@ -173,7 +174,7 @@ def test_the_prompts_are_blocks_of_the_run_and_the_document_builds_them(family: 
     assert [block for block in table if block.role != "prompt"] == list(block_table(made(family)))
 
 
-@FAMILIES
+@EACH_FAMILY
 def test_text_features_are_those_of_the_models_own_pass(family: str) -> None:
     plain, prompted, given = made(family), made(family, BOTH), batch(family)
     own = text_of(prompted)
@@ -438,7 +439,7 @@ def test_all_of_the_mass_fills_each_patch_and_a_small_regularization_chooses_the
 MATCHED = ["altclip", "chinese_clip", "clip", "clipseg", "metaclip_2", *PAIRS]
 
 
-@pytest.mark.parametrize("family", MATCHED)
+@pytest.mark.parametrize("family", variants(MATCHED, FAMILIES))
 def test_classes_are_scored_by_the_patches_that_the_class_tokens_path_leads_to(family: str) -> None:
     prompts = Prompts(vision=3, text=2)
     model, given = made(family, prompts), batch(family)

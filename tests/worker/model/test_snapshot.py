@@ -26,7 +26,9 @@ from tessera.worker.model.pretrained import digests_of, load_pretrained, plain_c
 from tessera.worker.model.snapshot import Snapshot, converted_blocks
 from tessera.worker.state.base_cache import BASES_FOLDER, BaseCache
 from tessera.worker.state.base_sources import BaseSources, BaseUnavailable
-from tests.worker.model.test_filling import CASES, OFTEN
+from tests.support.variants import variants
+from tests.worker.model.test_filling import CASES
+from tests.worker.model.test_zoo import OFTEN
 
 LLAMA = {
     "vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -65,9 +67,7 @@ def as_loaded(folder: Path, head: Head = "features", **config: Any) -> dict[str,
     return digests_of(named_tensors(model), [block for block in block_table(model) if block.tensor not in new])
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in OFTEN | {"mixtral"} else pytest.param(name, marks=pytest.mark.long) for name in CASES]
-)
+@pytest.mark.parametrize("name", variants(CASES, OFTEN | {"mixtral"}))
 def test_the_blocks_of_the_zoo_are_those_that_transformers_loads(name: str, tmp_path: Path) -> None:
     model_type, case = CASES[name]
     folder = saved(tmp_path / "snapshot", model_type, case.config)

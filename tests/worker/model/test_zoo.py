@@ -17,6 +17,7 @@ from tessera.worker.model.block_map import block_table, named_tensors
 from tessera.worker.model.build import read_block, write_block
 from tessera.worker.training.freeze import Freeze
 from tests.support.paths import ROOT
+from tests.support.variants import variants
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
 IDS = {"vocab_size": 40, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
@@ -282,6 +283,15 @@ TABLES = {
 }
 """What moves a score and is no projection of queries or keys."""
 
+OFTEN = {"albert", "bert", "bloom", "clip", "gpt2", "llama", "t5", "vit", "wav2vec2", "xlnet"}
+"""Tied and shared tensors, tables outside the blocks, fused matrices, towers, weight normalisation."""
+LAYOUTS = OFTEN | {
+    "aimv2", "codegen", "data2vec-vision", "deberta", "deberta-v2", "deepseek_v3", "distilbert", "falcon",
+    "gpt_bigcode", "gpt_neox", "modernbert", "mpt", "phi", "phi3", "qwen3", "siglip", "timesformer", "wav2vec2-bert",
+    "wavlm",
+}  # fmt: skip
+"""A family of each row of `worker/model/layouts.py`, and of each kind of attention."""
+
 
 class Subject:
     """A tiny random model, what it is run on, and its blocks."""
@@ -394,7 +404,7 @@ def prove(model_type: str, case: Case) -> None:
     assert_only_values_are_trained(subject)
 
 
-@pytest.mark.parametrize("model_type", ZOO)
+@pytest.mark.parametrize("model_type", variants(ZOO, LAYOUTS))
 def test_queries_and_keys_move_the_attention_and_values_do_not_and_what_is_frozen_stays(model_type: str) -> None:
     prove(model_type, ZOO[model_type])
 

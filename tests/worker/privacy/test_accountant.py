@@ -34,6 +34,8 @@ from tessera.worker.state.privacy_ledger import NoisyChoice, NoisySteps, OneInGr
 
 DELTA = 1e-5
 
+pytestmark = pytest.mark.usefixtures("fine_grid")
+
 
 def steps(noise: float, rate: float, count: int) -> NoisySteps:
     return NoisySteps(noise_multiplier=noise, sampling_rate=rate, steps=count)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -24,6 +23,7 @@ from tessera.worker.privacy.private_task import PrivateTask
 from tessera.worker.settings import WorkerSettings
 from tessera.worker.state.privacy_ledger import Ledger, NoisySteps
 from tessera.worker.task.heartbeat import Stop
+from tests.support.cli import forked, process
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.datafiles import eighth_of_digits, key_file
 from tests.support.federation import start_run
@@ -67,12 +67,7 @@ def tasks_of(client: Client, run: Run) -> list[TaskView]:
     return [task for round_ in client.rounds(run.id) for task in round_.tasks]
 
 
-@pytest.fixture
-def coordinator(tmp_path: Path) -> Iterator[LiveCoordinator]:
-    with LiveCoordinator(tmp_path) as live:
-        yield live
-
-
+@pytest.mark.usefixtures("fine_grid")
 def test_a_private_run_keeps_its_target_and_tells_nothing_but_steps(
     coordinator: LiveCoordinator, tmp_path: Path
 ) -> None:
@@ -132,13 +127,22 @@ def test_a_worker_without_what_privacy_needs_says_what_to_install(
     assert "install tessera[privacy]" in task.problem.detail
 
 
+LOADED = """
+import sys, tessera.worker.agent, tessera.worker.cli.worker
+print(set(sys.argv[1:]) & set(sys.modules))
+tessera.worker.data.registry.load("digits", {})
+print("datasets" in sys.modules)
+"""
+
+
 def test_a_worker_does_not_load_what_only_some_tasks_or_other_kinds_of_data_need() -> None:
-    some = {"opacus", "dp_accounting", "peft", "datasets", "sklearn", "pandas"}
-    script = (
-        f"import sys, tessera.worker.agent, tessera.worker.cli.worker; print({some} & set(sys.modules)); "
-        "tessera.worker.data.registry.load('digits', {}); print('datasets' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    some = ("opacus", "dp_accounting", "peft", "datasets")
+    assert forked(LOADED, *some, module="tests.support.code").stdout == "set()\nFalse\n"
+
+
+@pytest.mark.long
+def test_a_worker_starts_without_libraries_that_a_model_loads_with_transformers() -> None:
+    done = process(LOADED, "sklearn", "pandas", command=(sys.executable, "-c"))
     assert done.stdout == "set()\nFalse\n"
 
 

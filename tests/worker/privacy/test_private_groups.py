@@ -36,7 +36,7 @@ from tessera.worker.training.optimization.micro_batch import PieceSize
 from tessera.worker.training.randomness import seed_everything
 from tessera.worker.training.setup import TrainingSetup
 from tessera.worker.training.trainer import Trainer
-from tests.support.tasks import CPU, EACH_METHOD, subject_of
+from tests.support.tasks import CPU, FEW_METHODS, subject_of
 from tests.worker.privacy.test_private_task import (
     GPT2,
     KEY,
@@ -110,7 +110,7 @@ def test_one_group_less_moves_the_sum_by_no_more_than_the_clip_norm(config: dict
     assert 0 < max(moved) <= CLIP + 1e-4
 
 
-@EACH_METHOD
+@FEW_METHODS
 def test_so_it_is_with_every_method_in_every_phase(method: str) -> None:
     for context, trainer, phase, data in each_phase(method):
         freeze = Freeze(
@@ -163,7 +163,7 @@ def weights_after_a_step(folder: Path, method: str, number: int, zeroed: int | N
     return [tensor.detach().clone() for tensor in named_tensors(context.model).values()], stats.examples
 
 
-@EACH_METHOD
+@FEW_METHODS
 def test_what_a_step_trains_moves_by_no_more_than_a_clipped_group(tmp_path: Path, method: str) -> None:
     # The same dice for all data sets: the same noise, and the same members. A step at a rate of 1 moves the weights
     # by the noisy sum over the number of groups. Each value's rounding to the grid may differ by one unit.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import multiprocessing
+import os
 import signal
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -29,7 +31,6 @@ from tessera.worker.state.vault import Vault
 from tessera.worker.task.runner import TaskRunner
 from tessera.worker.training.progress import Report
 from tessera.worker.training.setup import TrainingSetup
-from tests.support.cli import forked
 from tests.support.coordinator import LiveCoordinator
 from tests.support.federation import ScriptedWorker, start_run
 from tests.support.tasks import PLAIN, untrained
@@ -131,8 +132,19 @@ def test_a_task_whose_time_was_up_stays_spent(coordinator: LiveCoordinator, tmp_
     assert isinstance(paid, NoisySteps)
 
 
+def _leave_and_die(folder: Path) -> None:
+    private_task(folder, token=1).begin(steps=5)
+    leaving = private_task(folder, token=2)
+    leaving.begin(steps=5)
+    leaving.leave()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def test_what_a_killed_process_reserved_stays_spent(tmp_path: Path) -> None:
-    assert forked(str(tmp_path), module="tests.support.leaving").returncode == -signal.SIGKILL
+    site = multiprocessing.get_context("fork").Process(target=_leave_and_die, args=(tmp_path,))
+    site.start()
+    site.join()
+    assert site.exitcode == -signal.SIGKILL
     assert len(spent(tmp_path)) == 2
 
 

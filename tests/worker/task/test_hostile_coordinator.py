@@ -241,6 +241,7 @@ class Case:
     """The site that it happens to."""
     told: bool = True
     """Whether there is a task, whose failure the coordinator is told of."""
+    marks: tuple[pytest.MarkDecorator, ...] = ()
 
     def of(self, scene: Scene) -> list[Lie]:
         if self.lies:
@@ -346,6 +347,8 @@ CASES = [
         "a model of two loops over all pairs of places",
         "model-refused: .*laying out its model takes more than",
         lambda scene: scene.other_model(config=LEVIT, head="features"),
+        # In short, test_sandbox.py shows the same of the child alone.
+        marks=(pytest.mark.long,),
     ),
     Case(
         "a model larger than its table",
@@ -845,7 +848,9 @@ def refusals(logged: Sequence[Any]) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=[case.name.replace(" ", "-") for case in CASES])
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, id=case.name.replace(" ", "-"), marks=case.marks) for case in CASES]
+)
 def test_it_is_refused_by_a_rule_and_nothing_leaves(
     case: Case, hostile: HostileCoordinator, scene_of: Callable[[str], Scene], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -31,10 +31,11 @@ from tessera.worker.training.context import LocalTaskContext
 from tessera.worker.training.evaluate import evaluate
 from tessera.worker.training.optimization import image_features
 from tessera.worker.training.optimization.image_features import ImageFeatures, images_once
-from tests.support.duals import dual, pairs
+from tests.support.duals import FAMILIES, dual, pairs
 from tests.support.tasks import CPU, PROMPTED, one_task
+from tests.support.variants import variants
 
-FAMILIES = [*sorted(TOWERS.keys() - {"siglip2"}), *sorted(f"{vision}+bert" for vision in VISION_TOWERS)]
+TESTED = [*sorted(TOWERS.keys() - {"siglip2"}), *sorted(f"{vision}+bert" for vision in VISION_TOWERS)]
 SGD: dict[str, Any] = {"optimizer": "sgd", "weight_decay": 0.0, "learning_rate": 0.05, "epochs": 3, "batch_size": 5}
 EXAMPLES = 24
 
@@ -77,7 +78,7 @@ def counting(model: nn.Module) -> Iterator[list[int]]:
 
 
 @pytest.mark.parametrize("prompts", [None, Prompts(vision=3, text=2)], ids=["plain", "prompts"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", variants(TESTED, FAMILIES))
 def test_each_image_passes_through_the_tower_once_and_the_logits_are_the_same(
     family: str, prompts: Prompts | None
 ) -> None:

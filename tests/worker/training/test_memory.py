@@ -29,7 +29,7 @@ from tessera.worker.training.optimization.micro_batch import ExampleTooLarge, Mi
 from tessera.worker.training.randomness import seed_everything
 from tessera.worker.training.setup import TrainingSetup
 from tessera.worker.training.trainer import Trainer
-from tests.support.tasks import ADAPTED, CPU, EACH_METHOD, VIT, images, subject_of
+from tests.support.tasks import ADAPTED, CPU, FEW_METHODS, VIT, images, subject_of
 
 Memory = Callable[[nn.Module, int], None]
 
@@ -171,7 +171,7 @@ def test_moments_are_allocated_before_the_first_step(settings: dict[str, Any], n
 PRIVATE = {"privacy": {"epsilon": 50.0, "delta": 1e-3, "clip_norm": 1.0}}
 
 
-@EACH_METHOD
+@FEW_METHODS
 def test_what_a_task_trained_with_is_gone_with_it(method: str) -> None:
     require_released(method)
 
