@@ -93,7 +93,8 @@ class _HeadOnly(CoordinatorHalf[Any]):
         found = {}
         for worker in cohort:
             plan = plans[worker.name]
-            asked = {LOCAL_STEPS: float(self.steps[worker.site])} if self.steps else {}
+            # A run's first plan is for a site that does not exist, to see what its method selects.
+            asked = {LOCAL_STEPS: float(self.steps.get(worker.site, 1))} if self.steps else {}
             update = {"train": roles("head"), "upload": roles("head"), "scalars": {**plan.scalars, **asked}}
             found[worker.name] = plan.model_copy(update=update)
         return found
