@@ -42,7 +42,7 @@ UPDATE_BYTES = 50_000_000
     ],
     ids=["mean", "adam", "median"],
 )
-def test_merging_eight_updates_of_100_mb_takes_under_300_mib(
+def test_merging_eight_updates_of_50_mb_takes_under_300_mib(
     live: CoordinatorProcess, optimizer: OptimizerRule, robust: RobustRule, moved: float
 ) -> None:
     # One block of the whole size, which is the worst case.
