@@ -148,7 +148,10 @@ class CoordinatorHalf(Generic[C]):
         return state
 
     def plan(self, state: State, cohort: Sequence[Participant], rng: Random) -> Mapping[str, Plan]:
-        """Return a plan for each worker of the cohort, by name. The run ends if there are none."""
+        """Return a plan for each worker of the cohort, by name. The run ends if there are none.
+
+        The creation of a run calls this once for a worker that does not exist, to check the selectors.
+        """
         return {worker.name: self.plan_for(state, worker) for worker in cohort}
 
     def plan_for(self, state: State, worker: Participant) -> Plan:

@@ -68,7 +68,7 @@ def test_values_that_cannot_be_read_are_left_out(tmp_path: Path) -> None:
     assert (told.gpu_memory_bytes, told.gpu_use, told.disk_free_bytes) == (None, None, None)
 
 
-def test_several_gpus_are_told_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_values_of_several_gpus_are_reported_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # In place of the driver of a machine with two.
     gpus = [torch.device("cuda:0"), torch.device("cuda:1")]
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda gpu: f"A100 {gpu.index}")
@@ -76,7 +76,7 @@ def test_several_gpus_are_told_together(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.cuda, "device_memory_used", {gpus[0]: 10, gpus[1]: 30}.__getitem__)
     monkeypatch.setattr(torch.cuda, "utilization", {gpus[0]: 100, gpus[1]: 50}.__getitem__)
     live = LiveMonitor(gpus, tmp_path, shares_log=False)
-    told = live.sample(private_task().model_copy(update={"privacy": None}), Report())
-    assert (told.gpu_name, told.gpu_memory_bytes, told.gpu_memory_used_bytes, told.gpu_use) == (
+    values = live.sample(private_task().model_copy(update={"privacy": None}), Report())
+    assert (values.gpu_name, values.gpu_memory_bytes, values.gpu_memory_used_bytes, values.gpu_use) == (
         "2 x A100 0", 160, 40, 0.75,
     )  # fmt: skip

@@ -141,7 +141,7 @@ def test_a_round_opens_again_however_long_ago_the_version_before_the_last_was_ma
         clock.advance(2 * 86_400)
         assert live.services.retention.collect().versions
         live.services.retention.collect()
-        # Nobody was there for two days, and the round was abandoned.
+        # No worker came for two days, and the conductor abandoned the round.
         for site in ring.sites:
             site.worker.enrol()
         until(lambda: ring.admin.round(ring.run.id, 4).attempt == 2 or ring.now().state == "paused")

@@ -312,8 +312,8 @@ def test_runs_are_compared_side_by_side(coordinator: LiveCoordinator, viewer: Pe
     first, client = worked(coordinator), coordinator.client()
     second = start_run(client, MODEL, values(MODEL), name="wards", rounds=7, dataset="none").id
     shown = viewer.http.get(f"/page/runs/compare?run={first}&run={second}&x=bytes").text
-    for told in (f"wards<wbr> ({first[:8]})", "Accuracy 0.75", "not measured", "<code>rounds</code>", "Best score"):
-        assert told.replace("<wbr>", "") in shown.replace("<wbr>", ""), told
+    for text in (f"wards<wbr> ({first[:8]})", "Accuracy 0.75", "not measured", "<code>rounds</code>", "Best score"):
+        assert text.replace("<wbr>", "") in shown.replace("<wbr>", ""), text
     settings = re.findall(r"<th scope=\"row\"><code>(\S+)</code>", shown.replace("<wbr>", ""))
     assert {"rounds", "dataset", "method.name", "method.settings.warmup_rounds"} <= {*settings}
     assert "seed" not in settings
@@ -638,20 +638,20 @@ def test_progress_becomes_a_forecast_on_the_page(coordinator: LiveCoordinator, v
 
 
 @pytest.mark.parametrize(
-    ("told", "shown"),
+    ("reported", "shown"),
     [
         ({"phase": "training", "steps": 10}, "training step 0 of 10"),
         ({"phase": "fetching", "total_bytes": 2000}, "fetching 0 B of 2"),
     ],
 )
 def test_progress_without_its_first_half_takes_no_page_down(
-    coordinator: LiveCoordinator, viewer: Person, told: dict[str, object], shown: str
+    coordinator: LiveCoordinator, viewer: Person, reported: dict[str, object], shown: str
 ) -> None:
     worker = ScriptedWorker(coordinator.client("site", "a"))
     worker.enrol()
     run = start_run(coordinator.client(), MODEL, values(MODEL))
     task = worker.take()
-    worker.client.heartbeat(task.id, task.token, Progress.model_validate(told))
+    worker.client.heartbeat(task.id, task.token, Progress.model_validate(reported))
     for path in ("/", f"/runs/{run.id}", f"/runs/{run.id}/rounds/1"):
         answer = viewer.http.get(f"/page{path}")
         assert answer.status_code == 200, path

@@ -318,8 +318,8 @@ def test_clients_that_come_at_once_share_one_reader(
         feed.notify()
         return await asyncio.gather(*map(anext, streams))
 
-    told = asyncio.run(events())
-    assert [event.count(b"happens") for event in told] == [1] * 8
+    received = asyncio.run(events())
+    assert [event.count(b"happens") for event in received] == [1] * 8
 
 
 def test_nobody_looks_while_nobody_listens(coordinator: LiveCoordinator) -> None:

@@ -259,7 +259,7 @@ def test_an_enrolment_token_admits_a_worker_that_waits_for_an_administrator(coor
     assert (asked.id, asked.state, asked.site) == (waiting.id, "approved", "north")
     assert admitted(coordinator, secret)
     assert list(coordinator.client().enrolments()) == []
-    # The process that asked first is told so too, and the token is used up.
+    # The first process learns of it too, and the token is used up.
     assert asking(coordinator, secret).enrolment(waiting.id).state == "approved"
     with refusing("unauthenticated", "used up"):
         asking(coordinator, token).ask_to_join(spec(new_secret("site")))
