@@ -154,6 +154,11 @@ class Federation:
         found = {name: int(float(value)) for name, value in _COUNTER.findall(answer.text)}
         return Moved(found["received"], found["sent"])
 
+    def moved_in(self, run: Run) -> Moved:
+        """Return the bytes of a run's rounds after the first, as their tasks have them."""
+        tasks = [task for each in self.admin.rounds(run.id) if each.number > 1 for task in each.tasks]
+        return Moved(sum(task.upload_bytes for task in tasks), sum(task.download_bytes for task in tasks))
+
     def begin(
         self, model: InitialModel, rounds: int, cohort: int, method: Mapping[str, Any] | None = None, **spec: Any
     ) -> Run:
