@@ -1,8 +1,8 @@
-"""Every method side by side on small tasks, over several seeds: `python -m benchmarks.results digits`.
+"""Every method side by side on scikit-learn's digits, over several seeds: `python -m benchmarks.results`.
 
-Same data, rounds and local training for each arm; nothing was tuned for any of them. Each seed draws its own split,
-first weights and local dice. Printed are the mean and the standard deviation over the seeds, and those of the paired
-differences from the task's first arm. All runs are simulated, which gives the bits that HTTP would give.
+All arms have the same data, rounds and local training; none was tuned. Each seed determines its own split, initial
+weights and local randomness. The command prints the mean and the standard deviation over the seeds, and those of the
+paired differences from the first arm. All runs are simulated, which gives the same bits as HTTP.
 """
 
 from __future__ import annotations
@@ -10,213 +10,168 @@ from __future__ import annotations
 import argparse
 import csv
 import os
-import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
+from contextlib import redirect_stdout
+from dataclasses import dataclass, field
+from io import StringIO
 from pathlib import Path
 from statistics import fmean, stdev
+from typing import Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.arms import Arm, Task
-from benchmarks.fusing import FIGURES, attention_figures
-from benchmarks.tasks import TASKS
+from benchmarks.pooled import pooled
 from tessera.shared.metrics.site_spread import PERSONAL
 from tessera.shared.updates.model_folder import ModelFolder
-from tessera.worker.data.dataset import Dataset
+from tessera.worker.cli.model import init
+from tessera.worker.data.partition.division import divide, hold_out, key_of_seed
+from tessera.worker.data.partition.schemes import Dirichlet
+from tessera.worker.data.registry import load
 from tessera.worker.simulation import Conditions, Result, simulate
 
-QUICK_ROUNDS = 2
-
+VIT = Path(__file__).parents[1] / "examples" / "digits" / "vit.json"
+SITES = 8
+HELD_OUT = 0.25
+ROUNDS, QUICK_ROUNDS = 12, 2
+TRAINING: Mapping[str, Any] = {"epochs": 2, "batch_size": 32, "optimizer": "adamw", "learning_rate": 5e-4}
 
 Figures = dict[str, float]
-
-
-def made(task: Task, model: str, seed: int, folder: Path) -> Path:
-    """The model folder of a seed, which the arms share. It is made when it is not there yet."""
-    place = folder / f"{model}-{seed}"
-    if not place.exists():
-        place.mkdir()
-        options = task.models(model, seed, place)
-        command = [
-            sys.executable,
-            "-m",
-            "tessera.shared.cli",
-            "model",
-            "init",
-            str(place / "model"),
-            "--seed",
-            str(seed),
-        ]
-        subprocess.run([*command, *options], check=True, capture_output=True)
-    return place / "model"
-
-
-def measured(task: Task, arm: Arm, seed: int, rounds: int, model: Path) -> Figures:
-    """Runs one arm with one seed."""
-    sites = task.sites(seed)
-    if arm.central:
-        sites = {"all": joined(sites)}
-    evaluation = {"dataset": "test", "sites": not arm.spec.get("privacy"), "every": rounds}
-    spec = {
-        "name": "results",
-        "seed": seed,
-        "rounds": rounds,
-        "evaluation": evaluation,
-        **arm.spec,
-        "method": {"name": arm.method, "settings": dict(arm.settings)},
-        "training": {**task.training, **arm.spec.get("training", {})},
-    }
-    start = ModelFolder.open(model)
-    result = simulate(
-        spec,
-        start,
-        sites,
-        test=task.test(),
-        conditions=Conditions(threads=1),
-    )
-    return {**figures(result, len(sites)), **attention_figures(result, start, sorted(sites))}
-
-
-def joined(sites: Mapping[str, Dataset]) -> Dataset:
-    """All sites' examples in one place, and all that they hold out."""
-    parts = [site for _, site in sorted(sites.items())]
-    held = [part.held_out for part in parts if part.held_out]
-    return _together(parts, _together(held, None) if held else None)
-
-
-def _together(parts: Sequence[Dataset], held_out: Dataset | None) -> Dataset:
-    names = parts[0].tensors
-    tensors = {name: torch.cat([part.tensors[name] for part in parts]) for name in names}
-    return Dataset(tensors, parts[0].common, held_out)
-
-
-def figures(result: Result, sites: int) -> Figures:
-    """What the last version came to, and what moved: megabytes a site and round, both ways."""
-    last = [each for each in result.measurements if each.version == result.versions[-1].number]
-    found: Figures = {}
-    own = []
-    for measurement in last:
-        metrics = measurement.metrics
-        if not measurement.held_out:
-            found["test accuracy"] = 100 * metrics["accuracy"]
-        else:
-            own.append(100 * metrics.get(f"{PERSONAL}accuracy", metrics["accuracy"]))
-    if own:
-        found |= {"sites' mean": fmean(own), "worst site": min(own)}
-    outcomes = result.outcomes
-    found["kB up"] = sum(outcome.upload_bytes for outcome in outcomes) / 1e3 / sites / len(outcomes)
-    found["kB down"] = (
-        sum(outcome.download_bytes - outcome.evaluation_bytes for outcome in outcomes) / 1e3 / sites / len(outcomes)
-    )
-    return found
-
-
-# ---------------------------------------------------------------- printing
-
-
 Runs = Mapping[tuple[str, int], Figures]
 COLUMNS = ("test accuracy", "sites' mean", "worst site", "kB up", "kB down")
 
 
-def table(task: Task, seeds: Sequence[int], runs: Runs) -> Table:
-    """A row an arm: mean and standard deviation of each figure over the seeds, and the paired difference."""
-    shown = Table(title=f"{task.name}, seeds {', '.join(map(str, seeds))}", title_justify="left")
+@dataclass(frozen=True)
+class Arm:
+    """One way to train."""
+
+    name: str
+    method: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    spec: Mapping[str, Any] = field(default_factory=dict)
+    """What differs in the run's spec."""
+    central: bool = False
+    """Whether one site holds all data."""
+
+
+ARMS = {
+    arm.name: arm
+    for arm in (
+        Arm("fedavg", "fedavg"),
+        Arm("centralised", "fedavg", central=True),
+        Arm("fedprox", "fedprox", {"mu": 0.01}),
+        Arm("fednova", "fednova"),
+        Arm("moon", "moon"),
+        Arm("fedavg + server momentum", "fedavg", spec={"server_optimizer": {"kind": "sgd", "momentum": 0.9}}),
+        Arm("fedavg + server adam", "fedavg", spec={"server_optimizer": {"kind": "adam", "learning_rate": 0.01}}),
+        Arm("fedavg, int8", "fedavg", spec={"codec": "delta+int8"}),
+        Arm("fedavg, int8 both ways", "fedavg", spec={"codec": "delta+int8", "download_codec": "int8"}),
+        Arm("fedavg, top 5 % with feedback", "fedavg", spec={"codec": "delta+topk=0.05+shuffle+zstd"}),
+        Arm("local only", "local"),
+        Arm("fedper", "fedper"),
+        Arm("fedrep", "fedrep"),
+        Arm("fedbabu", "fedbabu"),
+        Arm("fedbn", "fedbn"),
+        Arm("ditto", "ditto"),
+    )
+}
+FIRST = "fedavg"
+"""The arm that the others are compared with."""
+
+
+def measured(name: str, seed: int, rounds: int) -> Figures:
+    """Run one arm with one seed."""
+    arm = ARMS[name]
+    parts = divide(load("digits", {}), Dirichlet(scheme="dirichlet", count=SITES, alpha=0.3, seed=seed))
+    held_out = [hold_out(part, HELD_OUT, key_of_seed(seed)) for part in parts]
+    sites = {"all": pooled(held_out)} if arm.central else {f"site-{i:02}": part for i, part in enumerate(held_out)}
+    spec = {
+        "name": "results",
+        "seed": seed,
+        "rounds": rounds,
+        "evaluation": {"dataset": "test", "sites": True, "every": rounds},
+        "method": {"name": arm.method, "settings": dict(arm.settings)},
+        "training": TRAINING,
+        **arm.spec,
+    }
+    with tempfile.TemporaryDirectory() as folder, redirect_stdout(StringIO()):
+        model = Path(folder) / "model"
+        init(model, config=str(VIT), head="image-classification", pretrained=False, seed=seed)
+        test = load("digits", {"split": "test"})
+        result = simulate(spec, ModelFolder.open(model), sites, test=test, conditions=Conditions(threads=1))
+        return figures(result, len(sites))
+
+
+def figures(result: Result, sites: int) -> Figures:
+    """Return the last version's accuracy in percent, and the kilobytes of a site and round, up and down."""
+    own, found = [], Figures()
+    for measurement in result.measurements:
+        if measurement.version != result.versions[-1].number:
+            continue
+        metrics = measurement.metrics
+        if measurement.held_out:
+            own.append(100 * metrics.get(f"{PERSONAL}accuracy", metrics["accuracy"]))
+        else:
+            found["test accuracy"] = 100 * metrics["accuracy"]
+    outcomes, tasks = result.outcomes, sites * len(result.outcomes)
+    return {
+        **found,
+        "sites' mean": fmean(own),
+        "worst site": min(own),
+        "kB up": sum(each.upload_bytes for each in outcomes) / 1e3 / tasks,
+        "kB down": sum(each.download_bytes - each.evaluation_bytes for each in outcomes) / 1e3 / tasks,
+    }
+
+
+def table(arms: Sequence[str], seeds: Sequence[int], runs: Runs) -> Table:
+    """Return a row for each arm: mean and standard deviation of each figure, and the paired difference."""
+    shown = Table(title=f"digits, seeds {', '.join(map(str, seeds))}", title_justify="left")
     for name in ("arm", *COLUMNS, "test, paired", "sites, paired"):
         shown.add_column(name, justify="left" if name == "arm" else "right")
-    first = task.arms[0].name
-    for arm in task.arms:
-        of_arm = [runs[arm.name, seed] for seed in seeds]
-        cells = [_spread([figures[name] for figures in of_arm if name in figures]) for name in COLUMNS]
+    for arm in arms:
+        cells = [_spread([runs[arm, seed][name] for seed in seeds]) for name in COLUMNS]
         paired = [
-            _spread(
-                [runs[arm.name, s][name] - runs[first, s][name] for s in seeds if name in runs[arm.name, s]],
-                sign=True,
-            )
-            for name in COLUMNS[:2]
+            _spread([runs[arm, seed][name] - runs[FIRST, seed][name] for seed in seeds], "+") for name in COLUMNS[:2]
         ]
-        shown.add_row(arm.name, *cells, *(paired if arm.name != first else ("", "")))
+        shown.add_row(arm, *cells, *(paired if arm != FIRST else ("", "")))
     return shown
 
 
-def attention_table(task: Task, seeds: Sequence[int], runs: Runs) -> Table | None:
-    """A row for each tower of an arm that fuses prompts by attention; None if no arm does."""
-    shown = Table(title=f"{task.name}: what attention adds (A) to global prompts (G)", title_justify="left")
-    for name in ("arm", "tower", *FIGURES):
-        shown.add_column(name, justify="left" if name in ("arm", "tower") else "right")
-    for arm in task.arms:
-        for tower in ("vision", "text"):
-            of_arm = [runs[arm.name, seed] for seed in seeds if f"{tower} {FIGURES[0]}" in runs[arm.name, seed]]
-            if of_arm:
-                cells = [_spread([each[f"{tower} {name}"] for each in of_arm], digits=2) for name in FIGURES]
-                shown.add_row(arm.name, tower, *cells)
-    return shown if shown.row_count else None
+def _spread(values: Sequence[float], sign: str = "") -> str:
+    return f"{fmean(values):{sign}.1f}" + (f" ± {stdev(values):.1f}" if len(values) > 1 else "")
 
 
-def _spread(values: Sequence[float], *, sign: bool = False, digits: int = 1) -> str:
-    if not values:
-        return "-"
-    plus = "+" if sign else ""
-    spread = f" ± {stdev(values):.{digits}f}" if len(values) > 1 else ""
-    return f"{fmean(values):{plus}.{digits}f}{spread}"
-
-
-def write_csv(path: Path, task: str, runs: Runs) -> None:
+def write_csv(path: Path, runs: Runs) -> None:
     with path.open("w", newline="") as file:
         rows = csv.writer(file)
-        rows.writerow(("task", "arm", "seed", "figure", "value"))
-        for (arm, seed), figures in sorted(runs.items()):
-            rows.writerows((task, arm, seed, name, f"{value:.4f}") for name, value in figures.items())
-
-
-def chosen(task: Task, names: Iterable[str]) -> Task:
-    """The task with those arms alone whose names contain one of `names`, and the one to compare with."""
-    wanted = tuple(names)
-    kept = [arm for arm in task.arms[1:] if not wanted or any(name in arm.name for name in wanted)]
-    return replace(task, arms=(task.arms[0], *kept))
+        rows.writerow(("arm", "seed", "figure", "value"))
+        for (arm, seed), found in sorted(runs.items()):
+            rows.writerows((arm, seed, name, f"{value:.4f}") for name, value in found.items())
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
-    parser.add_argument("task", choices=sorted(TASKS))
     parser.add_argument("--seeds", default="0,1,2")
-    parser.add_argument("--arms", nargs="*", default=[], help="parts of the names of the arms to run")
+    parser.add_argument("--arms", nargs="*", default=[""], help="parts of the names of the arms to run")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="runs at a time, of one thread each")
     parser.add_argument("--quick", action="store_true", help=f"{QUICK_ROUNDS} rounds: to see that it works")
     parser.add_argument("--csv", type=Path)
     given = parser.parse_args()
-    task = chosen(TASKS[given.task], given.arms)
+    arms = [arm for arm in ARMS if arm == FIRST or any(part in arm for part in given.arms)]
     seeds = [int(seed) for seed in given.seeds.split(",")]
-    rounds = QUICK_ROUNDS if given.quick else task.rounds
-    wanted = [(arm, seed) for seed in seeds for arm in task.arms]
-    with tempfile.TemporaryDirectory() as name, ProcessPoolExecutor(given.jobs) as pool:
-        # The task itself holds functions, which do not travel between processes; its name does.
-        futures = {
-            (arm.name, seed): pool.submit(
-                _one, given.task, arm.name, seed, rounds, made(task, arm.model, seed, Path(name))
-            )
-            for arm, seed in wanted
-        }
+    rounds = QUICK_ROUNDS if given.quick else ROUNDS
+    with ProcessPoolExecutor(given.jobs) as pool:
+        futures = {(arm, seed): pool.submit(measured, arm, seed, rounds) for seed in seeds for arm in arms}
         runs = {}
         for key, future in futures.items():
             runs[key] = future.result()
             print(*key, {name: round(value, 1) for name, value in runs[key].items()}, file=sys.stderr, flush=True)
-    console = Console(width=140)
-    console.print(table(task, seeds, runs))
-    if attention := attention_table(task, seeds, runs):
-        console.print(attention)
+    Console(width=140).print(table(arms, seeds, runs))
     if given.csv:
-        write_csv(given.csv, given.task, runs)
-
-
-def _one(task: str, arm: str, seed: int, rounds: int, model: Path) -> Figures:
-    wanted = next(each for each in TASKS[task].arms if each.name == arm)
-    return measured(TASKS[task], wanted, seed, rounds, model)
+        write_csv(given.csv, runs)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from benchmarks.evidence.plan import SITES, Arm, Away, Job, Plan, Setting, Table
 from benchmarks.evidence.pool import Figures
 from benchmarks.evidence.scores import ROUNDED, Part, at_sites, majority, measured, zero_shot
 from benchmarks.evidence.selections import selections
-from benchmarks.results import joined
+from benchmarks.pooled import pooled
 from tessera.shared.api.tasks import TaskView
 from tessera.shared.client.round_outcomes import Outcome
 from tessera.shared.methods.fedfrozen import DISAGREEMENT, FROZEN_FROM, MOVEMENT
@@ -153,7 +153,7 @@ def run(plan: Plan, job: Job, prepared: Path, out: Path, device: str) -> Figures
     outcomes: list[Outcome] = []
     try:
         sites = federation.tuning() if tunes else federation.sites
-        trained = {ALL_SITES: joined(sites)} if arm.central else sites
+        trained = {ALL_SITES: pooled([sites[name] for name in sorted(sites)])} if arm.central else sites
         model = start(kind, prepared, job.seed, arm.model, options, out / "models" / table.federation)
         before = {name: zero_shot(model, data, device) for name, data in parts.items()}
         figures["zero_shot"] = [{"part": name, **scores} for name, scores in before.items() if scores]
@@ -230,12 +230,8 @@ def _parts(federation: Federation) -> dict[str, Dataset]:
     """Return the test parts by name. That of the sites has the examples of all of them."""
     return {
         **federation.tests,
-        SITES: _together([data.held_out for data in federation.sites.values() if data.held_out]),
+        SITES: pooled([data.held_out for data in federation.sites.values() if data.held_out]),
     }
-
-
-def _together(parts: Sequence[Dataset]) -> Dataset:
-    return joined({str(place): part for place, part in enumerate(parts)})
 
 
 def _moved(result: Result) -> dict[str, Any]:
@@ -302,8 +298,8 @@ def scores_of(
         return rows
     size = table.curve_examples
     if tunes:
-        pooled = Part(VALIDATION, _together(list(federation.validation.values())), final, (), size)
-        return measured(result, model, [pooled], device)
+        whole = Part(VALIDATION, pooled(list(federation.validation.values())), final, (), size)
+        return measured(result, model, [whole], device)
     # A curve on every part would take as long as the training.
     parts = [
         Part(name, data, final, every if name == table.part else (), size) for name, data in federation.tests.items()

@@ -18,8 +18,8 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import logging
 
-from benchmarks.pairs import NAMES, WORDS, pairs, pretrained
 from examples.federation import Federation, Holding
+from examples.pairs.data import NAMES, WORDS, pairs, pretrained
 from examples.staging import parser, play, run_through
 from tessera.shared.cli.render import output
 from tessera.shared.updates.model_folder import ModelFolder

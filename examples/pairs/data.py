@@ -45,7 +45,7 @@ def class_names() -> dict[str, torch.Tensor]:
 
 
 def pairs() -> tuple[Dataset, Dataset, Dataset]:
-    """What the model is pre-trained on, what the sites share, and the test part."""
+    """Return what the model is pre-trained on, what the sites share, and the test part."""
     train, test = (load("digits", {"split": split}) for split in ("train", "test"))
     order = torch.randperm(train.examples, generator=torch.Generator().manual_seed(0))
     cut = int(train.examples * PRETRAINED_SHARE)
@@ -55,7 +55,7 @@ def pairs() -> tuple[Dataset, Dataset, Dataset]:
 
 
 def pretrained(folder: Path, seed: int) -> None:
-    """Trains the CLIP and saves it as transformers does."""
+    """Train the CLIP and save it as transformers does."""
     torch.manual_seed(seed)
     model = CLIPModel(CLIPConfig.from_dict(CONFIG))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
