@@ -67,7 +67,7 @@ notebook: install ## execute examples/notebook.ipynb on a federation of two site
 
 # Side by side, one more than there are cores, since tests also wait, and at most four; each computes in one thread.
 # Thousands of processes are started, each of which would compile what no other may write down.
-test: install ## run every test
+test: install ## run every test but the long ones
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(SIDE_BY_SIDE) --dist worksteal \
 	  --durations 40 --durations-min 3
 

@@ -49,6 +49,13 @@ def test_every_setting_of_the_coordinator_is_described_with_its_default(monkeypa
     assert shown == actual
 
 
+def test_every_limit_names_settings_that_exist() -> None:
+    cells = re.findall(r"^\|[^|]*\|([^|]*)\|", text("docs/operating/limits.md"), re.MULTILINE)
+    named = re.findall(r"`([A-Z_]+)`", "".join(cells))
+    assert "REQUEST_BURST" in named
+    assert [name for name in named if name.lower() not in CoordinatorSettings.model_fields] == []
+
+
 def unmarked(cell: str) -> str:
     """The text of a table's cell, without links and code marks."""
     return re.sub(r"\[([^]]+)\]\([^)]+\)", r"\1", cell).replace("`", "")
