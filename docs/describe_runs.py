@@ -89,19 +89,20 @@ the labels of the other examples into each gradient. There an example's loss is 
 classes, and by the number of its own labels; its gradient is then clipped, which bounds a rare class as any other.
 
 `[training.augmentation]` changes images at random while they train: by `crop`, `crop_padding`, the flips,
-`rand_augment`, and then the colours, in this order. Each image is changed by itself, by other draws in each pass, and
-alike for any number of loaders and devices. Evaluations, held-out images and scores of layers see the images as they
-are; fine-tuning for a personal evaluation is training. The changes are of the image as the data set's `size` or
-`processor` prepares it, so a crop enlarges fewer pixels. RandAugment has the operations and strengths of torchvision.
-On greyscale images `saturation` and `hue` change nothing. Leave flips out if left and right decide a class, or if
-the text of a class mentions them. Changes of colours need images of the kinds `images`, `imagetext` or `digits`, whose black
-and white are known. Workers need the extra `augmentation`; a worker without it is offered no such run.
+`rand_augment`, and then the colours, in this order. Each image is changed by itself, by other draws in each pass,
+and alike for any number of loaders and devices. Evaluations, held-out images and scores of layers see the images as
+they are; fine-tuning for a personal evaluation is training. The changes are of the image as the data set's `size`
+or `processor` prepares it, so a crop enlarges fewer pixels. RandAugment has the operations and strengths of
+torchvision. On greyscale images `saturation` and `hue` change nothing. Leave flips out if left and right decide a
+class, or if the text of a class mentions them. Changes of colours need images of the kinds `images`, `imagetext` or
+`digits`, whose black and white are known. Workers need the extra `augmentation`; a worker without it is offered no
+such run.
 
 With `keep_moments` a site continues each block with the moments of the last merged round in which it trained it.
 They stay in the site's vault, are removed with it, and take twice the size of the trained weights with `adamw`. A
 site that joins, and a block that trains for the first time, start with new ones. Fine-tuning for a personal
-evaluation always starts with new moments. FedNova refuses them with `sgd`. Under differential privacy they cost no more, since they
-derive from noisy gradients.
+evaluation always starts with new moments. FedNova refuses them with `sgd`. Under differential privacy they cost no
+more, since they derive from noisy gradients.
 """
 
 TABLES: tuple[tuple[str, type[BaseModel], str], ...] = (

@@ -7,6 +7,7 @@ worker did not send means 'no change' rather than zero, and a block that no work
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
+from tessera.shared.model.blocks import is_statistic
 from tessera.shared.tensors.lazy import Tensor, mean_step
 
 Normalization = Literal["participants", "cohort", "inverse-probability"]
@@ -26,7 +27,8 @@ def average(
     random denominator. `cohort` divides by the weights of all senders: linear and of bounded sensitivity, damped by
     the share that sent. `inverse-probability` divides by the weights of all senders times the block's `inclusion`
     (Horvitz and Thompson 1952): over random selections with that probability, the expected step is that of a round in
-    which all workers send the block. If all workers send all blocks, the three agree.
+    which all workers send the block. Running statistics are averaged by `participants` then. If all workers send all
+    blocks, the three agree.
 
     Raises ValueError for an inclusion that is not in (0, 1], of a block that was sent.
     """
@@ -39,7 +41,8 @@ def average(
             case "cohort":
                 return accepted
             case "inverse-probability":
-                return accepted * _probability(name, inclusion(name))
+                chance = _probability(name, inclusion(name))
+                return None if is_statistic(name) else accepted * chance
 
     sent = {name: [(weight, blocks[name]) for weight, blocks in senders if name in blocks] for name in model}
     return {name: mean_step(model[name], those, whole(name)) for name, those in sent.items() if those}

@@ -41,6 +41,7 @@ from tessera.shared.methods.base import (
     WorkerHalf,
 )
 from tessera.shared.methods.population import PopulationCoordinator, PopulationSettings, SitePopulation, scaled_sum
+from tessera.shared.model.blocks import is_statistic
 from tessera.shared.model.selectors import Selector
 from tessera.shared.tensors.lazy import Array, Computed, Derived
 
@@ -84,7 +85,7 @@ class FedDynCoordinator(PopulationCoordinator[FedDynSettings]):
         )
         merged = super().merge(state, self.counted(updates))
         model = dict(merged.model)
-        for name in {name for update in updates for name in update.blocks}:
+        for name in {name for update in updates for name in update.blocks if not is_statistic(name)}:
             mean, base = model[name], state.model[name]
             exact = replace(mean, dtype="F64") if isinstance(mean, Derived) else mean
             add = partial(scaled_sum, 1 / self.settings.alpha)

@@ -35,6 +35,7 @@ from tessera.shared.methods.base import (
     Update,
     WorkerHalf,
 )
+from tessera.shared.model.blocks import is_statistic
 from tessera.shared.model.selectors import Selector
 from tessera.shared.run_settings import Training
 from tessera.shared.schedule import local_steps, rate_factors, require_summable
@@ -126,7 +127,10 @@ class FedNovaCoordinator(CoordinatorHalf[MethodSettings]):
         limit, norm = self.run.max_update_norm, update.metrics.get(UPDATE_NORM)
         if limit is not None and norm:
             factor = min(factor, limit / norm)
-        blocks = {name: Stretched(state.model[name], tensor, factor) for name, tensor in update.blocks.items()}
+        blocks = {
+            name: tensor if is_statistic(name) else Stretched(state.model[name], tensor, factor)
+            for name, tensor in update.blocks.items()
+        }
         return replace(update, blocks=blocks)
 
     def check_robust(self) -> None:

@@ -29,6 +29,7 @@ from tessera.shared.methods.base import (
     UnsupportedRun,
 )
 from tessera.shared.methods.registry import UnknownMethod, check, coordinator_half, settings_type
+from tessera.shared.model.blocks import is_statistic
 from tessera.shared.model.selectors import SelectorError
 from tessera.shared.model.spec import Model
 from tessera.shared.model.training_faults import training_faults
@@ -91,6 +92,8 @@ def begun(spec: RunSpec, model: Model, first: State) -> State:
         _check_trained(model, plans)
         if spec.secure_sums:
             _check_summed(model, plans)
+        if spec.client_privacy:
+            _check_noisy(model, plans)
     except UnsupportedRun as fault:
         raise Invalid("the method cannot do this run", errors=[Fault(pointer="/method", detail=str(fault))]) from None
     except SelectorError as fault:
@@ -164,6 +167,17 @@ def _check_summed(model: Model, plans: Iterable[Plan]) -> None:
     """Raise UnsupportedRun if the first round has nothing to sum."""
     if not any(plan.upload.resolve(model.blocks) for plan in plans):
         raise UnsupportedRun("the method sends no blocks, of which secure_sums could be taken: leave it out")
+
+
+def _check_noisy(model: Model, plans: Sequence[Plan]) -> None:
+    """Raise UnsupportedRun if the first round would add noise to running statistics, which can make a variance
+    negative."""
+    sent = sorted(b.name for b in model.blocks if is_statistic(b.name) and any(p.upload.holds(b) for p in plans))
+    if sent:
+        raise UnsupportedRun(
+            f"client_privacy adds noise to all that is sent, which can make running statistics such as {sent[0]} "
+            "negative: choose fedbn, which keeps them at the sites, or a model with layer norms"
+        )
 
 
 def _check_trained(model: Model, plans: Sequence[Plan]) -> None:

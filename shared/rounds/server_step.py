@@ -8,6 +8,7 @@ import numpy as np
 
 from tessera.shared.aggregation.server_optimizer import PREFIX, OptimizerMoment, OptimizerRule
 from tessera.shared.methods.base import CoordinatorHalf, State, Update
+from tessera.shared.model.blocks import is_statistic
 from tessera.shared.tensors.dtypes import DType
 from tessera.shared.tensors.lazy import Array, Computed, Derived, SteppedTensor, Tensor
 
@@ -19,7 +20,8 @@ def merge(
     updates: Sequence[Update],
     release: Callable[[State, State], State] | None = None,
 ) -> State:
-    """Return a method's next state, with each block that its merge changed stepped by the optimizer instead.
+    """Return a method's next state, with each block that its merge changed stepped by the optimizer instead, but for
+    running statistics.
 
     The method sees nothing of the optimizer's memory. Raises ValueError if its own has names like that. `release`
     returns the state that the optimizer gets, from the last one and the method's.
@@ -34,7 +36,7 @@ def merge(
     model = dict(merged.model)
     if not optimizer.neutral:
         for name, tensor in merged.model.items():
-            if tensor is not state.model[name]:
+            if tensor is not state.model[name] and not is_statistic(name):
                 model[name], changed = _step(optimizer, name, state.model[name], tensor, moments)
                 moments |= changed
     return replace(merged, model=model, server_state={**merged.server_state, **moments})

@@ -16,6 +16,7 @@ from typing import BinaryIO
 import numpy as np
 
 from tessera.shared.hashing import derive_seed
+from tessera.shared.model.blocks import is_statistic
 from tessera.shared.tensors.dtypes import DType
 from tessera.shared.tensors.lazy import Array, Tensor, as_bytes, numel
 from tessera.shared.updates.codecs import pipeline
@@ -61,7 +62,7 @@ def rounded(before: Mapping[str, Tensor], after: Mapping[str, Tensor], seed: int
     found = dict(after)
     for name, moved in after.items():
         base = before[name]
-        if moved is not base and moved.dtype == "F32" and numel(moved) >= LEAST_ELEMENTS:
+        if moved is not base and moved.dtype == "F32" and numel(moved) >= LEAST_ELEMENTS and not is_statistic(name):
             found[name] = RoundedStep(base, moved, derive_seed(seed, "step", name))
     return found
 

@@ -11,7 +11,7 @@ from typing import BinaryIO, ClassVar, cast
 import numpy as np
 
 from tessera.shared.hashing import Hashing
-from tessera.shared.model.blocks import Block
+from tessera.shared.model.blocks import Block, is_statistic
 from tessera.shared.problems import Fault, InvalidUpdate
 from tessera.shared.tensors.dtypes import DType
 from tessera.shared.tensors.lazy import CHUNK, PIECE, Array, ArrayTensor, Steps, Tensor, chunk_counts, squares
@@ -75,7 +75,12 @@ class TrainedBlock:
 
 def codec_for(codec: str, change: TrainedBlock) -> str:
     """Return the stages of `codec` that are worthwhile for this block."""
-    return pipeline.worthwhile(pipeline.suited(codec, change.block), change)
+    return pipeline.worthwhile(_suited(codec, change.block), change)
+
+
+def _suited(codec: str, block: Block) -> str:
+    lossy = is_statistic(block.name) and not pipeline.parse(codec).lossless
+    return pipeline.LOSSLESS if lossy else pipeline.suited(codec, block)
 
 
 @dataclass(frozen=True)
@@ -210,7 +215,7 @@ def _alike(codec: str, changes: Sequence[TrainedBlock]) -> dict[tuple[str, DType
     for change in changes:
         block = change.block
         alone = "" if block.numel <= SMALL else block.name
-        groups.setdefault((pipeline.suited(codec, block), block.dtype, alone), []).append(change)
+        groups.setdefault((_suited(codec, block), block.dtype, alone), []).append(change)
     return groups
 
 

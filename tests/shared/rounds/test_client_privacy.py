@@ -17,7 +17,7 @@ from scipy.stats import kstest
 
 from tessera.shared.api.runs import Bounds, RunSpec
 from tessera.shared.api.versions import Manifest, VersionRef
-from tessera.shared.methods.base import UPDATE_NORM, Participant, Plan, State, UnsupportedRun
+from tessera.shared.methods.base import UPDATE_NORM, MethodSpec, Participant, Plan, State, UnsupportedRun
 from tessera.shared.methods.registry import coordinator_half, methods
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.selectors import Selector, roles
@@ -438,6 +438,18 @@ def test_a_run_whose_sums_have_no_room_for_the_noise_is_refused_with_the_remedy(
         assert "set cohort.size to fewer sites" in fault.detail
     few = spec(client_privacy=NOISY, rounds=400, **IN_SUMS)
     begun(few, adapted_model(30_000), State(0, {}))
+
+
+def test_a_run_that_would_add_noise_to_running_statistics_is_refused_with_the_remedy() -> None:
+    model = adapted_model()
+    variance = Block(tensor="bn.running_var", role="norm", shape=(4,), dtype="F32")
+    normalised = model.model_copy(update={"blocks": (*model.blocks, variance)})
+    run = spec(client_privacy=NOISY)
+    begun(run, model, State(0, {}))
+    with pytest.raises(Invalid) as refusal:
+        begun(run, normalised, State(0, {}))
+    assert "bn.running_var negative: choose fedbn" in refusal.value.errors[0].detail
+    begun(run.model_copy(update={"method": MethodSpec(name="fedbn")}), normalised, State(0, {}))
 
 
 @pytest.mark.parametrize(
