@@ -229,8 +229,11 @@ class Release:
         count = sum(0.5 if norm <= clip else -0.5 for norm in norms)
         deviation = multiplier / (2 * math.sqrt(self._count_share))
         noise = deviation * NoiseSource(derived_key(self.key, "count")).normal(1)
-        within = float(_on_grid(count + noise, grid_of(deviation))[0]) / self.divisor + 0.5
-        return next_clip(clip, within, self.terms.clip_quantile)
+        # The number that came is public. With another divisor the norm would settle at another quantile, or nowhere;
+        # with theirs alone, few updates would carry much noise.
+        came, most = len(norms), max(self.divisor, len(norms))
+        within = float(_on_grid(count + noise, grid_of(deviation))[0]) / most + 0.5
+        return next_clip(clip, within, 0.5 + (self.terms.clip_quantile - 0.5) * came / most)
 
     @property
     def _count_share(self) -> float:

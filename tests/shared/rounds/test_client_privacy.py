@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import pickle
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from io import BytesIO
 from pathlib import Path
@@ -17,7 +18,7 @@ from scipy.stats import kstest
 
 from tessera.shared.api.runs import Bounds, RunSpec
 from tessera.shared.api.versions import Manifest, VersionRef
-from tessera.shared.methods.base import UPDATE_NORM, MethodSpec, Participant, Plan, State, UnsupportedRun
+from tessera.shared.methods.base import UPDATE_NORM, MethodSpec, Participant, Plan, State, UnsupportedRun, Update
 from tessera.shared.methods.registry import coordinator_half, methods
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.selectors import Selector, roles
@@ -31,6 +32,7 @@ from tessera.shared.rounds.client_privacy import (
     EPSILON,
     NOISE,
     Noise,
+    Release,
     SummedRelease,
     next_clip,
     noise_share,
@@ -341,6 +343,21 @@ def test_the_clip_norm_goes_to_the_quantile(quantile: float) -> None:
     for _ in range(400):
         clip = next_clip(clip, float((norms <= clip).mean()), quantile)
     assert clip == pytest.approx(np.quantile(norms, quantile), rel=0.02)
+
+
+@pytest.mark.parametrize("came", [SITES // 2, SITES, 4 * SITES])
+@pytest.mark.parametrize("quantile", [0.25, 0.75])
+def test_it_goes_there_for_any_number_of_updates(quantile: float, came: int) -> None:
+    terms = ClientPrivacy.model_validate({**ADAPTIVE, "clip_quantile": quantile})
+    norms = np.linspace(1.0, 3.0, came)
+    updates = [Update(str(norm), 1, {}, {UPDATE_NORM: float(norm)}) for norm in norms]
+    state = State(0, {}, scalars={CLIP_NORM: CLIP, NOISE: 0.05})
+    for number in range(200):
+        release = Release(terms, SITES, (), (), updates, simulated_key(0, number))
+        state = release(state, replace(state, round=number + 1))
+    share = np.mean(norms <= state.scalars[CLIP_NORM])
+    assert abs(share - quantile) <= 1 / came
+    assert 0.95 < state.scalars[CLIP_NORM] < 3.15
 
 
 def test_the_clip_norm_moves_by_a_bounded_factor_whatever_the_noise_says() -> None:
