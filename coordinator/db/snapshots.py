@@ -20,7 +20,6 @@ from tessera.coordinator.domain.snapshot import PendingEvaluation, RoundSnapshot
 from tessera.coordinator.domain.workers import LiveWorker, ids, sites_of
 from tessera.shared.api.runs import RunSpec
 from tessera.shared.methods.registry import sticky
-from tessera.shared.schema import ACCEPTED
 
 MAX_UNEVALUATED = 16
 
@@ -141,7 +140,8 @@ def remembering(session: Session, run_id: str, willing: Sequence[LiveWorker]) ->
         select(TaskRow.worker_id, func.max(TaskRow.version_number) + 1)
         .join_from(TaskRow, WorkerRow)
         .join(SiteRow)
-        .where(TaskRow.run_id == run_id, TaskRow.kind == "train", TaskRow.state.in_(ACCEPTED))
+        # What was left out changed no vault.
+        .where(TaskRow.run_id == run_id, TaskRow.kind == "train", TaskRow.state.in_(("accepted", "merged")))
         .where(SiteRow.name.in_(crowded))
         .group_by(TaskRow.worker_id)
     )

@@ -27,12 +27,10 @@ HEAD = START["head.weight"]
 HONEST = "abcd"
 _names = itertools.count()
 
-PortInUseError = list[tuple[ScriptedWorker, Task]]
+Taken = list[tuple[ScriptedWorker, Task]]
 
 
-def begun(
-    live: LiveCoordinator, examples: Sequence[tuple[str, int]], **spec: Any
-) -> tuple[Client, Run, PortInUseError]:
+def begun(live: LiveCoordinator, examples: Sequence[tuple[str, int]], **spec: Any) -> tuple[Client, Run, Taken]:
     """A run among workers that are given by their sites' names and by what they declare, and the tasks of those that
     got one. A site's workers share its token."""
     client, dataset = live.client(), f"data{next(_names)}"
@@ -147,6 +145,34 @@ def test_the_worker_that_did_the_last_round_does_the_next_while_it_is_live(stand
         for worker in workers.values():
             worker.train(worker.take())
         until(lambda: client.run(run.id).version.number == number)  # noqa: B023
+
+
+def test_an_update_that_was_left_out_does_not_make_its_worker_the_one_of_its_site(tmp_path: Path) -> None:
+    clock = Clock()
+    with LiveCoordinator(tmp_path, clock=clock) as live:
+        client, site = live.client(), live.client("site", "a")
+        first, second = (ScriptedWorker(site, name=name) for name in ("first", "second"))
+        other = ScriptedWorker(live.client("site", "b"), name="other")
+        for worker in (first, other):
+            worker.enrol()
+        run = start_run(client, MODEL, START, rounds=3, cohort=Cohort(quorum=2, deadline_seconds=30))
+        tasks = [worker.take() for worker in (first, other)]
+        # So that no round opens before the first worker is away.
+        client.set_run_state(run.id, "paused")
+        for worker, task in zip((first, other), tasks, strict=True):
+            worker.train(task)
+        until(lambda: client.run(run.id).version.number == 1)
+        clock.advance(live.settings.liveness_seconds + 1)
+        for worker in (second, other):
+            worker.enrol()
+        client.set_run_state(run.id, "running")
+        second.train(second.take())
+        # The other site does not answer, and the attempt is abandoned.
+        for worker in (first, second, other):
+            worker.enrol()
+        clock.advance(31)
+        until(lambda: client.round(run.id, 2).attempt == 2)
+        assert sorted(task.worker for task in client.round(run.id, 2).tasks) == ["a/first", "b/other"]
 
 
 @pytest.mark.parametrize(("method", "others"), [("scaffold", False), ("feddyn", False), ("fedavg", True)])
