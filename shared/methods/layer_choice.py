@@ -182,12 +182,16 @@ class CommonChoice:
 
 def due(candidates: Candidates, count: int, every: int, number: int) -> list[str]:
     """Return the layers that round `number` trains regardless of scores, by name: each one in one round of `every`,
-    and at most `count` of them.
+    and at most `count` of them. Another one is first in each cycle, for workers that train fewer.
 
     It depends on the round alone, so no absence and no repetition of a round can make a layer wait for longer.
     """
-    shares = candidates.shares(count)
-    return [layer.name for stack, quota in shares for layer in stack[number % every :: every][:quota]]
+    names: list[str] = []
+    for stack, quota in candidates.shares(count):
+        late = stack[number % every :: every]
+        turn = number // every % max(1, len(late))
+        names += [layer.name for layer in (*late[turn:], *late[:turn])[:quota]]
+    return names
 
 
 def check_calendar(candidates: Candidates, every: int, count: int) -> None:

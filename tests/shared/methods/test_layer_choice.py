@@ -97,6 +97,15 @@ def test_calendar_keeps_each_stack_within_its_share() -> None:
         assert len(due(both, 1, 3, number)) == 1
 
 
+def test_a_worker_with_less_room_than_the_calendar_trains_every_layer_in_some_cycle() -> None:
+    # Three of six layers are due in each round, and the worker trains two of these.
+    own, common = set[str](), set[str]()
+    for number in range(12):
+        own |= set(due(SIX, 2, 2, number))
+        common |= {layer.name for layer in SIX.top(dict.fromkeys(NAMES, 0.5), 2, due(SIX, 3, 2, number))}
+    assert own == common == set(NAMES)
+
+
 def test_calendar_that_asks_for_more_layers_than_train_is_refused_with_a_remedy() -> None:
     check_calendar(SIX, 3, 2)
     with pytest.raises(UnsupportedRun, match=r"pick_every is 2, and 2 of the 6 layers .* raise pick_every to 3, or"):
