@@ -229,6 +229,11 @@ class PrivateTask:
         # Dropout is off. Other random draws of a model's code must be unpredictable too.
         seed_everything(self._noise_source.seed())
 
+    def charge(self, steps: int) -> None:
+        """Reserve the privacy of a number of steps unless `begin` has. Raises PolicyViolation."""
+        if self._mechanism is None:
+            self.begin(steps)
+
     def _with_noise_of(self, event: NoisySteps) -> Mechanism:
         return Mechanism(self._sampling, self._privacy.clip_norm, event.noise_multiplier)
 

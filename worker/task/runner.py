@@ -122,7 +122,7 @@ class TaskRunner(TaskEnvironment):
                 except Exception as fault:
                     if not hides or isinstance(fault, VISIBLE):
                         raise
-                    result, stats = without_step(run, loaded, dataset, fault)
+                    result, stats = without_step(run, loaded, dataset, private, fault)
                 with spans.span("upload"), egress.ready(result, loaded, stats.examples) as update:
                     keep = {**result.keep, **loaded.feedback.kept(), **loaded.moments.values}
                     with spans.span("submit"):

@@ -12,6 +12,7 @@ import structlog
 
 from tessera.shared.methods.base import LocalResult, TrainingStats, UnsupportedRun
 from tessera.shared.model.block_rates import PRIVATE
+from tessera.shared.schedule import local_steps
 from tessera.shared.schema import EPSILON
 from tessera.shared.tensors.lazy import to_array
 from tessera.worker.data.dataset import Dataset
@@ -101,18 +102,23 @@ def train(
 
 
 def without_step(
-    run: TaskRun, loaded: Loaded, dataset: Dataset, fault: Exception
+    run: TaskRun, loaded: Loaded, dataset: Dataset, private: PrivateTask | None, fault: Exception
 ) -> tuple[LocalResult, TrainingStats]:
     """Return the result of a site that learned nothing: the version as it was fetched, and the vault as it was.
 
-    Only this site's log and audit record the fault.
+    Only this site's log and audit record the fault. It reports what it would have reported after training. Raises
+    PolicyViolation if a budget has no room for the round's steps.
     """
     run.journal.note("train.fail", code=type(fault).__name__)
     structlog.get_logger("worker").error("noise-sent-alone", cause=type(fault).__name__, exc_info=fault)
-    run.report.examples, run.report.metrics = dataset.examples, {}
+    units = private.units if private else dataset.examples
+    run.report.examples, run.report.metrics = units, {}
+    if private:
+        private.charge(local_steps(run.task.training, units))
+        run.report.metrics = {EPSILON: private.spent()}
     asked = run.task.plan.upload.resolve(loaded.context.blocks)
     upload = {block.name: to_array(loaded.bases[block.name]) for block in asked if block.name in loaded.bases}
-    return LocalResult(upload, loaded.context.vault), TrainingStats(dataset.examples, 0, math.nan, 0.0)
+    return LocalResult(upload, loaded.context.vault), TrainingStats(units, 0, math.nan, 0.0)
 
 
 def _check_plan(run: TaskRun, loaded: Loaded) -> None:
