@@ -62,10 +62,10 @@ A round is `epochs` passes at each site, or `steps` steps, which go on over the 
 ends. A site's `max_epochs` counts steps as its epochs, rounded up. Phases with epochs of their own, such as those of
 FedRep's `head_epochs`, keep them.
 
-The schedule runs over the `rounds` of the run. At step s, from 0, of S in round r, the progress of the run is
-`(r - 1 + s / S) / rounds`. So the schedule continues where it was after a restart, and sites with different numbers
-of steps end a round at about the same rate. A personal model is trained through the whole schedule each time that it
-is evaluated.
+The schedule runs over the `rounds` of the run. At step s, from 0, of the S steps of a phase in round r, the
+progress of the run is `(r - 1 + s / S) / rounds`. So the schedule continues where it was after a restart, and sites
+with different numbers of steps end a round at about the same rate. A personal model is trained through the whole
+schedule each time that it is evaluated.
 
 `rates = { head = 10, adapter = 0.5 }` multiplies the learning rate of the blocks of a role; the schedule scales all
 rates alike. The roles are those in the model's `blocks.json`; roles that share a fused tensor, such as the query, key

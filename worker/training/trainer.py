@@ -4,8 +4,8 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from itertools import chain, islice
 from itertools import count as counted
-from itertools import islice
 
 import torch
 
@@ -64,7 +64,9 @@ class Trainer(LocalTraining):
         units = self.private.units if self.private else dataset.examples
         planned = [steps_of(phase, self.training, units) for phase in phases]
         done = sum(planned[: state.at.phase]) + state.at.batches
-        rates = islice(rate_factors(self.training, sum(planned), self.round_number, self.rounds), done, None)
+        # Each phase has all of the round's rates, so that what one trains does not depend on the length of another.
+        rates_of = (rate_factors(self.training, steps, self.round_number, self.rounds) for steps in planned)
+        rates = islice(chain.from_iterable(rates_of), done, None)
         if self.private and phases:
             self.report.activity = CALIBRATING
             self._rehearse(dataset)

@@ -28,9 +28,11 @@ def values_of(seed: int) -> dict[str, Array]:
 # ---------------------------------------------------------------- Ditto
 
 
-def test_what_ditto_sends_is_what_fedavg_sends_to_the_bit() -> None:
-    _, result = one_task("ditto", epochs=2, **SGD)
-    _, plain = one_task("fedavg", epochs=2, **SGD)
+@pytest.mark.parametrize("schedule", ["constant", "cosine"])
+def test_what_ditto_sends_is_what_fedavg_sends_to_the_bit(schedule: str) -> None:
+    settings = {"epochs": 2, "schedule": schedule, "round_number": 4, **SGD}
+    _, result = one_task("ditto", {"own_epochs": 5}, **settings)
+    _, plain = one_task("fedavg", **settings)
     assert {name: values.tobytes() for name, values in result.upload.items()} == {
         name: values.tobytes() for name, values in plain.upload.items()
     }

@@ -193,9 +193,9 @@ def test_the_rates_of_a_round_are_its_part_of_the_schedule(schedule: str) -> Non
     phases = (Phase(roles("head")), Phase(all_but("head"), epochs=2))
     with rates_of() as seen:
         stats = train(work_on(), *phases, schedule=schedule, warmup=0.1, place=(3, 4))
-    # Both phases together are the task's steps: three and six of nine.
     settings = Training.model_validate({"schedule": schedule, "warmup": 0.1})
-    expected = [0.05 * share for share in rate_factors(settings, 9, 3, 4)]
+    # Each phase goes through all of them: three steps, and six.
+    expected = [0.05 * share for steps in (3, 6) for share in rate_factors(settings, steps, 3, 4)]
     assert [rate for (rate,) in seen] == expected
     assert expected[0] < 0.05
     assert stats.rate_sum == pytest.approx(sum(expected))
