@@ -67,9 +67,10 @@ SHOWN = 8
 CODED = 4
 """The compression by int8, at half a percent of error: a run's byte budget is filled with layers for this codec."""
 
-# The scalars of a plan: whether to measure scores, the number of layers to choose, the number to vote for, and by
-# layer those that were drawn for the worker.
+# The scalars of a plan: whether to measure scores, the number of the period in which a choice is valid, the number of
+# layers to choose, the number to vote for, and by layer those that were drawn for the worker.
 PROFILE = "profile"
+PERIOD = "period"
 LAYERS = "layers"
 VOTES = "votes"
 DRAWN = "drawn"
@@ -165,6 +166,8 @@ class SAFLCoordinator(CoordinatorHalf[SAFLSettings]):
     def _plan(self, state: State, worker: Participant, random: Mapping[str, float], places: Sequence[str]) -> Plan:
         settings, candidates, count = self.settings, self._candidates, self._k_of(worker)
         scalars = {PROFILE: float(state.round % settings.profile_every == 0)}
+        if settings.profile_every > 1:
+            scalars[PERIOD] = float(state.round // settings.profile_every)
         layers: Sequence[Layer] = candidates.layers
         if settings.score == "fixed":
             layers = self._fixed[:count]
@@ -319,6 +322,7 @@ class SAFLWorker(WorkerHalf[SAFLSettings]):
         self._chosen: list[int] = []  # indices of candidates, by stack the best first
         self._scores: Array = np.zeros(0)  # [candidates], the exponential mean of profiles, if it is needed
         self._rows: dict[str, ByHead] = {}
+        self._period: float | None = None  # that of the last profile
         self._metrics: dict[str, float] = {}
         self._before: dict[str, Array] = {}
 
@@ -328,6 +332,7 @@ class SAFLWorker(WorkerHalf[SAFLSettings]):
         vault, candidates, scalars = context.vault, self._candidates, context.plan.scalars
         self._chosen = [int(place) for place in vault.get("safl/chosen", ())]
         self._scores = vault.get("safl/scores", self._scores)
+        self._period = float(vault["safl/period"][0]) if "safl/period" in vault else None
         names = [name.removeprefix("safl/mass/") for name in vault if name.startswith("safl/mass/")]
         self._rows = {name: ByHead(int(vault[f"safl/axis/{name}"][0]), vault[f"safl/mass/{name}"]) for name in names}
         drawn = [name for name, label in candidates.labels.items() if scalars.get(f"{DRAWN}.{label}")]
@@ -348,7 +353,9 @@ class SAFLWorker(WorkerHalf[SAFLSettings]):
         return [Phase(selected)] if selected else []
 
     def _must_profile(self, plan: Plan, drawn: int) -> bool:
-        own, sends, is_due = plan.scalars.get(LAYERS), bool(plan.upload), bool(plan.scalars.get(PROFILE))
+        own, sends, period = plan.scalars.get(LAYERS), bool(plan.upload), plan.scalars.get(PERIOD)
+        # A site that missed the round of the profiles profiles when it is back.
+        is_due = bool(plan.scalars.get(PROFILE)) or (self._period is not None and period not in {None, self._period})
         if own == 0:
             return False
         lacks_choice = own is not None and len(self._chosen) != own
@@ -357,7 +364,7 @@ class SAFLWorker(WorkerHalf[SAFLSettings]):
         return for_choice or (self.settings.needs_heads and sends and (is_due or not self._rows))
 
     def _profile(self, context: TaskContext, batches: Iterable[Mapping[str, torch.Tensor]]) -> None:
-        settings = self.settings
+        settings, self._period = self.settings, context.plan.scalars.get(PERIOD)
         # All of them for noise: if one more example shifted the first batches, sums could change by more than 1.
         count = None if self._noisy else settings.profile_batches
         attention: Mapping[str, LayerAttention] = {}
@@ -451,6 +458,8 @@ class SAFLWorker(WorkerHalf[SAFLSettings]):
         if len(self._scores):
             keep["safl/scores"] = self._scores
         if self.settings.profile_every > 1:
+            if self._period is not None:
+                keep["safl/period"] = np.array([self._period])
             for name, rows in self._rows.items():
                 keep[f"safl/axis/{name}"] = np.array([rows.axis], dtype=np.int64)
                 keep[f"safl/mass/{name}"] = rows.mass

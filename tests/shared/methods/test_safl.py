@@ -479,6 +479,15 @@ def test_a_worker_that_missed_the_profile_round_or_is_given_another_k_profiles_a
     assert task(state(1), vault=other, layers=2, profile_every=3).context.looks == ["attention"]
 
 
+def test_a_choice_ends_with_its_rounds_although_the_worker_missed_the_profile_round() -> None:
+    settings = {"layers": 2, "profile_every": 3}
+    kept = task(state(0), **settings).result.keep
+    assert not task(state(2), vault=kept, **settings).context.looks
+    late = task(state(4), vault=kept, **settings)
+    assert late.context.looks == ["attention"]
+    assert not task(state(5), vault=late.result.keep, **settings).context.looks
+
+
 def test_a_worker_that_has_no_room_any_more_leaves_its_old_choice_alone_and_keeps_it() -> None:
     settings = {"layers": 2, "profile_every": 3, "upload_seconds": 1.0}
     kept = {"safl/chosen": np.array([1, 4])}
