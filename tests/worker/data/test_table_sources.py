@@ -208,3 +208,46 @@ def test_parquet_shard_without_a_column_is_named(tmp_path: Path, lacking: int) -
         parquet.write_table(pa.table(columns), tmp_path / f"{shard}.parquet")
     with pytest.raises(DataError, match=r"0.parquet .* it and 1.parquet differ in columns: .* has label"):
         read_table("file", (tmp_path,))
+
+
+NAMED, TURNED = (
+    datasets.Features({"label": datasets.ClassLabel(names=names)})
+    for names in (["benign", "malignant"], ["malignant", "benign"])
+)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (NAMED, TURNED),
+        (NAMED, datasets.Features({"label": datasets.Value("int64")})),
+        (datasets.Features({"label": datasets.Value("int64")}), NAMED),
+        (datasets.Features({"label": datasets.Value("string")}), NAMED),
+        (
+            datasets.Features({"label": datasets.Sequence(NAMED["label"])}),
+            datasets.Features({"label": datasets.Sequence(TURNED["label"])}),
+        ),
+        (
+            datasets.Features({"label": datasets.Sequence(NAMED["label"])}),
+            datasets.Features({"label": datasets.Sequence(datasets.Value("int64"))}),
+        ),
+    ],
+)
+def test_parquet_files_with_different_names_for_the_numbers_of_classes_are_refused(
+    tmp_path: Path, first: datasets.Features, second: datasets.Features
+) -> None:
+    for name, features in (("0", first), ("1", second)):
+        cells: list[Any] = [0, 1] if isinstance(features["label"], datasets.ClassLabel | datasets.Value) else [[0]]
+        data = datasets.Dataset.from_dict({"label": cells}, features=features)
+        data.to_parquet(str(tmp_path / f"{name}.parquet"))
+    assert refusal(tmp_path) == (
+        f"file: {tmp_path / '0.parquet'} cannot be read: it and 1.parquet have different class names for the numbers "
+        "in column 'label': write both with one ClassLabel; correct it, or name another"
+    )
+
+
+def test_parquet_file_with_classes_as_text_fits_one_with_their_numbers(tmp_path: Path) -> None:
+    datasets.Dataset.from_dict({"label": [0, 1]}, features=NAMED).to_parquet(str(tmp_path / "0.parquet"))
+    parquet.write_table(pa.table({"label": ["malignant", "benign"]}), tmp_path / "1.parquet")
+    table = read_table("file", (tmp_path,))
+    assert table.column("label", "label") == ["benign", "malignant", "malignant", "benign"]
