@@ -251,3 +251,20 @@ def test_parquet_file_with_classes_as_text_fits_one_with_their_numbers(tmp_path:
     parquet.write_table(pa.table({"label": ["malignant", "benign"]}), tmp_path / "1.parquet")
     table = read_table("file", (tmp_path,))
     assert table.column("label", "label") == ["benign", "malignant", "malignant", "benign"]
+
+
+def test_csv_file_whose_quotation_marks_join_rows_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "notes.csv").write_text('text,label\nfine,no\n"the cat sat,no\n"a dog ran,yes\nit ended,no\n')
+    assert "line 3 of notes.csv has a quotation mark that is not closed" in refusal(tmp_path / "notes.csv")
+
+
+def test_csv_file_keeps_doubled_quotation_marks_and_quoted_line_breaks_and_long_texts(tmp_path: Path) -> None:
+    long = "word " * 40_000  # 200,000 characters, more than Python's own limit
+    (tmp_path / "notes.csv").write_text(f'text,label\n"the ""cat""\nsat",no\n5" long,no\n"{long}",yes\n')
+    assert texts(read_table("file", (tmp_path / "notes.csv",))) == ['the "cat"\nsat', '5" long', long]
+
+
+def test_quotation_mark_without_an_end_is_not_followed_through_a_large_file(tmp_path: Path) -> None:
+    (tmp_path / "notes.csv").write_text('text,label\n"the cat,no\n' + "a dog,yes\n" * (2 << 20))
+    told = "the row that begins in line 2 of notes.csv has a cell of more than 16,777,216 characters: close its"
+    assert told in refusal(tmp_path / "notes.csv")

@@ -25,7 +25,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 from numpy.typing import NDArray
-from pandas.errors import ParserError, ParserWarning
+from pandas.errors import ParserWarning
 from pyarrow import parquet
 from pydantic import BeforeValidator, Field
 from torch import Tensor
@@ -39,9 +39,12 @@ from tessera.worker.data.readers.table_files import Separator, is_saved, saved_s
 
 JSON_AT_ONCE = 1000
 EMPTY = "it has no rows"
+MAX_CELL_CHARACTERS = 1 << 24
+"""Length of a cell in a CSV file above which its quotation mark is hardly closed: the rest of a file would be read
+into memory."""
 JSON_CELLS = {b"tessera.cells": b"json"}
 """The metadata of a table of JSON lines, whose cells are text in JSON."""
-FORMAT = 2
+FORMAT = 3
 """The number of the way in which tables are converted, which is part of their files' names."""
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -149,30 +152,29 @@ def _separated(files: Sequence[str], cache: str, separator: str) -> Iterator[pa.
         raise ValueError("the files do not have the same columns in the same order")
     if not any(has_rows):
         raise ValueError(EMPTY)
+    # From one quotation mark that is not closed to the next, pandas makes one row of several without a word.
+    _refuse_malformed(files, separator, len(header))
     library = _library()
     # If all rows have one cell too many, pandas makes the first cell an index. With `index_col=False` it cuts off the
     # last one and warns.
-    try:
-        with warnings.catch_warnings(action="error", category=ParserWarning):
-            rows = library.Dataset.from_csv(
-                list(files),
-                features=library.Features(dict.fromkeys(header, library.Value("large_string"))),
-                cache_dir=cache,
-                sep=separator,
-                names=header,
-                header=0,
-                index_col=False,
-                keep_default_na=False,
-            )
-    except library.exceptions.DatasetGenerationError as fault:
-        if isinstance(fault.__cause__, ParserError | ParserWarning):
-            _refuse_malformed(files, separator, len(header))
-        raise
+    with warnings.catch_warnings(action="error", category=ParserWarning):
+        rows = library.Dataset.from_csv(
+            list(files),
+            features=library.Features(dict.fromkeys(header, library.Value("large_string"))),
+            cache_dir=cache,
+            sep=separator,
+            names=header,
+            header=0,
+            index_col=False,
+            keep_default_na=False,
+        )
     yield from _cached(rows)
 
 
 def _refuse_malformed(files: Sequence[str], separator: str, columns: int) -> None:
-    """Raise ValueError for the first row that does not fit, with its file and line, which pandas counts otherwise."""
+    """Raise ValueError for the first row that does not fit, with its file and line. Of a file, memory holds a row."""
+    # Python's own limit, 131,072 characters, is less than a long document. It holds for the whole process.
+    csv.field_size_limit(MAX_CELL_CHARACTERS)
     for file in files:
         line = 1
         with Path(file).open(encoding="utf-8-sig", newline="") as lines:
@@ -185,7 +187,12 @@ def _refuse_malformed(files: Sequence[str], separator: str, columns: int) -> Non
                             f"text that contains {separator!r} in quotation marks"
                         )
                     line = rows.line_num + 1
-            except csv.Error:
+            except csv.Error as fault:
+                if "field limit" in str(fault):
+                    raise ValueError(
+                        f"the row that begins in line {line} of {Path(file).name} has a cell of more than "
+                        f"{MAX_CELL_CHARACTERS:,} characters: close its quotation mark, or shorten it"
+                    ) from None
                 raise ValueError(
                     f"line {line} of {Path(file).name} has a quotation mark that is not closed, or stands in a "
                     "quoted text: write it twice there"
