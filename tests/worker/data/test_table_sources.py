@@ -122,6 +122,18 @@ def test_shards_in_a_folder_or_of_a_pattern_are_one_table_in_order(tmp_path: Pat
     assert "has several splits: set split to one of test, train" in refusal(tmp_path)
 
 
+def test_file_that_is_named_twice_is_refused(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.csv").write_text(f"text\n{name}\n")
+    first = tmp_path / "a.csv"
+    told = f"file: {first} is named twice: each of its rows would be two examples; name it once"
+    for named in ((first, tmp_path / "*.csv"), (tmp_path, first), (first, first)):
+        assert refusal(*named) == told
+    assert texts(read_table("file", (first, tmp_path / "b.csv"))) == ["a", "b"]
+    (tmp_path / "c.csv").symlink_to(first)
+    assert f"{tmp_path / 'c.csv'} is named twice, also as {first}: " in refusal(tmp_path)
+
+
 def test_files_named_for_splits_are_not_mixed(tmp_path: Path) -> None:
     for name in ("train", "test"):
         (tmp_path / f"{name}.csv").write_text(f"text\n{name}\n")
