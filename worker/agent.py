@@ -42,6 +42,7 @@ from tessera.worker.live_values import LiveMonitor
 from tessera.worker.metrics_file import Figures
 from tessera.worker.model.device_memory import return_unused_memory
 from tessera.worker.outage import Outage, refuses_worker
+from tessera.worker.pace import Pace
 from tessera.worker.settings import SettingsError, WorkerSettings, credential_of, tls_of
 from tessera.worker.settings_reload import SettingsFile, differing, reloaded
 from tessera.worker.state.audit import Action
@@ -104,6 +105,7 @@ class Agent:
         self._closed: str | None = None
         self._unusable: str | None = None
         self._outage = Outage(stop)
+        self._pace = Pace(stop)
         self._removes_at = 0.0
         self._figures = Figures(settings.metrics_file)
         devices = devices_of(settings)
@@ -154,7 +156,9 @@ class Agent:
                 if task is None:
                     return_unused_memory()
                 else:
-                    self._run_task(task)
+                    began_at = time.monotonic()
+                    outcome = self._run_task(task)
+                    self._pace.after(outcome, time.monotonic() - began_at)
         except Stopped:
             self._note("worker.stop", reason="asked")
             self._log.info("stopped")
@@ -318,7 +322,8 @@ class Agent:
             update={"advertised_policy": advertised_policy, "withheld": withheld, "site_keys": site_keys}
         ).shortened()
 
-    def _run_task(self, task: Task) -> None:
+    def _run_task(self, task: Task) -> str:
+        """Execute a task and report its failure, if any. Return its outcome."""
         trace = trace_of(task.run, task.round)
         log = self._log.bind(run=task.run_name, round=task.round, stage=task.plan.stage, kind=task.kind, trace=trace)
         self._client.trace(traceparent_of(task.run, task.round))
@@ -370,6 +375,7 @@ class Agent:
                 received_bytes=report.download_bytes,
                 sent_bytes=report.upload_bytes,
             )
+        return outcome
 
     def _under_lease(self, task: Task, report: Report) -> None:
         def heartbeat() -> Lease:

@@ -17,6 +17,7 @@ from torch.nn.functional import pad
 from tessera.shared.model.dataset_schema import DatasetSchema, TensorSchema, name_digests
 from tessera.shared.schema import Frozen
 from tessera.worker.data.cells import Cells
+from tessera.worker.data.groups import is_unnamed
 from tessera.worker.data.load_report import LoadReport
 from tessera.worker.data.normalization import Normalized
 from tessera.worker.data.prepared import Prepared
@@ -172,8 +173,9 @@ class Dataset:
     `domains`, int64 [examples], is the origin of each example; models do not see it. `held_out` are examples of the
     same kind on which no run trains. `sources` are the original bytes of each example, if its tensors depend on other
     examples too (texts are padded to the longest), or digests, uint8 [examples, bytes]. Examples with equal `groups`
-    are held out together. `padding` pads texts to their maximal length. `texts` are still to be converted to tensors.
-    `report` is for people at the site. `schema` is sent to the coordinator, so it must not depend on the examples.
+    are held out together, and those whose group is missing one by one. `padding` pads texts to their maximal length.
+    `texts` are still to be converted to tensors. `report` is for people at the site. `schema` is sent to the
+    coordinator, so it must not depend on the examples.
 
     Raises DataError if the tensors differ in their number of examples or have none, if `labels` is missing, if a name
     occurs twice, or if the lengths of domains, sources or groups differ.
@@ -237,7 +239,14 @@ class Dataset:
 
     def split_keys(self) -> Iterator[bytes]:
         """Yield the bytes that decide whether each example is held out: its group, or else its identity."""
-        return self.identities() if self.groups is None else iter(self.groups)
+        if self.groups is None:
+            yield from self.identities()
+            return
+        # Examples without a group are not one group: all of them would be on one side.
+        alone = torch.tensor([is_unnamed(group) for group in self.groups]).nonzero().flatten()
+        own = self.rows(alone).identities() if len(alone) else iter(())
+        for group in self.groups:
+            yield next(own) if is_unnamed(group) else group
 
     def identities(self, dtype: torch.dtype | None = None, unreadable: bytes | None = None) -> Iterator[bytes]:
         """Yield bytes that identify each example, regardless of its label and of the other examples: its source, or

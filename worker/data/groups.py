@@ -15,6 +15,11 @@ UNNAMED = frozenset({b"", b"nan", b"none", b"null", b"na", b"n/a", b"<na>", b"na
 write an empty cell."""
 
 
+def is_unnamed(group: bytes) -> bool:
+    """Return whether an example's group is missing."""
+    return group.strip().lower() in UNNAMED
+
+
 class UngroupedExamples(ValueError):
     """Examples without a group. The message does not depend on them."""
 
@@ -38,7 +43,7 @@ class Groups:
             raise UngroupedExamples("no example has a group")
         each = list(names)
         distinct = sorted(set(each))
-        if any(name.strip().lower() in UNNAMED for name in distinct):
+        if any(map(is_unnamed, distinct)):
             raise UngroupedExamples("not every example has a group")
         number = {name: place for place, name in enumerate(distinct)}
         numbers = torch.tensor([number[name] for name in each])

@@ -216,7 +216,7 @@ def _of_table(
             proposal.add("group", name, "rows with an equal value in this column are held out together")
             break
     if image is not None:
-        cells = table.column("image", image)[:SAMPLE]
+        cells = table.cells("image", image)[:SAMPLE]
         paths = [table.folder / cell for cell in cells if isinstance(cell, str)]
         _pixels(proposal, paths, processor)
         _texts_of_classes(proposal, tokenizer)
@@ -340,12 +340,12 @@ def _opened(picture: Path) -> Image.Image:
 def _column(table: DataTable, what: str, known: Sequence[str], fits: Callable[[object], bool]) -> str | None:
     """Return the column whose values fit: one with a known name, or else the only one."""
     names = [name for name in table.columns.names if name not in table.columns.classes]
-    fitting = [name for name in names if _all(table.column(what, name)[:SAMPLE], fits)]
+    fitting = [name for name in names if _all(table.cells(what, name)[:SAMPLE], fits)]
     by_lower = {name.lower(): name for name in reversed(fitting)}
     if usual := next((by_lower[name] for name in known if name in by_lower), None):
         return usual
     likely = [name for name in fitting if name.lower() not in (*LABEL_NAMES, *GROUP_NAMES)]
-    long = [name for name in likely if what == "text" and _is_long(table.column(what, name)[:SAMPLE])]
+    long = [name for name in likely if what == "text" and _is_long(table.cells(what, name)[:SAMPLE])]
     if len(long) == 1:
         return long[0]
     if len(likely) > 1:

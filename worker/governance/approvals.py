@@ -22,6 +22,10 @@ INBOX_FOLDER = "inbox"
 
 REASON_CHARACTERS = 200
 
+MAX_UNDECIDED = 1000
+"""Number of requests that may await a decision: runs cost their coordinator nothing, and each claim reads every
+request."""
+
 SHOWN_TERMS = 16
 """Length of the digest's beginning that stands for a run's terms: no two requests of a run have the same."""
 
@@ -104,9 +108,19 @@ class Inbox:
             return
         request = self._find(snapshot.run, terms)
         if request is None:
+            self._require_room()
             request = self._ask(make(terms))
         if (standing := request.standing(now)) != "approved":
             raise Unapproved(standing, request.reason(now))
+
+    def _require_room(self) -> None:
+        """Raise Unapproved if too many requests await a decision."""
+        if sum(request.decision is None for request in self.requests()) >= MAX_UNDECIDED:
+            raise Unapproved(
+                "awaiting-approval",
+                f"awaiting-approval: {MAX_UNDECIDED} requests await a decision, and the site files no more: a person "
+                "there has to approve or decline some, or remove their files from its inbox",
+            )
 
     def _ask(self, request: Request) -> Request:
         with alone(self._folder, wait=True):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hmac
 import stat
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -127,6 +129,20 @@ def test_a_column_of_a_table_is_the_group(tmp_path: Path) -> None:
     loaded = load("text", options, held_out=0.3, key=KEY)
     assert loaded.held_out is not None
     assert loaded.held_out.examples % 5 == 0
+
+
+@pytest.mark.parametrize("missing", [b"", b" NA", b"nan", b"None"])
+def test_examples_without_a_group_are_held_out_one_by_one_and_move_no_group(missing: bytes) -> None:
+    everything = numbers(COUNT)
+    names = [b"patient-%d" % (n // 20) for n in range(COUNT)]
+    half = replace(everything, groups=[missing if n % 2 else name for n, name in enumerate(names)])
+    found = held(hold_out(half, 0.2, KEY))
+    assert {n for n in found if n % 2} == {n for n in held(hold_out(everything, 0.2, KEY)) if n % 2}
+    grouped = held(hold_out(replace(everything, groups=names), 0.2, KEY))
+    assert {n for n in found if n % 2 == 0} == {n for n in grouped if n % 2 == 0}
+    # The side of a group follows from its name and the key alone, as before.
+    by_hmac = {n for n in range(COUNT) if int.from_bytes(hmac.digest(KEY, names[n], "sha256")[:8]) < 0.2 * 2**64}
+    assert grouped == by_hmac
 
 
 def settings(folder: Path, **more: object) -> WorkerSettings:

@@ -21,6 +21,7 @@ from tessera.worker.data.dataset import DataError, Dataset
 from tessera.worker.data.prepared import Prepared
 from tessera.worker.data.readers import image_index, pictures
 from tessera.worker.data.readers.byte_cells import ArrowCells, ParquetCells
+from tessera.worker.data.readers.pictures import PictureFiles, PixelReader, Prepare, Resized
 from tessera.worker.data.registry import load, streamed
 from tests.support.pretrained import picture
 
@@ -235,6 +236,35 @@ def test_arrow_cells_with_nulls_are_not_all_bytes(tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------- memory
+
+
+def reader_of(scans: Path, prepare: Prepare) -> PixelReader:
+    found = PictureFiles.of(scans, [f"{place % 2}/{place:02}.png" for place in range(COUNT)])
+    return PixelReader(found, found.stamps(), "RGB", prepare, (4, 4, 3))
+
+
+def test_batch_of_any_size_is_converted_in_parts_with_the_same_bits(scans: Path) -> None:
+    together: list[int] = []
+
+    def noted(images: list[Image.Image]) -> dict[str, torch.Tensor]:
+        together.append(len(images))
+        return Resized(4, 4)(images)
+
+    pixels = reader_of(scans, noted)(range(COUNT))
+    assert together == [16, 16, 8]
+    whole = [Image.open(scans / str(place % 2) / f"{place:02}.png").convert("RGB") for place in range(COUNT)]
+    assert torch.equal(pixels, Resized(4, 4)(whole)["pixel_values"])
+
+
+def test_processor_that_pads_to_the_largest_image_is_refused_in_any_part_of_a_batch(scans: Path) -> None:
+    picture(scans / "1" / "33.png", (1, 2, 3), size=(6, 6))
+
+    def padded(images: list[Image.Image]) -> dict[str, torch.Tensor]:
+        largest = max(image.height for image in images)
+        return {"pixel_values": torch.zeros(len(images), largest, largest, 3)}
+
+    with pytest.raises(DataError, match=r"pixel_values is \[6, 6, 3\] for one image and \[4, 4, 3\] for another"):
+        reader_of(scans, padded)(range(COUNT))
 
 
 def test_loader_copies_few_bytes_for_each_image_and_the_worker_keeps_no_object(tmp_path: Path) -> None:

@@ -8,11 +8,13 @@ from typing import Any
 
 import datasets
 import numpy as np
+import pyarrow as pa
 import pytest
 from PIL import Image
+from pyarrow import parquet
 
 from tessera.worker.data.dataset import DataError
-from tessera.worker.data.proposal import propose
+from tessera.worker.data.proposal import SAMPLE, propose
 from tessera.worker.data.registry import load
 from tests.support.dicom_files import written
 from tests.support.pretrained import bert_tokenizer
@@ -147,6 +149,24 @@ def test_table_of_images_and_saved_folder_are_read_by_their_types(tmp_path: Path
     assert load("text", {k: v for k, v in options.items() if k != "kind"}).tensors["labels"].tolist() == [
         [-100, 0, 1, -100]
     ]
+
+
+def test_only_the_first_images_in_a_table_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (picture,) = pictures(tmp_path, "a.png").glob("*.png")
+    # As `datasets` writes them: records, in more row groups than one.
+    images = pa.table({"image": [{"bytes": picture.read_bytes(), "path": None}] * 192, "label": ["cat", "dog"] * 96})
+    parquet.write_table(images, tmp_path / "scans.parquet", row_group_size=SAMPLE)
+    reads: list[int] = []
+    reading = parquet.ParquetFile.read_row_group
+
+    def counted(self: Any, group: int, *given: Any, **more: Any) -> pa.Table:
+        reads.append(group)
+        return reading(self, group, *given, **more)
+
+    monkeypatch.setattr(parquet.ParquetFile, "read_row_group", counted)
+    options = proposed(tmp_path / "scans.parquet")
+    assert (options["kind"], options["image"], options["labels"]) == ("images", "image", ["cat", "dog"])
+    assert reads == [0]
 
 
 def test_separator_of_a_spreadsheet_is_found_and_written(tmp_path: Path) -> None:

@@ -122,6 +122,18 @@ def test_shards_in_a_folder_or_of_a_pattern_are_one_table_in_order(tmp_path: Pat
     assert "has several splits: set split to one of test, train" in refusal(tmp_path)
 
 
+def test_file_that_is_named_twice_is_refused(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.csv").write_text(f"text\n{name}\n")
+    first = tmp_path / "a.csv"
+    told = f"file: {first} is named twice: each of its rows would be two examples; name it once"
+    for named in ((first, tmp_path / "*.csv"), (tmp_path, first), (first, first)):
+        assert refusal(*named) == told
+    assert texts(read_table("file", (first, tmp_path / "b.csv"))) == ["a", "b"]
+    (tmp_path / "c.csv").symlink_to(first)
+    assert f"{tmp_path / 'c.csv'} is named twice, also as {first}: " in refusal(tmp_path)
+
+
 def test_files_named_for_splits_are_not_mixed(tmp_path: Path) -> None:
     for name in ("train", "test"):
         (tmp_path / f"{name}.csv").write_text(f"text\n{name}\n")
@@ -208,3 +220,63 @@ def test_parquet_shard_without_a_column_is_named(tmp_path: Path, lacking: int) -
         parquet.write_table(pa.table(columns), tmp_path / f"{shard}.parquet")
     with pytest.raises(DataError, match=r"0.parquet .* it and 1.parquet differ in columns: .* has label"):
         read_table("file", (tmp_path,))
+
+
+NAMED, TURNED = (
+    datasets.Features({"label": datasets.ClassLabel(names=names)})
+    for names in (["benign", "malignant"], ["malignant", "benign"])
+)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (NAMED, TURNED),
+        (NAMED, datasets.Features({"label": datasets.Value("int64")})),
+        (datasets.Features({"label": datasets.Value("int64")}), NAMED),
+        (datasets.Features({"label": datasets.Value("string")}), NAMED),
+        (
+            datasets.Features({"label": datasets.Sequence(NAMED["label"])}),
+            datasets.Features({"label": datasets.Sequence(TURNED["label"])}),
+        ),
+        (
+            datasets.Features({"label": datasets.Sequence(NAMED["label"])}),
+            datasets.Features({"label": datasets.Sequence(datasets.Value("int64"))}),
+        ),
+    ],
+)
+def test_parquet_files_with_different_names_for_the_numbers_of_classes_are_refused(
+    tmp_path: Path, first: datasets.Features, second: datasets.Features
+) -> None:
+    for name, features in (("0", first), ("1", second)):
+        cells: list[Any] = [0, 1] if isinstance(features["label"], datasets.ClassLabel | datasets.Value) else [[0]]
+        data = datasets.Dataset.from_dict({"label": cells}, features=features)
+        data.to_parquet(str(tmp_path / f"{name}.parquet"))
+    assert refusal(tmp_path) == (
+        f"file: {tmp_path / '0.parquet'} cannot be read: it and 1.parquet have different class names for the numbers "
+        "in column 'label': write both with one ClassLabel; correct it, or name another"
+    )
+
+
+def test_parquet_file_with_classes_as_text_fits_one_with_their_numbers(tmp_path: Path) -> None:
+    datasets.Dataset.from_dict({"label": [0, 1]}, features=NAMED).to_parquet(str(tmp_path / "0.parquet"))
+    parquet.write_table(pa.table({"label": ["malignant", "benign"]}), tmp_path / "1.parquet")
+    table = read_table("file", (tmp_path,))
+    assert table.column("label", "label") == ["benign", "malignant", "malignant", "benign"]
+
+
+def test_csv_file_whose_quotation_marks_join_rows_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "notes.csv").write_text('text,label\nfine,no\n"the cat sat,no\n"a dog ran,yes\nit ended,no\n')
+    assert "line 3 of notes.csv has a quotation mark that is not closed" in refusal(tmp_path / "notes.csv")
+
+
+def test_csv_file_keeps_doubled_quotation_marks_and_quoted_line_breaks_and_long_texts(tmp_path: Path) -> None:
+    long = "word " * 40_000  # 200,000 characters, more than Python's own limit
+    (tmp_path / "notes.csv").write_text(f'text,label\n"the ""cat""\nsat",no\n5" long,no\n"{long}",yes\n')
+    assert texts(read_table("file", (tmp_path / "notes.csv",))) == ['the "cat"\nsat', '5" long', long]
+
+
+def test_quotation_mark_without_an_end_is_not_followed_through_a_large_file(tmp_path: Path) -> None:
+    (tmp_path / "notes.csv").write_text('text,label\n"the cat,no\n' + "a dog,yes\n" * (2 << 20))
+    told = "the row that begins in line 2 of notes.csv has a cell of more than 16,777,216 characters: close its"
+    assert told in refusal(tmp_path / "notes.csv")

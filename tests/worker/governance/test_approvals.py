@@ -13,6 +13,7 @@ from tessera.shared.api.tasks import Task
 from tessera.shared.api.versions import VersionRef
 from tessera.shared.methods.base import MethodSpec, Plan
 from tessera.shared.run_settings import ClientPrivacy
+from tessera.worker.governance import approvals
 from tessera.worker.governance.approvals import ApprovalDecision, Inbox, InboxError, Request, Unapproved, terms_digest
 from tessera.worker.governance.run_history import RunSnapshot
 from tests.support.task_document import task_of
@@ -208,3 +209,19 @@ def test_to_let_a_run_train_is_to_let_it_measure_on_what_is_held_out_of_the_same
     asking.decide("r1")
     assert asking.code(task(kind="evaluate", held_out=True)) is None
     assert asking.code(task(kind="evaluate", dataset="clinics")) == "awaiting-approval"
+
+
+def test_an_inbox_full_of_undecided_requests_takes_no_more_until_some_are_decided(
+    asking: Asking, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(approvals, "MAX_UNDECIDED", 2)
+    for run in ("r1", "r2"):
+        asking.code(task(run))
+    with pytest.raises(Unapproved, match=r"2 requests await a decision.*: a person there has to approve or decline"):
+        asking.require(task("r3"))
+    assert len(list((tmp_path / "inbox").glob("*.json"))) == 2
+    # What was asked before may be decided, which makes room.
+    asking.decide("r1")
+    assert asking.code(task("r1")) is None
+    assert asking.code(task("r3")) == "awaiting-approval"
+    assert set(asking.inbox.withheld()) == {"r2", "r3"}

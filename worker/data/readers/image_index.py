@@ -22,11 +22,9 @@ from tessera.shared.model.dataset_schema import PIXELS
 from tessera.worker.data.dataset import DataError, RowsOnDisk
 from tessera.worker.data.prepared import NOT_KEPT, Prepared
 from tessera.worker.data.readers.image_processor import ByProcessor, PixelOptions, Preparation
-from tessera.worker.data.readers.pictures import Pictures, PixelReader, opened, require_shape
+from tessera.worker.data.readers.pictures import AT_ONCE, Pictures, PixelReader, opened, require_shape
 from tessera.worker.state.atomic_files import written_whole
 
-AT_ONCE = 16
-"""Number of images to open and prepare together."""
 MAX_IN_MEMORY = 1 << 30
 """Bytes of pixels that are kept in memory unless the settings say otherwise."""
 THREADS = 8

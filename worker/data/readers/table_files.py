@@ -86,9 +86,23 @@ def table_files(
             files += map(Path, matched)
         else:
             raise DataError(f"{option}: {absent(path)}")
+    _require_distinct(option, files)
     if split is not None and not any(path.is_dir() for path in named):
         raise DataError(f"split: needs a folder in {option}, but {named[0]} is a file: leave split out")
     return tuple(files), others
+
+
+def _require_distinct(option: str, files: list[Path]) -> None:
+    """Raise DataError for a file that two paths or patterns name, also by a link."""
+    seen: dict[Path, Path] = {}
+    for file in files:
+        first = seen.get(place := file.resolve())
+        if first is not None:
+            link = "" if first == file else f", also as {first}"
+            raise DataError(
+                f"{option}: {file} is named twice{link}: each of its rows would be two examples; name it once"
+            )
+        seen[place] = file
 
 
 def _of_split(folder: Path, tables: list[Path], split: str | None) -> list[Path]:

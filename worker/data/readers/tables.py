@@ -25,7 +25,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 from numpy.typing import NDArray
-from pandas.errors import ParserError, ParserWarning
+from pandas.errors import ParserWarning
 from pyarrow import parquet
 from pydantic import BeforeValidator, Field
 from torch import Tensor
@@ -39,9 +39,12 @@ from tessera.worker.data.readers.table_files import Separator, is_saved, saved_s
 
 JSON_AT_ONCE = 1000
 EMPTY = "it has no rows"
+MAX_CELL_CHARACTERS = 1 << 24
+"""Length of a cell in a CSV file above which its quotation mark is hardly closed: the rest of a file would be read
+into memory."""
 JSON_CELLS = {b"tessera.cells": b"json"}
 """The metadata of a table of JSON lines, whose cells are text in JSON."""
-FORMAT = 1
+FORMAT = 3
 """The number of the way in which tables are converted, which is part of their files' names."""
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -85,11 +88,8 @@ class ArrowRows:
 def _columns(rows: ArrowRows, features: Mapping[str, Any] | None, check: Callable[[], None]) -> Columns:
     """Return the columns, with the names of classes in place of numbers: `features` are the columns' types, if the
     file does not have them. `check` runs before each reading."""
-    metadata = rows.schema.metadata or {}
-    if features is None:
-        features = json.loads(metadata.get(b"huggingface", b"{}")).get("info", {}).get("features") or {}
-    classes = {name: names for name, feature in features.items() if (names := _class_label(feature))}
-    of_json = JSON_CELLS.items() <= metadata.items()
+    classes = _class_names_by_column(_features(rows.schema) if features is None else features)
+    of_json = JSON_CELLS.items() <= (rows.schema.metadata or {}).items()
     everything = np.arange(len(rows))
 
     def values(name: str) -> Cells[Any]:
@@ -103,6 +103,16 @@ def _columns(rows: ArrowRows, features: Mapping[str, Any] | None, check: Callabl
         return cells.mapped(lambda value: _class_names(value, classes[name])) if name in classes else cells
 
     return Columns(rows.schema.names, values, classes)
+
+
+def _features(schema: pa.Schema) -> Mapping[str, Any]:
+    """Return the types in `datasets` of the columns of a file that the library wrote; none of another file."""
+    metadata = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
+    return metadata.get("info", {}).get("features") or {}
+
+
+def _class_names_by_column(features: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
+    return {name: names for name, feature in features.items() if (names := _class_label(feature))}
 
 
 def _class_label(feature: Any) -> tuple[str, ...]:
@@ -142,30 +152,29 @@ def _separated(files: Sequence[str], cache: str, separator: str) -> Iterator[pa.
         raise ValueError("the files do not have the same columns in the same order")
     if not any(has_rows):
         raise ValueError(EMPTY)
+    # From one quotation mark that is not closed to the next, pandas makes one row of several without a word.
+    _refuse_malformed(files, separator, len(header))
     library = _library()
     # If all rows have one cell too many, pandas makes the first cell an index. With `index_col=False` it cuts off the
     # last one and warns.
-    try:
-        with warnings.catch_warnings(action="error", category=ParserWarning):
-            rows = library.Dataset.from_csv(
-                list(files),
-                features=library.Features(dict.fromkeys(header, library.Value("large_string"))),
-                cache_dir=cache,
-                sep=separator,
-                names=header,
-                header=0,
-                index_col=False,
-                keep_default_na=False,
-            )
-    except library.exceptions.DatasetGenerationError as fault:
-        if isinstance(fault.__cause__, ParserError | ParserWarning):
-            _refuse_malformed(files, separator, len(header))
-        raise
+    with warnings.catch_warnings(action="error", category=ParserWarning):
+        rows = library.Dataset.from_csv(
+            list(files),
+            features=library.Features(dict.fromkeys(header, library.Value("large_string"))),
+            cache_dir=cache,
+            sep=separator,
+            names=header,
+            header=0,
+            index_col=False,
+            keep_default_na=False,
+        )
     yield from _cached(rows)
 
 
 def _refuse_malformed(files: Sequence[str], separator: str, columns: int) -> None:
-    """Raise ValueError for the first row that does not fit, with its file and line, which pandas counts otherwise."""
+    """Raise ValueError for the first row that does not fit, with its file and line. Of a file, memory holds a row."""
+    # Python's own limit, 131,072 characters, is less than a long document. It holds for the whole process.
+    csv.field_size_limit(MAX_CELL_CHARACTERS)
     for file in files:
         line = 1
         with Path(file).open(encoding="utf-8-sig", newline="") as lines:
@@ -178,7 +187,12 @@ def _refuse_malformed(files: Sequence[str], separator: str, columns: int) -> Non
                             f"text that contains {separator!r} in quotation marks"
                         )
                     line = rows.line_num + 1
-            except csv.Error:
+            except csv.Error as fault:
+                if "field limit" in str(fault):
+                    raise ValueError(
+                        f"the row that begins in line {line} of {Path(file).name} has a cell of more than "
+                        f"{MAX_CELL_CHARACTERS:,} characters: close its quotation mark, or shorten it"
+                    ) from None
                 raise ValueError(
                     f"line {line} of {Path(file).name} has a quotation mark that is not closed, or stands in a "
                     "quoted text: write it twice there"
@@ -221,15 +235,37 @@ def _widths(file: Path, separator: str, rows: int) -> set[int]:
 def _parquet(files: Sequence[str], cache: str) -> Iterator[pa.RecordBatch]:
     if not any(parquet.read_metadata(file).num_rows for file in files):
         raise ValueError(EMPTY)
-    first = parquet.read_schema(files[0]).names
+    first = parquet.read_schema(files[0])
     for file in files[1:]:
+        schema = parquet.read_schema(file)
         # Of a column that is not in all files, `datasets` makes one with empty cells, or fails, by their order.
-        if lone := sorted(set(first).symmetric_difference(parquet.read_schema(file).names)):
+        if lone := sorted(set(first.names).symmetric_difference(schema.names)):
             raise ValueError(f"it and {Path(file).name} differ in columns: only one of them has {', '.join(lone)}")
+        _require_same_classes(first, schema, Path(file).name)
     # Images are not converted, but read from these files.
     cells = parquet_cells(files)
-    others = [name for name in first if name not in cells] or None
+    others = [name for name in first.names if name not in cells] or None
     yield from _cached(_library().Dataset.from_parquet(list(files), cache_dir=cache, columns=others))
+
+
+def _require_same_classes(first: pa.Schema, schema: pa.Schema, file: str) -> None:
+    """Raise ValueError if a number stands for one class in the first file and for another, or none, in this one:
+    `datasets` would give the numbers of all files the names in the first."""
+    expected, found = (_class_names_by_column(_features(each)) for each in (first, schema))
+    for name in sorted(expected.keys() | found.keys()):
+        # Classes that are written as text have the right names, whatever the first file's numbers are.
+        as_text = name in expected and name not in found and not _holds_numbers(schema.field(name).type)
+        if expected.get(name) != found.get(name) and not as_text:
+            raise ValueError(
+                f"it and {file} have different class names for the numbers in column {name!r}: write both with one "
+                "ClassLabel"
+            )
+
+
+def _holds_numbers(kind: pa.DataType) -> bool:
+    while pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        kind = kind.value_type
+    return bool(pa.types.is_primitive(kind))
 
 
 def _json_lines(files: Sequence[str], cache: str) -> Iterator[pa.RecordBatch]:  # noqa: ARG001 (it needs none)
