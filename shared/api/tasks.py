@@ -43,6 +43,7 @@ from tessera.shared.schema import (
     AuditHead,
     Counted,
     Digest,
+    Evaluated,
     Examples,
     Identifier,
     Label,
@@ -386,7 +387,7 @@ class EvaluationResult(Message):
     token: int
     version: Digest
     examples: PositiveInt = Field(lt=1 << 40)
-    metrics: Reported
+    metrics: Evaluated
     download_bytes: NonNegativeInt = Field(default=0, lt=1 << 53)
     audit_head: AuditHead | None = None
     progress: Annotated[Progress | None, Shown] = None

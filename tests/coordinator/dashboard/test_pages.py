@@ -269,6 +269,28 @@ def test_scores_of_a_run_are_chosen_and_taken_away(coordinator: LiveCoordinator,
     assert admin.http.get(f"{place}/charts/nothing.svg").status_code == 404
 
 
+def test_names_that_one_site_invented_do_not_lengthen_a_run_s_page(
+    coordinator: LiveCoordinator, admin: Person
+) -> None:
+    run = worked(coordinator)
+    common = {"accuracy": 0.5, "loss": 1.0, "zeal": 0.1}
+    with coordinator.services.database.transaction() as session:
+        evaluations = select(TaskRow, SiteRow.name).join(WorkerRow, WorkerRow.id == TaskRow.worker_id).join(SiteRow)
+        for task, site in session.execute(evaluations.where(TaskRow.kind == "evaluate")).all():
+            # As many as coordinators accepted before.
+            invented = {f"{number}_{task.version_number}": 1.0 for number in range(4093)} if site == "a" else {}
+            task.metrics = {**common, **invented}
+    shown = admin.http.get(f"/page/runs/{run}").text
+    names = re.findall(r"\?metric=(\w+)&", shown)
+    assert len(set(names)) <= 64 + 1
+    # Both sites measured these.
+    assert [*common, "training_loss"] == [
+        name for name in dict.fromkeys(names) if "_1" not in name and "_0" not in name
+    ]
+    compared = admin.http.get(f"/page/runs/compare?run={run}&run={worked(coordinator)}").text
+    assert len(set(re.findall(r"metric=(\w+)&", compared))) <= 64
+
+
 def test_runs_are_found_by_their_tags_method_and_text(coordinator: LiveCoordinator) -> None:
     person, client = signed_in(coordinator, "orchestrator"), coordinator.client()
     with Client(coordinator.url, coordinator.token("orchestrator"), verify=False) as theirs:
