@@ -28,7 +28,7 @@ from tessera.shared.methods.base import MethodSpec
 from tessera.shared.methods.registry import FOLDERS, methods
 from tessera.shared.problems import BadRequest
 from tessera.shared.rounds.eta import Pace, expected_end
-from tessera.shared.run_settings import Privacy, Training, UnitBudget
+from tessera.shared.run_settings import Budget, Privacy, Training, UnitBudget
 from tests.coordinator.api.test_secure_sums import Ring
 from tests.coordinator.dashboard.conftest import Person, signed_in
 from tests.support.coordinator import LiveCoordinator, until
@@ -738,6 +738,7 @@ def test_a_worker_has_a_page_whatever_it_tells(coordinator: LiveCoordinator, adm
     policy = AdvertisedPolicy(
         hours=("06:00-22:00",), budgets={"other": UnitBudget(epsilon=8, delta=1e-5)}, spent={"other": 2.5},
         max_total_privacy=UnitBudget(epsilon=9, delta=1e-5), total_spent=2.25,
+        max_weekly_privacy=UnitBudget(epsilon=7, delta=1e-5),
     )  # fmt: skip
     worker = ScriptedWorker(coordinator.client("site", "a"), advertised_policy=policy)
     worker.enrol()
@@ -760,6 +761,7 @@ def test_a_worker_has_a_page_whatever_it_tells(coordinator: LiveCoordinator, adm
         "all data sets",
         "epsilon 6.75 left of 9",
         "06:00-22:00 (UTC+0:00)",
+        "at most epsilon 7 at delta 1e-05 for each example, on each data set",
         "Revoke the token",
     ):
         assert words in text, words
@@ -772,6 +774,11 @@ def test_a_worker_has_a_page_whatever_it_tells(coordinator: LiveCoordinator, adm
     assert "Tensor 9" not in shown({"cpus": 4})
     worker.client.fail(task.id, Failure(token=task.token, code="out-of-memory", detail="it does not fit"))
     assert "it does not fit" in admin.http.get(page).text
+    required = {"require_secure_sums": True, "require_client_privacy": Budget(epsilon=2, delta=1e-4)}
+    ScriptedWorker(coordinator.client("site", "a"), advertised_policy=AdvertisedPolicy(**required)).enrol()
+    text = admin.http.get(page).text
+    assert "required: updates leave only under masks" in text
+    assert "at most epsilon 2 at delta 0.0001, in secure sums" in text
     assert "Revoke" not in viewer.http.get(page).text
 
 
