@@ -218,7 +218,8 @@ class CoordinatorSettings(BaseSettings):
     )
     request_burst: PositiveInt = Field(default=10_000, description="request burst per token and process")
     auth_failures_per_minute: PositiveInt = Field(
-        default=60, description="requests without a valid token per address and minute, per process"
+        default=60,
+        description="requests without a valid token per address and minute, and sign-ins per token, per process",
     )
     response_bytes_per_token: PositiveInt = Field(
         default=1 << 30,

@@ -8,7 +8,14 @@ T = TypeVar("T")
 KEPT = "\n\t\u00a0\u202f\u2009"
 """Line ends, tabs and spaces that count as not printable."""
 
-FORMULAS = ("=", "+", "-", "@", "\t", "\r")
+FORMULA = re.compile(
+    r"""
+    ((?:^ | [,;|\t\r\n]) [ "]*+)  # the beginning of a text, or a place where a spreadsheet may split a line
+    (?= [=+\-@])
+    (?! [+-]? (?:\d+ (?:\.\d*)? | \.\d+) (?:[eE][+-]?\d+)? [ "\]}]*+ (?:[,;|\t\r\n] | \Z))  # no number
+    """,
+    re.VERBOSE,
+)
 
 SUSPECT = re.compile(r"[^ -~\n\t]")
 """Few characters of a page are: a look at each of the others takes long."""
@@ -29,5 +36,6 @@ def _fit(found: re.Match[str]) -> str:
 
 
 def no_formula(cell: T) -> T | str:
-    """Return a cell of a table for spreadsheets, with a quotation mark before a text that they would compute."""
-    return f"'{cell}" if isinstance(cell, str) and cell.startswith(FORMULAS) else cell
+    """Return a cell of a table for spreadsheets, with a quotation mark before each part of a text that they would
+    compute. Numbers stay as they are."""
+    return FORMULA.sub(r"\1'", cell) if isinstance(cell, str) else cell

@@ -46,8 +46,15 @@ MAX_NUMBER = 1e100
 
 Number = Annotated[float, Field(ge=-MAX_NUMBER, le=MAX_NUMBER)]
 
-Reported = Annotated[dict[Annotated[str, Field(pattern=r"^[ -~]{1,64}$")], Number], Field(max_length=4096)]
-"""Metrics that a worker reports: room for several per layer of a deep model, within the limit of a body."""
+_Metrics = dict[Annotated[str, Field(pattern=r"^[ -~]{1,64}$")], Number]
+
+Reported = Annotated[_Metrics, Field(max_length=4096)]
+"""Metrics that a worker reports of its training: room for several per layer of a deep model, within the limit of a
+body."""
+
+Evaluated = Annotated[_Metrics, Field(max_length=64)]
+"""Metrics of an evaluation; a worker sends nine at most. Pages and exports compute each of them over the sites, for
+every version that they show."""
 
 Resources = Annotated[dict[Literal["memory_bytes", "upload_bytes_per_second"], PositiveFloat], Field(max_length=8)]
 """Resources of a worker for a task, as declared by its site."""

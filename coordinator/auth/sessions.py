@@ -5,7 +5,7 @@ import hashlib
 import hmac
 import secrets
 
-from sqlalchemy import delete
+from sqlalchemy import delete, select
 from sqlalchemy.orm import Session
 
 from tessera.coordinator.auth.tokens import principal_for_token
@@ -15,11 +15,16 @@ from tessera.coordinator.domain.principal import Principal
 from tessera.shared.api.token_format import hash_of
 from tessera.shared.problems import Unauthenticated
 
+MAX_SESSIONS = 32
+"""Sessions of a token or a person at the same time; a further one ends the oldest."""
+
 
 def begin(session: Session, now: float, caller: Principal, seconds: float) -> str:
-    """Return a new session's secret, of which only a hash is stored, and delete expired sessions."""
+    """Return a new session's secret, of which only a hash is stored. Delete expired sessions, and the caller's oldest
+    ones beyond `MAX_SESSIONS`."""
     for table in (SessionRow, PersonSessionRow):
         session.execute(delete(table).where(table.expires_at <= now))
+    _keep_latest(session, caller, MAX_SESSIONS - 1)
     secret = secrets.token_urlsafe(32)
     known = {"id": hash_of(secret), "created_at": now, "expires_at": now + seconds}
     if caller.is_person:
@@ -28,6 +33,13 @@ def begin(session: Session, now: float, caller: Principal, seconds: float) -> st
         session.add(SessionRow(token_id=caller.token_id, **known))
     audit.record(session, now, caller.actor, "session.begin", caller.token_id)
     return secret
+
+
+def _keep_latest(session: Session, caller: Principal, most: int) -> None:
+    table = PersonSessionRow if caller.is_person else SessionRow
+    own = PersonSessionRow.person == caller.name if caller.is_person else SessionRow.token_id == caller.token_id
+    latest = select(table.id).where(own).order_by(table.created_at.desc(), table.id).limit(most)
+    session.execute(delete(table).where(own, table.id.not_in(latest)))
 
 
 def holder(session: Session, now: float, secret: str, issuer: str | None) -> Principal:

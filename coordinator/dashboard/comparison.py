@@ -6,7 +6,16 @@ from fastapi import APIRouter, Query, Request, Response
 
 from tessera.coordinator.api.dependencies import Serving
 from tessera.coordinator.dashboard.charts import svg_charts
-from tessera.coordinator.dashboard.charts.run_charts import AXES, Along, Panel, axis_of, download, moved_to, svg_file
+from tessera.coordinator.dashboard.charts.run_charts import (
+    AXES,
+    Along,
+    Panel,
+    axis_of,
+    choices,
+    download,
+    moved_to,
+    svg_file,
+)
 from tessera.coordinator.dashboard.charts.svg_charts import Series
 from tessera.coordinator.dashboard.queries import MAX_POINTS, measured, round_costs
 from tessera.coordinator.dashboard.runs import Metric
@@ -32,8 +41,7 @@ def show_comparison(
 ) -> Response:
     """Show the runs that were ticked: a score of each in one chart, their cost, and the settings that differ."""
     histories = _histories(serving, run or [])
-    names = {name for history in histories for one in history.measurements for name in one.metrics}
-    main = [name for name in MAIN_SCORES if name in names]
+    names = choices((one.site, name) for history in histories for one in history.measurements for name in one.metrics)
     found = compare(histories, metric if metric in names else None)
     return render(
         request,
@@ -42,7 +50,7 @@ def show_comparison(
         found=found,
         top=_top(found),
         address="&".join(f"run={history.run.id}" for history in histories),
-        metrics=[*main, *sorted(names.difference(main))],
+        metrics=names,
         x=x,
         axes=AXES,
         panel=_panel(found, x),

@@ -143,7 +143,8 @@ def _holder(serving: Services, token: str) -> Principal:
 
 
 def _begin_session(request: Request, response: Response, serving: Services, caller: Principal) -> None:
-    """Begin a session, and let the browser keep its secret while it is valid."""
+    """Begin a session, and let the browser keep its secret while it is valid. Raises TooManyRequests."""
+    serving.admission.count_sign_in(caller.token_id)
     seconds = serving.settings.session_seconds
     with serving.database.transaction() as session:
         secret = sessions.begin(session, serving.database.now(), caller, seconds)

@@ -27,7 +27,7 @@ from tessera.coordinator.db.tables import (
     WorkerRow,
 )
 from tessera.shared.api.runs import Measurement, Round, Run
-from tessera.shared.metrics.comparison import RoundCost
+from tessera.shared.metrics.comparison import MAIN_SCORES, RoundCost
 from tessera.shared.metrics.evaluation_bytes import round_of
 from tessera.shared.metrics.site_spread import scores_by_version
 from tessera.shared.rounds.eta import Pace, expected_end
@@ -198,8 +198,8 @@ def measured(session: Session, run: Run, most: int = MAX_POINTS) -> list[Measure
 
 
 def latest_scores(session: Session, run: Run) -> Mapping[str, float]:
-    """Return the scores of the latest version that has any."""
-    scores = scores_by_version(views.latest_measurements(session, run.id, run.spec, most=MAX_SCORES))
+    """Return the main scores of the latest version that was measured."""
+    scores = scores_by_version(views.latest_measurements(session, run.id, run.spec, most=MAX_SCORES), MAIN_SCORES)
     return next(iter(scores.values()), {})
 
 

@@ -46,7 +46,7 @@ from tessera.shared.api.runs import Round, Run, RunPatch, RunSpec
 from tessera.shared.api.tasks import TaskView
 from tessera.shared.api.versions import Version
 from tessera.shared.metrics.rows import rows_of, write_csv
-from tessera.shared.metrics.site_spread import spreads
+from tessera.shared.metrics.site_spread import scores_by_version, spreads
 from tessera.shared.problems import Conflict, Fault, Invalid, NotFound, PreconditionFailed, validated
 from tessera.shared.rounds.eta import LIVE_TASKS
 from tessera.shared.rounds.outliers import DISTANCE, JUDGES, NORM
@@ -123,9 +123,10 @@ def show_run(
         run = views.run_view(session, views.find_run(session, run_id))
         open_round = _open_round(session, run)
         figures = Figures.of(session, run)
-        latest = max(figures.scores, default=None)
-        at_sites = spreads(one for one in figures.measurements if one.version == latest)
-        shown = figures.scores.get(latest, {}) if latest is not None else {}
+        latest = max((one.version for one in figures.measurements), default=None)
+        of_latest = [one for one in figures.measurements if one.version == latest]
+        shown = next(iter(scores_by_version(of_latest, HEADLINE).values()), {})
+        at_sites = next(iter(spreads(of_latest, HEADLINE).values()), {})
         moved = moved_by_run(session, run_id).get(run_id, TrafficTotals())
         end = forecast(session, now, open_round) if open_round else None
         charts = panels(session, figures, metric, x)
@@ -141,9 +142,9 @@ def show_run(
             measured=latest,
             best=figures.best,
             headline=[(name, shown[name]) for name in HEADLINE if name in shown],
-            spreads=at_sites.get(latest, {}) if latest is not None else {},
+            spreads=at_sites,
             sites=len({one.site for one in figures.measurements if one.held_out}),
-            central=any(not one.held_out for one in figures.measurements if one.version == latest),
+            central=any(not one.held_out for one in of_latest),
             moved=moved,
             remaining=_remaining(session, now, run, end),
             took=until - run.created_at.timestamp(),

@@ -207,12 +207,15 @@ def _rules(policy: AdvertisedPolicy) -> list[tuple[str, str]]:
         if getattr(policy, key) != getattr(default, key)
     ]
     lists = (("Orchestrators", policy.orchestrators), ("Models", policy.models), ("Never sends", policy.never_send))
-    needed = policy.require_privacy
+    needed, of_site, weekly = policy.require_privacy, policy.require_client_privacy, policy.max_weekly_privacy
     return [
         ("Hours", f"{', '.join(policy.hours)} ({zone})" if policy.hours else "always open"),
         *most,
         *((name, ", ".join(values[:8]) + (" …" if len(values) > 8 else "")) for name, values in lists if values),
         *([("Privacy of each run", f"at most {needed.in_words}")] if needed else []),
+        *([("Privacy of the site", f"at most {of_site.bound}, in secure sums")] if of_site else []),
+        *([("Privacy of seven days", f"at most {weekly.in_words}, on each data set")] if weekly else []),
+        *([("Secure sums", "required: updates leave only under masks")] if policy.require_secure_sums else []),
         *([("Runs", "a person at the site approves each")] if policy.approve_runs else []),
         *([("Updates", "a person at the site releases each")] if policy.airlock else []),
     ]

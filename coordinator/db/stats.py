@@ -25,6 +25,8 @@ MAX_SITES = 1_000
 MEASURED = frozenset(("loss", "accuracy", "macro_f1", "calibration_error"))
 """Metrics that are exported. Workers may report others, but each name would be a series that a worker chose."""
 
+AT_SITES = MEASURED | {PERSONAL + name for name in MEASURED}
+
 STEPS = ("round.open", "round.close", "round.commit", "round.abandon")
 BATCH = 10_000
 
@@ -103,12 +105,9 @@ def _figures(session: Session, run: RunRow) -> RunFigures:
 
 def _measured(session: Session, run_id: str, spec: RunSpec) -> dict[tuple[Place, str], float]:
     central = latest_measurements(session, run_id, spec, ~TaskRow.held_out)
-    at_sites = spreads(latest_measurements(session, run_id, spec, TaskRow.held_out.is_(True)))
+    at_sites = spreads(latest_measurements(session, run_id, spec, TaskRow.held_out.is_(True)), AT_SITES)
     figures: dict[tuple[Place, str], float] = {
-        ("sites", name): spread.weighted_mean
-        for by_name in at_sites.values()
-        for name, spread in by_name.items()
-        if name.removeprefix(PERSONAL) in MEASURED
+        ("sites", name): spread.weighted_mean for by_name in at_sites.values() for name, spread in by_name.items()
     }
     return figures | {
         ("central", name): value for one in central for name, value in one.metrics.items() if name in MEASURED

@@ -23,6 +23,10 @@ from tessera.shared.problems import Conflict, Fault, Invalid, NotFound, StaleVer
 from tessera.shared.rounds.planning import dataset_of, task_of
 from tessera.shared.schema import ACCEPTED, MAX_WITHHELD
 
+MAX_RELEASES = 20
+"""Times that a task can be given back. Each adds two entries to the audit chain, which nothing removes: a worker that
+claimed and gave back without end would make it too long to be verified."""
+
 
 @dataclass(frozen=True)
 class TaskRecord:
@@ -239,6 +243,17 @@ def settle(
 def was_released(record: TaskRecord, token: int) -> bool:
     """Return whether this release took place before, and only the response was lost."""
     return record.task.state == "offered" and record.task.token == token > 0
+
+
+def require_releases_left(record: TaskRecord, token: int) -> None:
+    """Raise Conflict if the task that the token holds was given back `MAX_RELEASES` times."""
+    record.require_lease(token)
+    # Each lease raises the token, and counts as an attempt unless it was given back.
+    if record.task.token - record.task.attempts >= MAX_RELEASES:
+        raise Conflict(
+            f"the task was given back {MAX_RELEASES} times, as often as it may be",
+            remedy="Let its lease expire; the task is then offered again while it has attempts left.",
+        )
 
 
 def was_failed(record: TaskRecord, token: int) -> bool:

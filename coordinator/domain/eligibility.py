@@ -120,13 +120,24 @@ def _privacy_refusals(spec: RunSpec, policy: AdvertisedPolicy) -> Iterator[tuple
         yield "require_privacy", f"it requires privacy of {floor.in_words}"
     if floor and privacy and privacy.selection == "uncovered":
         yield "require_privacy", "it requires privacy that covers the choice of blocks"
-    for rule, name, budget, spent in _budgets(spec, policy):
+    yield from _sums_refusals(spec, policy)
+    for rule, name, budget, spent in (*_budgets(spec, policy), *_weekly_budget(policy)):
         if privacy is None or privacy.selection == "uncovered":
             yield rule, f"{name} admits no run without privacy that covers all"
         elif not budget.counts(privacy):
             yield rule, f"{name} is for groups, and the run protects examples"
         if spent >= budget.epsilon:
             yield rule, f"runs have spent {name}: epsilon {budget.epsilon:g}"
+
+
+def _sums_refusals(spec: RunSpec, policy: AdvertisedPolicy) -> Iterator[tuple[str, str]]:
+    """Yield the rules about secure sums, and the noise in them, that the run violates."""
+    if policy.require_secure_sums and spec.secure_sums is None:
+        yield "require_secure_sums", "it requires secure sums"
+    if floor := policy.require_client_privacy:
+        noise = spec.shared_client_privacy
+        if noise is None or noise.epsilon > floor.epsilon or noise.delta > floor.delta:
+            yield "require_client_privacy", f"it requires client_privacy in secure sums of {floor.bound} at most"
 
 
 def _budgets(spec: RunSpec, policy: AdvertisedPolicy) -> Iterator[tuple[str, str, UnitBudget, float]]:
@@ -141,6 +152,12 @@ def _budgets(spec: RunSpec, policy: AdvertisedPolicy) -> Iterator[tuple[str, str
         )
     if total := policy.max_total_privacy:
         yield "max_total_privacy", "its site's privacy budget of all data sets", total, policy.total_spent or 0.0
+
+
+def _weekly_budget(policy: AdvertisedPolicy) -> Iterator[tuple[str, str, UnitBudget, float]]:
+    """Yield the site's budget of seven days as `_budgets` does. What a week spends depends on when the run trains."""
+    if weekly := policy.max_weekly_privacy:
+        yield "max_weekly_privacy", "its site's privacy budget of seven days", weekly, 0.0
 
 
 def policy_warnings(invitation: RunTerms, policy: AdvertisedPolicy | None, upload_bytes: int) -> list[Ineligibility]:

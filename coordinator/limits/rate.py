@@ -75,6 +75,7 @@ class Admission:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._tokens = Rate(per_second, burst, clock)
+        self._sign_ins = Rate(auth_failures_per_minute / 60, auth_failures_per_minute, clock)
         self._declarations = Rate(declarations_per_hour / 3600, declarations_per_hour, clock)
         self._failures = AddressRate(auth_failures_per_minute, clock)
         self._anonymous = AddressRate(ANONYMOUS * auth_failures_per_minute, clock)
@@ -84,6 +85,12 @@ class Admission:
         """Raise TooManyRequests if the token sends too many requests."""
         detail = "this token sends too many requests (settings requests_per_second, request_burst)"
         _require(self._tokens.take(token_id), TooManyRequests, detail)
+
+    def count_sign_in(self, token_id: str) -> None:
+        """Raise TooManyRequests if the token begins too many sessions, each with an entry in the audit chain."""
+        self.count_request(token_id)
+        detail = "this token or person signs in too often (setting auth_failures_per_minute)"
+        _require(self._sign_ins.take(token_id), TooManyRequests, detail)
 
     def count_declaration(self, site_id: str) -> None:
         """Raise QuotaExceeded if the site's workers change their declarations too often."""

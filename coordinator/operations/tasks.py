@@ -333,10 +333,14 @@ def fail(services: Services, caller: Principal, task_id: str, report: Failure) -
 
 
 def release(services: Services, caller: Principal, task_id: str, request: Heartbeat) -> TaskView:
-    """Take an unfinished task back and offer it again at once. Its lease does not count as an attempt."""
+    """Take an unfinished task back and offer it again at once. Its lease does not count as an attempt.
+
+    Raise Conflict if the task was given back `MAX_RELEASES` times; its lease then expires.
+    """
     with services.database.transaction() as session:
         record = tasks.find_task(session, task_id, caller.site_id)
         if not tasks.was_released(record, request.token):
+            tasks.require_releases_left(record, request.token)
             columns = {"attempts": record.task.attempts - 1, "lease_expires_at": None}
             now = services.database.now()
             tasks.settle(session, now, caller.actor, record, request.token, "release", columns)

@@ -210,5 +210,6 @@ def _insecure(settings: CoordinatorSettings) -> Iterator[Finding]:
     if remote and "sslmode=verify-full" not in url.query:
         remedy = "Add ?sslmode=verify-full to TESSERA_DATABASE_URL."
         yield warn("settings", "the database server is on another machine and is not verified", remedy)
-    if settings.site_bytes_per_day is None:
+    # Blobs in a folder have a limit without it: half of the disk (`services`).
+    if settings.site_bytes_per_day is None and "://" in settings.blob_url:
         yield warn("settings", "a site may announce any number of bytes", "Set TESSERA_SITE_BYTES_PER_DAY.")

@@ -30,7 +30,7 @@ from tessera.shared.model.blocks import Block, Name
 from tessera.shared.model.dataset_schema import DatasetSchema
 from tessera.shared.model.selectors import EVERYTHING, Selector
 from tessera.shared.problems import ProblemDocument
-from tessera.shared.run_settings import ClientPrivacy, Privacy, Span, Training, UnitBudget
+from tessera.shared.run_settings import Budget, ClientPrivacy, Privacy, Span, Training, UnitBudget
 from tessera.shared.schema import (
     ACCEPTED,
     MAX_CLAIM_BYTES,
@@ -43,6 +43,7 @@ from tessera.shared.schema import (
     AuditHead,
     Counted,
     Digest,
+    Evaluated,
     Examples,
     Identifier,
     Label,
@@ -200,10 +201,15 @@ class AdvertisedPolicy(Message):
     utc_offset_minutes: Annotated[int, Field(gt=-1440, lt=1440)] = 0
     """The site's offset from UTC, in minutes."""
     require_privacy: UnitBudget | None = None
+    require_secure_sums: bool = False
+    require_client_privacy: Budget | None = None
+    """The most that a run's secure sums may reveal about the site as a whole."""
     budgets: dict[Label, UnitBudget] = Field(default={}, max_length=256)
     """Privacy budget for all runs together, by data set."""
     spent: dict[Label, PositiveFloat] = Field(default={}, max_length=256)
     """The least budget, at the same delta, that holds what they have found out so far of those data sets."""
+    max_weekly_privacy: UnitBudget | None = None
+    """Privacy budget for all runs together in any seven days, of each data set. What is spent of it is not shown."""
     max_total_privacy: UnitBudget | None = None
     """Privacy budget for all runs and all data sets of the site together."""
     total_spent: PositiveFloat | None = None
@@ -386,7 +392,7 @@ class EvaluationResult(Message):
     token: int
     version: Digest
     examples: PositiveInt = Field(lt=1 << 40)
-    metrics: Reported
+    metrics: Evaluated
     download_bytes: NonNegativeInt = Field(default=0, lt=1 << 53)
     audit_head: AuditHead | None = None
     progress: Annotated[Progress | None, Shown] = None

@@ -1,15 +1,16 @@
 """`tessera admin`: sites, tokens, enrolments, workers and the coordinator's status."""
 
+import errno
 import os
 import secrets
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any, TextIO
+from typing import Annotated, Any
 
 import typer
 from rich.console import Group
@@ -31,7 +32,7 @@ from tessera.shared.cli.render.output import AsJson
 from tessera.shared.client.client import Client
 from tessera.shared.client.round_outcomes import at_work
 from tessera.shared.near_names import did_you_mean
-from tessera.shared.problems import Conflict, Invalid, NotFound
+from tessera.shared.problems import Conflict, Invalid, NotFound, Problem
 from tessera.shared.schema import TokenRole
 
 app = typer.Typer(
@@ -150,9 +151,9 @@ def add_site(
     """Add a site and issue the token that admits its workers."""
     spec = TokenSpec(name=name, role="site", site=name, expires_in_days=days)
     client = client_of(ctx)
-    with new_secret_file(token_file) as file:
+    with new_secret_file(token_file) as store:
         site = client.create_site(name)
-        issued = _issue(client, spec, file)
+        issued = _issue(client, spec, store)
     _print_issued(issued, token_file, as_json=as_json, more={"site": site.model_dump(mode="json")})
 
 
@@ -237,10 +238,10 @@ def create_enrolment_token(
     name = f"join-{site}"[:59] + f"-{secrets.token_hex(2)}"
     spec = TokenSpec(name=name, role="enrolment", site=site, expires_in_days=days, uses=uses)
     client = client_of(ctx)
-    with new_secret_file(token_file) as file:
+    with new_secret_file(token_file) as store:
         if site not in (known.name for known in client.sites()):
             client.create_site(site)
-        issued = _issue(client, spec, file)
+        issued = _issue(client, spec, store)
     _print_issued(issued, token_file, as_json=as_json)
 
 
@@ -282,15 +283,14 @@ def create_token(
     if role != "site" and site is not None:
         raise typer.BadParameter(f"a token of role {role} has no site: leave it out", param_hint="'--site'")
     spec = TokenSpec(name=name, role=role, site=site, expires_in_days=days)
-    with new_secret_file(token_file) as file:
-        issued = _issue(client_of(ctx), spec, file)
+    with new_secret_file(token_file) as store:
+        issued = _issue(client_of(ctx), spec, store)
     _print_issued(issued, token_file, as_json=as_json)
 
 
-def _issue(client: Client, spec: TokenSpec, file: TextIO | None) -> IssuedToken:
+def _issue(client: Client, spec: TokenSpec, store: Callable[[str], None]) -> IssuedToken:
     issued = client.issue_token(spec)
-    if file:
-        file.write(f"{issued.secret}\n")
+    store(issued.secret)
     return issued
 
 
@@ -345,10 +345,9 @@ def rotate(ctx: typer.Context, token: TokenName, token_file: TokenFileOut = None
     client = client_of(ctx)
     found = find_token(client, token)
     secret = new_secret(found.role)
-    with new_secret_file(token_file) as file:
+    with new_secret_file(token_file) as store:
+        store(secret)
         rotated = client.rotate_token(found.id, hash_of(secret))
-        if file:
-            file.write(f"{secret}\n")
     _print_issued(IssuedToken(**found.model_dump(), secret=secret), token_file, as_json=as_json)
     output.note(f"the secret before it stays valid for another {rotated.grace_seconds:g} s")
 
@@ -422,25 +421,54 @@ def _line(found: Status) -> str:
 
 
 @contextmanager
-def new_secret_file(file: Path | None) -> Iterator[TextIO | None]:
-    """Yield a new file of mode 0600, or None if `file` is None; remove it if no secret was written.
+def new_secret_file(file: Path | None) -> Iterator[Callable[[str], None]]:
+    """Yield a function that stores a secret in a new file of mode 0600, or does nothing if `file` is None.
 
-    Open it before the secret is issued, since a secret is shown only once. Raises Invalid if the file exists or
-    cannot be created.
+    The file has the room for the secret before that is issued, since a secret is shown only once. It is removed if no
+    secret was stored or the coordinator refuses it, and stays if no answer came. Raises Invalid if the file exists or
+    cannot be written.
     """
     if file is None:
-        yield None
+        yield lambda _: None
         return
+    stored = False
+    with _refusing(f"{file} cannot be created", "Remove it or choose another name."):
+        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+
+    def store(secret: str) -> None:
+        nonlocal stored
+        with _refusing(f"{file} cannot be written", "Make room there, or choose another file."):
+            _overwrite(descriptor, f"{secret}\n".encode("ascii"))
+        stored = True
+
     try:
-        opened = os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii")
-    except OSError as fault:
-        detail = f"{file} cannot be created: {fault.strerror}; no token was issued"
-        raise Invalid(detail, remedy="Remove it or choose another name.") from fault
-    written = False
-    try:
-        with opened:
-            yield opened
-            written = opened.tell() > 0
+        store(" " * len(new_secret("enrolment")))
+        stored = False
+        yield store
+    except Problem as problem:
+        # With 5xx, or without an answer of the coordinator, the secret may be valid.
+        if stored and problem.from_document and problem.status < 500:
+            stored = False
+        elif stored:
+            output.note(f"{file} has the new secret; it is not known whether the coordinator has accepted it")
+        raise
     finally:
-        if not written:
+        os.close(descriptor)
+        if not stored:
             file.unlink()
+
+
+@contextmanager
+def _refusing(detail: str, remedy: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as fault:
+        raise Invalid(f"{detail}: {fault.strerror}; no token was issued or changed", remedy=remedy) from fault
+
+
+def _overwrite(descriptor: int, content: bytes) -> None:
+    """Make this the whole content of a file, which survives a power cut."""
+    if os.pwrite(descriptor, content, 0) < len(content):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    os.ftruncate(descriptor, len(content))
+    os.fsync(descriptor)

@@ -31,8 +31,9 @@ def main_scores(
     Figures of the central data set and of sites' own data are not mixed: sites count if no version was measured
     centrally.
     """
-    by_version = scores_by_version(_counted(measurements))
-    for name in (metric,) if metric else MAIN_SCORES:
+    names = (metric,) if metric else MAIN_SCORES
+    by_version = scores_by_version(_counted(measurements), names)
+    for name in names:
         values = {number: scores[name] for number, scores in sorted(by_version.items()) if name in scores}
         if values:
             return name, values

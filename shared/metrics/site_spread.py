@@ -70,18 +70,21 @@ def spread(scores: Iterable[Score], *, better_low: bool = False) -> Spread:
     )
 
 
-def spreads(measurements: Iterable[Measurement]) -> dict[int, dict[str, Spread]]:
+def spreads(
+    measurements: Iterable[Measurement], names: Collection[str] | None = None
+) -> dict[int, dict[str, Spread]]:
     """By version and name, what sites measured on the data that they hold out; what is central does not count.
 
-    The workers of one site count as one, each in proportion to its examples.
+    The workers of one site count as one, each in proportion to its examples. `names` are those that are wanted; all
+    by default.
     """
     found: dict[int, dict[str, dict[str, list[Score]]]] = {}
     for one in measurements:
         if one.held_out:
-            for name, value in one.metrics.items():
+            for name, value in _wanted(one, names):
                 by_site = found.setdefault(one.version, {}).setdefault(name, {})
                 by_site.setdefault(one.site, []).append(Score(one.site, one.examples, value))
-    return {version: _by_name(names) for version, names in sorted(found.items())}
+    return {version: _by_name(of_version) for version, of_version in sorted(found.items())}
 
 
 def _by_name(names: Mapping[str, Mapping[str, list[Score]]]) -> dict[str, Spread]:
@@ -118,21 +121,29 @@ def _joined(scores: list[Score]) -> Score:
 # ---------------------------------------------------------------- over versions
 
 
-def scores_by_version(measurements: Iterable[Measurement]) -> dict[int, dict[str, float]]:
+def scores_by_version(
+    measurements: Iterable[Measurement], names: Collection[str] | None = None
+) -> dict[int, dict[str, float]]:
     """Return what was measured of each version: on the central data set or, of one that was not measured there, the
-    example-weighted mean over the sites."""
+    example-weighted mean over the sites. `names` are those that are wanted; all by default."""
     by_version: dict[int, list[Measurement]] = {}
     for measurement in measurements:
         by_version.setdefault(measurement.version, []).append(measurement)
-    return {version: _mean(group) for version, group in by_version.items()}
+    return {version: _mean(group, names) for version, group in by_version.items()}
 
 
-def _mean(group: list[Measurement]) -> dict[str, float]:
+def _mean(group: list[Measurement], names: Collection[str] | None) -> dict[str, float]:
     counted = [measurement for measurement in group if not measurement.held_out] or group
     by_name: dict[str, tuple[list[float], list[int]]] = {}
     for one in counted:
-        for name, value in one.metrics.items():
+        for name, value in _wanted(one, names):
             values, examples = by_name.setdefault(name, ([], []))
             values.append(value)
             examples.append(one.examples)
     return {name: fmean(*found) for name, found in sorted(by_name.items()) if any(found[1])}
+
+
+def _wanted(one: Measurement, names: Collection[str] | None) -> Iterable[tuple[str, float]]:
+    if names is None:
+        return one.metrics.items()
+    return ((name, one.metrics[name]) for name in names if name in one.metrics)

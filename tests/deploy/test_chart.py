@@ -94,6 +94,14 @@ def test_pods_keep_to_the_profile_restricted(chart: Any, values: dict[str, Any])
             assert container["resources"]["limits"]["memory"]
 
 
+@pytest.mark.parametrize("values", [LEAST, MOST], ids=["least", "most"])
+def test_every_volume_that_a_container_mounts_is_declared(chart: Any, values: dict[str, Any]) -> None:
+    for name, pod in pods(rendered(chart, values)).items():
+        (container,) = pod["spec"]["containers"]
+        mounted = {mount["name"] for mount in container["volumeMounts"]}
+        assert mounted == {volume["name"] for volume in pod["spec"]["volumes"]}, name
+
+
 def test_what_runs_on_is_watched_and_the_schema_comes_first(chart: Any) -> None:
     documents = rendered(chart, LEAST)
     for name, pod in pods(documents).items():

@@ -39,6 +39,17 @@ def test_the_settings_of_a_worker_in_a_cluster_are_read(documents: list[dict[str
     assert str(settings.token_file.parent) in mounted
 
 
+def test_data_loaders_get_shared_memory(deploy: Path, documents: list[dict[str, Any]]) -> None:
+    worker = yaml.safe_load((deploy / "worker-gpu.compose.yaml").read_text())["services"]["worker"]
+    pod = documents[2]["spec"]["template"]["spec"]
+    mounts = {mount["mountPath"]: mount["name"] for mount in pod["containers"][0]["volumeMounts"]}
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    assert set(mounts.values()) == volumes.keys()
+    # As much as the container of the compose file has.
+    assert worker["shm_size"] == "2g"
+    assert volumes[mounts["/dev/shm"]]["emptyDir"] == {"medium": "Memory", "sizeLimit": "2Gi"}
+
+
 def test_a_worker_is_confined_and_listens_to_nobody(deploy: Path, documents: list[dict[str, Any]]) -> None:
     worker = yaml.safe_load((deploy / "worker-gpu.compose.yaml").read_text())["services"]["worker"]
     assert worker["read_only"] is True

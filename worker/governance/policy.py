@@ -325,16 +325,19 @@ class Policy(Frozen):
         `spent` has the epsilon spent of each data set with a budget, and `total_spent` that of all data sets under
         `max_total_privacy`.
         """
-        floor, total = self.require_privacy, self.max_total_privacy
+        floor, total, weekly = self.require_privacy, self.max_total_privacy, self.max_weekly_privacy
+        of_site = self.require_client_privacy
         shown = {name: getattr(self, name) for name in AdvertisedPolicy.model_fields if name in Policy.model_fields}
         return AdvertisedPolicy.model_validate(
             {
                 **shown,
                 "utc_offset_minutes": utc_offset_minutes,
                 "require_privacy": plain(floor) if floor else None,
+                "require_client_privacy": Budget(epsilon=of_site.epsilon, delta=of_site.delta) if of_site else None,
                 "budgets": {name: plain(most) for name, most in budgets.items()},
                 # The loss may be unbounded at this delta.
                 "spent": {name: min(epsilon, MAX_NUMBER) for name, epsilon in (spent or {}).items() if epsilon},
+                "max_weekly_privacy": plain(weekly) if weekly else None,
                 "max_total_privacy": plain(total) if total else None,
                 "total_spent": min(total_spent, MAX_NUMBER) if total_spent else None,
             }
@@ -369,6 +372,13 @@ class Policy(Frozen):
         if (of_site := self.require_client_privacy) and task.kind == "evaluate":
             detail = "this site requires privacy for itself as a whole, and a version's figures are exact"
             require(of_site.evaluations, "require_client_privacy", detail)
+
+    def check_unmasked(self) -> None:
+        """Check that updates may leave without secure sums. Raises PolicyViolation."""
+        detail = "the run has no secure sums, so that the coordinator could read the update"
+        require(not self.require_secure_sums, "require_secure_sums", detail)
+        detail = "the run has no secure sums, so that this site could not add the noise itself"
+        require(self.require_client_privacy is None, "require_client_privacy", detail)
 
     def check_epochs(self, epochs: int) -> None:
         most = self.max_epochs

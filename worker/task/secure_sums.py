@@ -40,17 +40,7 @@ def admitted_terms(run: TaskRun) -> Terms | None:
     is_whole = (sums is None) == (run.task.secure_sums is None)
     require(is_whole, "secure_sums", "the task has the run's settings of secure sums without terms, or the reverse")
     if sums is None:
-        policy = run.env.policy
-        require(
-            not policy.require_secure_sums,
-            "require_secure_sums",
-            "the run has no secure sums, so that the coordinator could read the update",
-        )
-        require(
-            policy.require_client_privacy is None,
-            "require_client_privacy",
-            "the run has no secure sums, so that this site could not add the noise itself",
-        )
+        run.env.policy.check_unmasked()
         given = run.task.client_privacy
         without = given is None or given.honest_sites is None
         require(without, "secure_sums", "the task's client_privacy is for a secure sum, which the run does not have")

@@ -2,7 +2,8 @@
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, Self
@@ -32,12 +33,14 @@ from tessera.shared.api.runs import Measurement, Run
 from tessera.shared.methods.base import Chart
 from tessera.shared.methods.registry import charts
 from tessera.shared.metrics.comparison import MAIN_SCORES, BestVersion, best_version, main_scores, totals
-from tessera.shared.metrics.site_spread import BETTER_LOW, PERSONAL, scores_by_site, scores_by_version, spreads
+from tessera.shared.metrics.site_spread import BETTER_LOW, PERSONAL, scores_by_site, spreads
 from tessera.shared.schema import EPSILON
 
 MAX_LINES = 8
 KEYS_A_LINE = 4
 MAX_COLUMNS = 40
+MAX_CHOICES = 64
+"""Most metrics to choose from on a page."""
 TRAINING_LOSS = "training_loss"
 """The loss that workers report of their training, beside the names of what evaluations measure."""
 
@@ -77,25 +80,30 @@ class Figures:
         return cls(run, measured(session, run), round_sums(session, run, MAX_BARS))
 
     @cached_property
-    def scores(self) -> Mapping[int, Mapping[str, float]]:
-        """Metrics by version and name."""
-        return scores_by_version(self.measurements)
-
-    @cached_property
     def best(self) -> BestVersion | None:
         return best_version(self.measurements)
 
-    @property
+    @cached_property
     def metrics(self) -> list[str]:
         """The names to choose from: the main scores, the others, and the workers' training loss."""
-        names = {name.removeprefix(PERSONAL) for one in self.measurements for name in one.metrics}
-        main = [name for name in MAIN_SCORES if name in names]
-        return [*main, *sorted(names.difference(main)), *([TRAINING_LOSS] if self.run.version.number else [])]
+        names = choices((one.site, name.removeprefix(PERSONAL)) for one in self.measurements for name in one.metrics)
+        return [*names, *([TRAINING_LOSS] if self.run.version.number else [])]
 
     def chosen(self, metric: str | None) -> str:
         """Return the metric to show for what a person asked for."""
         names = [*self.metrics, MAIN_SCORES[0]]
         return metric if metric in names else names[0]
+
+
+def choices(measured: Iterable[tuple[str, str]]) -> list[str]:
+    """Return the names to choose from, the main scores first, of pairs of a site and a name that it measured.
+
+    Of too many, the names that most sites measured: one site's inventions displace no others.
+    """
+    sites = Counter(name for _, name in set(measured))
+    shown = sorted(sites, key=lambda name: (name not in MAIN_SCORES, -sites[name], name))[:MAX_CHOICES]
+    main = [name for name in MAIN_SCORES if name in shown]
+    return [*main, *sorted(set(shown).difference(main))]
 
 
 def panels(session: Session, figures: Figures, metric: str | None, along: Along) -> list[Panel]:
@@ -175,8 +183,8 @@ def _metric(
     else:
         main = main_scores(figures.measurements, name)
         lines = [Series("global", main[1] if main else {}, main=True, best=best)]
-        personal = [one for one in figures.measurements if PERSONAL + name in one.metrics]
-        own = {v: s[PERSONAL + name].mean for v, s in spreads(personal).items()} if personal else {}
+        own_name = PERSONAL + name
+        own = {v: s[own_name].mean for v, s in spreads(figures.measurements, (own_name,)).items()}
         if own:
             lines.append(Series("sites' own models, mean", own, main=True))
         apart = scores_by_site(figures.measurements, name)

@@ -16,7 +16,7 @@ from tessera.shared.client.round_outcomes import outcomes
 from tessera.shared.methods.base import MethodSpec
 from tessera.shared.metrics.comparison import History, compare
 from tessera.shared.metrics.rows import rows_of
-from tests.support.coordinator import Clock, LiveCoordinator, refusing, until
+from tests.support.coordinator import Clock, LiveCoordinator, refused, refusing, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
 from tests.support.telling import STILL, TOO_MANY, telling
 
@@ -137,6 +137,20 @@ def test_no_more_may_be_counted_than_is_held_out(coordinator: LiveCoordinator) -
     worker.held_out["data"] = 5
     with refusing("invalid", "more examples than the worker declared"):
         worker.evaluate(task, accuracy=1.0)
+
+
+def test_an_evaluation_has_at_most_64_metrics(coordinator: LiveCoordinator) -> None:
+    client, a = coordinator.client(), site(coordinator, "a")
+    a.enrol()
+    run = at_sites(client, cohort=Cohort(size=1))
+    task = a.take()
+    names = {f"invented_{number}": 1.0 for number in range(64)}
+    report = {"token": task.token, "version": task.version.digest, "examples": 4, "metrics": {**names, "loss": 1.0}}
+    answer = coordinator.http("site", "a").post(f"/v1/tasks/{task.id}/evaluation", json=report)
+    (fault,) = refused(answer, 422, "invalid").errors
+    assert (fault.pointer, fault.detail) == ("/metrics", "must have 64 or fewer entries")
+    assert a.evaluate(task, **names).state == "accepted"
+    assert [one.metrics for one in client.measurements(run.id)] == [names]
 
 
 def test_a_site_that_was_away_is_asked_about_the_latest_version_only(coordinator: LiveCoordinator) -> None:

@@ -183,6 +183,25 @@ def test_a_released_task_is_offered_again_at_once_and_costs_no_try(live: LiveCoo
         worker.client.heartbeat(task.id, task.token)
 
 
+def test_a_task_is_given_back_twenty_times_and_then_its_lease_has_to_expire(
+    live: LiveCoordinator, clock: Clock
+) -> None:
+    client, _, (worker,), (task,) = begun(live, "a", cohort=Cohort(max_task_attempts=2))
+    for _ in range(20):
+        worker.client.release(task.id, task.token)
+        task = worker.take()
+    assert (task.token, client.task(task.id).attempts) == (21, 1)
+    with refusing("conflict", "given back 20 times"):
+        worker.client.release(task.id, task.token)
+    clock.advance(60)
+    until(lambda: client.task(task.id).state == "offered")
+    task = worker.take()
+    # Its second attempt, and the last.
+    with refusing("conflict", "given back 20 times"):
+        worker.client.release(task.id, task.token)
+    assert worker.train(task).state == "accepted"
+
+
 def test_a_failed_task_ends_and_the_round_goes_on(live: LiveCoordinator) -> None:
     client, run, (bad, good), (bad_task, good_task) = begun(live, "a", "b", cohort=Cohort(size=2, quorum=1))
     view = bad.client.fail(bad_task.id, Failure(token=bad_task.token, code="out-of-memory", detail="it does not fit"))

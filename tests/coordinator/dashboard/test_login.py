@@ -11,9 +11,13 @@ import pytest
 from sqlalchemy import select
 from starlette.routing import BaseRoute, Route
 
+from tessera.coordinator.auth import sessions
+from tessera.coordinator.auth.tokens import authenticate
 from tessera.coordinator.dashboard.security_headers import HEADERS
 from tessera.coordinator.dashboard.session import own_path
 from tessera.coordinator.db.tables import SessionRow
+from tessera.coordinator.domain.principal import Principal
+from tessera.shared.problems import Unauthenticated
 from tests.coordinator.dashboard.conftest import SAME_ORIGIN, Person, signed_in
 from tests.support.coordinator import Clock, LiveCoordinator
 
@@ -60,6 +64,36 @@ def test_who_guesses_too_often_is_refused_for_a_while(tmp_path: Path) -> None:
         person = Person(coordinator)
         assert [person.sign_in("x").status_code for _ in range(4)] == [401, 401, 401, 429]
         assert int(person.sign_in("x").headers["Retry-After"]) > 0
+
+
+def test_a_token_begins_few_sessions_a_minute(tmp_path: Path) -> None:
+    clock = Clock()
+    with LiveCoordinator(tmp_path, clock=clock, auth_failures_per_minute=3) as coordinator:
+        person, token = Person(coordinator), coordinator.token("viewer")
+        assert [person.sign_in(token).status_code for _ in range(4)] == [303, 303, 303, 429]
+        refused = person.sign_in(token)
+        assert "auth_failures_per_minute" in refused.text
+        # Three a minute.
+        assert refused.headers["Retry-After"] == "20"
+        # Signed in are those that were, and others may.
+        assert person.http.get("/page/").status_code == 200
+        assert Person(coordinator).sign_in(coordinator.token("admin")).status_code == 303
+        clock.advance(20)
+        assert person.sign_in(token).status_code == 303
+        begun = [entry for entry in coordinator.client().audit() if entry.action == "session.begin"]
+        assert len(begun) == 5
+
+
+def test_a_token_and_a_person_have_32_sessions_and_a_further_one_ends_the_oldest(
+    coordinator: LiveCoordinator,
+) -> None:
+    issuer, secret = "https://issuer", coordinator.token("viewer")
+    with coordinator.services.database.transaction() as session:
+        for caller in (authenticate(session, 0.0, secret), Principal.person(f"{issuer}#alice", "viewer")):
+            secrets = [sessions.begin(session, float(at), caller, 1000) for at in range(33)]
+            with pytest.raises(Unauthenticated):
+                sessions.holder(session, 40.0, secrets[0], issuer)
+            assert {sessions.holder(session, 40.0, one, issuer) for one in secrets[1:]} == {caller}
 
 
 def test_a_session_ends_with_its_token(coordinator: LiveCoordinator) -> None:

@@ -16,6 +16,7 @@ from sqlalchemy import select, update
 
 from tessera.coordinator.auth.oidc import BACK
 from tessera.coordinator.db.tables import PersonSessionRow
+from tessera.coordinator.limits.rate import Rate
 from tests.coordinator.dashboard.conftest import Person
 from tests.coordinator.dashboard.test_browser import visiting
 from tests.support.coordinator import LiveCoordinator
@@ -154,6 +155,12 @@ def test_a_session_ends_with_the_provider_and_by_itself(live: LiveCoordinator, p
         assert row.person == f"{provider.url}#alice"
         session.execute(update(PersonSessionRow).values(person="https://before.example#alice"))
     assert person.http.get("/page/").status_code == 303
+
+
+def test_a_person_begins_few_sessions_a_minute(live: LiveCoordinator, provider: Provider) -> None:
+    person = Person(live)
+    live.services.admission._sign_ins = Rate(1 / 60, 2)
+    assert [come_back(person, provider).status_code for _ in range(3)] == [200, 200, 429]
 
 
 def test_there_is_no_way_to_a_provider_where_none_is_named(standing: LiveCoordinator) -> None:

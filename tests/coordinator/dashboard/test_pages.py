@@ -28,7 +28,7 @@ from tessera.shared.methods.base import MethodSpec
 from tessera.shared.methods.registry import FOLDERS, methods
 from tessera.shared.problems import BadRequest
 from tessera.shared.rounds.eta import Pace, expected_end
-from tessera.shared.run_settings import Privacy, Training, UnitBudget
+from tessera.shared.run_settings import Budget, Privacy, Training, UnitBudget
 from tests.coordinator.api.test_secure_sums import Ring
 from tests.coordinator.dashboard.conftest import Person, signed_in
 from tests.support.coordinator import LiveCoordinator, until
@@ -267,6 +267,28 @@ def test_scores_of_a_run_are_chosen_and_taken_away(coordinator: LiveCoordinator,
     assert "var(" not in str(root.findtext("{*}style"))
     assert [text.text for text in root.findall(".//{*}text")][-3:] == ["global", "a", "b"]
     assert admin.http.get(f"{place}/charts/nothing.svg").status_code == 404
+
+
+def test_names_that_one_site_invented_do_not_lengthen_a_run_s_page(
+    coordinator: LiveCoordinator, admin: Person
+) -> None:
+    run = worked(coordinator)
+    common = {"accuracy": 0.5, "loss": 1.0, "zeal": 0.1}
+    with coordinator.services.database.transaction() as session:
+        evaluations = select(TaskRow, SiteRow.name).join(WorkerRow, WorkerRow.id == TaskRow.worker_id).join(SiteRow)
+        for task, site in session.execute(evaluations.where(TaskRow.kind == "evaluate")).all():
+            # As many as coordinators accepted before.
+            invented = {f"{number}_{task.version_number}": 1.0 for number in range(4093)} if site == "a" else {}
+            task.metrics = {**common, **invented}
+    shown = admin.http.get(f"/page/runs/{run}").text
+    names = re.findall(r"\?metric=(\w+)&", shown)
+    assert len(set(names)) <= 64 + 1
+    # Both sites measured these.
+    assert [*common, "training_loss"] == [
+        name for name in dict.fromkeys(names) if "_1" not in name and "_0" not in name
+    ]
+    compared = admin.http.get(f"/page/runs/compare?run={run}&run={worked(coordinator)}").text
+    assert len(set(re.findall(r"metric=(\w+)&", compared))) <= 64
 
 
 def test_runs_are_found_by_their_tags_method_and_text(coordinator: LiveCoordinator) -> None:
@@ -716,6 +738,7 @@ def test_a_worker_has_a_page_whatever_it_tells(coordinator: LiveCoordinator, adm
     policy = AdvertisedPolicy(
         hours=("06:00-22:00",), budgets={"other": UnitBudget(epsilon=8, delta=1e-5)}, spent={"other": 2.5},
         max_total_privacy=UnitBudget(epsilon=9, delta=1e-5), total_spent=2.25,
+        max_weekly_privacy=UnitBudget(epsilon=7, delta=1e-5),
     )  # fmt: skip
     worker = ScriptedWorker(coordinator.client("site", "a"), advertised_policy=policy)
     worker.enrol()
@@ -738,6 +761,7 @@ def test_a_worker_has_a_page_whatever_it_tells(coordinator: LiveCoordinator, adm
         "all data sets",
         "epsilon 6.75 left of 9",
         "06:00-22:00 (UTC+0:00)",
+        "at most epsilon 7 at delta 1e-05 for each example, on each data set",
         "Revoke the token",
     ):
         assert words in text, words
@@ -750,6 +774,11 @@ def test_a_worker_has_a_page_whatever_it_tells(coordinator: LiveCoordinator, adm
     assert "Tensor 9" not in shown({"cpus": 4})
     worker.client.fail(task.id, Failure(token=task.token, code="out-of-memory", detail="it does not fit"))
     assert "it does not fit" in admin.http.get(page).text
+    required = {"require_secure_sums": True, "require_client_privacy": Budget(epsilon=2, delta=1e-4)}
+    ScriptedWorker(coordinator.client("site", "a"), advertised_policy=AdvertisedPolicy(**required)).enrol()
+    text = admin.http.get(page).text
+    assert "required: updates leave only under masks" in text
+    assert "at most epsilon 2 at delta 0.0001, in secure sums" in text
     assert "Revoke" not in viewer.http.get(page).text
 
 

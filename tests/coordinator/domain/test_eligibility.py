@@ -18,12 +18,14 @@ from tessera.coordinator.domain.eligibility import (
     unsuited,
 )
 from tessera.shared.api.runs import Cohort, RunSpec, Training
+from tessera.shared.api.secure_sums import SecureSums
 from tessera.shared.api.tasks import AdvertisedPolicy, Task
 from tessera.shared.api.versions import VersionRef
 from tessera.shared.methods.base import MethodSpec, Plan
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.selectors import roles
-from tessera.shared.run_settings import LATER_SETTINGS, Privacy, UnitBudget
+from tessera.shared.rounds.client_privacy import noise_share, noise_terms
+from tessera.shared.run_settings import LATER_SETTINGS, Budget, ClientPrivacy, Privacy, UnitBudget
 from tessera.shared.schedule import local_epochs
 from tessera.worker.governance.policy import Allowance, Policy, PolicyViolation
 from tests.support.federation import small_model
@@ -31,6 +33,14 @@ from tests.support.federation import small_model
 DIGEST = f"sha256:{'0' * 64}"
 MODEL = small_model()
 PRIVATE = Privacy(epsilon=4.0, delta=1e-6, clip_norm=1.0)
+UNCOVERED = PRIVATE.model_copy(update={"selection": "uncovered"})
+SUMS = {"secure_sums": SecureSums(helpers=("a", "b", "c")), "cohort": Cohort(quorum=5)}
+NOISE = {
+    "client_privacy": ClientPrivacy(epsilon=4.0, delta=1e-6, clip_norm=1.0, expected_sites=5),
+    "normalization": "cohort",
+}
+OF_SITE = {"require_client_privacy": {"epsilon": 4.0, "delta": 1e-6}}
+WEEKLY = {"max_weekly_privacy": {"epsilon": 1.0, "delta": 1e-6}}
 
 
 def invited(orchestrator: str | None = "trial", run: str | None = "r", **spec: Any) -> RunTerms:
@@ -41,7 +51,7 @@ def invited(orchestrator: str | None = "trial", run: str | None = "r", **spec: A
 def declared(advertised_policy: AdvertisedPolicy | None = None, **more: Any) -> dict[str, Any]:
     given = {
         "kinds": ["train"], "datasets": {"wards": 100}, "methods": ["fedavg"], "training": sorted(LATER_SETTINGS),
-        **more,
+        "site_keys": {"site": "a"}, **more,
     }  # fmt: skip
     return {**given, "advertised_policy": advertised_policy.model_dump(mode="json")} if advertised_policy else given
 
@@ -106,6 +116,16 @@ def test_only_the_run_that_is_named_is_withheld() -> None:
         ({"require_privacy": {"epsilon": 4}}, {}, "trial"),
         ({"require_privacy": {"epsilon": 3}}, {"privacy": PRIVATE}, "trial"),
         ({"require_privacy": {"epsilon": 4, "delta": 1e-7}}, {"privacy": PRIVATE}, "trial"),
+        ({"require_secure_sums": True}, {}, "trial"),
+        (OF_SITE, {}, "trial"),
+        # The coordinator adds the noise, which no site can verify.
+        (OF_SITE, NOISE, "trial"),
+        (OF_SITE, SUMS, "trial"),
+        ({"require_client_privacy": {"epsilon": 3.9, "delta": 1e-6}}, {**SUMS, **NOISE}, "trial"),
+        ({"require_client_privacy": {"epsilon": 4.0, "delta": 1e-7}}, {**SUMS, **NOISE}, "trial"),
+        (WEEKLY, {}, "trial"),
+        (WEEKLY, {"privacy": UNCOVERED}, "trial"),
+        ({"max_weekly_privacy": {"epsilon": 9.0, "delta": 1e-6, "unit": "group"}}, {"privacy": PRIVATE}, "trial"),
     ],
 )
 def test_the_mirror_objects_to_what_the_policy_refuses_by_the_same_rule(
@@ -127,6 +147,10 @@ def test_the_mirror_objects_to_what_the_policy_refuses_by_the_same_rule(
         ),
         ({"max_epochs": 2}, {"training": Training(steps=8)}),
         ({"require_privacy": {"epsilon": 4, "delta": 1e-6}}, {"privacy": PRIVATE}),
+        ({"require_secure_sums": True}, SUMS),
+        ({"require_secure_sums": True, **OF_SITE}, {**SUMS, **NOISE}),
+        # A week's spending depends on when the run trains: the worker alone judges it.
+        (WEEKLY, {"privacy": PRIVATE}),
     ],
 )
 def test_the_mirror_lets_pass_what_the_policy_lets_pass(policy: dict[str, Any], spec: dict[str, Any]) -> None:
@@ -145,6 +169,12 @@ def judge(site: Policy, invitation: RunTerms) -> None:
         orchestrator=invitation.orchestrator,
     )  # fmt: skip
     site.check_task(task, ("train",))
+    if spec.secure_sums is None:
+        site.check_unmasked()
+    elif site.require_client_privacy:
+        quorum = spec.secure_sums.quorum
+        noise = noise_terms(spec, noise_share(spec, 100, quorum)) if spec.client_privacy else None
+        site.require_client_privacy.check(noise, quorum)
     site.check_batch(spec.training.batch_size, 100)
     site.check_epochs(local_epochs(spec.training, 100))
 
@@ -153,8 +183,7 @@ def test_a_data_set_with_a_budget_is_for_runs_with_privacy_that_covers_all() -> 
     advertised_policy = Policy().advertised_policy({"wards": Allowance(epsilon=8, delta=1e-6)}, 0)
     assert advertised_policy.budgets == {"wards": UnitBudget(epsilon=8, delta=1e-6)}
     assert rules(invited(), advertised_policy=advertised_policy) == ["privacy"]
-    uncovered = PRIVATE.model_copy(update={"selection": "uncovered"})
-    assert rules(invited(privacy=uncovered), advertised_policy=advertised_policy) == ["privacy"]
+    assert rules(invited(privacy=UNCOVERED), advertised_policy=advertised_policy) == ["privacy"]
     assert rules(invited(privacy=PRIVATE), advertised_policy=advertised_policy) == []
 
 
@@ -219,6 +248,17 @@ def test_a_mirror_shows_no_path_and_is_read_back_as_it_was() -> None:
     assert policy_of(declared(advertised_policy=advertised_policy)) == advertised_policy
     assert policy_of(declared()) is None
     assert not {"state_dir", "token"} & set(AdvertisedPolicy.model_fields)
+
+
+def test_rules_that_a_version_before_does_not_know_are_passed_over_by_it() -> None:
+    site = Policy.model_validate({"require_secure_sums": True, **OF_SITE, **WEEKLY})
+    shown = site.advertised_policy({}, 0)
+    assert shown.require_client_privacy == Budget(epsilon=4.0, delta=1e-6)
+    assert shown.max_weekly_privacy == UnitBudget(epsilon=1.0, delta=1e-6)
+    # A reader passes over fields that it does not know, and such a worker claims none of these.
+    later = {**shown.model_dump(mode="json", exclude_defaults=True), "require_later": True}
+    assert AdvertisedPolicy.model_validate(later) == shown
+    assert rules(invited(), advertised_policy=AdvertisedPolicy()) == []
 
 
 def test_a_mirror_that_would_take_long_to_judge_is_refused() -> None:

@@ -52,7 +52,7 @@ def test_what_a_coordinator_makes_is_its_own_and_folders_that_others_may_look_in
     assert [folder.stat().st_mode & 0o777 for folder in made] == [0o700, 0o700]
     made[0].chmod(0o755)
     given = settings.model_dump(include={"blob_url", "staging_dir"})
-    (told,) = unsafe(**given, site_bytes_per_day=1 << 40)
+    (told,) = unsafe(**given)
     assert str(made[0]) in told
 
 
@@ -69,15 +69,17 @@ def test_unsafe_settings_are_named(tmp_path: Path) -> None:
     file = tmp_path / "admin"
     file.write_text("tessera_admin_x")
     file.chmod(0o644)
-    quota = {"site_bytes_per_day": 1 << 40}
-    assert unsafe(**quota) == []
-    assert unsafe() == ["a site may announce any number of bytes"]
-    assert unsafe(**quota, admin_token_file=file) == [f"other users may read the administrator's token in {file}"]
-    assert unsafe(**quota, database_url="postgresql://t@db.example/t") == [
+    # With blobs in a folder, half of its disk is the limit.
+    assert unsafe() == []
+    bucket = {"blob_url": "s3://bucket/prefix"}
+    assert unsafe(**bucket) == ["a site may announce any number of bytes"]
+    assert unsafe(**bucket, site_bytes_per_day=1 << 40) == []
+    assert unsafe(admin_token_file=file) == [f"other users may read the administrator's token in {file}"]
+    assert unsafe(database_url="postgresql://t@db.example/t") == [
         "the database server is on another machine and is not verified"
     ]
-    assert unsafe(**quota, database_url="postgresql://t@db.example/t?sslmode=verify-full") == []
-    assert unsafe(**quota, database_url="postgresql://t@127.0.0.1/t") == []
+    assert unsafe(database_url="postgresql://t@db.example/t?sslmode=verify-full") == []
+    assert unsafe(database_url="postgresql://t@127.0.0.1/t") == []
 
 
 def test_a_database_that_is_behind_fails_and_the_command_says_so(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from tessera.shared.cli.render import output
 from tessera.shared.cli.render.output import show_problem
 from tessera.shared.cli.run_file import read_spec
 from tessera.shared.client.client import read_token
-from tessera.shared.problems import Fault, Invalid, NotFound
+from tessera.shared.problems import Conflict, Fault, Invalid, NotFound, Problem, Unavailable, problem_from
 from tessera.shared.urls import PLAIN_HTTP
 from tests.support.cli import NOWHERE, process, tessera
 
@@ -279,9 +279,10 @@ def test_a_token_file_on_the_command_line_is_stronger_than_a_token_in_the_enviro
 
 
 def test_a_secret_goes_into_a_new_file_of_its_owner_alone(tmp_path: Path) -> None:
-    with new_secret_file(tmp_path / "token") as file:
-        assert file is not None
-        file.write("s3cret")
+    with new_secret_file(tmp_path / "token") as store:
+        store("s3cret")
+        # It is there before the request that makes it valid.
+        assert (tmp_path / "token").read_text() == "s3cret\n"
     assert (tmp_path / "token").stat().st_mode & 0o777 == 0o600
     with pytest.raises(Invalid, match="File exists; no token was issued"), new_secret_file(tmp_path / "token"):
         pass
@@ -291,6 +292,24 @@ def test_the_place_of_a_secret_that_never_came_is_removed(tmp_path: Path) -> Non
     with pytest.raises(NotFound), new_secret_file(tmp_path / "token"):
         raise NotFound("no such site")
     assert not (tmp_path / "token").exists()
+
+
+def test_a_secret_stays_if_no_answer_tells_whether_it_is_valid(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def rotate(file: Path, problem: Problem) -> None:
+        with new_secret_file(file) as store:
+            store("s3cret")
+            raise problem
+
+    with pytest.raises(Unavailable):
+        rotate(tmp_path / "token", Unavailable("no answer came"))
+    assert (tmp_path / "token").read_text() == "s3cret\n"
+    assert "not known whether" in capsys.readouterr().err
+    refused = problem_from(Conflict("token 'reader' is not valid any more").document())
+    with pytest.raises(Conflict):
+        rotate(tmp_path / "other", refused)
+    assert not (tmp_path / "other").exists()
 
 
 HOSTILE = "\x1b]0;title\x07\x1b[31mred\x9b2J\u202egnp.exe\r\x00"

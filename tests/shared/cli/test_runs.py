@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import resource
 import signal
 import subprocess
 import time
@@ -403,6 +404,37 @@ def test_a_token_is_issued_listed_rotated_and_revoked(commands: Commands) -> Non
     assert commands.json("admin", "token", "revoke", "reader")["revoked_at"] is not None
     assert tessera("run", "list", **reading).returncode == 3
     assert secret not in commands.say("admin", "token", "list").stdout
+
+
+@pytest.mark.parametrize(
+    "command",
+    [("token", "rotate", "reader"), ("token", "create", "other", "--role", "viewer"), ("site", "add", "north"),
+     ("join", "token", "--site", "north")],
+    ids=" ".join,
+)  # fmt: skip
+def test_without_room_for_a_secret_no_token_changes(
+    commands: Commands, tmp_path: Path, command: tuple[str, ...]
+) -> None:
+    file = tmp_path / "secret"
+    secret = commands.say("admin", "token", "create", "reader", "--role", "viewer").stdout.strip()
+    before = [token["id"] for token in commands.json("admin", "token", "list")]
+    # As on a full disk: no file grows beyond ten bytes.
+    told = subprocess.run(
+        [*COMMAND, "admin", *command, "--token-file", file],
+        env=environment(**commands.settings),
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (10, 10)),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (told.returncode, file.exists()) == (2, False), told.stderr
+    assert "cannot be written: No space left on device; no token was issued or changed" in " ".join(
+        told.stderr.split()
+    )
+    assert [token["id"] for token in commands.json("admin", "token", "list")] == before
+    assert commands.json("admin", "sites") == []
+    reading = {"TESSERA_URL": commands.settings["TESSERA_URL"], "TESSERA_TOKEN": secret}
+    assert tessera("run", "list", **reading).returncode == 0
 
 
 def test_the_coordinator_is_shown_at_a_glance(commands: Commands, coordinator: LiveCoordinator, folder: Path) -> None:

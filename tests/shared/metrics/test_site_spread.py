@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tessera.shared.api.runs import Measurement
-from tessera.shared.metrics.site_spread import Score, scores_by_site, spread, spreads
+from tessera.shared.metrics.site_spread import Score, scores_by_site, scores_by_version, spread, spreads
 from tessera.shared.schema import MAX_NUMBER
 
 
@@ -89,6 +89,13 @@ def test_each_version_and_number_has_figures_of_its_own() -> None:
     assert {version: sorted(names) for version, names in found.items()} == {0: ["loss"], 1: ["loss", "personal_loss"]}
     assert found[1]["loss"].worst_site == "b"
     assert found[1]["personal_loss"].sites == 1
+
+
+def test_names_that_are_not_wanted_are_not_computed() -> None:
+    found = [measured("a/1", 1, loss=1.0, accuracy=0.5, invented=1.0), measured("b/1", 1, loss=3.0)]
+    assert spreads(found, ("loss", "personal_loss")) == {1: {"loss": spreads(found)[1]["loss"]}}
+    assert spreads(found, ("personal_loss",)) == {}
+    assert scores_by_version(found, ("loss", "macro_f1")) == {1: {"loss": 2.0}}
 
 
 def test_the_largest_numbers_that_sites_may_report_have_figures_too() -> None:
