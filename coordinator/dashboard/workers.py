@@ -28,7 +28,7 @@ from tessera.shared.api.admin import Site, Token, WorkerView
 from tessera.shared.api.tasks import AdvertisedPolicy, LiveValues, TaskView
 from tessera.shared.api.token_format import hash_of, new_secret
 from tessera.shared.problems import Conflict, NotFound
-from tessera.shared.rounds.outliers import ABSENT
+from tessera.shared.rounds.outliers import ABSENT, DISTANCE, NORM
 from tessera.shared.schema import ACCEPTED
 
 router = APIRouter(prefix=PREFIX, include_in_schema=False, route_class=PageRoute)
@@ -119,7 +119,7 @@ def _worker_lines(session: Session, rows: Sequence[Row[WorkerRow, SiteRow]], sin
         .group_by(TaskRow.worker_id, TaskRow.state)
     )
     ends = Counter({(worker_id, state): count for worker_id, state, count in counts})
-    scores = _latest_numbers(session, ids)
+    scores = _latest_scores(session, ids)
     tasks = tasks_in_hand(session, dict(zip(ids, ids, strict=True)))
     return [
         WorkerLine(
@@ -133,13 +133,16 @@ def _worker_lines(session: Session, rows: Sequence[Row[WorkerRow, SiteRow]], sin
     ]
 
 
-def _latest_numbers(session: Session, worker_ids: Sequence[str]) -> dict[str, Mapping[str, float]]:
-    """Return the metrics of each worker's latest update."""
+def _latest_scores(session: Session, worker_ids: Sequence[str]) -> dict[str, dict[str, float]]:
+    """Return how far each worker's latest update is from the others of its round, as far as it was compared."""
     updates = TaskRow.state.in_(ACCEPTED) & (TaskRow.kind == "train") & TaskRow.worker_id.in_(worker_ids)
     at = func.max(TaskRow.created_at).label("at")
     newest = select(TaskRow.worker_id, at).where(updates).group_by(TaskRow.worker_id).subquery()
     same = (newest.c.worker_id == TaskRow.worker_id) & (newest.c.at == TaskRow.created_at)
-    return dict(session.execute(select(TaskRow.worker_id, TaskRow.metrics).join(newest, same).where(updates)).all())
+    values = [TaskRow.metrics[name].as_float() for name in (NORM, DISTANCE)]
+    rows = session.execute(select(TaskRow.worker_id, *values).join(newest, same).where(updates))
+    found = {worker_id: dict(zip((NORM, DISTANCE), scores, strict=True)) for worker_id, *scores in rows}
+    return {worker_id: {k: v for k, v in scores.items() if v is not None} for worker_id, scores in found.items()}
 
 
 # ---------------------------------------------------------------- a worker
