@@ -7,8 +7,9 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO, Protocol, TypeVar
 
+import structlog
 import torch
 from pydantic import JsonValue
 
@@ -23,6 +24,7 @@ from tessera.shared.methods.base import RunInfo, WorkerHalf
 from tessera.shared.methods.registry import worker_half
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.spec import MAX_DOCUMENT_BYTES
+from tessera.shared.problems import Problem
 from tessera.shared.schema import TaskKind
 from tessera.shared.tensors.lazy import Array
 from tessera.shared.updates.codec_choice import CodecChooser
@@ -53,6 +55,11 @@ MAX_INLINE = 1 << 20
 """Largest total of inline blobs in a task or a submission, in bytes: these are held in memory several times."""
 
 PAUSE_SECONDS = 0.5
+
+REFUSED_SECONDS, MAX_REFUSED_SECONDS = 5.0, 30.0
+"""Time before a refused result is sent again, if the coordinator names none, and the upper limit of what it names."""
+
+T = TypeVar("T")
 
 
 class Coordinator(Protocol):
@@ -267,6 +274,29 @@ class TaskRun:
     def _throttle(self) -> Throttle | None:
         rate = self.env.policy.max_upload_bytes_per_second
         return Throttle(rate, self.check) if rate else None
+
+    def deliver(self, send: Callable[[], T]) -> T:
+        """Return what `send` returns. Repeat it after refusals that may pass, until the task's lease or round ends.
+
+        Giving up would spend privacy, and one of the round's attempts, on the same result again. Raises Problem and
+        the exceptions of `check`.
+        """
+        said = None
+        while True:
+            try:
+                return send()
+            except Problem as problem:
+                if not problem.retryable:
+                    raise
+                if problem.code != said:
+                    said = problem.code
+                    about = {"reason": said, "detail": problem.detail, "remedy": problem.advice}
+                    structlog.get_logger("worker").warning("result-refused", run=self.task.run_name, **about)
+                asked = problem.retry_after_seconds or REFUSED_SECONDS
+            again_at = time.monotonic() + min(asked, MAX_REFUSED_SECONDS)
+            while time.monotonic() < again_at:
+                self.check()
+                time.sleep(PAUSE_SECONDS)
 
     def fetch(self, digest: str, max_bytes: int) -> Path:
         """Return the path of a blob, fetched if it is not here. Raises DigestMismatch, BlobTooLarge."""

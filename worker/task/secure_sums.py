@@ -143,10 +143,10 @@ def help_open(run: TaskRun) -> None:
                 head = run.journal.note("sums.open", bytes=nbytes, sites=len(document.envelopes), **about)
                 run.report.begin("uploading", total_bytes=nbytes)
                 with path.open("rb") as opened:
-                    env.coordinator.put_stream(digest, opened, nbytes, run.sent)
+                    run.deliver(lambda: env.coordinator.put_stream(digest, opened, nbytes, run.sent))
             report = HelperReport(token=task.token, mask_sums=digest)
     counted = {"download_bytes": run.report.download_bytes, "audit_head": head}
-    env.coordinator.submit_helper_report(task.id, report.model_copy(update=counted))
+    run.deliver(lambda: env.coordinator.submit_helper_report(task.id, report.model_copy(update=counted)))
 
 
 def _require_room(run: TaskRun, terms: Terms) -> None:

@@ -139,7 +139,7 @@ class Egress:
             if is_inline:
                 sent(update.nbytes)
             elif not follows:
-                env.coordinator.put_stream(ready.digest, file, update.nbytes, sent)
+                self.run.deliver(lambda: env.coordinator.put_stream(ready.digest, file, update.nbytes, sent))
             submission = Submission(
                 token=task.token,
                 version=task.version.digest,
@@ -155,9 +155,10 @@ class Egress:
             staged = env.vault.stage(task.run, task.id, task.token, keep)
             try:
                 if follows:
-                    view = env.coordinator.submit_file(task.id, submission, file, update.nbytes, sent)
+                    about = (task.id, submission, file, update.nbytes, sent)
+                    view = self.run.deliver(lambda: env.coordinator.submit_file(*about))
                 else:
-                    view = env.coordinator.submit(task.id, submission)
+                    view = self.run.deliver(lambda: env.coordinator.submit(task.id, submission))
             except Problem as problem:
                 # Without an answer the file stays staged; the vault asks for the task's outcome later. So it does if
                 # the task was ended while the bytes were sent, since all of them may have arrived.
@@ -193,7 +194,7 @@ class Egress:
             audit_head=head,
             progress=self.run.report.progress(),
         )
-        env.coordinator.submit_evaluation(task.id, evaluated)
+        self.run.deliver(lambda: env.coordinator.submit_evaluation(task.id, evaluated))
         self.run.journal.note("figures.count")
 
     # ------------------------------------------------------------ before an update leaves
