@@ -119,6 +119,7 @@ class Conductor:
         with self.database.snapshot() as session:
             live = self.liveness.workers(session)
             run_ids = runs_to_decide(session)
+        self.liveness.looked(live)
         acted = False
         for run_id in run_ids:
             # Before the look: an update that came between the two would be late by a deadline that it met.

@@ -1,6 +1,6 @@
 """The live workers, and what stops an action of the conductor."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from sqlalchemy.orm import Session
 
@@ -22,7 +22,19 @@ class Liveness:
     def __init__(self, database: Database, liveness_seconds: float) -> None:
         self._database = database
         self._liveness_seconds = liveness_seconds
-        self._began_at = database.now()
+        self._waits_since = self._looked_at = database.now()
+
+    def looked(self, live: Sequence[LiveWorker]) -> None:
+        """Note a look of the conductor that found these live workers. After a pause between two looks, and while none
+        is live, give all workers the time to call again.
+
+        While the database was away or the machine was suspended, every worker's last call grew old. That none calls
+        is more likely a fault on the way to all of them than of each.
+        """
+        now = self._database.now()
+        if not live or not 0 <= now - self._looked_at <= self._liveness_seconds / 2:
+            self._waits_since = now
+        self._looked_at = now
 
     def workers(self, session: Session) -> list[LiveWorker]:
         return live_workers(session, self._database.now() - self._liveness_seconds)
@@ -39,8 +51,8 @@ class Liveness:
         return plans.keys() <= {worker.name for worker in self.workers(session)}
 
     def is_settled(self) -> bool:
-        """Return whether this process has run for long enough to have heard of everyone who is live."""
-        return self._database.now() - self._began_at > self._liveness_seconds
+        """Return whether every live worker has had the time to call: nothing has kept them from it for that long."""
+        return self._database.now() - self._waits_since > self._liveness_seconds
 
 
 def require(holds: bool, otherwise: str) -> None:

@@ -34,7 +34,7 @@ from tessera.shared.client.client import Client
 from tessera.shared.problems import MEDIA_TYPE, Problem, ProblemDocument
 from tessera.shared.schema import TokenRole
 from tests.support.databases import url_in
-from tests.support.federation import HOLDING
+from tests.support.federation import HOLDING, ScriptedWorker
 
 WAIT_SECONDS = 60.0
 """More than the busiest machine needs; what comes does so long before."""
@@ -145,6 +145,17 @@ class LiveCoordinator:
         for client in self._clients:
             HOLDING.pop(client, None)  # type: ignore[call-overload]
             client.close()
+
+    def elapse(self, seconds: float, *calling: ScriptedWorker) -> None:
+        """Let time pass as it does: the conductor looks every now and then, and these workers call."""
+        clock, conductor = self._clock, self.services.conductor
+        assert isinstance(clock, Clock)
+        end = clock.at + seconds
+        while clock.at < end:
+            clock.advance(min(end - clock.at, self.settings.liveness_seconds / 3))
+            for worker in calling:
+                worker.enrol()
+            until(lambda: conductor.liveness._looked_at == clock.at)
 
     def app(self) -> Any:
         return create_app(self.services)

@@ -251,16 +251,14 @@ def live(tmp_path: Path, clock: Clock) -> Iterator[LiveCoordinator]:
         yield running
 
 
-def test_what_a_central_worker_left_undone_goes_to_another(live: LiveCoordinator, clock: Clock) -> None:
+def test_what_a_central_worker_left_undone_goes_to_another(live: LiveCoordinator) -> None:
     client = live.client()
-    gone = judge(live, "a")
-    gone.enrol()
+    gone, here = judge(live, "a"), judge(live, "b")
+    for worker in (gone, here):
+        worker.enrol()
     run = start_run(client, MODEL, START, evaluation=Evaluation(dataset="test"))
     held = gone.take()
-    clock.advance(91)
-    until(lambda: client.task(held.id).state == "expired")
-    here = judge(live, "b")
-    here.enrol()
+    live.elapse(91, here)
     here.evaluate(here.take(), accuracy=0.5)
     assert client.task(held.id).state == "cancelled"
     assert [m.worker for m in client.measurements(run.id)] == ["b/w"]
@@ -286,22 +284,20 @@ def test_a_site_that_let_a_version_lapse_is_asked_about_the_latest_instead(
     assert client.task(begun.id).state == "expired"
 
 
-def test_a_finished_run_does_not_wait_for_a_site_that_is_gone(live: LiveCoordinator, clock: Clock) -> None:
+def test_a_finished_run_does_not_wait_for_a_site_that_is_gone(live: LiveCoordinator) -> None:
     client = live.client()
     here, gone = site(live, "here"), site(live, "gone")
     for worker in (here, gone):
         worker.enrol()
     # Whoever was live before the coordinator began would be given the time to be heard of again.
-    clock.advance(91)
-    for worker in (here, gone):
-        worker.enrol()
+    live.elapse(91, here, gone)
     run = at_sites(client, cohort=Cohort(size=2, quorum=1, target_updates=1))
     here.evaluate(here.take(), accuracy=0.5)
     here.train(here.take())
     here.evaluate(here.take(), accuracy=0.5)
     until(lambda: client.run(run.id).version.number == 1)
     assert client.run(run.id).state == "running"
-    clock.advance(91)
+    live.elapse(91, here)
     until(lambda: over(client, run))
 
 

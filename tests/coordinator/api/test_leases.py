@@ -251,6 +251,40 @@ def test_a_round_without_its_quorum_is_tried_again_and_then_the_run_pauses(
         workers[1].train(tasks[1])
 
 
+@pytest.mark.parametrize("looks", [False, True], ids=["suspended", "unreachable"])
+def test_a_round_outlives_an_outage_that_is_longer_than_a_worker_counts_as_live(
+    live: LiveCoordinator, clock: Clock, looks: bool
+) -> None:
+    # From now on the conductor would miss who does not call.
+    live.elapse(91, ScriptedWorker(live.client("site", "a")))
+    cohort = Cohort(size=2, quorum=2, deadline_seconds=36_000)
+    client, run, (first, second), (task, held) = begun(live, "a", "b", cohort=cohort)
+    first.train(task)
+    if looks:
+        live.elapse(200)
+    else:
+        clock.advance(200)
+    until(lambda: client.task(held.id).state == "offered")
+    # The others have another 90 s to call.
+    live.elapse(60, first)
+    assert client.round(run.id, 1).state == "open"
+    again = second.take()
+    assert (again.id, again.token) == (held.id, held.token + 1)
+    second.train(again)
+    until(lambda: client.run(run.id).state == "completed")
+    assert [round_.state for round_ in client.rounds(run.id)] == ["committed"]
+
+
+def test_a_round_ends_without_a_worker_that_is_gone_while_others_call(live: LiveCoordinator) -> None:
+    live.elapse(91, ScriptedWorker(live.client("site", "a")))
+    cohort = Cohort(size=2, quorum=1, deadline_seconds=36_000)
+    client, run, (here, _), (task, _) = begun(live, "a", "b", cohort=cohort)
+    here.train(task)
+    live.elapse(91, here)
+    until(lambda: client.run(run.id).state == "completed")
+    assert client.round(run.id, 1).reason == "all tasks ended"
+
+
 def test_a_run_that_is_resumed_is_forgiven_its_failed_attempts(live: LiveCoordinator, clock: Clock) -> None:
     client, run, (worker,), (task,) = begun(live, "a", cohort=Cohort(max_attempts=1, deadline_seconds=50))
     clock.advance(50)
