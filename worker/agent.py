@@ -13,6 +13,7 @@ from pydantic import JsonValue
 
 from tessera.shared.api.tasks import Claim, Failure, Lease, Task
 from tessera.shared.client.client import Client
+from tessera.shared.client.transport import ANSWER_SECONDS
 from tessera.shared.methods.registry import methods
 from tessera.shared.problems import (
     Forbidden,
@@ -47,7 +48,7 @@ from tessera.worker.settings import SettingsError, WorkerSettings, credential_of
 from tessera.worker.settings_reload import SettingsFile, differing, reloaded
 from tessera.worker.state.audit import Action
 from tessera.worker.state.hash_chain import ChainError, TaskRef
-from tessera.worker.task.heartbeat import Renewal, Stop, Stopped
+from tessera.worker.task.heartbeat import BEATS_PER_LEASE, Renewal, Stop, Stopped
 from tessera.worker.training.progress import Report
 
 MIN_POLL_SECONDS = 1.0
@@ -392,7 +393,10 @@ class Agent:
         longest = self._policy.max_lease_seconds
         self._opening.begin()
         try:
-            with self._connect() as client, Renewal(heartbeat, task.lease_seconds, longest) as renewal:
+            # One that waits longer for its answer would keep the next from being sent while the lease lasts.
+            beat_seconds = max(1.0, min(task.lease_seconds, longest) / BEATS_PER_LEASE)
+            connected = self._connect(answer_seconds=min(beat_seconds, ANSWER_SECONDS))
+            with connected as client, Renewal(heartbeat, task.lease_seconds, longest) as renewal:
                 # Another thread sends the heartbeats, and has no span of its own.
                 client.trace(spans.present() or traceparent_of(task.run, task.round))
                 self._runner.run(task, check, report)

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -60,10 +61,11 @@ from tessera.worker.state.vault import Vault
 from tessera.worker.stores import audit_of, ledger_of
 from tessera.worker.task.error_feedback import PREFIX
 from tessera.worker.task.heartbeat import Stop
+from tessera.worker.training.progress import Report
 from tests.support.coordinator import WAIT_SECONDS, LiveCoordinator, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
 from tests.support.paths import ROOT
-from tests.support.scripted import Answer, answering
+from tests.support.scripted import Answer, Asked, answering, answering_by
 from tests.support.tapping import Tap
 from tests.support.tasks import DIGITS_VIT, untrained
 from tests.worker.task.test_hostile_coordinator import Hasty
@@ -576,6 +578,28 @@ def test_a_coordinator_that_is_deaf_does_not_keep_a_worker_from_stopping(
         # Half of the time after which any other request gives up.
         giving.join(ANSWER_SECONDS / 2)
         assert not giving.is_alive()
+
+
+def test_a_heartbeat_that_is_not_answered_does_not_keep_the_next_from_being_sent(
+    coordinator: LiveCoordinator, tmp_path: Path
+) -> None:
+    start_run(coordinator.client(), small_model(), values(small_model()))
+    task = ScriptedWorker(coordinator.client("site", "a")).take().model_copy(update={"lease_seconds": 1.0})
+    asked, over = [], threading.Event()
+
+    def renewed(ask: Asked) -> Answer:
+        if ask is asked[0]:
+            over.wait(WAIT_SECONDS)
+        return Answer(200, b'{"lease_seconds": 1.0}')
+
+    with answering_by(renewed, asked) as url:
+        agent = Agent(nowhere(url, tmp_path), Stop())
+        # Half of the time after which any other request gives up.
+        agent._runner = SimpleNamespace(run=lambda *_: until(lambda: len(asked) >= 2, ANSWER_SECONDS / 2))
+        agent._under_lease(task, Report())
+        over.set()
+        agent.close()
+    assert {ask.path for ask in asked} == {f"/v1/tasks/{task.id}/heartbeat"}
 
 
 def test_only_texts_of_our_own_are_told_to_the_coordinator() -> None:
