@@ -22,6 +22,7 @@ from tessera.shared.api.runs import RunSpec
 from tessera.shared.methods.registry import sticky
 
 MAX_UNEVALUATED = 16
+"""Versions that one look considers for central evaluation."""
 
 DECLARATIONS = Declarations()
 """Shared by all databases: a digest identifies one text."""
@@ -252,10 +253,14 @@ def _abandoned(session: Session, run: RunRow) -> int:
 
 
 def central_due(
-    session: Session, run: RunRow, spec: RunSpec, here: Collection[str] | None
+    session: Session,
+    run: RunRow,
+    spec: RunSpec,
+    here: Collection[str] | None,
+    most: int | None = MAX_UNEVALUATED,
 ) -> list[PendingEvaluation]:
-    """Return the versions due for central evaluation (every n-th, the first and the last; oldest first) that were not
-    measured, are not being measured, and did not fail too often.
+    """Return the versions due for central evaluation (every n-th, the first and the last; oldest first, at most
+    `most`) that were not measured, are not being measured, and did not fail too often.
 
     An evaluation that was only offered to a worker who is not `here` does not count, unless `here` is unknown.
     """
@@ -272,7 +277,7 @@ def central_due(
         .where(VersionRow.run_id == run.id, due, VersionRow.retired_at.is_(None))
         .where(VersionRow.number.not_in(select(TaskRow.version_number).where(central, taken)))
         .order_by(VersionRow.number)
-        .limit(MAX_UNEVALUATED)
+        .limit(most)
     )
     return [PendingEvaluation(number) for number in session.scalars(numbers)]
 

@@ -1,1 +1,1 @@
-"""Backup, restore and garbage collection. Imports `blobs` and `db`."""
+"""Backup, restore and garbage collection. Imports `blobs`, `db` and `domain`."""

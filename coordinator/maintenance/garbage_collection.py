@@ -29,6 +29,7 @@ from tessera.coordinator.db.tables import (
     UploadRow,
     VersionRow,
 )
+from tessera.coordinator.domain.lifecycle import LIVE_RUN
 from tessera.shared.api.runs import RunSpec
 from tessera.shared.api.versions import VersionRef
 from tessera.shared.rounds.versions import States
@@ -211,7 +212,8 @@ class Retention:
         live = TaskRow.state.in_(("offered", "leased", "expired")) | UNMERGED
         in_tasks = session.scalars(select(TaskRow.version_number).where(TaskRow.run_id == run.id, live))
         spec = RunSpec.model_validate(run.spec)
-        pending = central_due(session, run, spec, None)
+        # However many: the evaluators may be away. Those of an ended run are not evaluated any more.
+        pending = central_due(session, run, spec, None, most=None) if run.state in LIVE_RUN else ()
         # A site that comes later still measures it.
         at_sites = {latest_due(run, spec)} if spec.evaluation and spec.evaluation.sites else set()
         # The terms of the next secure sums take their scales from its last step.

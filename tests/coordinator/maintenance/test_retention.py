@@ -17,6 +17,7 @@ from sqlalchemy import select, update
 
 from tessera.coordinator.db import audit
 from tessera.coordinator.db.engine import Database
+from tessera.coordinator.db.snapshots import MAX_UNEVALUATED
 from tessera.coordinator.db.tables import BlobRow, SiteRow, TaskRow, UploadRow
 from tessera.coordinator.maintenance.garbage_collection import Freed, Retention
 from tessera.coordinator.services import Services, assemble
@@ -281,18 +282,31 @@ def test_nothing_is_retired_twice_or_while_all_are_wanted(live: LiveCoordinator)
 
 
 def test_a_version_that_is_yet_to_be_measured_stays(live: LiveCoordinator, clock: Clock) -> None:
-    client, run, _, _ = played(live, 3, evaluation=Evaluation(dataset="central", every=1))
+    # More than one look considers.
+    last = MAX_UNEVALUATED + 4
+    client, run, _, _ = played(live, last, evaluation=Evaluation(dataset="central", every=1))
     assert not retention(live, versions=1).collect().versions
     judge = ScriptedWorker(live.client("site", "judge"), kinds=("evaluate",), datasets={"central": 5})
     judge.enrol()
     clock.advance(1)
     measured: set[int] = set()
-    while len(measured) < 3:
+    while len(measured) <= last:
         task = judge.take()
         judge.evaluate(task, accuracy=0.5)
         measured.add(task.version.number)
-    assert retention(live, versions=1).collect().versions
-    assert exported(client, run, 3)
+    assert measured == set(range(last + 1))
+    assert retention(live, versions=1).collect().versions == last - 1
+    assert exported(client, run, last)
+
+
+def test_versions_of_an_ended_run_wait_for_no_evaluation(live: LiveCoordinator) -> None:
+    client, run, _, _ = played(live, 3, evaluation=Evaluation(dataset="central", every=1))
+    client.set_run_state(run.id, "paused")
+    assert not retention(live, versions=1).collect().versions
+    client.set_run_state(run.id, "cancelled")
+    # The round that was open waits no longer for version 3.
+    until(lambda: list(client.rounds(run.id))[-1].state == "abandoned")
+    assert retention(live, versions=1).collect().versions == 2
 
 
 def test_an_update_that_is_not_merged_yet_stays_with_the_version_that_it_started_from(
