@@ -126,6 +126,7 @@ class Worker:
                 schedule.sleep(POLL_SECONDS)
         while True:
             try:
+                vault.settle_unanswered(self._fate)
                 task = self._claim(instance)
             except Problem:
                 task = None
@@ -245,14 +246,9 @@ class Worker:
         def submit(serving: Services) -> Any:
             return tasks.submit_update(serving, self._me, task.id, submission)
 
-        try:
-            garbled = bytes(sent) != data
-            self._report(task, "submit", submit, garbled=garbled, update=digest, version=submission.version)
-        except Problem as problem:
-            # Of a submission that was not answered the next start asks what became of it.
-            if not problem.retryable:
-                staged.discard()
-            raise
+        # Of a submission that raises, the vault asks before the next claim what became of it.
+        garbled = bytes(sent) != data
+        self._report(task, "submit", submit, garbled=garbled, update=digest, version=submission.version)
         self.world.schedule.point("vault")
         staged.accept()
 

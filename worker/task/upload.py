@@ -17,7 +17,6 @@ from tessera.shared.api.tasks import EvaluationResult, Submission
 from tessera.shared.hashing import digest_at, digest_in
 from tessera.shared.methods.base import LocalResult
 from tessera.shared.model.blocks import Block
-from tessera.shared.problems import Problem
 from tessera.shared.schema import EPSILON
 from tessera.shared.secure_sums.messages import Terms
 from tessera.shared.tensors.lazy import Array, ArrayTensor
@@ -153,18 +152,13 @@ class Egress:
                 progress=self.run.report.progress(),
             )
             staged = env.vault.stage(task.run, task.id, task.token, keep)
-            try:
-                if follows:
-                    about = (task.id, submission, file, update.nbytes, sent)
-                    view = self.run.deliver(lambda: env.coordinator.submit_file(*about))
-                else:
-                    view = self.run.deliver(lambda: env.coordinator.submit(task.id, submission))
-            except Problem as problem:
-                # Without an answer the file stays staged; the vault asks for the task's outcome later. So it does if
-                # the task was ended while the bytes were sent, since all of them may have arrived.
-                if not (problem.retryable or follows):
-                    staged.discard()
-                raise
+            # If this raises, the values stay staged: an earlier request may have been accepted and its answer lost,
+            # which the refusal of a repetition does not say. The vault asks for the outcome before the next claim.
+            if follows:
+                about = (task.id, submission, file, update.nbytes, sent)
+                view = self.run.deliver(lambda: env.coordinator.submit_file(*about))
+            else:
+                view = self.run.deliver(lambda: env.coordinator.submit(task.id, submission))
         if view.state == "accepted":
             staged.accept()
             self.run.journal.note("update.count", update=ready.digest)

@@ -11,9 +11,13 @@ from structlog.testing import capture_logs
 
 from tessera.coordinator.db.tables import AnnouncedRow
 from tessera.shared.api.runs import Training
+from tessera.shared.methods.base import MethodSpec
+from tessera.shared.problems import MEDIA_TYPE, SiteSuspended
 from tessera.shared.run_settings import Privacy
+from tessera.worker.state.vault import Vault
 from tessera.worker.stores import audit_of, ledger_of
 from tessera.worker.task import environment
+from tests.support.captured import Answered, Asked, HostileCoordinator
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.datafiles import eighth_of_digits
 from tests.support.tapping import Tap
@@ -54,3 +58,25 @@ def test_an_update_that_is_refused_for_a_while_is_sent_again_and_not_trained_aga
     assert len(ledger_of(settings).read("digits")) == 1
     (told,) = [log for log in logged if log["event"] == "result-refused"]
     assert (told["reason"], told["remedy"][:6]) == ("quota-exceeded", "Finish")
+
+
+def test_values_of_an_accepted_update_are_kept_if_its_repetition_is_refused(tmp_path: Path) -> None:
+    answers: list[int] = []
+    suspended = SiteSuspended("an administrator suspended the site").document().model_dump_json().encode()
+
+    def lost_then_refused(asked: Asked, answer: Answered) -> Answered | None:
+        if not asked.path.endswith("/update"):
+            return None
+        answers.append(answer.status)
+        return Answered(504) if len(answers) == 1 else Answered(403, {"Content-Type": MEDIA_TYPE}, suspended)
+
+    with HostileCoordinator(tmp_path / "coordinator", submission_bytes=1 << 19) as coordinator:
+        client = coordinator.client()
+        with coordinator.lying(lost_then_refused), working(coordinator, tmp_path, poll_seconds=1):
+            run = begin(client, method=MethodSpec(name="fedper"))
+            kept = tmp_path / "state" / "vault" / run.id
+            # The worker that finds nothing to claim settles what is pending.
+            until(lambda: client.run(run.id).state == "completed")
+            until(lambda: [path.name for path in kept.glob("*")] == ["current.safetensors"])
+    assert answers == [200, 200]
+    assert "classifier.weight" in Vault(kept.parent).load(run.id)
