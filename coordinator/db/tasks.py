@@ -120,8 +120,10 @@ def reload(session: Session, record: TaskRecord) -> TaskRecord:
 
 
 def withhold(session: Session, now: float, actor: str, worker_id: str, withheld: Mapping[str, str]) -> None:
-    """Withdraw a worker's offered tasks of runs that its site has not approved: rounds do not wait for them."""
+    """Withdraw a worker's offered tasks of runs that its site has not approved: rounds do not wait for them. Those of
+    a helper stay, since no other site can do them."""
     offered = (TaskRow.worker_id == worker_id) & (TaskRow.state == "offered") & TaskRow.run_id.in_(withheld)
+    offered &= TaskRow.kind.not_in(HELPER_KINDS)
     for task in session.scalars(select(TaskRow).where(offered)).all() if withheld else ():
         move_task(session, now, actor, task, "withhold", {"problem": Withheld(withheld[task.run_id]).json()})
 

@@ -317,11 +317,12 @@ def submit_evaluation(services: Services, caller: Principal, task_id: str, repor
 
 
 def fail(services: Services, caller: Principal, task_id: str, report: Failure) -> TaskView:
-    """End a task that its worker cannot do. One that its site has not approved is withheld, which is no failure."""
-    withheld = report.code in GIVEN_BACK
-    problem = Withheld(report.detail) if withheld else WorkerFailed.of(report.code, report.detail)
+    """End a task that its worker cannot do. One that its site has not approved is withheld, which is no failure. A
+    helper's fails all the same, since no other site can do it."""
     with services.database.transaction() as session:
         record = tasks.find_task(session, task_id, caller.site_id)
+        withheld = report.code in GIVEN_BACK and record.task.kind not in HELPER_KINDS
+        problem = Withheld(report.detail) if withheld else WorkerFailed.of(report.code, report.detail)
         if not tasks.was_failed(record, report.token):
             event, columns = "withhold" if withheld else "fail", {"problem": problem.json()}
             tasks.settle(session, services.database.now(), caller.actor, record, report.token, event, columns)

@@ -14,9 +14,10 @@ from structlog.testing import capture_logs
 
 from tessera.coordinator.blobs.store import Blobs
 from tessera.coordinator.conductor.conductor import REFUSED_SECONDS
-from tessera.coordinator.db.tables import RoundRow
+from tessera.coordinator.db.tables import RoundRow, TaskRow
 from tessera.shared.api.runs import Cohort, Run, RunPatch
 from tessera.shared.api.secure_sums import HelperReport, SecureSums
+from tessera.shared.api.tasks import Failure
 from tessera.shared.model.blocks import Block
 from tessera.shared.problems import Conflict
 from tessera.shared.rounds.blob_store import Stored
@@ -270,14 +271,35 @@ def test_a_helper_s_report_that_is_not_what_its_task_asks_for_is_refused(ring: R
     assert ring.now().version.number == 0
 
 
-def test_a_run_whose_helpers_refuse_pauses_with_the_reason_and_asks_them_again_when_resumed(ring: Ring) -> None:
+@pytest.mark.parametrize("code", ["failed", "awaiting-approval"])
+def test_a_run_whose_helpers_refuse_pauses_with_the_reason_and_asks_them_again_when_resumed(
+    ring: Ring, code: str
+) -> None:
     for site in ring.sites:
         site.train(1.0)
-    refusing_site = ring.sites[0]
-    refusing_site.worker.fail(refusing_site.worker.take())
+    refusing_site = ring.sites[0].worker
+    task = refusing_site.take()
+    refusing_site.client.fail(task.id, Failure(token=task.token, code=code, detail="no"))
     until(lambda: ring.now().state == "paused")
     assert "did not sign" in (ring.now().reason or "")
+    with ring.live.services.database.snapshot() as session:
+        workers = session.scalars(select(TaskRow.worker_id).where(TaskRow.kind == "agree")).all()
+    # Each was asked once.
+    assert len(workers) == len(set(workers)) == 3
     ring.admin.patch_run(ring.run.id, RunPatch(state="running"))
+    ring.help()
+    until(lambda: ring.now().state == "completed")
+
+
+def test_a_helper_whose_site_withholds_the_run_keeps_its_task(ring: Ring) -> None:
+    for site in ring.sites:
+        site.train(1.0)
+    helper = ring.sites[0].worker
+    task = helper.take()
+    assert helper.client.release(task.id, task.token).state == "offered"
+    helper.withheld = {ring.run.id: "its approval has ended"}
+    again = helper.take()
+    assert (again.id, again.token) == (task.id, task.token + 1)
     ring.help()
     until(lambda: ring.now().state == "completed")
 
