@@ -7,6 +7,7 @@ version computes the later one from it and checks each block's digest.
 from dataclasses import dataclass, field
 
 from anyio import to_thread
+from sqlalchemy.orm import Session
 
 from tessera.coordinator.auth.permissions import readable_blobs
 from tessera.coordinator.blobs.store import Blobs
@@ -47,9 +48,8 @@ class Differences:
 
     def _find(self, caller: Principal, run_id: str, number: int, since: int) -> Difference:
         with self.database.snapshot() as session:
-            rows = [session.get(VersionRow, (run_id, wanted)) for wanted in (since, number)]
-            digests = [row.digest for row in rows if row and row.retired_at is None]
-            if len(digests) < 2 or readable_blobs(session, caller, digests) != set(digests):
+            digests = _kept(session, run_id, since, number)
+            if readable_blobs(session, caller, digests) != set(digests):
                 raise NotFound(f"run {run_id} has no versions {since} and {number}")
             if stored := session.get(DifferenceRow, (run_id, number, since)):
                 return Difference(digest=stored.digest, nbytes=session.get_one(BlobRow, stored.digest).size)
@@ -65,8 +65,19 @@ class Differences:
                 write_update(file, LOSSLESS, changes)
             blob = self.blobs.keep(file)
         with self.database.transaction() as session:
+            # Retirement forgets the differences that it finds: one that is stored after it would stay for good.
+            _kept(session, run_id, since, number)
             self.blobs.record(session, self.database.now(), [blob])
             # Another process may have stored the same meanwhile.
             session.merge(DifferenceRow(run_id=run_id, number=number, since=since, digest=blob.digest))
             session.merge(RunBlobRow(run_id=run_id, digest=blob.digest))
         return Difference(digest=blob.digest, nbytes=blob.size)
+
+
+def _kept(session: Session, run_id: str, *numbers: int) -> list[str]:
+    """Return the digests of versions that are not retired. Raises NotFound."""
+    rows = [session.get(VersionRow, (run_id, number)) for number in numbers]
+    digests = [row.digest for row in rows if row and row.retired_at is None]
+    if len(digests) < len(numbers):
+        raise NotFound(f"run {run_id} does not keep all of the versions {numbers}", remedy="Fetch the blocks.")
+    return digests

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 from sqlalchemy import select
 
+from tessera.coordinator.blobs import version_diffs
 from tessera.coordinator.db.tables import DifferenceRow
 from tessera.shared.api.runs import Run, Training
 from tessera.shared.client.client import Client
@@ -19,7 +21,7 @@ from tessera.shared.client.line import MEASURED_BYTES, ThreadTimes
 from tessera.shared.methods.base import MethodSpec
 from tessera.shared.tensors.lazy import ArrayTensor, to_array
 from tessera.shared.updates import codec_choice
-from tessera.shared.updates.update_file import read_update
+from tessera.shared.updates.update_file import read_update, write_update
 from tessera.worker.state.blob_cache import Cache
 from tessera.worker.state.vault import Vault
 from tessera.worker.task.runner import TaskRunner
@@ -115,6 +117,22 @@ def test_however_many_ask_it_is_made_once(coordinator: LiveCoordinator) -> None:
     assert len({one.digest for one in found if one}) == 1
     with coordinator.services.database.snapshot() as session:
         assert len(session.scalars(select(DifferenceRow)).all()) == 1
+
+
+def test_one_whose_versions_retire_while_it_is_made_is_not_stored(
+    coordinator: LiveCoordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, site = committed(coordinator, 3)
+    retention = replace(coordinator.services.retention, versions=1)
+
+    def overtaken(*arguments: Any) -> Any:
+        assert retention.collect().versions == 2
+        return write_update(*arguments)
+
+    monkeypatch.setattr(version_diffs, "write_update", overtaken)
+    assert not site.copy_difference(run.id, 2, 1, io.BytesIO(), 1 << 20)
+    with coordinator.services.database.snapshot() as session:
+        assert session.scalars(select(DifferenceRow)).all() == []
 
 
 @pytest.mark.parametrize(("number", "since"), [(1, 1), (1, 2), (2, 1), (100, 1)])
