@@ -28,7 +28,7 @@ from tessera.worker.enrolment import NEXT, prepare, rotate, wait_for
 from tessera.worker.settings import SettingsError
 from tessera.worker.state.atomic_files import write_secret
 from tests.support.coordinator import LiveCoordinator, until
-from tests.support.scripted import Answer, answering
+from tests.support.scripted import Answer, Asked, answering, answering_by
 
 
 @pytest.fixture(scope="module")
@@ -115,6 +115,33 @@ def test_an_enrolment_token_in_a_file_admits_without_anybody(live: LiveCoordinat
     assert (enrolment["state"], enrolment["site"]) == ("approved", "south")
     (tmp_path / "worker.token").unlink()
     assert "used up" in say(*arguments, "--token-file", str(tmp_path / "ticket"), code=3).output
+
+
+def test_an_enrolment_whose_answer_was_lost_is_found_by_the_same_command(
+    live: LiveCoordinator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(join, "PATIENCE_SECONDS", 0.1)
+    if "west" not in [site.name for site in live.client().sites()]:
+        live.client().create_site("west")
+    ticket = TokenSpec(name="join-west", role="enrolment", site="west", uses=1, expires_in_days=1)
+    (tmp_path / "ticket").write_text(live.client().issue_token(ticket).secret)
+    asked: list[Asked] = []
+    is_back = False
+
+    def forwarded(ask: Asked) -> Answer:
+        if not is_back and ask is not asked[0]:
+            return Answer(503)
+        headers = {name: ask.headers[name] for name in ("Authorization", "Content-Type")}
+        with live.bare() as http:
+            answer = http.request(ask.method, ask.path, headers=headers, content=ask.body)
+        about = {"Content-Type": answer.headers["Content-Type"]}
+        return Answer(answer.status_code, answer.content, about, breaks_after=None if is_back else 0)
+
+    with answering_by(forwarded, asked) as url:
+        arguments = ["join", url, "--config", str(tmp_path / "worker.toml"), "--token-file", str(tmp_path / "ticket")]
+        say(*arguments, code=1)
+        is_back = True
+        assert "admitted as a worker of site west" in say(*arguments).output
 
 
 def test_settings_that_are_there_are_kept_and_what_they_lack_is_told(tmp_path: Path) -> None:

@@ -73,8 +73,9 @@ def join(
             with Client(url, shown, patience_seconds=PATIENCE_SECONDS, verify=verify) as client:
                 enrolment = request(client, place, site, describe(device_of("auto")), VERSION)
         except Problem as problem:
-            if fresh and not problem.from_document:
-                # No coordinator answered, so the URL may be wrong. No more than a hash of the secret can have left.
+            if fresh and token_file is None and not problem.from_document:
+                # No coordinator answered, so the URL may be wrong. No more than a hash of the secret can have left. A
+                # token may be used up by a request whose answer was lost: only this secret is admitted then.
                 config.unlink()
                 place.token_file.unlink(missing_ok=True)
             raise
