@@ -16,7 +16,7 @@ from tessera.coordinator.domain.acceptance import refusal
 from tessera.coordinator.domain.eligibility import RunTerms
 from tessera.shared.api.runs import RunSpec
 from tessera.shared.api.secure_sums import HELPER_KINDS, HelperReport, SumTask
-from tessera.shared.api.tasks import EvaluationResult, Progress, Receipt, Submission, Task
+from tessera.shared.api.tasks import EvaluationResult, Heartbeat, Progress, Receipt, Submission, Task
 from tessera.shared.api.versions import VersionRef
 from tessera.shared.methods.base import Plan
 from tessera.shared.problems import Conflict, Fault, Invalid, NotFound, StaleVersion, Withheld
@@ -247,9 +247,9 @@ def was_released(record: TaskRecord, token: int) -> bool:
     return record.task.state == "offered" and record.task.token == token > 0
 
 
-def require_releases_left(record: TaskRecord, token: int) -> None:
-    """Raise Conflict if the task that the token holds was given back `MAX_RELEASES` times."""
-    record.require_lease(token)
+def require_releases_left(record: TaskRecord, request: Heartbeat) -> None:
+    """Raise Conflict if the task was given back `MAX_RELEASES` times, and a problem unless the request holds it."""
+    record.require_lease(request.token)
     # Each lease raises the token, and counts as an attempt unless it was given back.
     if record.task.token - record.task.attempts >= MAX_RELEASES:
         raise Conflict(

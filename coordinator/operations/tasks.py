@@ -341,7 +341,7 @@ def release(services: Services, caller: Principal, task_id: str, request: Heartb
     with services.database.transaction() as session:
         record = tasks.find_task(session, task_id, caller.site_id)
         if not tasks.was_released(record, request.token):
-            tasks.require_releases_left(record, request.token)
+            tasks.require_releases_left(record, request)
             columns = {"attempts": record.task.attempts - 1, "lease_expires_at": None}
             now = services.database.now()
             tasks.settle(session, now, caller.actor, record, request.token, "release", columns)

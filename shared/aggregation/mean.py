@@ -7,8 +7,8 @@ worker did not send means 'no change' rather than zero, and a block that no work
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
-from tessera.shared.model.blocks import is_statistic
 from tessera.shared.tensors.lazy import Tensor, mean_step
+from tessera.shared.tensors.statistics import is_statistic
 
 Normalization = Literal["participants", "cohort", "inverse-probability"]
 """Denominator of a block's step: the weight of the workers that sent it, the weight of all accepted updates, or the
@@ -36,13 +36,11 @@ def average(
 
     def whole(name: str) -> float | None:
         match normalization:
-            case "participants":
-                return None
             case "cohort":
                 return accepted
-            case "inverse-probability":
-                chance = _probability(name, inclusion(name))
-                return None if is_statistic(name) else accepted * chance
+            case "inverse-probability" if not is_statistic(name):
+                return accepted * _probability(name, inclusion(name))
+        return None
 
     sent = {name: [(weight, blocks[name]) for weight, blocks in senders if name in blocks] for name in model}
     return {name: mean_step(model[name], those, whole(name)) for name, those in sent.items() if those}

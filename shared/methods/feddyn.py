@@ -41,9 +41,9 @@ from tessera.shared.methods.base import (
     WorkerHalf,
 )
 from tessera.shared.methods.population import PopulationCoordinator, PopulationSettings, SitePopulation, scaled_sum
-from tessera.shared.model.blocks import is_statistic
 from tessera.shared.model.selectors import Selector
 from tessera.shared.tensors.lazy import Array, Computed, Derived
+from tessera.shared.tensors.statistics import is_statistic
 
 GRADIENT = "gradient/"
 """The prefix of the mean of g_k in the server state, and of g_k in the vault."""

@@ -35,11 +35,11 @@ from tessera.shared.methods.base import (
     Update,
     WorkerHalf,
 )
-from tessera.shared.model.blocks import is_statistic
 from tessera.shared.model.selectors import Selector
 from tessera.shared.run_settings import Training
 from tessera.shared.schedule import local_steps, rate_factors, require_summable
 from tessera.shared.tensors.lazy import Stretched
+from tessera.shared.tensors.statistics import is_statistic
 
 EFFECTIVE_STEPS = "effective_steps"
 ROUND = "round"

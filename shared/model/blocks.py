@@ -98,15 +98,6 @@ class Block(Frozen):
         return self.numel * NUMPY_DTYPES[self.dtype].itemsize
 
 
-def is_statistic(name: str) -> bool:
-    """Return whether a block is a running mean or variance of batch normalisation.
-
-    It is a state and no result of gradients. A mean of variances is a variance; with a longer step, a rounded one or
-    noise, it can become negative.
-    """
-    return name.rpartition(".")[2] in {"running_mean", "running_var"}
-
-
 def whole_shapes(blocks: Iterable[Block]) -> dict[str, tuple[int, ...]]:
     """Return the shape of each tensor that the blocks make up, in the order in which they first name it."""
     shapes: dict[str, tuple[int, ...]] = {}

@@ -29,7 +29,6 @@ from tessera.shared.methods.base import (
     UnsupportedRun,
 )
 from tessera.shared.methods.registry import UnknownMethod, check, coordinator_half, settings_type
-from tessera.shared.model.blocks import is_statistic
 from tessera.shared.model.selectors import SelectorError
 from tessera.shared.model.spec import Model
 from tessera.shared.model.training_faults import training_faults
@@ -37,6 +36,7 @@ from tessera.shared.problems import Fault, Invalid, InvalidUpdate, faults_of
 from tessera.shared.rounds import client_privacy
 from tessera.shared.secure_sums.messages import NOISE_BITS
 from tessera.shared.tensors.dtypes import NUMPY_DTYPES
+from tessera.shared.tensors.statistics import is_statistic
 
 MAX_WEIGHT_OF_MEDIAN = 4
 """Default limit on a site's weight, in multiples of the median site's."""

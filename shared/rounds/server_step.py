@@ -8,9 +8,9 @@ import numpy as np
 
 from tessera.shared.aggregation.server_optimizer import PREFIX, OptimizerMoment, OptimizerRule
 from tessera.shared.methods.base import CoordinatorHalf, State, Update
-from tessera.shared.model.blocks import is_statistic
 from tessera.shared.tensors.dtypes import DType
 from tessera.shared.tensors.lazy import Array, Computed, Derived, SteppedTensor, Tensor
+from tessera.shared.tensors.statistics import is_statistic
 
 
 def merge(

@@ -16,9 +16,9 @@ from typing import BinaryIO
 import numpy as np
 
 from tessera.shared.hashing import derive_seed
-from tessera.shared.model.blocks import is_statistic
 from tessera.shared.tensors.dtypes import DType
 from tessera.shared.tensors.lazy import Array, Tensor, as_bytes, numel
+from tessera.shared.tensors.statistics import is_statistic
 from tessera.shared.updates.codecs import pipeline
 from tessera.shared.updates.codecs.delta import difference
 from tessera.shared.updates.codecs.quantized import Int8

@@ -11,11 +11,12 @@ from typing import BinaryIO, ClassVar, cast
 import numpy as np
 
 from tessera.shared.hashing import Hashing
-from tessera.shared.model.blocks import Block, is_statistic
+from tessera.shared.model.blocks import Block
 from tessera.shared.problems import Fault, InvalidUpdate
 from tessera.shared.tensors.dtypes import DType
 from tessera.shared.tensors.lazy import CHUNK, PIECE, Array, ArrayTensor, Steps, Tensor, chunk_counts, squares
 from tessera.shared.tensors.mmap_file import taken
+from tessera.shared.tensors.statistics import is_statistic
 from tessera.shared.updates.codecs import pipeline
 from tessera.shared.updates.codecs.delta import difference
 from tessera.shared.updates.codecs.stage import CodecError
