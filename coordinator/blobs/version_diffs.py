@@ -50,7 +50,7 @@ class Differences:
         with self.database.snapshot() as session:
             digests = _kept(session, run_id, since, number)
             if readable_blobs(session, caller, digests) != set(digests):
-                raise NotFound(f"run {run_id} has no versions {since} and {number}")
+                raise _not_kept(run_id, since, number)
             if stored := session.get(DifferenceRow, (run_id, number, since)):
                 return Difference(digest=stored.digest, nbytes=session.get_one(BlobRow, stored.digest).size)
             spec = RunSpec.model_validate(session.get_one(RunRow, run_id).spec)
@@ -74,10 +74,15 @@ class Differences:
         return Difference(digest=blob.digest, nbytes=blob.size)
 
 
-def _kept(session: Session, run_id: str, *numbers: int) -> list[str]:
-    """Return the digests of versions that are not retired. Raises NotFound."""
-    rows = [session.get(VersionRow, (run_id, number)) for number in numbers]
+def _kept(session: Session, run_id: str, since: int, number: int) -> list[str]:
+    """Return the digests of two versions that are not retired. Raises NotFound."""
+    rows = [session.get(VersionRow, (run_id, wanted)) for wanted in (since, number)]
     digests = [row.digest for row in rows if row and row.retired_at is None]
-    if len(digests) < len(numbers):
-        raise NotFound(f"run {run_id} does not keep all of the versions {numbers}", remedy="Fetch the blocks.")
+    if len(digests) < len(rows):
+        raise _not_kept(run_id, since, number)
     return digests
+
+
+def _not_kept(run_id: str, since: int, number: int) -> NotFound:
+    # The same words for another's run: they must not tell that it is there.
+    return NotFound(f"run {run_id} has no versions {since} and {number}", remedy="Fetch the blocks.")
