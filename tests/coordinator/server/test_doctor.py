@@ -52,8 +52,8 @@ def test_what_a_coordinator_makes_is_its_own_and_folders_that_others_may_look_in
     assert [folder.stat().st_mode & 0o777 for folder in made] == [0o700, 0o700]
     made[0].chmod(0o755)
     given = settings.model_dump(include={"blob_url", "staging_dir"})
-    (told,) = unsafe(**given)
-    assert str(made[0]) in told
+    (warning,) = unsafe(**given)
+    assert str(made[0]) in warning
 
 
 def test_the_provider_of_people_is_asked_for_its_keys(tmp_path: Path) -> None:

@@ -419,7 +419,7 @@ def test_without_room_for_a_secret_no_token_changes(
     secret = commands.say("admin", "token", "create", "reader", "--role", "viewer").stdout.strip()
     before = [token["id"] for token in commands.json("admin", "token", "list")]
     # As on a full disk: no file grows beyond ten bytes.
-    told = subprocess.run(
+    answer = subprocess.run(
         [*COMMAND, "admin", *command, "--token-file", file],
         env=environment(**commands.settings),
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (10, 10)),
@@ -427,9 +427,9 @@ def test_without_room_for_a_secret_no_token_changes(
         text=True,
         check=False,
     )
-    assert (told.returncode, file.exists()) == (2, False), told.stderr
+    assert (answer.returncode, file.exists()) == (2, False), answer.stderr
     assert "cannot be written: No space left on device; no token was issued or changed" in " ".join(
-        told.stderr.split()
+        answer.stderr.split()
     )
     assert [token["id"] for token in commands.json("admin", "token", "list")] == before
     assert commands.json("admin", "sites") == []

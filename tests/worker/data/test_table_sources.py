@@ -126,9 +126,9 @@ def test_file_that_is_named_twice_is_refused(tmp_path: Path) -> None:
     for name in ("a", "b"):
         (tmp_path / f"{name}.csv").write_text(f"text\n{name}\n")
     first = tmp_path / "a.csv"
-    told = f"file: {first} is named twice: each of its rows would be two examples; name it once"
+    expected = f"file: {first} is named twice: each of its rows would be two examples; name it once"
     for named in ((first, tmp_path / "*.csv"), (tmp_path, first), (first, first)):
-        assert refusal(*named) == told
+        assert refusal(*named) == expected
     assert texts(read_table("file", (first, tmp_path / "b.csv"))) == ["a", "b"]
     (tmp_path / "c.csv").symlink_to(first)
     assert f"{tmp_path / 'c.csv'} is named twice, also as {first}: " in refusal(tmp_path)
@@ -278,5 +278,5 @@ def test_csv_file_keeps_doubled_quotation_marks_and_quoted_line_breaks_and_long_
 
 def test_quotation_mark_without_an_end_is_not_followed_through_a_large_file(tmp_path: Path) -> None:
     (tmp_path / "notes.csv").write_text('text,label\n"the cat,no\n' + "a dog,yes\n" * (2 << 20))
-    told = "the row that begins in line 2 of notes.csv has a cell of more than 16,777,216 characters: close its"
-    assert told in refusal(tmp_path / "notes.csv")
+    expected = "the row that begins in line 2 of notes.csv has a cell of more than 16,777,216 characters: close its"
+    assert expected in refusal(tmp_path / "notes.csv")
