@@ -63,7 +63,7 @@ def jobs(plan: Plan, found: store.Found, arms: Sequence[tuple[str, str]] = ARMS)
                 f"the learning rate of {table}/{arm} is not chosen: run `python -m benchmarks.evidence --scope core "
                 f"--tables {table} --arms {arm}` first"
             )
-        seeds = [Job(*cell, seed, rate) for seed in plan.protocol.seeds]
+        seeds = [Job(*cell, seed, rate) for seed in plan.protocol.headline_seeds]
         wanted.append(next((job for job in seeds if job in found and found[job]["machine"] == here), seeds[0]))
     return wanted
 

@@ -64,8 +64,9 @@ def test_runs_whose_learning_rate_is_chosen_are_compared(tiny: Plan, tmp_path: P
         jobs(tiny, {}, arms)
     found = found_of(tiny, raw("one", 0, curve), raw("one", 1, curve))
     assert jobs(tiny, found, arms) == [JOB]
-    here = found_of(tiny, raw("one", 2, curve) | {"machine": machine("cpu")})
-    assert jobs(tiny, found | here, arms) == list(here)
+    more = tiny.model_copy(update={"protocol": tiny.protocol.model_copy(update={"headline_seeds": (1, 2, 3)})})
+    here = found_of(tiny, raw("one", 3, curve) | {"machine": machine("cpu")})
+    assert jobs(more, found | here, arms) == list(here)
     made = {"digest": "d", "received_bytes": 2e6, "sent_bytes": 3e6, "seconds": 4.0, "machine": "m"}
     simulated = found_of(tiny, raw("one", 1, curve))[JOB]
     found = compared(JOB, made, simulated)
