@@ -166,6 +166,11 @@ class CoordinatorHalf(Generic[C]):
         the factor depends on these metrics alone."""
         return 1.0
 
+    def scaled(self, state: State, updates: Sequence[Update]) -> Sequence[Update]:
+        """Return the updates of a round with their steps as `merge` scales them, with which their distances from the
+        merged step are measured."""
+        return updates
+
     def weight(self, update: Update) -> float:
         """Return the weight of an update in the mean."""
         return float(update.examples)

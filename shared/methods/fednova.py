@@ -107,9 +107,12 @@ class FedNovaCoordinator(CoordinatorHalf[MethodSettings]):
         return 1 / metrics[EFFECTIVE_STEPS]
 
     def merge(self, state: State, updates: Sequence[Update]) -> State:
+        return super().merge(state, self.scaled(state, updates))
+
+    def scaled(self, state: State, updates: Sequence[Update]) -> Sequence[Update]:
         steps = [update.metrics[EFFECTIVE_STEPS] for update in updates]
         if len(set(steps)) <= 1:
-            return super().merge(state, updates)
+            return updates
         if self.run.robust.neutral:
             # At most the a_k of the examples that the update may weigh: tau_eff scales the steps of all sites, so a
             # site that claims unlimited work must not raise it.
@@ -119,8 +122,7 @@ class FedNovaCoordinator(CoordinatorHalf[MethodSettings]):
             mean = fsum(n * own for n, own in zip(weights, counted, strict=True)) / fsum(weights)
         else:
             mean = median(steps)
-        scaled = [self._scaled(state, update, mean / own) for own, update in zip(steps, updates, strict=True)]
-        return super().merge(state, scaled)
+        return [self._scaled(state, update, mean / own) for own, update in zip(steps, updates, strict=True)]
 
     def _scaled(self, state: State, update: Update, factor: float) -> Update:
         # The sent update met the largest norm, but an update of few steps is scaled up by a large factor.

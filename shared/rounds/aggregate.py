@@ -113,7 +113,7 @@ class Aggregation:
         if spec.robust.neutral:
             return {}
         half, state, updates, _ = self._round(spec, bounds, current, accepted)
-        found = scores(state.model, half.merge(state, updates).model, updates)
+        found = scores(state.model, half.merge(state, updates).model, half.scaled(state, updates))
         by_site = {update.site: found[update.worker] for update in updates}
         return {entry.worker: by_site[entry.site] for entry in accepted if entry.site in by_site}
 

@@ -25,13 +25,16 @@ MEDIAN = {"rule": "median"}
 METHODS = ("fedavg", "fednova")
 _names = itertools.count()
 
-PortInUseError = list[tuple[ScriptedWorker, Task]]
+Taken = list[tuple[ScriptedWorker, Task]]
 
 
-def begun(live: LiveCoordinator, sites: str, **spec: object) -> tuple[Client, Run, PortInUseError]:
+def begun(
+    live: LiveCoordinator, sites: str, examples: tuple[int, ...] = (), **spec: object
+) -> tuple[Client, Run, Taken]:
     client, name = live.client(), f"robust{next(_names)}"
     workers = [
-        ScriptedWorker(live.client("site", site), name=name, datasets={name: 10}, methods=METHODS) for site in sites
+        ScriptedWorker(live.client("site", site), name=name, datasets={name: count}, methods=METHODS)
+        for site, count in zip(sites, examples or (10,) * len(sites), strict=True)
     ]
     for worker in workers:
         worker.enrol()
@@ -69,6 +72,22 @@ def test_a_hostile_worker_does_not_move_a_robust_run_and_is_seen(standing: LiveC
     np.testing.assert_allclose(distances, [1, 0, 1, 2, 1e6], rtol=1e-4, atol=1e-2)
     cosines = [metrics[site]["anomaly.cosine"] for site in "abcde"]
     np.testing.assert_allclose(cosines, [1, 1, 1, 1, -1], rtol=1e-4)
+
+
+def test_distances_are_of_steps_as_fednova_scales_them(standing: LiveCoordinator) -> None:
+    training = {"optimizer": "sgd", "learning_rate": 0.1, "batch_size": 1}
+    client, run, taken = begun(
+        standing, "abc", (2, 4, 16), robust=MEDIAN, method=MethodSpec(name="fednova"), training=training
+    )
+    for (worker, task), step in zip(taken, (1.0, 4.0, 32.0), strict=True):
+        worker.train(task, step, effective_steps=float(worker.datasets[task.dataset]))
+    committed(client, run)
+    # The median of 2, 4 and 16 steps makes steps of 2, 4 and 8 of these.
+    np.testing.assert_allclose(head_of(client, run), HEAD + 4, rtol=1e-5, atol=1e-5)
+    until(lambda: "anomaly.cosine" in client.round(run.id, 1).tasks[0].metrics)
+    found = {task.worker[0]: task.metrics["anomaly.distance"] for task in client.round(run.id, 1).tasks}
+    # They are 2, 0 and 4 away from 4, the median of which is 2.
+    np.testing.assert_allclose([found[site] for site in "abc"], [1, 0, 2], rtol=1e-4, atol=1e-5)
 
 
 def test_a_site_does_not_see_its_scores_and_cannot_say_what_they_are(standing: LiveCoordinator) -> None:
