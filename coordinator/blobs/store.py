@@ -88,17 +88,20 @@ class Blobs:
         self._root = Path(url)
         if self._objects is None:
             self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if self._root.stat().st_dev != staging_dir.stat().st_dev:
-                raise StagingOnOtherDisk(
-                    f"{staging_dir} and {url} are on different file systems; an upload is finished by a rename. Set "
-                    "TESSERA_STAGING_DIR to a folder on the file system of TESSERA_BLOB_URL."
-                )
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The receiving process opens the same database and store once for all tensors that it receives.
         url = self._database.url.render_as_string(hide_password=False)
         arguments = (str(self._url), self.staging_dir, self.inline_bytes, self._readahead_bytes)
         return _reopened, (url, arguments, self.began_at)
+
+    def require_same_disk(self) -> None:
+        """Raise StagingOnOtherDisk unless finished files can be renamed into the store. Reading needs no staging."""
+        if self._objects is None and self._root.stat().st_dev != self.staging_dir.stat().st_dev:
+            raise StagingOnOtherDisk(
+                f"{self.staging_dir} and {self._url} are on different file systems; an upload is finished by a "
+                "rename. Set TESSERA_STAGING_DIR to a folder on the file system of TESSERA_BLOB_URL."
+            )
 
     # ------------------------------------------------------------ writing
 

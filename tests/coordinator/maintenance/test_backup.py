@@ -8,6 +8,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, BinaryIO, cast
 
 import pytest
@@ -97,6 +98,19 @@ def test_a_backup_goes_into_an_empty_database_only(tmp_path: Path) -> None:
             backup.restore(tmp_path / "backup", live.services.database, live.services.blobs)
         with pytest.raises(BackupNotFound, match=r"tessera\.db"):
             backup.restore(tmp_path, live.services.database, live.services.blobs)
+
+
+def test_a_backup_on_another_disk_is_restored(tmp_path: Path) -> None:
+    elsewhere = Path("/dev/shm")
+    if not elsewhere.is_dir() or elsewhere.stat().st_dev == tmp_path.stat().st_dev:
+        pytest.skip("this machine has one file system only")
+    with LiveCoordinator(tmp_path / "one", inline_bytes=1) as live, TemporaryDirectory(dir=elsewhere) as folder:
+        _, run, _, _ = played(live, 1)
+        copied = saved(live, Path(folder))
+        with LiveCoordinator(tmp_path / "two", inline_bytes=1) as other:
+            restored = backup.restore(Path(folder), other.services.database, other.services.blobs)
+            assert (restored.rows, restored.blobs) == (copied.rows, copied.blobs)
+            assert exported(other.client(), run, 1)
 
 
 def test_a_spoilt_backup_is_refused_whole(tmp_path: Path) -> None:
