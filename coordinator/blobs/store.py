@@ -152,7 +152,7 @@ class Blobs:
             return
         # Its last bytes may have come long ago, and garbage collection removes an old file without a row.
         os.utime(path)
-        _flush(path)
+        flush(path)
         final = self._path(digest)
         final.parent.mkdir(parents=True, exist_ok=True)
         # Files of the same name have the same content, so replacing one changes nothing.
@@ -162,7 +162,7 @@ class Blobs:
     def flush_names(self, digests: Iterable[str]) -> None:
         if self._objects is None and (folders := {self._path(digest).parent for digest in digests}):
             for folder in (*sorted(folders), self._root):
-                _flush(folder)
+                flush(folder)
 
     def record(self, session: Session, now: float, stored: Sequence[Stored]) -> None:
         """Enter blobs in the table; existing rows stay as they are."""
@@ -491,7 +491,7 @@ class BlobBatch:
         self._taken.append((path, digest, self._pool.submit(self._blobs.move, path, digest)))
 
 
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
     """Wait until a file's bytes, or a folder's names, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:

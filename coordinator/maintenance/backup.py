@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from alembic import command
-from sqlalchemy import Connection, exists, insert, select
+from sqlalchemy import Connection, create_engine, exists, insert, select
 from sqlalchemy.orm import Session
+from sqlalchemy.pool import NullPool
 
-from tessera.coordinator.blobs.store import PIECE_BYTES, Blobs
+from tessera.coordinator.blobs.store import PIECE_BYTES, Blobs, flush
 from tessera.coordinator.db import audit
 from tessera.coordinator.db.engine import Database, alembic_config
 from tessera.coordinator.db.tables import BlobRow, RunRow, Table, TaskRow, VersionRow
@@ -62,7 +63,9 @@ def back_up(database: Database, blobs: Blobs, folder: Path) -> CopyCounts:
             _copy_blobs(database, stored, blobs, kept, copied)
             while not _copy_consistently(database, blobs, target, kept, copied):
                 pass
+        _complete(Path(partial) / NAME)
         (Path(partial) / NAME).replace(folder / NAME)
+        flush(folder)
     return copied
 
 
@@ -191,12 +194,22 @@ def _was_removed(database: Database, digest: str) -> bool:
 
 @contextmanager
 def _opened(folder: Path, blob_folder: Path) -> Iterator[tuple[Database, Blobs]]:
-    """Yield a backup's database at head, and its blobs. Closing the database completes its file."""
+    """Yield a backup's database at head, and its blobs."""
     blob_folder.mkdir(parents=True, exist_ok=True)
     with closing(Database(f"sqlite:///{folder / NAME}")) as database:
         with database.engine.begin() as connection:
             command.upgrade(alembic_config(connection), "head")
         yield database, Blobs(database, str(blob_folder), folder / "staging", 0, PIECE_BYTES)
+
+
+def _complete(file: Path) -> None:
+    """Move what SQLite keeps beside a closed database into its file. Raises OperationalError if the disk is full.
+
+    Closing a database does the same, but ignores that it failed.
+    """
+    engine = create_engine(f"sqlite:///{file}", poolclass=NullPool)
+    with engine.connect() as connection:
+        connection.exec_driver_sql("PRAGMA journal_mode=DELETE")
 
 
 def _stored(session: Session) -> list[Stored]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any, BinaryIO, cast
 import pytest
 from alembic import command
 from sqlalchemy import delete, update
+from sqlalchemy.exc import OperationalError
 
 from tessera.coordinator.blobs.store import Blobs
 from tessera.coordinator.db import engine as engine_module
@@ -88,6 +89,26 @@ def test_a_backup_that_is_cut_off_leaves_the_one_before_as_it_was(
             saved(live, tmp_path / "backup")
         assert (tmp_path / "backup" / "tessera.db").read_bytes() == before
         assert sorted(path.name for path in (tmp_path / "backup").iterdir()) == ["blobs", "tessera.db"]
+
+
+def test_a_backup_whose_rows_cannot_reach_its_file_leaves_the_one_before(tmp_path: Path) -> None:
+    with LiveCoordinator(tmp_path / "one", inline_bytes=1) as live, ExitStack() as readers:
+        client, run, worker, _ = played(live, 1)
+        saved(live, tmp_path / "backup")
+        before = (tmp_path / "backup" / "tessera.db").read_bytes()
+        play(client, worker, run, 2)
+
+        def read(_: str) -> None:
+            # SQLite keeps the rows beside the file while another connection reads it, as it does on a full disk.
+            for file in (tmp_path / "backup").glob("*/tessera.db"):
+                reader = readers.enter_context(closing(sqlite3.connect(file, isolation_level=None)))
+                reader.execute("BEGIN")
+                reader.execute("SELECT * FROM runs")
+
+        watched = cast("Blobs", Watched(live.services.blobs, read))
+        with pytest.raises(OperationalError, match="locked"):
+            backup.back_up(live.services.database, watched, tmp_path / "backup")
+        assert (tmp_path / "backup" / "tessera.db").read_bytes() == before
 
 
 def test_a_backup_goes_into_an_empty_database_only(tmp_path: Path) -> None:
