@@ -22,10 +22,11 @@ from sqlalchemy.pool import NullPool
 from tessera.coordinator.blobs.store import PIECE_BYTES, Blobs, flush
 from tessera.coordinator.db import audit
 from tessera.coordinator.db.engine import Database, alembic_config
-from tessera.coordinator.db.tables import BlobRow, RunRow, Table, TaskRow, VersionRow
+from tessera.coordinator.db.tables import BlobRow, RoundRow, RunRow, Table, TaskRow, VersionRow
 from tessera.shared.api.runs import RunSpec
 from tessera.shared.api.versions import Manifest
 from tessera.shared.model.spec import Model
+from tessera.shared.privacy.noise import secret_key
 from tessera.shared.problems import NotFound, Problem, StoreSpoilt
 from tessera.shared.rounds.blob_store import Stored
 from tessera.shared.rounds.versions import States
@@ -100,7 +101,19 @@ def restore(folder: Path, database: Database, blobs: Blobs) -> CopyCounts:
             with database.transaction() as session:
                 _require_empty(session)
                 copied.rows = _copy_rows(source.connection(), session)
+                _renew_noise_keys(session)
     return copied
+
+
+def _renew_noise_keys(session: Session) -> None:
+    """Give open rounds new keys of client-level privacy.
+
+    The round may have ended since the backup with other updates: with the same noise, the difference of the two
+    versions would have none. The updates of a closed round are fixed: its merge is repeated with the same noise.
+    """
+    with_key = (RoundRow.state == "open") & RoundRow.noise_key.is_not(None)
+    for round_ in session.scalars(select(RoundRow).where(with_key)):
+        round_.noise_key = secret_key()
 
 
 def verify(database: Database, blobs: Blobs, states: States) -> Iterator[str]:
