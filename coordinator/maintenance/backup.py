@@ -75,6 +75,7 @@ def _copy_consistently(database: Database, blobs: Blobs, target: Database, kept:
     meanwhile."""
     with target.transaction() as session:
         with database.snapshot() as source:
+            database.permit_idling(source)
             rows = _copy_rows(source.connection(), session)
         if not _copy_blobs(database, _stored(session), blobs, kept, copied):
             session.rollback()

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO, cast
 
 import pytest
 from alembic import command
-from sqlalchemy import delete, update
+from sqlalchemy import delete, event, update
 from sqlalchemy.exc import OperationalError
 
 from tessera.coordinator.blobs.store import Blobs
@@ -28,6 +28,7 @@ from tests.coordinator.maintenance.test_retention import at_rest, exported, play
 from tests.support import databases
 from tests.support.coordinator import Clock, LiveCoordinator, until
 from tests.support.federation import ScriptedWorker
+from tests.support.storage import blobs_in
 
 
 def saved(live: LiveCoordinator, folder: Path) -> backup.CopyCounts:
@@ -214,6 +215,24 @@ def test_a_backup_that_takes_long_has_no_transaction_open_and_holds_up_no_writer
         # What came while the first blobs were copied was copied with the rows.
         assert notes[-1] != next(iter(restored.client().runs())).note in notes
         assert not faults(restored)
+
+
+@pytest.mark.both_databases
+def test_a_slow_folder_does_not_end_the_snapshot_of_the_rows(tmp_path: Path) -> None:
+    limits = list[str]()
+    with closing(Database(databases.url_in(tmp_path / "one"))) as database:
+        blobs = blobs_in(tmp_path / "one", database)
+
+        def note(connection: Any, cursor: Any, statement: str, *_: object) -> None:
+            # Rows are read while others are inserted into the folder, which may take long.
+            if connection.dialect.name == "postgresql" and statement.rstrip().endswith("FROM tokens"):
+                with connection.connection.cursor() as other:
+                    other.execute("SHOW idle_in_transaction_session_timeout")
+                    limits.extend(other.fetchone())
+
+        event.listen(database.engine, "before_cursor_execute", note)
+        backup.back_up(database, blobs, tmp_path / "backup")
+        assert limits == ([] if database.is_sqlite else ["0"])
 
 
 def test_what_is_removed_during_a_backup_is_not_in_it(tmp_path: Path) -> None:
