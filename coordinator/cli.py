@@ -42,7 +42,7 @@ from tessera.shared.cli.render.output import AsJson, print_findings, print_json,
 from tessera.shared.diagnostics import effective, examined
 from tessera.shared.host_memory import keep_freed_memory
 from tessera.shared.methods.registry import MethodsUnusable, methods
-from tessera.shared.problems import Conflict, Invalid, Problem
+from tessera.shared.problems import Conflict, Invalid, Problem, StoreAway
 from tessera.shared.telemetry import spans
 from tessera.shared.validation_errors import message_of, messages_of
 
@@ -155,13 +155,18 @@ def gc(as_json: AsJson = False) -> None:
 def verify(as_json: AsJson = False) -> None:
     """Hash every blob, read every version and check the audit chain.
 
-    Exit code 0: no faults, 1: faults.
+    Exit code 0: no faults, 1: faults, 2: the database or the blob store did not answer.
     """
     services = _assembled()
     faults: list[str] = []
-    for fault in backup.verify(services.database, services.blobs, services.states):
-        faults.append(fault)
-        typer.echo(fault, err=True)
+    try:
+        for fault in backup.verify(services.database, services.blobs, services.states):
+            faults.append(fault)
+            typer.echo(fault, err=True)
+    except StoreAway as away:
+        raise _exit(f"not all was verified: {away.detail}") from None
+    except SQLAlchemyError as away:
+        raise _exit(f"not all was verified: {reason_of(away)}") from None
     if as_json:
         print_json({"faults": faults})
     else:

@@ -27,7 +27,7 @@ from tessera.shared.api.runs import RunSpec
 from tessera.shared.api.versions import Manifest
 from tessera.shared.model.spec import Model
 from tessera.shared.privacy.noise import secret_key
-from tessera.shared.problems import NotFound, Problem, StoreSpoilt
+from tessera.shared.problems import NotFound, Problem, StoreAway, StoreSpoilt
 from tessera.shared.rounds.blob_store import Stored
 from tessera.shared.rounds.versions import States
 
@@ -118,7 +118,7 @@ def _renew_noise_keys(session: Session) -> None:
 
 
 def verify(database: Database, blobs: Blobs, states: States) -> Iterator[str]:
-    """Hash all blobs, read all versions and check the audit chain; yield each fault as a sentence.
+    """Hash all blobs, read all versions and check the audit chain; yield each fault as a sentence. Raises StoreAway.
 
     No snapshot is open while blobs are read, which takes long.
     """
@@ -153,6 +153,8 @@ def _faulty_blobs(database: Database, blobs: Blobs) -> Iterator[str]:
             except StoreSpoilt as fault:
                 if not _was_removed(database, digest):
                     yield fault.detail
+            except OSError as fault:
+                yield f"blob {digest} cannot be read: {fault.strerror}"
         if len(rows) < ROWS:
             return
         last = rows[-1].digest
@@ -165,14 +167,18 @@ def _faulty_versions(database: Database, run_id: str, blobs: Blobs, states: Stat
         versions = session.scalars(of_run).all()
     try:
         model = states.model(RunSpec.model_validate(spec).model)
-    except (Problem, ValueError) as fault:
+    except StoreAway:
+        raise
+    except (Problem, ValueError, OSError) as fault:
         yield f"run {run_id}: its model cannot be read: {fault}"
         return
     for version in versions:
         here = f"run {run_id}, version {version.number}"
         try:
             manifest = states.manifest(version.digest)
-        except (Problem, ValueError) as fault:
+        except StoreAway:
+            raise
+        except (Problem, ValueError, OSError) as fault:
             yield f"{here}: its manifest cannot be read: {fault}"
             continue
         faults = list(_faulty_blocks(model, manifest, blobs)) if version.retired_at is None else []

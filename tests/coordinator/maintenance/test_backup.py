@@ -308,6 +308,13 @@ def lose_a_file(live: LiveCoordinator) -> str:
     return f"blob sha256:{path.name} is missing from the store"
 
 
+def make_a_file_unreadable(live: LiveCoordinator) -> str:
+    path = next(Path(live.settings.blob_url).glob("*/*"))
+    path.unlink()
+    path.mkdir()
+    return f"blob sha256:{path.name} cannot be read: Is a directory"
+
+
 def lose_a_row(live: LiveCoordinator) -> str:
     run = next(iter(live.client().runs()))
     manifest = live.services.states.manifest(run.version.digest)
@@ -324,7 +331,9 @@ def rewrite_history(live: LiveCoordinator) -> str:
     return "the audit chain breaks at entry 2"
 
 
-@pytest.mark.parametrize("damage", [spoil_a_file, lose_a_file, lose_a_row, rewrite_history])
+@pytest.mark.parametrize(
+    "damage", [spoil_a_file, lose_a_file, make_a_file_unreadable, lose_a_row, rewrite_history]
+)
 def test_every_damage_is_found_and_named(tmp_path: Path, damage: Callable[[LiveCoordinator], str]) -> None:
     with LiveCoordinator(tmp_path, inline_bytes=1) as live:
         played(live, 1)
