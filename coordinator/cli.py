@@ -217,7 +217,14 @@ def show(as_json: AsJson = False) -> None:
 def _copying(what: str, work: Callable[[], backup.CopyCounts], *, as_json: bool) -> None:
     try:
         copied = work()
-    except (backup.BackupNotFound, backup.DatabaseNotEmpty, Problem, OSError, SQLAlchemyError) as fault:
+    except (
+        backup.BackupNotFound,
+        backup.BackupRunning,
+        backup.DatabaseNotEmpty,
+        Problem,
+        OSError,
+        SQLAlchemyError,
+    ) as fault:
         raise _exit(str(fault), 1) from None
     if as_json:
         print_json(asdict(copied))

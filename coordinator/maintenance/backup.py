@@ -2,11 +2,13 @@
 
     folder/tessera.db     every table, as a SQLite file; created last, by a rename
     folder/blobs/ab/...   every blob that is not stored in a table, under its digest
+    folder/lock           locked by the backup that is running
 
 A second backup into the same folder copies only new blobs. The folder has the form of a coordinator's own data and is
 read and written by the same code.
 """
 
+import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -19,6 +21,7 @@ from sqlalchemy import Connection, create_engine, exists, insert, select
 from sqlalchemy.orm import Session
 from sqlalchemy.pool import NullPool
 
+from tessera.coordinator.blobs.staging import lock
 from tessera.coordinator.blobs.store import PIECE_BYTES, Blobs, flush
 from tessera.coordinator.db import audit
 from tessera.coordinator.db.engine import Database, alembic_config
@@ -32,6 +35,7 @@ from tessera.shared.rounds.blob_store import Stored
 from tessera.shared.rounds.versions import States
 
 NAME = "tessera.db"
+PARTIAL = ".partial-"
 ROWS = 500
 """Rows in memory at a time."""
 
@@ -44,6 +48,10 @@ class BackupNotFound(RuntimeError):
     """The folder holds no backup."""
 
 
+class BackupRunning(RuntimeError):
+    """Another backup into the folder is running."""
+
+
 @dataclass
 class CopyCounts:
     rows: int = 0
@@ -53,10 +61,11 @@ class CopyCounts:
 
 
 def back_up(database: Database, blobs: Blobs, folder: Path) -> CopyCounts:
-    """Copy everything into the folder while the coordinator runs. Raises StoreSpoilt for a corrupt blob."""
+    """Copy everything into the folder while the coordinator runs. Raises StoreSpoilt for a corrupt blob, and
+    BackupRunning."""
     copied = CopyCounts()
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with tempfile.TemporaryDirectory(prefix=".partial-", dir=folder) as partial:
+    with _only_backup(folder), tempfile.TemporaryDirectory(prefix=PARTIAL, dir=folder) as partial:
         with _opened(Path(partial), folder / "blobs") as (target, kept):
             # Most blobs first, so that few may be removed between the copy of the rows and their own.
             with database.snapshot() as session:
@@ -92,7 +101,8 @@ def restore(folder: Path, database: Database, blobs: Blobs) -> CopyCounts:
     if not (folder / NAME).is_file():
         raise BackupNotFound(f"{folder} holds no {NAME}; give the folder that 'backup' wrote")
     copied = CopyCounts()
-    with tempfile.TemporaryDirectory(prefix="restore-", dir=blobs.staging_dir) as partial:
+    # In this process's own folder, which others remove if it is killed: the copy has the hashes of tokens.
+    with tempfile.TemporaryDirectory(dir=blobs.unfinished.path().parent) as partial:
         # The copy of an older version's backup is migrated to head; the folder stays as it is.
         shutil.copy(folder / NAME, Path(partial) / NAME)
         with _opened(Path(partial), folder / "blobs") as (saved, kept), saved.snapshot() as source:
@@ -210,6 +220,20 @@ def _was_removed(database: Database, digest: str) -> bool:
 
 
 # ---------------------------------------------------------------- copying
+
+
+@contextmanager
+def _only_backup(folder: Path) -> Iterator[None]:
+    """Lock the folder, and remove what killed backups left in it. Raises BackupRunning."""
+    descriptor = lock(folder, os.O_CREAT)
+    if descriptor is None:
+        raise BackupRunning(f"another backup into {folder} is running; wait for its end, or give another folder")
+    try:
+        for partial in folder.glob(f"{PARTIAL}*"):
+            shutil.rmtree(partial)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager

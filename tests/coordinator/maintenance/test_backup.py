@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sqlite3
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
@@ -21,7 +23,7 @@ from tessera.coordinator.db import engine as engine_module
 from tessera.coordinator.db.engine import Database, alembic_config
 from tessera.coordinator.db.tables import AuditRow, BlobRow, RunBlobRow, RunRow
 from tessera.coordinator.maintenance import backup
-from tessera.coordinator.maintenance.backup import BackupNotFound, DatabaseNotEmpty
+from tessera.coordinator.maintenance.backup import BackupNotFound, BackupRunning, DatabaseNotEmpty
 from tessera.shared.problems import StoreSpoilt
 from tessera.shared.tensors.lazy import digest_of
 from tests.coordinator.maintenance.test_retention import at_rest, exported, play, played
@@ -89,7 +91,53 @@ def test_a_backup_that_is_cut_off_leaves_the_one_before_as_it_was(
         with pytest.raises(KeyboardInterrupt):
             saved(live, tmp_path / "backup")
         assert (tmp_path / "backup" / "tessera.db").read_bytes() == before
-        assert sorted(path.name for path in (tmp_path / "backup").iterdir()) == ["blobs", "tessera.db"]
+        assert sorted(path.name for path in (tmp_path / "backup").iterdir()) == ["blobs", "lock", "tessera.db"]
+
+
+KILLED = """
+import sys
+from pathlib import Path
+from tessera.coordinator.blobs.store import Blobs
+from tessera.coordinator.db.engine import Database
+from tessera.coordinator.maintenance import backup
+work, url, place, folder = sys.argv[1:]
+database = Database(url)
+blobs = Blobs(database, place + "/blobs", Path(place) / "staging", 1, 1 << 16)
+def stop(*_):
+    print("begun", flush=True)
+    sys.stdin.read()
+backup._copy_rows = stop
+if work == "back_up":
+    backup.back_up(database, blobs, Path(folder))
+else:
+    backup.restore(Path(folder), database, blobs)
+"""
+
+
+@pytest.mark.parametrize("work", ["back_up", "restore"])
+def test_what_a_killed_backup_or_restore_leaves_is_removed(tmp_path: Path, work: str) -> None:
+    one, two, folder = tmp_path / "one", tmp_path / "two", tmp_path / "backup"
+    with closing(Database(databases.url_in(one))) as database, closing(Database(databases.url_in(two))) as other:
+        source, target = blobs_in(one, database), blobs_in(two, other)
+        backup.back_up(database, source, folder)
+        place, url = (one, database.url) if work == "back_up" else (two, other.url)
+        arguments = (work, url.render_as_string(hide_password=False), str(place), str(folder))
+        command = [sys.executable, "-c", KILLED, *arguments]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+            assert process.stdout
+            assert process.stdout.readline() == b"begun\n"
+            (left,) = [file for file in tmp_path.rglob("tessera.db") if file.parent not in (one, two, folder)]
+            assert target.sweep() == 0
+            if work == "back_up":
+                with pytest.raises(BackupRunning, match="wait for its end"):
+                    backup.back_up(database, source, folder)
+            process.kill()
+        assert left.exists()
+        if work == "back_up":
+            backup.back_up(database, source, folder)
+        else:
+            assert target.sweep() == 1
+        assert not left.parent.exists()
 
 
 def test_a_backup_whose_rows_cannot_reach_its_file_leaves_the_one_before(tmp_path: Path) -> None:
@@ -331,9 +379,7 @@ def rewrite_history(live: LiveCoordinator) -> str:
     return "the audit chain breaks at entry 2"
 
 
-@pytest.mark.parametrize(
-    "damage", [spoil_a_file, lose_a_file, make_a_file_unreadable, lose_a_row, rewrite_history]
-)
+@pytest.mark.parametrize("damage", [spoil_a_file, lose_a_file, make_a_file_unreadable, lose_a_row, rewrite_history])
 def test_every_damage_is_found_and_named(tmp_path: Path, damage: Callable[[LiveCoordinator], str]) -> None:
     with LiveCoordinator(tmp_path, inline_bytes=1) as live:
         played(live, 1)
