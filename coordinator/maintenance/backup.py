@@ -4,10 +4,11 @@
     folder/blobs/ab/...   every blob that is not stored in a table, under its digest
     folder/lock           locked by the backup that is running
 
-A second backup into the same folder copies only new blobs. The folder has the form of a coordinator's own data and is
-read and written by the same code.
+A second backup into the same folder copies only new blobs, and removes those that its tables no longer name. The
+folder has the form of a coordinator's own data and is read and written by the same code.
 """
 
+import math
 import os
 import shutil
 import tempfile
@@ -21,6 +22,7 @@ from sqlalchemy import Connection, create_engine, exists, insert, select
 from sqlalchemy.orm import Session
 from sqlalchemy.pool import NullPool
 
+from tessera.coordinator.blobs.object_store import key_of
 from tessera.coordinator.blobs.staging import lock
 from tessera.coordinator.blobs.store import PIECE_BYTES, Blobs, flush
 from tessera.coordinator.db import audit
@@ -73,9 +75,15 @@ def back_up(database: Database, blobs: Blobs, folder: Path) -> CopyCounts:
             _copy_blobs(database, stored, blobs, kept, copied)
             while not _copy_consistently(database, blobs, target, kept, copied):
                 pass
+            with target.snapshot() as session:
+                named = {blob.digest for blob in _stored(session)}
         _complete(Path(partial) / NAME)
         (Path(partial) / NAME).replace(folder / NAME)
         flush(folder)
+        # The previous database named them.
+        for digests in kept.listed(math.inf, ROWS):
+            for digest in set(digests) - named:
+                (folder / "blobs" / key_of(digest)).unlink()
     return copied
 
 

@@ -75,6 +75,20 @@ def test_the_second_backup_into_a_folder_copies_what_is_new(tmp_path: Path) -> N
         assert not faults(other)
 
 
+def test_blobs_that_the_coordinator_removed_go_from_the_next_backup(tmp_path: Path) -> None:
+    clock, folder = Clock(), tmp_path / "backup"
+    with LiveCoordinator(tmp_path / "one", clock=clock, inline_bytes=1) as live:
+        _, _, _, updates = played(live, 1)
+        saved(live, folder)
+        before = {path.name for path in folder.glob("blobs/*/*")}
+        clock.advance(3601)
+        assert live.services.retention.collect().updates == 1
+        saved(live, folder)
+        after = {path.name for path in folder.glob("blobs/*/*")}
+        assert before - after == {update.removeprefix("sha256:") for update in updates}
+        assert after == {path.name for path in Path(live.settings.blob_url).glob("*/*")}
+
+
 def test_a_backup_that_is_cut_off_leaves_the_one_before_as_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
