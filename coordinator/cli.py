@@ -175,11 +175,21 @@ def verify(as_json: AsJson = False) -> None:
 
 
 @app.command("backup")
-def back_up(folder: Folder, as_json: AsJson = False) -> None:
+def back_up(
+    folder: Folder,
+    verifying: Annotated[
+        bool, typer.Option("--verify", help="hash the blobs in the folder too, and copy damaged ones again")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
     """Copy every table and blob into a folder while the coordinator runs. Into the same folder again, it copies
     only new blobs."""
     services = _assembled()
-    _copying("backed up", lambda: backup.back_up(services.database, services.blobs, folder), as_json=as_json)
+    _copying(
+        "backed up",
+        lambda: backup.back_up(services.database, services.blobs, folder, verifying=verifying),
+        as_json=as_json,
+    )
 
 
 @app.command()

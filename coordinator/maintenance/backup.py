@@ -62,9 +62,11 @@ class CopyCounts:
     bytes: int = 0
 
 
-def back_up(database: Database, blobs: Blobs, folder: Path) -> CopyCounts:
-    """Copy everything into the folder while the coordinator runs. Raises StoreSpoilt for a corrupt blob, and
-    BackupRunning."""
+def back_up(database: Database, blobs: Blobs, folder: Path, *, verifying: bool = False) -> CopyCounts:
+    """Copy everything into the folder while the coordinator runs; if verifying, also what is damaged there.
+
+    Raises StoreSpoilt for a corrupt blob, and BackupRunning.
+    """
     copied = CopyCounts()
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     with _only_backup(folder), tempfile.TemporaryDirectory(prefix=PARTIAL, dir=folder) as partial:
@@ -72,6 +74,8 @@ def back_up(database: Database, blobs: Blobs, folder: Path) -> CopyCounts:
             # Most blobs first, so that few may be removed between the copy of the rows and their own.
             with database.snapshot() as session:
                 stored = _stored(session)
+            if verifying:
+                _remove_damaged(stored, kept)
             _copy_blobs(database, stored, blobs, kept, copied)
             while not _copy_consistently(database, blobs, target, kept, copied):
                 pass
@@ -305,6 +309,16 @@ def _copy_blobs(
             copied.blobs += 1
             copied.bytes += blob.size
     return complete
+
+
+def _remove_damaged(stored: Iterable[Stored], kept: Blobs) -> None:
+    """Hash those of these blobs that the backup has, and remove the damaged ones, so that they are copied again."""
+    for blob in stored:
+        if blob in kept:
+            try:
+                kept.rehash(blob)
+            except (StoreSpoilt, OSError):
+                kept.discard(blob.digest, math.inf)
 
 
 def _require_empty(session: Session) -> None:

@@ -89,6 +89,18 @@ def test_blobs_that_the_coordinator_removed_go_from_the_next_backup(tmp_path: Pa
         assert after == {path.name for path in Path(live.settings.blob_url).glob("*/*")}
 
 
+def test_a_damaged_blob_of_a_backup_is_copied_again_on_request(tmp_path: Path) -> None:
+    with closing(Database(databases.url_in(tmp_path / "one"))) as database:
+        blobs, folder = blobs_in(tmp_path / "one", database, 1), tmp_path / "backup"
+        blobs.save([b"some bytes"])
+        backup.back_up(database, blobs, folder)
+        (file,) = folder.glob("blobs/*/*")
+        file.write_bytes(b"other byte")
+        assert backup.back_up(database, blobs, folder).blobs == 0
+        assert backup.back_up(database, blobs, folder, verifying=True).blobs == 1
+        assert file.read_bytes() == b"some bytes"
+
+
 def test_a_backup_that_is_cut_off_leaves_the_one_before_as_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
