@@ -42,7 +42,7 @@ from tessera.shared.cli.render.output import AsJson, print_findings, print_json,
 from tessera.shared.diagnostics import effective, examined
 from tessera.shared.host_memory import keep_freed_memory
 from tessera.shared.methods.registry import MethodsUnusable, methods
-from tessera.shared.problems import Conflict, Invalid, Problem
+from tessera.shared.problems import Conflict, Invalid, Problem, StoreAway
 from tessera.shared.telemetry import spans
 from tessera.shared.validation_errors import message_of, messages_of
 
@@ -155,13 +155,18 @@ def gc(as_json: AsJson = False) -> None:
 def verify(as_json: AsJson = False) -> None:
     """Hash every blob, read every version and check the audit chain.
 
-    Exit code 0: no faults, 1: faults.
+    Exit code 0: no faults, 1: faults, 2: the database or the blob store did not answer.
     """
     services = _assembled()
     faults: list[str] = []
-    for fault in backup.verify(services.database, services.blobs, services.states):
-        faults.append(fault)
-        typer.echo(fault, err=True)
+    try:
+        for fault in backup.verify(services.database, services.blobs, services.states):
+            faults.append(fault)
+            typer.echo(fault, err=True)
+    except StoreAway as away:
+        raise _exit(f"not all was verified: {away.detail}") from None
+    except SQLAlchemyError as away:
+        raise _exit(f"not all was verified: {reason_of(away)}") from None
     if as_json:
         print_json({"faults": faults})
     else:
@@ -170,11 +175,21 @@ def verify(as_json: AsJson = False) -> None:
 
 
 @app.command("backup")
-def back_up(folder: Folder, as_json: AsJson = False) -> None:
+def back_up(
+    folder: Folder,
+    verifying: Annotated[
+        bool, typer.Option("--verify", help="hash the blobs in the folder too, and copy damaged ones again")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
     """Copy every table and blob into a folder while the coordinator runs. Into the same folder again, it copies
     only new blobs."""
     services = _assembled()
-    _copying("backed up", lambda: backup.back_up(services.database, services.blobs, folder), as_json=as_json)
+    _copying(
+        "backed up",
+        lambda: backup.back_up(services.database, services.blobs, folder, verifying=verifying),
+        as_json=as_json,
+    )
 
 
 @app.command()
@@ -212,7 +227,14 @@ def show(as_json: AsJson = False) -> None:
 def _copying(what: str, work: Callable[[], backup.CopyCounts], *, as_json: bool) -> None:
     try:
         copied = work()
-    except (backup.BackupNotFound, backup.DatabaseNotEmpty, Problem, OSError, SQLAlchemyError) as fault:
+    except (
+        backup.BackupNotFound,
+        backup.BackupRunning,
+        backup.DatabaseNotEmpty,
+        Problem,
+        OSError,
+        SQLAlchemyError,
+    ) as fault:
         raise _exit(str(fault), 1) from None
     if as_json:
         print_json(asdict(copied))

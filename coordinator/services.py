@@ -103,6 +103,7 @@ def assemble(
     database = Database(settings.database_url, clock, connections=settings.database_connections)
     sizes = settings.inline_bytes, settings.merge_readahead_bytes
     blobs = Blobs(database, settings.blob_url, settings.staging_dir, *sizes)
+    blobs.require_same_disk()
     disk = DiskSpace(_folders(database, blobs), settings.disk_reserve_bytes)
     states = States(blobs, _engine(settings) if duty != "serve" else None)
     inspector = Inspector(blobs, states)

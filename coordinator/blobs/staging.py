@@ -36,7 +36,7 @@ class StagingArea:
         """Create a folder and lock it; return None if another process swept it before it was locked."""
         own = self._staging_dir / f"{OWN}{uuid.uuid4().hex}"
         own.mkdir()
-        descriptor = _lock(own, os.O_CREAT)
+        descriptor = lock(own, os.O_CREAT)
         if descriptor is None:
             return None
         self._finalizer = weakref.finalize(self, _remove, own, descriptor)
@@ -53,14 +53,14 @@ def sweep(staging_dir: Path) -> int:
     """Remove the files of ended processes; return how many there were."""
     swept = 0
     for folder in staging_dir.glob(f"{OWN}*"):
-        descriptor = _lock(folder)
+        descriptor = lock(folder)
         if descriptor is not None:
             swept += sum(1 for path in folder.iterdir() if path.name != LOCK)
             _remove(folder, descriptor)
     return swept
 
 
-def _lock(folder: Path, create: int = 0) -> int | None:
+def lock(folder: Path, create: int = 0) -> int | None:
     """Return a descriptor that holds the folder's lock until it is closed; None if it is taken or the folder gone."""
     try:
         # For writing: network file systems require that for an exclusive lock.

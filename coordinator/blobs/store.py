@@ -88,17 +88,20 @@ class Blobs:
         self._root = Path(url)
         if self._objects is None:
             self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if self._root.stat().st_dev != staging_dir.stat().st_dev:
-                raise StagingOnOtherDisk(
-                    f"{staging_dir} and {url} are on different file systems; an upload is finished by a rename. Set "
-                    "TESSERA_STAGING_DIR to a folder on the file system of TESSERA_BLOB_URL."
-                )
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The receiving process opens the same database and store once for all tensors that it receives.
         url = self._database.url.render_as_string(hide_password=False)
         arguments = (str(self._url), self.staging_dir, self.inline_bytes, self._readahead_bytes)
         return _reopened, (url, arguments, self.began_at)
+
+    def require_same_disk(self) -> None:
+        """Raise StagingOnOtherDisk unless finished files can be renamed into the store. Reading needs no staging."""
+        if self._objects is None and self._root.stat().st_dev != self.staging_dir.stat().st_dev:
+            raise StagingOnOtherDisk(
+                f"{self.staging_dir} and {self._url} are on different file systems; an upload is finished by a "
+                "rename. Set TESSERA_STAGING_DIR to a folder on the file system of TESSERA_BLOB_URL."
+            )
 
     # ------------------------------------------------------------ writing
 
@@ -149,7 +152,7 @@ class Blobs:
             return
         # Its last bytes may have come long ago, and garbage collection removes an old file without a row.
         os.utime(path)
-        _flush(path)
+        flush(path)
         final = self._path(digest)
         final.parent.mkdir(parents=True, exist_ok=True)
         # Files of the same name have the same content, so replacing one changes nothing.
@@ -159,7 +162,7 @@ class Blobs:
     def flush_names(self, digests: Iterable[str]) -> None:
         if self._objects is None and (folders := {self._path(digest).parent for digest in digests}):
             for folder in (*sorted(folders), self._root):
-                _flush(folder)
+                flush(folder)
 
     def record(self, session: Session, now: float, stored: Sequence[Stored]) -> None:
         """Enter blobs in the table; existing rows stay as they are."""
@@ -488,7 +491,7 @@ class BlobBatch:
         self._taken.append((path, digest, self._pool.submit(self._blobs.move, path, digest)))
 
 
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
     """Wait until a file's bytes, or a folder's names, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:

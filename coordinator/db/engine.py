@@ -154,6 +154,11 @@ class Database:
         """Return a session, for `with`, that reads a snapshot and blocks no writer."""
         return Session(self._reading)
 
+    def permit_idling(self, snapshot: Session) -> None:
+        """Keep a snapshot open however long its reader pauses: it blocks no writer."""
+        if not self.is_sqlite:
+            snapshot.connection().exec_driver_sql("SET LOCAL idle_in_transaction_session_timeout = 0")
+
     def close(self) -> None:
         self.engine.dispose()
         if not self.is_sqlite:

@@ -2,11 +2,14 @@
 
     folder/tessera.db     every table, as a SQLite file; created last, by a rename
     folder/blobs/ab/...   every blob that is not stored in a table, under its digest
+    folder/lock           locked by the backup that is running
 
-A second backup into the same folder copies only new blobs. The folder has the form of a coordinator's own data and is
-read and written by the same code.
+A second backup into the same folder copies only new blobs, and removes those that its tables no longer name. The
+folder has the form of a coordinator's own data and is read and written by the same code.
 """
 
+import math
+import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -15,21 +18,26 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from alembic import command
-from sqlalchemy import Connection, exists, insert, select
+from sqlalchemy import Connection, create_engine, exists, insert, select
 from sqlalchemy.orm import Session
+from sqlalchemy.pool import NullPool
 
-from tessera.coordinator.blobs.store import PIECE_BYTES, Blobs
+from tessera.coordinator.blobs.object_store import key_of
+from tessera.coordinator.blobs.staging import lock
+from tessera.coordinator.blobs.store import PIECE_BYTES, Blobs, flush
 from tessera.coordinator.db import audit
 from tessera.coordinator.db.engine import Database, alembic_config
-from tessera.coordinator.db.tables import BlobRow, RunRow, Table, TaskRow, VersionRow
+from tessera.coordinator.db.tables import BlobRow, RoundRow, RunRow, Table, TaskRow, VersionRow
 from tessera.shared.api.runs import RunSpec
 from tessera.shared.api.versions import Manifest
 from tessera.shared.model.spec import Model
-from tessera.shared.problems import NotFound, Problem, StoreSpoilt
+from tessera.shared.privacy.noise import secret_key
+from tessera.shared.problems import NotFound, Problem, StoreAway, StoreSpoilt
 from tessera.shared.rounds.blob_store import Stored
 from tessera.shared.rounds.versions import States
 
 NAME = "tessera.db"
+PARTIAL = ".partial-"
 ROWS = 500
 """Rows in memory at a time."""
 
@@ -42,6 +50,10 @@ class BackupNotFound(RuntimeError):
     """The folder holds no backup."""
 
 
+class BackupRunning(RuntimeError):
+    """Another backup into the folder is running."""
+
+
 @dataclass
 class CopyCounts:
     rows: int = 0
@@ -50,19 +62,32 @@ class CopyCounts:
     bytes: int = 0
 
 
-def back_up(database: Database, blobs: Blobs, folder: Path) -> CopyCounts:
-    """Copy everything into the folder while the coordinator runs. Raises StoreSpoilt for a corrupt blob."""
+def back_up(database: Database, blobs: Blobs, folder: Path, *, verifying: bool = False) -> CopyCounts:
+    """Copy everything into the folder while the coordinator runs; if verifying, also what is damaged there.
+
+    Raises StoreSpoilt for a corrupt blob, and BackupRunning.
+    """
     copied = CopyCounts()
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with tempfile.TemporaryDirectory(prefix=".partial-", dir=folder) as partial:
+    with _only_backup(folder), tempfile.TemporaryDirectory(prefix=PARTIAL, dir=folder) as partial:
         with _opened(Path(partial), folder / "blobs") as (target, kept):
             # Most blobs first, so that few may be removed between the copy of the rows and their own.
             with database.snapshot() as session:
                 stored = _stored(session)
+            if verifying:
+                _remove_damaged(stored, kept)
             _copy_blobs(database, stored, blobs, kept, copied)
             while not _copy_consistently(database, blobs, target, kept, copied):
                 pass
+            with target.snapshot() as session:
+                named = {blob.digest for blob in _stored(session)}
+        _complete(Path(partial) / NAME)
         (Path(partial) / NAME).replace(folder / NAME)
+        flush(folder)
+        # The previous database named them.
+        for digests in kept.listed(math.inf, ROWS):
+            for digest in set(digests) - named:
+                (folder / "blobs" / key_of(digest)).unlink()
     return copied
 
 
@@ -71,6 +96,7 @@ def _copy_consistently(database: Database, blobs: Blobs, target: Database, kept:
     meanwhile."""
     with target.transaction() as session:
         with database.snapshot() as source:
+            database.permit_idling(source)
             rows = _copy_rows(source.connection(), session)
         if not _copy_blobs(database, _stored(session), blobs, kept, copied):
             session.rollback()
@@ -87,7 +113,8 @@ def restore(folder: Path, database: Database, blobs: Blobs) -> CopyCounts:
     if not (folder / NAME).is_file():
         raise BackupNotFound(f"{folder} holds no {NAME}; give the folder that 'backup' wrote")
     copied = CopyCounts()
-    with tempfile.TemporaryDirectory(prefix="restore-", dir=blobs.staging_dir) as partial:
+    # In this process's own folder, which others remove if it is killed: the copy has the hashes of tokens.
+    with tempfile.TemporaryDirectory(dir=blobs.unfinished.path().parent) as partial:
         # The copy of an older version's backup is migrated to head; the folder stays as it is.
         shutil.copy(folder / NAME, Path(partial) / NAME)
         with _opened(Path(partial), folder / "blobs") as (saved, kept), saved.snapshot() as source:
@@ -97,11 +124,23 @@ def restore(folder: Path, database: Database, blobs: Blobs) -> CopyCounts:
             with database.transaction() as session:
                 _require_empty(session)
                 copied.rows = _copy_rows(source.connection(), session)
+                _renew_noise_keys(session)
     return copied
 
 
+def _renew_noise_keys(session: Session) -> None:
+    """Give open rounds new keys of client-level privacy.
+
+    The round may have ended since the backup with other updates: with the same noise, the difference of the two
+    versions would have none. The updates of a closed round are fixed: its merge is repeated with the same noise.
+    """
+    with_key = (RoundRow.state == "open") & RoundRow.noise_key.is_not(None)
+    for round_ in session.scalars(select(RoundRow).where(with_key)):
+        round_.noise_key = secret_key()
+
+
 def verify(database: Database, blobs: Blobs, states: States) -> Iterator[str]:
-    """Hash all blobs, read all versions and check the audit chain; yield each fault as a sentence.
+    """Hash all blobs, read all versions and check the audit chain; yield each fault as a sentence. Raises StoreAway.
 
     No snapshot is open while blobs are read, which takes long.
     """
@@ -136,6 +175,8 @@ def _faulty_blobs(database: Database, blobs: Blobs) -> Iterator[str]:
             except StoreSpoilt as fault:
                 if not _was_removed(database, digest):
                     yield fault.detail
+            except OSError as fault:
+                yield f"blob {digest} cannot be read: {fault.strerror}"
         if len(rows) < ROWS:
             return
         last = rows[-1].digest
@@ -148,14 +189,18 @@ def _faulty_versions(database: Database, run_id: str, blobs: Blobs, states: Stat
         versions = session.scalars(of_run).all()
     try:
         model = states.model(RunSpec.model_validate(spec).model)
-    except (Problem, ValueError) as fault:
+    except StoreAway:
+        raise
+    except (Problem, ValueError, OSError) as fault:
         yield f"run {run_id}: its model cannot be read: {fault}"
         return
     for version in versions:
         here = f"run {run_id}, version {version.number}"
         try:
             manifest = states.manifest(version.digest)
-        except (Problem, ValueError) as fault:
+        except StoreAway:
+            raise
+        except (Problem, ValueError, OSError) as fault:
             yield f"{here}: its manifest cannot be read: {fault}"
             continue
         faults = list(_faulty_blocks(model, manifest, blobs)) if version.retired_at is None else []
@@ -190,13 +235,37 @@ def _was_removed(database: Database, digest: str) -> bool:
 
 
 @contextmanager
+def _only_backup(folder: Path) -> Iterator[None]:
+    """Lock the folder, and remove what killed backups left in it. Raises BackupRunning."""
+    descriptor = lock(folder, os.O_CREAT)
+    if descriptor is None:
+        raise BackupRunning(f"another backup into {folder} is running; wait for its end, or give another folder")
+    try:
+        for partial in folder.glob(f"{PARTIAL}*"):
+            shutil.rmtree(partial)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
 def _opened(folder: Path, blob_folder: Path) -> Iterator[tuple[Database, Blobs]]:
-    """Yield a backup's database at head, and its blobs. Closing the database completes its file."""
+    """Yield a backup's database at head, and its blobs."""
     blob_folder.mkdir(parents=True, exist_ok=True)
     with closing(Database(f"sqlite:///{folder / NAME}")) as database:
         with database.engine.begin() as connection:
             command.upgrade(alembic_config(connection), "head")
         yield database, Blobs(database, str(blob_folder), folder / "staging", 0, PIECE_BYTES)
+
+
+def _complete(file: Path) -> None:
+    """Move what SQLite keeps beside a closed database into its file. Raises OperationalError if the disk is full.
+
+    Closing a database does the same, but ignores that it failed.
+    """
+    engine = create_engine(f"sqlite:///{file}", poolclass=NullPool)
+    with engine.connect() as connection:
+        connection.exec_driver_sql("PRAGMA journal_mode=DELETE")
 
 
 def _stored(session: Session) -> list[Stored]:
@@ -240,6 +309,16 @@ def _copy_blobs(
             copied.blobs += 1
             copied.bytes += blob.size
     return complete
+
+
+def _remove_damaged(stored: Iterable[Stored], kept: Blobs) -> None:
+    """Hash those of these blobs that the backup has, and remove the damaged ones, so that they are copied again."""
+    for blob in stored:
+        if blob in kept:
+            try:
+                kept.rehash(blob)
+            except (StoreSpoilt, OSError):
+                kept.discard(blob.digest, math.inf)
 
 
 def _require_empty(session: Session) -> None:

@@ -372,7 +372,7 @@ class World:
                 (services_module, "_engine", lambda settings: None),
                 (services_module, "FairThreadPool", AtOnce),
                 (blobs_module, "ThreadPoolExecutor", Inline),
-                (blobs_module, "_flush", flush),
+                (blobs_module, "flush", flush),
                 (uploads_module, "asyncio", async_io),
                 (atomic_files, "uuid4", new_id),
                 (uuid, "uuid4", new_id),

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import base64
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from sqlalchemy import select
+from sqlalchemy import select, update
 
 from tessera.coordinator.dashboard.runs import facts_of
+from tessera.coordinator.db.engine import Database
 from tessera.coordinator.db.tables import RoundRow
+from tessera.coordinator.maintenance import backup
 from tessera.shared.api.runs import Cohort, Run
 from tessera.shared.api.versions import Manifest
 from tessera.shared.client.client import Client
@@ -18,8 +22,10 @@ from tessera.shared.methods.base import MethodSpec
 from tessera.shared.privacy.gaussian import epsilon_of
 from tessera.shared.rounds.client_privacy import NOISE
 from tessera.shared.run_settings import ClientPrivacy
+from tests.support import databases
 from tests.support.coordinator import LiveCoordinator, refusing, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
+from tests.support.storage import blobs_in
 
 MODEL = small_model()
 START = values(MODEL)
@@ -99,6 +105,31 @@ def test_an_abandoned_round_releases_nothing_and_loses_its_key(standing: LiveCoo
     assert keys(standing, run) == [None]
     assert client.run(run.id).client_epsilon == 0
     assert client.run(run.id).version.number == 0
+
+
+def test_a_restored_round_draws_other_noise_unless_its_updates_are_fixed(
+    standing: LiveCoordinator, tmp_path: Path
+) -> None:
+    services, restored = standing.services, list[tuple[str, bytes | None]]()
+    _, run = begin(standing, dataset="restored")
+    worker_of(standing, "a", "restored").take()
+    (key,) = keys(standing, run)
+    for state in ("open", "merging"):
+        backup.back_up(services.database, services.blobs, tmp_path / state)
+        with closing(Database(f"sqlite:///{tmp_path}/{state}/tessera.db")) as copy, copy.transaction() as session:
+            session.execute(update(RoundRow).where(RoundRow.run_id == run.id).values(state=state))
+        with closing(Database(databases.url_in(tmp_path, state))) as database:
+            backup.restore(tmp_path / state, database, blobs_in(tmp_path / f"of-{state}", database, 1))
+            with database.snapshot() as session:
+                restored += [
+                    (round_.state, round_.noise_key)
+                    for round_ in session.scalars(select(RoundRow).where(RoundRow.run_id == run.id))
+                ]
+    (opened, merging) = restored
+    assert merging == ("merging", key)
+    assert opened[0] == "open"
+    assert len(opened[1] or b"") == 32
+    assert opened[1] != key
 
 
 def test_a_run_without_client_level_privacy_has_no_key_and_no_epsilon_of_sites(standing: LiveCoordinator) -> None:

@@ -21,6 +21,7 @@ from tessera.shared.api.runs import Cohort, Run
 from tessera.shared.client.client import Client
 from tests.coordinator.maintenance.test_backup import faults
 from tests.coordinator.maintenance.test_retention import HOUR, MODEL, START, exported, play, played, retention
+from tests.support.cli import tessera
 from tests.support.coordinator import Clock, LiveCoordinator, refused, refusing, until
 from tests.support.federation import ScriptedWorker, start_run
 from tests.support.stores import Bucket, serving
@@ -178,6 +179,22 @@ def test_an_object_that_no_row_knows_of_goes(live: LiveCoordinator, bucket: Buck
     # The store's own clock is far behind this one: all that it has is old.
     assert retention(live).collect().strays == 1
     assert (bucket.holds(stray), bucket.holds(digest)) == (False, True)
+
+
+def test_a_store_that_is_away_is_no_fault_that_verify_found(tmp_path: Path, bucket: Bucket) -> None:
+    with LiveCoordinator(tmp_path, blob_url=bucket.url, inline_bytes=1) as live:
+        live.client().put_bytes(b"some bytes")
+        settings = live.settings
+    with bucket.away():
+        ended = tessera(
+            *("coordinator", "verify"),
+            TESSERA_DATABASE_URL=settings.database_url,
+            TESSERA_BLOB_URL=bucket.url,
+            TESSERA_STAGING_DIR=str(settings.staging_dir),
+        )
+    assert ended.returncode == 2
+    assert "not all was verified: the coordinator's blob store did not answer" in ended.stderr
+    assert "Traceback" not in ended.stderr
 
 
 def test_a_bucket_is_backed_up_verified_and_restored(tmp_path: Path, bucket: Bucket) -> None:

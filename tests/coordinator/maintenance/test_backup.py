@@ -3,29 +3,34 @@
 from __future__ import annotations
 
 import sqlite3
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, BinaryIO, cast
 
 import pytest
 from alembic import command
-from sqlalchemy import delete, update
+from sqlalchemy import delete, event, update
+from sqlalchemy.exc import OperationalError
 
 from tessera.coordinator.blobs.store import Blobs
 from tessera.coordinator.db import engine as engine_module
 from tessera.coordinator.db.engine import Database, alembic_config
 from tessera.coordinator.db.tables import AuditRow, BlobRow, RunBlobRow, RunRow
 from tessera.coordinator.maintenance import backup
-from tessera.coordinator.maintenance.backup import BackupNotFound, DatabaseNotEmpty
+from tessera.coordinator.maintenance.backup import BackupNotFound, BackupRunning, DatabaseNotEmpty
 from tessera.shared.problems import StoreSpoilt
 from tessera.shared.tensors.lazy import digest_of
 from tests.coordinator.maintenance.test_retention import at_rest, exported, play, played
 from tests.support import databases
 from tests.support.coordinator import Clock, LiveCoordinator, until
 from tests.support.federation import ScriptedWorker
+from tests.support.storage import blobs_in
 
 
 def saved(live: LiveCoordinator, folder: Path) -> backup.CopyCounts:
@@ -70,6 +75,32 @@ def test_the_second_backup_into_a_folder_copies_what_is_new(tmp_path: Path) -> N
         assert not faults(other)
 
 
+def test_blobs_that_the_coordinator_removed_go_from_the_next_backup(tmp_path: Path) -> None:
+    clock, folder = Clock(), tmp_path / "backup"
+    with LiveCoordinator(tmp_path / "one", clock=clock, inline_bytes=1) as live:
+        _, _, _, updates = played(live, 1)
+        saved(live, folder)
+        before = {path.name for path in folder.glob("blobs/*/*")}
+        clock.advance(3601)
+        assert live.services.retention.collect().updates == 1
+        saved(live, folder)
+        after = {path.name for path in folder.glob("blobs/*/*")}
+        assert before - after == {update.removeprefix("sha256:") for update in updates}
+        assert after == {path.name for path in Path(live.settings.blob_url).glob("*/*")}
+
+
+def test_a_damaged_blob_of_a_backup_is_copied_again_on_request(tmp_path: Path) -> None:
+    with closing(Database(databases.url_in(tmp_path / "one"))) as database:
+        blobs, folder = blobs_in(tmp_path / "one", database, 1), tmp_path / "backup"
+        blobs.save([b"some bytes"])
+        backup.back_up(database, blobs, folder)
+        (file,) = folder.glob("blobs/*/*")
+        file.write_bytes(b"other byte")
+        assert backup.back_up(database, blobs, folder).blobs == 0
+        assert backup.back_up(database, blobs, folder, verifying=True).blobs == 1
+        assert file.read_bytes() == b"some bytes"
+
+
 def test_a_backup_that_is_cut_off_leaves_the_one_before_as_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -86,7 +117,73 @@ def test_a_backup_that_is_cut_off_leaves_the_one_before_as_it_was(
         with pytest.raises(KeyboardInterrupt):
             saved(live, tmp_path / "backup")
         assert (tmp_path / "backup" / "tessera.db").read_bytes() == before
-        assert sorted(path.name for path in (tmp_path / "backup").iterdir()) == ["blobs", "tessera.db"]
+        assert sorted(path.name for path in (tmp_path / "backup").iterdir()) == ["blobs", "lock", "tessera.db"]
+
+
+KILLED = """
+import sys
+from pathlib import Path
+from tessera.coordinator.blobs.store import Blobs
+from tessera.coordinator.db.engine import Database
+from tessera.coordinator.maintenance import backup
+work, url, place, folder = sys.argv[1:]
+database = Database(url)
+blobs = Blobs(database, place + "/blobs", Path(place) / "staging", 1, 1 << 16)
+def stop(*_):
+    print("begun", flush=True)
+    sys.stdin.read()
+backup._copy_rows = stop
+if work == "back_up":
+    backup.back_up(database, blobs, Path(folder))
+else:
+    backup.restore(Path(folder), database, blobs)
+"""
+
+
+@pytest.mark.parametrize("work", ["back_up", "restore"])
+def test_what_a_killed_backup_or_restore_leaves_is_removed(tmp_path: Path, work: str) -> None:
+    one, two, folder = tmp_path / "one", tmp_path / "two", tmp_path / "backup"
+    with closing(Database(databases.url_in(one))) as database, closing(Database(databases.url_in(two))) as other:
+        source, target = blobs_in(one, database), blobs_in(two, other)
+        backup.back_up(database, source, folder)
+        place, url = (one, database.url) if work == "back_up" else (two, other.url)
+        arguments = (work, url.render_as_string(hide_password=False), str(place), str(folder))
+        command = [sys.executable, "-c", KILLED, *arguments]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+            assert process.stdout
+            assert process.stdout.readline() == b"begun\n"
+            (left,) = [file for file in tmp_path.rglob("tessera.db") if file.parent not in (one, two, folder)]
+            assert target.sweep() == 0
+            if work == "back_up":
+                with pytest.raises(BackupRunning, match="wait for its end"):
+                    backup.back_up(database, source, folder)
+            process.kill()
+        assert left.exists()
+        if work == "back_up":
+            backup.back_up(database, source, folder)
+        else:
+            assert target.sweep() == 1
+        assert not left.parent.exists()
+
+
+def test_a_backup_whose_rows_cannot_reach_its_file_leaves_the_one_before(tmp_path: Path) -> None:
+    with LiveCoordinator(tmp_path / "one", inline_bytes=1) as live, ExitStack() as readers:
+        client, run, worker, _ = played(live, 1)
+        saved(live, tmp_path / "backup")
+        before = (tmp_path / "backup" / "tessera.db").read_bytes()
+        play(client, worker, run, 2)
+
+        def read(_: str) -> None:
+            # SQLite keeps the rows beside the file while another connection reads it, as it does on a full disk.
+            for file in (tmp_path / "backup").glob("*/tessera.db"):
+                reader = readers.enter_context(closing(sqlite3.connect(file, isolation_level=None)))
+                reader.execute("BEGIN")
+                reader.execute("SELECT * FROM runs")
+
+        watched = cast("Blobs", Watched(live.services.blobs, read))
+        with pytest.raises(OperationalError, match="locked"):
+            backup.back_up(live.services.database, watched, tmp_path / "backup")
+        assert (tmp_path / "backup" / "tessera.db").read_bytes() == before
 
 
 def test_a_backup_goes_into_an_empty_database_only(tmp_path: Path) -> None:
@@ -97,6 +194,19 @@ def test_a_backup_goes_into_an_empty_database_only(tmp_path: Path) -> None:
             backup.restore(tmp_path / "backup", live.services.database, live.services.blobs)
         with pytest.raises(BackupNotFound, match=r"tessera\.db"):
             backup.restore(tmp_path, live.services.database, live.services.blobs)
+
+
+def test_a_backup_on_another_disk_is_restored(tmp_path: Path) -> None:
+    elsewhere = Path("/dev/shm")
+    if not elsewhere.is_dir() or elsewhere.stat().st_dev == tmp_path.stat().st_dev:
+        pytest.skip("this machine has one file system only")
+    with LiveCoordinator(tmp_path / "one", inline_bytes=1) as live, TemporaryDirectory(dir=elsewhere) as folder:
+        _, run, _, _ = played(live, 1)
+        copied = saved(live, Path(folder))
+        with LiveCoordinator(tmp_path / "two", inline_bytes=1) as other:
+            restored = backup.restore(Path(folder), other.services.database, other.services.blobs)
+            assert (restored.rows, restored.blobs) == (copied.rows, copied.blobs)
+            assert exported(other.client(), run, 1)
 
 
 def test_a_spoilt_backup_is_refused_whole(tmp_path: Path) -> None:
@@ -181,6 +291,24 @@ def test_a_backup_that_takes_long_has_no_transaction_open_and_holds_up_no_writer
         assert not faults(restored)
 
 
+@pytest.mark.both_databases
+def test_a_slow_folder_does_not_end_the_snapshot_of_the_rows(tmp_path: Path) -> None:
+    limits = list[str]()
+    with closing(Database(databases.url_in(tmp_path / "one"))) as database:
+        blobs = blobs_in(tmp_path / "one", database)
+
+        def note(connection: Any, cursor: Any, statement: str, *_: object) -> None:
+            # Rows are read while others are inserted into the folder, which may take long.
+            if connection.dialect.name == "postgresql" and statement.rstrip().endswith("FROM tokens"):
+                with connection.connection.cursor() as other:
+                    other.execute("SHOW idle_in_transaction_session_timeout")
+                    limits.extend(other.fetchone())
+
+        event.listen(database.engine, "before_cursor_execute", note)
+        backup.back_up(database, blobs, tmp_path / "backup")
+        assert limits == ([] if database.is_sqlite else ["0"])
+
+
 def test_what_is_removed_during_a_backup_is_not_in_it(tmp_path: Path) -> None:
     clock, added, removed = Clock(), [b"during the second pass", b"during the first pass"], list[int]()
     with LiveCoordinator(tmp_path / "one", clock=clock, inline_bytes=1) as live:
@@ -254,6 +382,13 @@ def lose_a_file(live: LiveCoordinator) -> str:
     return f"blob sha256:{path.name} is missing from the store"
 
 
+def make_a_file_unreadable(live: LiveCoordinator) -> str:
+    path = next(Path(live.settings.blob_url).glob("*/*"))
+    path.unlink()
+    path.mkdir()
+    return f"blob sha256:{path.name} cannot be read: Is a directory"
+
+
 def lose_a_row(live: LiveCoordinator) -> str:
     run = next(iter(live.client().runs()))
     manifest = live.services.states.manifest(run.version.digest)
@@ -270,7 +405,7 @@ def rewrite_history(live: LiveCoordinator) -> str:
     return "the audit chain breaks at entry 2"
 
 
-@pytest.mark.parametrize("damage", [spoil_a_file, lose_a_file, lose_a_row, rewrite_history])
+@pytest.mark.parametrize("damage", [spoil_a_file, lose_a_file, make_a_file_unreadable, lose_a_row, rewrite_history])
 def test_every_damage_is_found_and_named(tmp_path: Path, damage: Callable[[LiveCoordinator], str]) -> None:
     with LiveCoordinator(tmp_path, inline_bytes=1) as live:
         played(live, 1)
