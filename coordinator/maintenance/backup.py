@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from alembic import command
+from alembic.runtime.migration import MigrationContext
 from sqlalchemy import Connection, create_engine, exists, insert, select
 from sqlalchemy.orm import Session
 from sqlalchemy.pool import NullPool
@@ -117,6 +118,9 @@ def restore(folder: Path, database: Database, blobs: Blobs) -> CopyCounts:
     with tempfile.TemporaryDirectory(dir=blobs.unfinished.path().parent) as partial:
         # The copy of an older version's backup is migrated to head; the folder stays as it is.
         shutil.copy(folder / NAME, Path(partial) / NAME)
+        with _connected(Path(partial) / NAME) as connection:
+            if MigrationContext.configure(connection).get_current_revision() is None:
+                raise BackupNotFound(f"{folder / NAME} holds no tables: the backup is damaged, give another folder")
         with _opened(Path(partial), folder / "blobs") as (saved, kept), saved.snapshot() as source:
             with database.snapshot() as session:
                 _require_empty(session)
@@ -263,9 +267,12 @@ def _complete(file: Path) -> None:
 
     Closing a database does the same, but ignores that it failed.
     """
-    engine = create_engine(f"sqlite:///{file}", poolclass=NullPool)
-    with engine.connect() as connection:
+    with _connected(file) as connection:
         connection.exec_driver_sql("PRAGMA journal_mode=DELETE")
+
+
+def _connected(file: Path) -> Connection:
+    return create_engine(f"sqlite:///{file}", poolclass=NullPool).connect()
 
 
 def _stored(session: Session) -> list[Stored]:

@@ -196,6 +196,14 @@ def test_a_backup_goes_into_an_empty_database_only(tmp_path: Path) -> None:
             backup.restore(tmp_path, live.services.database, live.services.blobs)
 
 
+def test_an_empty_file_is_no_backup(tmp_path: Path) -> None:
+    (tmp_path / "backup").mkdir()
+    (tmp_path / "backup" / "tessera.db").touch()
+    refused = pytest.raises(BackupNotFound, match=r"tessera\.db holds no tables")
+    with LiveCoordinator(tmp_path / "one") as live, refused:
+        backup.restore(tmp_path / "backup", live.services.database, live.services.blobs)
+
+
 def test_a_backup_on_another_disk_is_restored(tmp_path: Path) -> None:
     elsewhere = Path("/dev/shm")
     if not elsewhere.is_dir() or elsewhere.stat().st_dev == tmp_path.stat().st_dev:
