@@ -38,6 +38,12 @@ class PieceSize:
         """Return the size at the start of a run."""
         return cls(None, automatic=True) if setting == "auto" else cls(setting)
 
+    def of_batches(self, batch_size: int | None, ranks: int = 1) -> int | None:
+        """Return the number of examples of a batch, for passes whose result does not depend on it. Each of several
+        ranks computes its share."""
+        most = self.examples and self.examples * ranks
+        return min((size for size in (batch_size, most) if size), default=None)
+
     def halve(self, batch: int) -> None:
         """Halve the size, after memory ran out in a batch of `batch` examples. Raises ExampleTooLarge."""
         present = min(self.examples or batch, batch)
