@@ -34,6 +34,7 @@ from tessera.shared.tensors.lazy import digest_of
 from tessera.shared.version import VERSION
 from tessera.worker.bootstrap import runner_of, with_rules
 from tessera.worker.data.dataset import DataError, in_short
+from tessera.worker.device_failure import DeviceFailed, is_device_failure
 from tessera.worker.failures import failure_of
 from tessera.worker.governance.approvals import InboxError, Unapproved
 from tessera.worker.governance.opening_hours import USAGE_FILE, Opening, local_time
@@ -147,7 +148,10 @@ class Agent:
         self._claim = self._claim.model_copy(update=claimed)
 
     def run(self) -> None:
-        """Claim and run tasks until asked to stop. Raises Problem if the coordinator does not admit this worker."""
+        """Claim and run tasks until asked to stop.
+
+        Raises Problem if the coordinator does not admit this worker, and DeviceFailed.
+        """
         claim = self._claim
         self._log.info("started", device=claim.device, datasets=claim.datasets, kinds=claim.kinds)
         self._note("worker.start", None, **self._terms())
@@ -166,6 +170,10 @@ class Agent:
         except Problem as refusal:
             self._note("worker.stop", reason=refusal.code, detail=refusal.detail)
             self._log.error("refused", reason=refusal.code, detail=refusal.detail, remedy=refusal.advice)
+            raise
+        except DeviceFailed as failure:
+            self._note("worker.stop", reason="device-failed")
+            self._log.error("device-failed", detail=str(failure))
             raise
         finally:
             self.close()
@@ -324,7 +332,7 @@ class Agent:
         ).shortened()
 
     def _run_task(self, task: Task) -> str:
-        """Execute a task and report its failure, if any. Return its outcome."""
+        """Execute a task and report its failure, if any. Return its outcome. Raises DeviceFailed after its report."""
         trace = trace_of(task.run, task.round)
         log = self._log.bind(run=task.run_name, round=task.round, stage=task.plan.stage, kind=task.kind, trace=trace)
         self._client.trace(traceparent_of(task.run, task.round))
@@ -347,15 +355,21 @@ class Agent:
             outcome = "dropped"
             self._note("task.drop", task, code=problem.code)
             raise
+        except DeviceFailed:
+            # The update was accepted, without a step.
+            outcome = "done"
+            raise
         except Unapproved as unapproved:
             self._give_back_unapproved(task, unapproved, log)
         except InvalidUpdate as problem:
             outcome = "refused"
             self._note("task.drop", task, code=problem.code)
             log.warning("update-refused", detail=problem.detail, errors=[str(fault) for fault in problem.errors])
-        except Exception as fault:  # noqa: BLE001  (after any failure of a task the worker continues with the next)
+        except Exception as fault:
             outcome = "failed"
             self._report_failure(task, fault, log)
+            if is_device_failure(fault):
+                raise DeviceFailed from fault
         else:
             outcome = "done"
             log.info(

@@ -377,7 +377,7 @@ class WorkerHalf(Generic[C]):
 
     loss_by_example: ClassVar[bool] = False
     """True if the loss has a mean over examples beside the model's own loss, which is a mean over labels. Where an
-    example has several labels, a batch is then not trained in pieces."""
+    example has several labels or none, a batch is then not trained in pieces."""
 
     one_example_per_row: ClassVar[bool] = False
     """True if the method compares or measures the examples of a batch by its rows. A row must then not hold several

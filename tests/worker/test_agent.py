@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import typer
 from safetensors.torch import save_file
 from sqlalchemy import func, select
 from structlog.testing import capture_logs
@@ -50,6 +51,8 @@ from tessera.shared.tensors.lazy import ArrayTensor
 from tessera.worker import agent as agent_module
 from tessera.worker.agent import Agent
 from tessera.worker.attention.probabilities import UnknownAttention
+from tessera.worker.cli import worker as worker_command
+from tessera.worker.cli.exits import DEVICE_FAILED
 from tessera.worker.enrolment import rotate
 from tessera.worker.failures import REPORTABLE, failure_of
 from tessera.worker.governance.opening_hours import local_time
@@ -101,6 +104,13 @@ class Talkative(WorkerHalf[MethodSettings]):
         raise KeyError(SECRET)
 
 
+class Unindexed(WorkerHalf[MethodSettings]):
+    """Fails as a GPU does that meets a label which the model lacks."""
+
+    def loss(self, context: TaskContext, batch: Any) -> Any:
+        raise torch.AcceleratorError("CUDA error: device-side assert triggered")
+
+
 class HeadOnly(CoordinatorHalf[MethodSettings]):
     def plan_for(self, state: State, worker: Participant) -> Plan:
         return Plan(upload=roles("head"))
@@ -119,7 +129,13 @@ class Hoarding(CoordinatorHalf[MethodSettings]):
 @pytest.fixture(autouse=True)
 def _more_methods() -> Iterator[None]:
     """Installs the methods of this file, as an entry point would."""
-    halves = {"personal": Personal, "leaky": Leaky, "talkative": Talkative, "hoarding": WorkerHalf[MethodSettings]}
+    halves = {
+        "personal": Personal,
+        "leaky": Leaky,
+        "talkative": Talkative,
+        "unindexed": Unindexed,
+        "hoarding": WorkerHalf[MethodSettings],
+    }
     coordinators = {"leaky": HeadOnly, "hoarding": Hoarding}
     for name, half in halves.items():
         coordinator = coordinators.get(name, CoordinatorHalf[MethodSettings])
@@ -457,6 +473,23 @@ def test_a_worker_that_is_not_admitted_ends_with_the_reason(coordinator: LiveCoo
     assert "tessera worker join URL --site NAME" in logged[-1]["remedy"]
     last = audit_of(settings).read()[-1]
     assert (last.action, last.detail["reason"]) == ("worker.stop", "unauthenticated")
+
+
+def test_a_worker_whose_gpu_failed_reports_its_task_and_ends_with_a_status_of_its_own(
+    coordinator: LiveCoordinator, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    client = coordinator.client()
+    run = begin(client, method=MethodSpec(name="unindexed"))
+    settings = settings_of(coordinator, tmp_path)
+    with pytest.raises(typer.Exit) as ended:
+        worker_command._run(Agent(settings, Stop()), settings)
+    assert ended.value.exit_code == DEVICE_FAILED
+    assert "start the worker again" in capsys.readouterr().err
+    task = task_of(client, run, 1, failed)
+    assert task.problem is not None
+    assert "input-mismatch: the GPU stopped at a token, a position or a label" in task.problem.detail
+    last = audit_of(settings).read()[-1]
+    assert (last.action, last.detail["reason"]) == ("worker.stop", "device-failed")
 
 
 def test_a_worker_that_is_revoked_at_work_enters_how_its_task_and_it_ended(tmp_path: Path) -> None:

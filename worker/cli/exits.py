@@ -11,6 +11,7 @@ from tessera.shared.cli.render.output import complain
 
 BAD_SETTINGS = 2
 NOT_ADMITTED = 3
+DEVICE_FAILED = 4
 
 Errors = Mapping[int, tuple[type[Exception], ...]]
 """Exit codes, and the errors that end a command with each."""

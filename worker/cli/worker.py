@@ -19,10 +19,11 @@ from tessera.shared.telemetry import logging, spans
 from tessera.shared.urls import without_password
 from tessera.worker.cli import cache
 from tessera.worker.cli.approval import COMMANDS
-from tessera.worker.cli.exits import BAD_SETTINGS, NOT_ADMITTED, ConfigFile, Errors, exits, fail
+from tessera.worker.cli.exits import BAD_SETTINGS, DEVICE_FAILED, NOT_ADMITTED, ConfigFile, Errors, exits, fail
 from tessera.worker.cli.join import join, rotate
 from tessera.worker.cli.ledger import adopt, ledger
 from tessera.worker.cli.roster import roster
+from tessera.worker.device_failure import DeviceFailed
 from tessera.worker.doctor import checks, try_token
 from tessera.worker.governance.policy import PolicyViolation
 from tessera.worker.inventory import datasets_of, describe, devices_of
@@ -44,7 +45,11 @@ app = typer.Typer(
 
 @app.command()
 def run(config: ConfigFile) -> None:
-    """Claim tasks and do them until SIGTERM or SIGINT; a second one ends the process at once."""
+    """Claim tasks and do them until SIGTERM or SIGINT; a second one ends the process at once.
+
+    Exit code 1: the coordinator refuses the worker, 2: invalid settings, 3: the token is not admitted, 4: the GPU
+    failed, and the worker has to be started again.
+    """
     stop = Stop()
 
     def ask_to_stop(number: int, _: FrameType | None) -> None:
@@ -72,6 +77,8 @@ def _run(agent: Agent, settings: WorkerSettings) -> None:
         fail(f"{without_password(settings.url)} does not admit worker {settings.name}: {problem}", NOT_ADMITTED)
     except Problem as problem:
         fail(f"{without_password(settings.url)} refuses worker {settings.name}: {problem}", 1)
+    except DeviceFailed as failure:
+        fail(str(failure), DEVICE_FAILED)
     finally:
         spans.end()
 

@@ -9,8 +9,14 @@ from tessera.shared.tensors.lazy import Array, as_bytes
 from tessera.worker.data.dataset import DataError, Dataset, RowsOnDisk
 
 
-def content_digest(dataset: Dataset, hashes: Array) -> str:
-    """Return a digest of the examples, their order, labels and groups. `hashes` are of the examples in that order.
+def row_settings(dataset: Dataset) -> bytes:
+    """Return the settings by which texts that are still to be converted become rows: their length, and packing."""
+    return f"{dataset.pack} {dataset.schema.model_dump_json()}".encode()
+
+
+def content_digest(dataset: Dataset, hashes: Array, settings: bytes = b"") -> str:
+    """Return a digest of the examples, their order, labels and groups, and of the `settings` that make rows of them.
+    `hashes` are of the examples in that order.
 
     Of an input on disk it covers the places and the first row, in which another way of reading shows; the other rows
     are in `hashes`. If the first row cannot be read, its place in the digest says so: a task under privacy must not
@@ -28,6 +34,10 @@ def content_digest(dataset: Dataset, hashes: Array) -> str:
     for classes in dataset.texts.tags if dataset.texts else ():
         # The classes of words become labels with the tokens.
         digest.update(f"{list(classes)};".encode())
+    if dataset.texts and dataset.texts.of_classes:
+        # They are no examples, so `hashes` has none of them.
+        digest.update(f"{list(dataset.texts.first)};".encode())
+    digest.update(settings)
     return f"sha256:{digest.hexdigest()}"
 
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 
+import structlog
 from pydantic import NonNegativeFloat, ValidationError
 
 from tessera.shared.run_settings import is_open, minutes_until_open
@@ -45,6 +46,8 @@ class Opening:
         self._now = now
         self._clock = clock
         self._noted_at = clock()
+        self._unwritten: Used | None = None
+        """The working time that could not be written."""
 
     def closed(self) -> str | None:
         """Return why no task may be claimed now, or None."""
@@ -76,19 +79,28 @@ class Opening:
             self._policy.check_day(self.used_seconds())
 
     def end(self) -> None:
-        """Record the work since the last entry."""
+        """Record the work since the last entry. If that fails, it is counted in memory, and written later."""
         if self._policy.max_minutes_per_day is None:
             return
         at = self._clock()
         used = Used(day=self._today(), seconds=self.used_seconds() + at - self._noted_at)
-        with written_whole(self._path) as file:
-            file.write(canonical(used))
         self._noted_at = at
+        try:
+            with written_whole(self._path) as file:
+                file.write(canonical(used))
+        except OSError as fault:
+            self._unwritten = used
+            remedy = "Make room in state_dir. Work goes on, and is written later; a restart would forget it."
+            structlog.get_logger("worker").warning("usage-not-written", detail=str(fault), remedy=remedy)
+        else:
+            self._unwritten = None
 
     def _today(self) -> str:
         return self._now().date().isoformat()
 
     def _read(self) -> Used:
+        if self._unwritten:
+            return self._unwritten
         try:
             return Used.model_validate_json(self._path.read_bytes())
         except (FileNotFoundError, ValidationError):

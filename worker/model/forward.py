@@ -110,9 +110,14 @@ def forward(
 
 def label_count(head: Head, labels: Tensor) -> int:
     """Return the number of labels over which the model's own loss of a batch is the mean."""
-    if labels.ndim < 2 or labels.is_floating_point():
+    if labels.is_floating_point():
         return len(labels)
-    return int((counted_labels(head, labels) != IGNORED).sum())
+    return int(((labels if labels.ndim < 2 else counted_labels(head, labels)) != IGNORED).sum())
+
+
+def one_for_each(labels: Tensor) -> bool:
+    """Return whether each example has exactly one label that counts."""
+    return labels.ndim < 2 and (labels.is_floating_point() or bool((labels != IGNORED).all()))
 
 
 def counted_labels(head: Head, labels: Tensor) -> Tensor:

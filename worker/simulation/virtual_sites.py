@@ -13,7 +13,7 @@ import numpy as np
 from tessera.shared.client.transfers import Progress
 from tessera.shared.methods.base import Participant
 from tessera.shared.problems import Invalid
-from tessera.worker.data.content import content_digest
+from tessera.worker.data.content import content_digest, row_settings
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.simulation.blob_folder import Folder
 from tessera.worker.state.blob_cache import BlobTooLarge, Row, Source
@@ -50,7 +50,7 @@ class Holding:
 
 
 def _content(data: Dataset) -> str:
-    about = hashlib.sha256(f"{data.pack} {data.schema.model_dump_json()}".encode())
+    about = hashlib.sha256(row_settings(data))
     # What is in memory is hashed as a whole.
     if data.sources is not None or data.on_disk:
         for each in data.identities():

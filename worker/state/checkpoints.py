@@ -119,9 +119,16 @@ class TaskCheckpoint:
         return cls(key, path, instance, document if written == key else None)
 
     def note_instance(self) -> None:
-        """Note that another process of this worker has replaced the checkpoint."""
+        """Note that another process of this worker has replaced the checkpoint.
+
+        That process trains, so it must not fail because a note cannot be written.
+        """
         self._is_newer = True
-        self._instance.note_instance()
+        try:
+            self._instance.note_instance()
+        except OSError as fault:
+            remedy = "Make room in state_dir. Training goes on, and the next checkpoint tries again."
+            structlog.get_logger("worker").warning("checkpoint-not-written", detail=str(fault), remedy=remedy)
 
     def reread(self) -> bool:
         """Read the document that another process of this worker has written since the last call, if any. Return

@@ -21,7 +21,7 @@ from tessera.shared.secure_sums.messages import Terms
 from tessera.shared.tensors.lazy import Array
 from tessera.shared.updates.codecs import pipeline
 from tessera.worker.data import augmentation
-from tessera.worker.data.content import content_digest
+from tessera.worker.data.content import content_digest, row_settings
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.data.groups import Groups, UngroupedExamples
 from tessera.worker.data.overlap import MAX_SHARED, distinct, hashes_in_order, share_of, sketch_of
@@ -201,7 +201,7 @@ def _fingerprints(run: TaskRun, dataset: str, ledger: Ledger) -> Array:
     if dataset not in known:
         examples = run.env.datasets[dataset]
         hashes = hashes_in_order(examples, ledger.hash_key, run.check)
-        run.env.contents[dataset] = content_digest(examples, hashes)
+        run.env.contents[dataset] = content_digest(examples, hashes, row_settings(examples))
         known[dataset] = distinct(hashes)
     return known[dataset]
 

@@ -1,10 +1,10 @@
 """The evaluation stage, with the second gate for evaluation data."""
 
+import math
 from contextlib import nullcontext
 from dataclasses import replace
 
 from tessera.shared.metrics.site_spread import PERSONAL
-from tessera.shared.schedule import steps_per_epoch
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.task.environment import TaskRun, loss_scaler
 from tessera.worker.task.errors import TaskFailure
@@ -34,7 +34,10 @@ def evaluate(run: TaskRun, loaded: Loaded, dataset: Dataset) -> int:
     if env.history:
         env.history.measure(task.dataset, env.policy)
     report.examples = measured.examples
-    report.begin("evaluating", steps=steps_per_epoch(task.training, measured.examples))
+    ranks = env.setup.ranks
+    # All ranks divide the same batches, also where each has found a size of its own.
+    size = ranks.same(lambda: env.piece_size(task.run).of_batches(task.training.batch_size, ranks.size))
+    report.begin("evaluating", steps=math.ceil(measured.examples / (size or measured.examples)))
 
     def counted() -> None:
         report.advance()
@@ -42,13 +45,13 @@ def evaluate(run: TaskRun, loaded: Loaded, dataset: Dataset) -> int:
 
     run.journal.note_exact(measured.examples, "evaluation")
     context = loaded.context
-    batches = Batches(measured, task.training.batch_size, env.device, trims=is_trimmable(context, measured))
+    batches = Batches(measured, size, env.device, trims=is_trimmable(context, measured))
 
     def metrics(check: Check) -> dict[str, float]:
         # Features of a tower that trains would only take memory.
         once = context.images_once(measured) if context.images.is_settled else nullcontext(measured)
         with autocast(task.training, env.device), once as data:
-            return measure(context.model, context.head, replace(batches, dataset=data), check, env.setup.ranks)
+            return measure(context.model, context.head, replace(batches, dataset=data), check, ranks)
 
     found = metrics(counted)
     if task.held_out and _personalise(run, loaded, dataset):

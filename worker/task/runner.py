@@ -17,6 +17,7 @@ from tessera.shared.schema import canonical
 from tessera.shared.telemetry import spans
 from tessera.shared.tensors.lazy import digest_of
 from tessera.worker.data.dataset import Dataset
+from tessera.worker.device_failure import DeviceFailed, is_device_failure
 from tessera.worker.governance.airlock import UpdateWithheld
 from tessera.worker.governance.policy import Allowance, PolicyViolation
 from tessera.worker.privacy.cost import least_budget_of
@@ -80,7 +81,8 @@ class TaskRunner(TaskEnvironment):
         """Execute a task; when this returns, the coordinator has accepted the result.
 
         Raises PolicyViolation before any forbidden step, Unapproved before any work for an unapproved run, Problem
-        if the coordinator refuses, the exceptions of `check`, and other exceptions if the task fails.
+        if the coordinator refuses, the exceptions of `check`, and other exceptions if the task fails. Raises
+        DeviceFailed after a result that the coordinator has accepted.
         """
         run = TaskRun(self, task, check, report, Journal(TaskRef.of(task), task.dataset, self.audit, self.ledger))
         if self.audit:
@@ -99,6 +101,7 @@ class TaskRunner(TaskEnvironment):
             return
         admission = admit(run)
         dataset, private, checkpoint = admission.dataset, admission.private, admission.checkpoint
+        device_failed = False
         report.begin("fetching")
         with self.shelf.pinning(), _settling(private), ending(checkpoint):
             with spans.span("fetch"):
@@ -122,6 +125,7 @@ class TaskRunner(TaskEnvironment):
                 except Exception as fault:
                     if not hides or isinstance(fault, VISIBLE):
                         raise
+                    device_failed = is_device_failure(fault)
                     result, stats = without_step(run, loaded, dataset, private, fault)
                 with spans.span("upload"), egress.ready(result, loaded, stats.examples) as update:
                     keep = {**result.keep, **loaded.feedback.kept(), **loaded.moments.values}
@@ -136,6 +140,8 @@ class TaskRunner(TaskEnvironment):
                             else evaluate(run, loaded, dataset)
                         )
                     egress.submit_evaluation(examples)
+        if device_failed:
+            raise DeviceFailed
         loaded.context.close()
         self.models.keep(loaded.built)
 

@@ -9,13 +9,15 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import structlog
+from torch import Tensor
 
 from tessera.shared.methods.base import LocalResult, TrainingStats, UnsupportedRun
 from tessera.shared.model.block_rates import PRIVATE
 from tessera.shared.schedule import local_steps
 from tessera.shared.schema import EPSILON
 from tessera.shared.tensors.lazy import to_array
-from tessera.worker.data.dataset import Dataset
+from tessera.worker.data.dataset import LABELS, Dataset
+from tessera.worker.model.forward import one_for_each
 from tessera.worker.task.environment import TaskRun, loss_scaler
 from tessera.worker.task.errors import TaskFailure
 from tessera.worker.task.fetch import Loaded
@@ -58,7 +60,10 @@ def train(
         # Before training, not at upload: heartbeats already report the loss of the first batches, and a failed
         # selection is reported too.
         run.journal.note_exact(dataset.examples, "training")
-    size = task.training.batch_size
+    size, labels = task.training.batch_size, dataset.inputs[LABELS]
+    if not private and isinstance(labels, Tensor) and one_for_each(labels):
+        # Elsewhere a batch's loss is the mean over its labels, so that scores depend on the batches.
+        size = env.piece_size(task.run).of_batches(size)
     batches: Iterable[Batch] = Batches(dataset, size, env.device)
     if private:
         is_covered = task.privacy is not None and task.privacy.selection == "noisy"

@@ -10,6 +10,7 @@ from tessera.shared.methods.base import UnsupportedRun
 from tessera.shared.model.dataset_schema import limits
 from tessera.shared.model.spec import Model
 from tessera.worker.data.dataset import Dataset
+from tessera.worker.device_failure import ASSERTION, is_device_failure
 from tessera.worker.model.forward import CrossEntropy, evaluation_mode, forward
 from tessera.worker.training.context import LocalTaskContext, synthetic_batch
 
@@ -43,9 +44,16 @@ def explained(
     try:
         yield
     except FAULTS as fault:
+        takes = f"The model is a {limits(model)}"
+        if is_device_failure(fault):
+            # Nothing can be computed any more, no synthetic example either.
+            if private or ASSERTION not in str(fault):
+                raise
+            raise InputMismatch(
+                f"the GPU stopped at a token, a position or a label that the model lacks. {takes}"
+            ) from fault
         if type(fault) not in FAULTS:
             raise
-        takes = f"The model is a {limits(model)}"
         if rehearses and rehearsal_fault(context, dataset.padded() if private else dataset, context.forward):
             raise InputMismatch(
                 f"the model gives no output for a synthetic example of the data set ({dataset.schema}). {takes}"

@@ -12,6 +12,7 @@ from tessera.shared.model.spec import Head, Model
 from tessera.shared.run_settings import Training
 from tessera.worker.data.dataset import LABELS, Dataset
 from tessera.worker.model.config import config_from
+from tessera.worker.model.forward import one_for_each
 from tessera.worker.training.batches import Batch
 from tessera.worker.training.context import LocalTaskContext
 
@@ -39,10 +40,11 @@ def require_summable(half: WorkerHalf[Any], context: LocalTaskContext, dataset: 
     objective, labels = context.objective, dataset.inputs[LABELS]
     weighted = objective is not None and objective.class_weights is not None
     reason, other = "", "method"
-    if half.loss_by_example and (weighted or len(labels.shape) > 1):
+    several = len(labels.shape) > 1 or (isinstance(labels, Tensor) and not one_for_each(labels))
+    if half.loss_by_example and (weighted or several):
         reason = (
-            "by this method the losses of their rows do not add up where an example has several labels or classes "
-            "have weights"
+            "by this method the losses of their rows do not add up where an example has several labels or none, or "
+            "classes have weights"
         )
     if any(isinstance(module, _BatchNorm) for module in context.model.modules()):
         reason, other = "the model has batch normalisation, which needs whole batches", "model"

@@ -267,6 +267,12 @@ def test_an_image_that_cannot_be_read_is_named(pets: Path, content: bytes) -> No
     assert f"image: {pets / 'cat' / 'b.png'} cannot be read" in refusal(folder=pets, labels=["cat", "dog"], size=2)
 
 
+def test_an_image_whose_colours_cannot_be_converted_is_named(pets: Path) -> None:
+    Image.new("LAB", (2, 2)).save(pets / "cat" / "b.tif")
+    told = refusal(folder=pets, labels=["cat", "dog"], size=2, channels=1)
+    assert f"image: {pets / 'cat' / 'b.tif'} cannot be read: conversion from LAB" in told
+
+
 def test_a_picture_too_large_to_be_one_is_refused(pets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for limit in (100, 10):  # more than this is a warning, and more than twice as much an error
         monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", limit)

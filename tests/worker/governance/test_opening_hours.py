@@ -6,6 +6,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from tessera.worker.governance.opening_hours import Opening
 from tessera.worker.governance.policy import Policy, PolicyViolation
@@ -58,6 +59,28 @@ def test_the_minutes_of_a_day_are_kept_over_a_restart_and_given_anew_the_next_da
     assert again.closed() == "the 10 minutes of this day are used up"
     time.sleep(12 * 3600)
     assert again.closed() is None
+
+
+def test_minutes_that_cannot_be_written_end_no_task_and_are_counted(tmp_path: Path) -> None:
+    time, folder = Time(), tmp_path / "state"
+    door = opening(folder / "usage", time, max_minutes_per_day=10)
+    # As on a full disk, no file can be made there.
+    folder.symlink_to(tmp_path / "unmounted")
+    door.begin()
+    time.sleep(9 * 60)
+    with capture_logs() as logged:
+        door.check()
+        door.end()
+    assert {entry["event"] for entry in logged} == {"usage-not-written"}
+    door.begin()
+    time.sleep(59)
+    door.check()
+    (tmp_path / "unmounted").mkdir()
+    door.end()
+    assert opening(folder / "usage", time, max_minutes_per_day=10).used_seconds() == 599.0
+    time.sleep(5)
+    with pytest.raises(PolicyViolation, match="the 10 minutes of this day are used up"):
+        door.check()
 
 
 def test_what_is_not_work_is_not_counted(tmp_path: Path) -> None:

@@ -66,6 +66,20 @@ def test_another_task_of_the_run_removes_it_and_another_run_does_not(tmp_path: P
     assert not path.exists()
 
 
+def test_a_rank_s_checkpoint_counts_also_where_the_worker_cannot_note_its_name(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    checkpoint = Checkpoints(tmp_path).of_task(KEY)
+    # As on a full disk, the file cannot be written.
+    (tmp_path / INSTANCE).mkdir()
+    with capture_logs() as logs:
+        checkpoint.note_instance()
+    assert [line["event"] for line in logs] == ["checkpoint-not-written"]
+    assert checkpoint.reread()
+    (tmp_path / INSTANCE).rmdir()
+    checkpoint.note_instance()
+    assert files(tmp_path) == sorted([INSTANCE, str(path.relative_to(tmp_path))])
+
+
 @pytest.mark.parametrize("nbytes", [0, 7, 400, -1])
 def test_a_torn_file_is_reported_and_removed(tmp_path: Path, nbytes: int) -> None:
     path = written(tmp_path)

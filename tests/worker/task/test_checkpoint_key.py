@@ -12,9 +12,10 @@ import torch
 from tessera.shared.api.tasks import Task
 from tessera.shared.methods.base import MethodSpec, Plan
 from tessera.shared.model.selectors import roles
-from tessera.worker.data.content import content_digest
+from tessera.worker.data.content import content_digest, row_settings
 from tessera.worker.data.dataset import Dataset, RawTexts
 from tessera.worker.data.overlap import hashes_in_order
+from tessera.worker.data.registry import load
 from tessera.worker.state.blob_cache import Cache
 from tessera.worker.state.checkpoints import Checkpoints
 from tessera.worker.state.privacy_ledger import Ledger
@@ -106,7 +107,7 @@ def test_no_checkpoint_is_written_where_the_settings_say_none(env: TaskEnvironme
 
 
 def contents(data: Dataset) -> str:
-    return content_digest(data, hashes_in_order(data, b"k" * 32))
+    return content_digest(data, hashes_in_order(data, b"k" * 32), row_settings(data))
 
 
 def test_the_contents_of_a_data_set_are_its_examples_their_order_and_their_labels() -> None:
@@ -129,3 +130,24 @@ def test_the_classes_of_words_are_part_of_the_contents() -> None:
         return Dataset({"labels": torch.zeros(1, dtype=torch.long)}, sources=[b"a b"], texts=raw)
 
     assert contents(tagged([[0, 1]])) == contents(tagged([[0, 1]])) != contents(tagged([[1, 0]]))
+
+
+def test_the_settings_by_which_a_run_s_tokenizer_makes_rows_are_part_of_the_contents(tmp_path: Path) -> None:
+    file = tmp_path / "notes.jsonl"
+    file.write_text('{"text": "the cat sat"}\n')
+
+    def contents_with(**options: Any) -> str:
+        given = {"file": str(file), "tokenizer": "run", "head": "causal-lm", "max_length": 8}
+        return contents(load("text", {**given, **options}))
+
+    kept = contents_with()
+    assert contents_with() == kept
+    assert kept not in {contents_with(max_length=4), contents_with(pack=True)}
+
+
+def test_the_texts_of_classes_are_part_of_the_contents() -> None:
+    def described(text: str) -> Dataset:
+        raw = RawTexts([text], lambda data, *_: data, None, of_classes=True)
+        return Dataset({"labels": torch.zeros(1, dtype=torch.long)}, texts=raw)
+
+    assert contents(described("a cat")) == contents(described("a cat")) != contents(described("a photo of a cat"))

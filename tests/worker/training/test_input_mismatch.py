@@ -41,6 +41,7 @@ def failure(data: Dataset, *, private: bool, fault: Exception | None = None) -> 
 
 
 LACKS = "the data set has tokens or labels that the model lacks. The model is a bert for text-classification, max_"
+ASSERTED, FAULTY = map(torch.AcceleratorError, ("CUDA error: device-side assert triggered", "CUDA error: unknown"))
 NO_OUTPUT = (
     "the model gives no output for a synthetic example of the data set (input_ids int64 [16], labels int64 [])"
 )
@@ -54,6 +55,9 @@ NO_OUTPUT = (
         pytest.param(texts(8, SECRET, 8), True, None, IndexError, "index out of range", id="unknown word, private"),
         pytest.param(texts(8, 5), True, ValueError("x"), InputMismatch, NO_OUTPUT, id="longest too long, private"),
         pytest.param(texts(8, 5), False, ValueError("x"), ValueError, "x", id="another error"),
+        pytest.param(texts(8, 5), False, ASSERTED, InputMismatch, "the GPU stopped at", id="unknown word, on a GPU"),
+        pytest.param(texts(8, 5), True, ASSERTED, type(ASSERTED), "CUDA error", id="unknown word, on a GPU, private"),
+        pytest.param(texts(14, 5), False, FAULTY, type(FAULTY), "CUDA error", id="a faulty GPU"),
         pytest.param(texts(14, 5), False, UnsupportedRun("x"), UnsupportedRun, "x", id="our own error"),
     ],
 )

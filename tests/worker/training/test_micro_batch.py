@@ -64,6 +64,12 @@ def texts(labels: Tensor) -> Dataset:
 
 CASES: dict[str, tuple[dict[str, object], Head, Dataset]] = {
     "classes": (BERT, "text-classification", texts(drawn(3, EXAMPLES))),
+    "classes of some": (
+        BERT,
+        "text-classification",
+        # Four of the eleven have none.
+        texts(drawn(3, EXAMPLES).where(torch.arange(EXAMPLES) % 3 > 0, torch.tensor(IGNORED))),
+    ),
     "labels of tokens": (BERT, "token-classification", texts(ragged(drawn(3, EXAMPLES, 8)))),
     "continuations": (LLAMA, "causal-lm", texts(ragged(drawn(20, EXAMPLES, 8)))),
     "texts of classes": (
@@ -150,6 +156,8 @@ def test_a_batch_without_any_label_fails_as_it_does_whole(monkeypatch: pytest.Mo
 def test_losses_that_do_not_add_up_are_refused_and_say_which_batch_would_do() -> None:
     with pytest.raises(UnsupportedRun, match=r"by this method .* training\.batch_size of at most 2"):
         trained("labels of tokens", 2, "moon")
+    with pytest.raises(UnsupportedRun, match="several labels or none"):
+        trained("classes of some", 2, "moon")
     trained("labels of tokens", 7, "moon")
     trained("classes", 2, "moon")
     with pytest.raises(UnsupportedRun, match="or classes have weights"):

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import pytest
 import torch
 from safetensors.torch import load
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from tessera.shared.api.runs import Cohort, Evaluation, Measurement, Run, Training
 from tessera.shared.client.client import Client
@@ -302,6 +303,50 @@ def test_a_dual_encoder_is_measured_with_the_shared_prompts_and_with_the_site_s_
     found = measured(client, run)
     assert {number: set(one.metrics) for number, one in found.items()} == {0: GLOBAL, 1: GLOBAL | PERSONAL}
     assert found[1].metrics["personal_loss"] != found[1].metrics["loss"]
+
+
+def test_micro_batch_bounds_the_passes_that_measure_a_version_and_that_choose_its_layers(
+    coordinator: LiveCoordinator, tmp_path: Path
+) -> None:
+    client = coordinator.client()
+    worker = ScriptedWorker(
+        coordinator.client("site", "a"),
+        kinds=("train", "evaluate"),
+        datasets={"digits": 16},
+        held_out={"digits": 22},
+        methods=("safl",),
+    )
+    worker.enrol()
+    generator = torch.Generator().manual_seed(5)
+    data, held_out = (
+        Dataset(
+            {
+                "pixel_values": torch.randn(count, 1, 8, 8, generator=generator),
+                "labels": torch.randint(0, 10, (count,), generator=generator),
+            }
+        )
+        for count in (16, 22)
+    )
+    data = Dataset(data.tensors, held_out=held_out)
+    sizes, metrics = {None: set[int](), 3: set[int]()}, []
+    for micro_batch, seen in sizes.items():
+        folder = tmp_path / str(micro_batch)
+        setup, cache = TrainingSetup(CPU, micro_batch), Cache(folder / "cache", 1 << 24)
+        runner = TaskRunner(worker.client, {"digits": data}, setup, Vault(folder / "vault"), cache, folder)
+        run = begin(client, "safl", Evaluation(sites=True))
+
+        def watch(module: torch.nn.Module, args: Any, seen: set[int] = seen) -> None:
+            if isinstance(module, torch.nn.Conv2d):
+                seen.add(len(args[0]))
+
+        watching = register_module_forward_pre_hook(watch)
+        for _ in range(2 * ROUNDS + 1):
+            runner.run(worker.take(), lambda: None, Report())
+        watching.remove()
+        metrics.append({number: one.metrics for number, one in measured(client, run).items()})
+    assert sizes == {None: {16, 22}, 3: {1, 3}}
+    whole, pieces = metrics
+    assert {number: pytest.approx(each, rel=0.01) for number, each in whole.items()} == pieces
 
 
 def digits_runner(coordinator: LiveCoordinator, folder: Path) -> tuple[TaskRunner, ScriptedWorker]:

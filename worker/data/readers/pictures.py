@@ -145,6 +145,8 @@ def opened(pictures: Pictures, place: int, mode: str) -> Image.Image:
                 raise Image.DecompressionBombError(f"{image.width} x {image.height} could be a decompression bomb")
             image.load()
             upright = ImageOps.exif_transpose(image)
+            # A deep one is refused below.
+            converted = upright if upright.mode in DEEP_MODES else upright.convert(mode)
     except UNREADABLE as fault:
         remedy = "set dicom = true to read DICOM files" if is_dicom(picture) else "replace it or take it out"
         unknown = isinstance(fault, UnidentifiedImageError) and f"it is none of {', '.join(FORMATS)}"
@@ -155,7 +157,7 @@ def opened(pictures: Pictures, place: int, mode: str) -> Image.Image:
             f"image: {pictures.name(place)} has more than 8 bits per channel (mode {upright.mode}), which would be "
             "clipped: scale it, and save it with 8 bits or as kind `arrays`"
         )
-    return upright.convert(mode)
+    return converted
 
 
 @dataclass(frozen=True)

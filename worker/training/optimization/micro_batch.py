@@ -14,7 +14,7 @@ from tessera.shared.model.blocks import Block
 from tessera.shared.model.spec import Head
 from tessera.shared.run_settings import Training
 from tessera.worker.data.dataset import LABELS, Dataset
-from tessera.worker.model.forward import CrossEntropy, label_count
+from tessera.worker.model.forward import CrossEntropy, label_count, one_for_each
 from tessera.worker.training.batches import Batch
 
 MicroBatch = int | Literal["auto"] | None
@@ -37,6 +37,12 @@ class PieceSize:
     def of(cls, setting: MicroBatch) -> "PieceSize":
         """Return the size at the start of a run."""
         return cls(None, automatic=True) if setting == "auto" else cls(setting)
+
+    def of_batches(self, batch_size: int | None, ranks: int = 1) -> int | None:
+        """Return the number of examples of a batch, for passes whose result does not depend on it. Each of several
+        ranks computes its share."""
+        most = self.examples and self.examples * ranks
+        return min((size for size in (batch_size, most) if size), default=None)
 
     def halve(self, batch: int) -> None:
         """Halve the size, after memory ran out in a batch of `batch` examples. Raises ExampleTooLarge."""
@@ -96,12 +102,13 @@ def require_additive(
     """Raise UnsupportedRun if the losses of the pieces of a batch with these labels do not add up to the batch's."""
     if size is not None and len(labels) > size:
         normalises = any(isinstance(module, _BatchNorm) and module.training for module in model.modules())
-        by_example = _by_example(half, training, several=labels.ndim > 1)
+        by_example = _by_example(half, training, several=not one_for_each(labels))
         _require_additive(size, len(labels), normalises=normalises, by_example=by_example)
 
 
 def _by_example(half: WorkerHalf[Any], training: Training, *, several: bool) -> bool:
-    """Return whether the method's mean over examples is none over their labels, of which one may have several."""
+    """Return whether the method's mean over examples is none over their labels, of which one may have several or
+    none."""
     return half.loss_by_example and (several or training.class_weights is not None)
 
 
@@ -117,6 +124,6 @@ def _require_additive(size: int, batch: int, *, normalises: bool, by_example: bo
     if by_example:
         raise UnsupportedRun(
             f"this worker trains batches in pieces of {size} examples (micro_batch), whose losses do not add up "
-            f"to the batch's by this method where an example has several labels or classes have weights: {remedy}, "
-            "or with another method"
+            f"to the batch's by this method where an example has several labels or none, or classes have weights: "
+            f"{remedy}, or with another method"
         )
