@@ -261,6 +261,14 @@ def test_a_blob_that_filled_the_disk_leaves_nothing_behind(coordinator: LiveCoor
     assert set(blobs.staging_dir.iterdir()) == before
 
 
+def test_a_full_disk_counts_as_writable_and_its_probes_leave_no_files(coordinator: LiveCoordinator) -> None:
+    blobs = coordinator.services.blobs
+    before = set(blobs.staging_dir.iterdir())
+    with files_of_at_most(0):
+        assert blobs.writable()
+    assert set(blobs.staging_dir.iterdir()) == before
+
+
 def test_what_is_no_full_disk_is_not_taken_for_one() -> None:
     assert is_full(OSError(errno.ENOSPC, "no space"))
     assert not is_full(OSError(errno.EIO, "the disk is broken"))
