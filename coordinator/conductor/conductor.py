@@ -116,6 +116,8 @@ class Conductor:
 
     def _pass(self) -> bool:
         """Look at every run once; return whether anything was done."""
+        # A step makes one pass after another while there is work.
+        self._note_alive()
         with self.database.snapshot() as session:
             live = self.liveness.workers(session)
             run_ids = runs_to_decide(session)
