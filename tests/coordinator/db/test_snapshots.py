@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sqlalchemy import event
@@ -30,7 +31,8 @@ def test_runs_of_two_databases_may_have_one_id(tmp_path: Path, rounds: tuple[int
 
 @pytest.mark.sqlite
 def test_a_look_at_a_run_reads_only_its_tasks_that_are_not_over(tmp_path: Path) -> None:
-    database, asked = migrated(tmp_path), []
+    database = migrated(tmp_path)
+    asked: list[tuple[str, Any]] = []
     declared = {
         "kinds": ["train", "evaluate"],
         "datasets": {"data": 9},
@@ -45,7 +47,7 @@ def test_a_look_at_a_run_reads_only_its_tasks_that_are_not_over(tmp_path: Path) 
         add_worker(session)
 
     @event.listens_for(database.engine, "before_cursor_execute")
-    def _note(connection: object, cursor: object, statement: str, parameters: object, *more: object) -> None:
+    def _note(connection: object, cursor: object, statement: str, parameters: Any, *more: object) -> None:
         asked.append((statement, parameters))
 
     with database.snapshot() as session:
