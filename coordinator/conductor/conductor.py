@@ -110,7 +110,7 @@ class Conductor:
         """Look at every run until none has anything to be done."""
         if seen := self.presence.take():
             with self.database.transaction() as session:
-                note_seen(session, seen)
+                note_seen(session, self.database.now(), seen)
         while not self._ended.is_set() and self._pass():
             pass
 
