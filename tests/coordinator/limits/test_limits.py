@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from sqlalchemy import delete
 
+from tessera.coordinator.blobs.quota import Quota
 from tessera.coordinator.db.tables import UploadRow
 from tessera.coordinator.limits.disk import DiskSpace, is_full
 from tessera.coordinator.limits.memory import Memory, used_bytes
@@ -27,6 +28,7 @@ from tessera.shared.tensors.lazy import digest_of
 from tests.support.coordinator import Clock, LiveCoordinator, refused, refusing, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
 from tests.support.raw import PART, announced
+from tests.support.storage import add_worker, migrated
 
 
 def send(http: httpx.Client, data: bytes) -> httpx.Response:
@@ -109,6 +111,20 @@ def test_a_site_may_announce_so_many_bytes_a_day(tmp_path: Path) -> None:
         refused(send(site, b"w"), 429, "quota-exceeded")
         clock.advance(23 * 3600)
         assert send(site, b"y" * 41).status_code == 201
+
+
+def test_what_a_site_announced_by_a_clock_that_was_ahead_does_not_count(tmp_path: Path) -> None:
+    hour, quota = 3600.0, Quota(bytes_per_day=100, unfinished=1)
+    database = migrated(tmp_path)
+    with database.transaction() as session:
+        add_worker(session)
+        quota.spend(session, 12 * hour, "site", 0, 60)
+        quota.spend(session, 10 * hour, "site", 0, 60)
+        # Only the second upload counts, also when the clock is there again.
+        quota.spend(session, 12 * hour, "site", 0, 40)
+        with refusing("quota-exceeded"):
+            quota.spend(session, 12 * hour, "site", 0, 1)
+    database.close()
 
 
 def test_another_length_of_the_same_announcement_is_judged_anew(tmp_path: Path) -> None:
