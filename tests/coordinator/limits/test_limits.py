@@ -16,7 +16,7 @@ import pytest
 from sqlalchemy import delete
 
 from tessera.coordinator.blobs.quota import Quota
-from tessera.coordinator.db.tables import UploadRow
+from tessera.coordinator.db.tables import RunRow, UploadRow
 from tessera.coordinator.limits.disk import DiskSpace, is_full
 from tessera.coordinator.limits.memory import Memory, used_bytes
 from tessera.coordinator.limits.rate import MAX_KEYS, Rate
@@ -237,10 +237,34 @@ def test_a_full_disk_pauses_no_run(coordinator: LiveCoordinator, monkeypatch: py
     update = worker.upload(task, {"head.weight": start["head.weight"] + np.float32(1)})
     reserve_all_but(coordinator, -(1 << 40))
     worker.submit(task, update)
-    until(lambda: coordinator.services.conductor._full_until)
+    until(lambda: coordinator.services.conductor._full_at)
     assert (client.run(run.id).state, client.round(run.id, 1).state) == ("running", "merging")
     reserve_all_but(coordinator, 1 << 30)
     until(lambda: client.run(run.id).state == "completed")
+
+
+def test_a_clock_that_steps_back_ends_the_wait_for_room(tmp_path: Path) -> None:
+    clock = Clock()
+    with LiveCoordinator(tmp_path, clock=clock) as coordinator:
+        client, model = coordinator.client("admin"), small_model()
+        start = values(model)
+        run = start_run(client, model, start, cohort=Cohort(size=1))
+        worker = ScriptedWorker(coordinator.client("site", "a"))
+        worker.enrol()
+        task = worker.take()
+        update = worker.upload(task, {"head.weight": start["head.weight"] + np.float32(1)})
+        reserve_all_but(coordinator, -(1 << 40))
+        worker.submit(task, update)
+        until(lambda: coordinator.services.conductor._full_at)
+        reserve_all_but(coordinator, 1 << 30)
+        clock.advance(-3600)
+
+        def merged() -> bool:
+            # Not by HTTP, as here the clock also limits the rate of requests.
+            with coordinator.services.database.snapshot() as session:
+                return session.get_one(RunRow, run.id).state == "completed"
+
+        until(merged)
 
 
 @contextmanager
