@@ -47,12 +47,14 @@ class Quota:
             _add(session, now, site_id, self._of_the_day(session, now, site_id), more)
 
     def _of_the_day(self, session: Session, now: float, site_id: str) -> dict[int, int]:
-        """Return the bytes of the last day by hour, and delete older rows."""
-        first = int(now // 3600) - 23
+        """Return the bytes of the last day by hour, and delete older rows and those of a clock that was ahead."""
+        present = int(now // 3600)
+        day = range(present - 23, present + 1)
         rows = session.connection().execute(_ANNOUNCED, {"site": site_id}).all()
-        if any(hour < first for hour, _ in rows):
-            session.execute(delete(AnnouncedRow).where(AnnouncedRow.site_id == site_id, AnnouncedRow.hour < first))
-        return {hour: count for hour, count in rows if hour >= first}
+        if any(hour not in day for hour, _ in rows):
+            outside = ~AnnouncedRow.hour.between(day[0], present)
+            session.execute(delete(AnnouncedRow).where(AnnouncedRow.site_id == site_id, outside))
+        return {hour: count for hour, count in rows if hour in day}
 
 
 _ANNOUNCED = select(AnnouncedRow.hour, AnnouncedRow.bytes).where(AnnouncedRow.site_id == given("site"))

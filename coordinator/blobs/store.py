@@ -32,6 +32,7 @@ from tessera.coordinator.db.engine import Database
 from tessera.coordinator.db.inserts import insert_missing
 from tessera.coordinator.db.tables import BlobRow
 from tessera.coordinator.limits.cache import Recent
+from tessera.coordinator.limits.disk import is_full
 from tessera.shared.problems import NotFound, StoreSpoilt
 from tessera.shared.rounds.blob_store import Stored
 from tessera.shared.tensors.mmap_file import MappedFile, mapped
@@ -179,13 +180,20 @@ class Blobs:
         return stored
 
     def writable(self) -> bool:
-        """Return whether the staging folder accepts a file, and an object store accepts and returns bytes."""
+        """Return whether the staging folder accepts a file, and an object store accepts and returns bytes.
+
+        A full disk does not count as a fault: `DiskSpace` reports it.
+        """
         probe = self.staging_dir / f"probe-{uuid.uuid4().hex}"
         try:
             probe.write_bytes(b"probe")
-            probe.unlink(missing_ok=True)
-        except OSError:
-            return False
+        except OSError as fault:
+            if not is_full(fault):
+                return False
+        finally:
+            # A full disk accepts the file, but not its bytes.
+            with suppress(OSError):
+                probe.unlink()
         return self._objects is None or self._objects.serves()
 
     def sweep(self) -> int:

@@ -69,8 +69,8 @@ class Conductor:
     notify: Callable[[Sequence[str]], None]
     # Forgetting it costs one more try.
     _failed: dict[tuple[str, Action], float] = field(default_factory=dict)
-    _refused_until: dict[str, float] = field(default_factory=dict)
-    _full_until: float = 0.0
+    _refused_at: dict[str, float] = field(default_factory=dict)
+    _full_at: float = 0.0
     _merging: threading.Lock = field(default_factory=threading.Lock)
     _merged_run: str | None = None
     _called: threading.Event = field(default_factory=threading.Event)
@@ -110,12 +110,14 @@ class Conductor:
         """Look at every run until none has anything to be done."""
         if seen := self.presence.take():
             with self.database.transaction() as session:
-                note_seen(session, seen)
+                note_seen(session, self.database.now(), seen)
         while not self._ended.is_set() and self._pass():
             pass
 
     def _pass(self) -> bool:
         """Look at every run once; return whether anything was done."""
+        # A step makes one pass after another while there is work.
+        self._note_alive()
         with self.database.snapshot() as session:
             live = self.liveness.workers(session)
             run_ids = runs_to_decide(session)
@@ -149,15 +151,18 @@ class Conductor:
         # What failed is tried again when the run was resumed, not at every tick.
         if self._failed.get((run.id, action)) == run.idle_since:
             return True
-        refused_until = self._refused_until.get(run.id, 0.0)
-        until = {
-            todo.Open: refused_until,
-            todo.AskHelpers: refused_until,
-            todo.Merge: self._full_until,
+        refused = self._refused_at.get(run.id, 0.0), REFUSED_SECONDS
+        full = self._full_at, FULL_SECONDS
+        delays = {
+            todo.Open: refused,
+            todo.AskHelpers: refused,
+            todo.Merge: full,
             # It may merge too.
-            todo.Close: self._full_until,
+            todo.Close: full,
         }
-        return self.database.now() < until.get(type(action), 0.0)
+        failed_at, delay = delays.get(type(action), (0.0, 0.0))
+        # A clock that stepped back ends the delay.
+        return 0 <= self.database.now() - failed_at < delay
 
     def _merge_aside(self, run: RunSnapshot, action: Action) -> bool:
         """Merge a round in a daemon thread, so that leases and deadlines go on; the next process repeats it.
@@ -232,7 +237,7 @@ class Conductor:
                     self.notify(self.actions.do(run.id, action))
         except TooFewWilling as refusal:
             log.info("conductor.too_few_willing", **about, detail=refusal.detail)
-            self._refused_until[run.id] = self.database.now() + REFUSED_SECONDS
+            self._refused_at[run.id] = self.database.now()
             return False
         except (Conflict, IntegrityError) as conflict:
             log.info("conductor.overtaken", **about, detail=str(conflict))
@@ -241,7 +246,7 @@ class Conductor:
             if isinstance(fault, StoreFull) or is_full(fault):
                 # No fault of this run either: it waits until there is room.
                 log.warning("conductor.disk_full", **about, detail=str(fault))
-                self._full_until = self.database.now() + FULL_SECONDS
+                self._full_at = self.database.now()
                 return False
             if isinstance(fault, StoreAway):
                 # Nor of this one. It has said so in the log already; the next tick tries again.

@@ -44,7 +44,8 @@ IDLE_SECONDS = 5
 """Idle time after which PostgreSQL ends a transaction: a process that is paused inside one must not block the
 others."""
 TURN_SECONDS = 15
-"""Time that a writer waits for the write lock: longer than an idle writer can hold it."""
+"""Time that a writer waits for other threads of its process, and then for other processes, to release the write lock:
+longer than an idle writer can hold it."""
 STATEMENT_SECONDS = 30
 DUTY_SECONDS = 15
 """Time after which PostgreSQL releases the locks of a process that has gone silent."""
@@ -114,7 +115,7 @@ class Database:
                 **{_READING: True}, isolation_level="REPEATABLE READ", postgresql_readonly=True
             )
             # Locks, notifications and the clock have their own connections, so that they never wait for transactions.
-            self._aside = _postgresql(self.url, pool_size=1, max_overflow=9, isolation_level="AUTOCOMMIT")
+            self._aside = _postgresql(self.url, pool_size=2, max_overflow=0, isolation_level="AUTOCOMMIT")
             self._clock = clock or _RemoteClock(self._asked_time)
         self._writing = threading.Lock()
         self._lock: IO[str] | None = None
@@ -143,8 +144,12 @@ class Database:
         them. On PostgreSQL an advisory lock does it; here one thread at a time waits for it, with one connection.
         """
         if not self.is_sqlite:
-            with self._writing:
+            if not self._writing.acquire(timeout=TURN_SECONDS):
+                raise NoConnection(f"other threads of this process had the write lock for {TURN_SECONDS} s")
+            try:
                 yield
+            finally:
+                self._writing.release()
             return
         with _lock_file(f"{self.url.database}.turn") as turn:
             fcntl.flock(turn, fcntl.LOCK_EX)

@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 
 from sqlalchemy import ColumnElement, Engine, Row, func, select
 from sqlalchemy import bindparam as given
-from sqlalchemy.orm import Session, load_only
+from sqlalchemy.orm import InstrumentedAttribute, Session, load_only
 
 from tessera.coordinator.db import audit
 from tessera.coordinator.db.declarations import Declarations
@@ -31,6 +31,11 @@ MAX_UNAGREED = 100
 """Rounds that may be abandoned because sites have not approved the run, without counting as attempts."""
 
 
+def _one_of(column: InstrumentedAttribute[str], *values: str) -> ColumnElement[bool]:
+    """Return a condition with the values in the SQL's text: SQLite uses no partial index for bound parameters."""
+    return column.in_(given("values", values, unique=True, expanding=True, literal_execute=True))
+
+
 def live_workers(session: Session, since: float) -> list[LiveWorker]:
     """Return every worker seen since then whose site is not suspended and whose token is not revoked, ordered by name
     (`site/worker`)."""
@@ -44,8 +49,8 @@ _LIVE_WORKERS = (
     .join_from(WorkerRow, SiteRow)
     .where(WorkerRow.last_seen_at >= given("since"), SiteRow.suspended_at.is_(None), ~WorkerRow.revoked)
 )
-_OPEN_ROUNDS = select(RoundRow.run_id).where(RoundRow.state.in_(LIVE_ROUND))
-_OPEN_TASKS = select(TaskRow.run_id).where(TaskRow.state.in_(("offered", "leased")))
+_OPEN_ROUNDS = select(RoundRow.run_id).where(_one_of(RoundRow.state, *LIVE_ROUND))
+_OPEN_TASKS = select(TaskRow.run_id).where(_one_of(TaskRow.state, "offered", "leased"))
 _TO_DECIDE = (
     select(RunRow.id)
     .where(RunRow.state.in_(LIVE_RUN) | RunRow.id.in_(_OPEN_ROUNDS) | RunRow.id.in_(_OPEN_TASKS))
@@ -61,10 +66,12 @@ _RUN = (
     .options(load_only(RunRow.state, RunRow.version_number, RunRow.resumed_at))
 )
 # An expired evaluation of an earlier version at a site is not repeated: the site's own state may have changed.
-_REPEATED = (TaskRow.state == "expired") & (TaskRow.attempts < given("most_attempts"))
+_REPEATED = TaskRow.attempts < given("most_attempts")
 _REPEATED &= ~TaskRow.held_out | (TaskRow.version_number == given("latest_due"))
 _PENDING = (TaskRow.run_id == given("run")) & (TaskRow.kind == "evaluate")
-_PENDING &= TaskRow.state.in_(("offered", "leased")) | _REPEATED
+# One list of states, which an index serves, and then which of the expired ones count.
+_PENDING &= TaskRow.state.in_(("offered", "leased", "expired"))
+_PENDING &= (TaskRow.state != "expired") | _REPEATED
 # Only these columns: every decision about a run reads them, and a task's plan is slow to decode.
 _TASKS = (
     select(
@@ -303,7 +310,9 @@ def sites_due(
     if not able:
         return []
     number = latest_due(run, spec)
-    tasks = (TaskRow.run_id == run.id) & (TaskRow.version_number == number) & (TaskRow.held_out)
+    tasks = (TaskRow.run_id == run.id) & (TaskRow.version_number == number) & TaskRow.held_out
+    # Only evaluations are held out; the kind is for the index.
+    tasks &= TaskRow.kind == "evaluate"
     over = TaskRow.state.in_(("offered", "leased", "expired", "accepted")) | (
         TaskRow.attempts >= spec.cohort.max_task_attempts
     )

@@ -286,10 +286,12 @@ class TaskRow(Table):
             unique=True,
         ),
         Index("ix_tasks_claim", "worker_id", "state", "kind", "created_at"),
-        Index("ix_tasks_run_id_kind", "run_id", "kind"),
+        Index("ix_tasks_run_id_kind_state", "run_id", "kind", "state"),
         Index("ix_tasks_merged_in", "run_id", "merged_in"),
         # Read from its end, for the worker's last accepted update in a run.
         Index("ix_tasks_receipt", "worker_id", "run_id", "created_at"),
+        # Read at every look of the conductor; with the state, as SQLite prefers an index that has all columns.
+        _partial_index("ix_tasks_open", "run_id", "state", where="state in ('offered', 'leased')"),
         # The dashboard's frequent queries: leased tasks, failures, traffic.
         _partial_index("ix_tasks_leased", "run_id", where="state = 'leased'"),
         _partial_index("ix_tasks_faulty", "created_at", where="state in ('failed', 'rejected')"),

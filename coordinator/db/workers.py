@@ -131,8 +131,12 @@ def enrol(session: Session, now: float, site_id: str, claim: Claim, most_workers
     return row.id, length
 
 
-def note_seen(session: Session, seen: dict[str, tuple[float, str]]) -> None:
-    """Store the instants at which workers were last seen, and the tokens that they showed."""
+def note_seen(session: Session, now: float, seen: dict[str, tuple[float, str]]) -> None:
+    """Store the instants at which workers were last seen, and the tokens that they showed.
+
+    A stored instant after `now` is of a clock that has stepped back since. It would keep the worker live, with the
+    token of then, until the clock is there again.
+    """
     if not seen:
         return
     worker, at, token = (
@@ -141,7 +145,7 @@ def note_seen(session: Session, seen: dict[str, tuple[float, str]]) -> None:
         bindparam("token", type_=String),
     )
     hour = bindparam("hour", type_=BigInteger)
-    later = or_(WorkerRow.last_seen_at <= at, WorkerRow.last_seen_at.is_(None))
+    later = or_(WorkerRow.last_seen_at <= at, WorkerRow.last_seen_at > now, WorkerRow.last_seen_at.is_(None))
     # A shift by 64 or more is not defined.
     since, kept = hour - WorkerRow.seen_hour, (1 << UPTIME_HOURS) - 1
     # PostgreSQL shifts by an INTEGER alone.
@@ -156,6 +160,7 @@ def note_seen(session: Session, seen: dict[str, tuple[float, str]]) -> None:
             for worker_id, (when, token_id) in seen.items()
         ],
     )
+    session.connection().execute(update(WorkerRow).where(WorkerRow.last_seen_at > now).values(last_seen_at=now))
 
 
 def note_live(session: Session, worker_id: str, now: float, live: LiveValues) -> None:

@@ -72,7 +72,7 @@ class Poller:
     def _tick(self) -> None:
         if seen := self.last_seen.take():
             with self.database.transaction() as session:
-                note_seen(session, seen)
+                note_seen(session, self.database.now(), seen)
         if waiting := self.waiters.workers:
             with self.database.snapshot() as session:
                 self.waiters.notify(offered_to(session, waiting))

@@ -162,6 +162,14 @@ def test_a_conductor_touches_its_file_at_every_look(tmp_path: Path) -> None:
         until(lambda: alive.stat().st_mtime_ns > before)
 
 
+def test_each_pass_over_the_runs_touches_the_file(tmp_path: Path) -> None:
+    alive = tmp_path / "alive"
+    services = assemble(LiveCoordinator(tmp_path / "coordinator", heartbeat_file=alive).settings)
+    services.conductor.step()
+    services.database.close()
+    assert alive.exists()
+
+
 def test_a_heartbeat_file_that_cannot_be_touched_stops_no_round(tmp_path: Path) -> None:
     with LiveCoordinator(tmp_path / "coordinator", heartbeat_file=tmp_path / "missing" / "alive") as live:
         client, model = live.client(), small_model()

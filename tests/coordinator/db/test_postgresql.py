@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import URL, func, make_url, select
+from sqlalchemy import URL, event, func, make_url, select
 from sqlalchemy.exc import DBAPIError
 
 from tessera.coordinator.db import audit
@@ -172,6 +172,36 @@ def test_whoever_waits_too_long_for_a_turn_is_told_so(
         with pytest.raises(DATABASE_AWAY, match="lock timeout"), hasty.transaction() as waiting:
             add_run(waiting)
     hasty.close()
+
+
+def test_a_thread_that_waits_too_long_for_another_one_is_told_so(
+    shared: list[Database], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "TURN_SECONDS", 1)
+
+    def write() -> None:
+        with shared[0].transaction() as session:
+            add_run(session)
+
+    with ThreadPoolExecutor(1) as pool, shared[0].transaction():
+        assert isinstance(pool.submit(write).exception(timeout=30), DATABASE_AWAY)
+    # The next one has its turn.
+    write()
+
+
+def test_threads_that_send_signals_at_once_share_two_connections(shared: list[Database]) -> None:
+    threads, opened = 8, []
+    barrier = threading.Barrier(threads)
+    event.listen(shared[0]._aside, "connect", lambda *_: opened.append(1))
+
+    def send(_: int) -> None:
+        barrier.wait()
+        for _ in range(10):
+            shared[0].tell("signals", "")
+
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(send, range(threads)))
+    assert len(opened) <= 2
 
 
 def test_a_server_that_was_restarted_is_found_again(shared: list[Database]) -> None:

@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 from sqlalchemy import delete
 
-from tessera.coordinator.db.tables import UploadRow
+from tessera.coordinator.blobs.quota import Quota
+from tessera.coordinator.db.tables import RunRow, UploadRow
 from tessera.coordinator.limits.disk import DiskSpace, is_full
 from tessera.coordinator.limits.memory import Memory, used_bytes
 from tessera.coordinator.limits.rate import MAX_KEYS, Rate
@@ -27,6 +28,7 @@ from tessera.shared.tensors.lazy import digest_of
 from tests.support.coordinator import Clock, LiveCoordinator, refused, refusing, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
 from tests.support.raw import PART, announced
+from tests.support.storage import add_worker, migrated
 
 
 def send(http: httpx.Client, data: bytes) -> httpx.Response:
@@ -109,6 +111,20 @@ def test_a_site_may_announce_so_many_bytes_a_day(tmp_path: Path) -> None:
         refused(send(site, b"w"), 429, "quota-exceeded")
         clock.advance(23 * 3600)
         assert send(site, b"y" * 41).status_code == 201
+
+
+def test_what_a_site_announced_by_a_clock_that_was_ahead_does_not_count(tmp_path: Path) -> None:
+    hour, quota = 3600.0, Quota(bytes_per_day=100, unfinished=1)
+    database = migrated(tmp_path)
+    with database.transaction() as session:
+        add_worker(session)
+        quota.spend(session, 12 * hour, "site", 0, 60)
+        quota.spend(session, 10 * hour, "site", 0, 60)
+        # Only the second upload counts, also when the clock is there again.
+        quota.spend(session, 12 * hour, "site", 0, 40)
+        with refusing("quota-exceeded"):
+            quota.spend(session, 12 * hour, "site", 0, 1)
+    database.close()
 
 
 def test_another_length_of_the_same_announcement_is_judged_anew(tmp_path: Path) -> None:
@@ -221,10 +237,34 @@ def test_a_full_disk_pauses_no_run(coordinator: LiveCoordinator, monkeypatch: py
     update = worker.upload(task, {"head.weight": start["head.weight"] + np.float32(1)})
     reserve_all_but(coordinator, -(1 << 40))
     worker.submit(task, update)
-    until(lambda: coordinator.services.conductor._full_until)
+    until(lambda: coordinator.services.conductor._full_at)
     assert (client.run(run.id).state, client.round(run.id, 1).state) == ("running", "merging")
     reserve_all_but(coordinator, 1 << 30)
     until(lambda: client.run(run.id).state == "completed")
+
+
+def test_a_clock_that_steps_back_ends_the_wait_for_room(tmp_path: Path) -> None:
+    clock = Clock()
+    with LiveCoordinator(tmp_path, clock=clock) as coordinator:
+        client, model = coordinator.client("admin"), small_model()
+        start = values(model)
+        run = start_run(client, model, start, cohort=Cohort(size=1))
+        worker = ScriptedWorker(coordinator.client("site", "a"))
+        worker.enrol()
+        task = worker.take()
+        update = worker.upload(task, {"head.weight": start["head.weight"] + np.float32(1)})
+        reserve_all_but(coordinator, -(1 << 40))
+        worker.submit(task, update)
+        until(lambda: coordinator.services.conductor._full_at)
+        reserve_all_but(coordinator, 1 << 30)
+        clock.advance(-3600)
+
+        def merged() -> bool:
+            # Not by HTTP, as here the clock also limits the rate of requests.
+            with coordinator.services.database.snapshot() as session:
+                return session.get_one(RunRow, run.id).state == "completed"
+
+        until(merged)
 
 
 @contextmanager
@@ -258,6 +298,14 @@ def test_a_blob_that_filled_the_disk_leaves_nothing_behind(coordinator: LiveCoor
     with files_of_at_most(1_000_001), pytest.raises(OSError, match="large") as fault:
         blobs.put([LARGE[:600_000], LARGE[:600_000]])
     assert is_full(fault.value)
+    assert set(blobs.staging_dir.iterdir()) == before
+
+
+def test_a_full_disk_counts_as_writable_and_its_probes_leave_no_files(coordinator: LiveCoordinator) -> None:
+    blobs = coordinator.services.blobs
+    before = set(blobs.staging_dir.iterdir())
+    with files_of_at_most(0):
+        assert blobs.writable()
     assert set(blobs.staging_dir.iterdir()) == before
 
 
