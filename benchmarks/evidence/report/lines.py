@@ -276,8 +276,10 @@ def repeated_lines(repeated: Sequence[Run]) -> Iterator[str]:
 
 
 def repeated_line(each: Mapping[str, Any]) -> str:
-    """Return what was found of a repeated run, as an item of a list. Its seconds are left out: the machine may do other
-    work meanwhile."""
+    """Return what was found of a repeated run, as an item of a list.
+
+    Its seconds are left out: the machine may do other work meanwhile.
+    """
     verdict = "the same digest" if each["digest"] == each["simulated"] else f"another digest than {each['simulated']}"
     return (
         f"- {job_of(each).name}: {verdict}, {each['digest']}; {each['received_bytes'] / 1e6:.0f} MB received and "
