@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from functools import partial
 from typing import TYPE_CHECKING
 
+import numpy as np
 import structlog
 from torch import Tensor
 
@@ -25,6 +26,7 @@ from tessera.worker.task.tokenize import require_apart
 from tessera.worker.training.batches import Batch, Batches, ReadableBatches
 from tessera.worker.training.checkpoints import TrainingCheckpoints
 from tessera.worker.training.context import synthetic_batch
+from tessera.worker.training.divergence import TrainingDiverged
 from tessera.worker.training.progress import CALIBRATING, rounded
 from tessera.worker.training.trainer import Trainer, epochs_of
 
@@ -96,6 +98,7 @@ def train(
         )
         stats = trainer.train(phases, dataset, task.seed)
     result = half.collect(context, selected, stats)
+    _require_finite_keep(result, task.training.learning_rate)
     measured = {"loss": rounded(stats.loss)} if math.isfinite(stats.loss) else {}
     report.metrics = {**measured, **result.metrics}
     if private:
@@ -104,6 +107,14 @@ def train(
     if task.sums:
         report.metrics = {name: value for name, value in report.metrics.items() if name == EPSILON}
     return result, stats
+
+
+def _require_finite_keep(result: LocalResult, rate: float) -> None:
+    """Raise TrainingDiverged for values from which no later round of this site could train. The last step may make
+    such of a finite loss, and the coordinator, which refuses them in an update, does not see what a site keeps."""
+    for name, values in result.keep.items():
+        if not np.isfinite(values).all():
+            raise TrainingDiverged(f"{name}, which the site keeps, is not finite with a learning rate of {rate:g}")
 
 
 def without_step(

@@ -503,6 +503,13 @@ class Faulty(WorkerHalf[MethodSettings]):
         raise KeyError("a slip in the method's code")
 
 
+class Spoilt(WorkerHalf[MethodSettings]):
+    """Has a value to keep that overflowed in the last step."""
+
+    def collect(self, context: TaskContext, selected: Selector, stats: TrainingStats) -> LocalResult:
+        return replace(super().collect(context, selected, stats), keep={"own": np.array([1, np.inf], np.float32)})
+
+
 class Brief(CoordinatorHalf[MethodSettings]):
     """Has had enough after two rounds."""
 
@@ -514,6 +521,7 @@ class Brief(CoordinatorHalf[MethodSettings]):
 def _more_methods() -> Iterator[None]:
     made = {
         "faulty": (CoordinatorHalf[MethodSettings], Faulty),
+        "spoilt": (CoordinatorHalf[MethodSettings], Spoilt),
         "brief": (Brief, WorkerHalf[MethodSettings]),
     }
     for name, (coordinator, worker) in made.items():
@@ -527,6 +535,12 @@ def _more_methods() -> Iterator[None]:
 def test_a_fault_in_a_methods_code_is_seen_as_it_is(model: Weights) -> None:
     with pytest.raises(KeyError, match="a slip"):
         simulate(spec("faulty"), model, SITES)
+
+
+@pytest.mark.usefixtures("_more_methods")
+def test_a_site_keeps_no_values_from_which_it_could_not_train_again(model: Weights) -> None:
+    with pytest.raises(Stalled, match="diverged: own, which the site keeps, is not finite with a learning rate"):
+        simulate(spec("spoilt", cohort={"max_attempts": 1}), model, SITES)
 
 
 @pytest.mark.usefixtures("_more_methods")
