@@ -58,11 +58,7 @@ def test_a_look_at_a_run_reads_only_its_tasks_that_are_not_over(tmp_path: Path) 
         explained = [
             session.connection().exec_driver_sql(f"EXPLAIN QUERY PLAN {sql}", given) for sql, given in questions
         ]
-        plans = [step.detail for plan in explained for step in plan if "tasks" in step.detail]
+        plans = [step.detail.split() for plan in explained for step in plan if "tasks" in step.detail]
     database.close()
-    assert plans == [
-        "SCAN tasks USING COVERING INDEX ix_tasks_open",
-        "SEARCH tasks USING INDEX ix_tasks_run_id_kind_state (run_id=? AND kind=? AND state=?)",
-        "SEARCH tasks USING INDEX sqlite_autoindex_tasks_2 (round_id=?)",
-        "SEARCH tasks USING INDEX ix_tasks_moved (run_id=? AND kind=? AND version_number=?)",
-    ]
+    indexes = [words[words.index("INDEX") + 1] for words in plans]
+    assert indexes == ["ix_tasks_open", "ix_tasks_run_id_kind_state", "sqlite_autoindex_tasks_2", "ix_tasks_moved"]
