@@ -34,7 +34,7 @@ from tessera.shared.rounds.eta import Pace, expected_end
 from tessera.shared.schema import ACCEPTED, TaskKind
 
 MAX_POINTS = 60
-"""Most versions in a chart: of longer runs every n-th version is shown."""
+"""About the most versions in a chart: of longer runs every n-th version is drawn."""
 MAX_BARS = 60
 MAX_SCORES = 200
 PAST_ROUNDS = 5
@@ -179,21 +179,28 @@ def stage_bands(session: Session, run_id: str) -> list[Band]:
     return [Band(stage, numbers[0], numbers[-1]) for stage, numbers in stages]
 
 
-def thinned(run: Run, most: int = MAX_POINTS) -> int:
-    """Return the step between shown versions, of which there are at most about `most`."""
-    return max(1, math.ceil(run.version.number / most))
+def thinned(run: Run) -> int:
+    """Return the step between shown versions, of which there are at most about `MAX_POINTS`."""
+    return max(1, math.ceil(run.version.number / MAX_POINTS))
 
 
-def _is_shown(
-    number: ColumnElement[int] | InstrumentedAttribute[int], run: Run, most: int = MAX_POINTS
-) -> ColumnElement[bool]:
-    return (number % thinned(run, most) == 0) | (number >= run.version.number)
+def drawn_versions(numbers: Iterable[int], best: int | None, most: int = MAX_POINTS) -> set[int]:
+    """Return the versions to draw of those that were measured: every n-th, the last, and the best.
+
+    These are counted among the measured versions, because a run may measure every tenth version only.
+    """
+    measured_versions = sorted(set(numbers))
+    step = max(1, math.ceil((len(measured_versions) - 1) / most))
+    return {*measured_versions[::step], *measured_versions[-1:], *([] if best is None else [best])}
 
 
-def measured(session: Session, run: Run, most: int = MAX_POINTS) -> list[Measurement]:
-    """Return the evaluations of every n-th version of a long run and of the last one."""
-    rows = views.EVALUATIONS.where(TaskRow.run_id == run.id, _is_shown(TaskRow.version_number, run, most))
-    ordered = rows.order_by(TaskRow.version_number, TaskRow.id)
+def _is_shown(number: ColumnElement[int] | InstrumentedAttribute[int], run: Run) -> ColumnElement[bool]:
+    return (number % thinned(run) == 0) | (number >= run.version.number)
+
+
+def measured(session: Session, run: Run) -> list[Measurement]:
+    """Return the evaluations of all versions: the best version may be any of them."""
+    ordered = views.EVALUATIONS.where(TaskRow.run_id == run.id).order_by(TaskRow.version_number, TaskRow.id)
     return [views.measurement_view(row, run.spec) for row in session.execute(ordered)]
 
 

@@ -192,7 +192,7 @@ def download_metrics(run_id: str, kind: Literal["csv", "json"], serving: Serving
             run,
             [views.round_view(row) for row in rounds],
             [views.view_of(Version, row) for row in versions],
-            measured(session, run, run.spec.rounds),
+            measured(session, run),
         )
         if kind == "csv":
             write_csv(rows, text := StringIO(newline=""))

@@ -269,6 +269,34 @@ def test_scores_of_a_run_are_chosen_and_taken_away(coordinator: LiveCoordinator,
     assert admin.http.get(f"{place}/charts/nothing.svg").status_code == 404
 
 
+def test_the_best_version_and_the_latest_scores_are_among_all_that_were_evaluated(
+    coordinator: LiveCoordinator, admin: Person
+) -> None:
+    run, other = worked(coordinator), worked(coordinator)
+    with coordinator.services.database.transaction() as session:
+        of_run = select(TaskRow).filter_by(run_id=run, kind="evaluate", version_number=1)
+        for task in session.scalars(of_run).all():
+            columns = {one.key: getattr(task, one.key) for one in TaskRow.__table__.columns}
+            # Every third version from 4 to 205: a chart of 206 versions would draw every fourth.
+            for number in range(4, 206, 3):
+                metrics = {"accuracy": 0.97 if number == 31 else 0.8 if number == 205 else 0.6, "loss": 0.5}
+                changed = {"id": f"{task.id}-{number}", "version_number": number, "metrics": metrics}
+                session.add(TaskRow(**{**columns, **changed}))
+        made = session.get_one(VersionRow, (run, 1))
+        session.add(VersionRow(run_id=run, number=206, digest=made.digest, scalars={}, warnings=[], created_at=0.0))
+        session.get_one(RunRow, run).version_number = 206
+    shown = admin.http.get(f"/page/runs/{run}").text
+    assert "<dt>Best version</dt><dd>31<small>Accuracy 0.97</small>" in shown
+    assert "<dt>Accuracy</dt><dd>0.8<small>version 205, 2 of 2 sites" in shown
+    # Versions 0, 1 and these 68 are evaluated, of which every second is drawn, with the best and the last.
+    assert "37 of 70 evaluated versions." in shown
+    numbers = [int(number) for number in re.findall(r'<tr><th scope="row">(\d+)</th><td>', shown)]
+    assert numbers[:37] == sorted({0, *range(4, 203, 6), 31, 205}, reverse=True)
+    compared = admin.http.get(f"/page/runs/compare?run={run}&run={other}").text
+    assert 'data-label="of version">31<' in compared
+    assert "Accuracy 0.97" in compared
+
+
 def test_names_that_one_site_invented_do_not_lengthen_a_run_s_page(
     coordinator: LiveCoordinator, admin: Person
 ) -> None:
