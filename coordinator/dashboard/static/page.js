@@ -9,6 +9,7 @@ const ANYWAY = 30000; // ms between fetches without an event, for the times 'ago
 const live = () => document.getElementById("live");
 const pulse = document.getElementById("pulse");
 const announced = document.getElementById("announced");
+let source = null;
 let due = null;
 let dueAt = Infinity;
 let looking = false;
@@ -38,8 +39,11 @@ async function fetchPart() {
     const url = new URL(location.href);
     url.searchParams.set("part", "live");
     const answer = await fetch(url, { credentials: "same-origin", redirect: "manual" });
-    if (answer.type === "opaqueredirect") location.reload(); // signed out meanwhile
-    else if (answer.ok) put(await answer.text());
+    if (answer.type === "opaqueredirect") return location.reload(); // signed out meanwhile
+    if (!answer.ok) return showState("away", `error ${answer.status}`);
+    const text = await answer.text();
+    if (source.readyState === EventSource.OPEN) showState("live", "live");
+    put(text);
   } catch {
     showState("away", "reconnecting");
   } finally {
@@ -104,7 +108,7 @@ function pathTo(element, top) {
 }
 
 function listen() {
-  const source = new EventSource(document.body.dataset.events);
+  source = new EventSource(document.body.dataset.events);
   source.addEventListener("open", () => {
     showState("live", "live");
     look(SOON); // for changes meanwhile

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page, Request, Response, expect
+from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page, Request, Response, Route, expect
 
 from tessera.shared.api.runs import Cohort, Evaluation
 from tessera.shared.api.tasks import Failure, LiveValues, LogEvent, Progress
@@ -314,6 +314,30 @@ def test_everything_is_reached_by_keyboard_and_focus_survives_what_is_new(browse
             scene.coordinator.client().create_site(f"site-{os.getpid()}")
         page.wait_for_timeout(200)
         expect(page.get_by_role("link", name="Start a run")).to_be_focused()
+        visit.nothing_amiss()
+
+
+def test_a_page_shows_that_it_could_not_be_updated_until_it_is(
+    browser: Browser, coordinator: LiveCoordinator
+) -> None:
+    client, part = coordinator.client(), re.compile("part=live")
+    with browser.new_context() as context:
+        visit = visiting(context, coordinator)
+        page = visit.sign_in(coordinator.token("viewer"))
+        pulse = page.locator("#pulse")
+        faults: dict[str, Callable[[Route], None]] = {
+            "error 503": lambda route: route.fulfill(status=503),
+            "reconnecting": lambda route: route.abort(),
+        }
+        for number, (shown, fault) in enumerate(faults.items()):
+            expect(pulse).to_have_text("live")
+            page.route(part, fault)
+            client.create_site(f"faulty-{number}")
+            expect(pulse).to_have_text(shown)
+            page.unroute(part)
+            client.create_site(f"well-{number}")
+        expect(pulse).to_have_text("live")
+        visit.said.clear()  # the errors were asked for
         visit.nothing_amiss()
 
 
