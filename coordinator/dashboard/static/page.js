@@ -70,7 +70,8 @@ function localise(element) {
 function put(text) {
   const old = live();
   const fresh = new DOMParser().parseFromString(text, "text/html").getElementById("live");
-  if (!fresh || busyIn(old)) return;
+  if (!fresh) return;
+  if (busyIn(old)) return showState("away", "paused while you write");
   localise(fresh);
   for (const open of old.querySelectorAll("details[open][id]")) {
     const same = fresh.querySelector(`#${CSS.escape(open.id)}`);
@@ -90,12 +91,20 @@ function put(text) {
   if (fresh.dataset.said && fresh.dataset.said !== old.dataset.said) announced.textContent = fresh.dataset.said;
 }
 
-// Whether a person is filling in a field or selecting text, which replacing the element would interrupt.
+// Whether a person is filling in a form or selecting text, which replacing the element would interrupt.
 function busyIn(element) {
   const at = document.activeElement;
   const selected = getSelection();
-  const writing = at && element.contains(at) && at.matches("input:not([type=checkbox]), select, textarea");
+  const fields = [...element.querySelectorAll("input:not([type=checkbox]), select, textarea")];
+  const writing = fields.some((field) => field === at || isChanged(field));
   return writing || (selected && !selected.isCollapsed && element.contains(selected.anchorNode));
+}
+
+function isChanged(field) {
+  if (field.type === "radio") return field.checked !== field.defaultChecked;
+  if (field.localName !== "select") return field.value !== field.defaultValue;
+  // Of a menu without a default, the browser selects the first option.
+  return field.selectedIndex !== Math.max(0, [...field.options].findIndex((option) => option.defaultSelected));
 }
 
 function pathTo(element, top) {

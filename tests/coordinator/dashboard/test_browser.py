@@ -14,8 +14,11 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page, Request, Response, Route, expect
 
+from tessera.shared.api.admin import EnrolmentSpec
 from tessera.shared.api.runs import Cohort, Evaluation
 from tessera.shared.api.tasks import Failure, LiveValues, LogEvent, Progress
+from tessera.shared.api.token_format import hash_of
+from tessera.shared.client.client import Client
 from tessera.shared.methods.base import MethodSpec
 from tests.coordinator.api.test_secure_sums import Ring
 from tests.support.coordinator import LiveCoordinator, until
@@ -338,6 +341,36 @@ def test_a_page_shows_that_it_could_not_be_updated_until_it_is(
             client.create_site(f"well-{number}")
         expect(pulse).to_have_text("live")
         visit.said.clear()  # the errors were asked for
+        visit.nothing_amiss()
+
+
+def test_live_updates_keep_unfinished_input(browser: Browser, coordinator: LiveCoordinator) -> None:
+    client = coordinator.client()
+
+    def ask(site: str) -> None:
+        with Client(coordinator.url, verify=False) as worker:
+            worker.ask_to_join(EnrolmentSpec(site=site, worker="gpu-1", secret_hash=hash_of(site)))
+
+    ask("nroth")
+    with browser.new_context() as context:
+        visit = visiting(context, coordinator)
+        visit.sign_in(coordinator.token("admin"))
+        page = visit.open("/approvals")
+        expect(page.locator("#pulse")).to_have_text("live")
+        card = page.get_by_role("listitem").filter(has_text="nroth/gpu-1")
+        create, site = card.get_by_role("checkbox"), card.get_by_role("textbox", name="Site")
+        create.uncheck()
+        ask("south")
+        client.create_site("known")
+        # A box alone does not hold updates up, and keeps its state.
+        expect(page.get_by_role("heading", name="south/gpu-1")).to_be_visible()
+        expect(create).not_to_be_checked()
+        site.fill("north")
+        card.get_by_role("button", name="Admit").focus()
+        client.create_site("other")
+        expect(page.locator("#pulse")).to_have_text("paused while you write")
+        expect(site).to_have_value("north")
+        expect(create).not_to_be_checked()
         visit.nothing_amiss()
 
 
