@@ -94,7 +94,7 @@ def show(value: BaseModel | Iterable[BaseModel] | dict[str, Any], shown: Rendera
     if as_json:
         print_json(value)
     else:
-        out().print(shown)
+        out().print(escape(shown) if isinstance(shown, str) else shown)
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, right: Iterable[str] = ()) -> Table:

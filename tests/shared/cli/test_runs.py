@@ -207,6 +207,17 @@ def test_a_run_has_tags_and_a_note(commands: Commands, folder: Path) -> None:
     assert "v2, v3" in commands.say("run", "list").stdout
 
 
+def test_square_brackets_in_notes_and_paths_are_shown(commands: Commands, folder: Path, tmp_path: Path) -> None:
+    run = commands.create(folder)
+    note = "weights in [/mnt/data], [bold]see log[/bold]"
+    assert note in commands.say("run", "annotate", run, "--note", note).stdout
+    (tmp_path / "[").mkdir()
+    for verb, file in (("export", "[/one].safetensors"), ("metrics", "[/one].csv")):
+        path = str(tmp_path / file)
+        written = commands.say("run", verb, run, *(["--csv"] if verb == "metrics" else []), path).stdout
+        assert path in written
+
+
 class Contested(LiveCoordinator):
     """A coordinator at which another person annotates a run just before a change of it arrives."""
 
