@@ -5,6 +5,7 @@
 const SOON = 250; // ms after a change, so that one fetch covers several
 const SELDOM = 2000; // ms between fetches for progress
 const ANYWAY = 30000; // ms between fetches without an event, for the times 'ago'
+const PATIENCE = 30000; // ms until a fetch without an answer is given up
 
 const live = () => document.getElementById("live");
 const pulse = document.getElementById("pulse");
@@ -38,11 +39,11 @@ async function fetchPart() {
   try {
     const url = new URL(location.href);
     url.searchParams.set("part", "live");
-    const answer = await fetch(url, { credentials: "same-origin", redirect: "manual" });
+    const answer = await fetch(url, { credentials: "same-origin", redirect: "manual", signal: AbortSignal.timeout(PATIENCE) });
     if (answer.type === "opaqueredirect") return location.reload(); // signed out meanwhile
     if (!answer.ok) return showState("away", `error ${answer.status}`);
     const text = await answer.text();
-    if (source.readyState === EventSource.OPEN) showState("live", "live");
+    if (source?.readyState === EventSource.OPEN) showState("live", "live");
     put(text);
   } catch {
     showState("away", "reconnecting");
@@ -116,7 +117,9 @@ function pathTo(element, top) {
   return `:scope > ${steps.join(" > ")}`;
 }
 
+// A browser has six connections to a host, so a hidden page leaves its own to others.
 function listen() {
+  if (document.hidden || (source && source.readyState !== EventSource.CLOSED)) return;
   source = new EventSource(document.body.dataset.events);
   source.addEventListener("open", () => {
     showState("live", "live");
@@ -129,7 +132,6 @@ function listen() {
     // A refused connection is not retried by the browser.
     if (source.readyState === EventSource.CLOSED) setTimeout(listen, 10000);
   });
-  addEventListener("pagehide", () => source.close(), { once: true });
 }
 
 // The values under the pointer, from the table of the same chart, whose rows are at `data-places` of its width.
@@ -178,6 +180,8 @@ if (current) current.closest(".menu").scrollLeft = current.offsetLeft - innerWid
 if (document.body.dataset.events && live()) {
   showState("away", "connecting");
   listen();
+  document.addEventListener("visibilitychange", () => (document.hidden ? source?.close() : listen()));
+  addEventListener("pagehide", () => source?.close());
   setInterval(() => look(0), ANYWAY);
   addEventListener("pageshow", (event) => event.persisted && location.reload());
 }

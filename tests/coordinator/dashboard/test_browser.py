@@ -374,6 +374,24 @@ def test_live_updates_keep_unfinished_input(browser: Browser, coordinator: LiveC
         visit.nothing_amiss()
 
 
+def test_a_hidden_page_keeps_no_connection_open(browser: Browser, coordinator: LiveCoordinator) -> None:
+    turn = """hidden => {
+        Object.defineProperty(document, "hidden", { get: () => hidden, configurable: true });
+        document.dispatchEvent(new Event("visibilitychange"));
+    }"""
+    with browser.new_context() as context:
+        visit = visiting(context, coordinator)
+        page = visit.sign_in(coordinator.token("viewer"))
+        expect(page.locator("#pulse")).to_have_text("live")
+        with page.expect_event("requestfailed", lambda request: request.url.endswith("/events")):
+            page.evaluate(turn, True)
+        coordinator.client().create_site("meanwhile")
+        with page.expect_response(re.compile("part=live")):
+            page.evaluate(turn, False)
+        expect(page.locator("#pulse")).to_have_text("live")
+        visit.nothing_amiss()
+
+
 def test_colours_are_chosen_and_stay_without_any_script(browser: Browser, scene: Scene) -> None:
     with browser.new_context(java_script_enabled=False, color_scheme="light") as context:
         visit = visiting(context, scene.coordinator)
