@@ -11,7 +11,7 @@ from itertools import groupby
 from operator import add, attrgetter
 from typing import Any, get_args
 
-from sqlalchemy import ColumnElement, Row, String, case, cast, func, select, true
+from sqlalchemy import ColumnElement, Row, String, case, cast, func, select, true, tuple_
 from sqlalchemy.orm import InstrumentedAttribute, Session
 
 from tessera.coordinator.dashboard.charts.svg_charts import Band
@@ -118,11 +118,11 @@ class RoundSum:
         return self.round.closed_at - self.round.opened_at if self.round.closed_at else None
 
 
-def round_sums(session: Session, run: Run, most: int, before: int | None = None) -> list[RoundSum]:
-    """Return the latest rounds, newest first; only those below number `before` if it is given."""
+def round_sums(session: Session, run: Run, most: int, before: tuple[int, int] | None = None) -> list[RoundSum]:
+    """Return the latest attempts at rounds, newest first: those before a number and attempt if given."""
     latest = select(RoundRow).where(RoundRow.run_id == run.id)
     if before is not None:
-        latest = latest.where(RoundRow.number < before)
+        latest = latest.where(tuple_(RoundRow.number, RoundRow.attempt) < tuple_(*before))
     rounds = session.scalars(latest.order_by(RoundRow.number.desc(), RoundRow.attempt.desc()).limit(most)).all()
     accepted = TaskRow.state.in_(ACCEPTED)
     sums = session.execute(

@@ -18,7 +18,7 @@ from tessera.coordinator.dashboard import records
 from tessera.coordinator.dashboard.queries import layer_shares
 from tessera.coordinator.db import views
 from tessera.coordinator.db.helper_tasks import _terms_by_count
-from tessera.coordinator.db.tables import RunRow, SiteRow, TaskRow, TokenRow, VersionRow, WorkerRow
+from tessera.coordinator.db.tables import RoundRow, RunRow, SiteRow, TaskRow, TokenRow, VersionRow, WorkerRow
 from tessera.shared.api.admin import EnrolmentSpec
 from tessera.shared.api.runs import Cohort, Evaluation, RunPatch
 from tessera.shared.api.tasks import AdvertisedPolicy, Failure, Progress
@@ -949,6 +949,25 @@ def test_runs_and_tokens_of_one_instant_are_all_on_a_page_of_the_list(
             place = unescape(place)
         assert sorted(found) == sorted(ids)
         assert len(ids) > 4
+
+
+def test_all_attempts_at_a_round_are_on_a_page_of_the_list(
+    coordinator: LiveCoordinator, admin: Person, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tessera.coordinator.dashboard.runs.AT_A_TIME", 2)
+    run = worked(coordinator)
+    with coordinator.services.database.transaction() as session:
+        last = session.scalars(select(RoundRow).filter_by(run_id=run, number=2)).one()
+        columns = {one.key: getattr(last, one.key) for one in RoundRow.__table__.columns}
+        for number, attempt in ((1, 2), (1, 3), (2, 2), (2, 3), (2, 4)):
+            session.add(RoundRow(**{**columns, "id": f"{number}-{attempt}", "number": number, "attempt": attempt}))
+    found, place = [], f"/page/runs/{run}/rounds"
+    while place:
+        shown = admin.http.get(place).text
+        found += [tuple(map(int, pair)) for pair in re.findall(r"/rounds/(\d+)\?attempt=(\d+)", shown)]
+        (place,) = re.findall(r'href="([^"]+)" rel="next"', shown) or [""]
+        place = unescape(place)
+    assert found == [(2, 4), (2, 3), (2, 2), (2, 1), (1, 3), (1, 2), (1, 1)]
 
 
 def test_audit_entries_of_a_run_that_is_not_in_the_menu_show_the_filter(
