@@ -403,6 +403,15 @@ def test_a_site_is_added_with_a_token_that_admits_its_workers(
     assert [site["name"] for site in commands.json("admin", "sites")] == ["north"]
 
 
+def test_a_site_whose_token_could_not_be_issued_is_named_with_the_remedy(commands: Commands) -> None:
+    commands.say("admin", "token", "create", "lakeside", "--role", "viewer")
+    refused = commands.say("admin", "site", "add", "lakeside", code=1)
+    assert "site lakeside exists now, without a token" in refused.stderr
+    assert [site["name"] for site in commands.json("admin", "sites")] == ["lakeside"]
+    (remedy,) = re.findall(r"`tessera (admin token create .*?)`", refused.stderr)
+    assert commands.say(*remedy.replace("NAME", "lakeside-2").split()).stdout.strip()
+
+
 def test_a_token_is_issued_listed_rotated_and_revoked(commands: Commands) -> None:
     issued = commands.say("admin", "token", "create", "reader", "--role", "viewer", "--days", "3")
     secret = issued.stdout.strip()
