@@ -343,6 +343,14 @@ def test_runs_are_found_by_their_tags_method_and_text(coordinator: LiveCoordinat
         assert re.findall(r'aria-label="Compare ([^"]+)"', shown) == names, query
 
 
+def test_a_search_ignores_the_case_of_letters_beyond_ascii(coordinator: LiveCoordinator, viewer: Person) -> None:
+    client = coordinator.client()
+    run = start_run(client, MODEL, values(MODEL), name="wards", dataset="none")
+    client.patch_run(run.id, RunPatch(note="Étude pilote"))
+    for text in ("ÉTUDE", "étude"):
+        assert run.id in viewer.http.get("/page/runs", params={"q": text}).text
+
+
 def test_a_note_with_letters_that_no_page_shows_can_be_changed(coordinator: LiveCoordinator, admin: Person) -> None:
     client = coordinator.client()
     run = start_run(client, MODEL, values(MODEL), dataset="none")
