@@ -207,6 +207,14 @@ def test_a_run_has_tags_and_a_note(commands: Commands, folder: Path) -> None:
     assert "v2, v3" in commands.say("run", "list").stdout
 
 
+@pytest.mark.parametrize("named", ["", ".", "../sites", "{run}/rounds", "{run}#zzz", "{run}?x=1"])
+def test_a_run_is_not_found_by_what_only_contains_its_id(commands: Commands, folder: Path, named: str) -> None:
+    run = commands.create(folder)
+    refused = commands.say("run", "pause", named.format(run=run), code=1)
+    assert f"there is no run {named.format(run=run)!r}" in refused.stderr
+    assert commands.json("run", "show", run)["run"]["state"] == "running"
+
+
 def test_square_brackets_in_notes_and_paths_are_shown(commands: Commands, folder: Path, tmp_path: Path) -> None:
     run = commands.create(folder)
     note = "weights in [/mnt/data], [bold]see log[/bold]"
