@@ -31,7 +31,7 @@ from tessera.shared.client.client import MAX_CHANGES, Client
 from tessera.shared.client.round_outcomes import follow
 from tessera.shared.model.spec import BLOCKS_FILE, WEIGHTS_FILE, Lora
 from tessera.shared.problems import Fault, InvalidUpdate
-from tests.support.cli import COMMAND, environment, tessera
+from tests.support.cli import COMMAND, environment, process, tessera
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.federation import ScriptedWorker, model_folder, small_model, start_run, values, whole_tensors
 
@@ -213,6 +213,18 @@ def test_a_run_is_not_found_by_what_only_contains_its_id(commands: Commands, fol
     refused = commands.say("run", "pause", named.format(run=run), code=1)
     assert f"there is no run {named.format(run=run)!r}" in refused.stderr
     assert commands.json("run", "show", run)["run"]["state"] == "running"
+
+
+@pytest.mark.parametrize(
+    ("redirection", "code", "told"),
+    [(">/dev/full", 1, "error: the output cannot be written: No space left on device; "), (">&-", 0, "")],
+)
+def test_output_that_cannot_be_written_ends_without_a_traceback(
+    commands: Commands, redirection: str, code: int, told: str
+) -> None:
+    shell = ["sh", "-c", f'exec "$@" {redirection}', "sh", *COMMAND]
+    answer = process("run", "list", command=shell, **commands.settings)
+    assert (answer.returncode, answer.stderr[: len(told)], "Traceback" in answer.stderr) == (code, told, False)
 
 
 def test_square_brackets_in_notes_and_paths_are_shown(commands: Commands, folder: Path, tmp_path: Path) -> None:
