@@ -17,7 +17,7 @@ from tessera.coordinator.dashboard.charts.run_charts import (
     svg_file,
 )
 from tessera.coordinator.dashboard.charts.svg_charts import Series
-from tessera.coordinator.dashboard.queries import MAX_POINTS, measured, round_costs
+from tessera.coordinator.dashboard.queries import MAX_POINTS, drawn_versions, measured, round_costs
 from tessera.coordinator.dashboard.runs import Metric
 from tessera.coordinator.dashboard.security_headers import PREFIX
 from tessera.coordinator.dashboard.session import PageRoute, Signed
@@ -76,8 +76,7 @@ def _histories(serving: Services, ids: list[str]) -> list[History]:
         )
     with serving.database.snapshot() as session:
         runs = [views.run_view(session, views.find_run(session, one)) for one in chosen]
-        most = MAX_POINTS // 2
-        return [History(one, round_costs(session, one), measured(session, one, most)) for one in runs]
+        return [History(one, round_costs(session, one), measured(session, one)) for one in runs]
 
 
 def _panel(found: Comparison, along: Along) -> Panel:
@@ -85,7 +84,8 @@ def _panel(found: Comparison, along: Along) -> Panel:
     drawn = []
     for one in found.runs:
         best = one.best.number if one.best and one.best.metric == found.metric else None
-        line = Series(one.name, one.scores, main=True, best=best)
+        places = drawn_versions(one.scores, best, MAX_POINTS // 2)
+        line = Series(one.name, {at: one.scores[at] for at in places}, main=True, best=best)
         axis = one.bytes if along == "bytes" else one.seconds
         drawn.append(line if along == "version" else moved_to(line, axis_of(axis)))
     title = metric_name(found.metric or MAIN_SCORES[0])

@@ -11,7 +11,7 @@ from itertools import groupby
 from operator import add, attrgetter
 from typing import Any, get_args
 
-from sqlalchemy import ColumnElement, Row, String, case, cast, func, select, true
+from sqlalchemy import ColumnElement, Row, String, case, cast, func, select, true, tuple_
 from sqlalchemy.orm import InstrumentedAttribute, Session
 
 from tessera.coordinator.dashboard.charts.svg_charts import Band
@@ -34,7 +34,7 @@ from tessera.shared.rounds.eta import Pace, expected_end
 from tessera.shared.schema import ACCEPTED, TaskKind
 
 MAX_POINTS = 60
-"""Most versions in a chart: of longer runs every n-th version is shown."""
+"""About the most versions in a chart: of longer runs every n-th version is drawn."""
 MAX_BARS = 60
 MAX_SCORES = 200
 PAST_ROUNDS = 5
@@ -118,11 +118,11 @@ class RoundSum:
         return self.round.closed_at - self.round.opened_at if self.round.closed_at else None
 
 
-def round_sums(session: Session, run: Run, most: int, before: int | None = None) -> list[RoundSum]:
-    """Return the latest rounds, newest first; only those below number `before` if it is given."""
+def round_sums(session: Session, run: Run, most: int, before: tuple[int, int] | None = None) -> list[RoundSum]:
+    """Return the latest attempts at rounds, newest first: those before a number and attempt if given."""
     latest = select(RoundRow).where(RoundRow.run_id == run.id)
     if before is not None:
-        latest = latest.where(RoundRow.number < before)
+        latest = latest.where(tuple_(RoundRow.number, RoundRow.attempt) < tuple_(*before))
     rounds = session.scalars(latest.order_by(RoundRow.number.desc(), RoundRow.attempt.desc()).limit(most)).all()
     accepted = TaskRow.state.in_(ACCEPTED)
     sums = session.execute(
@@ -179,21 +179,28 @@ def stage_bands(session: Session, run_id: str) -> list[Band]:
     return [Band(stage, numbers[0], numbers[-1]) for stage, numbers in stages]
 
 
-def thinned(run: Run, most: int = MAX_POINTS) -> int:
-    """Return the step between shown versions, of which there are at most about `most`."""
-    return max(1, math.ceil(run.version.number / most))
+def thinned(run: Run) -> int:
+    """Return the step between shown versions, of which there are at most about `MAX_POINTS`."""
+    return max(1, math.ceil(run.version.number / MAX_POINTS))
 
 
-def _is_shown(
-    number: ColumnElement[int] | InstrumentedAttribute[int], run: Run, most: int = MAX_POINTS
-) -> ColumnElement[bool]:
-    return (number % thinned(run, most) == 0) | (number >= run.version.number)
+def drawn_versions(numbers: Iterable[int], best: int | None, most: int = MAX_POINTS) -> set[int]:
+    """Return the versions to draw of those that were measured: every n-th, the last, and the best.
+
+    These are counted among the measured versions, because a run may measure every tenth version only.
+    """
+    measured_versions = sorted(set(numbers))
+    step = max(1, math.ceil((len(measured_versions) - 1) / most))
+    return {*measured_versions[::step], *measured_versions[-1:], *([] if best is None else [best])}
 
 
-def measured(session: Session, run: Run, most: int = MAX_POINTS) -> list[Measurement]:
-    """Return the evaluations of every n-th version of a long run and of the last one."""
-    rows = views.EVALUATIONS.where(TaskRow.run_id == run.id, _is_shown(TaskRow.version_number, run, most))
-    ordered = rows.order_by(TaskRow.version_number, TaskRow.id)
+def _is_shown(number: ColumnElement[int] | InstrumentedAttribute[int], run: Run) -> ColumnElement[bool]:
+    return (number % thinned(run) == 0) | (number >= run.version.number)
+
+
+def measured(session: Session, run: Run) -> list[Measurement]:
+    """Return the evaluations of all versions: the best version may be any of them."""
+    ordered = views.EVALUATIONS.where(TaskRow.run_id == run.id).order_by(TaskRow.version_number, TaskRow.id)
     return [views.measurement_view(row, run.spec) for row in session.execute(ordered)]
 
 

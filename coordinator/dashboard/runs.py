@@ -192,7 +192,7 @@ def download_metrics(run_id: str, kind: Literal["csv", "json"], serving: Serving
             run,
             [views.round_view(row) for row in rounds],
             [views.view_of(Version, row) for row in versions],
-            measured(session, run, run.spec.rounds),
+            measured(session, run),
         )
         if kind == "csv":
             write_csv(rows, text := StringIO(newline=""))
@@ -203,12 +203,21 @@ def download_metrics(run_id: str, kind: Literal["csv", "json"], serving: Serving
 
 
 @router.get("/{run_id}/rounds")
-def list_rounds(run_id: str, request: Request, serving: Serving, who: Signed, before: Ordinal = None) -> Response:
+def list_rounds(
+    run_id: str,
+    request: Request,
+    serving: Serving,
+    who: Signed,
+    before: Ordinal = None,
+    attempt: Annotated[int, Query(ge=1, lt=1 << 31)] = 1,
+) -> Response:
+    """List attempts at rounds, newest first: those before an attempt at round `before`, by default its first."""
     with serving.database.snapshot() as session:
         run = views.run_view(session, views.find_run(session, run_id))
-        rounds = round_sums(session, run, AT_A_TIME, before)
+        found = round_sums(session, run, AT_A_TIME + 1, (before, attempt) if before else None)
+        rounds = found[:AT_A_TIME]
         here = f"{PREFIX}/runs/{run_id}/rounds"
-        more = len(rounds) == AT_A_TIME and rounds[-1].round.number > 1
+        last = rounds[-1].round if len(found) > AT_A_TIME else None
         return render(
             request,
             "rounds.html",
@@ -216,7 +225,7 @@ def list_rounds(run_id: str, request: Request, serving: Serving, who: Signed, be
             run=run,
             rounds=rounds,
             newer=here if before else None,
-            older=f"{here}?before={rounds[-1].round.number}" if more else None,
+            older=f"{here}?before={last.number}&attempt={last.attempt}" if last else None,
         )
 
 

@@ -416,3 +416,9 @@ def _tune_sqlite(engine: Engine) -> None:
         connection.isolation_level = None
         for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON", "busy_timeout=30000"):
             connection.execute(f"PRAGMA {pragma}")
+        # SQLite's own changes ASCII letters only, unlike PostgreSQL's. No index has it.
+        connection.create_function("lower", 1, _lower, deterministic=True)
+
+
+def _lower(value: object) -> object:
+    return value.lower() if isinstance(value, str) else value

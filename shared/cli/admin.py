@@ -153,7 +153,14 @@ def add_site(
     client = client_of(ctx)
     with new_secret_file(token_file) as store:
         site = client.create_site(name)
-        issued = _issue(client, spec, store)
+        try:
+            issued = _issue(client, spec, store)
+        except Problem:
+            output.note(
+                f"site {name} exists now, without a token. When nothing prevents it, issue one: "
+                f"`tessera admin token create NAME --role site --site {name}`"
+            )
+            raise
     _print_issued(issued, token_file, as_json=as_json, more={"site": site.model_dump(mode="json")})
 
 

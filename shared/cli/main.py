@@ -5,8 +5,10 @@ that the user can fix becomes one message and an exit code: 1 for a refusal, 2 f
 for a rejected token.
 """
 
+import errno
 import os
 import re
+import sys
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points, version
 from importlib.util import find_spec
@@ -19,6 +21,7 @@ from typer.main import get_command
 
 from tessera.shared.cli.lazy_import import load
 from tessera.shared.cli.render.output import complain, show_problem, wants_json
+from tessera.shared.diagnostics import reason_of
 from tessera.shared.environment import refuse_misspelt
 from tessera.shared.near_names import did_you_mean
 from tessera.shared.problems import Invalid, Problem, Unauthenticated
@@ -83,6 +86,14 @@ class Installed(TyperGroup):
             usage = type(problem) is Invalid and not problem.from_document
             code = NOT_ADMITTED if isinstance(problem, Unauthenticated) else BAD_USAGE if usage else 1
             raise typer.Exit(code) from problem
+        except OSError as fault:
+            # Of other files the commands themselves say that their disk is full.
+            if fault.errno != errno.ENOSPC or fault.filename is not None:
+                raise
+            complain(f"the output cannot be written: {reason_of(fault)}; what the command has changed stays changed")
+            # Python would flush the rest at its end, and fail again.
+            sys.stdout = None
+            raise typer.Exit(1) from fault
 
 
 def _reworded(refusal: Any) -> str:

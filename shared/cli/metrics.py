@@ -41,7 +41,7 @@ def metrics(
     if as_json:
         output.print_json({"run": found.id, **(written or {"rows": [row._asdict() for row in rows]})})
     elif written:
-        output.out().print(f"{len(rows)} rows to {', '.join(written.values())}", soft_wrap=True)
+        output.out().print(f"{len(rows)} rows to {', '.join(written.values())}", soft_wrap=True, markup=False)
     else:
         text = io.StringIO()
         write_csv(rows, text)

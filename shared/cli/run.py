@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 from pydantic import TypeAdapter, ValidationError
+from rich.markup import escape
 from rich.table import Table
 
 from tessera.shared.api.runs import Preview, Round, Run, RunPatch, RunSpec, WorkerPreview
@@ -397,12 +398,12 @@ def export(
     client = client_of(ctx)
     found = find_run(client, run)
     with output.progress(quiet=as_json) as bar:
-        advance = partial(bar.advance, bar.add_task(out.name, total=found.model_bytes))
+        advance = partial(bar.advance, bar.add_task(escape(out.name), total=found.model_bytes))
         number = export_version(client, found, out, wanted, advance, model, base)
     if as_json:
         output.print_json({"run": found.id, "version": number, "path": str(out)})
     else:
-        output.out().print(f"{out}: version {number} of {found.spec.name}", soft_wrap=True)
+        output.out().print(f"{out}: version {number} of {found.spec.name}", soft_wrap=True, markup=False)
     if out.is_dir() and client.model(found.spec.model).lora:
         output.note(
             f"{out} has LoRA adapters, which from_pretrained ignores: `tessera model merge {out} MERGED` writes a "

@@ -9,6 +9,7 @@ Every method raises a `shared.problems.Problem` for a refusal, after retrying te
 
 import io
 import os
+import re
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -153,7 +154,7 @@ class Client:
         return self._pages("/v1/runs", Run)
 
     def run(self, run_id: str) -> Run:
-        return self._get(f"/v1/runs/{run_id}", Run)
+        return self._get(_run_path(run_id), Run)
 
     def set_run_state(self, run_id: str, state: RunState) -> Run:
         """Pause, resume ('running') or cancel a run, also one that changes at the same time, as at each commit."""
@@ -166,22 +167,22 @@ class Client:
         Raises PreconditionFailed if the run has changed since then.
         """
         if revision is None:
-            etag = self._transport.request("GET", f"/v1/runs/{run_id}").headers["ETag"]
+            etag = self._transport.request("GET", _run_path(run_id)).headers["ETag"]
         else:
             etag = f'"{revision}"'
-        return _read(Run, self._send("PATCH", f"/v1/runs/{run_id}", patch, {"If-Match": etag}).content)
+        return _read(Run, self._send("PATCH", _run_path(run_id), patch, {"If-Match": etag}).content)
 
     def rounds(self, run_id: str) -> Iterator[Round]:
         """Yield every attempt at every round, with its tasks, oldest first."""
-        return self._pages(f"/v1/runs/{run_id}/rounds", Round)
+        return self._pages(f"{_run_path(run_id)}/rounds", Round)
 
     def round(self, run_id: str, number: int) -> Round:
         """Return the latest attempt at a round."""
-        return self._get(f"/v1/runs/{run_id}/rounds/{number}", Round)
+        return self._get(f"{_run_path(run_id)}/rounds/{number}", Round)
 
     def versions(self, run_id: str, since: int = 0) -> Iterator[Version]:
         """Yield every version from the number `since` on, with its method's metrics."""
-        return self._pages(f"/v1/runs/{run_id}/versions", Version, since=since)
+        return self._pages(f"{_run_path(run_id)}/versions", Version, since=since)
 
     def changes(self, run_id: str) -> Iterator[None]:
         """Yield whenever a run may have changed, from now on and without end: for a caller that then reads the run.
@@ -190,15 +191,16 @@ class Client:
         stream of events, and when the stream cannot be read; the caller's own requests then show whether the
         coordinator is there.
         """
+        events = f"{_run_path(run_id)}/events"
         while True:
             with suppress(Problem):
-                for _ in self._transport.listen(f"/v1/runs/{run_id}/events"):
+                for _ in self._transport.listen(events):
                     yield
             yield
 
     def measurements(self, run_id: str, since: int = 0) -> Iterator[Measurement]:
         """Yield the central and sites' metrics of every version from the number `since` on."""
-        return self._pages(f"/v1/runs/{run_id}/metrics", Measurement, since=since)
+        return self._pages(f"{_run_path(run_id)}/metrics", Measurement, since=since)
 
     def export(
         self, run_id: str, file: BinaryIO, number: int | None = None, progress: Progress | None = None
@@ -217,7 +219,7 @@ class Client:
                 progress(start - file.tell())
             file.seek(start)
             file.truncate()
-            with self._transport.stream(f"/v1/runs/{run_id}/versions/{at}/export", {}) as response:
+            with self._transport.stream(f"{_run_path(run_id)}/versions/{at}/export", {}) as response:
                 for piece in response.iter_bytes(PIECE_BYTES):
                     file.write(piece)
                     furthest = max(furthest, file.tell())
@@ -271,7 +273,7 @@ class Client:
             # A coordinator of an earlier version names the difference's blob, in JSON.
             return headers.get("Content-Type") == OCTETS and int(headers.get("Content-Length", below)) < below
 
-        path = f"/v1/runs/{run_id}/versions/{number}/difference?since={since}"
+        path = f"{_run_path(run_id)}/versions/{number}/difference?since={since}"
         try:
             return self._transfers.receive(path, file, progress, is_smaller)
         except NotFound as problem:
@@ -500,6 +502,13 @@ def read_token(text: str | None, file: Path | None) -> str | None:
     if not (token.isascii() and token.isprintable()):
         raise Invalid("the token contains invalid characters", remedy="Give it exactly as it was issued.")
     return token or None
+
+
+def _run_path(run_id: str) -> str:
+    """Return the path of a run, whose id a person may have given. Raises NotFound if it is not an id."""
+    if not re.fullmatch(r"[\w-]+", run_id, re.ASCII):
+        raise NotFound(f"there is no run {run_id!r}", remedy="Give the id of a run.")
+    return f"/v1/runs/{run_id}"
 
 
 def _read(kind: type[T], content: bytes, read: Callable[[bytes], T] | None = None) -> T:

@@ -132,12 +132,15 @@ def init(
 
 def _append(file: Path, name: str, text: str) -> None:
     """Append a data set's table to settings. Raises SettingsError if they have one of this name, or cannot grow."""
-    before = file.read_text(encoding="utf-8") if file.exists() else ""
     try:
+        before = file.read_text(encoding="utf-8") if file.exists() else ""
         settings = tomllib.loads(before)
-    except tomllib.TOMLDecodeError as fault:
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as fault:
         raise SettingsError(f"{file} cannot be read: {fault}") from fault
-    if name in settings.get("datasets", {}):
+    datasets = settings.get("datasets", {})
+    if not isinstance(datasets, dict):
+        raise SettingsError(f"{file}: datasets must be tables such as [datasets.{name}], and is {datasets!r}")
+    if name in datasets:
         raise SettingsError(f"{file} has a data set {name!r} already: give another --name")
     added = (("\n" if before else "") + text).encode()
     # Unbuffered and at the end, so that on a full disk the settings can stay as they were.

@@ -5,10 +5,12 @@
 const SOON = 250; // ms after a change, so that one fetch covers several
 const SELDOM = 2000; // ms between fetches for progress
 const ANYWAY = 30000; // ms between fetches without an event, for the times 'ago'
+const PATIENCE = 30000; // ms until a fetch without an answer is given up
 
 const live = () => document.getElementById("live");
 const pulse = document.getElementById("pulse");
 const announced = document.getElementById("announced");
+let source = null;
 let due = null;
 let dueAt = Infinity;
 let looking = false;
@@ -37,9 +39,12 @@ async function fetchPart() {
   try {
     const url = new URL(location.href);
     url.searchParams.set("part", "live");
-    const answer = await fetch(url, { credentials: "same-origin", redirect: "manual" });
-    if (answer.type === "opaqueredirect") location.reload(); // signed out meanwhile
-    else if (answer.ok) put(await answer.text());
+    const answer = await fetch(url, { credentials: "same-origin", redirect: "manual", signal: AbortSignal.timeout(PATIENCE) });
+    if (answer.type === "opaqueredirect") return location.reload(); // signed out meanwhile
+    if (!answer.ok) return showState("away", `error ${answer.status}`);
+    const text = await answer.text();
+    if (source?.readyState === EventSource.OPEN) showState("live", "live");
+    put(text);
   } catch {
     showState("away", "reconnecting");
   } finally {
@@ -66,7 +71,8 @@ function localise(element) {
 function put(text) {
   const old = live();
   const fresh = new DOMParser().parseFromString(text, "text/html").getElementById("live");
-  if (!fresh || busyIn(old)) return;
+  if (!fresh) return;
+  if (busyIn(old)) return showState("away", "paused while you write");
   localise(fresh);
   for (const open of old.querySelectorAll("details[open][id]")) {
     const same = fresh.querySelector(`#${CSS.escape(open.id)}`);
@@ -86,12 +92,20 @@ function put(text) {
   if (fresh.dataset.said && fresh.dataset.said !== old.dataset.said) announced.textContent = fresh.dataset.said;
 }
 
-// Whether a person is filling in a field or selecting text, which replacing the element would interrupt.
+// Whether a person is filling in a form or selecting text, which replacing the element would interrupt.
 function busyIn(element) {
   const at = document.activeElement;
   const selected = getSelection();
-  const writing = at && element.contains(at) && at.matches("input:not([type=checkbox]), select, textarea");
+  const fields = [...element.querySelectorAll("input:not([type=checkbox]), select, textarea")];
+  const writing = fields.some((field) => field === at || isChanged(field));
   return writing || (selected && !selected.isCollapsed && element.contains(selected.anchorNode));
+}
+
+function isChanged(field) {
+  if (field.type === "radio") return field.checked !== field.defaultChecked;
+  if (field.localName !== "select") return field.value !== field.defaultValue;
+  // Of a menu without a default, the browser selects the first option.
+  return field.selectedIndex !== Math.max(0, [...field.options].findIndex((option) => option.defaultSelected));
 }
 
 function pathTo(element, top) {
@@ -103,8 +117,10 @@ function pathTo(element, top) {
   return `:scope > ${steps.join(" > ")}`;
 }
 
+// A browser has six connections to a host, so a hidden page leaves its own to others.
 function listen() {
-  const source = new EventSource(document.body.dataset.events);
+  if (document.hidden || (source && source.readyState !== EventSource.CLOSED)) return;
+  source = new EventSource(document.body.dataset.events);
   source.addEventListener("open", () => {
     showState("live", "live");
     look(SOON); // for changes meanwhile
@@ -116,7 +132,6 @@ function listen() {
     // A refused connection is not retried by the browser.
     if (source.readyState === EventSource.CLOSED) setTimeout(listen, 10000);
   });
-  addEventListener("pagehide", () => source.close(), { once: true });
 }
 
 // The values under the pointer, from the table of the same chart, whose rows are at `data-places` of its width.
@@ -165,6 +180,8 @@ if (current) current.closest(".menu").scrollLeft = current.offsetLeft - innerWid
 if (document.body.dataset.events && live()) {
   showState("away", "connecting");
   listen();
+  document.addEventListener("visibilitychange", () => (document.hidden ? source?.close() : listen()));
+  addEventListener("pagehide", () => source?.close());
   setInterval(() => look(0), ANYWAY);
   addEventListener("pageshow", (event) => event.persisted && location.reload());
 }

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
-from typing import Annotated, Any
+from typing import Annotated, Any, TextIO
 
 import typer
 from pydantic import BaseModel, TypeAdapter
@@ -50,14 +50,19 @@ class Terminal(Console):
         return super().render_str(fit_to_show(text), **options)
 
 
+def _is_terminal(stream: TextIO | None) -> bool:
+    # A stream that the shell has closed is None.
+    return stream is not None and stream.isatty()
+
+
 def out() -> Console:
     """Return the console for results."""
-    return Terminal(width=None if sys.stdout.isatty() else PIPE_COLUMNS, highlight=False)
+    return Terminal(width=None if _is_terminal(sys.stdout) else PIPE_COLUMNS, highlight=False)
 
 
 def err() -> Console:
     """Return the console for progress and errors."""
-    return Terminal(stderr=True, width=None if sys.stderr.isatty() else PIPE_COLUMNS, highlight=False)
+    return Terminal(stderr=True, width=None if _is_terminal(sys.stderr) else PIPE_COLUMNS, highlight=False)
 
 
 def complain(sentence: str) -> None:
@@ -94,7 +99,7 @@ def show(value: BaseModel | Iterable[BaseModel] | dict[str, Any], shown: Rendera
     if as_json:
         print_json(value)
     else:
-        out().print(shown)
+        out().print(escape(shown) if isinstance(shown, str) else shown)
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, right: Iterable[str] = ()) -> Table:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -12,10 +12,13 @@ from urllib.parse import urlsplit
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page, Request, Response, expect
+from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page, Request, Response, Route, expect
 
+from tessera.shared.api.admin import EnrolmentSpec
 from tessera.shared.api.runs import Cohort, Evaluation
 from tessera.shared.api.tasks import Failure, LiveValues, LogEvent, Progress
+from tessera.shared.api.token_format import hash_of
+from tessera.shared.client.client import Client
 from tessera.shared.methods.base import MethodSpec
 from tests.coordinator.api.test_secure_sums import Ring
 from tests.support.coordinator import LiveCoordinator, until
@@ -314,6 +317,78 @@ def test_everything_is_reached_by_keyboard_and_focus_survives_what_is_new(browse
             scene.coordinator.client().create_site(f"site-{os.getpid()}")
         page.wait_for_timeout(200)
         expect(page.get_by_role("link", name="Start a run")).to_be_focused()
+        visit.nothing_amiss()
+
+
+def test_a_page_shows_that_it_could_not_be_updated_until_it_is(
+    browser: Browser, coordinator: LiveCoordinator
+) -> None:
+    client, part = coordinator.client(), re.compile("part=live")
+    with browser.new_context() as context:
+        visit = visiting(context, coordinator)
+        page = visit.sign_in(coordinator.token("viewer"))
+        pulse = page.locator("#pulse")
+        faults: dict[str, Callable[[Route], None]] = {
+            "error 503": lambda route: route.fulfill(status=503),
+            "reconnecting": lambda route: route.abort(),
+        }
+        for number, (shown, fault) in enumerate(faults.items()):
+            expect(pulse).to_have_text("live")
+            page.route(part, fault)
+            client.create_site(f"faulty-{number}")
+            expect(pulse).to_have_text(shown)
+            page.unroute(part)
+            client.create_site(f"well-{number}")
+        expect(pulse).to_have_text("live")
+        visit.said.clear()  # the errors were asked for
+        visit.nothing_amiss()
+
+
+def test_live_updates_keep_unfinished_input(browser: Browser, coordinator: LiveCoordinator) -> None:
+    client = coordinator.client()
+
+    def ask(site: str) -> None:
+        with Client(coordinator.url, verify=False) as worker:
+            worker.ask_to_join(EnrolmentSpec(site=site, worker="gpu-1", secret_hash=hash_of(site)))
+
+    ask("nroth")
+    with browser.new_context() as context:
+        visit = visiting(context, coordinator)
+        visit.sign_in(coordinator.token("admin"))
+        page = visit.open("/approvals")
+        expect(page.locator("#pulse")).to_have_text("live")
+        card = page.get_by_role("listitem").filter(has_text="nroth/gpu-1")
+        create, site = card.get_by_role("checkbox"), card.get_by_role("textbox", name="Site")
+        create.uncheck()
+        ask("south")
+        client.create_site("known")
+        # A box alone does not hold updates up, and keeps its state.
+        expect(page.get_by_role("heading", name="south/gpu-1")).to_be_visible()
+        expect(create).not_to_be_checked()
+        site.fill("north")
+        card.get_by_role("button", name="Admit").focus()
+        client.create_site("other")
+        expect(page.locator("#pulse")).to_have_text("paused while you write")
+        expect(site).to_have_value("north")
+        expect(create).not_to_be_checked()
+        visit.nothing_amiss()
+
+
+def test_a_hidden_page_keeps_no_connection_open(browser: Browser, coordinator: LiveCoordinator) -> None:
+    turn = """hidden => {
+        Object.defineProperty(document, "hidden", { get: () => hidden, configurable: true });
+        document.dispatchEvent(new Event("visibilitychange"));
+    }"""
+    with browser.new_context() as context:
+        visit = visiting(context, coordinator)
+        page = visit.sign_in(coordinator.token("viewer"))
+        expect(page.locator("#pulse")).to_have_text("live")
+        with page.expect_event("requestfailed", lambda request: request.url.endswith("/events")):
+            page.evaluate(turn, True)
+        coordinator.client().create_site("meanwhile")
+        with page.expect_response(re.compile("part=live")):
+            page.evaluate(turn, False)
+        expect(page.locator("#pulse")).to_have_text("live")
         visit.nothing_amiss()
 
 

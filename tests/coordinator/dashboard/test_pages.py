@@ -18,7 +18,7 @@ from tessera.coordinator.dashboard import records
 from tessera.coordinator.dashboard.queries import layer_shares
 from tessera.coordinator.db import views
 from tessera.coordinator.db.helper_tasks import _terms_by_count
-from tessera.coordinator.db.tables import RunRow, SiteRow, TaskRow, TokenRow, VersionRow, WorkerRow
+from tessera.coordinator.db.tables import RoundRow, RunRow, SiteRow, TaskRow, TokenRow, VersionRow, WorkerRow
 from tessera.shared.api.admin import EnrolmentSpec
 from tessera.shared.api.runs import Cohort, Evaluation, RunPatch
 from tessera.shared.api.tasks import AdvertisedPolicy, Failure, Progress
@@ -269,6 +269,34 @@ def test_scores_of_a_run_are_chosen_and_taken_away(coordinator: LiveCoordinator,
     assert admin.http.get(f"{place}/charts/nothing.svg").status_code == 404
 
 
+def test_the_best_version_and_the_latest_scores_are_among_all_that_were_evaluated(
+    coordinator: LiveCoordinator, admin: Person
+) -> None:
+    run, other = worked(coordinator), worked(coordinator)
+    with coordinator.services.database.transaction() as session:
+        of_run = select(TaskRow).filter_by(run_id=run, kind="evaluate", version_number=1)
+        for task in session.scalars(of_run).all():
+            columns = {one.key: getattr(task, one.key) for one in TaskRow.__table__.columns}
+            # Every third version from 4 to 205: a chart of 206 versions would draw every fourth.
+            for number in range(4, 206, 3):
+                metrics = {"accuracy": 0.97 if number == 31 else 0.8 if number == 205 else 0.6, "loss": 0.5}
+                changed = {"id": f"{task.id}-{number}", "version_number": number, "metrics": metrics}
+                session.add(TaskRow(**{**columns, **changed}))
+        made = session.get_one(VersionRow, (run, 1))
+        session.add(VersionRow(run_id=run, number=206, digest=made.digest, scalars={}, warnings=[], created_at=0.0))
+        session.get_one(RunRow, run).version_number = 206
+    shown = admin.http.get(f"/page/runs/{run}").text
+    assert "<dt>Best version</dt><dd>31<small>Accuracy 0.97</small>" in shown
+    assert "<dt>Accuracy</dt><dd>0.8<small>version 205, 2 of 2 sites" in shown
+    # Versions 0, 1 and these 68 are evaluated, of which every second is drawn, with the best and the last.
+    assert "37 of 70 evaluated versions." in shown
+    numbers = [int(number) for number in re.findall(r'<tr><th scope="row">(\d+)</th><td>', shown)]
+    assert numbers[:37] == sorted({0, *range(4, 203, 6), 31, 205}, reverse=True)
+    compared = admin.http.get(f"/page/runs/compare?run={run}&run={other}").text
+    assert 'data-label="of version">31<' in compared
+    assert "Accuracy 0.97" in compared
+
+
 def test_names_that_one_site_invented_do_not_lengthen_a_run_s_page(
     coordinator: LiveCoordinator, admin: Person
 ) -> None:
@@ -313,6 +341,14 @@ def test_runs_are_found_by_their_tags_method_and_text(coordinator: LiveCoordinat
     for query, names in found_by.items():
         shown = admin.http.get(f"/page/runs?{query}").text
         assert re.findall(r'aria-label="Compare ([^"]+)"', shown) == names, query
+
+
+def test_a_search_ignores_the_case_of_letters_beyond_ascii(coordinator: LiveCoordinator, viewer: Person) -> None:
+    client = coordinator.client()
+    run = start_run(client, MODEL, values(MODEL), name="wards", dataset="none")
+    client.patch_run(run.id, RunPatch(note="Étude pilote"))
+    for text in ("ÉTUDE", "étude"):
+        assert run.id in viewer.http.get("/page/runs", params={"q": text}).text
 
 
 def test_a_note_with_letters_that_no_page_shows_can_be_changed(coordinator: LiveCoordinator, admin: Person) -> None:
@@ -921,6 +957,25 @@ def test_runs_and_tokens_of_one_instant_are_all_on_a_page_of_the_list(
             place = unescape(place)
         assert sorted(found) == sorted(ids)
         assert len(ids) > 4
+
+
+def test_all_attempts_at_a_round_are_on_a_page_of_the_list(
+    coordinator: LiveCoordinator, admin: Person, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tessera.coordinator.dashboard.runs.AT_A_TIME", 2)
+    run = worked(coordinator)
+    with coordinator.services.database.transaction() as session:
+        last = session.scalars(select(RoundRow).filter_by(run_id=run, number=2)).one()
+        columns = {one.key: getattr(last, one.key) for one in RoundRow.__table__.columns}
+        for number, attempt in ((1, 2), (1, 3), (2, 2), (2, 3), (2, 4)):
+            session.add(RoundRow(**{**columns, "id": f"{number}-{attempt}", "number": number, "attempt": attempt}))
+    found, place = [], f"/page/runs/{run}/rounds"
+    while place:
+        shown = admin.http.get(place).text
+        found += [tuple(map(int, pair)) for pair in re.findall(r"/rounds/(\d+)\?attempt=(\d+)", shown)]
+        (place,) = re.findall(r'href="([^"]+)" rel="next"', shown) or [""]
+        place = unescape(place)
+    assert found == [(2, 4), (2, 3), (2, 2), (2, 1), (1, 3), (1, 2), (1, 1)]
 
 
 def test_audit_entries_of_a_run_that_is_not_in_the_menu_show_the_filter(

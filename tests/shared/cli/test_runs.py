@@ -31,7 +31,7 @@ from tessera.shared.client.client import MAX_CHANGES, Client
 from tessera.shared.client.round_outcomes import follow
 from tessera.shared.model.spec import BLOCKS_FILE, WEIGHTS_FILE, Lora
 from tessera.shared.problems import Fault, InvalidUpdate
-from tests.support.cli import COMMAND, environment, tessera
+from tests.support.cli import COMMAND, environment, process, tessera
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.federation import ScriptedWorker, model_folder, small_model, start_run, values, whole_tensors
 
@@ -205,6 +205,37 @@ def test_a_run_has_tags_and_a_note(commands: Commands, folder: Path) -> None:
     assert (found["tags"], found["note"]) == (["v2", "v3"], "a first look")
     assert commands.json("run", "annotate", run, "--tag", "no good", code=2)["errors"][0]["pointer"] == "/tags/2"
     assert "v2, v3" in commands.say("run", "list").stdout
+
+
+@pytest.mark.parametrize("named", ["", ".", "../sites", "{run}/rounds", "{run}#zzz", "{run}?x=1"])
+def test_a_run_is_not_found_by_what_only_contains_its_id(commands: Commands, folder: Path, named: str) -> None:
+    run = commands.create(folder)
+    refused = commands.say("run", "pause", named.format(run=run), code=1)
+    assert f"there is no run {named.format(run=run)!r}" in refused.stderr
+    assert commands.json("run", "show", run)["run"]["state"] == "running"
+
+
+@pytest.mark.parametrize(
+    ("redirection", "code", "told"),
+    [(">/dev/full", 1, "error: the output cannot be written: No space left on device; "), (">&-", 0, "")],
+)
+def test_output_that_cannot_be_written_ends_without_a_traceback(
+    commands: Commands, redirection: str, code: int, told: str
+) -> None:
+    shell = ["sh", "-c", f'exec "$@" {redirection}', "sh", *COMMAND]
+    answer = process("run", "list", command=shell, **commands.settings)
+    assert (answer.returncode, answer.stderr[: len(told)], "Traceback" in answer.stderr) == (code, told, False)
+
+
+def test_square_brackets_in_notes_and_paths_are_shown(commands: Commands, folder: Path, tmp_path: Path) -> None:
+    run = commands.create(folder)
+    note = "weights in [/mnt/data], [bold]see log[/bold]"
+    assert note in commands.say("run", "annotate", run, "--note", note).stdout
+    (tmp_path / "[").mkdir()
+    for verb, file in (("export", "[/one].safetensors"), ("metrics", "[/one].csv")):
+        path = str(tmp_path / file)
+        written = commands.say("run", verb, run, *(["--csv"] if verb == "metrics" else []), path).stdout
+        assert path in written
 
 
 class Contested(LiveCoordinator):
@@ -390,6 +421,15 @@ def test_a_site_is_added_with_a_token_that_admits_its_workers(
     workers = commands.json("admin", "workers")
     assert [(worker["site"], worker["name"]) for worker in workers] == [("north", "first")]
     assert [site["name"] for site in commands.json("admin", "sites")] == ["north"]
+
+
+def test_a_site_whose_token_could_not_be_issued_is_named_with_the_remedy(commands: Commands) -> None:
+    commands.say("admin", "token", "create", "lakeside", "--role", "viewer")
+    refused = commands.say("admin", "site", "add", "lakeside", code=1)
+    assert "site lakeside exists now, without a token" in refused.stderr
+    assert [site["name"] for site in commands.json("admin", "sites")] == ["lakeside"]
+    (remedy,) = re.findall(r"`tessera (admin token create .*?)`", refused.stderr)
+    assert commands.say(*remedy.replace("NAME", "lakeside-2").split()).stdout.strip()
 
 
 def test_a_token_is_issued_listed_rotated_and_revoked(commands: Commands) -> None:

@@ -45,6 +45,20 @@ def document(*arguments: str) -> dict[str, object]:
     return found
 
 
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [("# caf\xe9\n".encode("latin-1"), "cannot be read"), (b"datasets = 5\n", "datasets must be tables")],
+)
+def test_settings_that_cannot_get_a_data_set_are_refused_and_stay(
+    tmp_path: Path, settings: bytes, reason: str
+) -> None:
+    file, lines = tmp_path / "worker.toml", tmp_path / "lines.csv"
+    file.write_bytes(settings)
+    lines.write_text("text,label\ngood,1\nbad,0\n")
+    assert reason in told("init", str(lines), "--out", str(file), code=2)
+    assert file.read_bytes() == settings
+
+
 def test_show_tells_what_a_worker_would_have(tmp_path: Path) -> None:
     file = config(tmp_path, 'url = "https://not.needed.example"\n' + DIGITS + HELD)
     shown = document("show", file)["datasets"]
