@@ -17,7 +17,7 @@ from tessera.coordinator.dashboard.charts.run_charts import (
     svg_file,
 )
 from tessera.coordinator.dashboard.charts.svg_charts import Series
-from tessera.coordinator.dashboard.queries import MAX_POINTS, drawn_versions, measured, round_costs
+from tessera.coordinator.dashboard.queries import MAX_POINTS, drawn_versions, round_costs
 from tessera.coordinator.dashboard.runs import Metric
 from tessera.coordinator.dashboard.security_headers import PREFIX
 from tessera.coordinator.dashboard.session import PageRoute, Signed
@@ -76,7 +76,9 @@ def _histories(serving: Services, ids: list[str]) -> list[History]:
         )
     with serving.database.snapshot() as session:
         runs = [views.run_view(session, views.find_run(session, one)) for one in chosen]
-        return [History(one, round_costs(session, one), measured(session, one)) for one in runs]
+        return [
+            History(one, round_costs(session, one), views.measurements(session, one.id, one.spec)) for one in runs
+        ]
 
 
 def _panel(found: Comparison, along: Along) -> Panel:

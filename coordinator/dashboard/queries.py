@@ -26,7 +26,7 @@ from tessera.coordinator.db.tables import (
     VersionRow,
     WorkerRow,
 )
-from tessera.shared.api.runs import Measurement, Round, Run
+from tessera.shared.api.runs import Round, Run
 from tessera.shared.metrics.comparison import MAIN_SCORES, RoundCost
 from tessera.shared.metrics.evaluation_bytes import round_of
 from tessera.shared.metrics.site_spread import scores_by_version
@@ -196,12 +196,6 @@ def drawn_versions(numbers: Iterable[int], best: int | None, most: int = MAX_POI
 
 def _is_shown(number: ColumnElement[int] | InstrumentedAttribute[int], run: Run) -> ColumnElement[bool]:
     return (number % thinned(run) == 0) | (number >= run.version.number)
-
-
-def measured(session: Session, run: Run) -> list[Measurement]:
-    """Return the evaluations of all versions: the best version may be any of them."""
-    ordered = views.EVALUATIONS.where(TaskRow.run_id == run.id).order_by(TaskRow.version_number, TaskRow.id)
-    return [views.measurement_view(row, run.spec) for row in session.execute(ordered)]
 
 
 def latest_scores(session: Session, run: Run) -> Mapping[str, float]:

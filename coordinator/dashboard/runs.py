@@ -24,7 +24,6 @@ from tessera.coordinator.dashboard.queries import (
     TrafficTotals,
     forecast,
     latest_scores,
-    measured,
     moved_by_round,
     moved_by_run,
     past_seconds,
@@ -192,7 +191,7 @@ def download_metrics(run_id: str, kind: Literal["csv", "json"], serving: Serving
             run,
             [views.round_view(row) for row in rounds],
             [views.view_of(Version, row) for row in versions],
-            measured(session, run),
+            views.measurements(session, run.id, run.spec),
         )
         if kind == "csv":
             write_csv(rows, text := StringIO(newline=""))

@@ -174,16 +174,19 @@ def task_for_site(view: TaskView) -> TaskView:
     return view.model_copy(update=shown)
 
 
-EVALUATIONS = (
-    select(TaskRow, WORKER_NAME)
-    .options(
-        load_only(TaskRow.version_number, TaskRow.held_out, TaskRow.examples, TaskRow.metrics, TaskRow.download_bytes)
+def _evaluations(*columns: Any) -> Select[Any]:
+    return (
+        select(*columns)
+        .join_from(TaskRow, WorkerRow)
+        .join(SiteRow)
+        .where(TaskRow.kind == "evaluate", TaskRow.state == "accepted")
     )
-    .join_from(TaskRow, WorkerRow)
-    .join(SiteRow)
-    .where(TaskRow.kind == "evaluate", TaskRow.state == "accepted")
-)
+
+
+_MEASURED = (TaskRow.version_number, TaskRow.held_out, TaskRow.examples, TaskRow.metrics, TaskRow.download_bytes)
+EVALUATIONS = _evaluations(TaskRow, WORKER_NAME).options(load_only(*_MEASURED))
 """Accepted evaluations, for `measurement_view`, without their plans, which are slow to decode."""
+_MEASUREMENTS = _evaluations(*_MEASURED, WORKER_NAME).order_by(TaskRow.version_number, TaskRow.id)
 
 
 def measurement_view(row: Row[TaskRow, str], spec: RunSpec) -> Measurement:
@@ -199,6 +202,25 @@ def measurement_view(row: Row[TaskRow, str], spec: RunSpec) -> Measurement:
         metrics=task.metrics,
         download_bytes=task.download_bytes,
     )
+
+
+def measurements(session: Session, run_id: str, spec: RunSpec) -> list[Measurement]:
+    """Return all evaluations of a run, by version, without validating them again: there may be very many."""
+    names = {held_out: dataset_of(spec, "evaluate", held_out=held_out) for held_out in (True, False)}
+    return [
+        Measurement.model_construct(
+            version=version,
+            dataset=names[held_out],
+            worker=worker,
+            held_out=held_out,
+            examples=examples or 0,
+            metrics=metrics,
+            download_bytes=downloaded,
+        )
+        for version, held_out, examples, metrics, downloaded, worker in session.execute(
+            _MEASUREMENTS.where(TaskRow.run_id == run_id)
+        )
+    ]
 
 
 def latest_measurements(

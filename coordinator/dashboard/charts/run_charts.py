@@ -20,7 +20,6 @@ from tessera.coordinator.dashboard.queries import (
     by_worker,
     drawn_versions,
     layer_shares,
-    measured,
     natural,
     round_costs,
     round_sums,
@@ -30,6 +29,7 @@ from tessera.coordinator.dashboard.queries import (
     version_numbers,
 )
 from tessera.coordinator.dashboard.templating import STATIC, first_up, metric_name, number, percent, size
+from tessera.coordinator.db import views
 from tessera.shared.api.runs import Measurement, Run
 from tessera.shared.methods.base import Chart
 from tessera.shared.methods.registry import charts
@@ -79,7 +79,7 @@ class Figures:
 
     @classmethod
     def of(cls, session: Session, run: Run) -> Self:
-        return cls(run, measured(session, run), round_sums(session, run, MAX_BARS))
+        return cls(run, views.measurements(session, run.id, run.spec), round_sums(session, run, MAX_BARS))
 
     @cached_property
     def best(self) -> BestVersion | None:
