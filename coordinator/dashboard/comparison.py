@@ -17,7 +17,7 @@ from tessera.coordinator.dashboard.charts.run_charts import (
     svg_file,
 )
 from tessera.coordinator.dashboard.charts.svg_charts import Series
-from tessera.coordinator.dashboard.queries import MAX_POINTS, drawn_versions, round_costs
+from tessera.coordinator.dashboard.queries import MAX_POINTS, measured, round_costs
 from tessera.coordinator.dashboard.runs import Metric
 from tessera.coordinator.dashboard.security_headers import PREFIX
 from tessera.coordinator.dashboard.session import PageRoute, Signed
@@ -40,7 +40,7 @@ def show_comparison(
     request: Request, serving: Serving, who: Signed, run: Runs = None, metric: Metric = None, x: Along = "version"
 ) -> Response:
     """Show the runs that were ticked: a score of each in one chart, their cost, and the settings that differ."""
-    histories = _histories(serving, run or [])
+    histories = _histories(serving, run or [], metric)
     names = choices((one.site, name) for history in histories for one in history.measurements for name in one.metrics)
     found = compare(histories, metric if metric in names else None)
     return render(
@@ -63,11 +63,11 @@ def download_chart(
     serving: Serving, _who: Signed, run: Runs = None, metric: Metric = None, x: Along = "version"
 ) -> Response:
     """Return the chart of a comparison as a file of its own."""
-    panel = _panel(compare(_histories(serving, run or []), metric), x)
+    panel = _panel(compare(_histories(serving, run or [], metric), metric), x)
     return download(svg_file(panel), "comparison.svg", "image/svg+xml")
 
 
-def _histories(serving: Services, ids: list[str]) -> list[History]:
+def _histories(serving: Services, ids: list[str], metric: str | None) -> list[History]:
     chosen = list(dict.fromkeys(ids))
     if not 2 <= len(chosen) <= MAX_COMPARED:
         raise Invalid(
@@ -76,9 +76,8 @@ def _histories(serving: Services, ids: list[str]) -> list[History]:
         )
     with serving.database.snapshot() as session:
         runs = [views.run_view(session, views.find_run(session, one)) for one in chosen]
-        return [
-            History(one, round_costs(session, one), views.measurements(session, one.id, one.spec)) for one in runs
-        ]
+        most = MAX_POINTS // 2
+        return [History(one, round_costs(session, one), measured(session, one, most, metric)) for one in runs]
 
 
 def _panel(found: Comparison, along: Along) -> Panel:
@@ -86,8 +85,7 @@ def _panel(found: Comparison, along: Along) -> Panel:
     drawn = []
     for one in found.runs:
         best = one.best.number if one.best and one.best.metric == found.metric else None
-        places = drawn_versions(one.scores, best, MAX_POINTS // 2)
-        line = Series(one.name, {at: one.scores[at] for at in places}, main=True, best=best)
+        line = Series(one.name, one.scores, main=True, best=best)
         axis = one.bytes if along == "bytes" else one.seconds
         drawn.append(line if along == "version" else moved_to(line, axis_of(axis)))
     title = metric_name(found.metric or MAIN_SCORES[0])

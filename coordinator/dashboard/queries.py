@@ -2,12 +2,13 @@
 
 import json
 import math
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cache
-from itertools import groupby
+from itertools import groupby, product
 from operator import add, attrgetter
 from typing import Any, get_args
 
@@ -26,15 +27,15 @@ from tessera.coordinator.db.tables import (
     VersionRow,
     WorkerRow,
 )
-from tessera.shared.api.runs import Round, Run
+from tessera.shared.api.runs import Measurement, Round, Run
 from tessera.shared.metrics.comparison import MAIN_SCORES, RoundCost
 from tessera.shared.metrics.evaluation_bytes import round_of
-from tessera.shared.metrics.site_spread import scores_by_version
+from tessera.shared.metrics.site_spread import is_better_low, scores_by_version
 from tessera.shared.rounds.eta import Pace, expected_end
 from tessera.shared.schema import ACCEPTED, TaskKind
 
 MAX_POINTS = 60
-"""About the most versions in a chart: of longer runs every n-th version is drawn."""
+"""About the most versions in a chart: of longer runs every n-th version is shown."""
 MAX_BARS = 60
 MAX_SCORES = 200
 PAST_ROUNDS = 5
@@ -184,14 +185,45 @@ def thinned(run: Run) -> int:
     return max(1, math.ceil(run.version.number / MAX_POINTS))
 
 
-def drawn_versions(numbers: Iterable[int], best: int | None, most: int = MAX_POINTS) -> set[int]:
-    """Return the versions to draw of those that were measured: every n-th, the last, and the best.
+def measured(session: Session, run: Run, most: int = MAX_POINTS, metric: str | None = None) -> list[Measurement]:
+    """Return the evaluations of every n-th version that was evaluated, of the last, and of the best by the main score
+    (or `metric`): there may be a hundred thousand others.
 
-    These are counted among the measured versions, because a run may measure every tenth version only.
+    Versions are counted among the evaluated ones, because a run may evaluate every tenth version only.
     """
-    measured_versions = sorted(set(numbers))
-    step = max(1, math.ceil((len(measured_versions) - 1) / most))
-    return {*measured_versions[::step], *measured_versions[-1:], *([] if best is None else [best])}
+    found = select(TaskRow.version_number).where(TaskRow.run_id == run.id, *views.EVALUATED).distinct()
+    numbers = sorted(session.scalars(found))
+    step = math.ceil((len(numbers) - 1) / most)
+    if step <= 1:
+        return views.measurements(session, run.id, run.spec)
+    # Others, which a site may have invented, could end the quotation marks of a JSON path.
+    is_plain = metric is not None and re.fullmatch(r"[\w.-]+", metric, re.ASCII)
+    shown = {*numbers[::step], numbers[-1], *_best(session, run, (metric,) if is_plain else MAIN_SCORES)}
+    return views.measurements(session, run.id, run.spec, TaskRow.version_number.in_(shown))
+
+
+def _best(session: Session, run: Run, names: Iterable[str]) -> list[int]:
+    """Return what `best_version` finds among all evaluations, if anything; the database computes the scores."""
+    for held_out, name in product((False, True), names):
+        score = TaskRow.metrics[name].as_float()
+        total = func.nullif(func.sum(TaskRow.examples), 0)
+        rows = session.execute(
+            select(
+                TaskRow.version_number,
+                func.sum(score * TaskRow.examples) / total,
+                func.count(WorkerRow.site_id.distinct()),
+            )
+            .join_from(TaskRow, WorkerRow)
+            .where(TaskRow.run_id == run.id, *views.EVALUATED, TaskRow.held_out == held_out, score.is_not(None))
+            .group_by(TaskRow.version_number)
+            .having(total.is_not(None))
+            .order_by(TaskRow.version_number)
+        ).all()
+        if rows:
+            most = max(sites for *_, sites in rows) if held_out else 0
+            ranked = {number: value for number, value, sites in rows if not held_out or sites == most}
+            return [(min if is_better_low(name) else max)(ranked, key=ranked.__getitem__)]
+    return []
 
 
 def _is_shown(number: ColumnElement[int] | InstrumentedAttribute[int], run: Run) -> ColumnElement[bool]:

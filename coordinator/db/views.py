@@ -174,13 +174,12 @@ def task_for_site(view: TaskView) -> TaskView:
     return view.model_copy(update=shown)
 
 
+EVALUATED = (TaskRow.kind == "evaluate", TaskRow.state == "accepted")
+"""The conditions of an accepted evaluation."""
+
+
 def _evaluations(*columns: Any) -> Select[Any]:
-    return (
-        select(*columns)
-        .join_from(TaskRow, WorkerRow)
-        .join(SiteRow)
-        .where(TaskRow.kind == "evaluate", TaskRow.state == "accepted")
-    )
+    return select(*columns).join_from(TaskRow, WorkerRow).join(SiteRow).where(*EVALUATED)
 
 
 _MEASURED = (TaskRow.version_number, TaskRow.held_out, TaskRow.examples, TaskRow.metrics, TaskRow.download_bytes)
@@ -204,8 +203,8 @@ def measurement_view(row: Row[TaskRow, str], spec: RunSpec) -> Measurement:
     )
 
 
-def measurements(session: Session, run_id: str, spec: RunSpec) -> list[Measurement]:
-    """Return all evaluations of a run, by version, without validating them again: there may be very many."""
+def measurements(session: Session, run_id: str, spec: RunSpec, *which: ColumnElement[bool]) -> list[Measurement]:
+    """Return a run's evaluations under these conditions, by version. There may be many, which are not validated."""
     names = {held_out: dataset_of(spec, "evaluate", held_out=held_out) for held_out in (True, False)}
     return [
         Measurement.model_construct(
@@ -218,7 +217,7 @@ def measurements(session: Session, run_id: str, spec: RunSpec) -> list[Measureme
             download_bytes=downloaded,
         )
         for version, held_out, examples, metrics, downloaded, worker in session.execute(
-            _MEASUREMENTS.where(TaskRow.run_id == run_id)
+            _MEASUREMENTS.where(TaskRow.run_id == run_id, *which)
         )
     ]
 

@@ -18,8 +18,8 @@ from tessera.coordinator.dashboard.queries import (
     MAX_BARS,
     RoundSum,
     by_worker,
-    drawn_versions,
     layer_shares,
+    measured,
     natural,
     round_costs,
     round_sums,
@@ -29,7 +29,6 @@ from tessera.coordinator.dashboard.queries import (
     version_numbers,
 )
 from tessera.coordinator.dashboard.templating import STATIC, first_up, metric_name, number, percent, size
-from tessera.coordinator.db import views
 from tessera.shared.api.runs import Measurement, Run
 from tessera.shared.methods.base import Chart
 from tessera.shared.methods.registry import charts
@@ -74,22 +73,15 @@ class Figures:
 
     run: Run
     measurements: Sequence[Measurement]
-    """Of all versions."""
     sums: Sequence[RoundSum]
 
     @classmethod
     def of(cls, session: Session, run: Run) -> Self:
-        return cls(run, views.measurements(session, run.id, run.spec), round_sums(session, run, MAX_BARS))
+        return cls(run, measured(session, run), round_sums(session, run, MAX_BARS))
 
     @cached_property
     def best(self) -> BestVersion | None:
         return best_version(self.measurements)
-
-    def at_sites(self, name: str, best: int | None) -> list[Measurement]:
-        """Return what sites measured of a metric, of the versions to draw."""
-        found = [one for one in self.measurements if one.held_out and name in one.metrics]
-        numbers = drawn_versions((one.version for one in found), best)
-        return [one for one in found if one.version in numbers]
 
     @cached_property
     def metrics(self) -> list[str]:
@@ -190,15 +182,12 @@ def _metric(
         note = f"As workers report it. {note}".strip()
     else:
         main = main_scores(figures.measurements, name)
-        scores = main[1] if main else {}
-        drawn = {at: scores[at] for at in drawn_versions(scores, best)}
-        note = f"{len(drawn)} of {len(scores)} evaluated versions." if len(drawn) < len(scores) else ""
-        lines = [Series("global", drawn, main=True, best=best)]
+        lines = [Series("global", main[1] if main else {}, main=True, best=best)]
         own_name = PERSONAL + name
-        own = {v: s[own_name].mean for v, s in spreads(figures.at_sites(own_name, best), (own_name,)).items()}
+        own = {v: s[own_name].mean for v, s in spreads(figures.measurements, (own_name,)).items()}
         if own:
             lines.append(Series("sites' own models, mean", own, main=True))
-        apart = scores_by_site(figures.at_sites(name, best), name)
+        apart = scores_by_site(figures.measurements, name)
     room = MAX_LINES - len(lines)
     if len(apart) > room:
         what = "workers" if name == TRAINING_LOSS else "sites"

@@ -1,0 +1,55 @@
+"""What the dashboard reads of a run that has more versions than a chart shows."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from tessera.coordinator.dashboard.queries import measured
+from tessera.coordinator.db import views
+from tessera.coordinator.db.tables import SiteRow, WorkerRow
+from tessera.shared.api.runs import RunSpec
+from tessera.shared.methods.base import MethodSpec
+from tessera.shared.metrics.comparison import best_version
+from tests.support.storage import NOW, add_run, add_task, migrated
+
+SPEC = RunSpec(
+    name="run", method=MethodSpec(name="fedavg"), model=f"sha256:{'1' * 64}", version=f"sha256:{'2' * 64}",
+    dataset="data", rounds=40,
+)  # fmt: skip
+
+
+@pytest.mark.both_databases
+@pytest.mark.parametrize(("central", "metric"), [(True, None), (False, None), (False, "f1"), (False, 'odd"')])
+def test_the_best_of_all_evaluated_versions_is_among_those_shown(
+    tmp_path: Path, central: bool, metric: str | None
+) -> None:
+    database, dice = migrated(tmp_path), random.Random(5)
+    with database.transaction() as session:
+        add_run(session).spec = SPEC.model_dump(mode="json")
+        for name in "a" if central else "abc":
+            session.add(SiteRow(id=name, name=name, created_at=NOW))
+            session.flush()
+            session.add(WorkerRow(id=name, site_id=name, name="w", declared={}, created_at=NOW, last_seen_at=NOW))
+            session.flush()
+            for number in range(0, 40, 2):
+                # Some sites are absent, and a site that measured nothing has no weight.
+                if dice.random() < 0.8:
+                    metrics = {"accuracy": dice.random(), "f1": dice.random(), 'odd"': dice.random()}
+                    of = {"round_id": None, "kind": "evaluate", "held_out": not central, "version_number": number}
+                    given = {"state": "accepted", "examples": dice.choice([0, 5, 20]), "metrics": metrics}
+                    add_task(session, f"{name}-{number}", name, **of, **given)
+    with database.snapshot() as session:
+        run = views.run_view(session, views.find_run(session, "run"))
+        everything = views.measurements(session, run.id, run.spec)
+        shown = measured(session, run, 5, metric)
+        assert measured(session, run, 100) == everything
+    database.close()
+    assert len({one.version for one in shown}) <= 7
+    assert shown[-1] == everything[-1]
+    if metric != 'odd"':
+        best = best_version(everything, metric=metric)
+        assert best is not None
+        assert best == best_version(shown, metric=metric)
