@@ -37,10 +37,11 @@ def test_the_best_of_all_evaluated_versions_is_among_those_shown(
             for number in range(0, 40, 2):
                 # Some sites are absent, and a site that measured nothing has no weight.
                 if dice.random() < 0.8:
-                    metrics = {"accuracy": dice.random(), "f1": dice.random(), 'odd"': dice.random()}
-                    of = {"round_id": None, "kind": "evaluate", "held_out": not central, "version_number": number}
-                    given = {"state": "accepted", "examples": dice.choice([0, 5, 20]), "metrics": metrics}
-                    add_task(session, f"{name}-{number}", name, **of, **given)
+                    add_task(
+                        session, f"{name}-{number}", name, "accepted", round_id=None, kind="evaluate",
+                        held_out=not central, version_number=number, examples=dice.choice([0, 5, 20]),
+                        metrics={"accuracy": dice.random(), "f1": dice.random(), 'odd"': dice.random()},
+                    )  # fmt: skip
     with database.snapshot() as session:
         run = views.run_view(session, views.find_run(session, "run"))
         everything = views.measurements(session, run.id, run.spec)
