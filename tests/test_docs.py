@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import configparser
 import re
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from tessera.coordinator.domain.lifecycle import ROUND, RUN, TASK, diagram
 from tessera.coordinator.settings import CoordinatorSettings
 from tessera.shared.methods.registry import methods
 from tessera.shared.problems import PROBLEMS
+from tessera.worker.cli.exits import BAD_SETTINGS, DEVICE_FAILED, NOT_ADMITTED
 from tessera.worker.data.partition.schemes import Scheme
 from tessera.worker.data.registry import adapters
 from tessera.worker.governance.policy import Policy
@@ -81,6 +83,25 @@ def test_the_guide_to_methods_has_the_intervals_of_the_tables() -> None:
 
 def test_every_method_is_in_the_readme() -> None:
     assert set(re.findall(r"^\| `([a-z]+)` \|", text("README.md"), re.MULTILINE)) == set(methods())
+
+
+def test_every_exit_status_of_a_running_worker_is_described() -> None:
+    rows = re.findall(r"^\| (\d) \| .* \| .* \|$", text("docs/worker.md"), re.MULTILINE)
+    assert rows == [str(status) for status in (0, 1, BAD_SETTINGS, NOT_ADMITTED, DEVICE_FAILED)]
+
+
+def test_the_unit_of_a_worker_needs_no_file_that_its_user_cannot_read() -> None:
+    (unit,) = re.findall(r"```ini\n(.*?)```", text("docs/worker.md"), re.DOTALL)
+    parsed = configparser.ConfigParser(interpolation=None)
+    parsed.read_string(unit)
+    service = parsed["Service"]
+    config = f"--config /var/lib/{service['StateDirectory']}/worker.toml"
+    # `join` writes secret and state beside the settings, for its own user alone.
+    (join,) = re.findall(rf"^sudo -u {service['User']} (.* worker join .*)$", text("docs/worker.md"), re.MULTILINE)
+    assert join.endswith(config)
+    assert service["ExecStart"] == f"/opt/tessera/bin/tessera worker run {config}"
+    assert "EnvironmentFile" not in service
+    assert service["RestartPreventExitStatus"].split() == ["1", str(BAD_SETTINGS), str(NOT_ADMITTED)]
 
 
 def test_every_problem_that_the_protocol_names_exists() -> None:

@@ -71,7 +71,7 @@ MAX_ANSWER_BYTES = 4 << 20
 """Far above the size of any task, which has names but no values. Parsed, it may take tens of times as much."""
 
 ALIVE_FILE = "alive"
-"""File touched at each claim and heartbeat: its age shows a watchdog whether the process is alive."""
+"""File touched at each claim, and during a task every ALIVE_SECONDS. A watchdog checks its age."""
 
 # The work is no longer wanted. Neither side is at fault.
 UNWANTED = (LeaseLost, TaskCancelled, RoundClosed, StaleVersion, SiteSuspended)
@@ -103,6 +103,8 @@ class Agent:
         self._poll_seconds = settings.poll_seconds
         self._file = file
         self._alive = settings.state_dir / ALIVE_FILE
+        # That of an earlier process is too old to show that this one is alive while it loads its data sets.
+        self._alive.unlink(missing_ok=True)
         self._runner = runner_of(self._client, settings)
         self._closed: str | None = None
         self._unusable: str | None = None
@@ -394,7 +396,6 @@ class Agent:
 
     def _under_lease(self, task: Task, report: Report) -> None:
         def heartbeat() -> Lease:
-            self._alive.touch()
             return client.heartbeat(task.id, task.token, report.progress(), self._live.sample(task, report))
 
         def check() -> None:
@@ -410,7 +411,10 @@ class Agent:
             # One that waits longer for its answer would keep the next from being sent while the lease lasts.
             beat_seconds = max(1.0, min(task.lease_seconds, longest) / BEATS_PER_LEASE)
             connected = self._connect(answer_seconds=min(beat_seconds, ANSWER_SECONDS))
-            with connected as client, Renewal(heartbeat, task.lease_seconds, longest) as renewal:
+            with (
+                connected as client,
+                Renewal(heartbeat, task.lease_seconds, longest, alive=self._alive.touch) as renewal,
+            ):
                 # Another thread sends the heartbeats, and has no span of its own.
                 client.trace(spans.present() or traceparent_of(task.run, task.round))
                 self._runner.run(task, check, report)

@@ -9,7 +9,11 @@ from typing import Any
 import pytest
 import yaml
 
+from tessera.shared.client.transport import ANSWER_SECONDS
+from tessera.worker.agent import ALIVE_FILE
+from tessera.worker.outage import MAX_WAIT_SECONDS
 from tessera.worker.settings import WorkerSettings
+from tessera.worker.task.heartbeat import ALIVE_SECONDS
 
 
 @pytest.fixture
@@ -37,6 +41,20 @@ def test_the_settings_of_a_worker_in_a_cluster_are_read(documents: list[dict[str
     assert str(settings.state_dir) in mounted
     assert settings.token_file is not None
     assert str(settings.token_file.parent) in mounted
+
+
+def test_a_worker_is_not_killed_while_it_loads_or_waits(documents: list[dict[str, Any]]) -> None:
+    settings = WorkerSettings(**tomllib.loads(documents[0]["data"]["worker.toml"]))
+    (container,) = documents[2]["spec"]["template"]["spec"]["containers"]
+    started, lives = container["startupProbe"], container["livenessProbe"]
+    alive = str(settings.state_dir / ALIVE_FILE)
+    assert started["exec"]["command"] == ["test", "-e", alive]
+    # The claim's volume keeps the file of an earlier process until this one removes it.
+    assert started["initialDelaySeconds"] >= 60
+    assert started["periodSeconds"] * started["failureThreshold"] >= 6 * 3600
+    code = lives["exec"]["command"][-1]
+    assert f"'{alive}'" in code
+    assert int(code.rpartition(" > ")[2].rstrip(")")) > max(MAX_WAIT_SECONDS, ALIVE_SECONDS + ANSWER_SECONDS)
 
 
 def test_data_loaders_get_shared_memory(deploy: Path, documents: list[dict[str, Any]]) -> None:

@@ -49,7 +49,7 @@ from tessera.shared.problems import MEDIA_TYPE, OF_WORKERS, Invalid, Unauthentic
 from tessera.shared.run_settings import DAYS
 from tessera.shared.tensors.lazy import ArrayTensor
 from tessera.worker import agent as agent_module
-from tessera.worker.agent import Agent
+from tessera.worker.agent import ALIVE_FILE, Agent
 from tessera.worker.attention.probabilities import UnknownAttention
 from tessera.worker.cli import worker as worker_command
 from tessera.worker.cli.exits import DEVICE_FAILED
@@ -57,11 +57,12 @@ from tessera.worker.enrolment import rotate
 from tessera.worker.failures import REPORTABLE, failure_of
 from tessera.worker.governance.opening_hours import local_time
 from tessera.worker.governance.policy import Policy
-from tessera.worker.settings import SecureSumsSettings, WorkerSettings
+from tessera.worker.settings import DataSource, SecureSumsSettings, SettingsError, WorkerSettings
 from tessera.worker.state.privacy_ledger import Exact
 from tessera.worker.state.site_keys import KEYS_FOLDER
 from tessera.worker.state.vault import Vault
 from tessera.worker.stores import audit_of, ledger_of
+from tessera.worker.task import heartbeat as heartbeat_module
 from tessera.worker.task.error_feedback import PREFIX
 from tessera.worker.task.heartbeat import Stop
 from tessera.worker.training.progress import Report
@@ -633,6 +634,29 @@ def test_a_heartbeat_that_is_not_answered_does_not_keep_the_next_from_being_sent
         over.set()
         agent.close()
     assert {ask.path for ask in asked} == {f"/v1/tasks/{task.id}/heartbeat"}
+
+
+def test_a_task_with_a_long_lease_shows_a_watchdog_that_the_worker_is_alive(
+    coordinator: LiveCoordinator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(heartbeat_module, "ALIVE_SECONDS", 0.01)
+    start_run(coordinator.client(), small_model(), values(small_model()))
+    task = ScriptedWorker(coordinator.client("site", "a")).take().model_copy(update={"lease_seconds": 3600.0})
+    settings = nowhere(coordinator.url, tmp_path)
+    agent = Agent(settings, Stop())
+    agent._runner = SimpleNamespace(run=lambda *_: until((settings.state_dir / ALIVE_FILE).exists))
+    agent._under_lease(task, Report())
+    agent.close()
+
+
+def test_before_it_loads_data_a_worker_removes_what_showed_that_an_earlier_one_was_alive(tmp_path: Path) -> None:
+    missing = DataSource(kind="arrays", file=tmp_path / "missing.safetensors")
+    settings = nowhere("http://127.0.0.1:1", tmp_path).model_copy(update={"datasets": {"digits": missing}})
+    settings.state_dir.mkdir()
+    (settings.state_dir / ALIVE_FILE).touch()
+    with pytest.raises(SettingsError, match="missing"):
+        Agent(settings, Stop())
+    assert not (settings.state_dir / ALIVE_FILE).exists()
 
 
 def test_only_texts_of_our_own_are_told_to_the_coordinator() -> None:

@@ -18,6 +18,9 @@ T = TypeVar("T")
 BEATS_PER_LEASE = 4
 GOODBYE_SECONDS = 1.0
 
+ALIVE_SECONDS = 30.0
+"""Longest time between two calls of `alive`, apart from a pending heartbeat."""
+
 
 class Stopped(Exception):
     """The worker was asked to stop."""
@@ -111,6 +114,7 @@ class Renewal:
 
     `heartbeat` renews the lease once and may raise Problem. The lease is lost when it was not renewed for its
     duration, capped at `max_lease_seconds`. Only durations by `clock` matter, never the coordinator's time of day.
+    `alive` is called at each heartbeat, and between two of them every ALIVE_SECONDS.
     """
 
     def __init__(
@@ -119,8 +123,10 @@ class Renewal:
         lease_seconds: float,
         max_lease_seconds: float = math.inf,
         clock: Callable[[], float] = time.monotonic,
+        alive: Callable[[], None] = lambda: None,
     ) -> None:
         self._heartbeat = heartbeat
+        self._alive = alive
         self._max_lease_seconds = max_lease_seconds
         self._lease_seconds = min(lease_seconds, max_lease_seconds)
         self._clock = clock
@@ -157,7 +163,12 @@ class Renewal:
 
     def _renew(self) -> None:
         """Renew the lease until the block ends. Raises Problem if the lease ends first."""
-        while not self._done.wait(self._lease_seconds / BEATS_PER_LEASE):
+        wait_seconds = self._lease_seconds / BEATS_PER_LEASE
+        while not self._done.wait(min(wait_seconds, ALIVE_SECONDS)):
+            self._alive()
+            wait_seconds -= ALIVE_SECONDS
+            if wait_seconds > 0:
+                continue
             # Count the lease from the request, the earliest moment at which it can have been renewed.
             asked_at = self._clock()
             try:
@@ -166,3 +177,4 @@ class Renewal:
             except Problem as problem:
                 if not problem.retryable:
                     raise
+            wait_seconds = self._lease_seconds / BEATS_PER_LEASE

@@ -16,6 +16,7 @@ from tessera.shared.api.tasks import Lease
 from tessera.shared.client.client import Client
 from tessera.shared.client.transport import Unreachable
 from tessera.shared.problems import LeaseLost, Problem, RoundClosed, TaskCancelled, Unauthenticated
+from tessera.worker.task import heartbeat as heartbeat_module
 from tessera.worker.task.heartbeat import Renewal, Stop, Stopped
 from tests.support.coordinator import WAIT_SECONDS
 
@@ -46,6 +47,27 @@ def test_a_lease_is_renewed_four_times_in_its_length() -> None:
         renewal.check()
     between = [later - earlier for earlier, later in pairwise(beats)]
     assert min(between) >= 0.1
+
+
+def test_between_the_heartbeats_of_a_long_lease_the_process_shows_that_it_is_alive(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(heartbeat_module, "ALIVE_SECONDS", 0.01)
+    beats, shown, enough = [], [], threading.Event()
+
+    def heartbeat() -> Lease:
+        beats.append(1)
+        return Lease(lease_seconds=86400)
+
+    def alive() -> None:
+        shown.append(1)
+        if len(shown) == 3:
+            enough.set()
+
+    # Its heartbeats are six hours apart.
+    with Renewal(heartbeat, lease_seconds=86400, alive=alive):
+        eventually(enough)
+    assert beats == []
 
 
 @pytest.mark.parametrize("problem", [LeaseLost("x"), TaskCancelled("x"), RoundClosed("x"), Unauthenticated("x")])
