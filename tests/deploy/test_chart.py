@@ -26,6 +26,7 @@ MOST: dict[str, Any] = {
     "conductor": {"replicas": 2},
     "settings": {"LEASE_SECONDS": "120"},
     "oidcClientSecret": "oidc",
+    "forwardedAllowIps": "10.244.0.0/16,fd00::/8",
     "otel": {"EXPORTER_OTLP_ENDPOINT": "http://collector:4318"},
     "serviceMonitor": {"enabled": True, "tokenSecret": "viewer", "labels": {"release": "prometheus"}},
     "image": {"tag": "1", "pullSecrets": [{"name": "pull"}]},
@@ -126,6 +127,15 @@ def test_secrets_are_named_and_never_written(chart: Any) -> None:
         assert ours <= set(CoordinatorSettings.model_fields)
 
 
+@pytest.mark.parametrize(("values", "expected"), [(LEAST, None), (MOST, "10.244.0.0/16,fd00::/8")])
+def test_the_coordinator_trusts_the_proxies_that_values_name(
+    chart: Any, values: dict[str, Any], expected: str | None
+) -> None:
+    (container,) = pods(rendered(chart, values))["fed-coordinator"]["spec"]["containers"]
+    given = {variable["name"]: variable.get("value") for variable in container["env"]}
+    assert given.get("FORWARDED_ALLOW_IPS") == expected
+
+
 def test_nobody_but_the_coordinator_is_called(chart: Any) -> None:
     policies = [document for document in rendered(chart, LEAST) if document["kind"] == "NetworkPolicy"]
     closed, opened = sorted(policies, key=lambda policy: len(policy["metadata"]["name"]))
@@ -146,6 +156,7 @@ def test_nobody_but_the_coordinator_is_called(chart: Any) -> None:
         ({**LEAST, "coordinator": {"replicas": 2}}, "staging"),
         ({**LEAST, "serviceMonitor": {"enabled": True}}, "tokenSecret"),
         ({**LEAST, "settings": {"LEASE_SECONDS": 120}}, "LEASE_SECONDS"),
+        ({**LEAST, "forwardedAllowIps": "*"}, "forwardedAllowIps"),
     ],
     ids=lambda given: given if isinstance(given, str) else "",
 )

@@ -70,6 +70,9 @@ env:
   - {name: TESSERA_STAGING_DIR, value: /data/staging}
   # The ingress or gateway terminates TLS.
   - {name: TESSERA_BEHIND_PROXY, value: "true"}
+  {{- with .Values.forwardedAllowIps }}
+  - {name: FORWARDED_ALLOW_IPS, value: {{ . | quote }}}
+  {{- end }}
   - {name: TESSERA_HEARTBEAT_FILE, value: /tmp/alive}
   - {name: TESSERA_ADMIN_TOKEN_FILE, value: /tmp/admin-token}
   {{- if .Values.oidcClientSecret }}
