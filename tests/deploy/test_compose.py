@@ -65,6 +65,13 @@ def test_coordinator_and_conductor_share_a_folder_of_blobs(services: dict[str, A
         assert "./data/coordinator:/data" in services[name]["volumes"], name
 
 
+def test_services_reach_each_other_without_a_proxy(services: dict[str, Any]) -> None:
+    for name in OURS:
+        for variable in ("NO_PROXY", "no_proxy"):
+            direct = services[name]["environment"][variable].split(",")
+            assert {"coordinator", "database", "localhost", "127.0.0.1"} <= set(direct), name
+
+
 def test_nothing_secret_is_written_down(deploy: Path, services: dict[str, Any]) -> None:
     for name, service in services.items():
         environment = service.get("environment", {})
