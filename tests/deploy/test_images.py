@@ -96,6 +96,24 @@ def test_a_proxy_in_the_environment_does_not_hide_the_coordinator_s_health(coord
     subprocess.run([sys.executable, *arguments], env=proxied, check=True)
 
 
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [(None, "--index-url https://download.pytorch.org/whl/cpu torch"), ("", "torch")],
+    ids=["cpu", "cuda"],
+)
+def test_the_worker_s_torch_has_cuda_only_where_it_is_wanted(
+    tmp_path: Path, given: str | None, expected: str
+) -> None:
+    stage = stages()["build-worker"]
+    name, _, index = stage.said("ARG")[0].partition("=")
+    # An interpreter that does nothing but show what it is called with.
+    (tmp_path / "python").write_text('#!/bin/sh\necho "$@"\n')
+    (tmp_path / "python").chmod(0o755)
+    there = {"PATH": f"{tmp_path}:/usr/bin:/bin", "CONSTRAINTS": "pins", name: index if given is None else given}
+    said = subprocess.run(["sh", "-ec", stage.said("RUN")[0]], env=there, capture_output=True, text=True, check=True)
+    assert said.stdout.splitlines()[0].endswith(f"install --constraint pins --no-deps {expected}")
+
+
 def test_hadolint_finds_nothing() -> None:
     found = shutil.which("hadolint", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     if found is None:
