@@ -22,6 +22,7 @@ MOST: dict[str, Any] = {
     **LEAST,
     "store": {"url": "s3://b", "endpoint": "http://store", "existingSecret": "store", "allowHttp": True},
     "staging": {"existingClaim": "uploads"},
+    "backup": {"existingClaim": "backups"},
     "coordinator": {"replicas": 3},
     "conductor": {"replicas": 2},
     "settings": {"LEASE_SECONDS": "120"},
@@ -54,7 +55,8 @@ def rendered(chart: Any, values: dict[str, Any]) -> list[dict[str, Any]]:
 
 def pods(documents: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """The pods' templates, by what they are of."""
-    return {d["metadata"]["name"]: d["spec"]["template"] for d in documents if d["kind"] in ("Deployment", "Job")}
+    specs = {d["metadata"]["name"]: d["spec"] for d in documents if d["kind"] in ("Deployment", "Job", "CronJob")}
+    return {name: spec.get("jobTemplate", {}).get("spec", spec)["template"] for name, spec in specs.items()}
 
 
 def test_helm_finds_nothing_to_mend(deploy: Path) -> None:
@@ -78,7 +80,7 @@ def test_kubernetes_takes_every_document(chart: Any, values: dict[str, Any], ver
 @pytest.mark.parametrize("values", [LEAST, MOST], ids=["least", "most"])
 def test_pods_keep_to_the_profile_restricted(chart: Any, values: dict[str, Any]) -> None:
     found = pods(rendered(chart, values))
-    assert found.keys() == {"fed-coordinator", "fed-conductor", "fed-migration"}
+    assert found.keys() - {"fed-backup"} == {"fed-coordinator", "fed-conductor", "fed-migration"}
     for name, pod in found.items():
         spec = pod["spec"]
         assert spec["automountServiceAccountToken"] is False, name
@@ -113,6 +115,23 @@ def test_what_runs_on_is_watched_and_the_schema_comes_first(chart: Any) -> None:
             assert {"startupProbe", "livenessProbe", "readinessProbe"} <= container.keys(), name
     (job,) = [document for document in documents if document["kind"] == "Job"]
     assert job["metadata"]["annotations"]["helm.sh/hook"] == "pre-install,pre-upgrade"
+
+
+def test_backups_go_into_their_claim_one_at_a_time(chart: Any) -> None:
+    documents = rendered(chart, MOST)
+    (job,) = [document for document in documents if document["kind"] == "CronJob"]
+    assert job["spec"]["concurrencyPolicy"] == "Forbid"
+    pod = pods(documents)["fed-backup"]["spec"]
+    (container,) = pod["containers"]
+    assert container["args"] == ["backup", "/data/backup"]
+    assert {"name": "data", "mountPath": "/data"} in container["volumeMounts"]
+    assert {"name": "data", "persistentVolumeClaim": {"claimName": "backups"}} in pod["volumes"]
+
+
+def test_a_restore_needs_no_coordinator(chart: Any) -> None:
+    documents = rendered(chart, {**MOST, "coordinator": {"replicas": 0}, "conductor": {"replicas": 0}})
+    replicas = {d["metadata"]["name"]: d["spec"]["replicas"] for d in documents if d["kind"] == "Deployment"}
+    assert replicas == {"fed-coordinator": 0, "fed-conductor": 0}
 
 
 def test_secrets_are_named_and_never_written(chart: Any) -> None:
