@@ -87,7 +87,7 @@ def test_pods_keep_to_the_profile_restricted(chart: Any, values: dict[str, Any])
         assert spec["securityContext"]["runAsNonRoot"] is True
         assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
         kinds = {kind for volume in spec["volumes"] for kind in volume if kind != "name"}
-        assert kinds <= {"emptyDir", "persistentVolumeClaim", "secret"}
+        assert kinds <= {"emptyDir", "ephemeral", "persistentVolumeClaim", "secret"}
         for container in spec["containers"]:
             assert container["securityContext"] == {
                 "allowPrivilegeEscalation": False,
@@ -103,6 +103,16 @@ def test_every_volume_that_a_container_mounts_is_declared(chart: Any, values: di
         (container,) = pod["spec"]["containers"]
         mounted = {mount["name"] for mount in container["volumeMounts"]}
         assert mounted == {volume["name"] for volume in pod["spec"]["volumes"]}, name
+
+
+def test_uploads_are_on_a_volume_that_reports_its_own_size(chart: Any) -> None:
+    values = {**LEAST, "staging": {"size": "50Gi", "storageClass": "fast"}}
+    found = pods(rendered(chart, values))
+    for name in ("fed-coordinator", "fed-conductor"):
+        (data,) = [volume for volume in found[name]["spec"]["volumes"] if volume["name"] == "data"]
+        claim = data["ephemeral"]["volumeClaimTemplate"]["spec"]
+        assert claim["resources"]["requests"] == {"storage": "50Gi"}, name
+        assert claim["storageClassName"] == "fast", name
 
 
 def test_what_runs_on_is_watched_and_the_schema_comes_first(chart: Any) -> None:

@@ -97,7 +97,16 @@ volumeMounts:
   {{- if .Values.staging.existingClaim }}
   persistentVolumeClaim: {claimName: {{ .Values.staging.existingClaim | quote }}}
   {{- else }}
-  emptyDir: {sizeLimit: {{ .Values.staging.sizeLimit | quote }}}
+  # An emptyDir would report the node's disk as its own, and the kubelet would evict a pod that fills its limit.
+  ephemeral:
+    volumeClaimTemplate:
+      spec:
+        accessModes: [ReadWriteOnce]
+        {{- with .Values.staging.storageClass }}
+        storageClassName: {{ . | quote }}
+        {{- end }}
+        resources:
+          requests: {storage: {{ .Values.staging.size | quote }}}
   {{- end }}
 - name: scratch
   emptyDir: {sizeLimit: 1Gi}
