@@ -28,15 +28,19 @@ COPY migrations migrations
 COPY coordinator coordinator
 COPY worker worker
 COPY tessera tessera
-# Every package in the version that `make image-check` last ran with. On a machine with a GPU, build with
-# --build-arg CONSTRAINTS=/dev/null and an index that has CUDA wheels.
+# Every package in the version that `make image-check` last ran with.
 ARG CONSTRAINTS=deploy/constraints.txt
 
 FROM build AS build-coordinator
 RUN python -m pip --python /opt/tessera/bin/python install --constraint "$CONSTRAINTS" '.[coordinator,otel]'
 
 FROM build AS build-worker
-RUN python -m pip --python /opt/tessera/bin/python install --constraint "$CONSTRAINTS" '.[worker,privacy,lora,augmentation,dicom,otel]'
+# torch alone, because this index has few versions of other packages. For a GPU, build with --build-arg TORCH_INDEX= (empty):
+# PyPI's torch fetches the CUDA packages, gigabytes that an image for CPUs has no use for.
+ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
+RUN python -m pip --python /opt/tessera/bin/python install --constraint "$CONSTRAINTS" --no-deps \
+      ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} torch \
+    && python -m pip --python /opt/tessera/bin/python install --constraint "$CONSTRAINTS" '.[worker,privacy,lora,augmentation,dicom,otel]'
 
 FROM base AS final
 ARG VERSION=0.1.0
@@ -59,9 +63,9 @@ ENV TESSERA_HOST=0.0.0.0 \
     TESSERA_BLOB_URL=/data/blobs \
     TESSERA_STAGING_DIR=/data/staging
 EXPOSE 8470
-# From inside, where the name in the certificate is another. With TESSERA_TLS_CLIENT_CA, give it a certificate to show.
+# From inside, past any proxy, and where the name in the certificate is another. With TESSERA_TLS_CLIENT_CA, give it a certificate to show.
 HEALTHCHECK --interval=15s --timeout=5s --start-period=10s \
-    CMD ["python", "-c", "import os, ssl, urllib.request as u; s = 's' if 'TESSERA_TLS_CERT' in os.environ else ''; u.urlopen(f'http{s}://127.0.0.1:8470/healthz/ready', timeout=4, context=ssl._create_unverified_context() if s else None)"]
+    CMD ["python", "-c", "import os, ssl, urllib.request as u; s = 's' if 'TESSERA_TLS_CERT' in os.environ else ''; u.build_opener(u.ProxyHandler({}), u.HTTPSHandler(context=ssl._create_unverified_context())).open(f'http{s}://127.0.0.1:8470/healthz/ready', timeout=4)"]
 ENTRYPOINT ["tessera", "coordinator"]
 CMD ["serve", "--migrate"]
 

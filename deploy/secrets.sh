@@ -4,19 +4,15 @@
 set -eu
 umask 077
 cd "$(dirname "$0")"
-mkdir -p secrets data/database data/coordinator/staging data/objects/tessera data/tokens/admin data/tokens/north data/tokens/south data/tokens/west data/keys/north data/keys/south data/keys/west data/north data/south data/west
+mkdir -p secrets data/database data/coordinator/staging data/tokens/admin data/tokens/north data/tokens/south data/tokens/west data/keys/north data/keys/south data/keys/west data/north data/south data/west
 
 new() { od -An -N24 -tx1 /dev/urandom | tr -d ' \n'; }
 made() { [ -s "secrets/$1" ] || { cat > "secrets/$1.part" && mv "secrets/$1.part" "secrets/$1"; }; }
 
 new | made database-password
 password=$(cat secrets/database-password)
-echo "$(new | cut -c1-20),$(new)" | made store-key
-key=$(cat secrets/store-key)
 made coordinator.env <<END
 TESSERA_DATABASE_URL=postgresql://tessera:$password@database/tessera
-AWS_ACCESS_KEY_ID=${key%,*}
-AWS_SECRET_ACCESS_KEY=${key#*,}
 END
 
 # Containers run as the owner of these files, so that they can read them, and the owner can read the containers' files.

@@ -211,6 +211,10 @@ def test_every_shell_line_names_commands_and_options_that_exist(page: Path) -> N
     assert found == []
 
 
+def test_no_shell_line_has_a_secret_among_its_arguments() -> None:
+    assert [block.line for page in PAGES for block in blocks(page) if "--from-literal" in block.text] == []
+
+
 def test_every_shell_block_is_run_or_says_why_not() -> None:
     runnable = {str(page.relative_to(ROOT)) for page in PAGES if any(not block.reason for block in blocks(page))}
     assert runnable == {"docs/quickstart.md", "docs/own-data.md", *PAGES_RUN}

@@ -22,10 +22,12 @@ MOST: dict[str, Any] = {
     **LEAST,
     "store": {"url": "s3://b", "endpoint": "http://store", "existingSecret": "store", "allowHttp": True},
     "staging": {"existingClaim": "uploads"},
+    "backup": {"existingClaim": "backups"},
     "coordinator": {"replicas": 3},
     "conductor": {"replicas": 2},
     "settings": {"LEASE_SECONDS": "120"},
     "oidcClientSecret": "oidc",
+    "forwardedAllowIps": "10.244.0.0/16,fd00::/8",
     "otel": {"EXPORTER_OTLP_ENDPOINT": "http://collector:4318"},
     "serviceMonitor": {"enabled": True, "tokenSecret": "viewer", "labels": {"release": "prometheus"}},
     "image": {"tag": "1", "pullSecrets": [{"name": "pull"}]},
@@ -53,7 +55,8 @@ def rendered(chart: Any, values: dict[str, Any]) -> list[dict[str, Any]]:
 
 def pods(documents: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """The pods' templates, by what they are of."""
-    return {d["metadata"]["name"]: d["spec"]["template"] for d in documents if d["kind"] in ("Deployment", "Job")}
+    specs = {d["metadata"]["name"]: d["spec"] for d in documents if d["kind"] in ("Deployment", "Job", "CronJob")}
+    return {name: spec.get("jobTemplate", {}).get("spec", spec)["template"] for name, spec in specs.items()}
 
 
 def test_helm_finds_nothing_to_mend(deploy: Path) -> None:
@@ -77,14 +80,14 @@ def test_kubernetes_takes_every_document(chart: Any, values: dict[str, Any], ver
 @pytest.mark.parametrize("values", [LEAST, MOST], ids=["least", "most"])
 def test_pods_keep_to_the_profile_restricted(chart: Any, values: dict[str, Any]) -> None:
     found = pods(rendered(chart, values))
-    assert found.keys() == {"fed-coordinator", "fed-conductor", "fed-migration"}
+    assert found.keys() - {"fed-backup"} == {"fed-coordinator", "fed-conductor", "fed-migration"}
     for name, pod in found.items():
         spec = pod["spec"]
         assert spec["automountServiceAccountToken"] is False, name
         assert spec["securityContext"]["runAsNonRoot"] is True
         assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
         kinds = {kind for volume in spec["volumes"] for kind in volume if kind != "name"}
-        assert kinds <= {"emptyDir", "persistentVolumeClaim", "secret"}
+        assert kinds <= {"emptyDir", "ephemeral", "persistentVolumeClaim", "secret"}
         for container in spec["containers"]:
             assert container["securityContext"] == {
                 "allowPrivilegeEscalation": False,
@@ -102,6 +105,16 @@ def test_every_volume_that_a_container_mounts_is_declared(chart: Any, values: di
         assert mounted == {volume["name"] for volume in pod["spec"]["volumes"]}, name
 
 
+def test_uploads_are_on_a_volume_that_reports_its_own_size(chart: Any) -> None:
+    values = {**LEAST, "staging": {"size": "50Gi", "storageClass": "fast"}}
+    found = pods(rendered(chart, values))
+    for name in ("fed-coordinator", "fed-conductor"):
+        (data,) = [volume for volume in found[name]["spec"]["volumes"] if volume["name"] == "data"]
+        claim = data["ephemeral"]["volumeClaimTemplate"]["spec"]
+        assert claim["resources"]["requests"] == {"storage": "50Gi"}, name
+        assert claim["storageClassName"] == "fast", name
+
+
 def test_what_runs_on_is_watched_and_the_schema_comes_first(chart: Any) -> None:
     documents = rendered(chart, LEAST)
     for name, pod in pods(documents).items():
@@ -114,6 +127,23 @@ def test_what_runs_on_is_watched_and_the_schema_comes_first(chart: Any) -> None:
     assert job["metadata"]["annotations"]["helm.sh/hook"] == "pre-install,pre-upgrade"
 
 
+def test_backups_go_into_their_claim_one_at_a_time(chart: Any) -> None:
+    documents = rendered(chart, MOST)
+    (job,) = [document for document in documents if document["kind"] == "CronJob"]
+    assert job["spec"]["concurrencyPolicy"] == "Forbid"
+    pod = pods(documents)["fed-backup"]["spec"]
+    (container,) = pod["containers"]
+    assert container["args"] == ["backup", "/data/backup"]
+    assert {"name": "data", "mountPath": "/data"} in container["volumeMounts"]
+    assert {"name": "data", "persistentVolumeClaim": {"claimName": "backups"}} in pod["volumes"]
+
+
+def test_a_restore_needs_no_coordinator(chart: Any) -> None:
+    documents = rendered(chart, {**MOST, "coordinator": {"replicas": 0}, "conductor": {"replicas": 0}})
+    replicas = {d["metadata"]["name"]: d["spec"]["replicas"] for d in documents if d["kind"] == "Deployment"}
+    assert replicas == {"fed-coordinator": 0, "fed-conductor": 0}
+
+
 def test_secrets_are_named_and_never_written(chart: Any) -> None:
     documents = rendered(chart, MOST)
     assert "Secret" not in {document["kind"] for document in documents}
@@ -124,6 +154,15 @@ def test_secrets_are_named_and_never_written(chart: Any) -> None:
             assert "secretKeyRef" in given[name]["valueFrom"], name
         ours = {name[8:].lower() for name in given if name.startswith("TESSERA_")}
         assert ours <= set(CoordinatorSettings.model_fields)
+
+
+@pytest.mark.parametrize(("values", "expected"), [(LEAST, None), (MOST, "10.244.0.0/16,fd00::/8")])
+def test_the_coordinator_trusts_the_proxies_that_values_name(
+    chart: Any, values: dict[str, Any], expected: str | None
+) -> None:
+    (container,) = pods(rendered(chart, values))["fed-coordinator"]["spec"]["containers"]
+    given = {variable["name"]: variable.get("value") for variable in container["env"]}
+    assert given.get("FORWARDED_ALLOW_IPS") == expected
 
 
 def test_nobody_but_the_coordinator_is_called(chart: Any) -> None:
@@ -146,6 +185,7 @@ def test_nobody_but_the_coordinator_is_called(chart: Any) -> None:
         ({**LEAST, "coordinator": {"replicas": 2}}, "staging"),
         ({**LEAST, "serviceMonitor": {"enabled": True}}, "tokenSecret"),
         ({**LEAST, "settings": {"LEASE_SECONDS": 120}}, "LEASE_SECONDS"),
+        ({**LEAST, "forwardedAllowIps": "*"}, "forwardedAllowIps"),
     ],
     ids=lambda given: given if isinstance(given, str) else "",
 )

@@ -29,7 +29,7 @@ def services(deploy: Path) -> dict[str, Any]:
 
 
 def test_no_service_has_any_right_that_it_does_not_need(services: dict[str, Any]) -> None:
-    assert services.keys() == OURS | {"database", "store"}
+    assert services.keys() == OURS | {"database"}
     for name, service in services.items():
         assert service["read_only"] is True, name
         assert service["cap_drop"] == ["ALL"], name
@@ -57,6 +57,19 @@ def test_only_the_coordinator_is_reached_from_outside_and_only_from_this_machine
     }
     with_workers = {name for name, service in services.items() if "outside" in service["networks"]}
     assert with_workers == {"coordinator", "north", "south", "west"}
+
+
+def test_coordinator_and_conductor_share_a_folder_of_blobs(services: dict[str, Any]) -> None:
+    for name in ("coordinator", "conductor"):
+        assert services[name]["environment"]["TESSERA_BLOB_URL"] == "/data/blobs", name
+        assert "./data/coordinator:/data" in services[name]["volumes"], name
+
+
+def test_services_reach_each_other_without_a_proxy(services: dict[str, Any]) -> None:
+    for name in OURS:
+        for variable in ("NO_PROXY", "no_proxy"):
+            direct = services[name]["environment"][variable].split(",")
+            assert {"coordinator", "database", "localhost", "127.0.0.1"} <= set(direct), name
 
 
 def test_nothing_secret_is_written_down(deploy: Path, services: dict[str, Any]) -> None:
@@ -88,15 +101,14 @@ def test_secrets_are_made_once_each_for_their_owner_alone(deploy: Path, tmp_path
     script.write_bytes((deploy / "secrets.sh").read_bytes())
     subprocess.run(["sh", script], check=True)
     made = {path.name: path.read_text() for path in (tmp_path / "secrets").iterdir()}
-    assert made.keys() == {"database-password", "store-key", "coordinator.env"}
+    assert made.keys() == {"database-password", "coordinator.env"}
     for path in (tmp_path / "secrets").iterdir():
         assert stat.S_IMODE(path.stat().st_mode) == 0o600, path.name
     assert re.fullmatch("[0-9a-f]{48}", made["database-password"])
-    key, secret = made["store-key"].strip().split(",")
     lines = dict(line.split("=", 1) for line in made["coordinator.env"].splitlines())
+    assert lines.keys() == {"TESSERA_DATABASE_URL"}
     assert made["database-password"] in lines["TESSERA_DATABASE_URL"]
-    assert (lines["AWS_ACCESS_KEY_ID"], lines["AWS_SECRET_ACCESS_KEY"]) == (key, secret)
-    owner = (tmp_path / "secrets" / "store-key").stat()
+    owner = (tmp_path / "secrets" / "database-password").stat()
     assert (tmp_path / ".env").read_text() == f"TESSERA_USER={owner.st_uid}:{owner.st_gid}\n"
     assert owner.st_uid != 0
     mounted = re.findall(r"\./(data/[\w/]+)", (deploy / "compose.yaml").read_text())

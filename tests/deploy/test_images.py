@@ -14,10 +14,11 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
-from tests.support.coordinator import until
+from tests.support.coordinator import LiveCoordinator, until
 from tests.support.paths import ROOT
 from tests.support.processes import free_port
 
@@ -79,6 +80,38 @@ def test_an_image_has_what_was_built_and_nothing_to_build_with(target: str) -> N
 def test_what_is_copied_is_let_through_and_nothing_else_is() -> None:
     kept = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
     assert kept == {source for line in stages()["build"].said("COPY") for source in line.split()[:-1]}
+
+
+def health_check(target: str) -> str:
+    """The command of an image's HEALTHCHECK, as JSON."""
+    return re.sub(r"^.*?CMD ", "", whole(target).said("HEALTHCHECK")[0])
+
+
+def test_a_proxy_in_the_environment_does_not_hide_the_coordinator_s_health(coordinator: LiveCoordinator) -> None:
+    _, *arguments = json.loads(
+        health_check("coordinator").replace("127.0.0.1:8470", urlsplit(coordinator.url).netloc)
+    )
+    # No proxy listens there.
+    proxied = {**os.environ, "http_proxy": f"http://127.0.0.1:{free_port()}", "no_proxy": ""}
+    subprocess.run([sys.executable, *arguments], env=proxied, check=True)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [(None, "--index-url https://download.pytorch.org/whl/cpu torch"), ("", "torch")],
+    ids=["cpu", "cuda"],
+)
+def test_the_worker_s_torch_has_cuda_only_where_it_is_wanted(
+    tmp_path: Path, given: str | None, expected: str
+) -> None:
+    stage = stages()["build-worker"]
+    name, _, index = stage.said("ARG")[0].partition("=")
+    # An interpreter that does nothing but show what it is called with.
+    (tmp_path / "python").write_text('#!/bin/sh\necho "$@"\n')
+    (tmp_path / "python").chmod(0o755)
+    there = {"PATH": f"{tmp_path}:/usr/bin:/bin", "CONSTRAINTS": "pins", name: index if given is None else given}
+    said = subprocess.run(["sh", "-ec", stage.said("RUN")[0]], env=there, capture_output=True, text=True, check=True)
+    assert said.stdout.splitlines()[0].endswith(f"install --constraint pins --no-deps {expected}")
 
 
 def test_hadolint_finds_nothing() -> None:
@@ -162,9 +195,8 @@ class Tree:
 
     def healthy(self, target: str) -> bool:
         """What the image's HEALTHCHECK says."""
-        command = re.sub(r"^.*?CMD ", "", whole(target).said("HEALTHCHECK")[0])
         return not subprocess.run(
-            json.loads(self.put(command)), env=self.environment(target), capture_output=True, check=False
+            json.loads(self.put(health_check(target))), env=self.environment(target), capture_output=True, check=False
         ).returncode
 
 

@@ -70,6 +70,9 @@ env:
   - {name: TESSERA_STAGING_DIR, value: /data/staging}
   # The ingress or gateway terminates TLS.
   - {name: TESSERA_BEHIND_PROXY, value: "true"}
+  {{- with .Values.forwardedAllowIps }}
+  - {name: FORWARDED_ALLOW_IPS, value: {{ . | quote }}}
+  {{- end }}
   - {name: TESSERA_HEARTBEAT_FILE, value: /tmp/alive}
   - {name: TESSERA_ADMIN_TOKEN_FILE, value: /tmp/admin-token}
   {{- if .Values.oidcClientSecret }}
@@ -94,7 +97,16 @@ volumeMounts:
   {{- if .Values.staging.existingClaim }}
   persistentVolumeClaim: {claimName: {{ .Values.staging.existingClaim | quote }}}
   {{- else }}
-  emptyDir: {sizeLimit: {{ .Values.staging.sizeLimit | quote }}}
+  # An emptyDir would report the node's disk as its own, and the kubelet would evict a pod that fills its limit.
+  ephemeral:
+    volumeClaimTemplate:
+      spec:
+        accessModes: [ReadWriteOnce]
+        {{- with .Values.staging.storageClass }}
+        storageClassName: {{ . | quote }}
+        {{- end }}
+        resources:
+          requests: {storage: {{ .Values.staging.size | quote }}}
   {{- end }}
 - name: scratch
   emptyDir: {sizeLimit: 1Gi}
