@@ -35,9 +35,9 @@ FROM build AS build-coordinator
 RUN python -m pip --python /opt/tessera/bin/python install --constraint "$CONSTRAINTS" '.[coordinator,otel]'
 
 FROM build AS build-worker
-# torch alone, because this index has few versions of other packages. For a GPU, build with --build-arg TORCH_INDEX= (empty):
-# PyPI's torch fetches the CUDA packages, gigabytes that an image for CPUs has no use for.
-ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
+# PyPI's torch fetches the CUDA packages, gigabytes that an image for CPUs has no use for: for such an image, build with
+# --build-arg TORCH_INDEX=URL, the index of PyTorch's builds for CPUs. torch alone, because that has few other packages.
+ARG TORCH_INDEX=
 RUN python -m pip --python /opt/tessera/bin/python install --constraint "$CONSTRAINTS" --no-deps \
       ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} torch \
     && python -m pip --python /opt/tessera/bin/python install --constraint "$CONSTRAINTS" '.[worker,privacy,lora,augmentation,dicom,otel]'

@@ -98,8 +98,8 @@ def test_a_proxy_in_the_environment_does_not_hide_the_coordinator_s_health(coord
 
 @pytest.mark.parametrize(
     ("given", "expected"),
-    [(None, "--index-url https://download.pytorch.org/whl/cpu torch"), ("", "torch")],
-    ids=["cpu", "cuda"],
+    [(None, "torch"), ("https://wheels.example/cpu", "--index-url https://wheels.example/cpu torch")],
+    ids=["cuda", "cpu"],
 )
 def test_the_worker_s_torch_has_cuda_only_where_it_is_wanted(
     tmp_path: Path, given: str | None, expected: str
