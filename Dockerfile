@@ -74,8 +74,9 @@ LABEL org.opencontainers.image.title="Tessera worker" \
     org.opencontainers.image.description="Trains for a coordinator beside the data of one site"
 COPY --from=build-worker /opt/tessera /opt/tessera
 ENV TESSERA_WORKER_STATE_DIR=/data HF_HOME=/data/huggingface TORCHINDUCTOR_CACHE_DIR=/tmp/torch
-# The worker touches this file at every claim and heartbeat.
-HEALTHCHECK --interval=30s --timeout=5s --start-period=60s \
-    CMD ["python", "-c", "import os, sys, time; sys.exit(time.time() - os.stat('/data/alive').st_mtime > 120)"]
+# The worker touches this file once it has loaded its data, at every claim, and at least every 90 s during a task. A coordinator
+# that is overloaded can ask it to wait 600 s between two claims.
+HEALTHCHECK --interval=30s --timeout=5s --start-period=1h \
+    CMD ["python", "-c", "import os, sys, time; sys.exit(time.time() - os.stat('/data/alive').st_mtime > 900)"]
 ENTRYPOINT ["tessera", "worker"]
 CMD ["run", "--config", "/etc/tessera/worker.toml"]
