@@ -197,6 +197,28 @@ def test_a_worker_does_not_start_without_the_ledger_of_a_removed_data_set(tmp_pa
     runner_of(cast("Client", None), here)
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_renamed_worker_needs_the_ledgers_that_its_audit_knows_unless_other_workers_share_it(
+    tmp_path: Path, shared: bool
+) -> None:
+    more = {"audit_dir": tmp_path / "audit", "audit_key": "ab" * 32} if shared else {}
+    before = settings(tmp_path, **more)
+    ledger = ledger_of(before)
+    spend(ledger)
+    head = ledger.leaving("wards")
+    assert head
+    audit_of(before).record("update.leave", None, **{LEDGER_HEAD: {"wards": head.model_dump()}})
+    renamed = settings(tmp_path, name="v", **more)
+    runner_of(cast("Client", None), renamed)
+    file_of(renamed.state_dir / "ledger").unlink()
+    if shared:
+        # It may as well be a new worker with a ledger of its own.
+        runner_of(cast("Client", None), renamed)
+        return
+    with pytest.raises(SettingsError, match="has 0 entries, and not those 1"):
+        runner_of(cast("Client", None), renamed)
+
+
 def test_another_branch_of_the_same_length_is_no_substitute(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path, KEY)
     head = witnessed(tmp_path / "b")
