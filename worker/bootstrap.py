@@ -43,8 +43,8 @@ def runner_of(client: Client, settings: WorkerSettings) -> TaskRunner:
             party.agreements.expect(signed_sets(entries, party.fingerprint))
         for name in settings.datasets:
             ledger.check(name)
-        for name in ledger.besides(settings.datasets):
-            ledger.by_name.check(name)
+        for others, name in ledger.others(settings.datasets):
+            others.check(name)
     except ChainError as fault:
         raise SettingsError(str(fault)) from fault
     except OSError as fault:

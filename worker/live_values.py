@@ -54,8 +54,9 @@ class LiveMonitor:
             with _unless_unreadable():
                 several = f"{len(self._gpus)} x " if len(self._gpus) > 1 else ""
                 values["gpu_name"] = f"{several}{torch.cuda.get_device_name(self._gpus[0])}"[:64]
-        # Under privacy the size of a batch is secret, and the load and the memory in use follow it.
-        values |= self._load() if task.privacy is None else {}
+        # The load and the memory in use follow what is secret under privacy: the size of a batch, or, where the sites
+        # add the noise, whether training failed.
+        values |= {} if task.privacy or (task.client_privacy and task.sums) else self._load()
         if self._shares_log:
             values["log"] = [*self._log, *_events(task, report.began)][-MAX_LOG_EVENTS:]
         with _unless_unreadable():

@@ -39,7 +39,9 @@ def airlock_of(settings: WorkerSettings) -> Airlock:
 
 def audit_of(settings: WorkerSettings) -> Audit:
     """Return the audit of this worker's actions. Raises SettingsError."""
-    return Audit(settings.audit_dir or settings.state_dir / AUDIT_FOLDER, settings.name, audit_key_of(settings))
+    folder = settings.audit_dir or settings.state_dir / AUDIT_FOLDER
+    shared = not folder.resolve().is_relative_to(settings.state_dir.resolve())
+    return Audit(folder, settings.name, audit_key_of(settings), shared=shared)
 
 
 def audit_key_of(settings: WorkerSettings) -> bytes:

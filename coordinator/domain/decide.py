@@ -167,8 +167,8 @@ def _round(round_: RoundSnapshot, run: RunSnapshot, now: float) -> Iterator[Acti
 
 
 def _opening(round_: RoundSnapshot, sums: SumsSnapshot, run: RunSnapshot, now: float) -> Iterator[Action]:
-    """Yield the next step towards the sums of a closed round. It has no deadline: the masks do not spoil, and what a
-    helper has signed cannot be signed otherwise."""
+    """Yield the next step towards the sums of a closed round. It has no deadline here, since what a helper has signed
+    cannot be signed otherwise; but helpers erase the keys that open it (`worker.state.site_keys.ERASE_SECONDS`)."""
     for task in (*sums.agree, *sums.openings):
         if _has_lapsed(task, now):
             yield Expire(task.id, task.token)

@@ -8,6 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tessera.shared.api.secure_sums import SumTask
+from tessera.shared.run_settings import ClientPrivacy
 from tessera.shared.schema import MAX_LOG_EVENTS
 from tessera.worker.live_values import LiveMonitor
 from tessera.worker.training.progress import Report
@@ -35,6 +37,15 @@ def test_use_of_the_machine_is_not_told_under_privacy(tmp_path: Path) -> None:
     assert {"cpus", "memory_bytes", "disk_free_bytes", "started_at"} <= told.keys()
     assert open_.cpu_load is not None
     assert open_.memory_used_bytes
+
+
+def test_use_of_the_machine_is_not_told_where_the_sites_add_the_noise(tmp_path: Path) -> None:
+    site = ClientPrivacy(epsilon=8.0, delta=1e-5, clip_norm=0.5)
+    noisy = private_task().model_copy(update={"privacy": None, "client_privacy": site})
+    masked = noisy.model_copy(update={"sums": SumTask(terms=f"sha256:{'0' * 64}")})
+    assert not USE & monitor(tmp_path).sample(masked, Report()).model_dump(exclude_none=True).keys()
+    # The coordinator adds the noise, and reads the update without it.
+    assert monitor(tmp_path).sample(noisy, Report()).cpu_load is not None
 
 
 def test_the_log_is_told_only_if_the_site_allows_it_and_holds_names_and_instants(tmp_path: Path) -> None:

@@ -54,9 +54,10 @@ def adopt(config: ConfigFile, as_json: AsJson = False) -> None:
         adopted = audit.adopt()
         ledger.expect(audit.ledger_heads(audit.check()))
         heads = {name: ledger.adopt(name) for name in settings.datasets}
-        lost: dict[str, JsonValue] = {name: head.model_dump() for name, head in heads.items() if head}
-        # Ledgers of removed data sets and of other workers: the audit expects no head of theirs, yet tasks read them.
+        # Tasks read the ledgers of removed data sets and of other workers too.
         others = [name for name in ledger.besides(settings.datasets) if ledger.by_name.adopt(name)]
+        heads |= {name: ledger.adopt(name) for name in ledger.lost(settings.datasets)}
+        lost: dict[str, JsonValue] = {name: head.model_dump() for name, head in heads.items() if head}
         if lost or others:
             detail: dict[str, JsonValue] = {LEDGER_HEAD: lost, "others": [*others]}
             audit.record("chain.adopt", None, **detail)

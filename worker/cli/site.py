@@ -25,9 +25,8 @@ class SiteRecords:
         ledger = ledger_of(self.settings)
         ledger.expect(self.audit.ledger_heads(entries))
         ledgers = [(ledger, name) for name in self.settings.datasets]
-        ledgers += [(ledger.by_name, name) for name in ledger.besides(self.settings.datasets)]
         faults = []
-        for each, name in ledgers:
+        for each, name in [*ledgers, *ledger.others(self.settings.datasets)]:
             try:
                 each.check(name)
             except ChainError as fault:

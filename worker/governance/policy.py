@@ -426,6 +426,12 @@ class Policy(Frozen):
         most = self.max_model_bytes
         require(nbytes <= most, "max_model_bytes", f"{what} of {nbytes} bytes is larger than the {most} allowed")
 
+    def check_tied(self, asked: Iterable[Block], tied: Mapping[str, Iterable[str]]) -> None:
+        """Check the blocks that a plan uploads by the further names of their tensors. Raises PolicyViolation."""
+        names = [(name, block) for block in asked for name in tied.get(block.tensor, ())]
+        if refused := [f"{name} ({block.name})" for name, block in names if self._withholds(_named(block, name))]:
+            raise PolicyViolation("never_send", f"these blocks never leave: {_listed(refused)}")
+
     def check_upload(self, asked: Iterable[Block]) -> None:
         """Check the blocks that a plan uploads. Raises PolicyViolation naming them."""
         blocks = tuple(asked)
@@ -454,6 +460,10 @@ class Policy(Frozen):
             raise PolicyViolation(
                 "max_upload_bytes", f"an update of {nbytes} bytes is larger than the {self.max_upload_bytes} allowed"
             )
+
+
+def _named(block: Block, tensor: str) -> Block:
+    return block.model_copy(update={"tensor": tensor})
 
 
 def plain(budget: PrivacyFloor | UnitBudget) -> UnitBudget:

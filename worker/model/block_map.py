@@ -128,6 +128,16 @@ def named_tensors(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in tensors.items() if tensor.numel()}
 
 
+def tied_names(model: nn.Module) -> dict[str, list[str]]:
+    """Return the further names of parameters with several (tied weights), by the name in `named_tensors`."""
+    first = {id(tensor): name for name, tensor in named_tensors(model).items()}
+    tied: dict[str, list[str]] = {}
+    for name, tensor in model.named_parameters(remove_duplicate=False):
+        if (known := first.get(id(tensor), name)) != name:
+            tied.setdefault(known, []).append(name)
+    return tied
+
+
 def block_table(model: nn.Module, mapping: MappingFile | None = None) -> tuple[Block, ...]:
     """Return the model's blocks, covering each of `named_tensors` exactly once, in that order.
 

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
+from itertools import accumulate
 
 import structlog
 
@@ -21,6 +22,7 @@ from tessera.worker.state.privacy_ledger import (
 )
 
 WEEK = timedelta(days=7)
+NEVER = datetime.min.replace(tzinfo=UTC)
 
 Noisy = NoisySteps | NoisyChoice
 
@@ -68,9 +70,10 @@ class SiteLimits:
             yield self.budget, entries, "privacy", repr(self.dataset)
         if self.weekly:
             what, now = f"{self.dataset!r} within seven days", datetime.now(UTC)
+            dated = _dated(entries, now)
             # A use without noise is written down once a day, so the last use may be a day after its line.
-            self.weekly.check_exact(what, [entry for entry in entries if entry.at > now - WEEK - EXACT_EVERY])
-            yield self.weekly, [entry for entry in entries if entry.at > now - WEEK], "max_weekly_privacy", what
+            self.weekly.check_exact(what, [entry for at, entry in dated if at > now - WEEK - EXACT_EVERY])
+            yield self.weekly, [entry for at, entry in dated if at > now - WEEK], "max_weekly_privacy", what
         if self.total:
             everything = [*entries, *self.elsewhere()]
             self.total.check_exact("all data sets together", everything)
@@ -100,6 +103,15 @@ class SiteLimits:
         """Return what entries and further events cost the unit that a budget protects."""
         further = [cost for event in events for cost in costs_of(event, self.unit, budget.unit)]
         return [*noisy_in(entries, budget.unit), *further]
+
+
+def _dated(entries: Sequence[LedgerEntry], now: datetime) -> list[tuple[datetime, LedgerEntry]]:
+    """Return the entries, each with its time, or with that of an entry before it if this is later (a slow clock).
+
+    A time after `now` was that of a fast clock, and is no other entry's.
+    """
+    past = accumulate((entry.at if entry.at <= now else NEVER for entry in entries), max)
+    return [(max(entry.at, before), entry) for before, entry in zip(past, entries, strict=True)]
 
 
 def _up(value: float) -> str:

@@ -46,9 +46,10 @@ class SiteAuditEntry(Link):
 class Audit:
     """The chain in `folder`, which the workers of a site may share."""
 
-    def __init__(self, folder: Path, worker: str, key: bytes | None = None) -> None:
+    def __init__(self, folder: Path, worker: str, key: bytes | None = None, *, shared: bool = True) -> None:
         self._chain: Chain[SiteAuditEntry] = Chain(folder / AUDIT_FILE, SiteAuditEntry, key=derived(key, "audit"))
         self._worker = worker
+        self._shared = shared
 
     def record(self, action: Action, task: TaskRef | None = None, /, **detail: JsonValue) -> SiteAuditEntry:
         """Append an entry, which is on disk when this returns. Raises ChainError if the file's end was changed."""
@@ -86,13 +87,15 @@ class Audit:
         )
 
     def ledger_heads(self, entries: Iterable[SiteAuditEntry]) -> dict[str, Head]:
-        """Return the head of each data set's ledger at the last upload of this worker that used it."""
-        return {
-            dataset: head
-            for entry in entries
-            if entry.worker == self._worker
-            for dataset, head in heads_of(entry).items()
-        }
+        """Return the head of each data set's ledger at the last upload of this worker that used it.
+
+        Other names in an audit that is not shared are earlier names of this worker.
+        """
+        own: dict[str, Head] = {}
+        earlier: dict[str, Head] = {}
+        for entry in entries:
+            (own if entry.worker == self._worker else earlier).update(heads_of(entry))
+        return own if self._shared else earlier | own
 
 
 def signed_sets(entries: Iterable[SiteAuditEntry], key: str) -> dict[tuple[str, int], str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import fcntl
 import operator
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from functools import cached_property, partial
@@ -266,11 +266,7 @@ class Ledger:
 
     def elsewhere(self, dataset: str) -> tuple[LedgerEntry, ...]:
         """Return the entries that count in the folder's other ledgers. Raises LedgerError as `check` does."""
-        known = {self.name(other): other for other in self._expected}
-        found: list[LedgerEntry] = []
-        for name in self.besides([dataset]):
-            found += self.check(known[name]) if name in known else counting(self._named(name).check())
-        return tuple(found)
+        return tuple(entry for ledger, name in self.others([dataset]) for entry in ledger.check(name))
 
     def name(self, dataset: str) -> str:
         """Return what the data set's ledger is called."""
@@ -317,6 +313,28 @@ class Ledger:
     def expect(self, heads: Mapping[str, Head]) -> None:
         """Reject from now on ledgers that do not contain these heads."""
         self._expected |= heads
+
+    def lost(self, datasets: Collection[str]) -> list[str]:
+        """Return the data sets, besides these, whose head is in no ledger of the folder. `check` of one raises.
+
+        A data set that was removed from the settings may have shared a ledger of another name.
+        """
+        return [name for name, head in self._expected.items() if name not in datasets and not self._has(name, head)]
+
+    def others(self, datasets: Collection[str]) -> list[tuple[Ledger, str]]:
+        """Return all ledgers that are of none of these data sets, those that are lost too, each as its names."""
+        lost = self.lost(datasets)
+        there = [name for name in self.besides(datasets) if name not in lost]
+        return [*((self, name) for name in lost), *((self.by_name, name) for name in there)]
+
+    def _has(self, dataset: str, head: Head) -> bool:
+        """Return whether a readable ledger in the folder contains the head. The data set's own is read first."""
+        own = self.name(dataset)
+        for name in (own, *sorted(path.stem for path in self._folder.glob("*.jsonl") if path.stem != own)):
+            with suppress(LedgerError):
+                if not missing(self._named(name).read(), head):
+                    return True
+        return False
 
     def adopt(self, dataset: str) -> Head | None:
         """Accept a ledger from before there was a key, under a lost key, cut off, or gone; and move what was spent

@@ -171,6 +171,8 @@ def check_overlap(run: TaskRun, dataset: Dataset) -> None:
     env, name, ledger = run.env, run.task.dataset, run.env.ledger
     if ledger is None:
         return
+    for lost in ledger.lost([name]):
+        ledger.check(lost)
     prints = _fingerprints(run, name, ledger)
     with ledger.page(name) as page:
         sketch = sketch_of(prints, page.sketch)

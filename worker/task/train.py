@@ -18,6 +18,7 @@ from tessera.shared.schedule import local_steps
 from tessera.shared.schema import EPSILON
 from tessera.shared.tensors.lazy import to_array
 from tessera.worker.data.dataset import LABELS, Dataset
+from tessera.worker.model.block_map import tied_names
 from tessera.worker.model.forward import one_for_each
 from tessera.worker.task.environment import TaskRun, loss_scaler
 from tessera.worker.task.errors import TaskFailure
@@ -147,6 +148,7 @@ def _check_plan(run: TaskRun, loaded: Loaded) -> None:
     policy.check_private(block for block in private if upload.holds(block))
     asked = upload.resolve(context.blocks)
     policy.check_upload(asked)
+    policy.check_tied(asked, tied_names(context.model))
     if baseless := sorted(block.name for block in asked if block.name not in loaded.bases):
         raise TaskFailure("invalid-plan", f"the plan uploads blocks that it does not fetch as a base: {baseless[:8]}")
     if PRIVATE in run.task.training.rates and not context.private:

@@ -234,6 +234,16 @@ def test_names_that_had_ledgers_of_their_own_share_one_from_then_on(tmp_path: Pa
         uses(runner(tmp_path), "wards")
 
 
+def test_a_name_is_not_free_of_limits_because_another_ledger_is_lost(tmp_path: Path) -> None:
+    made = runner(tmp_path)
+    assert made.ledger
+    uses(made, "wards")
+    assert made.ledger.leaving("wards")
+    (tmp_path / "ledger" / "wards.jsonl").unlink()
+    with pytest.raises(LedgerError, match=r"wards\.jsonl has 0 entries"):
+        uses(made, "again")
+
+
 def test_settings_say_which_names_share_a_ledger(tmp_path: Path) -> None:
     sources = {"wards": {"kind": "digits", "ledger": "people"}, "again": {"kind": "digits"}}
     given = {"url": "http://127.0.0.1:9", "token": "t", "name": "w", "state_dir": tmp_path / "state"}

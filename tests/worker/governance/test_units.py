@@ -175,6 +175,16 @@ def test_a_weekly_limit_that_allows_evaluations_does_not_wait_for_them() -> None
     limits.judge([before(1, "example", Exact(use="evaluation"))], [STEPS], [])
 
 
+def test_a_slow_clock_dates_no_use_before_the_one_that_it_followed() -> None:
+    limits = SiteLimits("wards", "example", weekly=Allowance(epsilon=9.0, delta=1e-5))
+    slow, old = before(2000, "example", Exact(use="training")), before(9, "example", STEPS)
+    limits.judge([old, slow, before(6, "example", STEPS)], [STEPS], [])
+    with pytest.raises(PolicyViolation, match="within seven days is unbounded"):
+        limits.judge([old, before(6, "example", STEPS), slow], [STEPS], [])
+    # A fast clock dates its own line alone.
+    limits.judge([before(-2000, "example", STEPS), old, slow], [STEPS], [])
+
+
 def test_a_batch_of_groups_counts_the_examples_that_it_may_have() -> None:
     policy = Policy(max_batch=24)
     policy.check_batch(3, 100, 8)

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from tessera.shared.model.blocks import Block, check_table
 from tessera.shared.model.spec import Model
 from tessera.worker.cli.model import app
-from tessera.worker.model.block_map import UnknownArchitecture, block_table, named_tensors
+from tessera.worker.model.block_map import UnknownArchitecture, block_table, named_tensors, tied_names
 from tessera.worker.model.build import check_model, read_block, write_block
 from tessera.worker.model.layouts import MappingError, MappingFile, read_mapping
 from tests.support.paths import ROOT
@@ -177,9 +177,11 @@ def test_head_is_what_lies_outside_the_base_model_and_the_pooler_is_other() -> N
 @pytest.mark.parametrize("tied", [True, False])
 def test_tied_weights_are_one_block_under_their_first_name(tied: bool) -> None:
     config = AutoConfig.for_model("gpt2", **GPT2, tie_word_embeddings=tied)
-    roles = roles_of(block_table(AutoModelForCausalLM.from_config(config)))
+    model = AutoModelForCausalLM.from_config(config)
+    roles = roles_of(block_table(model))
     assert roles["transformer.wte.weight"] == "embedding"
     assert ("lm_head.weight" in roles) is not tied
+    assert tied_names(model) == ({"transformer.wte.weight": ["lm_head.weight"]} if tied else {})
 
 
 def test_float_buffers_are_blocks_and_integer_buffers_are_not() -> None:

@@ -6,16 +6,21 @@ import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
+from typer.testing import CliRunner
 
+from tessera.shared.client.client import Client
 from tessera.shared.run_settings import Budget
+from tessera.worker.bootstrap import runner_of
+from tessera.worker.cli.site import site_of
+from tessera.worker.cli.worker import app
 from tessera.worker.settings import SettingsError, WorkerSettings
-from tessera.worker.state.audit import Audit
+from tessera.worker.state.audit import LEDGER_HEAD, Audit
 from tessera.worker.state.hash_chain import BEGINNING, ChainError, Head, TaskRef
 from tessera.worker.state.privacy_ledger import Exact, Ledger, LedgerError, NoisySteps
-from tessera.worker.stores import audit_key_of, ledger_of
+from tessera.worker.stores import audit_key_of, audit_of, ledger_of
 from tests.support.task_document import task_of
 from tests.worker.state.test_privacy_ledger import STEPS, TARGET
 
@@ -139,6 +144,79 @@ def test_a_shared_ledger_has_what_each_of_its_data_sets_spent(tmp_path: Path) ->
     for dataset in ("wards", "clinics"):
         ledger.adopt(dataset)
     assert [entry.events for entry in ledger.check("wards")] == [(STEPS,), (Exact(use="lost"),)]
+
+
+def test_a_lost_ledger_of_a_removed_data_set_stops_all_others_until_it_is_adopted(tmp_path: Path) -> None:
+    head = witnessed(tmp_path)
+    ledger = Ledger(tmp_path, KEY)
+    ledger.expect({"wards": head})
+    assert len(ledger.elsewhere("clinics")) == 3
+    file_of(tmp_path).unlink()
+    with pytest.raises(LedgerError, match="Put back the newest copy"):
+        ledger.elsewhere("clinics")
+    (lost,) = ledger.lost(["clinics"])
+    ledger.adopt(lost)
+    assert [entry.events for entry in ledger.elsewhere("clinics")] == [(Exact(use="lost"),)]
+
+
+def test_a_removed_data_set_s_ledger_may_have_another_name(tmp_path: Path) -> None:
+    before = Ledger(tmp_path, KEY, {"wards": "people"})
+    spend(before, 2)
+    head = before.leaving("wards")
+    assert head
+    ledger = Ledger(tmp_path, KEY)
+    ledger.expect({"wards": head})
+    assert ledger.lost([]) == []
+    assert len(ledger.elsewhere("clinics")) == 2
+    people = file_of(tmp_path, "people")
+    people.write_bytes(people.read_bytes().splitlines(keepends=True)[0])
+    with pytest.raises(LedgerError, match="not those 2"):
+        ledger.elsewhere("clinics")
+
+
+def test_a_worker_does_not_start_without_the_ledger_of_a_removed_data_set(tmp_path: Path) -> None:
+    here = settings(tmp_path)
+    ledger = ledger_of(here)
+    with ledger.page("clinics") as page:
+        page.spend(TaskRef.of(task_of()), 100, TARGET, [STEPS])
+    head = ledger.leaving("clinics")
+    assert head
+    audit_of(here).record("update.leave", None, **{LEDGER_HEAD: {"clinics": head.model_dump()}})
+    runner_of(cast("Client", None), here)
+    file_of(here.state_dir / "ledger", "clinics").unlink()
+    with pytest.raises(SettingsError, match="has 0 entries, and not those 1"):
+        runner_of(cast("Client", None), here)
+    config = tmp_path / "worker.toml"
+    config.write_text(
+        f'url = "{here.url}"\ntoken = "t"\nname = "w"\nstate_dir = "{here.state_dir}"\n'
+        '[datasets.wards]\nkind = "digits"\n'
+    )
+    assert "has 0 entries" in site_of(config).ledger_faults(audit_of(here).read())[0]
+    adopted = CliRunner().invoke(app, ["adopt", "--config", str(config), "--json"])
+    assert json.loads(adopted.stdout) == {"audit": False, "ledgers": ["clinics"]}
+    runner_of(cast("Client", None), here)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_renamed_worker_needs_the_ledgers_that_its_audit_knows_unless_other_workers_share_it(
+    tmp_path: Path, shared: bool
+) -> None:
+    more = {"audit_dir": tmp_path / "audit", "audit_key": "ab" * 32} if shared else {}
+    before = settings(tmp_path, **more)
+    ledger = ledger_of(before)
+    spend(ledger)
+    head = ledger.leaving("wards")
+    assert head
+    audit_of(before).record("update.leave", None, **{LEDGER_HEAD: {"wards": head.model_dump()}})
+    renamed = settings(tmp_path, name="v", **more)
+    runner_of(cast("Client", None), renamed)
+    file_of(renamed.state_dir / "ledger").unlink()
+    if shared:
+        # It may as well be a new worker with a ledger of its own.
+        runner_of(cast("Client", None), renamed)
+        return
+    with pytest.raises(SettingsError, match="has 0 entries, and not those 1"):
+        runner_of(cast("Client", None), renamed)
 
 
 def test_another_branch_of_the_same_length_is_no_substitute(tmp_path: Path) -> None:

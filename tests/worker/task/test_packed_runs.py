@@ -13,6 +13,7 @@ from tessera.shared.api.tasks import Task
 from tessera.shared.methods.base import MethodSpec
 from tessera.shared.model.preprocessing import FileRef, read_files
 from tessera.worker.agent import Agent
+from tessera.worker.governance.policy import Policy
 from tessera.worker.settings import WorkerSettings
 from tessera.worker.stores import ledger_of
 from tessera.worker.task.heartbeat import Stop
@@ -33,7 +34,13 @@ BERT = {
 
 
 def worked(
-    coordinator: LiveCoordinator, folder: Path, config: dict[str, Any], *, own: bool = False, **spec: Any
+    coordinator: LiveCoordinator,
+    folder: Path,
+    config: dict[str, Any],
+    *,
+    own: bool = False,
+    policy: Policy = Policy(),  # noqa: B008  (it is frozen)
+    **spec: Any,
 ) -> tuple[Any, WorkerSettings]:
     """The task of a run on six documents, which make four rows, after a worker was given it."""
     client = coordinator.client()
@@ -50,7 +57,7 @@ def worked(
     }  # fmt: skip
     settings = WorkerSettings(
         url=coordinator.url, token=coordinator.token("site", "a"), name="w", state_dir=folder / "state", threads=1,
-        poll_seconds=5, datasets={"notes": notes},
+        poll_seconds=5, datasets={"notes": notes}, policy=policy,
     )  # fmt: skip
     agent = Agent(settings, Stop())
     plain = Training(optimizer="sgd", learning_rate=0.1, weight_decay=0.0, batch_size=2)
