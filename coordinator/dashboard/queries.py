@@ -197,8 +197,8 @@ def measured(session: Session, run: Run, most: int = MAX_POINTS, metric: str | N
     if step <= 1:
         return views.measurements(session, run.id, run.spec)
     # Others, which a site may have invented, could end the quotation marks of a JSON path.
-    is_plain = metric is not None and re.fullmatch(r"[\w.-]+", metric, re.ASCII)
-    shown = {*numbers[::step], numbers[-1], *_best(session, run, (metric,) if is_plain else MAIN_SCORES)}
+    names = (metric,) if metric and re.fullmatch(r"[\w.-]+", metric, re.ASCII) else MAIN_SCORES
+    shown = {*numbers[::step], numbers[-1], *_best(session, run, names)}
     return views.measurements(session, run.id, run.spec, TaskRow.version_number.in_(shown))
 
 
