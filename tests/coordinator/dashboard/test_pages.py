@@ -724,7 +724,7 @@ def test_workers_that_need_attention_are_on_top_and_can_be_filtered(
     database = coordinator.services.database
     with database.snapshot() as session:
         rows = session.execute(select(WorkerRow.id, WorkerRow.token_id)).all()
-    later = database.now() + 1
+    later = database.now()
     for worker, token in rows:
         coordinator.services.last_seen.note(worker, later, token)
 
