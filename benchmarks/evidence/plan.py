@@ -298,14 +298,13 @@ class Plan(Frozen):
         return Ladder(of(sorted({*RUNGS, *protocol.factors})), of(protocol.factors), protocol.outward)
 
     def shortened(self) -> Plan:
-        """Return the plan of the short check: the first setting of each table with few arms, rounds and seeds."""
+        """Return the plan of the short check: a few arms, rounds and seeds of the settings that claims are about."""
         protocol = self.protocol
         tables = {
             name: table.model_copy(
                 update={
                     "rounds": min(table.rounds, protocol.check_rounds),
-                    "settings": table.settings[:1],
-                    "concludes": None,
+                    "settings": (table.concluding.model_copy(update={"rounds": None}),),
                     "arms": tuple(
                         arm.model_copy(update={"settings": {**arm.settings, **arm.short}})
                         for arm in table.arms

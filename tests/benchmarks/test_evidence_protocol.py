@@ -30,8 +30,10 @@ from benchmarks.evidence.plan import (
     UnusablePlan,
     left,
     read,
+    rows,
     setup_of,
     startable,
+    whole_rounds,
 )
 from benchmarks.evidence.pool import METHODS
 from benchmarks.evidence.rates import Ladder, best
@@ -201,6 +203,15 @@ def test_the_short_check_reaches_the_rounds_after_a_warm_up(full: Plan) -> None:
     ]
     assert lengths
     assert all(warmup < rounds / 2 for rounds, warmup in lengths)
+
+
+def test_the_short_check_runs_all_tables_in_the_settings_that_their_claims_are_about(full: Plan) -> None:
+    short = full.shortened()
+    found = {(name, setting, arm) for (name, setting, arm), _ in rows(short, Selection("core"))}
+    for name, table in full.tables.items():
+        assert {arm for of, _, arm in found if of == name} == {*table.check}
+        assert {setting for of, setting, _ in found if of == name} == {table.concluding.name}
+        assert {whole_rounds(short, Job(*cell, 1, 0.1)) for cell in found} == {full.protocol.check_rounds}
 
 
 def test_sites_that_are_away_are_drawn_by_the_seed_alone() -> None:
