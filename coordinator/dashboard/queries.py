@@ -196,7 +196,7 @@ def measured(session: Session, run: Run, most: int = MAX_POINTS, metric: str | N
     step = math.ceil((len(numbers) - 1) / most)
     if step <= 1:
         return views.measurements(session, run.id, run.spec)
-    # Others, which a site may have invented, could end the quotation marks of a JSON path.
+    # A site may have invented another name, which could break the path to it in the JSON.
     names = (metric,) if metric and re.fullmatch(r"[\w.-]+", metric, re.ASCII) else MAIN_SCORES
     shown = {*numbers[::step], numbers[-1], *_best(session, run, names)}
     return views.measurements(session, run.id, run.spec, TaskRow.version_number.in_(shown))

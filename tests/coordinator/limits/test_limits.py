@@ -21,7 +21,8 @@ from tessera.coordinator.limits.disk import DiskSpace, is_full
 from tessera.coordinator.limits.memory import Memory, used_bytes
 from tessera.coordinator.limits.rate import MAX_KEYS, Rate
 from tessera.coordinator.services import _bytes_per_day
-from tessera.shared.api.runs import Cohort
+from tessera.shared.api.runs import Cohort, Run
+from tessera.shared.client.client import Client
 from tessera.shared.host_memory import groups
 from tessera.shared.problems import Busy
 from tessera.shared.tensors.lazy import digest_of
@@ -226,8 +227,8 @@ def test_uploads_under_way_are_counted_before_they_are_on_the_disk(tmp_path: Pat
     assert room._expected_bytes == 0
 
 
-def test_a_full_disk_pauses_no_run(coordinator: LiveCoordinator, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tessera.coordinator.conductor.conductor.FULL_SECONDS", 0.2)
+def begun_on_a_full_disk(coordinator: LiveCoordinator) -> tuple[Client, Run]:
+    """A run whose only round cannot be merged for want of room."""
     client, model = coordinator.client("admin"), small_model()
     start = values(model)
     run = start_run(client, model, start, cohort=Cohort(size=1))
@@ -238,6 +239,12 @@ def test_a_full_disk_pauses_no_run(coordinator: LiveCoordinator, monkeypatch: py
     reserve_all_but(coordinator, -(1 << 40))
     worker.submit(task, update)
     until(lambda: coordinator.services.conductor._full_at)
+    return client, run
+
+
+def test_a_full_disk_pauses_no_run(coordinator: LiveCoordinator, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tessera.coordinator.conductor.conductor.FULL_SECONDS", 0.2)
+    client, run = begun_on_a_full_disk(coordinator)
     assert (client.run(run.id).state, client.round(run.id, 1).state) == ("running", "merging")
     reserve_all_but(coordinator, 1 << 30)
     until(lambda: client.run(run.id).state == "completed")
@@ -246,16 +253,7 @@ def test_a_full_disk_pauses_no_run(coordinator: LiveCoordinator, monkeypatch: py
 def test_a_clock_that_steps_back_ends_the_wait_for_room(tmp_path: Path) -> None:
     clock = Clock()
     with LiveCoordinator(tmp_path, clock=clock) as coordinator:
-        client, model = coordinator.client("admin"), small_model()
-        start = values(model)
-        run = start_run(client, model, start, cohort=Cohort(size=1))
-        worker = ScriptedWorker(coordinator.client("site", "a"))
-        worker.enrol()
-        task = worker.take()
-        update = worker.upload(task, {"head.weight": start["head.weight"] + np.float32(1)})
-        reserve_all_but(coordinator, -(1 << 40))
-        worker.submit(task, update)
-        until(lambda: coordinator.services.conductor._full_at)
+        _, run = begun_on_a_full_disk(coordinator)
         reserve_all_but(coordinator, 1 << 30)
         clock.advance(-3600)
 

@@ -216,15 +216,15 @@ def test_a_run_is_not_found_by_what_only_contains_its_id(commands: Commands, fol
 
 
 @pytest.mark.parametrize(
-    ("redirection", "code", "told"),
+    ("redirection", "code", "message"),
     [(">/dev/full", 1, "error: the output cannot be written: No space left on device; "), (">&-", 0, "")],
 )
 def test_output_that_cannot_be_written_ends_without_a_traceback(
-    commands: Commands, redirection: str, code: int, told: str
+    commands: Commands, redirection: str, code: int, message: str
 ) -> None:
     shell = ["sh", "-c", f'exec "$@" {redirection}', "sh", *COMMAND]
     answer = process("run", "list", command=shell, **commands.settings)
-    assert (answer.returncode, answer.stderr[: len(told)], "Traceback" in answer.stderr) == (code, told, False)
+    assert (answer.returncode, answer.stderr[: len(message)], "Traceback" in answer.stderr) == (code, message, False)
 
 
 def test_square_brackets_in_notes_and_paths_are_shown(commands: Commands, folder: Path, tmp_path: Path) -> None:
