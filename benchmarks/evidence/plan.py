@@ -57,6 +57,8 @@ class Protocol(Frozen):
     standard_errors: float = Field(gt=0)
     significance: float = Field(gt=0, lt=1)
     check_rounds: int = Field(ge=1)
+    check_versions: int = Field(ge=1)
+    """`final_versions` of the short check, whose rows take longer to measure versions than to train."""
     check_seeds: tuple[int, ...]
 
     @model_validator(mode="after")
@@ -318,9 +320,13 @@ class Plan(Frozen):
             for name, table in self.tables.items()
             if table.check
         }
-        seeds = {"seeds": protocol.check_seeds, "headline_seeds": protocol.check_seeds}
+        short = {
+            "seeds": protocol.check_seeds,
+            "headline_seeds": protocol.check_seeds,
+            "final_versions": protocol.check_versions,
+        }
         return self.model_copy(
-            update={"tables": tables, "protocol": protocol.model_copy(update=seeds), "questions": ()}
+            update={"tables": tables, "protocol": protocol.model_copy(update=short), "questions": ()}
         )
 
 

@@ -25,6 +25,7 @@ rising_points = 0.1
 standard_errors = 5.0
 significance = 0.05
 check_rounds = 2
+check_versions = 1
 check_seeds = [1, 2]
 
 [grids.adamw]
