@@ -92,6 +92,7 @@ system: install ## the tests with real processes and real crashes alone
 test-long: install ## the tests that take long or need a quiet machine
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[ray]'
 	TESSERA_TEST_LONG=1 $(BIN)/python -m pytest -m long
+	$(MAKE) evidence
 
 test-gpu: install ## training, privacy and evaluation on a GPU, compared with the CPU; then steps of a ViT-B/16
 	TESSERA_TEST_GPU=1 $(BIN)/python -m pytest tests/gpu tests/shared/methods/test_over_http.py \
@@ -187,6 +188,8 @@ evidence-full: install ## every setting of every table, and ten seeds for headli
 
 evidence-gpu: install ## the larger settings on a GPU that several runs share; PROCESSES=
 	$(call prepare-evidence)
+	$(BIN)/python -m benchmarks.evidence.sources.prepare --only fashion --models vit12
+	$(BIN)/python -m benchmarks.evidence.gate --only fashion --models vit12
 	$(BIN)/python -m benchmarks.evidence --scope gpu --device cuda --processes $(PROCESSES)
 
 migrate: install ## bring the database that TESSERA_DATABASE_URL names to head

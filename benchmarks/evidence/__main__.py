@@ -26,7 +26,7 @@ from typing import Any
 
 from benchmarks.evidence import pool, runs, store
 from benchmarks.evidence.federations import NotPrepared, source
-from benchmarks.evidence.gate import shut
+from benchmarks.evidence.gate import decided, shut
 from benchmarks.evidence.plan import (
     FILE,
     Cell,
@@ -117,22 +117,29 @@ def time_left(
     return f", about {total / processes / HOUR:.1f} hours on {processes} processes"
 
 
-def prepared_tables(plan: Plan, selection: Selection, prepared: Path) -> list[str]:
-    """Return the tables that can run, and print why the others cannot."""
-    ready = []
+def prepared_tables(plan: Plan, selection: Selection, prepared: Path) -> tuple[list[str], list[str]]:
+    """Return the tables that can run, and those that lack something. Print what these lack, and which are void.
+
+    A void table is in neither list: that is a result.
+    """
+    ready, lacking = [], []
     for name in plan.tables:
         if not selection.tables or name in selection.tables:
-            chosen = replace(selection, tables=[name]).settings(plan)
-            reasons = [shut(table.gate_of(setting)) for _, table, setting in chosen]
-            if reasons and all(reasons):
-                print(f"{name} is void: {reasons[0]}", file=sys.stderr)
+            gates = [table.gate_of(setting) for _, table, setting in replace(selection, tables=[name]).settings(plan)]
+            shut_ones = [gate for gate in gates if gate and shut(gate)]
+            if gates and len(shut_ones) == len(gates):
+                undecided = [gate for gate in shut_ones if not decided(gate)]
+                lacking += [name] if undecided else []
+                state = "cannot run" if undecided else "is void"
+                print(f"{name} {state}: {shut([*undecided, *shut_ones][0])}", file=sys.stderr)
                 continue
             try:
                 source(plan.tables[name].federation).inputs(prepared)
                 ready.append(name)
             except NotPrepared as fault:
+                lacking.append(name)
                 print(f"{name}: {fault}", file=sys.stderr)
-    return ready
+    return ready, lacking
 
 
 def check(full: Plan, prepared: Path, out: Path, selection: Selection, processes: int, saved: Path) -> int:
@@ -145,8 +152,8 @@ def check(full: Plan, prepared: Path, out: Path, selection: Selection, processes
     found = store.of_plan(full, store.loaded(saved))
     rates = choices(full, Selection(), {job: figures["score"] for job, figures in found.items()})
     plan = full.shortened()
-    ready = prepared_tables(plan, selection, prepared)
-    if not ready:
+    ready, lacking = prepared_tables(plan, selection, prepared)
+    if lacking or not ready:
         return REFUSED
     chosen = Selection("core", ready, selection.arms)
     # Where no rate was chosen yet, the middle one of those tried first.
@@ -195,14 +202,13 @@ def options() -> argparse.ArgumentParser:
 
 def go_on(plan: Plan, given: argparse.Namespace, out: Path) -> int:
     """Run what is asked for and can run, and print the report. Return the command's exit status."""
-    asked = [name for name in plan.tables if not given.tables or name in given.tables]
-    ready = prepared_tables(plan, Selection(given.scope, asked), given.prepared)
+    ready, lacking = prepared_tables(plan, Selection(given.scope, given.tables), given.prepared)
     failed: dict[Job, str] = {}
     if ready:
         selection = Selection(given.scope, ready, given.arms)
         failed = work(plan, selection, given.prepared, out, given.device, given.processes, given.deadline)
     show(plan, given, out)
-    return 1 if failed else REFUSED if len(ready) < len(asked) else 0
+    return 1 if failed else REFUSED if lacking else 0
 
 
 def show(plan: Plan, given: argparse.Namespace, out: Path) -> None:

@@ -338,6 +338,18 @@ def gains(of_model: Sequence[Score], of_task: Sequence[Score]) -> list[float]:
     return [score.points - plain[score.seed] for score in of_model if score.seed in plain]
 
 
+def _gains_of(gate: tuple[str, str], scores: Sequence[Score] | None) -> list[float]:
+    task, model = gate
+    scores = read(JSON) if scores is None else scores
+    of_task = [score for score in scores if (score.task, score.part) == (task, "test")]
+    return gains([score for score in of_task if score.model == model], of_task)
+
+
+def decided(gate: tuple[str, str], scores: Sequence[Score] | None = None) -> bool:
+    """Return whether a model was compared with a plain baseline. `scores` are by default the saved ones."""
+    return bool(_gains_of(gate, scores))
+
+
 def shut(gate: tuple[str, str] | None, scores: Sequence[Score] | None = None) -> str | None:
     """Return why no federated row of a task and a model may be read; None if one may.
 
@@ -345,10 +357,7 @@ def shut(gate: tuple[str, str] | None, scores: Sequence[Score] | None = None) ->
     """
     if gate is None:
         return None
-    task, model = gate
-    scores = read(JSON) if scores is None else scores
-    of_task = [score for score in scores if (score.task, score.part) == (task, "test")]
-    found = gains([score for score in of_task if score.model == model], of_task)
+    model, found = gate[1], _gains_of(gate, scores)
     if not found:
         return f"`{model}` was not compared with a plain baseline: run `python -m benchmarks.evidence.gate`"
     if mean(found) < MARGIN:

@@ -483,6 +483,12 @@ def choice(plan: Plan, scores: Scores, cell: Cell) -> float | None:
     return best(found) if found and not wanted_rates(plan, scores, source) else None
 
 
+def at_end(plan: Plan, scores: Scores, cell: Cell) -> bool:
+    """True if the best of several learning rates is the smallest or the largest one."""
+    found = tried(plan, scores, tuned_cell(plan, cell))
+    return len(found) > 1 and best(found) in (min(found), max(found))
+
+
 def rows(plan: Plan, selection: Selection) -> Iterator[tuple[Cell, int]]:
     """Yield every cell and seed of the tables: within a setting, seed by seed all arms."""
     for name, table, setting in selection.settings(plan):

@@ -19,7 +19,7 @@ from sklearn.metrics import f1_score
 
 from benchmarks.evidence import statistics as ours
 from benchmarks.evidence import store
-from benchmarks.evidence.__main__ import main, time_left, work
+from benchmarks.evidence.__main__ import main, prepared_tables, time_left, work
 from benchmarks.evidence.federations import SEEN, SOURCES, UNSEEN, NotPrepared, source
 from benchmarks.evidence.plan import (
     FILE,
@@ -490,6 +490,19 @@ def test_the_short_check_takes_no_run_of_other_code(prepared: Path, tiny: Plan, 
     assert {(job.arm, job.seed, job.rate) for job in found} == {
         (arm, seed, 1e-3) for arm in ("full", "one") for seed in (1, 2)
     }
+
+
+def test_a_table_that_the_gate_makes_void_is_a_result_and_one_without_its_gate_is_not(
+    prepared: Path, tmp_path: Path, full: Plan, capsys: pytest.CaptureFixture[str]
+) -> None:
+    core, gpu = Selection("core", ["F-a"]), Selection("gpu", ["F-a"])
+    assert prepared_tables(full, core, prepared) == ([], [])
+    assert "F-a is void: `vit6`, trained in one place, is" in capsys.readouterr().err
+    assert prepared_tables(full, gpu, prepared) == ([], ["F-a"])
+    assert "F-a cannot run: `vit12` was not compared with a plain baseline: run" in capsys.readouterr().err
+    given = ["--tables", "F-a", "--out", str(tmp_path / "out"), "--prepared", str(prepared)]
+    assert main(["--scope", "core", *given]) == 0
+    assert main(["--scope", "gpu", *given]) == 2
 
 
 def test_runs_on_other_files_are_not_mixed(tiny: Plan) -> None:

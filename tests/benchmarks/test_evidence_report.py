@@ -63,8 +63,8 @@ def test_report_of_raw_rows(tiny: Plan) -> None:
     tables = "\n".join(lines(tiny, found_of(tiny, *figures)))
     # The mean over both seeds, and the interval of differences of 3 and 2 points: 2.5 +- 12.706 * 0.7071 / sqrt(2).
     assert (
-        "| full | 2 | 51.0 ± 1.4 | 51.0 ± 1.4 | 60.0 ± 0.0 | 50.0 ± 0.0 |  | +0.00 ± 0.00 | 0.00 ± 0.00 | 6 ± 0 |"
-        in tables
+        "| full | 2 | 51.0 ± 1.4 | 51.0 ± 1.4 | 60.0 ± 0.0 | 50.0 ± 0.0 | 10.0 ± 0.0 |  "
+        "| +0.00 ± 0.00 | 0.00 ± 0.00 | 6 ± 0 | 3 ± 0 |" in tables
     )
     assert "+2.5 [-3.9, +8.9]" in tables
     assert "| **T.1 One layer gains** | +2.5 [-3.9, +8.9] | 2 | 2 of 2 | - | 0.5 | interval alone |" in tables
@@ -154,7 +154,7 @@ def test_table_whose_reference_does_not_learn_is_void(tiny: Plan) -> None:
     figures = [raw("full", 1, FLAT, accuracy=0.21), raw("one", 1, FLAT)]
     tables = "\n".join(lines(tiny, found_of(tiny, *figures)))
     assert "**Void**: `full` has accuracy 21.0 with seed 1, less than 5 standard errors above" in tables
-    assert "| void |" in tables
+    assert "| void; 1 of 2 seeds |" in tables
     setting = tiny.tables["T"].settings[0]
     assert void(tiny, found_of(tiny, raw("full", 1, FLAT, accuracy=0.22)), "T", setting) is None
 
@@ -165,6 +165,55 @@ def test_nothing_is_concluded_from_rows_that_still_rise(tiny: Plan) -> None:
     tables = "\n".join(lines(tiny, found_of(tiny, *figures)))
     assert "| +0.20 ± 0.00, not flat |" in tables
     assert "| not flat: one |" in tables
+    # All that speaks against a conclusion is named.
+    assert "| 1 of 2 seeds; not flat: one |" in "\n".join(lines(tiny, found_of(tiny, figures[0], figures[1])))
+
+
+def test_differences_to_a_row_that_still_rises_say_so(tiny: Plan) -> None:
+    rising = [0.1, 0.500, 0.502, 0.504]
+    for curve, shown in ((rising, "| unseen less full, not flat |"), (FLAT, "| unseen less full |")):
+        figures = [raw("full", 1, curve), raw("one", 1, FLAT)]
+        assert any(shown in line for line in lines(tiny, found_of(tiny, *figures)))
+
+
+def test_a_claim_says_which_learning_rate_is_at_an_end(tiny: Plan) -> None:
+    protocol = tiny.protocol.model_copy(update={"factors": (1.0, 3.0)})
+    plan = tiny.model_copy(update={"protocol": protocol})
+    figures = [raw(arm, seed, FLAT) for seed in (1, 2) for arm in ("full", "one")]
+    # The better one of two is at an end.
+    tuned = [raw("one", 0, flat(0.4)), raw("one", 0, flat(0.3), rate=3e-3)]
+    shown = "\n".join(lines(plan, found_of(plan, *tuned, *figures)))
+    assert "rate at an end: one |" in shown
+    assert "| one | K-1 | 0.001, at an end | 0.001: 40.0, 0.003: 30.0 |" in shown
+    assert "rate at an end: one" not in "\n".join(lines(plan, found_of(plan, *figures)))
+
+
+def test_what_sites_fetch_to_measure_their_own_models_is_not_compared(tiny: Plan) -> None:
+    found = found_of(tiny, raw("full", 1, FLAT), raw("local", 1, FLAT), raw("central", 1, FLAT))
+    table = tiny.tables["T"]
+    rows = {name: row(tiny, found, "T", table.settings[0], table.arm(name)) for name in ("full", "local", "central")}
+    assert {name: (each.megabytes("upload"), each.megabytes("download")) for name, each in rows.items()} == {
+        "full": ([6.0], [3.0]),
+        "local": ([6.0], []),
+        "central": ([], []),
+    }
+
+
+def test_headline_differences_are_shown_by_machine(tiny: Plan) -> None:
+    machines = {1: "A, x86_64", 2: "A, x86_64", 3: "B, x86_64"}
+    figures = [
+        {**raw(arm, seed, flat(value + seed / 100 * (arm == "one"))), "machine": machine}
+        for seed, machine in machines.items()
+        for arm, value in (("full", 0.5), ("one", 0.5))
+    ]
+    protocol = tiny.protocol.model_copy(update={"headline_seeds": (1, 2, 3)})
+    plan = tiny.model_copy(update={"protocol": protocol})
+    shown = "\n".join(lines(plan, found_of(plan, *figures)))
+    assert "| T.1 | one less full | A | 2 | +1.5 [-4.9, +7.9] |" in shown
+    assert "| T.1 | one less full | B | 1 | +3.0 (one seed) |" in shown
+    # Of one machine there is nothing to compare, and a pair from two machines is of neither.
+    mixed = [figures[0], {**figures[1], "machine": "B"}, *figures[2:4]]
+    assert "by machine" not in "\n".join(lines(plan, found_of(plan, *mixed)))
 
 
 def verdict(tiny: Plan, differences: list[float], **changes: Any) -> str:

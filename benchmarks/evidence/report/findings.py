@@ -24,11 +24,17 @@ class Finding:
     """Of its test; None below two seeds."""
     hindrance: str | None
     """Why nothing follows."""
+    at_end: tuple[str, ...] = ()
+    """The arms beyond whose learning rate none was tried."""
     adjusted: float | None = None
     """By Holm over the headline claims of its paper; None for others."""
 
     def verdict(self, significance: float) -> str:
-        """Return what follows from the differences, in a word or some."""
+        """Return what follows from the differences, in a word or some, and which arm's learning rate is in doubt."""
+        found = self._verdict(significance)
+        return f"{found}; rate at an end: {', '.join(self.at_end)}" if self.at_end else found
+
+    def _verdict(self, significance: float) -> str:
         if self.hindrance:
             return self.hindrance
         if self.p is None:
@@ -77,17 +83,18 @@ def _finding(plan: Plan, found: Found, name: str, claim: Claim) -> Finding:
     differences = paired(*({seed: value for seed, value in final.items() if seed in seeds} for final in finals))
     if not differences:
         return Finding(claim, name, differences, None, "not run")
-    hindrance = "void" if void(plan, found, name, setting) else None
+    hindrances = ["void"] if void(plan, found, name, setting) else []
     if diverged := [each.arm.name for each in pair if each.diverged]:
-        hindrance = hindrance or f"diverged: {', '.join(diverged)}"
+        hindrances.append(f"diverged: {', '.join(diverged)}")
     if len(differences) < len(seeds):
-        hindrance = hindrance or f"{len(differences)} of {len(seeds)} seeds"
+        hindrances.append(f"{len(differences)} of {len(seeds)} seeds")
     if rising := [each.arm.name for each in pair if each.is_rising]:
-        hindrance = hindrance or f"{NOT_FLAT}: {', '.join(rising)}"
-    if len(differences) < 2:
-        return Finding(claim, name, differences, None, hindrance)
-    p = described(differences)["p"] if claim.kind == "greater" else equivalence_p(differences, claim.margin)
-    return Finding(claim, name, differences, p, hindrance)
+        hindrances.append(f"{NOT_FLAT}: {', '.join(rising)}")
+    hindrance = "; ".join(hindrances) or None
+    at_end, p = tuple(each.arm.name for each in pair if each.rate_at_end), None
+    if len(differences) > 1:
+        p = described(differences)["p"] if claim.kind == "greater" else equivalence_p(differences, claim.margin)
+    return Finding(claim, name, differences, p, hindrance, at_end)
 
 
 def flipped(full: Plan, found: Found, short: Plan, short_found: Found) -> list[str]:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from benchmarks.evidence.plan import SITES, Plan, Setting, Table, choice, tried, tuned_cell
+from benchmarks.evidence.plan import SITES, Plan, Setting, Table, at_end, choice, tried, tuned_cell
 from benchmarks.evidence.report.findings import NOT_FLAT, Finding, findings
 from benchmarks.evidence.report.rows import Found, Row, Run, row, score_of, void
 from benchmarks.evidence.statistics import described, shown_interval, shown_spread
@@ -21,6 +21,7 @@ def lines(plan: Plan, found: Found, tables: Collection[str] = ()) -> Iterator[st
             yield from _of_table(plan, found, name, table)
     yield from _claims(plan, found, tables)
     yield from _at_other_times(plan, found, tables)
+    yield from _by_machine(plan, found, tables)
     yield from _questions(plan, found)
 
 
@@ -61,7 +62,8 @@ def _of_setting(plan: Plan, found: Found, name: str, setting: Setting) -> Iterat
     budgets = _budgets(plan, found, name, setting)
     heads = [heading(part, table) for part in parts]
     equal = [f"{parts[0]} at the bytes of {table.equal_bytes}"] if budgets else []
-    heads += ["worst site", f"{parts[0]} less {table.reference}", "slope", "jitter", "MB up", *equal]
+    less = f"{parts[0]} less {table.reference}" + (f", {NOT_FLAT}" if reference.is_rising else "")
+    heads += ["worst site", "spread of sites", less, "slope", "jitter", "MB up", "MB down", *equal]
     yield f"| arm | seeds | {' | '.join(heads)} |"
     yield f"|{'---|' * (len(heads) + 2)}"
     most = {
@@ -78,7 +80,8 @@ def _of_setting(plan: Plan, found: Found, name: str, setting: Setting) -> Iterat
         diverged = f", {len(each.diverged)} diverged" if each.diverged else ""
         cells = [each.arm.name, f"{len(each.runs)}{diverged}"]
         cells += [shown_spread([*each.final(part).values()]) for part in parts]
-        cells.append(shown_spread([*each.final(SITES, "accuracy", worst=True).values()]))
+        cells += [shown_spread([*each.final(SITES, "accuracy", worst=True).values()])]
+        cells += [shown_spread([*each.spread().values()])]
         own = each.arm.name == table.reference
         cells.append("" if own else shown_interval(paired(each.final(table.part), reference.final(table.part))))
         slope = (
@@ -86,12 +89,11 @@ def _of_setting(plan: Plan, found: Found, name: str, setting: Setting) -> Iterat
             if each.trend is None
             else f"{each.trend.slope:+.2f} ± {each.trend.error:.2f}" + (f", {NOT_FLAT}" if each.is_rising else "")
         )
-        # One place with all data sends nothing.
-        up = [] if each.arm.central else each.up()
-        # Prompts are kilobytes.
-        up_shown = shown_spread(up, 0 if max(up, default=0) >= 1 else 3)
-        cells += [slope, shown_spread([*each.jitter.values()], 2), up_shown]
-        cells += [shown_spread([*each.at_bytes(budgets).values()])] if budgets else []
+        cells += [slope, shown_spread([*each.jitter.values()], 2)]
+        for moved in (each.megabytes("upload"), each.megabytes("download")):
+            # Prompts are kilobytes.
+            cells.append(shown_spread(moved, 0 if max(moved, default=0) >= 1 else 3))
+        cells += [shown_spread([] if each.arm.central else [*each.at_bytes(budgets).values()])] if budgets else []
         yield f"| {' | '.join(cells)} |"
     shown = {each.arm.name for each in rows}
     if missing := [arm.name for arm in table.arms_of(setting) if arm.name not in shown]:
@@ -157,8 +159,8 @@ def _rates(plan: Plan, found: Found, name: str) -> Iterator[str]:
             cell = name, setting.name, arm.name
             of_cell = tried(plan, scores, cell)
             if of_cell and tuned_cell(plan, cell) == cell:
-                rate, ends = choice(plan, scores, cell), (min(of_cell), max(of_cell))
-                shown = "-" if rate is None else f"{rate:g}" + (", at an end" if rate in ends else "")
+                rate = choice(plan, scores, cell)
+                shown = "-" if rate is None else f"{rate:g}" + (", at an end" if at_end(plan, scores, cell) else "")
                 values = ", ".join(f"{each:g}: {100 * score:.1f}" for each, score in sorted(of_cell.items()))
                 yield f"| {arm.name} | {setting.name} | {shown} | {values} |"
 
@@ -190,8 +192,9 @@ def _claims(plan: Plan, found: Found, tables: Collection[str]) -> Iterator[str]:
         "exact sign-flip test's, and for an equivalence that of two one-sided t-tests. In bold: headline claims, "
         f"with p adjusted by Holm over those of the paper. Verdicts are at {protocol.significance:g}. There is none "
         f"for void tables, for rows that are {NOT_FLAT} or have a seed that diverged, before all seeds of the plan "
-        "have run, and for five seeds, whose sign-flip test cannot reach that p. That a difference is within the "
-        "margin, or beyond it, is not adjusted.\n"
+        "have run, and of a difference for five seeds, whose sign-flip test cannot reach that p. That a difference "
+        "is within the margin, or beyond it, is not adjusted. A rate at an end is the smallest or largest that was "
+        "tried: another one may do better.\n"
     )
     yield "| claim | difference | seeds | positive | d_z | p | verdict |"
     yield "|---|---|---|---|---|---|---|"
@@ -245,6 +248,32 @@ def _at_other_times(plan: Plan, found: Found, tables: Collection[str]) -> Iterat
                 shown_interval(differences[2], 2),
             ]
             yield f"| {claim.name} | {claim.arm} less {claim.against} | {' | '.join(cells)} |"
+
+
+def _by_machine(plan: Plan, found: Found, tables: Collection[str]) -> Iterator[str]:
+    """Yield the differences of headline claims by the machine that computed both arms, where there are several."""
+    shown = []
+    for name, table in plan.tables.items():
+        for claim in table.claims if not tables or name in tables else ():
+            pair = [row(plan, found, name, table.concluding, table.arm(arm)) for arm in (claim.arm, claim.against)]
+            finals = [each.final(claim.part or table.part, worst=claim.worst) for each in pair]
+            by_machine: dict[str, list[float]] = {}
+            for seed in sorted(finals[0].keys() & finals[1].keys()):
+                machines = {each.runs[seed]["machine"] for each in pair}
+                if len(machines) == 1:
+                    by_machine.setdefault(machines.pop(), []).append(finals[0][seed] - finals[1][seed])
+            if claim.headline and len(by_machine) > 1:
+                shown += [
+                    f"| {claim.name} | {claim.arm} less {claim.against} | {machine.split(',')[0]} | "
+                    f"{len(values)} | {shown_interval(values)} |"
+                    for machine, values in sorted(by_machine.items())
+                ]
+    if shown:
+        yield "\n### Headline differences by machine\n"
+        yield "Not planned: no verdict follows. Machines differ in their seeds too, and there are few of each.\n"
+        yield "| claim | arms | machine | seeds | difference |"
+        yield "|---|---|---|---|---|"
+        yield from shown
 
 
 def _questions(plan: Plan, found: Found) -> Iterator[str]:

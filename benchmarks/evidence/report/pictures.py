@@ -52,8 +52,8 @@ def picture(plan: Plan, found: Found, name: str, out: Path) -> None:
         left.plot(means, color=colour, lw=1.2, label=each.arm.name)
         ends = [[m + sign * e for m, e in zip(means, errors, strict=True)] for sign in (-1, 1)]
         left.fill_between(range(len(means)), *ends, color=colour, alpha=0.15, lw=0)
-        finals, moved = [*each.final(each.part).values()], each.up()
-        if finals and moved and fmean(moved) > 0 and not each.arm.central:
+        finals, moved = [*each.final(each.part).values()], each.megabytes("upload")
+        if finals and moved and fmean(moved) > 0:
             error = stdev(finals) / sqrt(len(finals)) if len(finals) > 1 else 0.0
             right.errorbar(fmean(moved), fmean(finals), error, color=colour, marker="o", ms=4)
             right.annotate(

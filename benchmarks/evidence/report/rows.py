@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from statistics import fmean
-from typing import Any
+from statistics import fmean, pstdev
+from typing import Any, Literal
 
 from benchmarks.evidence.gate import shut
-from benchmarks.evidence.plan import SITES, Arm, Job, Plan, Setting, Table, choice
+from benchmarks.evidence.plan import SITES, Arm, Job, Plan, Setting, Table, at_end, choice
 from benchmarks.evidence.statistics import Trend, floor, shown_interval, trend
 from tessera.shared.methods.fedfrozen import DISAGREEMENT, FROZEN_FROM, MOVEMENT
 from tessera.worker.simulation.comparison import interval, paired
@@ -32,6 +32,8 @@ class Row:
     arm: Arm
     runs: Mapping[int, Run]
     """By seed."""
+    rate_at_end: bool = False
+    """True if no rate beyond the chosen one was tried."""
 
     @property
     def rounds(self) -> int:
@@ -45,20 +47,29 @@ class Row:
     def final(self, part: str, score: str | None = None, *, worst: bool = False, absent: bool = False) -> ByUnit:
         """Return the mean of the last versions, on all examples of a part. Sites count alike; or the worst one, or
         those alone that missed rounds."""
-        found, score = {}, score or score_of(part, self.table)
+        found = {}
         for seed, run in self.runs.items():
-            rows = [row for row in run.get("scores", ()) if row["part"] == part and not row["curve"]]
-            versions = sorted({row["version"] for row in rows})[-self.plan.protocol.final_versions :]
-            by_site: dict[str, list[float]] = {}
-            for row in rows:
-                if row["version"] in versions and (not absent or row["site"] in run["absent"]):
-                    by_site.setdefault(row["site"], []).append(100 * row[score])
-            means = [fmean(values) for values in by_site.values()]
+            means = self._of_sites(run, part, score or score_of(part, self.table), absent)
             if means:
                 found[seed] = min(means) if worst else fmean(means)
             elif run.get("diverged"):
                 found[seed] = 0.0
         return found
+
+    def spread(self) -> ByUnit:
+        """Return the standard deviation of the sites' accuracies about their mean, in the last versions."""
+        means = {seed: self._of_sites(run, SITES, "accuracy") for seed, run in self.runs.items()}
+        return {seed: pstdev(values) for seed, values in means.items() if values}
+
+    def _of_sites(self, run: Run, part: str, score: str, absent: bool = False) -> list[float]:
+        """Return each site's mean of the last versions; for a part of no site, one value."""
+        rows = [row for row in run.get("scores", ()) if row["part"] == part and not row["curve"]]
+        versions = sorted({row["version"] for row in rows})[-self.plan.protocol.final_versions :]
+        by_site: dict[str, list[float]] = {}
+        for row in rows:
+            if row["version"] in versions and (not absent or row["site"] in run["absent"]):
+                by_site.setdefault(row["site"], []).append(100 * row[score])
+        return [fmean(values) for values in by_site.values()]
 
     def zero_shot(self, part: str) -> ByUnit:
         """Return the score of the model before any training and without its prompts, if it has some."""
@@ -123,9 +134,15 @@ class Row:
         """Return the mean of all versions of the second half of the rounds, on the examples of curves."""
         return {seed: fmean(values[self.rounds // 2 + 1 :]) for seed, values in self.curves(part).items()}
 
-    def up(self) -> list[float]:
-        """Return the megabytes that all sites together sent in a run, by seed."""
-        return [sum(run["upload_bytes"]) / 1e6 for run in self.runs.values() if "upload_bytes" in run]
+    def megabytes(self, way: Literal["upload", "download"]) -> list[float]:
+        """Return what all sites together sent or fetched in a run, by seed; nothing for one place with all data.
+
+        Sites with models of their own fetch each version to measure it, which counts for nothing, and then have it:
+        what they fetch to train is not comparable.
+        """
+        if self.arm.central or (way == "download" and self.arm.personal):
+            return []
+        return [sum(run[f"{way}_bytes"]) / 1e6 for run in self.runs.values() if f"{way}_bytes" in run]
 
     def moved(self) -> dict[int, list[float]]:
         """Return the megabytes that moved both ways until each version, from the first, by seed."""
@@ -185,13 +202,14 @@ def score_of(part: str, table: Table) -> str:
 def row(plan: Plan, found: Found, name: str, setting: Setting, arm: Arm) -> Row:
     """Return the row of an arm, of the runs at the learning rate that was chosen for it."""
     cell, tuning = (name, setting.name, arm.name), plan.protocol.tuning_seed
-    rate = choice(plan, {job: figures["score"] for job, figures in found.items() if job.seed == tuning}, cell)
+    scores = {job: figures["score"] for job, figures in found.items() if job.seed == tuning}
+    rate = choice(plan, scores, cell)
     runs = {
         job.seed: figures
         for job, figures in sorted(found.items(), key=lambda each: each[0].seed)
         if (job.table, job.setting, job.arm) == cell and job.seed != tuning and rate in (None, job.rate)
     }
-    return Row(plan, name, plan.tables[name], setting, arm, runs)
+    return Row(plan, name, plan.tables[name], setting, arm, runs, at_end(plan, scores, cell))
 
 
 def void(plan: Plan, found: Found, name: str, setting: Setting) -> str | None:
