@@ -21,6 +21,7 @@ from tessera.shared.methods.base import (
     RunInfo,
     State,
     UnsupportedRun,
+    WorkerHalf,
 )
 from tessera.shared.methods.registry import coordinator_half, methods, worker_half
 from tessera.shared.model.blocks import Block
@@ -109,6 +110,22 @@ EACH_METHOD = pytest.mark.parametrize("method", variants(sorted(methods()), KIND
 """Each of `KINDS`, and in the long tests every method."""
 FEW_METHODS = pytest.mark.parametrize("method", variants(sorted(methods()), {"ditto", "pfeddc", "safl"}))
 """Methods with a private phase, with prompts and with a choice, and in the long tests every method."""
+
+QUICK: Mapping[str, Mapping[str, Any]] = {"fedotp": {"transport": {"iterations": 5}}}
+"""Settings with which a method does the same more quickly than by its defaults."""
+
+
+def quick(method: str) -> MethodSpec:
+    return MethodSpec(name=method, settings=dict(QUICK.get(method, {})))
+
+
+HOOKS = ("setup", "phases", "on_phase_start", "loss", "after_backward")
+"""What of a method is called in training."""
+
+
+def trains_alike(method: str) -> bool:
+    """Return whether a step of a method is one of FedAvg's."""
+    return all(getattr(methods()[method].worker, hook) is getattr(WorkerHalf, hook) for hook in HOOKS)
 
 
 @cache

@@ -209,7 +209,7 @@ from tessera.worker.data.prepared import Prepared
 from tessera.worker.data.registry import load
 options, folder = json.loads(sys.argv[1]), Path(sys.argv[2])
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-for limit in (1000, 600_000):
+for limit in (1000, 150_000):
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
     try:
         load("text", options, prepared=Prepared(folder))
@@ -219,9 +219,9 @@ for limit in (1000, 600_000):
 
 
 def test_a_disk_without_room_leaves_nothing_half_written(tmp_path: Path, bert: str) -> None:
-    # No file may be larger: as on a full disk, the write fails. The table takes 260 kB, its tokens 1 MB.
+    # No file may be larger: as on a full disk, the write fails. The table takes 65 kB, its tokens 250 kB.
     file = tmp_path / "notes.csv"
-    file.write_text("text,label\n" + f"{'ran ' * 30},1\n" * 2000)
+    file.write_text("text,label\n" + f"{'ran ' * 30},1\n" * 500)
     options = {"file": str(file), "tokenizer": bert, "second_text": "text"}
     done = forked(FULL, json.dumps(options), str(tmp_path / "state"), module="tests.support.code")
     found = done.stdout.splitlines()

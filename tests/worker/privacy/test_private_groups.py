@@ -36,11 +36,10 @@ from tessera.worker.training.optimization.micro_batch import PieceSize
 from tessera.worker.training.randomness import seed_everything
 from tessera.worker.training.setup import TrainingSetup
 from tessera.worker.training.trainer import Trainer
-from tests.support.tasks import CPU, FEW_METHODS, subject_of
+from tests.support.tasks import CPU, FEW_METHODS, VIT, subject_of
 from tests.worker.privacy.test_private_task import (
     GPT2,
     KEY,
-    VIT,
     difference,
     images,
     length,
@@ -212,7 +211,7 @@ def by_pieces(noisy: NoisyGradients, held: int) -> list[Tensor]:
 def test_groups_that_do_not_fit_into_a_piece_are_computed_in_parts() -> None:
     noisy = of_plain(patients(), most=9)
     whole = by_pieces(noisy, 100)
-    for held in (10, 4, 2, 1):
+    for held in (4, 1):
         assert difference(by_pieces(noisy, held), whole) <= 1e-5 * length(whole)
     noisy.close()
     noisy._method = noisy._alone
@@ -232,8 +231,10 @@ def test_pieces_of_groups_fit_into_memory_before_privacy_is_spent(tmp_path: Path
 # ---------------------------------------------------------------- what a group cannot change
 
 
-@pytest.mark.parametrize("fault", [math.nan, math.inf])
-@pytest.mark.parametrize("held", [100, 1])
+@pytest.mark.parametrize(
+    ("fault", "held"),
+    [(math.nan, 100), (math.inf, 100), (math.inf, 1), pytest.param(math.nan, 1, marks=pytest.mark.long)],
+)
 def test_a_group_whose_gradient_is_not_finite_counts_as_zero(fault: float, held: int) -> None:
     data = patients()
     groups = Groups.of(data.groups)

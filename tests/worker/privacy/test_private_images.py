@@ -55,6 +55,8 @@ def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 def test_samples_read_by_loaders_have_the_bits_of_those_read_by_the_worker(
     scans: Path, processes: LoaderProcesses, training: dict[str, Any]
 ) -> None:
+    # Each loader imports for seconds what changes images.
+    processes.count = 1 if training else 2
     rows = torch.randperm(COUNT, generator=torch.Generator().manual_seed(1))
     expected = sums(opened(scans), rows, **training)
     assert same(sums(opened(scans, processes), rows, **training), expected)
@@ -135,9 +137,9 @@ def test_loader_that_ends_fails_no_step(scans: Path, monkeypatch: pytest.MonkeyP
 
 def test_one_changed_image_moves_the_sum_by_no_more_than_the_clip_norm() -> None:
     noisy, _ = gradients_of(trainer_of(work_on(), augmentation=CHANGES), EVERYTHING, images(), clip=1.0)
-    whole = torch.arange(12)
+    whole = torch.arange(8)
     together = noisy.sums(whole)
-    moved = [difference(together, noisy.sums(whole[whole != row])) for row in range(12)]
+    moved = [difference(together, noisy.sums(whole[whole != row])) for row in range(8)]
     noisy.close()
     assert max(moved) <= 1.0 + 1e-4
     assert max(moved) > 0.1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -323,16 +323,23 @@ def test_a_model_that_does_not_fit_is_refused_before_anything_is_fetched(
     assert "adapters" in task.problem.remedy
 
 
+@pytest.fixture(scope="module")
+def shared_coordinator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCoordinator]:
+    """For tests in which no worker takes part."""
+    with LiveCoordinator(tmp_path_factory.mktemp("shared") / "coordinator") as live:
+        yield live
+
+
 @EACH_METHOD
 def test_a_method_that_trains_the_base_is_refused_with_the_way_out(
-    coordinator: LiveCoordinator, start: ModelFolder, method: str
+    shared_coordinator: LiveCoordinator, start: ModelFolder, method: str
 ) -> None:
     spec = {"method": MethodSpec(name=method), "training": Training(optimizer="sgd")}
     if method == "lora":
-        assert begin(coordinator.client(), start, **spec).state == "running"
+        assert begin(shared_coordinator.client(), start, **spec).state == "running"
         return
     with pytest.raises(Invalid) as refusal:
-        begin(coordinator.client(), start, **spec)
+        begin(shared_coordinator.client(), start, **spec)
     said = str(refusal.value.errors)
     assert "external base" in said or "prompts" in said, said
 

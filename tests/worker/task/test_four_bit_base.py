@@ -92,7 +92,12 @@ def test_matrices_are_converted_once_for_all_tasks_of_a_run(
             MethodSpec(name="fedavg"),
             "the plan trains 18 blocks of a base that this worker keeps",
         ),
-        (("--lora-rank", "2"), MethodSpec(name="safl"), "the plan trains 18 blocks of a base that this worker keeps"),
+        pytest.param(
+            ("--lora-rank", "2"),
+            MethodSpec(name="safl"),
+            "the plan trains 18 blocks of a base that this worker keeps",
+            marks=pytest.mark.long,
+        ),
         ((), MethodSpec(name="fedavg"), "the model has none"),
     ],
 )

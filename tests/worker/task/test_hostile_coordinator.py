@@ -83,17 +83,20 @@ class Site:
     settings: dict[str, Any] = field(default_factory=dict)
     source: dict[str, Any] = field(default_factory=dict)
     spec: dict[str, Any] = field(default_factory=dict)
+    honest_rounds: int = 1
+    """How many rounds the run has when the lies begin."""
 
 
 SITES = {
-    "open": Site(),
+    "open": Site(honest_rounds=2),
     "strict": Site(
         {
             "policy": {
                 "models": ["vit"], "methods": ["fedper"], "datasets": ["digits"], "max_batch": 64, "max_attempts": 1,
                 "max_task_seconds": 4, "min_evaluation_examples": 50,
             },
-        }
+        },
+        honest_rounds=2,
     ),
     "values": Site(
         {
@@ -108,8 +111,6 @@ SITES = {
 }  # fmt: skip
 """Six sites: one that allows whatever it can, one that allows what it needs, and so on."""
 
-HONEST_ROUNDS = 2
-
 
 class Scene:
     """A worker of a site, and a run that it has taken part in."""
@@ -120,6 +121,8 @@ class Scene:
         self.state = folder / "state"
         site = SITES[name]
         self.stop = Hasty()
+        self.done: str | None = None
+        """The task that it did last."""
         digits = eighth_of_digits(folder, held_out=0.2)
         sets: Any = {"digits": {**digits, **site.source}, "clinic": digits}
         settings = WorkerSettings(
@@ -139,7 +142,7 @@ class Scene:
             "cohort": Cohort(max_attempts=100, sites=(name,)), "method": KEEPS_HEAD,
         }  # fmt: skip
         self.run: Run = start_run(self.client, self.model, start, **{"name": name, **given, **site.spec})
-        for _ in range(HONEST_ROUNDS):
+        for _ in range(site.honest_rounds):
             self.does_an_honest_task()
 
     def close(self) -> None:
@@ -149,6 +152,7 @@ class Scene:
         """Asks for a task, and does it if there is one."""
         task = self.agent._next()
         if task is not None:
+            self.done = task.id
             self.agent._run_task(task)
 
     def does_an_honest_task(self) -> None:
@@ -166,8 +170,11 @@ class Scene:
     def accepted(self) -> int:
         return sum(task.is_accepted for made in self.client.rounds(self.run.id) for task in made.tasks)
 
-    def tasks(self, state: str) -> list[TaskView]:
-        return [task for made in self.client.rounds(self.run.id) for task in made.tasks if task.state == state]
+    def failed(self) -> TaskView | None:
+        """The task that it did last, as the coordinator shows it once that has failed."""
+        assert self.done
+        task = self.client.task(self.done)
+        return task if task.state == "failed" else None
 
     def kept(self) -> dict[str, str]:
         """What is on the worker's disk, by name, as a hash; beside what lies around it. Without the cache and
@@ -856,9 +863,10 @@ def test_it_is_refused_by_a_rule_and_nothing_leaves(
 ) -> None:
     scene = scene_of(case.at)
     monkeypatch.chdir(scene.around)
-    before, failed, asked = scene.kept(), len(scene.tasks("failed")), len(hostile.asked)
+    before, asked = scene.kept(), len(hostile.asked)
     lies = case.of(scene)
     scene.stop.asked.clear()
+    scene.done = None
     scene.agent._outage.over()
     Path("/proc/self/clear_refs").write_text("5")  # the peak is that of what follows
     resident = peak_bytes(os.getpid())
@@ -875,7 +883,7 @@ def test_it_is_refused_by_a_rule_and_nothing_leaves(
     assert max(scene.stop.asked, default=0) <= MAX_WAIT_SECONDS
     assert peak_bytes(os.getpid()) - resident < MAX_MEMORY
     if case.told:
-        (*_, last) = until(lambda: scene.tasks("failed")[failed:])
+        last = until(scene.failed)
         assert last.problem
         assert re.search(case.rule, last.problem.detail), last.problem.detail
 

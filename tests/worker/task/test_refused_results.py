@@ -26,8 +26,15 @@ from tests.worker.test_agent import begin, settings_of, working
 PRIVATE = {"privacy": Privacy(epsilon=4.0, delta=1e-5, clip_norm=1.0), "training": Training(batch_size=32)}
 
 
-@pytest.mark.parametrize("spec", [{}, PRIVATE], ids=["exact", "private"])
-@pytest.mark.parametrize("limits", [{}, {"submission_bytes": 1}], ids=["inline", "streamed"])
+@pytest.mark.parametrize(
+    ("limits", "spec"),
+    [
+        pytest.param({}, PRIVATE, id="inline-private"),
+        pytest.param({"submission_bytes": 1}, {}, id="streamed-exact"),
+        pytest.param({}, {}, marks=pytest.mark.long, id="inline-exact"),
+        pytest.param({"submission_bytes": 1}, PRIVATE, marks=pytest.mark.long, id="streamed-private"),
+    ],
+)
 def test_an_update_that_is_refused_for_a_while_is_sent_again_and_not_trained_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spec: dict[str, Any], limits: dict[str, Any]
 ) -> None:

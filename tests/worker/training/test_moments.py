@@ -150,10 +150,10 @@ def test_a_run_keeps_moments_in_the_vault_and_goes_on_with_them_after_a_restart(
 
 
 def test_methods_see_no_moments_and_each_of_their_phases_keeps_its_own() -> None:
-    kept = run(method="ditto", keep_moments=True).kept("a")
+    kept = run(until=1, method="ditto", keep_moments=True).kept("a")
     names = {tuple(name.split("/")[:2]) for name in kept if name.startswith("moments/")}
     assert names == {("moments", "train"), ("moments", "own")}
-    plain = run(method="ditto").kept("a")
+    plain = run(until=1, method="ditto").kept("a")
     assert {name for name in kept if not name.startswith("moments/")} == plain.keys()
 
 

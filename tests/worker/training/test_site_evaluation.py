@@ -40,6 +40,7 @@ from tests.support.duals import dual, pairs
 from tests.support.federation import ScriptedWorker, start_run
 from tests.support.tasks import DIGITS_VIT as VIT
 from tests.support.tasks import untrained
+from tests.support.variants import variants
 
 CPU = torch.device("cpu")
 GLOBAL = {"accuracy", "macro_f1", "loss", "calibration_error"}
@@ -158,7 +159,7 @@ def test_the_version_is_measured_without_what_the_site_keeps_and_its_own_model_w
     assert any(metrics[f"personal_{name}"] != metrics[name] for name in GLOBAL)
 
 
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("precision", variants(("float32", "bfloat16"), {"bfloat16"}))
 def test_a_site_measures_in_the_precision_in_which_it_trains(
     coordinator: LiveCoordinator, tmp_path: Path, precision: Precision
 ) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from tessera.shared.methods.base import MethodSpec, Participant, Phase, Plan, RunInfo, State, WorkerHalf
+from tessera.shared.methods.base import MethodSpec, Participant, Phase, Plan, RunInfo, State
 from tessera.shared.methods.registry import coordinator_half, methods, worker_half
 from tessera.shared.model.selectors import EVERYTHING
 from tessera.shared.rounds.planning import initial_state
@@ -29,7 +29,7 @@ from tessera.worker.training.phase_training import PhaseTraining
 from tessera.worker.training.setup import LocalTraining, TrainingSetup
 from tessera.worker.training.trainer import Trainer
 from tests.support.paths import ROOT
-from tests.support.tasks import CPU, PLAIN, Subject, one_task, subject_of
+from tests.support.tasks import CPU, PLAIN, QUICK, Subject, one_task, quick, subject_of, trains_alike
 
 UNREADABLE = torch.device("meta")
 """A device whose tensors have no values: whoever wants to read one is refused."""
@@ -82,7 +82,7 @@ def local_training(
         kept,
         {name: to_array(tensor) for name, tensor in memory.items()},
     )
-    half = worker_half(MethodSpec(name=method), facts)
+    half = worker_half(quick(method), facts)
     context.restore(half.private())
     half.setup(context)
     selected = half.select(context, Batches(data, 4, CPU))
@@ -103,15 +103,6 @@ def move(model: nn.Module, half: object) -> None:
             setattr(half, name, tree_map_only(Tensor, unreadable, value))
 
 
-HOOKS = ("setup", "phases", "on_phase_start", "loss", "after_backward")
-"""What of a method is called in training."""
-
-
-def trains_alike(method: str) -> bool:
-    """Whether a step of a method is one of FedAvg's."""
-    return all(getattr(methods()[method].worker, hook) is getattr(WorkerHalf, hook) for hook in HOOKS)
-
-
 EACH = [
     pytest.param(name, {}, marks=pytest.mark.long if name != "fedavg" and trains_alike(name) else ())
     for name in sorted(methods())
@@ -123,7 +114,8 @@ def test_a_step_reads_nothing_from_the_device(method: str, training: dict[str, A
     subject = subject_of(method)
     data = subject.data().rows(torch.arange(5))
     wanted = Training(batch_size=4, steps=1, max_gradient_norm=1.0, **methods()[method].training, **training)
-    _, first = one_task(method, subject=subject, dataset=data, **wanted.model_dump(exclude_unset=True))
+    given = wanted.model_dump(exclude_unset=True)
+    _, first = one_task(method, QUICK.get(method), subject=subject, dataset=data, **given)
     for number in count():
         local, phases = local_training(method, subject, wanted, data, first.keep)
         for phase in phases[: number + 1]:
