@@ -10,7 +10,7 @@ from tests.model_checking.crash_points import SHAPES, killed, undisturbed
 from tests.model_checking.federation import simulate
 from tests.model_checking.planted import hunt, seeds_of
 
-SEEDS = 3
+SEEDS = 2
 LAPSING = 9045
 """Needs every worker in each round and gives each task one lease: it ends only if calm workers renew their leases."""
 HUNTED = range(2000)
@@ -39,7 +39,7 @@ def test_a_seed_tells_everything() -> None:
 
 
 def test_other_seeds_are_other_federations() -> None:
-    assert simulated(1).trace != simulated(2).trace
+    assert simulated(0).trace != simulated(1).trace
 
 
 QUICK = [

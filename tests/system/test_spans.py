@@ -12,7 +12,7 @@ import pytest
 
 from tessera.shared.telemetry.trace_ids import trace_of
 from tessera.shared.updates.model_folder import ModelFolder
-from tests.support.cli import NOWHERE, forked, process
+from tests.support.cli import NOWHERE, forked
 from tests.support.coordinator import until
 from tests.support.otlp import Receiver, Span, receiving
 from tests.support.processes import CoordinatorProcess, worker_process
@@ -47,7 +47,7 @@ def traced(folder: Path, vit: ModelFolder) -> Iterator[tuple[Receiver, str, str]
         with CoordinatorProcess(folder / "coordinator", cohort_wait_seconds=0) as coordinator:
             worker = worker_process(coordinator, "north", DATA)
             token = (coordinator.folder / "admin.token").read_text().strip()
-            told = process(
+            told = forked(
                 *("run", "create", str(folder / "run.toml"), "--model", str(vit.path), "--json"),
                 TESSERA_URL=coordinator.url,
                 TESSERA_TOKEN=token,

@@ -16,7 +16,7 @@ from tessera.shared.cli.run_file import read_spec
 from tessera.shared.client.client import read_token
 from tessera.shared.problems import Conflict, Fault, Invalid, NotFound, Problem, Unavailable, problem_from
 from tessera.shared.urls import PLAIN_HTTP
-from tests.support.cli import NOWHERE, process, tessera
+from tests.support.cli import NOWHERE, forked, process, tessera
 
 SPEC = """
 name = "trial"
@@ -179,7 +179,7 @@ def test_an_unreadable_token_file_is_named() -> None:
 def test_an_interrupt_ends_with_130() -> None:
     script = "import tessera.shared.cli.main as m, signal\nfrom tessera.shared.cli import connection\n"
     script += "connection.Connection.client = lambda *_: signal.raise_signal(signal.SIGINT)\nm.main()"
-    answer = process("run", "list", command=[sys.executable, "-c", script])
+    answer = forked(script, "run", "list", module="tests.support.code")
     assert (answer.returncode, "Traceback" in answer.stderr) == (130, False)
 
 

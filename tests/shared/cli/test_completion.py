@@ -29,7 +29,7 @@ def offered(*words: str, command: Sequence[str] = ()) -> list[str]:
 def test_the_commands_are_completed_and_none_is_loaded() -> None:
     alone = without("torch", "transformers", "fastapi", "sqlalchemy", "httpx")
     assert {"admin", "coordinator", "run", "worker"} <= set(offered("", command=alone))
-    assert offered("coo", command=alone) == ["coordinator"]
+    assert offered("coo") == ["coordinator"]
 
 
 def test_what_follows_run_is_completed_without_torch_or_server() -> None:

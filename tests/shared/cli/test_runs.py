@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import resource
 import signal
 import subprocess
 import time
@@ -31,6 +30,7 @@ from tessera.shared.client.client import MAX_CHANGES, Client
 from tessera.shared.client.round_outcomes import follow
 from tessera.shared.model.spec import BLOCKS_FILE, WEIGHTS_FILE, Lora
 from tessera.shared.problems import Fault, InvalidUpdate
+from tests.support import zygote
 from tests.support.cli import COMMAND, environment, process, tessera
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.federation import ScriptedWorker, model_folder, small_model, start_run, values, whole_tensors
@@ -43,6 +43,16 @@ method = {name = "fedavg"}
 """
 
 MODEL = small_model()
+
+FULL_DISK = """
+import os, resource
+from tessera.shared.cli.main import main
+
+os.dup2(1, 2)
+resource.setrlimit(resource.RLIMIT_FSIZE, (10, 10))
+main()
+"""
+"""A command as on a full disk, where no file grows beyond ten bytes. It says everything to its standard output."""
 
 
 @pytest.fixture
@@ -66,10 +76,13 @@ class Commands:
     def json(self, *arguments: str, code: int = 0) -> Any:
         return json.loads(self.say(*arguments, "--json", code=code).stdout)
 
-    def start(self, *arguments: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [*COMMAND, *arguments], env=environment(**self.settings), stdout=subprocess.PIPE, text=True
-        )
+    def start(self, *arguments: str) -> subprocess.Popen[bytes]:
+        """A command as a process of its own, with a pipe for what it prints: see `zygote`."""
+        started = zygote.piped([*COMMAND, *arguments], env=environment(**self.settings))
+        assert started.stdin
+        started.stdin.close()
+        started.stdin = None
+        return started
 
     def create(self, folder: Path, *arguments: str) -> str:
         return self.say(
@@ -82,12 +95,12 @@ def commands(coordinator: LiveCoordinator) -> Commands:
     return Commands(coordinator)
 
 
-def told(watching: subprocess.Popen[str], wanted: str) -> list[str]:
+def told(watching: subprocess.Popen[bytes], wanted: str) -> list[str]:
     """The lines of a command that goes on and on, until one has `wanted` and it is interrupted."""
     assert watching.stdout
-    lines = [next(watching.stdout)]
+    lines = [next(watching.stdout).decode()]
     while wanted not in lines[-1]:
-        lines.append(next(watching.stdout))
+        lines.append(next(watching.stdout).decode())
     for _ in range(3):
         # An interrupt that falls into a finalizer is lost to Python, and a person presses again.
         watching.send_signal(signal.SIGINT)
@@ -105,7 +118,7 @@ def test_a_watched_status_is_a_line_for_each_change_where_there_is_no_terminal(
     watched = commands.start("admin", "status", "--watch")
     documents = commands.start("admin", "status", "--watch", "--json")
     assert watched.stdout and documents.stdout  # noqa: PT018 (for the type checker)
-    assert watched.stdout.readline().startswith("runs none; workers 0 live; blobs ")
+    assert watched.stdout.readline().startswith(b"runs none; workers 0 live; blobs ")
     assert json.loads(documents.stdout.readline())["runs"] == {}
     commands.create(folder)
     lines = told(watched, "runs 1 running; ")
@@ -458,19 +471,13 @@ def test_without_room_for_a_secret_no_token_changes(
     file = tmp_path / "secret"
     secret = commands.say("admin", "token", "create", "reader", "--role", "viewer").stdout.strip()
     before = [token["id"] for token in commands.json("admin", "token", "list")]
-    # As on a full disk: no file grows beyond ten bytes.
-    answer = subprocess.run(
-        [*COMMAND, "admin", *command, "--token-file", file],
+    answer = zygote.piped(
+        ["python", "-m", "tests.support.code", FULL_DISK, "admin", *command, "--token-file", str(file)],
         env=environment(**commands.settings),
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (10, 10)),
-        capture_output=True,
-        text=True,
-        check=False,
     )
-    assert (answer.returncode, file.exists()) == (2, False), answer.stderr
-    assert "cannot be written: No space left on device; no token was issued or changed" in " ".join(
-        answer.stderr.split()
-    )
+    said, _ = answer.communicate(timeout=60)
+    assert (answer.returncode, file.exists()) == (2, False), said
+    assert b"cannot be written: No space left on device; no token was issued or changed" in b" ".join(said.split())
     assert [token["id"] for token in commands.json("admin", "token", "list")] == before
     assert commands.json("admin", "sites") == []
     reading = {"TESSERA_URL": commands.settings["TESSERA_URL"], "TESSERA_TOKEN": secret}

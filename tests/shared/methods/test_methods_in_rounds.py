@@ -46,7 +46,7 @@ def run(
         "rounds": ROUNDS,
         "seed": 3,
         # Some methods take no other optimizer.
-        "training": {"optimizer": "sgd", "learning_rate": 0.05, "batch_size": 4},
+        "training": {"optimizer": "sgd", "learning_rate": 0.05, "batch_size": 8},
     }
     data = sites_of(method, sites)
     return simulate(spec, start_of(method), data, out=out, until=until, conditions=Conditions(away=away))

@@ -206,7 +206,7 @@ def test_the_fused_prompt_is_the_formula(size: float) -> None:
 def test_after_training_attention_depends_on_what_asks_and_does_not_drown_the_global_prompts(asks: str) -> None:
     subject = replace(PROMPTED, prompts=Prompts(vision=4, text=4))
     settings = {"fusion": {"asks": asks}}
-    context, result = one_task("pfeddc", settings, subject=subject, epochs=20, learning_rate=0.005)
+    context, result = one_task("pfeddc", settings, subject=subject, epochs=10, learning_rate=0.01)
     tokens, start = prompts_of(context.model), start_of(subject)
     assert tokens is not None
     for tower in ("vision", "text"):
@@ -331,12 +331,11 @@ def federation(method: str, settings: dict[str, Any], subject: Subject, rounds: 
     return simulate(spec, Weights(subject.document(), start), data, conditions=Conditions(away=away))
 
 
-@pytest.mark.parametrize("family", ["dinov2+bert", "vit+bert"])
 @pytest.mark.parametrize(
-    ("method", "settings", "kept"),
+    ("family", "method", "settings", "kept"),
     [
-        ("promptfl", {"modalities": ["vision", "text"]}, set()),
-        ("pfeddc", {"fusion": {"heads": 2}}, LOCAL | FUSION),
+        ("dinov2+bert", "promptfl", {"modalities": ["vision", "text"]}, set()),
+        ("vit+bert", "pfeddc", {"fusion": {"heads": 2}}, LOCAL | FUSION),
     ],
 )
 def test_the_prompts_of_a_pair_of_towers_are_learnt_in_a_federation(
@@ -475,7 +474,7 @@ def test_fedotp_learns_the_classes_of_its_site() -> None:
         with torch.no_grad():
             return float(context.forward(batch).loss)
 
-    _, result = trained("fedotp", epochs=20, learning_rate=0.5)
+    _, result = trained("fedotp", epochs=6, learning_rate=0.5)
     untrained, trained_once = loss({}), loss(result.keep)
     assert trained_once < untrained
 
@@ -530,8 +529,7 @@ def test_deep_prompts_and_methods_that_do_not_go_together_are_refused_with_the_r
 def test_layers_that_are_computed_again_change_no_bit_of_the_prompts(method: str, settings: dict[str, Any]) -> None:
     subject = DEEP if method == "fedvpt" else PROMPTED
     kept, again = (
-        trained(method, subject, settings=settings, epochs=2, gradient_checkpointing=chosen)[1]
-        for chosen in (False, True)
+        trained(method, subject, settings=settings, gradient_checkpointing=chosen)[1] for chosen in (False, True)
     )
     for before, after in ((kept.upload, again.upload), (kept.keep, again.keep)):
         assert {name: values.tobytes() for name, values in before.items()} == {
@@ -587,7 +585,7 @@ def test_only_with_a_frozen_is_the_mean_of_the_products_the_product_of_the_means
 def test_lora_trains_and_sends_adapters_and_the_head_and_nothing_else(
     settings: dict[str, Any], sent: set[str]
 ) -> None:
-    context, result = trained("lora", ADAPTED, settings=settings, epochs=2, learning_rate=0.5)
+    context, result = trained("lora", ADAPTED, settings=settings, learning_rate=0.5)
     assert set(result.upload) == moved(context, ADAPTED)
     kinds = {next(kind for kind in ("lora_A", "lora_B", "classifier") if kind in name) for name in result.upload}
     assert kinds == sent

@@ -17,7 +17,7 @@ SITES = ("a", "b", "c")
 ROUNDS = 2
 UNSURE = Conditions(dropout=0.3)
 SPARSE = "delta+topk=0.1"
-PLAIN = {"optimizer": "sgd", "momentum": 0.0, "learning_rate": 0.05, "batch_size": 4}
+PLAIN = {"optimizer": "sgd", "momentum": 0.0, "learning_rate": 0.05, "batch_size": 8}
 # One keeps what the server counts, the other a model of its own.
 STATEFUL = ("scaffold", "ditto")
 # These keep things of the same kinds.

@@ -36,7 +36,7 @@ from tests.support.coordinator import refusing
 from tests.support.tasks import VIT
 
 NAMES = ("east", "north", "south", "west")
-DROPOUT = {**VIT, "hidden_dropout_prob": 0.1}
+DROPOUT = {**VIT, "hidden_dropout_prob": 0.1, "num_hidden_layers": 1}
 
 
 def images(seed: int, count: int = 16, held_out: int = 0) -> Dataset:
@@ -57,7 +57,7 @@ def model() -> Weights:
 SITES = {name: images(seed) for seed, name in enumerate(NAMES)}
 
 
-def spec(method: str = "fedavg", rounds: int = 3, settings: Any = None, **wanted: Any) -> dict[str, Any]:
+def spec(method: str = "fedavg", rounds: int = 2, settings: Any = None, **wanted: Any) -> dict[str, Any]:
     training = {"batch_size": 8, "learning_rate": 0.05}
     chosen = {"name": method, "settings": settings or {}}
     return {"method": chosen, "rounds": rounds, "training": training, **wanted}
@@ -111,7 +111,7 @@ def test_a_single_site_is_plain_training_in_one_place(model: Weights) -> None:
     # The weighted mean of one update is that update: what the version holds is what the site trained.
     result = simulate(spec(rounds=1, codec="raw"), model, {"alone": images(0)})
     moved = [name for name, values in result.arrays().items() if not np.array_equal(values, model.values[name])]
-    assert len(moved) > 30
+    assert len(moved) > 0.75 * len(model.values)
     assert asked(result) == [["alone"]]
 
 
@@ -141,7 +141,7 @@ def test_an_update_tells_a_loss_over_as_many_examples_as_the_policy_allows(
 
 def test_frozen_blocks_are_fetched_once_and_never_sent(model: Weights) -> None:
     settings = {"warmup_rounds": 1, "scope": "v_head"}
-    result = simulate(spec("fedfrozen", settings=settings, codec="raw"), model, SITES)
+    result = simulate(spec("fedfrozen", rounds=3, settings=settings, codec="raw"), model, SITES)
     warm, first, second = result.outcomes
     whole = len(SITES) * model.model.nbytes
     assert warm.upload_bytes > whole
@@ -163,16 +163,16 @@ def test_what_sites_keep_is_theirs_and_outlives_a_round(model: Weights) -> None:
 
 
 def test_a_cohort_is_drawn_for_each_round(model: Weights) -> None:
-    drawn = asked(simulate(spec(rounds=6, cohort={"size": 2}), model, SITES))
+    drawn = asked(simulate(spec(rounds=4, cohort={"size": 2}), model, SITES))
     assert all(len(names) == 2 for names in drawn)
     assert len({tuple(names) for names in drawn}) > 1
 
 
 def test_a_site_that_is_away_is_not_asked_and_comes_back_with_what_it_kept(model: Weights) -> None:
-    result = simulate(spec("fedper"), model, SITES, conditions=Conditions(away={"north": (2,)}))
+    result = simulate(spec("fedper", rounds=3), model, SITES, conditions=Conditions(away={"north": (2,)}))
     present = [name for name in NAMES if name != "north"]
     assert asked(result) == [list(NAMES), present, list(NAMES)]
-    once = simulate(spec("fedper"), model, SITES, until=1)
+    once = simulate(spec("fedper", rounds=3), model, SITES, until=1)
     assert once.kept("north")["classifier.weight"].tobytes() != result.kept("north")["classifier.weight"].tobytes()
 
 
@@ -182,11 +182,11 @@ def test_a_condition_of_an_unknown_site_is_refused(model: Weights) -> None:
 
 
 def test_workers_that_fall_silent_are_done_without_and_a_round_without_quorum_is_tried_again(model: Weights) -> None:
-    wanted = spec(rounds=4, cohort={"quorum": 3, "max_attempts": 10})
+    wanted = spec(cohort={"quorum": 3, "max_attempts": 10})
     told: list[Outcome] = []
     result = simulate(wanted, model, SITES, conditions=Conditions(dropout=0.4), watch=told.append)
     states = [made.state for made in result.rounds]
-    assert states.count("committed") == 4
+    assert states.count("committed") == 2
     assert "abandoned" in states
     assert [outcome.round for outcome in told] == list(result.rounds)
     ended = {task.state for made in result.rounds for task in made.tasks}
@@ -199,7 +199,7 @@ def test_workers_that_fall_silent_are_done_without_and_a_round_without_quorum_is
 
 
 def test_the_first_updates_are_enough_if_the_run_says_so(model: Weights) -> None:
-    result = simulate(spec(rounds=5, cohort={"target_updates": 2}), model, SITES)
+    result = simulate(spec(rounds=3, cohort={"target_updates": 2}), model, SITES)
     for made in result.rounds:
         assert sorted(task.state for task in made.tasks) == ["cancelled", "cancelled", "merged", "merged"]
     assert len({tuple(task.state for task in made.tasks) for made in result.rounds}) > 1
@@ -240,8 +240,8 @@ def test_an_update_out_of_bounds_is_refused_and_the_round_goes_on(model: Weights
 def test_what_the_sites_policy_forbids_is_not_done(model: Weights) -> None:
     conditions = Conditions(policy=Policy(never_send=("classifier.*",)))
     with pytest.raises(Stalled, match=r"policy-violation: never_send: these blocks never leave: classifier\.bias"):
-        simulate(spec(), model, SITES, conditions=conditions)
-    assert simulate(spec("fedper"), model, SITES, conditions=conditions).over
+        simulate(spec(cohort={"max_attempts": 1}), model, SITES, conditions=conditions)
+    assert simulate(spec("fedper", rounds=1), model, SITES, conditions=conditions).over
 
 
 def test_a_site_whose_training_diverges_is_told_of(model: Weights) -> None:
@@ -277,11 +277,11 @@ def test_data_are_loaded_when_their_site_takes_part_and_few_are_held(model: Weig
 
         return load
 
-    sites = {f"s{seed}": VirtualSite(loads(seed)) for seed in range(8)}
+    sites = {f"s{seed}": VirtualSite(loads(seed)) for seed in range(5)}
     lazy = simulate(spec(rounds=2), model, sites, conditions=Conditions(loaded=2))
     # Two that are held, and the one being loaded.
     assert most <= 3
-    eager = simulate(spec(rounds=2), model, {f"s{seed}": images(seed) for seed in range(8)})
+    eager = simulate(spec(rounds=2), model, {f"s{seed}": images(seed) for seed in range(5)})
     assert digests(lazy) == digests(eager)
 
 
@@ -289,21 +289,21 @@ def test_only_the_latest_versions_stay_on_disk(model: Weights, tmp_path: Path) -
     def held(folder: Path) -> int:
         return sum(file.is_file() for file in (folder / "blobs").rglob("*"))
 
-    one = simulate(spec(rounds=4), model, SITES, out=tmp_path / "one")
+    one = simulate(spec(rounds=3), model, SITES, out=tmp_path / "one")
     everything = Conditions(keep_versions="all")
-    whole = simulate(spec(rounds=4), model, SITES, out=tmp_path / "all", conditions=everything)
+    whole = simulate(spec(rounds=3), model, SITES, out=tmp_path / "all", conditions=everything)
     assert digests(one) == digests(whole)
     # The last version's blocks, its manifest, and the model's document; no update.
     assert held(tmp_path / "one") == len({*one.states.manifest(digests(one)[-1]).digests}) + 2
-    assert held(tmp_path / "all") > 4 * len(model.values)
+    assert held(tmp_path / "all") > 3 * len(model.values)
     with refusing("not-found"):
         one.arrays(1)
     assert whole.arrays(0).keys() == one.arrays().keys()
     # What is not there any more cannot be kept from now on, and is no hindrance.
-    simulate(spec(rounds=4), model, SITES, out=tmp_path / "more", until=2)
-    more = simulate(spec(rounds=4), model, SITES, out=tmp_path / "more", conditions=everything)
+    simulate(spec(rounds=3), model, SITES, out=tmp_path / "more", until=1)
+    more = simulate(spec(rounds=3), model, SITES, out=tmp_path / "more", conditions=everything)
     assert digests(more) == digests(whole)
-    assert more.arrays(3).keys() == one.arrays().keys()
+    assert more.arrays(2).keys() == one.arrays().keys()
 
 
 def test_a_result_without_a_folder_leaves_none_behind(model: Weights) -> None:
@@ -390,18 +390,18 @@ def test_wherever_it_is_killed_it_goes_on_with_the_same_bits(
 
 
 def test_until_stops_at_a_version_and_the_rest_is_the_same(model: Weights, tmp_path: Path) -> None:
-    whole = simulate(spec(rounds=4), model, SITES, test=images(9))
-    for until in (0, 1, 3, 3, None):
-        part = simulate(spec(rounds=4), model, SITES, test=images(9), out=tmp_path, until=until)
-        assert len(part.versions) == (5 if until is None else until + 1)
+    whole = simulate(spec(rounds=3), model, SITES, test=images(9))
+    for until in (0, 1, 2, 2, None):
+        part = simulate(spec(rounds=3), model, SITES, test=images(9), out=tmp_path, until=until)
+        assert len(part.versions) == (4 if until is None else until + 1)
         assert part.over == (until is None)
     assert digests(part) == digests(whole)
     assert part.scores() == whole.scores()
     # One that is over does nothing more.
     told: list[Outcome] = []
-    again = simulate(spec(rounds=4), model, SITES, test=images(9), out=tmp_path, watch=told.append)
+    again = simulate(spec(rounds=3), model, SITES, test=images(9), out=tmp_path, watch=told.append)
     assert (told, digests(again)) == ([], digests(whole))
-    assert simulate(spec(rounds=4), model, SITES, test=images(9), out=tmp_path, until=1).over
+    assert simulate(spec(rounds=3), model, SITES, test=images(9), out=tmp_path, until=1).over
 
 
 def test_results_of_a_method_before_its_file_changed_are_not_taken(
@@ -440,7 +440,7 @@ def test_a_folder_is_of_one_simulation_and_of_one_process(model: Weights, tmp_pa
     assert found.pop("/sites/east/content").startswith("was ")
     assert found == {
         "/sites/east/examples": "was 16 and is 9",
-        "/spec/rounds": "was 3 and is 4",
+        "/spec/rounds": "was 2 and is 4",
         "/spec/seed": "was 0 and is 1",
     }
 
