@@ -272,7 +272,8 @@ def test_scores_of_a_run_are_chosen_and_taken_away(coordinator: LiveCoordinator,
 def test_the_best_version_and_the_latest_scores_are_among_all_that_were_evaluated(
     coordinator: LiveCoordinator, admin: Person
 ) -> None:
-    run, other = worked(coordinator), worked(coordinator)
+    run = worked(coordinator)
+    other = start_run(coordinator.client(), MODEL, values(MODEL), name="other", dataset="none").id
     with coordinator.services.database.transaction() as session:
         of_run = select(TaskRow).filter_by(run_id=run, kind="evaluate", version_number=1)
         for task in session.scalars(of_run).all():
@@ -314,7 +315,8 @@ def test_names_that_one_site_invented_do_not_lengthen_a_run_s_page(
     assert [*common, "training_loss"] == [
         name for name in dict.fromkeys(names) if "_1" not in name and "_0" not in name
     ]
-    compared = admin.http.get(f"/page/runs/compare?run={run}&run={worked(coordinator)}").text
+    other = start_run(coordinator.client(), MODEL, values(MODEL), name="other", dataset="none").id
+    compared = admin.http.get(f"/page/runs/compare?run={run}&run={other}").text
     assert len(set(re.findall(r"metric=(\w+)&", compared))) <= 64
 
 
@@ -436,7 +438,7 @@ def test_nothing_that_a_worker_says_becomes_markup(coordinator: LiveCoordinator,
 def test_nothing_that_a_worker_says_turns_letters_around_or_controls_anything(
     coordinator: LiveCoordinator, admin: Person
 ) -> None:
-    worked(coordinator)
+    ScriptedWorker(coordinator.client("site", "a")).enrol()
     with coordinator.services.database.transaction() as session:
         for worker in session.query(WorkerRow):
             worker.declared = {**worker.declared, "device": "\x1b[31m\u202egnp.exe\x9b2J"}
