@@ -74,7 +74,7 @@ def held(live: LiveCoordinator) -> set[str]:
         return set(session.scalars(select(BlobRow.digest)))
 
 
-# What was truncated is refused in the same place as what was replaced: test_object_store.py has each way to read both.
+# What was truncated is refused where what was replaced is: test_object_store.py reads both in each way.
 @pytest.mark.parametrize("how", variants(["replaced", "truncated", "deleted"], short=["replaced", "deleted"]))
 def test_an_update_that_is_spoilt_behind_our_back_is_named_and_not_merged(
     live: LiveCoordinator, bucket: Bucket, clock: Clock, how: str
