@@ -274,9 +274,9 @@ def test_older_versions_are_retired_and_the_first_and_latest_stay(live: LiveCoor
 
 
 def test_nothing_is_retired_twice_or_while_all_are_wanted(live: LiveCoordinator) -> None:
-    played(live, 3)
-    assert not retention(live, versions=3).collect().versions
-    assert retention(live, versions=1).collect().versions == 2
+    played(live, 2)
+    assert not retention(live, versions=2).collect().versions
+    assert retention(live, versions=1).collect().versions == 1
     assert not retention(live, versions=1).collect().versions
 
 
@@ -302,19 +302,19 @@ def test_a_version_that_is_yet_to_be_measured_stays(
 
 
 def test_versions_of_an_ended_run_wait_for_no_evaluation(live: LiveCoordinator) -> None:
-    client, run, _, _ = played(live, 3, evaluation=Evaluation(dataset="central", every=1))
+    client, run, _, _ = played(live, 2, evaluation=Evaluation(dataset="central", every=1))
     client.set_run_state(run.id, "paused")
     assert not retention(live, versions=1).collect().versions
     client.set_run_state(run.id, "cancelled")
-    # The round that was open waits no longer for version 3.
+    # The round that was open waits no longer for version 2.
     until(lambda: list(client.rounds(run.id))[-1].state == "abandoned")
-    assert retention(live, versions=1).collect().versions == 2
+    assert retention(live, versions=1).collect().versions == 1
 
 
 def test_an_update_that_is_not_merged_yet_stays_with_the_version_that_it_started_from(
     live: LiveCoordinator, clock: Clock
 ) -> None:
-    client, run, _, updates = played(live, 4)
+    client, run, _, updates = played(live, 3)
     whole = exported(client, run, 1)
     # As if the second round's update waited for a later version.
     waiting = update(TaskRow).where(TaskRow.update_digest == updates[1])
@@ -322,11 +322,11 @@ def test_an_update_that_is_not_merged_yet_stays_with_the_version_that_it_started
         session.execute(waiting.values(state="accepted", merged_in=None))
     clock.advance(86400 + 1)
     freed = retention(live, versions=1).collect()
-    assert (freed.versions, freed.updates) == (2, 3)
+    assert (freed.versions, freed.updates) == (1, 2)
     assert updates[1] in stored(live)
     assert exported(client, run, 1) == whole
     with live.services.database.transaction() as session:
-        session.execute(waiting.values(state="merged", merged_in=4))
+        session.execute(waiting.values(state="merged", merged_in=3))
     freed = retention(live, versions=1).collect()
     assert (freed.versions, freed.updates) == (1, 1)
 
@@ -359,10 +359,10 @@ class WatchedStates:
 @pytest.mark.both_databases
 def test_no_transaction_is_open_while_manifests_are_read(tmp_path: Path) -> None:
     with LiveCoordinator(tmp_path, inline_bytes=1) as live:
-        played(live, 3)
+        played(live, 2)
     with at_rest(live) as services, closing(Database(databases.url_in(tmp_path))) as other:
         watched = cast("States", WatchedStates(services.states, partial(databases.end_idle_transactions, other)))
-        assert replace(services.retention, states=watched, versions=1).collect().versions == 2
+        assert replace(services.retention, states=watched, versions=1).collect().versions == 1
 
 
 def test_blocks_of_a_version_that_is_committed_while_manifests_are_read_stay(
