@@ -93,7 +93,7 @@ def test_a_worker_fetches_nothing_that_came_along(
         monkeypatch.setattr(agent.Client, name, counted)
     client = coordinator.client()
     with working(coordinator, tmp_path):
-        run = begin(client, rounds=3)
+        run = begin(client, rounds=2)
         until(lambda: client.run(run.id).state == "completed")
     # The model's document, once; the model is one of 13 kB.
     assert asked == [run.spec.model]

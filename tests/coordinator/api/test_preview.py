@@ -23,14 +23,15 @@ from tessera.shared.run_settings import UnitBudget
 from tessera.shared.schema import canonical
 from tessera.shared.tensors.lazy import as_bytes
 from tests.support.coordinator import Clock, LiveCoordinator, until
-from tests.support.federation import ScriptedWorker, small_model, start_run, values
+from tests.support.federation import HOLDING, ScriptedWorker, small_model, start_run, values
 
 MODEL = small_model()
 FROZEN = MethodSpec(name="fedfrozen", settings={"warmup_rounds": 1, "scope": "v_head"})
 
 
 def spec_of(client: Client, *, model_of: Model = MODEL, **more: Any) -> RunSpec:
-    blocks = {name: client.put_bytes(bytes(as_bytes(array))) for name, array in values(model_of).items()}
+    start = values(model_of)
+    blocks = dict(zip(start, HOLDING[client](bytes(as_bytes(array)) for array in start.values()), strict=True))
     version = client.put_bytes(canonical(Manifest(blocks=blocks)))
     given = {"name": "trial", "method": MethodSpec(name="fedavg"), "dataset": "data", "rounds": 2, **more}
     return RunSpec(model=client.put_bytes(canonical(model_of)), version=version, **given)

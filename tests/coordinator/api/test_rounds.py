@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from itertools import pairwise, permutations
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -85,7 +85,8 @@ def test_the_order_of_arrival_does_not_change_a_bit(coordinator: LiveCoordinator
     for worker in workers:
         worker.enrol()
     digests = set()
-    for order in permutations(range(3)):
+    # A sum of two is the same in either order: which of three comes last is all that may matter.
+    for order in ((0, 1, 2), (2, 0, 1), (2, 1, 0)):
         run = start_run(client, model, values(model), cohort=Cohort(size=3, quorum=3))
         tasks = [worker.take() for worker in workers]
         for index in order:

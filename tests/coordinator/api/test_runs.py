@@ -22,7 +22,7 @@ from tessera.shared.model.spec import Model
 from tessera.shared.schema import canonical
 from tessera.shared.tensors.lazy import as_bytes
 from tests.support.coordinator import LiveCoordinator, refused, refusing, until
-from tests.support.federation import ScriptedWorker, small_model, start_run, values
+from tests.support.federation import HOLDING, ScriptedWorker, small_model, start_run, values
 
 MODEL = small_model()
 START = values(MODEL)
@@ -175,7 +175,7 @@ def test_asking_again_for_the_state_that_a_run_has_is_answered_with_the_run(coor
 def test_an_orchestrator_cannot_make_a_run_of_what_a_site_sent(coordinator: LiveCoordinator) -> None:
     client, site = coordinator.client("orchestrator"), coordinator.client("site", "a")
     private = site.put_bytes(bytes(as_bytes(START["head.weight"] + 1)))
-    blocks = {name: client.put_bytes(bytes(as_bytes(array))) for name, array in START.items()}
+    blocks = dict(zip(START, HOLDING[client](bytes(as_bytes(array)) for array in START.values()), strict=True))
     stolen = client.put_bytes(canonical(Manifest(blocks={**blocks, "head.weight": private})))
     document = client.put_bytes(canonical(MODEL))
     spec = RunSpec(
@@ -210,7 +210,7 @@ def test_a_tokenizer_of_the_model_is_exported_and_its_settings_are_checked(
 
 def test_a_first_version_s_memory_must_be_there_and_fit(coordinator: LiveCoordinator) -> None:
     client = coordinator.client()
-    blocks = {name: client.put_bytes(bytes(as_bytes(array))) for name, array in START.items()}
+    blocks = dict(zip(START, HOLDING[client](bytes(as_bytes(array)) for array in START.values()), strict=True))
     small = ServerTensor(digest=client.put_bytes(b"four"), shape=(2,), dtype="F32")
     version = client.put_bytes(canonical(Manifest(blocks=blocks, server_state={"m": small})))
     document = client.put_bytes(canonical(MODEL))

@@ -25,6 +25,7 @@ from tests.support.cli import tessera
 from tests.support.coordinator import Clock, LiveCoordinator, refused, refusing, until
 from tests.support.federation import ScriptedWorker, start_run
 from tests.support.stores import Bucket, serving
+from tests.support.variants import variants
 
 PATIENT = {"lease_seconds": 86_400, "liveness_seconds": 1e9, "inline_bytes": 1, "submission_bytes": 0}
 HEAD = START["head.weight"]
@@ -73,7 +74,8 @@ def held(live: LiveCoordinator) -> set[str]:
         return set(session.scalars(select(BlobRow.digest)))
 
 
-@pytest.mark.parametrize("how", ["replaced", "truncated", "deleted"])
+# What was truncated is refused where what was replaced is: test_object_store.py reads both in each way.
+@pytest.mark.parametrize("how", variants(["replaced", "truncated", "deleted"], short=["replaced", "deleted"]))
 def test_an_update_that_is_spoilt_behind_our_back_is_named_and_not_merged(
     live: LiveCoordinator, bucket: Bucket, clock: Clock, how: str
 ) -> None:
@@ -156,20 +158,20 @@ def test_a_round_waits_for_a_store_that_is_away_and_is_not_paused(
 def test_updates_and_versions_that_are_not_kept_go_from_the_store(
     live: LiveCoordinator, bucket: Bucket, clock: Clock
 ) -> None:
-    client, run, worker, updates = played(live, 4)
-    whole = {number: exported(client, run, number) for number in (0, 4)}
+    client, run, worker, updates = played(live, 2)
+    whole = {number: exported(client, run, number) for number in (0, 2)}
     before = held(live)
     assert all(bucket.holds(digest) for digest in before)
     clock.advance(HOUR + 1)
-    assert retention(live).collect().updates == 4
+    assert retention(live).collect().updates == 2
     assert held(live) == before - set(updates)
-    assert retention(live, versions=1).collect().versions == 3
+    assert retention(live, versions=1).collect().versions == 1
     clock.advance(86400 + 1)
     assert retention(live, versions=1).collect().bytes > 0
     kept = held(live)
     assert {f"sha256:{key.rpartition('/')[2]}" for key in bucket.names() if key != "probe"} == kept
     assert {number: exported(client, run, number) for number in whole} == whole
-    play(client, worker, run, 5)
+    play(client, worker, run, 3)
 
 
 def test_an_object_that_no_row_knows_of_goes(live: LiveCoordinator, bucket: Bucket, clock: Clock) -> None:
@@ -199,8 +201,8 @@ def test_a_store_that_is_away_is_no_fault_that_verify_found(tmp_path: Path, buck
 
 def test_a_bucket_is_backed_up_verified_and_restored(tmp_path: Path, bucket: Bucket) -> None:
     with LiveCoordinator(tmp_path / "one", blob_url=bucket.url, inline_bytes=1) as live:
-        client, run, _, _ = played(live, 2)
-        whole = [exported(client, run, number) for number in range(3)]
+        client, run, _, _ = played(live, 1)
+        whole = [exported(client, run, number) for number in range(2)]
         assert faults(live) == []
         copied = backup.back_up(live.services.database, live.services.blobs, tmp_path / "backup")
         assert copied.blobs == len(held(live))
@@ -214,4 +216,4 @@ def test_a_bucket_is_backed_up_verified_and_restored(tmp_path: Path, bucket: Buc
         restored = backup.restore(tmp_path / "backup", other.services.database, other.services.blobs)
         assert restored.blobs == copied.blobs
         assert faults(other) == []
-        assert [exported(other.client(), run, number) for number in range(3)] == whole
+        assert [exported(other.client(), run, number) for number in range(2)] == whole

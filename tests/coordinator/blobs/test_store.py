@@ -25,7 +25,7 @@ from tessera.shared.tensors.lazy import digest_of
 from tests.support.coordinator import until
 from tests.support.storage import NOW, blobs_in, unfinished
 
-pytestmark = pytest.mark.both_databases
+pytestmark = pytest.mark.both_databases(long="postgresql")
 
 INLINE = 100
 SIZES = pytest.mark.parametrize("size", [0, 1, INLINE, INLINE + 1, 3_000_000])
@@ -49,6 +49,7 @@ async def streamed(blobs: Blobs, stored: Stored, start: int, stop: int) -> bytes
     return b"".join([piece async for piece in blobs.stream(stored, start, stop)])
 
 
+@pytest.mark.both_databases
 @SIZES
 def test_what_was_saved_is_read_opened_and_streamed(blobs: Blobs, size: int) -> None:
     data = data_of(size)
@@ -79,6 +80,7 @@ def test_a_file_that_was_written_long_ago_is_young_when_it_is_stored(blobs: Blob
     assert not blobs.discard(stored.digest, before=1000.0)
 
 
+@pytest.mark.both_databases
 def test_the_same_bytes_twice_are_one_blob(blobs: Blobs, database: Database) -> None:
     for size in (5, 5000):
         first, again = blobs.save([data_of(size)]), blobs.save([data_of(size)])
@@ -88,6 +90,7 @@ def test_the_same_bytes_twice_are_one_blob(blobs: Blobs, database: Database) -> 
     assert len(files(blobs)) == 1
 
 
+@pytest.mark.both_databases
 def test_a_blob_exists_only_once_it_is_recorded(blobs: Blobs, database: Database) -> None:
     stored = blobs.put([data_of(5000)])
     for call in (blobs.read, blobs.size, blobs.open):
@@ -162,6 +165,7 @@ def test_reading_a_large_blob_in_small_pieces_copies_no_more_than_these(blobs: B
     assert peak < 100_000
 
 
+@pytest.mark.both_databases
 def test_a_batch_is_safe_at_its_end_and_takes_writers_in_several_threads(blobs: Blobs, database: Database) -> None:
     def write(size: int) -> Stored:
         with batch.writer() as writer:

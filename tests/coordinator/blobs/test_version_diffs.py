@@ -89,8 +89,8 @@ def block_at(client: Client, manifest: Any, name: str) -> Any:
     return np.frombuffer(client.read_blob(manifest.blocks[name]), np.float32).reshape(MODEL.by_name[name].shape)
 
 
-def test_its_bytes_come_at_once_and_in_parts_where_they_are_asked_for(coordinator: LiveCoordinator) -> None:
-    run, site = committed(coordinator, 1)
+def test_its_bytes_come_at_once_and_in_parts_where_they_are_asked_for(one_round: tuple[Run, Client]) -> None:
+    run, site = one_round
     found = difference_of(site, run.id, 1, 0)
     assert found
     data, file = site.read_blob(found.digest), io.BytesIO()
@@ -104,10 +104,16 @@ def test_its_bytes_come_at_once_and_in_parts_where_they_are_asked_for(coordinato
     assert not site.copy_difference(run.id, 2, 0, io.BytesIO(), found.nbytes + 1)
 
 
-def test_a_viewer_gets_no_bytes_of_it(coordinator: LiveCoordinator) -> None:
-    run, _ = committed(coordinator, 1)
+@pytest.fixture(scope="module")
+def one_round(standing: LiveCoordinator) -> tuple[Run, Client]:
+    """A run of one round on the module's coordinator, for tests that change nothing."""
+    return committed(standing, 1)
+
+
+def test_a_viewer_gets_no_bytes_of_it(standing: LiveCoordinator, one_round: tuple[Run, Client]) -> None:
+    run, _ = one_round
     with refusing("forbidden"):
-        coordinator.client("viewer").copy_difference(run.id, 1, 0, io.BytesIO(), 1 << 20)
+        standing.client("viewer").copy_difference(run.id, 1, 0, io.BytesIO(), 1 << 20)
 
 
 def test_however_many_ask_it_is_made_once(coordinator: LiveCoordinator) -> None:
@@ -137,16 +143,16 @@ def test_one_whose_versions_retire_while_it_is_made_is_not_stored(
 
 @pytest.mark.parametrize(("number", "since"), [(1, 1), (1, 2), (2, 1), (100, 1)])
 def test_there_is_none_of_versions_that_are_not_there_or_too_far_apart(
-    coordinator: LiveCoordinator, number: int, since: int
+    one_round: tuple[Run, Client], number: int, since: int
 ) -> None:
-    run, site = committed(coordinator, 1)
+    run, site = one_round
     assert difference_of(site, run.id, number, since) is None
 
 
-def test_another_site_sees_none(coordinator: LiveCoordinator) -> None:
-    run, site = committed(coordinator, 1)
+def test_another_site_sees_none(standing: LiveCoordinator, one_round: tuple[Run, Client]) -> None:
+    run, site = one_round
     found = difference_of(site, run.id, 1, 0)
-    other = coordinator.client("site", "b")
+    other = standing.client("site", "b")
     assert found
     assert difference_of(other, run.id, 1, 0) is None
     assert not other.copy_difference(run.id, 1, 0, io.BytesIO(), found.nbytes + 1)
@@ -170,7 +176,7 @@ def runner_and_run(coordinator: LiveCoordinator, folder: Path, **spec: Any) -> t
     return (
         runner,
         worker,
-        start_run(client, document, start, rounds=3, method=MethodSpec(name="fedavg"), training=training, **spec),
+        start_run(client, document, start, rounds=2, method=MethodSpec(name="fedavg"), training=training, **spec),
     )
 
 
@@ -198,7 +204,7 @@ def test_a_worker_makes_what_it_can_and_comes_to_the_same(
         runner, worker, run = runner_and_run(coordinator, tmp_path / name, download_codec=codec)
         if fast:
             worker.client._transfers.down.note(MEASURED_BYTES, ThreadTimes(0, 0, 0))
-        fetched = [do(runner, worker) for _ in range(3)]
+        fetched = [do(runner, worker) for _ in range(2)]
         until(lambda run=run: client.run(run.id).state == "completed")
         made.append((client.run(run.id).version.digest, fetched))
     (same, whole), (digest, differences) = made
@@ -224,6 +230,5 @@ def test_a_difference_that_is_of_no_use_is_done_without(
         return spoils == "bytes"
 
     monkeypatch.setattr(worker.client, "copy_difference", spoilt)
-    do(runner, worker)
     do(runner, worker)
     until(lambda: client.run(run.id).state == "completed")

@@ -17,7 +17,7 @@ from tessera.shared.rounds.versions import States, StoredTensor, materialize
 from tessera.shared.tensors.lazy import CHUNK, ArrayTensor, Computed, digest_of
 from tests.support.storage import NOW, blobs_in, unfinished
 
-pytestmark = pytest.mark.both_databases
+pytestmark = pytest.mark.both_databases(long="postgresql")
 
 VALUES = np.arange(CHUNK + 7, dtype=np.float32)
 
@@ -81,6 +81,7 @@ def test_a_pass_that_breaks_off_leaves_no_file(blobs: Blobs) -> None:
     assert unfinished(blobs) == []
 
 
+@pytest.mark.both_databases
 def test_in_several_threads_the_version_is_the_same(blobs: Blobs) -> None:
     state = State(1, {f"w{index}": times(index, ArrayTensor(VALUES)) for index in range(8)})
     assert States(blobs, partial(materialize, threads=3)).store(state) == States(blobs).store(state)
@@ -107,6 +108,7 @@ def version(blobs: Blobs, database: Database, values: dict[str, float], before: 
     return new[-1].digest
 
 
+@pytest.mark.both_databases
 def test_a_version_that_changes_little_is_written_as_what_differs_from_its_root(
     blobs: Blobs, database: Database
 ) -> None:

@@ -36,9 +36,11 @@ def database_kind() -> Iterator[str]:
 Pair = tuple[LiveCoordinator, LiveCoordinator]
 
 
-@pytest.fixture
-def replicas(tmp_path: Path) -> Iterator[Pair]:
-    with LiveCoordinator(tmp_path / "shared") as one, LiveCoordinator(tmp_path / "shared") as other:
+@pytest.fixture(scope="module")
+def replicas(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    """Two for all tests of the module, each of which has sites and runs of its own."""
+    shared = tmp_path_factory.mktemp("shared")
+    with LiveCoordinator(shared) as one, LiveCoordinator(shared) as other:
         for replica in (one, other):
             # The framework makes ready what a route needs at its first request, and not in two threads at once.
             replica.http("viewer").get("/openapi.json").raise_for_status()
@@ -67,11 +69,11 @@ def test_a_repeated_request_gets_the_first_answer_from_any_replica(replicas: Pai
     both = at_both(replicas, replicas[0].token("admin"))
 
     def create(number: int) -> httpx.Response:
-        return both[number % 2].post("/v1/sites", json={"name": "a"}, headers={"Idempotency-Key": "one-wish"})
+        return both[number % 2].post("/v1/sites", json={"name": "new"}, headers={"Idempotency-Key": "one-wish"})
 
     answers = at_once(8, create)
     assert {(answer.status_code, answer.text) for answer in answers} == {(201, answers[0].text)}
-    assert len(both[1].get("/v1/sites").json()["items"]) == 1
+    assert [site["name"] for site in both[1].get("/v1/sites").json()["items"]].count("new") == 1
     refused(
         both[1].post("/v1/sites", json={"name": "b"}, headers={"Idempotency-Key": "one-wish"}),
         422,
@@ -107,10 +109,10 @@ def test_what_several_announce_and_send_at_once_is_one_blob(replicas: Pair) -> N
 
 def test_an_update_that_both_are_handed_at_once_counts_once(replicas: Pair) -> None:
     client, model = replicas[0].client(), small_model()
-    run = start_run(client, model, values(model))
-    secret = replicas[0].token("site", "a")
-    worker = ScriptedWorker(replicas[0].client("site", "a"))
+    secret = replicas[0].token("site", "c")
+    worker = ScriptedWorker(replicas[0].client("site", "c"), datasets={"once": 10})
     worker.enrol()
+    run = start_run(client, model, values(model), dataset="once")
     task = until(lambda: worker.claim(0))
     digest = worker.upload(task, {name: array + 1 for name, array in values(model).items()})
     submission = Submission(token=task.token, version=task.version.digest, update=digest, examples=10)
@@ -123,7 +125,7 @@ def test_an_update_that_both_are_handed_at_once_counts_once(replicas: Pair) -> N
 
     assert set(at_once(6, submit)) == {200}
     until(lambda: client.run(run.id).state == "completed")
-    accepted = [entry for entry in client.audit() if entry.action == "task.accept"]
+    accepted = [entry for entry in client.audit() if (entry.action, entry.run) == ("task.accept", run.id)]
     assert len(accepted) == 1
     with replicas[1].services.database.snapshot() as session:
         assert audit.broken_at(session) is None

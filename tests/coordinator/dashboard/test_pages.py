@@ -180,8 +180,14 @@ def worked(coordinator: LiveCoordinator) -> str:
     return run.id
 
 
-def test_pages_of_a_run_show_what_the_api_shows(coordinator: LiveCoordinator, admin: Person) -> None:
-    run = worked(coordinator)
+@pytest.fixture(scope="module")
+def wards(standing: LiveCoordinator) -> str:
+    """The run of `worked` on the module's coordinator, for tests that change nothing of it."""
+    return worked(standing)
+
+
+def test_pages_of_a_run_show_what_the_api_shows(standing: LiveCoordinator, wards: str) -> None:
+    run, admin = wards, signed_in(standing)
     shown = admin.http.get(f"/page/runs/{run}").text
     for told in ("wards", "warm-up", "of 3", "0.75", "worst site", "Bytes by round", "abandoned", "paused"):
         assert told in shown, told
@@ -243,8 +249,8 @@ def test_layers_are_counted_by_site_and_by_groups_of_rounds(coordinator: LiveCoo
         assert list(layer_shares(session, run, 9)[2]) == ["1", "5"]
 
 
-def test_scores_of_a_run_are_chosen_and_taken_away(coordinator: LiveCoordinator, admin: Person) -> None:
-    place = f"/page/runs/{worked(coordinator)}"
+def test_scores_of_a_run_are_chosen_and_taken_away(standing: LiveCoordinator, wards: str) -> None:
+    place, admin = f"/page/runs/{wards}", signed_in(standing)
     shown = admin.http.get(f"{place}?metric=loss&x=bytes").text
     assert re.findall(r'aria-current="true">(Loss|Accuracy|bytes|version)<', shown) == ["Loss", "bytes"]
     assert ('<h2 id="loss">' in shown, '<h2 id="accuracy">' in shown) == (True, False)
@@ -272,7 +278,8 @@ def test_scores_of_a_run_are_chosen_and_taken_away(coordinator: LiveCoordinator,
 def test_the_best_version_and_the_latest_scores_are_among_all_that_were_evaluated(
     coordinator: LiveCoordinator, admin: Person
 ) -> None:
-    run, other = worked(coordinator), worked(coordinator)
+    run = worked(coordinator)
+    other = start_run(coordinator.client(), MODEL, values(MODEL), name="other", dataset="none").id
     with coordinator.services.database.transaction() as session:
         of_run = select(TaskRow).filter_by(run_id=run, kind="evaluate", version_number=1)
         for task in session.scalars(of_run).all():
@@ -314,7 +321,8 @@ def test_names_that_one_site_invented_do_not_lengthen_a_run_s_page(
     assert [*common, "training_loss"] == [
         name for name in dict.fromkeys(names) if "_1" not in name and "_0" not in name
     ]
-    compared = admin.http.get(f"/page/runs/compare?run={run}&run={worked(coordinator)}").text
+    other = start_run(coordinator.client(), MODEL, values(MODEL), name="other", dataset="none").id
+    compared = admin.http.get(f"/page/runs/compare?run={run}&run={other}").text
     assert len(set(re.findall(r"metric=(\w+)&", compared))) <= 64
 
 
@@ -365,8 +373,8 @@ def test_a_note_with_letters_that_no_page_shows_can_be_changed(coordinator: Live
     assert client.run(run.id).note == "new"
 
 
-def test_runs_are_compared_side_by_side(coordinator: LiveCoordinator, viewer: Person) -> None:
-    first, client = worked(coordinator), coordinator.client()
+def test_runs_are_compared_side_by_side(standing: LiveCoordinator, wards: str) -> None:
+    first, client, viewer = wards, standing.client(), signed_in(standing, "viewer")
     second = start_run(client, MODEL, values(MODEL), name="wards", rounds=7, dataset="none").id
     shown = viewer.http.get(f"/page/runs/compare?run={first}&run={second}&x=bytes").text
     for text in (f"wards<wbr> ({first[:8]})", "Accuracy 0.75", "not measured", "<code>rounds</code>", "Best score"):
@@ -436,7 +444,7 @@ def test_nothing_that_a_worker_says_becomes_markup(coordinator: LiveCoordinator,
 def test_nothing_that_a_worker_says_turns_letters_around_or_controls_anything(
     coordinator: LiveCoordinator, admin: Person
 ) -> None:
-    worked(coordinator)
+    ScriptedWorker(coordinator.client("site", "a")).enrol()
     with coordinator.services.database.transaction() as session:
         for worker in session.query(WorkerRow):
             worker.declared = {**worker.declared, "device": "\x1b[31m\u202egnp.exe\x9b2J"}

@@ -66,16 +66,14 @@ def test_nobody_without_a_token_is_answered_500_on_any_route(stranger: httpx.Cli
     assert len(routes) > 60
     found = {}
     for number, (method, path) in enumerate(routes):
-        # Each route with some of them, and all of them with some route.
+        # Each route with one of them, and all of them with some route.
         odd = ODD[number % len(ODD)]
         filled = "/".join(odd.replace("/", "%2F") if part.startswith("{") else part for part in path.split("/"))
-        for headers in (ODD_HEADERS[number % len(ODD_HEADERS)], ODD_HEADERS[(number + 5) % len(ODD_HEADERS)]):
-            query = {"next": odd, "cursor": odd, "limit": odd, "before": odd, "kept": odd}
-            status = sent(
-                stranger, method, filled, params=query, headers=headers, content=b"next=%2F%2F%5B&token=%5B"
-            )
-            if status >= 500:
-                found[method, filled, str(headers)] = status
+        headers = ODD_HEADERS[number % len(ODD_HEADERS)]
+        query = {"next": odd, "cursor": odd, "limit": odd, "before": odd, "kept": odd}
+        status = sent(stranger, method, filled, params=query, headers=headers, content=b"next=%2F%2F%5B&token=%5B")
+        if status >= 500:
+            found[method, filled, str(headers)] = status
     assert found == {}
 
 
@@ -117,7 +115,7 @@ def test_no_list_of_blobs_of_a_stranger_is_answered_500(stranger: httpx.Client, 
 @example("http://[")
 @example("/page/\ud800")
 @given(st.one_of(st.text(), st.text().map("/page/{}".format), st.text().map("//[{}".format)))
-@settings(derandomize=True, max_examples=300)
+@settings(derandomize=True, max_examples=100)
 def test_any_text_leads_somewhere_within_the_page(wanted: str) -> None:
     path = own_path(wanted)
     parts = urlsplit(path)

@@ -32,6 +32,7 @@ def test_an_untouched_chain_holds(database: Database) -> None:
     assert broken_at(database) is None
 
 
+@pytest.mark.both_databases(long="postgresql")
 @pytest.mark.parametrize(
     "tampering",
     [

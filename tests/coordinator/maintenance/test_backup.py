@@ -24,12 +24,13 @@ from tessera.coordinator.db.engine import Database, alembic_config
 from tessera.coordinator.db.tables import AuditRow, BlobRow, RunBlobRow, RunRow
 from tessera.coordinator.maintenance import backup
 from tessera.coordinator.maintenance.backup import BackupNotFound, BackupRunning, DatabaseNotEmpty
+from tessera.shared.api.runs import Run
 from tessera.shared.problems import StoreSpoilt
 from tessera.shared.tensors.lazy import digest_of
-from tests.coordinator.maintenance.test_retention import at_rest, exported, play, played
+from tests.coordinator.maintenance.test_retention import MODEL, START, at_rest, exported, play, played
 from tests.support import databases
 from tests.support.coordinator import Clock, LiveCoordinator, until
-from tests.support.federation import ScriptedWorker
+from tests.support.federation import ScriptedWorker, start_run
 from tests.support.storage import blobs_in
 
 
@@ -42,10 +43,15 @@ def faults(live: LiveCoordinator) -> list[str]:
     return list(backup.verify(services.database, services.blobs, services.states))
 
 
+def begun(live: LiveCoordinator) -> Run:
+    """A run with its first version, which is all that it ever has."""
+    return start_run(live.client(), MODEL, START, dataset="none")
+
+
 def test_a_restored_coordinator_is_the_same_and_goes_on(tmp_path: Path) -> None:
     with LiveCoordinator(tmp_path / "one", inline_bytes=100) as live:
-        client, run, worker, _ = played(live, 2)
-        whole = [exported(client, run, number) for number in range(3)]
+        client, run, worker, _ = played(live, 1)
+        whole = [exported(client, run, number) for number in range(2)]
         audit = list(client.audit())
         copied = saved(live, tmp_path / "backup")
         assert copied.blobs > 0
@@ -55,11 +61,11 @@ def test_a_restored_coordinator_is_the_same_and_goes_on(tmp_path: Path) -> None:
         assert not faults(other)
         # Its tokens are good here too: only where it listens has changed.
         client = other.client()
-        assert [exported(client, run, number) for number in range(3)] == whole
+        assert [exported(client, run, number) for number in range(2)] == whole
         assert list(client.audit())[: len(audit)] == audit
         again = ScriptedWorker(other.client("site", "b"), instance=worker.instance)
         again.enrol()
-        until(lambda: client.round(run.id, 3).state == "open")
+        until(lambda: client.round(run.id, 2).state == "open")
 
 
 def test_the_second_backup_into_a_folder_copies_what_is_new(tmp_path: Path) -> None:
@@ -105,10 +111,10 @@ def test_a_backup_that_is_cut_off_leaves_the_one_before_as_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with LiveCoordinator(tmp_path / "one", inline_bytes=1) as live:
-        client, run, worker, _ = played(live, 1)
+        begun(live)
         saved(live, tmp_path / "backup")
         before = (tmp_path / "backup" / "tessera.db").read_bytes()
-        play(client, worker, run, 2)
+        live.client().put_bytes(b"after the first backup")
 
         def cut(*_: object) -> None:
             raise KeyboardInterrupt
@@ -168,10 +174,10 @@ def test_what_a_killed_backup_or_restore_leaves_is_removed(tmp_path: Path, work:
 
 def test_a_backup_whose_rows_cannot_reach_its_file_leaves_the_one_before(tmp_path: Path) -> None:
     with LiveCoordinator(tmp_path / "one", inline_bytes=1) as live, ExitStack() as readers:
-        client, run, worker, _ = played(live, 1)
+        begun(live)
         saved(live, tmp_path / "backup")
         before = (tmp_path / "backup" / "tessera.db").read_bytes()
-        play(client, worker, run, 2)
+        live.client().put_bytes(b"after the first backup")
 
         def read(_: str) -> None:
             # SQLite keeps the rows beside the file while another connection reads it, as it does on a full disk.
@@ -188,7 +194,7 @@ def test_a_backup_whose_rows_cannot_reach_its_file_leaves_the_one_before(tmp_pat
 
 def test_a_backup_goes_into_an_empty_database_only(tmp_path: Path) -> None:
     with LiveCoordinator(tmp_path / "one") as live:
-        played(live, 1)
+        begun(live)
         saved(live, tmp_path / "backup")
         with pytest.raises(DatabaseNotEmpty, match="TESSERA_DATABASE_URL"):
             backup.restore(tmp_path / "backup", live.services.database, live.services.blobs)
@@ -209,17 +215,17 @@ def test_a_backup_on_another_disk_is_restored(tmp_path: Path) -> None:
     if not elsewhere.is_dir() or elsewhere.stat().st_dev == tmp_path.stat().st_dev:
         pytest.skip("this machine has one file system only")
     with LiveCoordinator(tmp_path / "one", inline_bytes=1) as live, TemporaryDirectory(dir=elsewhere) as folder:
-        _, run, _, _ = played(live, 1)
+        run = begun(live)
         copied = saved(live, Path(folder))
         with LiveCoordinator(tmp_path / "two", inline_bytes=1) as other:
             restored = backup.restore(Path(folder), other.services.database, other.services.blobs)
             assert (restored.rows, restored.blobs) == (copied.rows, copied.blobs)
-            assert exported(other.client(), run, 1)
+            assert exported(other.client(), run, 0)
 
 
 def test_a_spoilt_backup_is_refused_whole(tmp_path: Path) -> None:
     with LiveCoordinator(tmp_path / "one", inline_bytes=1) as live:
-        played(live, 1)
+        begun(live)
         saved(live, tmp_path / "backup")
     some = next((tmp_path / "backup" / "blobs").glob("*/*"))
     some.write_bytes(bytes(byte ^ 1 for byte in some.read_bytes()))
@@ -277,7 +283,7 @@ def test_a_backup_that_takes_long_has_no_transaction_open_and_holds_up_no_writer
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with LiveCoordinator(tmp_path / "one", inline_bytes=1) as live:
-        played(live, 1)
+        begun(live)
     with at_rest(live) as services, other_process(tmp_path / "one", monkeypatch) as other:
         notes: list[str] = []
 
@@ -320,7 +326,7 @@ def test_a_slow_folder_does_not_end_the_snapshot_of_the_rows(tmp_path: Path) -> 
 def test_what_is_removed_during_a_backup_is_not_in_it(tmp_path: Path) -> None:
     clock, added, removed = Clock(), [b"during the second pass", b"during the first pass"], list[int]()
     with LiveCoordinator(tmp_path / "one", clock=clock, inline_bytes=1) as live:
-        client, run, _, _ = played(live, 1)
+        client, run = live.client(), begun(live)
         last = client.put_bytes(added.pop())
 
         def meanwhile(digest: str) -> None:
@@ -332,20 +338,19 @@ def test_what_is_removed_during_a_backup_is_not_in_it(tmp_path: Path) -> None:
 
         busy = cast("Blobs", Watched(live.services.blobs, meanwhile))
         backup.back_up(live.services.database, busy, tmp_path / "backup")
-        # The first time, the merged update too.
-        assert removed == [2, 1]
-        whole = exported(client, run, 1)
+        assert removed == [1, 1]
+        whole = exported(client, run, 0)
     (tmp_path / "two").mkdir()
     with LiveCoordinator(tmp_path / "two", inline_bytes=1) as restored:
         backup.restore(tmp_path / "backup", restored.services.database, restored.services.blobs)
-        assert exported(restored.client(), run, 1) == whole
+        assert exported(restored.client(), run, 0) == whole
         assert not faults(restored)
 
 
 @pytest.mark.both_databases
 def test_verify_has_no_transaction_open_while_it_takes_its_time(tmp_path: Path) -> None:
     with LiveCoordinator(tmp_path, inline_bytes=1) as live:
-        played(live, 1)
+        begun(live)
         expected = [spoil_a_file(live), lose_a_row(live)]
     with at_rest(live) as services, closing(Database(databases.url_in(tmp_path))) as other:
         found = []
@@ -360,7 +365,7 @@ def test_what_is_removed_while_verify_runs_is_no_fault(tmp_path: Path) -> None:
     unused = next(data for n in count() if digest_of(data := str(n).encode()) > "sha256:fff")
     clock = Clock()
     with LiveCoordinator(tmp_path, clock=clock, inline_bytes=1) as live:
-        client, _, _, _ = played(live, 1)
+        client, _ = live.client(), begun(live)
         files = set(Path(live.settings.blob_url).glob("*/*"))
         digest = client.put_bytes(unused)
         for path in files:
@@ -369,7 +374,7 @@ def test_what_is_removed_while_verify_runs_is_no_fault(tmp_path: Path) -> None:
         for fault in backup.verify(live.services.database, live.services.blobs, live.services.states):
             if not found:
                 clock.advance(86_401)
-                assert live.services.retention.collect().blobs == 2
+                assert live.services.retention.collect().blobs == 1
             found.append(fault)
     assert found
     assert not any(digest in fault for fault in found)
@@ -416,7 +421,7 @@ def rewrite_history(live: LiveCoordinator) -> str:
 @pytest.mark.parametrize("damage", [spoil_a_file, lose_a_file, make_a_file_unreadable, lose_a_row, rewrite_history])
 def test_every_damage_is_found_and_named(tmp_path: Path, damage: Callable[[LiveCoordinator], str]) -> None:
     with LiveCoordinator(tmp_path, inline_bytes=1) as live:
-        played(live, 1)
+        begun(live)
         assert not faults(live)
         expected = damage(live)
     # As another process sees it, which has nothing at hand.

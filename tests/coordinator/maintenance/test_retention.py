@@ -15,9 +15,8 @@ import numpy as np
 import pytest
 from sqlalchemy import select, update
 
-from tessera.coordinator.db import audit
+from tessera.coordinator.db import audit, snapshots
 from tessera.coordinator.db.engine import Database
-from tessera.coordinator.db.snapshots import MAX_UNEVALUATED
 from tessera.coordinator.db.tables import BlobRow, SiteRow, TaskRow, UploadRow
 from tessera.coordinator.maintenance.garbage_collection import Freed, Retention
 from tessera.coordinator.services import Services, assemble
@@ -254,36 +253,39 @@ def test_an_update_that_is_handed_in_late_is_kept_as_long_as_any(live: LiveCoord
 
 
 def test_older_versions_are_retired_and_the_first_and_latest_stay(live: LiveCoordinator, clock: Clock) -> None:
-    client, run, worker, _ = played(live, 5)
-    whole = {number: exported(client, run, number) for number in (0, 4, 5)}
+    client, run, worker, _ = played(live, 4)
+    whole = {number: exported(client, run, number) for number in (0, 3, 4)}
     freed = retention(live, versions=2).collect()
-    assert freed.versions == 3
+    assert freed.versions == 2
     clock.advance(86400 + 1)
     assert retention(live, versions=2).collect().bytes > 0
     versions = {version.number: version for version in client.versions(run.id)}
-    assert [n for n, version in versions.items() if version.retired_at] == [1, 2, 3]
-    for number in (1, 2, 3):
+    assert [n for n, version in versions.items() if version.retired_at] == [1, 2]
+    for number in (1, 2):
         with refusing("version-retired", "keep_versions"):
             exported(client, run, number)
     assert {number: exported(client, run, number) for number in whole} == whole
     # Its manifest is still there, for whoever would know what it was.
     assert client.manifest(versions[2].digest).blocks
     stored(live)
-    play(client, worker, run, 6)
+    play(client, worker, run, 5)
     with live.services.database.snapshot() as session:
         assert audit.broken_at(session) is None
 
 
 def test_nothing_is_retired_twice_or_while_all_are_wanted(live: LiveCoordinator) -> None:
-    played(live, 3)
-    assert not retention(live, versions=3).collect().versions
-    assert retention(live, versions=1).collect().versions == 2
+    played(live, 2)
+    assert not retention(live, versions=2).collect().versions
+    assert retention(live, versions=1).collect().versions == 1
     assert not retention(live, versions=1).collect().versions
 
 
-def test_a_version_that_is_yet_to_be_measured_stays(live: LiveCoordinator, clock: Clock) -> None:
+def test_a_version_that_is_yet_to_be_measured_stays(
+    live: LiveCoordinator, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # More than one look considers.
-    last = MAX_UNEVALUATED + 4
+    monkeypatch.setattr(snapshots.central_due, "__defaults__", (2,))
+    last = 2 + 2
     client, run, _, _ = played(live, last, evaluation=Evaluation(dataset="central", every=1))
     assert not retention(live, versions=1).collect().versions
     judge = ScriptedWorker(live.client("site", "judge"), kinds=("evaluate",), datasets={"central": 5})
@@ -300,19 +302,19 @@ def test_a_version_that_is_yet_to_be_measured_stays(live: LiveCoordinator, clock
 
 
 def test_versions_of_an_ended_run_wait_for_no_evaluation(live: LiveCoordinator) -> None:
-    client, run, _, _ = played(live, 3, evaluation=Evaluation(dataset="central", every=1))
+    client, run, _, _ = played(live, 2, evaluation=Evaluation(dataset="central", every=1))
     client.set_run_state(run.id, "paused")
     assert not retention(live, versions=1).collect().versions
     client.set_run_state(run.id, "cancelled")
-    # The round that was open waits no longer for version 3.
+    # The round that was open waits no longer for version 2.
     until(lambda: list(client.rounds(run.id))[-1].state == "abandoned")
-    assert retention(live, versions=1).collect().versions == 2
+    assert retention(live, versions=1).collect().versions == 1
 
 
 def test_an_update_that_is_not_merged_yet_stays_with_the_version_that_it_started_from(
     live: LiveCoordinator, clock: Clock
 ) -> None:
-    client, run, _, updates = played(live, 4)
+    client, run, _, updates = played(live, 3)
     whole = exported(client, run, 1)
     # As if the second round's update waited for a later version.
     waiting = update(TaskRow).where(TaskRow.update_digest == updates[1])
@@ -320,11 +322,11 @@ def test_an_update_that_is_not_merged_yet_stays_with_the_version_that_it_started
         session.execute(waiting.values(state="accepted", merged_in=None))
     clock.advance(86400 + 1)
     freed = retention(live, versions=1).collect()
-    assert (freed.versions, freed.updates) == (2, 3)
+    assert (freed.versions, freed.updates) == (1, 2)
     assert updates[1] in stored(live)
     assert exported(client, run, 1) == whole
     with live.services.database.transaction() as session:
-        session.execute(waiting.values(state="merged", merged_in=4))
+        session.execute(waiting.values(state="merged", merged_in=3))
     freed = retention(live, versions=1).collect()
     assert (freed.versions, freed.updates) == (1, 1)
 
@@ -357,10 +359,10 @@ class WatchedStates:
 @pytest.mark.both_databases
 def test_no_transaction_is_open_while_manifests_are_read(tmp_path: Path) -> None:
     with LiveCoordinator(tmp_path, inline_bytes=1) as live:
-        played(live, 3)
+        played(live, 2)
     with at_rest(live) as services, closing(Database(databases.url_in(tmp_path))) as other:
         watched = cast("States", WatchedStates(services.states, partial(databases.end_idle_transactions, other)))
-        assert replace(services.retention, states=watched, versions=1).collect().versions == 2
+        assert replace(services.retention, states=watched, versions=1).collect().versions == 1
 
 
 def test_blocks_of_a_version_that_is_committed_while_manifests_are_read_stay(

@@ -51,13 +51,13 @@ def ours(families: Iterable[Metric]) -> list[Metric]:
     return [family for family in families if family.name.startswith("tessera_")]
 
 
-@pytest.fixture
-def busy(coordinator: LiveCoordinator) -> LiveCoordinator:
-    """One that has committed a round, has another open, and has refused something."""
-    client, model = coordinator.client(), small_model()
+@pytest.fixture(scope="module")
+def of_a_busy_one(standing: LiveCoordinator) -> list[Metric]:
+    """What one tells that has committed a round, has another open, and has refused something."""
+    client, model = standing.client(), small_model()
     evaluation = Evaluation(dataset="data", sites=True)
     start_run(client, model, values(model), name="cats", rounds=5, cohort=Cohort(size=1), evaluation=evaluation)
-    worker = ScriptedWorker(coordinator.client("site", "a"), kinds=("train", "evaluate"), held_out={"data": 4})
+    worker = ScriptedWorker(standing.client("site", "a"), kinds=("train", "evaluate"), held_out={"data": 4})
     for _ in range(4):
         task = worker.take()
         if task.kind == "train":
@@ -66,8 +66,8 @@ def busy(coordinator: LiveCoordinator) -> LiveCoordinator:
             worker.evaluate(task, accuracy=0.5 if task.held_out else 0.25, of_a_sites_own_invention=1.0)
         if task.round == 2:
             break
-    coordinator.http().get("/nowhere")
-    return coordinator
+    standing.http().get("/nowhere")
+    return ours(told(standing).values())
 
 
 def test_a_committed_round_is_told_of_with_its_bytes_and_measurements(coordinator: LiveCoordinator) -> None:
@@ -196,17 +196,17 @@ def test_the_commits_of_rounds_are_told_once_each_and_again_to_a_new_process(coo
     assert anew == heard
 
 
-def test_every_metric_is_described_with_its_labels_and_no_other_is(busy: LiveCoordinator) -> None:
+def test_every_metric_is_described_with_its_labels_and_no_other_is(of_a_busy_one: list[Metric]) -> None:
     described = {
         name + (f"{{{','.join(sorted(labels.split(',')))}}}" if labels else "")
         for row in re.findall(r"^\| (`tessera_.*?) \|", MONITORING.read_text(), re.MULTILINE)
         for name, labels in re.findall(r"`(tessera_\w+)(?:{([\w,]+)})?`", row)
     }
-    assert {named(family) for family in ours(told(busy).values())} == described
+    assert {named(family) for family in of_a_busy_one} == described
 
 
-def test_names_have_one_prefix_and_base_units(busy: LiveCoordinator) -> None:
-    for family in ours(told(busy).values()):
+def test_names_have_one_prefix_and_base_units(of_a_busy_one: list[Metric]) -> None:
+    for family in of_a_busy_one:
         assert not re.search(r"_(ms|milliseconds|minutes|hours|kb|mb|percent)$", family.name), family.name
         if family.type == "histogram":
             assert family.name.endswith("_seconds"), family.name
