@@ -1,4 +1,4 @@
-"""Whether SAFL picks the layers that can help: `python -m benchmarks.evidence.planted [--quick]`.
+"""Whether SAFL picks the layers that can help: `python -m benchmarks.evidence.planted`.
 
 A small transformer learns to name the word after a marker. Then two of its six layers, drawn by the seed, are muted:
 their last norm keeps a twentieth of its gain and adds a constant, in which the words are lost for all that follows.
@@ -9,12 +9,14 @@ layers" is a figure. Arms of a seed share the model, the data and the run's seed
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import isnan
 from multiprocessing import get_context
+from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
@@ -25,12 +27,17 @@ from pydantic import JsonValue
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
+from benchmarks.document import write_block
+from benchmarks.evidence.runs import code, machine
 from benchmarks.evidence.selections import Selections, choices_of, selections
 from tessera.shared.model.blocks import layers_of
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.model.build import instantiate
 from tessera.worker.simulation import Conditions, Weights, simulate
 from tessera.worker.simulation.comparison import interval
+
+COMMAND = "python -m benchmarks.evidence.planted"
+SAVED = Path(__file__).parent / "results" / "planted.json"
 
 CLASSES, FIRST_TOKEN, MARKER, WORDS = 8, 1, 2, 3
 """The label of an example is the word after the marker; other words are drawn from the same ones and as many more."""
@@ -88,6 +95,10 @@ class Figures:
     selected: Selections
     upload_bytes: float
     """Of one site in one round."""
+
+
+Result = tuple[float, dict[str, Figures]]
+"""Of a seed: the accuracy before the damage, and the figures of each arm."""
 
 
 # ---------------------------------------------------------------- the task
@@ -184,19 +195,49 @@ def start_of(study: Study, seed: int) -> tuple[Weights, float]:
     return Weights.of(model, CONFIG, "text-classification"), before
 
 
-def of_seed(study: Study, seed: int) -> tuple[float, dict[str, Figures]]:
-    """Return the accuracy of a seed's model before the damage, and the figures of each arm."""
+def of_seed(study: Study, seed: int) -> Result:
+    """Run each arm on a seed's damaged model."""
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
     torch.set_num_threads(1)
     start, before = start_of(study, seed)
     return before, {arm: run(study, settings, start, seed) for arm, settings in ARMS.items()}
 
 
+# ---------------------------------------------------------------- saved results
+
+
+def write(file: Path, study: Study, results: Sequence[Result]) -> None:
+    """Save the results of a study, with the machine and the code that computed them."""
+    seeds = [
+        {"before": before, "arms": {arm: asdict(figures) for arm, figures in arms.items()}}
+        for before, arms in results
+    ]
+    document = {"study": asdict(study), "machine": machine("cpu"), "code": code(), "seeds": seeds}
+    file.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def read(file: Path = SAVED) -> tuple[Study, list[Result]]:
+    """Return a saved study with its results."""
+    document = json.loads(file.read_bytes())
+
+    def figures_of(saved: Mapping[str, Any]) -> Figures:
+        accuracies, selected = tuple(saved["accuracies"]), Selections(**saved["selected"])
+        return Figures(**{**saved, "accuracies": accuracies, "selected": selected})
+
+    results = [
+        (seed["before"], {arm: figures_of(saved) for arm, saved in seed["arms"].items()})
+        for seed in document["seeds"]
+    ]
+    return Study(**document["study"]), results
+
+
 # ---------------------------------------------------------------- the report
 
 
-def lines(study: Study, found: Mapping[str, Sequence[Figures]], before: Sequence[float]) -> Iterator[str]:
-    """Yield the report in Markdown, line by line. The figures of each arm are by seed."""
+def lines(study: Study, results: Sequence[Result]) -> Iterator[str]:
+    """Yield the report in Markdown, line by line."""
+    before = [accuracy for accuracy, _ in results]
+    found = {arm: [figures[arm] for _, figures in results] for arm in results[0][1]}
     damaged = [figures.accuracies[0] for figures in found["oracle"]]
     yield (
         f"{study.seeds} seeds, {study.sites} sites, 2 of {LAYERS} layers planted; chance of a pick is 33 %, of an "
@@ -252,15 +293,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="a tiny study, whose figures mean nothing")
     parser.add_argument("--seeds", type=int, default=Study.seeds)
     parser.add_argument("--processes", type=int, default=1, help="seeds that run at the same time")
+    does = parser.add_mutually_exclusive_group()
+    does.add_argument("--report", action="store_true", help="print the repository's results, and run nothing")
+    does.add_argument("--save", action="store_true", help="write the results to the repository and its document")
     given = parser.parse_args(arguments)
     study = QUICK if given.quick else Study(seeds=given.seeds)
-    if given.processes > 1:
+    if given.save and study != Study():
+        parser.error("--save is for the whole study: leave --quick and --seeds out")
+    if given.report:
+        study, results = read()
+    elif given.processes > 1:
         with ProcessPoolExecutor(given.processes, get_context("spawn")) as pool:
             results = list(pool.map(of_seed, [study] * study.seeds, range(study.seeds)))
     else:
         results = [of_seed(study, seed) for seed in range(study.seeds)]
-    found = {arm: [figures[arm] for _, figures in results] for arm in ARMS}
-    for line in lines(study, found, [before for before, _ in results]):
+    if given.save:
+        write(SAVED, study, results)
+        write_block(COMMAND, lines(study, results))
+    for line in lines(study, results):
         print(line)
 
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from itertools import combinations
 from math import isnan
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import pytest
 
+from benchmarks.document import block, tidied
 from benchmarks.evidence import planted
-from benchmarks.evidence.selections import chance, choices_of, jaccard, selections
+from benchmarks.evidence.selections import Selections, chance, choices_of, jaccard, selections
 from tessera.shared.api.runs import Round
 from tessera.shared.api.tasks import TaskView
 from tessera.shared.client.round_outcomes import Outcome
@@ -104,6 +106,17 @@ def test_planted_study_prints_a_row_for_each_arm(
     overall = [line.split(" | ") for line in printed if line.startswith("| oracle")]
     assert overall[0][1] == "100.0"
     assert len(overall[1]) == 1 + planted.QUICK.rounds + 1
+
+
+def test_the_document_has_the_report_of_the_saved_study() -> None:
+    assert block(planted.COMMAND) == tidied(planted.lines(*planted.read()))
+
+
+def test_a_saved_study_is_read_as_it_was(tmp_path: Path) -> None:
+    chosen = Selections(turnover=0.5, overlap=0.25, chance=0.2, union=0.4)
+    results = [(0.9, {"oracle": planted.Figures(0.5, (0.1, 0.7), chosen, 76.5)})]
+    planted.write(tmp_path / "planted.json", planted.QUICK, results)
+    assert planted.read(tmp_path / "planted.json") == (planted.QUICK, results)
 
 
 def test_only_the_muted_layers_are_damaged() -> None:
