@@ -12,7 +12,7 @@ from tests.support.storage import migrated
 
 @pytest.fixture(scope="module")
 def standing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCoordinator]:
-    """One coordinator for all tests of a module, each of which leaves it as it found it."""
+    """One coordinator for all tests of a module, each of which looks at runs and sites of its own."""
     with LiveCoordinator(tmp_path_factory.mktemp("standing")) as live:
         yield live
 

@@ -284,7 +284,7 @@ def test_a_version_that_is_yet_to_be_measured_stays(
     live: LiveCoordinator, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # More than one look considers.
-    monkeypatch.setattr(snapshots.central_due, "__defaults__", (2,))
+    monkeypatch.setattr(snapshots, "central_due", partial(snapshots.central_due, most=2))
     last = 2 + 2
     client, run, _, _ = played(live, last, evaluation=Evaluation(dataset="central", every=1))
     assert not retention(live, versions=1).collect().versions

@@ -184,7 +184,7 @@ def much_happening(coordinator: LiveCoordinator) -> Iterator[None]:
     over, database = threading.Event(), coordinator.services.database
 
     def record() -> None:
-        while not over.wait(0.05):
+        while not over.wait(0.02):
             with database.transaction() as session:
                 audit.record(session, database.now(), "test", "happens", "again")
             coordinator.services.change_feed.notify()

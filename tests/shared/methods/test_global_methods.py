@@ -359,6 +359,7 @@ def kept_mean(run: Rounds, name: str, weights: Mapping[str, float]) -> Array:
     return sum(weights[worker] * values.astype(np.float64) for worker, values in kept.items() if values is not None)
 
 
+COSINE = {"schedule": "cosine", "warmup": 0.2}
 BY_TURNS = [NAMES[:2], NAMES[1:], NAMES, NAMES[:1]]
 
 
@@ -370,8 +371,12 @@ def shares(run: Rounds, weigh: str) -> dict[str, float]:
 
 @pytest.mark.parametrize(
     ("weigh", "training"),
-    [("examples", {}), ("equal", {"schedule": "cosine", "warmup": 0.2})],
-    ids=["constant", "cosine"],
+    [
+        pytest.param("examples", {"epochs": 2}, id="examples-constant"),
+        pytest.param("equal", COSINE, id="equal-cosine"),
+        pytest.param("examples", COSINE, marks=pytest.mark.long, id="examples-cosine"),
+        pytest.param("equal", {"epochs": 2}, marks=pytest.mark.long, id="equal-constant"),
+    ],
 )
 def test_the_server_s_control_is_the_mean_of_those_that_the_sites_keep(weigh: str, training: dict[str, Any]) -> None:
     run = Rounds("scaffold", {"weigh": weigh}, {**SGD, **training})

@@ -317,6 +317,10 @@ def test_what_stays_here_never_takes_the_place_of_a_part_of_the_model() -> None:
 # ---------------------------------------------------------------- in a federation
 
 
+BOTH_TOWERS = {"modalities": ["vision", "text"]}
+TWO_HEADS = {"fusion": {"heads": 2}}
+
+
 def federation(method: str, settings: dict[str, Any], subject: Subject, rounds: int = 2, **away: Any) -> Result:
     """A run of sites a and b, each with half of the data, with the sites' rounds of absence."""
     model, whole = subject.model(), subject.data()
@@ -334,8 +338,10 @@ def federation(method: str, settings: dict[str, Any], subject: Subject, rounds: 
 @pytest.mark.parametrize(
     ("family", "method", "settings", "kept"),
     [
-        ("dinov2+bert", "promptfl", {"modalities": ["vision", "text"]}, set()),
-        ("vit+bert", "pfeddc", {"fusion": {"heads": 2}}, LOCAL | FUSION),
+        ("dinov2+bert", "promptfl", BOTH_TOWERS, set()),
+        ("vit+bert", "pfeddc", TWO_HEADS, LOCAL | FUSION),
+        pytest.param("vit+bert", "promptfl", BOTH_TOWERS, set(), marks=pytest.mark.long),
+        pytest.param("dinov2+bert", "pfeddc", TWO_HEADS, LOCAL | FUSION, marks=pytest.mark.long),
     ],
 )
 def test_the_prompts_of_a_pair_of_towers_are_learnt_in_a_federation(

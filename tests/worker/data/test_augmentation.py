@@ -141,8 +141,10 @@ def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
+# Each loader imports for seconds what changes images.
+@pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_augmented_pixels_are_the_same_in_memory_by_a_thread_and_by_loaders(
-    scans: Path, processes: LoaderProcesses, tmp_path: Path
+    scans: Path, processes: LoaderProcesses, tmp_path: Path, count: int
 ) -> None:
     CLIPImageProcessorPil(
         size={"height": 8, "width": 8}, do_center_crop=False, image_mean=[0.4, 0.5, 0.3], image_std=[0.2, 0.3, 0.25]
@@ -154,8 +156,7 @@ def test_augmented_pixels_are_the_same_in_memory_by_a_thread_and_by_loaders(
         assert not same(kept, pixels(opened(scans, **options), number=1))
         assert not same(kept, pixels(opened(scans, **options), seed=8))
         assert same(kept[1:], pixels(opened(scans, **options), skip=1))
-    # Each loader imports for seconds what changes images.
-    processes.count = 1
+    processes.count = count
     assert same(pixels(opened(scans)), pixels(opened(scans, processes)))
     assert torch.equal(torch.random.get_rng_state(), state)
 

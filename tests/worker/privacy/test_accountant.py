@@ -86,6 +86,7 @@ def test_one_gaussian_step_costs_what_the_exact_formula_says() -> None:
     assert phi(1 / (2 * z) - e * z) - math.exp(e) * phi(-1 / (2 * z) - e * z) == pytest.approx(DELTA, rel=0.01)
 
 
+@pytest.mark.usefixtures("fine_grid")
 @pytest.mark.parametrize(("target", "rate", "count"), [(0.5, 0.05, 200), (3.0, 0.1, 100), (8.0, 0.25, 40)])
 def test_the_noise_for_a_target_meets_it_and_hardly_more(target: float, rate: float, count: int) -> None:
     noise = noise_multiplier(Budget(epsilon=target, delta=DELTA), [], rate, count)

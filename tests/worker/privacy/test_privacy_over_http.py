@@ -67,6 +67,7 @@ def tasks_of(client: Client, run: Run) -> list[TaskView]:
     return [task for round_ in client.rounds(run.id) for task in round_.tasks]
 
 
+@pytest.mark.usefixtures("fine_grid")
 def test_a_private_run_keeps_its_target_and_tells_nothing_but_steps(
     coordinator: LiveCoordinator, tmp_path: Path
 ) -> None:

@@ -51,12 +51,19 @@ def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-@pytest.mark.parametrize("training", [{}, {"augmentation": CHANGES}], ids=["as they are", "changed"])
+@pytest.mark.parametrize(
+    ("training", "count"),
+    [
+        pytest.param({}, 2, id="as they are"),
+        # Each loader imports for seconds what changes images.
+        pytest.param({"augmentation": CHANGES}, 1, id="changed"),
+        pytest.param({"augmentation": CHANGES}, 2, marks=pytest.mark.long, id="changed by two"),
+    ],
+)
 def test_samples_read_by_loaders_have_the_bits_of_those_read_by_the_worker(
-    scans: Path, processes: LoaderProcesses, training: dict[str, Any]
+    scans: Path, processes: LoaderProcesses, training: dict[str, Any], count: int
 ) -> None:
-    # Each loader imports for seconds what changes images.
-    processes.count = 1 if training else 2
+    processes.count = count
     rows = torch.randperm(COUNT, generator=torch.Generator().manual_seed(1))
     expected = sums(opened(scans), rows, **training)
     assert same(sums(opened(scans, processes), rows, **training), expected)

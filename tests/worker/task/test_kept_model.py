@@ -95,7 +95,9 @@ def require_same(start: dict[str, Array], version: dict[str, Array]) -> None:
 
 @EACH_METHOD
 def test_each_task_of_any_method_starts_from_its_version(method: str) -> None:
-    assert simulated(method, subject_of(method), rounds=2) == [1, 1, 2, 2]
+    # Of those with settings, the third round is the first one after a version that changed in part.
+    rounds = 3 if method in SETTINGS else 2
+    assert simulated(method, subject_of(method), rounds) == [number for number in range(1, rounds + 1) for _ in "ab"]
 
 
 def test_evaluations_between_rounds_leave_the_next_start_as_it_is() -> None:

@@ -19,7 +19,6 @@ from tessera.worker.agent import Agent
 from tessera.worker.settings import WorkerSettings
 from tessera.worker.stores import ledger_of
 from tessera.worker.task.heartbeat import Stop
-from tests.conftest import LONG
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.federation import start_run
 from tests.support.tasks import DIGITS_VIT as VIT
@@ -45,11 +44,9 @@ ODD_TEXTS: dict[str, tuple[str, float]] = {
 }
 
 
-def odd_ones(kind: Kind, unit: Unit) -> dict[str, tuple[str, float]]:
-    """The odd examples of a kind. Of a group, `make test` takes one of odd values and one of a class out of range."""
-    found = ODD if kind == "images" else ODD_TEXTS
-    few = {"not a number", "of a class that the model lacks"}
-    return found if unit == "example" or LONG else {what: odd for what, odd in found.items() if what in few}
+FEW = ("not a number", "of a class that the model lacks")
+"""One whose values and one whose class the model cannot use."""
+OTHERS = tuple(what for what in ODD if what not in FEW)
 
 
 def texts(odd: tuple[str, float] | None) -> dict[str, torch.Tensor]:
@@ -128,14 +125,23 @@ def seen(task: TaskView, kind: Kind) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(("kind", "unit"), [("images", "example"), ("images", "group"), ("texts", "example")])
+@pytest.mark.parametrize(
+    ("kind", "unit", "odd_ones"),
+    [
+        pytest.param("images", "example", tuple(ODD), id="images-example"),
+        pytest.param("images", "group", FEW, id="images-group"),
+        pytest.param("images", "group", OTHERS, marks=pytest.mark.long, id="others-group"),
+        pytest.param("texts", "example", tuple(ODD_TEXTS), id="texts-example"),
+    ],
+)
 def test_no_odd_example_changes_what_the_coordinator_sees(
-    coordinator: LiveCoordinator, tmp_path: Path, kind: Kind, unit: Unit
+    coordinator: LiveCoordinator, tmp_path: Path, kind: Kind, unit: Unit, odd_ones: tuple[str, ...]
 ) -> None:
     plain, spent = worked(coordinator, tmp_path, "plain", None, unit, kind)
     expected = seen(plain, kind)
     assert (expected["state"], expected["problem"], expected["progress"]["loss"]) == ("merged", None, None)
-    for number, (what, odd) in enumerate(odd_ones(kind, unit).items()):
+    for number, what in enumerate(odd_ones):
+        odd = ODD[what] if kind == "images" else ODD_TEXTS[what]
         task, ledger = worked(coordinator, tmp_path, f"odd-{number}", odd, unit, kind)
         assert seen(task, kind) == expected, what
         assert ledger == spent, what
