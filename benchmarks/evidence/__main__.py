@@ -126,12 +126,11 @@ def prepared_tables(plan: Plan, selection: Selection, prepared: Path) -> tuple[l
     for name in plan.tables:
         if not selection.tables or name in selection.tables:
             gates = [table.gate_of(setting) for _, table, setting in replace(selection, tables=[name]).settings(plan)]
-            shut_ones = [gate for gate in gates if gate and shut(gate)]
-            if gates and len(shut_ones) == len(gates):
-                undecided = [gate for gate in shut_ones if not decided(gate)]
+            if gates and all(shut(gate) for gate in gates):
+                undecided = [gate for gate in gates if gate and not decided(gate)]
                 lacking += [name] if undecided else []
                 state = "cannot run" if undecided else "is void"
-                print(f"{name} {state}: {shut([*undecided, *shut_ones][0])}", file=sys.stderr)
+                print(f"{name} {state}: {shut((undecided or gates)[0])}", file=sys.stderr)
                 continue
             try:
                 source(plan.tables[name].federation).inputs(prepared)
@@ -143,7 +142,8 @@ def prepared_tables(plan: Plan, selection: Selection, prepared: Path) -> tuple[l
 
 
 def check(full: Plan, prepared: Path, out: Path, selection: Selection, processes: int, saved: Path) -> int:
-    """Run the short check and print its tables. Return 1 if a direction flips that the full runs settled, else 0.
+    """Run the short check and print its tables. Return the exit status: 1 if a direction flips that the full runs
+    settled or a run fails, 2 if a table lacks something.
 
     It begins with an empty folder: runs of other code would hide what this code does.
     """
@@ -154,7 +154,7 @@ def check(full: Plan, prepared: Path, out: Path, selection: Selection, processes
     plan = full.shortened()
     ready, lacking = prepared_tables(plan, selection, prepared)
     if lacking or not ready:
-        return REFUSED
+        return REFUSED if lacking else 0
     chosen = Selection("core", ready, selection.arms)
     # Where no rate was chosen yet, the middle one of those tried first.
     middle = {

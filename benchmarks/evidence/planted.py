@@ -216,8 +216,8 @@ def write(file: Path, study: Study, results: Sequence[Result]) -> None:
     file.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
 
-def read(file: Path = SAVED) -> tuple[Study, list[Result]]:
-    """Return a saved study with its results."""
+def read(file: Path = SAVED) -> tuple[Study, list[Result], str]:
+    """Return a saved study with its results, and what computed them."""
     document = json.loads(file.read_bytes())
 
     def figures_of(saved: Mapping[str, Any]) -> Figures:
@@ -228,13 +228,13 @@ def read(file: Path = SAVED) -> tuple[Study, list[Result]]:
         (seed["before"], {arm: figures_of(saved) for arm, saved in seed["arms"].items()})
         for seed in document["seeds"]
     ]
-    return Study(**document["study"]), results
+    return Study(**document["study"]), results, f"{document['machine']}, by the code of {document['code']}"
 
 
 # ---------------------------------------------------------------- the report
 
 
-def lines(study: Study, results: Sequence[Result]) -> Iterator[str]:
+def lines(study: Study, results: Sequence[Result], computed_on: str) -> Iterator[str]:
     """Yield the report in Markdown, line by line."""
     before = [accuracy for accuracy, _ in results]
     found = {arm: [figures[arm] for _, figures in results] for arm in results[0][1]}
@@ -269,6 +269,7 @@ def lines(study: Study, results: Sequence[Result]) -> Iterator[str]:
     for arm, each in found.items():
         means = [fmean(column) for column in zip(*(figures.accuracies for figures in each), strict=True)]
         yield f"| {arm} | {' | '.join(f'{100 * mean:.0f}' for mean in means)} |"
+    yield f"\nOn {computed_on}."
 
 
 def _mean(values: Iterator[float]) -> float:
@@ -300,8 +301,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     study = QUICK if given.quick else Study(seeds=given.seeds)
     if given.save and study != Study():
         parser.error("--save is for the whole study: leave --quick and --seeds out")
+    computed_on = f"{machine('cpu')}, by the code of {code()}"
     if given.report:
-        study, results = read()
+        study, results, computed_on = read()
     elif given.processes > 1:
         with ProcessPoolExecutor(given.processes, get_context("spawn")) as pool:
             results = list(pool.map(of_seed, [study] * study.seeds, range(study.seeds)))
@@ -309,8 +311,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         results = [of_seed(study, seed) for seed in range(study.seeds)]
     if given.save:
         write(SAVED, study, results)
-        write_block(COMMAND, lines(study, results))
-    for line in lines(study, results):
+        write_block(COMMAND, lines(study, results, computed_on))
+    for line in lines(study, results, computed_on):
         print(line)
 
 

@@ -116,7 +116,7 @@ def test_a_saved_study_is_read_as_it_was(tmp_path: Path) -> None:
     chosen = Selections(turnover=0.5, overlap=0.25, chance=0.2, union=0.4)
     results = [(0.9, {"oracle": planted.Figures(0.5, (0.1, 0.7), chosen, 76.5)})]
     planted.write(tmp_path / "planted.json", planted.QUICK, results)
-    assert planted.read(tmp_path / "planted.json") == (planted.QUICK, results)
+    assert planted.read(tmp_path / "planted.json")[:2] == (planted.QUICK, results)
 
 
 def test_only_the_muted_layers_are_damaged() -> None:
