@@ -17,8 +17,8 @@ import torch
 from scipy import stats
 from sklearn.metrics import f1_score
 
-from benchmarks.evidence import gate, store
 from benchmarks.evidence import statistics as ours
+from benchmarks.evidence import store
 from benchmarks.evidence.__main__ import main, prepared_tables, time_left, work
 from benchmarks.evidence.federations import SEEN, SOURCES, UNSEEN, NotPrepared, source
 from benchmarks.evidence.plan import (
@@ -493,18 +493,17 @@ def test_the_short_check_takes_no_run_of_other_code(prepared: Path, tiny: Plan, 
 
 
 def test_a_table_that_the_gate_makes_void_is_a_result_and_one_without_its_gate_is_not(
-    prepared: Path, tmp_path: Path, full: Plan, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for score in gate.read(gate.JSON):
-        if score.model != "vit12":
-            gate.add(tmp_path / "gate.json", score)
-    monkeypatch.setattr(gate, "JSON", tmp_path / "gate.json")
-    core, gpu = Selection("core", ["F-a"]), Selection("gpu", ["F-a"])
-    assert prepared_tables(full, core, prepared) == ([], [])
+    file = tmp_path / "plan.toml"
+    # No model of this name is ever compared.
+    file.write_text(FILE.read_text().replace('gate = ["fashion", "vit12"]', 'gate = ["fashion", "unscored"]'))
+    plan, core, gpu = read(file), Selection("core", ["F-a"]), Selection("gpu", ["F-a"])
+    assert prepared_tables(plan, core, prepared) == ([], [])
     assert "F-a is void: `vit6`, trained in one place, is" in capsys.readouterr().err
-    assert prepared_tables(full, gpu, prepared) == ([], ["F-a"])
-    assert "F-a cannot run: `vit12` was not compared with a plain baseline: run" in capsys.readouterr().err
-    given = ["--tables", "F-a", "--out", str(tmp_path / "out"), "--prepared", str(prepared)]
+    assert prepared_tables(plan, gpu, prepared) == ([], ["F-a"])
+    assert "F-a cannot run: `unscored` was not compared with a plain baseline: run" in capsys.readouterr().err
+    given = ["--plan", str(file), "--tables", "F-a", "--out", str(tmp_path / "out"), "--prepared", str(prepared)]
     assert main(["--scope", "core", *given]) == 0
     assert main(["--scope", "gpu", *given]) == 2
 

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from benchmarks.evidence.plan import SITES, Plan, Setting, Table, at_end, choice, tried, tuned_cell
+from benchmarks.evidence.plan import SITES, Claim, Plan, Setting, Table, at_end, choice, tried, tuned_cell
 from benchmarks.evidence.report.findings import NOT_FLAT, Finding, findings
 from benchmarks.evidence.report.rows import Found, Row, Run, row, score_of, void
 from benchmarks.evidence.statistics import described, shown_interval, shown_spread
@@ -231,45 +231,44 @@ def _at_other_times(plan: Plan, found: Found, tables: Collection[str]) -> Iterat
     )
     yield "| claim | arms | second half | the last five versions of the first half | jitter |"
     yield "|---|---|---|---|---|"
+    for claim, one, other in _headline_pairs(plan, found, tables):
+        part = SITES if one.arm.personal or other.arm.personal else one.table.part
+        cells = [
+            shown_interval(paired(one.second_half(part), other.second_half(part))),
+            shown_interval(paired(one.halfway(part), other.halfway(part))),
+            shown_interval(paired(one.jitter, other.jitter), 2),
+        ]
+        yield f"| {claim.name} | {claim.arm} less {claim.against} | {' | '.join(cells)} |"
+
+
+def _headline_pairs(plan: Plan, found: Found, tables: Collection[str]) -> Iterator[tuple[Claim, Row, Row]]:
+    """Yield each headline claim with the rows of its two arms, if both have runs."""
     for name, table in plan.tables.items():
         for claim in table.claims if not tables or name in tables else ():
-            pair = [row(plan, found, name, table.concluding, table.arm(arm)) for arm in (claim.arm, claim.against)]
-            if not claim.headline or not all(each.runs for each in pair):
-                continue
-            part = SITES if any(each.arm.personal for each in pair) else table.part
-            differences = [
-                paired(*(each.second_half(part) for each in pair)),
-                paired(*(each.halfway(part) for each in pair)),
-                paired(*(each.jitter for each in pair)),
-            ]
-            cells = [
-                shown_interval(differences[0]),
-                shown_interval(differences[1]),
-                shown_interval(differences[2], 2),
-            ]
-            yield f"| {claim.name} | {claim.arm} less {claim.against} | {' | '.join(cells)} |"
+            if claim.headline:
+                one, other = (
+                    row(plan, found, name, table.concluding, table.arm(arm)) for arm in (claim.arm, claim.against)
+                )
+                if one.runs and other.runs:
+                    yield claim, one, other
 
 
 def _by_machine(plan: Plan, found: Found, tables: Collection[str]) -> Iterator[str]:
     """Yield the differences of headline claims by the machine that computed both arms, where there are several."""
     shown = []
-    for name, table in plan.tables.items():
-        for claim in table.claims if not tables or name in tables else ():
-            if not claim.headline:
-                continue
-            pair = [row(plan, found, name, table.concluding, table.arm(arm)) for arm in (claim.arm, claim.against)]
-            finals = [each.final(claim.part or table.part, worst=claim.worst) for each in pair]
-            by_machine: dict[str, list[float]] = {}
-            for seed in sorted(finals[0].keys() & finals[1].keys()):
-                machines = {each.runs[seed]["machine"] for each in pair}
-                if len(machines) == 1:
-                    by_machine.setdefault(machines.pop(), []).append(finals[0][seed] - finals[1][seed])
-            if len(by_machine) > 1:
-                shown += [
-                    f"| {claim.name} | {claim.arm} less {claim.against} | {machine.split(',')[0]} | "
-                    f"{len(values)} | {shown_interval(values)} |"
-                    for machine, values in sorted(by_machine.items())
-                ]
+    for claim, *pair in _headline_pairs(plan, found, tables):
+        one, other = (each.final(claim.part or each.table.part, worst=claim.worst) for each in pair)
+        by_machine: dict[str, list[float]] = {}
+        for seed in sorted(one.keys() & other.keys()):
+            machines = {each.runs[seed]["machine"] for each in pair}
+            if len(machines) == 1:
+                by_machine.setdefault(machines.pop(), []).append(one[seed] - other[seed])
+        if len(by_machine) > 1:
+            shown += [
+                f"| {claim.name} | {claim.arm} less {claim.against} | {machine.split(',')[0]} | "
+                f"{len(values)} | {shown_interval(values)} |"
+                for machine, values in sorted(by_machine.items())
+            ]
     if shown:
         yield "\n### Headline differences by machine\n"
         yield (

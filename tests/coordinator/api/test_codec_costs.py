@@ -64,8 +64,8 @@ def test_a_worker_without_a_choice_is_told_nothing(coordinator: LiveCoordinator,
 
 def test_a_report_that_cannot_be_is_no_report(coordinator: LiveCoordinator) -> None:
     document = given(coordinator, small_model()).model_dump(mode="json")
-    for told in (-1, 2 * MAX_SECONDS_PER_BYTE, "NaN", "much", [], {}, 1e999):
-        assert Task.model_validate({**document, "decode_seconds_per_byte": told}).decode_seconds_per_byte is None
+    for report in (-1, 2 * MAX_SECONDS_PER_BYTE, "NaN", "much", [], {}, 1e999):
+        assert Task.model_validate({**document, "decode_seconds_per_byte": report}).decode_seconds_per_byte is None
     good = MAX_SECONDS_PER_BYTE / 2
     assert Task.model_validate({**document, "decode_seconds_per_byte": good}).decode_seconds_per_byte == good
 

@@ -148,8 +148,8 @@ class World:
     answers: dict[tuple[str, str, str, int], httpx.Response] = field(default_factory=dict)
 
     def ask(self, role: str, method: str, path: str, which: int) -> httpx.Response:
-        """Send a request once, and give its answer again to whoever asks for the same."""
-        # Some name no object, and the three are one.
+        """Send a request once. Return its first answer to every later call."""
+        # Requests that name no object are the same for all three.
         key = (role, method, path, which if "{" in path or path == "/v1/blobs/read" else 0)
         if key not in self.answers:
             self.answers[key] = self._ask(*key)

@@ -100,10 +100,10 @@ def test_an_answer_that_was_changed_on_the_way_admits_nobody(live: LiveCoordinat
         ({"code": None, "error": "access_denied", "error_description": "not <b>you</b>"}, "not &lt;b&gt;you"),
         ({"iss": "https://login.example"}, "another provider"),
     ]
-    for changed, told in ways:
+    for changed, reason in ways:
         person = Person(live)
         answer = come_back(person, provider, **changed)
-        assert (answer.status_code, told in answer.text) == (401, True), changed
+        assert (answer.status_code, reason in answer.text) == (401, True), changed
         assert "tessera_session" not in person.http.cookies, changed
 
 
@@ -119,11 +119,11 @@ def test_a_token_that_was_not_made_for_this_signing_in_admits_nobody(
         ({"iss": "https://login.example"}, 401, "is not one of"),
         ({"roles": ["staff"]}, 403, "is a role here"),
     ]
-    for claims, status, told in tokens:
+    for claims, status, reason in tokens:
         provider.person = claims
         person = Person(live)
         answer = come_back(person, provider)
-        assert (answer.status_code, told in answer.text) == (status, True), claims
+        assert (answer.status_code, reason in answer.text) == (status, True), claims
         assert "tessera_session" not in person.http.cookies, claims
 
 

@@ -16,6 +16,7 @@ import pytest
 from sqlalchemy import delete
 
 from tessera.coordinator.blobs.quota import Quota
+from tessera.coordinator.conductor.conductor import FULL_SECONDS
 from tessera.coordinator.db.tables import RunRow, UploadRow
 from tessera.coordinator.limits.disk import DiskSpace, is_full
 from tessera.coordinator.limits.memory import Memory, used_bytes
@@ -242,20 +243,14 @@ def begun_on_a_full_disk(coordinator: LiveCoordinator) -> tuple[Client, Run]:
     return client, run
 
 
-def test_a_full_disk_pauses_no_run(coordinator: LiveCoordinator, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tessera.coordinator.conductor.conductor.FULL_SECONDS", 0.2)
-    client, run = begun_on_a_full_disk(coordinator)
-    assert (client.run(run.id).state, client.round(run.id, 1).state) == ("running", "merging")
-    reserve_all_but(coordinator, 1 << 30)
-    until(lambda: client.run(run.id).state == "completed")
-
-
-def test_a_clock_that_steps_back_ends_the_wait_for_room(tmp_path: Path) -> None:
+@pytest.mark.parametrize("seconds", [FULL_SECONDS, -3600], ids=["the wait ends", "the clock steps back"])
+def test_a_full_disk_pauses_no_run_and_the_merge_is_tried_again(tmp_path: Path, seconds: float) -> None:
     clock = Clock()
     with LiveCoordinator(tmp_path, clock=clock) as coordinator:
-        _, run = begun_on_a_full_disk(coordinator)
+        client, run = begun_on_a_full_disk(coordinator)
+        assert (client.run(run.id).state, client.round(run.id, 1).state) == ("running", "merging")
         reserve_all_but(coordinator, 1 << 30)
-        clock.advance(-3600)
+        clock.advance(seconds)
 
         def merged() -> bool:
             # Not by HTTP, as here the clock also limits the rate of requests.

@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 from sqlalchemy import select, update
 
-from tessera.coordinator.db import audit, snapshots
+from tessera.coordinator.db import audit
 from tessera.coordinator.db.engine import Database
+from tessera.coordinator.db.snapshots import MAX_UNEVALUATED
 from tessera.coordinator.db.tables import BlobRow, SiteRow, TaskRow, UploadRow
 from tessera.coordinator.maintenance.garbage_collection import Freed, Retention
 from tessera.coordinator.services import Services, assemble
@@ -280,12 +281,9 @@ def test_nothing_is_retired_twice_or_while_all_are_wanted(live: LiveCoordinator)
     assert not retention(live, versions=1).collect().versions
 
 
-def test_a_version_that_is_yet_to_be_measured_stays(
-    live: LiveCoordinator, clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_version_that_is_yet_to_be_measured_stays(live: LiveCoordinator, clock: Clock) -> None:
     # More than one look considers.
-    monkeypatch.setattr(snapshots, "central_due", partial(snapshots.central_due, most=2))
-    last = 2 + 2
+    last = MAX_UNEVALUATED + 2
     client, run, _, _ = played(live, last, evaluation=Evaluation(dataset="central", every=1))
     assert not retention(live, versions=1).collect().versions
     judge = ScriptedWorker(live.client("site", "judge"), kinds=("evaluate",), datasets={"central": 5})

@@ -18,7 +18,7 @@ from tests.support.paths import ROOT
 MONITORING = ROOT / "docs" / "operating" / "monitoring.md"
 
 
-def told(coordinator: LiveCoordinator) -> dict[str, Metric]:
+def metrics_of(coordinator: LiveCoordinator) -> dict[str, Metric]:
     text = coordinator.http("viewer").get("/metrics").text
     return {family.name: family for family in text_string_to_metric_families(text)}
 
@@ -52,7 +52,7 @@ def ours(families: Iterable[Metric]) -> list[Metric]:
 
 
 @pytest.fixture(scope="module")
-def of_a_busy_one(standing: LiveCoordinator) -> list[Metric]:
+def busy_metrics(standing: LiveCoordinator) -> list[Metric]:
     """What one tells that has committed a round, has another open, and has refused something."""
     client, model = standing.client(), small_model()
     evaluation = Evaluation(dataset="data", sites=True)
@@ -67,7 +67,7 @@ def of_a_busy_one(standing: LiveCoordinator) -> list[Metric]:
         if task.round == 2:
             break
     standing.http().get("/nowhere")
-    return ours(told(standing).values())
+    return ours(metrics_of(standing).values())
 
 
 def test_a_committed_round_is_told_of_with_its_bytes_and_measurements(coordinator: LiveCoordinator) -> None:
@@ -84,7 +84,7 @@ def test_a_committed_round_is_told_of_with_its_bytes_and_measurements(coordinato
         else:
             worker.evaluate(task, accuracy=0.25, invented=1.0)
     until(lambda: client.run(run.id).version.number == 1)
-    families = told(coordinator)
+    families = metrics_of(coordinator)
     task = next(task for task in client.round(run.id, 1).tasks)
     this = {"run": run.id, "name": "cats"}
     for name, expected in {
@@ -118,7 +118,7 @@ def test_the_cohort_of_a_round_is_as_many_sites_however_many_workers_each_has(co
         worker.train(task)
     last[0].fail(last[1])
     until(lambda: client.run(run.id).version.number == 1)
-    families = told(coordinator)
+    families = metrics_of(coordinator)
     # Five workers of three sites were asked, and four of two sent something.
     assert value(families["tessera_run_cohort"], run=run.id) == 3
     assert value(families["tessera_run_updates"], run=run.id) == 2
@@ -132,11 +132,11 @@ def test_tasks_are_told_by_kind_and_state_while_their_round_is_open(coordinator:
     run = start_run(client, model, values(model), cohort=Cohort(size=1))
     worker = ScriptedWorker(coordinator.client("site", "a"))
     task = worker.take()
-    families = told(coordinator)
+    families = metrics_of(coordinator)
     assert value(families["tessera_tasks"], kind="train", state="leased") == 1
     worker.train(task)
     until(lambda: client.run(run.id).state == "completed")
-    families = told(coordinator)
+    families = metrics_of(coordinator)
     assert families["tessera_tasks"].samples == []
     assert families["tessera_run_version"].samples == []
 
@@ -149,7 +149,7 @@ def test_requests_are_counted_by_the_template_of_their_route(coordinator: LiveCo
     ]
 
     def counts() -> list[float]:
-        families = told(coordinator)
+        families = metrics_of(coordinator)
         return [counted(families, **labels) for labels in places]
 
     # What counts is this process, and other tests were in it.
@@ -160,20 +160,20 @@ def test_requests_are_counted_by_the_template_of_their_route(coordinator: LiveCo
     http.request("PUT", "/v1/runs")
     # After the answer.
     until(lambda: counts() == [before[0] + 3, before[1] + 2])
-    family = told(coordinator)["tessera_request_duration_seconds"]
+    family = metrics_of(coordinator)["tessera_request_duration_seconds"]
     assert value(family, "_sum", **places[0]) > 0
     assert not [s for s in family.samples if "body" in s.labels["route"] or s.labels["method"] == "PUT"]
 
 
 def test_a_request_that_fails_counts_as_a_fault_of_the_coordinator(coordinator: LiveCoordinator) -> None:
     labels = {"method": "GET", "route": "/v1/runs", "status": "5xx"}
-    http, before = coordinator.http(), counted(told(coordinator), **labels)
+    http, before = coordinator.http(), counted(metrics_of(coordinator), **labels)
     with coordinator.services.database.engine.begin() as connection:
         connection.exec_driver_sql("ALTER TABLE runs RENAME TO walks")
     assert http.get("/v1/runs").status_code >= 500
     with coordinator.services.database.engine.begin() as connection:
         connection.exec_driver_sql("ALTER TABLE walks RENAME TO runs")
-    until(lambda: counted(told(coordinator), **labels) > before)
+    until(lambda: counted(metrics_of(coordinator), **labels) > before)
 
 
 def test_the_commits_of_rounds_are_told_once_each_and_again_to_a_new_process(coordinator: LiveCoordinator) -> None:
@@ -196,17 +196,17 @@ def test_the_commits_of_rounds_are_told_once_each_and_again_to_a_new_process(coo
     assert anew == heard
 
 
-def test_every_metric_is_described_with_its_labels_and_no_other_is(of_a_busy_one: list[Metric]) -> None:
+def test_every_metric_is_described_with_its_labels_and_no_other_is(busy_metrics: list[Metric]) -> None:
     described = {
         name + (f"{{{','.join(sorted(labels.split(',')))}}}" if labels else "")
         for row in re.findall(r"^\| (`tessera_.*?) \|", MONITORING.read_text(), re.MULTILINE)
         for name, labels in re.findall(r"`(tessera_\w+)(?:{([\w,]+)})?`", row)
     }
-    assert {named(family) for family in of_a_busy_one} == described
+    assert {named(family) for family in busy_metrics} == described
 
 
-def test_names_have_one_prefix_and_base_units(of_a_busy_one: list[Metric]) -> None:
-    for family in of_a_busy_one:
+def test_names_have_one_prefix_and_base_units(busy_metrics: list[Metric]) -> None:
+    for family in busy_metrics:
         assert not re.search(r"_(ms|milliseconds|minutes|hours|kb|mb|percent)$", family.name), family.name
         if family.type == "histogram":
             assert family.name.endswith("_seconds"), family.name
