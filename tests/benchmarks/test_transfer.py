@@ -7,7 +7,7 @@ import pytest
 from benchmarks.document import block, tidied
 from benchmarks.evidence.transfer.__main__ import COMMAND, digits, lines, time
 from benchmarks.evidence.transfer.memory import merge_peak_bytes, worker_memory
-from benchmarks.evidence.transfer.models import BERT, CLIP, LLAMA, MODELS, QWEN, VIT, Large, table
+from benchmarks.evidence.transfer.models import BERT, CLIP, LLAMA, MODELS, QWEN, TOKENS, VIT, Large, table
 from benchmarks.evidence.transfer.traffic import (
     ARMS,
     claim,
@@ -90,6 +90,20 @@ def test_memory_has_weights_gradients_and_two_moments() -> None:
     held, whole = worker_memory(BY_NAME["fedavg"], VIT), nbytes(table(VIT))
     assert (held.weights, held.gradients, held.moments) == (whole, whole, 2 * whole)
     assert worker_memory(BY_NAME["lora"], VIT).activations < held.activations
+
+
+def test_memory_has_the_private_modules_of_a_site() -> None:
+    tower = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    config = {"model_type": "clip", "projection_dim": 16, "text_config": {**tower, "vocab_size": 90}}
+    small = Large("small", {**config, "vision_config": {**tower, "patch_size": 56}}, "contrastive", 2, 8)
+    shared, fused = (worker_memory(BY_NAME[name], small) for name in ("promptfl", "pfeddc"))
+    prompts = 2 * TOKENS * 32
+    # Each tower has as many local prompts, and four projections of its cross-attention.
+    private = prompts + 2 * 4 * 32**2
+    assert (shared.gradients, shared.moments) == (4 * prompts, 8 * prompts)
+    assert (fused.gradients, fused.moments) == (4 * (prompts + private), 8 * (prompts + private))
+    assert fused.weights - shared.weights == 4 * private
+    assert fused.activations > shared.activations > 0
 
 
 def test_a_merge_of_many_updates_takes_no_more_than_of_few() -> None:

@@ -5,21 +5,26 @@ from __future__ import annotations
 import tracemalloc
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
+from torch import nn
+from transformers import PreTrainedModel
 
-from benchmarks.evidence.transfer.models import RANK, Large, activation_bytes, table
+from benchmarks.evidence.transfer.models import PROMPTS, RANK, Large, activation_bytes, table
 from benchmarks.evidence.transfer.traffic import Arm, traffic
 from tessera.shared.aggregation.mean import average
-from tessera.shared.model.spec import Lora, Model
+from tessera.shared.model.spec import MODALITIES, Fusion, Lora, Model
 from tessera.shared.run_settings import Training
 from tessera.shared.tensors.dtypes import DType
 from tessera.shared.tensors.lazy import CHUNK, Array, chunk_counts
 from tessera.worker.model.device_memory import GRADIENT_BYTES, MARGIN_BYTES, MOMENT_BYTES, needed_bytes
 from tessera.worker.model.four_bits import four_bit_tensors
+from tessera.worker.model.prompts import fused_prompts, prompts_of
 
 ADAMW = Training()
 MOMENTS = 2
+ELEMENT_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -39,20 +44,37 @@ class WorkerMemory:
 def worker_memory(arm: Arm, large: Large, *, four_bits: bool = False) -> WorkerMemory:
     """Return a training site's memory with AdamW, float32, and the model's batch.
 
-    The first three are those that a worker compares with its free memory before a task. `four_bits` stores the
+    The first three are those that a worker compares with its free memory before a task, and those of a site's
+    private modules. `four_bits` stores the
     matrices of a frozen base beside adapters in 4 bits.
     """
     blocks = table(large, arm.variant)
     trained = traffic(arm, large).trained
-    elements = sum(block.numel for block in trained)
-    gradients, moments = GRADIENT_BYTES * elements, MOMENTS * MOMENT_BYTES * elements
+    # Prompts find where a text ends by its tokens, so that their pass needs values.
+    model = large.built(arm.variant, "cpu" if arm.variant in PROMPTS else "meta")
+    private = _fused(model) if arm.method == "pfeddc" else nn.Module()
+    own = sum(parameter.numel() for parameter in private.parameters())
+    of_blocks = sum(block.numel for block in trained)
     lora = Lora(rank=RANK, alpha=2 * RANK) if arm.variant == "lora" else None
     document = Model(config=dict(large.config), head=large.head, blocks=blocks, lora=lora)
     matrices = four_bit_tensors(document) if four_bits else frozenset()
-    whole = needed_bytes(blocks, trained, ADAMW, matrices) - MARGIN_BYTES
+    counted = needed_bytes(blocks, trained, ADAMW, matrices) - MARGIN_BYTES
     return WorkerMemory(
-        whole - gradients - moments, gradients, moments, activation_bytes(large, trained, arm.variant)
+        counted - of_blocks * (GRADIENT_BYTES + MOMENTS * MOMENT_BYTES) + own * ELEMENT_BYTES,
+        GRADIENT_BYTES * (of_blocks + own),
+        MOMENTS * MOMENT_BYTES * (of_blocks + own),
+        activation_bytes(large, model, trained, private),
     )
+
+
+def _fused(model: PreTrainedModel) -> nn.Module:
+    """Let a site's local prompts and cross-attention fuse with the model's prompts, as in pFedDC. Return them."""
+    tokens = prompts_of(model)
+    if tokens is None:
+        raise ValueError("the model has no prompts to fuse with: build a variant that has")
+    fused = fused_prompts(tokens, MODALITIES, Fusion(), "global")
+    tokens.transforms = {modality: partial(fused.fuse, modality) for modality in MODALITIES}
+    return nn.ModuleList([fused.local, fused.fusion])
 
 
 # ---------------------------------------------------------------- the coordinator

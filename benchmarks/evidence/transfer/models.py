@@ -11,6 +11,7 @@ from functools import cache
 from typing import Any, Literal, get_args
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from tessera.shared.model.blocks import Block
@@ -51,9 +52,9 @@ class Large:
     def variants(self) -> tuple[Variant, ...]:
         return get_args(Variant) if self.head == "contrastive" else ("plain", "lora")
 
-    def built(self, variant: Variant = "plain") -> PreTrainedModel:
-        """Return the model on the meta device, which has shapes and no values."""
-        with torch.device("meta"):
+    def built(self, variant: Variant = "plain", device: str = "meta") -> PreTrainedModel:
+        """Return the model; by default on the meta device, which has shapes and no values."""
+        with torch.device(device):
             return instantiate(
                 self.config,
                 self.head,
@@ -61,10 +62,9 @@ class Large:
                 prompts=PROMPTS.get(variant),
             )
 
-    @property
-    def batch(self) -> dict[str, Any]:
-        """A batch of the model's inputs on the meta device."""
-        with torch.device("meta"):
+    def batch(self, device: str) -> dict[str, Any]:
+        """Return a batch of the model's inputs."""
+        with torch.device(device):
             texts = torch.zeros(self.examples, self.tokens, dtype=torch.long)
             labels = torch.zeros(self.examples, dtype=torch.long)
             pixels = torch.zeros(self.examples, 3, 224, 224)
@@ -128,17 +128,17 @@ def table(large: Large, variant: Variant = "plain") -> tuple[Block, ...]:
     return block_table(large.built(variant))
 
 
-def activation_bytes(large: Large, trained: Collection[Block], variant: Variant) -> int:
+def activation_bytes(large: Large, model: PreTrainedModel, trained: Collection[Block], private: nn.Module) -> int:
     """Return the bytes that the forward pass of a batch keeps for the backward pass, in float32.
 
-    Counted on the meta device, tensor by tensor, if only the trained blocks' tensors have gradients. Left out are
-    parameters, and squares of attention probabilities, which the fused attention of a worker does not keep.
+    Counted tensor by tensor, if only the tensors of the trained blocks and of the site's private module have
+    gradients. Left out are parameters, and squares of attention probabilities, which the fused attention of a worker
+    does not keep.
     """
-    model = large.built(variant)
     names = {block.tensor for block in trained}
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in names)
-    own = {_number(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    own = {_number(tensor) for tensor in (*model.parameters(), *model.buffers(), *private.parameters())}
     # Storages stay referenced, so that no later one has the number of an earlier one.
     seen: dict[int, tuple[torch.UntypedStorage, int]] = {}
 
@@ -146,12 +146,13 @@ def activation_bytes(large: Large, trained: Collection[Block], variant: Variant)
         storage = tensor.untyped_storage()
         square = tensor.ndim > 2 and tensor.shape[-1] == tensor.shape[-2]
         seen.setdefault(_number(tensor), (storage, 0 if square else storage.nbytes()))
-        return tensor
+        # An output that an operation itself keeps would otherwise refer to that operation, and never be freed.
+        return tensor.detach()
 
     unchanged: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor  # noqa: E731
     model.train()
     with torch.autograd.graph.saved_tensors_hooks(keep, unchanged):
-        output = model(**large.batch)
+        output = model(**large.batch(str(model.device)))
     del output
     return sum(nbytes for number, (_, nbytes) in seen.items() if number not in own)
 
