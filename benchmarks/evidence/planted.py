@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from math import isnan
 from multiprocessing import get_context
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -30,11 +30,11 @@ from transformers import PreTrainedModel
 from benchmarks.document import write_block
 from benchmarks.evidence.runs import code, machine
 from benchmarks.evidence.selections import Selections, choices_of, selections
+from benchmarks.evidence.statistics import shown_interval, shown_spread
 from tessera.shared.model.blocks import layers_of
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.model.build import instantiate
 from tessera.worker.simulation import Conditions, Weights, simulate
-from tessera.worker.simulation.comparison import interval
 
 COMMAND = "python -m benchmarks.evidence.planted"
 SAVED = Path(__file__).parent / "results" / "planted.json"
@@ -241,8 +241,8 @@ def lines(study: Study, results: Sequence[Result], computed_on: str) -> Iterator
     damaged = [figures.accuracies[0] for figures in found["oracle"]]
     yield (
         f"{study.seeds} seeds, {study.sites} sites, 2 of {LAYERS} layers planted; chance of a pick is 33 %, of an "
-        f"answer {100 / CLASSES:.1f} %. Accuracy before the damage {_spread(before, 100)}, after it "
-        f"{_spread(damaged, 100)}. Means ± standard deviation over seeds; differences are paired, with 95 % "
+        f"answer {100 / CLASSES:.1f} %. Accuracy before the damage {_percent(before)}, after it "
+        f"{_percent(damaged)}. Means ± standard deviation over seeds; differences are paired, with 95 % "
         "t-intervals."
     )
     columns = ("arm", "picks planted %", "accuracy %", "less random", "turnover", "overlap (chance)", "kB up")
@@ -255,9 +255,9 @@ def lines(study: Study, results: Sequence[Result], computed_on: str) -> Iterator
         overlap = f"{_mean(one.overlap for one in chosen):.2f} ({_mean(one.chance for one in chosen):.2f})"
         cells = [
             arm,
-            _spread([figures.planted for figures in each], 100),
-            _spread(ends),
-            "" if arm == "random" else _paired(less),
+            _percent([figures.planted for figures in each]),
+            shown_spread(ends),
+            "" if arm == "random" else shown_interval(less),
             f"{_mean(one.turnover for one in chosen):.2f}",
             overlap,
             f"{fmean(figures.upload_bytes for figures in each) / 1e3:.0f}",
@@ -277,16 +277,8 @@ def _mean(values: Iterator[float]) -> float:
     return fmean(found) if found else float("nan")
 
 
-def _spread(values: Sequence[float], factor: float = 1.0) -> str:
-    spread = f" ± {factor * stdev(values):.1f}" if len(values) > 1 else ""
-    return f"{factor * fmean(values):.1f}{spread}"
-
-
-def _paired(values: Sequence[float]) -> str:
-    if len(values) < 2:
-        return f"{values[0]:+.1f} (one seed)"
-    low, high = interval(values)
-    return f"{fmean(values):+.1f} [{low:+.1f}, {high:+.1f}]"
+def _percent(values: Sequence[float]) -> str:
+    return shown_spread([100 * value for value in values])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
