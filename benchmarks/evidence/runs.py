@@ -77,7 +77,10 @@ def _processor() -> str:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return ""
-    return next((f"{line.partition(':')[2].strip()}, " for line in lines if line.startswith("model name")), "")
+    # One name stands for processors of several generations, which round in different ways.
+    able = torch.backends.cpu.get_cpu_capability()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next((f"{name} with {able}, " for name in names), "")
 
 
 def spec_of(plan: Plan, job: Job, sites: int) -> dict[str, Any]:
