@@ -200,7 +200,7 @@ def _of_roles(study: Study, results: Results, name: str) -> Iterator[str]:
         means = {arm: [100 * fmean(curve[study.warmup :]) for curve in each] for arm, each in curves.items()}
         less = [[a - b for a, b in zip(means[arm], means[ALL], strict=True)] for arm in others]
         cells = [shown_spread(each, 2) if any(each) else "frozen" for each in (before, *means.values())]
-        cells += [shown_interval(each, 2) if any(means[arm]) else "" for arm, each in zip(others, less, strict=True)]
+        cells += [shown_interval(each, 3) if any(means[arm]) else "" for arm, each in zip(others, less, strict=True)]
         yield f"| {role} | {' | '.join(cells)} |"
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.document import block, tidied
 from benchmarks.evidence import drift
 from benchmarks.evidence.drift import ALL, ARMS, TABLE, Figures, Study, lines, read, write
 from benchmarks.evidence.plan import Plan
@@ -92,3 +93,7 @@ def test_a_saved_study_is_read_as_it_was(tmp_path: Path) -> None:
     results = {arm: [figures] for arm in ARMS}
     write(tmp_path / "drift.json", STUDY, "phrases.npz 123", results)
     assert read(tmp_path / "drift.json")[:2] == (STUDY, results)
+
+
+def test_the_document_has_the_report_of_the_saved_study() -> None:
+    assert block(drift.COMMAND) == tidied(lines(*read()))
