@@ -184,7 +184,7 @@ evidence-core: install ## one setting of each table, main arms, five seeds; the 
 
 evidence-full: install ## every setting of every table, ten seeds for headlines, client drift; a day, resumes after a kill
 	$(call prepare-evidence)
-	$(BIN)/python -m benchmarks.evidence.drift --processes $(PROCESSES)
+	$(BIN)/python -m benchmarks.evidence.client_drift --processes $(PROCESSES)
 	$(BIN)/python -m benchmarks.evidence --processes $(PROCESSES)
 
 evidence-gpu: install ## the larger settings on a GPU that several runs share; PROCESSES=

@@ -39,6 +39,8 @@ VALIDATION = "validation"
 POLICY = Policy(min_evaluation_examples=1)
 """Of the sites, which hold back few examples."""
 SIGNALS = (MOVEMENT, DISAGREEMENT, FROZEN_FROM)
+BFLOAT16 = ("amx_bf16", "avx512_bf16")
+"""Instructions, as Linux names them, with which a processor multiplies in bfloat16; the best first."""
 ALL_SITES = "all"
 """The name of the one site of centralised training."""
 
@@ -77,10 +79,11 @@ def _processor() -> str:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return ""
+    about = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
     # One name stands for processors of several generations, which round in different ways.
-    able = torch.backends.cpu.get_cpu_capability()
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next((f"{name} with {able}, " for name in names), "")
+    flags = about.get("flags", "").split()
+    able = next((flag for flag in BFLOAT16 if flag in flags), torch.backends.cpu.get_cpu_capability().lower())
+    return f"{about['model name']} with {able}, " if "model name" in about else ""
 
 
 def spec_of(plan: Plan, job: Job, sites: int) -> dict[str, Any]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from benchmarks.evidence.plan import Plan, read
+from benchmarks.evidence.pool import METHODS
 from benchmarks.evidence.sources.prepare import MODEL, PHRASES
+from tessera.shared.methods.registry import methods
 from tests.benchmarks.test_evidence import made_up, tiny_bert
 
 TINY_PLAN = """
@@ -90,3 +93,13 @@ def prepared(tmp_path: Path) -> Path:
     tiny_bert(40).save_pretrained(folder / MODEL)
     made_up(pieces=40).save(folder / PHRASES)
     return folder
+
+
+@pytest.fixture
+def benchmark_methods(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The benchmarks' own methods beside the product's."""
+    with monkeypatch.context() as patch:
+        patch.setenv("TESSERA_METHODS", str(METHODS))
+        methods.cache_clear()
+        yield
+    methods.cache_clear()

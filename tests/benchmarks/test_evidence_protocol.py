@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,6 @@ from benchmarks.evidence.plan import (
     startable,
     whole_rounds,
 )
-from benchmarks.evidence.pool import METHODS
 from benchmarks.evidence.rates import Ladder, best
 from benchmarks.evidence.report.lines import lines
 from benchmarks.evidence.runs import _moved, divergence, method_settings, missed, run, spec_of
@@ -121,16 +119,6 @@ def test_the_plan_names_rates_as_numbers_that_people_write(full: Plan) -> None:
     ladder = full.ladder(full.tables["S-a"].arm("full"))
     assert ladder.first == (1e-4, 3e-4, 1e-3)
     assert {1e-5, 3e-5, 3e-3, 1e-2} <= {*ladder.rungs}
-
-
-@pytest.fixture
-def benchmark_methods(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The benchmarks' own methods beside the product's."""
-    with monkeypatch.context() as patch:
-        patch.setenv("TESSERA_METHODS", str(METHODS))
-        methods.cache_clear()
-        yield
-    methods.cache_clear()
 
 
 @pytest.mark.usefixtures("benchmark_methods")

@@ -1,0 +1,145 @@
+"""The measures of client drift by hand, and its study on a tiny federation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.document import block, tidied
+from benchmarks.evidence import client_drift
+from benchmarks.evidence.client_drift import (
+    ALIKE,
+    ALL,
+    ARMS,
+    MEASURES,
+    TABLE,
+    OneRun,
+    Study,
+    distance,
+    finished,
+    keep,
+    lines,
+    read,
+    run,
+    work,
+)
+from benchmarks.evidence.federations import source
+from benchmarks.evidence.plan import Plan
+from benchmarks.evidence.runs import inputs_of
+from benchmarks.methods.measured_drift import MeasuredDriftCoordinator, MeasuredDriftSettings
+from tessera.shared.methods.base import RunInfo, State, Update
+from tessera.shared.model.blocks import Block
+from tessera.shared.tensors.lazy import ArrayTensor
+
+STUDY = Study(seeds=(1,), rounds=3, warmup=1, learning_rate=1e-2, probes=8, every=1)
+INPUTS = "phrases.npz 123"
+
+
+def test_steps_of_a_role_are_relative_to_its_length() -> None:
+    blocks = tuple(
+        Block(tensor=name, role=role, shape=(2,), dtype="F32")
+        for name, role in (("q", "query"), ("k", "key"), ("k2", "key"), ("zero", "head"))
+    )
+    settings = MeasuredDriftSettings(warmup_rounds=9, every=2)
+    coordinator = MeasuredDriftCoordinator(settings, RunInfo(blocks, rounds=9))
+    start = {"q": (3.0, 4.0), "k": (0.0, 2.0), "k2": (0.0, 0.0), "zero": (0.0, 0.0)}
+    steps = {
+        ("a", 1): {"q": (1.0, 0.0), "k": (0.0, 4.0), "k2": (0.0, 0.0), "zero": (1.0, 0.0)},
+        ("b", 3): {"q": (1.0, 0.0), "k": (0.0, 0.0), "k2": (0.0, 0.0), "zero": (1.0, 0.0)},
+    }
+    model = {name: ArrayTensor(np.array(values, "f4")) for name, values in start.items()}
+    updates = [
+        Update(
+            site, examples, {name: ArrayTensor(np.add(start[name], each).astype("f4")) for name, each in of.items()}
+        )
+        for (site, examples), of in steps.items()
+    ]
+    found = coordinator.merge(State(1, model), updates).scalars
+    # Both steps of q are (1, 0), and its length is 5. The keys' mean step is 1 long, and they are 2. Site a is 3 away
+    # from the mean and b 1, so that the mean square is (9 + 3 * 1) / 4.
+    assert found["movement.query"] == pytest.approx(1 / 5)
+    assert found["disagreement.query"] == found["noise.query"] == pytest.approx(0, abs=1e-6)
+    assert found["movement.key"] == pytest.approx(1 / 2)
+    assert found["disagreement.key"] == pytest.approx(3**0.5 / 2)
+    # The squares of the weights, 1/4 and 3/4, sum to 5/8: 3 * (5/8) / (3/8) = 5.
+    assert found["noise.key"] == pytest.approx(5**0.5 / 2)
+    # Blocks without a length have no measure, and other rounds have none of an earlier one.
+    assert not [name for name in found if name.endswith("head")]
+    merged = coordinator.merge(State(1, model), updates)
+    assert not coordinator.merge(merged, updates).scalars
+
+
+def test_the_distance_of_attention_leaves_padding_out() -> None:
+    mask = torch.tensor([[1, 1, 0]])
+    one, other = torch.zeros(1, 1, 3, 3), torch.zeros(1, 1, 3, 3)
+    one[0, 0, :2, :2] = torch.tensor([[0.5, 0.5], [1.0, 0.0]])
+    other[0, 0, :2, :2] = torch.tensor([[0.0, 1.0], [1.0, 0.0]])
+    assert distance(other, other, mask) == 0
+    # The squares of the difference sum to 0.25 + 0.25, and those of the second to 2.
+    assert distance(one, other, mask) == pytest.approx(0.5)
+    one[0, 0, 2], other[0, 0, :, 2] = 7.0, 9.0
+    assert distance(one, other, mask) == pytest.approx(0.5)
+
+
+@pytest.fixture
+def small(full: Plan, tiny: Plan) -> Plan:
+    """The whole plan, whose table has the options of a tiny one."""
+    alphas = {"alpha-0.1": {}, "alpha-1000": {"alpha": 1000.0}}
+    settings = tuple(
+        each.model_copy(update={"federation": alphas.get(each.name, {})}) for each in full.tables[TABLE].settings
+    )
+    changes = {"options": tiny.tables["T"].options, "training": tiny.tables["T"].training, "settings": settings}
+    return full.model_copy(
+        update={"tables": {TABLE: full.tables[TABLE].model_copy(update={**changes, "sites_a_round": 3})}}
+    )
+
+
+@pytest.mark.usefixtures("benchmark_methods")
+def test_what_is_frozen_no_longer_moves_and_arms_share_the_warm_up(
+    small: Plan, prepared: Path, tmp_path: Path
+) -> None:
+    for arm in ARMS:
+        one = OneRun(arm, 1)
+        keep(tmp_path, STUDY, INPUTS, one, run(small, STUDY, one, prepared, tmp_path))
+    found = finished(tmp_path, STUDY, INPUTS)
+    assert [*found] == [*ARMS]
+    frozen: dict[str, set[str]] = {"fedfrozen": {"query", "key"}, "values-frozen": {"value"}}
+    for arm, (figures,) in found.items():
+        assert {"query", "key", "value", "mlp", "embedding", "head"} <= figures["movement"].keys()
+        for measure in MEASURES:
+            assert {role for role, each in figures[measure].items() if not each[-1]} == frozen.get(arm, set())
+            assert all(each[0] > 0 for each in figures[measure].values())
+        assert [*figures["attention"]] == ["0", "1", "2", "3"]
+        assert [number for number, moved in figures["attention"].items() if not any(moved)] == ["1"]
+    (first,) = found[ALL]
+    for arm in frozen:
+        for measure in MEASURES:
+            shared, own = ({role: each[0] for role, each in of[measure].items()} for of in (first, found[arm][0]))
+            assert own == shared
+    assert found[ALIKE][0]["movement"] != first["movement"]
+    assert not list((tmp_path / "scratch").iterdir())
+    assert not any(finished(tmp_path, STUDY, "others").values())
+    report = "\n".join(lines(STUDY, found))
+    assert [line.count("frozen |") for line in report.splitlines() if line.startswith("| query |")] == [1, 1]
+
+
+# Processes that import torch take most of its time.
+@pytest.mark.long
+def test_only_runs_that_are_not_finished_run(small: Plan, prepared: Path, tmp_path: Path) -> None:
+    inputs = inputs_of(source(small.tables[TABLE].federation), prepared)
+    assert work(small, STUDY, prepared, tmp_path, processes=2) == {}
+    first = finished(tmp_path, STUDY, inputs)
+    assert all(len(each) == 1 for each in first.values())
+    kept, again = (tmp_path / "runs" / name for name in ("fedavg-1.json", "fedfrozen-1.json"))
+    before = kept.stat().st_mtime_ns
+    again.unlink()
+    assert work(small, STUDY, prepared, tmp_path, processes=1) == {}
+    assert kept.stat().st_mtime_ns == before
+    assert finished(tmp_path, STUDY, inputs) == first
+
+
+def test_the_document_has_the_report_of_the_saved_study() -> None:
+    assert block(client_drift.COMMAND) == tidied(lines(*read()))
