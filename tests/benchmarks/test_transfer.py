@@ -22,6 +22,8 @@ from benchmarks.evidence.transfer.traffic import (
 from benchmarks.safl_bytes import nbytes, union_bytes
 from tessera.shared.methods.registry import methods
 from tessera.shared.model.blocks import Block
+from tessera.shared.run_settings import Training
+from tessera.worker.model.device_memory import MARGIN_BYTES, needed_bytes
 
 BY_NAME = {arm.name: arm for arm in ARMS}
 
@@ -90,6 +92,10 @@ def test_memory_has_weights_gradients_and_two_moments() -> None:
     held, whole = worker_memory(BY_NAME["fedavg"], VIT), nbytes(table(VIT))
     assert (held.weights, held.gradients, held.moments) == (whole, whole, 2 * whole)
     assert worker_memory(BY_NAME["lora"], VIT).activations < held.activations
+    # What a worker compares with its free memory.
+    trained = traffic(BY_NAME["fedavg"], VIT).trained
+    counted = needed_bytes(table(VIT), trained, Training()) - MARGIN_BYTES
+    assert held.total - held.activations == counted
 
 
 def test_memory_has_the_private_modules_of_a_site() -> None:

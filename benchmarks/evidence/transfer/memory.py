@@ -11,20 +11,17 @@ import numpy as np
 from torch import nn
 from transformers import PreTrainedModel
 
-from benchmarks.evidence.transfer.models import PROMPTS, RANK, Large, activation_bytes, table
+from benchmarks.evidence.transfer.models import RANK, Large, activation_bytes, table
 from benchmarks.evidence.transfer.traffic import Arm, traffic
 from tessera.shared.aggregation.mean import average
 from tessera.shared.model.spec import MODALITIES, Fusion, Lora, Model
-from tessera.shared.run_settings import Training
 from tessera.shared.tensors.dtypes import DType
 from tessera.shared.tensors.lazy import CHUNK, Array, chunk_counts
-from tessera.worker.model.device_memory import GRADIENT_BYTES, MARGIN_BYTES, MOMENT_BYTES, needed_bytes
-from tessera.worker.model.four_bits import four_bit_tensors
+from tessera.worker.model.device_memory import GRADIENT_BYTES, MOMENT_BYTES
+from tessera.worker.model.four_bits import four_bit_tensors, stored_bytes
 from tessera.worker.model.prompts import fused_prompts, prompts_of
 
-ADAMW = Training()
 MOMENTS = 2
-ELEMENT_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -44,31 +41,27 @@ class WorkerMemory:
 def worker_memory(arm: Arm, large: Large, *, four_bits: bool = False) -> WorkerMemory:
     """Return a training site's memory with AdamW, float32, and the model's batch.
 
-    The first three are those that a worker compares with its free memory before a task, and those of a site's
-    private modules. `four_bits` stores the
-    matrices of a frozen base beside adapters in 4 bits.
+    Weights, gradients and moments of the blocks are what a worker compares with its free memory before a task. Those
+    of a site's private modules, which it leaves out, are added. `four_bits` stores the matrices of a frozen base
+    beside adapters in 4 bits.
     """
-    blocks = table(large, arm.variant)
-    trained = traffic(arm, large).trained
-    # Prompts find where a text ends by its tokens, so that their pass needs values.
-    model = large.built(arm.variant, "cpu" if arm.variant in PROMPTS else "meta")
-    private = _fused(model) if arm.method == "pfeddc" else nn.Module()
-    own = sum(parameter.numel() for parameter in private.parameters())
-    of_blocks = sum(block.numel for block in trained)
+    blocks, trained = table(large, arm.variant), traffic(arm, large).trained
+    model = large.built(arm.variant, large.device)
+    private = _fuse_prompts(model) if arm.method == "pfeddc" else nn.Module()
+    elements = sum(block.numel for block in trained) + sum(each.numel() for each in private.parameters())
     lora = Lora(rank=RANK, alpha=2 * RANK) if arm.variant == "lora" else None
     document = Model(config=dict(large.config), head=large.head, blocks=blocks, lora=lora)
     matrices = four_bit_tensors(document) if four_bits else frozenset()
-    counted = needed_bytes(blocks, trained, ADAMW, matrices) - MARGIN_BYTES
     return WorkerMemory(
-        counted - of_blocks * (GRADIENT_BYTES + MOMENTS * MOMENT_BYTES) + own * ELEMENT_BYTES,
-        GRADIENT_BYTES * (of_blocks + own),
-        MOMENTS * MOMENT_BYTES * (of_blocks + own),
+        stored_bytes(blocks, matrices) + sum(each.nbytes for each in private.parameters()),
+        GRADIENT_BYTES * elements,
+        MOMENTS * MOMENT_BYTES * elements,
         activation_bytes(large, model, trained, private),
     )
 
 
-def _fused(model: PreTrainedModel) -> nn.Module:
-    """Let a site's local prompts and cross-attention fuse with the model's prompts, as in pFedDC. Return them."""
+def _fuse_prompts(model: PreTrainedModel) -> nn.Module:
+    """Fuse a model's prompts with a site's own by cross-attention, as pFedDC does. Return the site's modules."""
     tokens = prompts_of(model)
     if tokens is None:
         raise ValueError("the model has no prompts to fuse with: build a variant that has")

@@ -52,6 +52,11 @@ class Large:
     def variants(self) -> tuple[Variant, ...]:
         return get_args(Variant) if self.head == "contrastive" else ("plain", "lora")
 
+    @property
+    def device(self) -> str:
+        """Where activations are counted: the meta device, or the CPU where prompts find their place by the tokens."""
+        return "cpu" if self.head == "contrastive" else "meta"
+
     def built(self, variant: Variant = "plain", device: str = "meta") -> PreTrainedModel:
         """Return the model; by default on the meta device, which has shapes and no values."""
         with torch.device(device):
