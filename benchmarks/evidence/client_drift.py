@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
@@ -33,6 +33,7 @@ from benchmarks.evidence.scores import MASK
 from benchmarks.evidence.sources.prepare import OUT as PREPARED
 from benchmarks.evidence.statistics import shown_interval, shown_spread
 from benchmarks.methods.measured_drift import DISAGREEMENT, MOVEMENT, NOISE
+from tessera.shared.model.blocks import Role
 from tessera.shared.updates.model_folder import ModelFolder
 from tessera.worker.data.dataset import LABELS
 from tessera.worker.model.block_map import named_tensors
@@ -238,21 +239,21 @@ def lines(study: Study, results: Results) -> Iterator[str]:
     def cell(values: Sequence[float], factor: float = 1.0) -> str:
         return shown_spread([factor * value for value in values], 2) if any(values) else "frozen"
 
-    roles = list(results[ALL][0]["movement"])
+    roles = [role for role in get_args(Role) if role in results[ALL][0]["movement"]]
     yield (
         f"{len(study.seeds)} seeds, {study.rounds} rounds, of which one in {study.every} is measured, and a freeze "
         f"after {study.warmup}. Means over rounds, ± standard deviation over seeds; differences are paired, with "
         "95 % t-intervals."
     )
     yield "\nDisagreement: rms distance of a site's step from the mean step, in percent of the blocks' length:\n"
-    frozen = [arm for arm in results if arm not in (ALL, ALIKE)]
+    others = [arm for arm in results if arm != ALL]
     columns = ["role", f"{early}, {ALL}", *(f"{late}, {arm}" for arm in results)]
-    yield from _header([*columns, *(f"{arm} less {ALL}, in percent of it" for arm in frozen)])
+    yield from _header([*columns, *(f"{arm} less {ALL}, in percent of it" for arm in others)])
     for role in roles:
         base = means(ALL, role, "disagreement", after=True)
         cells = [cell(means(ALL, role, "disagreement", after=False), 100)]
         cells += [cell(means(arm, role, "disagreement", after=True), 100) for arm in results]
-        for arm in frozen:
+        for arm in others:
             other = means(arm, role, "disagreement", after=True)
             less = [100 * (value / was - 1) for value, was in zip(other, base, strict=True)]
             cells.append(shown_interval(less, 2) if any(other) else "")
@@ -271,13 +272,16 @@ def lines(study: Study, results: Results) -> Iterator[str]:
     yield from _header(["arm", *(f"version {number}" for number in versions), f"the last one, less {ALL}"])
     for arm, each in results.items():
         moved = [[100 * fmean(figures["attention"][str(number)]) for figures in each] for number in versions]
-        yield f"| {arm} | {' | '.join(map(shown_spread, moved))} | {_less(moved[-1], results, arm)} |"
+        last = [100 * fmean(figures["attention"][str(versions[-1])]) for figures in results[ALL]]
+        less = [value - other for value, other in zip(moved[-1], last, strict=True)]
+        cells = [arm, *(shown_spread(values) for values in moved), "" if arm == ALL else shown_interval(less)]
+        yield f"| {' | '.join(cells)} |"
     layers = range(len(results[ALL][0]["attention"]["0"]))
     yield "\nThe same in the last version, by layer:\n"
     yield from _header(["arm", *(f"layer {number + 1}" for number in layers)])
     for arm, each in results.items():
-        last = [[100 * figures["attention"][str(versions[-1])][layer] for figures in each] for layer in layers]
-        yield f"| {arm} | {' | '.join(map(shown_spread, last))} |"
+        by_layer = [[100 * figures["attention"][str(versions[-1])][layer] for figures in each] for layer in layers]
+        yield f"| {arm} | {' | '.join(shown_spread(values) for values in by_layer)} |"
     on = sorted({f"{run['machine']}, by the code of {run['code']}" for each in results.values() for run in each})
     yield f"\nOn {'; '.join(on)}."
 
@@ -285,14 +289,6 @@ def lines(study: Study, results: Results) -> Iterator[str]:
 def _header(cells: Sequence[str]) -> Iterator[str]:
     yield f"| {' | '.join(cells)} |"
     yield f"|{'---|' * len(cells)}"
-
-
-def _less(last: Sequence[float], results: Results, arm: str) -> str:
-    if arm in (ALL, ALIKE):
-        return ""
-    number = list(results[ALL][0]["attention"])[-1]
-    others = [100 * fmean(figures["attention"][number]) for figures in results[ALL]]
-    return shown_interval([value - other for value, other in zip(last, others, strict=True)])
 
 
 def read(file: Path = SAVED) -> tuple[Study, Results]:

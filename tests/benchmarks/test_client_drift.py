@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -124,6 +125,25 @@ def test_what_is_frozen_no_longer_moves_and_arms_share_the_warm_up(
     assert not any(finished(tmp_path, STUDY, "others").values())
     report = "\n".join(lines(STUDY, found))
     assert [line.count("frozen |") for line in report.splitlines() if line.startswith("| query |")] == [1, 1]
+
+
+def test_the_report_has_means_of_the_rounds_and_differences_of_the_last_version() -> None:
+    study = Study(seeds=(1,), rounds=12, warmup=4, every=4)
+
+    def figures(after: float, attention: float) -> dict[str, Any]:
+        measured = {name: {"query": [0.1, after, 0.3]} for name in MEASURES}
+        # In the order of a file's sorted keys.
+        by_version = {number: [0.1, 0.3] for number in ("0", "4", "8")}
+        return {**measured, "attention": {"12": [attention, 0.4], **by_version}, "machine": "m", "code": "c"}
+
+    found = {arm: [figures(0.5, 0.2)] for arm in ARMS} | {"fedfrozen": [figures(0.1, 0.1)]}
+    report = list(lines(study, found))
+    disagreement, _ = (line for line in report if line.startswith("| query |"))
+    assert disagreement.split(" | ")[1:4] == ["10.00", "40.00", "20.00"]
+    assert "-50.00 (one seed)" in disagreement
+    attention, by_layer = (line for line in report if line.startswith("| fedfrozen |"))
+    assert attention == "| fedfrozen | 20.0 | 20.0 | 20.0 | 25.0 | -5.0 (one seed) |"
+    assert by_layer == "| fedfrozen | 10.0 | 40.0 |"
 
 
 # Processes that import torch take most of its time.
