@@ -1,7 +1,7 @@
 """Bytes, hours and memory of a round for large models: `python -m benchmarks.evidence.transfer`.
 
 Prints the tables of `docs/evidence.md`; `--save` writes them there. Models are laid out from their configs without
-storage, except CLIP with prompts: a minute and 4 GB of memory are enough. Nothing is downloaded and nothing trained.
+storage, except CLIP: a minute and 4 GB of memory are enough. Nothing is downloaded and nothing trained.
 """
 
 from __future__ import annotations
