@@ -1,8 +1,8 @@
-"""The blocks of docs/evidence.md that commands write, from `<!-- begin: COMMAND -->` to `<!-- end -->`."""
+"""Tables in Markdown, and the blocks of docs/evidence.md that commands write: from `<!-- begin: COMMAND -->` on."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 EVIDENCE = Path(__file__).parents[1] / "docs" / "evidence.md"
@@ -23,6 +23,17 @@ def write_block(command: str, lines: Iterable[str], document: Path = EVIDENCE) -
 def tidied(lines: Iterable[str]) -> str:
     """Return the text of lines, as it stands in a block."""
     return "\n".join(lines).strip("\n")
+
+
+def table_head(columns: Sequence[str]) -> Iterator[str]:
+    """Yield the first two lines of a Markdown table."""
+    yield table_row(columns)
+    yield "|" + "---|" * len(columns)
+
+
+def table_row(cells: Iterable[str]) -> str:
+    """Return a line of a Markdown table."""
+    return f"| {' | '.join(cells)} |"
 
 
 def _parts(command: str, document: Path) -> tuple[str, str, str]:

@@ -27,22 +27,12 @@ from typing import Any
 from benchmarks.evidence import pool, runs, store
 from benchmarks.evidence.federations import NotPrepared, source
 from benchmarks.evidence.gate import decided, shut
-from benchmarks.evidence.plan import (
-    FILE,
-    Cell,
-    Job,
-    Plan,
-    Selection,
-    UnusablePlan,
-    choices,
-    digest_of,
-    left,
-    read,
-    startable,
-)
-from benchmarks.evidence.report.findings import flipped
+from benchmarks.evidence.jobs import Cell, Job, Selection, choices, left, startable
+from benchmarks.evidence.plan import FILE, Plan, UnusablePlan, digest_of, read
+from benchmarks.evidence.report.findings import directed, directions
 from benchmarks.evidence.report.lines import lines
 from benchmarks.evidence.report.section import write
+from benchmarks.evidence.results_folder import RUNS, keep
 from benchmarks.evidence.sources.prepare import OUT as PREPARED
 from tessera.worker.state.atomic_files import alone
 
@@ -81,8 +71,8 @@ def work(
     def task(job: Job) -> tuple[Any, ...]:
         return runs.run, plan, job, prepared, out, device
 
-    def keep(job: Job, figures: pool.Figures) -> None:
-        store.keep(out, job, figures)
+    def end(job: Job, figures: pool.Figures) -> None:
+        keep(out, job.name, figures)
         scores[job] = figures["score"]
         seconds.setdefault((job.table, job.seed == tuning), []).append(figures["seconds"])
         counts = left(plan, selection, scores, rates)
@@ -92,7 +82,7 @@ def work(
     with alone(out):
         # The versions of runs that were killed.
         shutil.rmtree(out / "scratch", ignore_errors=True)
-        return pool.work(wanted, task, keep, processes, over=lambda: monotonic() - began >= deadline)
+        return pool.work(wanted, task, end, processes, over=lambda: monotonic() - began >= deadline)
 
 
 def time_left(
@@ -147,8 +137,8 @@ def check(full: Plan, prepared: Path, out: Path, selection: Selection, processes
 
     It begins with an empty folder: runs of other code would hide what this code does.
     """
-    if (out / store.RUNS).exists():
-        shutil.rmtree(out / store.RUNS)
+    if (out / RUNS).exists():
+        shutil.rmtree(out / RUNS)
     found = store.of_plan(full, store.loaded(saved))
     rates = choices(full, Selection(), {job: figures["score"] for job, figures in found.items()})
     plan = full.shortened()
@@ -166,10 +156,11 @@ def check(full: Plan, prepared: Path, out: Path, selection: Selection, processes
     short = store.finished(out, plan)
     for line in lines(plan, short, tables=ready):
         print(line)
-    flips = flipped(full, found, plan, short)
-    for line in flips:
-        print(f"FLIPPED: {line}", file=sys.stderr)
-    return 1 if flips or failed else 0
+    seen = directions(directed(full, found), plan, short)
+    print()
+    for each in seen:
+        print(f"{'FLIPPED' if each.is_flipped else 'Same direction'}: {each}")
+    return 1 if failed or any(each.is_flipped for each in seen) else 0
 
 
 def options() -> argparse.ArgumentParser:

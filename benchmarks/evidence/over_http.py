@@ -25,7 +25,8 @@ from safetensors.torch import save_file
 from benchmarks.evidence import store
 from benchmarks.evidence.__main__ import OUT, REFUSED
 from benchmarks.evidence.federations import source, start
-from benchmarks.evidence.plan import Job, Plan, choice, read
+from benchmarks.evidence.jobs import Job, choice
+from benchmarks.evidence.plan import Plan, read
 from benchmarks.evidence.pool import Figures, begin
 from benchmarks.evidence.report.lines import repeated_line
 from benchmarks.evidence.runs import machine, run, spec_of

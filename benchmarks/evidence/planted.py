@@ -27,7 +27,7 @@ from pydantic import JsonValue
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
-from benchmarks.document import write_block
+from benchmarks.document import table_head, table_row, write_block
 from benchmarks.evidence.runs import code, machine
 from benchmarks.evidence.selections import Selections, choices_of, selections
 from benchmarks.evidence.statistics import shown_interval, shown_spread
@@ -246,8 +246,8 @@ def lines(study: Study, results: Sequence[Result], computed_on: str) -> Iterator
         "t-intervals."
     )
     columns = ("arm", "picks planted %", "accuracy %", "less random", "turnover", "overlap (chance)", "kB up")
-    yield f"\n| {' | '.join(columns)} |"
-    yield f"|{'---|' * len(columns)}"
+    yield ""
+    yield from table_head(columns)
     for arm, each in found.items():
         ends = [100 * figures.accuracies[-1] for figures in each]
         less = [end - 100 * other.accuracies[-1] for end, other in zip(ends, found["random"], strict=True)]
@@ -262,13 +262,12 @@ def lines(study: Study, results: Sequence[Result], computed_on: str) -> Iterator
             overlap,
             f"{fmean(figures.upload_bytes for figures in each) / 1e3:.0f}",
         ]
-        yield f"| {' | '.join(cells)} |"
+        yield table_row(cells)
     yield "\nAccuracy by round of training, in %, means over seeds:\n"
-    yield f"| arm | {' | '.join(map(str, range(study.rounds + 1)))} |"
-    yield f"|---|{'---|' * (study.rounds + 1)}"
+    yield from table_head(["arm", *map(str, range(study.rounds + 1))])
     for arm, each in found.items():
         means = [fmean(column) for column in zip(*(figures.accuracies for figures in each), strict=True)]
-        yield f"| {arm} | {' | '.join(f'{100 * mean:.0f}' for mean in means)} |"
+        yield table_row([arm, *(f"{100 * mean:.0f}" for mean in means)])
     yield f"\nOn {computed_on}."
 
 

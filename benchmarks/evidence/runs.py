@@ -20,7 +20,8 @@ import numpy as np
 import torch
 
 from benchmarks.evidence.federations import Federation, Source, source, start
-from benchmarks.evidence.plan import SITES, Arm, Away, Job, Plan, Setting, Table, rounds_of, setup_of, whole_rounds
+from benchmarks.evidence.jobs import Job, rounds_of, setup_of, whole_rounds
+from benchmarks.evidence.plan import SITES, Arm, Away, Plan, Setting, Table
 from benchmarks.evidence.pool import Figures
 from benchmarks.evidence.scores import ROUNDED, Part, at_sites, majority, measured, zero_shot
 from benchmarks.evidence.selections import selections

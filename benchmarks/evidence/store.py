@@ -1,4 +1,4 @@
-"""Figures of finished runs: a JSON file each in the folder of results, a Parquet file a table in the repository.
+"""Figures of finished runs, in the folder of results and in the repository, which has a Parquet file for each table.
 
 A row holds the digest of the settings that its figures depend on (`setup`), so that runs of an older plan are not
 taken for runs of this one.
@@ -14,11 +14,12 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from benchmarks.evidence.plan import Job, Plan, setup_of
+from benchmarks.evidence.jobs import Job, setup_of
+from benchmarks.evidence.plan import Plan
+from benchmarks.evidence.results_folder import keep, kept
 from tessera.worker.state.atomic_files import written_whole
 
 SAVED = Path(__file__).with_name("results")
-RUNS = "runs"
 REPEATED = "http.json"
 """The results of runs that were repeated over HTTP."""
 
@@ -74,15 +75,9 @@ def job_of(figures: Figures) -> Job:
     return Job(*(figures[name] for name in ("table", "setting", "arm", "seed", "rate")))
 
 
-def rows(out: Path) -> Iterator[dict[str, Any]]:
-    """Yield the figures of each run in the folder, whatever the plan it belongs to."""
-    for file in sorted((out / RUNS).rglob("*.json")):
-        yield json.loads(file.read_bytes())
-
-
 def finished(out: Path, plan: Plan) -> dict[Job, dict[str, Any]]:
     """Return the figures of the folder's runs that are of this plan."""
-    return of_plan(plan, rows(out))
+    return of_plan(plan, kept(out))
 
 
 def of_plan(plan: Plan, found: Iterator[dict[str, Any]]) -> dict[Job, dict[str, Any]]:
@@ -108,14 +103,6 @@ def check_inputs(found: Found, table: str, inputs: str) -> None:
             f"{table} has runs on other files: {'; '.join(sorted(others))}. Here are {inputs}. Prepare the same "
             "ones, or name another folder with --out"
         )
-
-
-def keep(out: Path, job: Job, figures: Figures) -> None:
-    """Write the figures of a run, whole or not at all."""
-    path = out / RUNS / f"{job.name}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with written_whole(path, durable=False) as file:
-        file.write(json.dumps(figures, sort_keys=True).encode())
 
 
 # ---------------------------------------------------------------- the repository's results
@@ -150,7 +137,7 @@ def begin_with_saved(out: Path, plan: Plan, saved: Path = SAVED) -> None:
     has = finished(out, plan)
     for job, figures in of_plan(plan, loaded(saved)).items():
         if job not in has:
-            keep(out, job, figures)
+            keep(out, job.name, figures)
 
 
 def save_repeated(repeated: Sequence[Figures], saved: Path = SAVED) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from math import sqrt
 
@@ -11,7 +11,6 @@ from pydantic import Field, PositiveInt
 from tessera.shared.aggregation.drift import agreement
 from tessera.shared.methods.base import Method, State, Update
 from tessera.shared.methods.fedfrozen import FedFrozenCoordinator, FedFrozenSettings
-from tessera.shared.model.blocks import Block
 
 MOVEMENT = "movement."
 """The prefix of a scalar: the length of the weighted mean step over that of a role's blocks."""
@@ -37,7 +36,7 @@ class MeasuredDriftCoordinator(FedFrozenCoordinator):
         }
         if merged.round % self.settings.every == 0:
             senders = [(self.weight(update), update.blocks) for update in updates]
-            for role in roles_of(self.run.blocks):
+            for role in dict.fromkeys(block.role for block in self.run.blocks):
                 names = [block.name for block in self.run.blocks if block.role == role]
                 seen = agreement(state.model, names, senders)
                 if seen.senders > 1 and seen.size:
@@ -45,11 +44,6 @@ class MeasuredDriftCoordinator(FedFrozenCoordinator):
                     scalars[DISAGREEMENT + role] = sqrt(seen.disagreement / seen.size)
                     scalars[NOISE + role] = sqrt(seen.noise / seen.size)
         return replace(merged, scalars=scalars)
-
-
-def roles_of(blocks: Iterable[Block]) -> list[str]:
-    """Return the roles of a model's blocks, in the order of their first block."""
-    return list(dict.fromkeys(block.role for block in blocks))
 
 
 METHOD = Method(

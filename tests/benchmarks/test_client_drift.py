@@ -10,25 +10,20 @@ import pytest
 import torch
 
 from benchmarks.document import block, tidied
-from benchmarks.evidence import client_drift
-from benchmarks.evidence.client_drift import (
-    ALIKE,
-    ALL,
-    ARMS,
-    MEASURES,
-    TABLE,
-    OneRun,
-    Study,
-    distance,
+from benchmarks.evidence.client_drift.__main__ import (
+    COMMAND,
+    begin_with_saved,
+    depends_on,
     finished,
-    keep,
-    lines,
+    main,
     read,
-    run,
     work,
 )
+from benchmarks.evidence.client_drift.report import lines
+from benchmarks.evidence.client_drift.study import ALIKE, ALL, ARMS, MEASURES, TABLE, OneRun, Study, distance, run
 from benchmarks.evidence.federations import source
 from benchmarks.evidence.plan import Plan
+from benchmarks.evidence.results_folder import RUNS, keep
 from benchmarks.evidence.runs import inputs_of
 from benchmarks.methods.measured_drift import MeasuredDriftCoordinator, MeasuredDriftSettings
 from tessera.shared.methods.base import RunInfo, State, Update
@@ -104,7 +99,7 @@ def test_what_is_frozen_no_longer_moves_and_arms_share_the_warm_up(
 ) -> None:
     for arm in ARMS:
         one = OneRun(arm, 1)
-        keep(tmp_path, STUDY, INPUTS, one, run(small, STUDY, one, prepared, tmp_path))
+        keep(tmp_path, one.name, {**depends_on(STUDY, INPUTS), **run(small, STUDY, one, prepared, tmp_path)})
     found = finished(tmp_path, STUDY, INPUTS)
     assert [*found] == [*ARMS]
     frozen: dict[str, set[str]] = {"fedfrozen": {"query", "key"}, "values-frozen": {"value"}}
@@ -153,7 +148,7 @@ def test_only_runs_that_are_not_finished_run(small: Plan, prepared: Path, tmp_pa
     assert work(small, STUDY, prepared, tmp_path, processes=2) == {}
     first = finished(tmp_path, STUDY, inputs)
     assert all(len(each) == 1 for each in first.values())
-    kept, again = (tmp_path / "runs" / name for name in ("fedavg-1.json", "fedfrozen-1.json"))
+    kept, again = (tmp_path / RUNS / name for name in ("fedavg-1.json", "fedfrozen-1.json"))
     before = kept.stat().st_mtime_ns
     again.unlink()
     assert work(small, STUDY, prepared, tmp_path, processes=1) == {}
@@ -162,4 +157,25 @@ def test_only_runs_that_are_not_finished_run(small: Plan, prepared: Path, tmp_pa
 
 
 def test_the_document_has_the_report_of_the_saved_study() -> None:
-    assert block(client_drift.COMMAND) == tidied(lines(*read()))
+    study, _, results = read()
+    assert block(COMMAND) == tidied(lines(study, results))
+
+
+def test_a_folder_begins_with_the_saved_runs_and_keeps_its_own(tmp_path: Path) -> None:
+    study, inputs, results = read()
+    keep(tmp_path, OneRun(ALL, 1).name, {**depends_on(study, inputs), "own": True})
+    begin_with_saved(tmp_path)
+    found = finished(tmp_path, study, inputs)
+    assert found[ALL][0] == {"own": True}
+    assert found[ALL][1:] == results[ALL][1:]
+    assert {arm: each for arm, each in found.items() if arm != ALL} == {
+        arm: each for arm, each in results.items() if arm != ALL
+    }
+    assert study == Study()
+
+
+def test_without_prepared_files_the_command_names_the_remedy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--prepared", str(tmp_path), "--out", str(tmp_path / "out")]) == 2
+    assert "python -m benchmarks.evidence.sources.prepare" in capsys.readouterr().err

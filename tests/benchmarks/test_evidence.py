@@ -26,7 +26,6 @@ from benchmarks.evidence.frontier.__main__ import (
     ABOUT,
     COMMAND,
     MODELS,
-    RUNS,
     OtherStudy,
     begin_with_saved,
     claim,
@@ -49,6 +48,7 @@ from benchmarks.evidence.frontier.study import (
     startable,
     wanted_rates,
 )
+from benchmarks.evidence.results_folder import RUNS
 from benchmarks.evidence.sources import minilm
 from benchmarks.evidence.sources.packages import PackageUnusable, Wheel, digest_of, unpacked
 from benchmarks.evidence.sources.phrases import (

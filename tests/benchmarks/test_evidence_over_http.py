@@ -9,8 +9,9 @@ import torch
 
 from benchmarks.evidence import store
 from benchmarks.evidence.federations import SOURCES
+from benchmarks.evidence.jobs import Job
 from benchmarks.evidence.over_http import NotComparable, captioned, compared, jobs, repeat, simulated_here
-from benchmarks.evidence.plan import Job, Plan
+from benchmarks.evidence.plan import Plan
 from benchmarks.evidence.report.lines import repeated_line
 from benchmarks.evidence.report.section import section
 from benchmarks.evidence.runs import machine

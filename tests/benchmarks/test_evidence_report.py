@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -12,8 +13,9 @@ from benchmarks.document import block, tidied, write_block
 from benchmarks.evidence import statistics as ours
 from benchmarks.evidence import store
 from benchmarks.evidence.federations import SEEN, UNSEEN
-from benchmarks.evidence.plan import Job, Plan, Question, choice, digest_of, setup_of
-from benchmarks.evidence.report.findings import Finding, findings, flipped
+from benchmarks.evidence.jobs import Job, choice, setup_of
+from benchmarks.evidence.plan import Plan, Question, digest_of
+from benchmarks.evidence.report.findings import Direction, Finding, directed, directions, findings
 from benchmarks.evidence.report.lines import lines
 from benchmarks.evidence.report.pictures import drawable
 from benchmarks.evidence.report.rows import row, void
@@ -302,18 +304,47 @@ def test_families_are_adjusted_as_large_as_they_were_written(full: Plan) -> None
     assert made["S-a.1"].verdict(0.05) == "not run"
 
 
+def pairs(*levels: tuple[float, float]) -> list[dict[str, Any]]:
+    """Runs of `full` and `one` at these levels, seed by seed."""
+    return [
+        raw(arm, seed, flat(level))
+        for seed, pair in enumerate(levels, 1)
+        for arm, level in zip(("full", "one"), pair, strict=True)
+    ]
+
+
 def test_a_direction_that_flips_fails_the_check(tiny: Plan) -> None:
-    known = found_of(
-        tiny, *(raw(arm, s, flat(v + s / 1e4)) for s in (1, 2) for arm, v in (("full", 0.5), ("one", 0.6)))
-    )
-    short = tiny.shortened()
-    same = found_of(short, *(raw(arm, 1, flat(v)) for arm, v in (("full", 0.3), ("one", 0.31))))
-    other = found_of(short, *(raw(arm, 1, flat(v)) for arm, v in (("full", 0.3), ("one", 0.29))))
-    assert flipped(tiny, known, short, same) == []
-    (flip,) = flipped(tiny, known, short, other)
-    assert flip.startswith("T.1: one less full is -1.0 here")
-    # A direction that the full runs left open cannot flip.
-    assert flipped(tiny, found_of(tiny, raw("full", 1, FLAT), raw("one", 1, FLAT)), short, other) == []
+    short, known = tiny.shortened(), directed(tiny, found_of(tiny, *pairs((0.5, 0.6), (0.5, 0.6))))
+    (same,) = directions(known, short, found_of(short, *pairs((0.3, 0.31))))
+    assert not same.is_flipped
+    (flip,) = directions(known, short, found_of(short, *pairs((0.3, 0.29))))
+    assert flip.is_flipped
+    assert str(flip) == "T.1: one less full is -1.0 here, and +10.0 [+10.0, +10.0] in the full runs"
+    assert directions(known, short, found_of(short, raw("one", 1, FLAT))) == []
+
+
+def test_a_direction_that_the_full_runs_left_open_cannot_flip(tiny: Plan) -> None:
+    assert directed(tiny, found_of(tiny, *pairs((0.5, 0.6)))) == []
+    assert directed(tiny, found_of(tiny, *pairs((0.5, 0.6), (0.5, 0.4)))) == []
+
+
+def test_the_saved_runs_show_each_known_direction_in_the_rounds_of_the_short_check(full: Plan) -> None:
+    found, short = store.of_plan(full, store.loaded()), full.shortened()
+    all_known = directed(full, found)
+    assert all_known
+    for known in all_known:
+        table, claim, whole = short.tables[known.table], known.claim, full.tables[known.table]
+        assert claim in table.claims
+        # Arms with other settings in the short check have no curve of it.
+        assert not any(whole.arm(name).short for name in (claim.arm, claim.against))
+        levels = []
+        for name in (claim.arm, claim.against):
+            curves = row(full, found, known.table, whole.concluding, whole.arm(name)).curves(claim.part or table.part)
+            ends = [
+                curves[seed][: table.rounds + 1][-short.protocol.final_versions :] for seed in short.protocol.seeds
+            ]
+            levels.append(fmean(map(fmean, ends)))
+        assert not Direction(known, levels[0] - levels[1]).is_flipped
 
 
 def test_row_has_the_runs_of_the_chosen_rate(tiny: Plan) -> None:

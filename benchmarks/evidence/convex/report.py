@@ -10,6 +10,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from benchmarks.document import table_head, table_row
 from benchmarks.evidence.convex.study import ARMS, CONTROL_ARM, LEVELS
 from benchmarks.evidence.statistics import shown_interval
 from tessera.worker.simulation.comparison import CONFIDENCE
@@ -46,14 +47,13 @@ def lines(found: Found, limits: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _table(found: Found, names: Sequence[str], shown: Any, but: str = "") -> Iterator[str]:
-    yield f"| method | {' | '.join(names)} |"
-    yield "|" + "---|" * (len(names) + 1)
+    yield from table_head(["method", *names])
     for arm in ARMS:
         of_arm = [
             {key: figures for key, figures in found.items() if key[:2] == (arm.name, scenario)} for scenario in names
         ]
         if any(of_arm) and arm.name != but:
-            yield f"| {arm.name} | {' | '.join(shown(runs) if runs else '-' for runs in of_arm)} |"
+            yield table_row([arm.name, *(shown(runs) if runs else "-" for runs in of_arm)])
 
 
 def digits(value: float) -> str:
@@ -130,10 +130,9 @@ def _limits(limits: Mapping[str, Any]) -> Iterator[str]:
         return
     rates = list(next(iter(limits.values())))
     yield "\n### Where the equations stay, in %, by the learning rate as a share of the study's: by time, all sites\n"
-    yield f"| method | {' | '.join(rates)} |"
-    yield "|" + "---|" * (len(rates) + 1)
+    yield from table_head(["method", *rates])
     for name, of_rate in limits.items():
-        yield f"| {name} | {' | '.join(_spread(of_rate[rate]) for rate in rates)} |"
+        yield table_row([name, *(_spread(of_rate[rate]) for rate in rates)])
 
 
 # ---------------------------------------------------------------- plot

@@ -27,14 +27,14 @@ from benchmarks.evidence.frontier import runs
 from benchmarks.evidence.frontier.report import lines, picture
 from benchmarks.evidence.frontier.study import QUICK, SCORE, STANDARD, Job, Study, startable
 from benchmarks.evidence.pool import Figures
+from benchmarks.evidence.results_folder import RUNS, file_of, keep, kept, write
 from benchmarks.evidence.sources.prepare import OUT as PREPARED
-from tessera.worker.state.atomic_files import written_whole
 
 SAVED = Path(__file__).with_name("runs.json")
 """The settings and inputs of the study, and the figures of its finished runs."""
 OUT = Path("bench-output/frontier")
 COMMAND = "python -m benchmarks.evidence.frontier"
-RUNS, MODELS, ABOUT, PLOT = "runs", "models", "study.json", "frontier.png"
+MODELS, ABOUT, PLOT = "models", "study.json", "frontier.png"
 
 
 class OtherStudy(ValueError):
@@ -44,8 +44,7 @@ class OtherStudy(ValueError):
 def finished(out: Path) -> dict[Job, Figures]:
     """Return the figures of every finished run in the folder."""
     found = {}
-    for file in sorted((out / RUNS).glob("*.json")):
-        figures = json.loads(file.read_bytes())
+    for figures in kept(out):
         epsilon = inf if figures["epsilon"] is None else figures["epsilon"]
         found[Job(figures["arm"], epsilon, figures["seed"], figures["rate"])] = figures
     return found
@@ -62,7 +61,7 @@ def claim(out: Path, study: Study, inputs: Mapping[str, str]) -> None:
                 f"{out} has runs with other {' and '.join(changed)}: name another folder with --out, or remove it"
             )
     else:
-        _write(file, about)
+        write(file, about)
 
 
 def save(out: Path, saved: Path = SAVED) -> None:
@@ -86,10 +85,10 @@ def begin_with_saved(out: Path, study: Study, saved: Path = SAVED) -> None:
     found, about = document.pop(RUNS), out / ABOUT
     if document["settings"] != study.described() or (about.exists() and json.loads(about.read_bytes()) != document):
         return
-    _write(about, document)
+    write(about, document)
     for name, figures in found.items():
-        if not (file := out / RUNS / f"{name}.json").exists():
-            _write(file, figures)
+        if not file_of(out, name).exists():
+            keep(out, name, figures)
 
 
 def work(
@@ -113,18 +112,12 @@ def work(
     def task(job: Job) -> tuple[Any, ...]:
         return runs.run, study, job, prepared, out / MODELS, device
 
-    def keep(job: Job, figures: Figures) -> None:
-        _write(out / RUNS / f"{job.name}.json", figures)
+    def end(job: Job, figures: Figures) -> None:
+        keep(out, job.name, figures)
         scores[job] = figures[SCORE]
         print(f"{job.name}: {figures[SCORE]:.4f}, {figures.get('seconds', 0)} s", file=sys.stderr, flush=True)
 
-    return pool.work(wanted, task, keep, processes, over)
-
-
-def _write(path: Path, document: Mapping[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with written_whole(path, durable=False) as file:
-        file.write(json.dumps(document, indent=1, sort_keys=True).encode())
+    return pool.work(wanted, task, end, processes, over)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -11,6 +11,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from benchmarks.document import table_head, table_row
 from benchmarks.evidence.frontier.study import ARMS, FULL, SCORE, Job, Study, choices, tried
 from benchmarks.evidence.statistics import STANDARD_ERRORS, floor, shown_interval, shown_spread
 from tessera.worker.simulation.comparison import CONFIDENCE, interval
@@ -83,7 +84,7 @@ def _of_epsilon(study: Study, table: Found, epsilon: float) -> Iterator[str]:
                 shown_interval(paired(table, arm.name, FULL.name)) if arm.name != FULL.name else "",
                 shown_spread([figures["upload_bytes"] / 1e3 for figures in of_arm if "upload_bytes" in figures], 0),
             ]
-            yield f"| {' | '.join(cells)} |"
+            yield table_row(cells)
 
 
 def _titled(study: Study, epsilon: float) -> str:
@@ -108,13 +109,12 @@ def _against_random(study: Study, table: Found) -> Iterator[str]:
     yield "\n### The claim: layers chosen by attention lose less to noise than all layers\n"
     pairs = [("attention", FULL.name), ("random", FULL.name)]
     pairs += [("attention", other) for other in ("random", "last", "head")]
-    yield f"| epsilon | seeds | {' | '.join(f'{arm} less {other}' for arm, other in pairs)} |"
-    yield f"|{'---|' * (len(pairs) + 2)}"
+    yield from table_head(["epsilon", "seeds", *(f"{arm} less {other}" for arm, other in pairs)])
     for epsilon in sorted({job.epsilon for job in table}):
         of_epsilon = {job: figures for job, figures in table.items() if job.epsilon == epsilon}
         found = [paired(of_epsilon, *pair) for pair in pairs]
         cells = [f"{epsilon:g}", str(len(found[0])), *map(shown_interval, found)]
-        yield f"| {' | '.join(cells)} |"
+        yield table_row(cells)
 
 
 def _rates(study: Study, found: Found) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from statistics import fmean
 
@@ -97,21 +98,39 @@ def _finding(plan: Plan, found: Found, name: str, claim: Claim) -> Finding:
     return Finding(claim, name, differences, p, hindrance, at_end)
 
 
-def flipped(full: Plan, found: Found, short: Plan, short_found: Found) -> list[str]:
-    """Return the headline claims whose mean difference has another sign in the short check than in the full runs,
-    where these have a verdict and their interval excludes 0."""
-    settled = [each for each in findings(full, found) if each.claim.headline and not each.hindrance]
-    known = {each.claim.name: each.differences for each in settled}
-    flips = []
-    for each in findings(short, short_found):
-        full_runs = known.get(each.claim.name, [])
-        if len(full_runs) < 2 or not each.differences:
-            continue
-        low, high = interval(full_runs)
-        mean = fmean(each.differences)
-        if (low > 0 and mean < 0) or (high < 0 and mean > 0):
-            flips.append(
-                f"{each.claim.name}: {each.claim.arm} less {each.claim.against} is {mean:+.1f} here, and "
-                f"{shown_interval(full_runs)} in the full runs"
-            )
-    return flips
+def directed(plan: Plan, found: Found) -> list[Finding]:
+    """Return the findings of headline claims whose direction is known: nothing hinders a verdict, and the interval
+    excludes 0."""
+
+    def is_known(each: Finding) -> bool:
+        if each.hindrance or each.p is None:
+            return False
+        low, high = interval(each.differences)
+        return low > 0 or high < 0
+
+    return [each for each in findings(plan, found) if each.claim.headline and is_known(each)]
+
+
+@dataclass(frozen=True)
+class Direction:
+    """A known direction beside the mean difference in the short check, in points."""
+
+    known: Finding
+    mean: float
+
+    @property
+    def is_flipped(self) -> bool:
+        return self.mean * fmean(self.known.differences) < 0
+
+    def __str__(self) -> str:
+        claim = self.known.claim
+        return (
+            f"{claim.name}: {claim.arm} less {claim.against} is {self.mean:+.1f} here, and "
+            f"{shown_interval(self.known.differences)} in the full runs"
+        )
+
+
+def directions(known: Collection[Finding], short: Plan, found: Found) -> list[Direction]:
+    """Return each known direction for which the short check has runs of both arms, beside the difference in them."""
+    here = {each.claim.name: each.differences for each in findings(short, found)}
+    return [Direction(each, fmean(means)) for each in known if (means := here.get(each.claim.name))]

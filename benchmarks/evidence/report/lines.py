@@ -6,7 +6,9 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from benchmarks.evidence.plan import SITES, Claim, Plan, Setting, Table, at_end, choice, tried, tuned_cell
+from benchmarks.document import table_head, table_row
+from benchmarks.evidence.jobs import at_end, choice, tried, tuned_cell
+from benchmarks.evidence.plan import SITES, Claim, Plan, Setting, Table
 from benchmarks.evidence.report.findings import NOT_FLAT, Finding, findings
 from benchmarks.evidence.report.rows import Found, Row, Run, row, score_of, void
 from benchmarks.evidence.statistics import described, shown_interval, shown_spread
@@ -64,8 +66,7 @@ def _of_setting(plan: Plan, found: Found, name: str, setting: Setting) -> Iterat
     equal = [f"{parts[0]} at the bytes of {table.equal_bytes}"] if budgets else []
     less = f"{parts[0]} less {table.reference}" + (f", {NOT_FLAT}" if reference.is_rising else "")
     heads += ["worst site", "spread of sites", less, "slope", "jitter", "MB up", "MB down", *equal]
-    yield f"| arm | seeds | {' | '.join(heads)} |"
-    yield f"|{'---|' * (len(heads) + 2)}"
+    yield from table_head(["arm", "seeds", *heads])
     most = {
         each["part"]: 100 * each[score_of(each["part"], table)]
         for each in next(iter(rows[0].runs.values()))["majority"]
@@ -94,7 +95,7 @@ def _of_setting(plan: Plan, found: Found, name: str, setting: Setting) -> Iterat
             # Prompts are kilobytes.
             cells.append(shown_spread(moved, 0 if max(moved, default=0) >= 1 else 3))
         cells += [shown_spread([] if each.arm.central else [*each.at_bytes(budgets).values()])] if budgets else []
-        yield f"| {' | '.join(cells)} |"
+        yield table_row(cells)
     shown = {each.arm.name for each in rows}
     if missing := [arm.name for arm in table.arms_of(setting) if arm.name not in shown]:
         yield f"\nArms that were not run: {', '.join(missing)}."
@@ -114,7 +115,7 @@ def _selections(rows: Sequence[Row]) -> Iterator[str]:
     yield "|---|---|---|---|---|"
     for arm, figures in found.items():
         cells = [shown_spread(figures[name], 2) for name in ("turnover", "overlap", "chance", "union")]
-        yield f"| {arm} | {' | '.join(cells)} |"
+        yield table_row([arm, *cells])
 
 
 def _warmups(rows: Sequence[Row]) -> Iterator[str]:
@@ -130,7 +131,7 @@ def _warmups(rows: Sequence[Row]) -> Iterator[str]:
         drifts = list(each.drifts().values())
         cuts = slice(None, 5), slice(-5, None)
         ends = [shown_spread([fmean(part) for drift in drifts if (part := drift[cut])]) for cut in cuts]
-        yield f"| {each.arm.name} | {shown_spread(each.warmups(), 0)} | {' | '.join(ends)} |"
+        yield table_row([each.arm.name, shown_spread(each.warmups(), 0), *ends])
 
 
 def heading(part: str, table: Table) -> str:
@@ -212,10 +213,8 @@ def _claims(plan: Plan, found: Found, tables: Collection[str]) -> Iterator[str]:
             size = "-" if count < 3 else f"{about['d_z']:+.2f}"
             cells = [f"{about['positive']} of {count}", size, "-" if p is None or each.hindrance else f"{p:.3g}"]
         title = f"**{text}**" if each.claim.headline else text
-        yield (
-            f"| {title} | {shown_interval(each.differences)} | {count} | {' | '.join(cells)} | "
-            f"{each.verdict(protocol.significance)} |"
-        )
+        verdict = each.verdict(protocol.significance)
+        yield table_row([title, shown_interval(each.differences), str(count), *cells, verdict])
     if missing:
         yield f"\nNot run: {'; '.join(f'{each.claim.name} {each.claim.text}' for each in missing)}."
 
@@ -238,7 +237,7 @@ def _at_other_times(plan: Plan, found: Found, tables: Collection[str]) -> Iterat
             shown_interval(paired(one.halfway(part), other.halfway(part))),
             shown_interval(paired(one.jitter, other.jitter), 2),
         ]
-        yield f"| {claim.name} | {claim.arm} less {claim.against} | {' | '.join(cells)} |"
+        yield table_row([claim.name, f"{claim.arm} less {claim.against}", *cells])
 
 
 def _headline_pairs(plan: Plan, found: Found, tables: Collection[str]) -> Iterator[tuple[Claim, Row, Row]]:

@@ -10,7 +10,8 @@ from statistics import fmean, pstdev
 from typing import Any, Literal
 
 from benchmarks.evidence.gate import shut
-from benchmarks.evidence.plan import SITES, Arm, Job, Plan, Setting, Table, at_end, choice
+from benchmarks.evidence.jobs import Job, at_end, choice
+from benchmarks.evidence.plan import SITES, Arm, Plan, Setting, Table
 from benchmarks.evidence.statistics import Trend, floor, shown_interval, trend
 from tessera.shared.methods.fedfrozen import DISAGREEMENT, FROZEN_FROM, MOVEMENT
 from tessera.worker.simulation.comparison import interval, paired

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
 
-from benchmarks.document import tidied, write_block
+from benchmarks.document import table_head, table_row, tidied, write_block
 from benchmarks.evidence.transfer.memory import merge_peak_bytes, worker_memory
 from benchmarks.evidence.transfer.models import LLAMA, MODELS, Large, table
 from benchmarks.evidence.transfer.traffic import (
@@ -55,15 +55,6 @@ def lines() -> Iterator[str]:
     yield from _coordinator()
 
 
-def _row(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
-def _header(cells: Sequence[str]) -> Iterator[str]:
-    yield _row(cells)
-    yield "|" + "---|" * len(cells)
-
-
 def digits(value: float) -> str:
     """Return a number with three significant digits, and no exponent."""
     if value == 0:
@@ -84,13 +75,15 @@ def _traffic() -> Iterator[str]:
         rows.setdefault(tuple(moved.items()), []).append(name)
     names = [large.name for large in MODELS]
     yield f"\n### Megabytes of a round at each of {SITES} sites, up / down, float32\n"
-    yield from _header(["method", *names])
+    yield from table_head(["method", *names])
     for arms in rows.values():
-        yield _row([", ".join(arms), *(_pair(raw[arms[0]].get(name)) for name in names)])
+        yield table_row([", ".join(arms), *(_pair(raw[arms[0]].get(name)) for name in names)])
     yield f"\n### Time of a round's bytes on a site's line of {LINE / 1e6:.0f} Mbit/s, raw / in 8 bits both ways\n"
-    yield from _header(["method", *names])
+    yield from table_head(["method", *names])
     for arms in rows.values():
-        yield _row([", ".join(arms), *(_times(raw[arms[0]].get(name), coded[arms[0]].get(name)) for name in names)])
+        yield table_row(
+            [", ".join(arms), *(_times(raw[arms[0]].get(name), coded[arms[0]].get(name)) for name in names)]
+        )
 
 
 def _moved(arm: Arm, *, coded: bool) -> Mapping[str, tuple[int, int]]:
@@ -115,7 +108,7 @@ def time(moved: int) -> str:
 
 def _codecs() -> Iterator[str]:
     yield "\n### Megabytes of a FedAvg update, and of a version, by codec\n"
-    yield from _header(["codec", *(large.name for large in MODELS), "of float32"])
+    yield from table_head(["codec", *(large.name for large in MODELS), "of float32"])
     whole = {large.name: table(large) for large in MODELS}
     for codec in UP_CODECS:
         yield _codec_row(f"up, `{codec}`", {name: encoded_bytes(codec, blocks) for name, blocks in whole.items()})
@@ -129,7 +122,7 @@ def _codecs() -> Iterator[str]:
 
 def _codec_row(name: str, sizes: Mapping[str, int]) -> str:
     share = sizes[LLAMA.name] / nbytes(table(LLAMA))
-    return _row([name, *(digits(size / MEGA) for size in sizes.values()), f"{100 * share:.1f} %"])
+    return table_row([name, *(digits(size / MEGA) for size in sizes.values()), f"{100 * share:.1f} %"])
 
 
 # ---------------------------------------------------------------- the claim
@@ -138,7 +131,7 @@ def _codec_row(name: str, sizes: Mapping[str, int]) -> str:
 def _claim() -> Iterator[str]:
     """Yield the claim for each model; once if its head changes nothing."""
     yield f"\n### SAFL: the most layers K, of all L, that save {CLAIMED:.0%}, by count\n"
-    yield from _header(
+    yield from table_head(
         [
             "model",
             "trains beside layers",
@@ -160,7 +153,7 @@ def _claim() -> Iterator[str]:
             most = [str(found.most(savings) or "none") for savings in (found.up, found.pruned, found.own_choices)]
             cells = [f"{found.in_layers:.1%}", f"{third:.1%}", *most, str(found.layers)]
             if cells != before:
-                yield _row([name, ", ".join(always), *cells])
+                yield table_row([name, ", ".join(always), *cells])
             before = cells
 
 
@@ -169,7 +162,7 @@ def _claim() -> Iterator[str]:
 
 def _worker() -> Iterator[str]:
     yield "\n### Gigabytes at a training worker, float32, AdamW\n"
-    yield from _header(["model and batch", "method", "weights", "gradients", "moments", "activations", "sum"])
+    yield from table_head(["model and batch", "method", "weights", "gradients", "moments", "activations", "sum"])
     for large in MODELS:
         for arm in IN_MEMORY:
             if possible(arm, large):
@@ -181,15 +174,15 @@ def _worker() -> Iterator[str]:
 def _memory_row(large: Large, arm: Arm, name: str, *, four_bits: bool = False) -> str:
     held = worker_memory(arm, large, four_bits=four_bits)
     parts = (held.weights, held.gradients, held.moments, held.activations, held.total)
-    return _row([f"{large.name}, {large.described}", name, *(digits(part / GIGA) for part in parts)])
+    return table_row([f"{large.name}, {large.described}", name, *(digits(part / GIGA) for part in parts)])
 
 
 def _coordinator() -> Iterator[str]:
     yield f"\n### The coordinator's disk for a version and the updates of {SITES} sites, in gigabytes\n"
-    yield from _header(["updates", *(large.name for large in MODELS)])
+    yield from table_head(["updates", *(large.name for large in MODELS)])
     for codec in (pipeline.RAW, "delta+int8"):
         sizes = [nbytes(table(large)) + SITES * encoded_bytes(codec, table(large)) for large in MODELS]
-        yield _row([f"`{codec}`", *(digits(size / GIGA) for size in sizes)])
+        yield table_row([f"`{codec}`", *(digits(size / GIGA) for size in sizes)])
     peaks = ", ".join(
         f"{merge_peak_bytes(count, CHUNKS) / (4 * CHUNK):.0f} MiB of {count} updates" for count in MERGED
     )

@@ -1,0 +1,1 @@
+"""Which blocks drift, before and after a freeze."""
