@@ -16,7 +16,7 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import inf
 from pathlib import Path
@@ -29,7 +29,7 @@ from benchmarks.evidence.federations import NotPrepared, source
 from benchmarks.evidence.gate import decided, shut
 from benchmarks.evidence.jobs import Cell, Job, Selection, choices, left, startable
 from benchmarks.evidence.plan import FILE, Plan, UnusablePlan, digest_of, read
-from benchmarks.evidence.report.findings import directed, directions
+from benchmarks.evidence.report.findings import Finding, directed, directions
 from benchmarks.evidence.report.lines import lines
 from benchmarks.evidence.report.section import write
 from benchmarks.evidence.results_folder import RUNS, keep
@@ -132,8 +132,8 @@ def prepared_tables(plan: Plan, selection: Selection, prepared: Path) -> tuple[l
 
 
 def check(full: Plan, prepared: Path, out: Path, selection: Selection, processes: int, saved: Path) -> int:
-    """Run the short check and print its tables. Return the exit status: 1 if a direction flips that the full runs
-    settled or a run fails, 2 if a table lacks something.
+    """Run the short check and print its tables. Return the exit status: 1 if it did not pass or a run failed, 2 if a
+    table lacks something.
 
     It begins with an empty folder: runs of other code would hide what this code does.
     """
@@ -156,11 +156,22 @@ def check(full: Plan, prepared: Path, out: Path, selection: Selection, processes
     short = store.finished(out, plan)
     for line in lines(plan, short, tables=ready):
         print(line)
-    seen = directions(directed(full, found), plan, short)
+    return 0 if passed(directed(full, found), plan, short) and not failed else 1
+
+
+def passed(known: Sequence[Finding], plan: Plan, found: store.Found) -> bool:
+    """Print what became of each known direction in the short check. Return whether no run diverged and all directions
+    that it compared are kept."""
+    seen, diverged = directions(known, plan, found), [job for job, run in found.items() if run.get("diverged")]
     print()
     for each in seen:
-        print(f"{'FLIPPED' if each.is_flipped else 'Same direction'}: {each}")
-    return 1 if failed or any(each.is_flipped for each in seen) else 0
+        print(f"{'Same direction' if each.is_kept else 'FLIPPED'}: {each}")
+    for other in known:
+        if other not in [each.known for each in seen]:
+            print(f"Not compared: {other.claim.name}, without runs of both arms")
+    for job in diverged:
+        print(f"DIVERGED: {job.name}")
+    return not diverged and all(each.is_kept for each in seen)
 
 
 def options() -> argparse.ArgumentParser:

@@ -48,7 +48,7 @@ class Protocol(Frozen):
     rising_points: float = Field(gt=0)
     """The slope over the last versions, in points a round, above which a row is not flat."""
     rising_share: float = Field(default=0.5, gt=0, le=1)
-    """The last versions are so much of the rounds, and at least `rising_versions`."""
+    """The share of the rounds over whose versions it is taken, which are `rising_versions` at least."""
     standard_errors: float = Field(gt=0)
     significance: float = Field(gt=0, lt=1)
     check_rounds: int = Field(ge=1)
@@ -161,7 +161,7 @@ class Claim(Frozen):
 
 
 class Table(Frozen):
-    """Arms on one federation. The first setting is the one of the core, and of the check."""
+    """Arms on one federation. Rates are chosen in the first setting; the short check runs the one that concludes."""
 
     title: str
     paper: str
@@ -182,7 +182,7 @@ class Table(Frozen):
     check: tuple[str, ...] = ()
     """The arms of the short check."""
     check_rounds: int | None = Field(default=None, ge=1)
-    """Its rounds, if not the protocol's: so many that the saved runs show each known direction in them."""
+    """Its rounds, if not the protocol's: enough for the saved runs to show each known direction."""
     gate: tuple[str, str] | None = None
     """The task and the model of `benchmarks.evidence.gate`: without a pass the table is void."""
     concludes: str | None = None

@@ -82,7 +82,7 @@ def finished(out: Path, plan: Plan) -> dict[Job, dict[str, Any]]:
 
 def of_plan(plan: Plan, found: Iterator[dict[str, Any]]) -> dict[Job, dict[str, Any]]:
     """Return the figures that are of this plan: with an arm and a setting that it has, and the same settings."""
-    kept = {}
+    known = {}
     for figures in found:
         job, table = job_of(figures), plan.tables.get(figures["table"])
         is_known = (
@@ -91,8 +91,8 @@ def of_plan(plan: Plan, found: Iterator[dict[str, Any]]) -> dict[Job, dict[str, 
             and job.setting in {setting.name for setting in table.settings}
         )
         if is_known and figures["setup"] == setup_of(plan, job):
-            kept[job] = figures
-    return kept
+            known[job] = figures
+    return known
 
 
 def check_inputs(found: Found, table: str, inputs: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from benchmarks.document import block, tidied
 from benchmarks.evidence.client_drift.__main__ import (
     COMMAND,
+    SAVED,
     begin_with_saved,
     depends_on,
     finished,
@@ -20,7 +22,7 @@ from benchmarks.evidence.client_drift.__main__ import (
     work,
 )
 from benchmarks.evidence.client_drift.report import lines
-from benchmarks.evidence.client_drift.study import ALIKE, ALL, ARMS, MEASURES, TABLE, OneRun, Study, distance, run
+from benchmarks.evidence.client_drift.study import ALL, ARMS, EQUAL, MEASURES, TABLE, OneRun, Study, distance, run
 from benchmarks.evidence.federations import source
 from benchmarks.evidence.plan import Plan
 from benchmarks.evidence.results_folder import RUNS, keep
@@ -31,7 +33,6 @@ from tessera.shared.model.blocks import Block
 from tessera.shared.tensors.lazy import ArrayTensor
 
 STUDY = Study(seeds=(1,), rounds=3, warmup=1, learning_rate=1e-2, probes=8, every=1)
-INPUTS = "phrases.npz 123"
 
 
 def test_steps_of_a_role_are_relative_to_its_length() -> None:
@@ -97,10 +98,11 @@ def small(full: Plan, tiny: Plan) -> Plan:
 def test_what_is_frozen_no_longer_moves_and_arms_share_the_warm_up(
     small: Plan, prepared: Path, tmp_path: Path
 ) -> None:
+    on = depends_on(small, STUDY, "phrases.npz 123")
     for arm in ARMS:
         one = OneRun(arm, 1)
-        keep(tmp_path, one.name, {**depends_on(STUDY, INPUTS), **run(small, STUDY, one, prepared, tmp_path)})
-    found = finished(tmp_path, STUDY, INPUTS)
+        keep(tmp_path, one.name, {**on, **run(small, STUDY, one, prepared, tmp_path)})
+    found = finished(tmp_path, STUDY, on)
     assert [*found] == [*ARMS]
     frozen: dict[str, set[str]] = {"fedfrozen": {"query", "key"}, "values-frozen": {"value"}}
     for arm, (figures,) in found.items():
@@ -115,9 +117,12 @@ def test_what_is_frozen_no_longer_moves_and_arms_share_the_warm_up(
         for measure in MEASURES:
             shared, own = ({role: each[0] for role, each in of[measure].items()} for of in (first, found[arm][0]))
             assert own == shared
-    assert found[ALIKE][0]["movement"] != first["movement"]
+    assert found[EQUAL][0]["movement"] != first["movement"]
     assert not list((tmp_path / "scratch").iterdir())
-    assert not any(finished(tmp_path, STUDY, "others").values())
+    table = small.tables[TABLE].model_copy(update={"training": {"steps": 9}})
+    other = small.model_copy(update={"tables": {TABLE: table}})
+    assert not any(finished(tmp_path, STUDY, depends_on(other, STUDY, "phrases.npz 123")).values())
+    assert not any(finished(tmp_path, STUDY, depends_on(small, STUDY, "phrases.npz 4")).values())
     report = "\n".join(lines(STUDY, found))
     assert [line.count("frozen |") for line in report.splitlines() if line.startswith("| query |")] == [1, 1]
 
@@ -144,34 +149,31 @@ def test_the_report_has_means_of_the_rounds_and_differences_of_the_last_version(
 # Processes that import torch take most of its time.
 @pytest.mark.long
 def test_only_runs_that_are_not_finished_run(small: Plan, prepared: Path, tmp_path: Path) -> None:
-    inputs = inputs_of(source(small.tables[TABLE].federation), prepared)
+    on = depends_on(small, STUDY, inputs_of(source(small.tables[TABLE].federation), prepared))
     assert work(small, STUDY, prepared, tmp_path, processes=2) == {}
-    first = finished(tmp_path, STUDY, inputs)
+    first = finished(tmp_path, STUDY, on)
     assert all(len(each) == 1 for each in first.values())
     kept, again = (tmp_path / RUNS / name for name in ("fedavg-1.json", "fedfrozen-1.json"))
     before = kept.stat().st_mtime_ns
     again.unlink()
     assert work(small, STUDY, prepared, tmp_path, processes=1) == {}
     assert kept.stat().st_mtime_ns == before
-    assert finished(tmp_path, STUDY, inputs) == first
+    assert finished(tmp_path, STUDY, on) == first
 
 
 def test_the_document_has_the_report_of_the_saved_study() -> None:
-    study, _, results = read()
-    assert block(COMMAND) == tidied(lines(study, results))
+    assert block(COMMAND) == tidied(lines(*read()))
 
 
-def test_a_folder_begins_with_the_saved_runs_and_keeps_its_own(tmp_path: Path) -> None:
-    study, inputs, results = read()
-    keep(tmp_path, OneRun(ALL, 1).name, {**depends_on(study, inputs), "own": True})
-    begin_with_saved(tmp_path)
-    found = finished(tmp_path, study, inputs)
-    assert found[ALL][0] == {"own": True}
-    assert found[ALL][1:] == results[ALL][1:]
-    assert {arm: each for arm, each in found.items() if arm != ALL} == {
-        arm: each for arm, each in results.items() if arm != ALL
-    }
+def test_a_folder_begins_with_the_saved_runs_and_keeps_its_own(full: Plan, tmp_path: Path) -> None:
+    study, results = read()
     assert study == Study()
+    on = depends_on(full, study, json.loads(SAVED.read_bytes())["inputs"])
+    keep(tmp_path, OneRun(ALL, 1).name, {**on, "own": True})
+    begin_with_saved(tmp_path)
+    own = {ALL: [{"own": True}, *results[ALL][1:]]}
+    # The plan has not changed what they depend on.
+    assert finished(tmp_path, study, on) == {**results, **own}
 
 
 def test_without_prepared_files_the_command_names_the_remedy(

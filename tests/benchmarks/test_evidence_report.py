@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ from pydantic import ValidationError
 from benchmarks.document import block, tidied, write_block
 from benchmarks.evidence import statistics as ours
 from benchmarks.evidence import store
+from benchmarks.evidence.__main__ import passed
 from benchmarks.evidence.federations import SEEN, UNSEEN
 from benchmarks.evidence.jobs import Job, choice, setup_of
 from benchmarks.evidence.plan import Plan, Question, digest_of
@@ -313,14 +313,33 @@ def pairs(*levels: tuple[float, float]) -> list[dict[str, Any]]:
     ]
 
 
-def test_a_direction_that_flips_fails_the_check(tiny: Plan) -> None:
+def early(*levels: tuple[float, float]) -> list[dict[str, Any]]:
+    """The same, in the two rounds of the short check."""
+    return [
+        {**each, "scores": [score for score in each["scores"] if score["version"] < 3]} for each in pairs(*levels)
+    ]
+
+
+def test_the_short_check_fails_if_a_direction_flips_or_a_run_diverges(
+    tiny: Plan, capsys: pytest.CaptureFixture[str]
+) -> None:
     short, known = tiny.shortened(), directed(tiny, found_of(tiny, *pairs((0.5, 0.6), (0.5, 0.6))))
-    (same,) = directions(known, short, found_of(short, *pairs((0.3, 0.31))))
-    assert not same.is_flipped
-    (flip,) = directions(known, short, found_of(short, *pairs((0.3, 0.29))))
-    assert flip.is_flipped
-    assert str(flip) == "T.1: one less full is -1.0 here, and +10.0 [+10.0, +10.0] in the full runs"
-    assert directions(known, short, found_of(short, raw("one", 1, FLAT))) == []
+
+    def checked(*figures: dict[str, Any]) -> tuple[bool, str]:
+        return passed(known, short, found_of(short, *figures)), capsys.readouterr().out
+
+    there = "and +10.0 [+10.0, +10.0] in the full runs\n"
+    assert checked(*early((0.3, 0.31))) == (True, f"\nSame direction: T.1: one less full is +1.0 here, {there}")
+    assert checked(*early((0.3, 0.29))) == (False, f"\nFLIPPED: T.1: one less full is -1.0 here, {there}")
+    # One seed may differ.
+    assert checked(*early((0.3, 0.29), (0.3, 0.4)))[0]
+    assert not checked(*early((0.3, 0.3)))[0]
+    one, two = early((0.3, 0.31))
+    assert checked(one) == (True, "\nNot compared: T.1, without runs of both arms\n")
+    assert (
+        "DIVERGED: T/K-1/one/seed-1-rate-0.001\n" in checked(one, {**two, "scores": [], "diverged": "too large"})[1]
+    )
+    assert not checked(one, {**two, "scores": [], "diverged": "too large"})[0]
 
 
 def test_a_direction_that_the_full_runs_left_open_cannot_flip(tiny: Plan) -> None:
@@ -328,23 +347,25 @@ def test_a_direction_that_the_full_runs_left_open_cannot_flip(tiny: Plan) -> Non
     assert directed(tiny, found_of(tiny, *pairs((0.5, 0.6), (0.5, 0.4)))) == []
 
 
-def test_the_saved_runs_show_each_known_direction_in_the_rounds_of_the_short_check(full: Plan) -> None:
+def test_the_saved_runs_show_each_known_direction_in_the_rounds_and_seeds_of_the_short_check(full: Plan) -> None:
     found, short = store.of_plan(full, store.loaded()), full.shortened()
-    all_known = directed(full, found)
-    assert all_known
-    for known in all_known:
-        table, claim, whole = short.tables[known.table], known.claim, full.tables[known.table]
-        assert claim in table.claims
-        # Arms with other settings in the short check have no curve of it.
-        assert not any(whole.arm(name).short for name in (claim.arm, claim.against))
-        levels = []
-        for name in (claim.arm, claim.against):
-            curves = row(full, found, known.table, whole.concluding, whole.arm(name)).curves(claim.part or table.part)
-            ends = [
-                curves[seed][: table.rounds + 1][-short.protocol.final_versions :] for seed in short.protocol.seeds
-            ]
-            levels.append(fmean(map(fmean, ends)))
-        assert not Direction(known, levels[0] - levels[1]).is_flipped
+    # An arm with other settings in the short check has no curve of it in the saved runs.
+    other = {(name, arm.name) for name, table in full.tables.items() for arm in table.arms if arm.short}
+    known = [
+        each
+        for each in directed(full, found)
+        if not other & {(each.table, each.claim.arm), (each.table, each.claim.against)}
+    ]
+    ended_early = {
+        job: {**run, "scores": [each for each in run["scores"] if each["version"] <= short.tables[job.table].rounds]}
+        for job, run in found.items()
+        if job.table in short.tables and job.seed in short.protocol.seeds
+    }
+    shown = directions(known, short, ended_early)
+    assert [each.known for each in shown] == known
+    for each in shown:
+        assert len(each.here) == len(short.protocol.seeds)
+        assert all(Direction(each.known, [value]).is_kept for value in each.here)
 
 
 def test_row_has_the_runs_of_the_chosen_rate(tiny: Plan) -> None:

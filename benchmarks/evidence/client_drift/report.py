@@ -7,7 +7,7 @@ from statistics import fmean
 from typing import get_args
 
 from benchmarks.document import table_head, table_row
-from benchmarks.evidence.client_drift.study import ALIKE, ALL, Results, Study
+from benchmarks.evidence.client_drift.study import ALL, EQUAL, Results, Study
 from benchmarks.evidence.pool import Figures
 from benchmarks.evidence.statistics import shown_interval, shown_spread
 from tessera.shared.model.blocks import Role
@@ -47,7 +47,7 @@ def _agreement(study: Study, results: Results) -> Iterator[str]:
         "\nAgreement: length of the mean step, over that to expect from as much disagreement if the sites' steps had "
         "independent directions. It is 1 where they have:\n"
     )
-    arms = [(arm, False) for arm in (ALL, ALIKE)] + [(arm, True) for arm in results]
+    arms = [(arm, False) for arm in (ALL, EQUAL)] + [(arm, True) for arm in results]
     yield from table_head(["role", *(f"{_late(study) if after else _early(study)}, {arm}" for arm, after in arms)])
     for role in _roles(results):
         ratios = (_means(study, results, arm, role, "movement", over="noise", after=after) for arm, after in arms)

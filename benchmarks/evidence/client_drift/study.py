@@ -24,12 +24,12 @@ from tessera.worker.model.build import write_block as write_values
 from tessera.worker.simulation import Conditions, Result, simulate
 
 TABLE = "F-t"
-ALL, ALIKE = "fedavg", "fedavg, alike"
+ALL, EQUAL = "fedavg", "fedavg, equal labels"
 ARMS = {
     ALL: ("fedavg", "alpha-0.1"),
     "fedfrozen": ("fedfrozen", "alpha-0.1"),
     "values-frozen": ("values-frozen", "alpha-0.1"),
-    ALIKE: ("fedavg", "alpha-1000"),
+    EQUAL: ("fedavg", "alpha-1000"),
 }
 """Arms and settings of the table, by name. Those of `fedavg` never freeze."""
 MEASURES = {"movement": MOVEMENT, "disagreement": DISAGREEMENT, "noise": NOISE}
@@ -62,7 +62,7 @@ class OneRun:
 
     @property
     def name(self) -> str:
-        return f"{self.arm.replace(', ', '-')}-{self.seed}"
+        return f"{self.arm.replace(', ', '-').replace(' ', '-')}-{self.seed}"
 
 
 Results = Mapping[str, Sequence[Figures]]

@@ -113,24 +113,39 @@ def directed(plan: Plan, found: Found) -> list[Finding]:
 
 @dataclass(frozen=True)
 class Direction:
-    """A known direction beside the mean difference in the short check, in points."""
+    """A known direction beside the differences in the short check, in points, by seed."""
 
     known: Finding
-    mean: float
+    here: list[float]
 
     @property
-    def is_flipped(self) -> bool:
-        return self.mean * fmean(self.known.differences) < 0
+    def is_kept(self) -> bool:
+        """True if the mean difference has the known sign."""
+        return fmean(self.here) * fmean(self.known.differences) > 0
 
     def __str__(self) -> str:
         claim = self.known.claim
         return (
-            f"{claim.name}: {claim.arm} less {claim.against} is {self.mean:+.1f} here, and "
+            f"{claim.name}: {claim.arm} less {claim.against} is {fmean(self.here):+.1f} here, and "
             f"{shown_interval(self.known.differences)} in the full runs"
         )
 
 
 def directions(known: Collection[Finding], short: Plan, found: Found) -> list[Direction]:
-    """Return each known direction for which the short check has runs of both arms, beside the difference in them."""
-    here = {each.claim.name: each.differences for each in findings(short, found)}
-    return [Direction(each, fmean(means)) for each in known if (means := here.get(each.claim.name))]
+    """Return each known direction for which the short check has runs of both arms, beside the differences in them.
+
+    These are of all versions of the second half of the rounds, because the last two vary by some points.
+    """
+    made = [Direction(each, _early(short, found, each)) for each in known if each.table in short.tables]
+    return [each for each in made if each.here]
+
+
+def _early(short: Plan, found: Found, known: Finding) -> list[float]:
+    table, arms = short.tables[known.table], (known.claim.arm, known.claim.against)
+    if not {*arms} <= {arm.name for arm in table.arms}:
+        return []
+    curves = [
+        row(short, found, known.table, table.concluding, table.arm(arm)).second_half(known.claim.part or table.part)
+        for arm in arms
+    ]
+    return paired(*curves)
