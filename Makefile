@@ -182,9 +182,12 @@ evidence-core: install ## one setting of each table, main arms, five seeds; the 
 	$(BIN)/python -m benchmarks.evidence.convex --processes $(PROCESSES)
 	$(BIN)/python -m benchmarks.evidence --scope core --processes $(PROCESSES)
 
-evidence-full: install ## every setting of every table, ten seeds for headlines, client drift; a day, resumes after a kill
+evidence-full: install ## every setting of every table, ten seeds for headlines, and the other studies; days, resumes after a kill
 	$(call prepare-evidence)
+	$(BIN)/python -m benchmarks.evidence.transfer
+	$(BIN)/python -m benchmarks.evidence.planted --processes $(PROCESSES)
 	$(BIN)/python -m benchmarks.evidence.client_drift --processes $(PROCESSES)
+	$(BIN)/python -m benchmarks.evidence.frontier --processes $(PROCESSES)
 	$(BIN)/python -m benchmarks.evidence --processes $(PROCESSES)
 
 evidence-gpu: install ## the larger settings on a GPU that several runs share; PROCESSES=

@@ -328,7 +328,8 @@ def verdict(task: str, model: str, of_model: Sequence[Score], of_task: Sequence[
     found = mean(differences)
     passes = "passes" if found >= MARGIN else f"does not pass: its table is void (margin {MARGIN:g})"
     return (
-        f"- {task}, {model}: {found:+.1f} points of {of_model[0].criterion} over {len(differences)} seeds: {passes}"
+        f"- {task}, {model}: {found:+.1f} points of {of_model[0].criterion} over {len(differences)} "
+        f"seed{'s' * (len(differences) > 1)}: {passes}"
     )
 
 

@@ -550,7 +550,7 @@ def test_verdict_is_the_difference_paired_by_seed() -> None:
     void = "does not pass: its table is void (margin 3)"
     assert f"- fashion, vit4: +2.5 points of accuracy over 2 seeds: {void}" in found
     found = lines([*scores[:1], replace(scores[2], accuracy=0.85)])
-    assert "- fashion, vit4: +3.0 points of accuracy over 1 seeds: passes" in found
+    assert "- fashion, vit4: +3.0 points of accuracy over 1 seed: passes" in found
 
 
 def test_the_document_has_the_gate_s_table() -> None:

@@ -63,9 +63,13 @@ def _of_setting(plan: Plan, found: Found, name: str, setting: Setting) -> Iterat
     parts.sort(key=lambda part: (part != table.part, part == SITES))
     budgets = _budgets(plan, found, name, setting)
     heads = [heading(part, table) for part in parts]
-    equal = [f"{parts[0]} at the bytes of {table.equal_bytes}"] if budgets else []
-    less = f"{parts[0]} less {table.reference}" + (f", {NOT_FLAT}" if reference.is_rising else "")
-    heads += ["worst site", "spread of sites", less, "slope", "jitter", "MB up", "MB down", *equal]
+    # A site's own test is small: only tables about the sites compare it.
+    compared = [part for part in parts if part != SITES or table.part == SITES]
+    less = f"less {table.reference}" + (f", {NOT_FLAT}" if reference.is_rising else "")
+    heads += ["worst site", "spread of sites", *(f"{part} {less}" for part in compared)]
+    heads += ["slope", "jitter", "MB up", "MB down"]
+    at_bytes = reference.at_bytes(budgets)
+    heads += [f"{parts[0]} at the bytes of {table.equal_bytes}", f"that {less}"] if budgets else []
     yield from table_head(["arm", "seeds", *heads])
     most = {
         each["part"]: 100 * each[score_of(each["part"], table)]
@@ -84,7 +88,8 @@ def _of_setting(plan: Plan, found: Found, name: str, setting: Setting) -> Iterat
         cells.append(shown_spread([*each.final(SITES, "accuracy", worst=True).values()]))
         cells.append(shown_spread([*each.spread().values()]))
         own = each.arm.name == table.reference
-        cells.append("" if own else shown_interval(paired(each.final(table.part), reference.final(table.part))))
+        differences = (paired(each.final(part), reference.final(part)) for part in compared)
+        cells += ["" if own else shown_interval(values) for values in differences]
         slope = (
             "-"
             if each.trend is None
@@ -94,7 +99,9 @@ def _of_setting(plan: Plan, found: Found, name: str, setting: Setting) -> Iterat
         for moved in (each.megabytes("upload"), each.megabytes("download")):
             # Prompts are kilobytes.
             cells.append(shown_spread(moved, 0 if max(moved, default=0) >= 1 else 3))
-        cells += [shown_spread([] if each.arm.central else [*each.at_bytes(budgets).values()])] if budgets else []
+        if budgets:
+            reached = {} if each.arm.central else each.at_bytes(budgets)
+            cells += [shown_spread([*reached.values()]), "" if own else shown_interval(paired(reached, at_bytes))]
         yield table_row(cells)
     shown = {each.arm.name for each in rows}
     if missing := [arm.name for arm in table.arms_of(setting) if arm.name not in shown]:

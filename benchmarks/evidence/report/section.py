@@ -23,7 +23,9 @@ def section(plan: Plan, found: Found, digest: str, repeated: Sequence[Run] = ())
         yield f"No run is saved of {', '.join(missing)}."
     if with_runs:
         yield from lines(plan, found, with_runs)
-        yield from (f"\n![{name}]({picture_name(name)})" for name in with_runs if drawable(plan, found, name))
+        if drawn := [name for name in with_runs if drawable(plan, found, name)]:
+            yield "\nBands and bars of the plots are one standard error of the mean over seeds, to each side."
+        yield from (f"\n![{name}]({picture_name(name)})" for name in drawn)
     if repeated:
         yield from repeated_lines(repeated)
 
