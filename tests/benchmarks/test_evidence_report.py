@@ -65,10 +65,12 @@ def test_report_of_raw_rows(tiny: Plan) -> None:
     tables = "\n".join(lines(tiny, found_of(tiny, *figures)))
     # The mean over both seeds, and the interval of differences of 3 and 2 points: 2.5 +- 12.706 * 0.7071 / sqrt(2).
     assert (
-        "| full | 2 | 51.0 ± 1.4 | 51.0 ± 1.4 | 60.0 ± 0.0 | 50.0 ± 0.0 | 10.0 ± 0.0 |  "
-        "| +0.00 ± 0.00 | 0.00 ± 0.00 | 6 ± 0 | 3 ± 0 |" in tables
+        "| full | 2 | 51.0 ± 1.4 | 51.0 ± 1.4 | 60.0 ± 0.0 | 50.0 ± 0.0 | 10.0 ± 0.0 |  |  "
+        "| +0.00 ± 0.00 | 0.00 ± 0.00 | 6 ± 0 | 3 ± 0 | 51.0 ± 1.4 |  |" in tables
     )
-    assert "+2.5 [-3.9, +8.9]" in tables
+    # On unseen and on seen examples, and at the bytes of `one`.
+    assert "| 10.0 ± 0.0 | +2.5 [-3.9, +8.9] | +2.5 [-3.9, +8.9] | +0.00" in tables
+    assert "| 53.5 ± 0.7 | +2.5 [-3.9, +8.9] |" in tables
     assert "| **T.1 One layer gains** | +2.5 [-3.9, +8.9] | 2 | 2 of 2 | - | 0.5 | interval alone |" in tables
     assert "| most frequent class of all sites | | 1.0 | 1.0 | 13.0 |" in tables
     assert "**Void**" not in tables
