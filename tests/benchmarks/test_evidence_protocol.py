@@ -36,6 +36,7 @@ from tessera.shared.run_settings import Training
 from tessera.worker.model.block_map import block_table
 from tessera.worker.model.build import instantiate
 from tests.benchmarks.test_evidence import TINY, made_up
+from tests.benchmarks.test_evidence_report import pairs
 from tests.support.paths import ROOT
 from tests.support.variants import variants
 
@@ -468,6 +469,21 @@ def test_the_short_check_takes_no_run_of_other_code(prepared: Path, tiny: Plan, 
     assert {(job.arm, job.seed, job.rate) for job in found} == {
         (arm, seed, 1e-3) for arm in ("full", "one") for seed in (1, 2)
     }
+
+
+@pytest.mark.long
+def test_the_short_check_fails_without_a_direction_that_the_saved_runs_have(
+    prepared: Path, tiny: Plan, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for figures in pairs((0.5, 0.6), (0.5, 0.6)):
+        job = store.job_of(figures)
+        keep(tmp_path / "full", job.name, {**figures, "setup": setup_of(tiny, job)})
+    store.save(tmp_path / "full", tiny, tmp_path / "saved")
+    given = ["--plan", str(tmp_path / "tiny.toml"), "--prepared", str(prepared), "--out", str(tmp_path / "out")]
+    # The labels are made up, so that no arm learns them: both are level.
+    assert main(["--check", *given, "--saved", str(tmp_path / "saved")]) == 1
+    shown = capsys.readouterr().out.splitlines()
+    assert "FLIPPED: T.1: one less full is +0.0 here, and +10.0 [+10.0, +10.0] in the full runs" in shown
 
 
 def test_a_table_that_the_gate_makes_void_is_a_result_and_one_without_its_gate_is_not(
