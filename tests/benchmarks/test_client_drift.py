@@ -123,6 +123,7 @@ def test_what_is_frozen_no_longer_moves_and_arms_share_the_warm_up(
     other = small.model_copy(update={"tables": {TABLE: table}})
     assert not any(finished(tmp_path, STUDY, depends_on(other, STUDY, "phrases.npz 123")).values())
     assert not any(finished(tmp_path, STUDY, depends_on(small, STUDY, "phrases.npz 4")).values())
+    assert not any(finished(tmp_path, STUDY, {**on, "also": "that"}).values())
     report = "\n".join(lines(STUDY, found))
     assert [line.count("frozen |") for line in report.splitlines() if line.startswith("| query |")] == [1, 1]
 
@@ -150,13 +151,13 @@ def test_the_report_has_means_of_the_rounds_and_differences_of_the_last_version(
 @pytest.mark.long
 def test_only_runs_that_are_not_finished_run(small: Plan, prepared: Path, tmp_path: Path) -> None:
     on = depends_on(small, STUDY, inputs_of(source(small.tables[TABLE].federation), prepared))
-    assert work(small, STUDY, prepared, tmp_path, processes=2) == {}
+    assert work(small, STUDY, on, prepared, tmp_path, processes=2) == {}
     first = finished(tmp_path, STUDY, on)
     assert all(len(each) == 1 for each in first.values())
     kept, again = (tmp_path / RUNS / name for name in ("fedavg-1.json", "fedfrozen-1.json"))
     before = kept.stat().st_mtime_ns
     again.unlink()
-    assert work(small, STUDY, prepared, tmp_path, processes=1) == {}
+    assert work(small, STUDY, on, prepared, tmp_path, processes=1) == {}
     assert kept.stat().st_mtime_ns == before
     assert finished(tmp_path, STUDY, on) == first
 
@@ -170,10 +171,16 @@ def test_a_folder_begins_with_the_saved_runs_and_keeps_its_own(full: Plan, tmp_p
     assert study == Study()
     on = depends_on(full, study, json.loads(SAVED.read_bytes())["inputs"])
     keep(tmp_path, OneRun(ALL, 1).name, {**on, "own": True})
-    begin_with_saved(tmp_path)
+    keep(tmp_path, OneRun(ALL, 2).name, {"study": "an older one"})
+    begin_with_saved(tmp_path, on)
     own = {ALL: [{"own": True}, *results[ALL][1:]]}
     # The plan has not changed what they depend on.
     assert finished(tmp_path, study, on) == {**results, **own}
+    # Runs of another plan stay.
+    other = {**on, "inputs": "phrases.npz 4"}
+    keep(tmp_path, OneRun(ALL, 1).name, {**other, "own": True})
+    begin_with_saved(tmp_path, other)
+    assert finished(tmp_path, study, other)[ALL] == [{"own": True}]
 
 
 def test_without_prepared_files_the_command_names_the_remedy(

@@ -54,7 +54,7 @@ def figures_of(out: Path, one: OneRun, on: Mapping[str, Any]) -> Figures | None:
     if not file.exists():
         return None
     figures: Figures = json.loads(file.read_bytes())
-    return figures if all(figures.pop(name) == value for name, value in on.items()) else None
+    return figures if all(figures.pop(name, None) == value for name, value in on.items()) else None
 
 
 def finished(out: Path, study: Study, on: Mapping[str, Any]) -> Results:
@@ -66,21 +66,24 @@ def finished(out: Path, study: Study, on: Mapping[str, Any]) -> Results:
     return found
 
 
-def begin_with_saved(out: Path, saved: Path = SAVED) -> None:
-    """Write the repository's runs into the folder, but for those that it has."""
-    on = json.loads(saved.read_bytes())
-    for arm, each in on.pop("arms").items():
-        for seed, figures in zip(on["study"]["seeds"], each, strict=True):
-            if not file_of(out, name := OneRun(arm, seed).name).exists():
-                keep(out, name, {**on, **figures})
+def begin_with_saved(out: Path, on: Mapping[str, Any], saved: Path = SAVED) -> None:
+    """Write the repository's runs into the folder, if they depend on the same, but for those that it has."""
+    there = json.loads(saved.read_bytes())
+    if {name: there[name] for name in on} != on:
+        return
+    for arm, each in there["arms"].items():
+        for seed, figures in zip(there["study"]["seeds"], each, strict=True):
+            if figures_of(out, one := OneRun(arm, seed), on) is None:
+                keep(out, one.name, {**on, **figures})
 
 
-def work(plan: Plan, study: Study, prepared: Path, out: Path, processes: int) -> dict[OneRun, str]:
+def work(
+    plan: Plan, study: Study, on: Mapping[str, Any], prepared: Path, out: Path, processes: int
+) -> dict[OneRun, str]:
     """Run what is not finished, several runs at the same time. Return the reason of each that failed.
 
-    Raises NotPrepared, and BlockingIOError if another process works in the folder.
+    Raises BlockingIOError if another process works in the folder.
     """
-    on = depends_on(plan, study, inputs_of(source(plan.tables[TABLE].federation), prepared))
     # All arms of a seed one after another: those that run at the same time are then of one seed.
     wanted = [OneRun(arm, seed) for seed in study.seeds for arm in ARMS]
 
@@ -120,9 +123,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("\n".join(lines(*read())))
         return 0
     study, plan = Study(), read_plan()
-    begin_with_saved(given.out)
     try:
-        failed = work(plan, study, given.prepared, given.out, given.processes)
+        on = depends_on(plan, study, inputs_of(source(plan.tables[TABLE].federation), given.prepared))
+        begin_with_saved(given.out, on)
+        failed = work(plan, study, on, given.prepared, given.out, given.processes)
     except NotPrepared as fault:
         print(fault, file=sys.stderr)
         return REFUSED
@@ -134,7 +138,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if failed:
         print(f"{len(failed)} runs failed: {', '.join(one.name for one in failed)}", file=sys.stderr)
         return 1
-    on = depends_on(plan, study, inputs_of(source(plan.tables[TABLE].federation), given.prepared))
     results = finished(given.out, study, on)
     if given.save:
         write(SAVED, {**on, "arms": results})
