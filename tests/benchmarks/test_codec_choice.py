@@ -28,7 +28,8 @@ def test_each_side_has_its_rounds_and_its_bytes(tmp_path: Path) -> None:
     (row,) = quickly("codec_choice", tmp_path)["rows"]
     assert row["raw_up_MB"] == pytest.approx(2, rel=0.01)
     assert row["lossless_up_MB"] < 0.8 * row["raw_up_MB"]
-    assert row["auto_up_MB"] in (row["raw_up_MB"], pytest.approx(row["lossless_up_MB"], rel=0.05))
+    # It chooses again in each round, by what it measures on this machine: the mean is that of both or between them.
+    assert 0.95 * row["lossless_up_MB"] <= row["auto_up_MB"] <= 1.01 * row["raw_up_MB"]
     assert min(row[f"{side}_s"] for side in SIDES) > 0
 
 
