@@ -22,12 +22,14 @@ RARELY := $(subst $(NONE) ,|,transformers/(models|exporters)/ torch/_inductor/ p
   huggingface_hub/(cli|inference)/ /(async_api|databricks|fontTools|git|graphql|lexers|mlflow|moto|mypy)/ \
   /(mypyc|networkx|pip|pyasn1_modules|pymdownx|setuptools|testing|tests)/)
 
-# The pip that comes with Python takes twice as long to choose versions. pip would compile all files, and one at a time;
+# The pip that comes with Python takes twice as long to choose versions. An environment of before the distribution was
+# named tessera-fl has one named tessera, whose removal later would remove the command. pip would compile all files, and one at a time;
 # the last line compiles those that are often imported, before several processes would at once.
 define install-extra
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Tessera needs Python 3.11 or newer")'
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check 'pip>=25.1'
+	$(BIN)/python -m pip uninstall --yes --quiet --quiet tessera
 	PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check \
 	  --constraint constraints.txt --editable '.[$(1)]'
 	$(BIN)/python -m compileall -qq -j 0 -x '$(RARELY)' .venv/lib || true

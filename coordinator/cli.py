@@ -325,7 +325,8 @@ def _assembled(duty: Duty = "both", *, at_head: bool = True, wait: bool = False)
         raise _exit(unusable, 1 if duty != "both" and isinstance(fault, DATABASE_AWAY) else 2) from None
     except (OSError, ImportError, ValueError, BaseError) as fault:
         reason = str(fault).splitlines()[0] if str(fault) else type(fault).__name__
-        raise _exit(f"the database, blob store or staging folder of the settings cannot be used: {reason}") from None
+        places = "database, blob store, staging folder or merge engine"
+        raise _exit(f"the {places} of the settings cannot be used: {reason}") from None
     return services
 
 

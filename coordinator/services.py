@@ -41,6 +41,7 @@ from tessera.coordinator.settings import CoordinatorSettings
 from tessera.shared.rounds.aggregate import Aggregation
 from tessera.shared.rounds.validation import Inspector
 from tessera.shared.rounds.versions import MergeEngine, States, materialize
+from tessera.shared.version import install_line
 
 if TYPE_CHECKING:
     from tessera.coordinator.auth.oidc import OIDCLogin, OIDCVerifier
@@ -220,6 +221,10 @@ def _engine(settings: CoordinatorSettings) -> MergeEngine:
     if settings.merge_engine == "threads":
         return partial(materialize, threads=len(os.sched_getaffinity(0)))
     # Ray is an extra, and slow to import.
-    ray_engine = importlib.import_module("tessera.coordinator.conductor.ray_engine")
+    try:
+        ray_engine = importlib.import_module("tessera.coordinator.conductor.ray_engine")
+    except ModuleNotFoundError as fault:
+        remedy = install_line("ray")
+        raise ImportError(f"TESSERA_MERGE_ENGINE=ray needs {fault.name}, which is not installed: {remedy}") from fault
     engine: MergeEngine = ray_engine.RayEngine(settings.ray_address)
     return engine

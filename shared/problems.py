@@ -43,6 +43,7 @@ from pydantic import BaseModel, JsonValue, ValidationError
 
 from tessera.shared.schema import Frozen
 from tessera.shared.validation_errors import messages_of
+from tessera.shared.version import install_line
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -368,8 +369,10 @@ OF_WORKERS: Mapping[str, str] = {
     "unknown-codec": "Begin a run with another codec, or have the site install a version that has this one.",
     "unknown-dataset": "Begin a run with a data set that the site has: `tessera run preview` lists them.",
     "nothing-held-out": "Have the site hold out some of the data set, or begin a run that does not measure at sites.",
-    "privacy-not-installed": "Have the site install tessera[privacy], or leave it out (cohort.sites).",
-    "augmentation-not-installed": "Have the site install tessera[augmentation], or leave it out (cohort.sites).",
+    "privacy-not-installed": f"Have the site run {install_line('privacy', elsewhere=True)}, or leave it out "
+    "(cohort.sites).",
+    "augmentation-not-installed": f"Have the site run {install_line('augmentation', elsewhere=True)}, or "
+    "leave it out (cohort.sites).",
 }
 """Remedies for failures of workers, by the worker's error code."""
 

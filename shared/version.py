@@ -1,5 +1,63 @@
-"""The version that is running."""
+"""The running installation: its version, and the command that adds an extra to it."""
 
-from importlib.metadata import version
+import json
+import os
+import shlex
+import shutil
+import sys
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
-VERSION = version("tessera")
+NAME = "tessera-fl"
+"""The distribution's name. The package index has another project as `tessera`, whose version is higher."""
+
+_SOURCE = Path(__file__).resolve().parents[1]
+
+try:
+    _INSTALLED = distribution(NAME)
+except PackageNotFoundError:
+    _IS_CHECKOUT = (_SOURCE / "pyproject.toml").is_file()
+    _REMEDY = f"pip install -e {shlex.quote(str(_SOURCE))}" if _IS_CHECKOUT else "install its wheel with pip"
+    raise ImportError(
+        f"Tessera is imported from {_SOURCE}, but {NAME} is not installed in this environment: {_REMEDY}"
+    ) from None
+
+VERSION = _INSTALLED.version
+
+
+def install_line(extra: str = "", *, elsewhere: bool = False) -> str:
+    """Return the shell command that adds an extra to this installation, or what it lacks of its own requirements.
+
+    `elsewhere`: for the installation of another machine, about which nothing is known.
+    """
+    wanted = f"[{extra}]" if extra else ""
+    # Installed already, so that pip takes nothing but the extra's packages from an index.
+    requirement = shlex.quote(NAME + wanted)
+    if elsewhere:
+        return f"pip install {requirement}"
+    folder, is_editable = _checkout()
+    words = [_pip(), "install"]
+    if folder and (constraints := folder / "constraints.txt").is_file():
+        words += ["-c", shlex.quote(str(constraints))]
+    # The extras of an editable installation are those of the checkout as it is now.
+    words += ["-e", shlex.quote(f"{folder}{wanted}")] if is_editable else [requirement]
+    return " ".join(words)
+
+
+def _pip() -> str:
+    """Return the command that runs this environment's pip: a service's environment is not on its user's PATH."""
+    beside = Path(sys.executable).parent
+    found = shutil.which("pip")
+    return "pip" if found and Path(found).parent == beside else f"{shlex.quote(os.fspath(sys.executable))} -m pip"
+
+
+def _checkout() -> tuple[Path | None, bool]:
+    """Return the folder of source that this was installed from, if it is still there; and whether it is editable."""
+    origin = json.loads(_INSTALLED.read_text("direct_url.json") or "{}")
+    if "dir_info" not in origin:
+        return None, False
+    folder = Path(unquote(urlsplit(origin["url"]).path))
+    if not (folder / "pyproject.toml").is_file():
+        return None, False
+    return folder, origin["dir_info"].get("editable", False)

@@ -242,6 +242,26 @@ def test_a_shell_line_that_names_what_is_not_there_is_found(line: str, fault: st
     assert fault in " ".join(faults(words))
 
 
+def test_nothing_names_the_other_project_called_tessera_to_pip() -> None:
+    tracked = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    # The changelog tells of the releases before the name.
+    files = [ROOT / name for name in tracked if name not in ("CHANGELOG.md", "tests/test_docs.py")]
+    named = re.compile(
+        r"tessera\[[a-z]|(?<!helm )(?<!un)install (\S+ )*['\"`]?tessera(?![-\w/])|^name = \"tessera\"", re.MULTILINE
+    )
+    found = {
+        f"{file.relative_to(ROOT)}: {hit[0]}"
+        for file in files
+        if file.is_file() and not file.is_symlink()
+        for hit in named.finditer(file.read_text(encoding="utf-8", errors="ignore"))
+    }
+    assert found == set()
+    assert named.search("install tessera[dicom]")
+    assert named.search("pip install -U 'tessera'")
+
+
 def test_the_commands_of_the_readme_are_targets_of_the_makefile() -> None:
     listed = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     targets = {line.split()[0] for line in listed.splitlines()}

@@ -22,6 +22,7 @@ from tessera.session import Run, Session
 from tessera.shared.api.runs import Evaluation
 from tessera.shared.cli.metrics import EXTRAS, extra
 from tessera.shared.metrics.comparison import BestVersion
+from tessera.shared.version import install_line
 from tests.support import cli
 from tests.support.coordinator import LiveCoordinator
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
@@ -193,7 +194,7 @@ def test_a_version_that_is_no_longer_kept_is_named_with_those_that_are(
 def test_a_missing_package_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "tessera.shared.metrics.data_frames", raising=False)
     monkeypatch.setitem(sys.modules, "pandas", None)
-    with pytest.raises(tessera.Problem, match=rf"(?s)pandas.*pip install '\.\[{EXTRAS['data_frames']}\]'"):
+    with pytest.raises(tessera.Problem, match=rf"(?s)pandas.*{re.escape(install_line(EXTRAS['data_frames']))}"):
         extra("data_frames")
 
 

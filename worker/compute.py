@@ -23,7 +23,7 @@ class Compute(BaseModel):
     base_bits: Literal[4] | None = Field(
         default=None,
         description="4: the matrices of a base beside adapters are rounded to 4 bits, which takes about a quarter of "
-        "their memory. Tasks that train them are refused. Needs `tessera[quantized]`",
+        "their memory. Tasks that train them are refused. Needs the extra `quantized`",
     )
     shard: bool = Field(
         default=False,

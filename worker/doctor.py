@@ -28,6 +28,7 @@ from tessera.shared.problems import Forbidden, NotFound, Problem, Unauthenticate
 from tessera.shared.run_settings import Training
 from tessera.shared.schema import PROTOCOL
 from tessera.shared.urls import is_loopback, proxy_of
+from tessera.shared.version import install_line
 from tessera.worker.data.dataset import DataError, Dataset
 from tessera.worker.data.loaders import SHARED_MEMORY
 from tessera.worker.governance.descriptions import ANY_BLOCK, policy_in_words, size
@@ -237,7 +238,7 @@ def _dataset(settings: WorkerSettings, name: str, source: DataSource) -> Iterato
         more = "Name more examples" if source.use == "evaluate" else f"Raise datasets.{name}.held_out"
         yield warn(f"data {name}", detail, f"{more}, or lower policy.min_evaluation_examples.")
     if PIXELS in loaded.inputs and "augmentation" not in usable_settings(settings.kinds):
-        remedy = "Install tessera[augmentation], if it should take part in them."
+        remedy = f"If it should take part in them: {install_line('augmentation')}"
         yield warn(f"data {name}", "this worker is offered no run that changes images in training", remedy)
     if "train" not in settings.kinds and source.use == "train" and loaded.held_out is None:
         remedy = f"Set datasets.{name}.use = 'evaluate' if nothing trains on it."

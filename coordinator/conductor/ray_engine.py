@@ -1,4 +1,4 @@
-"""Merging on a Ray cluster, for models that one machine is too small for (`pip install '.[coordinator,ray]'`).
+"""Merging on a Ray cluster, for models that one machine is too small for (extra `ray`).
 
 The same function over blocks as in threads: a task computes some groups of tensors from the store, and writes what
 comes out to the store. Its machine therefore must reach the database and the blobs, and needs the methods that runs

@@ -18,6 +18,7 @@ from tessera.shared.model.dataset_schema import DatasetSchema
 from tessera.shared.model.spec import Model
 from tessera.shared.run_settings import Budget, Privacy, UnitBudget, about_together, used_later_settings
 from tessera.shared.schedule import local_epochs
+from tessera.shared.version import install_line
 
 SHOWN = 4
 
@@ -90,7 +91,8 @@ def _about(unknown: list[str]) -> str:
     names = ", ".join(name if "." in name else f"training.{name}" for name in unknown)
     if unknown == ["augmentation"]:
         return (
-            f"it cannot apply {names}: install tessera[augmentation] of this version there, or leave the setting out"
+            f"it cannot apply {names}: have the site run {install_line('augmentation', elsewhere=True)}, or upgrade "
+            "its version of Tessera, or leave the setting out"
         )
     return f"its version of Tessera does not know {names}: upgrade it, or leave the setting out"
 

@@ -10,7 +10,7 @@ import os
 import re
 import sys
 from functools import cache
-from importlib.metadata import EntryPoint, entry_points, version
+from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
 from typing import Annotated, Any
 
@@ -26,6 +26,7 @@ from tessera.shared.environment import refuse_misspelt
 from tessera.shared.near_names import did_you_mean
 from tessera.shared.problems import Invalid, Problem, Unauthenticated
 from tessera.shared.validation_errors import message_of
+from tessera.shared.version import VERSION, install_line
 
 COMMANDS = "tessera.commands"
 
@@ -44,8 +45,8 @@ SUMMARIES = {
     "worker": "Train for a coordinator with this site's data.",
 }
 
-# Packages of this project, each with an extra of its name.
-PARTS = ("shared", "coordinator", "worker")
+# Packages of this project, each with the extra that it needs.
+PARTS = {"shared": "", "coordinator": "coordinator", "worker": "worker"}
 
 
 class Installed(TyperGroup):
@@ -124,9 +125,12 @@ def _what_is_missing(entry: EntryPoint, fault: ModuleNotFoundError) -> str:
         return f"`tessera {entry.name}` is not part of this installation: it has no package {part!r}."
     if missing in ("", "tessera"):
         raise fault
-    # Tessera is on no package index; another package's requirement may be.
-    cure = f"in a checkout of Tessera run: pip install '.[{part}]'" if part in PARTS else f"pip install {missing}"
-    return f"`tessera {entry.name}` needs {missing}, which is not installed: {cure}"
+    lacking = f"`tessera {entry.name}` needs {missing}, which is not installed"
+    if part in PARTS:
+        return f"{lacking}: {install_line(PARTS[part])}"
+    # A package index may have a stranger's package of the module's name.
+    owner = entry.dist.name if entry.dist else entry.module
+    return f"{lacking}: install what {owner} requires, the package that adds this command"
 
 
 app = typer.Typer(cls=Installed, no_args_is_help=True, pretty_exceptions_enable=False)
@@ -134,7 +138,7 @@ app = typer.Typer(cls=Installed, no_args_is_help=True, pretty_exceptions_enable=
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"tessera {version('tessera')}")
+        typer.echo(f"tessera {VERSION}")
         raise typer.Exit
 
 

@@ -15,6 +15,7 @@ from tessera.shared.cli.render import output
 from tessera.shared.cli.render.output import AsJson
 from tessera.shared.metrics.rows import MetricRow, rows_of, write_csv
 from tessera.shared.problems import Invalid
+from tessera.shared.version import install_line
 
 # Modules that need an extra, imported only on demand, and the name of that extra.
 EXTRAS = {"data_frames": "tables", "parquet_file": "tables", "mlflow_store": "mlflow"}
@@ -77,5 +78,5 @@ def extra(name: str) -> ModuleType:
     except ModuleNotFoundError as fault:
         raise Invalid(
             f"this needs {fault.name}, which is not installed",
-            remedy=f"In a checkout of Tessera run: pip install '.[{EXTRAS[name]}]'",
+            remedy=f"Run: {install_line(EXTRAS[name])}",
         ) from fault

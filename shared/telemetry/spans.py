@@ -19,7 +19,7 @@ from opentelemetry.util.types import Attributes
 
 from tessera.shared.problems import Problem
 from tessera.shared.telemetry.trace_ids import HEADER, HEADERS, OWN_IDS, context_of, ids_in
-from tessera.shared.version import VERSION
+from tessera.shared.version import VERSION, install_line
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
@@ -42,7 +42,7 @@ def begin(service: str) -> None:
         # An extra, and slow to import.
         _provider = importlib.import_module("tessera.shared.telemetry.otel").provider(service)
     except ModuleNotFoundError as fault:
-        structlog.get_logger().warning("spans.not_installed", missing=fault.name, remedy="install tessera[otel]")
+        structlog.get_logger().warning("spans.not_installed", missing=fault.name, remedy=install_line("otel"))
     else:
         _tracer = _provider.get_tracer("tessera", VERSION)
 

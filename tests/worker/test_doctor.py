@@ -25,6 +25,7 @@ from tessera.shared.api.tasks import TaskView
 from tessera.shared.client.client import Client
 from tessera.shared.diagnostics import Finding, examined
 from tessera.shared.urls import is_loopback, without_password
+from tessera.shared.version import install_line
 from tessera.worker import doctor as doctor_checks
 from tessera.worker.bootstrap import runner_of
 from tessera.worker.cli.worker import app
@@ -93,7 +94,7 @@ def test_a_base_in_4_bits_without_its_library_stops_the_worker_with_the_remedy(
     monkeypatch.setitem(sys.modules, "bitsandbytes.functional", None)
     found = doctor_checks._compute(settings)
     assert (found.verdict, found.remedy) == ("fail", REMEDY)
-    refused = pytest.raises(SettingsError, match=r"needs bitsandbytes .*: install tessera\[quantized\]")
+    refused = pytest.raises(SettingsError, match=rf"needs bitsandbytes .*: {re.escape(install_line('quantized'))}")
     with Client(settings.url, "t") as client, refused:
         runner_of(client, settings)
 
@@ -187,7 +188,7 @@ def test_a_trainer_on_images_without_kornia_is_told_what_it_is_not_offered(
     _, warning = dict(checks(settings, probe=False))["data test"]()
     assert (warning.verdict, warning.remedy) == (
         "warn",
-        "Install tessera[augmentation], if it should take part in them.",
+        f"If it should take part in them: {install_line('augmentation')}",
     )
     assert "offered no run that changes images" in warning.detail
 

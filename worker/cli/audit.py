@@ -18,6 +18,7 @@ from tessera.shared.api.audit_chain import first_broken
 from tessera.shared.cli.connection import client_of, connect
 from tessera.shared.cli.lazy_import import load
 from tessera.shared.cli.render.output import AsJson, note, out, print_json, table
+from tessera.shared.version import install_line
 from tessera.worker.cli.exits import BAD_SETTINGS, ConfigFile, exits, fail
 from tessera.worker.governance.audit_compare import Discrepancy, compare
 from tessera.worker.state.audit import SiteAuditEntry
@@ -133,7 +134,7 @@ def _site(config: Path) -> Any:
         site_of = load("tessera.worker.cli.site").site_of
     except ImportError as fault:
         fail(
-            f"a site's chain can only be read where its worker is installed ({fault}): install tessera[worker]",
+            f"a site's chain can only be read where its worker is installed ({fault}): " + install_line("worker"),
             BAD_SETTINGS,
         )
     return site_of(config)

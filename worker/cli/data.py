@@ -15,6 +15,7 @@ from tessera.shared.cli.render.output import AsJson, note, out, print_json, tabl
 from tessera.shared.diagnostics import reason_of
 from tessera.shared.near_names import did_you_mean
 from tessera.shared.validation_errors import message_of
+from tessera.shared.version import install_line
 from tessera.worker.cli.exits import BAD_SETTINGS, Errors, exits
 from tessera.worker.data.dataset import LABELS, DataError, Dataset
 from tessera.worker.data.partition.division import ClassCounts, class_counts, divide, key_of_seed
@@ -282,8 +283,7 @@ def _drawing() -> Any:
     try:
         return importlib.import_module("tessera.worker.cli.split_plot").draw
     except ModuleNotFoundError as fault:
-        remedy = "in a checkout of Tessera run: pip install '.[demo]'"
-        raise SettingsError(f"--out: {fault.name} is not installed: {remedy}, or pip install {fault.name}") from fault
+        raise SettingsError(f"--out: {fault.name} is not installed: {install_line('demo')}") from fault
 
 
 def _sentence(partition: Scheme) -> str:

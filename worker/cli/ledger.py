@@ -7,6 +7,7 @@ from pydantic import JsonValue
 
 from tessera.shared.cli.render.output import AsJson, note, print_json, show, table
 from tessera.shared.run_settings import Unit
+from tessera.shared.version import install_line
 from tessera.worker.cli.exits import BAD_SETTINGS, ConfigFile, exits, fail
 from tessera.worker.governance.policy import Allowance
 from tessera.worker.privacy.cost import epsilon_of, least_budget_of
@@ -23,7 +24,7 @@ ALL = "all data sets"
 def ledger(config: ConfigFile, as_json: AsJson = False) -> None:
     """Show the privacy that runs have spent of each data set, and the site's budgets.
 
-    Exit code 0: all is well, 1: a ledger is unreadable or not intact, or tessera[privacy] is missing, 2: invalid
+    Exit code 0: all is well, 1: a ledger is unreadable or not intact, or the extra `privacy` is missing, 2: invalid
     settings.
     """
     try:
@@ -35,7 +36,7 @@ def ledger(config: ConfigFile, as_json: AsJson = False) -> None:
     except OSError as fault:
         fail(f"{fault.filename} cannot be read: {fault.strerror}; only the worker's own user may read a ledger", 1)
     except ImportError as fault:
-        fail(f"the spending cannot be computed here ({fault}): install tessera[privacy]", 1)
+        fail(f"the spending cannot be computed here ({fault}): {install_line('privacy')}", 1)
     columns = ("data set", "run", "rounds", "tasks", "unit", "epsilon", "at most", "delta")
     right = [name for name in columns[2:] if name != "unit"]
     show(shown, table(columns, _rows(shown), right=right), as_json=as_json)

@@ -171,7 +171,7 @@ def _of_folder(proposal: Proposal, folder: Path, found: Sequence[Path], processo
         reason = f"each of {', '.join(tops[:8])} contains the same {len(classes)} folders, which are the classes"
         proposal.add("domain_folders", value=True, reason=reason)
     if not images:
-        proposal.add("dicom", value=True, reason="the files are DICOM, which the extra tessera[dicom] reads")
+        proposal.add("dicom", value=True, reason="the files are DICOM, which the extra `dicom` reads")
     # A class without images here has its number all the same; loading the data set then says what to do about it.
     names = (
         classes if by_domain else {each.name for each in folder.iterdir() if each.is_dir() and each.name[0] != "."}

@@ -31,6 +31,7 @@ from tessera.shared.model.blocks import Block
 from tessera.shared.model.spec import Float32Role, Head, Lora, Model, Prompts
 from tessera.shared.tensors.dtypes import NUMPY_DTYPES
 from tessera.shared.updates.model_folder import ModelFolder
+from tessera.shared.version import install_line
 from tessera.worker.model.block_map import DTYPES, block_table, named_tensors, numpy_view, torch_view
 from tessera.worker.model.config import ConfigError, UnsafeConfig, config_from
 from tessera.worker.model.layouts import MappingFile
@@ -279,7 +280,7 @@ def _lora() -> ModuleType:
         return importlib.import_module("tessera.worker.model.lora")
     except ImportError as error:
         raise ConfigError(
-            f"the model has adapters, which need a package that is missing ({error}): install tessera[lora]"
+            f"the model has adapters, which need a package that is missing ({error}): {install_line('lora')}"
         ) from error
 
 

@@ -21,6 +21,7 @@ from torch.nn.functional import linear
 from tessera.shared.methods.base import Plan, UnsupportedRun
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.spec import Model
+from tessera.shared.version import install_line
 from tessera.worker.model.build import laid_out
 from tessera.worker.model.config import ConfigError
 from tessera.worker.model.layouts import MappingFile
@@ -34,7 +35,7 @@ BYTES = Fraction(1, 2) + Fraction(4, VALUES)
 KEPT = frozenset({"head", "embedding", "prompt", "adapter"})
 """Roles whose blocks keep their dtype."""
 
-REMEDY = "install tessera[quantized], or remove base_bits from [compute]"
+REMEDY = f"{install_line('quantized')}, or remove base_bits from [compute]"
 
 
 @cache

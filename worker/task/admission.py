@@ -20,6 +20,7 @@ from tessera.shared.schedule import local_epochs
 from tessera.shared.secure_sums.messages import Terms
 from tessera.shared.tensors.lazy import Array
 from tessera.shared.updates.codecs import pipeline
+from tessera.shared.version import install_line
 from tessera.worker.data import augmentation
 from tessera.worker.data.content import content_digest, row_settings
 from tessera.worker.data.dataset import Dataset
@@ -124,7 +125,8 @@ def _require_augmentable(task: Task, dataset: Dataset) -> None:
     if not augmentation.is_installed():
         raise TaskFailure(
             "augmentation-not-installed",
-            "the run uses training.augmentation, which needs kornia: install tessera[augmentation]",
+            "the run uses training.augmentation, which needs kornia at the worker: "
+            + install_line("augmentation", elsewhere=True),
         )
     if said := augmentation.misfit(task.training.augmentation, dataset):
         raise InputMismatch(f"the data set {task.dataset!r} does not take the run's training.augmentation: {said}")
@@ -242,7 +244,8 @@ def _private(
     except ImportError as error:
         raise TaskFailure(
             "privacy-not-installed",
-            f"the run uses differential privacy, which is not installed here ({error}): install tessera[privacy]",
+            f"the run uses differential privacy, which is not installed at the worker ({error}): "
+            + install_line("privacy", elsewhere=True),
         ) from error
     run.report.activity = CALIBRATING
     private: PrivateTask = privacy.PrivateTask(

@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from tessera.shared.version import install_line
+
 PIECE_BYTES = 1 << 20
 SHOWN_CHARACTERS = 300
 
@@ -203,7 +205,7 @@ def library(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as fault:
-        raise PackageUnusable(f"{fault.name} is not installed: pip install 'tessera[evidence]'") from fault
+        raise PackageUnusable(f"{fault.name} is not installed: {install_line('evidence')}") from fault
 
 
 def digest_of(file: Path) -> str:

@@ -94,7 +94,7 @@ def test_a_worker_is_offered_no_run_whose_settings_its_version_cannot_read(train
 def test_a_worker_without_kornia_is_offered_no_run_that_changes_images() -> None:
     run = invited(training=Training.model_validate({"augmentation": {"horizontal_flip": 0.5}}))
     (found,) = objections(run, "a", declared(training=sorted(LATER_SETTINGS - {"augmentation"})))
-    said = "it cannot apply training.augmentation: install tessera[augmentation] of this version there"
+    said = "it cannot apply training.augmentation: have the site run pip install 'tessera-fl[augmentation]'"
     assert found.detail == f"{said}, or leave the setting out"
     assert rules(run) == []
 

@@ -16,6 +16,7 @@ from tessera.shared.cli.run_file import read_spec
 from tessera.shared.client.client import read_token
 from tessera.shared.problems import Conflict, Fault, Invalid, NotFound, Problem, Unavailable, problem_from
 from tessera.shared.urls import PLAIN_HTTP
+from tessera.shared.version import install_line
 from tests.support.cli import NOWHERE, forked, process, tessera
 
 SPEC = """
@@ -58,8 +59,7 @@ def test_a_missing_extra_is_named_in_one_line(command: str, module: str, extra: 
     assert answer.returncode == 2
     # Transformers may have its own word about torch before that.
     assert answer.stderr.splitlines()[-1] == (
-        f"error: `tessera {command}` needs {module}, which is not installed: "
-        f"in a checkout of Tessera run: pip install '.[{extra}]'"
+        f"error: `tessera {command}` needs {module}, which is not installed: {install_line(extra)}"
     )
     assert "Traceback" not in answer.stderr
 

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
+from tessera.shared.version import install_line
 from tessera.worker.cli.data import app
 from tests.support.cli import tessera
 from tests.support.pretrained import bert_tokenizer
@@ -180,7 +181,7 @@ def test_without_matplotlib_the_table_is_there_and_a_picture_is_refused_with_the
     refused = tessera("data", "split", file, "--out", str(tmp_path / "a.png"))
     assert refused.returncode == 2
     assert "error: --out: matplotlib is not installed" in refused.stderr
-    assert "pip install '.[demo]'" in refused.stderr
+    assert install_line("demo") in refused.stderr
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from transformers import CLIPImageProcessorPil
 
 from tessera.shared.model.dataset_schema import name_digests
 from tessera.shared.model.preprocessing import vocabulary_in
+from tessera.shared.version import install_line
 from tessera.worker.data.content import content_digest
 from tessera.worker.data.dataset import DataError, Dataset
 from tessera.worker.data.overlap import hashes_in_order
@@ -338,7 +339,7 @@ def test_dicom_files_are_read_where_the_options_say_so(
     (pets / "dog" / "d.DCM").write_bytes(b"DICM")
     assert "d.DCM cannot be read" in refusal(**options)
     monkeypatch.setitem(sys.modules, "tessera.worker.data.readers.dicom", None)
-    assert "install tessera[dicom]" in refusal(**options)
+    assert install_line("dicom") in refusal(**options)
 
 
 def test_class_without_an_image_is_named(pets: Path) -> None:

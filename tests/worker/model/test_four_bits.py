@@ -14,6 +14,7 @@ from torch.func import grad, vmap
 
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.spec import Head, Lora, Model
+from tessera.shared.version import install_line
 from tessera.worker.model.block_map import block_table
 from tessera.worker.model.build import instantiate
 from tessera.worker.model.config import ConfigError
@@ -144,7 +145,7 @@ def test_a_worker_without_the_library_says_what_to_install(monkeypatch: pytest.M
     monkeypatch.setitem(sys.modules, "bitsandbytes.functional", None)
     with pytest.raises(ConfigError, match="base_bits = 4 needs bitsandbytes") as refusal:
         library.__wrapped__()
-    assert "install tessera[quantized], or remove base_bits from [compute]" in str(refusal.value)
+    assert f"{install_line('quantized')}, or remove base_bits from [compute]" in str(refusal.value)
 
 
 def test_the_library_finds_no_package_that_fetches_code_from_a_hub(

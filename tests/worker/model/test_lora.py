@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import importlib
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from tessera.shared.model.spec import Float32Role, Head, Lora, Model, stored_name
 from tessera.shared.problems import Invalid
+from tessera.shared.version import install_line
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.model.block_map import block_table, named_tensors
 from tessera.worker.model.build import ModelMismatch, check_model, instantiate, merge_adapters
@@ -192,7 +194,7 @@ def test_a_worker_without_peft_is_told_what_to_install(monkeypatch: pytest.Monke
 
     monkeypatch.delitem(sys.modules, "tessera.worker.model.lora", raising=False)
     monkeypatch.setattr(builtins, "__import__", without_peft)
-    with pytest.raises(ConfigError, match=r"No module named 'peft'.*install tessera\[lora\]"):
+    with pytest.raises(ConfigError, match=rf"No module named 'peft'.*{re.escape(install_line('lora'))}"):
         made("bert", NARROW)
     monkeypatch.undo()
     importlib.import_module("tessera.worker.model.lora")

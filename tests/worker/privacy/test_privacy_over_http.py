@@ -124,7 +124,7 @@ def test_a_worker_without_what_privacy_needs_says_what_to_install(
         run = ended(client, privacy=PRIVACY)
     (task,) = tasks_of(client, run)
     assert task.problem
-    assert "install tessera[privacy]" in task.problem.detail
+    assert "pip install 'tessera-fl[privacy]'" in task.problem.detail
 
 
 LOADED = """

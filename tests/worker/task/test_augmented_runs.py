@@ -80,7 +80,7 @@ def test_site_whose_images_have_no_known_colours_fails_the_task_with_the_remedy(
 def test_worker_without_kornia_says_so_and_does_not_offer_to_train(monkeypatch: pytest.MonkeyPatch) -> None:
     assert usable_settings(["train"]) == LATER_SETTINGS
     monkeypatch.setitem(sys.modules, "kornia", None)
-    with pytest.raises(Stalled, match=r"augmentation-not-installed: .* install tessera\[augmentation\]"):
+    with pytest.raises(Stalled, match=r"augmentation-not-installed: .* pip install 'tessera-fl\[augmentation\]'"):
         trained(FLIP)
     assert usable_settings(["train", "evaluate"]) == LATER_SETTINGS - {"augmentation"}
     assert usable_settings(["evaluate"]) == LATER_SETTINGS

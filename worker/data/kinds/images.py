@@ -22,6 +22,7 @@ from torch import Tensor
 
 from tessera.shared.model.dataset_schema import PIXELS
 from tessera.shared.near_names import absent
+from tessera.shared.version import install_line
 from tessera.worker.data.cells import Cells
 from tessera.worker.data.dataset import LABELS, Adapter, DataError, Dataset, schema_of
 from tessera.worker.data.load_report import LoadReport, counted
@@ -142,7 +143,7 @@ def dicom_reader(window: tuple[float, float] | None = None) -> DicomReader:
     try:
         return partial(importlib.import_module("tessera.worker.data.readers.dicom").read_dicom, window=window)
     except ModuleNotFoundError as fault:
-        raise DataError(f"dicom: {fault.name} is not installed: install tessera[dicom]") from fault
+        raise DataError(f"dicom: {fault.name} is not installed: {install_line('dicom')}") from fault
 
 
 def _in_folder(folder: Path, options: ImagesOptions) -> _Listed:
