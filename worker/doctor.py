@@ -228,7 +228,8 @@ def _dataset(settings: WorkerSettings, name: str, source: DataSource) -> Iterato
         return
     seconds = time.monotonic() - began_at
     yield ok(f"data {name}", f"{_contents(loaded)}, loaded in {seconds:.1f} s")
-    yield from (warn(f"data {name}", detail, remedy) for detail, remedy in loaded.report.warnings())
+    warnings = loaded.report.warnings(held_out=loaded.held_out is not None)
+    yield from (warn(f"data {name}", detail, remedy) for detail, remedy in warnings)
     least = settings.policy.min_evaluation_examples
     measured = loaded.examples if source.use == "evaluate" else loaded.held_out.examples if loaded.held_out else None
     if "evaluate" in settings.kinds and measured is not None and measured < least:

@@ -203,6 +203,23 @@ def test_unknown_words_of_a_data_set_are_reported(tmp_path: Path) -> None:
     assert (warning.verdict, warning.detail) == ("warn", "the tokenizer does not know 50% of the tokens")
 
 
+@pytest.mark.parametrize(("held_out", "warned"), [(0.5, True), (None, False)])
+def test_a_patient_on_both_sides_of_the_split_is_warned_of(
+    tmp_path: Path, held_out: float | None, *, warned: bool
+) -> None:
+    rows = [f"report {number},{number % 2},p{number // 3}" for number in range(60)]
+    (tmp_path / "notes.csv").write_text("\n".join(["text,label,Pat-ID", *rows]) + "\n")
+    source = {"kind": "text", "file": str(tmp_path / "notes.csv"), "tokenizer": "run"}
+    source |= {} if held_out is None else {"held_out": held_out}
+    given = {"url": "http://127.0.0.1:9", "token": "t", "name": "w", "state_dir": tmp_path}
+    for group, expected in (({}, warned), ({"group": "Pat-ID"}, False)):
+        settings = WorkerSettings(**given, datasets={"test": source | group})
+        _, *warnings = dict(checks(settings, probe=False))["data test"]()
+        found = [one for one in warnings if "column 'Pat-ID' has 20 values in 60 examples" in one.detail]
+        assert bool(found) == expected
+        assert all('group = "Pat-ID"' in one.remedy for one in found)
+
+
 def test_a_forecast_is_of_runs_that_ask_for_something_now() -> None:
     def task(run: str, state: str, sent: int = 0) -> TaskView:
         return TaskView(

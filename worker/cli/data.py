@@ -183,7 +183,9 @@ def _described(name: str, source: DataSource, key: bytes, prepared: Prepared) ->
         "common to all": _shapes(loaded, common=True),
         "tokenizer": "of each run" if loaded.texts else None,
         "unknown tokens": loaded.report.unknown_tokens,
-        "warnings": [f"{detail}. {remedy}" for detail, remedy in loaded.report.warnings()],
+        "warnings": [
+            f"{detail}. {remedy}" for detail, remedy in loaded.report.warnings(held_out=loaded.held_out is not None)
+        ],
     }
 
 

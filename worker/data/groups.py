@@ -1,10 +1,14 @@
 """The groups of a data set's examples, such as those of one patient, and the members that a step uses of each."""
 
 import hashlib
+import re
+import unicodedata
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,10 +18,74 @@ UNNAMED = frozenset({b"", b"nan", b"none", b"null", b"na", b"n/a", b"<na>", b"na
 """Names of groups that stand for a missing value, in lower case: how tables, R, pandas and dumps of databases (`\\N`)
 write an empty cell."""
 
+_NUMBER = "(id|uid|no|nr|num|number|nummer|identifier|pseudonym|name)"
+_PERSON = "(patient|subject|participant|proband)(en|s)?"
+PERSON = re.compile(f"{_PERSON}|(.*{_PERSON}|pat|pt|subj|sub){_NUMBER}|mrn")
+"""Names of columns of persons, as `plain` returns them: Patient ID, anon_patient_id, PatNr."""
+_RECORD = re.compile(f"(person|donor|case|accession|specimen|slide|lesion|study|family){_NUMBER}?")
+_IDENTIFIER = re.compile(r"(^|[^a-z0-9])(id|uid|uuid|identifier)$")
+NO_PERSON = frozenset(
+    f"{what}{number}" for what in ("site", "hospital", "center", "centre", "device", "class", "label", "category")
+    for number in ("id", "nr", "no", "number")
+)  # fmt: skip
+"""Plain names of columns whose values repeat, and identify no person."""
+PERSON_IN_PATH = (
+    "(?i)(?<![a-z])((?:patient|participant|subject)[ _-]?(?:id)?[ _-]?[a-z]{0,4}[0-9]+"
+    "|(?:pat|subj|sub|case)[ _-]?(?:id[ _-]?)?[0-9]+)"
+)
+"""A pattern for the person in the paths of images, such as `patient12` in `patient12_scan3.png`."""
+PATIENT = "PatientID"
+"""The keyword of the patient in DICOM headers."""
+
+
+class Repeated(NamedTuple):
+    """A probable name of a person that is in several examples, each of which is held out by itself."""
+
+    what: str
+    """The place of the name: a column, a header or a path."""
+    distinct: int
+    examples: int
+    remedy: str
+
 
 def is_unnamed(group: bytes) -> bool:
     """Return whether an example's group is missing."""
     return group.strip().lower() in UNNAMED
+
+
+def plain(column: str) -> str:
+    """Return a column's name without case, spaces, dashes, underscores and differences of Unicode forms."""
+    return re.sub(r"[\s_-]+", "", unicodedata.normalize("NFKC", column).casefold())
+
+
+def is_person(column: str) -> bool:
+    """Return whether the name of a column is that of a patient's or a subject's identity."""
+    return bool(PERSON.fullmatch(plain(column)))
+
+
+def is_identifier(column: str) -> bool:
+    """Return whether the name of a column is that of a person, or of something that is one person's."""
+    words, name = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", column.strip()).lower(), plain(column)
+    return is_person(column) or (name not in NO_PERSON and bool(_RECORD.fullmatch(name) or _IDENTIFIER.search(words)))
+
+
+def repeated(what: str, values: Iterable[object], remedy: str) -> Repeated | None:
+    """Return how often values repeat, missing ones left out; None if none does, or if all are the same."""
+    given = (value if isinstance(value, bytes) else str(value).encode(errors="replace") for value in values)
+    hashes = np.fromiter((hash(value) for value in given if not is_unnamed(value)), np.int64)
+    distinct = len(np.unique(hashes))
+    return Repeated(what, distinct, len(hashes), remedy) if 1 < distinct < len(hashes) else None
+
+
+def in_paths(persons: Iterable[bytes], remedy: str = "") -> Repeated | None:
+    """Return how often the persons repeat that `PERSON_IN_PATH` finds in images' paths; None if none does."""
+    return repeated("the number after `patient`, `subject` or `case` in the images' paths", persons, remedy)
+
+
+def person_of(pattern: str, path: str) -> bytes:
+    """Return what the group of a pattern matches in an image's path; empty if the pattern does not match."""
+    found = re.search(pattern, unicodedata.normalize("NFC", path))
+    return (found[1] or "").encode() if found else b""
 
 
 class UngroupedExamples(ValueError):

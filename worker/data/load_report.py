@@ -3,6 +3,8 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from tessera.worker.data.groups import Repeated
+
 MAX_UNKNOWN = 0.2
 """Share of unknown tokens above which a tokenizer probably does not fit the texts."""
 
@@ -43,8 +45,16 @@ class LoadReport:
     empty_texts: int = 0
     """The number of texts without a character but spaces."""
 
-    def warnings(self) -> Iterator[tuple[str, str]]:
-        """Yield what is probably wrong, each with its remedy."""
+    ungrouped: Sequence[Repeated] = ()
+    """Columns and names that are probably one person's in several examples, without a `group`."""
+
+    without_group: int = 0
+    """The number of examples whose group is missing, of a data set with a `group`."""
+
+    def warnings(self, *, held_out: bool = False) -> Iterator[tuple[str, str]]:
+        """Yield what is probably wrong, each with its remedy. With `held_out`, examples are held out."""
+        if held_out:
+            yield from self._on_both_sides()
         if (self.unknown_tokens or 0) > MAX_UNKNOWN:
             yield (
                 f"the tokenizer does not know {self.unknown_tokens:.0%} of the tokens",
@@ -68,4 +78,14 @@ class LoadReport:
             yield (
                 f"each image is read with a row group of up to {self.group_bytes >> 20} MiB",
                 "Write the Parquet files with smaller ones (row_group_size=100), or save them by `datasets`.",
+            )
+
+    def _on_both_sides(self) -> Iterator[tuple[str, str]]:
+        for what, distinct, examples, remedy in self.ungrouped:
+            found = f"{what} has {distinct} values in {examples} examples, and no group is set"
+            yield f"{found}: if it is the patient, one patient's examples are trained on and held out", remedy
+        if count := self.without_group:
+            yield (
+                f"{count} example{'s have' if count > 1 else ' has'} no group: each is held out by itself",
+                "If several are of one patient, fill in the groups.",
             )

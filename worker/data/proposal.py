@@ -11,9 +11,10 @@ from PIL import Image
 
 from tessera.shared.near_names import absent
 from tessera.worker.data.dataset import DataError
+from tessera.worker.data.groups import PATIENT, PERSON_IN_PATH, Repeated, in_paths, is_person, person_of, plain
 from tessera.worker.data.kinds.images import dicom_reader, is_dicom_image, names_below
 from tessera.worker.data.load_report import LoadReport, counted, empty_texts
-from tessera.worker.data.readers.pictures import FORMATS, SUFFIXES, UNREADABLE, is_dicom
+from tessera.worker.data.readers.pictures import FORMATS, GROUP, SUFFIXES, UNREADABLE, is_dicom
 from tessera.worker.data.readers.table_files import SPLITS, Separator, is_saved, table_files
 from tessera.worker.data.readers.tables import READERS, SEPARATORS, DataTable, read_table, separator_of
 
@@ -30,9 +31,9 @@ TEXT_NAMES = (
     "description",
     "question",
 )
-IMAGE_NAMES = ("image", "img", "file_name", "filename", "path")
-LABEL_NAMES = ("label", "labels", "class", "target", "category", "diagnosis", "ner_tags", "tags")
-GROUP_NAMES = ("patient", "patient_id", "patientid", "subject", "subject_id", "group")
+IMAGE_NAMES = ("image", "img", "filename", "path")
+LABEL_NAMES = ("label", "labels", "class", "target", "category", "diagnosis", "nertags", "tags")
+"""Usual names of columns, as `plain` returns them."""
 
 SAMPLE = 64
 """Number of images and of rows to look at."""
@@ -180,7 +181,9 @@ def _of_folder(proposal: Proposal, folder: Path, found: Sequence[Path], processo
     source = "the folders' names" + (f", of which {', '.join(bare)} contain no images here" if bare else "")
     _labels(proposal, sorted(names), source)
     step = -(-len(files) // SAMPLE)
-    _pixels(proposal, [folder / file for file in files[::step]], processor)
+    looked_at = [folder / file for file in files[::step]]
+    _group_of_folder(proposal, files, looked_at)
+    _pixels(proposal, looked_at, processor)
 
 
 def _of_table(
@@ -211,10 +214,7 @@ def _of_table(
     if image is not None:
         proposal.add("image", image, "paths, relative to the table's folder, or the images' bytes")
     _of_label(proposal, table, image, text, label)
-    for name in table.columns.names:
-        if name.lower() in GROUP_NAMES:
-            proposal.add("group", name, "rows with an equal value in this column are held out together")
-            break
+    _of_group(proposal, table, image, text)
     if image is not None:
         cells = table.cells("image", image)[:SAMPLE]
         paths = [table.folder / cell for cell in cells if isinstance(cell, str)]
@@ -280,6 +280,47 @@ def _of_label(proposal: Proposal, table: DataTable, image: str | None, text: str
         _labels(proposal, names, "the names in the table" if own else f"the values of {label}, sorted")
 
 
+def _of_group(proposal: Proposal, table: DataTable, image: str | None, text: str | None) -> None:
+    """Add the column of patients or subjects by its name, or ask about columns of identities that repeat."""
+    label = proposal.options.get("label")
+    used = (image, text, label if isinstance(label, str) else None)
+    persons = [name for name in table.columns.names if name not in used and is_person(name)]
+    groups = [name for name in table.columns.names if plain(name) == "group"]
+    if found := sorted(persons, key=lambda name: not plain(name).startswith("pat")) or groups:
+        proposal.add(
+            "group", found[0], "rows with an equal value in this column are held out together: the patient's"
+        )
+        return
+    _ask(proposal, table.ungrouped(None, *used))
+
+
+def _ask(proposal: Proposal, found: Sequence[Repeated]) -> None:
+    """Add warnings of columns and names that are probably one person's in several examples."""
+    report = LoadReport(ungrouped=found)
+    proposal.warnings += [f"{detail}. {remedy}" for detail, remedy in report.warnings(held_out=True)]
+
+
+def _group_of_folder(proposal: Proposal, files: Sequence[Path], looked_at: Sequence[Path]) -> None:
+    """Add the patient in the headers of DICOM files, of which some are looked at, or in all files' paths."""
+    if "dicom" in proposal.options:
+        reader = dicom_reader()
+        patients = {reader(picture, str(picture)).info[GROUP] for picture in looked_at}
+        if len(patients) > 1:
+            proposal.add("group", PATIENT, "images with an equal value in their headers are held out together")
+        elif not any(patients) or len(looked_at) > 1:
+            proposal.warnings.append(
+                f"{len(looked_at)} of the files have the same {PATIENT}, {min(patients)!r}: one patient's images may "
+                "be trained on and held out. If an image's path names the patient, set group to a pattern for it."
+            )
+        return
+    persons = [person_of(PERSON_IN_PATH, str(file)) for file in files]
+    remedy = "Set group to a pattern that matches the patient in each image's path."
+    if (found := in_paths(persons, remedy)) and all(persons):
+        proposal.add("group", PERSON_IN_PATH, f"a pattern for the patient in an image's path: {found.what}")
+    elif found:
+        _ask(proposal, [found])
+
+
 def _labels(proposal: Proposal, names: Sequence[str], source: str) -> None:
     proposal.warnings += _doubts_about(names)
     if all(name.isdecimal() for name in names):
@@ -341,10 +382,10 @@ def _column(table: DataTable, what: str, known: Sequence[str], fits: Callable[[o
     """Return the column whose values fit: one with a known name, or else the only one."""
     names = [name for name in table.columns.names if name not in table.columns.classes]
     fitting = [name for name in names if _all(table.cells(what, name)[:SAMPLE], fits)]
-    by_lower = {name.lower(): name for name in reversed(fitting)}
-    if usual := next((by_lower[name] for name in known if name in by_lower), None):
+    by_plain = {plain(name): name for name in reversed(fitting)}
+    if usual := next((by_plain[name] for name in known if name in by_plain), None):
         return usual
-    likely = [name for name in fitting if name.lower() not in (*LABEL_NAMES, *GROUP_NAMES)]
+    likely = [name for name in fitting if plain(name) not in (*LABEL_NAMES, "group") and not is_person(name)]
     long = [name for name in likely if what == "text" and _is_long(table.cells(what, name)[:SAMPLE])]
     if len(long) == 1:
         return long[0]
@@ -357,7 +398,7 @@ def _column(table: DataTable, what: str, known: Sequence[str], fits: Callable[[o
 def _label_column(table: DataTable, others: set[str | None]) -> str | None:
     names = [name for name in table.columns.names if name not in others]
     for usual in LABEL_NAMES:
-        if found := [name for name in names if name.lower() == usual]:
+        if found := [name for name in names if plain(name) == usual]:
             return found[0]
     if len(own := [name for name in names if name in table.columns.classes]) == 1:
         return own[0]

@@ -17,6 +17,7 @@ from pydicom.uid import (
 )
 
 from tessera.worker.data.dataset import DataError, Dataset
+from tessera.worker.data.prepared import Prepared
 from tessera.worker.data.readers.dicom import read_dicom
 from tessera.worker.data.registry import load
 from tests.support.dicom_files import written
@@ -186,3 +187,26 @@ def test_what_a_table_names_and_is_not_one_image_is_refused_by_its_name(folder: 
     pq.write_table(pa.table({"image": [damaged], "label": [0]}), folder / "list.parquet")
     with pytest.raises(DataError, match=r"the image in row 0 of .*list\.parquet cannot be read"):
         opened(file=str(folder / "list.parquet"), dicom=True)
+
+
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_images_of_one_patient_in_the_headers_are_one_group(tmp_path: Path, *, in_memory: bool) -> None:
+    folder = tmp_path / "scans" / "ill"
+    folder.mkdir(parents=True)
+    for number, patient in enumerate(("p1", "p2", " p1 ", "")):
+        written(folder / f"{number}.dcm", STORED + number, PatientID=patient, StudyID="s1")
+    options = {"folder": str(tmp_path / "scans"), "dicom": True, "labels": ["ill"], "size": 2, "in_memory": in_memory}
+    prepared = Prepared(tmp_path / "prepared")
+    (warning, remedy), *others = load("images", options, prepared=prepared).report.warnings(held_out=True)
+    assert ("PatientID in the images' headers has 2 values in 3 examples" in warning, others) == (True, [])
+    assert 'Set group = "PatientID"' in remedy
+    # Twice: the second time from the index.
+    for _ in range(2):
+        loaded = load("images", {**options, "group": "PatientID"}, prepared=prepared)
+        assert loaded.groups is not None
+        assert (loaded.groups[0] == loaded.groups[2] != loaded.groups[1], loaded.groups[3]) == (True, b"")
+        ((warning, _),) = loaded.report.warnings(held_out=True)
+        assert "1 example has no group" in warning
+    assert len(set(load("images", {**options, "group": "StudyID"}, prepared=prepared).groups or ())) == 1
+    with pytest.raises(DataError, match="group: DICOM has no keyword 'PatientId'; did you mean `PatientID`"):
+        load("images", {**options, "group": "PatientId"})

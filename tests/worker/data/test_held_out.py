@@ -145,6 +145,24 @@ def test_examples_without_a_group_are_held_out_one_by_one_and_move_no_group(miss
     assert grouped == by_hmac
 
 
+def test_images_of_one_patient_by_their_paths_are_on_one_side(tmp_path: Path) -> None:
+    for number in range(40):
+        picture(tmp_path / "pets" / "cat" / f"p{number // 4:02}-{number}.png", (number, 0, 0))
+    options = {"folder": str(tmp_path / "pets"), "labels": ["cat"], "size": 2}
+    loaded = load("images", {**options, "group": r"/p(\d+)-"}, held_out=0.3, key=KEY)
+    assert loaded.held_out is not None
+    assert not set(loaded.groups or ()) & set(loaded.held_out.groups or ())
+    assert loaded.held_out.examples % 4 == 0
+    for pattern, reason in (
+        (r"/q(\d+)-", "matches nothing in 40 of 40 paths below .*, such as cat/p00-0.png"),
+        (r"/(p)(\d+)-", "has 2 groups in parentheses"),
+        ("PatientID", "has 0 groups in parentheses.* with dicom = true a keyword such as 'PatientID'"),
+        ("(", "is not a regular expression"),
+    ):
+        with pytest.raises(DataError, match=reason):
+            load("images", {**options, "group": pattern})
+
+
 def settings(folder: Path, **more: object) -> WorkerSettings:
     given = {"url": "http://127.0.0.1:9", "token": "t", "name": "w", "state_dir": folder / "state", **more}
     return WorkerSettings(**given, datasets={"digits": {"kind": "digits", "held_out": 0.2}})

@@ -254,3 +254,74 @@ def test_odd_names_stay_within_their_line(tmp_path: Path) -> None:
     assert proposed(folder)["labels"] == ['x"\n[datasets.b]']
     with pytest.raises(DataError, match="--name"):
         propose(folder).toml("a]")
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        "Patient ID",
+        "patient-id",
+        "PATIENT_ID",
+        "PatID",
+        "Pat Nr",
+        "subjectId",
+        "Participant",
+        "anon_patient_id",
+        "MRN",
+    ],
+)
+@pytest.mark.parametrize("images", [False, True])
+def test_a_patient_is_held_out_as_one_however_the_column_is_spelt(
+    tmp_path: Path, column: str, *, images: bool
+) -> None:
+    pictures(tmp_path, "a.png", "b.png", "c.png")
+    header, first = ("File Name,Class", "a.png") if images else ("Report Text,Class", "the left lung")
+    cells = [f"{first},ill,p1", f"{first.replace('a', 'b')},well,p1", "c.png,ill,p2"]
+    options = proposed(
+        table(tmp_path / "list.csv", f"{header},{column}", *cells), **({} if images else {"text": "Report Text"})
+    )
+    assert (options["kind"], options["group"]) == ("images" if images else "text", column)
+    assert options["label"] == "Class"
+
+
+@pytest.mark.parametrize("column", ["Patient Age", "outpatient", "site_id", "Slice", "Hospital ID"])
+def test_what_is_no_patient_does_not_hold_rows_together(tmp_path: Path, column: str) -> None:
+    proposal = propose(table(tmp_path / "a.csv", f"text,label,{column}", "a b c,x,1", "d e f,y,1", "g h i,y,2"))
+    assert "group" not in proposal.options
+    assert not proposal.warnings
+
+
+@pytest.mark.parametrize("column", ["caseId", "Lesion ID", "study_uid", "Accession Number"])
+def test_identities_that_repeat_are_asked_about(tmp_path: Path, column: str) -> None:
+    rows = ["a b c,x,1", "d e f,y,1", "g h i,y,2", "j k l,y,"]
+    proposal = propose(table(tmp_path / "a.csv", f"text,label,{column}", *rows))
+    assert "group" not in proposal.options
+    (warning,) = proposal.warnings
+    assert f"column {column!r} has 2 values in 3 examples" in warning
+    assert f'Set group = "{column}"' in warning
+    assert not propose(table(tmp_path / "b.csv", f"text,label,{column}", "a b c,x,1", "d e f,y,2")).warnings
+
+
+def test_a_patient_in_the_names_of_images_is_held_out_as_one(tmp_path: Path) -> None:
+    names = [
+        f"{label}/patient{number}_scan{scan}.png" for number, label in ((1, "ill"), (12, "well")) for scan in (1, 2)
+    ]
+    folder = pictures(tmp_path / "scans", *names)
+    options = proposed(folder)
+    given = {name: value for name, value in options.items() if name != "kind"}
+    assert list(load("images", given).groups or ()) == [b"patient1"] * 2 + [b"patient12"] * 2
+    pictures(folder, "ill/other.png")
+    proposal = propose(folder)
+    assert "group" not in proposal.options
+    assert "has 2 values in 4 examples" in proposal.warnings[0]
+
+
+def test_the_patient_in_dicom_headers_is_held_out_as_one(tmp_path: Path) -> None:
+    (tmp_path / "scans" / "ill").mkdir(parents=True)
+    for number, patient in enumerate(("p1", "p1", "p2")):
+        written(tmp_path / "scans" / "ill" / f"{number}.dcm", np.zeros((4, 6), np.uint16), PatientID=patient)
+    assert proposed(tmp_path / "scans")["group"] == "PatientID"
+    written(tmp_path / "scans" / "ill" / "2.dcm", np.zeros((4, 6), np.uint16), PatientID="p1")
+    proposal = propose(tmp_path / "scans")
+    assert "group" not in proposal.options
+    assert "3 of the files have the same PatientID, 'p1'" in proposal.warnings[-1]

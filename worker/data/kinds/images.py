@@ -9,6 +9,7 @@ processor = "/models/vit"
 
 import importlib
 import os
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Self
 
+import numpy as np
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor
@@ -25,17 +27,26 @@ from tessera.shared.near_names import absent
 from tessera.shared.version import install_line
 from tessera.worker.data.cells import Cells
 from tessera.worker.data.dataset import LABELS, Adapter, DataError, Dataset, schema_of
+from tessera.worker.data.groups import (
+    PATIENT,
+    PERSON_IN_PATH,
+    Repeated,
+    in_paths,
+    is_unnamed,
+    person_of,
+    repeated,
+)
 from tessera.worker.data.load_report import LoadReport, counted
 from tessera.worker.data.prepared import NOT_KEPT, Prepared
 from tessera.worker.data.readers.byte_cells import ParquetCells, PictureCells, path_in
 from tessera.worker.data.readers.class_labels import numbered
-from tessera.worker.data.readers.image_index import INDEX_FILE, inputs_of
+from tessera.worker.data.readers.image_index import INDEX_FILE, PixelInputs, inputs_of
 from tessera.worker.data.readers.image_processor import PixelOptions, preparation
 from tessera.worker.data.readers.pictures import DICOM, SUFFIXES, DicomReader, PictureFiles, Pictures, is_dicom
 from tessera.worker.data.readers.table_files import TableOptions, is_saved
 from tessera.worker.data.readers.tables import DataTable, Files, numbered_domains, read_table, table_name
 
-OF_TABLES = frozenset({"image", "label", "domain", "group", "split", "separator"})
+OF_TABLES = frozenset({"image", "label", "domain", "split", "separator"})
 """The options that only a table has."""
 
 
@@ -47,6 +58,11 @@ class ImagesOptions(PixelOptions, TableOptions):
     )
     image: str = Field(default="image", description="column: the image's path, from the table's folder, or its bytes")
     label: str = Field(default="label", description="column: the class")
+    group: str | None = Field(
+        default=None,
+        description="column, or with folder a DICOM keyword or a pattern for paths, with the group in parentheses: "
+        "equal values are held out together (the patient)",
+    )
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
@@ -56,7 +72,23 @@ class ImagesOptions(PixelOptions, TableOptions):
             raise ValueError("domain_folders needs folder; with file, name a column in domain")
         if self.folder is not None and self.model_fields_set & OF_TABLES:
             raise ValueError(f"{', '.join(sorted(OF_TABLES))} are about a file: with folder, leave them out")
+        if self.folder is not None and self.group is not None and self.keyword is None:
+            try:
+                parentheses = re.compile(self.group).groups
+            except re.error as fault:
+                raise ValueError(f"group: {self.group!r} is not a regular expression: {fault}") from None
+            if parentheses != 1:
+                raise ValueError(
+                    f"group: {self.group!r} has {parentheses} groups in parentheses. With folder, give a pattern "
+                    f'with one, such as "(patient[0-9]+)_", or with dicom = true a keyword such as {PATIENT!r}'
+                )
         return self
+
+    @property
+    def keyword(self) -> str | None:
+        """The keyword of DICOM headers that `group` names; None if it is a column or a pattern for paths."""
+        is_keyword = self.dicom and self.folder is not None and self.group is not None and self.group.isidentifier()
+        return self.group if is_keyword else None
 
 
 def images(options: ImagesOptions, prepared: Prepared = NOT_KEPT) -> Dataset:
@@ -75,13 +107,18 @@ def images(options: ImagesOptions, prepared: Prepared = NOT_KEPT) -> Dataset:
         option, where, values = listed.labels
         numbered(option, where, [values[place] for place in inputs.places], listed.names, options.absent)
     shapes = {PIXELS: conversion.pixels_shape(options.mode), LABELS: ()}
+    groups = inputs.groups if options.keyword else listed.groups and listed.groups.chosen(inputs.places)
     dataset = Dataset(
         {**inputs.tensors, LABELS: torch.tensor(labels)[places]},
         domains=None if listed.domains is None else listed.domains[places],
         sources=inputs.digests,
-        groups=listed.groups and listed.groups.chosen(inputs.places),
+        groups=groups,
         report=LoadReport(
-            ignored_files=listed.ignored_files, unreadable=inputs.unreadable, group_bytes=listed.group_bytes
+            ignored_files=listed.ignored_files,
+            unreadable=inputs.unreadable,
+            group_bytes=listed.group_bytes,
+            ungrouped=() if options.group else _ungrouped(listed, inputs),
+            without_group=sum(map(is_unnamed, groups or ())),
         ),
         on_disk=inputs.on_disk,
         normalization=conversion.normalization(options.mode),
@@ -103,6 +140,20 @@ class _Listed:
     ignored_files: Mapping[str, int]
     group_bytes: int = 0
     """The size of the largest row group of a Parquet file's images."""
+    ungrouped: Sequence[Repeated] = ()
+    """Columns that are probably one person's in several rows."""
+
+
+def _ungrouped(listed: _Listed, inputs: PixelInputs) -> list[Repeated]:
+    """Return what is probably one person's in several images: in columns, headers and paths."""
+    pictures, remedy = listed.pictures, "If it is, add a column with the patient to the table, and name it in group."
+    in_folder = listed.labels[0] == "folder"
+    by_header = f'Set group = "{PATIENT}".' if in_folder else remedy
+    headers = repeated(f"{PATIENT} in the images' headers", inputs.groups, by_header)
+    keys = map(os.fsdecode, pictures.keys.tolist()) if isinstance(pictures, PictureFiles) else ()
+    remedy = f"Set group = '{PERSON_IN_PATH}', or a pattern of your own, if it is." if in_folder else remedy
+    paths = in_paths((person_of(PERSON_IN_PATH, key) for key in keys), remedy)
+    return [*listed.ungrouped, *filter(None, [headers, paths])]
 
 
 def _in_table(options: ImagesOptions, prepared: Prepared) -> _Listed:
@@ -119,6 +170,7 @@ def _in_table(options: ImagesOptions, prepared: Prepared) -> _Listed:
         table.groups(options.group),
         table.ignored_files,
         cells.group_bytes if isinstance(cells, ParquetCells) else 0,
+        table.ungrouped(options.group, options.image, options.label),
     )
 
 
@@ -135,13 +187,16 @@ def _pictures(table: DataTable, options: ImagesOptions) -> Pictures:
 
 
 def _dicom_reader(options: ImagesOptions) -> DicomReader | None:
-    return dicom_reader(options.window) if options.dicom else None
+    return dicom_reader(options.window, options.keyword or PATIENT) if options.dicom else None
 
 
-def dicom_reader(window: tuple[float, float] | None = None) -> DicomReader:
-    """Return a reader of DICOM files. Raises DataError if the extra is not installed."""
+def dicom_reader(window: tuple[float, float] | None = None, group: str = PATIENT) -> DicomReader:
+    """Return a reader of DICOM files, and of the keyword `group` in their headers. Raises DataError if the extra is
+    not installed, or if there is no such keyword."""
     try:
-        return partial(importlib.import_module("tessera.worker.data.readers.dicom").read_dicom, window=window)
+        reader = importlib.import_module("tessera.worker.data.readers.dicom")
+        reader.require_keyword(group)
+        return partial(reader.read_dicom, window=window, group=group)
     except ModuleNotFoundError as fault:
         raise DataError(f"dicom: {fault.name} is not installed: {install_line('dicom')}") from fault
 
@@ -177,8 +232,24 @@ def _in_folder(folder: Path, options: ImagesOptions) -> _Listed:
     domains = numbered_domains([parts[0] for parts in steps]) if options.domain_folders else None
     labels = ("folder", where, [parts[depth - 1] for parts in steps])
     return _Listed(
-        PictureFiles.of(folder, files, _dicom_reader(options)), labels, options.labels, domains, None, others
+        PictureFiles.of(folder, files, _dicom_reader(options)),
+        labels,
+        options.labels,
+        domains,
+        _groups_of_paths(folder, files, options.group) if options.group and not options.keyword else None,
+        others,
     )
+
+
+def _groups_of_paths(folder: Path, names: Sequence[str], pattern: str) -> Cells[bytes]:
+    """Return what the pattern's group matches in each path. Raises DataError if it does not match one."""
+    groups = [person_of(pattern, name.replace(os.sep, "/")) for name in names]
+    if lacking := [name for name, group in zip(names, groups, strict=True) if not group]:
+        raise DataError(
+            f"group: {pattern!r} matches nothing in {len(lacking)} of {len(names)} paths below {folder}, such as "
+            f"{lacking[0]}: extend the pattern, or move these images elsewhere"
+        )
+    return Cells(lambda rows: [groups[row] for row in rows.tolist()], np.arange(len(groups)))
 
 
 def is_dicom_image(path: Path) -> bool:

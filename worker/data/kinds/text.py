@@ -105,7 +105,12 @@ def text(options: TextOptions, prepared: Prepared = NOT_KEPT) -> Dataset:
         groups=table.groups(options.group),
         texts=texts,
         pack=options.pack,
-        report=LoadReport(ignored_files=table.ignored_files, empty_texts=empty),
+        report=LoadReport(
+            ignored_files=table.ignored_files,
+            empty_texts=empty,
+            ungrouped=table.ungrouped(options.group, options.text, options.second_text, options.label),
+            without_group=table.without_group(options.group),
+        ),
         schema=schema_of(dict.fromkeys(shapes, labels), shapes, names=options.labels),
     )
     prepared.clear(lambda name: name.startswith((table_name(table.digest), _tokens_name(options, table))))

@@ -79,9 +79,10 @@ def hold_out(dataset: Dataset, share: float, key: bytes) -> Dataset:
     held = torch.tensor([int.from_bytes(digest[:8], "big") < most for digest in digests])
     if held.all() or not held.any():
         empty = "trained on" if held.all() else "held out"
+        groups = "" if dataset.groups is None else f" in {len(set(dataset.groups))} groups"
         raise DataError(
-            f"held_out: of {dataset.examples} examples none is {empty} with a share of {share:g}: the site's secret "
-            "key decides for each example. Change held_out, add examples, or leave held_out out"
+            f"held_out: of {dataset.examples} examples{groups} none is {empty} with a share of {share:g}: the "
+            "site's secret key decides for each. Change held_out, add examples, or leave held_out out"
         )
     kept, out = (dataset.rows(chosen.nonzero().flatten()) for chosen in (~held, held))
     return replace(kept, held_out=out)

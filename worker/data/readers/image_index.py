@@ -22,7 +22,7 @@ from tessera.shared.model.dataset_schema import PIXELS
 from tessera.worker.data.dataset import DataError, RowsOnDisk
 from tessera.worker.data.prepared import NOT_KEPT, Prepared
 from tessera.worker.data.readers.image_processor import ByProcessor, PixelOptions, Preparation
-from tessera.worker.data.readers.pictures import AT_ONCE, Pictures, PixelReader, opened, require_shape
+from tessera.worker.data.readers.pictures import AT_ONCE, GROUP, Pictures, PixelReader, opened, require_shape
 from tessera.worker.state.atomic_files import written_whole
 
 MAX_IN_MEMORY = 1 << 30
@@ -32,7 +32,7 @@ THREADS = 8
 SHOWN = 3
 """Number of unreadable images that a message describes."""
 DIGEST_BYTES = 32
-INDEX_FILE, INDEX_FORMAT = "images.npz", 1
+INDEX_FILE, INDEX_FORMAT = "images.npz", 2
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,6 +47,8 @@ class PixelInputs:
     """The place of each image among the pictures, int64 [images]."""
     unreadable: Sequence[str]
     """The fault of each image that is left out."""
+    groups: Sequence[bytes]
+    """A digest of the group in each image's DICOM header; empty without one."""
 
 
 @dataclass(eq=False)
@@ -58,6 +60,8 @@ class _Index:
     known: NDArray[np.bool_]
     """True for a picture that was read with this stamp. Only for it are the rows below filled."""
     digests: NDArray[np.uint8]
+    groups: NDArray[np.uint8]
+    """Digests of the groups in DICOM headers, [images, 32]; zeros without one."""
     inputs: dict[str, NDArray[Any]] = field(default_factory=dict)
     """Inputs that stay in memory."""
 
@@ -67,8 +71,8 @@ class _Index:
         count = len(pictures)
         # Filled in place, so that a large data set is not in memory twice.
         inputs = {name: one.new_zeros((count, *one.shape[1:])).numpy() for name, one in sample.items()}
-        digests = np.zeros((count, DIGEST_BYTES), np.uint8)
-        return cls(pictures.keys, pictures.stamps(), np.zeros(count, np.bool_), digests, inputs)
+        digests, groups = np.zeros((2, count, DIGEST_BYTES), np.uint8)
+        return cls(pictures.keys, pictures.stamps(), np.zeros(count, np.bool_), digests, groups, inputs)
 
     def adopt(self, file: Path, terms: str) -> bool:
         """Take over what the index in a file, made on the same terms, knows of pictures that have not changed.
@@ -85,6 +89,7 @@ class _Index:
                 same = stored["known"][rows] & (stored["keys"][rows] == self.keys)
                 same &= (stored["stamps"][rows] == self.stamps).all(axis=1)
                 self.digests[same] = stored["digests"][rows[same]]
+                self.groups[same] = stored["groups"][rows[same]]
                 for name, values in self.inputs.items():
                     values[same] = stored[_INPUT + name][rows[same]]
                 self.known = same
@@ -105,6 +110,7 @@ class _Index:
                 stamps=self.stamps,
                 known=self.known,
                 digests=self.digests,
+                groups=self.groups,
                 **inputs,
             )
 
@@ -145,7 +151,8 @@ def inputs_of(
             reader, torch.from_numpy(places), shapes[PIXELS], pixels.dtype, preparation.finish, in_loaders=True
         )
     tensors = {name: torch.from_numpy(values[chosen]) for name, values in index.inputs.items()}
-    return PixelInputs(tensors, on_disk, index.digests[chosen], places, unreadable)
+    groups = [digest.tobytes() if digest.any() else b"" for digest in index.groups[chosen]] if pictures.dicom else ()
+    return PixelInputs(tensors, on_disk, index.digests[chosen], places, unreadable, groups)
 
 
 @dataclass
@@ -190,6 +197,8 @@ class _Verification:
             except DataError as fault:
                 self.unreadable[place] = str(fault)
                 continue
+            if group := image.info.get(GROUP):
+                self.index.groups[place] = np.frombuffer(hashlib.sha256(group.encode()).digest(), np.uint8)
             self.index.known[place] = True
             if self.preparation:
                 images.append(image)
@@ -229,7 +238,8 @@ def _terms(pictures: Pictures, options: PixelOptions, preparation: Preparation) 
     """Return everything on which the index depends besides the pictures."""
     prepare = preparation.prepare
     processor = prepare.processor.to_json_string() if isinstance(prepare, ByProcessor) else None
-    return json.dumps([INDEX_FORMAT, pictures.source, options.size, options.channels, options.window, processor])
+    headers = getattr(pictures.dicom, "keywords", None)
+    return json.dumps([INDEX_FORMAT, pictures.source, options.size, options.channels, headers, processor])
 
 
 def _digest(pictures: Pictures, place: int) -> NDArray[np.uint8]:

@@ -29,6 +29,8 @@ Picture = Path | bytes
 FORMATS = ("PNG", "JPEG", "WEBP", "TIFF", "BMP", "GIF")
 SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".tif", ".tiff", ".bmp", ".gif"})
 DICOM = frozenset({".dcm", ".dicom"})
+GROUP = "group"
+"""The key of the group that a DICOM file's header names, in its image's `info`."""
 DICOM_MARK = slice(128, 132)
 """The place of the letters DICM in a DICOM file."""
 

@@ -32,6 +32,7 @@ from torch import Tensor
 
 from tessera.worker.data.cells import Cells
 from tessera.worker.data.dataset import DataChanged, DataError, in_short
+from tessera.worker.data.groups import Repeated, is_identifier, is_unnamed, repeated
 from tessera.worker.data.prepared import NOT_KEPT, Prepared, mapped
 from tessera.worker.data.readers.byte_cells import ArrowCells, ByteCells, holds_bytes, parquet_cells
 from tessera.worker.data.readers.pictures import Stamp, stamp_of
@@ -389,6 +390,19 @@ class DataTable:
             # A row without a group is refused now.
             pass
         return texts.mapped(str.encode)
+
+    def without_group(self, name: str | None) -> int:
+        """Return the number of rows whose group is missing."""
+        return sum(map(is_unnamed, self.groups(name) or ()))
+
+    def ungrouped(self, group: str | None, *others: str | None) -> list[Repeated]:
+        """Return the columns but these that identify persons by their names, and repeat; none if there is a group."""
+        names = [] if group else [name for name in self.columns.names if name not in others and is_identifier(name)]
+        found = (
+            repeated(f"column {name!r}", self.cells("group", name), f"Set group = {json.dumps(name)} if it is.")
+            for name in names
+        )
+        return list(filter(None, found))
 
     def domains(self, name: str | None) -> Tensor | None:
         """Return the values of the column that the option `domain` names, if it is set, numbered in alphabetical
