@@ -1,7 +1,9 @@
 """Findings about the files of a data set, and what people at its site are warned of."""
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from tessera.worker.data.groups import Repeated
 
@@ -21,6 +23,10 @@ def counted(by_name: Mapping[str, int]) -> str:
     return ", ".join(f"{number} {name}" for name, number in largest) + ", ..." * (len(by_name) > len(largest))
 
 
+def by_suffix(files: Iterable[Path]) -> Counter[str]:
+    return Counter(file.suffix.lower() or "without suffix" for file in files)
+
+
 def empty_texts(texts: Iterable[object]) -> int:
     """Return the number of texts that have no character but spaces."""
     return sum(isinstance(text, str) and not text.strip() for text in texts)
@@ -35,6 +41,9 @@ class LoadReport:
 
     ignored_files: Mapping[str, int] = field(default_factory=dict)
     """The number of files in a folder of images or of tables that are neither, by suffix."""
+
+    passed_over: Mapping[str, int] = field(default_factory=dict)
+    """The number of files and folders that systems and programs leave beside data, by name."""
 
     unreadable: Sequence[str] = ()
     """The fault of each image that is left out because it cannot be read."""
@@ -70,6 +79,12 @@ class LoadReport:
             yield (
                 f"{count} file{'s' * (count > 1)} ignored: {counted(self.ignored_files)}",
                 "Convert them to a format that is read (dicom = true reads DICOM, too), or move them elsewhere.",
+            )
+        if count := sum(self.passed_over.values()):
+            what = "files or folders" if count > 1 else "file or folder"
+            yield (
+                f"{count} {what} that systems or programs leave passed over: {counted(self.passed_over)}",
+                "Nothing is to do, unless one contains examples: then rename it.",
             )
         if count := len(self.unreadable):
             first = " ".join(f"{reason}." for reason in self.unreadable[:MAX_REASONS])

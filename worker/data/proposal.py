@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,8 +11,9 @@ from PIL import Image
 from tessera.shared.near_names import absent
 from tessera.worker.data.dataset import DataError
 from tessera.worker.data.groups import PATIENT, PERSON_IN_PATH, Repeated, in_paths, is_person, person_of, plain
-from tessera.worker.data.kinds.images import dicom_reader, is_dicom_image, names_below
-from tessera.worker.data.load_report import LoadReport, counted, empty_texts
+from tessera.worker.data.kinds.images import dicom_reader, is_dicom_image
+from tessera.worker.data.load_report import LoadReport, by_suffix, counted, empty_texts
+from tessera.worker.data.readers.data_folders import foreign, names_below
 from tessera.worker.data.readers.pictures import FORMATS, GROUP, SUFFIXES, UNREADABLE, is_dicom
 from tessera.worker.data.readers.table_files import SPLITS, Separator, is_saved, table_files
 from tessera.worker.data.readers.tables import READERS, SEPARATORS, DataTable, read_table, separator_of
@@ -62,6 +62,9 @@ class Proposal:
         self.options[option] = value
         self.reasons[option] = reason
 
+    def warn_of(self, report: LoadReport) -> None:
+        self.warnings += [f"{detail}. {remedy}" for detail, remedy in report.warnings()]
+
     def toml(self, name: str) -> str:
         """Return the table, with the reasons as comments. Raises DataError for a name that is not allowed."""
         if not NAME.fullmatch(name):
@@ -102,13 +105,10 @@ def propose(
             text=text,
             label=label,
         )
-    elif (
-        path.is_dir()
-        and not is_saved(path)
-        and (found := list(map(Path, names_below(path))))
-        and not _tables_in(path)
-    ):
-        _of_folder(proposal, path, found, processor)
+    elif path.is_dir() and not is_saved(path) and not _tables_in(path) and (below := names_below(path))[0]:
+        names, passed_over = below
+        _of_folder(proposal, path, list(map(Path, names)), processor)
+        proposal.warn_of(LoadReport(passed_over=passed_over))
         _refuse(f"{path} is a folder of images, whose folders are the classes", split=split, text=text, label=label)
         _texts_of_classes(proposal, tokenizer)
     else:
@@ -139,14 +139,14 @@ def _texts_of_classes(proposal: Proposal, tokenizer: str | None) -> None:
 
 
 def _tables_in(folder: Path) -> bool:
-    return any(file.suffix.lower() in READERS for file in folder.iterdir())
+    return any(file.suffix.lower() in READERS and not foreign(file.name) for file in folder.iterdir())
 
 
 def _of_folder(proposal: Proposal, folder: Path, found: Sequence[Path], processor: str | None) -> None:
     images = sorted(file for file in found if file.suffix.lower() in SUFFIXES)
     files = images or sorted(file for file in found if is_dicom_image(folder / file))
     if not files:
-        kinds = counted(Counter(file.suffix.lower() or "without suffix" for file in found))
+        kinds = counted(by_suffix(found))
         formats = f"{', '.join(sorted(SUFFIXES))}; {', '.join(READERS)}"
         raise DataError(
             f"{folder} contains no images or tables ({formats}; DICOM), but {kinds}: convert images to PNG, and save "
@@ -175,7 +175,7 @@ def _of_folder(proposal: Proposal, folder: Path, found: Sequence[Path], processo
         proposal.add("dicom", value=True, reason="the files are DICOM, which the extra `dicom` reads")
     # A class without images here has its number all the same; loading the data set then says what to do about it.
     names = (
-        classes if by_domain else {each.name for each in folder.iterdir() if each.is_dir() and each.name[0] != "."}
+        classes if by_domain else {each.name for each in folder.iterdir() if each.is_dir() and not foreign(each.name)}
     )
     bare = [] if by_domain else sorted(names.difference(tops))
     source = "the folders' names" + (f", of which {', '.join(bare)} contain no images here" if bare else "")
@@ -196,6 +196,7 @@ def _of_table(
     label: str | None,
 ) -> None:
     table, separator = _read(path, split, text=text, label=label)
+    proposal.warn_of(LoadReport(passed_over=table.passed_over))
     image = None if text else _column(table, "image", IMAGE_NAMES, _is_image)
     text = None if image else text or _column(table, "text", TEXT_NAMES, _is_text)
     if image is None and text is None:
@@ -240,7 +241,7 @@ def _read(path: Path, split: str | None, **columns: str | None) -> tuple[DataTab
 
 
 def _unusual_separator(path: Path, split: str | None) -> Separator | None:
-    (file, *_), _ = table_files("file", (path,), split, READERS)
+    file = table_files("file", (path,), split, READERS).files[0]
     usual = SEPARATORS.get(file.suffix.lower())
     found = separator_of(file, SAMPLE) if usual else None
     return None if found == usual else found
@@ -261,8 +262,7 @@ def _of_label(proposal: Proposal, table: DataTable, image: str | None, text: str
         why = "there is no column of classes" if label is None else f"{label} has one class for each "
         proposal.add("head", head, why if label is None else why + ("word" if by_word else "text"))
         proposal.add("text", text, "the column of texts")
-        report = LoadReport(empty_texts=empty_texts(table.cells("text", text)))
-        proposal.warnings += [f"{detail}. {remedy}" for detail, remedy in report.warnings()]
+        proposal.warn_of(LoadReport(empty_texts=empty_texts(table.cells("text", text))))
         values = [item for value in values for item in value] if by_word else values
     if label is not None:
         proposal.add("label", label, "the column of classes")

@@ -320,9 +320,34 @@ def test_files_that_are_not_images_are_counted_by_suffix(pets: Path) -> None:
         file.write_bytes(b"DICM")
     dataset = load("images", {"folder": str(pets), "labels": ["cat", "dog"], "size": 2}, held_out=0.5, key=b"any")
     assert dataset.report.ignored_files == {".dcm": 3, ".txt": 1, "without suffix": 1}
-    ((warning, remedy),) = dataset.report.warnings()
+    (warning, remedy), (hidden, _) = dataset.report.warnings()
     assert warning == "5 files ignored: 3 .dcm, 1 .txt, 1 without suffix"
     assert "DICOM" in remedy
+    assert hidden == "1 file or folder that systems or programs leave passed over: 1 ._*"
+
+
+def test_folders_and_files_that_file_servers_leave_are_neither_classes_nor_images(pets: Path) -> None:
+    for name in (
+        *("@eaDir/cat/SYNOPHOTO_THUMB_M.jpg", "#recycle/cat/old.png", "$RECYCLE.BIN/old.png", "lost+found/x.png"),
+        *("cat/@eaDir/a.png/SYNOPHOTO_THUMB_M.jpg", "cat/~snapshot/a.png", "__MACOSX/cat/._a.png"),
+        *("cat/_gsdata_/a.png", "dog/@Recycle/a.png", "System Volume Information/x.png", ".@__thumb/a.png"),
+    ):
+        picture(pets / name, RED)
+    (pets / "dog" / "Thumbs.db").touch()
+    (pets / "desktop.ini").touch()
+    dataset = opened(folder=pets, labels=["cat", "dog"], size=2)
+    assert dataset.tensors["labels"].tolist() == [0, 0, 1]
+    assert dataset.report.passed_over["@eaDir"] == 2
+    assert sum(dataset.report.passed_over.values()) == 14
+    told = refusal(folder=pets, labels=["cat", "dog", "@eaDir"], size=2)
+    assert "labels: '@eaDir': a system or a program leaves folders of this name beside data" in told
+
+
+def test_folders_named_much_like_those_of_file_servers_are_classes(tmp_path: Path) -> None:
+    for name in ("recycle", "snapshot", "found", "_normal"):
+        picture(tmp_path / name / "a.png", RED)
+    dataset = opened(folder=tmp_path, labels=["recycle", "snapshot", "found", "_normal"], size=2)
+    assert (dataset.examples, dataset.report.passed_over) == (4, {})
 
 
 def test_dicom_files_are_read_where_the_options_say_so(

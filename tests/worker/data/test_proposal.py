@@ -59,6 +59,17 @@ def test_folders_of_images_are_classes(tmp_path: Path) -> None:
     assert (pairs["kind"], pairs["template"], loaded(pairs)) == ("imagetext", "a photo of a {}.", [0, 1])
 
 
+def test_a_folder_that_a_file_server_left_is_no_class_and_counted(tmp_path: Path) -> None:
+    names = ("cat/a.png", "dog/b.png", "@eaDir/cat/a.png", "cat/#snapshot/a.png")
+    folder = pictures(tmp_path / "pets", *names)
+    table(folder / "._notes.csv", "what macOS keeps about a table that was here")
+    proposal = propose(folder)
+    assert proposal.options["labels"] == ["cat", "dog"]
+    (warning,) = proposal.warnings
+    assert "3 files or folders" in warning
+    assert "1 #snapshot, 1 ._*, 1 @eaDir" in warning
+
+
 @pytest.mark.parametrize("suffix", [".dcm", ""])
 def test_a_folder_of_dicom_files_is_read_as_dicom(tmp_path: Path, suffix: str) -> None:
     for name in ("benign/a", "malignant/b"):

@@ -113,10 +113,15 @@ def test_shards_in_a_folder_or_of_a_pattern_are_one_table_in_order(tmp_path: Pat
         rows([TEXTS[place]]).to_parquet(str(tmp_path / f"train-0000{place}-of-00002.parquet"))
     (tmp_path / "README.md").write_text("notes")
     (tmp_path / "_SUCCESS").touch()
+    (tmp_path / "~$notes.csv").write_text("locked by a program that shows tables")
+    (tmp_path / "@eaDir").mkdir()
+    (tmp_path / "@eaDir" / "train-00000-of-00002.parquet").write_bytes(b"its copy on a file server")
     table = read_table("file", (tmp_path,))
     assert texts(table) == ["the cat", "the dog"]
-    assert table.ignored_files == {".md": 1}
+    assert table.other_files == (tmp_path / "README.md",)
+    assert table.passed_over == {"@eaDir": 1, "_SUCCESS": 1, "~$notes.csv": 1}
     assert texts(read_table("file", (tmp_path / "train-*.parquet",))) == ["the cat", "the dog"]
+    assert texts(read_table("file", (tmp_path / "**" / "train-*.parquet",))) == ["the cat", "the dog"]
     rows(["the end"]).to_parquet(str(tmp_path / "test-00000-of-00001.parquet"))
     assert texts(read_table("file", (tmp_path,), "test")) == ["the end"]
     assert "has several splits: set split to one of test, train" in refusal(tmp_path)

@@ -11,7 +11,7 @@ import importlib
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -36,10 +36,11 @@ from tessera.worker.data.groups import (
     person_of,
     repeated,
 )
-from tessera.worker.data.load_report import LoadReport, counted
+from tessera.worker.data.load_report import LoadReport, by_suffix, counted
 from tessera.worker.data.prepared import NOT_KEPT, Prepared
 from tessera.worker.data.readers.byte_cells import ParquetCells, PictureCells, path_in
 from tessera.worker.data.readers.class_labels import numbered
+from tessera.worker.data.readers.data_folders import foreign, names_below
 from tessera.worker.data.readers.image_index import INDEX_FILE, PixelInputs, inputs_of
 from tessera.worker.data.readers.image_processor import PixelOptions, preparation
 from tessera.worker.data.readers.pictures import DICOM, SUFFIXES, DicomReader, PictureFiles, Pictures, is_dicom
@@ -115,6 +116,7 @@ def images(options: ImagesOptions, prepared: Prepared = NOT_KEPT) -> Dataset:
         groups=groups,
         report=LoadReport(
             ignored_files=listed.ignored_files,
+            passed_over=listed.passed_over,
             unreadable=inputs.unreadable,
             group_bytes=listed.group_bytes,
             ungrouped=() if options.group else _ungrouped(listed, inputs),
@@ -138,6 +140,7 @@ class _Listed:
     domains: Tensor | None
     groups: Cells[bytes] | None
     ignored_files: Mapping[str, int]
+    passed_over: Mapping[str, int]
     group_bytes: int = 0
     """The size of the largest row group of a Parquet file's images."""
     ungrouped: Sequence[Repeated] = ()
@@ -168,7 +171,8 @@ def _in_table(options: ImagesOptions, prepared: Prepared) -> _Listed:
         options.labels or table.columns.classes.get(options.label),
         table.domains(options.domain),
         table.groups(options.group),
-        table.ignored_files,
+        by_suffix(table.other_files),
+        table.passed_over,
         cells.group_bytes if isinstance(cells, ParquetCells) else 0,
         table.ungrouped(options.group, options.image, options.label),
     )
@@ -209,10 +213,17 @@ def _in_folder(folder: Path, options: ImagesOptions) -> _Listed:
         raise DataError(
             f"folder: {folder} was saved by `datasets`, as a table: name it in `file` instead of `folder`"
         )
+    if no_classes := sorted(filter(foreign, options.labels or ())):
+        raise DataError(
+            f"labels: {', '.join(map(repr, no_classes))}: a system or a program leaves folders of this name beside "
+            "data, and they are passed over: take it out of labels at every site; or, if it is a class, give it and "
+            "its folder another name"
+        )
     depth = 2 if options.domain_folders else 1
     files, others = list[str](), Counter[str]()
     suffixes = SUFFIXES | DICOM if options.dicom else SUFFIXES
-    for name in names_below(folder):
+    names, passed_over = names_below(folder)
+    for name in names:
         suffix = os.path.splitext(name)[1].lower()  # noqa: PTH122  (a path for each takes ten times as long)
         if suffix in suffixes or (options.dicom and is_dicom_image(folder / name)):
             files.append(name)
@@ -238,6 +249,7 @@ def _in_folder(folder: Path, options: ImagesOptions) -> _Listed:
         domains,
         _groups_of_paths(folder, files, options.group) if options.group and not options.keyword else None,
         others,
+        passed_over,
     )
 
 
@@ -255,24 +267,6 @@ def _groups_of_paths(folder: Path, names: Sequence[str], pattern: str) -> Cells[
 def is_dicom_image(path: Path) -> bool:
     """Return whether a file is DICOM, and not a DICOMDIR, which lists the files of a medium."""
     return path.name.upper() != "DICOMDIR" and is_dicom(path)
-
-
-def names_below(folder: Path) -> Iterator[str]:
-    """Yield the paths, from the folder, of all files below it that are not hidden.
-
-    Follows links, except one to a folder that contains it.
-    """
-    for at, folders, names in os.walk(folder, followlinks=True, onerror=_refuse):
-        here = Path(at)
-        # Some systems and programs leave hidden files and folders beside images, with the same suffixes.
-        above = here.resolve().is_relative_to
-        folders[:] = [name for name in folders if name[0] != "." and not above((here / name).resolve())]
-        below = "" if here == folder else f"{here.relative_to(folder)}{os.sep}"
-        yield from (below + name for name in names if name[0] != "." and os.path.isfile(f"{at}{os.sep}{name}"))  # noqa: PTH113
-
-
-def _refuse(fault: OSError) -> None:
-    raise DataError(f"folder: {fault.filename} cannot be read: {fault.strerror}") from fault
 
 
 ADAPTER = Adapter("images", ImagesOptions, images, images)

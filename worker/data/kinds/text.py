@@ -32,7 +32,7 @@ from tessera.worker.data.dataset import (
     RowsOnDisk,
     schema_of,
 )
-from tessera.worker.data.load_report import LoadReport, empty_texts
+from tessera.worker.data.load_report import LoadReport, by_suffix, empty_texts
 from tessera.worker.data.prepared import NOT_KEPT, Prepared
 from tessera.worker.data.readers.class_labels import Numbering
 from tessera.worker.data.readers.table_files import TableOptions
@@ -106,7 +106,8 @@ def text(options: TextOptions, prepared: Prepared = NOT_KEPT) -> Dataset:
         texts=texts,
         pack=options.pack,
         report=LoadReport(
-            ignored_files=table.ignored_files,
+            ignored_files=by_suffix(table.other_files),
+            passed_over=table.passed_over,
             empty_texts=empty,
             ungrouped=table.ungrouped(options.group, options.text, options.second_text, options.label),
             without_group=table.without_group(options.group),

@@ -3,16 +3,17 @@
 import json
 import re
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from glob import glob
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from pydantic import Field
 
 from tessera.shared.near_names import absent
 from tessera.worker.data.dataset import DataError, Options
 from tessera.worker.data.readers.class_labels import Absent, Names
+from tessera.worker.data.readers.data_folders import foreign
 
 SPLITS = frozenset({"train", "training", "test", "testing", "val", "valid", "validation", "dev", "eval"})
 """The names that files of different splits usually have."""
@@ -61,35 +62,54 @@ def saved_split(option: str, folder: Path, split: str | None) -> Path:
     return folder / _chosen(folder, splits, split)
 
 
-def table_files(
-    option: str, named: tuple[Path, ...], split: str | None, suffixes: Collection[str]
-) -> tuple[tuple[Path, ...], Counter[str]]:
-    """Return the files that paths, patterns and folders of shards stand for, and the number of other files in the
-    folders, by suffix. Raises DataError."""
+class TableFiles(NamedTuple):
+    files: tuple[Path, ...]
+    others: tuple[Path, ...] = ()
+    """The files in folders of shards that are no tables."""
+    passed_over: Mapping[str, int] = {}
+    """The number of files and folders there that systems and programs left, by name."""
+
+
+def table_files(option: str, named: tuple[Path, ...], split: str | None, suffixes: Collection[str]) -> TableFiles:
+    """Return the files that paths, patterns and folders of shards stand for. Raises DataError."""
     files: list[Path] = []
-    others: Counter[str] = Counter()
+    others: list[Path] = []
+    passed_over = Counter[str]()
     for path in named:
         if path.is_dir():
-            there = sorted(file for file in path.iterdir() if file.is_file() and file.name[0] not in "._")
+            everything = sorted(path.iterdir())
+            # Spark writes files about its shards whose names begin with an underscore.
+            labels = {each: foreign(each.name) or (each.name if each.name[0] == "_" else None) for each in everything}
+            passed_over.update(filter(None, labels.values()))
+            there = [each for each in everything if not labels[each] and (each.is_file() or each.is_symlink())]
             tables = [file for file in there if file.suffix.lower() in suffixes]
             if not tables:
-                inside = ", ".join(sorted(file.name for file in path.iterdir())[:MAX_SHOWN]) or "nothing"
+                inside = ", ".join(file.name for file in everything[:MAX_SHOWN]) or "nothing"
                 kinds = ", ".join(suffixes)
                 raise DataError(
                     f"{option}: the folder {path} contains no table ({kinds}); it contains {inside}: name another"
                 )
-            others.update(file.suffix.lower() or "without suffix" for file in there if file not in tables)
+            others += (file for file in there if file not in tables)
             files += _of_split(path, tables, split)
         elif path.is_file():
             files.append(path)
-        elif matched := sorted(glob(str(path), recursive=True)):  # noqa: PTH207 (a pattern may be absolute)
-            files += map(Path, matched)
+        elif matched := [*map(Path, sorted(glob(str(path), recursive=True)))]:  # noqa: PTH207 (a pattern may be absolute)
+            labels = {file: _left_behind(file, path) for file in matched}
+            passed_over.update(filter(None, labels.values()))
+            files += (file for file in matched if not labels[file])
         else:
             raise DataError(f"{option}: {absent(path)}")
+    if not files:
+        raise DataError(f"{option}: {named[0]} matches only files of systems and programs; name others")
     _require_distinct(option, files)
     if split is not None and not any(path.is_dir() for path in named):
         raise DataError(f"split: needs a folder in {option}, but {named[0]} is a file: leave split out")
-    return tuple(files), others
+    return TableFiles(tuple(files), tuple(others), passed_over)
+
+
+def _left_behind(file: Path, pattern: Path) -> str | None:
+    """Return the foreign name in a path that a pattern matches and does not name itself, or None."""
+    return next((label for part in file.parts if part not in pattern.parts and (label := foreign(part))), None)
 
 
 def _require_distinct(option: str, files: list[Path]) -> None:

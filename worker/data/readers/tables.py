@@ -12,7 +12,6 @@ import importlib
 import json
 import mmap
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -36,7 +35,7 @@ from tessera.worker.data.groups import Repeated, is_identifier, is_unnamed, repe
 from tessera.worker.data.prepared import NOT_KEPT, Prepared, mapped
 from tessera.worker.data.readers.byte_cells import ArrowCells, ByteCells, holds_bytes, parquet_cells
 from tessera.worker.data.readers.pictures import Stamp, stamp_of
-from tessera.worker.data.readers.table_files import Separator, is_saved, saved_split, table_files
+from tessera.worker.data.readers.table_files import Separator, TableFiles, is_saved, saved_split, table_files
 
 JSON_AT_ONCE = 1000
 EMPTY = "it has no rows"
@@ -335,8 +334,10 @@ class DataTable:
 
     files: tuple[Path, ...]
     columns: Columns
-    ignored_files: Mapping[str, int]
-    """The number of other files in folders of shards, by suffix."""
+    other_files: Sequence[Path]
+    """The files in folders of shards that are no tables."""
+    passed_over: Mapping[str, int]
+    """The number of files and folders there that systems and programs left, by name."""
     examples: int
     digest: str
     """A digest of the files' paths, sizes and times of change, and of the separator that an option names."""
@@ -430,16 +431,15 @@ def read_table(
 
     Raises DataError, naming the option, if one is missing, unreadable or unknown, or if the split is not clear.
     """
-    ignored: Counter[str] = Counter()
-    files: tuple[Path, ...]
     reader: Reader | None = None
     if any(map(is_saved, named)):
         if len(named) > 1:
             raise DataError(f"{option}: {named[0]} and others: a folder saved by `datasets` must be the only one")
-        files = (saved_split(option, named[0], split),)
+        listed = TableFiles((saved_split(option, named[0], split),))
     else:
-        files, ignored = table_files(option, named, split, READERS)
-        reader = _reader_of(option, files)
+        listed = table_files(option, named, split, READERS)
+        reader = _reader_of(option, listed.files)
+    files = listed.files
     if separator is not None:
         if reader is None or files[0].suffix.lower() not in SEPARATORS:
             raise DataError(f"separator: {files[0]} is not a CSV file: leave separator out")
@@ -466,7 +466,8 @@ def read_table(
         raise _unreadable(option, files[0], fault) from fault
     check = partial(_require_same, option, stamps)
     columns = _columns(rows, features, check)
-    return DataTable(files, columns._replace(names=names), ignored, len(rows), digest, check, bytes_of)
+    columns = columns._replace(names=names)
+    return DataTable(files, columns, listed.others, listed.passed_over, len(rows), digest, check, bytes_of)
 
 
 def _bytes_of(
