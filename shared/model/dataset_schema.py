@@ -83,7 +83,7 @@ class DatasetSchema(Message):
         if given and "inputs_embeds" not in self.inputs and set(takes) - set(given):
             return [f"the model takes {' and '.join(takes)}; the data set gives {' and '.join(given)}"]
         found = [self._image_mismatch(model)] if PIXELS in takes else []
-        found += [self._class_mismatch(model), self._label_mismatch(model.head)]
+        found += [self._class_mismatch(model), self._loss_mismatch(model), self._label_mismatch(model.head)]
         if IDS in takes and (padded or model.head == "contrastive"):
             found.append(self._length_mismatch(model))
         if IDS in takes and self.vocabulary and vocabulary not in (None, self.vocabulary):
@@ -114,6 +114,21 @@ class DatasetSchema(Message):
         if classes < self.classes:
             return f"the model has {classes} classes; the data set has {self.classes} labels"
         return self._order_mismatch(class_names(model)) if self.class_names else None
+
+    def _loss_mismatch(self, model: Model) -> str | None:
+        """Return why transformers would learn labels that are classes as numbers: a key of the model's config that is
+        left of another task."""
+        labels = self.inputs.get(LABELS)
+        if not (self.classes or (labels and labels.dtype.startswith("int"))) or class_count(model):
+            return None
+        if not model.head.endswith("-classification"):
+            return None
+        kept = model.config.get("problem_type")
+        said = "one label" if kept in SINGLE_LABEL else f"problem_type {kept!r}"
+        return (
+            f"the labels are classes, and the model's config has {said}, with which it learns numbers: make it "
+            "again with `tessera model init --labels`"
+        )
 
     def _order_mismatch(self, names: Sequence[str]) -> str | None:
         places = {name: place for place, name in enumerate(name_digests(names))}
@@ -151,7 +166,9 @@ class DatasetSchema(Message):
 def class_count(model: Model) -> int | None:
     """Return the number of classes of which each label is one; None for a model of another kind."""
     config, names = model.config, _part(model.config, "id2label")
-    if not model.head.endswith("-classification") or config.get("problem_type") not in SINGLE_LABEL:
+    if not model.head.endswith("-classification"):
+        return None
+    if model.head != "token-classification" and config.get("problem_type") not in SINGLE_LABEL:
         return None
     said = {len(names)} if names else set()
     said |= {count} if isinstance(count := config.get("num_labels"), int) else set()

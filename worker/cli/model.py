@@ -20,6 +20,7 @@ from tessera.shared.cli.export import CONFIG_FILE, copy_rest
 from tessera.shared.cli.render import output
 from tessera.shared.cli.render.output import AsJson
 from tessera.shared.model.blocks import Block
+from tessera.shared.model.dataset_schema import class_count
 from tessera.shared.model.spec import (
     BLOCKS_FILE,
     MAX_DEPTH,
@@ -38,10 +39,12 @@ from tessera.shared.updates.model_folder import ModelFolder
 from tessera.shared.validation_errors import in_one_line
 from tessera.worker.cli.exits import BAD_SETTINGS, Errors, exits
 from tessera.worker.cli.model_options import (
+    OF_LABELS,
     Asks,
     Dtype,
     MappingOption,
     caption_ids,
+    decoder_from,
     float32_of,
     labels_from,
     lora_from,
@@ -99,7 +102,9 @@ def init(
     ] = True,
     labels: Annotated[
         str | None,
-        typer.Option(help="The head's classes: their names in order, separated by commas, or their number."),
+        typer.Option(
+            help="The head's classes: their names in order, separated by commas as in CSV, or their number."
+        ),
     ] = None,
     dtype: Annotated[
         Dtype | None,
@@ -147,15 +152,7 @@ def init(
         if out.exists():
             raise ValueError(f"{out} exists already: remove it or choose another name")
         mapping = read_mapping(mapping_file) if mapping_file else None
-        settings = plain_config(_read_config(config))
-        if labels is not None:
-            if not head.endswith("-classification"):
-                raise ValueError(f"--labels: a model with the head {head} has no classes; leave it out")
-            settings = {key: value for key, value in settings.items() if key not in {"id2label", "label2id"}}
-            settings |= labels_from(labels)
-        settings |= padding_from(settings, head, partial(_padding_token, config, hub=pretrained))
-        if dtype is not None:
-            settings |= {"dtype": dtype}
+        settings = _settings(config, head, labels, dtype, hub=pretrained)
         caption = caption_ids(text_prompt_from, config)
         prompts = prompts_from(vision_prompts, text_prompts, caption, prompt_fusion, fusion_heads, prompt_depth)
         lora = lora_from(lora_rank, lora_alpha, lora_roles)
@@ -186,6 +183,19 @@ def init(
     _print_created(out, document, weights, as_json=as_json)
 
 
+def _settings(source: str, head: Head, labels: str | None, dtype: Dtype | None, *, hub: bool) -> Config:
+    """Return a source's config with what the head and the options change in it. Raises ValueError."""
+    settings = plain_config(_read_config(source))
+    if labels is not None:
+        if not head.endswith("-classification"):
+            raise ValueError(f"--labels: a model with the head {head} has no classes; leave it out")
+        settings = {key: value for key, value in settings.items() if key not in OF_LABELS}
+        settings |= labels_from(labels)
+    settings |= padding_from(settings, head, partial(_padding_token, source, hub=hub))
+    settings |= decoder_from(settings, head)
+    return settings if dtype is None else settings | {"dtype": dtype}
+
+
 def _with_external_base(document: Model, model: PreTrainedModel, new: Collection[str]) -> Model:
     """Return the document with the digests of the blocks that stay as the weights have them. Raises ValueError."""
     # A classifier is small and trains; the head of a language model is as large as its embeddings.
@@ -202,6 +212,11 @@ def _with_external_base(document: Model, model: PreTrainedModel, new: Collection
 
 
 def _print_created(out: Path, document: Model, weights: str, *, as_json: bool) -> None:
+    if document.head.endswith("-classification") and class_count(document) is None:
+        output.note(
+            "warning: the model learns numbers rather than classes, by problem_type or the number of labels in its "
+            "config: give --labels for classes"
+        )
     blocks, nbytes = len(document.stored), document.stored_bytes
     external = {"external_blocks": len(document.base), "external_bytes": document.nbytes - nbytes}
     if as_json:

@@ -1,5 +1,6 @@
 """The parts of a model that a command's options describe."""
 
+import csv
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Literal
@@ -9,6 +10,7 @@ import typer
 from transformers import AutoTokenizer
 
 from tessera.shared.model.spec import Float32Role, Fusion, Head, Lora, Prompts
+from tessera.worker.model.build import is_decoder_of
 from tessera.worker.model.config import config_from
 from tessera.worker.model.pretrained import Config
 
@@ -85,14 +87,32 @@ def float32_of(
     return tuple(role for role, there in added.items() if there)
 
 
+OF_LABELS = ("num_labels", "id2label", "label2id", "problem_type")
+"""Keys of a config about its classes. The labels' dtype decides the loss where `problem_type` is left out."""
+
+
 def labels_from(labels: str) -> Config:
     """Return the keys of a config for the number or the names of its classes. Raises ValueError."""
     if labels.isdecimal() and int(labels):
         return {"num_labels": int(labels)}
-    names = [name.strip() for name in labels.split(",")]
+    try:
+        (names,) = csv.reader([labels], skipinitialspace=True, strict=True)
+    except (csv.Error, ValueError) as fault:
+        raise ValueError(f"--labels: {labels!r} is not a line of CSV: {fault}") from fault
+    names = [name.strip() for name in names]
     if len(names) < 2 or not all(names) or len(set(names)) < len(names):
-        raise ValueError(f"--labels: {labels!r} is neither a number of classes nor two names or more, each once")
+        raise ValueError(
+            f"--labels: {labels!r} is neither a number of classes nor two names or more, each once. A name with a "
+            "comma stands in quotation marks"
+        )
     return {"num_labels": len(names), "id2label": {str(number): name for number, name in enumerate(names)}}
+
+
+def decoder_from(config: Config, head: Head) -> Config:
+    """Return the key by which a model like BERT sees the tokens after each one or not, as the head needs it."""
+    built = config_from(config)
+    needed = is_decoder_of(built, head)
+    return {} if needed == getattr(built, "is_decoder", None) else {"is_decoder": needed}
 
 
 def padding_from(config: Config, head: Head, of_tokenizer: Callable[[], int | None]) -> Config:

@@ -50,6 +50,10 @@ AUTO_CLASSES: dict[Head, Any] = {
 """Transformers' class for each head. Untyped, because transformers types them only partly."""
 
 
+ALWAYS_CAUSAL = ("gpt_neox", "gpt_neox_japanese", "trocr")
+"""Model types with a config of `is_decoder`, whose causal language models never read it."""
+
+
 def require_head(config: PreTrainedConfig, head: Head) -> None:
     """Raise ConfigError with the heads that a config's models can have, if this head is none of them."""
     # No public interface lists the configs of an Auto class.
@@ -58,6 +62,23 @@ def require_head(config: PreTrainedConfig, head: Head) -> None:
         own = [name for name in own if name != "contrastive"]
     if head not in own:
         raise ConfigError(f"a {config.model_type} cannot have the head {head}; it can: {', '.join(own)}")
+    if is_decoder_of(config, head) != getattr(config, "is_decoder", None):
+        sees = "sees the tokens that it is to predict" if head == "causal-lm" else "does not see the tokens after one"
+        raise ConfigError(
+            f"is_decoder is {str(config.is_decoder).lower()} in the config of this {config.model_type}, with which a "
+            f"model for {head} {sees}: make the model again with `tessera model init`, which sets it"
+        )
+
+
+def is_decoder_of(config: PreTrainedConfig, head: Head) -> bool | None:
+    """Return the value of a config's `is_decoder` that the head needs; that of the config where it decides nothing.
+
+    In BERT and its kin it alone decides whether a token sees those after it.
+    """
+    own: bool | None = getattr(config, "is_decoder", None)
+    if own is None or head == "features" or config.is_encoder_decoder or config.model_type in ALWAYS_CAUSAL:
+        return own
+    return head == "causal-lm"
 
 
 MAX_BUFFER_BYTES = 1 << 30

@@ -79,7 +79,6 @@ DUAL = {"text_config": TEXT, "vision_config": VISION}
         ("dinov2", IMAGES, IMAGE, images(3, 8, 8), ["images are [3, 8, 8]; the model takes [1, 8, 8]"]),
         ("vit", IMAGES, IMAGE, images(1, 8, 8, classes=3), ["the model has 2 classes; the data set has 3 labels"]),
         ("vit", {**IMAGES, "num_labels": 4}, IMAGE, images(1, 8, 8, classes=3), []),
-        ("vit", {**IMAGES, "num_labels": 1}, IMAGE, images(1, 8, 8), []),
         ("vit", IMAGES, IMAGE, texts(8), [WRONG.format("pixel_values", "input_ids")]),
         ("bert", WORDS, TEXT_CLASS, texts(12), []),
         ("bert", WORDS, TEXT_CLASS, texts(16), [LONG]),
@@ -121,6 +120,36 @@ def test_objections_are_what_the_model_fails_on(
             forward(built, head, batch)
     else:
         assert forward(built, head, batch).loss.isfinite()
+
+
+NUMBERS = "the labels are classes, and the model's config has {}, with which it learns numbers"
+
+
+@pytest.mark.parametrize(
+    ("kept", "head", "said"),
+    [
+        ({"problem_type": "regression"}, TEXT_CLASS, "problem_type 'regression'"),
+        ({"problem_type": "multi_label_classification"}, TEXT_CLASS, "problem_type 'multi_label_classification'"),
+        ({"num_labels": 1}, TEXT_CLASS, "one label"),
+        ({"id2label": {"0": "score"}}, TAGS, "one label"),
+        ({"problem_type": "single_label_classification"}, TEXT_CLASS, None),
+        # transformers does not read it for words.
+        ({"problem_type": "regression"}, TAGS, None),
+    ],
+)
+def test_classes_are_not_trained_by_the_loss_of_a_checkpoints_former_task(
+    kept: dict[str, Any], head: Head, said: str | None
+) -> None:
+    built = instantiate({**WORDS, **kept, "model_type": "bert"}, head)
+    document = Model(config=json.loads(built.config.to_json_string()), head=head, blocks=block_table(built))
+    labels = (12,) if head == TAGS else ()
+    for schema in (texts(12, labels), texts(12, labels, classes=None)):
+        found = schema.mismatches(document, padded=True)
+        assert found == (
+            [f"{NUMBERS.format(said)}: make it again with `tessera model init --labels`"] if said else []
+        )
+    numbers = {**tensors(input_ids=(12,)), "labels": TensorSchema(dtype="float32", shape=())}
+    assert DatasetSchema(inputs=numbers).mismatches(document, padded=True) == []
 
 
 @pytest.mark.parametrize("schema", [DatasetSchema(), DatasetSchema(inputs={"waves": TensorSchema(dtype="float32")})])

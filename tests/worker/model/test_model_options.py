@@ -19,12 +19,13 @@ from typer.testing import CliRunner
 
 from tessera.shared.methods.base import State
 from tessera.shared.model.blocks import Block
-from tessera.shared.model.spec import Fusion, Lora, Prompts
+from tessera.shared.model.spec import Fusion, Head, Lora, Prompts
 from tessera.shared.rounds.export import Export
 from tessera.shared.tensors.lazy import Array, ArrayTensor
 from tessera.shared.updates.model_folder import ModelFolder
 from tessera.worker.cli.model import app
 from tessera.worker.model.build import instantiate, load
+from tessera.worker.model.config import ConfigError
 from tessera.worker.model.forward import forward
 from tests.support.duals import dual, pairs
 from tests.support.pretrained import bert_tokenizer, image_processor, picture
@@ -245,6 +246,40 @@ def test_weights_beside_the_config_are_taken_and_random_ones_must_be_asked_for(t
         assert (tmp_path / name / "model.safetensors").read_bytes() == (first / "model.safetensors").read_bytes()
     init(tmp_path / "other", *words, first, "--random", "--seed", 4)
     assert (tmp_path / "other" / "model.safetensors").read_bytes() != (first / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("kept", ["regression", "multi_label_classification"])
+def test_a_new_head_of_classes_does_not_keep_the_loss_of_the_checkpoints_task(kept: str, tmp_path: Path) -> None:
+    left = {**BERT, "problem_type": kept, "id2label": {"0": "score"}, "label2id": {"score": 0}}
+    config, words = source(tmp_path / "bert", left), ("--random", "--head", "text-classification", "--config")
+    told = init(tmp_path / "made", *words, config, "--labels", "benign,malignant")
+    assert "warning" not in told
+    written = json.loads((tmp_path / "made" / "config.json").read_text())
+    assert written.get("problem_type") is None
+    model, labels = load(ModelFolder.open(tmp_path / "made")), torch.tensor([0, 1])
+    output = forward(model, "text-classification", {"input_ids": torch.tensor([[4, 5], [6, 7]]), "labels": labels})
+    assert torch.equal(output.loss, torch.nn.functional.cross_entropy(output.logits, labels))  # type: ignore[arg-type]
+    assert "the model learns numbers rather than classes" in init(tmp_path / "kept", *words, config)
+
+
+def test_a_name_with_a_comma_is_one_class(tmp_path: Path) -> None:
+    config, words = source(tmp_path / "bert", BERT), ("--random", "--head", "text-classification", "--labels")
+    init(tmp_path / "made", "--config", config, *words, '"pneumonia, viral", normal')
+    written = json.loads((tmp_path / "made" / "config.json").read_text())
+    assert written["id2label"] == {"0": "pneumonia, viral", "1": "normal"}
+    for given in ('"pneumonia, viral', '"a"b,c'):
+        assert "is not a line of CSV" in refusal("init", tmp_path / "no", "--config", config, *words, given)
+
+
+@pytest.mark.parametrize(("head", "left"), [("causal-lm", False), ("masked-lm", True)])
+def test_a_bert_sees_later_tokens_if_its_head_may(head: Head, left: bool, tmp_path: Path) -> None:
+    config = source(tmp_path / "bert", {**BERT, "is_decoder": left})
+    init(tmp_path / "made", "--random", "--config", config, "--head", head)
+    model = load(ModelFolder.open(tmp_path / "made")).eval()
+    first, second = (model(input_ids=torch.tensor([[4, 5, last]])).logits[:, :2] for last in (6, 7))
+    assert torch.equal(first, second) == (head == "causal-lm")
+    with pytest.raises(ConfigError, match=f"is_decoder is {str(left).lower()} in the config of this bert"):
+        instantiate({**BERT, "is_decoder": left}, head)
 
 
 def test_mistakes_in_a_source_or_head_are_told_in_our_words(tmp_path: Path) -> None:
