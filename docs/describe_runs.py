@@ -67,6 +67,10 @@ progress of the run is `(r - 1 + s / S) / rounds`. So the schedule continues whe
 with different numbers of steps end a round at about the same rate. A personal model is trained through the whole
 schedule each time that it is evaluated.
 
+In a model with adapters these and the head train, and in a model with prompts these, by every method; the base is
+frozen and is never sent. `full_fine_tuning = true` trains the base too. It is part of the terms that a site approves,
+and the request says so. A run is refused if the method then has nothing left to train, to keep or to freeze.
+
 `rates = { head = 10, adapter = 0.5 }` multiplies the learning rate of the blocks of a role; the schedule scales all
 rates alike. The roles are those in the model's `blocks.json`; roles that share a fused tensor, such as the query, key
 and value of GPT-2, need the same rate. `private` is for modules that a method adds at a site; a method's own

@@ -100,6 +100,12 @@ class Training(Frozen):
     )
     optimizer: Literal["adamw", "sgd"] = Field(default="adamw", description="the local optimizer")
     learning_rate: float = Field(default=1e-4, gt=0, le=100, description="the step size of the local optimizer")
+    full_fine_tuning: bool = Field(
+        default=False,
+        exclude_if=operator.not_,
+        description="whether a model with adapters or prompts trains whole, and not only these and, beside adapters, "
+        "the head",
+    )
     rates: dict[str, Factor] = Field(
         default={},
         max_length=16,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from random import Random
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
@@ -16,13 +17,15 @@ from pydantic import Field
 
 from tessera.shared.aggregation.mean import Normalization, average
 from tessera.shared.aggregation.robust import FEW_SENDERS, Mean, RobustRule, guarded
+from tessera.shared.aggregation.server_optimizer import OptimizerRule, Plain
 from tessera.shared.model.attention_stats import LayerAttention, TaskTokens
 from tessera.shared.model.blocks import Block
-from tessera.shared.model.selectors import EVERYTHING, NOTHING, Selector
+from tessera.shared.model.selectors import EVERYTHING, NOTHING, Selector, trainable_blocks
 from tessera.shared.model.spec import Fusion, LocalStart, Modality, PromptChoice, Transport
 from tessera.shared.run_settings import ClientPrivacy, Privacy, Training
 from tessera.shared.schema import Frozen
 from tessera.shared.tensors.lazy import Array, Tensor
+from tessera.shared.updates.codecs import pipeline
 
 if TYPE_CHECKING:
     import torch
@@ -130,6 +133,45 @@ class RunInfo:
     client_privacy: ClientPrivacy | None = None
     secure_sums: bool = False
     """True if `merge` gets one update: the mean of all sites', of which it knows nothing else."""
+    codec: str = pipeline.LOSSLESS
+    """The codec of updates."""
+    server_optimizer: OptimizerRule = field(default_factory=Plain)
+    """The coordinator's alone: a worker's half sees the default."""
+    external: frozenset[str] = frozenset()
+    """The names of the blocks of an external base, which never change."""
+
+    @cached_property
+    def trainable(self) -> Selector:
+        """The blocks that may train: in a model with adapters or prompts not its base, unless the run says so. Plans
+        and phases that select more train and send only these."""
+        return EVERYTHING if self.training.full_fine_tuning else trainable_blocks(self.blocks, self.external)
+
+    @property
+    def lossy_settings(self) -> tuple[str, ...]:
+        """The run's settings by which the coordinator may read other values than a worker sent."""
+        given = {
+            "codec": not pipeline.parse(self.codec).lossless,
+            "upload_budget": self.upload_budget is not None,
+            "upload_seconds": self.upload_seconds is not None,
+        }
+        return tuple(name for name, is_lossy in given.items() if is_lossy)
+
+    def trained(self, selector: Selector) -> Selector:
+        """Return the part of a selector that may train."""
+        base = self.trainable.exclude
+        if not base or not any(selector.holds(block) for block in self.blocks if not self.trainable.holds(block)):
+            return selector
+        return selector.model_copy(update={"exclude": (*selector.exclude, *base)})
+
+    def require_trainable(self, selector: Selector, purpose: str) -> None:
+        """Raise UnsupportedRun if adapters or prompts leave none of the selected blocks to train. `purpose` is what
+        the method does with them, as a verb with its object."""
+        if self.trainable.exclude and not any(self.trained(selector).holds(block) for block in self.blocks):
+            roles = sorted({block.role for block in self.blocks if self.trainable.holds(block)})
+            raise UnsupportedRun(
+                f"the method {purpose}, but none of these trains in this model, where only {' and '.join(roles)} "
+                "blocks do: change method.settings, choose another method, or set training.full_fine_tuning to true"
+            )
 
 
 class CoordinatorHalf(Generic[C]):
@@ -438,7 +480,8 @@ class WorkerHalf(Generic[C]):
     def collect(self, context: TaskContext, selected: Selector, stats: TrainingStats) -> LocalResult:
         """Return the values to send and to keep: by default those of the selected blocks that the plan uploads, and
         the private ones."""
-        sent = [block for block in context.plan.upload.resolve(context.blocks) if selected.holds(block)]
+        chosen = (block for block in context.plan.upload.resolve(context.blocks) if selected.holds(block))
+        sent = [block for block in chosen if self.run.trainable.holds(block)]
         kept = [*self.private().resolve(context.blocks), *context.private]
         return LocalResult(
             upload=context.read_all(sent),

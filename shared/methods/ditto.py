@@ -45,7 +45,8 @@ class DittoWorker(WorkerHalf[DittoSettings]):
         return [Phase(selected), Phase(selected, epochs=self.settings.own_epochs, name="own")]
 
     def setup(self, context: TaskContext) -> None:
-        self._version = context.read_all(context.blocks)
+        self._blocks = self.run.trainable.resolve(context.blocks)
+        self._version = context.read_all(self._blocks)
         self._near = context.tensors(self._version)
         self._trained: dict[str, Array] = {}
         self._held = False
@@ -53,7 +54,7 @@ class DittoWorker(WorkerHalf[DittoSettings]):
     def on_phase_start(self, context: TaskContext, phase: Phase) -> None:
         self._held = phase.name == "own"
         if self._held:
-            self._trained = context.read_all(context.blocks)
+            self._trained = context.read_all(self._blocks)
             self._take_own(context)
 
     def training_state(self) -> Mapping[str, Array]:
@@ -68,7 +69,7 @@ class DittoWorker(WorkerHalf[DittoSettings]):
         return ()
 
     def _take_own(self, context: TaskContext) -> None:
-        for block in context.blocks:
+        for block in self._blocks:
             context.write(block, context.vault.get(OWN + block.name, self._version[block.name]))
 
     def loss(self, context: TaskContext, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -81,7 +82,7 @@ class DittoWorker(WorkerHalf[DittoSettings]):
 
     def collect(self, context: TaskContext, selected: Selector, stats: TrainingStats) -> LocalResult:
         result = super().collect(context, selected, stats)
-        own = {OWN + name: values for name, values in context.read_all(context.blocks).items()}
+        own = {OWN + name: values for name, values in context.read_all(self._blocks).items()}
         sent = {name: self._trained[name] for name in result.upload}
         return replace(result, upload=sent, keep={**result.keep, **own})
 

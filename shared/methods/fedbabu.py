@@ -34,16 +34,23 @@ class FedBabuSettings(MethodSettings):
     def body(self) -> Selector:
         return Selector(exclude=self.head)
 
+    @property
+    def tuned(self) -> Selector:
+        return {"full": EVERYTHING, "body": self.body, "head": Selector(include=self.head)}[self.tune]
+
 
 class FedBabuCoordinator(CoordinatorHalf[FedBabuSettings]):
+    def start(self, state: State) -> State:
+        self.run.require_trainable(self.settings.tuned, f"fine-tunes the part {self.settings.tune!r} at each site")
+        return state
+
     def plan_for(self, state: State, worker: Participant) -> Plan:
         return Plan(stage="body", train=self.settings.body, upload=self.settings.body)
 
 
 class FedBabuWorker(WorkerHalf[FedBabuSettings]):
     def personalization_phases(self, context: TaskContext) -> Sequence[Phase]:
-        parts = {"full": EVERYTHING, "body": self.settings.body, "head": Selector(include=self.settings.head)}
-        return [Phase(parts[self.settings.tune], epochs=self.settings.tune_epochs, name="fine-tuning")]
+        return [Phase(self.settings.tuned, epochs=self.settings.tune_epochs, name="fine-tuning")]
 
 
 METHOD = Method(

@@ -148,6 +148,14 @@ class FedFrozenCoordinator(CoordinatorHalf[FedFrozenSettings]):
             )
         # Else a model without such blocks would fail only after the warm-up.
         self._unfrozen.resolve(blocks)
+        self.run.require_trainable(self._unfrozen, f"trains scope {self.settings.scope!r} after the warm-up")
+        trained = [block for block in blocks if self.run.trainable.holds(block)]
+        if self.settings.warmup_rounds and all(map(self._unfrozen.holds, trained)):
+            raise UnsupportedRun(
+                "the warm-up trains nothing that the method then freezes: the model's adapters or prompts are beside "
+                f"no {' or '.join(FROZEN[self.settings.freeze])} matrix. Create the model with adapters of these "
+                "(--lora-roles), choose another method, or set training.full_fine_tuning to true"
+            )
         return state
 
     def plan_for(self, state: State, worker: Participant) -> Plan:
@@ -186,7 +194,7 @@ class FedFrozenCoordinator(CoordinatorHalf[FedFrozenSettings]):
             return replace(merged, scalars=scalars, server_state=server_state)
         if settings.warmup_rounds == "auto" or settings.signals:
             # Reads the updates once more.
-            frozen = Selector(include=self._frozen_blocks).resolve(self.run.blocks)
+            frozen = self.run.trained(Selector(include=self._frozen_blocks)).resolve(self.run.blocks)
             senders = [(self.weight(update), update.blocks) for update in updates]
             seen = agreement(state.model, [block.name for block in frozen], senders)
             last = server_state.get(SKETCH)

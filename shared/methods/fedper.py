@@ -25,6 +25,10 @@ class FedPerSettings(MethodSettings):
 
 
 class FedPerCoordinator(CoordinatorHalf[FedPerSettings]):
+    def start(self, state: State) -> State:
+        self.run.require_trainable(self.settings.kept, "keeps the blocks of method.settings.private at each site")
+        return state
+
     def plan_for(self, state: State, worker: Participant) -> Plan:
         return Plan(stage="body", upload=self.settings.shared)
 

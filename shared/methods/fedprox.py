@@ -23,7 +23,9 @@ class FedProxSettings(MethodSettings):
 
 class FedProxWorker(WorkerHalf[FedProxSettings]):
     def setup(self, context: TaskContext) -> None:
-        self._start = {name: tensor.detach().clone() for name, tensor in context.model.named_parameters()}
+        trainable = {block.tensor for block in self.run.trainable.resolve(context.blocks)}
+        parameters = context.model.named_parameters()
+        self._start = {name: tensor.detach().clone() for name, tensor in parameters if name in trainable}
 
     def loss(self, context: TaskContext, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         loss = super().loss(context, batch)

@@ -16,7 +16,7 @@ from typing import Literal, Self
 
 from tessera.shared.methods.base import UnsupportedRun, Update
 from tessera.shared.model.blocks import Block, Layer, Role, layers_of
-from tessera.shared.model.selectors import Match, Selector
+from tessera.shared.model.selectors import EVERYTHING, Match, Selector
 
 
 @dataclass(frozen=True)
@@ -57,16 +57,19 @@ class Candidates:
         attention: bool = True,
         within: tuple[Role, ...] | None = None,
         always: Collection[Role] = (),
+        trainable: Selector = EVERYTHING,
     ) -> Self:
-        """Return the layers of a block table with some of the roles `within`, with `attention` only those that have
-        a query, and the blocks outside layers with the roles `always`."""
+        """Return the layers of a block table with some `trainable` blocks of the roles `within`, with `attention`
+        only those that have a query, and the trainable blocks outside layers with the roles `always`."""
         stacks: dict[str, list[Layer]] = {}
         for layer in layers_of(blocks):
             if attention and not any(block.role == "query" for block in layer.blocks):
                 continue
-            if trained := tuple(block for block in layer.blocks if within is None or block.role in within):
+            chosen = (block for block in layer.blocks if within is None or block.role in within)
+            if trained := tuple(filter(trainable.holds, chosen)):
                 stacks.setdefault(layer.stack, []).append(replace(layer, blocks=trained))
-        outside = tuple(block for block in blocks if block.layer is None and block.role in always)
+        named = (block for block in blocks if block.layer is None and block.role in always)
+        outside = tuple(filter(trainable.holds, named))
         return cls(tuple(map(tuple, stacks.values())), within, outside)
 
     @property

@@ -5,7 +5,7 @@ personal evaluation measures it.
 """
 
 from tessera.shared.methods.base import CoordinatorHalf, Method, MethodSettings, Participant, Plan, State, WorkerHalf
-from tessera.shared.model.selectors import EVERYTHING, NOTHING, Selector
+from tessera.shared.model.selectors import NOTHING, Selector
 
 
 class LocalMethodCoordinator(CoordinatorHalf[MethodSettings]):
@@ -15,7 +15,7 @@ class LocalMethodCoordinator(CoordinatorHalf[MethodSettings]):
 
 class LocalWorker(WorkerHalf[MethodSettings]):
     def private(self) -> Selector:
-        return EVERYTHING
+        return self.run.trainable
 
 
 METHOD = Method(

@@ -16,6 +16,7 @@ from tessera.shared.methods.base import (
     State,
     UnsupportedRun,
 )
+from tessera.shared.model.blocks import Block
 from tessera.shared.model.selectors import Match, Selector
 
 ADAPTERS = Match(roles=("adapter",))
@@ -32,10 +33,20 @@ class LoraCoordinator(CoordinatorHalf[LoraSettings]):
     def start(self, state: State) -> State:
         if not any(ADAPTERS.holds(block) for block in self.run.blocks):
             raise UnsupportedRun("the model has no adapters: create it with `tessera model init --lora-rank N`")
+        if "train_head" in self.settings.model_fields_set and self.settings.train_head and not self._heads:
+            raise UnsupportedRun(
+                "train_head is true, and the model has no head that can train: it is tied to the embeddings, or part "
+                "of the external base. Leave train_head out, or set it to false"
+            )
         return state
 
+    @property
+    def _heads(self) -> list[Block]:
+        """The blocks of the head that can train."""
+        return [block for block in self.run.blocks if HEAD.holds(block) and self.run.trainable.holds(block)]
+
     def plan_for(self, state: State, worker: Participant) -> Plan:
-        headed = self.settings.train_head and any(HEAD.holds(block) for block in self.run.blocks)
+        headed = self.settings.train_head and bool(self._heads)
         adapters = Selector(
             include=(ADAPTERS, HEAD) if headed else (ADAPTERS,),
             exclude=(A_FACTORS,) if self.settings.freeze_a else (),

@@ -30,7 +30,7 @@ from tessera.shared.methods.base import (
     UnsupportedRun,
     WorkerHalf,
 )
-from tessera.shared.model.selectors import Selector
+from tessera.shared.model.selectors import Match, Selector
 
 if TYPE_CHECKING:
     import torch
@@ -52,6 +52,10 @@ class MoonCoordinator(CoordinatorHalf[MoonSettings]):
                 "moon contrasts the inputs of a model's head, and this model has no module as its head: begin a run "
                 "with another method, or with a model that has a head"
             )
+        if any(block.name == "prompts.text" for block in self.run.blocks):
+            images = Match(names=("prompts.vision", "prompts.deep.vision"))
+            of_images = Selector(include=(images, Match(roles=("adapter",))))
+            self.run.require_trainable(of_images, "contrasts images, by the prompts of their tower")
         return state
 
 
@@ -60,13 +64,14 @@ class MoonWorker(WorkerHalf[MoonSettings]):
     one_example_per_row = True
 
     def setup(self, context: TaskContext) -> None:
+        self._blocks = self.run.trainable.resolve(context.blocks)
         previous = {
             block.name: context.vault[PREVIOUS + block.name]
-            for block in context.blocks
+            for block in self._blocks
             if self.settings.mu and PREVIOUS + block.name in context.vault
         }
         self._previous = context.tensors(previous)
-        self._version = context.tensors(context.read_all(context.blocks) if previous else {})
+        self._version = context.tensors(context.read_all(self._blocks) if previous else {})
 
     def loss(self, context: TaskContext, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         if not self._previous:
@@ -82,7 +87,7 @@ class MoonWorker(WorkerHalf[MoonSettings]):
         result = super().collect(context, selected, stats)
         if not self.settings.mu:
             return result
-        previous = {PREVIOUS + name: values for name, values in context.read_all(context.blocks).items()}
+        previous = {PREVIOUS + name: values for name, values in context.read_all(self._blocks).items()}
         return replace(result, keep={**result.keep, **previous})
 
 

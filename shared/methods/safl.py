@@ -82,7 +82,7 @@ DRAWN = "drawn"
 class SAFLCoordinator(CoordinatorHalf[SAFLSettings]):
     def __init__(self, settings: SAFLSettings, run: RunInfo) -> None:
         super().__init__(settings, run)
-        self._candidates = settings.candidates(run.blocks)
+        self._candidates = settings.candidates(run.blocks, run.trainable)
         self._common = CommonChoice(
             self._candidates,
             "vote" if settings.chooser == "vote" else "score",
@@ -97,7 +97,11 @@ class SAFLCoordinator(CoordinatorHalf[SAFLSettings]):
         layers, settings = self._candidates.layers, self.settings
         check_privacy(settings, self.run.privacy)
         if not layers:
-            raise UnsupportedRun("the model has no layers that SAFL can choose with these settings")
+            raise UnsupportedRun(
+                "the model has no layers that SAFL can choose with these settings: set score to random or within to "
+                "other roles. Of a model with adapters or prompts only these train in a layer, unless the run sets "
+                "training.full_fine_tuning to true"
+            )
         if settings.layers and settings.layers > len(layers):
             raise UnsupportedRun(f"of {len(layers)} layers, {settings.layers} are to be chosen: lower layers")
         if settings.upload_bytes and self._k == 0:
@@ -317,7 +321,7 @@ class SAFLWorker(WorkerHalf[SAFLSettings]):
 
     def __init__(self, settings: SAFLSettings, run: RunInfo) -> None:
         super().__init__(settings, run)
-        self._candidates = settings.candidates(run.blocks)
+        self._candidates = settings.candidates(run.blocks, run.trainable)
         self._noisy = run.privacy is not None and run.privacy.selection == "noisy"
         self._chosen: list[int] = []  # indices of candidates, by stack the best first
         self._scores: Array = np.zeros(0)  # [candidates], the exponential mean of profiles, if it is needed

@@ -11,6 +11,7 @@ from tessera.shared.methods.base import MethodSettings, UnsupportedRun
 from tessera.shared.methods.layer_choice import Candidates
 from tessera.shared.model.attention_stats import TaskTokens
 from tessera.shared.model.blocks import Block, Role
+from tessera.shared.model.selectors import EVERYTHING, Selector
 from tessera.shared.run_settings import Privacy
 
 Score = Literal["attention", "sink-corrected", "gradient-norm", "fisher", "random", "first", "last", "fixed"]
@@ -118,10 +119,10 @@ class SAFLSettings(MethodSettings):
     def needs_heads(self) -> bool:
         return self.prune > 0 and self.prune_by == "attention"
 
-    def candidates(self, blocks: Sequence[Block]) -> Candidates:
+    def candidates(self, blocks: Sequence[Block], trainable: Selector = EVERYTHING) -> Candidates:
         # A layer without attention has no such score.
         attention = self.score in OF_ATTENTION
-        return Candidates.of(blocks, attention=attention, within=self.within, always=self.always)
+        return Candidates.of(blocks, attention=attention, within=self.within, always=self.always, trainable=trainable)
 
 
 def check_privacy(settings: SAFLSettings, privacy: Privacy | None) -> None:

@@ -1,8 +1,8 @@
 """Selectors: which blocks of a model a method trains, sends, keeps or freezes."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from fnmatch import fnmatchcase
-from typing import Self
+from typing import Self, get_args
 
 from pydantic import Field, model_validator
 
@@ -106,6 +106,25 @@ def all_but(*names: Role) -> Selector:
 def named(names: Iterable[str]) -> Selector:
     """Select blocks by name or shell pattern."""
     return Selector(include=(Match(names=tuple(names)),))
+
+
+INSERTED: frozenset[Role] = frozenset({"adapter", "prompt"})
+"""The roles of blocks that are added to a model so that its base need not train."""
+
+
+def trainable_blocks(blocks: Sequence[Block], external: Collection[str] = ()) -> Selector:
+    """Select the blocks that a model's parts let train: adapters and the head, or prompts; without either, all.
+
+    A head among the `external` blocks stays frozen with the base.
+    """
+    present = {block.role for block in blocks}
+    trained = present & INSERTED
+    if not trained:
+        return EVERYTHING
+    if "adapter" in trained and not any(block.role == "head" and block.name in external for block in blocks):
+        trained |= {"head"}
+    base = tuple(role for role in get_args(Role) if role in present - trained)
+    return Selector(exclude=(Match(roles=base),)) if base else EVERYTHING
 
 
 class SelectorError(ValueError):

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from tessera.shared.model.block_rates import rate_faults
 from tessera.shared.model.dataset_schema import PIXELS, TAKES
+from tessera.shared.model.selectors import INSERTED
 from tessera.shared.model.spec import Model
 from tessera.shared.model.training_loss import loss_faults
 from tessera.shared.run_settings import Training
@@ -12,6 +13,8 @@ from tessera.shared.run_settings import Training
 def training_faults(training: Training, model: Model) -> Iterator[tuple[str, str]]:
     """Yield each such setting, with the reason and the remedy."""
     yield from loss_faults(training, model)
+    if training.full_fine_tuning and not any(block.role in INSERTED for block in model.blocks):
+        yield "full_fine_tuning", "is for a model with adapters or prompts, and this one trains whole: leave it out"
     yield from (("rates", said) for said in rate_faults(training, model.blocks))
     if training.augments and PIXELS not in TAKES.get(model.head, (PIXELS,)):
         kind = f"{model.config['model_type']} for {model.head}"

@@ -29,7 +29,7 @@ from tessera.shared.methods.base import (
     UnsupportedRun,
 )
 from tessera.shared.methods.registry import UnknownMethod, check, coordinator_half, settings_type
-from tessera.shared.model.selectors import SelectorError
+from tessera.shared.model.selectors import SelectorError, trainable_blocks
 from tessera.shared.model.spec import Model
 from tessera.shared.model.training_faults import training_faults
 from tessera.shared.problems import Fault, Invalid, InvalidUpdate, faults_of
@@ -62,6 +62,9 @@ def run_facts(spec: RunSpec, model: Model) -> RunInfo:
         max_update_norm=spec.max_update_norm,
         client_privacy=spec.client_privacy,
         secure_sums=spec.secure_sums is not None,
+        codec=spec.codec,
+        server_optimizer=spec.server_optimizer,
+        external=frozenset(model.external),
     )
 
 
@@ -89,6 +92,7 @@ def begun(spec: RunSpec, model: Model, first: State) -> State:
     try:
         state = initial_state(half, first)
         plans = _first_plans(half, model, state)
+        _check_chosen(half.run, plans)
         _check_trained(model, plans)
         if spec.secure_sums:
             _check_summed(model, plans)
@@ -109,9 +113,37 @@ def begun(spec: RunSpec, model: Model, first: State) -> State:
 
 def _first_plans(half: CoordinatorHalf[Any], model: Model, state: State) -> list[Plan]:
     """Return what the first round asks of a worker that declares nothing. Raises SelectorError as `resolve` does."""
-    plans = list(half.plan(state, [Participant("any", 1)], Random(0)).values())  # noqa: S311 (no secret)
+    plans = list(plans_of(half, state, [Participant("any", 1)], Random(0)).values())  # noqa: S311 (no secret)
     _require_blocks(model, plans)
     return plans
+
+
+def plans_of(half: CoordinatorHalf[Any], state: State, cohort: Sequence[Participant], rng: Random) -> dict[str, Plan]:
+    """Return the method's plans by worker, less the blocks of a base that the run does not train."""
+    limited = half.run.trained
+    return {
+        name: plan.model_copy(update={"train": limited(plan.train), "upload": limited(plan.upload)})
+        for name, plan in half.plan(state, cohort, rng).items()
+    }
+
+
+def _check_chosen(run: RunInfo, plans: Iterable[Plan]) -> None:
+    """Raise UnsupportedRun if the first round trains or sends nothing of what its plans select, or if
+    `full_fine_tuning` has no effect."""
+    base = [block for block in run.blocks if not trainable_blocks(run.blocks, run.external).holds(block)]
+    for plan in plans:
+        if plan.train:
+            run.require_trainable(plan.train, "selects blocks to train")
+        if plan.upload and not plan.upload.resolve(run.blocks):
+            raise UnsupportedRun(
+                "the method keeps all that trains at the sites, and nothing is left to send: change method.settings, "
+                "or choose the method local"
+            )
+        if run.training.full_fine_tuning and plan.train and not any(plan.train.holds(block) for block in base):
+            raise UnsupportedRun(
+                "training.full_fine_tuning is true, and the method trains no block of the base: leave the setting "
+                "out, or choose another method, such as fedavg"
+            )
 
 
 def _require_blocks(model: Model, plans: Iterable[Plan]) -> None:
@@ -199,9 +231,8 @@ def _check_base(model: Model, plans: Iterable[Plan]) -> None:
     if chosen:
         raise UnsupportedRun(
             f"the method trains {len(chosen)} blocks of the external base, such as {min(chosen)}, of which the "
-            "coordinator has digests alone: choose a method that trains adapters, prompts or the head alone (with "
-            "`lora`, set method.settings.train_head to false if the head is in the base), or create the model "
-            "without --external-base"
+            "coordinator has digests alone: leave out training.full_fine_tuning, create the model with adapters "
+            "(--lora-rank) or prompts, or create it without --external-base"
         )
 
 
@@ -217,7 +248,7 @@ def plan_round(spec: RunSpec, model: Model, state: State, willing: Sequence[Part
     of_sites = by_site(willing)
     drawn = [_of_site(spec, number, of_sites[site]) for site in choose(list(of_sites), spec.cohort.size, rng)]
     cohort = sorted(chain.from_iterable(drawn), key=attrgetter("name"))
-    plans = coordinator_half(spec.method, run_facts(spec, model)).plan(state, cohort, rng)
+    plans = plans_of(coordinator_half(spec.method, run_facts(spec, model)), state, cohort, rng)
     _require_blocks(model, plans.values())
     if model.external:
         _check_base(model, plans.values())

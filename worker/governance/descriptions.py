@@ -60,7 +60,8 @@ def _work(task: Task, model: Model, examples: int, groups: int | None) -> str:
     if steps:
         length = f"{steps} {'step' if steps == 1 else 'steps'} (at most {length})"
     often = f"for {length} a round, {task.rounds} rounds"
-    return f"Trains {trained} of {_model(model)} {on} {often}, by the method {task.method.name}."
+    base = " Its base trains too, beside adapters or prompts." if task.training.full_fine_tuning else ""
+    return f"Trains {trained} of {_model(model)} {on} {often}, by the method {task.method.name}.{base}"
 
 
 def _tokenizer(task: Task, model: Model, *, raw_texts: bool) -> Iterator[str]:

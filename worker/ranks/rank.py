@@ -169,7 +169,7 @@ class Rank:
         if built is None or settings_differ or len(fetched.bases) < len(fetched.blocks):
             # As in `fetch`: a local value of a block that is not fetched must not leak into this round.
             built = None
-            require_memory(run, fetched.blocks, fetched.four_bits)
+            require_memory(run, fetched.document, fetched.four_bits)
         loaded = load(run, replace(fetched, last=built))
         if given.compute.shard:
             nbytes = sum(each.nbytes for each in loaded.built.model.parameters())

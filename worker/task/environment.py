@@ -22,8 +22,7 @@ from tessera.shared.hashing import Sink
 from tessera.shared.json_limits import check_document
 from tessera.shared.methods.base import RunInfo, WorkerHalf
 from tessera.shared.methods.registry import worker_half
-from tessera.shared.model.blocks import Block
-from tessera.shared.model.spec import MAX_DOCUMENT_BYTES
+from tessera.shared.model.spec import MAX_DOCUMENT_BYTES, Model
 from tessera.shared.problems import Problem
 from tessera.shared.schema import TaskKind
 from tessera.shared.tensors.lazy import Array
@@ -319,21 +318,23 @@ class TaskRun:
         """The run's terms and progress, as the task states them."""
         return RunSnapshot.of(self.task)
 
-    def half(self, blocks: Sequence[Block]) -> WorkerHalf[Any]:
+    def half(self, model: Model) -> WorkerHalf[Any]:
         """Return the worker's half of the task's method."""
-        return worker_half(self.task.method, self.facts(blocks))
+        return worker_half(self.task.method, self.facts(model))
 
-    def facts(self, blocks: Sequence[Block]) -> RunInfo:
-        """Return the facts of the task's run for both halves of its method."""
+    def facts(self, model: Model) -> RunInfo:
+        """Return the facts of the task's run, with its model, for both halves of its method."""
         task = self.task
         return RunInfo(
-            tuple(blocks),
+            model.blocks,
             task.rounds,
             task.normalization,
             task.training,
             task.privacy,
             upload_budget=task.upload_budget,
             upload_seconds=task.upload_seconds,
+            codec=task.codec,
+            external=frozenset(model.external),
         )
 
     @property

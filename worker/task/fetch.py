@@ -139,12 +139,12 @@ def fetch(run: TaskRun, dataset: Dataset) -> Fetched:
         four_bits = last.four_bits if last else four_bit_tensors(document, mapping)
         require_frozen(document, four_bits, task.plan, is_training=task.kind == "train")
     if env.setup.compute.shard:
-        require_shardable(run.half(blocks), task.plan, document, task.training, private=task.privacy is not None)
+        require_shardable(run.half(document), task.plan, document, task.training, private=task.privacy is not None)
     if task.kind == "train" and task.privacy is None:
-        require_divisible(run.half(blocks), blocks, dataset, task.training, env.setup.micro_batch)
+        require_divisible(run.half(document), blocks, dataset, task.training, env.setup.micro_batch)
     manifest = _read_manifest(run)
     if last is None:
-        require_memory(run, blocks, four_bits)
+        require_memory(run, document, four_bits)
     wanted = [block for block in blocks if block.name in names]
     stored = [block for block in blocks if block.name not in document.external]
     bases = _fetch_base(run, document, wanted)
@@ -152,17 +152,17 @@ def fetch(run: TaskRun, dataset: Dataset) -> Fetched:
     return Fetched(document, mapping, manifest, blocks, bases, last, four_bits)
 
 
-def require_memory(run: TaskRun, blocks: Sequence[Block], four_bits: frozenset[str]) -> None:
+def require_memory(run: TaskRun, model: Model, four_bits: frozenset[str]) -> None:
     """Raise TaskFailure, before anything large is fetched, if the device cannot hold what the task needs."""
     task, device = run.task, run.env.device
     if device.type == "meta":
         # The ranks have the model. Each looks for itself.
         return
     # A method that chooses among the plan's blocks may itself fit its choice to the memory.
-    fixed = task.kind == "train" and type(run.half(blocks)).select is WorkerHalf.select
-    trained = task.plan.train.resolve(blocks) if fixed else ()
+    fixed = task.kind == "train" and type(run.half(model)).select is WorkerHalf.select
+    trained = task.plan.train.resolve(model.blocks) if fixed else ()
     shards = run.env.setup.ranks.shards
-    needed, free = needed_bytes(blocks, trained, task.training, four_bits, shards), free_bytes(device)
+    needed, free = needed_bytes(model.blocks, trained, task.training, four_bits, shards), free_bytes(device)
     structlog.get_logger("worker").info("memory", needed_bytes=needed, free_bytes=free, device=str(device))
     if needed > free:
         raise TaskFailure(
@@ -182,7 +182,7 @@ def load(run: TaskRun, fetched: Fetched) -> Loaded:
     built = fetched.last or _built(run, fetched)
     _fill(run, fetched, built)
     seed_everything(task.seed)
-    half = run.half(built.blocks)
+    half = run.half(fetched.document)
     server_state = _fetch_memory(run, fetched.manifest)
     try:
         env.vault.settle_run(task.run, task.receipt, env.coordinator.task)

@@ -60,7 +60,7 @@ def admitted_terms(run: TaskRun) -> Terms | None:
 def _check_method(run: TaskRun) -> None:
     """Raise SumRefused if the method sends more than steps, which noise hides, such as a choice of blocks by data."""
     try:
-        coordinator_half(run.task.method, run.facts(read_model(run).blocks)).check_client_privacy()
+        coordinator_half(run.task.method, run.facts(read_model(run))).check_client_privacy()
     except UnsupportedRun as fault:
         raise SumRefused("noise", str(fault)) from None
 

@@ -14,7 +14,6 @@ from tessera.shared.model.blocks import Block
 from tessera.worker.model.four_bits import buffers_of_passes
 from tessera.worker.training.batches import Batch, Batches
 from tessera.worker.training.checkpoints import Below, under
-from tessera.worker.training.context import LocalTaskContext
 from tessera.worker.training.divergence import TrainingDiverged
 from tessera.worker.training.freeze import Freeze
 from tessera.worker.training.optimization.micro_batch import PieceSize, pieces_of, require_additive
@@ -91,7 +90,7 @@ class PhaseTraining:
         self._overflow = _Overflow()
         context = local.context
         added = context.private if phase.private else ()
-        trained = trained_blocks(context, phase)
+        trained = trained_blocks(local, phase)
         context.held.forget(block.tensor for block in trained)
         # Buffers such as a normalisation's statistics depend on the data without noise.
         self.freeze = Freeze(context.model, trained, keep_buffers=local.private is not None)
@@ -303,6 +302,8 @@ def _values(scalars: Sequence[Tensor]) -> list[float]:
     return values
 
 
-def trained_blocks(context: LocalTaskContext, phase: Phase) -> list[Block]:
+def trained_blocks(local: LocalTraining, phase: Phase) -> list[Block]:
     """Return the blocks that a phase trains, those of the method's private modules included."""
-    return [*phase.train.resolve(context.blocks), *(context.private if phase.private else ())]
+    context, trainable = local.context, local.half.run.trainable
+    of_run = [block for block in phase.train.resolve(context.blocks) if trainable.holds(block)]
+    return [*of_run, *(context.private if phase.private else ())]

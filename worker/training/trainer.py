@@ -160,7 +160,7 @@ class Trainer(LocalTraining):
         if not self.piece_size or not self.piece_size.automatic:
             return
         for phase in phases:
-            freeze = Freeze(self.context.model, trained_blocks(self.context, phase), keep_buffers=True)
+            freeze = Freeze(self.context.model, trained_blocks(self, phase), keep_buffers=True)
             private.fit(self, freeze, dataset, self.piece_size)
 
     def _train_privately(

@@ -108,7 +108,7 @@ class TrainingState:
 
     def _trained(self) -> dict[str, Tensor]:
         """Return the tensors that have trained so far, by name: those of this phase and of the ones before."""
-        tensors, context = named_tensors(self._local.context.model), self._local.context
+        tensors = named_tensors(self._local.context.model)
         phases = self._phases[: self.at.phase + 1]
-        names = {block.tensor for phase in phases for block in trained_blocks(context, phase)}
+        names = {block.tensor for phase in phases for block in trained_blocks(self._local, phase)}
         return {name: tensor.detach() for name, tensor in tensors.items() if name in names}

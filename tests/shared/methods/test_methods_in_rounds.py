@@ -2,20 +2,40 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from random import Random
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from tessera.shared.methods.registry import methods
-from tessera.shared.model.spec import Model
+from tessera.shared.api.runs import RunSpec
+from tessera.shared.methods.base import Participant, Plan, State
+from tessera.shared.methods.registry import coordinator_half, methods
+from tessera.shared.model.spec import Lora, Model, Prompts
+from tessera.shared.problems import Invalid
+from tessera.shared.rounds.planning import begun, plans_of, run_facts
+from tessera.shared.tensors.lazy import ArrayTensor
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.model.block_map import block_table, named_tensors
 from tessera.worker.model.build import read_block
 from tessera.worker.simulation import Conditions, Result, Weights, simulate
-from tests.support.tasks import EACH_METHOD, FEW_METHODS, subject_of
+from tests.support.tasks import (
+    ADAPTED,
+    DEEP,
+    EACH_METHOD,
+    FEW_METHODS,
+    PLAIN,
+    PROMPTED,
+    Subject,
+    one_task,
+    subject_of,
+)
 
 ROUNDS = 3
 
@@ -86,3 +106,154 @@ def test_a_federation_of_one_goes_through_all_its_rounds(method: str) -> None:
     result = run(method, sites=1)
     assert len(result.versions) == ROUNDS + 1
     assert all(task.state == "merged" for attempt in result.rounds for task in attempt.tasks)
+
+
+# ---------------------------------------------------------------- models with adapters or prompts
+
+TEXT_PROMPTED = replace(PROMPTED, prompts=Prompts(text=2))
+DIGEST = f"sha256:{'0' * 64}"
+
+
+def spec_of(
+    method: str, settings: Mapping[str, Any] | None = None, run: Mapping[str, Any] | None = None, **training: Any
+) -> RunSpec:
+    chosen = {"name": method, "settings": settings or {}}
+    sgd = {"optimizer": "sgd", "learning_rate": 0.05, "batch_size": 8, **training}
+    run = {"name": "r", "model": DIGEST, "version": DIGEST, "dataset": "d", "rounds": 6, **(run or {})}
+    return RunSpec.model_validate({**run, "method": chosen, "training": sgd})
+
+
+def refusal(spec: RunSpec, subject: Subject) -> str:
+    """Why the run of the model is refused; empty if it begins."""
+    first = {b.name: ArrayTensor(np.zeros(b.shape, np.float32)) for b in subject.blocks}
+    try:
+        begun(spec, subject.document(), State(0, first))
+    except Invalid as refused:
+        return "; ".join(fault.detail for fault in refused.errors)
+    return ""
+
+
+def one_round(spec: RunSpec, subject: Subject, round_number: int = 0) -> tuple[set[str], set[str]]:
+    """The blocks that move at a site in a round of the run, and those that it sends."""
+    half = coordinator_half(spec.method, run_facts(spec, subject.document()))
+    (plan,) = plans_of(half, State(round_number, {}), [Participant("a/w", 24)], Random(0)).values()
+    sgd: dict[str, Any] = {"optimizer": "sgd", "full_fine_tuning": spec.training.full_fine_tuning}
+    context, result = one_task(
+        spec.method.name, spec.method.settings, subject=subject, plan=plan, round_number=round_number, **sgd
+    )
+    start = named_tensors(subject.model())
+    moved = {b.name for b in context.blocks if not np.array_equal(context.read(b), read_block(start, b))}
+    return moved, set(result.upload)
+
+
+def names(subject: Subject, *roles: str) -> set[str]:
+    return {block.name for block in subject.blocks if block.role in roles}
+
+
+@pytest.mark.parametrize(
+    ("subject", "roles"), [(ADAPTED, ("adapter", "head")), (TEXT_PROMPTED, ("prompt",)), (DEEP, ("prompt",))]
+)
+@pytest.mark.parametrize("method", sorted(methods()))
+def test_no_method_trains_or_sends_the_base_of_a_model_with_adapters_or_prompts(
+    method: str, subject: Subject, roles: tuple[str, ...]
+) -> None:
+    spec = spec_of(method)
+    if said := refusal(spec, subject):
+        assert any(remedy in said for remedy in ("full_fine_tuning", "model init", "choose", "prompts")), said
+        return
+    moved, sent = one_round(spec, subject)
+    assert moved
+    assert moved | sent <= names(subject, *roles)
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fedprox", "scaffold", "ditto", "moon", "fednova", "local"])
+def test_a_method_of_the_whole_model_moves_what_lora_moves_beside_adapters(method: str) -> None:
+    expected, _ = one_round(spec_of("lora"), ADAPTED)
+    moved, sent = one_round(spec_of(method), ADAPTED)
+    assert moved == expected == names(ADAPTED, "adapter", "head")
+    assert sent == (set() if method == "local" else expected)
+
+
+def test_local_moves_what_promptfl_moves_and_keeps_nothing_else() -> None:
+    expected, _ = one_round(spec_of("promptfl"), TEXT_PROMPTED)
+    assert one_round(spec_of("local"), TEXT_PROMPTED) == (expected, set())
+    _, result = one_task("local", subject=TEXT_PROMPTED, optimizer="sgd")
+    assert set(result.keep) == expected == {"prompts.text"}
+
+
+def test_full_fine_tuning_trains_the_base_beside_its_adapters() -> None:
+    moved, sent = one_round(spec_of("fedavg", full_fine_tuning=True), ADAPTED)
+    assert moved >= names(ADAPTED, "query", "value", "mlp", "adapter", "head")
+    assert sent == {block.name for block in ADAPTED.blocks}
+
+
+def test_private_b_factors_are_fedsa_lora() -> None:
+    spec = spec_of("fedper", {"private": [{"names": ["*.lora_B.*"]}]})
+    assert not refusal(spec, ADAPTED)
+    moved, sent = one_round(spec, ADAPTED)
+    a_factors = {name for name in names(ADAPTED, "adapter") if ".lora_A." in name}
+    assert (moved, sent) == (names(ADAPTED, "adapter", "head"), a_factors | names(ADAPTED, "head"))
+
+
+def test_fedfrozen_freezes_the_adapters_of_queries_and_keys() -> None:
+    spec = spec_of("fedfrozen", {"warmup_rounds": 2})
+    assert one_round(spec, ADAPTED)[0] == names(ADAPTED, "adapter", "head")
+    moved, sent = one_round(spec, ADAPTED, 2)
+    of_values = {block.name for block in ADAPTED.blocks if block.adapts == ("value",)}
+    assert moved == sent == of_values | names(ADAPTED, "head")
+
+
+def test_safl_chooses_among_the_layers_adapters() -> None:
+    moved, sent = one_round(spec_of("safl", {"layers": 1, "score": "last"}), ADAPTED)
+    of_layer = {block.name for block in ADAPTED.blocks if block.role == "adapter" and block.layer == 1}
+    assert moved == sent == of_layer | names(ADAPTED, "head")
+
+
+VALUES_ADAPTED = replace(ADAPTED, lora=Lora(rank=2, alpha=4, roles=("value",)))
+
+
+@pytest.mark.parametrize(
+    ("method", "settings", "subject", "said"),
+    [
+        ("fedbn", {}, ADAPTED, "method.settings.private.*only adapter and head"),
+        ("fedper", {}, TEXT_PROMPTED, "method.settings.private.*only prompt blocks"),
+        ("fedrep", {"private": [{"roles": ["adapter", "head"]}]}, ADAPTED, "nothing is left to send"),
+        ("fedbabu", {"tune": "head"}, TEXT_PROMPTED, "fine-tunes the part 'head'"),
+        ("fedfrozen", {}, VALUES_ADAPTED, "nothing that the method then freezes.*beside no query or key matrix"),
+        ("fedfrozen", {"freeze": "value", "scope": "qk_only"}, VALUES_ADAPTED, "trains scope 'qk_only'"),
+        ("fedfrozen", {}, TEXT_PROMPTED, "nothing that the method then freezes.*beside no query or key matrix"),
+        ("safl", {"within": ["value"]}, ADAPTED, "no layers that SAFL can choose.*full_fine_tuning"),
+        ("moon", {}, TEXT_PROMPTED, "contrasts images"),
+    ],
+)
+def test_a_method_whose_own_blocks_are_frozen_beside_adapters_or_prompts_is_refused(
+    method: str, settings: Mapping[str, Any], subject: Subject, said: str
+) -> None:
+    assert re.search(said, found := refusal(spec_of(method, settings), subject)), found
+    assert not re.search(said, refusal(spec_of(method, settings, full_fine_tuning=True), subject))
+
+
+@pytest.mark.parametrize(("method", "subject"), [("fedavg", PLAIN), ("lora", ADAPTED), ("promptfl", TEXT_PROMPTED)])
+def test_full_fine_tuning_that_changes_nothing_is_refused(method: str, subject: Subject) -> None:
+    assert re.search("leave (it|the setting) out", refusal(spec_of(method, full_fine_tuning=True), subject))
+
+
+def test_a_worker_sends_no_base_that_a_coordinator_asks_for_against_the_run() -> None:
+    context, result = one_task("fedavg", subject=ADAPTED, plan=Plan(), optimizer="sgd")
+    assert set(result.upload) == names(ADAPTED, "adapter", "head")
+    assert context.plan.upload.resolve(context.blocks) == tuple(context.blocks)
+
+
+@pytest.mark.parametrize("method", ["fedavg", "lora", "local"])
+def test_a_head_in_an_external_base_stays_as_it_is(method: str) -> None:
+    base = {b.name: DIGEST for b in ADAPTED.blocks if b.role != "adapter"}
+    model = ADAPTED.document().model_copy(update={"external": base})
+    spec = spec_of(method)
+    half = coordinator_half(spec.method, run_facts(spec, model))
+    first = State(0, {name: ArrayTensor(np.zeros(1, np.float32)) for name in names(ADAPTED, "adapter")})
+    assert begun(spec, model, first).round == 0
+    (plan,) = plans_of(half, State(0, {}), [Participant("a/w", 24)], Random(0)).values()
+    assert {block.name for block in plan.train.resolve(model.blocks)} == names(ADAPTED, "adapter")
+    with pytest.raises(Invalid, match="train_head"):
+        begun(spec_of("lora", {"train_head": True}), model, first)
+

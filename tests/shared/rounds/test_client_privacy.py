@@ -444,7 +444,8 @@ def test_the_noise_of_a_round_is_counted_in_the_shares_of_the_sites_that_are_cer
 
 
 def test_a_run_whose_sums_have_no_room_for_the_noise_is_refused_with_the_remedy() -> None:
-    run = spec(client_privacy=NOISY, rounds=400, secure_sums=SUMS, cohort={"quorum": 5})
+    whole = {"training": {"full_fine_tuning": True}}
+    run = spec(client_privacy=NOISY, rounds=400, secure_sums=SUMS, cohort={"quorum": 5}, **whole)
     begun(run, adapted_model(), State(0, {}))
     for width, why in ((30_000, "have no room for"), (2500, "the noise of the steps themselves")):
         with pytest.raises(Invalid) as refusal:
@@ -453,7 +454,7 @@ def test_a_run_whose_sums_have_no_room_for_the_noise_is_refused_with_the_remedy(
         assert fault.pointer == "/client_privacy"
         assert why in fault.detail
         assert "set cohort.size to fewer sites" in fault.detail
-    few = spec(client_privacy=NOISY, rounds=400, **IN_SUMS)
+    few = spec(client_privacy=NOISY, rounds=400, **IN_SUMS, **whole)
     begun(few, adapted_model(30_000), State(0, {}))
 
 
@@ -461,7 +462,7 @@ def test_a_run_that_would_add_noise_to_running_statistics_is_refused_with_the_re
     model = adapted_model()
     variance = Block(tensor="bn.running_var", role="norm", shape=(4,), dtype="F32")
     normalised = model.model_copy(update={"blocks": (*model.blocks, variance)})
-    run = spec(client_privacy=NOISY)
+    run = spec(client_privacy=NOISY, training={"full_fine_tuning": True})
     begun(run, model, State(0, {}))
     with pytest.raises(Invalid) as refusal:
         begun(run, normalised, State(0, {}))

@@ -39,6 +39,12 @@ def test_a_run_is_told_in_full() -> None:
     )
 
 
+def test_a_run_that_trains_the_base_beside_adapters_says_so() -> None:
+    said = "Its base trains too, beside adapters or prompts."
+    assert said in summary(task(training=Training(full_fine_tuning=True)), MODEL, 1204)
+    assert said not in summary(task(), MODEL, 1204)
+
+
 def test_steps_are_told_with_the_epochs_that_they_are_at_this_site() -> None:
     # 1,204 examples in batches of 32 are 38 steps.
     told = summary(task(training=Training(steps=100)), MODEL, 1204)

@@ -334,14 +334,19 @@ def shared_coordinator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Liv
 def test_a_method_that_trains_the_base_is_refused_with_the_way_out(
     shared_coordinator: LiveCoordinator, start: ModelFolder, method: str
 ) -> None:
-    spec = {"method": MethodSpec(name=method), "training": Training(optimizer="sgd")}
-    if method == "lora":
-        assert begin(shared_coordinator.client(), start, **spec).state == "running"
-        return
+    spec = {"method": MethodSpec(name=method), "training": Training(optimizer="sgd", full_fine_tuning=True)}
     with pytest.raises(Invalid) as refusal:
         begin(shared_coordinator.client(), start, **spec)
     said = str(refusal.value.errors)
-    assert "external base" in said or "prompts" in said, said
+    assert any(remedy in said for remedy in ("full_fine_tuning", "prompts")), said
+
+
+@pytest.mark.parametrize("method", ["lora", "fedprox", "scaffold", "fedper", "local"])
+def test_a_method_trains_the_adapters_beside_an_external_base(
+    shared_coordinator: LiveCoordinator, start: ModelFolder, method: str
+) -> None:
+    spec = {"method": MethodSpec(name=method), "training": Training(optimizer="sgd")}
+    assert begin(shared_coordinator.client(), start, **spec).state == "running"
 
 
 def test_only_the_head_of_a_model_without_adapters_is_in_its_versions(snapshot: Path, tmp_path: Path) -> None:

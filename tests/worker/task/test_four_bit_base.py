@@ -111,7 +111,8 @@ def test_a_run_that_needs_the_base_as_it_is_is_refused_with_the_way_out(
     told: str,
 ) -> None:
     client, model = coordinator.client(), init(snapshot, tmp_path / "whole", *words)
-    ended = site(**FOUR).task(client, begin(client, model, method=method, training=QUICK))
+    training = QUICK.model_copy(update={"full_fine_tuning": bool(words)})
+    ended = site(**FOUR).task(client, begin(client, model, method=method, training=training))
     assert ended.problem
     assert told in ended.problem.detail
     assert "remove base_bits from [compute]" in ended.problem.detail
