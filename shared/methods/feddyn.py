@@ -37,6 +37,7 @@ from tessera.shared.methods.base import (
     State,
     TaskContext,
     TrainingStats,
+    UnsupportedRun,
     Update,
     WorkerHalf,
 )
@@ -62,6 +63,17 @@ class FedDynSettings(PopulationSettings):
 
 class FedDynCoordinator(PopulationCoordinator[FedDynSettings]):
     keeps = "a gradient"
+
+    def start(self, state: State) -> State:
+        if self.settings.alpha:
+            self.require_exact_updates()
+            if not self.run.server_optimizer.neutral:
+                # The sum of all g_k / alpha is an integral already, which moments would integrate again.
+                raise UnsupportedRun(
+                    "feddyn's server step is exact, and makes a server_optimizer diverge: leave the latter out, or "
+                    "choose another method, such as scaffold"
+                )
+        return super().start(state)
 
     def plan(self, state: State, cohort: Sequence[Participant], rng: Random) -> Mapping[str, Plan]:
         if self.settings.weigh == "examples":

@@ -23,6 +23,7 @@ from pydantic import Field, PositiveInt
 from tessera.shared.hashing import derive_seed
 from tessera.shared.methods.base import CoordinatorHalf, MethodSettings, State, UnsupportedRun, Update
 from tessera.shared.tensors.lazy import Array, ArrayTensor, Computed, Tensor, to_array, weighted_steps
+from tessera.shared.updates.codecs import pipeline
 
 MEMBERS = "members"
 """The name of the population in the server state, float64 [members, 2]: a digest of a site's name, and its weight."""
@@ -94,6 +95,16 @@ class PopulationCoordinator(CoordinatorHalf[S]):
     """The value as a noun with its article."""
     replaces: ClassVar[bool] = False
     """True if a sender's step replaces its site's share of the mean, rather than being added to it."""
+
+    def require_exact_updates(self) -> None:
+        """Raise UnsupportedRun if the coordinator may read other steps than those of which a site keeps its value:
+        the values' mean would no longer be the mean of the values."""
+        if lossy := self.run.lossy_settings:
+            raise UnsupportedRun(
+                f"sites and coordinator compute {self.keeps} from the same steps, and {' and '.join(lossy)} rounds "
+                "those that the coordinator reads: leave out upload_budget and upload_seconds, and set codec to "
+                f"{pipeline.LOSSLESS!r}, or choose another method, such as fedavg"
+            )
 
     def start(self, state: State) -> State:
         if self.run.workers_per_site > 1:

@@ -63,6 +63,8 @@ class ScaffoldCoordinator(PopulationCoordinator[ScaffoldSettings]):
                 "scaffold computes gradients from the steps of all blocks at one learning rate: leave training.rates "
                 "out, or set strength to 0"
             )
+        if self.settings.strength:
+            self.require_exact_updates()
         return super().start(state)
 
     def plan_for(self, state: State, worker: Participant) -> Plan:

@@ -22,9 +22,20 @@ from tessera.shared.aggregation.server_optimizer import (
     ServerOptimizer,
     Yogi,
 )
-from tessera.shared.methods.base import CoordinatorHalf, MethodSettings, RunInfo, State, Update
+from tessera.shared.methods.base import (
+    CoordinatorHalf,
+    MethodSettings,
+    MethodSpec,
+    RunInfo,
+    State,
+    UnsupportedRun,
+    Update,
+)
+from tessera.shared.methods.registry import coordinator_half
 from tessera.shared.model.blocks import Block
+from tessera.shared.rounds.planning import initial_state
 from tessera.shared.rounds.server_step import merge
+from tessera.shared.run_settings import Training
 from tessera.shared.tensors.dtypes import DType
 from tessera.shared.tensors.lazy import Array, ArrayTensor, Tensor, as_bytes, to_array
 
@@ -227,3 +238,65 @@ def test_settings_are_told_apart_by_their_kind(settings: dict[str, Any], expecte
 def test_settings_of_another_kind_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         TypeAdapter(ServerOptimizer).validate_python(settings)
+
+
+# ---------------------------------------------------------------- with each method that scales or adds steps
+
+TUNED = (
+    Plain(), Momentum(learning_rate=0.5), Momentum(momentum=0.9), Adam(learning_rate=0.1), Yogi(learning_rate=0.1),
+    Adagrad(learning_rate=0.5),
+)  # fmt: skip
+RATE, ALPHA = 0.05, 0.1
+CURVATURES = np.array([[1.0, 0.2], [0.3, 1.5], [2.0, 0.6]])  # [sites, entries]
+MINIMA = np.array([[4.0, 1.0], [6.0, 3.5], [2.0, 4.0]])
+STEPS = {"fednova": (2, 5, 9)}
+
+
+def joint_loss(w: Array) -> float:
+    return float((CURVATURES * (w - MINIMA) ** 2).sum())
+
+
+@pytest.mark.parametrize("optimizer", TUNED, ids=str)
+@pytest.mark.parametrize("method", ["fedavg", "fednova", "scaffold", "feddyn"])
+def test_a_method_ends_below_its_start_under_each_server_optimizer_or_is_refused(
+    method: str, optimizer: OptimizerRule
+) -> None:
+    """Three sites with quadratic losses, in float64, and the local steps of each method's paper."""
+    training = Training(optimizer="sgd", learning_rate=RATE, weight_decay=0, batch_size=1)
+    settings = {"alpha": ALPHA} if method == "feddyn" else {}
+    facts = RunInfo((), rounds=60, training=training, server_optimizer=optimizer)
+    half = coordinator_half(MethodSpec(name=method, settings=settings), facts)
+    state = State(0, {"w": ArrayTensor(np.zeros(2), "F64")})
+    if method == "feddyn" and not optimizer.neutral:
+        with pytest.raises(UnsupportedRun, match="leave the latter out"):
+            initial_state(half, state)
+        return
+    state, kept, start = initial_state(half, state), np.zeros((3, 2)), joint_loss(np.zeros(2))
+    for _ in range(60):
+        base = to_array(state.model["w"])
+        server = to_array(state.server_state["control/w"]) if "control/w" in state.server_state else np.zeros(2)
+        updates = []
+        for site, steps in enumerate(STEPS.get(method, (5, 5, 5))):
+            w = base.copy()
+            for _step in range(steps):
+                gradient = CURVATURES[site] * (w - MINIMA[site])
+                if method == "scaffold":
+                    gradient += server - kept[site]
+                if method == "feddyn":
+                    gradient += kept[site] + ALPHA * (w - base)
+                w -= RATE * gradient
+            if method == "scaffold":
+                kept[site] += (base - w) / (steps * RATE) - server
+            if method == "feddyn":
+                kept[site] += ALPHA * (w - base)
+            metrics = {"fednova": "effective_steps", "scaffold": "steps"}
+            sent = {"w": ArrayTensor(w, "F64")}
+            updates.append(Update(f"{site}", 5, sent, {metrics[method]: float(steps)} if method in metrics else {}))
+        merged = merge(half, optimizer, state, updates)
+        state = replace(
+            merged,
+            model={n: ArrayTensor(to_array(t), "F64") for n, t in merged.model.items()},
+            server_state={n: ArrayTensor(to_array(t), t.dtype) for n, t in merged.server_state.items()},
+        )
+    best = joint_loss((CURVATURES * MINIMA).sum(0) / CURVATURES.sum(0))
+    assert joint_loss(to_array(state.model["w"])) - best < 0.2 * (start - best)

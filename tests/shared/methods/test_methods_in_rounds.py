@@ -257,3 +257,19 @@ def test_a_head_in_an_external_base_stays_as_it_is(method: str) -> None:
     with pytest.raises(Invalid, match="train_head"):
         begun(spec_of("lora", {"train_head": True}), model, first)
 
+
+# ---------------------------------------------------------------- settings of all methods
+
+LOSSY = ("delta+bf16", "delta+fp16", "delta+int8+zstd", "delta+int4+zstd", "delta+topk=0.05+zstd", "delta+lowrank=2")
+
+
+@pytest.mark.parametrize(("method", "off"), [("scaffold", "strength"), ("feddyn", "alpha")])
+@pytest.mark.parametrize(
+    "run", [*({"codec": codec} for codec in LOSSY), {"upload_budget": 1000}, {"upload_seconds": 1.0}], ids=str
+)
+def test_no_mean_of_what_sites_keep_is_computed_from_rounded_steps(
+    method: str, off: str, run: Mapping[str, Any]
+) -> None:
+    assert f"{next(iter(run))} rounds those that the coordinator reads" in refusal(spec_of(method, {}, run), PLAIN)
+    assert not refusal(spec_of(method, {off: 0}, run), PLAIN)
+    assert not refusal(spec_of(method, {}, {"codec": "bits+zstd"}), PLAIN)
