@@ -8,3 +8,8 @@ def is_statistic(name: str) -> bool:
     noise, it can become negative.
     """
     return name.rpartition(".")[2] in {"running_mean", "running_var"}
+
+
+def module_of(name: str) -> str:
+    """Return the path of the module that a tensor belongs to."""
+    return name.rpartition(".")[0]

@@ -17,9 +17,8 @@ from tessera.shared.run_settings import Training
 from tessera.shared.tensors.lazy import Array, ArrayTensor, Tensor, to_array
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.model.block_map import block_table
-from tessera.worker.model.build import instantiate
 from tessera.worker.training.context import LocalTaskContext
-from tests.support.tasks import VIT, one_task
+from tests.support.tasks import PLAIN, Subject, one_task
 
 SGD = {"optimizer": "sgd", "learning_rate": 0.1, "weight_decay": 0.0}
 
@@ -33,7 +32,7 @@ def site_data(seed: int, count: int) -> Dataset:
 
 @dataclass
 class Rounds:
-    """A run on the small ViT. `sites` gives each worker's data, `vaults` what each keeps."""
+    """A run on the small ViT or another `subject`. `sites` gives each worker's data, `vaults` what each keeps."""
 
     method: str
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -44,9 +43,10 @@ class Rounds:
 
     only: Selector | None = None
     """What trains and is sent, whatever the method plans."""
+    subject: Subject = PLAIN
 
     def __post_init__(self) -> None:
-        model = instantiate(VIT, "image-classification", seed=1)
+        model = self.subject.model()
         trained = {"batch_size": 8, **self.training}  # as `one_task` does
         self.facts = RunInfo(block_table(model), rounds=10, training=Training.model_validate(trained))
         context = LocalTaskContext(model, "image-classification", None, self.facts.blocks)  # type: ignore[arg-type]
@@ -73,6 +73,7 @@ class Rounds:
                 server_state=server_state if plan.server_state else {},
                 plan=plan,
                 dataset=self.sites[name],
+                subject=self.subject,
                 **self.training,
             )
             self.half.check(plan, self.sites[name].examples, result.metrics)

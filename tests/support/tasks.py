@@ -51,12 +51,17 @@ VIT: dict[str, Any] = {
     "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24, "hidden_dropout_prob": 0.0,
     "attention_probs_dropout_prob": 0.0,
 }  # fmt: skip
+MOBILEVIT: dict[str, Any] = {
+    "model_type": "mobilevit", "image_size": 32, "num_channels": 1, "patch_size": 1, "hidden_sizes": [8, 8, 8],
+    "neck_hidden_sizes": [4, 4, 4, 4, 4, 4, 8], "num_attention_heads": 2, "num_labels": 3, "mlp_ratio": 2.0,
+    "expand_ratio": 1.0, "hidden_dropout_prob": 0.0, "classifier_dropout_prob": 0.0,
+}  # fmt: skip
 DIGITS_VIT: dict[str, Any] = {**VIT, "num_labels": 10, "num_hidden_layers": 1, "intermediate_size": 16}
 
 
-def images(count: int = 24) -> Dataset:
+def images(count: int = 24, size: int = 8) -> Dataset:
     generator = torch.Generator().manual_seed(5)
-    pixels = torch.randn(count, 1, 8, 8, generator=generator)
+    pixels = torch.randn(count, 1, size, size, generator=generator)
     return Dataset({"pixel_values": pixels, "labels": torch.randint(0, 3, (count,), generator=generator)})
 
 
@@ -96,6 +101,10 @@ class Subject:
 
 
 PLAIN = Subject(VIT, "image-classification", images)
+NORMALISED = Subject(
+    {**MOBILEVIT, "initializer_range": 0.3}, "image-classification", lambda: images(size=32)
+)  # whose classes differ from the start
+"""With 32 batch normalisations, in its layers and outside of them."""
 ADAPTED = Subject(VIT, "image-classification", images, lora=Lora(rank=2, alpha=4))
 PROMPTED = Subject(
     dual("clip"), "contrastive", lambda: pairs("clip"), prompts=Prompts(vision=2, text=2, fusion=Fusion(heads=2))

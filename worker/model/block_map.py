@@ -19,7 +19,10 @@ Roles, in order of precedence:
 - norm: any other normalisation;
 - embedding: token, position and patch embeddings, class tokens;
 - mlp: tensors of a stack under one of the names in `MLPS`;
-- other: poolers, layer scales, buffers and the rest.
+- other: poolers, layer scales and the rest.
+
+A buffer, such as a batch normalisation's running statistics, has the role and the layer of its module's parameters,
+so that a selector by these takes a module whole.
 
 `layer` counts within a stack: in a model with two towers, both have a layer 0, under different names. Where layers
 share tensors (ALBERT), `layer` is the index of the shared group.
@@ -38,6 +41,7 @@ from tessera.shared.model.blocks import Block, Role, TensorSlice, check_table
 from tessera.shared.model.spec import stored_name
 from tessera.shared.tensors.dtypes import NUMPY_DTYPES, DType
 from tessera.shared.tensors.lazy import Array
+from tessera.shared.tensors.statistics import module_of
 from tessera.worker.model.layouts import (
     ATTENTION_LIKE,
     LAYOUTS,
@@ -155,22 +159,36 @@ def block_table(model: nn.Module, mapping: MappingFile | None = None) -> tuple[B
             model, {name: tensors[name] for name in tensors if name not in stated}, mapping
         )
         stated |= mapped
-    claims, paths = _all_claims(model, tensors, stated)
+    parameters = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, nn.Parameter)}
+    claims, paths = _all_claims(model, parameters, stated)
+    by_module: dict[str, list[str]] = {}
+    for name in parameters:
+        by_module.setdefault(module_of(name), []).append(name)
     stacks = {stack for path in paths if (stack := _outermost_stack(model, path))}
     blocks: list[Block] = []
     unexplained: list[str] = []
     for name, tensor in tensors.items():
         stack = _outermost_stack(model, name)
-        layer = layers.get(name)
+        source = name
+        if name not in parameters and name not in stated:
+            source = _parameter_of(tensor, by_module.get(module_of(name), ()), parameters) or name
+        layer = layers.get(source)
         if layer is None and stack and stack in stacks:
             layer = int(name[len(stack) + 1 :].split(".")[0])
-        claim = claims.get(name) or _plain_role(model, name, tensor, layer)
+        claim = claims.get(source) or _plain_role(model, source, tensors[source], layer)
+        if not isinstance(claim, str) and tensors[source].shape != tensor.shape:
+            claim = "other"  # a buffer that a fused projection's parts share
         if adapter := ADAPTER.fullmatch(name):
             matrix = f"{adapter['matrix']}.base_layer.weight"
             of_matrix = claims.get(matrix) or _plain_role(model, matrix, tensors[matrix], layer)
             blocks += _adapter_blocks(name, tensor, layer, adapter["factor"], of_matrix)
             continue
-        if name not in claims and claim not in {"norm", "head"} and ATTENTION_LIKE.search(name, len(stack or "")):
+        if (
+            name in parameters
+            and name not in claims
+            and claim not in {"norm", "head"}
+            and ATTENTION_LIKE.search(name, len(stack or ""))
+        ):
             unexplained.append(name)
         blocks += _blocks(name, tensor, layer, claim)
     if unexplained:
@@ -182,15 +200,14 @@ def block_table(model: nn.Module, mapping: MappingFile | None = None) -> tuple[B
 def _all_claims(
     model: nn.Module, tensors: Mapping[str, Tensor], stated: Mapping[str, Claim]
 ) -> tuple[dict[str, Claim], list[str]]:
-    """Return the claims on tensors in attention or in `stated`, and the paths at which the model has attention."""
+    """Return the claims on parameters in attention or in `stated`, and the paths at which the model has attention."""
     # An attention that the mapping describes completely need not match a row of `LAYOUTS`.
     attentions = [each for each in _attentions(model) if not stated.keys() >= {*_under(each.path, tensors)}]
     paths = [name for name, claim in stated.items() if not isinstance(claim, str) or claim in KERNEL_AND_VALUE]
     if not attentions and not paths:
         likely = [name for name in tensors if ATTENTION_LIKE.search(name)]
         raise UnknownArchitecture(f"no attention recognised in {type(model).__name__}", likely or tensors)
-    claims: dict[str, Claim] = dict.fromkeys((name for name, _ in model.named_buffers()), "other")
-    claims |= {**_score_claims(model, tensors), **stated}
+    claims: dict[str, Claim] = {**_score_claims(model, tensors), **stated}
     for attention in attentions:
         claims |= {**_claims(attention, tensors, claims), **stated}
     return claims, paths + [attention.path for attention in attentions]
@@ -291,6 +308,11 @@ def _claim_of(row: TensorPattern, tensor: Tensor) -> Claim:
         raise ValueError(f"it has no axis {row.axis}")
     axis = row.axis % tensor.ndim
     return _slices_by_role(spans_by_role([(piece.role, piece.rows) for piece in row.fused], tensor.shape[axis]), axis)
+
+
+def _parameter_of(buffer: Tensor, siblings: Iterable[str], parameters: Mapping[str, Tensor]) -> str | None:
+    """Return the parameter of a buffer's module that shows its role, one of its shape if there is any."""
+    return min(siblings, key=lambda name: parameters[name].shape != buffer.shape, default=None)
 
 
 def _plain_role(model: nn.Module, name: str, tensor: Tensor, layer: int | None) -> Role:

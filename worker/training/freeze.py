@@ -6,6 +6,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from tessera.shared.model.blocks import Block
+from tessera.shared.tensors.statistics import is_statistic, module_of
 from tessera.worker.model.block_map import named_tensors
 from tessera.worker.model.build import rows_of, tensor_of
 
@@ -17,6 +18,9 @@ class Freeze:
     before clipping, so that frozen rows do not count towards the norm, and `restore` after the optimizer's step,
     since weight decay and old moments change rows whose gradient is zero. With `keep_buffers`, all buffers stay
     unchanged too, even those of trained blocks. Raises ModelMismatch for a block that the model lacks.
+
+    A batch normalisation whose running statistics do not train is put into evaluation mode: it normalises by them, as
+    it will when the model is evaluated, and not by the batch. Any other one is put into training mode.
     """
 
     def __init__(self, model: nn.Module, train: Sequence[Block], *, keep_buffers: bool = False) -> None:
@@ -43,6 +47,10 @@ class Freeze:
                     self._keep(tensor, trained[name])
             elif keep_buffers or name not in trained:
                 self._buffers.append((tensor, tensor.detach().clone()))
+        statistics = [name for name in tensors if is_statistic(name)]
+        fixed = {module_of(name) for name in statistics if keep_buffers or name not in trained}
+        for path in {module_of(name) for name in statistics}:
+            model.get_submodule(path).training = path not in fixed
 
     def _keep(self, tensor: Tensor, blocks: Sequence[Block]) -> None:
         parts = [block.part for block in blocks if block.part]

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from transformers import PreTrainedModel
 
-from tessera.shared.methods.base import MethodSpec, Participant, Plan, State
+from tessera.shared.methods.base import MethodSpec, Participant, Plan, RunInfo, State
 from tessera.shared.methods.registry import coordinator_half, worker_half
+from tessera.shared.model.blocks import Block
 from tessera.shared.tensors.lazy import Array
+from tessera.shared.tensors.statistics import is_statistic
 from tessera.worker.model.build import instantiate
+from tessera.worker.training.batches import Batches
 from tessera.worker.training.context import LocalTaskContext
+from tessera.worker.training.evaluate import evaluate
 from tests.support.rounds import SGD, Rounds
-from tests.support.tasks import VIT, images, one_task
+from tests.support.tasks import CPU, NORMALISED, VIT, Subject, images, one_task
 
 HEAD = {"classifier.weight", "classifier.bias"}
 BODY = "vit.layernorm.weight"
@@ -125,6 +131,54 @@ def test_fedbn_keeps_its_norms_and_sends_all_else() -> None:
     norms = {block.name for block in context.blocks if block.role == "norm"}
     assert norms == set(result.keep) >= {BODY}
     assert set(result.upload) == {block.name for block in context.blocks} - norms
+
+
+def test_fedbn_sends_no_running_statistic_wherever_a_batch_norm_is() -> None:
+    facts = RunInfo((*NORMALISED.blocks, *IN_HEAD), rounds=1)
+    plan = coordinator_half(MethodSpec(name="fedbn"), facts).plan_for(State(0, {}), Participant("a/w", 1))
+    sent = {block.name for block in plan.upload.resolve(facts.blocks)}
+    kept = {block.name for block in worker_half(MethodSpec(name="fedbn"), facts).private().resolve(facts.blocks)}
+    assert sent | kept == {block.name for block in facts.blocks}
+    assert not sent & kept
+    assert not {block.name for block in facts.blocks if is_statistic(block.name)} & sent
+    assert {block.name for block in IN_HEAD} <= kept
+
+
+IN_HEAD = [
+    Block(tensor=f"classifier.norm.{name}", role="head", shape=(3,), dtype="F32")
+    for name in ("weight", "running_var")
+]
+"""A batch normalisation in a classifier, whose role it has."""
+
+
+class QuickStatistics(Subject):
+    """A model whose running statistics are those of the last batch alone."""
+
+    def model(self) -> PreTrainedModel:
+        model = super().model()
+        for module in model.modules():
+            if isinstance(module, torch.nn.BatchNorm2d):
+                module.momentum = 1.0
+        return model
+
+
+def test_a_site_whose_images_have_more_contrast_has_the_same_personal_scores_with_fedbn() -> None:
+    subject = QuickStatistics(NORMALISED.config, NORMALISED.head, NORMALISED.data)
+    plain = subject.data()
+    scaled = replace(plain, tensors={**plain.tensors, "pixel_values": 8 * plain.tensors["pixel_values"]})
+    sites = {"a/w": plain, "b/w": scaled}
+    # Whole batches, on which a first convolution without bias followed by a normalisation removes any contrast.
+    run = Rounds("fedbn", training={**SGD, "batch_size": None}, sites=sites, subject=subject)
+    run.play()
+    run.play()
+    scores = []
+    for name, data in sites.items():
+        context = LocalTaskContext(subject.model(), subject.head, Plan(), run.facts.blocks, run.vaults[name])
+        for block in context.blocks:
+            context.write(block, run.value(block.name))
+        context.restore(worker_half(MethodSpec(name="fedbn"), run.facts).private())
+        scores.append(evaluate(context.model, context.head, Batches(data, 24, CPU), lambda: None))
+    assert scores[0] == pytest.approx(scores[1], rel=1e-3)
 
 
 def test_local_sends_nothing_and_goes_on_with_its_own_model() -> None:

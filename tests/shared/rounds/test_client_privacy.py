@@ -50,7 +50,7 @@ from tessera.shared.updates.codecs.pipeline import LOSSLESS
 from tessera.shared.updates.update_file import TrainedBlock, write_update
 from tessera.worker.simulation.blob_folder import Folder
 from tests.support.federation import small_model
-from tests.support.tasks import subject_of
+from tests.support.tasks import NORMALISED, subject_of
 
 CLIP = 0.5
 SITES = 4
@@ -459,14 +459,12 @@ def test_a_run_whose_sums_have_no_room_for_the_noise_is_refused_with_the_remedy(
 
 
 def test_a_run_that_would_add_noise_to_running_statistics_is_refused_with_the_remedy() -> None:
-    model = adapted_model()
-    variance = Block(tensor="bn.running_var", role="norm", shape=(4,), dtype="F32")
-    normalised = model.model_copy(update={"blocks": (*model.blocks, variance)})
-    run = spec(client_privacy=NOISY, training={"full_fine_tuning": True})
-    begun(run, model, State(0, {}))
+    normalised = NORMALISED.document()
+    run = spec(client_privacy=NOISY)
+    begun(run, adapted_model(), State(0, {}))
     with pytest.raises(Invalid) as refusal:
         begun(run, normalised, State(0, {}))
-    assert "bn.running_var negative: choose fedbn" in refusal.value.errors[0].detail
+    assert "running_mean negative: choose fedbn" in refusal.value.errors[0].detail
     begun(run.model_copy(update={"method": MethodSpec(name="fedbn")}), normalised, State(0, {}))
 
 

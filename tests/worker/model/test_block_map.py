@@ -21,6 +21,7 @@ from tessera.worker.model.block_map import UnknownArchitecture, block_table, nam
 from tessera.worker.model.build import check_model, read_block, write_block
 from tessera.worker.model.layouts import MappingError, MappingFile, read_mapping
 from tests.support.paths import ROOT
+from tests.support.tasks import NORMALISED
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
 TEXT = {**SIZES, "vocab_size": 30, "bos_token_id": 0, "eos_token_id": 1}
@@ -192,6 +193,35 @@ def test_float_buffers_are_blocks_and_integer_buffers_are_not() -> None:
     roles = roles_of(block_table(model))
     assert roles["encoder.layer.0.scale"] == "other"
     assert not {"encoder.layer.0.count", "encoder.layer.0.scratch"} & set(roles)
+
+
+def test_no_statistic_of_a_batch_norm_has_another_role_or_layer_than_its_scale() -> None:
+    for table in (NORMALISED.blocks, block_table(conformer())):
+        blocks = {block.name: block for block in table}
+        means = [name.removesuffix("running_mean") for name in blocks if name.endswith(".running_mean")]
+        assert means
+        for path in means:
+            parts = [blocks[path + name] for name in ("weight", "running_mean", "running_var")]
+            assert {(part.role, part.layer) for part in parts} == {("norm", parts[0].layer)}, path
+
+
+def conformer() -> PreTrainedModel:
+    """A speech model with a batch normalisation in the middle of each layer."""
+    sizes = {"conv_dim": (8, 8), "conv_stride": (2, 2), "conv_kernel": (2, 2), "num_feat_extract_layers": 2}
+    config = AutoConfig.for_model("wav2vec2-conformer", **SIZES, **sizes, num_conv_pos_embeddings=4)
+    with torch.device("meta"):
+        return AutoModel.from_config(config)
+
+
+def test_a_mapped_role_is_that_of_the_module_s_statistics_too(tmp_path: Path) -> None:
+    model = mysterious()
+    for layer in model.get_submodule("h").children():
+        layer.attn.normed = nn.BatchNorm1d(8)
+    rows = '[[tensors]]\nnames = "h.{layer}.attn.normed.weight"\nrole = "key"\n'
+    rows += '[[tensors]]\nnames = "h.{layer}.attn.normed.bias"\nrole = "key"\n'
+    table = {block.name: block for block in block_table(model, mapping(tmp_path, MYSTERY + rows))}
+    assert {table[f"h.1.attn.normed.{name}"].role for name in ("weight", "running_mean", "running_var")} == {"key"}
+    assert table["h.1.attn.normed.running_var"].layer == 1
 
 
 def test_parameter_without_elements_is_no_block() -> None:

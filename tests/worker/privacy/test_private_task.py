@@ -19,7 +19,6 @@ from tessera.shared.api.runs import Training
 from tessera.shared.api.tasks import Task
 from tessera.shared.methods.base import MethodSpec, Participant, Phase, Plan, RunInfo, State, TrainingStats
 from tessera.shared.methods.registry import coordinator_half, methods, worker_half
-from tessera.shared.model.blocks import Block
 from tessera.shared.model.selectors import EVERYTHING, Selector, named, roles
 from tessera.shared.model.spec import Head
 from tessera.shared.privacy.noise import NoiseSource, secret_key
@@ -42,7 +41,18 @@ from tessera.worker.training.randomness import seed_everything
 from tessera.worker.training.setup import TrainingSetup
 from tessera.worker.training.trainer import Trainer
 from tests.support.task_document import task_of
-from tests.support.tasks import ADAPTED, DEEP, PLAIN, PROMPTED, VIT, Subject, quick, subject_of, trains_alike
+from tests.support.tasks import (
+    ADAPTED,
+    DEEP,
+    NORMALISED,
+    PLAIN,
+    PROMPTED,
+    VIT,
+    Subject,
+    quick,
+    subject_of,
+    trains_alike,
+)
 from tests.support.variants import variants
 
 GPT2 = {
@@ -348,18 +358,15 @@ def test_examples_are_clipped_in_sixteen_bits_too() -> None:
 
 
 def test_statistics_of_a_normalisation_are_data_and_stay_as_they_are() -> None:
-    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
-    blocks = [
-        Block(tensor="1.weight", role="norm", shape=(3,), dtype="F32"),
-        Block(tensor="1.running_mean", role="norm", shape=(3,), dtype="F32"),
-    ]
     moved = []
     for keep_buffers in (False, True):
-        freeze = Freeze(model, blocks, keep_buffers=keep_buffers)
-        before = model[1].running_mean.clone()
-        model(torch.randn(4, 2))
+        model = NORMALISED.model().train()
+        freeze = Freeze(model, NORMALISED.blocks, keep_buffers=keep_buffers)
+        mean = model.get_buffer("mobilevit.conv_stem.normalization.running_mean")
+        before = mean.clone()
+        model(NORMALISED.data().inputs["pixel_values"])
         freeze.restore()
-        moved.append(not torch.equal(model[1].running_mean, before))
+        moved.append(not torch.equal(mean, before))
     assert moved == [True, False]
 
 

@@ -29,7 +29,7 @@ from tessera.worker.task.runner import TaskRunner
 from tessera.worker.training.optimization.micro_batch import MicroBatch
 from tessera.worker.training.progress import Check, Report
 from tessera.worker.training.setup import TrainingSetup
-from tests.support.tasks import VIT, images
+from tests.support.tasks import MOBILEVIT, VIT, images
 
 CPU = torch.device("cpu")
 EXAMPLES = 33
@@ -47,11 +47,6 @@ BERT_DECODER = {**BERT, "is_decoder": True}
 GPT2 = {
     "model_type": "gpt2", "vocab_size": 20, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 8,
     "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
-MOBILEVIT = {
-    "model_type": "mobilevit", "image_size": 32, "num_channels": 1, "patch_size": 1, "hidden_sizes": [8, 8, 8],
-    "neck_hidden_sizes": [4, 4, 4, 4, 4, 4, 8], "num_attention_heads": 2, "num_labels": 3, "mlp_ratio": 2.0,
-    "expand_ratio": 1.0, "hidden_dropout_prob": 0.0, "classifier_dropout_prob": 0.0,
 }  # fmt: skip
 
 

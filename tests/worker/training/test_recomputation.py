@@ -21,7 +21,7 @@ from tessera.worker.training.optimization.recomputation import recomputed
 from tessera.worker.training.randomness import seed_everything
 from tessera.worker.training.setup import TrainingSetup
 from tessera.worker.training.trainer import Trainer
-from tests.support.tasks import CPU, PLAIN, VIT, images
+from tests.support.tasks import CPU, NORMALISED, PLAIN, VIT, images, one_task
 
 
 def trained(train: Selector, *, again: bool, **more: Any) -> tuple[dict[str, Tensor], int]:
@@ -46,6 +46,13 @@ def test_layers_are_computed_again_and_no_bit_changes(train: Selector, more: dic
     (kept, once), (computed, twice) = (trained(train, again=again, **more) for again in (False, True))
     assert (once, twice) == (3, 6)
     assert all(torch.equal(kept[name], values) for name, values in computed.items())
+
+
+def test_layers_that_are_computed_again_move_their_running_statistics_once() -> None:
+    kept, computed = (
+        one_task("fedavg", subject=NORMALISED, gradient_checkpointing=again)[1].upload for again in (False, True)
+    )
+    assert all(values.tobytes() == computed[name].tobytes() for name, values in kept.items())
 
 
 def test_a_model_without_such_layers_is_refused() -> None:

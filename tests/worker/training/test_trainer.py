@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import count
 
 import numpy as np
@@ -17,9 +18,11 @@ from transformers import PreTrainedModel
 from tessera.shared.api.runs import Training
 from tessera.shared.methods.base import MethodSpec, Phase, Plan, RunInfo, TrainingStats
 from tessera.shared.methods.registry import worker_half
-from tessera.shared.model.selectors import EVERYTHING, SelectorError, all_but, named, roles
-from tessera.shared.model.spec import Head
+from tessera.shared.model.selectors import EVERYTHING, Selector, SelectorError, all_but, named, roles
+from tessera.shared.model.spec import Head, Lora
 from tessera.shared.schedule import rate_factors
+from tessera.shared.tensors.lazy import Array
+from tessera.shared.tensors.statistics import is_statistic
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.model.block_map import block_table
 from tessera.worker.model.build import instantiate
@@ -35,7 +38,7 @@ from tessera.worker.training.progress import Report, rounded
 from tessera.worker.training.randomness import seed_everything
 from tessera.worker.training.setup import TrainingSetup
 from tessera.worker.training.trainer import Trainer
-from tests.support.tasks import CPU, PLAIN, images
+from tests.support.tasks import CPU, NORMALISED, PLAIN, images
 
 VIT = {**PLAIN.config, "hidden_dropout_prob": 0.1}
 GPT2 = {
@@ -423,6 +426,32 @@ def test_what_is_read_is_what_the_default_harvest_sends() -> None:
     assert sent == ["classifier.bias", "classifier.weight"]
     assert np.array_equal(result.upload["classifier.weight"], model.classifier.weight.detach().numpy())
     assert result.keep == {}
+
+
+@pytest.mark.parametrize(
+    "trained", [roles("head"), roles("adapter", "head"), named(["*.normalization.weight", "classifier.*"])]
+)
+def test_a_batch_norm_whose_statistics_do_not_train_computes_as_in_an_evaluation(trained: Selector) -> None:
+    subject = replace(NORMALISED, lora=Lora(rank=2, alpha=4))
+    context = LocalTaskContext(subject.model(), subject.head, Plan(), subject.blocks)
+    for block in context.blocks:
+        if block.tensor.endswith(".running_var"):
+            context.write(block, np.full(block.shape, 0.5, np.float32))
+    data = subject.data()
+    before = evaluate(context.model, subject.head, Batches(data, None, CPU), lambda: None)["loss"]
+    statistics = {block.name: context.read(block) for block in context.blocks if is_statistic(block.name)}
+    stats = train(context, Phase(trained), data=data, batch_size=None, epochs=1)
+    assert stats.loss == pytest.approx(before, rel=1e-6)
+    assert moved(context, statistics) == set()
+    # A later phase, in which they train, moves them.
+    train(context, Phase(trained), Phase(EVERYTHING), data=data, batch_size=None, epochs=1)
+    assert moved(context, statistics) == statistics.keys()
+
+
+def moved(context: LocalTaskContext, before: Mapping[str, Array]) -> set[str]:
+    return {block.name for block in context.blocks if (context.read(block) != before.get(block.name)).any()} & {
+        *before
+    }
 
 
 def test_the_statistics_of_a_module_that_stays_move_and_are_kept_with_it() -> None:

@@ -3,6 +3,8 @@
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from transformers import PreTrainedModel
 
 from tessera.shared.methods.base import UnsupportedRun
@@ -15,11 +17,11 @@ def recomputed(
     """Keep only the inputs of a model's layers within the block, and compute the rest again for the backward pass.
 
     `again` makes a context for that: the caller's own, if one changes how the first pass is computed. Gradients have
-    the same bits: dropout is drawn again from the same state. Raises UnsupportedRun for a model without layers that
-    transformers can compute again.
+    the same bits: dropout is drawn again from the same state, and running statistics move once. Raises
+    UnsupportedRun for a model without layers that transformers can compute again.
     """
     # Newer versions of transformers 5 warn of the older name.
-    options = {"use_reentrant": False, "context_fn": lambda: (nullcontext(), again())}
+    options = {"use_reentrant": False, "context_fn": lambda: (nullcontext(), _without_statistics(model, again))}
     what = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
     try:
         getattr(model, f"{what}_checkpointing_enable")(options)
@@ -35,3 +37,17 @@ def recomputed(
         yield
     finally:
         getattr(model, f"{what}_checkpointing_disable")()
+
+
+@contextmanager
+def _without_statistics(model: nn.Module, again: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
+    """Let batches within the block and `again` move no running statistics."""
+    norms = [(module, module.momentum) for module in model.modules() if isinstance(module, _BatchNorm)]
+    for module, _ in norms:
+        module.momentum = 0.0
+    try:
+        with again():
+            yield
+    finally:
+        for module, momentum in norms:
+            module.momentum = momentum
