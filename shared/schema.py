@@ -53,7 +53,7 @@ Reported = Annotated[_Metrics, Field(max_length=4096)]
 body."""
 
 Evaluated = Annotated[_Metrics, Field(max_length=64)]
-"""Metrics of an evaluation; a worker sends nine at most. Pages and exports compute each of them over the sites, for
+"""Metrics of an evaluation; a worker sends ten at most. Pages and exports compute each of them over the sites, for
 every version that they show."""
 
 Resources = Annotated[dict[Literal["memory_bytes", "upload_bytes_per_second"], PositiveFloat], Field(max_length=8)]
@@ -126,6 +126,10 @@ MAX_LOG_EVENTS = 20
 EPSILON = "epsilon"
 """Name of the metric that bounds what all of the worker's work for the run reveals about one example: the epsilon of
 its own ledger at the run's delta."""
+
+SCORED_LABELS = "labels"
+"""Name of an evaluation's number of scored labels, the weight of its other metrics; sent where it is not the number
+of examples."""
 
 MAX_INLINE_BLOBS = 1024
 """Blobs that may come with a task."""

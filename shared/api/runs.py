@@ -24,7 +24,18 @@ from tessera.shared.api.versions import VersionRef
 from tessera.shared.methods.base import MethodSpec
 from tessera.shared.near_names import did_you_mean
 from tessera.shared.run_settings import ClientPrivacy, Privacy, Training
-from tessera.shared.schema import Bytes, Digest, Frozen, Label, Message, Rounds, RoundState, RunState, Seed
+from tessera.shared.schema import (
+    SCORED_LABELS,
+    Bytes,
+    Digest,
+    Frozen,
+    Label,
+    Message,
+    Rounds,
+    RoundState,
+    RunState,
+    Seed,
+)
 from tessera.shared.secure_sums.messages import MAX_SENDERS, MOST_SENDERS, NOISE_BITS, tolerance_of
 from tessera.shared.updates.codecs import pipeline
 
@@ -436,3 +447,8 @@ class Measurement(Message):
     @property
     def site(self) -> str:
         return self.worker.partition("/")[0]
+
+    @property
+    def labels(self) -> int:
+        """The number of labels that were scored, over which its metrics are means."""
+        return int(self.metrics.get(SCORED_LABELS, self.examples))

@@ -40,6 +40,7 @@ from tessera.shared.schema import (
     MAX_SECONDS_PER_BYTE,
     MAX_WITHHELD,
     PROTOCOL,
+    SCORED_LABELS,
     AuditHead,
     Counted,
     Digest,
@@ -393,9 +394,18 @@ class EvaluationResult(Message):
     version: Digest
     examples: PositiveInt = Field(lt=1 << 40)
     metrics: Evaluated
+    """With the number of scored labels where it is not that of the examples, as `labels`."""
     download_bytes: NonNegativeInt = Field(default=0, lt=1 << 53)
     audit_head: AuditHead | None = None
     progress: Annotated[Progress | None, Shown] = None
+
+    @field_validator("metrics")
+    @classmethod
+    def _counts_labels(cls, metrics: dict[str, float]) -> dict[str, float]:
+        labels = metrics.get(SCORED_LABELS, 1.0)
+        if not (1 <= labels < 1 << 40 and labels.is_integer()):
+            raise ValueError(f"{SCORED_LABELS} is the number of scored labels, a whole number from 1 to 2^40 - 1")
+        return metrics
 
 
 class Failure(Message):

@@ -77,7 +77,7 @@ def _tokenizer(task: Task, model: Model, *, raw_texts: bool) -> Iterator[str]:
 def _leaving(task: Task, model: Model) -> str:
     to = f"to orchestrator {task.orchestrator}" if task.orchestrator else "to an orchestrator who is not named"
     if task.kind == "evaluate":
-        return f"Sends figures such as its accuracy, and no blocks, {to}."
+        return f"Sends figures such as its accuracy, of how many examples and labels they are, and no blocks, {to}."
     sent = task.plan.upload.resolve(model.blocks)
     nbytes = size(sum(block.nbytes for block in sent))
     return (

@@ -5,6 +5,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 
 from tessera.shared.metrics.site_spread import PERSONAL
+from tessera.shared.schema import SCORED_LABELS
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.task.environment import TaskRun, loss_scaler
 from tessera.worker.task.errors import TaskFailure
@@ -56,8 +57,10 @@ def evaluate(run: TaskRun, loaded: Loaded, dataset: Dataset) -> int:
     found = metrics(counted)
     if task.held_out and _personalise(run, loaded, dataset):
         own = metrics(run.check)
-        found |= {PERSONAL + name: value for name, value in own.items()}
-    report.metrics = {name: rounded(value) for name, value in found.items()} | loaded.built.metrics
+        found |= {PERSONAL + name: value for name, value in own.items() if name != SCORED_LABELS}
+    # A count, as exact as that of the examples.
+    report.metrics = {name: value if name == SCORED_LABELS else rounded(value) for name, value in found.items()}
+    report.metrics |= loaded.built.metrics
     run.check()
     return measured.examples
 

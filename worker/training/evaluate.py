@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from tessera.shared.model.dataset_schema import IDS
 from tessera.shared.model.spec import Head
+from tessera.shared.schema import SCORED_LABELS
 from tessera.worker.data.dataset import LABELS, Dataset
 from tessera.worker.model.forward import IGNORED, forward
 from tessera.worker.training.batches import Batches
@@ -76,7 +77,8 @@ class Scores:
 def evaluate(
     model: PreTrainedModel, head: Head, batches: Batches, check: Check, ranks: Ranks | None = None
 ) -> dict[str, float]:
-    """Return the mean `loss` and, for classification, `accuracy`, `macro_f1` and `calibration_error`.
+    """Return the mean `loss` and, for classification, `accuracy`, `macro_f1` and `calibration_error`; with the number
+    of scored labels, their weight over several data sets, where that is not the number of examples.
 
     Every scored label has the same weight; macro F1 is over the classes among the true or predicted labels. Each of
     several `ranks` takes its rows of each batch: their counts add up exactly, and their losses up to rounding. Leaves
@@ -104,7 +106,8 @@ def evaluate(
     loss = ranks.total(loss_sum) / weight if weight else math.nan
     if not math.isfinite(loss):
         raise TrainingDiverged(f"the version's loss on this data is {loss}")
-    return {"loss": loss, **scores.values()}
+    labels = {SCORED_LABELS: float(weight)} if weight != batches.dataset.examples else {}
+    return {"loss": loss, **scores.values(), **labels}
 
 
 class _TextStates:

@@ -132,6 +132,13 @@ def test_a_value_cannot_be_changed() -> None:
         chosen.name = "other"  # type: ignore[misc]
 
 
+@pytest.mark.parametrize("labels", [0.0, -1.0, 1.5, float(1 << 40)])
+def test_a_site_cannot_weigh_its_scores_by_a_count_that_is_none(labels: float) -> None:
+    assert EvaluationResult.model_validate(SUBMISSION | {"metrics": {"labels": 5.0}}).metrics == {"labels": 5.0}
+    with pytest.raises(ValidationError, match="the number of scored labels"):
+        EvaluationResult.model_validate(SUBMISSION | {"metrics": {"labels": labels}})
+
+
 @pytest.mark.parametrize("message", [Submission, EvaluationResult])
 @pytest.mark.parametrize(
     "metrics",

@@ -94,7 +94,9 @@ def test_client_privacy_is_described_as_a_statement_of_the_coordinator() -> None
 def test_a_measurement_is_told_apart_from_training() -> None:
     told = summary(task(kind="evaluate", held_out=True, plan=Plan(), orchestrator=None), MODEL, 300)
     assert told.startswith("Measures versions of a BERT with 1 layer on what is held out of `notes` (300 examples).")
-    assert "Sends figures such as its accuracy, and no blocks, to an orchestrator who is not named." in told
+    assert (
+        "Sends figures such as its accuracy, of how many examples and labels they are, and no blocks, to an" in told
+    )
 
 
 def test_blocks_and_bytes_are_counted_as_people_do() -> None:
