@@ -22,6 +22,7 @@ from tessera.shared.client.round_outcomes import follow, outcomes
 from tessera.shared.metrics.comparison import BestVersion, ComparedRun, best_version
 from tessera.shared.metrics.comparison import Comparison as ComparisonRecord
 from tessera.shared.metrics.rows import rows_of
+from tessera.shared.metrics.site_spread import headlines
 from tessera.shared.problems import Problem
 
 if TYPE_CHECKING:
@@ -188,6 +189,7 @@ class Run:
                 "state": one.round.state,
                 "accepted": one.accepted,
                 **one.scores,
+                **{f"{name}_sites": one.spreads[name].sites for name in headlines(one.spreads)},
                 "download_bytes": one.download_bytes,
                 "upload_bytes": one.upload_bytes,
                 "seconds": one.seconds(),
@@ -256,8 +258,9 @@ class Comparison:
         return extra("data_frames").settings_table(self.record)
 
     def __repr__(self) -> str:
-        best = (f"{run.name}: best {described(run.best) if run.best else 'not measured'}" for run in self.runs)
-        return f"<Comparison by {self.metric}: {'; '.join(best)}>"
+        best = [f"{run.name}: best {described(run.best) if run.best else 'not measured'}" for run in self.runs]
+        said = [f"warning: {warning}" for warning in self.record.warnings]
+        return f"<Comparison by {self.metric}: {'; '.join([*best, *said])}>"
 
 
 def _read(settings: Settings) -> dict[str, Any]:

@@ -86,7 +86,7 @@ def say(coordinator: LiveCoordinator, *arguments: str) -> subprocess.CompletedPr
 def test_a_run_is_watched_compared_exported_and_continued(
     session: Session, first: Run, coordinator: LiveCoordinator, tmp_path: Path
 ) -> None:
-    assert (first.state, first.best()) == ("completed", BestVersion(1, "accuracy", 0.9))
+    assert (first.state, first.best()) == ("completed", BestVersion(1, "accuracy", 0.9, ("north",), 1))
     table = first.table()
     assert list(table["accuracy"]) == [0.9, 0.3]
     assert (table["upload_bytes"] > 0).all()
@@ -106,7 +106,7 @@ def test_a_run_is_watched_compared_exported_and_continued(
     assert list(found.settings().index) == ["version", "cohort.quorum"]
     assert found.settings().loc["cohort.quorum"].tolist() == [1, 2]
     assert found.table()["first", "accuracy"].tolist() == list(ACCURACIES)
-    assert "first: best 1 (accuracy 0.900); second: best not measured" in repr(found)
+    assert "first: best 1 (accuracy 0.900) at 1 of 1 site: north; second: best not measured" in repr(found)
 
     by_command = say(coordinator, "run", "compare", "first", "second").stdout
     assert re.search(r"cohort\.quorum +1 +2 *\n", by_command)

@@ -3,6 +3,7 @@
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Request, Response
+from sqlalchemy.orm import Session
 
 from tessera.coordinator.api.dependencies import Serving
 from tessera.coordinator.dashboard.charts import svg_charts
@@ -17,15 +18,16 @@ from tessera.coordinator.dashboard.charts.run_charts import (
     svg_file,
 )
 from tessera.coordinator.dashboard.charts.svg_charts import Series
-from tessera.coordinator.dashboard.queries import MAX_POINTS, measured, round_costs
+from tessera.coordinator.dashboard.queries import MAX_POINTS, evaluations, measured, round_costs
 from tessera.coordinator.dashboard.runs import Metric
 from tessera.coordinator.dashboard.security_headers import PREFIX
 from tessera.coordinator.dashboard.session import PageRoute, Signed
 from tessera.coordinator.dashboard.templating import NOTHING, metric_name, number, render
 from tessera.coordinator.db import views
 from tessera.coordinator.services import Services
-from tessera.shared.metrics.comparison import MAIN_SCORES, Comparison, History, compare
-from tessera.shared.metrics.site_spread import is_better_low
+from tessera.shared.api.runs import Run
+from tessera.shared.metrics.comparison import MAIN_SCORES, Comparison, History, best_version, compare
+from tessera.shared.metrics.site_spread import PERSONAL, is_better_low
 from tessera.shared.problems import Invalid
 
 router = APIRouter(prefix=f"{PREFIX}/runs/compare", include_in_schema=False, route_class=PageRoute)
@@ -76,16 +78,22 @@ def _histories(serving: Services, ids: list[str], metric: str | None) -> list[Hi
         )
     with serving.database.snapshot() as session:
         runs = [views.run_view(session, views.find_run(session, one)) for one in chosen]
-        most = MAX_POINTS // 2
-        return [History(one, round_costs(session, one), measured(session, one, most, metric)) for one in runs]
+        return [_history(session, run, metric) for run in runs]
+
+
+def _history(session: Session, run: Run, metric: str | None) -> History:
+    every = evaluations(session, run, metric)
+    marked = [best.number for name in (metric, None) if (best := best_version(every, metric=name))]
+    return History(run, round_costs(session, run), measured(session, run, every, MAX_POINTS // 2, marked), every)
 
 
 def _panel(found: Comparison, along: Along) -> Panel:
     """Chart the compared score of each run; the table has bytes and seconds too."""
     drawn = []
     for one in found.runs:
-        best = one.best.number if one.best and one.best.metric == found.metric else None
-        line = Series(one.name, one.scores, main=True, best=best)
+        best = one.best.number if one.best and one.best.metric == one.metric else None
+        own = one.metric != found.metric and (one.metric or "").startswith(PERSONAL)
+        line = Series(f"{one.name}, own models" if own else one.name, one.scores, main=True, best=best)
         axis = one.bytes if along == "bytes" else one.seconds
         drawn.append(line if along == "version" else moved_to(line, axis_of(axis)))
     title = metric_name(found.metric or MAIN_SCORES[0])
@@ -97,9 +105,9 @@ def _panel(found: Comparison, along: Along) -> Panel:
 
 
 def _top(found: Comparison) -> float | None:
-    """Return the best of the runs' best values, if all are of the same score."""
+    """Return the best of the runs' best values, if all are of the same score over the same sites."""
     best = [one.best for one in found.runs if one.best]
-    if len({one.metric for one in best}) != 1:
+    if len({(one.metric.removeprefix(PERSONAL), one.sites) for one in best}) != 1:
         return None
     return (min if is_better_low(best[0].metric) else max)(one.value for one in best)
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cache
-from itertools import groupby, product
+from itertools import groupby
 from operator import add, attrgetter
 from typing import Any, get_args
 
@@ -28,11 +28,11 @@ from tessera.coordinator.db.tables import (
     WorkerRow,
 )
 from tessera.shared.api.runs import Measurement, Round, Run
-from tessera.shared.metrics.comparison import MAIN_SCORES, RoundCost
+from tessera.shared.metrics.comparison import MAIN_SCORES, RoundCost, main_names, main_score
 from tessera.shared.metrics.evaluation_bytes import round_of
-from tessera.shared.metrics.site_spread import is_better_low, scores_by_version
+from tessera.shared.metrics.site_spread import PERSONAL
 from tessera.shared.rounds.eta import Pace, expected_end
-from tessera.shared.schema import ACCEPTED, TaskKind
+from tessera.shared.schema import ACCEPTED, SCORED_LABELS, TaskKind
 
 MAX_POINTS = 60
 """About the most versions in a chart: of longer runs every n-th version is shown."""
@@ -185,45 +185,46 @@ def thinned(run: Run) -> int:
     return max(1, math.ceil(run.version.number / MAX_POINTS))
 
 
-def measured(session: Session, run: Run, most: int = MAX_POINTS, metric: str | None = None) -> list[Measurement]:
-    """Return the evaluations of every n-th version that was evaluated, of the last, and of the best by the main score
-    (or `metric`): there may be a hundred thousand others.
+def evaluations(session: Session, run: Run, metric: str | None = None) -> list[Measurement]:
+    """Return all evaluations of a run, with its main scores (or `metric`) alone: there may be a hundred thousand."""
+    # A site may have invented another name, which could break the path to it in the JSON.
+    known = (metric,) if metric and re.fullmatch(r"[\w.-]+", metric, re.ASCII) else MAIN_SCORES
+    names = [*known, *(PERSONAL + name for name in MAIN_SCORES), SCORED_LABELS]
+    columns = [TaskRow.metrics[name].as_float() for name in names]
+    rows = session.execute(
+        select(TaskRow.version_number, WORKER_NAME, TaskRow.held_out, TaskRow.examples, *columns)
+        .join_from(TaskRow, WorkerRow)
+        .join(SiteRow)
+        .where(TaskRow.run_id == run.id, *views.EVALUATED)
+        .order_by(TaskRow.version_number, TaskRow.id)
+    )
+    return [
+        Measurement.model_construct(
+            version=version,
+            dataset="",
+            worker=worker,
+            held_out=held_out,
+            examples=examples or 0,
+            metrics={name: value for name, value in zip(names, values, strict=True) if value is not None},
+        )
+        for version, worker, held_out, examples, *values in rows
+    ]
 
-    Versions are counted among the evaluated ones, because a run may evaluate every tenth version only.
+
+def measured(
+    session: Session, run: Run, every: Sequence[Measurement], most: int = MAX_POINTS, best: Iterable[int] = ()
+) -> list[Measurement]:
+    """Return the evaluations of every n-th version that was evaluated, of the last, and of the `best`.
+
+    `every` are the run's `evaluations`. Versions are counted among the evaluated ones, because a run may evaluate
+    every tenth version only.
     """
-    found = select(TaskRow.version_number).where(TaskRow.run_id == run.id, *views.EVALUATED).distinct()
-    numbers = sorted(session.scalars(found))
+    numbers = sorted({one.version for one in every})
     step = math.ceil((len(numbers) - 1) / most)
     if step <= 1:
         return views.measurements(session, run.id, run.spec)
-    # A site may have invented another name, which could break the path to it in the JSON.
-    names = (metric,) if metric and re.fullmatch(r"[\w.-]+", metric, re.ASCII) else MAIN_SCORES
-    shown = {*numbers[::step], numbers[-1], *_best(session, run, names)}
+    shown = {*numbers[::step], numbers[-1], *best}
     return views.measurements(session, run.id, run.spec, TaskRow.version_number.in_(shown))
-
-
-def _best(session: Session, run: Run, names: Iterable[str]) -> list[int]:
-    """Return what `best_version` finds among all evaluations, if anything; the database computes the scores."""
-    for held_out, name in product((False, True), names):
-        score = TaskRow.metrics[name].as_float()
-        total = func.nullif(func.sum(TaskRow.examples), 0)
-        rows = session.execute(
-            select(
-                TaskRow.version_number,
-                func.sum(score * TaskRow.examples) / total,
-                func.count(WorkerRow.site_id.distinct()),
-            )
-            .join_from(TaskRow, WorkerRow)
-            .where(TaskRow.run_id == run.id, *views.EVALUATED, TaskRow.held_out == held_out, score.is_not(None))
-            .group_by(TaskRow.version_number)
-            .having(total.is_not(None))
-            .order_by(TaskRow.version_number)
-        ).all()
-        if rows:
-            most = max(sites for *_, sites in rows) if held_out else 0
-            ranked = {number: value for number, value, sites in rows if not held_out or sites == most}
-            return [(min if is_better_low(name) else max)(ranked, key=ranked.__getitem__)]
-    return []
 
 
 def _is_shown(number: ColumnElement[int] | InstrumentedAttribute[int], run: Run) -> ColumnElement[bool]:
@@ -231,9 +232,10 @@ def _is_shown(number: ColumnElement[int] | InstrumentedAttribute[int], run: Run)
 
 
 def latest_scores(session: Session, run: Run) -> Mapping[str, float]:
-    """Return the main scores of the latest version that was measured."""
-    scores = scores_by_version(views.latest_measurements(session, run.id, run.spec, most=MAX_SCORES), MAIN_SCORES)
-    return next(iter(scores.values()), {})
+    """Return the main scores of the latest version that was measured: of the sites' own models, if it has these."""
+    latest = views.latest_measurements(session, run.id, run.spec, most=MAX_SCORES)
+    found = (main_score(latest, name) for name in main_names(latest))
+    return {score.title: value for score in found if score for value in score.values.values()}
 
 
 def version_numbers(session: Session, run: Run, prefixes: tuple[str, ...]) -> dict[str, dict[int, float]]:

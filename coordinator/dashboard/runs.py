@@ -44,8 +44,9 @@ from tessera.coordinator.services import Services
 from tessera.shared.api.runs import Round, Run, RunPatch, RunSpec
 from tessera.shared.api.tasks import TaskView
 from tessera.shared.api.versions import Version
+from tessera.shared.metrics.comparison import MAIN_SCORES, has_own_models, main_score
 from tessera.shared.metrics.rows import rows_of, write_csv
-from tessera.shared.metrics.site_spread import scores_by_version, spreads
+from tessera.shared.metrics.site_spread import PERSONAL, spreads
 from tessera.shared.problems import Conflict, Fault, Invalid, NotFound, PreconditionFailed, validated
 from tessera.shared.rounds.eta import LIVE_TASKS
 from tessera.shared.rounds.outliers import DISTANCE, JUDGES, NORM
@@ -124,8 +125,8 @@ def show_run(
         figures = Figures.of(session, run)
         latest = max((one.version for one in figures.measurements), default=None)
         of_latest = [one for one in figures.measurements if one.version == latest]
-        shown = next(iter(scores_by_version(of_latest, HEADLINE).values()), {})
-        at_sites = next(iter(spreads(of_latest, HEADLINE).values()), {})
+        names = [*(PERSONAL + name for name in MAIN_SCORES[:1] if has_own_models(of_latest)), *HEADLINE]
+        shown = [score for name in names if (score := main_score(of_latest, name))]
         moved = moved_by_run(session, run_id).get(run_id, TrafficTotals())
         end = forecast(session, now, open_round) if open_round else None
         charts = panels(session, figures, metric, x)
@@ -140,10 +141,9 @@ def show_run(
             warnings=session.get_one(VersionRow, (run_id, run.version.number)).warnings,
             measured=latest,
             best=figures.best,
-            headline=[(name, shown[name]) for name in HEADLINE if name in shown],
-            spreads=at_sites,
+            headline=shown,
+            spreads=next(iter(spreads(of_latest, names).values()), {}),
             sites=len({one.site for one in figures.measurements if one.held_out}),
-            central=any(not one.held_out for one in of_latest),
             moved=moved,
             remaining=_remaining(session, now, run, end),
             took=until - run.created_at.timestamp(),

@@ -14,7 +14,7 @@ from tessera.coordinator.db.tables import AuditRow, RoundRow, RunRow, SiteRow, T
 from tessera.coordinator.db.views import latest_measurements, total
 from tessera.coordinator.domain.lifecycle import LIVE_ROUND, LIVE_RUN
 from tessera.shared.api.runs import RunSpec
-from tessera.shared.metrics.site_spread import PERSONAL, spreads
+from tessera.shared.metrics.site_spread import MEANS_OF_SITES, PERSONAL, spreads
 
 MAX_RUNS = 100
 """Maximum number of live runs with series of their own, the latest first: a monitor stores each series."""
@@ -107,7 +107,9 @@ def _measured(session: Session, run_id: str, spec: RunSpec) -> dict[tuple[Place,
     central = latest_measurements(session, run_id, spec, ~TaskRow.held_out)
     at_sites = spreads(latest_measurements(session, run_id, spec, TaskRow.held_out.is_(True)), AT_SITES)
     figures: dict[tuple[Place, str], float] = {
-        ("sites", name): spread.weighted_mean for by_name in at_sites.values() for name, spread in by_name.items()
+        ("sites", name): spread.mean if name.removeprefix(PERSONAL) in MEANS_OF_SITES else spread.weighted_mean
+        for by_name in at_sites.values()
+        for name, spread in by_name.items()
     }
     return figures | {
         ("central", name): value for one in central for name, value in one.metrics.items() if name in MEASURED

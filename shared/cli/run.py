@@ -27,8 +27,8 @@ from tessera.shared.cli.run_template import template
 from tessera.shared.cli.versions import described, export_version, new_run, parse_version
 from tessera.shared.client.client import Client, despite_changes
 from tessera.shared.client.round_outcomes import Outcome, follow, outcomes
-from tessera.shared.metrics.comparison import BestVersion, best_version
-from tessera.shared.metrics.site_spread import spreads
+from tessera.shared.metrics.comparison import BestVersion, MainScore, best_version, different_sites, main_score
+from tessera.shared.metrics.site_spread import PERSONAL, name_over_sites, spreads
 from tessera.shared.problems import Invalid, Problem, validated
 from tessera.shared.schema import Label, RunState
 from tessera.shared.updates.model_folder import ModelFolder
@@ -41,7 +41,9 @@ app.command()(compare)
 
 EXIT_CODES: dict[RunState, int] = {"completed": 0, "cancelled": 1, "paused": 3}
 
-ROUND_COLUMNS = ("round", "stage", "state", "accepted", "accuracy", "macro-F1", "down", "up", "seconds", "")
+MEAN_OF_SITES = (
+    "The mean of the sites' macro-F1 is not that of their examples together: it is lower where sites lack classes."
+)
 
 Named = Annotated[str, typer.Argument(metavar="RUN", help="The run's id, the beginning of it, or its name.")]
 
@@ -232,7 +234,7 @@ def show(
     facts = [*_facts(found), ("best version", described(best) if best else "none was evaluated")]
     console.print(output.table(("", ""), [*facts, *_reasons(found, rounds), *warnings]))
     _warn_between_rounds(client, found, rounds)
-    tables = [_round_table(ended, best)]
+    tables = [_round_table(ended, best, main_score(measurements))]
     if at_sites:
         tables.append(spread_table(at_sites))
     if (spent := epsilon_table(rounds)).row_count:
@@ -285,20 +287,28 @@ def _with_settings(name: str, settings: Mapping[str, object]) -> str:
     return f"{name} ({shown})" if shown else name
 
 
-def _round_table(rounds: list[Outcome], best: BestVersion | None) -> Table:
-    numbers = ("round", "accepted", "accuracy", "macro-F1", "down", "up", "seconds")
-    return output.table(ROUND_COLUMNS, [_row(outcome, best) for outcome in rounds], right=numbers)
+def _round_table(rounds: list[Outcome], best: BestVersion | None, main: MainScore | None) -> Table:
+    accuracy = f"{PERSONAL}accuracy" if main and main.name.startswith(PERSONAL) else "accuracy"
+    over_sites = name_over_sites("macro_f1")
+    macro_f1 = over_sites if any(over_sites in outcome.scores for outcome in rounds) else "macro_f1"
+    scores = (accuracy, macro_f1)
+    titles = [name.replace("_f1", "-F1").replace("_", " ") for name in scores]
+    columns = ("round", "stage", "state", "accepted", *titles, "down", "up", "seconds", "")
+    rows = [_row(outcome, scores, best) for outcome in rounds]
+    table = output.table(columns, rows, right=("round", "accepted", *titles, "down", "up", "seconds"))
+    notes = [different_sites([main]) if main else "", MEAN_OF_SITES if macro_f1 == over_sites else ""]
+    table.caption, table.caption_justify = "\n".join(filter(None, notes)) or None, "left"
+    return table
 
 
-def _row(outcome: Outcome, best: BestVersion | None) -> tuple[object, ...]:
+def _row(outcome: Outcome, scores: Sequence[str], best: BestVersion | None) -> tuple[object, ...]:
     made = outcome.round
     return (
         made.number if made.attempt == 1 else f"{made.number} (try {made.attempt})",
         made.stage,
         made.state + (f": {made.reason}" if made.state == "abandoned" and made.reason else ""),
         f"{outcome.accepted}/{outcome.asked}",
-        output.share(outcome.scores.get("accuracy")),
-        output.share(outcome.scores.get("macro_f1")),
+        *(output.share(outcome.scores.get(name)) for name in scores),
         output.size(outcome.download_bytes),
         output.size(outcome.upload_bytes),
         output.seconds(outcome.seconds(datetime.now(UTC))),

@@ -102,8 +102,8 @@ def export_version(
 
 
 def described(best: BestVersion) -> str:
-    """Return a best version in words."""
-    return f"{best.number} ({best.metric} {best.value:.3f})"
+    """Return a best version in words, with the sites at which it was compared with the others."""
+    return f"{best.number} ({best.title} {best.value:.3f}) {best.where}".rstrip()
 
 
 def find_start(client: Client, named: str) -> tuple[Run, Version]:

@@ -24,6 +24,8 @@ class Outcome:
 
     round: Round
     scores: Mapping[str, float] = field(default_factory=dict)
+    central: bool = False
+    """True if the scores are of the central data set, and else of `spreads`."""
     spreads: Mapping[str, Spread] = field(default_factory=dict)
     """The sites' metrics on their held-out examples, by name."""
     scalars: Mapping[str, float] = field(default_factory=dict)
@@ -76,6 +78,7 @@ def outcomes(
     predecessors."""
     by_number = {version.number: version for version in versions}
     scores, at_sites = scores_by_version(measurements), spreads(measurements)
+    central = {one.version for one in measurements if not one.held_out}
     evaluated = evaluation_bytes(measurements, spec.rounds)
 
     def outcome(round_: Round) -> Outcome:
@@ -87,6 +90,7 @@ def outcomes(
         return Outcome(
             round_,
             scores.get(number, {}),
+            number in central,
             at_sites.get(number, {}),
             version.scalars if version else {},
             tuple(warning for warning in version.warnings if warning not in old) if version else (),

@@ -2,16 +2,19 @@
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, NamedTuple, Self
 
 from tessera.shared.api.runs import Measurement, Round, Run, RunSpec
 from tessera.shared.metrics.evaluation_bytes import evaluation_bytes
-from tessera.shared.metrics.site_spread import is_better_low, scores_by_version
+from tessera.shared.metrics.site_spread import PERSONAL, Score, is_better_low, joined, name_over_sites, over_sites
 
 MAIN_SCORES = ("accuracy", "loss")
 """A run's main score is the first of these that was measured."""
+
+MAX_NAMED = 8
+"""Sites that a phrase names; JSON has all."""
 
 
 @dataclass(frozen=True)
@@ -21,59 +24,144 @@ class BestVersion:
     number: int
     metric: str
     value: float
+    sites: tuple[str, ...] = ()
+    """The sites at which it was compared with other versions, over which `value` is taken; none for central data."""
+    of_sites: int = 0
+    """The number of sites that measured the score of any version."""
+
+    @property
+    def title(self) -> str:
+        """The name of its value."""
+        return name_over_sites(self.metric) if self.sites else self.metric
+
+    @property
+    def where(self) -> str:
+        """The sites, as a phrase; empty for central data."""
+        if not self.sites:
+            return ""
+        named = ", ".join(self.sites[:MAX_NAMED]) + (", ..." if len(self.sites) > MAX_NAMED else "")
+        return f"at {len(self.sites)} of {self.of_sites} site{'s' if self.of_sites > 1 else ''}: {named}"
 
 
-def main_scores(
-    measurements: Iterable[Measurement], metric: str | None = None
-) -> tuple[str, dict[int, float]] | None:
-    """Return a run's main score (or `metric`) with its values by version, or None if it was not measured.
+class MainScore(NamedTuple):
+    """A run's main score: the name of the metric, its values by version, and the scores that these are taken over."""
 
-    Figures of the central data set and of sites' own data are not mixed: sites count if no version was measured
-    centrally.
+    name: str
+    values: dict[int, float]
+    scores: Mapping[int, Mapping[str, Score]]
+    """By version and worker; those on the central data set under one empty name."""
+    central: bool
+
+    @property
+    def title(self) -> str:
+        """The name of its values."""
+        return self.name if self.central else name_over_sites(self.name)
+
+
+def has_own_models(measurements: Iterable[Measurement]) -> bool:
+    """Return whether sites' own models are what a run makes: whether at least half of its sites measured one.
+
+    Fewer, such as a single site that reports such a metric under FedAvg, do not decide how a run is measured.
     """
-    names = (metric,) if metric else MAIN_SCORES
-    by_version = scores_by_version(_counted(measurements), names)
-    for name in names:
-        values = {number: scores[name] for number, scores in sorted(by_version.items()) if name in scores}
-        if values:
-            return name, values
+    of_site: dict[str, bool] = {}
+    for one in measurements:
+        if one.held_out:
+            own = any(PERSONAL + name in one.metrics for name in MAIN_SCORES)
+            of_site[one.site] = of_site.get(one.site, False) or own
+    return bool(of_site) and 2 * sum(of_site.values()) >= len(of_site)
+
+
+def main_names(measurements: Iterable[Measurement]) -> tuple[str, ...]:
+    """Return the names of the main scores: those of sites' own models if a run makes these."""
+    return tuple(PERSONAL + name for name in MAIN_SCORES) if has_own_models(measurements) else MAIN_SCORES
+
+
+def main_score(
+    measurements: Iterable[Measurement], metric: str | None = None, *, at_sites: bool = False
+) -> MainScore | None:
+    """Return a run's main score (or `metric`), or None if it was not measured.
+
+    A run of a method with own models is measured by these. Figures of the central data set and of sites' own data are
+    not mixed: sites count if no version was measured centrally or, with `at_sites`, if any site measured.
+    """
+    found = list(measurements)
+    central = [one for one in found if not one.held_out]
+    of_sites = [one for one in found if one.held_out]
+    chosen = of_sites if not central or (at_sites and of_sites) else central
+    candidates = [(metric, chosen)] if metric else [(name, chosen) for name in main_names(found)]
+    # A central evaluator measures no site's own model.
+    for name, measured in [(n, of_sites if n.startswith(PERSONAL) else which) for n, which in candidates]:
+        scores: dict[int, dict[str, Score]] = {}
+        for one in measured:
+            if name in one.metrics and one.labels:
+                worker = one.worker if one.held_out else ""
+                scores.setdefault(one.version, {})[worker] = Score(one.site, one.labels, one.metrics[name])
+        if scores:
+            values = {number: over_sites(name, by_worker.values()) for number, by_worker in sorted(scores.items())}
+            return MainScore(name, values, scores, central=measured is central)
     return None
 
 
+def different_sites(scores: Iterable[MainScore]) -> str:
+    """Return a sentence if not all values of these scores are over the same sites, else nothing."""
+    over = {frozenset(_sites_of(by_worker)) for one in scores if not one.central for by_worker in one.scores.values()}
+    if len(over) < 2:
+        return ""
+    counts, every = sorted(map(len, over)), len(frozenset[str]().union(*over))
+    return f"Not all values are over the same sites: each is over {counts[0]} to {counts[-1]} of {every}."
+
+
 def best_version(
-    measurements: Iterable[Measurement], among: Iterable[int] | None = None, metric: str | None = None
+    measurements: Iterable[Measurement],
+    among: Iterable[int] | None = None,
+    metric: str | None = None,
+    *,
+    at_sites: bool = False,
 ) -> BestVersion | None:
     """Return the version with the best main score (or `metric`), if any was evaluated; `among` limits the choice.
 
-    A version that fewer sites have measured than another is passed over: the mean over an easy site alone says
-    nothing about the others.
+    In order, a version replaces the best so far if it is better at the sites that both have, on the same data: means
+    over different sites say nothing about the versions. A version that shares no site with the best so far replaces
+    it if no fewer sites measured it, so that a site which left does not keep an early version the best.
     """
-    found = _counted(measurements)
-    if not (main := main_scores(found, metric)):
+    main = main_score(measurements, metric, at_sites=at_sites)
+    wanted = sorted(main.scores.keys() if among is None else main.scores.keys() & set(among)) if main else []
+    if not main or not wanted:
         return None
-    name, values = main
-    sites = Counter({number: len(of) for number, of in _sites(found, name).items()})
-    wanted = set(values) if among is None else set(values) & set(among)
-    most = max((sites[number] for number in wanted), default=0)
-    ranked = sorted(number for number in wanted if sites[number] == most)
-    if not ranked:
-        return None
-    number = (min if is_better_low(name) else max)(ranked, key=values.__getitem__)
-    return BestVersion(number, name, values[number])
+    number, compared = wanted[0], set[str]()
+    for other in wanted[1:]:
+        best, new = main.scores[number], main.scores[other]
+        pairs = list(_pairs(best, new))
+        both = {score.site for _, score in pairs}
+        if pairs:
+            later = over_sites(main.name, (score for _, score in pairs))
+            # The same weights for both, also if a data set has grown between them.
+            earlier = over_sites(main.name, (replace(old, labels=score.labels) for old, score in pairs))
+            replaces = later < earlier if is_better_low(main.name) else later > earlier
+        else:
+            replaces = len(_sites_of(new)) >= len(_sites_of(best))
+        number, compared = (other, both) if replaces else (number, compared | both)
+    best = main.scores[number]
+    sites = compared or _sites_of(best)
+    value = over_sites(main.name, (score for score in best.values() if score.site in sites))
+    if main.central:
+        return BestVersion(number, main.name, value)
+    every = set[str]().union(*map(_sites_of, main.scores.values()))
+    return BestVersion(number, main.name, value, tuple(sorted(sites)), len(every))
 
 
-def _counted(measurements: Iterable[Measurement]) -> list[Measurement]:
-    found = list(measurements)
-    return [one for one in found if not one.held_out] or found
+def _pairs(first: Mapping[str, Score], second: Mapping[str, Score]) -> Iterator[tuple[Score, Score]]:
+    """Yield the scores that two versions have of the same worker, which has data of its own; of a site that both have
+    without a common worker, those of the site."""
+    common = sorted(first.keys() & second.keys())
+    yield from ((first[worker], second[worker]) for worker in common)
+    for site in sorted((_sites_of(first) & _sites_of(second)) - {first[worker].site for worker in common}):
+        one, other = ([score for score in scores.values() if score.site == site] for scores in (first, second))
+        yield joined(one), joined(other)
 
 
-def _sites(measurements: Iterable[Measurement], metric: str) -> dict[int, set[str]]:
-    """Return the sites that measured each version on their own data; none on central data."""
-    by_version: dict[int, set[str]] = {}
-    for one in measurements:
-        if one.held_out and metric in one.metrics:
-            by_version.setdefault(one.version, set()).add(one.site)
-    return by_version
+def _sites_of(scores: Mapping[str, Score]) -> set[str]:
+    return {score.site for score in scores.values()}
 
 
 # ---------------------------------------------------------------- several runs
@@ -103,6 +191,8 @@ class History:
     costs: Sequence[RoundCost]
     """Of each attempt that has ended, in order."""
     measurements: Sequence[Measurement]
+    every: Sequence[Measurement] | None = None
+    """The scores of all evaluations, for the best version, if `measurements` are some of them."""
 
     @classmethod
     def of(cls, run: Run, rounds: Iterable[Round], measurements: Iterable[Measurement]) -> Self:
@@ -131,6 +221,10 @@ class ComparedRun:
     state: str
     version: int
     best: BestVersion | None
+    metric: str | None
+    """The metric of its `scores`: of a method with own models that of these."""
+    central: bool
+    """True if the scores are of the central data set."""
     scores: Mapping[int, float]
     bytes: Mapping[int, int]
     """Downloaded and uploaded by all its workers."""
@@ -151,11 +245,21 @@ class Comparison:
     @property
     def warnings(self) -> tuple[str, ...]:
         """Return remarks on the scores for people."""
+        return tuple(self._warnings())
+
+    def _warnings(self) -> Iterator[str]:
+        measured = [run for run in self.runs if run.best]
         if {"dataset", "evaluation.dataset", "evaluation.sites"} & {*self.settings}:
-            return (
-                "the runs differ in their data or in their evaluation: their scores are not of the same examples",
-            )
-        return ()
+            yield "the runs differ in their data or in their evaluation: their scores are not of the same examples"
+        elif len({run.central for run in measured}) > 1:
+            central = ", ".join(run.name for run in measured if run.central)
+            yield f"{central}: measured on central data, the others at sites; the scores are not of the same examples"
+        elif len({run.best.sites for run in measured if run.best}) > 1:
+            places = "; ".join(f"{run.name} {run.best.where}" for run in measured if run.best)
+            yield f"the best versions were compared at different sites, and their scores are not comparable: {places}"
+        own = [run.name for run in self.runs if run.metric != self.metric and (run.metric or "").startswith(PERSONAL)]
+        if own:
+            yield f"{', '.join(own)}: measured by the sites' own models, the others by their versions at sites"
 
     @property
     def versions(self) -> list[int]:
@@ -165,25 +269,39 @@ class Comparison:
 
 def compare(histories: Sequence[History], metric: str | None = None) -> Comparison:
     """Compare runs by `metric`, or by the main score of the first run that has one; the best version of each is then
-    that of its own main score."""
-    mains = (main_scores(history.measurements, metric) for history in histories)
-    shown = next((main[0] for main in mains if main), None)
+    that of its own main score.
+
+    If a run is measured by its sites' own models, the others are measured at sites too, as far as they were.
+    """
+    at_sites = metric is None and any(has_own_models(history.measurements) for history in histories)
+    mains = (main_score(history.measurements, metric, at_sites=at_sites) for history in histories)
+    found = list(dict.fromkeys(main.name for main in mains if main))
+    # Beside each other, own models and versions are compared by what both were measured by.
+    shown = found[0] if len(found) == 1 else found[0].removeprefix(PERSONAL) if found else None
     names = Counter(history.run.spec.name for history in histories)
-    runs = tuple(_compared(history, metric, shown, twice=names[history.run.spec.name] > 1) for history in histories)
+    runs = tuple(
+        _compared(history, metric, shown, at_sites=at_sites, twice=names[history.run.spec.name] > 1)
+        for history in histories
+    )
     return Comparison(shown, runs, differing([history.run.spec for history in histories]))
 
 
-def _compared(history: History, metric: str | None, shown: str | None, *, twice: bool) -> ComparedRun:
+def _compared(history: History, metric: str | None, shown: str | None, *, at_sites: bool, twice: bool) -> ComparedRun:
     run = history.run
-    main = main_scores(history.measurements, shown) if shown else None
+    own = metric is None and shown in MAIN_SCORES and has_own_models(history.measurements)
+    name = f"{PERSONAL}{shown}" if own else shown
+    main = main_score(history.measurements, name, at_sites=at_sites) if name else None
     moved, lasted = totals(history.costs)
+    every = history.measurements if history.every is None else history.every
     return ComparedRun(
         id=run.id,
         name=f"{run.spec.name} ({run.id[:8]})" if twice else run.spec.name,
         state=run.state,
         version=run.version.number,
-        best=best_version(history.measurements, metric=metric),
-        scores=main[1] if main else {},
+        best=best_version(every, metric=metric, at_sites=at_sites),
+        metric=main.name if main else None,
+        central=bool(main and main.central),
+        scores=main.values if main else {},
         bytes=moved,
         seconds=lasted,
     )

@@ -1,17 +1,22 @@
 """Distribution of a version's scores over the sites: mean, worst site and deviation."""
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from statistics import fmean, pstdev
 
 from tessera.shared.api.runs import Measurement
+from tessera.shared.schema import SCORED_LABELS
 
 PERSONAL = "personal_"
 """Prefix of the metrics of a site's own model."""
 
 BETTER_LOW = ("loss", "calibration_error")
 """Lower values of these are better, also of those of own models."""
+
+MEANS_OF_SITES = ("macro_f1", "calibration_error")
+"""Metrics that no weights turn into those of the pooled examples: they need counts by class or by bin, which sites do
+not send. Over several sites they are means of the sites' own values, each site alike, and are named so."""
 
 HEADLINES = ("accuracy", "loss")
 """Tables show the first of these that was measured; `tessera run metrics` has the others."""
@@ -25,7 +30,8 @@ class Score:
     """One number of one site."""
 
     site: str
-    examples: int
+    labels: int
+    """The number of labels over which it is the mean."""
     value: float
 
 
@@ -37,7 +43,7 @@ class Spread:
     mean: float
     """Each site counts alike."""
     weighted_mean: float
-    """Each example counts alike."""
+    """Each label counts alike."""
     worst: float
     worst_site: str
     deviation: float
@@ -62,7 +68,7 @@ def spread(scores: Iterable[Score], *, better_low: bool = False) -> Spread:
     return Spread(
         sites=count,
         mean=fmean(values),
-        weighted_mean=fmean(values, [score.examples for score in worst_first]),
+        weighted_mean=fmean(values, [score.labels for score in worst_first]),
         worst=values[0],
         worst_site=worst_first[0].site,
         deviation=pstdev(values),
@@ -75,22 +81,19 @@ def spreads(
 ) -> dict[int, dict[str, Spread]]:
     """By version and name, what sites measured on the data that they hold out; what is central does not count.
 
-    The workers of one site count as one, each in proportion to its examples. `names` are those that are wanted; all
-    by default.
+    The workers of one site count as one, each in proportion to its labels. `names` are those that are wanted; all by
+    default.
     """
-    found: dict[int, dict[str, dict[str, list[Score]]]] = {}
+    found: dict[int, dict[str, list[Score]]] = {}
     for one in measurements:
         if one.held_out:
             for name, value in _wanted(one, names):
-                by_site = found.setdefault(one.version, {}).setdefault(name, {})
-                by_site.setdefault(one.site, []).append(Score(one.site, one.examples, value))
-    return {version: _by_name(of_version) for version, of_version in sorted(found.items())}
-
-
-def _by_name(names: Mapping[str, Mapping[str, list[Score]]]) -> dict[str, Spread]:
+                found.setdefault(one.version, {}).setdefault(name, []).append(Score(one.site, one.labels, value))
     return {
-        name: spread(map(_joined, by_site.values()), better_low=is_better_low(name))
-        for name, by_site in sorted(names.items())
+        version: {
+            name: spread(_by_site(scores), better_low=is_better_low(name)) for name, scores in sorted(by_name.items())
+        }
+        for version, by_name in sorted(found.items())
     }
 
 
@@ -103,47 +106,70 @@ def headlines(names: Collection[str]) -> Iterator[str]:
 def scores_by_site(measurements: Iterable[Measurement], name: str) -> dict[str, dict[int, float]]:
     """Return one number that sites measured on what they hold out, by site and version.
 
-    The workers of a site count as one, each in proportion to its examples.
+    The workers of a site count as one, each in proportion to its labels.
     """
     found: dict[str, dict[int, list[Score]]] = {}
     for one in measurements:
         if one.held_out and name in one.metrics:
             scores = found.setdefault(one.site, {}).setdefault(one.version, [])
-            scores.append(Score(one.site, one.examples, one.metrics[name]))
-    return {site: {v: _joined(scores).value for v, scores in of_site.items()} for site, of_site in found.items()}
+            scores.append(Score(one.site, one.labels, one.metrics[name]))
+    return {site: {v: joined(scores).value for v, scores in of_site.items()} for site, of_site in found.items()}
 
 
-def _joined(scores: list[Score]) -> Score:
-    examples = [score.examples for score in scores]
-    return Score(scores[0].site, sum(examples), fmean([score.value for score in scores], examples))
+def _by_site(scores: Iterable[Score]) -> list[Score]:
+    """Return one score a site."""
+    found: dict[str, list[Score]] = {}
+    for score in scores:
+        found.setdefault(score.site, []).append(score)
+    return [joined(of_site) for of_site in found.values()]
+
+
+def joined(scores: list[Score]) -> Score:
+    """Return the scores of a site's workers as one, each in proportion to its labels."""
+    labels = [score.labels for score in scores]
+    return Score(scores[0].site, sum(labels), fmean([score.value for score in scores], labels))
 
 
 # ---------------------------------------------------------------- over versions
 
 
+def over_sites(name: str, scores: Iterable[Score]) -> float:
+    """Return a metric over some sites: each label counts alike or, of MEANS_OF_SITES, each site."""
+    by_site = _by_site(scores)
+    alike = name.removeprefix(PERSONAL) in MEANS_OF_SITES
+    return fmean([score.value for score in by_site], None if alike else [score.labels for score in by_site])
+
+
+def name_over_sites(name: str) -> str:
+    """Return the name of a metric's value over several sites, as `over_sites` computes it."""
+    return f"{name} (mean of sites)" if name.removeprefix(PERSONAL) in MEANS_OF_SITES else name
+
+
 def scores_by_version(
     measurements: Iterable[Measurement], names: Collection[str] | None = None
 ) -> dict[int, dict[str, float]]:
-    """Return what was measured of each version: on the central data set or, of one that was not measured there, the
-    example-weighted mean over the sites. `names` are those that are wanted; all by default."""
+    """Return what was measured of each version: on the central data set or, of one that was not measured there, over
+    the sites, under the names of `name_over_sites`. `names` are those that are wanted; all by default."""
     by_version: dict[int, list[Measurement]] = {}
     for measurement in measurements:
         by_version.setdefault(measurement.version, []).append(measurement)
-    return {version: _mean(group, names) for version, group in by_version.items()}
+    return {version: _scores(group, names) for version, group in by_version.items()}
 
 
-def _mean(group: list[Measurement], names: Collection[str] | None) -> dict[str, float]:
-    counted = [measurement for measurement in group if not measurement.held_out] or group
-    by_name: dict[str, tuple[list[float], list[int]]] = {}
-    for one in counted:
+def _scores(group: list[Measurement], names: Collection[str] | None) -> dict[str, float]:
+    central = [measurement for measurement in group if not measurement.held_out]
+    by_name: dict[str, list[Score]] = {}
+    for one in central or group:
         for name, value in _wanted(one, names):
-            values, examples = by_name.setdefault(name, ([], []))
-            values.append(value)
-            examples.append(one.examples)
-    return {name: fmean(*found) for name, found in sorted(by_name.items()) if any(found[1])}
+            # One that measured nothing has no weight.
+            if one.labels:
+                by_name.setdefault(name, []).append(Score(one.site, one.labels, value))
+    return {
+        name if central else name_over_sites(name): over_sites(name, scores)
+        for name, scores in sorted(by_name.items())
+    }
 
 
 def _wanted(one: Measurement, names: Collection[str] | None) -> Iterable[tuple[str, float]]:
-    if names is None:
-        return one.metrics.items()
-    return ((name, one.metrics[name]) for name in names if name in one.metrics)
+    chosen = one.metrics if names is None else names
+    return ((name, one.metrics[name]) for name in chosen if name in one.metrics and name != SCORED_LABELS)

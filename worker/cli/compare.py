@@ -36,6 +36,8 @@ def command(
     comparison = Comparison.of(folders)
     for name, seeds in comparison.left_out():
         output.note(f"{name}: not in all folders, and left out: {_seeds(seeds)}")
+    for remark in comparison.remarks():
+        output.note(remark)
     if as_json:
         output.print_json(_document(comparison))
         return
@@ -83,6 +85,7 @@ def _document(comparison: Comparison) -> dict[str, Any]:
         "folders": list(comparison.folders),
         "seeds": list(comparison.seeds),
         "settings": comparison.settings(),
+        "remarks": list(comparison.remarks()),
         "figures": {
             name: {folder: asdict(figure) for folder, figure in by_folder.items()}
             for name, by_folder in comparison.figures().items()

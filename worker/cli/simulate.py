@@ -25,7 +25,15 @@ from tessera.worker.cli.exits import BAD_SETTINGS, fail
 from tessera.worker.settings import SettingsError
 from tessera.worker.simulation import Result, Stalled, simulate
 from tessera.worker.simulation.config import SimulationFile, read_file
-from tessera.worker.simulation.summary import MEASUREMENTS, MODEL, SUMMARY, figures_of, summary_of
+from tessera.worker.simulation.summary import (
+    MEASUREMENTS,
+    MODEL,
+    SUMMARY,
+    figures_of,
+    not_in_all,
+    remarks_on,
+    summary_of,
+)
 
 STALLED = 3
 INTERRUPTED = 130
@@ -136,7 +144,12 @@ def _conclude(results: Mapping[int, Result], *, as_json: bool) -> None:
     """Print the metrics of the last versions, for each seed and over all seeds."""
     runs = [summary_of(result) for result in results.values()]
     figures = [figures_of(run) for run in runs]
-    names = [name for name in figures[0] if all(name in found for found in figures)]
+    lacking = not_in_all(figures)
+    names = [name for name in figures[0] if name not in lacking]
+    if lacking:
+        output.note(f"not measured with every seed, and left out: {', '.join(lacking)}")
+    for remark in dict.fromkeys(remark for run in runs for remark in remarks_on(run)):
+        output.note(remark)
     by_name = {name: [found[name] for found in figures] for name in names}
     if as_json:
         over = {name: {"mean": fmean(found), "deviation": _deviation(found)} for name, found in by_name.items()}

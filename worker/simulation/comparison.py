@@ -15,7 +15,7 @@ from scipy.stats import t as student
 from tessera.shared.near_names import absent
 from tessera.shared.problems import Invalid
 from tessera.worker.simulation.checkpoint import SETTINGS, differences
-from tessera.worker.simulation.summary import SUMMARY, figures_of
+from tessera.worker.simulation.summary import SUMMARY, figures_of, not_in_all, remarks_on
 
 CONFIDENCE = 0.95
 REMEDY = "Give an output folder of `tessera simulate`."
@@ -118,6 +118,20 @@ class Comparison:
             if others := sorted(set(found) - set(self.seeds)):
                 yield name, others
 
+    def remarks(self) -> Iterator[str]:
+        """Yield what a reader of the figures has to know: what they measure, and which are not in all simulations."""
+        for name, found in self.folders.items():
+            said = {remark: None for seed in self.seeds for remark in remarks_on(found[seed].summary)}
+            yield from (f"{name}: {remark}" for remark in said)
+        lacking = not_in_all(self._every)
+        for name, found in self.folders.items():
+            if has := [each for each in lacking if all(each in found[seed].figures for seed in self.seeds)]:
+                yield f"{name}: not in all simulations, and left out: {', '.join(has)}"
+
+    @property
+    def _every(self) -> list[dict[str, float]]:
+        return [found[seed].figures for found in self.folders.values() for seed in self.seeds]
+
     def settings(self) -> dict[str, list[Any]]:
         """Return the settings that differ on any seed, by their pointers: a value of each folder, in order."""
         found: dict[str, list[Any]] = {}
@@ -130,9 +144,8 @@ class Comparison:
 
     def figures(self) -> dict[str, dict[str, Figure]]:
         """Return each figure that all simulations have, by its name and then by folder."""
-        every = [found[seed].figures for found in self.folders.values() for seed in self.seeds]
-        names = [name for name in every[0] if all(name in figures for figures in every)]
-        return {name: dict(self._figures(name)) for name in names}
+        lacking = not_in_all(self._every)
+        return {name: dict(self._figures(name)) for name in self._every[0] if name not in lacking}
 
     def _figures(self, name: str) -> Iterator[tuple[str, Figure]]:
         first: dict[int, float] = {}

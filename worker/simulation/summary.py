@@ -1,11 +1,12 @@
 """The summary of a simulation: metrics and cost of its last version."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from itertools import chain
 from typing import Any
 
 from tessera.shared.api.tasks import TaskView
-from tessera.shared.metrics.site_spread import headlines, spreads
+from tessera.shared.metrics.site_spread import PERSONAL, headlines, spreads
 from tessera.worker.simulation.result import Result
 
 MEASUREMENTS = "measurements.csv"
@@ -43,12 +44,40 @@ def _unmeasured(task: TaskView) -> dict[str, Any]:
 
 
 def figures_of(summary: Mapping[str, Any]) -> dict[str, float]:
-    """Return the main metrics and the bytes moved, by the names that people read."""
-    figures = dict(summary["scores"])
+    """Return the main metrics and the bytes moved, by the names that people read.
+
+    A method with own models is measured by these: they have the names that other methods' versions have, so that both
+    are in the same row of a comparison, and its own versions have other names.
+    """
     at_sites = summary["sites"]
+    of_version = " of the version" if _own(at_sites) else ""
+
+    def named(name: str) -> str:
+        return name.removeprefix(PERSONAL) if name.startswith(PERSONAL) else name + of_version
+
+    figures = {named(name): value for name, value in summary["scores"].items()}
     for name in headlines(at_sites):
         spread = at_sites[name]
-        figures |= {f"{name} (mean of sites)": spread["mean"], f"{name} (worst site)": spread["worst"]}
+        figures |= {f"{named(name)} (mean of sites)": spread["mean"], f"{named(name)} (worst site)": spread["worst"]}
     figures["megabytes down"] = summary["download_bytes"] / 1e6
     figures["megabytes up"] = summary["upload_bytes"] / 1e6
-    return figures
+    return dict(sorted(figures.items(), key=lambda pair: of_version != "" and of_version in pair[0]))
+
+
+def remarks_on(summary: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what a reader of `figures_of` has to know of them."""
+    at_sites = summary["sites"]
+    if own := _own(at_sites):
+        yield "the scores are those of the sites' own models"
+        measured, every = at_sites[own[0]]["sites"], max(spread["sites"] for spread in at_sites.values())
+        if measured < every:
+            yield f"only {measured} of {every} sites had an own model: the scores are over these"
+
+
+def _own(at_sites: Mapping[str, Any]) -> list[str]:
+    return [name for name in at_sites if name.startswith(PERSONAL)]
+
+
+def not_in_all(figures: Sequence[Mapping[str, float]]) -> list[str]:
+    """Return the names of the figures that some have and others lack."""
+    return [name for name in dict.fromkeys(chain.from_iterable(figures)) if not all(name in each for each in figures)]

@@ -18,6 +18,7 @@ from tessera.coordinator.dashboard.queries import (
     MAX_BARS,
     RoundSum,
     by_worker,
+    evaluations,
     layer_shares,
     measured,
     natural,
@@ -32,9 +33,16 @@ from tessera.coordinator.dashboard.templating import STATIC, first_up, metric_na
 from tessera.shared.api.runs import Measurement, Run
 from tessera.shared.methods.base import Chart
 from tessera.shared.methods.registry import charts
-from tessera.shared.metrics.comparison import MAIN_SCORES, BestVersion, best_version, main_scores, totals
-from tessera.shared.metrics.site_spread import BETTER_LOW, PERSONAL, scores_by_site, spreads
-from tessera.shared.schema import EPSILON
+from tessera.shared.metrics.comparison import (
+    MAIN_SCORES,
+    BestVersion,
+    best_version,
+    different_sites,
+    main_score,
+    totals,
+)
+from tessera.shared.metrics.site_spread import BETTER_LOW, PERSONAL, scores_by_site
+from tessera.shared.schema import EPSILON, SCORED_LABELS
 
 MAX_LINES = 8
 KEYS_A_LINE = 4
@@ -73,20 +81,22 @@ class Figures:
 
     run: Run
     measurements: Sequence[Measurement]
+    best: BestVersion | None
+    """Among all evaluations, of which `measurements` may be some."""
     sums: Sequence[RoundSum]
 
     @classmethod
     def of(cls, session: Session, run: Run) -> Self:
-        return cls(run, measured(session, run), round_sums(session, run, MAX_BARS))
-
-    @cached_property
-    def best(self) -> BestVersion | None:
-        return best_version(self.measurements)
+        every = evaluations(session, run)
+        best = best_version(every)
+        found = measured(session, run, every, best=[best.number] if best else [])
+        return cls(run, found, best, round_sums(session, run, MAX_BARS))
 
     @cached_property
     def metrics(self) -> list[str]:
         """The names to choose from: the main scores, the others, and the workers' training loss."""
         names = choices((one.site, name.removeprefix(PERSONAL)) for one in self.measurements for name in one.metrics)
+        names = [name for name in names if name != SCORED_LABELS]
         return [*names, *([TRAINING_LOSS] if self.run.version.number else [])]
 
     def chosen(self, metric: str | None) -> str:
@@ -173,7 +183,8 @@ def _metric(
     axis: Mapping[int, float] | None,
 ) -> Panel:
     """Chart a metric of the global model, of the sites' own models, and of the global one at each site."""
-    best = figures.best.number if figures.best and figures.best.metric == name else None
+    marked = {figures.best.metric: figures.best.number} if figures.best else {}
+    title = name
     if name == TRAINING_LOSS:
         apart = by_worker(session, figures.run, "loss")
         numbers = sorted({number for points in apart.values() for number in points})
@@ -181,12 +192,13 @@ def _metric(
         lines = [Series("mean of workers", {n: sum(values) / len(values) for n, values in of_all.items()}, main=True)]
         note = f"As workers report it. {note}".strip()
     else:
-        main = main_scores(figures.measurements, name)
-        lines = [Series("global", main[1] if main else {}, main=True, best=best)]
-        own_name = PERSONAL + name
-        own = {v: s[own_name].mean for v, s in spreads(figures.measurements, (own_name,)).items()}
-        if own:
-            lines.append(Series("sites' own models, mean", own, main=True))
+        own_name, lines = PERSONAL + name, []
+        found = [score for each in (name, own_name) if (score := main_score(figures.measurements, each))]
+        for score in found:
+            line = "sites' own models" if score.name == own_name else "global"
+            lines.append(Series(line, score.values, main=True, best=marked.get(score.name)))
+            title = score.title.removeprefix(PERSONAL)
+        note = f"{different_sites(found)} {note}".strip()
         apart = scores_by_site(figures.measurements, name)
     room = MAX_LINES - len(lines)
     if len(apart) > room:
@@ -195,7 +207,7 @@ def _metric(
     low = name in BETTER_LOW or name == TRAINING_LOSS
     worst = sorted(apart, key=lambda one: _last(apart[one]), reverse=low)[:room]
     lines += [Series(one, apart[one]) for one in sorted(worst)]
-    return _along(name, metric_name(name), [line for line in lines if line.points], bands, note, along, axis)
+    return _along(name, metric_name(title), [line for line in lines if line.points], bands, note, along, axis)
 
 
 def _epsilon(session: Session, run: Run, bands: Sequence[Band], every: str) -> Panel:

@@ -18,12 +18,12 @@ from tessera.shared.api.runs import Round, Run
 from tessera.shared.api.tasks import TaskView
 from tessera.shared.cli.render import output
 from tessera.shared.client.round_outcomes import Outcome, RunProgress
-from tessera.shared.metrics.site_spread import PERSONAL
+from tessera.shared.metrics.site_spread import PERSONAL, headlines, name_over_sites
 from tessera.shared.rounds.eta import Pace, expected_end
 from tessera.shared.schema import TaskState
 
 # Metrics that fit on a line; `tessera run metrics` has all.
-HEADLINES = ("accuracy", "macro_f1", "loss", f"{PERSONAL}accuracy")
+HEADLINES = ("accuracy", "macro_f1", name_over_sites("macro_f1"), "loss", f"{PERSONAL}accuracy")
 
 PLAIN_SECONDS = timedelta(seconds=10)
 """Time between two looks at the open round where there is no terminal."""
@@ -122,11 +122,18 @@ def _line(outcome: Outcome) -> str:
     begin = f"round {ended.number}{attempt} {ended.stage}: {outcome.accepted} of {outcome.asked} updates"
     if ended.state != "committed":
         return f"{begin}; {ended.state}: {ended.reason}"
-    scores = "".join(f", {name} {outcome.scores[name]:.3f}" for name in HEADLINES if name in outcome.scores)
+    scores = "".join(f", {_score(outcome, name)}" for name in HEADLINES if name in outcome.scores)
     if spread := outcome.spreads.get("accuracy"):
         scores += f", worst site {spread.worst_site} {spread.worst:.3f}"
     moved = f"{output.size(outcome.download_bytes)} down, {output.size(outcome.upload_bytes)} up"
     return f"{begin}{scores}, {moved}, {output.seconds(outcome.seconds())} s"
+
+
+def _score(outcome: Outcome, name: str) -> str:
+    """Return a score, and over how many sites: another round or metric may have others."""
+    spread = None if outcome.central or name not in headlines(outcome.spreads) else outcome.spreads[name]
+    over = f" over {spread.sites} site{'s' if spread.sites > 1 else ''}" if spread else ""
+    return f"{name} {outcome.scores[name]:.3f}{over}"
 
 
 # ---------------------------------------------------------------- the open round

@@ -293,7 +293,7 @@ def test_the_best_version_and_the_latest_scores_are_among_all_that_were_evaluate
         session.add(VersionRow(run_id=run, number=206, digest=made.digest, scalars={}, warnings=[], created_at=0.0))
         session.get_one(RunRow, run).version_number = 206
     shown = admin.http.get(f"/page/runs/{run}").text
-    assert "<dt>Best version</dt><dd>31<small>Accuracy 0.97</small>" in shown
+    assert "<dt>Best version</dt><dd>31<small>Accuracy 0.97</small><small>at 2 of 2 sites: " in shown
     assert "<dt>Accuracy</dt><dd>0.8<small>version 205, 2 of 2 sites" in shown
     # Versions 0, 1 and these 68 are evaluated, of which every second is shown, with the best and the last.
     numbers = [int(number) for number in re.findall(r'<tr><th scope="row">(\d+)</th><td>', shown)]

@@ -43,9 +43,20 @@ def measured(version: int, site: str | None, examples: int = 10, **metrics: floa
             id="central data before sites",
         ),
         pytest.param(
-            [measured(1, "a", accuracy=0.5), measured(1, "b", accuracy=0.6), measured(2, "a", accuracy=0.9)],
+            [measured(1, "a", accuracy=0.5), measured(1, "b", accuracy=0.9), measured(2, "a", accuracy=0.6)],
+            2,
+            id="better at the site that both have, with a lower mean",
+        ),
+        # By its own numbers alone, each site would weigh version 2 otherwise: .4 * 90 + .9 * 10 < .5 * 10 + .5 * 90.
+        pytest.param(
+            [
+                measured(1, "a", 10, accuracy=0.5),
+                measured(1, "b", 90, accuracy=0.3),
+                measured(2, "a", 90, accuracy=0.4),
+                measured(2, "b", 10, accuracy=0.9),
+            ],
             1,
-            id="measured by all sites before one",
+            id="the same weights for both versions",
         ),
         # (0.8 * 10 + 0.2 * 90) / 100 = 0.26 < 0.5
         pytest.param(
@@ -63,6 +74,80 @@ def measured(version: int, site: str | None, examples: int = 10, **metrics: floa
 def test_the_best_version_has_the_best_main_score(measurements: list[Measurement], expected: int | None) -> None:
     best = best_version(measurements)
     assert (best.number if best else None) == expected
+
+
+def test_a_site_that_left_does_not_keep_the_untrained_version_the_best() -> None:
+    found = [measured(0, site, accuracy=0.325) for site in "abcde"]
+    found += [measured(n, site, accuracy=min(1.0, 0.6 + n / 10)) for n in range(1, 9) for site in "abcd"]
+    best = best_version(found)
+    assert best is not None
+    assert (best.number, best.value, best.sites, best.of_sites) == (4, 1.0, ("a", "b", "c", "d"), 5)
+    assert best.where == "at 4 of 5 sites: a, b, c, d"
+
+
+def test_a_site_that_joined_late_does_not_lift_a_worse_version() -> None:
+    found = [measured(1, "a", accuracy=0.8), measured(2, "a", accuracy=0.7), measured(2, "easy", accuracy=1.0)]
+    best = best_version(found)
+    assert best is not None
+    assert (best.number, best.value, best.sites, best.of_sites) == (1, 0.8, ("a",), 2)
+
+
+def test_versions_without_a_site_in_common_do_not_stay_at_the_first() -> None:
+    found = [measured(0, "a", accuracy=0.9), measured(1, "b", accuracy=0.2), measured(2, "b", accuracy=0.4)]
+    best = best_version(found)
+    assert best is not None
+    assert (best.number, best.sites) == (2, ("b",))
+    visit = [measured(1, "a", accuracy=0.5), measured(1, "b", accuracy=0.5), measured(2, "c", accuracy=0.9)]
+    assert (best_version(visit) or best).number == 1
+
+
+def test_a_worker_that_is_away_does_not_change_the_score_of_its_site() -> None:
+    def of(version: int, worker: str, accuracy: float) -> Measurement:
+        return measured(version, "a", accuracy=accuracy).model_copy(update={"worker": worker})
+
+    # The hard data set's worker is away for version 2, which is worse on the other one's.
+    best = best_version([of(1, "a/hard", 0.1), of(1, "a/easy", 0.9), of(2, "a/easy", 0.8)])
+    assert best is not None
+    assert best.number == 1
+    # A worker that took another's place is the same site.
+    moved = best_version([of(1, "a/old", 0.6), of(2, "a/new", 0.5)])
+    assert (moved.number if moved else None) == 1
+
+
+def test_a_run_of_own_models_is_measured_by_these_at_the_sites_that_have_one() -> None:
+    found = [measured(0, site, accuracy=0.5) for site in "abc"]
+    found += [measured(1, "a", accuracy=0.4, personal_accuracy=0.8), measured(1, "b", accuracy=0.4)]
+    found += [measured(2, site, accuracy=0.3, personal_accuracy=0.7) for site in "ab"]
+    found += [measured(n, None, accuracy=0.9 - n / 10) for n in range(3)]
+    best = best_version(found)
+    assert best is not None
+    assert (best.number, best.metric, best.value, best.sites) == (1, "personal_accuracy", 0.8, ("a",))
+    assert (best_version(found, metric="accuracy") or best).number == 0
+
+
+def test_one_site_that_reports_an_own_model_does_not_decide_how_a_run_is_measured() -> None:
+    found = [measured(n, site, accuracy=n / 10) for n in (1, 2) for site in "abc"]
+    found[0] = measured(1, "a", accuracy=0.1, personal_accuracy=1.0)
+    best = best_version(found)
+    assert best is not None
+    assert (best.number, best.metric) == (2, "accuracy")
+
+
+def test_runs_of_own_models_and_of_versions_are_compared_at_the_same_sites() -> None:
+    fedavg = [measured(n, site, accuracy=0.6) for n in (0, 1) for site in "ab"]
+    fedavg += [measured(n, None, accuracy=0.9) for n in (0, 1)]
+    local = [measured(0, site, accuracy=0.1) for site in "ab"]
+    local += [measured(1, site, accuracy=0.1, personal_accuracy=0.8) for site in "ab"]
+    found = compare([history("fedavg", [], measurements=fedavg), history("local", [], measurements=local)])
+    assert (found.metric, found.runs[0].scores, found.runs[1].scores) == ("accuracy", {0: 0.6, 1: 0.6}, {1: 0.8})
+    assert [(run.best.number, run.best.value) for run in found.runs if run.best] == [(0, 0.6), (1, 0.8)]
+    assert any("local: measured by the sites' own models" in warning for warning in found.warnings)
+
+
+def test_best_versions_over_different_sites_are_compared_with_a_warning() -> None:
+    runs = [history(name, [], measurements=[measured(0, name, accuracy=0.5)]) for name in "ab"]
+    (warning,) = compare(runs).warnings
+    assert warning.endswith("not comparable: a at 1 of 1 site: a; b at 1 of 1 site: b")
 
 
 def test_the_best_of_some_versions_is_one_of_them() -> None:

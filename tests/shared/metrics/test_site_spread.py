@@ -102,3 +102,22 @@ def test_the_largest_numbers_that_sites_may_report_have_figures_too() -> None:
     most = (1 << 40) - 1
     found = spreads([measured(name, most, loss=value * MAX_NUMBER) for name, value in (("a/w", 1), ("b/w", -1))])
     assert (found[1]["loss"].mean, found[1]["loss"].deviation) == (0.0, MAX_NUMBER)
+
+
+def test_texts_of_unequal_lengths_count_by_their_labels() -> None:
+    # 100 texts of 5 labels at one site, 100 of 500 at the other.
+    found = [
+        measured(site, 100, labels=100.0 * length, loss=value)
+        for site, length, value in (("a/1", 5, 0.9), ("b/1", 500, 0.5))
+    ]
+    pooled = (500 * 0.9 + 50_000 * 0.5) / 50_500
+    assert scores_by_version(found) == {1: {"loss": pytest.approx(pooled)}}
+    assert spreads(found)[1]["loss"].weighted_mean == pytest.approx(pooled)
+    assert spreads(found)[1].keys() == {"loss"}
+
+
+def test_a_mean_over_sites_that_is_no_score_of_all_examples_has_another_name() -> None:
+    found = [measured("a/1", 10, macro_f1=0.2), measured("b/1", 90, macro_f1=0.4)]
+    assert scores_by_version(found) == {1: {"macro_f1 (mean of sites)": pytest.approx(0.3)}}
+    central = [measured("a/1", 10, held_out=False, macro_f1=0.2)]
+    assert scores_by_version(central) == {1: {"macro_f1": 0.2}}

@@ -62,6 +62,33 @@ def test_simulations_are_compared_on_the_seeds_of_all(tmp_path: Path) -> None:
     assert figures["accuracy (worst site)"][str(second)].difference == 0
 
 
+def test_local_is_compared_by_the_models_that_its_sites_use(tmp_path: Path) -> None:
+    spread = {"sites": 2, "worst": 0.1}
+    measured = {
+        "fedavg": ({"accuracy": 0.6, "other": 1.0}, {"accuracy": {**spread, "mean": 0.65}}),
+        "local": (
+            {"accuracy": 0.1, "personal_accuracy": 0.8},
+            {"accuracy": {**spread, "mean": 0.1}, "personal_accuracy": {"sites": 1, "mean": 0.85, "worst": 0.7}},
+        ),
+    }
+    folders = [simulated(tmp_path / method, method, {0: 0.5}) for method in measured]
+    for folder, (scores, sites) in zip(folders, measured.values(), strict=True):
+        summary = json.loads((folder / "seed-0" / "summary.json").read_text())
+        (folder / "seed-0" / "summary.json").write_text(json.dumps(summary | {"scores": scores, "sites": sites}))
+    figures = Comparison.of(folders).figures()
+    means = {name: [one.mean for one in by_folder.values()] for name, by_folder in figures.items()}
+    assert (means["accuracy"], means["accuracy (mean of sites)"]) == ([0.6, 0.8], [0.65, 0.85])
+    own = [f"accuracy of the version{over}" for over in ("", " (mean of sites)", " (worst site)")]
+    assert list(Comparison.of(folders).remarks()) == [
+        f"{folders[1]}: the scores are those of the sites' own models",
+        f"{folders[1]}: only 1 of 2 sites had an own model: the scores are over these",
+        f"{folders[0]}: not in all simulations, and left out: other",
+        f"{folders[1]}: not in all simulations, and left out: {', '.join(own)}",
+    ]
+    result = CliRunner().invoke(app, [str(folder) for folder in folders])
+    assert "left out: accuracy of the version" in result.stderr.replace("\n", " ")
+
+
 def test_settings_that_differ_are_named(tmp_path: Path) -> None:
     first = simulated(tmp_path / "a", "fedavg", {1: 0.5})
     second = simulated(tmp_path / "b", "safl", {1: 0.5}, rounds=4)

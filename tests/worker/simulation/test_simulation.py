@@ -139,6 +139,29 @@ def test_an_update_tells_a_loss_over_as_many_examples_as_the_policy_allows(
     assert {task.worker.partition("/")[0] for task in made.tasks if "loss" in task.metrics} == tells
 
 
+def test_texts_of_unequal_lengths_count_by_their_labels() -> None:
+    config = {
+        "model_type": "gpt2", "vocab_size": 4, "n_positions": 8, "n_embd": 8, "n_layer": 1, "n_head": 2,
+        "bos_token_id": 0, "eos_token_id": 0, "tie_word_embeddings": False,
+    }  # fmt: skip
+    network = instantiate(config, "causal-lm", seed=1)
+
+    def texts(length: int, token: int) -> Dataset:
+        ids = torch.full((20, length), token)
+        return Dataset({"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids})
+
+    sites = {name: replace(texts(length, token), held_out=texts(length, token))
+             for name, length, token in (("short", 2, 1), ("long", 8, 2))}  # fmt: skip
+    evaluated = spec(rounds=1, evaluation={"sites": True, "every": 9})
+    found = simulate(evaluated, Weights.of(network, config, "causal-lm"), sites)
+    own = {one.site: one for one in found.measurements if one.version == 0}
+    # Each text's first word follows none: 20 labels at one site, 140 at the other.
+    assert {site: one.metrics.get("labels", one.examples) for site, one in own.items()} == {"short": 20, "long": 140}
+    pooled = (20 * own["short"].metrics["loss"] + 140 * own["long"].metrics["loss"]) / 160
+    assert found.scores()[0]["loss"] == pytest.approx(pooled)
+    assert own["short"].metrics["loss"] != own["long"].metrics["loss"]
+
+
 def test_frozen_blocks_are_fetched_once_and_never_sent(model: Weights) -> None:
     settings = {"warmup_rounds": 1, "scope": "v_head"}
     result = simulate(spec("fedfrozen", rounds=3, settings=settings, codec="raw"), model, SITES)
