@@ -24,7 +24,14 @@ from tessera.coordinator.limits.disk import DiskSpace
 from tessera.shared.api.runs import Bounds
 from tessera.shared.api.versions import VersionRef
 from tessera.shared.methods.registry import coordinator_half
-from tessera.shared.rounds.aggregate import Accepted, Aggregation, norm_scores, observed, outlying
+from tessera.shared.rounds.aggregate import (
+    Accepted,
+    Aggregation,
+    examples_by_site,
+    norm_scores,
+    observed,
+    outlying,
+)
 from tessera.shared.rounds.planning import run_facts, warnings_of
 from tessera.shared.rounds.secure_sums import Sums
 from tessera.shared.rounds.versions import States
@@ -99,7 +106,8 @@ class RoundMerger:
         made = VersionRef(number=base.number + 1, digest=new[-1].digest)
         state = self.states.load(model, manifest, made.number)
         half = coordinator_half(spec.method, run_facts(spec, model))
-        warnings = warnings_of(spec, model, state, bounds, outlying(half, bounds, accepted))
+        aside = outlying(half, bounds, accepted)
+        warnings = warnings_of(spec, model, state, bounds, aside, examples_by_site(accepted, aside))
         scores, kept = norm_scores(half, bounds, accepted), self.states.manifest(base.digest).digests
         result = MergedRound(made, manifest, kept, warnings, merged, scores)
 

@@ -23,7 +23,14 @@ from tessera.shared.model.blocks import Block
 from tessera.shared.model.dataset_schema import IDS, TAKES, class_count
 from tessera.shared.model.spec import Model
 from tessera.shared.near_names import nearest
-from tessera.shared.rounds.planning import plan_round, run_facts, warnings_of
+from tessera.shared.rounds.planning import (
+    bounds_of,
+    largest_weights,
+    plan_round,
+    run_facts,
+    warnings_of,
+    weight_warnings,
+)
 from tessera.shared.run_settings import is_open, minutes_until_open
 
 AWAITING = "awaiting-approval"
@@ -82,6 +89,7 @@ def preview(
             *_other_words(invited.spec, model, pool),
             *_unmeasured(invited.spec, pool),
             *_unmeasured_centrally(invited.spec, known),
+            *_limited(invited.spec, pool),
             *warnings_of(invited.spec, model, state),
         ),
     )
@@ -152,6 +160,12 @@ def _other_words(spec: RunSpec, model: Model, pool: Sequence[LiveWorker]) -> lis
     first, other, *_ = seen.values()
     subject = f"the tokenizers of {spec.dataset!r} at {first} and {other} number words differently"
     return [f'{subject}: start from a model folder with a tokenizer, and set tokenizer = "run" at all sites']
+
+
+def _limited(spec: RunSpec, pool: Sequence[LiveWorker]) -> list[str]:
+    """Return a warning if some sites would count with fewer examples than they have."""
+    willing = [worker.participant(spec.dataset) for worker in pool]
+    return weight_warnings(bounds_of(spec, willing), largest_weights(spec, willing)) if willing else []
 
 
 def _some(sites: Sequence[str]) -> str:

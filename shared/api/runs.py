@@ -166,7 +166,7 @@ class RunSpec(Frozen):
     max_examples: PositiveInt | Unlimited | None = Field(
         default=None,
         description="a site with more examples weighs as if it had this many; if left out, 4 times the median of "
-        "what the eligible sites have when the first round opens",
+        "what the eligible sites have when the first round opens, and no limit in a simulation",
     )
     max_update_norm: float | None = Field(default=None, gt=0, description="updates of a larger l2 norm are refused")
     max_norm_of_median: Annotated[float, Field(gt=1, le=1e6)] | Unlimited | None = Field(

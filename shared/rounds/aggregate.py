@@ -7,7 +7,7 @@ Sites count, not workers: a site's token admits any number of workers. So the up
 before they are judged, weighed or averaged.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
@@ -229,6 +229,12 @@ def outlying(half: CoordinatorHalf[Any], bounds: Bounds, accepted: Sequence[Acce
         return []
     limit = most * max(middle, bounds.median_norm)
     return sorted(entry.worker for entry in accepted if norms.get(entry.site, 0.0) > limit)
+
+
+def examples_by_site(accepted: Iterable[Accepted], aside: Collection[str]) -> dict[str, int]:
+    """Return the examples of each site's updates, but for those of the workers that are left out."""
+    merged = [entry for entry in accepted if entry.worker not in aside]
+    return {entries[0].site: sum(entry.examples for entry in entries) for entries in _by_site(merged)}
 
 
 def observed(half: CoordinatorHalf[Any], bounds: Bounds, accepted: Sequence[Accepted]) -> Bounds:

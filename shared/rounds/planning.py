@@ -9,6 +9,7 @@ from itertools import chain
 from operator import attrgetter
 from random import Random
 from statistics import median
+from types import MappingProxyType
 from typing import Any
 
 from pydantic import ValidationError
@@ -43,6 +44,7 @@ MAX_WEIGHT_OF_MEDIAN = 4
 MAX_NORM_OF_MEDIAN = 10.0
 """Default limit on an update's norm, in multiples of the median norm."""
 
+MAX_NAMED = 5
 MAX_WARNINGS = 16
 MAX_WARNING_CHARACTERS = 500
 
@@ -273,26 +275,46 @@ def _of_site(spec: RunSpec, number: int, workers: Sequence[Participant]) -> list
     return sorted(workers, key=place)[: spec.cohort.workers_per_site]
 
 
-def bounds_of(spec: RunSpec, willing: Iterable[Participant]) -> Bounds:
+def bounds_of(spec: RunSpec, willing: Iterable[Participant], *, simulated: bool = False) -> Bounds:
     """Return the bounds of a run whose first round opens with these eligible workers.
 
     They stay the run's: bounds recomputed for each cohort would depend on its members. The median is taken over
-    sites, so that a site which declares a huge number of examples shifts it by half a rank.
+    sites, so that a site which declares a huge number of examples shifts it by half a rank. The sites of a simulation
+    have the examples that they declare, so that their weights have no limit by default.
     """
     if spec.client_privacy:
         # Each site counts as one, and its clip norm is the bound.
         return Bounds()
-    largest = (
-        nlargest(spec.cohort.workers_per_site, (worker.examples for worker in workers))
-        for workers in by_site(willing).values()
-    )
-    examples: int | None = max(1, int(MAX_WEIGHT_OF_MEDIAN * median(map(sum, largest))))
+    examples: int | None = None
+    if not simulated:
+        examples = max(1, int(MAX_WEIGHT_OF_MEDIAN * median(largest_weights(spec, willing).values())))
     norm = MAX_NORM_OF_MEDIAN if spec.robust.neutral and not spec.secure_sums else None
     if spec.max_examples is not None:
         examples = None if spec.max_examples == "unlimited" else spec.max_examples
     if spec.max_norm_of_median is not None:
         norm = None if spec.max_norm_of_median == "unlimited" else spec.max_norm_of_median
     return Bounds(max_examples=examples, max_norm_of_median=norm)
+
+
+def largest_weights(spec: RunSpec, willing: Iterable[Participant]) -> dict[str, int]:
+    """Return the most examples with which each site may take part in a round: with its largest workers."""
+    most = spec.cohort.workers_per_site
+    return {
+        site: sum(nlargest(most, (worker.examples for worker in workers)))
+        for site, workers in by_site(willing).items()
+    }
+
+
+def weight_warnings(bounds: Bounds, examples: Mapping[str, int]) -> list[str]:
+    """Return a warning if some sites count with fewer than their `examples`."""
+    most = bounds.max_examples
+    limited = sorted((-count, site) for site, count in examples.items() if most is not None and count > most)
+    if not limited:
+        return []
+    named = ", ".join(f"{site} ({-count})" for count, site in limited[:MAX_NAMED])
+    more = f" and {len(limited) - MAX_NAMED} more" if len(limited) > MAX_NAMED else ""
+    subject = f"max_examples limits the weight of a site to {most} examples, which {named}{more} would exceed"
+    return [f'{subject}: set it to "unlimited" for a mean by what sites declare']
 
 
 def check_report(spec: RunSpec, model: Model, plan: Plan, examples: int, metrics: Mapping[str, float]) -> None:
@@ -372,12 +394,19 @@ def evaluation_seed(spec: RunSpec, version: int) -> int:
 
 
 def warnings_of(
-    spec: RunSpec, model: Model, state: State, bounds: Bounds | None = None, left_out: Sequence[str] = ()
+    spec: RunSpec,
+    model: Model,
+    state: State,
+    bounds: Bounds | None = None,
+    left_out: Sequence[str] = (),
+    merged: Mapping[str, int] = MappingProxyType({}),
 ) -> tuple[str, ...]:
-    """Return the warnings of a version, bounded: updates left out, the settings of a first version, limits of the
-    robust rule, and the method's own warnings."""
+    """Return the warnings of a version, bounded: updates left out, sites that count with fewer than the `merged`
+    examples that they have, the settings of a first version, limits of the robust rule, and the method's own
+    warnings."""
     larger = f"larger than {bounds.max_norm_of_median} times the largest median norm" if bounds and left_out else ""
     aside = [f"the updates of {', '.join(left_out)} were left out: {larger}"] if left_out else []
+    aside += weight_warnings(bounds, merged) if bounds else []
     of_method = coordinator_half(spec.method, run_facts(spec, model)).warnings(state)
     # The settings are read when the run is created, and stay the same.
     of_settings = [] if state.round else client_privacy.warnings(spec)

@@ -7,6 +7,7 @@ from datetime import UTC, datetime, timedelta
 from functools import cached_property
 from pathlib import Path
 from random import Random
+from types import MappingProxyType
 from typing import Any, Literal
 
 from tessera.shared.api.runs import Bounds, Round, RunSpec
@@ -18,7 +19,14 @@ from tessera.shared.hashing import derive_seed
 from tessera.shared.methods.base import CoordinatorHalf, Plan, State
 from tessera.shared.methods.registry import coordinator_half
 from tessera.shared.model.spec import Model
-from tessera.shared.rounds.aggregate import Aggregation, Merged, norm_scores, outlying, stretched_norm
+from tessera.shared.rounds.aggregate import (
+    Aggregation,
+    Merged,
+    examples_by_site,
+    norm_scores,
+    outlying,
+    stretched_norm,
+)
 from tessera.shared.rounds.client_privacy import simulated_key
 from tessera.shared.rounds.outliers import median_norm
 from tessera.shared.rounds.planning import begun, bounds_of, plan_round, run_facts, warnings_of
@@ -130,7 +138,8 @@ class Simulation:
         found = [norm_scores(self._half, bounds, accepted), scores]
         made = _ended(_scored(attempts[-1], found), merged)
         aside = outlying(self._half, bounds, accepted)
-        self.versions.append(self._commit(new[-1].digest, state, [*attempts[:-1], made], aside))
+        merged_examples = examples_by_site(accepted, aside)
+        self.versions.append(self._commit(new[-1].digest, state, [*attempts[:-1], made], aside, merged_examples))
         self.processes.end(made)
         self.records.keep_downloads(self.coordinator.held)
         updates = self._open_updates()
@@ -143,14 +152,19 @@ class Simulation:
         return made
 
     def _commit(
-        self, digest: str, state: State, attempts: Sequence[Round], left_out: Sequence[str] = ()
+        self,
+        digest: str,
+        state: State,
+        attempts: Sequence[Round],
+        left_out: Sequence[str] = (),
+        merged: Mapping[str, int] = MappingProxyType({}),
     ) -> CommittedVersion:
         version = Version(
             number=state.round,
             digest=digest,
             created_at=datetime.now(UTC),
             scalars=dict(state.scalars),
-            warnings=warnings_of(self.spec, self.model, state, self.bounds if left_out else None, left_out),
+            warnings=warnings_of(self.spec, self.model, state, self.bounds if attempts else None, left_out, merged),
         )
         entry = CommittedVersion(version=version, attempts=tuple(attempts))
         self.records.commit(entry)
@@ -259,7 +273,7 @@ class Simulation:
     @cached_property
     def _fixed_bounds(self) -> Bounds:
         """The bounds that a coordinator fixes when the first round opens; the settings fix the sites of it."""
-        return bounds_of(self.spec, map(self.population.participant, self._there(1)))
+        return bounds_of(self.spec, map(self.population.participant, self._there(1)), simulated=True)
 
     def _is_available(self, site: str, number: int) -> bool:
         allowed = self.spec.cohort.sites

@@ -228,6 +228,19 @@ def test_bounds_are_those_of_the_first_round_whoever_comes_later(standing: LiveC
     assert "at most 80 examples, 10 times the median norm" in tessera("run", "show", run.id, **settings).stdout
 
 
+def test_a_site_whose_weight_is_limited_is_named_before_the_run_and_with_its_version(
+    standing: LiveCoordinator,
+) -> None:
+    client, run, taken = begun(standing, [("a", 10), ("b", 10), ("c", 1000)])
+    said = "max_examples limits the weight of a site to 40 examples, which c (1000) would exceed"
+    assert any(warning.startswith(said) for warning in client.preview_run(run.spec).warnings)
+    for worker, task in taken:
+        worker.train(task)
+    until(lambda: client.run(run.id).version.number == 1)
+    first, made = client.versions(run.id)
+    assert (len(first.warnings), [warning.startswith(said) for warning in made.warnings]) == (0, [True])
+
+
 def test_an_orchestrator_sets_the_bounds_or_switches_them_off(standing: LiveCoordinator) -> None:
     unlimited = {"max_examples": "unlimited", "max_norm_of_median": "unlimited"}
     client, run, taken = begun(standing, [("a", 10), ("b", 10), ("c", 1000)], **unlimited)

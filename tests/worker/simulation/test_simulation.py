@@ -185,6 +185,16 @@ def test_what_sites_keep_is_theirs_and_outlives_a_round(model: Weights) -> None:
 # ---------------------------------------------------------------- who takes part
 
 
+def test_sites_weigh_by_their_examples_however_unequal_they_are(model: Weights) -> None:
+    # Of 8, 8, 8 and 200 examples, a limit of four times the median would leave the last one 32 of its 200.
+    sites = {name: images(seed, 200 if name == "west" else 8) for seed, name in enumerate(NAMES)}
+    made = [simulate(spec(rounds=1, **bound), model, sites) for bound in ({}, {"max_examples": "unlimited"})]
+    assert made[0].versions[-1].digest == made[1].versions[-1].digest
+    limited = simulate(spec(rounds=1, max_examples=32), model, sites).versions[-1]
+    assert limited.digest != made[0].versions[-1].digest
+    assert ["which west (200) would exceed" in warning for warning in limited.warnings] == [True]
+
+
 def test_a_cohort_is_drawn_for_each_round(model: Weights) -> None:
     drawn = asked(simulate(spec(rounds=4, cohort={"size": 2}), model, SITES))
     assert all(len(names) == 2 for names in drawn)
