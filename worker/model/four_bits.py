@@ -87,17 +87,19 @@ class FourBitLinear(nn.Module):
 
     def matrix(self) -> Tensor:
         """Return the matrix in its own dtype."""
-        functions = library()
+        functions, shape = library(), self.weight.shape
+        # bitsandbytes 0.50 with AVX-512 takes wrong scales in rows that begin within the values of a common scale.
+        aligned = shape if shape[1] % VALUES == 0 else torch.Size((1, shape.numel()))
         state = functions.QuantState(
             absmax=self.scales,
-            shape=self.weight.shape,
+            shape=aligned,
             code=functions.get_4bit_type("nf4", device=self.scales.device),
             blocksize=VALUES,
             quant_type="nf4",
             dtype=self.weight.dtype,
         )
         values: Tensor = functions.dequantize_4bit(self.packed, state)
-        return values
+        return values.reshape(shape)
 
     def forward(self, inputs: Tensor) -> Tensor:
         product: Tensor = _Product.apply(inputs, self)  # type: ignore[no-untyped-call]
