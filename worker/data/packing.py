@@ -17,6 +17,7 @@ from torch import Tensor
 from tessera.shared.model.dataset_schema import IDS
 from tessera.worker.data.cells import AT_ONCE
 from tessera.worker.data.dataset import LABELS, DataError, Dataset, RowsOnDisk, schema_of
+from tessera.worker.data.readers.token_file import MASK
 from tessera.worker.model.forward import IGNORED
 
 POSITIONS = "position_ids"
@@ -36,6 +37,7 @@ class PackedRows:
         documents = [np.arange(self.starts[place], self.starts[place + 1]) for place in places]
         index = torch.from_numpy(np.concatenate(documents))
         ids, labels = (self.documents.inputs[name][index] for name in (IDS, LABELS))
+        real = _real(self.documents, index)
         padding = self.documents.padding
         rows = torch.full((len(places), self.width), padding.values[IDS] if padding and self.name == IDS else IGNORED)
         if self.name == POSITIONS:
@@ -44,7 +46,7 @@ class PackedRows:
         place, of_row = 0, np.repeat(np.arange(len(places)), [len(each) for each in documents])
         for number, row in enumerate(of_row.tolist()):
             place = 0 if number == 0 or row != of_row[number - 1] else place
-            tokens = ids[number][labels[number] != IGNORED]
+            tokens = ids[number][real[number]]
             end = place + len(tokens)
             if self.name == IDS:
                 rows[row, place:end] = tokens
@@ -53,9 +55,25 @@ class PackedRows:
                 rows[row, end:] = torch.arange(self.width - end)
             else:
                 # A row's token predicts the next one, and no document the beginning of another.
-                rows[row, place + 1 : end] = tokens[1:]
+                rows[row, place + 1 : end] = labels[number][real[number]][1:]
             place = end
         return rows
+
+
+def _real(documents: Dataset, index: Tensor) -> Tensor:
+    """Return which positions of documents hold a token and no padding, bool [documents, width].
+
+    Labels do not show it: they may leave out a question, which the answer needs.
+    """
+    if MASK in documents.inputs:
+        return documents.inputs[MASK][index] != 0
+    ids, labels = (documents.inputs[name][index] for name in (IDS, LABELS))
+    # A text may contain the padding's token, often its last one, which then has a label.
+    assert documents.padding is not None  # noqa: S101  (as `packed` requires)
+    known = (ids != documents.padding.values[IDS]) | (labels != IGNORED)
+    if documents.padding.on_left:
+        return known.cummax(dim=1).values
+    return known.flip(1).cummax(dim=1).values.flip(1)
 
 
 def packed(dataset: Dataset) -> Dataset:
@@ -70,7 +88,7 @@ def packed(dataset: Dataset) -> Dataset:
     starts, filled = [0], 0
     for first in range(0, dataset.examples, AT_ONCE):
         index = torch.arange(first, min(first + AT_ONCE, dataset.examples))
-        lengths = (dataset.inputs[LABELS][index] != IGNORED).sum(dim=1)
+        lengths = _real(dataset, index).sum(dim=1)
         for document, length in enumerate(lengths.tolist(), first):
             if filled + length > width:
                 starts.append(document)
@@ -78,10 +96,11 @@ def packed(dataset: Dataset) -> Dataset:
             filled += length
     rows = np.array([*starts, dataset.examples])
     # What rows are made of alone, since a process of another device gets it.
+    needed = (IDS, LABELS, MASK)
     documents = Dataset(
-        {name: tensor for name, tensor in dataset.tensors.items() if name in (IDS, LABELS)},
+        {name: tensor for name, tensor in dataset.tensors.items() if name in needed},
         padding=dataset.padding,
-        on_disk={name: stored for name, stored in dataset.on_disk.items() if name in (IDS, LABELS)},
+        on_disk={name: stored for name, stored in dataset.on_disk.items() if name in needed},
     )
     on_disk = {
         name: RowsOnDisk(PackedRows(documents, rows, width, name), torch.arange(len(starts)), (width,), torch.int64)

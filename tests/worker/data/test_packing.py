@@ -11,7 +11,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from tessera.shared.methods.base import Plan
-from tessera.worker.data.dataset import DataError, Dataset
+from tessera.worker.data.dataset import DataError, Dataset, Padding
 from tessera.worker.data.packing import packed
 from tessera.worker.data.prepared import Prepared
 from tessera.worker.data.registry import load
@@ -96,6 +96,27 @@ def test_logits_and_loss_are_those_of_each_document_alone(tmp_path: Path, attent
         torch.testing.assert_close(together, alone, rtol=0, atol=1e-6)
         losses.append(cross_entropy(alone[:-1], ids[0, 1:], reduction="none"))
     torch.testing.assert_close(found.loss, torch.cat(losses).mean(), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("masked", [True, False])
+def test_no_token_is_lost_whose_label_is_ignored(side: str, *, masked: bool) -> None:
+    on_left, no = side == "left", -100
+    # The padding's token, 1, is also the last one of the second text.
+    texts = [([5, 6, 2, 3, 4], [no, no, no, 3, 4]), ([6, 5, 1], [no, 5, 1]), ([2, 2], [no, no]), ([3], [no])]
+
+    def padded(rows: list[list[int]], value: int) -> torch.Tensor:
+        gaps = [[value] * (8 - len(row)) for row in rows]
+        return torch.tensor([gap + row if on_left else row + gap for gap, row in zip(gaps, rows, strict=True)])
+
+    tensors = {"input_ids": padded([ids for ids, _ in texts], 1), "labels": padded([each for _, each in texts], no)}
+    if masked:
+        tensors["attention_mask"] = padded([[1] * len(ids) for ids, _ in texts], 0)
+    values = {"input_ids": 1, "labels": no, "attention_mask": 0}
+    (batch,) = packed(Dataset(tensors, padding=Padding(8, values, on_left=on_left))).batches(None)
+    assert batch["input_ids"].tolist() == [[5, 6, 2, 3, 4, 6, 5, 1], [2, 2, 3, 1, 1, 1, 1, 1]]
+    assert batch["labels"].tolist() == [[no, no, no, 3, 4, no, 5, 1], [no] * 8]
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 3, 4, 0, 1, 2], [0, 1, 0, 0, 1, 2, 3, 4]]
 
 
 def test_no_document_sees_another(tmp_path: Path) -> None:
