@@ -62,11 +62,11 @@ class FedDynSettings(PopulationSettings):
 
 
 class FedDynCoordinator(PopulationCoordinator[FedDynSettings]):
-    keeps = "a gradient"
+    _keeps = "a gradient"
 
     def start(self, state: State) -> State:
         if self.settings.alpha:
-            self.require_exact_updates()
+            self._require_exact_updates()
             if not self.run.server_optimizer.neutral:
                 # The sum of all g_k / alpha is an integral already, which moments would integrate again.
                 raise UnsupportedRun(
@@ -87,15 +87,15 @@ class FedDynCoordinator(PopulationCoordinator[FedDynSettings]):
 
     def merge(self, state: State, updates: Sequence[Update]) -> State:
         if not self.settings.alpha:
-            return super().merge(state, self.counted(updates))
+            return super().merge(state, self._counted(updates))
         planned = [
             replace(each, examples=min(each.examples, int(each.plan.scalars.get(SIZE, each.examples))))
             for each in updates
         ]
-        updates, server_state = self.next_means(
+        updates, server_state = self._next_means(
             state, planned, GRADIENT, lambda share, update: share * self.settings.alpha_of(update.plan)
         )
-        merged = super().merge(state, self.counted(updates))
+        merged = super().merge(state, self._counted(updates))
         model = dict(merged.model)
         for name in {name for update in updates for name in update.blocks if not is_statistic(name)}:
             mean, base = model[name], state.model[name]

@@ -91,17 +91,17 @@ class PopulationCoordinator(CoordinatorHalf[S]):
     """The coordinator's half of a method with a value at each site, and its mean in the server state."""
 
     sticky = True
-    keeps: ClassVar[str]
+    _keeps: ClassVar[str]
     """The value as a noun with its article."""
-    replaces: ClassVar[bool] = False
+    _replaces: ClassVar[bool] = False
     """True if a sender's step replaces its site's share of the mean, rather than being added to it."""
 
-    def require_exact_updates(self) -> None:
+    def _require_exact_updates(self) -> None:
         """Raise UnsupportedRun if the coordinator may read other steps than those of which a site keeps its value:
         the values' mean would no longer be the mean of the values."""
         if lossy := self.run.lossy_settings:
             raise UnsupportedRun(
-                f"sites and coordinator compute {self.keeps} from the same steps, and {' and '.join(lossy)} rounds "
+                f"sites and coordinator compute {self._keeps} from the same steps, and {' and '.join(lossy)} rounds "
                 "those that the coordinator reads: leave out upload_budget and upload_seconds, and set codec to "
                 f"{pipeline.LOSSLESS!r}, or choose another method, such as fedavg"
             )
@@ -109,23 +109,23 @@ class PopulationCoordinator(CoordinatorHalf[S]):
     def start(self, state: State) -> State:
         if self.run.workers_per_site > 1:
             raise UnsupportedRun(
-                f"the method keeps {self.keeps} for each site, at the one worker that takes part for it: set "
+                f"the method keeps {self._keeps} for each site, at the one worker that takes part for it: set "
                 "cohort.workers_per_site to 1"
             )
         return state
 
     def check_robust(self) -> None:
         raise UnsupportedRun(
-            f"the method keeps {self.keeps} that is a mean of steps, which no robust rule guards: leave out robust, "
+            f"the method keeps {self._keeps} that is a mean of steps, which no robust rule guards: leave out robust, "
             "or choose another method"
         )
 
-    def counted(self, updates: Sequence[Update]) -> Sequence[Update]:
+    def _counted(self, updates: Sequence[Update]) -> Sequence[Update]:
         """Return the updates with the examples that weight them in the mean over sites."""
         equal = self.settings.weigh == "equal"
         return [replace(update, examples=1) for update in updates] if equal else updates
 
-    def next_means(
+    def _next_means(
         self, state: State, updates: Sequence[Update], prefix: str, weight: Callable[[float, Update], float]
     ) -> tuple[list[Update], dict[str, Tensor]]:
         """Return the updates with their sites' weights as examples, and the changes of the server state: the
@@ -142,7 +142,7 @@ class PopulationCoordinator(CoordinatorHalf[S]):
             last = state.server_state.get(prefix + name)
             if senders or (last is not None and kept != 1):
                 steps = weighted_steps(base, [(weight(share, u), u.blocks[name]) for share, u in senders])
-                rest = kept - fsum(share for share, _ in senders) if self.replaces else kept
+                rest = kept - fsum(share for share, _ in senders) if self._replaces else kept
                 sources = (steps,) if last is None else (steps, last)
                 server_state[prefix + name] = Computed(base.shape, steps.dtype, sources, partial(scaled_sum, rest))
         return members, server_state

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from functools import cache, partial
 from importlib.metadata import entry_points
 from importlib.util import module_from_spec, spec_from_file_location
+from inspect import isfunction, signature
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,7 +26,7 @@ from tessera.shared.methods.base import (
     RunInfo,
     WorkerHalf,
 )
-from tessera.shared.near_names import did_you_mean
+from tessera.shared.near_names import did_you_mean, nearest
 
 FOLDERS = "TESSERA_METHODS"
 """The environment variable with the folders of methods, separated as in PATH."""
@@ -57,13 +58,18 @@ def methods() -> dict[str, Method[Any]]:
     found = [importlib.import_module(f"{__package__}.{info.name}") for info in pkgutil.iter_modules(here)]
     for where, load in _installed_elsewhere():
         try:
-            found.append(module := load())
+            module = load()
+            faults = list(method_faults(module)) if hasattr(module, "METHOD") else []
         except Exception as fault:  # noqa: BLE001  (other people's code; one broken file must not stop the others)
             _skipped[where] = f"{type(fault).__name__}: {fault}"
-        else:
+            continue
+        if faults:
+            _skipped[where] = "; ".join(faults)
+        elif hasattr(module, "METHOD"):
+            found.append(module)
+        elif not Path(where).name.startswith("_"):
             # A file such as __init__.py, or of what methods share, is none.
-            if not hasattr(module, "METHOD") and not Path(where).name.startswith("_"):
-                _skipped[where] = "it declares no METHOD; begin the name of a file that should have none with _"
+            _skipped[where] = "it declares no METHOD; begin the name of a file that should have none with _"
     for where, reason in _skipped.items():
         _log.warning("warning: no method was read from %s: %s", where, reason)
     by_name: dict[str, ModuleType] = {}
@@ -74,6 +80,56 @@ def methods() -> dict[str, Method[Any]]:
                 files = f"{other.__file__} and {module.__file__}"
                 raise MethodsUnusable(f"{files} both declare the method {module.METHOD.name!r}: rename one")
     return {name: module.METHOD for name, module in by_name.items()}
+
+
+def method_faults(module: ModuleType) -> Iterator[str]:
+    """Yield why a module's `METHOD` would not do all that the module says: a hook of a misspelt name, of the other
+    half or with other parameters is never called, and neither is a half that `METHOD` does not name."""
+    method = module.METHOD
+    if not isinstance(method, Method):
+        yield f"METHOD is {method!r}: make it a Method"
+        return
+    used: set[type] = set()
+    for part, base, other in (("coordinator", CoordinatorHalf, WorkerHalf), ("worker", WorkerHalf, CoordinatorHalf)):
+        half = getattr(method, part)
+        if not (isinstance(half, type) and issubclass(half, base)):
+            yield f"METHOD has {half!r} as its {part}: give a subclass of {base.__name__}"
+            continue
+        own = half.__mro__[: half.__mro__.index(base)]
+        used |= {*own, base}
+        for cls in own:
+            for name, value in vars(cls).items():
+                if not name.startswith("_") and (fault := _hook_fault(name, value, base, other)):
+                    yield f"{cls.__name__}.{name} {fault}"
+    here = [cls for cls in vars(module).values() if isinstance(cls, type) and cls.__module__ == module.__name__]
+    for cls in here:
+        if issubclass(cls, CoordinatorHalf | WorkerHalf) and cls not in used and not cls.__name__.startswith("_"):
+            part = "coordinator" if issubclass(cls, CoordinatorHalf) else "worker"
+            yield f"METHOD does not name {cls.__name__}: pass it as {part}, or begin its name with _"
+
+
+def _hook_fault(name: str, value: object, base: type, other: type) -> str:
+    """Return why a public attribute of a half is no hook or setting of its base; empty if it is one."""
+    if not hasattr(base, name):
+        if hasattr(other, name):
+            return f"is a hook of {other.__name__}, which {base.__name__} does not call: move it to the other half"
+        known = [each for each in vars(base) if not each.startswith("_")]
+        near = f"; did you mean `{close}`?" if (close := nearest(name, known)) else ""
+        return f"is no hook of {base.__name__}{near} Begin the names of your own methods and attributes with _"
+    declared = getattr(base, name)
+    if isinstance(declared, bool) and not isinstance(value, bool):
+        return f"is {value!r}: set it to True or False"
+    if not isfunction(declared):
+        return ""
+    if not callable(value) and not isinstance(value, staticmethod | classmethod):
+        return f"is {value!r}, and has to be a method"
+    if isfunction(value):
+        given = signature(declared)
+        try:
+            signature(value).bind(*given.parameters)
+        except TypeError:
+            return f"takes {signature(value)}, and is called with {given}"
+    return ""
 
 
 def _installed_elsewhere() -> Iterator[tuple[str, Callable[[], ModuleType]]]:

@@ -48,8 +48,8 @@ class ScaffoldSettings(PopulationSettings):
 
 
 class ScaffoldCoordinator(PopulationCoordinator[ScaffoldSettings]):
-    keeps = "a control"
-    replaces = True
+    _keeps = "a control"
+    _replaces = True
 
     def start(self, state: State) -> State:
         training = self.run.training
@@ -64,7 +64,7 @@ class ScaffoldCoordinator(PopulationCoordinator[ScaffoldSettings]):
                 "out, or set strength to 0"
             )
         if self.settings.strength:
-            self.require_exact_updates()
+            self._require_exact_updates()
         return super().start(state)
 
     def plan_for(self, state: State, worker: Participant) -> Plan:
@@ -80,7 +80,7 @@ class ScaffoldCoordinator(PopulationCoordinator[ScaffoldSettings]):
             require_summable(self.run.training, expected)
 
     def merge(self, state: State, updates: Sequence[Update]) -> State:
-        updates, training = self.counted(updates), self.run.training
+        updates, training = self._counted(updates), self.run.training
         if not self.settings.strength:
             return super().merge(state, updates)
 
@@ -90,7 +90,7 @@ class ScaffoldCoordinator(PopulationCoordinator[ScaffoldSettings]):
         # Once for each number of steps: under a schedule it adds up as many rates.
         rate_sums = {steps: rate_sum(int(steps)) for steps in {update.metrics[STEPS] for update in updates}}
         # A sender's share of c is replaced by its mean gradient, -d / (tau eta).
-        updates, server_state = self.next_means(
+        updates, server_state = self._next_means(
             state, updates, CONTROL, lambda share, update: -share / rate_sums[update.metrics[STEPS]]
         )
         merged = super().merge(state, updates)

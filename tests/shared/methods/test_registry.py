@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ from tessera.shared.methods.registry import (
     UnknownMethod,
     check,
     coordinator_half,
+    method_faults,
     methods,
     places_searched,
     worker_half,
@@ -187,3 +189,69 @@ def test_a_file_that_cannot_be_imported_is_skipped_and_named(
     monkeypatch.delenv(FOLDERS)
     methods.__wrapped__()
     assert places_searched() == "TESSERA_METHODS is not set"
+
+
+HALVES = """
+from tessera.shared.methods.base import CoordinatorHalf, Method, MethodSettings, WorkerHalf
+class Server(CoordinatorHalf[MethodSettings]):
+    {server}
+class Site(WorkerHalf[MethodSettings]):
+    {site}
+METHOD = Method(name="mine", coordinator=Server, worker={worker}, source="none")
+"""
+
+
+@pytest.mark.parametrize(
+    ("server", "site", "worker", "said"),
+    [
+        (
+            "pass",
+            "def los(self, context, batch): ...",
+            "Site",
+            "Site.los is no hook of WorkerHalf; did you mean `loss`?",
+        ),
+        (
+            "def mergee(self, state, updates): ...",
+            "pass",
+            "Site",
+            "Server.mergee is no hook .* did you mean `merge`?",
+        ),
+        ("stiky = True", "pass", "Site", "Server.stiky is no hook .* did you mean `sticky`?"),
+        ("pass", "one_exampel_per_row = True", "Site", "did you mean `one_example_per_row`?"),
+        ("pass", "def helper(self): ...", "Site", "Begin the names of your own methods and attributes with _"),
+        ("def loss(self, context, batch): ...", "pass", "Site", "Server.loss is a hook of WorkerHalf"),
+        ("pass", "def merge(self, state, updates): ...", "Site", "Site.merge is a hook of CoordinatorHalf"),
+        ("pass", "def loss(self, batch): ...", "Site", r"Site.loss takes \(self, batch\), and is called with"),
+        ("pass", "loss = 3", "Site", "Site.loss is 3, and has to be a method"),
+        ("sticky = 'yes'", "pass", "Site", "Server.sticky is 'yes': set it to True or False"),
+        ("pass", "pass", "WorkerHalf", "METHOD does not name Site: pass it as worker"),
+        ("pass", "pass", "Server", "METHOD has <class .*Server'> as its worker: give a subclass of WorkerHalf"),
+    ],
+)
+def test_a_hook_that_would_never_be_called_is_refused_when_its_file_is_read(
+    server: str, site: str, worker: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine.py").write_text(HALVES.format(server=server, site=site, worker=worker))
+    monkeypatch.setenv(FOLDERS, str(tmp_path))
+    assert "mine" not in methods.__wrapped__()
+    assert re.search(said, places_searched()), places_searched()
+    monkeypatch.delenv(FOLDERS)
+    methods.__wrapped__()
+
+
+def test_private_names_further_parameters_and_shared_bases_are_no_misspelt_hooks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = """_share = 0.5
+    def _helper(self): ...
+    def loss(self, context, batch, *, scale=1.0): ...
+    @staticmethod
+    def private(): ...
+    @property
+    def resumable(self): return False"""
+    (tmp_path / "mine.py").write_text(HALVES.format(server="sticky = True", site=site, worker="Site"))
+    monkeypatch.setenv(FOLDERS, str(tmp_path))
+    assert "mine" in methods.__wrapped__()
+    monkeypatch.delenv(FOLDERS)
+    for method in methods.__wrapped__().values():
+        assert not list(method_faults(sys.modules[f"tessera.shared.methods.{method.name}"]))
