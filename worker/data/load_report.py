@@ -48,6 +48,9 @@ class LoadReport:
     unreadable: Sequence[str] = ()
     """The fault of each image that is left out because it cannot be read."""
 
+    partly_read: int = 0
+    """The number of images of which only the first page or frame is read."""
+
     group_bytes: int = 0
     """The size of the largest row group of images in a Parquet file, all of which is read for each image."""
 
@@ -89,6 +92,11 @@ class LoadReport:
         if count := len(self.unreadable):
             first = " ".join(f"{reason}." for reason in self.unreadable[:MAX_REASONS])
             yield f"{count} unreadable image{'s' * (count > 1)} left out. {first}", "Replace or remove them."
+        if count := self.partly_read:
+            yield (
+                f"{count} image{'s' * (count > 1)} with several pages or frames, of which only the first is read",
+                "Save the others as files of their own, if they should be examples.",
+            )
         if self.group_bytes > MAX_GROUP_BYTES:
             yield (
                 f"each image is read with a row group of up to {self.group_bytes >> 20} MiB",

@@ -19,9 +19,9 @@ from transformers import CLIPImageProcessorPil
 
 from tessera.worker.data.dataset import DataError, Dataset
 from tessera.worker.data.prepared import Prepared
-from tessera.worker.data.readers import image_index, pictures
+from tessera.worker.data.readers import image_index
 from tessera.worker.data.readers.byte_cells import ArrowCells, ParquetCells
-from tessera.worker.data.readers.pictures import PictureFiles, PixelReader, Prepare, Resized
+from tessera.worker.data.readers.pictures import PictureFiles, Pictures, PixelReader, Prepare, Resized
 from tessera.worker.data.registry import load, streamed
 from tests.support.pretrained import picture
 
@@ -40,12 +40,13 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the images that are opened, as they are."""
     names: list[str] = []
 
-    def noted(*given: Any, **more: Any) -> Image.Image:
-        names.append(Path(getattr(given[0], "name", given[0])).name if isinstance(given[0], Path) else "bytes")
-        return opening(*given, **more)
+    def noted(pictures: Pictures, place: int, mode: str) -> Image.Image:
+        picture = pictures[place]
+        names.append(picture.name if isinstance(picture, Path) else "bytes")
+        return opening(pictures, place, mode)
 
-    opening = Image.open
-    monkeypatch.setattr(pictures.Image, "open", noted)
+    opening = image_index.opened
+    monkeypatch.setattr(image_index, "opened", noted)
     return names
 
 

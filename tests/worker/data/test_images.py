@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import sys
 import threading
+import unicodedata
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from tessera.shared.version import install_line
 from tessera.worker.data.content import content_digest
 from tessera.worker.data.dataset import DataError, Dataset
 from tessera.worker.data.overlap import hashes_in_order
+from tessera.worker.data.prepared import Prepared
 from tessera.worker.data.readers import image_index as reader
 from tessera.worker.data.registry import load
 from tessera.worker.model.build import instantiate
@@ -212,6 +215,47 @@ def test_a_photograph_is_turned_the_way_up_that_it_was_taken(tmp_path: Path) -> 
     assert pixels[0, :, :, 0].tolist() == [[1, -1], [-1, -1], [-1, 1]]
 
 
+def alike_on_white(folder: Path, *images: Image.Image, suffix: str = ".png", **more: Any) -> list[list[int]]:
+    """The colours of the first and of the last pixel of images as a model gets them, 0 to 255."""
+    (folder / "0").mkdir(parents=True)
+    for place, image in enumerate(images):
+        image.save(folder / "0" / f"{place}{suffix}", **more)
+    pixels = opened(folder=folder, size=[1, 2], mean=[0.0], std=[1.0]).tensors["pixel_values"]
+    return [pixel for image in pixels for pixel in image[:, 0].T.mul(255).round().int().tolist()]
+
+
+def with_alpha(mode: str, hidden: Any, alpha: int) -> Image.Image:
+    """Two pixels: a colour under this alpha, and black."""
+    image = Image.new(mode, (2, 1))
+    image.putdata([(*hidden, alpha), (*(0 for _ in hidden), 255)])
+    return image
+
+
+def test_colours_under_transparent_pixels_are_not_seen(tmp_path: Path) -> None:
+    white, black = [255] * 3, [0] * 3
+    colours = [with_alpha("RGBA", hidden, 0) for hidden in (RED, GREEN)]
+    greys = [with_alpha("LA", hidden, 0) for hidden in ((0,), (90,))]
+    palettes = [image.quantize(4) for image in colours]
+    assert all(isinstance(image.info.get("transparency", b""), bytes) for image in palettes)
+    for suffix in (".png", ".tif", ".webp", ".gif"):
+        exact = {"lossless": True, "exact": True} if suffix == ".webp" else {}
+        assert alike_on_white(tmp_path / suffix, *colours, suffix=suffix, **exact) == [white, black] * 2
+    assert alike_on_white(tmp_path / "grey", *greys) == [white, black] * 2
+    assert alike_on_white(tmp_path / "palette", *palettes) == [white, black] * 2
+    for mode, hidden, dark in (("RGB", RED, (0, 0, 0)), ("L", 90, 0), ("P", 1, 0)):
+        image = Image.new(mode, (2, 1))
+        if mode == "P":
+            image.putpalette([*(0, 0, 0), *RED])
+        image.putdata([hidden, dark])
+        assert alike_on_white(tmp_path / mode, image, transparency=hidden) == [white, black]
+    # A third of red on white.
+    assert alike_on_white(tmp_path / "part", with_alpha("RGBA", RED, 85))[0] == [255, 170, 170]
+    assert alike_on_white(tmp_path / "opaque", with_alpha("RGBA", (10, 20, 30), 255))[0] == [10, 20, 30]
+    frames = [image.convert("RGBA") for image in colours]
+    moving = alike_on_white(tmp_path / "moving", frames[0], save_all=True, append_images=frames[1:])
+    assert moving == [white, black]
+
+
 # ---------------------------------------------------------------- from tables
 
 
@@ -236,6 +280,103 @@ def test_a_parquet_file_holds_the_bytes_of_images(pets: Path, *, wrapped: bool) 
 
 
 # ---------------------------------------------------------------- what is wrong is named
+
+
+@pytest.mark.parametrize(
+    ("written", "said"),
+    [
+        ("cat\\a.png", "has the separators of Windows"),
+        ("cat/A.PNG", "differs in upper and lower case"),
+        ("Cat\\a.PNG", "has the separators of Windows and differs in upper and lower case"),
+        ("cat/a", "lacks its suffix"),
+        ("cat/a.jpg", "has another suffix"),
+        ("a.png", "names another folder"),
+        ("/mnt/old/cat/a.png", "names another folder"),
+        (unicodedata.normalize("NFD", "cat/é.png"), "writes its letters in another Unicode form (NFC or NFD)"),
+        ("cat/é.png ", "has spaces around it"),
+    ],
+)
+def test_name_that_is_spelt_otherwise_than_its_file_is_told_from_a_damaged_image(
+    pets: Path, written: str, said: str
+) -> None:
+    name = unicodedata.normalize("NFC", "é.png") if "é" in unicodedata.normalize("NFC", written) else "a.png"
+    picture(pets / "cat" / name, RED)
+    (pets / "list.csv").write_text(f"image,label\n{written},0\ndog/c.bmp,1\n")
+    told = refusal(file=pets / "list.csv", size=2, max_unreadable=0.9)
+    assert f"No such file or directory; the name {said}: write it as in '{pets / 'cat' / name}'" in told
+
+
+def test_causes_that_lie_outside_of_an_image_are_never_left_out(pets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options: dict[str, Any] = {"folder": pets, "labels": ["cat", "dog"], "size": 2, "max_unreadable": 0.9}
+    (pets / "cat" / "gone.png").symlink_to("/nowhere/at/all.png")
+    assert "it is a link to /nowhere/at/all.png, where no file is: restore" in refusal(**options)
+    (pets / "cat" / "gone.png").unlink()
+    (pets / "list.csv").write_text("image,label\ncat,0\n")
+    assert "Is a directory; name the image in it" in refusal(file=pets / "list.csv", size=2, max_unreadable=0.9)
+    (pets / "list.csv").write_text("image,label\n" + "nothing.png,0\n" * 5)
+    told = refusal(file=pets / "list.csv", size=2, max_unreadable=0.9)
+    assert "image: 5 of 5 images are not there." in told
+    assert f"restore the file, or correct its path, which begins at {pets}" in told
+    (pets / "cat" / "large.png").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    assert "is a pointer of Git LFS in place of the image: fetch it by `git lfs pull`" in refusal(**options)
+    (pets / "cat" / "large.png").unlink()
+    Image.new("I;16", (4, 4), 40_000).save(pets / "cat" / "z.png")
+    assert "more than 8 bits per channel" in refusal(**options)
+    (pets / "cat" / "z.png").unlink()
+    opening = open
+
+    def guarded(path: Any, *given: Any, **more: Any) -> Any:
+        if str(path).endswith("a.png"):
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        return opening(path, *given, **more)
+
+    monkeypatch.setattr("builtins.open", guarded)
+    told = refusal(**options)
+    assert f"{pets / 'cat' / 'a.png'} cannot be read: Permission denied; let the worker's user read" in told
+
+
+def encoded(form: str, **more: Any) -> bytes:
+    # Noise, so that no end of the data is short.
+    noise = np.random.default_rng(0).integers(0, 256, (48, 64, 3), dtype=np.uint8)
+    content = io.BytesIO()
+    Image.fromarray(noise).save(content, form, **more)
+    return content.getvalue()
+
+
+@pytest.mark.parametrize("more", [{}, {"progressive": True}, {"restart_marker_rows": 1}, {"quality": 100}])
+@pytest.mark.parametrize("end", [b"", b"\xff\xd9", bytes(5000)])
+def test_photograph_whose_end_is_missing_is_damaged(pets: Path, more: dict[str, Any], end: bytes) -> None:
+    content = encoded("JPEG", **more)
+    thumbnail = Image.Exif()
+    thumbnail[0x010E] = "\xff\xd9"
+    # What cameras write after the end is none of the image.
+    (pets / "cat" / "whole.jpg").write_bytes(encoded("JPEG", exif=thumbnail, **more) + b"\xff\xda\xff\xd9 more")
+    Image.new("RGB", (1, 3), RED).save(pets / "cat" / "small.jpg", **more)
+    options: dict[str, Any] = {"folder": pets, "labels": ["cat", "dog"], "size": 2}
+    assert opened(**options).examples == 5
+    (pets / "cat" / "cut.jpg").write_bytes(content[: -len(content) // 3] + end)
+    assert f"{pets / 'cat' / 'cut.jpg'} cannot be read" in refusal(**options)
+    assert opened(**options, max_unreadable=0.2).examples == 5
+
+
+def test_wrong_checksum_of_a_png_file_is_damage(pets: Path) -> None:
+    content = bytearray(encoded("PNG", compress_level=0))
+    content[len(content) // 2] ^= 1
+    (pets / "cat" / "z.png").write_bytes(content)
+    assert "z.png cannot be read: " in refusal(folder=pets, labels=["cat", "dog"], size=2)
+    (pets / "cat" / "z.png").write_bytes(encoded("PNG")[:-12])
+    assert "z.png cannot be read: " in refusal(folder=pets, labels=["cat", "dog"], size=2)
+
+
+def test_pages_and_frames_after_the_first_are_counted(pets: Path, tmp_path: Path) -> None:
+    red, blue = (Image.new("RGB", (4, 4), colour) for colour in (RED, BLUE))
+    for suffix in (".tif", ".gif", ".png", ".webp"):
+        red.save(pets / "cat" / f"pages{suffix}", save_all=True, append_images=[blue])
+    options: dict[str, Any] = {"folder": str(pets), "labels": ["cat", "dog"], "size": 2, "in_memory": False}
+    for _ in range(2):
+        report = load("images", options, prepared=Prepared(tmp_path / "prepared")).report
+        assert report.partly_read == 4
+    assert any(said.startswith("4 images with several pages or frames") for said, _ in report.warnings())
 
 
 def test_a_folder_that_is_no_class_is_named(pets: Path) -> None:

@@ -118,6 +118,7 @@ def images(options: ImagesOptions, prepared: Prepared = NOT_KEPT) -> Dataset:
             ignored_files=listed.ignored_files,
             passed_over=listed.passed_over,
             unreadable=inputs.unreadable,
+            partly_read=inputs.partly_read,
             group_bytes=listed.group_bytes,
             ungrouped=() if options.group else _ungrouped(listed, inputs),
             without_group=sum(map(is_unnamed, groups or ())),

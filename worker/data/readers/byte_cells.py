@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from pyarrow import ipc, parquet
 
 from tessera.worker.data.dataset import DataError
-from tessera.worker.data.readers.pictures import DicomReader, Picture, Stamp, stamp_of
+from tessera.worker.data.readers.pictures import BrokenImage, DicomReader, Picture, Stamp, stamp_of
 
 
 def holds_bytes(kind: pa.DataType) -> bool:
@@ -178,7 +178,10 @@ class PictureCells:
         content = cell.get("bytes") if isinstance(cell, dict) else cell
         if isinstance(content, bytes) and content:
             return content
-        raise DataError(f"image: row {place} of {self._where} has neither a path nor an image's bytes")
+        raise BrokenImage(f"image: row {place} of {self._where} has neither a path nor an image's bytes")
+
+    def named(self, place: int) -> tuple[Path, str]:
+        return self._folder, "" if self._paths is None else os.fsdecode(self._paths[place])
 
     def name(self, place: int) -> str:
         path = self._paths is not None and os.fsdecode(self._paths[place])

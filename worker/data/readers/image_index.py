@@ -22,7 +22,19 @@ from tessera.shared.model.dataset_schema import PIXELS
 from tessera.worker.data.dataset import DataError, RowsOnDisk
 from tessera.worker.data.prepared import NOT_KEPT, Prepared
 from tessera.worker.data.readers.image_processor import ByProcessor, PixelOptions, Preparation
-from tessera.worker.data.readers.pictures import AT_ONCE, GROUP, Pictures, PixelReader, opened, require_shape
+from tessera.worker.data.readers.pictures import (
+    AT_ONCE,
+    GROUP,
+    BrokenImage,
+    Pictures,
+    PixelReader,
+    content_of,
+    has_more_frames,
+    inaccessible,
+    opened,
+    require_shape,
+    require_undamaged,
+)
 from tessera.worker.state.atomic_files import written_whole
 
 MAX_IN_MEMORY = 1 << 30
@@ -32,7 +44,7 @@ THREADS = 8
 SHOWN = 3
 """Number of unreadable images that a message describes."""
 DIGEST_BYTES = 32
-INDEX_FILE, INDEX_FORMAT = "images.npz", 2
+INDEX_FILE, INDEX_FORMAT = "images.npz", 3
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,6 +61,8 @@ class PixelInputs:
     """The fault of each image that is left out."""
     groups: Sequence[bytes]
     """A digest of the group in each image's DICOM header; empty without one."""
+    partly_read: int
+    """The number of images of which only the first page or frame is read."""
 
 
 @dataclass(eq=False)
@@ -62,17 +76,20 @@ class _Index:
     digests: NDArray[np.uint8]
     groups: NDArray[np.uint8]
     """Digests of the groups in DICOM headers, [images, 32]; zeros without one."""
+    more_frames: NDArray[np.bool_]
+    """True for a file with pages or frames after the first."""
     inputs: dict[str, NDArray[Any]] = field(default_factory=dict)
     """Inputs that stay in memory."""
 
     @classmethod
-    def of(cls, pictures: Pictures, sample: Mapping[str, Tensor]) -> Self:
+    def of(cls, pictures: Pictures, stamps: NDArray[np.int64], sample: Mapping[str, Tensor]) -> Self:
         """Return the index of pictures of which nothing is known. `sample` has the inputs to keep of an image."""
         count = len(pictures)
         # Filled in place, so that a large data set is not in memory twice.
         inputs = {name: one.new_zeros((count, *one.shape[1:])).numpy() for name, one in sample.items()}
         digests, groups = np.zeros((2, count, DIGEST_BYTES), np.uint8)
-        return cls(pictures.keys, pictures.stamps(), np.zeros(count, np.bool_), digests, groups, inputs)
+        known, more_frames = (np.zeros(count, np.bool_) for _ in range(2))
+        return cls(pictures.keys, stamps, known, digests, groups, more_frames, inputs)
 
     def adopt(self, file: Path, terms: str) -> bool:
         """Take over what the index in a file, made on the same terms, knows of pictures that have not changed.
@@ -90,6 +107,7 @@ class _Index:
                 same &= (stored["stamps"][rows] == self.stamps).all(axis=1)
                 self.digests[same] = stored["digests"][rows[same]]
                 self.groups[same] = stored["groups"][rows[same]]
+                self.more_frames[same] = stored["more_frames"][rows[same]]
                 for name, values in self.inputs.items():
                     values[same] = stored[_INPUT + name][rows[same]]
                 self.known = same
@@ -111,6 +129,7 @@ class _Index:
                 known=self.known,
                 digests=self.digests,
                 groups=self.groups,
+                more_frames=self.more_frames,
                 **inputs,
             )
 
@@ -126,8 +145,11 @@ def inputs_of(
 
     Every image is read once, so that one that cannot be read is found now. If the pixels stay on disk, an index in
     `prepared` remembers the images that were read, and a later start reads only those that are new or have changed.
-    Raises DataError if more images cannot be read than the options allow, or if the processor fails.
+    Raises DataError for images that are not there, may not be read or are not of a kind that is read; if more are
+    damaged than the options allow; or if the processor fails.
     """
+    stamps = pictures.stamps()
+    _require_files(pictures, stamps)
     one_shape = preparation.pixels_shape(options.mode) is not None
     image = _sample(pictures, options.mode, blank=one_shape)
     sample, raw = preparation([image]), preparation.prepare([image])[PIXELS]
@@ -135,7 +157,7 @@ def inputs_of(
     size = pixels.nbytes * len(pictures)
     stays = size <= MAX_IN_MEMORY if options.in_memory is None else options.in_memory
     kept = {name: values for name, values in sample.items() if stays or name != PIXELS}
-    index = _Index.of(pictures, kept)
+    index = _Index.of(pictures, stamps, kept)
     # If all images have one shape, and nothing of them stays in memory, it is enough that they can be opened.
     converts = bool(kept) or not one_shape
     shapes = {name: tuple(values.shape[1:]) for name, values in sample.items()}
@@ -152,7 +174,29 @@ def inputs_of(
         )
     tensors = {name: torch.from_numpy(values[chosen]) for name, values in index.inputs.items()}
     groups = [digest.tobytes() if digest.any() else b"" for digest in index.groups[chosen]] if pictures.dicom else ()
-    return PixelInputs(tensors, on_disk, index.digests[chosen], places, unreadable, groups)
+    partly_read = int(index.more_frames.sum())
+    return PixelInputs(tensors, on_disk, index.digests[chosen], places, unreadable, groups, partly_read)
+
+
+def _require_files(pictures: Pictures, stamps: NDArray[np.int64]) -> None:
+    """Raise DataError if files are not there, before any is read."""
+    absent = np.flatnonzero(~stamps.any(axis=1))
+    reasons = []
+    for place in absent[:SHOWN].tolist():
+        try:
+            Path(pictures.name(place)).stat()
+        except (OSError, ValueError) as fault:
+            reasons.append(str(inaccessible(pictures, place, fault)))
+    if reasons:
+        raise DataError(_together(reasons, len(absent), f"of {len(pictures)} images are not there"))
+
+
+def _together(reasons: Sequence[str], count: int, what: str) -> str:
+    """Return one message for several images, of which it describes the first."""
+    if count == 1:
+        return reasons[0]
+    first = ". ".join(reason.removeprefix("image: ") for reason in reasons[:SHOWN])
+    return f"image: {count} {what}. {first}{'. ...' * (count > SHOWN)}"
 
 
 @dataclass
@@ -166,7 +210,7 @@ class _Verification:
     shapes: Mapping[str, tuple[int, ...]]
     """The shape that each input of every image must have."""
     index: _Index
-    unreadable: dict[int, str] = field(default_factory=dict)
+    unreadable: dict[int, DataError] = field(default_factory=dict)
     """The faults of the images that cannot be read, by place."""
 
     def run(self, prepared: Prepared, terms: str) -> None:
@@ -193,13 +237,16 @@ class _Verification:
         for place in places:
             try:
                 image = opened(self.pictures, place, self.mode)
-                self.index.digests[place] = _digest(self.pictures, place)
+                content = content_of(self.pictures, place)
+                require_undamaged(content, self.pictures.name(place))
             except DataError as fault:
-                self.unreadable[place] = str(fault)
+                self.unreadable[place] = fault
                 continue
             if group := image.info.get(GROUP):
                 self.index.groups[place] = np.frombuffer(hashlib.sha256(group.encode()).digest(), np.uint8)
             self.index.known[place] = True
+            self.index.digests[place] = np.frombuffer(hashlib.sha256(content).digest(), np.uint8)
+            self.index.more_frames[place] = has_more_frames(content)
             if self.preparation:
                 images.append(image)
                 read.append(place)
@@ -209,17 +256,16 @@ class _Verification:
                 self.index.inputs[name][read] = values.numpy()
 
     def reasons(self, share: float) -> Sequence[str]:
-        """Return what is wrong with each unreadable image. Raises DataError if they are more than a share."""
-        count, reasons = len(self.pictures), [self.unreadable[place] for place in sorted(self.unreadable)]
-        if len(reasons) <= int(share * count):
-            return reasons
-        if len(reasons) == 1:
-            raise DataError(reasons[0])
-        first = ". ".join(reason.removeprefix("image: ") for reason in reasons[:SHOWN])
-        raise DataError(
-            f"image: {len(reasons)} of {count} images cannot be read, more than max_unreadable = {share:g} allows. "
-            f"{first}{'. ...' * (len(reasons) > SHOWN)}"
-        )
+        """Return what is wrong with each damaged image. Raises DataError if they are more than a share, or if others
+        cannot be read."""
+        count, faults = len(self.pictures), [self.unreadable[place] for place in sorted(self.unreadable)]
+        if others := [str(fault) for fault in faults if not isinstance(fault, BrokenImage)]:
+            raise DataError(_together(others, len(others), f"of {count} images cannot be read, and are not damaged"))
+        reasons = list(map(str, faults))
+        if len(reasons) > int(share * count):
+            what = f"of {count} images cannot be read, more than max_unreadable = {share:g} allows"
+            raise DataError(_together(reasons, len(reasons), what))
+        return reasons
 
 
 def _sample(pictures: Pictures, mode: str, *, blank: bool) -> Image.Image:
@@ -240,16 +286,3 @@ def _terms(pictures: Pictures, options: PixelOptions, preparation: Preparation) 
     processor = prepare.processor.to_json_string() if isinstance(prepare, ByProcessor) else None
     headers = getattr(pictures.dicom, "keywords", None)
     return json.dumps([INDEX_FORMAT, pictures.source, options.size, options.channels, headers, processor])
-
-
-def _digest(pictures: Pictures, place: int) -> NDArray[np.uint8]:
-    picture = pictures[place]
-    try:
-        if isinstance(picture, bytes):
-            digest = hashlib.sha256(picture)
-        else:
-            with picture.open("rb") as file:
-                digest = hashlib.file_digest(file, "sha256")
-    except OSError as fault:
-        raise DataError(f"image: {pictures.name(place)} cannot be read: {reason_of(fault)}") from fault
-    return np.frombuffer(digest.digest(), np.uint8)

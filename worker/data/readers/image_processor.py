@@ -45,7 +45,7 @@ class PixelOptions(Options):
         default=None, description="centre and width of the DICOM values to show; the file's own window if unset"
     )
     max_unreadable: float = Field(
-        default=0.0, ge=0, lt=1, description="share of the images that may be unreadable, and are then left out"
+        default=0.0, ge=0, lt=1, description="share of the images that may be damaged, and are then left out"
     )
 
     @model_validator(mode="after")

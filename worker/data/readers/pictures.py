@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -13,11 +14,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL.JpegImagePlugin import JpegImageFile
+from PIL.PngImagePlugin import PngImageFile
 from torch import Tensor
 
 from tessera.shared.diagnostics import reason_of
 from tessera.shared.model.dataset_schema import PIXELS
 from tessera.worker.data.dataset import DataError
+from tessera.worker.data.readers.absent_files import near_file
 
 AT_ONCE = 16
 """Number of images to convert together. Until then each is in memory in its full size, 36 MB for a photo."""
@@ -33,6 +37,8 @@ GROUP = "group"
 """The key of the group that a DICOM file's header names, in its image's `info`."""
 DICOM_MARK = slice(128, 132)
 """The place of the letters DICM in a DICOM file."""
+LFS_POINTER = b"version https://git-lfs"
+"""The beginning of the file that Git leaves in place of a large one that was not fetched."""
 
 # Modes whose conversion to eight bits per channel would clip values rather than scale them.
 DEEP_MODES = ("I", "F", "I;16", "I;16B", "I;16L", "I;16N")
@@ -40,6 +46,15 @@ DEEP_MODES = ("I", "F", "I;16", "I;16B", "I;16L", "I;16N")
 # Pillow's errors for files that are not what they seem to be.
 BOMBS = (Image.DecompressionBombWarning, Image.DecompressionBombError)
 UNREADABLE = (OSError, ValueError, SyntaxError, EOFError, *BOMBS)
+
+GARBAGE = b"".join(b"\x5a" * 32 + bytes((0xFF, 0xD0 + restart)) for restart in range(8)) * 4
+"""Bytes that a decoder of JPEG takes for the rest of an image whose end is missing, with a marker of each restart."""
+START_OF_JPEG, END_OF_JPEG = b"\xff\xd8\xff", b"\xff\xd9"
+
+
+class BrokenImage(DataError):
+    """An image whose file is damaged, which `max_unreadable` may leave out. No other cause lies in the image."""
+
 
 Stamp = tuple[int, int]
 """A file's size in bytes, and when it was changed, in nanoseconds."""
@@ -72,7 +87,10 @@ class Pictures(Protocol):
         """Return an image's path or bytes. Raises DataError."""
 
     def name(self, place: int) -> str:
-        """Return the name of an image for people."""
+        """Return the name of an image for people: its path, if it has one."""
+
+    def named(self, place: int) -> tuple[Path, str]:
+        """Return the folder at which an image's path begins, and the path as it is written."""
 
     def stamp(self, place: int) -> Stamp:
         """Return the stamp of the file that contains an image, or zeros if it is not there."""
@@ -102,6 +120,9 @@ class PictureFiles:
     def name(self, place: int) -> str:
         return str(self[place])
 
+    def named(self, place: int) -> tuple[Path, str]:
+        return Path(self.source), os.fsdecode(self.keys[place])
+
     def stamp(self, place: int) -> Stamp:
         return stamp_of(self[place])
 
@@ -124,22 +145,60 @@ def stamp_of(path: bytes | Path) -> Stamp:
 def is_dicom(picture: Picture) -> bool:
     """Return whether an image is a DICOM file: by its suffix, or by its content if that is no image's suffix."""
     if isinstance(picture, bytes):
-        return picture[DICOM_MARK] == b"DICM"
+        return holds_dicom(picture)
     suffix = picture.suffix.lower()
     if suffix in DICOM or suffix in SUFFIXES:
         return suffix in DICOM
     try:
         with picture.open("rb") as file:
-            return file.read(DICOM_MARK.stop)[DICOM_MARK] == b"DICM"
+            return holds_dicom(file.read(DICOM_MARK.stop))
     except (OSError, ValueError):
         return False
 
 
-def opened(pictures: Pictures, place: int, mode: str) -> Image.Image:
-    """Return an image in its EXIF orientation, converted to `mode`. Raises DataError."""
+def holds_dicom(content: bytes) -> bool:
+    """Return whether bytes begin as a DICOM file does: with a preamble and DICM, or without them with an element of
+    group 2 or 8 (PS3.10, 7.1; PS3.5, 7.1)."""
+    if content[DICOM_MARK] == b"DICM":
+        return True
+    group, element, rest = content[:2], content[2:4], content[4:8]
+    # Then follow two capital letters, or a length of four bytes, which is small.
+    return group in (b"\2\0", b"\x08\0") and element[1:] == b"\0" and (rest[:2].isupper() or rest[1:] == b"\0\0\0")
+
+
+def content_of(pictures: Pictures, place: int) -> bytes:
+    """Return the bytes of an image. Raises DataError."""
     picture = pictures[place]
+    try:
+        return picture if isinstance(picture, bytes) else picture.read_bytes()
+    except (OSError, ValueError) as fault:
+        raise inaccessible(pictures, place, fault) from fault
+
+
+def inaccessible(pictures: Pictures, place: int, fault: OSError | ValueError) -> DataError:
+    """Return the error for an image whose file cannot be opened, with the remedy for the cause."""
+    path = Path(pictures.name(place))
+    reason, number = reason_of(fault), fault.errno if isinstance(fault, OSError) else None
+    if number in (errno.EACCES, errno.EPERM):
+        remedy = "let the worker's user read the file and search the folders above it"
+    elif number == errno.EISDIR:
+        remedy = "name the image in it"
+    elif number not in (None, errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG):
+        remedy = "check the disk or the file server, and try again"
+    elif path.is_symlink():
+        remedy = f"it is a link to {path.readlink()}, where no file is: restore that file, or remove the link"
+    elif near := near_file(*pictures.named(place), SUFFIXES | DICOM):
+        remedy = f"the name {near[1]}: write it as in {str(near[0])!r}"
+    else:
+        remedy = f"restore the file, or correct its path, which begins at {pictures.named(place)[0]}"
+    return DataError(f"image: {path} cannot be read: {reason}; {remedy}")
+
+
+def opened(pictures: Pictures, place: int, mode: str) -> Image.Image:
+    """Return an image in its EXIF orientation, composited on white and converted to `mode`. Raises DataError."""
+    picture, name = pictures[place], pictures.name(place)
     if pictures.dicom and is_dicom(picture):
-        return pictures.dicom(picture, pictures.name(place)).convert(mode)
+        return pictures.dicom(content_of(pictures, place), name).convert(mode)
     try:
         with Image.open(picture if isinstance(picture, Path) else BytesIO(picture), formats=FORMATS) as image:
             # Pillow only warns of an implausibly large image, unless it is twice as large again.
@@ -147,19 +206,90 @@ def opened(pictures: Pictures, place: int, mode: str) -> Image.Image:
                 raise Image.DecompressionBombError(f"{image.width} x {image.height} could be a decompression bomb")
             image.load()
             upright = ImageOps.exif_transpose(image)
-            # A deep one is refused below.
-            converted = upright if upright.mode in DEEP_MODES else upright.convert(mode)
+    except BOMBS as fault:
+        raise DataError(f"image: {name} cannot be read: {fault}; scale it down, or take it out") from fault
     except UNREADABLE as fault:
-        remedy = "set dicom = true to read DICOM files" if is_dicom(picture) else "replace it or take it out"
-        unknown = isinstance(fault, UnidentifiedImageError) and f"it is none of {', '.join(FORMATS)}"
-        reason = unknown or reason_of(fault)[:200]
-        raise DataError(f"image: {pictures.name(place)} cannot be read: {reason}; {remedy}") from fault
+        if isinstance(fault, OSError) and fault.errno:
+            raise inaccessible(pictures, place, fault) from fault
+        raise _undecodable(name, picture, fault) from fault
     if upright.mode in DEEP_MODES:
         raise DataError(
-            f"image: {pictures.name(place)} has more than 8 bits per channel (mode {upright.mode}), which would be "
-            "clipped: scale it, and save it with 8 bits or as kind `arrays`"
+            f"image: {name} has more than 8 bits per channel (mode {upright.mode}), which would be clipped: scale "
+            "it, and save it with 8 bits or as kind `arrays`"
         )
-    return converted
+    try:
+        return _on_white(upright).convert(mode)
+    except ValueError as fault:
+        raise DataError(f"image: {name} cannot be read: {fault}; save it in RGB, or in grey") from fault
+
+
+def _undecodable(name: str, picture: Picture, fault: Exception) -> DataError:
+    """Return the error for an image that Pillow cannot decode."""
+    if is_dicom(picture):
+        return DataError(f"image: {name} is a DICOM file: set dicom = true to read DICOM files")
+    with BytesIO(picture) if isinstance(picture, bytes) else picture.open("rb") as file:
+        if file.read(len(LFS_POINTER)) == LFS_POINTER:
+            return DataError(
+                f"image: {name} is a pointer of Git LFS in place of the image: fetch it by `git lfs pull`"
+            )
+    unknown = isinstance(fault, UnidentifiedImageError) and f"it is none of {', '.join(FORMATS)}"
+    return BrokenImage(f"image: {name} cannot be read: {unknown or str(fault)[:200]}; replace it or take it out")
+
+
+def _on_white(image: Image.Image) -> Image.Image:
+    """Return an image as it looks on white: under transparent pixels lie colours that no viewer shows."""
+    if not image.has_transparency_data:
+        return image
+    shown = image.convert("RGBA")
+    return Image.alpha_composite(Image.new("RGBA", shown.size, "white"), shown)
+
+
+def require_undamaged(content: bytes, name: str) -> None:
+    """Raise BrokenImage for damage that Pillow repairs in silence: a wrong checksum in a PNG file, or a JPEG file
+    whose end is missing."""
+    try:
+        if content.startswith(b"\x89PNG"):
+            PngImageFile(BytesIO(content)).verify()
+        elif content.startswith(START_OF_JPEG) and not _has_end(content):
+            raise EOFError("its end is missing")
+    except UNREADABLE as fault:
+        raise BrokenImage(f"image: {name} cannot be read: {fault}; replace it or take it out") from fault
+
+
+def has_more_frames(content: bytes) -> bool:
+    """Return whether a file has pages or frames after the first, which are not read.
+
+    The previews in photos of the format MPO, which extends JPEG, are none.
+    """
+    if content.startswith(START_OF_JPEG):
+        return False
+    try:
+        with Image.open(BytesIO(content), formats=FORMATS) as image:
+            return bool(getattr(image, "is_animated", False))
+    except UNREADABLE:
+        return False
+
+
+def _has_end(jpeg: bytes) -> bool:
+    """Return whether a JPEG file contains the whole image.
+
+    A decoder paints what is missing grey. If the image is whole, bytes inserted at its end change no pixel.
+    """
+    begin, pixels = _small(jpeg)
+    end = jpeg.find(END_OF_JPEG, begin)
+    return end >= 0 and np.array_equal(pixels, _small(jpeg[:end] + GARBAGE + jpeg[end:])[1])
+
+
+def _small(jpeg: bytes) -> tuple[int, NDArray[np.uint8]]:
+    """Return the place where the image's data begin, and its pixels.
+
+    They are at an eighth of its size, which is faster, unless scans after the first one refine them.
+    """
+    with JpegImageFile(BytesIO(jpeg)) as image:
+        begin = image.fp.tell() if image.fp else 0
+        if not image.info.get("progressive"):
+            image.draft(None, (-(-image.width // 8), -(-image.height // 8)))
+        return begin, np.asarray(image)
 
 
 @dataclass(frozen=True)
