@@ -3,6 +3,7 @@
 import difflib
 import importlib
 import os
+import re
 import shutil
 import socket
 import ssl
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import UTC, datetime, timedelta
 from email.utils import parsedate_to_datetime
 from functools import partial
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import httpx
@@ -24,9 +26,12 @@ from tessera.shared.diagnostics import Check, Finding, fail, ok, reason_of, warn
 from tessera.shared.host_memory import available_bytes
 from tessera.shared.methods.registry import methods
 from tessera.shared.model.dataset_schema import PIXELS
+from tessera.shared.model.selectors import ineffective, kept_back
+from tessera.shared.model.spec import Model
 from tessera.shared.problems import Forbidden, NotFound, Problem, Unauthenticated
 from tessera.shared.run_settings import Training
 from tessera.shared.schema import PROTOCOL
+from tessera.shared.updates.model_folder import ModelFolder
 from tessera.shared.urls import is_loopback, proxy_of
 from tessera.shared.version import install_line
 from tessera.worker.data.dataset import DataError, Dataset
@@ -57,7 +62,8 @@ MATMUL_ROWS = 1024
 COMPILERS = ("g++", "clang++", "c++")
 
 WHAT_LEAVES = (
-    "may_send", "never_send", "max_upload_bytes", "max_run_upload_bytes", "require_privacy", "approve_runs", "airlock"
+    "may_send", "never_send", "never_send_if_present", "max_upload_bytes", "max_run_upload_bytes", "require_privacy",
+    "approve_runs", "airlock"
 )  # fmt: skip
 """Rules of a policy of which a site sets one at least; without any, everything may leave unseen."""
 OPEN_REMEDY = (
@@ -66,10 +72,11 @@ OPEN_REMEDY = (
 )
 
 
-def checks(settings: WorkerSettings, *, probe: bool) -> Iterator[tuple[str, Check]]:
+def checks(settings: WorkerSettings, *, probe: bool, model: Path | None = None) -> Iterator[tuple[str, Check]]:
     """Yield the name of each check and the check, in order.
 
-    With `probe`, one of them uploads 256 KiB of noise, which the coordinator removes.
+    With `probe`, one of them uploads 256 KiB of noise, which the coordinator removes. `model`: a model folder, whose
+    blocks the policy is tried on.
     """
     verify = tls_of(settings)
     connect = partial(Client, settings.url, patience_seconds=0, verify=verify)
@@ -80,6 +87,8 @@ def checks(settings: WorkerSettings, *, probe: bool) -> Iterator[tuple[str, Chec
     for name, source in settings.datasets.items():
         yield f"data {name}", partial(_dataset, settings, name, source)
     yield "policy", lambda: _policy(settings)
+    if model:
+        yield "policy", lambda: effects(settings.policy, ModelFolder.open(model).model, f"in {model}")
     yield "line", lambda: _line(settings, connect, probe=probe)
 
 
@@ -255,6 +264,10 @@ def _policy(settings: WorkerSettings) -> Iterator[Finding]:
             yield warn("policy", f"{sentence} No person approves it.", OPEN_REMEDY)
         else:
             yield ok("policy", sentence)
+    for name in policy.all_never_sent:
+        if not re.search(r"[*?\[.]", name):
+            remedy = f"Did you mean '*{name}*'? `tessera worker doctor --model FOLDER` tries it on a model."
+            yield warn("policy", f"never_send: {name!r} is no pattern, but one block's whole name", remedy)
     for rule in ("orchestrators", "methods", "datasets", "models"):
         if getattr(policy, rule) == ():
             remedy = f"Name some, or remove policy.{rule} to allow any."
@@ -296,7 +309,17 @@ def _line(settings: WorkerSettings, connect: Callable[..., Client], *, probe: bo
             rate = min(rate or most, most)
         for run, last in sorted(under_way(own).items()):
             about = client.run(run)
-            yield ok("runs", forecast(about.spec.name, last, client.model(about.spec.model).nbytes, rate))
+            model = client.model(about.spec.model)
+            yield ok("runs", forecast(about.spec.name, last, model.nbytes, rate))
+            yield from effects(settings.policy, model, f"of run {about.spec.name}")
+
+
+def effects(policy: Policy, model: Model, which: str) -> Iterator[Finding]:
+    """Yield what each rule about blocks that never leave keeps back of a model, and each that keeps back nothing."""
+    for rule, detail in ineffective(policy.never_send, policy.may_send, model.blocks):
+        yield fail("policy", f"{rule}, for the model {which}: {detail}", f"Change policy.{rule}: the run is refused.")
+    for sentence in kept_back(policy.all_never_sent, model.blocks):
+        yield ok("policy", f"for the model {which}, {sentence}")
 
 
 def under_way(tasks: Iterable[TaskView]) -> dict[str, TaskView | None]:

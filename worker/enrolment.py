@@ -50,7 +50,7 @@ state_dir = {state_dir}
 # Without a rule, any block may leave in any run. Remove the `#` from these lines for a stricter site.
 [policy]
 # approve_runs = true                   # a person at this site approves each run first
-# never_send = ["*embeddings*"]         # names of blocks, as patterns
+# never_send = ["*embeddings*"]         # blocks' names, as patterns: `doctor --model FOLDER` tries them
 # max_upload_bytes = 50_000_000         # of an update
 # max_run_upload_bytes = 1_000_000_000  # of all updates of a run
 # airlock = true                        # a person releases each update

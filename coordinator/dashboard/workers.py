@@ -209,7 +209,11 @@ def _rules(policy: AdvertisedPolicy) -> list[tuple[str, str]]:
         for name, key, shown in limits
         if getattr(policy, key) != getattr(default, key)
     ]
-    lists = (("Orchestrators", policy.orchestrators), ("Models", policy.models), ("Never sends", policy.never_send))
+    lists = (
+        ("Orchestrators", policy.orchestrators),
+        ("Models", policy.models),
+        ("Never sends", policy.all_never_sent),
+    )
     needed, of_site, weekly = policy.require_privacy, policy.require_client_privacy, policy.max_weekly_privacy
     return [
         ("Hours", f"{', '.join(policy.hours)} ({zone})" if policy.hours else "always open"),

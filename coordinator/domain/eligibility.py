@@ -15,6 +15,7 @@ from tessera.shared.api.tasks import AdvertisedPolicy
 from tessera.shared.methods.base import Plan
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.dataset_schema import DatasetSchema
+from tessera.shared.model.selectors import ineffective
 from tessera.shared.model.spec import Model
 from tessera.shared.run_settings import Budget, Privacy, UnitBudget, about_together, used_later_settings
 from tessera.shared.schedule import local_epochs
@@ -233,6 +234,8 @@ def refused_plan(policy: AdvertisedPolicy | None, model: Model, plan: Plan) -> I
     """Return why the site would refuse to send the update that a plan asks for, or None."""
     if policy is None:
         return None
+    for rule, detail in ineffective(policy.never_send, policy.may_send, model.blocks):
+        return Ineligibility(rule=rule, detail=f"{detail}, in its site's policy")
     asked = plan.upload.resolve(model.blocks)
     if kept := [block for block in asked if policy.withholds(block)]:
         return Ineligibility(rule="never_send", detail=f"these blocks never leave it: {_listed(kept)}")

@@ -21,6 +21,7 @@ from tessera.shared.methods.base import Plan, State
 from tessera.shared.methods.registry import coordinator_half
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.dataset_schema import IDS, TAKES, class_count
+from tessera.shared.model.selectors import kept_back
 from tessera.shared.model.spec import Model
 from tessera.shared.near_names import nearest
 from tessera.shared.rounds.planning import (
@@ -72,6 +73,9 @@ def preview(
             ineligibilities=tuple(found[worker.name]),
             warnings=_warnings(invited, model, vocabulary, worker, asked, pool),
             workload=asked.get(worker.name),
+            never_sends=tuple(kept_back(policy.all_never_sent, model.blocks)[:MAX_NAMED])
+            if (policy := worker.advertised_policy)
+            else (),
         )
         for worker in known
     )

@@ -373,6 +373,8 @@ class WorkerPreview(Message):
     """Reasons why it may leave the run before its end, or be late."""
     workload: RoundWorkload | None = None
     """Its work in the first round; None if it would not take part, or is not drawn for that round."""
+    never_sends: tuple[str, ...] = ()
+    """In words, what each of its site's rules about blocks that never leave keeps back of the model."""
 
 
 class Preview(Message):

@@ -182,6 +182,9 @@ class TaskView(Message):
 # ---------------------------------------------------------------- tasks
 
 
+NamePattern = Annotated[str, Field(max_length=512)]
+
+
 class AdvertisedPolicy(Message):
     """The part of a site's policy that helps to plan: what may leave, how much, when, for whom. It binds neither
     side: the worker judges each task itself."""
@@ -189,7 +192,8 @@ class AdvertisedPolicy(Message):
     orchestrators: tuple[Short, ...] | None = Field(default=None, max_length=256)
     models: tuple[Short, ...] | None = Field(default=None, max_length=256)
     may_send: Selector = EVERYTHING
-    never_send: tuple[Annotated[str, Field(max_length=512)], ...] = Field(default=(), max_length=MAX_PATTERNS)
+    never_send: tuple[NamePattern, ...] = Field(default=(), max_length=MAX_PATTERNS)
+    never_send_if_present: tuple[NamePattern, ...] = Field(default=(), max_length=MAX_PATTERNS)
     max_epochs: PositiveInt = 1 << 53
     max_batch: PositiveInt = 1 << 53
     max_model_bytes: PositiveInt = 1 << 53
@@ -226,7 +230,11 @@ class AdvertisedPolicy(Message):
         return selector
 
     def withholds(self, block: Block) -> bool:
-        return any(fnmatchcase(block.name, pattern) for pattern in self.never_send)
+        return any(fnmatchcase(block.name, pattern) for pattern in self.all_never_sent)
+
+    @property
+    def all_never_sent(self) -> tuple[str, ...]:
+        return (*self.never_send, *self.never_send_if_present)
 
 
 class Claim(Message):

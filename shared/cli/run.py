@@ -449,6 +449,7 @@ def preview_notes(found: Preview) -> Iterator[str]:
     if found.eligible < found.quorum:
         after = f"; {found.awaiting_approval} more once their sites approve it" if found.awaiting_approval else ""
         yield f"warning: {found.eligible} would take part now, fewer than the quorum of {found.quorum}{after}"
+    yield from (f"{one.worker} never sends: {'; '.join(one.never_sends)}" for one in found.workers if one.never_sends)
     yield from (f"warning: {warning}" for warning in found.warnings)
 
 

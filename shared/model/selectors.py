@@ -1,12 +1,14 @@
 """Selectors: which blocks of a model a method trains, sends, keeps or freezes."""
 
-from collections.abc import Collection, Iterable, Sequence
+import re
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from typing import Self, get_args
 
 from pydantic import Field, model_validator
 
 from tessera.shared.model.blocks import Block, Role
+from tessera.shared.near_names import nearest
 from tessera.shared.schema import Frozen
 
 MAX_PATTERNS = 16_384
@@ -14,6 +16,11 @@ MAX_PATTERNS = 16_384
 
 MAX_RESOLVED = 256
 """Number of selectors whose blocks of a table are remembered: those of the last rounds of a few runs."""
+
+FURTHER_NAMES = ("decoder", "embed_out", "embed_tokens", "lm_head", "shared", "vocab_projector")
+"""Parts of further names that transformers gives to tied tensors. A table of blocks has a tensor's first name."""
+
+MAX_SHOWN = 5
 
 _resolved: "dict[tuple[int, Selector], tuple[tuple[Block, ...], tuple[Block, ...]]]" = {}
 """By the table's identity and the selector: the table, which must not be freed before, and the selected blocks."""
@@ -138,3 +145,65 @@ class SelectorError(ValueError):
             f"no block matches {wanted}; the model has the roles {', '.join(seen)}"
             + (f" and the layers {layers[0]} to {layers[-1]}" if layers else " and no layers")
         )
+
+
+def named_by(pattern: str, names: Iterable[str]) -> list[str]:
+    """Return the names that a shell pattern matches, sorted."""
+    return sorted(name for name in names if fnmatchcase(name, pattern))
+
+
+def ineffective(
+    never_send: Iterable[str], may_send: Selector, blocks: Sequence[Block], tied: Iterable[str] | None = None
+) -> Iterator[tuple[str, str]]:
+    """Yield the rule and the fault of each part of a site's policy that is to keep blocks back and that no block of a
+    model meets: a pattern of `never_send`, or a name, a layer or a whole condition of `may_send.exclude`.
+
+    Without a word, a misspelt rule would protect nothing. `tied` has the further names of the model's tensors. None:
+    they are unknown, and a pattern that may mean one is passed over.
+    """
+    names = {block.name for block in blocks} | set(tied or ())
+    for pattern in never_send:
+        may_be_tied = tied is None and any(part in pattern for part in FURTHER_NAMES)
+        if not may_be_tied and not named_by(pattern, names):
+            fault = f"the model has no block called {pattern!r}, so that this rule protects nothing"
+            remedy = "Correct it, or move it to never_send_if_present if only some models have such blocks"
+            yield "never_send", f"{fault}; {_near(pattern, names)} {remedy}"
+    for match in may_send.exclude:
+        for part in _parts(match):
+            if not any(part.holds(block) for block in blocks):
+                yield "may_send", f"{SelectorError(part, blocks)}: this part of may_send.exclude protects nothing"
+
+
+def kept_back(patterns: Iterable[str], blocks: Sequence[Block]) -> list[str]:
+    """Return for each shell pattern, in words, which of a model's blocks it keeps at a site."""
+    names = [block.name for block in blocks]
+    return [f"{pattern!r} keeps {_some(named_by(pattern, names), len(names))}" for pattern in patterns]
+
+
+def _some(names: Sequence[str], total: int) -> str:
+    more = ", ..." if len(names) > MAX_SHOWN else ""
+    shown = f" ({', '.join(names[:MAX_SHOWN])}{more})" if names else ""
+    return f"{len(names)} of {total} blocks{shown}"
+
+
+def _parts(match: Match) -> list[Match]:
+    """Return a match for each of its names and each of its layers, under its other conditions."""
+    names = [match.model_copy(update={"names": (name,)}) for name in match.names or ()]
+    layers = [match.model_copy(update={"layers": (layer,)}) for layer in match.layers or ()]
+    return [*names, *layers] or [match]
+
+
+def _near(pattern: str, names: Iterable[str]) -> str:
+    """Return the end of a sentence: a pattern that matches and may be meant, else some of the names."""
+    ordered = sorted(names)
+    # What is between the wildcards, the longest first.
+    pieces = sorted(filter(None, re.split(r"[*?\[\] ]+[.]?|[.](?=[*?\[]|$)", pattern)), key=len, reverse=True)
+    for piece in pieces[:1]:
+        for name in ordered:
+            if (at := name.lower().find(piece.lower())) >= 0:
+                return f"did you mean `*{name[at : at + len(piece)]}*`?"
+        steps = ordered if "." in piece else {step for name in ordered for step in name.split(".")}
+        if close := nearest(piece, steps):
+            return f"did you mean `*{close}*`?"
+    more = f" and {len(ordered) - MAX_SHOWN} more" if len(ordered) > MAX_SHOWN else ""
+    return f"it has {', '.join(ordered[:MAX_SHOWN])}{more}."

@@ -353,6 +353,8 @@ def test_whoever_started_a_run_can_do_something_about_each_failure() -> None:
     [
         ("leaky", {}, "policy-violation: plan: the plan does not include"),
         ("fedavg", {"never_send": ["*embeddings*"]}, "policy-violation: never_send: "),
+        ("fedavg", {"never_send": ["*embedings*"]}, "never_send: the model has no block called '*embedings*'"),
+        ("fedavg", {"may_send": {"exclude": [{"layers": [99]}]}}, "policy-violation: may_send: no block matches"),
         ("fedavg", {"max_upload_bytes": 100}, "policy-violation: max_upload_bytes: "),
         ("fedavg", {"max_model_bytes": 100}, "policy-violation: max_model_bytes: "),
         ("fedavg", {"max_run_upload_bytes": 100}, "policy-violation: max_run_upload_bytes: "),

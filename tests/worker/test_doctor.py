@@ -36,7 +36,7 @@ from tessera.worker.model.four_bits import REMEDY, library
 from tessera.worker.settings import SettingsError, WorkerSettings
 from tessera.worker.training.optimization.bfloat16_products import is_native
 from tests.support.coordinator import LiveCoordinator
-from tests.support.federation import ScriptedWorker, small_model, start_run, values
+from tests.support.federation import ScriptedWorker, model_folder, small_model, start_run, values
 from tests.support.pretrained import bert_tokenizer
 
 NOON = datetime(2026, 11, 23, 12, tzinfo=UTC)
@@ -191,6 +191,21 @@ def test_a_trainer_on_images_without_kornia_is_told_what_it_is_not_offered(
         f"If it should take part in them: {install_line('augmentation')}",
     )
     assert "offered no run that changes images" in warning.detail
+
+
+def test_the_policy_is_tried_on_a_model_before_any_run_asks(tmp_path: Path) -> None:
+    given = {"url": "http://127.0.0.1:9", "token": "t", "name": "w", "state_dir": tmp_path}
+    folder = model_folder(tmp_path / "model", small_model())
+    policy = {"never_send": ["*mlp*", "haed"]}
+    settings = WorkerSettings(**given, datasets={"test": {"kind": "digits"}}, policy=policy)
+    _, plain, *_ = (check for name, check in checks(settings, probe=False, model=folder) if name == "policy")
+    misspelt, kept, none = plain()
+    assert (misspelt.verdict, kept.verdict) == ("fail", "ok")
+    assert "no block called 'haed', so that this rule protects nothing; did you mean `*head*`" in misspelt.detail
+    assert "'*mlp*' keeps 1 of 6 blocks (layer.0.mlp.weight)" in kept.detail
+    assert "'haed' keeps 0 of 6 blocks" in none.detail
+    (warning,) = (one for one in dict(checks(settings, probe=False))["policy"]() if one.verdict == "warn")
+    assert warning.remedy.startswith("Did you mean '*haed*'?")
 
 
 def test_unknown_words_of_a_data_set_are_reported(tmp_path: Path) -> None:

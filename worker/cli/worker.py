@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
@@ -130,6 +131,9 @@ def check(config: ConfigFile, as_json: AsJson = False) -> None:
 def doctor(
     config: ConfigFile,
     probe: Annotated[bool, typer.Option("--probe/--no-probe", help="Upload 256 KiB of noise to time it.")] = True,
+    model: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="A model, to see which of its blocks the policy keeps.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Check all that a worker needs: network, coordinator, token, disk, device, data, policy and upload speed.
@@ -138,7 +142,7 @@ def doctor(
     """
     with exits(ERRORS):
         settings = read_settings(config)
-    print_findings(examined(checks(settings, probe=probe)), as_json=as_json)
+    print_findings(examined(checks(settings, probe=probe, model=model)), as_json=as_json)
 
 
 config_app = typer.Typer(no_args_is_help=True, help="The settings from the file and the environment.")

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from tessera.shared.api.tasks import Task
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.preprocessing import TOKENIZER
-from tessera.shared.model.selectors import EVERYTHING
+from tessera.shared.model.selectors import EVERYTHING, kept_back
 from tessera.shared.model.spec import Model
 from tessera.shared.run_settings import Privacy
 from tessera.shared.schedule import local_epochs
@@ -32,6 +32,7 @@ def summary(
     task: Task,
     model: Model,
     examples: int,
+    policy: Policy | None = None,
     *,
     groups: int | None = None,
     raw_texts: bool = False,
@@ -44,7 +45,7 @@ def summary(
     if it takes part in none.
     """
     work = [_work(task, model, examples, groups), *_tokenizer(task, model, raw_texts=raw_texts)]
-    leaving = [_leaving(task, model), *_masks(task, least_in_sum)]
+    leaving = [_leaving(task, model), *_kept(task, model, policy), *_masks(task, least_in_sum)]
     return " ".join([*work, *leaving, _privacy(task), *_client_privacy(task)])
 
 
@@ -85,6 +86,16 @@ def _leaving(task: Task, model: Model) -> str:
         "rounds may ask for other blocks, within the site's policy. Versions may also be measured on what is held "
         "out here, which sends figures."
     )
+
+
+def _kept(task: Task, model: Model, policy: Policy | None) -> Iterator[str]:
+    if task.kind != "train" or policy is None:
+        return
+    if policy.may_send != EVERYTHING:
+        allowed = [block for block in model.blocks if policy.may_send.holds(block)]
+        yield f"The site's may_send allows {in_words(allowed, model.blocks)}."
+    if kept := kept_back(policy.all_never_sent, model.blocks):
+        yield f"Of the blocks that never leave, {'; '.join(kept)}."
 
 
 def _masks(task: Task, least: int | None) -> Iterator[str]:
@@ -157,6 +168,11 @@ def policy_in_words(policy: Policy) -> Iterator[str]:
         f"and {_any_of(policy.datasets, 'any data set that is set up')}."
     )
     never = f", never {', '.join(policy.never_send)}" if policy.never_send else ""
+    never += (
+        f", nor {', '.join(policy.never_send_if_present)} where a model has it"
+        if policy.never_send_if_present
+        else ""
+    )
     what = ANY_BLOCK if policy.may_send == EVERYTHING else "Only blocks that may_send names may leave"
     whole = f", {size(policy.max_run_upload_bytes)} over a run" if policy.max_run_upload_bytes else ""
     yield f"{what}{never}; at most {size(policy.max_upload_bytes)} at a time{whole}."

@@ -4,9 +4,10 @@ import operator
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 from pydantic import (
+    AfterValidator,
     Field,
     NonNegativeInt,
     PositiveFloat,
@@ -20,7 +21,7 @@ from tessera.shared import renamed_keys
 from tessera.shared.api.tasks import AdvertisedPolicy, Task
 from tessera.shared.host_memory import available_bytes
 from tessera.shared.model.blocks import Block
-from tessera.shared.model.selectors import EVERYTHING, Selector
+from tessera.shared.model.selectors import EVERYTHING, Selector, ineffective
 from tessera.shared.run_settings import Budget, Privacy, Span, Unit, UnitBudget
 from tessera.shared.schema import MAX_NUMBER, Frozen, Label, TaskKind
 from tessera.shared.secure_sums.messages import NoiseTerms
@@ -216,6 +217,18 @@ class Allowance(UnitBudget):
             require(self.counts(privacy), rule, f"{what} has a budget for each group, and {SINGLE_EXAMPLES}")
 
 
+def _matchable(pattern: str) -> str:
+    if not (pattern.isascii() and pattern.isprintable() and pattern == pattern.strip() and pattern):
+        raise ValueError(
+            f"{pattern!r} matches no block: names of blocks are of printable ASCII characters, without spaces around"
+        )
+    return pattern
+
+
+Pattern = Annotated[str, AfterValidator(_matchable)]
+"""A shell pattern for names of blocks."""
+
+
 class Policy(Frozen):
     """A site's rules. By default any installed method may use any configured data set within these limits."""
 
@@ -227,8 +240,13 @@ class Policy(Frozen):
     datasets: tuple[Label, ...] | None = Field(default=None, description="data sets that runs may use")
     models: tuple[str, ...] | None = Field(default=None, description="transformers' model types that runs may use")
     may_send: Selector = Field(default=EVERYTHING, description="blocks that may leave")
-    never_send: tuple[str, ...] = Field(
-        default=(), description="names of blocks that never leave, as shell patterns; stronger than may_send"
+    never_send: tuple[Pattern, ...] = Field(
+        default=(),
+        description="names of blocks that never leave, as shell patterns; stronger than may_send. A run whose model "
+        "has no such block is refused",
+    )
+    never_send_if_present: tuple[Pattern, ...] = Field(
+        default=(), description="the same for blocks that only some models have: other runs are not refused"
     )
     max_epochs: PositiveInt = Field(default=100, description="passes over the data in one task, over all phases")
     max_batch: PositiveInt = Field(default=65_536, description="examples in one batch")
@@ -344,7 +362,11 @@ class Policy(Frozen):
         )
 
     def _withholds(self, block: Block) -> bool:
-        return any(fnmatchcase(block.name, pattern) for pattern in self.never_send)
+        return any(fnmatchcase(block.name, pattern) for pattern in self.all_never_sent)
+
+    @property
+    def all_never_sent(self) -> tuple[str, ...]:
+        return (*self.never_send, *self.never_send_if_present)
 
     def check_request(self, task: Task, kinds: Sequence[TaskKind]) -> None:
         """Check what applies to a helper's task too: its kind, its lease and its run's orchestrator. Raises
@@ -431,6 +453,12 @@ class Policy(Frozen):
         names = [(name, block) for block in asked for name in tied.get(block.tensor, ())]
         if refused := [f"{name} ({block.name})" for name, block in names if self._withholds(_named(block, name))]:
             raise PolicyViolation("never_send", f"these blocks never leave: {_listed(refused)}")
+
+    def check_effect(self, blocks: Sequence[Block], further: Iterable[str] | None = None) -> None:
+        """Check that each rule about blocks that never leave is about some block of a model. `further` has names
+        that are in no table of blocks; None if they are unknown. Raises PolicyViolation."""
+        for rule, detail in ineffective(self.never_send, self.may_send, blocks, further):
+            raise PolicyViolation(rule, detail)
 
     def check_upload(self, asked: Iterable[Block]) -> None:
         """Check the blocks that a plan uploads. Raises PolicyViolation naming them."""

@@ -86,6 +86,7 @@ def admit(run: TaskRun) -> Admission:
         _require_packable(task)
     if task.training.augments and (task.kind == "train" or task.held_out):
         _require_augmentable(task, dataset)
+    _check_effect(run)
     groups = _groups(run, dataset)
     _check_length(run, groups.count if groups else dataset.examples)
     if env.inbox:
@@ -98,6 +99,16 @@ def admit(run: TaskRun) -> Admission:
     terms = admitted_terms(run)
     checkpoint = checkpoint_of(env, task)
     return Admission(dataset, _private(run, dataset, groups, checkpoint), checkpoint, terms)
+
+
+def _check_effect(run: TaskRun) -> None:
+    """Raise PolicyViolation for a rule that would keep back no block of the model, before a person is asked.
+
+    The built model decides (`train`): a table of blocks may describe another model, and lacks names of tied tensors.
+    """
+    policy = run.env.policy
+    if run.task.kind == "train" and (policy.never_send or policy.may_send.exclude):
+        policy.check_effect(read_model(run).blocks)
 
 
 def _check_length(run: TaskRun, units: int) -> None:
@@ -153,6 +164,7 @@ def _require_approval(run: TaskRun, inbox: Inbox, dataset: Dataset, groups: Grou
                 task,
                 read_model(run),
                 examples,
+                run.env.policy,
                 groups=groups.count if groups else None,
                 raw_texts=dataset.texts is not None,
                 least_in_sum=party.quorum if party else None,

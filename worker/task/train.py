@@ -6,6 +6,7 @@ import math
 import sys
 from collections.abc import Iterable
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -146,9 +147,11 @@ def _check_plan(run: TaskRun, loaded: Loaded) -> None:
     upload, context, policy = run.task.plan.upload, loaded.context, run.env.policy
     private = [*loaded.half.private().resolve(context.blocks), *context.private]
     policy.check_private(block for block in private if upload.holds(block))
+    tied = tied_names(context.model)
+    policy.check_effect(context.blocks, {*chain(*tied.values()), *(block.name for block in context.private)})
     asked = upload.resolve(context.blocks)
     policy.check_upload(asked)
-    policy.check_tied(asked, tied_names(context.model))
+    policy.check_tied(asked, tied)
     if baseless := sorted(block.name for block in asked if block.name not in loaded.bases):
         raise TaskFailure("invalid-plan", f"the plan uploads blocks that it does not fetch as a base: {baseless[:8]}")
     if PRIVATE in run.task.training.rates and not context.private:

@@ -69,6 +69,7 @@ def test_a_preview_names_why_each_worker_would_not_take_part(coordinator: LiveCo
         "a/w": [], "b/w": ["methods"], "c/w": ["datasets"], "d/w": ["require_privacy"], "e/w": ["awaiting-approval"],
         "f/w": ["never_send"],
     }  # fmt: skip
+    assert by_name(found)["f/w"].never_sends == ("'head*' keeps 1 of 6 blocks (head.weight)",)
     assert (found.quorum, found.eligible, found.awaiting_approval, found.missing_sites) == (2, 1, 1, ("nobody",))
     known(coordinator, "g", kinds=("train", "evaluate"), held_out={"data": 20})
     (said,) = client.preview_run(spec_of(client, evaluation=Evaluation(sites=True))).warnings

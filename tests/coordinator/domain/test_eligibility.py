@@ -95,7 +95,7 @@ def test_a_worker_without_kornia_is_offered_no_run_that_changes_images() -> None
     run = invited(training=Training.model_validate({"augmentation": {"horizontal_flip": 0.5}}))
     (found,) = objections(run, "a", declared(training=sorted(LATER_SETTINGS - {"augmentation"})))
     said = "it cannot apply training.augmentation: have the site run pip install 'tessera-fl[augmentation]'"
-    assert found.detail == f"{said}, or leave the setting out"
+    assert found.detail == f"{said}, or upgrade its version of Tessera, or leave the setting out"
     assert rules(run) == []
 
 
@@ -232,6 +232,17 @@ def test_blocks_that_would_have_to_leave_are_named() -> None:
     assert (never.rule, never.detail) == ("never_send", "these blocks never leave it: head.weight")
     assert may
     assert (may.rule, may.detail) == ("may_send", "these blocks may not leave it: layer.0.qkv.weight#key")
+
+
+def test_a_site_whose_rule_keeps_back_no_block_is_not_planned_for() -> None:
+    misspelt = Policy(never_send=("haed*",)).advertised_policy({}, 0)
+    found = refused_plan(misspelt, MODEL, Plan(upload=roles("value")))
+    assert found
+    assert found.rule == "never_send"
+    assert "no block called 'haed*', so that this rule protects nothing; did you mean `*head*`?" in found.detail
+    optional = Policy(never_send_if_present=("haed*", "*head*")).advertised_policy({}, 0)
+    assert refused_plan(optional, MODEL, Plan(upload=roles("value"))) is None
+    assert refused_plan(optional, MODEL, Plan(upload=roles("head"))) is not None
 
 
 def test_a_model_of_another_type_or_size_is_objected_to() -> None:

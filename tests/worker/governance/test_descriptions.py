@@ -11,6 +11,7 @@ from tessera.shared.model.preprocessing import FileName, FileRef
 from tessera.shared.model.selectors import roles
 from tessera.shared.run_settings import ClientPrivacy, Privacy
 from tessera.worker.governance.descriptions import in_words, size, summary
+from tessera.worker.governance.policy import Policy
 from tests.support.federation import small_model
 from tests.support.task_document import task_of
 
@@ -43,6 +44,15 @@ def test_a_run_that_trains_the_base_beside_adapters_says_so() -> None:
     said = "Its base trains too, beside adapters or prompts."
     assert said in summary(task(training=Training(full_fine_tuning=True)), MODEL, 1204)
     assert said not in summary(task(), MODEL, 1204)
+
+
+def test_a_run_is_told_with_what_each_rule_of_the_site_keeps_back() -> None:
+    policy = Policy(never_send=("*mlp*",), never_send_if_present=("prompts.*",), may_send=roles("value", "head"))
+    told = summary(task(), MODEL, 1204, policy)
+    assert "The site's may_send allows all value, all head blocks." in told.replace(" and ", ", ")
+    assert "Of the blocks that never leave, '*mlp*' keeps 1 of 6 blocks (layer.0.mlp.weight)" in told
+    assert "; 'prompts.*' keeps 0 of " in told
+    assert "never leave" not in summary(task(kind="evaluate", plan=Plan()), MODEL, 1204, policy)
 
 
 def test_steps_are_told_with_the_epochs_that_they_are_at_this_site() -> None:

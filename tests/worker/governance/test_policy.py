@@ -165,8 +165,49 @@ def test_a_plan_that_asks_for_what_may_not_leave_is_refused_with_the_blocks_name
     assert violation.value.rule == rule
 
 
-def test_a_rule_for_blocks_that_a_model_lacks_forbids_nothing_of_it() -> None:
-    Policy(never_send=("prompt.*",)).check_upload(TABLE)
+@pytest.mark.parametrize(
+    ("policy", "rule", "told"),
+    [
+        ({"never_send": ["*query", "lair.0"]}, "never_send", "no block called 'lair.0'"),
+        ({"never_send": ["layer"]}, "never_send", r"did you mean `\*layer\*`"),
+        ({"never_send": ["*LAYER*"]}, "never_send", r"did you mean `\*layer\*`"),
+        ({"never_send": ["*.vlaue"]}, "never_send", r"did you mean `\*value\*`\? Correct it"),
+        ({"never_send": ["*vlaue*"]}, "never_send", r"did you mean `\*value\*`"),
+        ({"never_send": ["zzz"]}, "never_send", "it has embed, fc, layer.0.query, layer.0.value"),
+        ({"may_send": {"exclude": [{"names": ["*query", "*vlaue"]}]}}, "may_send", r"\['\*vlaue'\]"),
+        ({"may_send": {"exclude": [{"layers": [0, 12]}]}}, "may_send", r"'layers': \[12\]"),
+        ({"may_send": {"exclude": [{"roles": ["prompt"]}]}}, "may_send", "'prompt'"),
+    ],
+)
+def test_a_rule_that_keeps_back_no_block_of_the_model_is_refused(
+    policy: dict[str, object], rule: str, told: str
+) -> None:
+    table = tuple(block.model_copy(update={"layer": 0} if "layer" in block.tensor else {}) for block in TABLE)
+    with pytest.raises(PolicyViolation, match=told) as violation:
+        Policy.model_validate(policy).check_effect(table)
+    assert violation.value.rule == rule
+
+
+def test_a_rule_about_blocks_of_some_models_refuses_no_other() -> None:
+    policy = Policy(never_send=("*query",), never_send_if_present=("prompt.*", "fc"))
+    policy.check_effect(TABLE)
+    with pytest.raises(PolicyViolation, match="never leave: fc"):
+        policy.check_upload(TABLE[-1:])
+
+
+def test_the_further_name_of_a_tied_tensor_is_no_misspelling() -> None:
+    policy = Policy(never_send=("lm_head*",))
+    # A table of blocks does not tell: only the built model has the name.
+    policy.check_effect(TABLE)
+    policy.check_effect(TABLE, ["lm_head.weight"])
+    with pytest.raises(PolicyViolation, match="no block called"):
+        policy.check_effect(TABLE, [])
+
+
+@pytest.mark.parametrize("pattern", ["", " *embed*", "*embed*\n", "\uff0aembed\uff0a", "*\u0435mbed*"])
+def test_a_pattern_that_can_match_no_name_is_refused_with_the_settings(pattern: str) -> None:
+    with pytest.raises(ValueError, match="matches no block: names of blocks are of printable ASCII"):
+        Policy(never_send=(pattern,))
 
 
 @pytest.mark.parametrize(
