@@ -11,6 +11,7 @@ Problem
 |  |- TaskCancelled      the run or round no longer needs the task: drop the work
 |  |- RoundClosed        the update arrived too late to be merged
 |  |- StaleVersion       the update was trained from another version
+|  |- NameInUse          another worker of the site has this name
 |  |- OffsetMismatch     the upload continues at another byte
 |  `- UploadBusy         another request is writing to this upload
 |- TooSlow 408           the request stalled, or took too long to arrive
@@ -192,6 +193,15 @@ class StaleVersion(Conflict):
     code = "stale-version"
     title = "The update was made from another version"
     remedy = "Fetch the version that the task names, train from it, and submit again."
+
+
+class NameInUse(Conflict):
+    code = "name-in-use"
+    title = "Another worker of the site has this name"
+    remedy = (
+        "Give the newer one another name: `name` in its settings, or --name where it joins. If it replaces the "
+        "other, stop the other: its name is free as soon as Retry-After says, or its token is revoked."
+    )
 
 
 class OffsetMismatch(Conflict):

@@ -49,6 +49,7 @@ from tessera.worker.settings import SettingsError, WorkerSettings, credential_of
 from tessera.worker.settings_reload import SettingsFile, differing, reloaded
 from tessera.worker.state.audit import Action
 from tessera.worker.state.hash_chain import ChainError, TaskRef
+from tessera.worker.stores import state_id_of
 from tessera.worker.task.heartbeat import BEATS_PER_LEASE, Renewal, Stop, Stopped
 from tessera.worker.training.progress import Report
 
@@ -119,6 +120,8 @@ class Agent:
         self._claim = Claim(
             worker=settings.name,
             instance=checkpoints.instance if checkpoints else uuid4().hex,
+            state_id=state_id_of(settings),
+            started_at=time.time(),
             kinds=settings.all_kinds,
             datasets={},
             training=tuple(sorted(usable_settings(settings.kinds))),

@@ -4,7 +4,7 @@ import time
 
 import structlog
 
-from tessera.shared.problems import Forbidden, Invalid, Problem, SiteSuspended, Unauthenticated
+from tessera.shared.problems import Forbidden, Invalid, NameInUse, Problem, SiteSuspended, Unauthenticated
 from tessera.worker.task.heartbeat import Stop
 
 MAX_PAUSE_SECONDS = 30.0
@@ -23,13 +23,23 @@ class Outage:
         self._pause_seconds = 1.0
         self._said_at: float | None = None
         self._said = ""
+        self._waited_for_name = False
 
     def wait(self, problem: Problem) -> None:
+        """Wait before the next claim. Raise NameInUse if the other worker of this name goes on calling.
+
+        The other may be this worker's own past, such as a container whose state folder ended with it.
+        """
+        if isinstance(problem, NameInUse) and self._waited_for_name:
+            raise problem
+        self._waited_for_name = isinstance(problem, NameInUse)
         now = time.monotonic()
         if self._said_at is None or str(problem) != self._said or now - self._said_at >= COMPLAINT_SECONDS:
             self._said_at, self._said = now, str(problem)
             faults = [str(fault) for fault in problem.errors]
-            self._log.warning("coordinator-away", reason=problem.code, detail=problem.detail, errors=faults)
+            event = "name-in-use" if self._waited_for_name else "coordinator-away"
+            more = {"remedy": problem.advice} if self._waited_for_name else {}
+            self._log.warning(event, reason=problem.code, detail=problem.detail, errors=faults, **more)
         asked = min(problem.retry_after_seconds or 0, MAX_WAIT_SECONDS)
         self._stop.sleep(max(self._pause_seconds, asked))
         self._pause_seconds = min(2 * self._pause_seconds, MAX_PAUSE_SECONDS)
@@ -37,7 +47,7 @@ class Outage:
     def over(self) -> None:
         if self._said_at is not None:
             self._log.info("coordinator-back")
-        self._said_at, self._pause_seconds = None, 1.0
+        self._said_at, self._pause_seconds, self._waited_for_name = None, 1.0, False
 
 
 def refuses_worker(problem: Problem) -> bool:

@@ -15,6 +15,18 @@ from tessera.worker.state.audit import AUDIT_FOLDER, Audit
 from tessera.worker.state.privacy_ledger import LEDGER_FOLDER, Ledger
 from tessera.worker.state.site_keys import KEYS_FOLDER, AgreementLog, Keyring, SumParty
 
+STATE_ID_FILE = "state-id"
+"""File with the random id of the state folder, by which the coordinator recognises a restarted worker."""
+
+
+def state_id_of(settings: WorkerSettings) -> str:
+    """Return the id of the state folder. A missing one is created. Raises SettingsError."""
+    file = settings.state_dir / STATE_ID_FILE
+    try:
+        return secret_key(file).hex()
+    except (OSError, ValueError) as fault:
+        raise SettingsError(f"{file} is unusable: {reason_of(fault)}; if it is damaged, remove it") from fault
+
 
 def ledger_of(settings: WorkerSettings) -> Ledger:
     """Return the ledger of the privacy that runs have spent. Raises SettingsError."""

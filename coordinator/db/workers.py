@@ -23,7 +23,7 @@ from tessera.coordinator.db import audit
 from tessera.coordinator.db.tables import SiteRow, TokenRow, WorkerRow, declared_text, new_id
 from tessera.shared.api.tasks import Claim, LiveValues
 from tessera.shared.near_names import did_you_mean
-from tessera.shared.problems import Conflict, Fault, QuotaExceeded
+from tessera.shared.problems import Conflict, Fault, NameInUse, QuotaExceeded
 from tessera.shared.schema import MAX_CLAIM_BYTES
 from tessera.shared.tensors.lazy import digest_of
 
@@ -40,8 +40,10 @@ DECLARED = {
     "site_keys",
     "advertised_policy",
     "withheld",
+    "state_id",
+    "started_at",
 }
-"""Fields of a claim that are stored: those that decide which tasks the worker may have, and its platform."""
+"""Fields of a claim that are stored: those that decide which tasks the worker may have, its platform and identity."""
 
 FORGOTTEN_SECONDS = 30 * 86_400.0
 """Time after its last request for which a worker's name counts against its site's limit: some sites give each process
@@ -93,14 +95,19 @@ _DECLARATION = select(WorkerRow.id, WorkerRow.declared, WorkerRow.declared_diges
 )
 
 
-def enrol(session: Session, now: float, site_id: str, claim: Claim, most_workers: int) -> tuple[str, int]:
+def enrol(
+    session: Session, now: float, site_id: str, claim: Claim, most_workers: int, liveness_seconds: float
+) -> tuple[str, int]:
     """Store a worker's declaration; return the worker's id and the stored bytes.
 
-    Raises QuotaExceeded for too many names, and if the declarations of all workers of the site are too long.
+    Raises NameInUse if it would replace another live worker's, and QuotaExceeded for too many names, and if the
+    declarations of all workers of the site are too long.
     """
     declaration = _declared(claim)
     length = len(declared_text(declaration))
     row = _worker(session, site_id, claim.worker)
+    if row is not None and not _continues(row, claim):
+        require_silent(session, now, site_id, claim.worker, liveness_seconds)
     others = (WorkerRow.site_id == site_id) & (WorkerRow.name != claim.worker)
     others &= WorkerRow.last_seen_at >= now - FORGOTTEN_SECONDS
     names, declared = session.execute(
@@ -129,6 +136,28 @@ def enrol(session: Session, now: float, site_id: str, claim: Claim, most_workers
     # The chain is kept forever, and declarations may be long: it contains their digest.
     audit.record(session, now, f"site:{site_id}", "worker.enrol", row.id, declared=row.declared_digest)
     return row.id, length
+
+
+def require_silent(session: Session, now: float, site_id: str, name: str, liveness_seconds: float) -> None:
+    """Raise NameInUse if a worker of this name is live. One whose token was revoked is not."""
+    row = _worker(session, site_id, name)
+    if row is None or row.revoked or now - row.last_seen_at > liveness_seconds:
+        return
+    silent = max(0.0, now - row.last_seen_at)
+    raise NameInUse(
+        f"another worker of this site is called {name}, and sent a request {silent:.0f} s ago",
+        retry_after_seconds=liveness_seconds - silent + 1,
+    )
+
+
+def _continues(row: WorkerRow, claim: Claim) -> bool:
+    """Return whether a claim is by the stored worker: the process itself, or a later one in its state folder.
+
+    An earlier process in the folder must be one in a copy of it. A worker of an earlier version names no folder: its
+    successor cannot be distinguished from another worker.
+    """
+    state_id, started_at = row.declared.get("state_id"), row.declared.get("started_at", 0.0)
+    return state_id is None or (claim.state_id == state_id and claim.started_at >= started_at)
 
 
 def note_seen(session: Session, now: float, seen: dict[str, tuple[float, str]]) -> None:

@@ -15,7 +15,7 @@ from sqlalchemy.orm import Session
 from tessera.coordinator.auth import tokens
 from tessera.coordinator.db import audit, views
 from tessera.coordinator.db.tables import AuditRow, EnrolmentRow, SiteRow, TokenRow, find, new_id
-from tessera.coordinator.db.workers import create_site, no_site
+from tessera.coordinator.db.workers import create_site, no_site, require_silent
 from tessera.coordinator.domain.principal import Principal
 from tessera.coordinator.services import Services
 from tessera.shared.api.admin import Approval, Enrolment, EnrolmentSpec
@@ -52,13 +52,13 @@ def ask(services: Services, spec: EnrolmentSpec, address: str, secret: str | Non
     services.admission.count_enrolment(address)
     try:
         with services.database.transaction() as session:
-            now = services.database.now()
+            now, liveness = services.database.now(), services.settings.liveness_seconds
             row = _asked_before(session, now, spec)
             if secret is not None and (row is None or row.state == "pending"):
                 caller = tokens.authenticate(session, now, secret)
                 if caller.role != "enrolment":
                     raise Forbidden(f"this needs an enrolment token, or none; yours has role {caller.role}")
-                row = _redeem(session, now, spec, caller, address, row)
+                row = _redeem(session, now, spec, caller, address, row, liveness)
             if row is None:
                 row = _wait(session, now, spec, address, services.settings.pending_enrolments)
             return views.enrolment_view(row, now)
@@ -110,7 +110,7 @@ def approve(services: Services, caller: Principal, enrolment_id: str, approval: 
             site = create_site(session, now, actor, approval.site)
         _end(session, now, row, "approved", site.name)
         audit.record(session, now, actor, "enrolment.approve", row.id, **_told(row))
-        _admit(session, now, actor, row, site)
+        _admit(session, now, actor, row, site, services.settings.liveness_seconds)
         return views.enrolment_view(row, now)
 
 
@@ -183,11 +183,17 @@ def _asked_before(session: Session, now: float, spec: EnrolmentSpec) -> Enrolmen
 
 
 def _redeem(
-    session: Session, now: float, spec: EnrolmentSpec, caller: Principal, address: str, waiting: EnrolmentRow | None
+    session: Session,
+    now: float,
+    spec: EnrolmentSpec,
+    caller: Principal,
+    address: str,
+    waiting: EnrolmentRow | None,
+    liveness_seconds: float,
 ) -> EnrolmentRow:
     """Admit a worker, or one that is `waiting`, by an enrolment token.
 
-    Raise Unauthenticated if it is used up, Invalid for another site.
+    Raise Unauthenticated if it is used up, Invalid for another site, NameInUse while a worker of its name is live.
     """
     site = session.get_one(SiteRow, caller.site_id)
     if spec.site not in (None, site.name):
@@ -201,7 +207,7 @@ def _redeem(
         _end(session, now, waiting, "approved", site.name)
     row = waiting or _added(session, now, spec, site.name, address, "approved")
     audit.record(session, now, caller.actor, "enrolment.redeem", row.id, **_told(row))
-    _admit(session, now, caller.actor, row, site)
+    _admit(session, now, caller.actor, row, site, liveness_seconds)
     return row
 
 
@@ -228,8 +234,11 @@ def _end(session: Session, now: float, row: EnrolmentRow, state: str, site: str)
     session.refresh(row)
 
 
-def _admit(session: Session, now: float, actor: str, row: EnrolmentRow, site: SiteRow) -> None:
-    """Issue the token whose secret the worker created."""
+def _admit(
+    session: Session, now: float, actor: str, row: EnrolmentRow, site: SiteRow, liveness_seconds: float
+) -> None:
+    """Issue the token whose secret the worker created. Raise NameInUse while another worker of its name is live."""
+    require_silent(session, now, site.id, row.worker, liveness_seconds)
     if tokens.is_known(session, row.secret_hash):
         raise Conflict("a token with this secret was issued meanwhile")
     # Another worker of this name may have joined before, for example this one before it lost its token.

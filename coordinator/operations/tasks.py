@@ -79,7 +79,7 @@ async def claim(
 
 
 def declare(services: Services, caller: Principal, request: Claim) -> str:
-    """Store the worker's declaration if it changed; return the worker's id."""
+    """Store the worker's declaration if it changed; return the worker's id. Raise NameInUse and QuotaExceeded."""
     site_id = caller.site_id or ""
     now = services.database.now()
     with services.database.snapshot() as session:
@@ -87,7 +87,8 @@ def declare(services: Services, caller: Principal, request: Claim) -> str:
     if worker_id is None:
         services.admission.count_declaration(site_id)
         with services.database.transaction() as session:
-            worker_id, nbytes = enrol(session, now, site_id, request, services.settings.max_workers_per_site)
+            most, liveness = services.settings.max_workers_per_site, services.settings.liveness_seconds
+            worker_id, nbytes = enrol(session, now, site_id, request, most, liveness)
             services.disk.require(nbytes)
             services.uploads.quota.note_bytes(session, now, site_id, nbytes)
             tasks.withhold(session, now, caller.actor, worker_id, request.withheld)

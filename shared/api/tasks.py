@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import (
     ConfigDict,
     Field,
+    NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
@@ -243,11 +244,15 @@ class Claim(Message):
 
     `instance` is new for each process: a process that asks again because an answer was lost gets the same lease
     again; a second process with the same name does not. A process takes over that of a killed one whose training it
-    resumes.
+    resumes. `state_id` and `started_at` distinguish a restarted worker from another one of the same name.
     """
 
     worker: Label
     instance: Annotated[str, Field(pattern=r"^[0-9a-f]{16,64}$")]
+    state_id: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None
+    """The random id of its state folder; None of a worker of an earlier version."""
+    started_at: NonNegativeFloat = 0.0
+    """Start of the process by its machine's clock: of two copies of a state folder, the later one is the worker."""
     protocol_min: int = PROTOCOL
     protocol_max: int = PROTOCOL
     kinds: tuple[TaskKind, ...] = Field(default=("train",), max_length=8)

@@ -110,6 +110,8 @@ class ScriptedWorker:
     version: str = ""
     site_keys: SiteKeys | None = None
     instance: str = field(default_factory=lambda: uuid.uuid4().hex)
+    state_id: str | None = None
+    started_at: float = 0.0
     forgets: bool = False
     """Fetches each blob every time, for tests of which requests are made."""
 
@@ -117,6 +119,8 @@ class ScriptedWorker:
         claim = Claim(
             worker=self.name,
             instance=self.instance,
+            state_id=self.state_id,
+            started_at=self.started_at,
             kinds=self.kinds,
             datasets=self.datasets,
             held_out=self.held_out,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import socket
@@ -45,7 +46,7 @@ from tessera.shared.methods.base import (
 )
 from tessera.shared.methods.registry import methods
 from tessera.shared.model.selectors import named, roles
-from tessera.shared.problems import MEDIA_TYPE, OF_WORKERS, Invalid, Unauthenticated
+from tessera.shared.problems import MEDIA_TYPE, OF_WORKERS, Invalid, NameInUse, Unauthenticated
 from tessera.shared.run_settings import DAYS
 from tessera.shared.tensors.lazy import ArrayTensor
 from tessera.worker import agent as agent_module
@@ -568,6 +569,34 @@ def test_an_odd_answer_is_waited_out_like_an_outage(tmp_path: Path, answer: Answ
         threading.Thread(target=lambda: (until(lambda: len(asked) >= 2), stop.request())).start()
         agent.run()
     assert [ask.path for ask in asked[:2]] == ["/v1/tasks/claim"] * 2
+
+
+def test_a_worker_whose_name_another_one_keeps_ends_with_the_remedy(tmp_path: Path) -> None:
+    body = NameInUse("another worker of this site is called w").document().model_dump_json().encode()
+    taken = Answer(409, body, {"Content-Type": MEDIA_TYPE, "Retry-After": "60"})
+    # The first may have been this worker's own past, in a container whose state folder ended with it.
+    with (
+        answering(taken, Answer(204, b""), taken, taken) as (url, asked),
+        capture_logs() as logs,
+        pytest.raises(NameInUse, match="another worker"),
+    ):
+        Agent(nowhere(url, tmp_path), Hasty()).run()
+    assert len(asked) == 4
+    assert "another name" in next(log for log in logs if log["event"] == "name-in-use")["remedy"]
+
+
+def test_a_restarted_worker_names_the_same_state_folder(tmp_path: Path) -> None:
+    claims = []
+    for _ in range(2):
+        with answering(Answer(204, b"")) as (url, asked):
+            stop = Hasty()
+            agent = Agent(nowhere(url, tmp_path), stop)
+            threading.Thread(target=lambda: (until(lambda: asked), stop.request())).start()  # noqa: B023
+            agent.run()
+            claims.append(json.loads(asked[0].body))
+    first, second = claims
+    assert first["state_id"] == second["state_id"]
+    assert first["started_at"] < second["started_at"]
 
 
 def test_a_key_that_cannot_be_written_keeps_a_worker_from_claiming_and_does_not_end_it(tmp_path: Path) -> None:

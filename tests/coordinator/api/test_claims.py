@@ -9,9 +9,12 @@ from pathlib import Path
 from threading import Barrier
 
 import pytest
+from sqlalchemy import select
 
+from tessera.coordinator.db.tables import WorkerRow
 from tessera.shared.api.runs import Cohort
-from tests.support.coordinator import WAIT_SECONDS, LiveCoordinator, refused, until
+from tessera.shared.problems import NameInUse
+from tests.support.coordinator import WAIT_SECONDS, Clock, LiveCoordinator, refused, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
 
 CLAIM = {"worker": "w", "instance": "0" * 32, "datasets": {"data": 10}, "methods": ["fedavg"]}
@@ -87,6 +90,65 @@ def test_a_second_process_of_the_name_is_given_another_task_and_never_the_same(c
     tasks = [ScriptedWorker(site).take() for _ in range(2)]
     assert len({task.id for task in tasks}) == 2
     assert ScriptedWorker(site).claim(0) is None
+
+
+def test_two_machines_of_one_name_do_not_act_as_one_worker(tmp_path: Path) -> None:
+    clock = Clock()
+    with LiveCoordinator(tmp_path, clock=clock, liveness_seconds=90) as live:
+        site = live.client("site", "a")
+        ours, theirs = (ScriptedWorker(site, state_id=digit * 64, started_at=5) for digit in "12")
+        ours.enrol()
+        clock.advance(80)
+        with pytest.raises(NameInUse, match="called w, and sent a request 80 s ago") as refusal:
+            theirs.enrol()
+        assert refusal.value.retry_after_seconds == 11
+        assert "another name" in refusal.value.advice
+        # A refused claim keeps no name in use: it is free 90 s after the other's last request.
+        clock.advance(11)
+        theirs.enrol()
+        with pytest.raises(NameInUse):
+            ours.enrol()
+
+
+def test_a_restarted_worker_is_not_taken_for_another_of_its_name(coordinator: LiveCoordinator) -> None:
+    site = coordinator.client("site", "a")
+    ScriptedWorker(site).enrol()
+    # One of an earlier version is upgraded, and then restarted twice, with its state folder.
+    for started_at in (5.0, 6.0, 7.0):
+        ScriptedWorker(site, state_id="1" * 64, started_at=started_at).enrol()
+
+
+def test_of_two_copies_of_a_state_folder_the_one_started_first_is_refused(coordinator: LiveCoordinator) -> None:
+    site = coordinator.client("site", "a")
+    original, copy = (ScriptedWorker(site, state_id="1" * 64, started_at=at) for at in (5, 6))
+    original.enrol()
+    copy.enrol()
+    with pytest.raises(NameInUse):
+        original.enrol()
+    copy.enrol()
+
+
+def test_a_worker_of_an_earlier_version_does_not_take_a_name_in_use(coordinator: LiveCoordinator) -> None:
+    site = coordinator.client("site", "a")
+    ScriptedWorker(site, state_id="1" * 64).enrol()
+    with pytest.raises(NameInUse):
+        ScriptedWorker(site).enrol()
+
+
+def test_revoking_a_workers_token_frees_its_name_at_once(coordinator: LiveCoordinator) -> None:
+    ScriptedWorker(coordinator.client("site", "a"), state_id="1" * 64).enrol()
+    admin, new = coordinator.client(), ScriptedWorker(coordinator.client("site", "a"), state_id="2" * 64)
+    with pytest.raises(NameInUse):
+        new.enrol()
+
+    def shown() -> str | None:
+        """The worker's token, once its request was stored."""
+        with coordinator.services.database.snapshot() as session:
+            return session.scalar(select(WorkerRow.token_id))
+
+    until(shown)
+    admin.revoke_token(shown() or "")
+    new.enrol()
 
 
 def test_sixteen_processes_at_once_get_a_task_each_or_none(coordinator: LiveCoordinator) -> None:

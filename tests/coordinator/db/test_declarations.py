@@ -146,7 +146,7 @@ def test_looks_at_the_runs_read_what_is_declared_once_and_again_when_it_changes(
 
     def enrol(claim: Claim) -> None:
         with database.transaction() as session:
-            workers_module.enrol(session, NOW, "site", claim, 10)
+            workers_module.enrol(session, NOW, "site", claim, 10, 90)
 
     def look() -> tuple[LiveWorker, int]:
         with statements(database) as seen, database.snapshot() as session:

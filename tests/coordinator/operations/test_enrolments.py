@@ -13,7 +13,9 @@ from tessera.coordinator.operations.enrolments import KEPT_SECONDS, LETTERS, PEN
 from tessera.shared.api.admin import Approval, Enrolment, EnrolmentSpec, TokenSpec
 from tessera.shared.api.token_format import hash_of, new_secret, normal_code
 from tessera.shared.client.client import Client
+from tessera.shared.problems import NameInUse
 from tests.support.coordinator import Clock, LiveCoordinator, refused, refusing
+from tests.support.federation import ScriptedWorker
 
 FAST = {"enrolments_per_minute": 1_000}
 
@@ -125,6 +127,22 @@ def test_a_wrong_code_or_an_unknown_site_admits_nobody(coordinator: LiveCoordina
     assert [fault.pointer for fault in caught.value.errors] == ["/site"]
     assert not admitted(coordinator, secret)
     assert list(coordinator.client().sites()) == []
+
+
+def test_a_second_machine_does_not_join_under_the_name_of_one_at_work(tmp_path: Path) -> None:
+    clock = Clock()
+    with LiveCoordinator(tmp_path, clock=clock, liveness_seconds=90, **FAST) as coordinator:
+        ScriptedWorker(coordinator.client("site", "north"), name="gpu-1").enrol()
+        asked = asking(coordinator).ask_to_join(spec(new_secret("site")))
+        with pytest.raises(NameInUse, match="called gpu-1"):
+            approve(coordinator, asked, create=False)
+        token = coordinator.client().issue_token(TokenSpec(name="t", role="enrolment", site="north", uses=1))
+        with pytest.raises(NameInUse, match="called gpu-1"):
+            asking(coordinator, token.secret).ask_to_join(spec(new_secret("site")))
+        # The refusal uses nothing up.
+        clock.advance(91)
+        assert approve(coordinator, asked, create=False).state == "approved"
+        assert asking(coordinator, token.secret).ask_to_join(spec(new_secret("site"))).state == "approved"
 
 
 def test_an_administrator_may_name_another_site_than_the_worker_does(coordinator: LiveCoordinator) -> None:
