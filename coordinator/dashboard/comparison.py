@@ -96,7 +96,7 @@ def _panel(found: Comparison, along: Along) -> Panel:
         line = Series(f"{one.name}, own models" if own else one.name, one.scores, main=True, best=best)
         axis = one.bytes if along == "bytes" else one.seconds
         drawn.append(line if along == "version" else moved_to(line, axis_of(axis)))
-    title = metric_name(found.metric or MAIN_SCORES[0])
+    title = metric_name(found.title or MAIN_SCORES[0])
     places = sorted({at for line in drawn for at, _ in line.ordered}, reverse=True)
     exact = svg_charts.digits([value for line in drawn for _, value in line.ordered])
     rows = [[AXES[along](at), *(number(dict(line.ordered).get(at), exact) for line in drawn)] for at in places]

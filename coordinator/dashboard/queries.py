@@ -37,7 +37,6 @@ from tessera.shared.schema import ACCEPTED, SCORED_LABELS, TaskKind
 MAX_POINTS = 60
 """About the most versions in a chart: of longer runs every n-th version is shown."""
 MAX_BARS = 60
-MAX_SCORES = 200
 PAST_ROUNDS = 5
 ALL = ""
 """In place of a layer's name: all updates."""
@@ -185,8 +184,11 @@ def thinned(run: Run) -> int:
     return max(1, math.ceil(run.version.number / MAX_POINTS))
 
 
-def evaluations(session: Session, run: Run, metric: str | None = None) -> list[Measurement]:
-    """Return all evaluations of a run, with its main scores (or `metric`) alone: there may be a hundred thousand."""
+def evaluations(
+    session: Session, run: Run, metric: str | None = None, *which: ColumnElement[bool]
+) -> list[Measurement]:
+    """Return a run's evaluations under these conditions, with its main scores (or `metric`) alone: there may be a
+    hundred thousand."""
     # A site may have invented another name, which could break the path to it in the JSON.
     known = (metric,) if metric and re.fullmatch(r"[\w.-]+", metric, re.ASCII) else MAIN_SCORES
     names = [*known, *(PERSONAL + name for name in MAIN_SCORES), SCORED_LABELS]
@@ -195,7 +197,7 @@ def evaluations(session: Session, run: Run, metric: str | None = None) -> list[M
         select(TaskRow.version_number, WORKER_NAME, TaskRow.held_out, TaskRow.examples, *columns)
         .join_from(TaskRow, WorkerRow)
         .join(SiteRow)
-        .where(TaskRow.run_id == run.id, *views.EVALUATED)
+        .where(TaskRow.run_id == run.id, *views.EVALUATED, *which)
         .order_by(TaskRow.version_number, TaskRow.id)
     )
     return [
@@ -233,7 +235,8 @@ def _is_shown(number: ColumnElement[int] | InstrumentedAttribute[int], run: Run)
 
 def latest_scores(session: Session, run: Run) -> Mapping[str, float]:
     """Return the main scores of the latest version that was measured: of the sites' own models, if it has these."""
-    latest = views.latest_measurements(session, run.id, run.spec, most=MAX_SCORES)
+    newest = select(func.max(TaskRow.version_number)).where(TaskRow.run_id == run.id, *views.EVALUATED)
+    latest = evaluations(session, run, None, TaskRow.version_number == newest.scalar_subquery())
     found = (main_score(latest, name) for name in main_names(latest))
     return {score.title: value for score in found if score for value in score.values.values()}
 

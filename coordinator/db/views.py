@@ -223,14 +223,14 @@ def measurements(session: Session, run_id: str, spec: RunSpec, *which: ColumnEle
 
 
 def latest_measurements(
-    session: Session, run_id: str, spec: RunSpec, *which: ColumnElement[bool], most: int | None = None
+    session: Session, run_id: str, spec: RunSpec, *which: ColumnElement[bool]
 ) -> list[Measurement]:
-    """Return evaluations, at `most`, of the latest version that has any under these conditions."""
+    """Return the evaluations of the latest version that has any under these conditions."""
     of_run = EVALUATIONS.where(TaskRow.run_id == run_id, *which)
     newest = session.execute(of_run.order_by(TaskRow.version_number.desc()).limit(1)).first()
     if newest is None:
         return []
-    rows = of_run.where(TaskRow.version_number == newest[0].version_number).limit(most)
+    rows = of_run.where(TaskRow.version_number == newest[0].version_number)
     return [measurement_view(row, spec) for row in session.execute(rows)]
 
 

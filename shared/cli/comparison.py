@@ -83,7 +83,9 @@ def tables(found: Comparison) -> Iterator[Table]:
         shown = [(name, *map(_short, values)) for name, values in found.settings.items()]
         yield output.table(("settings that differ", *names), shown)
     if found.metric:
-        yield _by_version(found, found.metric, [map(output.share, _at(found, run.scores)) for run in found.runs])
+        yield _by_version(
+            found, found.title or found.metric, [map(output.share, _at(found, run.scores)) for run in found.runs]
+        )
     yield _by_version(found, "bytes so far", [map(output.size, _at(found, run.bytes)) for run in found.runs])
     yield _by_version(found, "seconds so far", [map(output.seconds, _at(found, run.seconds)) for run in found.runs])
 

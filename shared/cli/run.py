@@ -42,7 +42,7 @@ app.command()(compare)
 EXIT_CODES: dict[RunState, int] = {"completed": 0, "cancelled": 1, "paused": 3}
 
 MEAN_OF_SITES = (
-    "The mean of the sites' macro-F1 is not that of their examples together: it is lower where sites lack classes."
+    "the mean of the sites' macro-F1 is not that of their examples together: it is lower where sites lack classes"
 )
 
 Named = Annotated[str, typer.Argument(metavar="RUN", help="The run's id, the beginning of it, or its name.")]
@@ -291,24 +291,28 @@ def _round_table(rounds: list[Outcome], best: BestVersion | None, main: MainScor
     accuracy = f"{PERSONAL}accuracy" if main and main.name.startswith(PERSONAL) else "accuracy"
     over_sites = name_over_sites("macro_f1")
     macro_f1 = over_sites if any(over_sites in outcome.scores for outcome in rounds) else "macro_f1"
-    scores = (accuracy, macro_f1)
-    titles = [name.replace("_f1", "-F1").replace("_", " ") for name in scores]
+    titles = [name.replace("_f1", "-F1").replace("_", " ") for name in (accuracy, macro_f1)]
     columns = ("round", "stage", "state", "accepted", *titles, "down", "up", "seconds", "")
-    rows = [_row(outcome, scores, best) for outcome in rounds]
+    accuracies = main.values if main and main.name == accuracy else {}
+    # An attempt that was abandoned made no version.
+    made = [outcome.round.version for outcome in rounds]
+    shown = [None if number is None else accuracies.get(number) for number in made]
+    scores = [(value, outcome.scores.get(macro_f1)) for value, outcome in zip(shown, rounds, strict=True)]
+    rows = [_row(outcome, found, best) for outcome, found in zip(rounds, scores, strict=True)]
     table = output.table(columns, rows, right=("round", "accepted", *titles, "down", "up", "seconds"))
     notes = [different_sites([main]) if main else "", MEAN_OF_SITES if macro_f1 == over_sites else ""]
-    table.caption, table.caption_justify = "\n".join(filter(None, notes)) or None, "left"
+    table.caption, table.caption_justify = "\n".join(f"note: {note}" for note in notes if note) or None, "left"
     return table
 
 
-def _row(outcome: Outcome, scores: Sequence[str], best: BestVersion | None) -> tuple[object, ...]:
+def _row(outcome: Outcome, scores: Iterable[float | None], best: BestVersion | None) -> tuple[object, ...]:
     made = outcome.round
     return (
         made.number if made.attempt == 1 else f"{made.number} (try {made.attempt})",
         made.stage,
         made.state + (f": {made.reason}" if made.state == "abandoned" and made.reason else ""),
         f"{outcome.accepted}/{outcome.asked}",
-        *(output.share(outcome.scores.get(name)) for name in scores),
+        *map(output.share, scores),
         output.size(outcome.download_bytes),
         output.size(outcome.upload_bytes),
         output.seconds(outcome.seconds(datetime.now(UTC))),
@@ -409,11 +413,12 @@ def export(
     found = find_run(client, run)
     with output.progress(quiet=as_json) as bar:
         advance = partial(bar.advance, bar.add_task(escape(out.name), total=found.model_bytes))
-        number = export_version(client, found, out, wanted, advance, model, base)
+        number, best = export_version(client, found, out, wanted, advance, model, base)
     if as_json:
-        output.print_json({"run": found.id, "version": number, "path": str(out)})
+        output.print_json({"run": found.id, "version": number, "path": str(out), "best": best})
     else:
-        output.out().print(f"{out}: version {number} of {found.spec.name}", soft_wrap=True, markup=False)
+        words = f"the best version, {described(best)}," if best else f"version {number}"
+        output.out().print(f"{out}: {words} of {found.spec.name}", soft_wrap=True, markup=False)
     if out.is_dir() and client.model(found.spec.model).lora:
         output.note(
             f"{out} has LoRA adapters, which from_pretrained ignores: `tessera model merge {out} MERGED` writes a "

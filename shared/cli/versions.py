@@ -34,8 +34,8 @@ def parse_version(text: str) -> Wanted:
     raise Invalid(f"{text!r} is not a version", remedy="Give a version's number, `latest` or `best`.")
 
 
-def find_version(client: Client, run: Run, wanted: Wanted) -> Version:
-    """Return a version of a run that is still kept.
+def find_version(client: Client, run: Run, wanted: Wanted) -> tuple[Version, BestVersion | None]:
+    """Return a version of a run that is still kept; for `best` also over which sites it is the best.
 
     Raises NotFound for an unknown number, Gone for a version that is no longer kept, and Invalid for `best` if no
     version has been evaluated.
@@ -55,10 +55,10 @@ def find_version(client: Client, run: Run, wanted: Wanted) -> Version:
             f"version {number} of run {run.spec.name} is no longer kept (the coordinator's setting keep_versions)",
             remedy=f"It keeps the versions {', '.join(map(str, kept))}.",
         )
-    return found
+    return found, None
 
 
-def _best(client: Client, run: Run) -> Version:
+def _best(client: Client, run: Run) -> tuple[Version, BestVersion]:
     measurements = list(client.measurements(run.id))
     best = best_version(measurements)
     if best is None:
@@ -68,7 +68,7 @@ def _best(client: Client, run: Run) -> Version:
         )
     versions = {version.number: version for version in client.versions(run.id)}
     if versions[best.number].retired_at is None:
-        return versions[best.number]
+        return versions[best.number], best
     next_best = best_version(measurements, {n for n, version in versions.items() if version.retired_at is None})
     raise Gone(
         f"the best version of run {run.spec.name}, {described(best)}, is no longer kept "
@@ -85,20 +85,21 @@ def export_version(
     progress: Callable[[int], None] = lambda _: None,
     like: Path | None = None,
     base: Path | None = None,
-) -> int:
+) -> tuple[int, BestVersion | None]:
     """Write a version to a new model folder, or to one file if `out` ends in `.safetensors` and `like` is None.
 
-    Return the version's number. Other files of the folder `like` are copied; `base` is the folder of an external
-    base.
+    Return the version's number, and the best version as `find_version` does. Other files of the folder `like` are
+    copied; `base` is the folder of an external base.
 
     Raises Invalid for a folder that exists, and as `find_version` does.
     """
-    number = find_version(client, run, wanted).number
+    version, best = find_version(client, run, wanted)
+    number = version.number
     if out.suffix == ".safetensors" and like is None:
         export_file(client, run, out, number, progress, base)
     else:
         export_folder(client, run, out, number, progress, like, base)
-    return number
+    return number, best
 
 
 def described(best: BestVersion) -> str:
@@ -106,11 +107,12 @@ def described(best: BestVersion) -> str:
     return f"{best.number} ({best.title} {best.value:.3f}) {best.where}".rstrip()
 
 
-def find_start(client: Client, named: str) -> tuple[Run, Version]:
-    """Return the run and version that `RUN[@VERSION]` names; the latest version if none is given."""
+def find_start(client: Client, named: str) -> tuple[Run, Version, BestVersion | None]:
+    """Return the run and version that `RUN[@VERSION]` names, as `find_version` does; the latest version if none is
+    given."""
     name, at, version = named.rpartition("@")
     run = find_run(client, name if at else named)
-    return run, find_version(client, run, parse_version(version) if at else "latest")
+    return run, *find_version(client, run, parse_version(version) if at else "latest")
 
 
 def new_run(
@@ -132,12 +134,11 @@ def new_run(
             remedy='Give --model FOLDER or --from RUN[@VERSION]; in Python, model="FOLDER" or start_from="RUN".',
         )
     if start_from is not None:
-        run, version = find_start(client, start_from)
+        run, version, best = find_start(client, start_from)
         settings = changed(settings_of(run), changes) if given is None else given
         start = {"model": run.spec.model, "version": version.digest}
-        return RunSpec.model_validate(
-            {**settings, **start}
-        ), f"starts from version {version.number} of {run.spec.name}"
+        words = f"the best version, {described(best)}," if best else f"version {version.number}"
+        return RunSpec.model_validate({**settings, **start}), f"starts from {words} of {run.spec.name}"
     if given is None or model is None:
         remedy = "Give it: `tessera run create run.toml`; in Python a mapping is possible too."
         raise Invalid("a run from a model folder needs a run file", remedy=remedy)

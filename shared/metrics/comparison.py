@@ -108,7 +108,7 @@ def different_sites(scores: Iterable[MainScore]) -> str:
     if len(over) < 2:
         return ""
     counts, every = sorted(map(len, over)), len(frozenset[str]().union(*over))
-    return f"Not all values are over the same sites: each is over {counts[0]} to {counts[-1]} of {every}."
+    return f"not all values are over the same sites: each is over {counts[0]} to {counts[-1]} of {every}"
 
 
 def best_version(
@@ -225,6 +225,8 @@ class ComparedRun:
     """The metric of its `scores`: of a method with own models that of these."""
     central: bool
     """True if the scores are of the central data set."""
+    remark: str
+    """A sentence if not all of its scores are over the same sites, else nothing."""
     scores: Mapping[int, float]
     bytes: Mapping[int, int]
     """Downloaded and uploaded by all its workers."""
@@ -243,6 +245,13 @@ class Comparison:
     """The settings that differ, by their dotted names: the value of each run, None where it has no such setting."""
 
     @property
+    def title(self) -> str | None:
+        """The name of the values of its metric."""
+        return self.metric and (
+            self.metric if all(run.central for run in self.runs) else name_over_sites(self.metric)
+        )
+
+    @property
     def warnings(self) -> tuple[str, ...]:
         """Return remarks on the scores for people."""
         return tuple(self._warnings())
@@ -257,6 +266,9 @@ class Comparison:
         elif len({run.best.sites for run in measured if run.best}) > 1:
             places = "; ".join(f"{run.name} {run.best.where}" for run in measured if run.best)
             yield f"the best versions were compared at different sites, and their scores are not comparable: {places}"
+        for run in self.runs:
+            if run.remark:
+                yield f"{run.name}: {run.remark}"
         own = [run.name for run in self.runs if run.metric != self.metric and (run.metric or "").startswith(PERSONAL)]
         if own:
             yield f"{', '.join(own)}: measured by the sites' own models, the others by their versions at sites"
@@ -301,6 +313,7 @@ def _compared(history: History, metric: str | None, shown: str | None, *, at_sit
         best=best_version(every, metric=metric, at_sites=at_sites),
         metric=main.name if main else None,
         central=bool(main and main.central),
+        remark=different_sites([main]) if main else "",
         scores=main.values if main else {},
         bytes=moved,
         seconds=lasted,

@@ -106,8 +106,8 @@ def evaluate(
     loss = ranks.total(loss_sum) / weight if weight else math.nan
     if not math.isfinite(loss):
         raise TrainingDiverged(f"the version's loss on this data is {loss}")
-    labels = {SCORED_LABELS: float(weight)} if weight != batches.dataset.examples else {}
-    return {"loss": loss, **scores.values(), **labels}
+    counted = {SCORED_LABELS: float(weight)} if weight != batches.dataset.examples else {}
+    return {"loss": loss, **scores.values(), **counted}
 
 
 class _TextStates:

@@ -190,7 +190,7 @@ def _metric(
         numbers = sorted({number for points in apart.values() for number in points})
         of_all = {n: [points[n] for points in apart.values() if n in points] for n in numbers}
         lines = [Series("mean of workers", {n: sum(values) / len(values) for n, values in of_all.items()}, main=True)]
-        note = f"As workers report it. {note}".strip()
+        note = f"As workers report it, over those of each round. {note}".strip()
     else:
         own_name, lines = PERSONAL + name, []
         found = [score for each in (name, own_name) if (score := main_score(figures.measurements, each))]
@@ -198,7 +198,8 @@ def _metric(
             line = "sites' own models" if score.name == own_name else "global"
             lines.append(Series(line, score.values, main=True, best=marked.get(score.name)))
             title = score.title.removeprefix(PERSONAL)
-        note = f"{different_sites(found)} {note}".strip()
+        if remark := different_sites(found):
+            note = f"{first_up(remark)}. {note}".strip()
         apart = scores_by_site(figures.measurements, name)
     room = MAX_LINES - len(lines)
     if len(apart) > room:

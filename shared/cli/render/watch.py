@@ -23,7 +23,8 @@ from tessera.shared.rounds.eta import Pace, expected_end
 from tessera.shared.schema import TaskState
 
 # Metrics that fit on a line; `tessera run metrics` has all.
-HEADLINES = ("accuracy", "macro_f1", name_over_sites("macro_f1"), "loss", f"{PERSONAL}accuracy")
+OWN = f"{PERSONAL}accuracy"
+HEADLINES = ("accuracy", "macro_f1", name_over_sites("macro_f1"), "loss", OWN)
 
 PLAIN_SECONDS = timedelta(seconds=10)
 """Time between two looks at the open round where there is no terminal."""
@@ -123,7 +124,11 @@ def _line(outcome: Outcome) -> str:
     if ended.state != "committed":
         return f"{begin}; {ended.state}: {ended.reason}"
     scores = "".join(f", {_score(outcome, name)}" for name in HEADLINES if name in outcome.scores)
-    if spread := outcome.spreads.get("accuracy"):
+    own = outcome.spreads.get(OWN)
+    if own and OWN not in outcome.scores:
+        # A central evaluator measures no site's own model.
+        scores += f", {OWN} {own.weighted_mean:.3f} over {own.sites} site{'s' if own.sites > 1 else ''}"
+    if spread := own or outcome.spreads.get("accuracy"):
         scores += f", worst site {spread.worst_site} {spread.worst:.3f}"
     moved = f"{output.size(outcome.download_bytes)} down, {output.size(outcome.upload_bytes)} up"
     return f"{begin}{scores}, {moved}, {output.seconds(outcome.seconds())} s"

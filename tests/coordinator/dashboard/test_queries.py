@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tessera.coordinator.dashboard.queries import evaluations, measured
+from tessera.coordinator.dashboard.queries import evaluations, latest_scores, measured
 from tessera.coordinator.db import views
 from tessera.coordinator.db.tables import SiteRow, WorkerRow
 from tessera.shared.api.runs import RunSpec
@@ -56,3 +56,23 @@ def test_the_best_of_all_evaluated_versions_is_among_those_shown(
         assert best is not None
         assert best == best_version(everything, metric=metric)
         assert best.number in {one.version for one in shown}
+
+
+def test_the_latest_score_is_over_all_workers_that_measured(tmp_path: Path) -> None:
+    database = migrated(tmp_path)
+    with database.transaction() as session:
+        add_run(session).spec = SPEC.model_dump(mode="json")
+        session.add(SiteRow(id="a", name="a", created_at=NOW))
+        session.flush()
+        for number in range(201):
+            name = f"w{number:03}"
+            session.add(WorkerRow(id=name, site_id="a", name=name, declared={}, created_at=NOW, last_seen_at=NOW))
+            session.flush()
+            add_task(
+                session, name, name, "accepted", round_id=None, kind="evaluate", held_out=True, version_number=1,
+                examples=10, metrics={"accuracy": float(number == 200)},
+            )  # fmt: skip
+    with database.snapshot() as session:
+        found = latest_scores(session, views.run_view(session, views.find_run(session, "run")))
+    database.close()
+    assert found == {"accuracy": pytest.approx(1 / 201)}

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from tessera.shared.api.runs import Round, Run, RunSpec
+from tessera.shared.api.runs import Measurement, Round, Run, RunSpec
 from tessera.shared.api.tasks import TaskView
 from tessera.shared.api.versions import VersionRef
 from tessera.shared.cli.render import output, watch
-from tessera.shared.cli.render.watch import Estimates, open_lines, open_view, watch_as_text
-from tessera.shared.client.round_outcomes import Outcome, RunProgress
+from tessera.shared.cli.render.watch import Estimates, open_lines, open_view, print_ended, watch_as_text
+from tessera.shared.client.round_outcomes import Outcome, RunProgress, outcomes
 
 AT = datetime(2026, 1, 1, tzinfo=UTC)
 DIGEST = f"sha256:{'0' * 64}"
@@ -137,3 +137,21 @@ def test_a_terminal_shows_a_bar_and_a_table() -> None:
         console.print(open_view(glimpse, Estimates(), AT))
     assert "round 2 of 5, train ━━━" in captured.get()
     assert "a[b]/w  training  step 5 of 10  loss 0.5" in " ".join(captured.get().split("\n"))
+
+
+def test_scores_over_different_sites_are_told_apart(capsys: pytest.CaptureFixture[str]) -> None:
+    def measured(site: str, **metrics: float) -> Measurement:
+        return Measurement(version=1, dataset="data", worker=site, held_out=True, examples=10, metrics=metrics)
+
+    ended = round_(1, seconds=1.0).model_copy(update={"version": 1})
+    found = [measured("a/w", accuracy=0.5, macro_f1=0.2, personal_accuracy=0.9)]
+    found += [measured(f"{site}/w", accuracy=0.5, macro_f1=0.4) for site in "bc"]
+    central = measured("lab/w", accuracy=0.7).model_copy(update={"held_out": False})
+    for more in ([], [central]):
+        (outcome,) = outcomes([ended], RunSpec.model_validate(SPEC), [*found, *more])
+        print_ended(output.out(), outcome)
+    at_sites, centrally = capsys.readouterr().out.splitlines()
+    assert (
+        "accuracy 0.500 over 3 sites, macro_f1 (mean of sites) 0.333, personal_accuracy 0.900 over 1 site" in at_sites
+    )
+    assert "accuracy 0.700, personal_accuracy 0.900 over 1 site, worst site a 0.900" in centrally
