@@ -2,8 +2,10 @@
 
 import os
 import re
-from ipaddress import IPv6Address, IPv6Network, ip_address
-from urllib.parse import urlsplit
+from contextlib import suppress
+from importlib.util import find_spec
+from ipaddress import IPv6Address, IPv6Network, ip_address, ip_network
+from urllib.parse import SplitResult, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 from tessera.shared.problems import Invalid
@@ -56,20 +58,91 @@ def without_password(url: str) -> str:
     return _OPTION.sub(r"\1***", _PASSWORD.sub(r"\1:***@", url))
 
 
+def parts_of(url: str) -> SplitResult:
+    """Return the parts of a URL. Raises ValueError with the reason, without a password, if no client can use it."""
+    if not url.isprintable() or _FOREIGN.search(url):
+        raise ValueError(
+            "it has a space, a quotation mark or a control character, such as the carriage return of a file with "
+            "Windows line ends"
+        )
+    try:
+        parts = urlsplit(url)
+        _ = parts.port
+    except ValueError:
+        raise ValueError(
+            "its port is no number below 65536, or an IPv6 address is not in brackets (https://[2001:db8::1]:8470)"
+        ) from None
+    try:
+        (parts.hostname or "").encode("idna")
+    except UnicodeError:
+        raise ValueError("its host is no host name") from None
+    return parts
+
+
+_FOREIGN = re.compile(r"""[\s"'<>\\]""")
+
+
 def proxy_of(url: str) -> str | None:
-    """Return the proxy that the environment has requests to `url` go by, as it may be shown."""
-    parts = urlsplit(url)
+    """Return the proxy that the environment prescribes for requests to `url`, with its password. Raises Invalid."""
+    parts = _usable(url)
     proxies = getproxies()
-    proxy = None if proxy_bypass(parts.hostname or "") else proxies.get(parts.scheme) or proxies.get("all")
-    if not proxy:
+    kind = next((kind for kind in (parts.scheme, "all") if proxies.get(kind)), None)
+    if kind is None or _bypasses_proxy(parts, proxies.get("no", "")):
         return None
-    return without_password(proxy if "://" in proxy else f"http://{proxy}")
+    proxy = proxies[kind] if "://" in proxies[kind] else f"http://{proxies[kind]}"
+    if reason := _unusable_proxy(proxy):
+        variable = next((name for name in os.environ if name.lower() == f"{kind}_proxy"), "the system's proxy")
+        raise Invalid(
+            f"{variable}: the proxy {without_password(proxy)!r} cannot be used: {reason}",
+            remedy=f"Correct or unset {variable}, or add the host of {without_password(url)} to NO_PROXY.",
+        )
+    return proxy
+
+
+def _unusable_proxy(proxy: str) -> str | None:
+    try:
+        parts = parts_of(proxy)
+    except ValueError as fault:
+        return str(fault)
+    if parts.scheme not in ("http", "https", "socks5", "socks5h"):
+        return "it begins neither with http:// nor with https:// or socks5://"
+    if parts.scheme.startswith("socks") and find_spec("socksio") is None:
+        return "for SOCKS the package socksio has to be installed (`pip install socksio`)"
+    return None if parts.hostname else "it names no host"
+
+
+def _bypasses_proxy(parts: SplitResult, listed: str) -> bool:
+    """Return whether NO_PROXY lists a URL's host: by name or address, by a parent domain, or by a range."""
+    host = (parts.hostname or "").rstrip(".")
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    return proxy_bypass(host) or any(_covers(entry, host, port) for entry in re.split(r"[,\s]+", listed.lower()))
+
+
+def _covers(entry: str, host: str, port: int) -> bool:
+    with_port = re.fullmatch(r"(\[[^]]*\]|[^:]*):(\d+)", entry)
+    entry, own_port = with_port.groups() if with_port else (entry, port)
+    if int(own_port) != port:
+        return False
+    with suppress(ValueError):
+        return ip_address(host) in ip_network(entry.strip("[]"), strict=False)
+    name = entry.removeprefix("*").strip(".")
+    return entry == "*" or (name != "" and f".{host}".endswith(f".{name}"))
+
+
+def _usable(url: str) -> SplitResult:
+    try:
+        return parts_of(url)
+    except ValueError as fault:
+        raise Invalid(
+            f"the URL {without_password(url)!r} cannot be used: {fault}",
+            remedy="Correct TESSERA_URL or --url (at a worker `url` in its settings, or TESSERA_WORKER_URL).",
+        ) from None
 
 
 def require_private(url: str) -> None:
-    """Raise Invalid for a URL that would send secrets to another machine in plain HTTP, unless the environment
-    declares the network trusted."""
-    parts = urlsplit(url)
+    """Raise Invalid for a URL that cannot be used, and for one that would send secrets to another machine in plain
+    HTTP, unless the environment declares the network trusted."""
+    parts = _usable(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise Invalid(f"{url!r} is not a coordinator's URL", remedy="Give one that begins with https://.")
     trusted = os.environ.get(PLAIN_HTTP, "").lower() in ("1", "true", "yes")

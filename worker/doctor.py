@@ -28,11 +28,11 @@ from tessera.shared.methods.registry import methods
 from tessera.shared.model.dataset_schema import PIXELS
 from tessera.shared.model.selectors import ineffective, kept_back
 from tessera.shared.model.spec import Model
-from tessera.shared.problems import Forbidden, NotFound, Problem, Unauthenticated
+from tessera.shared.problems import Forbidden, Invalid, NotFound, Problem, Unauthenticated
 from tessera.shared.run_settings import Training
 from tessera.shared.schema import PROTOCOL
 from tessera.shared.updates.model_folder import ModelFolder
-from tessera.shared.urls import is_loopback, proxy_of
+from tessera.shared.urls import is_loopback, proxy_of, without_password
 from tessera.shared.version import install_line
 from tessera.worker.data.dataset import DataError, Dataset
 from tessera.worker.data.loaders import SHARED_MEMORY
@@ -350,9 +350,13 @@ def way_to(url: str, verify: ssl.SSLContext) -> Iterator[Finding]:
     parts = urlsplit(url)
     host, tls = parts.hostname or "", parts.scheme == "https"
     port = parts.port or (443 if tls else 80)
-    proxy = proxy_of(url)
+    try:
+        proxy = proxy_of(url)
+    except Invalid as fault:
+        yield fail("proxy", fault.detail, fault.advice)
+        return
     if proxy:
-        yield ok("proxy", f"requests go by {proxy}")
+        yield ok("proxy", f"requests go by {without_password(proxy)}")
     else:
         yield ok("proxy", "none")
         found = list(_direct(host, port))
@@ -426,7 +430,8 @@ def expiry(certificate: Mapping[str, object], version: str, now: datetime) -> Fi
 
 def _answer(url: str, verify: ssl.SSLContext, proxy: str | None) -> Iterator[Finding]:
     try:
-        answer = httpx.get(f"{url.rstrip('/')}/version", verify=verify, timeout=CONNECT_SECONDS)
+        to = f"{url.rstrip('/')}/version"
+        answer = httpx.get(to, verify=verify, timeout=CONNECT_SECONDS, proxy=proxy, trust_env=False)
         about = About.model_validate_json(answer.raise_for_status().content)
     except (httpx.HTTPError, ValueError) as fault:
         reason = str(fault).splitlines()[0] if str(fault) else type(fault).__name__

@@ -41,6 +41,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 from pydantic_settings import SettingsError as SourceError
 
 from tessera.shared.api.secure_sums import HELPER_KINDS
+from tessera.shared.api.token_format import TOKEN_TEXT
 from tessera.shared.client.transport import Credential, tls_context
 from tessera.shared.diagnostics import Setting, effective
 from tessera.shared.environment import PREFIX, refuse_misspelt
@@ -353,8 +354,9 @@ def token_of(settings: WorkerSettings) -> str:
             raise SettingsError(f"{where} cannot be read as a token") from fault
     if not token:
         raise SettingsError(f"{where} is empty")
-    if not (token.isascii() and token.isprintable()):
-        raise SettingsError(f"{where} has characters that no token has")
+    if not TOKEN_TEXT.fullmatch(token):
+        remedy = "write it as it was issued, without quotation marks"
+        raise SettingsError(f"{where} has characters that no token has: {remedy}")
     return token
 
 
@@ -378,4 +380,4 @@ def tls_of(settings: WorkerSettings) -> ssl.SSLContext:
     try:
         return tls_context(settings.ca_bundle, settings.client_cert, settings.client_key)
     except Invalid as refusal:
-        raise SettingsError(refusal.detail) from refusal
+        raise SettingsError(f"{refusal.detail}. {refusal.advice}") from refusal

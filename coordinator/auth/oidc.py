@@ -23,8 +23,9 @@ import structlog
 
 from tessera.coordinator.domain.principal import Principal
 from tessera.coordinator.settings import CoordinatorSettings, PersonRole
-from tessera.shared.problems import Forbidden, Unauthenticated, Unavailable
-from tessera.shared.urls import is_loopback
+from tessera.shared.client.transport import tls_context
+from tessera.shared.problems import Forbidden, Invalid, Unauthenticated, Unavailable
+from tessera.shared.urls import is_loopback, proxy_of
 
 ALGORITHMS = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA")
 """Those with a public key. Neither `none` nor one whose key a verifier could sign with."""
@@ -179,7 +180,9 @@ def asked(url: str, form: Mapping[str, str] | None = None, basic: tuple[str, str
     give_up_at = time.monotonic() + FETCH_SECONDS
     try:
         with (
-            httpx.Client(timeout=FETCH_SECONDS, follow_redirects=False, auth=basic) as client,
+            httpx.Client(
+                timeout=FETCH_SECONDS, auth=basic, verify=tls_context(), proxy=proxy_of(url), trust_env=False
+            ) as client,
             client.stream(
                 "GET" if form is None else "POST", url, data=form, headers={"Accept-Encoding": "identity"}
             ) as response,
@@ -190,6 +193,8 @@ def asked(url: str, form: Mapping[str, str] | None = None, basic: tuple[str, str
                     raise ProviderFault(f"{url} sends too much, or too slowly")
     except (httpx.HTTPError, httpx.InvalidURL) as fault:
         raise ProviderFault(f"{url} does not answer: {type(fault).__name__}: {fault}") from fault
+    except Invalid as fault:
+        raise ProviderFault(f"{url} cannot be asked: {fault.detail}. {fault.advice}") from fault
     try:
         document = json.loads(content)
     except (ValueError, RecursionError):

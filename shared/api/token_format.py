@@ -1,9 +1,13 @@
 """Format of tokens and codes, for the code that creates them and the code that checks them."""
 
 import hashlib
+import re
 import secrets
 
 TOKEN_BYTES = 32
+
+TOKEN_TEXT = re.compile(r"[A-Za-z0-9._~+/-]+=*")
+"""The text of a bearer token (RFC 6750, section 2.1), also of an identity provider."""
 
 
 def new_secret(role: str) -> str:

@@ -50,6 +50,7 @@ from tessera.shared.api.tasks import (
     TaskView,
 )
 from tessera.shared.api.tasks import Progress as TaskProgress
+from tessera.shared.api.token_format import TOKEN_TEXT
 from tessera.shared.api.versions import Manifest, Version
 from tessera.shared.client.bulk import PIECE_BYTES, FilePart
 from tessera.shared.client.transfers import OCTETS, Progress, Transfers
@@ -499,8 +500,9 @@ def read_token(text: str | None, file: Path | None) -> str | None:
                 detail, remedy="Give --token, or another file (--token-file, TESSERA_TOKEN_FILE)."
             ) from fault
     token = (text or "").strip()
-    if not (token.isascii() and token.isprintable()):
-        raise Invalid("the token contains invalid characters", remedy="Give it exactly as it was issued.")
+    if token and not TOKEN_TEXT.fullmatch(token):
+        remedy = "Give it as it was issued, without quotation marks: --token, TESSERA_TOKEN, or in the token file."
+        raise Invalid("the token has characters that no token has", remedy=remedy)
     return token or None
 
 

@@ -34,7 +34,7 @@ from tessera.shared.problems import (
 )
 from tessera.shared.telemetry import spans
 from tessera.shared.telemetry.trace_ids import HEADER
-from tessera.shared.urls import proxy_of
+from tessera.shared.urls import proxy_of, without_password
 
 T = TypeVar("T")
 E = TypeVar("E", bound=Exception)
@@ -57,6 +57,10 @@ httpcore.HTTP11Connection.READ_NUM_BYTES = PIECE_BYTES
 SHOW_CERTIFICATE = (
     "--client-cert and --client-key for commands and `tessera worker join`, client_cert and client_key in a worker's "
     "settings."
+)
+
+PEM_FILES = (
+    "Name a file that this user may use, in PEM for certificates and keys; unset a variable that is not needed."
 )
 
 BY_PROXY = (
@@ -137,17 +141,22 @@ class Transport:
         timeout = httpx.Timeout(answer_seconds, connect=min(10.0, answer_seconds))
         self._credential = token if isinstance(token, Credential) else Credential(token) if token else None
         context = tls_context() if verify is True else verify or httpx.create_ssl_context(verify=False)
-        # Read once, as httpx does.
-        self._proxy = proxy_of(url)
-        self._http = httpx.Client(
-            base_url=url,
-            headers=headers,
-            timeout=timeout,
-            verify=context,
-            auth=self._credential,
-            # httpx itself looks up the environment's proxies, unless it is given a transport.
-            transport=None if self._proxy else BulkTransport(context),
-        )
+        proxy = proxy_of(url)
+        self._proxy = without_password(proxy) if proxy else None
+        try:
+            self._http = httpx.Client(
+                base_url=url,
+                headers=headers,
+                timeout=timeout,
+                verify=context,
+                auth=self._credential,
+                proxy=proxy,
+                transport=None if proxy else BulkTransport(context),
+                # httpx would fail for a proxy of another scheme that it cannot use, and knows no ranges in NO_PROXY.
+                trust_env=False,
+            )
+        except httpx.InvalidURL as fault:
+            raise Invalid(f"the coordinator's URL {url!r} cannot be used: {fault}", remedy="Correct it.") from fault
         self._patience_seconds = patience_seconds
         self._sleep = sleep
         self._whole_seconds = WHOLE_ANSWER * answer_seconds
@@ -335,28 +344,50 @@ def tls_context(
 
     Raises Invalid that names an unusable file.
     """
-    remedy = "Use PEM files that this user may read."
+    environment = os.environ.get("SSL_CERT_FILE"), os.environ.get("SSL_CERT_DIR"), os.environ.get("SSLKEYLOGFILE")
     if not (ca_bundle or client_cert or client_key):
-        return _usual_tls(os.environ.get("SSL_CERT_FILE"), os.environ.get("SSL_CERT_DIR"))
-    try:
-        context = ssl.create_default_context(cafile=ca_bundle) if ca_bundle else httpx.create_ssl_context()
-    except OSError as fault:
-        raise Invalid(f"ca_bundle: {ca_bundle} cannot be used: {reason_of(fault)}", remedy=remedy) from fault
+        return _usual_tls(*environment)
+    if ca_bundle:
+        with _usable_files(f"ca_bundle: {ca_bundle}"):
+            context = ssl.create_default_context(cafile=ca_bundle)
+    else:
+        context = _environment_tls(*environment)
     if client_key and not client_cert:
-        raise Invalid("client_key: it is set without a client_cert", remedy=remedy)
+        raise Invalid("client_key: it is set without a client_cert", remedy=PEM_FILES)
     if client_cert:
-        try:
+        named = f"{client_cert} and {client_key}" if client_key else f"{client_cert}"
+        with _usable_files(f"client_cert: {named}"):
             context.load_cert_chain(client_cert, client_key)
-        except OSError as fault:
-            named = f"{client_cert} and {client_key}" if client_key else f"{client_cert}"
-            raise Invalid(f"client_cert: {named} cannot be used: {reason_of(fault)}", remedy=remedy) from fault
     return context
 
 
-@lru_cache(maxsize=4)
-def _usual_tls(*_: str | None) -> ssl.SSLContext:
-    """Return what clients without files of their own share: to read the CAs takes longer than most commands."""
-    return httpx.create_ssl_context()
+@contextmanager
+def _usable_files(named: str) -> Iterator[None]:
+    """Convert an error of TLS files to Invalid that names them, or the variable that Python's own TLS reads."""
+    try:
+        yield
+    except OSError as fault:
+        if (key_log := os.environ.get("SSLKEYLOGFILE")) and str(fault.filename) == key_log:
+            named = f"SSLKEYLOGFILE: {key_log}"
+        raise Invalid(f"{named} cannot be used: {reason_of(fault)}", remedy=PEM_FILES) from fault
+
+
+def _environment_tls(cert_file: str | None, cert_dir: str | None, _: str | None) -> ssl.SSLContext:
+    """Return a context with the CAs that the environment prescribes, or else those of certifi."""
+    if cert_file:
+        with _usable_files(f"SSL_CERT_FILE: {cert_file}"):
+            return httpx.create_ssl_context()
+    folders = [Path(folder) for folder in cert_dir.split(os.pathsep)] if cert_dir else []
+    if folders and not any(any(folder.glob("[0-9a-f]*.[0-9]*")) for folder in folders):
+        # OpenSSL would trust nothing, without a word.
+        detail = f"SSL_CERT_DIR: {cert_dir} has no certificate under a name that `openssl rehash` gives"
+        raise Invalid(detail, remedy="Correct or unset SSL_CERT_DIR, or give a file of CAs in SSL_CERT_FILE.")
+    with _usable_files(f"SSL_CERT_DIR: {cert_dir}" if cert_dir else "the file of CAs of the package certifi"):
+        return httpx.create_ssl_context()
+
+
+_usual_tls = lru_cache(maxsize=4)(_environment_tls)
+"""Clients without files of their own share a context: to read the CAs takes longer than most commands."""
 
 
 def problem_of(response: Answer) -> Problem:

@@ -12,10 +12,12 @@ from pathlib import Path
 import httpx
 from huggingface_hub import snapshot_download
 
+from tessera.shared.client.transport import tls_context
 from tessera.shared.model.blocks import Block
 from tessera.shared.problems import Invalid
 from tessera.shared.tensors.lazy import digest_of
 from tessera.shared.updates.base_folder import BaseFolder, ConvertedBlock, Span
+from tessera.shared.urls import proxy_of
 from tessera.worker.state.base_cache import BaseCache, Place
 
 Convert = Callable[[BaseFolder, Iterable[Block]], Iterator[ConvertedBlock]]
@@ -124,8 +126,8 @@ class BaseSources:
     def _add_from_mirror(
         self, url: str, missing: Mapping[str, Block], check: Callable[[], None], places: dict[str, Place]
     ) -> None:
-        verify = self.tls if self.tls is not None else True
-        with httpx.Client(verify=verify, timeout=MIRROR_SECONDS, follow_redirects=False) as client:
+        verify = self.tls or tls_context()
+        with httpx.Client(verify=verify, timeout=MIRROR_SECONDS, proxy=proxy_of(url), trust_env=False) as client:
             for digest, block in missing.items():
                 check()
                 with client.stream("GET", f"{url.rstrip('/')}/{digest.replace(':', '-')}") as response:

@@ -66,7 +66,8 @@ def err() -> Console:
 
 
 def complain(sentence: str) -> None:
-    err().print(f"[red]error:[/] {escape(sentence)}", soft_wrap=True)
+    # A carriage return of an option or a variable would hide the rest of the line.
+    err().print(f"[red]error:[/] {escape(fit_to_show(sentence))}", soft_wrap=True)
 
 
 def note(sentence: str) -> None:

@@ -5,13 +5,25 @@ from __future__ import annotations
 import socket
 import threading
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tessera.shared.client import transport as transport_module
+from tessera.shared.client.client import Client
 from tessera.shared.client.transport import Credential, NotUnderstood, Transport, Unreachable
-from tessera.shared.problems import PROBLEMS, NotFound, ServerFault, TooManyRequests, Unauthenticated, Unavailable
+from tessera.shared.problems import (
+    PROBLEMS,
+    Invalid,
+    NotFound,
+    ServerFault,
+    TooManyRequests,
+    Unauthenticated,
+    Unavailable,
+)
+from tessera.shared.urls import proxy_of
 from tests.support.scripted import Answer, answering
 
 PROBLEM = {"Content-Type": "application/problem+json"}
@@ -68,6 +80,136 @@ def test_a_proxy_that_is_in_the_way_is_named_without_its_password(monkeypatch: p
                 assert told.format(proxy.replace("hunter2", "***")) in refused.value.detail
                 assert refused.value.advice.startswith("The cause may be the proxy")
     assert {ask.path for ask in asked} == {"http://tessera.example/x"}
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, str]], None]:
+    """Replaces what libraries read from the environment while they build a client."""
+    names = ("http_proxy", "https_proxy", "all_proxy", "no_proxy", "ssl_cert_file", "ssl_cert_dir", "sslkeylogfile")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+
+    def replace(variables: dict[str, str]) -> None:
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+
+    return replace
+
+
+EMPTY, NO_PEM = "/dev/null", __file__
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "reason"),
+    [
+        ("ALL_PROXY", "socks5://127.0.0.1:1", "socksio has to be installed"),
+        ("HTTPS_PROXY", "ftp://127.0.0.1", "it begins neither with http://"),
+        ("https_proxy", "http://proxy:port", "its port is no number"),
+        ("HTTPS_PROXY", "http://me:hunter2/@proxy", "its port is no number"),
+        ("HTTPS_PROXY", "http://proxy:3128\r", "carriage return"),
+        ("HTTPS_PROXY", '"http://proxy:3128"', "quotation mark"),
+        ("HTTPS_PROXY", "http://", "it names no host"),
+        ("SSL_CERT_FILE", "/nonexistent.pem", "No such file"),
+        ("SSL_CERT_FILE", EMPTY, "no certificate or crl found"),
+        ("SSL_CERT_FILE", NO_PEM, "no certificate or crl found"),
+        ("SSL_CERT_DIR", "/nonexistent", "openssl rehash"),
+        ("SSLKEYLOGFILE", "/nonexistent/keys", "No such file"),
+    ],
+)
+def test_a_variable_that_libraries_read_and_cannot_use_is_named(
+    environment: Callable[[dict[str, str]], None], variable: str, value: str, reason: str
+) -> None:
+    environment({variable: value})
+    with pytest.raises(Invalid, match=f"^{variable}: .*{reason}") as refusal:
+        Client.from_options("https://tessera.example").close()
+    assert "hunter2" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("variable", ["SSL_CERT_FILE", "SSL_CERT_DIR", "SSLKEYLOGFILE"])
+def test_a_file_of_the_environment_is_not_taken_for_a_client_certificate(
+    environment: Callable[[dict[str, str]], None], variable: str
+) -> None:
+    environment({variable: "/nonexistent/file"})
+    with pytest.raises(Invalid, match=f"^{variable}"):
+        Client.from_options("https://tessera.example", client_cert=Path(__file__)).close()
+
+
+def test_a_proxy_of_another_scheme_does_not_matter(environment: Callable[[dict[str, str]], None]) -> None:
+    environment({"HTTPS_PROXY": "socks5://127.0.0.1:1"})
+    with answering(Answer()) as (url, asked):
+        http = Transport(url, None, verify=False)
+        http.request("GET", "/x")
+        http.close()
+    assert len(asked) == 1
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "https://127.0.0.1:1\r",
+        "https://tessera.example ",
+        '"https://tessera.example"',
+        "https://::1:8470",
+        "https://[::1",
+        "https://tessera.example:84700",
+        "https://tessera..example",
+        f"https://{'t' * 64}.example",
+        "https://-\u00e4.example",
+    ],
+)
+def test_a_url_that_no_client_can_use_is_named(url: str) -> None:
+    with pytest.raises(Invalid, match=r"URL .* cannot be used") as refusal:
+        Client.from_environment({"url": url}).close()
+    assert refusal.value.advice.startswith("Correct")
+    with pytest.raises(Invalid):
+        Client(url).close()
+
+
+@pytest.mark.parametrize("token", ['"tessera_admin_x"', "tessera admin", "tessera\radmin", "\ufefftessera"])
+def test_a_token_with_foreign_characters_is_not_sent(token: str) -> None:
+    with pytest.raises(Invalid, match="characters that no token has"):
+        Client.from_options("http://127.0.0.1", token).close()
+
+
+@pytest.mark.parametrize(
+    ("listed", "host", "is_covered"),
+    [
+        ("10.0.0.0/8", "10.1.2.3", True),
+        ("10.0.0.0/8", "11.1.2.3", False),
+        ("tessera.example, 10.0.0.0/8", "10.1.2.3", True),
+        ("10.1.2.3/8", "10.9.9.9", True),
+        ("fd00::/8", "[fd00::1]", True),
+        ("[fd00::1]", "[fd00::1]", True),
+        ("[fd00::1]:8470", "[fd00::1]:8470", True),
+        ("[fd00::1]:8470", "[fd00::1]:8471", False),
+        ("10.1.2.3:8470", "10.1.2.3:8470", True),
+        ("10.1.2.3:443", "10.1.2.3", False),
+        ("::/0", "10.1.2.3", False),
+        ("hospital.example", "tessera.hospital.example", True),
+        (".hospital.example", "TESSERA.hospital.example.", True),
+        ("*.hospital.example", "tessera.hospital.example", True),
+        ("hospital.example", "otherhospital.example", False),
+        ("Hospital.Example other.example", "hospital.example", True),
+        ("*", "tessera.example", True),
+        ("", "tessera.example", False),
+        (",", "tessera.example", False),
+    ],
+)
+def test_ranges_names_and_ports_in_no_proxy_are_honoured(
+    environment: Callable[[dict[str, str]], None], listed: str, host: str, *, is_covered: bool
+) -> None:
+    environment({"HTTP_PROXY": "http://127.0.0.1:9", "NO_PROXY": listed})
+    assert (proxy_of(f"http://{host}") is None) == is_covered
+
+
+def test_a_host_in_a_range_of_no_proxy_is_reached_directly(environment: Callable[[dict[str, str]], None]) -> None:
+    environment({"HTTP_PROXY": "http://127.0.0.1:9", "NO_PROXY": "127.0.0.0/8"})
+    with answering(Answer()) as (url, asked):
+        http = Transport(url, None, verify=False, patience_seconds=0)
+        http.request("GET", "/x")
+        http.close()
+    assert len(asked) == 1
 
 
 def test_retry_after_is_honoured() -> None:
