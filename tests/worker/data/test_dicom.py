@@ -11,14 +11,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pydicom
 import pytest
-from pydicom.uid import (
-    JPEGLosslessSV1,
-    RLELossless,
-)
+from PIL import Image
+from pydicom.uid import ExplicitVRLittleEndian, ImplicitVRLittleEndian, JPEGLosslessSV1, RLELossless
 
 from tessera.worker.data.dataset import DataError, Dataset
 from tessera.worker.data.prepared import Prepared
 from tessera.worker.data.readers.dicom import read_dicom
+from tessera.worker.data.readers.pictures import BrokenImage, is_dicom
 from tessera.worker.data.registry import load
 from tests.support.dicom_files import written
 
@@ -73,6 +72,127 @@ def test_a_table_of_values_is_followed(tmp_path: Path) -> None:
 def test_colours_stay(tmp_path: Path) -> None:
     colours = np.array([[[255, 0, 10], [1, 2, 3]]], np.uint8)
     assert seen(written(tmp_path / "a.dcm", colours, "RGB", 8)) == colours.tolist()
+
+
+def test_table_of_more_entries_than_eight_bits_count_is_followed(tmp_path: Path) -> None:
+    table = pydicom.Dataset()
+    table.LUTDescriptor, table.LUTData = [4096, 0, 8], [place // 16 for place in range(4096)]
+    for name in ("LUTDescriptor", "LUTData"):
+        table[name].VR = "US"
+    values = np.array([[0, 160], [1600, 4000]], np.uint16)
+    for sequence in ("VOILUTSequence", "ModalityLUTSequence"):
+        window = {} if sequence == "VOILUTSequence" else {"WindowCenter": 128, "WindowWidth": 256}
+        path = written(tmp_path / "a.dcm", values, **{sequence: [table]}, **window)
+        assert seen(path) == [[0, 10], [100, 250]]
+
+
+def groups(**attributes: Any) -> pydicom.Dataset:
+    """The functional groups of a frame, of one sequence with these attributes."""
+    found = pydicom.Dataset()
+    for sequence, names in {
+        "PixelValueTransformationSequence": ("RescaleSlope", "RescaleIntercept", "RescaleType"),
+        "FrameVOILUTSequence": ("WindowCenter", "WindowWidth", "VOILUTFunction"),
+    }.items():
+        item = pydicom.Dataset()
+        for name in names:
+            if name in attributes:
+                setattr(item, name, attributes[name])
+        if len(item):
+            setattr(found, sequence, [item])
+    return found
+
+
+RESCALED = {"RescaleSlope": 1, "RescaleIntercept": -1024, "RescaleType": "HU"}
+WINDOWED = {"WindowCenter": [40, 600], "WindowWidth": [401, 2000]}
+
+
+@pytest.mark.parametrize("where", ["shared", "per frame", "both"])
+@pytest.mark.parametrize("kind", ["MONOCHROME1", "MONOCHROME2"])
+def test_enhanced_file_of_one_frame_looks_like_the_classic_one(tmp_path: Path, where: str, kind: str) -> None:
+    classic = written(tmp_path / "a.dcm", STORED, kind, RescaleSlope=1, RescaleIntercept=-1024, **WINDOWED)
+    shared, frame = {
+        "shared": ([groups(**RESCALED, **WINDOWED)], [pydicom.Dataset()]),
+        "per frame": ([pydicom.Dataset()], [groups(**RESCALED, **WINDOWED)]),
+        "both": ([groups(**RESCALED)], [groups(**WINDOWED)]),
+    }[where]
+    tags = {"SharedFunctionalGroupsSequence": shared, "PerFrameFunctionalGroupsSequence": frame}
+    # What is at the top of the file too is not of this frame.
+    path = written(tmp_path / "b.dcm", STORED, kind, NumberOfFrames=1, WindowCenter=0, WindowWidth=9, **tags)
+    assert seen(path) == seen(classic)
+    assert seen(path, window=(40.0, 400.0)) == seen(classic, window=(40.0, 400.0))
+
+
+def test_padding_is_black_and_no_end_of_the_range(tmp_path: Path) -> None:
+    values = np.array([[-2000, 0], [50, 100]], np.int16)
+    assert seen(written(tmp_path / "a.dcm", values, PixelPaddingValue=-2000)) == [[0, 0], [128, 255]]
+    # As if the value had no sign, and as a range of values around white.
+    header = pydicom.dcmread(tmp_path / "a.dcm")
+    header["PixelPaddingValue"] = pydicom.DataElement("PixelPaddingValue", "US", 63536)
+    header.save_as(tmp_path / "b.dcm")
+    assert seen(tmp_path / "b.dcm") == [[0, 0], [128, 255]]
+    tags = {"PixelPaddingValue": 4000, "PixelPaddingRangeLimit": 4095}
+    bright = np.array([[4000, 0], [50, 100], [4095, 100]], np.uint16)
+    assert seen(written(tmp_path / "c.dcm", bright, **tags)) == [[0, 0], [128, 255], [0, 255]]
+    assert seen(written(tmp_path / "d.dcm", bright, "MONOCHROME1", **tags)) == [[0, 255], [128, 0], [0, 0]]
+    assert seen(written(tmp_path / "e.dcm", bright[:1, :1], **tags)) == [[0]]
+
+
+@pytest.mark.parametrize("uid", [ImplicitVRLittleEndian, ExplicitVRLittleEndian])
+@pytest.mark.parametrize("with_meta", [False, True])
+def test_file_without_a_preamble_looks_like_one_with_it(tmp_path: Path, uid: str, *, with_meta: bool) -> None:
+    path = written(tmp_path / "a.dcm", STORED, WindowCenter=1064, WindowWidth=401)
+    header = pydicom.dcmread(path)
+    header.file_meta.TransferSyntaxUID = uid
+    if not with_meta:
+        del header.file_meta
+    header.preamble = None
+    encoding = {} if with_meta else {"implicit_vr": uid == ImplicitVRLittleEndian, "little_endian": True}
+    header.save_as(tmp_path / "IM0001", **encoding)
+    assert (tmp_path / "IM0001").read_bytes()[128:132] != b"DICM"
+    assert is_dicom(tmp_path / "IM0001")
+    assert seen(tmp_path / "IM0001") == seen(path)
+
+
+@pytest.mark.parametrize(
+    ("attribute", "tags"),
+    [
+        ("RescaleIntercept None", {"RescaleSlope": 2}),
+        ("RescaleSlope 0", {"RescaleSlope": 0, "RescaleIntercept": 1}),
+        ("HighBit 15", {"HighBit": 15}),
+        ("PixelPresentation COLOR", {"PixelPresentation": "COLOR"}),
+        ("PhotometricInterpretation HSV", {"PhotometricInterpretation": "HSV"}),
+        ("Window Width", {"WindowCenter": 40, "WindowWidth": 0}),
+        ("2 items in PerFrameFunctionalGroupsSequence", {"PerFrameFunctionalGroupsSequence": [groups()] * 2}),
+    ],
+)
+def test_attribute_that_is_not_understood_is_named_and_its_image_is_not_damaged(
+    tmp_path: Path, attribute: str, tags: dict[str, Any]
+) -> None:
+    path = written(tmp_path / "a.dcm", STORED, **tags)
+    with pytest.raises(DataError, match=attribute) as refused:
+        read_dicom(path, str(path))
+    assert not isinstance(refused.value, BrokenImage)
+
+
+@pytest.mark.parametrize("kind", ["YBR_FULL", "RGB"])
+@pytest.mark.parametrize("planes", [0, 1])
+def test_colours_are_the_same_in_any_order_of_samples(tmp_path: Path, kind: str, planes: int) -> None:
+    colours = np.array([[[255, 0, 10], [1, 2, 3]]], np.uint8)
+    stored = np.asarray(Image.fromarray(colours).convert("YCbCr")) if kind == "YBR_FULL" else colours
+    header = pydicom.dcmread(written(tmp_path / "a.dcm", colours, "RGB", 8))
+    header.PhotometricInterpretation, header.PlanarConfiguration = kind, planes
+    header.PixelData = (stored.transpose(2, 0, 1) if planes else stored).tobytes()
+    header.save_as(tmp_path / "a.dcm")
+    assert np.abs(np.array(seen(tmp_path / "a.dcm")) - colours.astype(int)).max() <= 2
+
+
+def test_compressed_image_whose_end_is_missing_is_damaged(tmp_path: Path) -> None:
+    header = pydicom.dcmread(written(tmp_path / "a.dcm", STORED))
+    header.compress(RLELossless)
+    header.save_as(tmp_path / "a.dcm")
+    (tmp_path / "a.dcm").write_bytes((tmp_path / "a.dcm").read_bytes()[:-20])
+    with pytest.raises(BrokenImage, match=r"end is missing|End of file"):
+        seen(tmp_path / "a.dcm")
 
 
 def test_run_lengths_are_decompressed(tmp_path: Path) -> None:
