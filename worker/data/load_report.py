@@ -11,7 +11,7 @@ MAX_UNKNOWN = 0.2
 """Share of unknown tokens above which a tokenizer probably does not fit the texts."""
 
 MAX_REASONS = 3
-"""Number of unreadable images that a warning describes."""
+"""Number of images that a warning describes."""
 
 MAX_GROUP_BYTES = 64 << 20
 """Size of row groups from which on reading images one by one is slow."""
@@ -32,6 +32,10 @@ def empty_texts(texts: Iterable[object]) -> int:
     return sum(isinstance(text, str) and not text.strip() for text in texts)
 
 
+def _first(names: Sequence[str]) -> str:
+    return "; ".join(names[:MAX_REASONS]) + "; ..." * (len(names) > MAX_REASONS)
+
+
 @dataclass(frozen=True)
 class LoadReport:
     """Findings about the files of a whole data set, for people at its site. They are never sent."""
@@ -44,6 +48,15 @@ class LoadReport:
 
     passed_over: Mapping[str, int] = field(default_factory=dict)
     """The number of files and folders that systems and programs leave beside data, by name."""
+
+    without_row: Sequence[str] = ()
+    """The images that lie beside those of a table and have no row in it."""
+
+    copies: int = 0
+    """The number of images with the same bytes as an earlier one."""
+
+    contradictions: Sequence[str] = ()
+    """The names and the labels of two images with the same bytes and different labels."""
 
     unreadable: Sequence[str] = ()
     """The fault of each image that is left out because it cannot be read."""
@@ -88,6 +101,24 @@ class LoadReport:
             yield (
                 f"{count} {what} that systems or programs leave passed over: {counted(self.passed_over)}",
                 "Nothing is to do, unless one contains examples: then rename it.",
+            )
+        yield from self._about_images()
+
+    def _about_images(self) -> Iterator[tuple[str, str]]:
+        if count := len(self.without_row):
+            yield (
+                f"{count} image{'s' * (count > 1)} beside the table's without a row: {_first(self.without_row)}",
+                "Add a row for each that should be an example.",
+            )
+        if self.copies:
+            yield (
+                f"{self.copies} image{'s' * (self.copies > 1)} with the same content as an earlier one",
+                "Remove the copies, unless they should count several times.",
+            )
+        if count := len(self.contradictions):
+            yield (
+                f"{count} image{'s' * (count > 1)} twice with different labels: {_first(self.contradictions)}",
+                "Correct the labels, or remove these images.",
             )
         if count := len(self.unreadable):
             first = " ".join(f"{reason}." for reason in self.unreadable[:MAX_REASONS])

@@ -279,6 +279,35 @@ def test_a_parquet_file_holds_the_bytes_of_images(pets: Path, *, wrapped: bool) 
     assert dataset.tensors["labels"].tolist() == [1, 0]
 
 
+@pytest.mark.parametrize("named", ["folder", "table"])
+def test_images_of_a_table_in_their_folder_are_not_ignored_and_those_without_a_row_are_named(
+    tmp_path: Path, named: str
+) -> None:
+    for name in ("a.png", "b.png", "left.png", "deeper/c.png", "deeper/.hidden.png", "@eaDir/a.png"):
+        picture(tmp_path / name, RED)
+    (tmp_path / "README.md").touch()
+    (tmp_path / "metadata.csv").write_text("image,label\na.png,0\n./b.png,1\ndeeper/../deeper/c.png,1\n")
+    file = tmp_path if named == "folder" else tmp_path / "metadata.csv"
+    report = opened(file=file, size=2).report
+    assert report.without_row == [str(tmp_path / "left.png")]
+    assert report.ignored_files == ({".md": 1} if named == "folder" else {})
+    assert f"1 image beside the table's without a row: {tmp_path / 'left.png'}" in dict(report.warnings())
+
+
+def test_image_twice_with_two_labels_is_named_and_counted(pets: Path) -> None:
+    assert opened(folder=pets, labels=["cat", "dog"], size=2).report.copies == 0
+    for name in ("cat/z.png", "dog/z.png"):
+        (pets / name).write_bytes((pets / "cat" / "a.png").read_bytes())
+    report = opened(folder=pets, labels=["cat", "dog"], size=2).report
+    warnings = dict(report.warnings())
+    assert "2 images with the same content as an earlier one" in warnings
+    told = f"{pets / 'cat' / 'a.png'} ('cat') and {pets / 'dog' / 'z.png'} ('dog')"
+    assert warnings[f"1 image twice with different labels: {told}"].startswith("Correct the labels")
+    (pets / "list.csv").write_text("image,label\ncat/a.png,0\ncat/a.png,1\n")
+    report = opened(file=pets / "list.csv", size=2).report
+    assert (report.copies, len(report.contradictions)) == (1, 1)
+
+
 # ---------------------------------------------------------------- what is wrong is named
 
 

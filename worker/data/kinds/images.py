@@ -12,8 +12,9 @@ import os
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Self
 
@@ -107,6 +108,7 @@ def images(options: ImagesOptions, prepared: Prepared = NOT_KEPT) -> Dataset:
     if inputs.unreadable:
         option, where, values = listed.labels
         numbered(option, where, [values[place] for place in inputs.places], listed.names, options.absent)
+    copies, contradictions = _repeated(listed, inputs)
     shapes = {PIXELS: conversion.pixels_shape(options.mode), LABELS: ()}
     groups = inputs.groups if options.keyword else listed.groups and listed.groups.chosen(inputs.places)
     dataset = Dataset(
@@ -119,6 +121,9 @@ def images(options: ImagesOptions, prepared: Prepared = NOT_KEPT) -> Dataset:
             passed_over=listed.passed_over,
             unreadable=inputs.unreadable,
             partly_read=inputs.partly_read,
+            without_row=listed.without_row,
+            copies=copies,
+            contradictions=contradictions,
             group_bytes=listed.group_bytes,
             ungrouped=() if options.group else _ungrouped(listed, inputs),
             without_group=sum(map(is_unnamed, groups or ())),
@@ -142,6 +147,8 @@ class _Listed:
     groups: Cells[bytes] | None
     ignored_files: Mapping[str, int]
     passed_over: Mapping[str, int]
+    without_row: Sequence[str] = ()
+    """The images that lie beside those of a table and have no row in it."""
     group_bytes: int = 0
     """The size of the largest row group of a Parquet file's images."""
     ungrouped: Sequence[Repeated] = ()
@@ -166,14 +173,16 @@ def _in_table(options: ImagesOptions, prepared: Prepared) -> _Listed:
     prepared.clear(lambda name: name in (INDEX_FILE, table_name(table.digest)))
     pictures = _pictures(table, options)
     cells = pictures.cells if isinstance(pictures, PictureCells) else None
+    ignored, without_row = _beside(table, pictures, options)
     return _Listed(
         pictures,
         ("label", table.where, table.column("label", options.label)),
         options.labels or table.columns.classes.get(options.label),
         table.domains(options.domain),
         table.groups(options.group),
-        by_suffix(table.other_files),
+        by_suffix(ignored),
         table.passed_over,
+        without_row,
         cells.group_bytes if isinstance(cells, ParquetCells) else 0,
         table.ungrouped(options.group, options.image, options.label),
     )
@@ -189,6 +198,57 @@ def _pictures(table: DataTable, options: ImagesOptions) -> Pictures:
     if lacking := [row for row, path in enumerate(paths) if not path]:
         raise DataError(f"image: row {lacking[0]} of {table.where} has neither a path nor an image's bytes")
     return PictureFiles.of(table.folder, filter(None, paths), _dicom_reader(options))
+
+
+def _beside(table: DataTable, pictures: Pictures, options: ImagesOptions) -> tuple[list[Path], list[str]]:
+    """Return the files in folders of tables that are no images, and the images without a row in these folders and in
+    those of the table's images."""
+    paths = pictures.paths if isinstance(pictures, PictureCells) else pictures.keys
+    if paths is None:
+        return list(table.other_files), []
+    real = cache(os.path.realpath)
+    listed: dict[str, set[str]] = {}
+    for path in filter(None, paths.tolist()):
+        folder, name = os.path.split(os.path.join(str(table.folder), os.fsdecode(path)))  # noqa: PTH118
+        listed.setdefault(str(real(folder)), set()).add(name)
+    for top in filter(Path.is_dir, options.file or ()):
+        for name in names_below(top)[0]:
+            listed.setdefault(str(real((top / name).parent)), set())
+    without_row = []
+    for folder, names in listed.items():
+        # A folder that is missing, or may not be read, is refused with its images.
+        with suppress(OSError):
+            others = (path for path in Path(folder).iterdir() if path.name not in names and not foreign(path.name))
+            without_row += [str(path) for path in others if path.is_file() and _is_image(path, options)]
+    ignored = [
+        file
+        for file in table.other_files
+        if file.name not in listed.get(str(real(file.parent)), ()) and not _is_image(file, options)
+    ]
+    return ignored, sorted(without_row)
+
+
+def _is_image(path: Path, options: ImagesOptions) -> bool:
+    suffixes = SUFFIXES | DICOM if options.dicom else SUFFIXES
+    return path.suffix.lower() in suffixes or (options.dicom and is_dicom_image(path))
+
+
+def _repeated(listed: _Listed, inputs: PixelInputs) -> tuple[int, list[str]]:
+    """Return the number of images with the same bytes as an earlier one, and the names and labels of two of each
+    content that has different labels."""
+    values = listed.labels[2]
+    _, contents, counts = np.unique(
+        inputs.digests.view(f"V{inputs.digests.shape[1]}").ravel(), return_inverse=True, return_counts=True
+    )
+    first: dict[int, int] = {}
+    found: dict[int, str] = {}
+    for row in np.flatnonzero(counts[contents] > 1).tolist():
+        content, place = int(contents[row]), int(inputs.places[row])
+        other = first.setdefault(content, place)
+        if values[other] != values[place]:
+            both = (f"{listed.pictures.name(each)} ({values[each]!r})" for each in (other, place))
+            found.setdefault(content, " and ".join(both))
+    return int((counts - 1).sum()), list(found.values())
 
 
 def _dicom_reader(options: ImagesOptions) -> DicomReader | None:

@@ -1,4 +1,4 @@
-"""Why no file is at a path that a table names: it is spelt otherwise there, or elsewhere."""
+"""The file that a table means by a path where none is: one that is spelt otherwise, or elsewhere."""
 
 from __future__ import annotations
 

@@ -164,16 +164,17 @@ class PictureCells:
         self._folder = folder
         self._where = where
         self._stamps = [stamp_of(Path(file)) for file in cells.files]
-        self._paths: NDArray[np.bytes_] | None = None
+        self.paths: NDArray[np.bytes_] | None = None
+        """The paths of images that are not in the table, bytes [images]; None if all images are in it."""
         if not cells.all_bytes():
-            self._paths = np.array([os.fsencode(path_in(cell) or "") for cell in cells], np.bytes_)
+            self.paths = np.array([os.fsencode(path_in(cell) or "") for cell in cells], np.bytes_)
 
     def __len__(self) -> int:
         return len(self.cells)
 
     def __getitem__(self, place: int) -> Picture:
-        if self._paths is not None and self._paths[place]:
-            return self._folder / os.fsdecode(self._paths[place])
+        if self.paths is not None and self.paths[place]:
+            return self._folder / os.fsdecode(self.paths[place])
         cell = self.cells[place]
         content = cell.get("bytes") if isinstance(cell, dict) else cell
         if isinstance(content, bytes) and content:
@@ -181,20 +182,20 @@ class PictureCells:
         raise BrokenImage(f"image: row {place} of {self._where} has neither a path nor an image's bytes")
 
     def named(self, place: int) -> tuple[Path, str]:
-        return self._folder, "" if self._paths is None else os.fsdecode(self._paths[place])
+        return self._folder, "" if self.paths is None else os.fsdecode(self.paths[place])
 
     def name(self, place: int) -> str:
-        path = self._paths is not None and os.fsdecode(self._paths[place])
+        path = self.paths is not None and os.fsdecode(self.paths[place])
         return str(self._folder / path) if path else f"the image in row {place} of {self._where}"
 
     def stamp(self, place: int) -> Stamp:
-        if self._paths is not None and self._paths[place]:
-            return stamp_of(self._folder / os.fsdecode(self._paths[place]))
+        if self.paths is not None and self.paths[place]:
+            return stamp_of(self._folder / os.fsdecode(self.paths[place]))
         return stamp_of(Path(self.cells.files[self.cells.file_of(place)]))
 
     def stamps(self) -> NDArray[np.int64]:
         found = np.repeat(np.array(self._stamps, np.int64), np.diff(self.cells.begins), axis=0)
-        for place in np.flatnonzero(self._paths).tolist() if self._paths is not None else ():
+        for place in np.flatnonzero(self.paths).tolist() if self.paths is not None else ():
             found[place] = self.stamp(place)
         return found
 
