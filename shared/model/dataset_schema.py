@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field, JsonValue, PositiveInt
 
@@ -27,8 +28,28 @@ TAKES: Mapping[Head, tuple[str, ...]] = {
 FIXED_SIZE = ("vit", "vit_msn", "ijepa", "clip", "siglip")
 """Model types that refuse images of another size than `image_size`; most others resize their positions."""
 
-POSITIONS = ("position_embeddings", "position_embedding", "wpe", "embed_positions")
+POSITIONS = ("position_embeddings", "position_embedding", "wpe", "embed_positions", "positions_embed")
 """Names of modules with a learnt vector for each position."""
+
+FROM_PADDING = (
+    "altclip_text_model",
+    "camembert",
+    "data2vec-text",
+    "esm",
+    "ibert",
+    "layoutlmv3",
+    "lilt",
+    "longformer",
+    "luke",
+    "markuplm",
+    "mpnet",
+    "roberta",
+    "roberta-prelayernorm",
+    "xlm-roberta",
+    "xlm-roberta-xl",
+    "xmod",
+)
+"""Model types that number the tokens of a text from `pad_token_id` + 1 on: no token has the positions before it."""
 
 SINGLE_LABEL = (None, "single_label_classification")
 """The values of a config's `problem_type` with which transformers takes a label for the number of a class."""
@@ -157,10 +178,10 @@ class DatasetSchema(Message):
         return f"the labels are {kinds[not per_token]}; a model for {head} takes {kinds[per_token]}"
 
     def _length_mismatch(self, model: Model) -> str | None:
-        shape, positions = self._shape(IDS), _positions(model)
-        if not shape or positions is None or shape[-1] <= positions:
+        shape, most = self._shape(IDS), token_limit(model)
+        if not shape or most is None or shape[-1] <= most:
             return None
-        return f"max_length {shape[-1]} is more than the model's {positions} positions"
+        return f"max_length {shape[-1]} is more than the {most} tokens that the model takes: set it to {most} or less"
 
 
 def class_count(model: Model) -> int | None:
@@ -210,8 +231,18 @@ def _part(config: Mapping[str, JsonValue], name: str) -> Mapping[str, JsonValue]
     return part if isinstance(part, dict) else {}
 
 
-def _positions(model: Model) -> int | None:
-    """Return the number of positions for which the model of a text has a vector, or None if it needs none."""
+def token_limit(model: Model) -> int | None:
+    """Return the most tokens that the model takes of a text, or None if it computes positions for any number."""
     shapes = [(name.split("."), shape) for name, shape in whole_shapes(model.blocks).items() if len(shape) == 2]
-    text = [shape for path, shape in shapes if path[-2:-1] and path[-2] in POSITIONS and path[0][:3] != "vis"]
-    return min((rows for rows, _ in text), default=None)
+    rows = [shape[0] for path, shape in shapes if path[-2:-1] and path[-2] in POSITIONS and path[0][:3] != "vis"]
+    return min((*rows, positions_in(_part(model.config, "text_config") or model.config))) if rows else None
+
+
+def positions_in(config: Mapping[str, Any]) -> float:
+    """Return the most tokens for which a text model's config has positions; infinity if it does not say.
+
+    The table may have rows that no token uses: before the first, as in RoBERTa, or for an offset, as in OPT.
+    """
+    said = [config[name] for name in ("max_position_embeddings", "n_positions") if isinstance(config.get(name), int)]
+    before = padding + 1 if isinstance(padding := config.get("pad_token_id"), int) else 2
+    return min(said, default=math.inf) - (before if config.get("model_type") in FROM_PADDING else 0)

@@ -47,16 +47,14 @@ Shape = tuple[int, ...] | None
 
 @dataclass(frozen=True)
 class Padding:
-    """Padding of texts to `width` tokens, with a value for each tensor that has one value per token."""
+    """Padding of texts on the right to `width` tokens, with a value for each tensor that has one value per token."""
 
     width: int
     values: Mapping[str, int]
-    on_left: bool = False
 
     def fill(self, name: str, tensor: Tensor) -> Tensor:
         """Return a tensor, [examples, tokens], padded to `width` tokens."""
-        gap = self.width - tensor.shape[1]
-        return pad(tensor, (gap, 0) if self.on_left else (0, gap), value=self.values[name])
+        return pad(tensor, (0, self.width - tensor.shape[1]), value=self.values[name])
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -73,6 +71,8 @@ class RawTexts:
     second: Sequence[str] | None = None
     by_word: bool = False
     of_classes: bool = False
+    with_end: bool = False
+    """True if a model is to learn where a text ends: each has the tokenizer's end-of-text token, unless it is cut."""
     numbers: Sequence[int] | NDArray[np.int64] = ()
     """The row of each text in the file."""
 

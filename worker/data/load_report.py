@@ -37,6 +37,39 @@ def _first(names: Sequence[str]) -> str:
 
 
 @dataclass(frozen=True)
+class Truncation:
+    """Texts that are longer than a model or the settings take, of which the end is cut off."""
+
+    texts: int
+    """The number of texts, of which some are `cut`."""
+    cut: int
+    longest: int
+    limit: int
+    """The most tokens that a text keeps."""
+    lost: float = 0.0
+    """The share of all tokens that is cut off."""
+    most: int | None = None
+    """The most tokens that the tokenizer or the model takes; None if texts were counted in words, before there are
+    tokens, of which each word has at least one."""
+
+    def __str__(self) -> str:
+        return f"{self.cut} of {self.texts} at {self.limit} tokens"
+
+    def warning(self) -> tuple[str, str]:
+        """Return what is cut off, with the remedy."""
+        if self.most is None:
+            found = f"{self.cut} of {self.texts} texts have more words than max_length, {self.limit}, takes tokens"
+            return f"{found}; the longest has {self.longest}", "Their ends are cut off: set a larger max_length."
+        found = f"{self.cut} of {self.texts} texts are longer than {self.limit} tokens, the longest {self.longest}"
+        remedy = (
+            f"Set max_length = {min(self.longest, self.most)} if memory allows, or divide these texts."
+            if self.limit < self.most
+            else "Divide these texts: the tokenizer or its model takes no more."
+        )
+        return f"{found}: {self.lost:.1%} of all tokens are cut off", remedy
+
+
+@dataclass(frozen=True)
 class LoadReport:
     """Findings about the files of a whole data set, for people at its site. They are never sent."""
 
@@ -76,6 +109,12 @@ class LoadReport:
     without_group: int = 0
     """The number of examples whose group is missing, of a data set with a `group`."""
 
+    truncation: Truncation | None = None
+    """The texts that are cut off; None without texts, or before it is known."""
+
+    no_end: bool = False
+    """True if a language model's texts have no token at their end, since the tokenizer has none."""
+
     def warnings(self, *, held_out: bool = False) -> Iterator[tuple[str, str]]:
         """Yield what is probably wrong, each with its remedy. With `held_out`, examples are held out."""
         if held_out:
@@ -84,6 +123,13 @@ class LoadReport:
             yield (
                 f"the tokenizer does not know {self.unknown_tokens:.0%} of the tokens",
                 "Use the tokenizer that the model was trained with, for texts in this language.",
+            )
+        if self.truncation and self.truncation.cut:
+            yield self.truncation.warning()
+        if self.no_end:
+            yield (
+                "the tokenizer has no end-of-text token, so that the model does not learn where a text ends",
+                "Set its eos_token, to a token that it has.",
             )
         if count := self.empty_texts:
             yield (

@@ -71,8 +71,6 @@ def _real(documents: Dataset, index: Tensor) -> Tensor:
     # A text may contain the padding's token, often its last one, which then has a label.
     assert documents.padding is not None  # noqa: S101  (as `packed` requires)
     known = (ids != documents.padding.values[IDS]) | (labels != IGNORED)
-    if documents.padding.on_left:
-        return known.cummax(dim=1).values
     return known.flip(1).cummax(dim=1).values.flip(1)
 
 

@@ -5,10 +5,12 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from PIL import Image
 
 from tessera.shared.near_names import absent
+from tessera.worker.data.cells import Cells
 from tessera.worker.data.dataset import DataError
 from tessera.worker.data.groups import PATIENT, PERSON_IN_PATH, Repeated, in_paths, is_person, person_of, plain
 from tessera.worker.data.kinds.images import dicom_reader, is_dicom_image
@@ -17,6 +19,7 @@ from tessera.worker.data.readers.data_folders import foreign, names_below
 from tessera.worker.data.readers.pictures import FORMATS, GROUP, SUFFIXES, UNREADABLE, is_dicom
 from tessera.worker.data.readers.table_files import SPLITS, Separator, is_saved, table_files
 from tessera.worker.data.readers.tables import READERS, SEPARATORS, DataTable, read_table, separator_of
+from tessera.worker.data.readers.tokenizer import RUN, Some, tokenizer_of
 
 TEXT_NAMES = (
     "text",
@@ -37,6 +40,10 @@ LABEL_NAMES = ("label", "labels", "class", "target", "category", "diagnosis", "n
 
 SAMPLE = 64
 """Number of images and of rows to look at."""
+LENGTHS = 4096
+"""Number of texts whose lengths are looked at."""
+USUAL_TOKENS = 512
+"""The most tokens that are proposed for a text: many models take as many, and a batch's memory grows with them."""
 MAX_NAMED = 1000
 """Number of classes above which a column hardly contains classes."""
 USUAL_SIDE, MAX_OWN_SIDE = 224, 512
@@ -226,7 +233,8 @@ def _of_table(
     if tokenizer is not None:
         proposal.add("tokenizer", tokenizer, "the tokenizer that you named")
     else:
-        proposal.add("tokenizer", "run", "the tokenizer that each run's model brings; or a folder with one")
+        proposal.add("tokenizer", RUN, "the tokenizer that each run's model brings; or a folder with one")
+    _max_length(proposal, table.cells("text", str(text)), tokenizer)
 
 
 def _read(path: Path, split: str | None, **columns: str | None) -> tuple[DataTable, Separator | None]:
@@ -319,6 +327,29 @@ def _group_of_folder(proposal: Proposal, files: Sequence[Path], looked_at: Seque
         proposal.add("group", PERSON_IN_PATH, f"a pattern for the patient in an image's path: {found.what}")
     elif found:
         _ask(proposal, [found])
+
+
+def _max_length(proposal: Proposal, texts: Cells[Any], tokenizer: str | None) -> None:
+    """Add the tokens to which texts are truncated, by the lengths of some. Without a tokenizer, words are counted."""
+    some = texts[:: -(-len(texts) // LENGTHS)]
+    most = USUAL_TOKENS
+    if tokenizer is None:
+        lengths = [len(text if isinstance(text, list) else str(text).split()) for text in some]
+        needed, unit = 2 * max(lengths), "words, of which a tokenizer makes one or two tokens each"
+    else:
+        by_word = isinstance(some[0], list)
+        loaded = tokenizer_of("tokenizer", tokenizer, by_word=by_word)
+        lengths = Some(some if by_word else list(map(str, some)), by_word=by_word).lengths(loaded)
+        # A language model's text has a token for its end.
+        needed, unit, most = max(lengths) + 1, "tokens", min(most, loaded.model_max_length)
+    longest = f"the longest of {len(lengths)} texts that were looked at has {max(lengths)} {unit}"
+    proposal.add("max_length", min(-(-needed // 8) * 8, most), longest)
+    if needed > most:
+        over = sum(length > most for length in lengths)
+        proposal.warnings.append(
+            f"{longest}, and {over} have more than max_length, {most}, beyond which they are cut off. Set it to what "
+            "the model takes and memory allows; `tessera data show` counts what is lost."
+        )
 
 
 def _labels(proposal: Proposal, names: Sequence[str], source: str) -> None:

@@ -93,6 +93,8 @@ def forward(
         name: tensor.to(dtype) if tensor.is_floating_point() and name != "labels" else tensor
         for name, tensor in batch.items()
     }
+    if head == "text-classification" and "attention_mask" in inputs and _reads_last_place(model):
+        inputs = _padded_on_the_left(inputs)
     # Some models make the inputs of their decoder from the labels.
     ours = head == "contrastive" or (objective is not None and head != "seq2seq-lm")
     labels = inputs.pop("labels") if ours else None
@@ -106,6 +108,20 @@ def forward(
         return Output(output.loss, output.get("logits"))
     logits: Tensor = output.logits_per_image  # [examples, classes]
     return Output(cross_entropy(logits, labels), logits)
+
+
+def _reads_last_place(model: nn.Module) -> bool:
+    """Return whether the model reads its answer from the last place of a row, padding or not, as XLNet does."""
+    config = getattr(model, "config", None)
+    return getattr(config, "model_type", None) == "xlnet"
+
+
+def _padded_on_the_left(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return texts with their padding moved before them."""
+    order = inputs["attention_mask"].argsort(dim=1, stable=True)  # [examples, tokens]
+    return {
+        name: tensor.gather(1, order) if tensor.shape == order.shape else tensor for name, tensor in inputs.items()
+    }
 
 
 def label_count(head: Head, labels: Tensor) -> int:

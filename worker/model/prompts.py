@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from tessera.shared.model.dataset_schema import positions_in
 from tessera.shared.model.spec import MODALITIES, Fusion, LocalStart, Modality, PromptChoice, Prompts, Transport
 from tessera.worker.model.config import ConfigError
 from tessera.worker.model.prompt_fusion import LowRankTerm, fusion_module, transport_plan
@@ -42,13 +43,11 @@ class Towers:
 
     vision_first: int
     text_first: int
-    # RoBERTa numbers positions from its padding id + 1, so that many fewer tokens fit.
-    from_padding: bool = False
 
 
 TOWERS: Mapping[str, Towers] = {
     "aimv2": Towers(vision_first=0, text_first=1),
-    "altclip": Towers(vision_first=1, text_first=1, from_padding=True),
+    "altclip": Towers(vision_first=1, text_first=1),
     "chinese_clip": Towers(vision_first=1, text_first=1),
     "clip": Towers(vision_first=1, text_first=1),
     "clipseg": Towers(vision_first=1, text_first=1),
@@ -71,9 +70,8 @@ VISION_TOWERS: Mapping[str, int] = {
 """The vision towers supported in such a pair, by model type, with the number of tokens before the prompts. Each adds
 positions in its embeddings, and pools the class token."""
 
-TEXT_TOWERS: Mapping[str, bool] = {"bert": False, "camembert": True, "roberta": True, "xlm-roberta": True}
-"""The text towers supported in such a pair, and whether they number positions from their padding. Each begins a text
-with its class token, and pools that token."""
+TEXT_TOWERS = ("bert", "camembert", "roberta", "xlm-roberta")
+"""The text towers supported in such a pair. Each begins a text with its class token, and pools that token."""
 
 
 class PromptTokens(nn.Module):
@@ -318,7 +316,7 @@ def _paired_towers(config: PreTrainedConfig) -> Towers:
                 f"a {PAIRED} with the {modality} tower {given} does not support prompts: pair one of these, "
                 f"{', '.join(sorted(known))}, or leave the prompts out"
             )
-    return Towers(vision_first=VISION_TOWERS[vision], text_first=1, from_padding=TEXT_TOWERS[text])
+    return Towers(vision_first=VISION_TOWERS[vision], text_first=1)
 
 
 def add_prompts(model: PreTrainedModel, prompts: Prompts) -> None:
@@ -339,9 +337,7 @@ def add_prompts(model: PreTrainedModel, prompts: Prompts) -> None:
         hooks.register(vision, vision.get_submodule("embeddings"))
     if prompts.text:
         first, config = towers.text_first, model.config.text_config
-        text_hooks = _TextHooks(
-            tokens=tokens, first=first, placeholders=True, config=config, from_padding=towers.from_padding
-        )
+        text_hooks = _TextHooks(tokens=tokens, first=first, placeholders=True, config=config)
         if prompts.text >= (most := text_hooks.positions):
             raise PromptError(f"{prompts.text} text prompts leave no room in {most} positions: use fewer than {most}")
         text_hooks.register(text, embedding)
@@ -437,7 +433,6 @@ class _DeepHook:
 @dataclass(kw_only=True)
 class _TextHooks(_Hooks):
     config: Any  # transformers'; its attributes differ by family
-    from_padding: bool
 
     def before(self, _tower: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         self.pending = prompts = self.tokens.tokens("text")
@@ -463,8 +458,7 @@ class _TextHooks(_Hooks):
     @property
     def positions(self) -> int:
         """The longest text of the text encoder, in tokens."""
-        positions: int = self.config.max_position_embeddings
-        return positions - (self.config.pad_token_id + 1) if self.from_padding else positions
+        return int(positions_in(self.config.to_dict()))
 
     def _placeholder(self) -> int:
         """Return a placeholder id for a prompt. Never an end or padding id: pooling looks for the former, the highest

@@ -6,6 +6,7 @@ from tempfile import TemporaryDirectory
 
 import structlog
 
+from tessera.shared.model.dataset_schema import token_limit
 from tessera.shared.model.preprocessing import TOKENIZER, FileName, require_file
 from tessera.shared.model.spec import Model
 from tessera.shared.problems import Invalid
@@ -81,8 +82,10 @@ def _tokenized(run: TaskRun, document: Model, loaded: Loaded, dataset: Dataset) 
             f"the run's tokenizer has token {highest}; its model has embeddings for 0 to {embeddings - 1}: start the "
             "run from a folder with the model's own tokenizer",
         )
+    # Texts keep what fits the model, and the site reads below how many are longer.
+    tokenizer.model_max_length = min(tokenizer.model_max_length, token_limit(document) or MAX_TOKENS)
     try:
-        return tokenized(dataset, tokenizer)
+        made = tokenized(dataset, tokenizer)
     except DataChanged:
         raise
     except DataError as fault:
@@ -91,6 +94,9 @@ def _tokenized(run: TaskRun, document: Model, loaded: Loaded, dataset: Dataset) 
             "tokenizer-mismatch",
             "the run's tokenizer cannot convert the texts of this site; the worker's own log has more",
         ) from None
+    for detail, remedy in made.report.warnings():
+        structlog.get_logger("worker").warning("texts", dataset=task.dataset, detail=f"{detail}. {remedy}")
+    return made
 
 
 def _write_files(run: TaskRun, document: Model, folder: Path) -> bytes:

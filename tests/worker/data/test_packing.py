@@ -54,24 +54,24 @@ def test_rows_hold_whole_documents_in_their_order(tmp_path: Path, side: str, *, 
     assert batch.keys() == {"input_ids", "position_ids", "labels"}  # no mask: it would let documents see each other
     the, cat, dog, sat, ran = range(2, 7)
     assert batch["input_ids"].tolist() == [
-        [the, cat, sat, dog, ran, the, dog, 1],
-        [cat, cat, sat, the, 1, 1, 1, 1],
+        [the, cat, sat, 1, dog, ran, 1, 1],
+        [the, dog, 1, cat, cat, sat, the, 1],
         [ran, the, dog, sat, the, cat, ran, dog],  # cut at max_length
         [sat, ran, 1, 1, 1, 1, 1, 1],
     ]
     assert batch["position_ids"].tolist() == [
-        [0, 1, 2, 0, 1, 0, 1, 0],
-        [0, 1, 2, 3, 0, 1, 2, 3],
+        [0, 1, 2, 3, 0, 1, 2, 0],
+        [0, 1, 2, 0, 1, 2, 3, 4],
         [0, 1, 2, 3, 4, 5, 6, 7],
-        [0, 1, 0, 1, 2, 3, 4, 5],
+        [0, 1, 2, 0, 1, 2, 3, 4],
     ]
     # The end of a document predicts no beginning of another.
     no = -100
     assert batch["labels"].tolist() == [
-        [no, cat, sat, no, ran, no, dog, no],
-        [no, cat, sat, the, no, no, no, no],
+        [no, cat, sat, 1, no, ran, 1, no],
+        [no, dog, 1, no, cat, sat, the, 1],
         [no, the, dog, sat, the, cat, ran, dog],
-        [no, ran, no, no, no, no, no, no],
+        [no, ran, 1, no, no, no, no, no],
     ]
     # Any rows, in any order.
     assert torch.equal(rows.read(torch.tensor([3, 0]))["labels"], batch["labels"][[3, 0]])
@@ -85,7 +85,7 @@ def test_logits_and_loss_are_those_of_each_document_alone(tmp_path: Path, attent
     model.train(mode=False)
     (batch,) = packed(dataset).batches(None)
     found = forward(model, "causal-lm", batch)
-    places = [(0, 0, 3), (0, 3, 5), (0, 5, 7), (1, 0, 4), (2, 0, 8), (3, 0, 2)]
+    places = [(0, 0, 4), (0, 4, 7), (1, 0, 3), (1, 3, 8), (2, 0, 8), (3, 0, 3)]
     losses = []
     assert found.logits is not None
     for document, (row, first, last) in enumerate(places):
@@ -98,22 +98,20 @@ def test_logits_and_loss_are_those_of_each_document_alone(tmp_path: Path, attent
     torch.testing.assert_close(found.loss, torch.cat(losses).mean(), rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("side", ["right", "left"])
 @pytest.mark.parametrize("masked", [True, False])
-def test_no_token_is_lost_whose_label_is_ignored(side: str, *, masked: bool) -> None:
-    on_left, no = side == "left", -100
+def test_no_token_is_lost_whose_label_is_ignored(*, masked: bool) -> None:
+    no = -100
     # The padding's token, 1, is also the last one of the second text.
     texts = [([5, 6, 2, 3, 4], [no, no, no, 3, 4]), ([6, 5, 1], [no, 5, 1]), ([2, 2], [no, no]), ([3], [no])]
 
     def padded(rows: list[list[int]], value: int) -> torch.Tensor:
-        gaps = [[value] * (8 - len(row)) for row in rows]
-        return torch.tensor([gap + row if on_left else row + gap for gap, row in zip(gaps, rows, strict=True)])
+        return torch.tensor([row + [value] * (8 - len(row)) for row in rows])
 
     tensors = {"input_ids": padded([ids for ids, _ in texts], 1), "labels": padded([each for _, each in texts], no)}
     if masked:
         tensors["attention_mask"] = padded([[1] * len(ids) for ids, _ in texts], 0)
     values = {"input_ids": 1, "labels": no, "attention_mask": 0}
-    (batch,) = packed(Dataset(tensors, padding=Padding(8, values, on_left=on_left))).batches(None)
+    (batch,) = packed(Dataset(tensors, padding=Padding(8, values))).batches(None)
     assert batch["input_ids"].tolist() == [[5, 6, 2, 3, 4, 6, 5, 1], [2, 2, 3, 1, 1, 1, 1, 1]]
     assert batch["labels"].tolist() == [[no, no, no, 3, 4, no, 5, 1], [no] * 8]
     assert batch["position_ids"].tolist() == [[0, 1, 2, 3, 4, 0, 1, 2], [0, 1, 0, 0, 1, 2, 3, 4]]
@@ -127,7 +125,7 @@ def test_no_document_sees_another(tmp_path: Path) -> None:
         (batch,) = packed(documents(tmp_path, first, "dog ran", "the dog")).batches(None)
         logits = forward(model, "causal-lm", batch).logits
         assert logits is not None
-        rows.append(logits[0, 3:])
+        rows.append(logits[0, 4:])
     assert torch.equal(*rows)
 
 

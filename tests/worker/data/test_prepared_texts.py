@@ -187,10 +187,11 @@ def test_tokens_are_a_safetensors_file_of_all_texts_without_padding(tmp_path: Pa
     load("text", options, prepared=Prepared(tmp_path / "state"))
     (file,) = (tmp_path / "state").glob("tokens-*")
     with safe_open(file, "numpy") as stored:
-        assert stored.get_tensor("tokens").tolist() == [[2], [3], [2], [3], [4]]
-        assert stored.get_tensor("lengths").tolist() == [2, 3]
+        assert stored.get_tensor("tokens").tolist() == [[2], [3], [1], [2], [3], [4], [1]]
+        assert stored.get_tensor("lengths").tolist() == [3, 4]
         about = json.loads(stored.metadata()["about"])
-    assert about == {"unknown": 0.0, "columns": ["input_ids"], "longest": 3}
+    truncation = {"texts": 2, "cut": 0, "longest": 4, "limit": 128, "lost": 0.0, "most": 1 << 20}
+    assert about == {"unknown": 0.0, "truncation": truncation, "columns": ["input_ids"], "longest": 4}
 
 
 def test_each_text_counts_once_where_columns_turn_out_to_be_needed(tmp_path: Path, bert: str) -> None:

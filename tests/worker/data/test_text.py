@@ -15,7 +15,9 @@ from tessera.shared.model.dataset_schema import name_digests
 from tessera.shared.model.preprocessing import vocabulary_in
 from tessera.shared.model.spec import Head
 from tessera.worker.data.dataset import DataError, Dataset
+from tessera.worker.data.load_report import Truncation
 from tessera.worker.data.partition.schemes import Iid
+from tessera.worker.data.readers.tokenizer import MAX_TOKENS
 from tessera.worker.data.registry import load
 from tessera.worker.model.build import instantiate
 from tessera.worker.model.forward import forward
@@ -135,13 +137,12 @@ def test_under_privacy_no_shape_tells_how_long_the_longest_text_is(tmp_path: Pat
     # What another text is changes nothing of the first one, which is as long as any may be.
     first, second = ({name: tensor[0].tolist() for name, tensor in each.tensors.items()} for each in padded)
     assert first == second
-    gap, whole = [PAD] * 4, [CLS, THE, CAT, SEP]
-    assert first["input_ids"] == (gap + whole if side == "left" else whole + gap)
-    mask = [0] * 4 + [1] * 4
-    assert first["attention_mask"] == (mask if side == "left" else mask[::-1])
+    # Always on the right, whatever the tokenizer says.
+    whole = [CLS, THE, CAT, SEP]
+    assert first["input_ids"] == whole + [PAD] * 4
+    assert first["attention_mask"] == [1] * 4 + [0] * 4
     if head == "causal-lm":
-        asked = [-100] * 4
-        assert first["labels"] == (asked + whole if side == "left" else whole + asked)
+        assert first["labels"] == whole + [-100] * 4
 
 
 def test_what_is_held_out_and_a_part_know_how_long_a_text_may_be(tmp_path: Path, bert: str) -> None:
@@ -169,6 +170,35 @@ def test_long_texts_are_cut_at_max_length(tmp_path: Path, bert: str) -> None:
     file = written(tmp_path / "long.csv", "text,label", "the cat sat the cat sat,0")
     dataset = load("text", {"file": file, "tokenizer": bert, "max_length": 5})
     assert dataset.tensors["input_ids"].tolist() == [[CLS, THE, CAT, SAT, SEP]]
+
+
+@pytest.mark.parametrize("head", ["text-classification", "token-classification"])
+def test_what_is_cut_off_is_counted_in_texts_and_tokens(tmp_path: Path, bert: str, head: Head) -> None:
+    tags = [["0"], ["0 0 0 0 0 0", "0 0"]][head == "token-classification"]
+    rows = (f"{text},{tag}" for text, tag in zip(("the cat sat ran sat dog", "the cat"), tags * 2, strict=False))
+    file = written(tmp_path / "notes.csv", "text,label", *rows)
+    options = {"file": file, "head": head, "labels": ["0"], "max_length": 5}
+    report = load("text", {**options, "tokenizer": bert}).report
+    # 8 and 4 tokens with [CLS] and [SEP].
+    assert report.truncation == Truncation(texts=2, cut=1, longest=8, limit=5, lost=3 / 12, most=MAX_TOKENS)
+    # Before a run brings its tokenizer, each word has at least one token.
+    ((told, remedy),) = load("text", {**options, "tokenizer": "run"}).report.warnings()
+    assert told == "1 of 2 texts have more words than max_length, 5, takes tokens; the longest has 6"
+    limited = bert_tokenizer(tmp_path / "limited", WORDS, model_max_length=5)
+    ((_, remedy),) = load("text", {**options, "tokenizer": str(limited), "max_length": 8}).report.warnings()
+    assert remedy == "Divide these texts: the tokenizer or its model takes no more."
+
+
+@pytest.mark.parametrize("tokenizer", ["run", "own"])
+@pytest.mark.parametrize("head", ["text-classification", "token-classification", "causal-lm"])
+def test_a_text_that_no_tokenizer_reads_is_named_by_its_row_before_any_run(
+    tmp_path: Path, bert: str, tokenizer: str, head: Head
+) -> None:
+    tag = "0" if head == "text-classification" else "0 0"
+    rows = (f'{{"text": "{text}", "label": "{tag}"}}' for text in ("the cat", "the \\ud800"))
+    file = written(tmp_path / "notes.jsonl", *rows)
+    refused = refusal(file=file, head=head, tokenizer="run" if tokenizer == "run" else bert)
+    assert f"text: row 1 of {file} has half of a surrogate pair" in refused
 
 
 def test_parquet_and_json_lines_hold_the_same_as_csv(tmp_path: Path, bert: str) -> None:
@@ -355,12 +385,30 @@ def test_going_on_from_a_text_pads_with_its_end_and_asks_nothing_of_the_padding(
     plain = str(plain_tokenizer(tmp_path / "plain", ("the", "cat", "sat")))  # <end> is 1, the words 2, 3 and 4
     file = written(tmp_path / "lines.csv", "text", "the cat sat", "cat sat")
     dataset = load("text", {"file": file, "tokenizer": plain, "head": "causal-lm"})
-    assert dataset.tensors["input_ids"].tolist() == [[2, 3, 4], [3, 4, 1]]
-    assert dataset.tensors["labels"].tolist() == [[2, 3, 4], [3, 4, -100]]
+    # The model learns that a text ends.
+    assert dataset.tensors["input_ids"].tolist() == [[2, 3, 4, 1], [3, 4, 1, 1]]
+    assert dataset.tensors["labels"].tolist() == [[2, 3, 4, 1], [3, 4, 1, -100]]
     config = {"model_type": "gpt2", "n_layer": 1, "n_head": 2, "n_embd": 8, "vocab_size": 8}
     assert loss("causal-lm", config, dataset) > 0
-    written(tmp_path / "lines.csv", "text", "the cat sat", "cat")
+    written(tmp_path / "lines.csv", "text", "the cat sat", '" "')
     assert "text: row 1" in refusal(file=file, tokenizer=plain, head="causal-lm")
+
+
+def test_a_text_that_is_cut_has_no_end_and_none_has_two(tmp_path: Path) -> None:
+    words = ("the", "cat", "sat")
+    plain = str(plain_tokenizer(tmp_path / "plain", words))
+    file = written(tmp_path / "lines.csv", "text", "the cat sat", "the cat sat the", "cat sat <end>", "cat")
+    dataset = load("text", {"file": file, "tokenizer": plain, "head": "causal-lm", "max_length": 3})
+    assert dataset.tensors["input_ids"].tolist() == [[2, 3, 4], [2, 3, 4], [3, 4, 1], [3, 1, 1]]
+    assert dataset.tensors["labels"].tolist()[-1] == [3, 1, -100]
+    ((cut, remedy),) = dataset.report.warnings()
+    assert cut == "2 of 4 texts are longer than 3 tokens, the longest 5: 21.4% of all tokens are cut off"
+    assert remedy.startswith("Set max_length = 5 if memory allows")
+    written(tmp_path / "lines.csv", "text", "the cat sat")
+    endless = str(plain_tokenizer(tmp_path / "endless", words, eos_token=None, pad_token="<unk>"))
+    found = load("text", {"file": file, "tokenizer": endless, "head": "causal-lm"}).report.warnings()
+    assert "the tokenizer has no end-of-text token" in "".join(detail for detail, _ in found)
+    assert not list(load("text", {"file": file, "tokenizer": "run", "head": "causal-lm"}).report.warnings())
 
 
 # ---------------------------------------------------------------- what is wrong is named

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tessera.shared.model.dataset_schema import MAX_NAMES, DatasetSchema, TensorSchema
+from tessera.shared.model.dataset_schema import MAX_NAMES, DatasetSchema, TensorSchema, token_limit
 from tessera.shared.model.spec import Head, Model
 from tessera.worker.data.dataset import schema_of
 from tessera.worker.model.block_map import block_table
@@ -61,7 +61,7 @@ def tensors(**shapes: tuple[int, ...]) -> dict[str, TensorSchema]:
 IMAGE, TEXT_CLASS, TAGS, LM = "image-classification", "text-classification", "token-classification", "causal-lm"
 SIZE = "images are [3, 32, 32]; the model takes [1, 8, 8]"
 SMALL = "images are [3, 16, 16]; the model takes [3, 8, 8]"
-LONG = "max_length 16 is more than the model's 12 positions"
+LONG = "max_length 16 is more than the 12 tokens that the model takes: set it to 12 or less"
 WRONG = "the model takes {}; the data set gives {}"
 PER = "the labels are one for each {}; a model for {} takes one for each {}"
 DUAL = {"text_config": TEXT, "vision_config": VISION}
@@ -120,6 +120,39 @@ def test_objections_are_what_the_model_fails_on(
             forward(built, head, batch)
     else:
         assert forward(built, head, batch).loss.isfinite()
+
+
+LIMITED = {
+    "roberta": ({**WORDS, "pad_token_id": 1}, 10),
+    "esm": ({**WORDS, "pad_token_id": 3, "position_embedding_type": "absolute"}, 8),
+    "mpnet": (WORDS, 10),
+    "data2vec-text": (WORDS, 10),
+    "camembert": (WORDS, 10),
+    "xlm-roberta": (WORDS, 10),
+    "opt": ({**WORDS, "ffn_dim": 16, "word_embed_proj_dim": 16}, 12),
+    "openai-gpt": (GPT2, 12),
+    "gpt2": (GPT2, 12),
+    "llama": (WORDS, None),
+    "bloom": ({"vocab_size": 40, "hidden_size": 16, "n_layer": 1, "n_head": 2}, None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", LIMITED)
+def test_a_text_has_as_many_tokens_as_the_model_takes_and_not_one_for_each_position(family: str) -> None:
+    config, most = LIMITED[family]
+    built = instantiate({**config, "model_type": family}, TEXT_CLASS).eval()
+    document = Model(config=json.loads(built.config.to_json_string()), head=TEXT_CLASS, blocks=block_table(built))
+    assert token_limit(document) == most
+
+    def logits(length: int) -> torch.Tensor:
+        ids = torch.full((1, length), 5)
+        found: torch.Tensor = built(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
+        return found
+
+    assert logits(most or 40).isfinite().all()
+    if most:
+        with pytest.raises(FAULTS):
+            logits(most + 1)
 
 
 NUMBERS = "the labels are classes, and the model's config has {}, with which it learns numbers"

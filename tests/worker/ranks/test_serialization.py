@@ -87,7 +87,7 @@ POLICY = Policy.model_validate(
         POLICY,
         Policy(),
         Plan(train=roles("head")).train,
-        Padding(5, {"input_ids": 1}, on_left=True),
+        Padding(5, {"input_ids": 1}),
         Normalized((0.5,), (0.1, 0.2)),
         TrainingStats(3, 2, float("inf"), 0.1),
         {

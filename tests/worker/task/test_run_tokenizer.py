@@ -18,6 +18,7 @@ from transformers import RobertaTokenizer
 
 from tessera.shared.api.runs import Training
 from tessera.shared.api.tasks import Task
+from tessera.shared.model.blocks import Block
 from tessera.shared.model.preprocessing import FileName, FileRef, read_files
 from tessera.shared.problems import DigestMismatch
 from tessera.shared.schema import canonical
@@ -70,7 +71,7 @@ def files(folder: Path, words: tuple[str, ...] = WORDS, **more: object) -> dict[
 
 def tokens(
     folder: Path, dataset: Dataset, held: Mapping[Any, bytes], *, embeddings: int = 8, sandbox: Sandbox | None = None,
-    refs: Mapping[str, FileRef] | None = None, sent: bytes | None = None,
+    refs: Mapping[str, FileRef] | None = None, sent: bytes | None = None, blocks: tuple[Block, ...] = (),
 ) -> Dataset:  # fmt: skip
     """The data set as a task of a run with these files sees it."""
     named = {name: FileRef(digest=digest_of(raw), nbytes=len(raw)) for name, raw in held.items()}
@@ -87,7 +88,7 @@ def tokens(
     run = TaskRun(env, task, lambda: None, Report(), journal)
     rows = SimpleNamespace(num_embeddings=embeddings)
     loaded: Any = SimpleNamespace(built=SimpleNamespace(model=SimpleNamespace(get_input_embeddings=lambda: rows)))
-    document: Any = SimpleNamespace(preprocessing=refs or named)
+    document: Any = SimpleNamespace(preprocessing=refs or named, blocks=blocks, config={})
     made = tokenize(run, document, loaded, dataset)
     # Later tasks of the run convert nothing.
     assert tokenize(run, document, loaded, dataset) is made
@@ -145,6 +146,15 @@ def test_texts_become_the_tensors_that_the_same_tokenizer_of_a_site_makes(
         found, wanted = ({**each.padded().tensors, **each.common} for each in (part, same))
         assert found.keys() == wanted.keys()
         assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+
+
+def test_texts_keep_what_fits_the_positions_of_the_runs_model(tmp_path: Path) -> None:
+    table = Block(tensor="wpe.weight", role="embedding", shape=(5, 4), dtype="F32")
+    made = tokens(tmp_path, texts(tmp_path, "the cat sat the cat", "the cat"), files(tmp_path), blocks=(table,))
+    # [CLS], three words and [SEP].
+    assert made.tensors["attention_mask"].sum(dim=1).tolist() == [5, 4]
+    assert made.report.truncation
+    assert (made.report.truncation.cut, made.report.truncation.most) == (1, 5)
 
 
 def test_words_of_a_byte_level_tokenizer_begin_with_a_space_as_within_a_sentence(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -92,6 +93,42 @@ def test_a_language_model_is_scored_on_the_words_that_follow_and_not_on_padding(
     assert found["accuracy"] == pytest.approx(3 / 4)  # of 0, 0, 1 and 0
     assert found["loss"] == pytest.approx(math.log(4))
     assert found["calibration_error"] == pytest.approx(3 / 4 - 1 / 4)
+
+
+SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+WORDS = {"vocab_size": 20, "bos_token_id": 0, "eos_token_id": 3, "pad_token_id": 1}
+PADDED: dict[str, tuple[dict[str, Any], Head]] = {
+    "bert": ({**SMALL, **WORDS}, "text-classification"),
+    "bert words": ({**SMALL, **WORDS}, "token-classification"),
+    "roberta": ({**SMALL, **WORDS}, "text-classification"),
+    "xlnet": ({**WORDS, "d_model": 16, "n_layer": 1, "n_head": 2, "d_inner": 16}, "text-classification"),
+    "gpt2 classes": ({**GPT2, **WORDS, "n_positions": 32}, "text-classification"),
+    "gpt2": ({**GPT2, **WORDS, "n_positions": 32}, "causal-lm"),
+    "llama": ({**SMALL, **WORDS}, "causal-lm"),
+    "llama classes": ({**SMALL, **WORDS}, "text-classification"),
+    "bloom": ({**WORDS, "hidden_size": 16, "n_layer": 1, "n_head": 2}, "causal-lm"),
+    "opt": ({**SMALL, **WORDS, "ffn_dim": 16, "word_embed_proj_dim": 16}, "causal-lm"),
+    "t5 classes": (
+        {**WORDS, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2, "decoder_start_token_id": 1},
+        "text-classification",
+    ),
+}
+
+
+@pytest.mark.parametrize("family", PADDED)
+def test_scores_of_a_text_do_not_depend_on_the_padding_of_its_batch(family: str) -> None:
+    config, head = PADDED[family]
+    model = instantiate({"model_type": family.split(maxsplit=1)[0], **config}, head, seed=1)
+    found = []
+    for gap in (0, 7):
+        rows = torch.tensor([[0, 5, 9, 7, 12, 3], [0, 6, 8, 3, 1, 1]])
+        ids = torch.nn.functional.pad(rows, (0, gap), value=1)
+        labels = torch.tensor([0, 1])
+        if head != "text-classification":
+            labels = torch.where(ids == 1, -100, ids % 2 if head == "token-classification" else ids)
+        tensors = {"input_ids": ids, "attention_mask": (ids != 1).long(), "labels": labels}
+        found.append(scores(model, head, Dataset(tensors)))
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
 
 
 def test_a_contrastive_model_is_scored_on_each_image_s_logits_over_the_texts() -> None:

@@ -149,8 +149,6 @@ def test_texts_keep_their_padding_where_it_may_matter() -> None:
     context, data = context_of(BERT, "text-classification"), texts()
     assert is_trimmable(context, data)
     assert not is_trimmable(context, replace(data, padding=None))
-    # Positions are counted from the left.
-    assert not is_trimmable(context, replace(data, padding=replace(PADDING, on_left=True)))
     assert not is_trimmable(context, texts(lengths=(3, 8)))
     without = {name: tensor for name, tensor in data.tensors.items() if name != "attention_mask"}
     assert not is_trimmable(context, replace(data, tensors=without))

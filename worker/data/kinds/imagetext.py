@@ -79,7 +79,7 @@ def _converted(
             )
     shape = (encoded.padding.width,) if texts.max_length else None
     inputs = {**dataset.schema.inputs, **schema_of(encoded.inputs, dict.fromkeys(encoded.inputs, shape)).inputs}
-    report = replace(dataset.report, unknown_tokens=encoded.unknown)
+    report = replace(dataset.report, unknown_tokens=encoded.unknown, truncation=encoded.truncation)
     schema = dataset.schema.model_copy(update={"inputs": inputs})
     return replace(dataset, common=encoded.inputs, report=report, schema=schema)
 

@@ -10,7 +10,7 @@ labels = ["benign", "malignant"]
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -32,7 +32,7 @@ from tessera.worker.data.dataset import (
     RowsOnDisk,
     schema_of,
 )
-from tessera.worker.data.load_report import LoadReport, by_suffix, empty_texts
+from tessera.worker.data.load_report import LoadReport, Truncation, by_suffix, empty_texts
 from tessera.worker.data.prepared import NOT_KEPT, Prepared
 from tessera.worker.data.readers.class_labels import Numbering
 from tessera.worker.data.readers.table_files import TableOptions
@@ -42,7 +42,7 @@ from tessera.worker.data.readers.tokenizer import (
     MAX_TOKENS,
     RUN,
     WORDS,
-    UnknownShare,
+    TokenCounts,
     identity_of,
     padding_of,
     pieces,
@@ -51,7 +51,7 @@ from tessera.worker.data.readers.tokenizer import (
 )
 from tessera.worker.model.forward import IGNORED
 
-FORMAT = 1
+FORMAT = 2
 """The number of the way in which texts become tokens, which is part of their files' names."""
 MAX_IN_MEMORY = 1 << 26
 """Bytes of the tokens' tensors up to which they are kept in memory if `in_memory` is unset."""
@@ -91,9 +91,9 @@ def text(options: TextOptions, prepared: Prepared = NOT_KEPT) -> Dataset:
         raise DataError(f"pack: needs head causal-lm, not {options.head}: leave it out")
     table = read_table("file", options.file, options.split, prepared, options.separator)
     parts, labels = _HEADS[options.head](options, table)
-    # Empty lists of words are refused. Of other texts, this pass finds a row without text before any run.
-    columns = () if options.head == "token-classification" else parts.values()
-    empty = sum(map(empty_texts, columns))
+    # This pass finds a row without text, and what no tokenizer can read, before any run.
+    columns = (parts[name] for name in ("first", "second") if name in parts)
+    empty = sum(empty_texts(_readable(table, column)) for column in columns)
     convert, numbers = partial(_converted, options, table, prepared), np.arange(table.examples)
     texts = RawTexts(**parts, convert=convert, max_length=options.max_length, numbers=numbers)
     tokens = (options.max_length,)
@@ -111,6 +111,7 @@ def text(options: TextOptions, prepared: Prepared = NOT_KEPT) -> Dataset:
             empty_texts=empty,
             ungrouped=table.ungrouped(options.group, options.text, options.second_text, options.label),
             without_group=table.without_group(options.group),
+            truncation=_over_in_words(texts, options.max_length) if options.tokenizer == RUN else None,
         ),
         schema=schema_of(dict.fromkeys(shapes, labels), shapes, names=options.labels),
     )
@@ -118,6 +119,25 @@ def text(options: TextOptions, prepared: Prepared = NOT_KEPT) -> Dataset:
     if options.tokenizer == RUN:
         return raw
     return tokenized_here(raw, tokenizer_of("tokenizer", options.tokenizer, by_word=texts.by_word))
+
+
+def _readable(table: DataTable, column: Iterable[Any]) -> Iterator[Any]:
+    """Yield the texts, or lists of words, of a table. Raises DataError, naming the row, for one that is no text."""
+    for row, text in enumerate(column):
+        try:
+            "".join(text).encode()
+        except UnicodeEncodeError as fault:
+            raise DataError(
+                f"text: row {row} of {table.where} has half of a surrogate pair, which is no character: correct or "
+                "remove the row"
+            ) from fault
+        yield text
+
+
+def _over_in_words(texts: RawTexts, most: int) -> Truncation:
+    """Return how many texts have more words than tokens are kept."""
+    counted = [sum(len(part.split()) for part in text) for text in texts.parts()]
+    return Truncation(len(counted), sum(words > most for words in counted), max(counted, default=0), most)
 
 
 def _tokens_name(options: TextOptions, table: DataTable) -> str:
@@ -135,13 +155,16 @@ def _converted(
     tokenizer: PreTrainedTokenizerBase,
 ) -> Dataset:
     """Return the data set that `text` describes from raw texts: all of a table, or some for a run's tokenizer."""
-    share = UnknownShare(tokenizer)
+    counts = TokenCounts(tokenizer, texts)
 
     def begin() -> Iterator[Piece]:
-        share.restart()
-        return _checked(options, table, texts, pieces(tokenizer, texts, share))
+        counts.restart()
+        return _checked(options, table, texts, pieces(tokenizer, texts, counts))
 
-    write = partial(write_tokens, pieces=begin, about=lambda: {"unknown": share.checked()})
+    def about() -> dict[str, object]:
+        return {"unknown": counts.unknown(), "truncation": asdict(counts.truncation())}
+
+    write = partial(write_tokens, pieces=begin, about=about)
     rows = hashlib.sha256(np.asarray(texts.numbers).tobytes()).hexdigest()[:16]
     same = f"{_tokens_name(options, table)}-{rows}-"
     name = f"{same}{digest_of(identity_of(tokenizer))}.safetensors"
@@ -163,7 +186,7 @@ def _converted(
     width, places = tokens.about["longest"], torch.arange(len(tokens))
     on_disk = {
         name: RowsOnDisk(
-            TokenRows(tokens, table.check, name, column, padding.values[name], width, padding.on_left),
+            TokenRows(tokens, table.check, name, column, padding.values[name], width),
             places,
             (width,),
             torch.int64,
@@ -171,7 +194,12 @@ def _converted(
         for name, column in per_token.items()
     }
     tensors = {} if LABELS in on_disk else dataset.tensors
-    report = replace(dataset.report, unknown_tokens=tokens.about["unknown"])
+    report = replace(
+        dataset.report,
+        unknown_tokens=tokens.about["unknown"],
+        truncation=Truncation(**tokens.about["truncation"]),
+        no_end=texts.with_end and tokenizer.eos_token_id is tokenizer.sep_token_id is None,
+    )
     made = replace(dataset, tensors=tensors, on_disk=on_disk, padding=padding, report=report)
     # Without token types, which are left out or not by what the texts are.
     declared = {name: tensor for name, tensor in made.inputs.items() if name != "token_type_ids"}
@@ -256,16 +284,15 @@ def _tagged(options: TextOptions, table: DataTable) -> tuple[Parts, Tensor]:
     """Return lists of words with the label of each, and no labels before there are tokens: int64 [n, 0]."""
     words = table.cells("text", options.text).mapped(_words)
     tags = table.cells("label", options.label).mapped(_words)
-    numbering, most = _numbering(options, table), options.max_length
+    numbering = _numbering(options, table)
     for row, (of_words, of_tags) in enumerate(zip(words, tags, strict=True)):
         if not of_words or len(of_words) != len(of_tags):
             raise DataError(f"label: row {row} of {table.where} has {len(of_tags)} labels for {len(of_words)} words")
         numbering.numbers(of_tags)
     numbering.check()
-    # Further words have no token within `max_length`.
-    classes = tags.mapped(lambda of_text: numbering.numbers(of_text[:most]))
-    first = words.mapped(lambda of_text: of_text[:most])
-    return {"first": first, "tags": classes, "by_word": True}, torch.empty((len(first), 0), dtype=torch.int64)
+    return {"first": words, "tags": tags.mapped(numbering.numbers), "by_word": True}, torch.empty(
+        (len(words), 0), dtype=torch.int64
+    )
 
 
 def _numbering(options: TextOptions, table: DataTable) -> Numbering:
@@ -283,7 +310,7 @@ def _words(value: object) -> list[str]:
 def _continued(options: TextOptions, table: DataTable) -> tuple[Parts, Tensor]:
     """Return texts, and no labels before there are tokens: int64 [n, 0]."""
     texts = table.texts("text", options.text)
-    return {"first": texts}, torch.empty((len(texts), 0), dtype=torch.int64)
+    return {"first": texts, "with_end": True}, torch.empty((len(texts), 0), dtype=torch.int64)
 
 
 _HEADS = {"text-classification": _classified, "token-classification": _tagged, "causal-lm": _continued}

@@ -79,13 +79,11 @@ class TokenRows:
     """The column of the values; None for a mask of the tokens that are not padding."""
     padding: int
     width: int
-    on_left: bool
 
     def __call__(self, places: Sequence[int]) -> Tensor:
         self.check()
         lengths, columns = self.tokens.rows(places)
-        place, ends = np.arange(self.width), lengths[:, None]
-        real = place >= self.width - ends if self.on_left else place < ends
+        real = np.arange(self.width) < lengths[:, None]
         rows = np.full(real.shape, self.padding, np.int64)
         rows[real] = 1 if self.column is None else columns[self.column]
         return torch.from_numpy(rows)

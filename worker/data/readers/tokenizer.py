@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tokenizers
@@ -21,6 +21,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from tessera.shared.model.dataset_schema import IDS
 from tessera.shared.model.preprocessing import vocabulary_in
 from tessera.worker.data.dataset import DataError, Dataset, Padding, RawTexts, in_short
+from tessera.worker.data.load_report import Truncation
 from tessera.worker.data.readers.pretrained import load_pretrained
 from tessera.worker.data.readers.token_file import DEFAULTS, MASK, Piece
 
@@ -53,7 +54,11 @@ def load_tokenizer(option: str, source: str, **more: object) -> PreTrainedTokeni
 
 
 def tokenizer_of(option: str, source: str, *, by_word: bool = False) -> PreTrainedTokenizerBase:
-    """Return a tokenizer with a padding token: its end-of-text token if it has no other. Raises DataError."""
+    """Return a tokenizer that pads on the right, with a padding token: its end-of-text token if it has no other.
+
+    Padding on the left, as tokenizers of language models are often saved for generation, moves the positions of some
+    models' tokens, and asks for a text's first token after padding. Raises DataError.
+    """
     # A word of a list is encoded like a word within a sentence.
     tokenizer = load_tokenizer(option, source, **({"add_prefix_space": True} if by_word else {}))
     if by_word and not tokenizer.is_fast:
@@ -65,6 +70,7 @@ def tokenizer_of(option: str, source: str, *, by_word: bool = False) -> PreTrain
         if tokenizer.eos_token is None:
             raise DataError(f"{option}: {source} has no padding token: set its pad_token")
         tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.padding_side = "right"
     return tokenizer
 
 
@@ -78,6 +84,7 @@ class Encoded:
     """The padding to the maximal length of texts."""
     unknown: float | None
     """The share of unknown tokens among those that stand for text, or None if the tokenizer knows every text."""
+    truncation: Truncation
 
     @property
     def ids(self) -> Tensor:
@@ -102,28 +109,37 @@ def encode(tokenizer: PreTrainedTokenizerBase, texts: RawTexts, *, fill: bool = 
 
     With `fill` they are padded to that limit instead. Raises DataError if the tokenizer fails.
     """
-    share = UnknownShare(tokenizer)
-    encoded = _called(tokenizer, texts, slice(None), padding="max_length" if fill else "longest", return_tensors="pt")
+    counts = TokenCounts(tokenizer, texts)
+    some = _some(texts, slice(None))
+    encoded = _called(
+        tokenizer, some, padding="max_length" if fill else "longest", return_tensors="pt", **counts.cut_settings
+    )
     tensors = {name: tensor for name, tensor in encoded.items() if isinstance(tensor, Tensor)}
-    share.count(tensors[IDS].numpy())
-    return Encoded(tokenizer, tensors, padding_of(tokenizer, texts, tensors), share.checked())
+    counts.add(tensors[IDS].numpy(), counts.whole(some, tensors[MASK].sum(dim=1).numpy()))
+    return Encoded(tokenizer, tensors, padding_of(tokenizer, texts, tensors), counts.unknown(), counts.truncation())
 
 
-def pieces(tokenizer: PreTrainedTokenizerBase, texts: RawTexts, share: UnknownShare) -> Iterator[Piece]:
+def pieces(tokenizer: PreTrainedTokenizerBase, texts: RawTexts, counts: TokenCounts) -> Iterator[Piece]:
     """Yield the texts as tokens, truncated as by `encode` and not padded. Lists of words have a column `words` too,
     with the place of each token's word, or -1. Raises DataError if the tokenizer fails."""
+    end = tokenizer.eos_token_id if texts.with_end else None
     for first in range(0, len(texts.first), AT_ONCE):
-        encoded = _called(tokenizer, texts, slice(first, first + AT_ONCE), padding=False)
-        lengths = np.array([len(ids) for ids in encoded[IDS]], np.int64)
-        columns = {
-            name: np.fromiter(chain.from_iterable(values), np.int64)
-            for name, values in encoded.items()
-            if name in (IDS, *DEFAULTS)
-        }
+        some = _some(texts, slice(first, first + AT_ONCE))
+        encoded = _called(tokenizer, some, padding=False, **counts.cut_settings)
+        rows = {name: values for name, values in encoded.items() if name in (IDS, *DEFAULTS)}
+        whole = counts.whole(some, np.array(list(map(len, rows[IDS])), np.int64))
+        for row, ids in enumerate(rows[IDS] if end is not None else ()):
+            if ids[-1:] != [end]:
+                whole[row] += 1
+                if whole[row] <= counts.limit:
+                    for name, values in rows.items():
+                        values[row].append(end if name == IDS else DEFAULTS[name])
+        lengths = np.array(list(map(len, rows[IDS])), np.int64)
+        columns = {name: np.fromiter(chain.from_iterable(values), np.int64) for name, values in rows.items()}
         if texts.by_word:
             words = chain.from_iterable(encoded.word_ids(row) for row in range(len(lengths)))
             columns[WORDS] = np.fromiter((-1 if word is None else word for word in words), np.int64)
-        share.count(columns[IDS])
+        counts.add(columns[IDS], whole)
         yield Piece(lengths, columns)
 
 
@@ -131,23 +147,33 @@ def padding_of(tokenizer: PreTrainedTokenizerBase, texts: RawTexts, names: Itera
     """Return the padding of these tensors to the maximal length of texts."""
     known = {IDS: tokenizer.pad_token_id, "token_type_ids": tokenizer.pad_token_type_id}
     values = {name: known.get(name, 0) for name in names}
-    return Padding(_longest(tokenizer, texts), values, tokenizer.padding_side == "left")
+    return Padding(_longest(tokenizer, texts), values)
 
 
 def _longest(tokenizer: PreTrainedTokenizerBase, texts: RawTexts) -> int:
     return min(texts.max_length or MAX_TOKENS, tokenizer.model_max_length, MAX_TOKENS)
 
 
-def _called(tokenizer: PreTrainedTokenizerBase, texts: RawTexts, some: slice, **settings: object) -> Any:
+class Some(NamedTuple):
+    """Some texts, with the second ones of pairs, or lists of words."""
+
+    first: Sequence[Any]
+    second: Sequence[str] | None = None
+    by_word: bool = False
+
+    def lengths(self, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+        """Return the numbers of tokens, not truncated. Raises DataError."""
+        return list(map(len, _called(tokenizer, self, truncation=False, verbose=False)[IDS]))
+
+
+def _some(texts: RawTexts, at: slice) -> Some:
+    return Some(texts.first[at], texts.second and texts.second[at], texts.by_word)
+
+
+def _called(tokenizer: PreTrainedTokenizerBase, some: Some, **settings: Any) -> Any:
     try:
         return tokenizer(
-            texts.first[some],
-            texts.second and texts.second[some],
-            truncation=True,
-            max_length=_longest(tokenizer, texts),
-            is_split_into_words=texts.by_word,
-            return_attention_mask=True,
-            **settings,
+            some.first, some.second, is_split_into_words=some.by_word, return_attention_mask=True, **settings
         )
     except DataError:
         raise
@@ -165,7 +191,6 @@ def identity_of(tokenizer: PreTrainedTokenizerBase) -> list[str]:
         rules = {"vocabulary": tokenizer.get_vocab(), "settings": str(sorted(tokenizer.init_kwargs.items()))}
     names = (
         "model_max_length",
-        "padding_side",
         "truncation_side",
         "pad_token_id",
         "pad_token_type_id",
@@ -188,13 +213,12 @@ def tokenized(dataset: Dataset, tokenizer: PreTrainedTokenizerBase) -> Dataset:
     return replace(made, held_out=dataset.held_out and tokenized(dataset.held_out, tokenizer))
 
 
-class UnknownShare:
-    """The share of unknown tokens among those that stand for text.
+class TokenCounts:
+    """Counts of a data set's texts and tokens, for people at its site."""
 
-    None for a tokenizer that has no token for unknown words, or none but the one that ends texts, such as GPT-2's.
-    """
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, texts: RawTexts) -> None:
+        self._tokenizer, self.limit = tokenizer, _longest(tokenizer, texts)
+        self._most = min(tokenizer.model_max_length, MAX_TOKENS)
         self._name = tokenizer.name_or_path
         unknown = tokenizer.unk_token_id
         ends = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id)
@@ -204,17 +228,45 @@ class UnknownShare:
 
     def restart(self) -> None:
         """Forget what was counted."""
-        self._count = self._of_text = 0
+        self._unknowns = self._of_text = 0
+        self._texts = self._cut = self._tokens = self._lost = self._longest = 0
 
-    def count(self, ids: NDArray[np.int64]) -> None:
-        """Count some tokens."""
+    @property
+    def cut_settings(self) -> dict[str, Any]:
+        return {"truncation": True, "max_length": self.limit}
+
+    def whole(self, some: Some, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the lengths of texts before truncation, int64 [texts], by those after it."""
+        whole, full = lengths.copy(), np.flatnonzero(lengths >= self.limit).tolist()
+        if full:
+            longer = some._replace(
+                first=[some.first[row] for row in full], second=some.second and [some.second[row] for row in full]
+            )
+            whole[full] = longer.lengths(self._tokenizer)
+        return whole
+
+    def add(self, ids: NDArray[np.int64], whole: NDArray[np.int64]) -> None:
+        """Count some tokens, and the texts of which they are, of these lengths before truncation, int64 [texts]."""
         if self._unknown is not None:
-            self._count += int((ids == self._unknown).sum())
+            self._unknowns += int((ids == self._unknown).sum())
             self._of_text += int(ids.size - np.isin(ids, self._special).sum())
+        lost = (whole - self.limit).clip(min=0)
+        self._texts, self._cut = self._texts + len(whole), self._cut + int((lost > 0).sum())
+        self._tokens, self._lost = self._tokens + int(whole.sum()), self._lost + int(lost.sum())
+        self._longest = max(self._longest, int(whole.max(initial=0)))
 
-    def checked(self) -> float | None:
-        """Return the share. Raises DataError if it is 1."""
-        share = self._count / self._of_text if self._of_text else None
+    def truncation(self) -> Truncation:
+        """Return how many texts are cut off."""
+        lost = self._lost / self._tokens if self._tokens else 0.0
+        return Truncation(self._texts, self._cut, self._longest, self.limit, lost, self._most)
+
+    def unknown(self) -> float | None:
+        """Return the share of unknown tokens among those that stand for text.
+
+        None for a tokenizer that has no token for unknown words, or none but the one that ends texts, such as
+        GPT-2's. Raises DataError if it is 1.
+        """
+        share = self._unknowns / self._of_text if self._of_text else None
         if share == 1:
             raise DataError(
                 f"tokenizer: {self._name} knows none of the texts' words: every token is unknown. Use the tokenizer "

@@ -48,7 +48,7 @@ def is_trimmable(context: LocalTaskContext, dataset: Dataset) -> bool:
     way. A text of MULTIPLE tokens shows both. Weights of 16 bits round too much to compare.
     """
     padding, mask, model = dataset.padding, dataset.inputs.get(MASK), context.model
-    if padding is None or padding.on_left or mask is None or len(mask.shape) != 2 or mask.shape[1] <= MULTIPLE:
+    if padding is None or mask is None or len(mask.shape) != 2 or mask.shape[1] <= MULTIPLE:
         return False
     # A GPU does not recover from a token that the model lacks. A short text changes block-sparse attention for good.
     lacks = padding.values.get(IDS, 0) >= token_embedding(model).num_embeddings
