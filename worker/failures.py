@@ -19,7 +19,7 @@ from tessera.worker.model.layouts import MappingError
 from tessera.worker.state.blob_cache import BlobTooLarge
 from tessera.worker.task.errors import TaskFailure
 from tessera.worker.task.upload_budget import OverBudget
-from tessera.worker.training.divergence import TrainingDiverged
+from tessera.worker.training.divergence import NoFiniteLoss, TrainingDiverged
 from tessera.worker.training.input_mismatch import InputMismatch
 from tessera.worker.training.optimization.micro_batch import ExampleTooLarge
 
@@ -28,6 +28,7 @@ REPORTABLE: dict[type[Exception], str] = {
     PolicyViolation: "policy-violation",
     UpdateWithheld: "withheld-by-site",
     ExampleTooLarge: "out-of-memory",
+    NoFiniteLoss: "no-finite-loss",
     TrainingDiverged: "diverged",
     ConfigError: "model-refused",
     ModelMismatch: "model-mismatch",

@@ -103,11 +103,21 @@ def forward(
         inputs["use_cache"] = False  # type: ignore[assignment]
     output: Any = model(**inputs) if values is None else functional_call(model, dict(values), (), inputs)
     if objective:
-        return Output(objective.of_batch(output.logits, head, batch["labels"]), output.logits)
-    if labels is None:
-        return Output(output.loss, output.get("logits"))
-    logits: Tensor = output.logits_per_image  # [examples, classes]
-    return Output(cross_entropy(logits, labels), logits)
+        logits, loss = output.logits, objective.of_batch(output.logits, head, batch["labels"])
+    elif labels is None:
+        logits, loss = output.get("logits"), output.loss
+    else:
+        logits = output.logits_per_image  # [examples, classes]
+        loss = cross_entropy(logits, labels)
+    return Output(_zero_without_labels(loss, head, batch["labels"]), logits)
+
+
+def _zero_without_labels(loss: Tensor, head: Head, labels: Tensor) -> Tensor:
+    """Return the loss of a batch, or 0 if none of its labels counts: the mean over none is not a number."""
+    if labels.is_floating_point():
+        return loss
+    counted = labels if labels.ndim < 2 else counted_labels(head, labels)
+    return torch.where((counted != IGNORED).any(), loss, torch.zeros_like(loss))
 
 
 def _reads_last_place(model: nn.Module) -> bool:

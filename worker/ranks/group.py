@@ -1,7 +1,6 @@
 """A rank's view of its group: its rows of each batch, and what the ranks sum or agree on."""
 
 import hashlib
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -85,9 +84,9 @@ class Group:
         objective = context.objective
         own = float(label_count(context.head, labels))
         whole = self.total(own)
-        # A batch without any label diverges as it does in one process.
-        of_all: float | Tensor = own / whole if whole else math.nan
-        if objective is not None and objective.class_weights is not None:
+        # The loss of a batch without any label is 0, as in one process.
+        of_all: float | Tensor = own / whole if whole else 1 / self.size
+        if whole and objective is not None and objective.class_weights is not None:
             weight = torch.stack([objective.weight_of(context.head, piece[LABELS]) for piece, _ in pieces]).sum()
             of_all = weight / self.total(weight)
         if own or (len(labels) and not whole):

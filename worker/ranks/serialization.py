@@ -47,7 +47,7 @@ from tessera.worker.state.hash_chain import ChainError
 from tessera.worker.state.privacy_ledger import LedgerError
 from tessera.worker.task.errors import TaskFailure
 from tessera.worker.task.fetch import Fetched
-from tessera.worker.training.divergence import TrainingDiverged
+from tessera.worker.training.divergence import NoFiniteLoss, TrainingDiverged
 from tessera.worker.training.input_mismatch import InputMismatch
 from tessera.worker.training.optimization.micro_batch import ExampleTooLarge
 from tessera.worker.training.progress import Report
@@ -76,6 +76,7 @@ EXCEPTIONS = _by_name(
     LoaderFailed,
     MappingError,
     ModelMismatch,
+    NoFiniteLoss,
     PolicyViolation,
     SelectorError,
     TaskFailure,

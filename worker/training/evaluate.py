@@ -17,12 +17,13 @@ from tessera.shared.schema import SCORED_LABELS
 from tessera.worker.data.dataset import LABELS, Dataset
 from tessera.worker.model.forward import IGNORED, forward
 from tessera.worker.training.batches import Batches
-from tessera.worker.training.divergence import TrainingDiverged
+from tessera.worker.training.divergence import NoFiniteLoss
 from tessera.worker.training.progress import Check
 from tessera.worker.training.ranks import OneRank, Ranks
 
 CALIBRATION_BINS = 15
 ROWS = 256
+NO_LABELS = ": no example has a label that counts"
 
 
 class Scores:
@@ -82,7 +83,7 @@ def evaluate(
 
     Every scored label has the same weight; macro F1 is over the classes among the true or predicted labels. Each of
     several `ranks` takes its rows of each batch: their counts add up exactly, and their losses up to rounding. Leaves
-    the model in evaluation mode. Raises TrainingDiverged for a loss that is not finite.
+    the model in evaluation mode. Raises NoFiniteLoss.
     """
     ranks = ranks or OneRank()
     model.train(mode=False)
@@ -105,7 +106,7 @@ def evaluate(
     weight = ranks.examples(weight)
     loss = ranks.total(loss_sum) / weight if weight else math.nan
     if not math.isfinite(loss):
-        raise TrainingDiverged(f"the version's loss on this data is {loss}")
+        raise NoFiniteLoss(f"the version's loss on this data is {loss}" + NO_LABELS * (not weight))
     counted = {SCORED_LABELS: float(weight)} if weight != batches.dataset.examples else {}
     return {"loss": loss, **scores.values(), **counted}
 

@@ -3,15 +3,16 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import structlog
 import torch
 from torch import Tensor
 
 from tessera.shared.methods.base import UnsupportedRun
 from tessera.shared.model.dataset_schema import limits
-from tessera.shared.model.spec import Model
-from tessera.worker.data.dataset import Dataset
+from tessera.shared.model.spec import Head, Model
+from tessera.worker.data.dataset import LABELS, Dataset
 from tessera.worker.device_failure import ASSERTION, is_device_failure
-from tessera.worker.model.forward import CrossEntropy, evaluation_mode, forward
+from tessera.worker.model.forward import IGNORED, CrossEntropy, counted_labels, evaluation_mode, forward
 from tessera.worker.training.context import LocalTaskContext, synthetic_batch
 
 FAULTS = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
@@ -61,6 +62,25 @@ def explained(
         if not private and str(fault).startswith(UNKNOWN_INDEX):
             raise InputMismatch(f"the data set has tokens or labels that the model lacks. {takes}") from fault
         raise
+
+
+def count_labelled(head: Head, dataset: Dataset) -> None:
+    """Log the examples from which nothing is learned, since none of their labels counts.
+
+    Raises InputMismatch if these are all. Labels that are read from a file in training are not counted.
+    """
+    labels = dataset.inputs[LABELS]
+    if not isinstance(labels, Tensor) or labels.is_floating_point():
+        return
+    counted = labels[:, None] if labels.ndim < 2 else counted_labels(head, labels)
+    without = int((counted == IGNORED).flatten(1).all(dim=1).sum())
+    if without and without == len(labels):
+        raise InputMismatch(
+            f"no example of the data set has a label that counts: all of their labels are {IGNORED}. A max_length "
+            "that cuts texts off before their answers does this"
+        )
+    if without:
+        structlog.get_logger("worker").warning("examples-without-labels", examples=without, of=len(labels))
 
 
 def require_own_loss(context: LocalTaskContext, dataset: Dataset) -> None:

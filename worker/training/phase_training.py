@@ -11,10 +11,11 @@ from torch import Tensor
 
 from tessera.shared.methods.base import Phase
 from tessera.shared.model.blocks import Block
+from tessera.worker.model.forward import label_count
 from tessera.worker.model.four_bits import buffers_of_passes
 from tessera.worker.training.batches import Batch, Batches
 from tessera.worker.training.checkpoints import Below, under
-from tessera.worker.training.divergence import TrainingDiverged
+from tessera.worker.training.divergence import NoFiniteLoss, TrainingDiverged
 from tessera.worker.training.freeze import Freeze
 from tessera.worker.training.optimization.micro_batch import PieceSize, pieces_of, require_additive
 from tessera.worker.training.optimization.optimizer import make_moments, optimizer_of, parameter_groups, set_rate
@@ -40,6 +41,8 @@ class _Unread:
     examples: int
     share: float
     """The share of the learning rate."""
+    unusable: Tensor
+    """The number of the batch's tensors in which some number is not finite."""
 
 
 class _Overflow:
@@ -63,10 +66,17 @@ class PhaseTraining:
     """
 
     def __init__(
-        self, local: LocalTraining, phase: Phase, rates: Iterator[float], common: Collection[str] = ()
+        self,
+        local: LocalTraining,
+        phase: Phase,
+        rates: Iterator[float],
+        common: Collection[str] = (),
+        *,
+        is_first: bool = False,
     ) -> None:
         """Prepare a phase. `rates` gives the share of the learning rate at each step; `common` are inputs of a batch
-        that have no row for each example."""
+        that have no row for each example. `is_first` if the model has not trained in this task."""
+        self._is_first = is_first
         self.batches = 0
         """The number of batches, or noisy steps, so far."""
         self.loss_sum = 0.0
@@ -148,7 +158,7 @@ class PhaseTraining:
         overflows = _values([step.overflowed for step in unread if step.overflowed is not None])
         for step, loss, overflowed in zip_longest(unread, losses, overflows):
             if not math.isfinite(loss):
-                raise self._diverged(f"the loss is {loss}")
+                raise self._diverged(f"the loss is {loss}", finite=not step.unusable)
             if overflowed:
                 self.skipped.append(step.share)
                 self._local.report.step -= 1
@@ -168,9 +178,18 @@ class PhaseTraining:
         enough = self.examples >= self._local.min_loss_examples
         return self.loss_sum / self.examples if enough else math.nan
 
-    def _diverged(self, what: str) -> TrainingDiverged:
-        rate = f"{self._local.training.learning_rate:g}"
-        return TrainingDiverged(f"{what} at step {self.steps} with a learning rate of {rate}")
+    def _diverged(self, what: str, *, finite: bool = True) -> TrainingDiverged:
+        """Return the error of the step after `steps`. `finite` if the numbers of its batch are."""
+        training, found = self._local.training, f"{what} at step {self.steps}"
+        if not finite:
+            return NoFiniteLoss(f"{found}: its batch has an input or a label that is infinite or not a number")
+        if self._is_first and not self.steps:
+            return NoFiniteLoss(
+                f"{found}, before any training: the version has weights that are too large, or "
+                + ("the model" if training.precision == "float32" else f"training.precision {training.precision}")
+                + " does not suit the size of the inputs"
+            )
+        return TrainingDiverged(f"{found} with a learning rate of {training.learning_rate:g}")
 
     def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Return the state for a checkpoint: a JSON document, and tensors by name, which share the phase's memory.
@@ -213,7 +232,13 @@ class PhaseTraining:
             self._local.check()
         self._fitted = True
         examples = self._ranks.examples(len(labels))
-        self._unread.append(_Unread(loss, self._overflow.found, examples, share))
+        if not self._ranks.any_rank(bool(label_count(self._local.context.head, labels))):
+            examples = 0
+        unusable = torch.zeros((), device=loss.device)
+        for tensor in batch.values():
+            if tensor.is_floating_point():
+                unusable += ~tensor.isfinite().all()
+        self._unread.append(_Unread(loss, self._overflow.found, examples, share, self._ranks.total(unusable)))
 
     def _try_step(self, batch: Batch, labels: Tensor) -> Tensor:
         """Take a step unless the gradients overflow, which `_overflow` then shows. Returns the batch's loss."""

@@ -17,7 +17,7 @@ from tessera.worker.data.dataset import Dataset
 from tessera.worker.training.batches import Batches
 from tessera.worker.training.divergence import TrainingDiverged
 from tessera.worker.training.freeze import Freeze
-from tessera.worker.training.input_mismatch import InputMismatch, rehearsal_fault
+from tessera.worker.training.input_mismatch import InputMismatch, count_labelled, rehearsal_fault
 from tessera.worker.training.optimization.attention_masks import unread_masks
 from tessera.worker.training.optimization.bfloat16_products import bfloat16_products
 from tessera.worker.training.optimization.compilation import compiled
@@ -49,6 +49,8 @@ class Trainer(LocalTraining):
         """
         if self.setup.ranks.size > 1 and not self.private:
             require_summable(self.half, self.context, dataset, self.setup.ranks.size)
+        if not self.private:
+            count_labelled(self.context.head, dataset)
         order = torch.Generator().manual_seed(seed)
         share, size = self.setup.ranks.share_of(dataset), self.training.batch_size
         changes = augmentation_of(self.training, seed)

@@ -38,7 +38,7 @@ class TrainingState:
         local, phase = self._local, self._phases[self.at.phase]
         if self._checkpoints is None or self._resumed is None or not self.at.batches:
             local.half.on_phase_start(local.context, phase)
-            return PhaseTraining(local, phase, rates, common)
+            return PhaseTraining(local, phase, rates, common, is_first=self.at.phase == 0)
         with self._checkpoints.tensors() as stored:
             kept = Below("half", stored)
             local.half.on_phase_resume(local.context, phase, {name: numpy_view(kept[name].clone()) for name in kept})

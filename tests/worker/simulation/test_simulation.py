@@ -284,8 +284,8 @@ def test_a_site_whose_training_diverges_is_told_of(model: Weights) -> None:
     failed = next(task for task in made.tasks if task.worker == "bad/worker")
     assert (made.state, failed.state) == ("committed", "failed")
     assert failed.problem is not None
-    assert "diverged: the loss is nan" in failed.problem.detail
-    with pytest.raises(Stalled, match="4 of 5 updates came; the quorum is 5; bad/worker: diverged"):
+    assert "no-finite-loss: the loss is nan" in failed.problem.detail
+    with pytest.raises(Stalled, match="4 of 5 updates came; the quorum is 5; bad/worker: no-finite-loss"):
         simulate(spec(rounds=1, cohort={"quorum": 5, "max_attempts": 1}), model, sites)
 
 

@@ -20,7 +20,7 @@ from tessera.worker.model.block_map import block_table
 from tessera.worker.model.build import instantiate
 from tessera.worker.model.forward import IGNORED, objective_of
 from tessera.worker.training.context import LocalTaskContext
-from tessera.worker.training.optimization.micro_batch import MicroBatch, require_divisible
+from tessera.worker.training.optimization.micro_batch import MicroBatch, pieces_of, require_divisible
 from tessera.worker.training.setup import TrainingSetup
 from tessera.worker.training.trainer import Trainer
 
@@ -145,12 +145,10 @@ def test_a_term_of_the_loss_that_reads_no_example_counts_once() -> None:
     assert all(torch.allclose(pieces[name], values, rtol=1e-4, atol=1e-5) for name, values in whole.items())
 
 
-def test_a_batch_without_any_label_fails_as_it_does_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    nothing = texts(torch.full((EXAMPLES, 8), IGNORED))
-    monkeypatch.setitem(CASES, "nothing", (BERT, "token-classification", nothing))
-    for size in (None, 2):
-        with pytest.raises(ArithmeticError, match="the loss is nan"):
-            trained("nothing", size)
+def test_a_batch_without_any_label_is_not_computed_whole() -> None:
+    labels = torch.full((5, 8), IGNORED)
+    pieces = pieces_of({"labels": labels}, labels, 2, "token-classification")
+    assert [(len(piece["labels"]), share) for piece, share in pieces] == [(2, 0.4), (2, 0.4), (1, 0.2)]
 
 
 def test_losses_that_do_not_add_up_are_refused_and_say_which_batch_would_do() -> None:

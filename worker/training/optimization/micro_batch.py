@@ -75,7 +75,9 @@ def pieces_of(
     counts = [label_count(head, part) for part in torch.split(labels, size)]
     whole = sum(counts)
     if not whole:
-        return [(batch, 1.0)]
+        # The loss of each piece is 0; a term that a method adds to it is a mean over the examples.
+        parts = torch.split(labels, size)
+        return [(piece, len(part) / len(labels)) for piece, part in zip(pieces, parts, strict=True)]
     # The mean loss of a piece without labels is not a number.
     labelled = [(piece, count) for piece, count in zip(pieces, counts, strict=True) if count]
     if objective is None or objective.class_weights is None:
