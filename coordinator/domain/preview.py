@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
 from tessera.coordinator.domain.eligibility import (
     RunTerms,
@@ -17,7 +18,7 @@ from tessera.coordinator.domain.eligibility import (
 from tessera.coordinator.domain.workers import LiveWorker
 from tessera.shared.api.runs import Ineligibility, Preview, RoundWorkload, RunSpec, WorkerPreview
 from tessera.shared.api.tasks import AdvertisedPolicy
-from tessera.shared.methods.base import Plan, State
+from tessera.shared.methods.base import CoordinatorHalf, Plan, State
 from tessera.shared.methods.registry import coordinator_half
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.dataset_schema import IDS, TAKES, class_count
@@ -93,7 +94,7 @@ def preview(
             *_other_words(invited.spec, model, pool),
             *_unmeasured(invited.spec, pool),
             *_unmeasured_centrally(invited.spec, known),
-            *_limited(invited.spec, pool),
+            *_limited(half, invited.spec, pool),
             *warnings_of(invited.spec, model, state),
         ),
     )
@@ -166,10 +167,10 @@ def _other_words(spec: RunSpec, model: Model, pool: Sequence[LiveWorker]) -> lis
     return [f'{subject}: start from a model folder with a tokenizer, and set tokenizer = "run" at all sites']
 
 
-def _limited(spec: RunSpec, pool: Sequence[LiveWorker]) -> list[str]:
-    """Return a warning if some sites would count with fewer examples than they have."""
+def _limited(half: CoordinatorHalf[Any], spec: RunSpec, pool: Sequence[LiveWorker]) -> list[str]:
+    """Return a warning if some sites would weigh less than the examples that they have."""
     willing = [worker.participant(spec.dataset) for worker in pool]
-    return weight_warnings(bounds_of(spec, willing), largest_weights(spec, willing)) if willing else []
+    return weight_warnings(half, bounds_of(spec, willing), largest_weights(spec, willing)) if willing else []
 
 
 def _some(sites: Sequence[str]) -> str:

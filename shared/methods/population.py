@@ -120,6 +120,9 @@ class PopulationCoordinator(CoordinatorHalf[S]):
             "or choose another method"
         )
 
+    def weight(self, update: Update) -> float:
+        return 1.0 if self.settings.weigh == "equal" else super().weight(update)
+
     def _counted(self, updates: Sequence[Update]) -> Sequence[Update]:
         """Return the updates with the examples that weight them in the mean over sites."""
         equal = self.settings.weigh == "equal"

@@ -28,6 +28,7 @@ from tessera.shared.methods.base import (
     RunInfo,
     State,
     UnsupportedRun,
+    Update,
 )
 from tessera.shared.methods.registry import UnknownMethod, check, coordinator_half, settings_type
 from tessera.shared.model.selectors import SelectorError, trainable_blocks
@@ -305,10 +306,15 @@ def largest_weights(spec: RunSpec, willing: Iterable[Participant]) -> dict[str, 
     }
 
 
-def weight_warnings(bounds: Bounds, examples: Mapping[str, int]) -> list[str]:
-    """Return a warning if some sites count with fewer than their `examples`."""
+def weight_warnings(half: CoordinatorHalf[Any], bounds: Bounds, examples: Mapping[str, int]) -> list[str]:
+    """Return a warning if some sites weigh less than their `examples` would. Robust rules weigh all sites alike."""
     most = bounds.max_examples
-    limited = sorted((-count, site) for site, count in examples.items() if most is not None and count > most)
+    if most is None or not half.run.robust.neutral:
+        return []
+    weight = half.weight(Update("", most, {}))
+    limited = sorted(
+        (-n, site) for site, n in examples.items() if n > most and half.weight(Update("", n, {})) > weight
+    )
     if not limited:
         return []
     named = ", ".join(f"{site} ({-count})" for count, site in limited[:MAX_NAMED])
@@ -406,8 +412,9 @@ def warnings_of(
     warnings."""
     larger = f"larger than {bounds.max_norm_of_median} times the largest median norm" if bounds and left_out else ""
     aside = [f"the updates of {', '.join(left_out)} were left out: {larger}"] if left_out else []
-    aside += weight_warnings(bounds, merged) if bounds else []
-    of_method = coordinator_half(spec.method, run_facts(spec, model)).warnings(state)
+    half = coordinator_half(spec.method, run_facts(spec, model))
+    aside += weight_warnings(half, bounds, merged) if bounds else []
+    of_method = half.warnings(state)
     # The settings are read when the run is created, and stay the same.
     of_settings = [] if state.round else client_privacy.warnings(spec)
     said = [*aside, *of_settings, *_of_rule(spec, state), *of_method]

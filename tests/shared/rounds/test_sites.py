@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import permutations
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from tessera.shared.methods.base import UPDATE_NORM, MethodSpec, Participant, Pl
 from tessera.shared.methods.registry import coordinator_half
 from tessera.shared.problems import Invalid
 from tessera.shared.rounds.aggregate import Accepted, _by_site, norm_scores, observed, outlying, pooled
-from tessera.shared.rounds.planning import begun, bounds_of, largest_weights, plan_round, weight_warnings
+from tessera.shared.rounds.planning import begun, bounds_of, largest_weights, plan_round, run_facts, weight_warnings
 from tessera.shared.run_settings import Training
 from tessera.shared.tensors.lazy import ArrayTensor, Tensor, to_array
 from tests.support.federation import small_model
@@ -87,11 +88,18 @@ def test_a_site_s_examples_are_those_of_as_many_workers_as_take_part() -> None:
 
 def test_a_limit_on_weights_names_the_sites_that_it_limits() -> None:
     willing = workers(("a", 1, 6), ("b", 1, 10), ("c", 1, 14), ("d", 1, 400))
+
     # The median of 6, 10, 14 and 400 is 12, and d counts with 48 examples.
-    (warning,) = weight_warnings(bounds_of(spec(), willing), largest_weights(spec(), willing))
+    def said(among: Sequence[Participant], method: str = "fedavg", **settings: Any) -> list[str]:
+        wanted = spec(method=MethodSpec(name=method), **settings)
+        half = coordinator_half(wanted.method, run_facts(wanted, MODEL))
+        return weight_warnings(half, bounds_of(wanted, among), largest_weights(wanted, among))
+
+    (warning,) = said(willing)
     assert "the weight of a site to 48 examples, which d (400) would exceed" in warning
-    assert weight_warnings(bounds_of(spec(), willing[:3]), largest_weights(spec(), willing[:3])) == []
-    assert weight_warnings(bounds_of(spec(max_examples="unlimited"), willing), {"d": 400}) == []
+    assert said(willing[:3]) == said(willing, max_examples="unlimited") == []
+    # These weigh all sites alike.
+    assert said(willing, robust={"rule": "median"}, cohort={"quorum": 3}) == said(willing, "scaffold") == []
     assert bounds_of(spec(), willing, simulated=True).max_examples is None
     assert bounds_of(spec(max_examples=7), willing, simulated=True).max_examples == 7
 
