@@ -74,7 +74,7 @@ def preview(
             ineligibilities=tuple(found[worker.name]),
             warnings=_warnings(invited, model, vocabulary, worker, asked, pool),
             workload=asked.get(worker.name),
-            never_sends=tuple(kept_back(policy.all_never_sent, model.blocks)[:MAX_NAMED])
+            never_sends=tuple(kept_back(policy.all_never_sent[:MAX_NAMED], model.blocks))
             if (policy := worker.advertised_policy)
             else (),
         )

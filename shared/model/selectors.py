@@ -164,7 +164,7 @@ def ineffective(
     names = {block.name for block in blocks} | set(tied or ())
     for pattern in never_send:
         may_be_tied = tied is None and any(part in pattern for part in FURTHER_NAMES)
-        if not may_be_tied and not named_by(pattern, names):
+        if not may_be_tied and not any(fnmatchcase(name, pattern) for name in names):
             fault = f"the model has no block called {pattern!r}, so that this rule protects nothing"
             remedy = "Correct it, or move it to never_send_if_present if only some models have such blocks"
             yield "never_send", f"{fault}; {_near(pattern, names)} {remedy}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from benchmarks.evidence.report.pictures import drawable
 from benchmarks.evidence.report.rows import row, void
 from benchmarks.evidence.report.section import COMMAND, section, write
 from tessera.shared.methods.fedfrozen import DISAGREEMENT, FROZEN_FROM, MOVEMENT
+from tests.support.paths import ROOT
 
 
 def raw(arm: str, seed: int, curve: list[float], accuracy: float = 0.6, rate: float = 1e-3) -> dict[str, Any]:
@@ -399,3 +401,34 @@ def test_plot_of_raw_rows(tiny: Plan, tmp_path: Path) -> None:
 def test_the_document_has_the_report_of_the_saved_runs(full: Plan) -> None:
     found = store.of_plan(full, store.loaded())
     assert block(COMMAND) == tidied(section(full, found, digest_of(), store.repeated(full)))
+
+
+def test_the_guide_counts_bytes_at_equal_accuracy_as_the_saved_runs_do(full: Plan) -> None:
+    """Until the mean curve stays at 95 % of what all layers end with: rounds, and what is saved up and both ways."""
+    table, found = full.tables["S-a"], store.of_plan(full, store.loaded())
+    (setting,) = (each for each in table.settings if each.name == "K-2")
+    rows = {arm: row(full, found, "S-a", setting, table.arm(arm)) for arm in ("full", "random", "attention", "last")}
+    curves = {
+        arm: [fmean(values) for values in zip(*each.curves(table.part).values(), strict=True)]
+        for arm, each in rows.items()
+    }
+    aim = 0.95 * fmean(curves["full"][-5:])
+    rounds = {
+        arm: 1 + max(version for version, score in enumerate(curve) if score < aim) for arm, curve in curves.items()
+    }
+    up = {
+        arm: fmean(sum(run["upload_bytes"][: rounds[arm]]) for run in each.runs.values())
+        for arm, each in rows.items()
+    }
+    both = {arm: fmean(moved[rounds[arm]] for moved in each.moved().values()) for arm, each in rows.items()}
+    saved = [
+        round(100 * (1 - moved[arm] / moved["full"]))
+        for moved in (up, both)
+        for arm in ("random", "attention", "last")
+    ]
+    said = (
+        f"these take {rounds['full']} rounds, random layers that all sites share {rounds['random']}, attention "
+        f"{rounds['attention']} and the last ones {rounds['last']}, so that uploads are lower by {saved[0]}, "
+        f"{saved[1]} and {saved[2]} %, and bytes both ways by {saved[3]}, {saved[4]} and {saved[5]} %"
+    )
+    assert said in (ROOT / "docs/which-method.md").read_text(encoding="utf-8")
