@@ -22,6 +22,7 @@ from benchmarks.evidence.report.pictures import drawable
 from benchmarks.evidence.report.rows import row, void
 from benchmarks.evidence.report.section import COMMAND, section, write
 from tessera.shared.methods.fedfrozen import DISAGREEMENT, FROZEN_FROM, MOVEMENT
+from tessera.worker.simulation.comparison import interval, paired
 from tests.support.paths import ROOT
 
 
@@ -401,6 +402,28 @@ def test_plot_of_raw_rows(tiny: Plan, tmp_path: Path) -> None:
 def test_the_document_has_the_report_of_the_saved_runs(full: Plan) -> None:
     found = store.of_plan(full, store.loaded())
     assert block(COMMAND) == tidied(section(full, found, digest_of(), store.repeated(full)))
+
+
+def test_the_guide_splits_the_dropped_rate_by_machine_and_has_all_seeds_of_the_worst_site(full: Plan) -> None:
+    found = store.of_plan(full, store.loaded())
+
+    def pairs(table: str, setting: str, arms: tuple[str, str], part: str, *, worst: bool = False) -> list[float]:
+        (where,) = (each for each in full.tables[table].settings if each.name == setting)
+        one, other = (
+            row(full, found, table, where, full.tables[table].arm(arm)).final(part, worst=worst) for arm in arms
+        )
+        return paired(one, other)
+
+    gains = pairs("F-t", "alpha-0.1", ("dropped-rate", "fedavg"), UNSEEN)
+    worst = pairs("P-a", "32-rounds", ("pfeddc", "nothing-averaged"), "sites", worst=True)
+    least, most = interval(worst)
+    guide = (ROOT / "docs/which-method.md").read_text(encoding="utf-8")
+    assert (
+        f"{fmean(gains[:5]):+.1f} with seeds 1 to 5, all on CPUs, and {fmean(gains[5:]):+.1f} with seeds 6 to"
+        in guide
+    )
+    assert len(worst) == 10
+    assert f"give {fmean(worst):+.1f}, from {least:+.1f} to {most:+.1f}" in guide
 
 
 def test_the_guide_counts_bytes_at_equal_accuracy_as_the_saved_runs_do(full: Plan) -> None:
