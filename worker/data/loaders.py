@@ -6,6 +6,7 @@ lists of places, drawn by the worker, so that the order is the same for any numb
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import os
 import shutil
@@ -17,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from itertools import chain, islice
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar
@@ -215,7 +216,14 @@ class LoaderProcesses:
     def prepare(self) -> None:
         """Start the process that loaders are forked from, so that its imports of seconds are over when they start."""
         multiprocessing.set_forkserver_preload(PRELOADED)
-        forkserver.ensure_running()
+        # It unblocks SIGTERM when it starts.
+        resource_tracker.ensure_running()
+        # Processes inherit what this thread blocks.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        try:
+            forkserver.ensure_running()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def read(self, readers: Mapping[str, Reader], requests: Iterable[Request]) -> Iterator[Rows | DataError]:
         """Yield what the readers return for each request, or a reader's error, in their order. A pass that begins
@@ -273,7 +281,11 @@ class LoaderProcesses:
                 prefetch_factor=PREFETCH,
                 persistent_workers=True,
             )
-            return iter(self._loader)
+            batches = iter(self._loader)
+        # Before Python's own exit, which would wait for loaders that ignore its SIGTERM.
+        atexit.unregister(self.close)
+        atexit.register(self.close)
+        return batches
 
     def _next(self, batches: Iterator[Any]) -> Any:
         """Return the next batch, or None at the end."""
@@ -334,8 +346,9 @@ def _as_it_is(batch: T) -> T:
 
 def _begin_loader(alive: Connection, _: int) -> None:
     """Prepare a loader, which ends with its worker: the pipe's other end closes, however the worker ends."""
-    # The worker decides what ^C means, which a terminal sends to all.
+    # The worker decides what these mean: a terminal sends ^C to all processes, and Slurm and systemd send SIGTERM.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     threading.Thread(target=_end_after, args=(alive,), daemon=True).start()
 
 

@@ -301,6 +301,9 @@ def _set_soft(which: int, most: int) -> None:
 
 def _serve() -> None:
     """Fork a child for each request on standard input, and write its exit status to standard output."""
+    # Slurm and systemd send it to all processes: the worker decides when its task ends, and a killed child would be a
+    # verdict on the model. The worker ends this process by SIGKILL, or by the end of its input.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     # This takes seconds, so the process that only imports this module does not do it.
     check_model = importlib.import_module("tessera.worker.model.build").check_model
     while header := _read(HEADER.size):

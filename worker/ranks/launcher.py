@@ -15,6 +15,9 @@ from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
 
+END = signal.SIGUSR1
+"""The signal by which the agent, or the kernel at the agent's end, has the launcher end the ranks."""
+
 RANK = "from tessera.worker.ranks.rank import main; main()"
 """The code of a rank: its loaders import the main module of their parent, and need nothing of it."""
 
@@ -28,13 +31,15 @@ def end_with_parent(parent: int, how: signal.Signals) -> None:
 
 
 def launch(agent: int, folder: Path, connections: Sequence[int]) -> None:
-    """Run the ranks until one of them ends, or this process gets SIGTERM."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+    """Run the ranks until one of them ends, or this process gets `END`."""
+    # Slurm and systemd send SIGTERM to all processes: the agent decides when its task ends. Ranks inherit this.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(END, lambda *_: sys.exit())
     # Set before a rank's own code runs: its imports take seconds.
     end_with_this = partial(end_with_parent, os.getpid(), signal.SIGKILL)
     ranks: list[subprocess.Popen[bytes]] = []
     try:
-        end_with_parent(agent, signal.SIGTERM)
+        end_with_parent(agent, END)
         for rank, connection in enumerate(connections):
             command = [sys.executable, "-c", RANK, str(folder), str(rank), str(connection)]
             ranks.append(subprocess.Popen(command, pass_fds=[connection], preexec_fn=end_with_this))  # noqa: PLW1509, S603  (no threads; our own)
@@ -44,7 +49,7 @@ def launch(agent: int, folder: Path, connections: Sequence[int]) -> None:
         os.wait()
     finally:
         # The agent may ask for the end, and end itself meanwhile.
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.signal(END, signal.SIG_IGN)
         for process in ranks:
             process.kill()
         for process in ranks:

@@ -14,6 +14,7 @@ from typing import Any
 from uuid import uuid4
 
 from tessera.worker.ranks import serialization
+from tessera.worker.ranks.launcher import END
 from tessera.worker.ranks.messages import (
     RESULT_FILE,
     Call,
@@ -178,7 +179,7 @@ class Session:
         for connection in self._connections:
             connection.close()
         self._connections = []
-        self._launcher.terminate()
+        self._launcher.send_signal(END)
         try:
             self._launcher.wait(END_SECONDS)
         except subprocess.TimeoutExpired:

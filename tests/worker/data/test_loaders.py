@@ -88,6 +88,22 @@ def test_loader_that_is_killed_fails_the_pass_with_a_remedy(scans: Path, monkeyp
     processes.close()
 
 
+def test_loaders_go_on_after_a_sigterm_to_all_processes(scans: Path) -> None:
+    processes = LoaderProcesses(2)
+    dataset = opened(scans, processes)
+    batches = iter(Batches(dataset, 1, CPU))
+    next(batches)
+    started = pids(processes)
+    # As Slurm and systemd send it. The worker itself gives its task back.
+    for child in psutil.Process().children(recursive=True):
+        if child.pid in started or "forkserver" in " ".join(child.cmdline()):
+            child.send_signal(signal.SIGTERM)
+    list(batches)
+    assert same(list(Batches(dataset, 4, CPU)), list(Batches(opened(scans), 4, CPU)))
+    assert pids(processes) == started
+    processes.close()
+
+
 def pids(processes: LoaderProcesses) -> list[int]:
     assert processes._loader is not None
     return [process.pid for process in processes._loader._iterator._workers]  # type: ignore[union-attr]
@@ -114,6 +130,11 @@ for in_memory in (True, False):
     load("images", {"folder": sys.argv[1], "size": 4, "in_memory": in_memory}, loaders=LoaderProcesses(1))
     print(sum("forkserver" in " ".join(child.cmdline()) for child in psutil.Process().children()))
 """
+
+
+def test_a_process_that_leaves_its_loaders_open_ends() -> None:
+    code = ORPHANS.replace("time.sleep(600)", "")
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=600, check=False).returncode == 0
 
 
 @pytest.mark.long

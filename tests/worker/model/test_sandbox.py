@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -102,6 +103,23 @@ def test_being_killed_is_no_verdict_on_a_model() -> None:
     with pytest.raises(RuntimeError, match="was killed"):
         sandbox.require(LEVIT, None, kill)
     sandbox.require(MODEL, None, lambda: None)
+
+
+def test_a_sigterm_to_all_processes_is_no_verdict_on_a_model() -> None:
+    sent = 0
+
+    def check() -> None:
+        nonlocal sent
+        server = psutil.Process(FORK_SERVER._process.pid) if FORK_SERVER._process else None
+        if server and (children := server.children()):
+            for process in (server, *children):
+                process.send_signal(signal.SIGTERM)
+            sent += 1
+        if sent == 3:
+            raise Ended
+
+    with pytest.raises(Ended):
+        Sandbox().require(LEVIT, None, check)
 
 
 def test_a_task_that_ends_ends_its_child(tmp_path: Path) -> None:
