@@ -20,7 +20,7 @@ UNSAFE_KEYS = {
     "auto_map": "names code to import",
     "custom_pipelines": "names code to import",
     "trust_remote_code": "allows code to be imported",
-    "quantization_config": "loads quantisation kernels",
+    "quantization_config": "describes quantised weights, which need kernels: name the model before quantisation",
     "attn_implementation": "may name a kernel to download",
     "experts_implementation": "may name a kernel to download",
     "use_kernels": "downloads kernels",

@@ -1,6 +1,7 @@
 """Weights that others have trained: folders and names on the hub, as transformers converts them while loading."""
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -9,7 +10,7 @@ from typing import cast
 
 import torch
 from pydantic import JsonValue
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
@@ -17,8 +18,8 @@ from transformers.utils import logging as transformers_logging
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.spec import WEIGHTS_FILE, Head
 from tessera.shared.tensors.lazy import as_bytes, digest_of
-from tessera.worker.model.block_map import block_table, numpy_view
-from tessera.worker.model.build import AUTO_CLASSES, read_block, require_head, tensor_of
+from tessera.worker.model.block_map import block_table, numpy_view, tied_names
+from tessera.worker.model.build import AUTO_CLASSES, instantiate, read_block, require_head, tensor_of
 from tessera.worker.model.config import config_from
 from tessera.worker.model.layouts import MappingFile
 
@@ -29,6 +30,18 @@ BOOKKEEPING = {"transformers_version", "architectures", "auto_map", "name_or_pat
 
 SAFE_WEIGHTS = (WEIGHTS_FILE, "model.safetensors.index.json")
 PICKLED_WEIGHTS = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+ADAPTER_FILE = "adapter_config.json"
+
+
+SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
+LFS_POINTER = b"version https://git-lfs"
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+WRAPPERS = {
+    "_orig_mod.": "torch.compile, whose model is its `_orig_mod`",
+    "module.": "DataParallel or DistributedDataParallel, whose model is its `module`",
+    "base_model.model.": "PEFT, whose model `merge_and_unload` returns",
+}
+"""Beginnings of all tensors' names in weights of a model that something wraps, with the remedy."""
 
 
 def weights_place(source: str) -> str:
@@ -38,28 +51,93 @@ def weights_place(source: str) -> str:
         return source
     folder = path if path.is_dir() else path.parent
     if path.is_dir() or path.name == "config.json":
+        if reason := _unusable(folder):
+            raise ValueError(f"{folder} {reason}")
         if any((folder / name).is_file() for name in SAFE_WEIGHTS):
             return str(folder)
-        if pickled := next((name for name in PICKLED_WEIGHTS if (folder / name).is_file()), None):
-            raise ValueError(
-                f"{folder} has its weights in {pickled}, a pickle, which may run code: where you trust it, load it "
-                f"and `save_pretrained` it again, which writes {WEIGHTS_FILE}"
-            )
     raise ValueError(
         f"there are no weights beside {source}: name a folder with {WEIGHTS_FILE}, or start from random weights with "
         f"--random"
     )
 
 
+def _unusable(folder: Path) -> str | None:
+    """Return what a folder is that no model can be read from as it stands, with the remedy."""
+    if (folder / ADAPTER_FILE).is_file():
+        return _of_adapter(folder)
+    files = sorted(file for file in folder.iterdir() if file.suffix in (".safetensors", ".bin", ".gguf"))
+    for file in files:
+        with file.open("rb") as opened:
+            if opened.read(len(LFS_POINTER)) == LFS_POINTER:
+                return f"has a pointer of Git LFS in place of {file.name}: run `git lfs pull` where it was cloned"
+    names = [file.name for file in files]
+    if any((folder / name).is_file() for name in SAFE_WEIGHTS):
+        return _wrapped(folder)
+    if shards := [name for name in names if SHARD.fullmatch(name)]:
+        return f"has {shards[0]} without {SAFE_WEIGHTS[1]}, the index of all shards: copy the index there too"
+    if pickled := next((name for name in PICKLED_WEIGHTS if (folder / name).is_file()), None):
+        return (
+            f"has its weights in {pickled}, a pickle, which may run code: where you trust it, load it "
+            f"and `save_pretrained` it again, which writes {WEIGHTS_FILE}"
+        )
+    if not names:
+        return None
+    if names[0].endswith(".gguf"):
+        return f"has {names[0]}, weights in llama.cpp's format: name the folder that they were converted from"
+    return f"has {names[0]}, and no {WEIGHTS_FILE}: if that is the whole model, rename it to {WEIGHTS_FILE}"
+
+
+def _of_adapter(folder: Path) -> str:
+    try:
+        base = json.loads((folder / ADAPTER_FILE).read_bytes()).get("base_model_name_or_path")
+    except (ValueError, AttributeError):
+        base = None
+    what = "beside a whole model" if any((folder / name).is_file() for name in SAFE_WEIGHTS) else "and no whole model"
+    return (
+        f"has an adapter ({ADAPTER_FILE}) {what}: name its base, {base}, without it; or merge it into the base by "
+        "PEFT's `merge_and_unload`, and `save_pretrained` the result into another folder"
+    )
+
+
+def _wrapped(folder: Path) -> str | None:
+    """Return what is wrong with the names of a folder's tensors or shards, with the remedy."""
+    index = folder / SAFE_WEIGHTS[1]
+    try:
+        if (folder / WEIGHTS_FILE).is_file():
+            with safe_open(folder / WEIGHTS_FILE, framework="numpy") as opened:
+                places: dict[str, str] = dict.fromkeys(opened.keys(), WEIGHTS_FILE)
+        else:
+            places = dict(json.loads(index.read_bytes())["weight_map"])
+    except (OSError, SafetensorError, ValueError, LookupError, TypeError):
+        # Loading says what is wrong with it.
+        return None
+    if missing := sorted(name for name in set(places.values()) if not (folder / name).is_file()):
+        return f"lacks {some(missing)}, of which {index.name} says that it is a part of the model: copy it there too"
+    for prefix, what in WRAPPERS.items():
+        if places and all(name.startswith(prefix) for name in places):
+            return f"has tensors whose names all begin with {prefix!r}, of {what}: `save_pretrained` that one"
+    return None
+
+
+def require_unmarked(path: Path) -> None:
+    """Raise ValueError for a JSON file that begins with a byte order mark, which transformers cannot read."""
+    with path.open("rb") as opened:
+        if opened.read(len(BYTE_ORDER_MARK)) == BYTE_ORDER_MARK:
+            raise ValueError(f"{path} begins with a byte order mark: save it as UTF-8 without one (BOM)")
+
+
 def read_object(path: Path) -> Config:
     """Return the content of a config file. Raises ValueError if it is missing or no JSON object."""
     try:
+        require_unmarked(path)
         content = json.loads(path.read_bytes())
     except FileNotFoundError as fault:
+        if (path.parent / ADAPTER_FILE).is_file():
+            raise ValueError(f"{path.parent} {_of_adapter(path.parent)}") from fault
         raise ValueError(
             f"{path.parent} has no {path.name}: name a folder that `save_pretrained` has written"
         ) from fault
-    except ValueError as fault:
+    except json.JSONDecodeError as fault:
         raise ValueError(f"{path} is not JSON: {fault}. Save the config again with `save_pretrained`") from fault
     if not isinstance(content, dict):
         raise ValueError(f"{path} is not a transformers config: it contains no JSON object")
@@ -111,13 +189,27 @@ def load_pretrained(
                 f"the weights of {source} cannot be read as a {built.model_type}: {reason}. Save the model again "
                 "with `save_pretrained`"
             ) from error
-    if "num_labels" not in config and (shapes := sorted(name for name, *_ in info["mismatched_keys"])):
-        raise ValueError(f"{source}: the weights have other shapes than the config says: {some(shapes)}")
     absent = {*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])}
     # Transformers replaces missing weights by random ones. Only a head may be new.
-    old = (block.tensor for block in block_table(model, mapping) if block.role not in {"head", "other"})
-    if odd := sorted(absent.intersection(old)):
+    old = {block.tensor for block in block_table(model, mapping) if block.role not in {"head", "other"}}
+    if shapes := sorted(
+        f"{name} is {list(stored)}, not {list(made)}"
+        for name, stored, made in info["mismatched_keys"]
+        if name in old or "num_labels" not in config
+    ):
+        raise ValueError(
+            f"{source}: the weights have other shapes than the config says: {some(shapes)}. Correct its config.json, "
+            "such as vocab_size, the rows of the table of tokens"
+        )
+    if odd := sorted(absent & old):
         raise ValueError(f"the weights do not fit a {model.config.model_type}; they lack {some(odd)}")
+    with torch.device("meta"):
+        tied = tied_names(instantiate(config, head))
+    if apart := sorted(tied.keys() - tied_names(model).keys()):
+        raise ValueError(
+            f"{source}: {apart[0]} and {tied[apart[0]][0]} are two tensors in the weights, and one by the config: "
+            "set tie_word_embeddings to false in its config.json"
+        )
     return cast("PreTrainedModel", model), absent
 
 

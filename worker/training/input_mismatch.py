@@ -10,7 +10,7 @@ from torch import Tensor
 from tessera.shared.methods.base import UnsupportedRun
 from tessera.shared.model.dataset_schema import limits
 from tessera.shared.model.spec import Head, Model
-from tessera.worker.data.dataset import LABELS, Dataset
+from tessera.worker.data.dataset import LABELS, Dataset, in_short
 from tessera.worker.device_failure import ASSERTION, is_device_failure
 from tessera.worker.model.forward import IGNORED, CrossEntropy, counted_labels, evaluation_mode, forward
 from tessera.worker.training.context import LocalTaskContext, synthetic_batch
@@ -57,7 +57,8 @@ def explained(
             raise
         if rehearses and rehearsal_fault(context, dataset.padded() if private else dataset, context.forward):
             raise InputMismatch(
-                f"the model gives no output for a synthetic example of the data set ({dataset.schema}). {takes}"
+                f"the model gives no output for a synthetic example of the data set ({dataset.schema})"
+                f"{_cause(model, context, dataset)}. {takes}"
             ) from fault
         if not private and str(fault).startswith(UNKNOWN_INDEX):
             raise InputMismatch(f"the data set has tokens or labels that the model lacks. {takes}") from fault
@@ -81,6 +82,16 @@ def count_labelled(head: Head, dataset: Dataset) -> None:
         )
     if without:
         structlog.get_logger("worker").warning("examples-without-labels", examples=without, of=len(labels))
+
+
+def _cause(model: Model, context: LocalTaskContext, dataset: Dataset) -> str:
+    """Return why a synthetic example fails, by what the settings fix: the schema, or the error of one whose texts are
+    padded to their maximal length. An error that may have a shape which the examples decide is left out."""
+    if found := dataset.schema.mismatches(model, padded=True):
+        return f": {'; '.join(found)}"
+    fixed = all(one.shape is not None for one in dataset.schema.inputs.values())
+    fault = rehearsal_fault(context, dataset.padded(), context.forward)
+    return f": {type(fault).__name__}: {in_short(fault)}" if fault and fixed and dataset.schema.inputs else ""
 
 
 def require_own_loss(context: LocalTaskContext, dataset: Dataset) -> None:

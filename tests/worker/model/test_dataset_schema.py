@@ -130,7 +130,6 @@ LIMITED = {
     "camembert": (WORDS, 10),
     "xlm-roberta": (WORDS, 10),
     "opt": ({**WORDS, "ffn_dim": 16, "word_embed_proj_dim": 16}, 12),
-    "openai-gpt": (GPT2, 12),
     "gpt2": (GPT2, 12),
     "llama": (WORDS, None),
     "bloom": ({"vocab_size": 40, "hidden_size": 16, "n_layer": 1, "n_head": 2}, None),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
@@ -320,6 +322,82 @@ def test_mistakes_in_a_source_or_head_are_told_in_our_words(tmp_path: Path) -> N
         (other / "model.safetensors").unlink()
         (other / name).write_bytes(content)
         assert told in refusal("init", tmp_path / "no", "--config", other, "--head", "text-classification")
+
+
+@pytest.fixture
+def plain_bert(tmp_path: Path) -> Path:
+    transformers.BertForMaskedLM(transformers.BertConfig(**BERT)).save_pretrained(tmp_path / "plain")
+    bert_tokenizer(tmp_path / "plain", ["the", "cat"])
+    return tmp_path / "plain"
+
+
+def renamed(folder: Path, change: Callable[[str], str]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    save_file(
+        {change(name): tensor for name, tensor in tensors.items()}, folder / "model.safetensors", {"format": "pt"}
+    )
+
+
+def configured(folder: Path, **more: object) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **more}))
+
+
+def marked(file: Path) -> None:
+    file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes())
+
+
+def moved(name: str, to: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).rename(folder / to)
+
+
+def written(name: str, content: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).write_text(content)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "told"),
+    [
+        (written("model.safetensors", "version https://git-lfs.github.com/spec/v1\n"), "run `git lfs pull`"),
+        (written("adapter_config.json", '{"base_model_name_or_path": "my/b"}'), "model: name its base, my/b"),
+        (moved("model.safetensors", "model-00001-of-00002.safetensors"), "without model.safetensors.index.json"),
+        (moved("model.safetensors", "model.fp16.safetensors"), "rename it to model.safetensors"),
+        (moved("model.safetensors", "model.Q4_K_M.gguf"), "weights in llama.cpp's format"),
+        (lambda folder: renamed(folder, "module.{}".format), "all begin with 'module.', of DataParallel"),
+        (lambda folder: renamed(folder, "_orig_mod.{}".format), "of torch.compile, whose model is its `_orig_mod`"),
+        (lambda folder: configured(folder, quantization_config={"bits": 4}), "name the model before quantisation"),
+        (lambda folder: configured(folder, vocab_size=24), "is [20, 16], not [24, 16]. Correct its config.json"),
+        (lambda folder: marked(folder / "config.json"), "begins with a byte order mark: save it as UTF-8"),
+        (moved("config.json", "adapter_config.json"), "has an adapter (adapter_config.json)"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("labels", [(), ("--labels", "a,b,c")])
+def test_a_folder_of_weights_that_is_something_else_is_told_as_what_it_is(
+    plain_bert: Path, tmp_path: Path, spoil: Callable[[Path], object], told: str, labels: tuple[str, ...]
+) -> None:
+    spoil(plain_bert)
+    found = refusal("init", tmp_path / "no", "--config", plain_bert, "--head", "text-classification", *labels)
+    assert told in found
+    assert found.count("\n") == 1
+    assert len(found) < 700
+
+
+def test_two_tensors_are_not_read_as_the_one_that_the_config_makes_of_them(tmp_path: Path) -> None:
+    sizes = {"vocab_size": 20, "n_embd": 8, "n_layer": 1, "n_head": 2, "bos_token_id": 0, "eos_token_id": 0}
+    apart = transformers.GPT2Config(**sizes, tie_word_embeddings=False)  # type: ignore[arg-type]
+    transformers.GPT2LMHeadModel(apart).save_pretrained(tmp_path / "gpt2")
+    words = ("--config", tmp_path / "gpt2", "--head", "causal-lm")
+    init(tmp_path / "made", *words)
+    configured(tmp_path / "gpt2", tie_word_embeddings=True)
+    found = refusal("init", tmp_path / "no", *words)
+    assert "are two tensors in the weights, and one by the config: set tie_word_embeddings to false" in found
+
+
+def test_a_tokenizers_file_with_a_byte_order_mark_is_named(plain_bert: Path, tmp_path: Path) -> None:
+    file = plain_bert / "tokenizer_config.json"
+    marked(file)
+    told = init(tmp_path / "made", "--config", plain_bert, "--head", "text-classification")
+    assert f"{file} begins with a byte order mark: save it as UTF-8 without one" in told
 
 
 @pytest.mark.parametrize("random", [True, False])

@@ -44,6 +44,7 @@ LACKS = "the data set has tokens or labels that the model lacks. The model is a 
 ASSERTED, FAULTY = map(torch.AcceleratorError, ("CUDA error: device-side assert triggered", "CUDA error: unknown"))
 NO_OUTPUT = (
     "the model gives no output for a synthetic example of the data set (input_ids int64 [16], labels int64 [])"
+    ": max_length 16 is more than the 12 tokens that the model takes: set it to 12 or less. The model is a bert"
 )
 
 
@@ -71,11 +72,25 @@ def test_what_fails_on_a_synthetic_example_is_told_by_what_the_settings_fix(
     assert "14" not in str(found)
 
 
+def test_the_cause_of_a_failure_on_a_synthetic_example_is_told() -> None:
+    """Here no schema shows it: the model has no types of tokens."""
+    tensors = texts(8, 5, 8).tensors
+    tensors = {**tensors, "token_types": torch.zeros_like(tensors["input_ids"])}
+    shapes = {"input_ids": (8,), "labels": (), "token_types": (8,)}
+    declared, open_shape = (schema_of(tensors, {**shapes, "token_types": shape}) for shape in ((8,), None))
+    told = str(failure(Dataset(tensors, schema=declared), private=False))
+    assert "token_types int64 [8]): TypeError: " in told
+    assert "unexpected keyword argument 'token_types'. The model is a bert" in told
+    assert "TypeError" not in str(failure(Dataset(tensors, schema=open_shape), private=False))
+
+
 @pytest.mark.parametrize("padded", [True, False])
 def test_a_task_is_refused_before_data_are_read_if_its_settings_show_the_mismatch(*, padded: bool) -> None:
     model = instantiate(BERT, "text-classification")
     document = Model(config=BERT, head="text-classification", blocks=block_table(model))
-    said: Any = "the data set 'notes' does not fit the model: max_length 16 is more than the model's 12 positions"
+    said: Any = (
+        "the data set 'notes' does not fit the model: max_length 16 is more than the 12 tokens that the model takes"
+    )
     if padded:
         with pytest.raises(InputMismatch, match=said):
             require_fit(document, "notes", texts(8, 5), padded=True)

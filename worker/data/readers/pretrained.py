@@ -8,6 +8,7 @@ from typing import Any
 
 from tessera.shared.near_names import absent
 from tessera.worker.data.dataset import DataError, in_short
+from tessera.worker.model.pretrained import require_unmarked
 
 HUB_NAME = re.compile(r"(?P<name>\w[\w.-]*(/[\w.-]+)?)(@(?P<revision>[\w./-]+))?")
 
@@ -20,6 +21,11 @@ def load_pretrained(option: str, source: str, load: Callable[..., Any], **more: 
     folder = Path(source).expanduser()
     hub = HUB_NAME.fullmatch(source)
     if folder.is_dir():
+        try:
+            for file in sorted(folder.glob("*.json")):
+                require_unmarked(file)
+        except (ValueError, OSError) as fault:
+            raise DataError(f"{option}: {fault}") from fault
         name, more = str(folder), {**more, "local_files_only": True}
     elif hub and not ("/" in source and folder.parent.is_dir()):
         # It logs each of several attempts at WARNING.
