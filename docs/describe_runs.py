@@ -32,6 +32,8 @@ tessera run create run.toml --model model
 ```
 
 The file is TOML. Keys that it leaves out have their defaults, and unknown keys are refused with the nearest name.
+A run is also refused for a value, other than the default, that would have no effect: `momentum` with AdamW,
+`patience` without an automatic warm-up, or a codec for a method that sends nothing.
 `--set cohort.quorum=2` changes a key for one command. With `--set method.name=fedprox` the file's
 `[method.settings]` are dropped, with a note: another method starts from its own defaults. A smallest file:
 

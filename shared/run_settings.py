@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt, model_validator
 
-from tessera.shared.schema import Frozen
+from tessera.shared.schema import ActsOnlyIf, Frozen
 
 MAX_STEPS = 1_000_000
 """Steps of a round that a run may set, and those whose learning rates a method sums one by one."""
@@ -81,6 +81,12 @@ class Augmentation(Frozen):
 
 class Training(Frozen):
     """Settings of local training, common to all methods."""
+
+    conditions = (
+        ActsOnlyIf(("momentum",), lambda training: training.optimizer == "sgd", 'optimizer to "sgd"'),
+        ActsOnlyIf(("betas",), lambda training: training.optimizer == "adamw", 'optimizer to "adamw"'),
+        ActsOnlyIf(("decay_norms_and_biases",), lambda training: training.weight_decay > 0, "weight_decay above 0"),
+    )
 
     # A setting that is newer than version 0.1.0 is written only if it is used (`exclude_if`). So a worker of that
     # version reads the tasks of runs without it and is offered no others (`LATER_SETTINGS`), and what sites keep of a
@@ -291,6 +297,12 @@ class Privacy(UnitBudget):
     (epsilon, delta) bounds what all updates of the run together reveal about one example, or one group of examples,
     of one worker's data set. It does not cover whole sites, nor evaluations.
     """
+
+    conditions = (
+        ActsOnlyIf(
+            ("selection_share", "selections"), lambda privacy: privacy.selection == "noisy", 'selection to "noisy"'
+        ),
+    )
 
     # Of these settings, too, the newer ones are written only if they are used.
 

@@ -5,7 +5,8 @@ Messages between coordinator and worker ignore them, so that versions one apart 
 """
 
 import json
-from typing import Annotated, Generic, Literal, TypeVar
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any, ClassVar, Generic, Literal, NamedTuple, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -19,10 +20,35 @@ from pydantic import (
 )
 
 
+class ActsOnlyIf(NamedTuple):
+    """Settings of a record that have no effect unless a condition on the record holds."""
+
+    settings: tuple[str, ...]
+    holds: Callable[[Any], bool]
+    remedy: str
+    """The setting that makes them act, with its value."""
+
+
 class Frozen(BaseModel):
     """A value: immutable, with no unknown fields, and no number that JSON cannot carry."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    conditions: ClassVar[tuple[ActsOnlyIf, ...]] = ()
+    """The settings that others can leave without effect: a new run with one of these is refused."""
+
+
+def without_effect(record: Frozen) -> Iterator[tuple[str, str]]:
+    """Yield the path of each setting, also of nested records, that differs from its default and has no effect, with
+    the remedies."""
+    fields = type(record).model_fields
+    for settings, holds, remedy in record.conditions:
+        for name in settings:
+            if getattr(record, name) != fields[name].get_default(call_default_factory=True) and not holds(record):
+                yield name, f"has no effect here: leave it out, or set {remedy}"
+    for name in fields:
+        if isinstance(value := getattr(record, name), Frozen):
+            yield from ((f"{name}/{path}", said) for path, said in without_effect(value))
 
 
 PROTOCOL = 2

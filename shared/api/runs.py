@@ -299,6 +299,16 @@ class RunSpec(Frozen):
         return self
 
     @property
+    def lossy_settings(self) -> tuple[str, ...]:
+        """The settings by which the coordinator may read other values than a worker sent."""
+        given = {
+            "codec": not pipeline.parse(self.codec).lossless,
+            "upload_budget": self.upload_budget is not None,
+            "upload_seconds": self.upload_seconds is not None,
+        }
+        return tuple(name for name, is_lossy in given.items() if is_lossy)
+
+    @property
     def honest_sites(self) -> int | None:
         """The shares of noise that count in each sum; None unless sites add noise."""
         if self.client_privacy is None or self.secure_sums is None:

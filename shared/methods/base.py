@@ -25,7 +25,6 @@ from tessera.shared.model.spec import Fusion, LocalStart, Modality, PromptChoice
 from tessera.shared.run_settings import ClientPrivacy, Privacy, Training
 from tessera.shared.schema import Frozen
 from tessera.shared.tensors.lazy import Array, Tensor
-from tessera.shared.updates.codecs import pipeline
 
 if TYPE_CHECKING:
     import torch
@@ -133,10 +132,10 @@ class RunInfo:
     client_privacy: ClientPrivacy | None = None
     secure_sums: bool = False
     """True if `merge` gets one update: the mean of all sites', of which it knows nothing else."""
-    codec: str = pipeline.LOSSLESS
-    """The codec of updates."""
+    lossy_settings: tuple[str, ...] = ()
+    """The run's settings by which the coordinator may read other values than a worker sent. A worker's half sees
+    neither these nor the server optimizer."""
     server_optimizer: OptimizerRule = field(default_factory=Plain)
-    """The coordinator's alone: a worker's half sees the default."""
     external: frozenset[str] = frozenset()
     """The names of the blocks of an external base, which never change."""
 
@@ -145,16 +144,6 @@ class RunInfo:
         """The blocks that may train: in a model with adapters or prompts not its base, unless the run says so. Plans
         and phases that select more train and send only these."""
         return EVERYTHING if self.training.full_fine_tuning else trainable_blocks(self.blocks, self.external)
-
-    @property
-    def lossy_settings(self) -> tuple[str, ...]:
-        """The run's settings by which the coordinator may read other values than a worker sent."""
-        given = {
-            "codec": not pipeline.parse(self.codec).lossless,
-            "upload_budget": self.upload_budget is not None,
-            "upload_seconds": self.upload_seconds is not None,
-        }
-        return tuple(name for name, is_lossy in given.items() if is_lossy)
 
     def trained(self, selector: Selector) -> Selector:
         """Return the part of a selector that may train."""

@@ -43,6 +43,7 @@ from tessera.shared.methods.base import (
 )
 from tessera.shared.methods.population import PopulationCoordinator, PopulationSettings, SitePopulation, scaled_sum
 from tessera.shared.model.selectors import Selector
+from tessera.shared.schema import ActsOnlyIf
 from tessera.shared.tensors.lazy import Array, Computed, Derived
 from tessera.shared.tensors.statistics import is_statistic
 
@@ -54,6 +55,8 @@ SIZE = "size"
 
 
 class FedDynSettings(PopulationSettings):
+    conditions = (ActsOnlyIf(("population",), lambda settings: settings.alpha > 0, "alpha above 0"),)
+
     alpha: float = Field(default=0.01, ge=0, le=1000, description="strength of the regularization")
 
     def alpha_of(self, plan: Plan) -> float:

@@ -39,6 +39,7 @@ from tessera.shared.methods.base import (
 )
 from tessera.shared.model.blocks import Role
 from tessera.shared.model.selectors import Match, Selector
+from tessera.shared.schema import ActsOnlyIf
 from tessera.shared.tensors.lazy import Array, ArrayTensor, to_array
 
 Freeze = Literal["query_key", "value"]
@@ -95,6 +96,15 @@ QUIET_ROUNDS = f"{WARMUP}quiet_rounds"
 
 
 class FedFrozenSettings(MethodSettings):
+    conditions = (
+        ActsOnlyIf(
+            ("patience", "signal", "gain", "least_warmup_rounds", "most_warmup_rounds"),
+            lambda settings: settings.warmup_rounds == "auto",
+            'warmup_rounds to "auto"',
+        ),
+        ActsOnlyIf(("signals",), lambda s: s.warmup_rounds not in ("auto", 0), "warmup_rounds to a number above 0"),
+    )
+
     freeze: Freeze = Field(default="query_key", description="the blocks that the second stage freezes")
     warmup_rounds: NonNegativeInt | Literal["auto"] = Field(
         default=5, description="rounds in which everything trains; auto: until the frozen blocks' rule ends them"
@@ -148,6 +158,12 @@ class FedFrozenCoordinator(CoordinatorHalf[FedFrozenSettings]):
             )
         # Else a model without such blocks would fail only after the warm-up.
         self._unfrozen.resolve(blocks)
+        name = "least_warmup_rounds" if self.settings.warmup_rounds == "auto" else "warmup_rounds"
+        if name in self.settings.model_fields_set and self._never_frozen:
+            raise UnsupportedRun(
+                f"{name} is {getattr(self.settings, name)}, and the run has {self.run.rounds} rounds: nothing would "
+                f"ever be frozen, as in fedavg. Either lower {name}, or raise rounds"
+            )
         self.run.require_trainable(self._unfrozen, f"trains scope {self.settings.scope!r} after the warm-up")
         trained = [block for block in blocks if self.run.trainable.holds(block)]
         if self.settings.warmup_rounds and all(map(self._unfrozen.holds, trained)):
@@ -233,7 +249,17 @@ class FedFrozenCoordinator(CoordinatorHalf[FedFrozenSettings]):
             return True
         return round_number >= settings.least_warmup_rounds and scalars.get(QUIET_ROUNDS, 0) >= settings.patience
 
+    @property
+    def _never_frozen(self) -> bool:
+        """True if the run ends with its warm-up, and not only to measure its signals."""
+        settings = self.settings
+        shortest = settings.least_warmup_rounds if settings.warmup_rounds == "auto" else settings.warmup_rounds
+        return shortest >= self.run.rounds and not settings.signals
+
     def warnings(self, state: State) -> Sequence[str]:
+        if self._never_frozen:
+            never = f"all {self.run.rounds} rounds of the run are the warm-up, so that nothing is ever frozen"
+            return (f"{never}: raise rounds, or shorten the warm-up",)
         if self.settings.warmup_rounds != "auto" or self._frozen(state) or 2 * state.round < self.run.rounds:
             return ()
         why = "its rule sees the blocks still getting somewhere"

@@ -37,12 +37,15 @@ from tessera.shared.methods.base import (
 )
 from tessera.shared.methods.promptfl import prompt_blocks
 from tessera.shared.model.selectors import Selector, named
+from tessera.shared.schema import ActsOnlyIf
 
 if TYPE_CHECKING:
     import torch
 
 
 class FedPGPSettings(MethodSettings):
+    conditions = (ActsOnlyIf(("temperature",), lambda settings: settings.mu > 0, "mu above 0"),)
+
     rank: int = Field(default=4, ge=1, le=1024, description="rank of a site's own term")
     mu: float = Field(default=1.0, ge=0, le=1000, description="weight of the contrastive term")
     temperature: float = Field(default=0.5, gt=0, le=100, description="T: divides the similarities")

@@ -23,7 +23,6 @@ from pydantic import Field, PositiveInt
 from tessera.shared.hashing import derive_seed
 from tessera.shared.methods.base import CoordinatorHalf, MethodSettings, State, UnsupportedRun, Update
 from tessera.shared.tensors.lazy import Array, ArrayTensor, Computed, Tensor, to_array, weighted_steps
-from tessera.shared.updates.codecs import pipeline
 
 MEMBERS = "members"
 """The name of the population in the server state, float64 [members, 2]: a digest of a site's name, and its weight."""
@@ -102,8 +101,8 @@ class PopulationCoordinator(CoordinatorHalf[S]):
         if lossy := self.run.lossy_settings:
             raise UnsupportedRun(
                 f"sites and coordinator compute {self._keeps} from the same steps, and {' and '.join(lossy)} rounds "
-                "those that the coordinator reads: leave out upload_budget and upload_seconds, and set codec to "
-                f"{pipeline.LOSSLESS!r}, or choose another method, such as fedavg"
+                "those that the coordinator reads: leave out codec, upload_budget and upload_seconds, or choose "
+                "another method, such as fedavg"
             )
 
     def start(self, state: State) -> State:

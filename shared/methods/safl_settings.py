@@ -13,6 +13,7 @@ from tessera.shared.model.attention_stats import TaskTokens
 from tessera.shared.model.blocks import Block, Role
 from tessera.shared.model.selectors import EVERYTHING, Selector
 from tessera.shared.run_settings import Privacy
+from tessera.shared.schema import ActsOnlyIf
 
 Score = Literal["attention", "sink-corrected", "gradient-norm", "fisher", "random", "first", "last", "fixed"]
 OF_ATTENTION = frozenset({"attention", "sink-corrected"})
@@ -21,6 +22,22 @@ ON_PURPOSE = frozenset({"first", "last", "fixed"})
 
 
 class SAFLSettings(MethodSettings):
+    conditions = (
+        ActsOnlyIf(
+            ("tokens", "collapsed_below"),
+            lambda settings: settings.score in OF_ATTENTION or settings.needs_heads,
+            "score to attention",
+        ),
+        ActsOnlyIf(
+            ("profile_every", "profile_batches"),
+            lambda settings: settings.looks_at_data or settings.needs_heads,
+            "score to attention",
+        ),
+        ActsOnlyIf(("prune_by",), lambda settings: settings.prune > 0, "prune above 0"),
+        ActsOnlyIf(("starved_after",), lambda settings: settings.score not in ON_PURPOSE, "score to attention"),
+        ActsOnlyIf(("layers", "share", "upload_bytes"), lambda settings: settings.score != "fixed", "score to last"),
+    )
+
     score: Score = Field(
         default="attention", description="the ranking of layers; `random` and later ones use no data"
     )
@@ -73,7 +90,9 @@ class SAFLSettings(MethodSettings):
         default=0.0, ge=0, lt=1, description="the probability of each of the K places to be drawn at random"
     )
     pick_every: PositiveInt | None = Field(
-        default=None, description="rounds in which every layer trains at least once, in turn, regardless of its score"
+        default=None,
+        description="rounds in which every layer trains at least once, in turn, regardless of its score; the "
+        "first time one round later with a common choice by data, whose first round only profiles",
     )
     profile_batches: PositiveInt = Field(
         default=4, description="local batches to measure scores on; a noisy private choice uses all"

@@ -11,7 +11,7 @@ from pydantic import Field, JsonValue, PositiveFloat, SerializerFunctionWrapHand
 
 from tessera.shared.model.blocks import Block, Name, Role, check_table
 from tessera.shared.model.preprocessing import FileName, FileRef
-from tessera.shared.schema import Digest, Frozen
+from tessera.shared.schema import ActsOnlyIf, Digest, Frozen
 
 Head = Literal[
     "image-classification",
@@ -59,6 +59,11 @@ class Fusion(Frozen):
     then the site's own. Two are controls for what attention learns: `mlp`, a layer of as many parameters that joins
     each token of both, in place of attention; and `random-attention`, whose weights are random and never train.
     """
+
+    conditions = (
+        ActsOnlyIf(("heads",), lambda fusion: fusion.attends, "kind to attention"),
+        ActsOnlyIf(("asks",), lambda fusion: fusion.differs_by_token, "kind to attention or mlp"),
+    )
 
     kind: Literal["attention", "mean", "concat", "mlp", "random-attention"] = Field(
         default="attention",

@@ -22,6 +22,7 @@ from tessera.shared.api.versions import VersionRef
 from tessera.shared.hashing import derive_seed
 from tessera.shared.methods.base import (
     CoordinatorHalf,
+    MethodSettings,
     MethodSpec,
     Participant,
     Plan,
@@ -36,6 +37,7 @@ from tessera.shared.model.spec import Model
 from tessera.shared.model.training_faults import training_faults
 from tessera.shared.problems import Fault, Invalid, InvalidUpdate, faults_of
 from tessera.shared.rounds import client_privacy
+from tessera.shared.schema import without_effect
 from tessera.shared.secure_sums.messages import NOISE_BITS
 from tessera.shared.tensors.dtypes import NUMPY_DTYPES
 from tessera.shared.tensors.statistics import is_statistic
@@ -44,6 +46,12 @@ MAX_WEIGHT_OF_MEDIAN = 4
 """Default limit on a site's weight, in multiples of the median site's."""
 MAX_NORM_OF_MEDIAN = 10.0
 """Default limit on an update's norm, in multiples of the median norm."""
+
+OF_UPDATES = (
+    "codec", "upload_budget", "upload_seconds", "download_codec", "robust", "server_optimizer", "max_examples",
+    "max_update_norm", "max_norm_of_median",
+)  # fmt: skip
+"""The settings of a run that act on the updates of its sites."""
 
 MAX_NAMED = 5
 MAX_WARNINGS = 16
@@ -65,7 +73,7 @@ def run_facts(spec: RunSpec, model: Model) -> RunInfo:
         max_update_norm=spec.max_update_norm,
         client_privacy=spec.client_privacy,
         secure_sums=spec.secure_sums is not None,
-        codec=spec.codec,
+        lossy_settings=spec.lossy_settings,
         server_optimizer=spec.server_optimizer,
         external=frozenset(model.external),
     )
@@ -92,10 +100,12 @@ def begun(spec: RunSpec, model: Model, first: State) -> State:
     if faults:
         raise Invalid("the model cannot be trained with these settings", errors=faults)
     half = coordinator_half(spec.method, run_facts(spec, model))
+    _check_effect(spec, half.settings)
     try:
         state = initial_state(half, first)
         plans = _first_plans(half, model, state)
         _check_chosen(half.run, plans)
+        _check_sent(spec, plans)
         _check_trained(model, plans)
         if spec.secure_sums:
             _check_summed(model, plans)
@@ -112,6 +122,26 @@ def begun(spec: RunSpec, model: Model, first: State) -> State:
     if spec.client_privacy and spec.secure_sums:
         _check_room(spec, model, plans)
     return client_privacy.begun(spec, state)
+
+
+def _check_effect(spec: RunSpec, settings: MethodSettings) -> None:
+    """Raise Invalid for settings of the run or of its method that others leave without effect."""
+    found = [*without_effect(spec), *((f"method/settings/{path}", said) for path, said in without_effect(settings))]
+    if found:
+        faults = [Fault(pointer=f"/{path}", detail=said) for path, said in found]
+        raise Invalid("the run has settings without effect", errors=faults)
+
+
+def _check_sent(spec: RunSpec, plans: Sequence[Plan]) -> None:
+    """Raise UnsupportedRun for settings of updates if the method trains and sends none."""
+    if not plans or any(plan.upload or not plan.train for plan in plans):
+        return
+    fields = RunSpec.model_fields
+    if found := [name for name in OF_UPDATES if getattr(spec, name) != fields[name].get_default()]:
+        raise UnsupportedRun(
+            f"the method sends no updates, so that {', '.join(found)} would have no effect: leave "
+            f"{'it' if len(found) == 1 else 'them'} out, or choose a method that sends some"
+        )
 
 
 def _first_plans(half: CoordinatorHalf[Any], model: Model, state: State) -> list[Plan]:

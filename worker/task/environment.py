@@ -333,7 +333,6 @@ class TaskRun:
             task.privacy,
             upload_budget=task.upload_budget,
             upload_seconds=task.upload_seconds,
-            codec=task.codec,
             external=frozenset(model.external),
         )
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tessera.shared.api.runs import RunSpec
-from tessera.shared.methods.base import Participant, Plan, State
+from tessera.shared.methods.base import MethodSpec, Participant, Plan, State
 from tessera.shared.methods.registry import coordinator_half, methods
 from tessera.shared.model.spec import Lora, Model, Prompts
 from tessera.shared.problems import Invalid
@@ -129,7 +129,7 @@ def refusal(spec: RunSpec, subject: Subject) -> str:
     try:
         begun(spec, subject.document(), State(0, first))
     except Invalid as refused:
-        return "; ".join(fault.detail for fault in refused.errors)
+        return "; ".join(f"{fault.pointer}: {fault.detail}" for fault in refused.errors)
     return ""
 
 
@@ -273,3 +273,74 @@ def test_no_mean_of_what_sites_keep_is_computed_from_rounded_steps(
     assert f"{next(iter(run))} rounds those that the coordinator reads" in refusal(spec_of(method, {}, run), PLAIN)
     assert not refusal(spec_of(method, {off: 0}, run), PLAIN)
     assert not refusal(spec_of(method, {}, {"codec": "bits+zstd"}), PLAIN)
+
+
+SENT = {"codec": "delta+int8+zstd"}
+PRIVATE = {"epsilon": 8.0, "delta": 1e-5, "clip_norm": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("method", "settings", "run", "training", "pointer"),
+    [
+        ("fedavg", {}, {}, {"optimizer": "adamw", "momentum": 0.9}, "/training/momentum"),
+        ("fedavg", {}, {}, {"betas": [0.8, 0.9]}, "/training/betas"),
+        ("fedavg", {}, {}, {"weight_decay": 0, "decay_norms_and_biases": False}, "/training/decay_norms_and_biases"),
+        ("fedavg", {}, {"privacy": {**PRIVATE, "selections": 3}}, {}, "/privacy/selections"),
+        ("fedfrozen", {"warmup_rounds": 2, "patience": 5}, {}, {}, "/method/settings/patience"),
+        ("fedfrozen", {"gain": 0.2}, {}, {}, "/method/settings/gain"),
+        ("fedfrozen", {"warmup_rounds": 0, "signals": True}, {}, {}, "/method/settings/signals"),
+        ("fedfrozen", {"warmup_rounds": 6}, {}, {}, "lower warmup_rounds, or raise rounds"),
+        ("fedfrozen", {"warmup_rounds": "auto", "least_warmup_rounds": 9}, {}, {}, "lower least_warmup_rounds"),
+        ("safl", {"score": "random", "profile_every": 3}, {}, {}, "/method/settings/profile_every"),
+        ("safl", {"score": "last", "tokens": {"where": "last"}}, {}, {}, "/method/settings/tokens"),
+        ("safl", {"prune_by": "magnitude"}, {}, {}, "/method/settings/prune_by"),
+        ("safl", {"score": "fixed", "fixed": ["*.0"], "layers": 1}, {}, {}, "/method/settings/layers"),
+        ("moon", {"mu": 0, "temperature": 0.1}, {}, {}, "/method/settings/temperature"),
+        ("fedbabu", {"tune": "head", "tune_epochs": 0}, {}, {}, "/method/settings/tune"),
+        ("scaffold", {"strength": 0, "population": 4}, {}, {}, "/method/settings/population"),
+        ("feddyn", {"alpha": 0, "population": 4}, {}, {}, "/method/settings/population"),
+        ("local", {}, SENT, {}, "sends no updates, so that codec would"),
+        (
+            "local",
+            {},
+            {"server_optimizer": {"kind": "adam"}, "upload_budget": 9},
+            {},
+            "upload_budget, server_optimizer",
+        ),
+        ("local", {}, {"robust": {"rule": "median"}, "cohort": {"quorum": 3}}, {}, "robust would"),
+    ],
+)
+def test_a_setting_that_would_have_no_effect_is_refused_with_its_remedy(
+    method: str, settings: dict[str, Any], run: dict[str, Any], training: dict[str, Any], pointer: str
+) -> None:
+    assert pointer in (said := refusal(spec_of(method, settings, run, **training), PLAIN)), said
+    assert any(remedy in said for remedy in ("leave it out", "leave them out", "lower")), said
+
+
+def test_a_rate_of_blocks_that_are_frozen_beside_adapters_is_refused() -> None:
+    assert "/training/rates: sets one for query blocks" in refusal(spec_of("fedavg", rates={"query": 2.0}), ADAPTED)
+    assert not refusal(spec_of("fedavg", rates={"adapter": 2.0}), ADAPTED)
+    assert not refusal(spec_of("fedavg", rates={"query": 2.0}, full_fine_tuning=True), ADAPTED)
+
+
+@pytest.mark.parametrize("fusion", [{"kind": "mean", "heads": 4}, {"kind": "concat", "asks": "local"}])
+def test_a_setting_of_attention_is_refused_where_nothing_attends(fusion: dict[str, Any]) -> None:
+    said = refusal(spec_of("pfeddc", {"fusion": fusion}), replace(PROMPTED, prompts=Prompts(vision=2, text=2)))
+    assert "/method/settings/fusion/" in said
+    nothing = spec_of("pfeddc", {"share": "nothing", "fusion": {"kind": "mean"}}, SENT)
+    assert "sends no updates" in refusal(nothing, replace(PROMPTED, prompts=Prompts(vision=2, text=2)))
+
+
+@pytest.mark.parametrize("method", sorted(methods()))
+def test_no_default_is_refused_for_having_no_effect(method: str) -> None:
+    spec = spec_of(method)
+    written = spec.model_copy(update={"method": MethodSpec.model_validate(
+        {"name": method, "settings": methods()[method].settings().model_dump(mode="json")}
+    ), "rounds": 9})  # fmt: skip
+    assert not refusal(RunSpec.model_validate_json(written.model_dump_json()), subject_of(method))
+
+
+def test_a_default_warm_up_of_the_whole_run_is_warned_of() -> None:
+    facts = run_facts(spec_of("fedfrozen", run={"rounds": 5}), PLAIN.document())
+    assert "nothing is ever frozen" in coordinator_half(MethodSpec(name="fedfrozen"), facts).warnings(State(0, {}))[0]
+    assert not coordinator_half(MethodSpec(name="fedfrozen"), replace(facts, rounds=6)).warnings(State(0, {}))

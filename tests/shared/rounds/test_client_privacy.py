@@ -189,7 +189,7 @@ def length(difference: Array) -> float:
 def test_one_site_changes_a_version_by_its_clip_norm_at_most(
     tmp_path: Path, method: str, settings: dict[str, Any], value: float
 ) -> None:
-    run = Run(tmp_path, model_of(method), method={"name": method, "settings": settings})
+    run = Run(tmp_path, model_of(method), method={"name": method, "settings": settings}, rounds=2)
     others = [run.update("a", 0.001), run.update("b", -3.0)]
     without = run.moved(*others)
     # The same key gives the same noise, so that only the sums differ.
