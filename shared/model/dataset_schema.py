@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from typing import Annotated, Any
+from unicodedata import normalize
 
 from pydantic import Field, JsonValue, PositiveInt
 
@@ -207,13 +208,13 @@ def class_names(model: Model) -> list[str]:
 
 
 def name_digests(names: Sequence[str]) -> tuple[ShortDigest, ...]:
-    """Return 8 hexadecimal digits for each class's name, regardless of case and spaces.
+    """Return 8 hexadecimal digits for each class's name, regardless of case, spaces and Unicode forms.
 
     Empty if there are too many, if two are alike, or if one is a number, which does not name a class.
     """
     if len(names) > MAX_NAMES:
         return ()
-    plain = [" ".join(name.casefold().split()) for name in names]
+    plain = [normalize("NFC", " ".join(normalize("NFC", name).casefold().split())) for name in names]
     if len(set(plain)) < len(plain) or any(map(NO_NAME.fullmatch, plain)):
         return ()
     return tuple(sha256(name.encode()).hexdigest()[:8] for name in plain)
@@ -235,7 +236,7 @@ def token_limit(model: Model) -> int | None:
     """Return the most tokens that the model takes of a text, or None if it computes positions for any number."""
     shapes = [(name.split("."), shape) for name, shape in whole_shapes(model.blocks).items() if len(shape) == 2]
     rows = [shape[0] for path, shape in shapes if path[-2:-1] and path[-2] in POSITIONS and path[0][:3] != "vis"]
-    return min((*rows, positions_in(_part(model.config, "text_config") or model.config))) if rows else None
+    return int(min((*rows, positions_in(_part(model.config, "text_config") or model.config)))) if rows else None
 
 
 def positions_in(config: Mapping[str, Any]) -> float:

@@ -53,6 +53,11 @@ def is_unnamed(group: bytes) -> bool:
     return group.strip().lower() in UNNAMED
 
 
+def group_name(value: str) -> bytes:
+    """Return the bytes of a group's name, which spaces around it and its Unicode form do not change."""
+    return unicodedata.normalize("NFC", value).strip().encode()
+
+
 def plain(column: str) -> str:
     """Return a column's name without case, spaces, dashes, underscores and differences of Unicode forms."""
     return re.sub(r"[\s_-]+", "", unicodedata.normalize("NFKC", column).casefold())
@@ -85,7 +90,7 @@ def in_paths(persons: Iterable[bytes], remedy: str = "") -> Repeated | None:
 def person_of(pattern: str, path: str) -> bytes:
     """Return what the group of a pattern matches in an image's path; empty if the pattern does not match."""
     found = re.search(pattern, unicodedata.normalize("NFC", path))
-    return (found[1] or "").encode() if found else b""
+    return group_name(found[1] or "") if found else b""
 
 
 class UngroupedExamples(ValueError):

@@ -115,6 +115,9 @@ class LoadReport:
     no_end: bool = False
     """True if a language model's texts have no token at their end, since the tokenizer has none."""
 
+    combined: Sequence[str] = ()
+    """Names of classes that are probably several classes each."""
+
     def warnings(self, *, held_out: bool = False) -> Iterator[tuple[str, str]]:
         """Yield what is probably wrong, each with its remedy. With `held_out`, examples are held out."""
         if held_out:
@@ -135,6 +138,11 @@ class LoadReport:
             yield (
                 f"{count} empty text{'s' * (count > 1)} among the examples",
                 "Remove these rows, or fill them in: the worker does not leave them out.",
+            )
+        if self.combined:
+            yield (
+                f"{', '.join(map(repr, self.combined[:MAX_REASONS]))} may be several classes, and counts as one more",
+                "An example has one class: leave one to each, or keep such names if they are classes.",
             )
         if self.ignored_files:
             count = sum(self.ignored_files.values())

@@ -2,7 +2,8 @@
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+import unicodedata
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,19 @@ from PIL import Image
 from tessera.shared.near_names import absent
 from tessera.worker.data.cells import Cells
 from tessera.worker.data.dataset import DataError
-from tessera.worker.data.groups import PATIENT, PERSON_IN_PATH, Repeated, in_paths, is_person, person_of, plain
+from tessera.worker.data.groups import (
+    PATIENT,
+    PERSON_IN_PATH,
+    Repeated,
+    in_paths,
+    is_person,
+    is_unnamed,
+    person_of,
+    plain,
+)
 from tessera.worker.data.kinds.images import dicom_reader, is_dicom_image
 from tessera.worker.data.load_report import LoadReport, by_suffix, counted, empty_texts
+from tessera.worker.data.readers.class_labels import LISTED, class_name, combinations, composed
 from tessera.worker.data.readers.data_folders import foreign, names_below
 from tessera.worker.data.readers.pictures import FORMATS, GROUP, SUFFIXES, UNREADABLE, is_dicom
 from tessera.worker.data.readers.table_files import SPLITS, Separator, is_saved, table_files
@@ -44,6 +55,8 @@ LENGTHS = 4096
 """Number of texts whose lengths are looked at."""
 USUAL_TOKENS = 512
 """The most tokens that are proposed for a text: many models take as many, and a batch's memory grows with them."""
+MAX_FEW = 8
+"""Number of values of a column that may be classes, and of rows that a message names."""
 MAX_NAMED = 1000
 """Number of classes above which a column hardly contains classes."""
 USUAL_SIDE, MAX_OWN_SIDE = 224, 512
@@ -170,7 +183,10 @@ def _of_folder(proposal: Proposal, folder: Path, found: Sequence[Path], processo
             f"{folder / loose[0]} is not in the folder of a class: move each image into one, or write a CSV file "
             "with the columns image and label, and run the command with it"
         )
-    below = {top: {file.parts[1] for file in files if file.parts[0] == top and len(file.parts) > 2} for top in tops}
+    below = {
+        top: {composed(file.parts[1]) for file in files if file.parts[0] == top and len(file.parts) > 2}
+        for top in tops
+    }
     classes = below[tops[0]]
     by_domain = len(tops) > 1 and len(classes) > 1 and all(below[top] == classes for top in tops)
     proposal.add("kind", "images", f"{len(files)} images in folders")
@@ -186,7 +202,10 @@ def _of_folder(proposal: Proposal, folder: Path, found: Sequence[Path], processo
     )
     bare = [] if by_domain else sorted(names.difference(tops))
     source = "the folders' names" + (f", of which {', '.join(bare)} contain no images here" if bare else "")
-    _labels(proposal, sorted(names), source)
+    spelt: dict[str, set[str]] = {}
+    for name in names:
+        spelt.setdefault(composed(name), set()).add(name)
+    _labels(proposal, spelt, source)
     step = -(-len(files) // SAMPLE)
     looked_at = [folder / file for file in files[::step]]
     _group_of_folder(proposal, files, looked_at)
@@ -259,11 +278,14 @@ def _of_label(proposal: Proposal, table: DataTable, image: str | None, text: str
     """Add the options of the column of labels, and for texts the head that follows from it."""
     label = label or _label_column(table, {image, text})
     if label is None and (image or len(table.columns.names) > 1):
+        few = [name for name in table.columns.names if name not in (image, text) and _has_few_values(table, name)]
+        likely = f" ({', '.join(few)} {'have' if len(few) > 1 else 'has'} few values)" if few else ""
         raise DataError(
-            f"{table.where} has no obvious column of classes among {_shown(table)}: name it with --label, or for "
-            'texts without classes write the table by hand with head = "causal-lm"'
+            f"{table.where} has no obvious column of classes among {_shown(table)}: name it with --label{likely}, or "
+            'for texts without classes write the table by hand with head = "causal-lm"'
         )
     values = [] if label is None else table.column("label", label)
+    by_word = False
     if text is not None:
         by_word = any(isinstance(value, list) for value in values)
         head = "causal-lm" if label is None else "token-classification" if by_word else "text-classification"
@@ -271,21 +293,57 @@ def _of_label(proposal: Proposal, table: DataTable, image: str | None, text: str
         proposal.add("head", head, why if label is None else why + ("word" if by_word else "text"))
         proposal.add("text", text, "the column of texts")
         proposal.warn_of(LoadReport(empty_texts=empty_texts(table.cells("text", text))))
-        values = [item for value in values for item in value] if by_word else values
     if label is not None:
         proposal.add("label", label, "the column of classes")
-        own = table.columns.classes.get(label)
-        names = list(own) if own else sorted({str(value) for value in values})
-        if len(names) > MAX_NAMED:
+        if by_word and not all(map(_one_each, table.cells("text", str(text))[:SAMPLE], values)):
             raise DataError(
-                f"{table.where}: column {label!r} has {len(names)} different values, which are hardly classes: name "
+                f"{table.where}: column {label!r} has lists of other lengths than the texts have words. {ONE_CLASS}"
+            )
+        spelt = _spelt(table, label, [value if by_word else [value] for value in values])
+        own = table.class_names(label)
+        if len(spelt) > MAX_NAMED:
+            raise DataError(
+                f"{table.where}: column {label!r} has {len(spelt)} different values, which are hardly classes: name "
                 "another column with --label"
             )
-        if any(value in (None, "") or not isinstance(value, str | int) for value in values):
-            raise DataError(
-                f"{table.where}: column {label!r} has values that are no class: correct or remove the rows"
-            )
-        _labels(proposal, names, "the names in the table" if own else f"the values of {label}, sorted")
+        _labels(proposal, spelt, "the names in the table" if own else f"the values of {label}, sorted", own)
+
+
+ONE_CLASS = "An example has one class: leave one to each, or make an example of each"
+
+
+def _one_each(text: object, labels: Sequence[object]) -> bool:
+    return len(text if isinstance(text, list) else str(text).split()) == len(labels)
+
+
+def _has_few_values(table: DataTable, name: str) -> bool:
+    return 1 < len(set(map(str, table.cells("label", name)[:SAMPLE]))) <= MAX_FEW
+
+
+def _spelt(table: DataTable, label: str, rows: Sequence[Sequence[object]]) -> dict[str, set[str]]:
+    """Return the names of the classes in a column, each with the texts that stand for it. Raises DataError for rows
+    without one, and with several."""
+    spelt: dict[str, set[str]] = {}
+    lacking = []
+    for row, values in enumerate(rows):
+        try:
+            names = list(map(class_name, values))
+            listed = any(LISTED.fullmatch(name or "") for name in names)
+        except TypeError:
+            names, listed = [], True
+        if listed:
+            raise DataError(f"{table.where}: column {label!r} has a list in row {row}. {ONE_CLASS}")
+        if None in names:
+            lacking.append(row)
+        for name, value in zip(names, values, strict=True):
+            spelt.setdefault(name or "", set()).add(str(value))
+    if lacking:
+        shown = ", ".join(map(str, lacking[:MAX_FEW])) + ", ..." * (len(lacking) > MAX_FEW)
+        raise DataError(
+            f"{table.where}: column {label!r} has no value in {len(lacking)} of {len(rows)} rows ({shown}; the "
+            "first row is 0): fill them in, or remove these rows"
+        )
+    return spelt
 
 
 def _of_group(proposal: Proposal, table: DataTable, image: str | None, text: str | None) -> None:
@@ -352,18 +410,28 @@ def _max_length(proposal: Proposal, texts: Cells[Any], tokenizer: str | None) ->
         )
 
 
-def _labels(proposal: Proposal, names: Sequence[str], source: str) -> None:
+def _labels(
+    proposal: Proposal, spelt: Mapping[str, Collection[str]], source: str, in_order: Sequence[str] | None = None
+) -> None:
+    """Add the names of the classes, sorted unless their order is given. `spelt` has the texts that stand for each."""
+    names = list(map(composed, in_order or ())) or sorted(spelt)
     proposal.warnings += _doubts_about(names)
+    for name, texts in spelt.items():
+        if len(set(map(composed, texts))) < len(texts):
+            proposal.warnings.append(
+                f"{name!r} is written in {len(texts)} Unicode forms, which look alike: they are the same class."
+            )
     if all(name.isdecimal() for name in names):
         names = sorted(names, key=int)
         if names == [str(number) for number in range(len(names))]:
             proposal.reasons["kind"] += "; no `labels`, since the classes are numbers from 0 on"
             return
-    proposal.add("labels", list(names), f"{source}: copy this line to every site, so that classes have equal numbers")
+    proposal.add("labels", names, f"{source}: copy this line to every site, so that classes have equal numbers")
 
 
 def _doubts_about(names: Sequence[str]) -> Iterator[str]:
-    """Yield a warning of a single class, and of classes whose names differ only by case or surrounding spaces."""
+    """Yield a warning of a single class, of classes whose names look alike, of several classes in one name, and of
+    words for a missing value."""
     if len(names) == 1:
         yield (
             f"there is a single class, {names[0]!r}. Correct the data; or if only other sites have further classes, "
@@ -371,13 +439,25 @@ def _doubts_about(names: Sequence[str]) -> Iterator[str]:
         )
     alike: dict[str, list[str]] = {}
     for name in names:
-        alike.setdefault(name.strip().casefold(), []).append(name)
+        shown = "".join(
+            letter for letter in unicodedata.normalize("NFKC", name) if unicodedata.category(letter) != "Cf"
+        )
+        alike.setdefault(" ".join(shown.casefold().split()), []).append(name)
     for group in alike.values():
         if len(group) > 1:
+            visible = len({" ".join(name.casefold().split()) for name in group}) == 1
+            how = "case or spaces" if visible else "characters that look alike"
             yield (
-                f"{' and '.join(map(repr, group))} differ only by case or spaces: are these the same class? Correct "
-                "the data, or keep them as different classes."
+                f"{' and '.join(map(repr, group))} differ only by {how}: are these the same class? Correct the data, "
+                "or keep them as different classes."
             )
+    report = LoadReport(combined=combinations(names))
+    yield from (f"{detail}. {remedy}" for detail, remedy in report.warnings())
+    if missing := [name for name in names if is_unnamed(name.encode())]:
+        yield (
+            f"{' and '.join(map(repr, missing))} may stand for a missing value: if so, remove these rows; else it "
+            "is a class."
+        )
 
 
 def _pixels(proposal: Proposal, pictures: Sequence[Path], processor: str | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+import unicodedata
 from pathlib import Path
 from typing import Any
 
@@ -151,7 +152,7 @@ def test_table_of_images_and_saved_folder_are_read_by_their_types(tmp_path: Path
     )
     rows = datasets.Dataset.from_dict({"words": [["the", "cat"]], "ner": [[0, 1]]}, features=features)
     datasets.DatasetDict(train=rows, test=rows).save_to_disk(str(tmp_path / "saved"))
-    with pytest.raises(DataError, match="set split to one of test, train"):
+    with pytest.raises(DataError, match=r"set split \(--split\) to one of test, train"):
         propose(tmp_path / "saved")
     options = proposed(
         tmp_path / "saved", split="train", tokenizer=str(bert_tokenizer(tmp_path / "b", ("the", "cat")))
@@ -214,7 +215,7 @@ def test_what_only_a_person_can_decide_is_refused_with_what_to_write(tmp_path: P
     csv = {
         "a,b,label": ("x y z,x y z,1", "a, b may all be the text: name it with --text"),
         "text,x": ("some text,1", "no obvious column of classes among text, x: name it with --label"),
-        "text,label": ("some text,", "column 'label' has values that are no class"),
+        "text,label": ("some text,", "column 'label' has no value in 1 of 1 rows (0;"),
         "label": ("1", "no column of texts or images among label"),
     }
     told = {
@@ -336,3 +337,72 @@ def test_the_patient_in_dicom_headers_is_held_out_as_one(tmp_path: Path) -> None
     proposal = propose(tmp_path / "scans")
     assert "group" not in proposal.options
     assert "3 of the files have the same PatientID, 'p1'" in proposal.warnings[-1]
+
+
+def test_classes_of_two_unicode_forms_are_one_and_sorted_alike_everywhere(tmp_path: Path) -> None:
+    accent = "L\u00e9sion"
+    other = unicodedata.normalize("NFD", accent)
+    proposal = propose(table(tmp_path / "a.csv", "text,label", f"a b,{other}", "c d,Lz", f"e f,{accent}"))
+    assert proposal.options["labels"] == ["Lz", accent]
+    (warning,) = proposal.warnings
+    assert f"{accent!r} is written in 2 Unicode forms" in warning
+    assert loaded(proposed(tmp_path / "a.csv")) == [1, 0, 1]
+    folders = propose(pictures(tmp_path / "scans", f"{other}/a.png", "Lz/b.png"))
+    assert folders.options["labels"] == ["Lz", accent]
+    assert loaded({name: value for name, value in folders.options.items() if name != "held_out"}) == [1, 0]
+
+
+def test_images_are_found_under_another_unicode_form_of_their_names(tmp_path: Path) -> None:
+    name, column = "Sch\u00e4del.png", unicodedata.normalize("NFD", "Bild\u00e4")
+    pictures(tmp_path, unicodedata.normalize("NFD", name))
+    file = table(tmp_path / "a.csv", f"{column},label", f"{name},0")
+    options = {"file": str(file), "image": "Bild\u00e4", "size": 2}
+    assert load("images", options).examples == 1
+
+
+@pytest.mark.parametrize("kind", [pa.float64(), pa.decimal128(4, 1), pa.float32()])
+def test_classes_that_a_missing_value_made_decimal_are_whole(tmp_path: Path, kind: pa.DataType) -> None:
+    values = pa.array([1.0, 0.0, 1.0]).cast(kind)
+    parquet.write_table(pa.table({"text": ["a b", "c d", "e f"], "label": values}), tmp_path / "a.parquet")
+    options = proposed(tmp_path / "a.parquet")
+    assert "labels" not in options
+    assert loaded(options) == [1, 0, 1]
+    parquet.write_table(
+        pa.table({"text": ["a", "b"], "label": pa.array([1.0, None]).cast(kind)}), tmp_path / "b.parquet"
+    )
+    with pytest.raises(DataError, match=r"column 'label' has no value in 1 of 2 rows \(1; the first row is 0\)"):
+        propose(tmp_path / "b.parquet")
+
+
+def test_truth_values_are_classes_of_the_same_names_in_every_form(tmp_path: Path) -> None:
+    parquet.write_table(pa.table({"text": ["a b", "c d"], "label": [True, False]}), tmp_path / "a.parquet")
+    files = [
+        tmp_path / "a.parquet",
+        table(tmp_path / "a.jsonl", '{"text": "a b", "label": true}', '{"text": "c d", "label": false}'),
+        table(tmp_path / "a.csv", "text,label", "a b,True", "c d,False"),
+    ]
+    for options in map(proposed, files):
+        assert options["labels"] == ["false", "true"]
+        assert loaded(options) == [1, 0]
+
+
+def test_several_labels_of_a_text_are_refused_or_warned_of(tmp_path: Path) -> None:
+    lists = table(tmp_path / "a.jsonl", '{"text": "a b c", "label": ["x", "y"]}', '{"text": "d e f", "label": ["x"]}')
+    with pytest.raises(DataError, match="column 'label' has lists of other lengths than the texts have words"):
+        propose(lists)
+    with pytest.raises(DataError, match="column 'label' has a list in row 1"):
+        propose(table(tmp_path / "b.csv", "text,label", "a b c,x", "d e f,\"['x', 'y']\""))
+    options = proposed(table(tmp_path / "c.csv", "text,label", "a b,x", "c d,y", "e f,x;y"))
+    ((detail, _),) = load("text", {k: v for k, v in options.items() if k != "kind"}).report.warnings()
+    assert "'x;y' may be several classes" in detail
+    assert any("'x;y' may be several classes" in warning for warning in propose(tmp_path / "c.csv").warnings)
+
+
+def test_words_for_missing_values_among_classes_are_asked_about(tmp_path: Path) -> None:
+    (warning,) = propose(table(tmp_path / "a.csv", "text,label", "a b,NA", "c d,ill")).warnings
+    assert "'NA' may stand for a missing value" in warning
+
+
+def test_columns_that_may_be_classes_are_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"name it with --label \(grade has few values\)"):
+        propose(table(tmp_path / "a.csv", "text,grade,n", *(f"a b c,{n % 2},{n}" for n in range(9))))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -95,7 +96,7 @@ def test_split_of_a_saved_folder_is_chosen_by_name(tmp_path: Path) -> None:
     both = datasets.DatasetDict(train=rows(), test=rows(["the end"]))
     folder = saved(tmp_path / "both", both)
     assert texts(read_table("file", (folder,), "test")) == ["the end"]
-    assert refusal(folder) == f"split: {folder} has several splits: set split to one of test, train"
+    assert refusal(folder) == f"split: {folder} has several splits: set split (--split) to one of test, train"
     assert refusal(folder, split="tset") == f"split: {folder} has no split 'tset'; it has test, train"
     assert "is a single split: leave split out" in refusal(folder / "train", split="train")
     assert "must be the only one" in refusal(folder / "train", folder / "test")
@@ -124,7 +125,7 @@ def test_shards_in_a_folder_or_of_a_pattern_are_one_table_in_order(tmp_path: Pat
     assert texts(read_table("file", (tmp_path / "**" / "train-*.parquet",))) == ["the cat", "the dog"]
     rows(["the end"]).to_parquet(str(tmp_path / "test-00000-of-00001.parquet"))
     assert texts(read_table("file", (tmp_path,), "test")) == ["the end"]
-    assert "has several splits: set split to one of test, train" in refusal(tmp_path)
+    assert "has several splits: set split (--split) to one of test, train" in refusal(tmp_path)
 
 
 def test_file_that_is_named_twice_is_refused(tmp_path: Path) -> None:
@@ -285,3 +286,68 @@ def test_quotation_mark_without_an_end_is_not_followed_through_a_large_file(tmp_
     (tmp_path / "notes.csv").write_text('text,label\n"the cat,no\n' + "a dog,yes\n" * (2 << 20))
     expected = "the row that begins in line 2 of notes.csv has a cell of more than 16,777,216 characters: close its"
     assert expected in refusal(tmp_path / "notes.csv")
+
+
+def test_types_that_arrow_cannot_take_rows_of_are_read(tmp_path: Path) -> None:
+    words = pa.array([["a", "b"], ["c"]], pa.list_(pa.string_view()))
+    record = pa.array([{"x": "a"}, {"x": None}], pa.struct([("x", pa.string_view())]))
+    of_text = pa.array(["a", "b"], pa.string_view())
+    columns = {"text": of_text, "words": words, "record": record, "bytes": pa.array([b"1", b"2"], pa.binary_view())}
+    parquet.write_table(pa.table(columns), tmp_path / "a.parquet")
+    columns |= {
+        "list_view": pa.array([["a"], []], pa.list_view(pa.string())),
+        "runs": pa.RunEndEncodedArray.from_arrays(pa.array([1, 2], pa.int32()), of_text),
+    }
+    saved = datasets.Dataset.from_dict({"text": ["a", "b"]})
+    saved.save_to_disk(str(tmp_path / "saved"))
+    rows = pa.table(columns)
+    (stream,) = (tmp_path / "saved").glob("*.arrow")
+    with pa.ipc.new_stream(stream, rows.schema) as writer:
+        writer.write_table(rows)
+    for table in (read_table("file", (tmp_path / "a.parquet",)), read_table("file", (tmp_path / "saved",))):
+        for name in table.columns.names:
+            assert table.column("text", name) == rows.column(name).to_pylist()
+
+
+def test_rows_that_were_filtered_out_are_not_read(tmp_path: Path) -> None:
+    rows = datasets.Dataset.from_dict({"text": list("abcdef")})
+    rows.save_to_disk(str(tmp_path / "old"))
+    with pa.ipc.new_stream(tmp_path / "old" / "indices.arrow", pa.schema([("indices", pa.uint64())])) as writer:
+        writer.write_table(pa.table({"indices": pa.array([0, 3], pa.uint64())}))
+    state = json.loads((tmp_path / "old" / "state.json").read_text())
+    state["_indices_data_files"] = [{"filename": "indices.arrow"}]
+    (tmp_path / "old" / "state.json").write_text(json.dumps(state))
+    with pytest.raises(DataError) as refused:
+        read_table("file", (tmp_path / "old",))
+    remedy = re.search(r"load_from_disk.*save_to_disk\(", str(refused.value))
+    assert remedy is not None
+    code = f"{remedy[0]}{str(tmp_path / 'new')!r})"
+    eval(code, {"pyarrow": pa, "load_from_disk": datasets.load_from_disk})  # noqa: S307  (the remedy works)
+    assert read_table("file", (tmp_path / "new",)).column("text", "text") == ["a", "d"]
+
+
+@pytest.mark.parametrize(
+    ("lines", "reason"),
+    [
+        ("text,label\nthe left lung\nis clear,a\n", "line 2 of a.csv has 1 cells for 2 columns"),
+        ("text,label\na,b\nc\n", "line 3 of a.csv has 1 cells for 2 columns"),
+        ("sep=;\ntext;label\na;b\n", "line 1 of .* is Excel's 'sep=;', not the columns' names: remove the line"),
+        ("text,label,label\na,b,c\n", "several columns are called 'label'"),
+    ],
+)
+def test_rows_and_headers_that_do_not_fit_are_named(tmp_path: Path, lines: str, reason: str) -> None:
+    (tmp_path / "a.csv").write_text(lines)
+    with pytest.raises(DataError, match=reason):
+        read_table("file", (tmp_path / "a.csv",))
+
+
+def test_a_name_that_is_twice_in_a_row_of_json_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n{"text": "a", "label": 0, "label": 1}\n')
+    with pytest.raises(DataError, match="line 2: several columns are called 'label'"):
+        read_table("file", (tmp_path / "a.jsonl",))
+
+
+def test_a_blank_line_is_no_row_and_spaces_around_a_name_do_not_count(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("text, label \na,1\n\nb,0\n")
+    table = read_table("file", (tmp_path / "a.csv",))
+    assert table.column("label", "label") == table.column("label", " label ") == ["1", "0"]

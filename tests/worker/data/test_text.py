@@ -301,7 +301,7 @@ def test_nothing_is_left_behind_in_home_or_temporary_folder(
     [
         (["no", "yes"], ["yes", "maybe"], r"has 'maybe', not among the 2 names in `labels`"),
         (["no", "yes"], ["1", "2"], r"has '2', not among"),
-        (["no", "yes"], ["1", ""], r"has no value, not among"),
+        (["no", "yes"], ["1", ""], r"has no value in 1 row, first in row 1: fill it in"),
         (["1", "2"], ["1", "0"], r"has '0', not among"),  # where names are numbers, a number is a name
         (None, ["1", "-1"], r"has '-1'; list the classes' names"),
         (None, ["1", "yes"], r"has 'yes'; list the classes' names"),

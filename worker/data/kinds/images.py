@@ -40,11 +40,19 @@ from tessera.worker.data.groups import (
 from tessera.worker.data.load_report import LoadReport, by_suffix, counted
 from tessera.worker.data.prepared import NOT_KEPT, Prepared
 from tessera.worker.data.readers.byte_cells import ParquetCells, PictureCells, path_in
-from tessera.worker.data.readers.class_labels import numbered
+from tessera.worker.data.readers.class_labels import combinations, numbered
 from tessera.worker.data.readers.data_folders import foreign, names_below
 from tessera.worker.data.readers.image_index import INDEX_FILE, PixelInputs, inputs_of
 from tessera.worker.data.readers.image_processor import PixelOptions, preparation
-from tessera.worker.data.readers.pictures import DICOM, SUFFIXES, DicomReader, PictureFiles, Pictures, is_dicom
+from tessera.worker.data.readers.pictures import (
+    DICOM,
+    SUFFIXES,
+    DicomReader,
+    PictureFiles,
+    Pictures,
+    in_its_form,
+    is_dicom,
+)
 from tessera.worker.data.readers.table_files import TableOptions, is_saved
 from tessera.worker.data.readers.tables import DataTable, Files, numbered_domains, read_table, table_name
 
@@ -127,6 +135,7 @@ def images(options: ImagesOptions, prepared: Prepared = NOT_KEPT) -> Dataset:
             group_bytes=listed.group_bytes,
             ungrouped=() if options.group else _ungrouped(listed, inputs),
             without_group=sum(map(is_unnamed, groups or ())),
+            combined=combinations(listed.names or ()),
         ),
         on_disk=inputs.on_disk,
         normalization=conversion.normalization(options.mode),
@@ -177,7 +186,7 @@ def _in_table(options: ImagesOptions, prepared: Prepared) -> _Listed:
     return _Listed(
         pictures,
         ("label", table.where, table.column("label", options.label)),
-        options.labels or table.columns.classes.get(options.label),
+        options.labels or table.class_names(options.label),
         table.domains(options.domain),
         table.groups(options.group),
         by_suffix(ignored),
@@ -192,12 +201,13 @@ def _pictures(table: DataTable, options: ImagesOptions) -> Pictures:
     """Return the images of a table's column: paths from its folder, bytes, or records of both as `datasets` writes
     them. Raises DataError if a row has neither."""
     values = table.cells("image", options.image)
-    if cells := table.bytes_of.get(options.image):
+    if cells := table.byte_cells(options.image):
         return PictureCells(cells, table.folder, table.where, _dicom_reader(options))
     paths = [path_in(value) for value in values]
     if lacking := [row for row, path in enumerate(paths) if not path]:
         raise DataError(f"image: row {lacking[0]} of {table.where} has neither a path nor an image's bytes")
-    return PictureFiles.of(table.folder, filter(None, paths), _dicom_reader(options))
+    there = (in_its_form(table.folder, path) for path in paths if path)
+    return PictureFiles.of(table.folder, there, _dicom_reader(options))
 
 
 def _beside(table: DataTable, pictures: Pictures, options: ImagesOptions) -> tuple[list[Path], list[str]]:

@@ -12,6 +12,7 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
+from itertools import repeat
 from typing import Any, Literal
 
 import numpy as np
@@ -34,7 +35,7 @@ from tessera.worker.data.dataset import (
 )
 from tessera.worker.data.load_report import LoadReport, Truncation, by_suffix, empty_texts
 from tessera.worker.data.prepared import NOT_KEPT, Prepared
-from tessera.worker.data.readers.class_labels import Numbering
+from tessera.worker.data.readers.class_labels import LISTED, Numbering, combinations
 from tessera.worker.data.readers.table_files import TableOptions
 from tessera.worker.data.readers.tables import DataTable, Files, digest_of, disk_full, read_table, table_name
 from tessera.worker.data.readers.token_file import MASK, Piece, TokenFile, TokenRows, write_tokens
@@ -112,6 +113,7 @@ def text(options: TextOptions, prepared: Prepared = NOT_KEPT) -> Dataset:
             ungrouped=table.ungrouped(options.group, options.text, options.second_text, options.label),
             without_group=table.without_group(options.group),
             truncation=_over_in_words(texts, options.max_length) if options.tokenizer == RUN else None,
+            combined=combinations(options.labels or table.class_names(options.label) or ()),
         ),
         schema=schema_of(dict.fromkeys(shapes, labels), shapes, names=options.labels),
     )
@@ -275,7 +277,8 @@ def _classified(options: TextOptions, table: DataTable) -> tuple[Parts, Tensor]:
     numbering = _numbering(options, table)
     labels = torch.empty(table.examples, dtype=torch.int64)
     for first in range(0, len(cells), AT_ONCE):
-        labels[first : first + AT_ONCE] = torch.tensor(numbering.numbers(cells[first : first + AT_ONCE]))
+        some = cells[first : first + AT_ONCE]
+        labels[first : first + AT_ONCE] = torch.tensor(numbering.numbers(some, range(first, first + len(some))))
     numbering.check()
     return texts, labels
 
@@ -288,22 +291,30 @@ def _tagged(options: TextOptions, table: DataTable) -> tuple[Parts, Tensor]:
     for row, (of_words, of_tags) in enumerate(zip(words, tags, strict=True)):
         if not of_words or len(of_words) != len(of_tags):
             raise DataError(f"label: row {row} of {table.where} has {len(of_tags)} labels for {len(of_words)} words")
-        numbering.numbers(of_tags)
+        if any(not isinstance(word, str | int | float) for word in of_words):
+            raise DataError(f"text: row {row} of {table.where} has a word that is not text: fill it in, or remove it")
+        numbering.numbers(of_tags, repeat(row))
     numbering.check()
-    return {"first": words, "tags": tags.mapped(numbering.numbers), "by_word": True}, torch.empty(
-        (len(words), 0), dtype=torch.int64
-    )
+    first = words.mapped(lambda of_text: list(map(str, of_text)))
+    labels = torch.empty((len(first), 0), dtype=torch.int64)
+    return {"first": first, "tags": tags.mapped(numbering.numbers), "by_word": True}, labels
 
 
 def _numbering(options: TextOptions, table: DataTable) -> Numbering:
-    names = options.labels or table.columns.classes.get(options.label)
+    names = options.labels or table.class_names(options.label)
     return Numbering("label", table.where, names, options.absent)
 
 
-def _words(value: object) -> list[str]:
-    """Return a cell's list of words or tags; in a CSV file they are separated by spaces."""
+def _words(value: object) -> list[Any]:
+    """Return a cell's list of words or tags; in a CSV file they are separated by spaces. Raises DataError for a list
+    that was written as text."""
     if isinstance(value, list):
-        return [str(word) for word in value]
+        return value
+    if isinstance(value, str) and LISTED.fullmatch(value):
+        raise DataError(
+            f"text: a list was written as text, {value[:40]!r}: write words and labels with spaces between them, or "
+            "save the table as JSON lines or Parquet, which have lists"
+        )
     return value.split() if isinstance(value, str) else []
 
 

@@ -17,14 +17,14 @@ from numpy.typing import NDArray
 from pyarrow import ipc, parquet
 
 from tessera.worker.data.dataset import DataError
-from tessera.worker.data.readers.pictures import BrokenImage, DicomReader, Picture, Stamp, stamp_of
+from tessera.worker.data.readers.pictures import BrokenImage, DicomReader, Picture, Stamp, in_its_form, stamp_of
 
 
 def holds_bytes(kind: pa.DataType) -> bool:
     """Return whether cells of a type are bytes, or records with bytes, as `datasets` writes images."""
     if pa.types.is_struct(kind):
         return any(holds_bytes(kind.field(place).type) for place in range(kind.num_fields))
-    return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind))
+    return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_binary_view(kind))
 
 
 class ByteCells(Sequence[Any]):
@@ -167,7 +167,8 @@ class PictureCells:
         self.paths: NDArray[np.bytes_] | None = None
         """The paths of images that are not in the table, bytes [images]; None if all images are in it."""
         if not cells.all_bytes():
-            self.paths = np.array([os.fsencode(path_in(cell) or "") for cell in cells], np.bytes_)
+            paths = (path_in(cell) for cell in cells)
+            self.paths = np.array([os.fsencode(in_its_form(folder, path or "")) for path in paths], np.bytes_)
 
     def __len__(self) -> int:
         return len(self.cells)

@@ -61,7 +61,7 @@ def read_dicom(file: Path | bytes, name: str, window: Window | None = None, grou
         _require_one_image(name, header, content)
         _apply_functional_groups(name, header)
         image = _shown(name, header, window)
-        image.info[GROUP] = str(header.get(group) or "").strip()
+        image.info[GROUP] = str(header.get(group) or "")
         return image
     except DataError:
         raise

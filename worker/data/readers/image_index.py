@@ -20,6 +20,7 @@ from torch import Tensor
 from tessera.shared.diagnostics import reason_of
 from tessera.shared.model.dataset_schema import PIXELS
 from tessera.worker.data.dataset import DataError, RowsOnDisk
+from tessera.worker.data.groups import group_name, is_unnamed
 from tessera.worker.data.prepared import NOT_KEPT, Prepared
 from tessera.worker.data.readers.image_processor import ByProcessor, PixelOptions, Preparation
 from tessera.worker.data.readers.pictures import (
@@ -242,8 +243,8 @@ class _Verification:
             except DataError as fault:
                 self.unreadable[place] = fault
                 continue
-            if group := image.info.get(GROUP):
-                self.index.groups[place] = np.frombuffer(hashlib.sha256(group.encode()).digest(), np.uint8)
+            if not is_unnamed(group := group_name(image.info.get(GROUP, ""))):
+                self.index.groups[place] = np.frombuffer(hashlib.sha256(group).digest(), np.uint8)
             self.index.known[place] = True
             self.index.digests[place] = np.frombuffer(hashlib.sha256(content).digest(), np.uint8)
             self.index.more_frames[place] = has_more_frames(content)

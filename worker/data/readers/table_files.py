@@ -140,7 +140,7 @@ def _chosen(folder: Path, splits: list[str], split: str | None) -> str:
     if split is None and len(splits) == 1:
         return splits[0]
     if split is None:
-        raise DataError(f"split: {folder} has several splits: set split to one of {', '.join(splits)}")
+        raise DataError(f"split: {folder} has several splits: set split (--split) to one of {', '.join(splits)}")
     if split not in splits:
         raise DataError(f"split: {folder} has no split {split!r}; it has {', '.join(splits)}")
     return split

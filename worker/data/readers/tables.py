@@ -11,7 +11,9 @@ import hashlib
 import importlib
 import json
 import mmap
+import re
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -31,21 +33,24 @@ from torch import Tensor
 
 from tessera.worker.data.cells import Cells
 from tessera.worker.data.dataset import DataChanged, DataError, in_short
-from tessera.worker.data.groups import Repeated, is_identifier, is_unnamed, repeated
+from tessera.worker.data.groups import Repeated, group_name, is_identifier, is_unnamed, repeated
 from tessera.worker.data.prepared import NOT_KEPT, Prepared, mapped
 from tessera.worker.data.readers.byte_cells import ArrowCells, ByteCells, holds_bytes, parquet_cells
+from tessera.worker.data.readers.class_labels import composed
 from tessera.worker.data.readers.pictures import Stamp, stamp_of
 from tessera.worker.data.readers.table_files import Separator, TableFiles, is_saved, saved_split, table_files
 
-JSON_AT_ONCE = 1000
+ROWS_AT_ONCE = 1000
 EMPTY = "it has no rows"
 MAX_CELL_CHARACTERS = 1 << 24
 """Length of a cell in a CSV file above which its quotation mark is hardly closed: the rest of a file would be read
 into memory."""
 JSON_CELLS = {b"tessera.cells": b"json"}
 """The metadata of a table of JSON lines, whose cells are text in JSON."""
-FORMAT = 3
+FORMAT = 4
 """The number of the way in which tables are converted, which is part of their files' names."""
+EXCEL = re.compile('"?sep=.?"?[;,|\t]*\r?$', re.IGNORECASE | re.MULTILINE)
+"""The line that names the separator of a CSV file to Excel."""
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -76,7 +81,7 @@ class ArrowRows:
         of_batches = np.searchsorted(self._starts, rows, side="right") - 1
         for batch in np.unique(of_batches).tolist():
             places = np.flatnonzero(of_batches == batch)
-            cells = self._batches[batch].column(name).take(pa.array(rows[places] - self._starts[batch]))
+            cells = _plain(self._batches[batch].column(name)).take(pa.array(rows[places] - self._starts[batch]))
             for place, value in zip(places.tolist(), cells.to_pylist(), strict=True):
                 found[place] = value
         # Pages that were read would count as this process's memory until they are needed elsewhere.
@@ -95,7 +100,12 @@ def _columns(rows: ArrowRows, features: Mapping[str, Any] | None, check: Callabl
     def values(name: str) -> Cells[Any]:
         def read(places: NDArray[np.int64]) -> list[Any]:
             check()
-            return rows.values(name, places)
+            try:
+                return rows.values(name, places)
+            except pa.ArrowException as fault:
+                raise DataError(
+                    f"file: column {name!r} cannot be read: {in_short(fault)}; save it as text"
+                ) from fault
 
         cells: Cells[Any] = Cells(read, everything)
         if of_json:
@@ -181,10 +191,12 @@ def _refuse_malformed(files: Sequence[str], separator: str, columns: int) -> Non
             rows = csv.reader(lines, delimiter=separator, strict=True)
             try:
                 for cells in rows:
-                    if len(cells) > columns:
+                    # Of a blank line, which pandas leaves out, it yields none.
+                    if cells and len(cells) != columns:
                         raise ValueError(
-                            f"line {line} of {Path(file).name} has {len(cells)} cells for {columns} columns: put a "
-                            f"text that contains {separator!r} in quotation marks"
+                            f"line {line} of {Path(file).name} has {len(cells)} cells for {columns} columns: put "
+                            f"a text that contains {separator!r} or a line break in quotation marks; complete a row "
+                            "that is too short"
                         )
                     line = rows.line_num + 1
             except csv.Error as fault:
@@ -202,6 +214,12 @@ def _refuse_malformed(files: Sequence[str], separator: str, columns: int) -> Non
 def _header(file: str, separator: str) -> tuple[list[str], bool]:
     """Return the columns' names, by position where there is none (a stored index), and whether rows follow."""
     with Path(file).open(encoding="utf-8-sig", newline="") as lines:
+        if mark := EXCEL.match(lines.readline()):
+            raise DataError(
+                f"file: line 1 of {file} is Excel's {mark[0].strip()!r}, not the columns' names: remove the line, "
+                f"and name the character in separator if it is not {separator!r}"
+            )
+        lines.seek(0)
         names = next(filter(None, csv.reader(lines, delimiter=separator)), [])
         has_rows = any(map(str.strip, lines))
     if not names:
@@ -212,7 +230,14 @@ def _header(file: str, separator: str) -> tuple[list[str], bool]:
             f"separator: the columns of {file} are separated by {others[0]!r}, not {separator!r}: set separator = "
             f"{json.dumps(others[0])}"
         )
-    return [name or f"column {place}" for place, name in enumerate(names)], has_rows
+    names = [name or f"column {place}" for place, name in enumerate(names)]
+    _require_distinct(names)
+    return names, has_rows
+
+
+def _require_distinct(names: Iterable[str]) -> None:
+    if twice := sorted(name for name, count in Counter(names).items() if count > 1):
+        raise ValueError(f"several columns are called {', '.join(map(repr, twice))}: rename all but one")
 
 
 def separator_of(file: Path, rows: int) -> Separator | None:
@@ -245,7 +270,49 @@ def _parquet(files: Sequence[str], cache: str) -> Iterator[pa.RecordBatch]:
     # Images are not converted, but read from these files.
     cells = parquet_cells(files)
     others = [name for name in first.names if name not in cells] or None
-    yield from _cached(_library().Dataset.from_parquet(list(files), cache_dir=cache, columns=others))
+    plain = [_in_plain_types(file, others, Path(cache, f"{place}.parquet")) for place, file in enumerate(files)]
+    yield from _cached(_library().Dataset.from_parquet(plain, cache_dir=cache, columns=others))
+
+
+def _in_plain_types(file: str, columns: Sequence[str] | None, copy: Path) -> str:
+    """Return the file, or a copy of these columns if `datasets` cannot read their types."""
+    schema = parquet.read_schema(file)
+    kinds = [(each.name, _plain_type(each.type)) for each in schema if columns is None or each.name in columns]
+    if all(schema.field(name).type == kind for name, kind in kinds):
+        return file
+    written = pa.schema(kinds, schema.metadata)
+    with parquet.ParquetWriter(copy, written) as writer:
+        for batch in parquet.ParquetFile(file).iter_batches(ROWS_AT_ONCE, columns=columns):
+            writer.write_batch(pa.record_batch([_plain(batch.column(name)) for name in written.names], written))
+    return str(copy)
+
+
+def _plain_type(kind: pa.DataType) -> pa.DataType:
+    """Return the type of the same values that every function of Arrow takes: without views and runs."""
+    if pa.types.is_string_view(kind):
+        return pa.large_string()
+    if pa.types.is_binary_view(kind):
+        return pa.large_binary()
+    if pa.types.is_run_end_encoded(kind):
+        return _plain_type(kind.value_type)
+    if pa.types.is_dictionary(kind):
+        of_values = _plain_type(kind.value_type)
+        return kind if of_values == kind.value_type else of_values
+    if pa.types.is_struct(kind):
+        return pa.struct([(each.name, _plain_type(each.type)) for each in kind])
+    if pa.types.is_fixed_size_list(kind):
+        return pa.list_(_plain_type(kind.value_type), kind.list_size)
+    if pa.types.is_large_list(kind) or pa.types.is_large_list_view(kind):
+        return pa.large_list(_plain_type(kind.value_type))
+    if pa.types.is_list(kind) or pa.types.is_list_view(kind):
+        return pa.list_(_plain_type(kind.value_type))
+    return kind
+
+
+def _plain(cells: pa.Array) -> pa.Array:
+    kind = _plain_type(cells.type)
+    # Arrow cannot cast runs, and casts some nested views to invalid arrays.
+    return cells if kind == cells.type else pa.array(cells.to_pylist(), kind)
 
 
 def _require_same_classes(first: pa.Schema, schema: pa.Schema, file: str) -> None:
@@ -275,7 +342,7 @@ def _json_lines(files: Sequence[str], cache: str) -> Iterator[pa.RecordBatch]:  
     schema = pa.schema([(name, pa.large_string()) for name in names], metadata=JSON_CELLS)
     objects = (row for file in files for row in _objects(Path(file)))
     yielded = False
-    while rows := list(islice(objects, JSON_AT_ONCE)):
+    while rows := list(islice(objects, ROWS_AT_ONCE)):
         cells = [[json.dumps(row[name]) if name in row else None for row in rows] for name in names]
         yield pa.record_batch([pa.array(of_column, pa.large_string()) for of_column in cells], schema=schema)
         yielded = True
@@ -288,8 +355,22 @@ def _saved(folder: Path) -> tuple[list[Path], Mapping[str, Any]]:
     state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
     if not state["_data_files"]:
         raise ValueError(EMPTY)
+    if indices := state.get("_indices_data_files"):
+        file = folder / indices[0]["filename"]
+        kept = f'pyarrow.ipc.open_stream({str(file)!r}).read_all()["indices"].to_pylist()'
+        raise DataError(
+            f"file: {folder} is of an early version of `datasets`, with all rows, and the numbers of those that were "
+            f"kept in {file.name}: save these, in Python: load_from_disk({str(folder)!r}).select({kept})"
+            '.save_to_disk("NEW")'
+        )
     info = json.loads((folder / "dataset_info.json").read_text(encoding="utf-8"))
     return [folder / each["filename"] for each in state["_data_files"]], info["features"] or {}
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object. Raises ValueError for a name that occurs twice, of which `json` would keep the last."""
+    _require_distinct(name for name, _ in pairs)
+    return dict(pairs)
 
 
 def _objects(file: Path) -> Iterator[dict[str, Any]]:
@@ -297,9 +378,10 @@ def _objects(file: Path) -> Iterator[dict[str, Any]]:
         for number, line in enumerate(lines, 1):
             if line.strip():
                 try:
-                    row = json.loads(line)
-                except json.JSONDecodeError as fault:
-                    raise ValueError(f"line {number}: {fault.msg}") from None
+                    row = json.loads(line, object_pairs_hook=_object)
+                except ValueError as fault:
+                    reason = fault.msg if isinstance(fault, json.JSONDecodeError) else fault
+                    raise ValueError(f"line {number}: {reason}") from None
                 if not isinstance(row, dict):
                     raise ValueError(f"line {number} is not a JSON object")
                 yield row
@@ -352,12 +434,28 @@ class DataTable:
 
     def cells(self, option: str, name: str) -> Cells[Any]:
         """Return the values of the column that an option names. Raises DataError if there is no such column."""
-        if name not in self.columns.names:
+        found = self._own_name(name)
+        if found is None:
             there = ", ".join(self.columns.names[:20])
             raise DataError(f"{option}: {self.where} has no column {name!r}; its columns are {there}")
+        name = found
         if name in self.bytes_of:
             return Cells(self.bytes_of[name].read, np.arange(self.examples))
         return self.columns.values(name)
+
+    def _own_name(self, name: str) -> str | None:
+        """Return the table's name of a column; None if there is none. Spaces around a name and its Unicode form do
+        not count, unless that leaves several."""
+        like = [own for own in self.columns.names if composed(own).strip() == composed(name).strip()]
+        return name if name in like else like[0] if len(like) == 1 else None
+
+    def class_names(self, name: str) -> tuple[str, ...] | None:
+        """Return the names of a column's classes, if its type lists them."""
+        return self.columns.classes.get(self._own_name(name) or name)
+
+    def byte_cells(self, name: str) -> ByteCells | None:
+        """Return the cells of a column of bytes; None for a column of another type."""
+        return self.bytes_of.get(self._own_name(name) or name)
 
     def column(self, option: str, name: str) -> list[Any]:
         """Return the same values, all in memory."""
@@ -376,7 +474,7 @@ class DataTable:
         def read(rows: NDArray[np.int64]) -> list[str]:
             values = cells.read(rows)
             for row, value in zip(rows.tolist(), values, strict=True):
-                if not isinstance(value, str | int | float):
+                if not isinstance(value, str | int | float) or (option == "text" and value != value):
                     raise DataError(f"{option}: row {row} of {self.where} has no text in column {name!r}")
             return [str(value) for value in values]
 
@@ -390,7 +488,7 @@ class DataTable:
         for _ in texts:
             # A row without a group is refused now.
             pass
-        return texts.mapped(str.encode)
+        return texts.mapped(group_name)
 
     def without_group(self, name: str | None) -> int:
         """Return the number of rows whose group is missing."""
@@ -414,7 +512,7 @@ class DataTable:
 def numbered_domains(names: Iterable[str]) -> Tensor:
     """Return the position of each name among the sorted distinct names, int64 [names]."""
     first: dict[str, int] = {}
-    numbers = np.fromiter((first.setdefault(name, len(first)) for name in names), np.int64)
+    numbers = np.fromiter((first.setdefault(name, len(first)) for name in map(composed, names)), np.int64)
     position = {name: place for place, name in enumerate(sorted(first))}
     return torch.from_numpy(np.array([position[name] for name in first], np.int64)[numbers])
 
@@ -455,6 +553,7 @@ def read_table(
         else:
             rows = ArrowRows(list(map(mapped, stored)))
         names, bytes_of = _bytes_of(reader, [str(file) for file in stored], rows.schema)
+        _require_distinct(names)
     except DataError:
         raise
     except (pa.ArrowException, OSError, ValueError, LookupError, TypeError, csv.Error) as fault:
@@ -498,7 +597,8 @@ def _unreadable(option: str, file: Path, fault: Exception) -> DataError:
         return DataError(
             f"{option}: {file} cannot be read: its texts are not UTF-8; save it as UTF-8, or name another"
         )
-    reason = "it is damaged" if isinstance(cause, pa.ArrowException) else in_short(cause)
+    damaged = isinstance(cause, pa.ArrowException) and not isinstance(cause, pa.ArrowNotImplementedError)
+    reason = "it is damaged" if damaged else in_short(cause)
     return DataError(f"{option}: {file} cannot be read: {reason}; correct it, or name another")
 
 
