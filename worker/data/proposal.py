@@ -25,9 +25,19 @@ from tessera.worker.data.groups import (
 )
 from tessera.worker.data.kinds.images import dicom_reader, is_dicom_image
 from tessera.worker.data.load_report import LoadReport, by_suffix, counted, empty_texts
+from tessera.worker.data.readers.absent_files import near_file
 from tessera.worker.data.readers.class_labels import LISTED, class_name, combinations, composed
 from tessera.worker.data.readers.data_folders import foreign, names_below
-from tessera.worker.data.readers.pictures import FORMATS, GROUP, SUFFIXES, UNREADABLE, is_dicom
+from tessera.worker.data.readers.pictures import (
+    DICOM,
+    FORMATS,
+    GROUP,
+    SUFFIXES,
+    UNREADABLE,
+    PictureFiles,
+    inaccessible,
+    is_dicom,
+)
 from tessera.worker.data.readers.table_files import SPLITS, Separator, is_saved, table_files
 from tessera.worker.data.readers.tables import READERS, SEPARATORS, DataTable, read_table, separator_of
 from tessera.worker.data.readers.tokenizer import RUN, Some, tokenizer_of
@@ -59,10 +69,14 @@ MAX_FEW = 8
 """Number of values of a column that may be classes, and of rows that a message names."""
 MAX_NAMED = 1000
 """Number of classes above which a column hardly contains classes."""
+NAMES, MAX_PATH = 3, 1024
+"""Number of cells that are looked for as files, and limit on their characters."""
 USUAL_SIDE, MAX_OWN_SIDE = 224, 512
 """Pixels: the side of the usual input of vision models, and the largest side that images keep."""
 
 
+CODE = re.compile(r"[!-~]*|[\d\s.,:/+-]+([AP]M|UTC)?")
+"""One word in ASCII, or numbers: what identities, numbers and dates look like, and texts do not."""
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 
 
@@ -209,7 +223,7 @@ def _of_folder(proposal: Proposal, folder: Path, found: Sequence[Path], processo
     step = -(-len(files) // SAMPLE)
     looked_at = [folder / file for file in files[::step]]
     _group_of_folder(proposal, files, looked_at)
-    _pixels(proposal, looked_at, processor)
+    _pixels(proposal, PictureFiles.of(folder, map(str, files[::step])), processor)
 
 
 def _of_table(
@@ -223,12 +237,14 @@ def _of_table(
 ) -> None:
     table, separator = _read(path, split, text=text, label=label)
     proposal.warn_of(LoadReport(passed_over=table.passed_over))
+    if text is not None:
+        _require_texts(proposal, table, text)
     image = None if text else _column(table, "image", IMAGE_NAMES, _is_image)
     text = None if image else text or _column(table, "text", TEXT_NAMES, _is_text)
     if image is None and text is None:
         raise DataError(
-            f"{table.where} has no column of texts or images among {_shown(table)}: write kind and the column's name "
-            "by hand, as docs/data.md describes"
+            f"{table.where} has no column of texts or images among {_shown(table)}: if single words are the texts, "
+            "name their column with --text; or write kind and the column's name by hand, as docs/data.md describes"
         )
     kind, column = ("images", image) if image else ("text", text)
     proposal.add("kind", kind, f"column {column} contains {kind.removesuffix('s')}s")
@@ -244,8 +260,8 @@ def _of_table(
     _of_group(proposal, table, image, text)
     if image is not None:
         cells = table.cells("image", image)[:SAMPLE]
-        paths = [table.folder / cell for cell in cells if isinstance(cell, str)]
-        _pixels(proposal, paths, processor)
+        paths = (cell for cell in cells if isinstance(cell, str))
+        _pixels(proposal, PictureFiles.of(table.folder, paths), processor)
         _texts_of_classes(proposal, tokenizer)
         return
     _refuse(f"{path} is a table of texts", processor=processor)
@@ -460,18 +476,21 @@ def _doubts_about(names: Sequence[str]) -> Iterator[str]:
         )
 
 
-def _pixels(proposal: Proposal, pictures: Sequence[Path], processor: str | None) -> None:
+def _pixels(proposal: Proposal, pictures: PictureFiles, processor: str | None) -> None:
     """Add the options that turn images into numbers, from the headers of some images."""
     if processor is not None:
         proposal.add("processor", processor, "the image processor that you named")
         return
     sizes, modes = set(), set()
-    for picture in pictures:
+    for place in range(len(pictures)):
+        picture = pictures[place]
         try:
             with _opened(picture) as image:
                 sizes.add(image.size)
                 modes.add(image.mode)
         except UNREADABLE as fault:
+            if isinstance(fault, OSError) and fault.errno:
+                raise inaccessible(pictures, place, fault) from fault
             raise DataError(f"{picture} cannot be read as an image: {str(fault)[:200]}") from fault
     own = sizes.pop() if len(sizes) == 1 else None
     if own and max(own) <= MAX_OWN_SIDE:
@@ -500,10 +519,42 @@ def _column(table: DataTable, what: str, known: Sequence[str], fits: Callable[[o
     long = [name for name in likely if what == "text" and _is_long(table.cells(what, name)[:SAMPLE])]
     if len(long) == 1:
         return long[0]
+    if what == "text":
+        if not long:
+            _refuse_names_of_images(table, fitting)
+        likely = [name for name in likely if not _all(table.cells(what, name)[:SAMPLE], _is_code)]
     if len(likely) > 1:
         remedy = "name it with --text" if what == "text" else f"write `{what}` by hand"
         raise DataError(f"{table.where}: {', '.join(likely)} may all be the {what}: {remedy}")
     return likely[0] if likely else None
+
+
+def _require_texts(proposal: Proposal, table: DataTable, text: str) -> None:
+    """Warn of a column that was named and hardly contains texts. Raises DataError if it names images."""
+    _refuse_names_of_images(table, [text])
+    cells = table.cells("text", text)[:SAMPLE]
+    if _all(cells, _is_code):
+        proposal.warnings.append(
+            f"column {text!r} has a single word or a number in each cell, such as {cells[0]!r}. Name another one if "
+            "these are not the texts to learn from."
+        )
+
+
+def _refuse_names_of_images(table: DataTable, columns: Sequence[str]) -> None:
+    """Raise DataError for a column with names of images that are not written as their files' paths."""
+    for column in columns:
+        cells = table.cells("text", column)[:SAMPLE]
+        if not _all(cells, lambda cell: isinstance(cell, str) and "\n" not in cell and len(cell) < MAX_PATH):
+            continue
+        for cell in filter(None, cells[:NAMES]):
+            near = near_file(table.folder, cell, SUFFIXES | DICOM)
+            # A column of whole paths is found without --text.
+            if near and near[1] and near[0].suffix.lower() in SUFFIXES | DICOM:
+                raise DataError(
+                    f"{table.where}: column {column!r} has names of image files, and {cell!r} {near[1]}: write it as "
+                    f"{str(near[0].relative_to(table.folder))!r}, and each other as the path of its file, and run "
+                    "the command again, without --text"
+                )
 
 
 def _label_column(table: DataTable, others: set[str | None]) -> str | None:
@@ -536,6 +587,10 @@ def _is_text(value: object) -> bool:
     if isinstance(value, list):
         return bool(value) and all(isinstance(word, str) for word in value)
     return isinstance(value, str)
+
+
+def _is_code(value: object) -> bool:
+    return isinstance(value, str) and bool(CODE.fullmatch(value.strip()))
 
 
 def _shown(table: DataTable) -> str:

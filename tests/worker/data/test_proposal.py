@@ -163,6 +163,42 @@ def test_table_of_images_and_saved_folder_are_read_by_their_types(tmp_path: Path
     ]
 
 
+@pytest.mark.parametrize("given", [{"label": "level"}, {"label": "level", "text": "image"}])
+@pytest.mark.parametrize("below", ["", "part_1/"])
+def test_names_of_images_without_suffix_are_not_proposed_as_texts(
+    tmp_path: Path, given: dict[str, str], below: str
+) -> None:
+    pictures(tmp_path, f"{below}10_left.jpeg", f"{below}10_right.jpeg")
+    file = table(tmp_path / "a.csv", "image,level,localization", "10_left,0,scalp", "10_right,1,upper extremity")
+    with pytest.raises(
+        DataError, match=f"column 'image' has names of image files.* '{below}10_left.jpeg'"
+    ) as refused:
+        propose(file, **given)
+    assert "lacks its suffix" in str(refused.value)
+    options = proposed(table(file, "image,level", f"{below}10_left.jpeg,0", f"{below}10_right.jpeg,1"), label="level")
+    assert (options["kind"], loaded(options)) == ("images", [0, 1])
+
+
+def test_image_of_a_table_that_is_spelt_otherwise_is_named_with_its_path(tmp_path: Path) -> None:
+    pictures(tmp_path, "cat/1.png")
+    file = table(tmp_path / "a.csv", "image,label", "cat\\1.PNG,0")
+    with pytest.raises(DataError, match="has the separators of Windows and differs in upper and lower case: write"):
+        propose(file)
+
+
+def test_names_numbers_and_dates_are_no_texts_unless_they_are_named(tmp_path: Path) -> None:
+    rows = ("p-01,2024-01-03 10:15,12.5,1", "p-02,2024-02-01 09:30,8.0,0")
+    file = table(tmp_path / "a.csv", "sample,taken,dose,label", *rows)
+    with pytest.raises(DataError, match="no column of texts or images among sample, taken, dose, label"):
+        propose(file)
+    proposal = propose(file, text="taken")
+    assert any(warning.startswith("column 'taken' has a single word or a number in") for warning in proposal.warnings)
+    findings = table(
+        tmp_path / "b.csv", "sample,taken,finding,label", *("a,2024-01-03,no mass,1", "b,2024-01-04,mass,0")
+    )
+    assert propose(findings).options["text"] == "finding"
+
+
 def test_only_the_first_images_in_a_table_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (picture,) = pictures(tmp_path, "a.png").glob("*.png")
     # As `datasets` writes them: records, in more row groups than one.
