@@ -168,7 +168,7 @@ def _secret_in(file: Path) -> str:
 
 def _read(config: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(config.read_text(encoding="utf-8"))
+        return tomllib.loads(config.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError) as fault:
         raise SettingsError(f"{config} cannot be read: {reason_of(fault)}") from fault
 

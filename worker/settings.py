@@ -296,7 +296,7 @@ NO_DATASET = ". Add a table [datasets.NAME] with the kind of the data: see docs/
 def _parsed(path: Path, raw: bytes, kind: type[S]) -> S:
     _require_known_variables()
     try:
-        given = tomllib.loads(raw.decode("utf-8"))
+        given = tomllib.loads(raw.decode("utf-8-sig"))
         if unknown := sorted(given.keys() - WorkerSettings.model_fields):
             faults = "; ".join(
                 f"{key}: unknown key{did_you_mean(key, WorkerSettings.model_fields)}" for key in unknown
@@ -328,7 +328,7 @@ def _require_known_variables() -> None:
 def effective_settings(path: Path) -> list[Setting]:
     """Return every setting of a worker that starts now, and its origin. Raises SettingsError."""
     settings = read_settings(path)
-    file = tomllib.loads(path.read_text(encoding="utf-8"))
+    file = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     return effective(settings.model_dump(), file, os.environ, ENVIRONMENT_PREFIX)
 
 
@@ -349,7 +349,7 @@ def token_of(settings: WorkerSettings) -> str:
     else:
         where = f"token_file: {settings.token_file}"
         try:
-            token = settings.token_file.read_text(encoding="utf-8").strip() if settings.token_file else ""
+            token = settings.token_file.read_text(encoding="utf-8-sig").strip() if settings.token_file else ""
         except (OSError, UnicodeDecodeError) as fault:
             raise SettingsError(f"{where} cannot be read as a token") from fault
     if not token:

@@ -144,7 +144,7 @@ class Webhook:
         kind, key = "", b""
         # A file that is no text, or no base64.
         with suppress(ValueError):
-            kind, _, encoded = (file.read_text().strip() if file else "").partition("_")
+            kind, _, encoded = (file.read_text(encoding="utf-8-sig").strip() if file else "").partition("_")
             key = base64.b64decode(encoded, validate=True)
         if kind != "whsec" or len(key) < MIN_KEY_BYTES:
             raise Undelivered(f"{file} has no key; write whsec_ and {MIN_KEY_BYTES} or more bytes in base64")

@@ -309,7 +309,11 @@ class OIDCLogin:
     def _credentials(self) -> tuple[str, str] | None:
         """Return the client id and secret, encoded as in RFC 6749, 2.3.1. Read each time, so that they can change."""
         file = self._settings.oidc_client_secret_file
-        return (quote(self._client_id, safe=""), quote(file.read_text().strip(), safe="")) if file else None
+        return (
+            (quote(self._client_id, safe=""), quote(file.read_text(encoding="utf-8-sig").strip(), safe=""))
+            if file
+            else None
+        )
 
     def _provider(self) -> dict[str, Any]:
         """Return the provider's description of itself. Raise Unavailable."""

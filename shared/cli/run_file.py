@@ -51,7 +51,7 @@ def read_toml(file: Path, settings: Iterable[str]) -> dict[str, Any]:
     Raises Invalid for a file that is missing or not TOML, and for a malformed setting.
     """
     try:
-        given = tomllib.loads(file.read_text(encoding="utf-8"))
+        given = tomllib.loads(file.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         raise Invalid(
             absent(file, "check the path"), remedy=f"To write one: `tessera run init METHOD --out {file}`."

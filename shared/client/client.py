@@ -493,7 +493,7 @@ def read_token(text: str | None, file: Path | None) -> str | None:
     """Return the token given as text or else in a file, if any. Raises Invalid."""
     if not text and file:
         try:
-            text = file.read_text(encoding="utf-8")
+            text = file.read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as fault:
             detail = f"the token in {file} cannot be read: {reason_of(fault)}"
             raise Invalid(

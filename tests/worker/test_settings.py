@@ -14,7 +14,7 @@ from tessera.shared.schema import TokenRole
 from tessera.worker.cli.worker import app
 from tessera.worker.governance.policy import Allowance
 from tessera.worker.inventory import datasets_of, device_of, devices_of, mappings_of
-from tessera.worker.settings import SettingsError, WorkerSettings, read_settings, token_of
+from tessera.worker.settings import SettingsError, WorkerSettings, effective_settings, read_settings, token_of
 from tests.support.cli import forked
 from tests.support.coordinator import LiveCoordinator
 
@@ -44,6 +44,16 @@ def written(folder: Path, text: str) -> Path:
     path = folder / "worker.toml"
     path.write_text(text)
     return path
+
+
+def test_a_byte_order_mark_before_settings_and_tokens_is_not_read(tmp_path: Path) -> None:
+    mark = "\ufeff"
+    (tmp_path / "token").write_text(f"{mark}tsr_secret\n", encoding="utf-8")
+    text = GOOD.replace('token = "tsr_secret"', f'token_file = "{tmp_path / "token"}"')
+    path = tmp_path / "worker.toml"
+    path.write_text(mark + text, encoding="utf-8")
+    assert token_of(read_settings(path)) == "tsr_secret"
+    assert effective_settings(path) == effective_settings(written(tmp_path, text))
 
 
 def refusal(folder: Path, text: str) -> str:

@@ -134,7 +134,7 @@ def init(
 def _append(file: Path, name: str, text: str) -> None:
     """Append a data set's table to settings. Raises SettingsError if they have one of this name, or cannot grow."""
     try:
-        before = file.read_text(encoding="utf-8") if file.exists() else ""
+        before = file.read_text(encoding="utf-8-sig") if file.exists() else ""
         settings = tomllib.loads(before)
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as fault:
         raise SettingsError(f"{file} cannot be read: {fault}") from fault

@@ -68,7 +68,7 @@ def join(
         place = prepare(config, url, name, chosen)
         verify = tls_context(**place.tls)
         try:
-            shown = token_file.read_text(encoding="utf-8").strip() if token_file else None
+            shown = token_file.read_text(encoding="utf-8-sig").strip() if token_file else None
             note(f"asking {url} ...")
             with Client(url, shown, patience_seconds=PATIENCE_SECONDS, verify=verify) as client:
                 enrolment = request(client, place, site, describe(device_of("auto")), VERSION)

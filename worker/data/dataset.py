@@ -237,6 +237,16 @@ class Dataset:
         labels = self.tensors.get(LABELS)
         return None if labels is None or labels.ndim != 1 or labels.is_floating_point() else labels.long()
 
+    def relabelled(self) -> int:
+        """Return the number of examples that are there again with another class, by their digests."""
+        classes = self.classes
+        if classes is None or not isinstance(self.sources, np.ndarray):
+            return 0
+        digests = np.ascontiguousarray(self.sources).view(f"V{self.sources.shape[1]}").ravel()
+        _, of_source = np.unique(digests, return_inverse=True)
+        pairs = np.unique(np.stack([of_source, classes.numpy()], axis=1), axis=0)
+        return int(len(pairs) - len(np.unique(pairs[:, 0])))
+
     def split_keys(self) -> Iterator[bytes]:
         """Yield the bytes that decide whether each example is held out: its group, or else its identity."""
         if self.groups is None:

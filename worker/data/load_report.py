@@ -13,6 +13,9 @@ MAX_UNKNOWN = 0.2
 MAX_REASONS = 3
 """Number of images that a warning describes."""
 
+MAX_PIXEL = 32
+"""Largest value of images above which they are probably bytes; scaled and normalised ones are below 10."""
+
 MAX_GROUP_BYTES = 64 << 20
 """Size of row groups from which on reading images one by one is slow."""
 
@@ -103,6 +106,15 @@ class LoadReport:
     empty_texts: int = 0
     """The number of texts without a character but spaces."""
 
+    unusable: Sequence[str] = ()
+    """Tensors with values from which nothing can be learnt."""
+
+    largest_pixel: float = 0
+    """The largest absolute value of prepared images."""
+
+    relabelled: int = 0
+    """The number of examples that are there again with another class."""
+
     ungrouped: Sequence[Repeated] = ()
     """Columns and names that are probably one person's in several examples, without a `group`."""
 
@@ -139,11 +151,7 @@ class LoadReport:
                 f"{count} empty text{'s' * (count > 1)} among the examples",
                 "Remove these rows, or fill them in: the worker does not leave them out.",
             )
-        if self.combined:
-            yield (
-                f"{', '.join(map(repr, self.combined[:MAX_REASONS]))} may be several classes, and counts as one more",
-                "An example has one class: leave one to each, or keep such names if they are classes.",
-            )
+        yield from self._of_values()
         if self.ignored_files:
             count = sum(self.ignored_files.values())
             yield (
@@ -186,6 +194,25 @@ class LoadReport:
             yield (
                 f"each image is read with a row group of up to {self.group_bytes >> 20} MiB",
                 "Write the Parquet files with smaller ones (row_group_size=100), or save them by `datasets`.",
+            )
+
+    def _of_values(self) -> Iterator[tuple[str, str]]:
+        for detail in self.unusable:
+            yield detail, "Correct them, or remove these examples: training fails on them, or learns nothing."
+        if self.largest_pixel > MAX_PIXEL:
+            yield (
+                f"pixel_values go up to {self.largest_pixel:g}, as if they had not been scaled",
+                "Scale them as in the model's training, to values about 0.",
+            )
+        if count := self.relabelled:
+            yield (
+                f"{count} example{'s are' if count > 1 else ' is'} there again with another class",
+                "Correct the class, or remove one of them: a model learns both.",
+            )
+        if self.combined:
+            yield (
+                f"{', '.join(map(repr, self.combined[:MAX_REASONS]))} may be several classes, and counts as one more",
+                "An example has one class: leave one to each, or keep such names if they are classes.",
             )
 
     def _on_both_sides(self) -> Iterator[tuple[str, str]]:

@@ -311,7 +311,7 @@ class MappingFile(Frozen):
 def read_mapping(path: Path) -> MappingFile:
     """Return the mapping in a TOML file. Raises MappingError if it cannot be read or is invalid."""
     try:
-        return MappingFile(**tomllib.loads(path.read_text(encoding="utf-8")))
+        return MappingFile(**tomllib.loads(path.read_text(encoding="utf-8-sig")))
     except OSError as fault:
         raise MappingError(f"{path} cannot be read: {fault.strerror}") from fault
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as fault:

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from tessera.worker.data.dataset import DataError, Dataset
+from tessera.worker.data.kinds import arrays
 from tessera.worker.data.partition.division import key_of_seed
 from tessera.worker.data.partition.schemes import Dirichlet, Iid
 from tessera.worker.data.registry import EVERY_KIND, adapters, load
@@ -190,3 +191,42 @@ def test_a_misspelt_key_of_every_kind_is_suggested() -> None:
         load("digits", {"heldout": 0.2})
     with pytest.raises(DataError, match="splitt: unknown key; did you mean `split`"):
         load("digits", {"splitt": "test"})
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"pixel_values": torch.full((2, 1, 2, 2), float("nan"))}, "pixel_values: 2 with values that are not finite"),
+        ({"pixel_values": torch.tensor([0.0, float("inf")]).view(2, 1, 1, 1)}, "pixel_values: 1 with .* example 1 "),
+        ({"labels": torch.tensor([0, -1])}, "labels: 1 with labels that are no class, first example 1 "),
+        ({"labels": torch.tensor([-100, -100])}, "labels: 2 with labels that are no class, first example 0 "),
+        ({"labels": torch.tensor([[0, -100], [0, -2]])}, "labels: 1 with .* first example 1 "),
+        ({"labels": torch.tensor([0, 100_000])}, "labels: 1 with .* first example 1 "),
+    ],
+)
+def test_values_of_arrays_that_nothing_can_be_learnt_from_are_warned_of(
+    tmp_path: Path, changed: dict[str, torch.Tensor], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A piece of one example.
+    monkeypatch.setattr(arrays, "PIECE", 1)
+    good = {"pixel_values": torch.zeros(2, 1, 2, 2), "labels": torch.tensor([0, 1])}
+    save_file({**good, **changed}, tmp_path / "a.safetensors")
+    ((warning, _),) = load("arrays", {"file": str(tmp_path / "a.safetensors")}).report.warnings()
+    assert re.match(reason, warning)
+
+
+def test_pixels_in_bytes_which_nothing_scales_are_refused(tmp_path: Path) -> None:
+    pixels = torch.zeros(2, 1, 2, 2, dtype=torch.uint8)
+    save_file({"pixel_values": pixels, "labels": torch.tensor([0, 1])}, tmp_path / "a.safetensors")
+    with pytest.raises(DataError, match=r"pixel_values: torch.uint8 is not read"):
+        load("arrays", {"file": str(tmp_path / "a.safetensors")})
+
+
+def test_arrays_that_can_be_learnt_from_are_taken_and_large_pixels_are_asked_about(tmp_path: Path) -> None:
+    pixels = torch.rand(2, 1, 2, 2) * 255 + 1
+    save_file({"pixel_values": pixels, "labels": torch.tensor([1, 0])}, tmp_path / "a.safetensors")
+    loaded = load("arrays", {"file": str(tmp_path / "a.safetensors")})
+    ((warning, _),) = loaded.report.warnings()
+    assert "as if they had not been scaled" in warning
+    save_file({"input_ids": torch.ones(1, 2).long(), "labels": torch.tensor([[3, -100]])}, tmp_path / "b.safetensors")
+    assert not list(load("arrays", {"file": str(tmp_path / "b.safetensors")}).report.warnings())

@@ -492,3 +492,31 @@ def test_a_name_that_is_no_folder_is_asked_of_the_hub(tmp_path: Path, monkeypatc
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     file = written(tmp_path / "notes.csv", "text,label", "the cat,0")
     assert "tokenizer: tiny/bert@v1 cannot be loaded" in refusal(file=file, tokenizer="tiny/bert@v1")
+
+
+def test_a_text_that_is_there_with_two_classes_is_counted(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("text,label\na b,0\nc d,1\na b,1\nc d,1\na b,0\n")
+    report = load("text", {"file": str(tmp_path / "a.csv"), "tokenizer": "run"}).report
+    assert [detail for detail, _ in report.warnings()] == ["1 example is there again with another class"]
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"text": "['the', 'cat']", "label": "0 0"}, "text: a list was written as text"),
+        ({"text": "the cat", "label": "['0', '0']"}, "text: a list was written as text"),
+        ({"text": ["the", None], "label": [0, 0]}, "text: row 0 of .* has a word that is not text"),
+        ({"text": ["the", "cat"], "label": [0, None]}, "label: .* has no value in 1 row, first in row 0"),
+    ],
+)
+def test_words_that_are_not_there_are_named(tmp_path: Path, row: dict[str, Any], reason: str) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps(row) + "\n")
+    options = {"file": str(tmp_path / "a.jsonl"), "head": "token-classification", "tokenizer": "run"}
+    with pytest.raises(DataError, match=reason):
+        load("text", options)
+
+
+def test_a_text_that_is_no_number_is_not_the_word_nan(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": NaN, "label": 0}\n')
+    with pytest.raises(DataError, match=r"text: row 0 of .* has no text"):
+        load("text", {"file": str(tmp_path / "a.jsonl"), "tokenizer": "run"})
