@@ -413,8 +413,8 @@ def test_a_model_that_does_not_take_the_data_fails_in_words_that_tell_of_no_exam
     assert task.problem is not None
     assert task.problem.detail == (
         "input-mismatch: the model gives no output for a synthetic example of the data set (labels int64 [], "
-        "pixel_values float32 [77]). The model is a vit for image-classification, image_size 8, num_channels 1, "
-        "num_labels 10"
+        "pixel_values float32 [77]): ValueError: not enough values to unpack (expected 4, got 2). The model is a vit "
+        "for image-classification, image_size 8, num_channels 1, num_labels 10"
     )
     assert task.problem.remedy == OF_WORKERS["input-mismatch"]
 

@@ -442,3 +442,16 @@ def test_words_for_missing_values_among_classes_are_asked_about(tmp_path: Path) 
 def test_columns_that_may_be_classes_are_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"name it with --label \(grade has few values\)"):
         propose(table(tmp_path / "a.csv", "text,grade,n", *(f"a b c,{n % 2},{n}" for n in range(9))))
+
+
+def test_a_tables_texts_are_not_cut_by_a_default_that_nobody_saw(tmp_path: Path) -> None:
+    notes = table(tmp_path / "notes.csv", "text,label", f"{'the cat ' * 80}end,a", "the dog,b")
+    own = str(bert_tokenizer(tmp_path / "bert", ("the", "cat", "dog")))
+    # 161 words, with [CLS] and [SEP], and rounded up to a multiple of 8.
+    assert proposed(notes, tokenizer=own)["max_length"] == 168
+    assert proposed(notes)["max_length"] == 328
+    limited = propose(notes, tokenizer=str(bert_tokenizer(tmp_path / "small", ("the", "cat"), model_max_length=100)))
+    assert limited.options["max_length"] == 100
+    assert (
+        "has 163 tokens, and 1 have more than max_length, 100, beyond which they are cut off" in limited.warnings[0]
+    )

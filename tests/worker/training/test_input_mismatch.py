@@ -73,15 +73,13 @@ def test_what_fails_on_a_synthetic_example_is_told_by_what_the_settings_fix(
 
 
 def test_the_cause_of_a_failure_on_a_synthetic_example_is_told() -> None:
-    """Here no schema shows it: the model has no types of tokens."""
     tensors = texts(8, 5, 8).tensors
-    tensors = {**tensors, "token_types": torch.zeros_like(tensors["input_ids"])}
-    shapes = {"input_ids": (8,), "labels": (), "token_types": (8,)}
-    declared, open_shape = (schema_of(tensors, {**shapes, "token_types": shape}) for shape in ((8,), None))
+    tensors = {**tensors, "token_type_ids": torch.zeros(2, 8)}
+    shapes: dict[str, Any] = {"input_ids": (8,), "labels": (), "token_type_ids": (8,)}
+    declared, open_shape = (schema_of(tensors, {**shapes, "token_type_ids": shape}) for shape in ((8,), None))
     told = str(failure(Dataset(tensors, schema=declared), private=False))
-    assert "token_types int64 [8]): TypeError: " in told
-    assert "unexpected keyword argument 'token_types'. The model is a bert" in told
-    assert "TypeError" not in str(failure(Dataset(tensors, schema=open_shape), private=False))
+    assert "token_type_ids float32 [8]): RuntimeError: Expected tensor for argument #1 'indices'" in told
+    assert "RuntimeError" not in str(failure(Dataset(tensors, schema=open_shape), private=False))
 
 
 @pytest.mark.parametrize("padded", [True, False])
