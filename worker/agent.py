@@ -13,7 +13,7 @@ from pydantic import JsonValue
 
 from tessera.shared.api.tasks import Claim, Failure, Lease, Task
 from tessera.shared.client.client import Client
-from tessera.shared.client.transport import ANSWER_SECONDS
+from tessera.shared.client.transport import ANSWER_SECONDS, IntermediaryFault
 from tessera.shared.methods.registry import methods
 from tessera.shared.problems import (
     Forbidden,
@@ -425,7 +425,7 @@ class Agent:
             self._opening.end()
 
     def _report_failure(self, task: Task, fault: Exception, log: Any) -> None:
-        if isinstance(fault, Problem) and fault.retryable:
+        if isinstance(fault, IntermediaryFault) or (isinstance(fault, Problem) and fault.retryable):
             # A report would fail too. The lease expires by itself.
             self._note("task.drop", task, code=fault.code)
             log.warning("task-dropped", reason=fault.code, detail=fault.detail)

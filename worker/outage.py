@@ -53,10 +53,7 @@ class Outage:
 def refuses_worker(problem: Problem) -> bool:
     """Return whether the coordinator refuses this worker for good: its token, or its claim.
 
-    Other refusals may pass, such as the suspension of its site or a proxy's error page during an upgrade.
+    Other refusals may pass, such as the suspension of its site. Only a coordinator's document is a refusal.
     """
-    if isinstance(problem, Invalid):
-        return problem.from_document
-    if isinstance(problem, SiteSuspended):
-        return False
-    return isinstance(problem, Unauthenticated | Forbidden)
+    is_lasting = isinstance(problem, Unauthenticated | Forbidden | Invalid) and not isinstance(problem, SiteSuspended)
+    return is_lasting and problem.from_document

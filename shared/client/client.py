@@ -54,7 +54,14 @@ from tessera.shared.api.token_format import TOKEN_TEXT
 from tessera.shared.api.versions import Manifest, Version
 from tessera.shared.client.bulk import PIECE_BYTES, FilePart
 from tessera.shared.client.transfers import OCTETS, Progress, Transfers
-from tessera.shared.client.transport import Answer, Credential, NotUnderstood, Transport, tls_context
+from tessera.shared.client.transport import (
+    Answer,
+    Credential,
+    IntermediaryFault,
+    NotUnderstood,
+    Transport,
+    tls_context,
+)
 from tessera.shared.diagnostics import reason_of
 from tessera.shared.environment import refuse_misspelt
 from tessera.shared.hashing import Hashing, Sink, digest_at
@@ -369,8 +376,9 @@ class Client:
             answer = self._transfers.send("POST", f"/v1/tasks/{task_id}/update", headers, part)
             return _read(TaskView, answer.content)
         except Problem as problem:
-            # A refused token may have been replaced, and a part of the update may have been uploaded before.
-            if not (problem.retryable or isinstance(problem, Unauthenticated | OffsetMismatch)):
+            # A refused token may have been replaced, a part of the update may have been uploaded before, and a proxy
+            # may take smaller requests alone.
+            if not (problem.retryable or isinstance(problem, Unauthenticated | OffsetMismatch | IntermediaryFault)):
                 raise
         self.put_stream(submission.update, file, length, progress)
         return self.submit(task_id, submission)

@@ -2,6 +2,7 @@
 
 import base64
 import re
+import sys
 import uuid
 from collections.abc import Callable, Sequence
 from typing import BinaryIO
@@ -11,13 +12,16 @@ import httpx
 from tessera.shared.api.versions import BlobRequest
 from tessera.shared.client.bulk import FilePart
 from tessera.shared.client.line import LineRate, ThreadTimes, reported_seconds
-from tessera.shared.client.transport import Answer, NotUnderstood, Transport, Unreachable
+from tessera.shared.client.transport import Answer, IntermediaryFault, NotUnderstood, Transport, Unreachable
 from tessera.shared.hashing import Sink
 from tessera.shared.problems import OffsetMismatch
 from tessera.shared.schema import MAX_BLOBS_PER_REQUEST, WAITED_HEADER
 
 ONE_REQUEST_BYTES = 1 << 20
 """A blob up to this size is uploaded in the request that announces it."""
+
+LEAST_PIECE_BYTES = 1 << 14
+"""A proxy that takes no body of this size is not one that uploads can go through."""
 
 OCTETS = "application/octet-stream"
 
@@ -33,6 +37,7 @@ class Transfers:
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
         self.down, self.up = LineRate(), LineRate()
+        self._piece_bytes = sys.maxsize
 
     def receive(
         self,
@@ -74,7 +79,7 @@ class Transfers:
 
     def upload(self, digest: str, file: BinaryIO, length: int, progress: Progress | None = None) -> None:
         """Upload `length` bytes with this digest from a seekable file, resuming after interruptions."""
-        whole = length <= ONE_REQUEST_BYTES
+        whole = length <= min(ONE_REQUEST_BYTES, self._piece_bytes)
         file.seek(0)
         headers = {
             "Upload-Length": str(length),
@@ -83,7 +88,13 @@ class Transfers:
             "Idempotency-Key": uuid.uuid4().hex,
         }
         body = file.read() if whole else b""
-        answer = self._transport.request("POST", "/v1/uploads", headers=headers, content=body)
+        try:
+            answer = self._transport.request("POST", "/v1/uploads", headers=headers, content=body)
+        except IntermediaryFault as page:
+            if not self._sends_smaller(page, len(body)):
+                raise
+            self.upload(digest, file, length, progress)
+            return
         if progress:
             progress(len(body))
         # An upload of a blob that the coordinator holds is complete at once.
@@ -93,23 +104,40 @@ class Transfers:
     def _append(self, location: str, file: BinaryIO, length: int, progress: Progress | None) -> None:
         offset = 0
 
-        def attempt() -> None:
+        def attempt() -> bool:
+            """Send the next piece. Return whether it was the last."""
             nonlocal offset
             offset = int(self._transport.once("HEAD", location).headers["Upload-Offset"])
+            count = min(length - offset, self._piece_bytes)
+            is_last = offset + count == length
             headers = {
                 "Upload-Offset": str(offset),
-                "Upload-Complete": "?1",
+                "Upload-Complete": "?1" if is_last else "?0",
                 "Content-Type": "application/partial-upload",
             }
-            part = FilePart(file, offset, length - offset, progress or (lambda _: None))
+            part = FilePart(file, offset, count, progress or (lambda _: None))
             try:
                 self.send("PATCH", location, headers, part)
             except OffsetMismatch as problem:
                 # An earlier request of this client was still being stored when this one read the offset.
                 problem.retryable = True
                 raise
+            except IntermediaryFault as page:
+                if not self._sends_smaller(page, count):
+                    raise
+                return False
+            return is_last
 
-        self._transport.patiently(attempt, moved=lambda: offset)
+        while not self._transport.patiently(attempt, moved=lambda: offset):
+            pass
+
+    def _sends_smaller(self, page: IntermediaryFault, count: int) -> bool:
+        """Halve the size of later pieces for a proxy that limits the bodies of requests. Return whether that may
+        help, after a refused piece of `count` bytes."""
+        if not page.is_body_limit or count <= LEAST_PIECE_BYTES:
+            return False
+        self._piece_bytes = count // 2
+        return True
 
     def send(self, method: str, path: str, headers: dict[str, str], part: FilePart) -> Answer:
         """Send a part of a file once, and measure the line. Raises as `Transport.once`."""

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import httpcore
 import httpx
+from httpx import codes
 from opentelemetry.trace import SpanKind
 from pydantic import ValidationError
 
@@ -81,8 +82,58 @@ class NotUnderstood(ServerFault):
 
     code = "answer-not-understood"
     title = "The coordinator's answer is not understood"
-    remedy = "Compare the versions on both sides (GET /version); the older one needs an update."
+    remedy = (
+        "Compare the versions on both sides (GET /version); the older one needs an update. If they are equal, "
+        "something between them may have answered or changed the answer: check the URL and the proxies on the way."
+    )
     retryable = False
+
+
+class IntermediaryFault(ServerFault):
+    """An answer that no coordinator wrote: of a proxy, a gateway, a firewall or a sign-in page on the way.
+
+    `sent_bytes` is the size of the request's body.
+    """
+
+    code = "intermediary-answer"
+    title = "Something else answered in place of the coordinator"
+    remedy = (
+        "Check the URL: its host, port and path. If they are right, ask the operator of the proxy, firewall or "
+        "network in between to let these requests through."
+    )
+
+    def __init__(self, answer: Answer) -> None:
+        status, size = answer.status_code, answer.sent_bytes
+        about = [value[:60] for name in ("Server", "Content-Type") if (value := answer.headers.get(name))]
+        phrase = f"HTTP {status} {codes.get_reason_phrase(status)}".rstrip()
+        detail = f"a proxy or page in between, not the coordinator, answered {answer.request} with {phrase}"
+        detail += f" ({', '.join(about)})" if about else ""
+        detail += f", to {answer.headers['Location'][:200]}" if "Location" in answer.headers else ""
+        detail += f"; the request had a body of {size / 1e6:.1f} MB" if size >= SHOWN_BYTES else ""
+        after = answer.headers.get("Retry-After", "")
+        super().__init__(
+            detail,
+            remedy=_INTERMEDIARIES.get(300 if 300 <= status < 400 else status),
+            retry_after_seconds=float(after) if after.isdecimal() else None,
+            headers=dict(answer.headers),
+        )
+        self.is_body_limit = status == codes.REQUEST_ENTITY_TOO_LARGE
+        self.retryable = status >= 500 or status in (codes.REQUEST_TIMEOUT, codes.TOO_MANY_REQUESTS)
+
+
+SHOWN_BYTES = 50_000
+"""Size from which a request's body may be what an intermediary refuses."""
+
+_BEHIND = "Check that the coordinator runs, and that the proxy in front of it reaches it."
+_INTERMEDIARIES = {
+    300: "A token does not follow redirects. If the coordinator itself has moved there, use that URL, without the "
+    "path of a page. Otherwise something in between asks to sign in, or the URL is another service's.",
+    405: "Have the proxy in between let the methods GET, HEAD, POST, PATCH and DELETE through.",
+    413: "Have the operator of the proxy in between allow larger bodies of requests (nginx: client_max_body_size).",
+    502: _BEHIND,
+    503: _BEHIND,
+    504: _BEHIND,
+}
 
 
 class Untrusted(Unreachable):
@@ -179,7 +230,8 @@ class Transport:
         """Send a request once. Raises Problem for a refusal and Unreachable without an answer."""
         with self._sent(method, path, options) as response:
             answer = self._read(response)
-            _require_success(answer)
+        if not response.is_success:
+            raise problem_of(answer)
         return answer
 
     def send_file(self, method: str, path: str, headers: dict[str, str], part: FilePart) -> Answer:
@@ -195,7 +247,7 @@ class Transport:
         options = {"headers": headers, "content": content, "extensions": {BULK: None}}
         with self._sent(method, path, options) as response:
             if not response.is_success:
-                _require_success(self._read(response))
+                raise problem_of(self._read(response))
             yield response
 
     def listen(self, path: str) -> Iterator[bytes]:
@@ -206,8 +258,8 @@ class Transport:
         """
         timeout = httpx.Timeout(SILENCE_SECONDS, connect=10.0)
         with unreachable_errors(self._proxy), self._http.stream("GET", path, timeout=timeout) as response:
-            if not response.is_success:
-                _require_success(self._read(response))
+            if not response.is_success or _is_page(response):
+                raise problem_of(self._read(response))
             yield from response.iter_raw()
 
     @contextmanager
@@ -224,6 +276,8 @@ class Transport:
             with self._http.stream(method, path, **options) as response:
                 if self._proxy and response.status_code == httpx.codes.PROXY_AUTHENTICATION_REQUIRED:
                     raise Unreachable(f"the proxy {self._proxy} requires authentication (HTTP 407)", remedy=BY_PROXY)
+                if response.is_success and _is_page(response):
+                    raise IntermediaryFault(_answer_of(response))
                 yield response
 
     def _read(self, response: httpx.Response) -> Answer:
@@ -235,7 +289,7 @@ class Transport:
                 raise NotUnderstood(f"the answer is longer than {self._max_answer_bytes} bytes")
             if time.monotonic() > give_up_at:
                 raise NotUnderstood(f"the answer has not ended after {self._whole_seconds:g} s")
-        return Answer(response.status_code, response.headers, bytes(content))
+        return _answer_of(response, bytes(content))
 
     def patiently(self, attempt: Callable[[], T], moved: Callable[[], int] = lambda: 0) -> T:
         """Retry `attempt` until it succeeds, fails for a lasting reason, or makes no progress for `patience_seconds`.
@@ -267,20 +321,26 @@ class Transport:
 
 @dataclass(frozen=True)
 class Answer:
-    """A whole answer in memory."""
+    """A whole answer in memory, and the method and URL of its request with the size of its body."""
 
     status_code: int
     headers: httpx.Headers
-    content: bytes
+    content: bytes = b""
+    request: str = "a request"
+    sent_bytes: int = 0
 
 
-def _require_success(answer: Answer) -> None:
-    # A redirect is refused too: the token must not follow it.
-    if 300 <= answer.status_code < 400:
-        to = answer.headers.get("Location", "nowhere")[:200]
-        raise NotUnderstood(f"the coordinator redirects to {to}", remedy="Use the URL that it redirects to.")
-    if answer.status_code >= 400:
-        raise problem_of(answer)
+def _answer_of(response: httpx.Response, content: bytes = b"") -> Answer:
+    request = response.request
+    sent_bytes = int(request.headers.get("Content-Length", 0))
+    asked = f"{request.method} {request.url.copy_with(userinfo=b'', query=None)}"
+    return Answer(response.status_code, response.headers, content, asked, sent_bytes)
+
+
+def _is_page(response: httpx.Response) -> bool:
+    """Return whether an answer is for people: a coordinator sends a client none."""
+    kind = str(response.headers.get("Content-Type", ""))
+    return kind.startswith(("text/html", "text/plain", "application/xhtml"))
 
 
 @contextmanager
@@ -390,17 +450,18 @@ _usual_tls = lru_cache(maxsize=4)(_environment_tls)
 """Clients without files of their own share a context: to read the CAs takes longer than most commands."""
 
 
-def problem_of(response: Answer) -> Problem:
-    """Return the problem in a response, or one from its status if it is not problem+json (a proxy's page, say)."""
-    header = response.headers.get("Retry-After", "")
+def problem_of(answer: Answer) -> Problem:
+    """Return the problem in an answer, or an IntermediaryFault for one that no coordinator wrote."""
+    header = answer.headers.get("Retry-After", "")
     retry_after = float(header) if header.isdecimal() else None
-    headers = dict(response.headers)
-    if response.headers.get("Content-Type", "").startswith(MEDIA_TYPE):
-        try:
-            document = ProblemDocument.model_validate_json(response.content)
-        except ValidationError:
-            pass
-        else:
-            return problem_from(document, retry_after, headers)
-    kind = kind_of_status(response.status_code)
-    return kind(f"HTTP {response.status_code}", retry_after_seconds=retry_after, headers=headers)
+    headers = dict(answer.headers)
+    # An error in answer to HEAD has no body to judge by.
+    is_known = answer.headers.get("Content-Type", "").startswith(MEDIA_TYPE) or answer.request.startswith("HEAD ")
+    if answer.status_code < 400 or not is_known:
+        return IntermediaryFault(answer)
+    try:
+        document = ProblemDocument.model_validate_json(answer.content)
+    except ValidationError:
+        kind = kind_of_status(answer.status_code)
+        return kind(f"HTTP {answer.status_code}", retry_after_seconds=retry_after, headers=headers)
+    return problem_from(document, retry_after, headers)

@@ -53,11 +53,6 @@ def test_a_problem_of_a_newer_coordinator_is_known_by_its_status() -> None:
     assert isinstance(raised, problems.Conflict)
 
 
-@pytest.mark.parametrize(("status", "code"), [(404, "not-found"), (502, "unavailable"), (418, "server-fault")])
-def test_an_answer_that_is_no_problem_is_told_by_its_status(status: int, code: str) -> None:
-    assert problem_of(httpx.Response(status, text="<html>a proxy's page</html>")).code == code
-
-
 def test_the_number_of_faults_shown_is_bounded() -> None:
     problem = problems.Invalid("many", errors=[Fault(pointer=f"/{i}", detail="x") for i in range(1000)])
     assert len(problem.document().errors) == MAX_FAULTS

@@ -469,7 +469,7 @@ def test_a_second_round_fetches_only_what_the_first_one_changed(coordinator: Liv
 
 def test_a_worker_that_is_not_admitted_ends_with_the_reason(coordinator: LiveCoordinator, tmp_path: Path) -> None:
     datasets: Any = {"digits": {"kind": "digits"}}
-    settings = WorkerSettings(url=coordinator.url, token="no such", name="w", state_dir=tmp_path, datasets=datasets)
+    settings = WorkerSettings(url=coordinator.url, token="no-such", name="w", state_dir=tmp_path, datasets=datasets)
     with capture_logs() as logged, pytest.raises(Unauthenticated):
         Agent(settings, Stop()).run()
     # What comes after it is for people; the log has it for programs.
@@ -560,7 +560,9 @@ def nowhere(url: str, folder: Path) -> WorkerSettings:
 
 
 @pytest.mark.parametrize(
-    "answer", [page(404), page(413), page(422), Answer(302), Answer(200, b"<html>log in</html>")]
+    "answer",
+    [*map(page, (200, 401, 403, 404, 405, 413, 422)), Answer(302), Answer(200, b"<html>log in</html>")],
+    ids=lambda answer: f"{answer.status}-{len(answer.headers)}",
 )
 def test_an_odd_answer_is_waited_out_like_an_outage(tmp_path: Path, answer: Answer) -> None:
     with answering(answer, Answer(204, b"")) as (url, asked):

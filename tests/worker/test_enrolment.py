@@ -207,7 +207,7 @@ def test_a_wish_that_reaches_nobody_leaves_nothing_behind(
 
 @pytest.mark.parametrize(
     ("answer", "code"),
-    [(Answer(404, b"<html>"), 1), (Answer(401, b"<html>"), 3), (Answer(200, b'{"welcome": true}'), 1)],
+    [(Answer(404, b"<html>"), 1), (Answer(401, b"<html>"), 1), (Answer(200, b'{"welcome": true}'), 1)],
 )
 def test_an_answer_of_another_web_server_leaves_nothing_behind(tmp_path: Path, answer: Answer, code: int) -> None:
     with answering(answer) as (url, _):

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from tessera.shared.client.bulk import PIECE_BYTES, FilePart
-from tessera.shared.client.transport import Transport, Unreachable
-from tessera.shared.problems import TooLarge
+from tessera.shared.client.transport import IntermediaryFault, Transport, Unreachable
 
 DATA = bytes(range(256)) * 4_100
 """1,049,600 bytes: more than one piece, and not a multiple of one."""
@@ -184,7 +183,11 @@ def test_a_refusal_sent_before_the_body_was_read_is_understood(tmp_path: Path) -
             pass
 
     (tmp_path / "file").write_bytes(DATA)
-    with (tmp_path / "file").open("rb") as file, serving(talk) as transport, pytest.raises(TooLarge):
+    with (
+        (tmp_path / "file").open("rb") as file,
+        serving(talk) as transport,
+        pytest.raises(IntermediaryFault, match="413"),
+    ):
         transport.send_file("PATCH", "/v1/uploads/u", {}, FilePart(file, 0, len(DATA)))
 
 

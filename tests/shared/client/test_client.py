@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,7 +17,7 @@ from tessera.shared.api.tasks import Submission, TaskView
 from tessera.shared.client import transport
 from tessera.shared.client.bulk import PIECE_BYTES
 from tessera.shared.client.client import Client
-from tessera.shared.client.transfers import ONE_REQUEST_BYTES
+from tessera.shared.client.transfers import LEAST_PIECE_BYTES, ONE_REQUEST_BYTES
 from tessera.shared.problems import (
     MEDIA_TYPE,
     DigestMismatch,
@@ -28,7 +29,7 @@ from tessera.shared.problems import (
 )
 from tessera.shared.tensors.lazy import digest_of
 from tests.support.coordinator import LiveCoordinator, refusing
-from tests.support.scripted import Answer, answering
+from tests.support.scripted import Answer, Asked, answering, answering_by
 
 DATA = bytes(range(256)) * 8_000
 """2,048,000 bytes: more than goes in one request."""
@@ -97,6 +98,53 @@ def test_an_upload_that_breaks_off_goes_on_from_the_offset_that_the_server_tells
     ]
 
 
+def limited(coordinator: LiveCoordinator, most_bytes: int) -> Callable[[Asked], Answer]:
+    """Answers of a proxy before a coordinator that limits the bodies of requests, as nginx does."""
+
+    def choose(ask: Asked) -> Answer:
+        if len(ask.body) > most_bytes:
+            return Answer(413, b"<html>too large</html>", {"Content-Type": "text/html", "Server": "nginx"})
+        headers = {name: value for name, value in ask.headers.items() if name not in ("Host", "Content-Length")}
+        passed = coordinator.bare(headers).request(ask.method, ask.path, content=ask.body)
+        kept = {
+            name: value for name, value in passed.headers.items() if name.lower() not in ("content-length", "date")
+        }
+        return Answer(passed.status_code, passed.content, kept)
+
+    return choose
+
+
+@pytest.mark.parametrize("size", [ONE_REQUEST_BYTES, len(DATA)])
+def test_an_upload_passes_a_proxy_that_limits_bodies_in_pieces_that_fit(
+    standing_coordinator: LiveCoordinator, size: int
+) -> None:
+    asked: list[Asked] = []
+    token = standing_coordinator.token("orchestrator")
+    data = DATA[:size][::-1]
+    with (
+        answering_by(limited(standing_coordinator, 600_000), asked) as url,
+        Client(url, token, patience_seconds=0, verify=False) as client,
+    ):
+        assert client.read_blob(client.put_bytes(data)) == data
+        refused = sum(len(ask.body) > 600_000 for ask in asked)
+        # The limit is met once.
+        assert client.read_blob(client.put_bytes(data[1:])) == data[1:]
+        assert sum(len(ask.body) > 600_000 for ask in asked) == refused
+
+
+def test_a_body_that_no_piece_is_small_enough_for_names_the_proxy_and_its_size() -> None:
+    asked: list[Asked] = []
+    at = {"Location": "/v1/uploads/u", "Upload-Complete": "?0", "Upload-Offset": "0"}
+
+    def choose(ask: Asked) -> Answer:
+        page = Answer(413, b"", {"Content-Type": "text/html", "Server": "nginx"})
+        return page if ask.body else Answer(201, b"", at)
+
+    with answering_by(choose, asked) as url, client_of(url) as client, refusing("intermediary-answer", "nginx"):
+        client.put_bytes(DATA)
+    assert min(len(ask.body) for ask in asked if ask.body) <= LEAST_PIECE_BYTES
+
+
 def submitted(*answers: Answer) -> tuple[list[tuple[str, str, int]], list[int]]:
     """The requests by which an update that follows its submission is submitted, and its bytes that were sent."""
     sent: list[int] = []
@@ -111,6 +159,12 @@ def test_an_update_follows_its_submission_in_one_request() -> None:
     head = pack_submission(SUBMISSION, len(DATA))
     assert requests == [("POST", "/v1/tasks/t/update", len(head) + len(DATA))]
     assert sum(sent) == len(DATA)
+
+
+def test_an_update_that_a_proxy_finds_too_large_is_uploaded_and_submitted() -> None:
+    page = Answer(413, b"<html></html>", {"Content-Type": "text/html"})
+    requests, _ = submitted(page, Answer(201, b"", {"Upload-Complete": "?1"}), Answer(body=ACCEPTED))
+    assert [path for _, path, _ in requests] == ["/v1/tasks/t/update", "/v1/uploads", "/v1/tasks/t/update"]
 
 
 @pytest.mark.parametrize("status", [401, 409, 503])
@@ -215,7 +269,7 @@ def test_a_token_and_bytes_go_to_no_other_place_than_the_coordinator() -> None:
 def test_a_redirect_is_a_refusal_and_is_not_followed() -> None:
     with answering(Answer(204)) as (elsewhere, lured):
         away = Answer(301, b"", {"Location": elsewhere})
-        with answering(away) as (url, _), client_of(url) as client, refusing("answer-not-understood", elsewhere):
+        with answering(away) as (url, _), client_of(url) as client, refusing("intermediary-answer", elsewhere):
             client.has_blob(digest_of(DATA))
     assert lured == []
 

@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,11 @@ import pytest
 
 from tessera.shared.client import transport as transport_module
 from tessera.shared.client.client import Client
-from tessera.shared.client.transport import Credential, NotUnderstood, Transport, Unreachable
+from tessera.shared.client.transport import Credential, IntermediaryFault, NotUnderstood, Transport, Unreachable
 from tessera.shared.problems import (
     PROBLEMS,
     Invalid,
     NotFound,
-    ServerFault,
     TooManyRequests,
     Unauthenticated,
     Unavailable,
@@ -269,22 +269,76 @@ def test_a_token_goes_with_every_request() -> None:
     assert asked[0].headers["Authorization"] == "Bearer secret"
 
 
+def page(status: int, **headers: str) -> Answer:
+    """What a proxy or a sign-in page says by itself."""
+    return Answer(status, b"<html>an odd page</html>", {"Content-Type": "text/html", **headers})
+
+
+@pytest.mark.parametrize(
+    ("answer", "said", "remedy"),
+    [
+        (page(200), "HTTP 200 OK", "Check the URL"),
+        (page(302, Location="https://portal.example/in"), "text/html), to https://portal.exa", "sign in"),
+        (page(307, Location="/page/sign-in"), "to /page/sign-in", "without the path of a page"),
+        (page(401), "HTTP 401 Unauthorized", "Check the URL"),
+        (page(403), "HTTP 403 Forbidden", "operator of the proxy"),
+        (Answer(404, b"nothing here"), "HTTP 404 Not Found", "Check the URL"),
+        (Answer(404, b'{"message": "no route"}', {"Content-Type": "application/json"}), "HTTP 404", "Check the URL"),
+        (page(405), "HTTP 405 Method Not Allowed", "PATCH"),
+        (page(413), "HTTP 413 Request Entity Too Large", "client_max_body_size"),
+        (page(422), "HTTP 422", "Check the URL"),
+        (Answer(500), "HTTP 500 Internal Server Error", "Check the URL"),
+        (page(502), "HTTP 502 Bad Gateway", "that the coordinator runs"),
+        (page(599), "HTTP 599 (", "Check the URL"),
+    ],
+)
+def test_an_answer_that_no_coordinator_wrote_is_not_told_as_the_coordinators(
+    answer: Answer, said: str, remedy: str
+) -> None:
+    with answering(answer) as (url, _):
+        http = transport(url, [])
+        asks: list[Callable[[], object]] = [
+            lambda: http.once("POST", "/x", content=b"x" * 7_200_000),
+            lambda: http.stream("/x", {}).__enter__(),
+            lambda: next(http.listen("/x")),
+        ]
+        refusals = []
+        for ask in asks:
+            with pytest.raises(IntermediaryFault) as refusal:
+                ask()
+            refusals.append(refusal.value)
+        http.close()
+    for refused in refusals:
+        assert "in between, not the coordinator, answered" in refused.detail
+        assert said in refused.detail
+        assert remedy in refused.advice
+    assert refusals[0].detail.endswith("; the request had a body of 7.2 MB")
+    assert "body" not in refusals[1].detail
+
+
 @pytest.mark.parametrize(
     ("answer", "kind"),
     [
-        (Answer(502, b"<html>bad gateway</html>"), Unavailable),
-        (Answer(500, b""), ServerFault),
-        (Answer(404, b"nothing here"), NotFound),
         (Answer(404, b"not json", PROBLEM), NotFound),
         (Answer(503, b'{"half": "a problem"}', PROBLEM), Unavailable),
     ],
 )
-def test_an_answer_that_is_no_problem_document_is_told_by_its_status(answer: Answer, kind: type[Exception]) -> None:
+def test_a_problem_that_cannot_be_read_is_told_by_its_status(answer: Answer, kind: type[Exception]) -> None:
     with answering(answer) as (url, _):
         http = transport(url, [])
         with pytest.raises(kind):
             http.once("GET", "/x")
         http.close()
+
+
+def test_an_intermediarys_page_is_tried_again_only_if_it_may_pass() -> None:
+    for status, tries in ((503, 2), (429, 2), (413, 1), (403, 1), (200, 1)):
+        with answering(page(status), Answer()) as (url, asked):
+            http = transport(url, [])
+            with suppress(IntermediaryFault):
+                http.request("GET", "/x")
+            http.close()
+        assert len(asked) == tries
 
 
 def test_an_answer_that_trickles_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

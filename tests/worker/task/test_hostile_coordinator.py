@@ -810,13 +810,13 @@ CASES = [
     ),
     Case(
         "come back in a year",
-        "unavailable: HTTP 503",
+        "intermediary-answer: .*HTTP 503",
         told=False,
         lies=lambda _: [answering(CLAIM, answer(503, Retry_After="31536000"))],
     ),
     Case(
         "come back never",
-        "unavailable: HTTP 503",
+        "intermediary-answer: .*HTTP 503",
         told=False,
         lies=lambda _: [answering(CLAIM, answer(503, Retry_After="9" * 400))],
     ),
