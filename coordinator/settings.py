@@ -105,7 +105,11 @@ class CoordinatorSettings(BaseSettings):
         description="folder of unfinished uploads; on the file system of the blobs, so that a finished upload is "
         "a rename",
     )
-    host: str = Field(default="127.0.0.1", description="address to listen on; every other address requires TLS")
+    host: str = Field(
+        default="127.0.0.1",
+        description="address to listen on; every other address requires TLS. 0.0.0.0 means all IPv4 addresses and "
+        "no IPv6 ones, :: the reverse",
+    )
     port: int = Field(default=8470, ge=1, le=65535, description="port to listen on")
     tls_cert: Path | None = Field(default=None, description="TLS certificate and its chain (PEM)")
     tls_key: Path | None = Field(default=None, description="key of the certificate, if it is in a separate file")

@@ -21,7 +21,7 @@ import torch
 from tessera.shared.api.admin import About
 from tessera.shared.api.tasks import TaskView
 from tessera.shared.client.client import Client
-from tessera.shared.client.transport import BY_PROXY
+from tessera.shared.client.transport import BY_PROXY, CERTIFICATE_REMEDIES
 from tessera.shared.diagnostics import Check, Finding, fail, ok, reason_of, warn
 from tessera.shared.host_memory import available_bytes
 from tessera.shared.methods.registry import methods
@@ -410,7 +410,9 @@ def _tls(host: str, port: int, verify: ssl.SSLContext) -> Iterator[Finding]:
         yield fail(
             "tls",
             f"the certificate is not trusted: {fault.verify_message}",
-            "Ask the coordinator's operator for its CA certificate, and set `ca_bundle`.",
+            CERTIFICATE_REMEDIES.get(
+                fault.verify_code, "Ask the coordinator's operator for its CA certificate, and set `ca_bundle`."
+            ),
         )
         return
     except (ssl.SSLError, OSError) as fault:

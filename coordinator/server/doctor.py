@@ -6,6 +6,7 @@ import resource
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -20,6 +21,7 @@ from tessera.coordinator.db import audit
 from tessera.coordinator.db.engine import DatabaseInUse, reason_of
 from tessera.coordinator.db.tables import AuditRow
 from tessera.coordinator.limits.memory import WATERMARK, Memory
+from tessera.coordinator.server.certificate import examine
 from tessera.coordinator.server.http_limits import (
     OTHER_FILES,
     BadCertificate,
@@ -132,7 +134,7 @@ def _address(services: Services) -> Iterator[Finding]:
         yield fail("tls", str(refusal), "Until then `serve` refuses to start.")
         return
     if settings.tls_cert is not None:
-        yield ok("tls", f"served with {settings.tls_cert}")
+        yield from examine(settings, datetime.now(UTC))
     elif is_loopback(settings.host):
         yield ok("tls", "only this machine can connect; other machines need a TLS proxy here")
     else:

@@ -105,6 +105,8 @@ def require_private(settings: CoordinatorSettings) -> None:
         # OpenSSL's message about a file without a key does not mention the key.
         hint = "" if settings.tls_key else "; the key must be in the same file, or in that of TESSERA_TLS_KEY"
         remedy = f"Name PEM files that this user may read in TESSERA_TLS_CERT{hint}."
+        if isinstance(fault, ssl.SSLError) and fault.reason == "KEY_VALUES_MISMATCH":
+            remedy = "The key is another certificate's: the server's own certificate must be the first in its file."
         raise BadCertificate(f"TLS cannot be served with {files}: {reason_of(fault)}. {remedy}") from fault
 
 

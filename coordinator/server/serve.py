@@ -10,11 +10,15 @@ import uvicorn
 
 from tessera.coordinator.app import create_app
 from tessera.coordinator.conductor.child_process import ChildConductor
+from tessera.coordinator.server.certificate import CertificateFiles
 from tessera.coordinator.server.http_limits import configuration, raise_file_limit
 from tessera.coordinator.services import Services
 from tessera.shared.telemetry import spans
 
 log = structlog.get_logger()
+
+RENEWAL_TICKS = 600
+"""Uvicorn's ticks of 0.1 s between two looks for a renewed certificate."""
 
 
 def serve(services: Services, child: ChildConductor | None) -> None:
@@ -43,6 +47,12 @@ class _Server(uvicorn.Server):
         super().__init__(config)
         self._services = services
         self._child = child
+        self._certificate = CertificateFiles(services.settings)
+
+    async def on_tick(self, counter: int) -> bool:
+        if counter % RENEWAL_TICKS == 0 and self.config.ssl:
+            await asyncio.to_thread(self._certificate.refresh, self.config.ssl)
+        return await super().on_tick(counter)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self._services.release_waiters()

@@ -368,6 +368,19 @@ def unreachable_errors(proxy: str | None = None) -> Iterator[None]:
         raise Unreachable(f"the coordinator's URL cannot be read: {fault}") from fault
 
 
+_NAME = (
+    "Use a URL with a name or address that the certificate has (subjectAltName), or have the coordinator's operator "
+    "get one for this URL."
+)
+CERTIFICATE_REMEDIES = {
+    9: "The certificate is not valid yet: check this machine's clock, and when the certificate begins.",
+    10: "Have the coordinator's operator renew the certificate; if that was done, check this machine's clock.",
+    62: _NAME,
+    64: _NAME,
+}
+"""Remedies by OpenSSL's codes of verification (X509_V_ERR); for the others the CA is missing."""
+
+
 def _cause(fault: BaseException, kind: type[E]) -> E | None:
     """Return the error of this kind that caused httpx's error, if any."""
     cause: BaseException | None = fault
@@ -386,7 +399,8 @@ def _reason(fault: httpx.RequestError) -> str:
 def _untrusted(fault: ssl.SSLError) -> Unreachable:
     reason = (fault.reason or str(fault)).replace("_", " ").lower()
     if isinstance(fault, ssl.SSLCertVerificationError):
-        return Untrusted(f"the server's certificate is not trusted: {fault.verify_message}")
+        detail = f"the server's certificate is not trusted: {fault.verify_message}"
+        return Untrusted(detail, remedy=CERTIFICATE_REMEDIES.get(fault.verify_code))
     if "certificate required" in reason or "alert" in reason:
         return Untrusted(
             f"the coordinator rejects this client's certificate, or requires one: {reason}",

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import ssl
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
 import trustme
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from tessera.coordinator.server.certificate import CertificateFiles, examine
 from tessera.coordinator.server.http_limits import BadCertificate, InsecureBindError, require_private
 from tessera.coordinator.settings import CoordinatorSettings
 from tessera.shared.client.client import Client
@@ -93,6 +101,113 @@ def test_one_whose_authority_is_not_known_is_refused_with_what_to_do(
         assert "ca_bundle" in refused.value.advice
         assert "TESSERA_CA_BUNDLE" in refused.value.advice
         assert not refused.value.retryable
+
+
+NOW = datetime(2030, 6, 1, tzinfo=UTC)
+
+
+def certificate(folder: Path, starts: int, ends: int, *names: str) -> Path:
+    """A certificate that is valid from so many days after `NOW` until so many days after it, with its key and CA."""
+    authority = trustme.CA()
+    authority.cert_pem.write_to_path(folder / "ca.pem")
+    dates = {"not_before": NOW + timedelta(starts), "not_after": NOW + timedelta(ends)}
+    issued = authority.issue_cert(*(names or ("127.0.0.1",)), **dates)
+    issued.private_key_and_cert_chain_pem.write_to_path(folder / "server.pem")
+    return folder / "server.pem"
+
+
+@pytest.mark.parametrize(
+    ("starts", "ends", "verdict", "said"),
+    [
+        (-30, -1, "fail", "expired at 2030-05-31"),
+        (1, 90, "fail", "is not valid before 2030-06-02"),
+        (-30, 29, "warn", "expires at 2030-06-30"),
+        (-30, 31, "ok", "for 127.0.0.1 until 2030-07-02"),
+    ],
+)
+def test_an_expired_certificate_is_not_called_well(
+    tmp_path: Path, starts: int, ends: int, verdict: str, said: str
+) -> None:
+    settings = CoordinatorSettings(tls_cert=certificate(tmp_path, starts, ends))
+    (found,) = examine(settings, NOW)
+    assert (found.name, found.verdict) == ("tls", verdict)
+    assert said in found.detail
+
+
+def test_a_chain_in_the_wrong_order_and_an_expired_client_ca_are_found(tmp_path: Path) -> None:
+    (tmp_path / "clients").mkdir()
+    server, of_clients = certificate(tmp_path, -1, 90), certificate(tmp_path / "clients", -9, -1)
+    server.write_bytes(server.read_bytes() + (tmp_path / "clients" / "ca.pem").read_bytes())
+    found = list(examine(CoordinatorSettings(tls_cert=server, tls_client_ca=of_clients), NOW))
+    assert [(one.verdict, "did not issue" in one.detail, "expired at" in one.detail) for one in found] == [
+        ("warn", True, False),
+        ("fail", False, True),
+    ]
+
+
+def test_a_certificate_without_a_name_or_for_clients_alone_is_found(tmp_path: Path) -> None:
+    key, name = ec.generate_private_key(ec.SECP256R1()), x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "x")])
+    made = x509.CertificateBuilder().subject_name(name).issuer_name(name).public_key(key.public_key())
+    made = made.serial_number(1).not_valid_before(NOW).not_valid_after(NOW + timedelta(90))
+    made = made.add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.CLIENT_AUTH]), critical=False)
+    file = tmp_path / "x.pem"
+    file.write_bytes(made.sign(key, hashes.SHA256()).public_bytes(Encoding.PEM))
+    found = [one.detail for one in examine(CoordinatorSettings(tls_cert=file), NOW + timedelta(1))]
+    assert ["no host name" in found[0], "not for servers" in found[1]] == [True, True]
+
+
+def test_a_renewed_certificate_reaches_a_running_coordinator(tmp_path: Path) -> None:
+    served, renewed = tmp_path / "served", tmp_path / "renewed"
+    for folder in (served, renewed):
+        folder.mkdir()
+    first, second = Authority.made(served), Authority.made(renewed)
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(first.server)
+    files = CertificateFiles(CoordinatorSettings(tls_cert=first.server))
+
+    def is_reached(authority: Authority) -> bool:
+        client, server = ssl.MemoryBIO(), ssl.MemoryBIO()
+        ours = tls_context(authority.ca).wrap_bio(client, server, server_hostname="127.0.0.1")
+        theirs = context.wrap_bio(server, client, server_side=True)
+        for _ in range(3):
+            for end in (ours, theirs):
+                try:
+                    end.do_handshake()
+                except ssl.SSLWantReadError:
+                    pass
+                except ssl.SSLError:
+                    return False
+        return ours.version() is not None
+
+    assert is_reached(first)
+    # Half of a renewal: the key is not there yet.
+    whole = second.server.read_bytes()
+    first.server.write_bytes(whole[whole.index(b"-----BEGIN CERTIFICATE") :])
+    os.utime(first.server, ns=(1, 1))
+    files.refresh(context)
+    assert is_reached(first)
+    first.server.write_bytes(whole)
+    os.utime(first.server, ns=(2, 2))
+    files.refresh(context)
+    assert is_reached(second)
+    assert not is_reached(first)
+
+
+@pytest.mark.parametrize(
+    ("starts", "ends", "name", "remedy"),
+    [(-9999, -9000, "127.0.0.1", "renew"), (9000, 9999, "127.0.0.1", "clock"), (-9999, 9999, "x.example", "URL")],
+)
+def test_a_failed_handshake_tells_an_expired_certificate_from_an_unknown_authority(
+    tmp_path: Path, starts: int, ends: int, name: str, remedy: str
+) -> None:
+    file = certificate(tmp_path, starts, ends, name)
+    with (
+        LiveCoordinator(tmp_path / "live", tls_cert=file) as live,
+        pytest.raises(Untrusted) as refused,
+    ):
+        reached(live, tmp_path / "ca.pem")
+    assert remedy in refused.value.advice
+    assert "ca_bundle" not in refused.value.advice
 
 
 def test_a_certificate_for_another_name_is_refused(tmp_path: Path) -> None:
