@@ -5,7 +5,7 @@ import os
 import shlex
 import shutil
 import sys
-from importlib.metadata import PackageNotFoundError, distribution
+from importlib.metadata import PackageNotFoundError, distributions, version
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -15,15 +15,13 @@ NAME = "tessera-fl"
 _SOURCE = Path(__file__).resolve().parents[1]
 
 try:
-    _INSTALLED = distribution(NAME)
+    VERSION = version(NAME)
 except PackageNotFoundError:
     _IS_CHECKOUT = (_SOURCE / "pyproject.toml").is_file()
     _REMEDY = f"pip install -e {shlex.quote(str(_SOURCE))}" if _IS_CHECKOUT else "install its wheel with pip"
     raise ImportError(
         f"Tessera is imported from {_SOURCE}, but {NAME} is not installed in this environment: {_REMEDY}"
     ) from None
-
-VERSION = _INSTALLED.version
 
 
 def install_line(extra: str = "", *, elsewhere: bool = False) -> str:
@@ -54,7 +52,9 @@ def _pip() -> str:
 
 def _checkout() -> tuple[Path | None, bool]:
     """Return the folder of source that this was installed from, if it is still there; and whether it is editable."""
-    origin = json.loads(_INSTALLED.read_text("direct_url.json") or "{}")
+    # A build leaves another description of the distribution in a checkout, which lacks the origin.
+    found = (each.read_text("direct_url.json") for each in distributions(name=NAME))
+    origin = json.loads(next(filter(None, found), "{}"))
     if "dir_info" not in origin:
         return None, False
     folder = Path(unquote(urlsplit(origin["url"]).path))

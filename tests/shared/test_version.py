@@ -15,6 +15,11 @@ from tests.support.paths import ROOT
 
 def lines_of(folder: Path, *, code: str = "i('dicom'), i('dicom', elsewhere=True), i()") -> str:
     """What a process says that imports Tessera by its path, and finds no installation but the one in `folder`."""
+    source = folder / "source"
+    if not source.exists():
+        # Not the checkout itself, where a build may have left a description.
+        source.mkdir()
+        (source / "tessera").symlink_to(ROOT / "tessera")
     done = subprocess.run(
         [
             sys.executable,
@@ -22,7 +27,8 @@ def lines_of(folder: Path, *, code: str = "i('dicom'), i('dicom', elsewhere=True
             "-c",
             f"from tessera.shared.version import install_line as i; print(*({code}), sep='\\n')",
         ],
-        env=environment(PYTHONPATH=f"{folder}:{ROOT}", PATH=""),
+        cwd=folder,
+        env=environment(PYTHONPATH=f"{source}:{folder}", PATH=""),
         capture_output=True,
         text=True,
         check=False,
@@ -59,6 +65,9 @@ def test_an_editable_installation_is_not_told_to_take_the_extra_from_an_index(tm
     pip = f"{sys.executable} -m pip install"
     assert lines_of(tmp_path).splitlines()[0] == f"{pip} -e '{checkout}[dicom]'"
     (checkout / "constraints.txt").touch()
+    # What a build leaves in a checkout, from which a command may be started.
+    (tmp_path / "source/tessera_fl.egg-info").mkdir()
+    (tmp_path / "source/tessera_fl.egg-info/PKG-INFO").write_text("Name: tessera-fl\nVersion: 0.1.0\n")
     assert lines_of(tmp_path).splitlines()[0] == f"{pip} -c '{checkout}/constraints.txt' -e '{checkout}[dicom]'"
 
 
