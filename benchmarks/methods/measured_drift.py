@@ -26,6 +26,8 @@ class MeasuredDriftSettings(FedFrozenSettings):
 
 class MeasuredDriftCoordinator(FedFrozenCoordinator):
     settings: MeasuredDriftSettings
+    # The arms that freeze nothing, whose warm-up lasts for the whole run, are measured too.
+    _never_frozen = False
 
     def merge(self, state: State, updates: Sequence[Update]) -> State:
         merged = super().merge(state, updates)
