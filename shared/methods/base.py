@@ -380,6 +380,9 @@ class Phase:
     """The learning rate of the modules added with `add_private`; the run's, by its `training.rates`, if None."""
     name: str = "train"
     """Moments that a site keeps (`training.keep_moments`) go on in the phase of the same name."""
+    personal: bool = False
+    """True for a last phase that trains a model of the site's own. If it diverges, the update is sent all the same:
+    `on_phase_diverged` puts an earlier model in its place."""
 
 
 @dataclass(frozen=True)
@@ -441,6 +444,9 @@ class WorkerHalf(Generic[C]):
 
     def on_phase_start(self, context: TaskContext, phase: Phase) -> None:
         """Prepare a phase."""
+
+    def on_phase_diverged(self, context: TaskContext, phase: Phase) -> None:
+        """Replace the diverged model of a `personal` phase by its last one."""
 
     def training_state(self) -> Mapping[str, Array]:
         """Return what this half took while training, for a checkpoint. What `setup` and `select` compute is computed

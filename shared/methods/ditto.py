@@ -3,7 +3,7 @@
 Li et al. 2021, Fair and Robust Federated Learning Through Personalization, arXiv 2012.04221, Algorithm 1. The first
 phase is FedAvg's, bit for bit, and its result is sent. The second continues the personal model v_k from the vault
 (the first time from the version) on f_k(v) + lambda/2 |v - w_t|^2, where w_t is the fetched version. A worker reports
-the loss of the second phase.
+the loss of the second phase. If that diverges, the site's own model stays as it was, and the update is sent.
 """
 
 from __future__ import annotations
@@ -15,14 +15,17 @@ from typing import TYPE_CHECKING
 from pydantic import Field, PositiveInt
 
 from tessera.shared.methods.base import (
+    CoordinatorHalf,
     LocalResult,
     Method,
     MethodSettings,
     Phase,
+    State,
     TaskContext,
     TrainingStats,
     WorkerHalf,
 )
+from tessera.shared.methods.fedprox import overshoots
 from tessera.shared.model.selectors import Selector
 from tessera.shared.tensors.lazy import Array
 
@@ -40,9 +43,14 @@ class DittoSettings(MethodSettings):
     )
 
 
+class DittoCoordinator(CoordinatorHalf[DittoSettings]):
+    def warnings(self, state: State) -> Sequence[str]:
+        return () if state.round else overshoots("lam", self.settings.lam, self.run.training)
+
+
 class DittoWorker(WorkerHalf[DittoSettings]):
     def phases(self, context: TaskContext, selected: Selector) -> Sequence[Phase]:
-        return [Phase(selected), Phase(selected, epochs=self.settings.own_epochs, name="own")]
+        return [Phase(selected), Phase(selected, epochs=self.settings.own_epochs, name="own", personal=True)]
 
     def setup(self, context: TaskContext) -> None:
         self._blocks = self.run.trainable.resolve(context.blocks)
@@ -56,6 +64,9 @@ class DittoWorker(WorkerHalf[DittoSettings]):
         if self._held:
             self._trained = context.read_all(self._blocks)
             self._take_own(context)
+
+    def on_phase_diverged(self, context: TaskContext, phase: Phase) -> None:
+        self._take_own(context)
 
     def training_state(self) -> Mapping[str, Array]:
         return self._trained
@@ -92,6 +103,7 @@ METHOD = Method(
     good_for="a shared model, and beside it one for each site",
     sends="the whole model; the site's own stays there",
     settings=DittoSettings,
+    coordinator=DittoCoordinator,
     worker=DittoWorker,
     source="Li et al., Fair and Robust Federated Learning Through Personalization, arXiv 2012.04221, Algorithm 1",
 )

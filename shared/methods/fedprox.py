@@ -6,12 +6,13 @@ FedAvg, bit for bit, because the term is then left out rather than added as zero
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from tessera.shared.methods.base import Method, MethodSettings, TaskContext, WorkerHalf
+from tessera.shared.methods.base import CoordinatorHalf, Method, MethodSettings, State, TaskContext, WorkerHalf
+from tessera.shared.run_settings import Training
 
 if TYPE_CHECKING:
     import torch
@@ -19,6 +20,27 @@ if TYPE_CHECKING:
 
 class FedProxSettings(MethodSettings):
     mu: float = Field(default=0.01, ge=0, description="weight of the quadratic term")
+
+
+class FedProxCoordinator(CoordinatorHalf[FedProxSettings]):
+    def warnings(self, state: State) -> Sequence[str]:
+        return () if state.round else overshoots("mu", self.settings.mu, self.run.training)
+
+
+def overshoots(name: str, weight: float, training: Training) -> Sequence[str]:
+    """Return a warning if steps of SGD on the term weight/2 |w - w_t|^2 lead away from its minimum.
+
+    A step multiplies the distance by 1 - rate * weight. With momentum the limit is higher: Polyak 1964.
+    """
+    limit = 2 * (1 + training.momentum)
+    if training.optimizer != "sgd" or training.learning_rate * weight <= limit:
+        return ()
+    said = (
+        f"{name} is {weight:g} and training.learning_rate {training.learning_rate:g}: their product is above "
+        f"{limit:g}, so that each step leads away from the version and training diverges. Lower {name} to at most "
+        f"{limit / training.learning_rate:g}, or lower the rate"
+    )
+    return (said,)
 
 
 class FedProxWorker(WorkerHalf[FedProxSettings]):
@@ -42,6 +64,7 @@ METHOD = Method(
     good_for="sites whose data differ much, or that train for different numbers of steps",
     sends="the whole model",
     settings=FedProxSettings,
+    coordinator=FedProxCoordinator,
     worker=FedProxWorker,
     source="Li et al., Federated Optimization in Heterogeneous Networks, arXiv 1812.06127, equation (2)",
 )

@@ -121,6 +121,11 @@ class PhaseTraining:
             self._local.moments.update(self._name, self._optimizer, self._trained)
         self._drop_gradients()
 
+    def abandon(self) -> None:
+        """Drop the gradients, and keep the moments of earlier rounds."""
+        self._unread.clear()
+        self._drop_gradients()
+
     def run(self, batches: Iterable[tuple[Batch, Tensor]], after_step: Callable[[], None] = lambda: None) -> float:
         """Train on the batches, each with its labels on the CPU, of at most one pass over the data.
 

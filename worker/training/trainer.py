@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import chain, islice
 from itertools import count as counted
 
+import structlog
 import torch
 
 from tessera.shared.methods.base import Phase, TrainingStats
@@ -80,12 +81,23 @@ class Trainer(LocalTraining):
         self.report.resume(state.at.progress, state.at.training_seconds)
         for count in planned[state.at.phase :]:
             current = state.start(rates, frozenset(dataset.common))
-            if self.private:
-                self._train_privately(self.private, current, count, dataset, state)
+            scale = self.scaler.get_scale()
+            try:
+                if self.private:
+                    self._train_privately(self.private, current, count, dataset, state)
+                else:
+                    with self._set_up(), self._images_once(batches, phases) as data:
+                        self._train_openly(current, count, replace(batches, dataset=data), state)
+            except TrainingDiverged as fault:
+                phase = phases[state.at.phase]
+                if not phase.personal:
+                    raise
+                structlog.get_logger("worker").warning("personal-model-diverged", cause=str(fault))
+                self.half.on_phase_diverged(self.context, phase)
+                current.abandon()
+                self.scaler.update(scale)
             else:
-                with self._set_up(), self._images_once(batches, phases) as data:
-                    self._train_openly(current, count, replace(batches, dataset=data), state)
-            current.end()
+                current.end()
             state.end_phase(current)
         rate_sum = self.training.learning_rate * state.at.rate_steps
         return TrainingStats(units, state.at.steps, state.at.loss, rate_sum)

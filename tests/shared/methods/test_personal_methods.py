@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from structlog.testing import capture_logs
 from transformers import PreTrainedModel
 
 from tessera.shared.methods.base import MethodSpec, Participant, Plan, RunInfo, State
@@ -93,6 +94,25 @@ def half_of(method: str, context: LocalTaskContext, settings: dict[str, Any] | N
     facts = Rounds(method).facts
     assert facts.blocks == tuple(context.blocks)
     return worker_half(MethodSpec(name=method, settings=settings or {}), facts)
+
+
+def test_a_personal_model_that_diverges_costs_neither_the_update_nor_the_model_before() -> None:
+    settings = {"epochs": 20, **SGD}
+    vault = {f"own/{name}": values for name, values in values_of(2).items()}
+    with capture_logs() as logs:
+        _, result = one_task("ditto", {"lam": 1000.0}, vault=vault, **settings)
+    _, plain = one_task("fedavg", **settings)
+    assert [log["event"] for log in logs if log["log_level"] == "warning"] == ["personal-model-diverged"]
+    assert all(values.tobytes() == plain.upload[name].tobytes() for name, values in result.upload.items())
+    assert all((result.keep[name] == values).all() for name, values in vault.items())
+
+
+@pytest.mark.parametrize(("method", "name"), [("ditto", "lam"), ("fedprox", "mu")])
+def test_a_term_that_no_step_can_follow_is_warned_of_at_the_start_alone(method: str, name: str) -> None:
+    for weight, training, warned in ((19.0, {}, False), (21.0, {}, True), (21.0, {"optimizer": "adamw"}, False)):
+        half = Rounds(method, {name: weight}, {**SGD, **training}).half
+        assert any("training diverges" in said for said in half.warnings(State(0, {}))) is warned
+        assert not half.warnings(State(1, {}))
 
 
 # ---------------------------------------------------------------- FedBABU

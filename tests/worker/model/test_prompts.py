@@ -143,6 +143,22 @@ def test_deep_prompts_learn_and_go_with_the_prompts_before_them(family: str) -> 
         assert torch.equal(logits(deep, given), logits(plain, given))
 
 
+def test_no_deep_prompt_is_inserted_a_layer_late_or_beyond_its_depth() -> None:
+    config = dual("clip")
+    towers = {name: {**config[name], "num_hidden_layers": 4} for name in ("vision_config", "text_config")}
+    prompts = Prompts(vision=3, text=2, depth=3)
+    model = instantiate({**config, **towers}, "contrastive", seed=4, prompts=prompts).eval()
+    for tower, count in (("vision", 3), ("text", 2)):
+        seen: list[Tensor] = []
+        stack = model.get_submodule(f"{tower}_model.encoder.layers")
+        for layer in stack:
+            layer.register_forward_pre_hook(lambda _, args, seen=seen: seen.append(args[0]))
+        logits(model, batch("clip"))
+        deep = model.get_parameter(f"prompts.deep.{tower}")  # [2, tokens, width]
+        found = [[bool((states[:, 1 : 1 + count] == own).all()) for own in deep] for states in seen]
+        assert found == [[False, False], [True, False], [False, True], [False, False]], tower
+
+
 def test_more_deep_prompts_than_layers_are_refused_and_documents_without_them_are_as_before() -> None:
     with pytest.raises(PromptError, match="prompts in 3 layers, and the vision tower has 2: use a depth of at most"):
         made("clip", Prompts(vision=1, text=1, depth=3))

@@ -47,6 +47,19 @@ def test_rounds_with_kept_moments_step_as_one_optimizer_does(optimizer: dict[str
     assert "other" not in kept.values
 
 
+def test_the_moments_of_one_phase_are_not_those_of_another() -> None:
+    context, expected, kept = work_on(hidden_dropout_prob=0.0), work_on(hidden_dropout_prob=0.0), Moments({})
+    train(context, Phase(EVERYTHING), steps=3, moments=kept, **ONE, **ADAM)
+    for block in context.blocks:
+        expected.write(block, context.read(block))
+    # The second phase has no moments yet, so its step is a new optimizer's.
+    train(context, Phase(EVERYTHING, name="own"), steps=1, moments=kept, **ONE, **ADAM)
+    train(expected, Phase(EVERYTHING), steps=1, **ONE, **ADAM)
+    assert values_of(context) == values_of(expected)
+    phases = {name.split("/")[1] for name in kept.values}
+    assert phases == {"train", "own"}
+
+
 def test_blocks_go_on_with_their_own_moments_and_others_begin_with_new_ones() -> None:
     head, body = roles("head"), Selector(exclude=roles("head").include)
     context, expected, kept = work_on(hidden_dropout_prob=0.0), work_on(hidden_dropout_prob=0.0), Moments({})
