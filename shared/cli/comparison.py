@@ -24,7 +24,10 @@ def compare(
     ctx: typer.Context,
     runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="Two runs or more, by id or name.")],
     metric: Annotated[
-        str | None, typer.Option(help="The score to compare; by default the main score: accuracy, else loss.")
+        str | None,
+        typer.Option(
+            help="The score to compare; by default the main score: accuracy, else loss, of own models if any."
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:

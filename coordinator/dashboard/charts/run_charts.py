@@ -96,7 +96,6 @@ class Figures:
     def metrics(self) -> list[str]:
         """The names to choose from: the main scores, the others, and the workers' training loss."""
         names = choices((one.site, name.removeprefix(PERSONAL)) for one in self.measurements for name in one.metrics)
-        names = [name for name in names if name != SCORED_LABELS]
         return [*names, *([TRAINING_LOSS] if self.run.version.number else [])]
 
     def chosen(self, metric: str | None) -> str:
@@ -110,7 +109,7 @@ def choices(measured: Iterable[tuple[str, str]]) -> list[str]:
 
     Of too many, the names that most sites measured: one site's inventions displace no others.
     """
-    sites = Counter(name for _, name in set(measured))
+    sites = Counter(name for _, name in set(measured) if name != SCORED_LABELS)
     shown = sorted(sites, key=lambda name: (name not in MAIN_SCORES, -sites[name], name))[:MAX_CHOICES]
     main = [name for name in MAIN_SCORES if name in shown]
     return [*main, *sorted(set(shown).difference(main))]

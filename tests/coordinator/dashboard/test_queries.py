@@ -58,7 +58,7 @@ def test_the_best_of_all_evaluated_versions_is_among_those_shown(
         assert best.number in {one.version for one in shown}
 
 
-def test_the_latest_score_is_over_all_workers_that_measured(tmp_path: Path) -> None:
+def test_the_latest_score_is_over_all_workers_that_measured_and_of_own_models(tmp_path: Path) -> None:
     database = migrated(tmp_path)
     with database.transaction() as session:
         add_run(session).spec = SPEC.model_dump(mode="json")
@@ -73,6 +73,18 @@ def test_the_latest_score_is_over_all_workers_that_measured(tmp_path: Path) -> N
                 examples=10, metrics={"accuracy": float(number == 200)},
             )  # fmt: skip
     with database.snapshot() as session:
-        found = latest_scores(session, views.run_view(session, views.find_run(session, "run")))
+        run = views.run_view(session, views.find_run(session, "run"))
+        assert latest_scores(session, run) == {"accuracy": pytest.approx(1 / 201)}
+    # A version of own models is shown by these, and best by these.
+    with database.transaction() as session:
+        for name, own in (("w000", 0.5), ("w001", 0.7)):
+            add_task(
+                session, f"own-{name}", name, "accepted", round_id=None, kind="evaluate", held_out=True,
+                version_number=2, examples=10, metrics={"accuracy": 0.1, "personal_accuracy": own},
+            )  # fmt: skip
+    with database.snapshot() as session:
+        assert latest_scores(session, run) == {"personal_accuracy": pytest.approx(0.6)}
+        best = best_version(evaluations(session, run))
     database.close()
-    assert found == {"accuracy": pytest.approx(1 / 201)}
+    assert best is not None
+    assert (best.number, best.metric) == (2, "personal_accuracy")
