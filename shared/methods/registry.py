@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from functools import cache, partial
 from importlib.metadata import entry_points
 from importlib.util import module_from_spec, spec_from_file_location
-from inspect import isfunction, signature
+from inspect import isasyncgenfunction, iscoroutinefunction, isfunction, isgeneratorfunction, signature
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -95,17 +95,26 @@ def method_faults(module: ModuleType) -> Iterator[str]:
         if not (isinstance(half, type) and issubclass(half, base)):
             yield f"METHOD has {half!r} as its {part}: give a subclass of {base.__name__}"
             continue
-        own = half.__mro__[: half.__mro__.index(base)]
-        used |= {*own, base}
-        for cls in own:
-            for name, value in vars(cls).items():
-                if not name.startswith("_") and (fault := _hook_fault(name, value, base, other)):
-                    yield f"{cls.__name__}.{name} {fault}"
+        used |= {*(cls for cls in half.__mro__ if cls not in base.__mro__), base}
+        yield from _half_faults(half, base, other)
     here = [cls for cls in vars(module).values() if isinstance(cls, type) and cls.__module__ == module.__name__]
     for cls in here:
         if issubclass(cls, CoordinatorHalf | WorkerHalf) and cls not in used and not cls.__name__.startswith("_"):
             part = "coordinator" if issubclass(cls, CoordinatorHalf) else "worker"
             yield f"METHOD does not name {cls.__name__}: pass it as {part}, or begin its name with _"
+
+
+def _half_faults(half: type, base: type, other: type) -> Iterator[str]:
+    """Yield which public attributes of a half, and of its bases but for `base`, are no hook that is called."""
+    before = half.__mro__[: half.__mro__.index(base)]
+    for cls in half.__mro__:
+        for name, value in vars(cls).items():
+            if name.startswith("_") or cls in base.__mro__:
+                continue
+            if fault := _hook_fault(name, value, base, other):
+                yield f"{cls.__name__}.{name} {fault}"
+            elif cls not in before:
+                yield f"{cls.__name__}.{name} is hidden by {base.__name__}: name {cls.__name__} before it"
 
 
 def _hook_fault(name: str, value: object, base: type, other: type) -> str:
@@ -123,6 +132,10 @@ def _hook_fault(name: str, value: object, base: type, other: type) -> str:
         return ""
     if not callable(value) and not isinstance(value, staticmethod | classmethod):
         return f"is {value!r}, and has to be a method"
+    code = getattr(value, "__func__", value)
+    is_lazy = isgeneratorfunction(code) and declared.__annotations__.get("return") == "None"
+    if is_lazy or iscoroutinefunction(code) or isasyncgenfunction(code):
+        return "would not run when it is called: leave out " + ("yield" if is_lazy else "async")
     if isfunction(value):
         given = signature(declared)
         try:
@@ -214,6 +227,11 @@ def charts(chosen: MethodSpec) -> tuple[Chart, ...]:
 def needs_one_example_per_row(chosen: MethodSpec) -> bool:
     """Return `one_example_per_row` of the method's worker half."""
     return _method(chosen)[0].worker.one_example_per_row
+
+
+def chooses_blocks(chosen: MethodSpec) -> bool:
+    """Return whether the method's worker half has a choice of blocks of its own, which may look at data."""
+    return _method(chosen)[0].worker.select is not WorkerHalf.select
 
 
 def coordinator_half(chosen: MethodSpec, run: RunInfo) -> CoordinatorHalf[Any]:

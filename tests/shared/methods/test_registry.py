@@ -151,7 +151,7 @@ def test_a_folder_of_methods_that_is_not_there_is_named(tmp_path: Path, monkeypa
 
 @pytest.mark.parametrize("side", ["coordinator", "worker"])
 def test_no_method_is_known_by_name_outside_its_file(side: str) -> None:
-    common = {"local"}
+    common = {"local", "lora"}  # a kind of place, and an extra of the package
     for path in (ROOT / side).rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Constant):
@@ -223,6 +223,9 @@ METHOD = Method(name="mine", coordinator=Server, worker={worker}, source="none")
         ("pass", "def merge(self, state, updates): ...", "Site", "Site.merge is a hook of CoordinatorHalf"),
         ("pass", "def loss(self, batch): ...", "Site", r"Site.loss takes \(self, batch\), and is called with"),
         ("pass", "loss = 3", "Site", "Site.loss is 3, and has to be a method"),
+        ("pass", "async def after_backward(self, context): ...", "Site", "Site.after_backward would .* async"),
+        ("pass", "def after_backward(self, context): yield", "Site", "Site.after_backward would .* leave out yield"),
+        ("pass", "@property\n    def loss(self): ...", "Site", "Site.loss is <property .*, and has to be a method"),
         ("sticky = 'yes'", "pass", "Site", "Server.sticky is 'yes': set it to True or False"),
         ("pass", "pass", "WorkerHalf", "METHOD does not name Site: pass it as worker"),
         ("pass", "pass", "Server", "METHOD has <class .*Server'> as its worker: give a subclass of WorkerHalf"),
@@ -235,6 +238,20 @@ def test_a_hook_that_would_never_be_called_is_refused_when_its_file_is_read(
     monkeypatch.setenv(FOLDERS, str(tmp_path))
     assert "mine" not in methods.__wrapped__()
     assert re.search(said, places_searched()), places_searched()
+    monkeypatch.delenv(FOLDERS)
+    methods.__wrapped__()
+
+
+def test_a_hook_of_a_base_that_python_passes_over_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mixin = "class Mixin:\n    def loss(self, context, batch): ...\nclass Site(WorkerHalf[MethodSettings], Mixin):"
+    text = HALVES.format(server="pass", site="pass", worker="Site")
+    (tmp_path / "mine.py").write_text(text.replace("class Site(WorkerHalf[MethodSettings]):", mixin))
+    monkeypatch.setenv(FOLDERS, str(tmp_path))
+    assert "mine" not in methods.__wrapped__()
+    assert "Mixin.loss is hidden by WorkerHalf: name Mixin before it" in places_searched()
+    after, before = "(WorkerHalf[MethodSettings], Mixin)", "(Mixin, WorkerHalf[MethodSettings])"
+    (tmp_path / "other.py").write_text((tmp_path / "mine.py").read_text().replace(after, before))
+    assert "mine" in methods.__wrapped__()
     monkeypatch.delenv(FOLDERS)
     methods.__wrapped__()
 
