@@ -3,6 +3,7 @@
 import operator
 from datetime import datetime
 from functools import partial
+from math import inf
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -26,6 +27,7 @@ from tessera.shared.near_names import did_you_mean
 from tessera.shared.run_settings import ClientPrivacy, Privacy, Training
 from tessera.shared.schema import (
     SCORED_LABELS,
+    ActsOnlyIf,
     Bytes,
     Digest,
     Frozen,
@@ -45,6 +47,14 @@ from tessera.shared.updates.codecs import pipeline
 class Cohort(Frozen):
     """Participants and time limits of a round. Sites are counted, not workers: a site's token admits any number of
     workers, under names that the site chooses."""
+
+    conditions = (
+        ActsOnlyIf(
+            ("target_updates",),
+            lambda cohort: cohort.target_updates < min(cohort.size or inf, len(cohort.sites or ()) or inf),
+            "it below size and the number of sites",
+        ),
+    )
 
     size: PositiveInt | None = Field(
         default=None, description="sites chosen per round; all that are live if left out"

@@ -41,6 +41,7 @@ from tessera.shared.methods.base import (
     Update,
     WorkerHalf,
 )
+from tessera.shared.methods.fedprox import overshoots
 from tessera.shared.methods.population import PopulationCoordinator, PopulationSettings, SitePopulation, scaled_sum
 from tessera.shared.model.selectors import Selector
 from tessera.shared.schema import ActsOnlyIf
@@ -77,6 +78,17 @@ class FedDynCoordinator(PopulationCoordinator[FedDynSettings]):
                     "choose another method, such as scaffold"
                 )
         return super().start(state)
+
+    def warnings(self, state: State) -> Sequence[str]:
+        alpha, training, population = self.settings.alpha, self.run.training, SitePopulation.of(state)
+        if not state.round:
+            return overshoots("alpha", alpha, training)
+        if self.settings.weigh == "examples" or not population.weights:
+            return ()
+        # A small site has a large alpha_k. Which one it is, the population does not say.
+        scale = population.mean / min(population.weights.values())
+        said = overshoots("the alpha of the site with the fewest examples", alpha * scale, training)
+        return tuple(f"{each}. It is method.settings.alpha times {scale:.3g}" for each in said)
 
     def plan(self, state: State, cohort: Sequence[Participant], rng: Random) -> Mapping[str, Plan]:
         if self.settings.weigh == "examples":

@@ -49,7 +49,7 @@ from tessera.shared.methods.layer_choice import (
     due,
     explored,
 )
-from tessera.shared.methods.safl_settings import OF_ATTENTION, ON_PURPOSE, SAFLSettings, check_privacy
+from tessera.shared.methods.safl_settings import OF_ATTENTION, OF_HEADS, ON_PURPOSE, SAFLSettings, check_privacy
 from tessera.shared.model.attention_stats import ByHead, LayerAttention
 from tessera.shared.model.blocks import Block, Layer
 from tessera.shared.model.selectors import NOTHING, Selector
@@ -101,6 +101,11 @@ class SAFLCoordinator(CoordinatorHalf[SAFLSettings]):
                 "the model has no layers that SAFL can choose with these settings: set score to random or within to "
                 "other roles. Of a model with adapters or prompts only these train in a layer, unless the run sets "
                 "training.full_fine_tuning to true"
+            )
+        if settings.needs_heads and not any(block.role in OF_HEADS for layer in layers for block in layer.blocks):
+            raise UnsupportedRun(
+                "prune_by is attention, and no block that SAFL trains in a layer has the rows of heads: set prune_by "
+                "to magnitude, or leave out prune"
             )
         if settings.layers and settings.layers > len(layers):
             raise UnsupportedRun(f"of {len(layers)} layers, {settings.layers} are to be chosen: lower layers")

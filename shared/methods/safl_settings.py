@@ -17,6 +17,8 @@ from tessera.shared.schema import ActsOnlyIf
 
 Score = Literal["attention", "sink-corrected", "gradient-norm", "fisher", "random", "first", "last", "fixed"]
 OF_ATTENTION = frozenset({"attention", "sink-corrected"})
+OF_HEADS: frozenset[Role] = frozenset({"query", "key", "value", "output"})
+"""Roles of matrices whose rows or columns are those of heads."""
 OF_DATA = OF_ATTENTION | {"gradient-norm", "fisher"}
 ON_PURPOSE = frozenset({"first", "last", "fixed"})
 
@@ -145,8 +147,16 @@ class SAFLSettings(MethodSettings):
 
 
 def check_privacy(settings: SAFLSettings, privacy: Privacy | None) -> None:
-    """Raise UnsupportedRun if SAFL would disclose more about a site's data than the run's privacy covers."""
-    if privacy is None or not (settings.looks_at_data or settings.needs_heads):
+    """Raise UnsupportedRun if SAFL would disclose more about a site's data than the run's privacy covers, or if part
+    of the budget were for a choice that is not by data."""
+    if privacy is None:
+        return
+    if not (settings.looks_at_data or settings.needs_heads):
+        if privacy.selection == "noisy":
+            raise UnsupportedRun(
+                f"privacy.selection would spend privacy on nothing: the score {settings.score} is not one of data. "
+                "Leave it out, or set score to attention"
+            )
         return
     if privacy.selection == "refused":
         raise UnsupportedRun(

@@ -31,7 +31,7 @@ from tessera.shared.methods.base import (
     UnsupportedRun,
     Update,
 )
-from tessera.shared.methods.registry import UnknownMethod, check, coordinator_half, settings_type
+from tessera.shared.methods.registry import UnknownMethod, check, chooses_blocks, coordinator_half, settings_type
 from tessera.shared.model.selectors import SelectorError, trainable_blocks
 from tessera.shared.model.spec import Model
 from tessera.shared.model.training_faults import training_faults
@@ -127,6 +127,9 @@ def begun(spec: RunSpec, model: Model, first: State) -> State:
 def _check_effect(spec: RunSpec, settings: MethodSettings) -> None:
     """Raise Invalid for settings of the run or of its method that others leave without effect."""
     found = [*without_effect(spec), *((f"method/settings/{path}", said) for path, said in without_effect(settings))]
+    if spec.privacy and spec.privacy.selection == "noisy" and not chooses_blocks(spec.method):
+        said = f"would spend privacy on nothing: {spec.method.name} chooses no blocks by data. Leave it out"
+        found.append(("privacy/selection", said))
     if found:
         faults = [Fault(pointer=f"/{path}", detail=said) for path, said in found]
         raise Invalid("the run has settings without effect", errors=faults)

@@ -99,13 +99,17 @@ class Shape:
     def drawn(cls, dice: Random) -> Shape:
         workers = dice.choice((2, 3, 4))
         quorum = dice.randint(1, workers)
+        replicas, rounds = dice.choice((1, 2)), dice.randint(2, 4)
+        size = dice.choice((None, workers, max(quorum, workers - 1)))
+        target_updates = dice.choice((None, None, quorum))
         return cls(
             workers=workers,
-            replicas=dice.choice((1, 2)),
-            rounds=dice.randint(2, 4),
+            replicas=replicas,
+            rounds=rounds,
             quorum=quorum,
-            size=dice.choice((None, workers, max(quorum, workers - 1))),
-            target_updates=dice.choice((None, None, quorum)),
+            size=size,
+            # A target of the whole cohort is refused.
+            target_updates=None if target_updates == size else target_updates,
             tries=dice.choice((2, 20)),
             max_task_attempts=dice.choice((1, 3)),
             evaluates=dice.random() < 0.4,

@@ -16,6 +16,7 @@ import torch
 
 from tessera.shared.api.runs import RunSpec
 from tessera.shared.methods.base import MethodSpec, Participant, Plan, State
+from tessera.shared.methods.population import SitePopulation
 from tessera.shared.methods.registry import coordinator_half, methods
 from tessera.shared.model.spec import Lora, Model, Prompts
 from tessera.shared.problems import Invalid
@@ -286,6 +287,10 @@ PRIVATE = {"epsilon": 8.0, "delta": 1e-5, "clip_norm": 1.0}
         ("fedavg", {}, {}, {"betas": [0.8, 0.9]}, "/training/betas"),
         ("fedavg", {}, {}, {"weight_decay": 0, "decay_norms_and_biases": False}, "/training/decay_norms_and_biases"),
         ("fedavg", {}, {"privacy": {**PRIVATE, "selections": 3}}, {}, "/privacy/selections"),
+        ("fedavg", {}, {"privacy": {**PRIVATE, "selection": "noisy"}}, {}, "/privacy/selection"),
+        ("safl", {"score": "random"}, {"privacy": {**PRIVATE, "selection": "noisy"}}, {}, "privacy on nothing"),
+        ("fedavg", {}, {"cohort": {"size": 3, "target_updates": 3}}, {}, "/cohort/target_updates"),
+        ("fedavg", {}, {"cohort": {"sites": ["a", "b"], "target_updates": 4}}, {}, "/cohort/target_updates"),
         ("fedfrozen", {"warmup_rounds": 2, "patience": 5}, {}, {}, "/method/settings/patience"),
         ("fedfrozen", {"gain": 0.2}, {}, {}, "/method/settings/gain"),
         ("fedfrozen", {"warmup_rounds": 0, "signals": True}, {}, {}, "/method/settings/signals"),
@@ -314,7 +319,39 @@ def test_a_setting_that_would_have_no_effect_is_refused_with_its_remedy(
     method: str, settings: dict[str, Any], run: dict[str, Any], training: dict[str, Any], pointer: str
 ) -> None:
     assert pointer in (said := refusal(spec_of(method, settings, run, **training), PLAIN)), said
-    assert any(remedy in said for remedy in ("leave it out", "leave them out", "lower")), said
+    assert any(remedy in said.lower() for remedy in ("leave it out", "leave them out", "lower")), said
+
+
+def test_a_target_that_ends_rounds_early_is_taken() -> None:
+    assert not refusal(spec_of("fedavg", run={"cohort": {"size": 3, "target_updates": 2}}), PLAIN)
+    assert not refusal(spec_of("fedavg", run={"cohort": {"target_updates": 9}}), PLAIN)
+
+
+@pytest.mark.parametrize(("subject", "settings"), [(ADAPTED, {}), (PLAIN, {"within": ["mlp"]})])
+def test_safl_prunes_no_rows_by_the_attention_of_heads_that_they_are_not_of(
+    subject: Subject, settings: dict[str, Any]
+) -> None:
+    pruned = {"prune": 0.25, "score": "random", **settings}
+    assert "set prune_by to magnitude" in refusal(spec_of("safl", pruned), subject)
+    assert not refusal(spec_of("safl", {**pruned, "prune_by": "magnitude"}), subject)
+    assert not refusal(spec_of("safl", {"prune": 0.25}), PLAIN)
+
+
+def test_a_small_site_that_feddyn_makes_diverge_is_warned_of_at_creation_and_when_it_joins() -> None:
+    def said(alpha: float, state: State, **settings: Any) -> str:
+        facts = run_facts(spec_of("feddyn"), PLAIN.document())  # a learning rate of 0.05
+        chosen = MethodSpec(name="feddyn", settings={"alpha": alpha, **settings})
+        return "".join(coordinator_half(chosen, facts).warnings(state))
+
+    first = State(0, {})
+    assert "Lower alpha to at most 40" in said(50, first)
+    assert not said(30, first)
+    members = SitePopulation({1: 10.0, 2: 190.0}).server_state()
+    later = State(1, {}, server_state=members)
+    assert "the alpha of the site with the fewest examples is 50 and" in said(5, later)
+    assert "It is method.settings.alpha times 10" in said(5, later)
+    assert not said(3, later)
+    assert not said(5, later, weigh="examples")
 
 
 def test_a_rate_of_blocks_that_are_frozen_beside_adapters_is_refused() -> None:
