@@ -1,4 +1,4 @@
-"""Suggestions for misspelt names."""
+"""Names that are alike: in another Unicode form, or misspelt, with suggestions."""
 
 from collections.abc import Iterable
 from difflib import get_close_matches
@@ -11,10 +11,15 @@ MAX_LISTED = 24
 MAX_CHARACTERS = 64
 
 
+def composed(text: str) -> str:
+    """Return text in Unicode's composed form (NFC): macOS writes an accent as a letter of its own."""
+    return normalize("NFC", text)
+
+
 def nearest(name: str, known: Iterable[str], similarity: float = SUGGESTED) -> str | None:
     """Return the known name that `name` resembles most, or None. Ignores case and Unicode forms."""
-    by_lower = {normalize("NFC", one).lower(): one for one in known}
-    lower = normalize("NFC", name[:MAX_CHARACTERS]).lower()
+    by_lower = {composed(one).lower(): one for one in known}
+    lower = composed(name[:MAX_CHARACTERS]).lower()
     swapped = (one for one in by_lower if sorted(one) == sorted(lower))
     close = next(swapped, None) or next(iter(get_close_matches(lower, by_lower, 1, similarity)), None)
     return by_lower[close] if close is not None else None
@@ -31,6 +36,6 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 def absent(path: Path, remedy: str = "check the path") -> str:
     """Return the message for a path where nothing is, with the nearest name in its folder or else the remedy."""
     near = nearest(path.name, (file.name for file in path.parent.glob("*")), MISSPELT)
-    if near and normalize("NFC", near) == normalize("NFC", path.name):
+    if near and composed(near) == composed(path.name):
         remedy, near = "its folder has this name in another Unicode form, as macOS writes it: rename the file", None
     return f"there is no file or folder {path}; " + (f"did you mean `{near}`?" if near else remedy)

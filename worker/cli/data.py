@@ -184,9 +184,7 @@ def _described(name: str, source: DataSource, key: bytes, prepared: Prepared) ->
         "tokenizer": "of each run" if loaded.texts else None,
         "unknown tokens": loaded.report.unknown_tokens,
         "truncated": None if loaded.texts or not loaded.report.truncation else str(loaded.report.truncation),
-        "warnings": [
-            f"{detail}. {remedy}" for detail, remedy in loaded.report.warnings(held_out=loaded.held_out is not None)
-        ],
+        "warnings": loaded.report.sentences(held_out=loaded.held_out is not None),
     }
 
 

@@ -237,15 +237,24 @@ class Dataset:
         labels = self.tensors.get(LABELS)
         return None if labels is None or labels.ndim != 1 or labels.is_floating_point() else labels.long()
 
-    def relabelled(self) -> int:
-        """Return the number of examples that are there again with another class, by their digests."""
+    def contradictions(self) -> list[tuple[int, int]]:
+        """Return the place of the first example of a content, and that of another with another class, once for each
+        further class. Examples of which the source is a digest are compared."""
         classes = self.classes
         if classes is None or not isinstance(self.sources, np.ndarray):
-            return 0
+            return []
         digests = np.ascontiguousarray(self.sources).view(f"V{self.sources.shape[1]}").ravel()
-        _, of_source = np.unique(digests, return_inverse=True)
-        pairs = np.unique(np.stack([of_source, classes.numpy()], axis=1), axis=0)
-        return int(len(pairs) - len(np.unique(pairs[:, 0])))
+        _, contents, counts = np.unique(digests, return_inverse=True, return_counts=True)
+        again = np.flatnonzero(counts[contents] > 1)
+        first: dict[int, int] = {}
+        found: dict[tuple[int, int], tuple[int, int]] = {}
+        for place, content, number in zip(
+            again.tolist(), contents[again].tolist(), classes[again].tolist(), strict=True
+        ):
+            earlier = first.setdefault(content, place)
+            if classes[earlier] != number:
+                found.setdefault((content, number), (earlier, place))
+        return list(found.values())
 
     def split_keys(self) -> Iterator[bytes]:
         """Yield the bytes that decide whether each example is held out: its group, or else its identity."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tessera.shared.hashing import derive_seed
+from tessera.shared.near_names import composed
 
 UNNAMED = frozenset({b"", b"nan", b"none", b"null", b"na", b"n/a", b"<na>", b"nat", b"\\n"})
 """Names of groups that stand for a missing value, in lower case: how tables, R, pandas and dumps of databases (`\\N`)
@@ -55,7 +56,7 @@ def is_unnamed(group: bytes) -> bool:
 
 def group_name(value: str) -> bytes:
     """Return the bytes of a group's name, which spaces around it and its Unicode form do not change."""
-    return unicodedata.normalize("NFC", value).strip().encode()
+    return composed(value).strip().encode()
 
 
 def plain(column: str) -> str:
@@ -89,7 +90,7 @@ def in_paths(persons: Iterable[bytes], remedy: str = "") -> Repeated | None:
 
 def person_of(pattern: str, path: str) -> bytes:
     """Return what the group of a pattern matches in an image's path; empty if the pattern does not match."""
-    found = re.search(pattern, unicodedata.normalize("NFC", path))
+    found = re.search(pattern, composed(path))
     return group_name(found[1] or "") if found else b""
 
 

@@ -166,6 +166,10 @@ class LoadReport:
             )
         yield from self._about_images()
 
+    def sentences(self, *, held_out: bool = False) -> list[str]:
+        """Return the same warnings, each with its remedy in one text."""
+        return [f"{detail}. {remedy}" for detail, remedy in self.warnings(held_out=held_out)]
+
     def _about_images(self) -> Iterator[tuple[str, str]]:
         if count := len(self.without_row):
             yield (

@@ -54,7 +54,9 @@ def load(
         near = nearest(str(steps[-1]), EVERY_KIND) if message.startswith("unknown key") and len(steps) == 1 else None
         message = f"unknown key; did you mean `{near}`?" if near else message
         raise DataError(f"{'.'.join(map(str, steps)) or kind}: {message}") from None
-    report = replace(dataset.report, relabelled=dataset.relabelled())
+    report = dataset.report
+    if not report.contradictions:
+        report = replace(report, relabelled=len(dataset.contradictions()))
     dataset = replace(dataset, loaders=loaders, report=report)
     if loaders and dataset.for_loaders:
         loaders.prepare()

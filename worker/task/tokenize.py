@@ -94,8 +94,8 @@ def _tokenized(run: TaskRun, document: Model, loaded: Loaded, dataset: Dataset) 
             "tokenizer-mismatch",
             "the run's tokenizer cannot convert the texts of this site; the worker's own log has more",
         ) from None
-    for detail, remedy in made.report.warnings():
-        structlog.get_logger("worker").warning("texts", dataset=task.dataset, detail=f"{detail}. {remedy}")
+    for warning in made.report.sentences():
+        structlog.get_logger("worker").warning("texts", dataset=task.dataset, detail=warning)
     return made
 
 

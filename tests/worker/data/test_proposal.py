@@ -15,7 +15,8 @@ from PIL import Image
 from pyarrow import parquet
 
 from tessera.worker.data.dataset import DataError
-from tessera.worker.data.proposal import SAMPLE, propose
+from tessera.worker.data.proposal import propose
+from tessera.worker.data.proposal.options import SAMPLE
 from tessera.worker.data.registry import load
 from tests.support.dicom_files import written
 from tests.support.pretrained import bert_tokenizer

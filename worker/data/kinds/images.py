@@ -10,7 +10,6 @@ processor = "/models/vit"
 import importlib
 import os
 import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -20,6 +19,7 @@ from typing import Self
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from pydantic import Field, model_validator
 from torch import Tensor
 
@@ -39,6 +39,7 @@ from tessera.worker.data.groups import (
 )
 from tessera.worker.data.load_report import LoadReport, by_suffix, counted
 from tessera.worker.data.prepared import NOT_KEPT, Prepared
+from tessera.worker.data.readers.absent_files import in_its_form
 from tessera.worker.data.readers.byte_cells import ParquetCells, PictureCells, path_in
 from tessera.worker.data.readers.class_labels import combinations, numbered
 from tessera.worker.data.readers.data_folders import foreign, names_below
@@ -50,7 +51,6 @@ from tessera.worker.data.readers.pictures import (
     DicomReader,
     PictureFiles,
     Pictures,
-    in_its_form,
     is_dicom,
 )
 from tessera.worker.data.readers.table_files import TableOptions, is_saved
@@ -100,6 +100,11 @@ class ImagesOptions(PixelOptions, TableOptions):
         is_keyword = self.dicom and self.folder is not None and self.group is not None and self.group.isidentifier()
         return self.group if is_keyword else None
 
+    @property
+    def suffixes(self) -> frozenset[str]:
+        """The suffixes of images, in lower case."""
+        return SUFFIXES | DICOM if self.dicom else SUFFIXES
+
 
 def images(options: ImagesOptions, prepared: Prepared = NOT_KEPT) -> Dataset:
     """Return `pixel_values` float32 [n, channels, height, width], a processor's other inputs, `labels` int64 [n].
@@ -116,7 +121,6 @@ def images(options: ImagesOptions, prepared: Prepared = NOT_KEPT) -> Dataset:
     if inputs.unreadable:
         option, where, values = listed.labels
         numbered(option, where, [values[place] for place in inputs.places], listed.names, options.absent)
-    copies, contradictions = _repeated(listed, inputs)
     shapes = {PIXELS: conversion.pixels_shape(options.mode), LABELS: ()}
     groups = inputs.groups if options.keyword else listed.groups and listed.groups.chosen(inputs.places)
     dataset = Dataset(
@@ -130,8 +134,7 @@ def images(options: ImagesOptions, prepared: Prepared = NOT_KEPT) -> Dataset:
             unreadable=inputs.unreadable,
             partly_read=inputs.partly_read,
             without_row=listed.without_row,
-            copies=copies,
-            contradictions=contradictions,
+            copies=len(inputs.digests) - len(np.unique(inputs.digests, axis=0)),
             group_bytes=listed.group_bytes,
             ungrouped=() if options.group else _ungrouped(listed, inputs),
             without_group=sum(map(is_unnamed, groups or ())),
@@ -141,7 +144,8 @@ def images(options: ImagesOptions, prepared: Prepared = NOT_KEPT) -> Dataset:
         normalization=conversion.normalization(options.mode),
     )
     known = {name: values for name, values in dataset.inputs.items() if name in shapes}
-    return replace(dataset, schema=schema_of(known, shapes, names=options.labels))
+    report = replace(dataset.report, contradictions=_contradictions(listed, inputs.places, dataset))
+    return replace(dataset, report=report, schema=schema_of(known, shapes, names=options.labels))
 
 
 @dataclass(frozen=True)
@@ -229,36 +233,25 @@ def _beside(table: DataTable, pictures: Pictures, options: ImagesOptions) -> tup
         # A folder that is missing, or may not be read, is refused with its images.
         with suppress(OSError):
             others = (path for path in Path(folder).iterdir() if path.name not in names and not foreign(path.name))
-            without_row += [str(path) for path in others if path.is_file() and _is_image(path, options)]
+            without_row += [str(path) for path in others if path.is_file() and _is_image(str(path), options)]
     ignored = [
         file
         for file in table.other_files
-        if file.name not in listed.get(str(real(file.parent)), ()) and not _is_image(file, options)
+        if file.name not in listed.get(str(real(file.parent)), ()) and not _is_image(str(file), options)
     ]
     return ignored, sorted(without_row)
 
 
-def _is_image(path: Path, options: ImagesOptions) -> bool:
-    suffixes = SUFFIXES | DICOM if options.dicom else SUFFIXES
-    return path.suffix.lower() in suffixes or (options.dicom and is_dicom_image(path))
+def _is_image(path: str, options: ImagesOptions) -> bool:
+    suffix = os.path.splitext(path)[1].lower()  # noqa: PTH122  (a path for each takes ten times as long)
+    return suffix in options.suffixes or (options.dicom and is_dicom_image(Path(path)))
 
 
-def _repeated(listed: _Listed, inputs: PixelInputs) -> tuple[int, list[str]]:
-    """Return the number of images with the same bytes as an earlier one, and the names and labels of two of each
-    content that has different labels."""
-    values = listed.labels[2]
-    _, contents, counts = np.unique(
-        inputs.digests.view(f"V{inputs.digests.shape[1]}").ravel(), return_inverse=True, return_counts=True
-    )
-    first: dict[int, int] = {}
-    found: dict[int, str] = {}
-    for row in np.flatnonzero(counts[contents] > 1).tolist():
-        content, place = int(contents[row]), int(inputs.places[row])
-        other = first.setdefault(content, place)
-        if values[other] != values[place]:
-            both = (f"{listed.pictures.name(each)} ({values[each]!r})" for each in (other, place))
-            found.setdefault(content, " and ".join(both))
-    return int((counts - 1).sum()), list(found.values())
+def _contradictions(listed: _Listed, places: NDArray[np.int64], dataset: Dataset) -> list[str]:
+    """Return the names and labels of images with the same bytes and different classes."""
+    values, name = listed.labels[2], listed.pictures.name
+    pairs = [map(int, places[list(pair)]) for pair in dataset.contradictions()]
+    return [" and ".join(f"{name(place)} ({values[place]!r})" for place in pair) for pair in pairs]
 
 
 def _dicom_reader(options: ImagesOptions) -> DicomReader | None:
@@ -291,15 +284,9 @@ def _in_folder(folder: Path, options: ImagesOptions) -> _Listed:
             "its folder another name"
         )
     depth = 2 if options.domain_folders else 1
-    files, others = list[str](), Counter[str]()
-    suffixes = SUFFIXES | DICOM if options.dicom else SUFFIXES
     names, passed_over = names_below(folder)
-    for name in names:
-        suffix = os.path.splitext(name)[1].lower()  # noqa: PTH122  (a path for each takes ten times as long)
-        if suffix in suffixes or (options.dicom and is_dicom_image(folder / name)):
-            files.append(name)
-        else:
-            others[suffix or "without suffix"] += 1
+    files = [name for name in names if _is_image(f"{folder}{os.sep}{name}", options)]
+    others = by_suffix(map(Path, set(names).difference(files)))
     # As paths are sorted, by one part after the other.
     files.sort(key=lambda name: name.replace(os.sep, "\0"))
     dicom = "; set dicom = true to read DICOM files" if others.keys() & DICOM else ""
@@ -309,7 +296,8 @@ def _in_folder(folder: Path, options: ImagesOptions) -> _Listed:
         raise DataError(f"folder: {folder / misplaced[0]} is not in the folder of a class: move it into one")
     if not files:
         raise DataError(
-            f"folder: {where} contains no images ({', '.join(sorted(suffixes))}); name one with folders of them"
+            f"folder: {where} contains no images ({', '.join(sorted(options.suffixes))}); name one with folders of "
+            "them"
         )
     domains = numbered_domains([parts[0] for parts in steps]) if options.domain_folders else None
     labels = ("folder", where, [parts[depth - 1] for parts in steps])

@@ -1,26 +1,30 @@
-"""The file that a table means by a path where none is: one that is spelt otherwise, or elsewhere."""
+"""The file that a table means by a path: one in another Unicode form, spelt otherwise, or elsewhere."""
 
 from __future__ import annotations
 
 import os
-import unicodedata
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
+from unicodedata import normalize
+
+from tessera.shared.near_names import composed
 
 MAX_FOLDERS = 100
 """Number of folders beside a table in which to look for a file."""
 
 
-def _composed(name: str) -> str:
-    return unicodedata.normalize("NFC", name)
-
-
 def _folded(name: str) -> str:
-    return _composed(name).casefold()
+    return composed(name).casefold()
 
 
 def _stem(name: str) -> str:
     return _folded(os.path.splitext(name)[0])  # noqa: PTH122  (a folder's name may end in a dot)
+
+
+def in_its_form(folder: Path, path: str) -> str:
+    """Return the path in the Unicode form that names the file on this disk; unchanged if there is no such file."""
+    forms = () if path.isascii() else (path, composed(path), normalize("NFD", path))
+    return next((form for form in forms if (folder / form).is_file()), path)
 
 
 def near_file(folder: Path, name: str, suffixes: Collection[str]) -> tuple[Path, str] | None:
@@ -65,7 +69,7 @@ def _alike(at: Path, step: str, suffixes: Collection[str]) -> tuple[str, str] | 
         return None
     complete = [name for name in names if os.path.splitext(name)[1].lower() in suffixes]  # noqa: PTH122
     ways: list[tuple[Callable[[str], str], Callable[[str], str], Collection[str], str]] = [
-        (_composed, _composed, names, "writes its letters in another Unicode form (NFC or NFD)"),
+        (composed, composed, names, "writes its letters in another Unicode form (NFC or NFD)"),
         (_folded, _folded, names, "differs in upper and lower case"),
         (_folded, _stem, complete, "lacks its suffix"),
         (_stem, _stem, complete, "has another suffix"),

@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from pyarrow import ipc, parquet
 
 from tessera.worker.data.dataset import DataError
-from tessera.worker.data.readers.pictures import BrokenImage, DicomReader, Picture, Stamp, in_its_form, stamp_of
+from tessera.worker.data.readers.absent_files import in_its_form
+from tessera.worker.data.readers.pictures import BrokenImage, DicomReader, Picture, Stamp, stamp_of
 
 
 def holds_bytes(kind: pa.DataType) -> bool:

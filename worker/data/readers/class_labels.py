@@ -3,7 +3,6 @@
 import itertools
 import json
 import re
-import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from tessera.shared.near_names import did_you_mean
+from tessera.shared.near_names import composed, did_you_mean
 from tessera.worker.data.dataset import DataError
 
 MAX_SHOWN = 8
@@ -24,11 +23,6 @@ WHOLE = re.compile(r"^(-?[0-9]+)\.0+$")
 """A whole number that was written as a decimal one."""
 LISTED = re.compile(r"\s*[\[({]\s*(['\"].*['\"],?|-?[0-9][0-9.,\s-]*)\s*[\])}]\s*", re.DOTALL)
 """A list, a tuple or a set that was written as text."""
-
-
-def composed(text: str) -> str:
-    """Return text in Unicode's composed form (NFC): macOS writes an accent as a letter of its own."""
-    return unicodedata.normalize("NFC", text)
 
 
 def _each_once(names: tuple[str, ...]) -> tuple[str, ...]:

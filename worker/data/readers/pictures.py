@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
 from typing import Any, Protocol, Self
-from unicodedata import normalize
 
 import numpy as np
 import torch
@@ -132,12 +131,6 @@ class PictureFiles:
         # Without an object for each path: there may be millions.
         found = [stamp_of(os.path.join(folder, key)) for key in self.keys.tolist()]  # noqa: PTH118
         return np.array(found, np.int64).reshape(-1, 2)
-
-
-def in_its_form(folder: Path, path: str) -> str:
-    """Return the path in the Unicode form that names the file on this disk; unchanged if there is no such file."""
-    forms = () if path.isascii() else (path, *(normalize("NFC", path), normalize("NFD", path)))
-    return next((form for form in forms if (folder / form).is_file()), path)
 
 
 def stamp_of(path: bytes | Path) -> Stamp:
