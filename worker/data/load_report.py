@@ -9,13 +9,10 @@ from tessera.worker.data.groups import Repeated
 
 MAX_UNKNOWN = 0.2
 """Share of unknown tokens above which a tokenizer probably does not fit the texts."""
-
 MAX_REASONS = 3
 """Number of images that a warning describes."""
-
 MAX_PIXEL = 32
 """Largest value of images above which they are probably bytes; scaled and normalised ones are below 10."""
-
 MAX_GROUP_BYTES = 64 << 20
 """Size of row groups from which on reading images one by one is slow."""
 
@@ -33,6 +30,10 @@ def by_suffix(files: Iterable[Path]) -> Counter[str]:
 def empty_texts(texts: Iterable[object]) -> int:
     """Return the number of texts that have no character but spaces."""
     return sum(isinstance(text, str) and not text.strip() for text in texts)
+
+
+def _several(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s' * (count > 1)}"
 
 
 def _first(names: Sequence[str]) -> str:
@@ -78,55 +79,38 @@ class LoadReport:
 
     unknown_tokens: float | None = None
     """The share of the texts' tokens that the tokenizer does not know; None without texts or such a token."""
-
     ignored_files: Mapping[str, int] = field(default_factory=dict)
     """The number of files in a folder of images or of tables that are neither, by suffix."""
-
     passed_over: Mapping[str, int] = field(default_factory=dict)
     """The number of files and folders that systems and programs leave beside data, by name."""
-
     without_row: Sequence[str] = ()
     """The images that lie beside those of a table and have no row in it."""
-
     copies: int = 0
     """The number of images with the same bytes as an earlier one."""
-
     contradictions: Sequence[str] = ()
     """The names and the labels of two images with the same bytes and different labels."""
-
     unreadable: Sequence[str] = ()
     """The fault of each image that is left out because it cannot be read."""
-
     partly_read: int = 0
     """The number of images of which only the first page or frame is read."""
-
     group_bytes: int = 0
     """The size of the largest row group of images in a Parquet file, all of which is read for each image."""
-
     empty_texts: int = 0
     """The number of texts without a character but spaces."""
-
     unusable: Sequence[str] = ()
     """Tensors with values from which nothing can be learnt."""
-
     largest_pixel: float = 0
     """The largest absolute value of prepared images."""
-
     relabelled: int = 0
     """The number of examples that are there again with another class."""
-
     ungrouped: Sequence[Repeated] = ()
     """Columns and names that are probably one person's in several examples, without a `group`."""
-
     without_group: int = 0
     """The number of examples whose group is missing, of a data set with a `group`."""
-
     truncation: Truncation | None = None
     """The texts that are cut off; None without texts, or before it is known."""
-
     no_end: bool = False
     """True if a language model's texts have no token at their end, since the tokenizer has none."""
-
     combined: Sequence[str] = ()
     """Names of classes that are probably several classes each."""
 
@@ -148,14 +132,13 @@ class LoadReport:
             )
         if count := self.empty_texts:
             yield (
-                f"{count} empty text{'s' * (count > 1)} among the examples",
+                f"{_several(count, 'empty text')} among the examples",
                 "Remove these rows, or fill them in: the worker does not leave them out.",
             )
         yield from self._of_values()
-        if self.ignored_files:
-            count = sum(self.ignored_files.values())
+        if count := sum(self.ignored_files.values()):
             yield (
-                f"{count} file{'s' * (count > 1)} ignored: {counted(self.ignored_files)}",
+                f"{_several(count, 'file')} ignored: {counted(self.ignored_files)}",
                 "Convert them to a format that is read (dicom = true reads DICOM, too), or move them elsewhere.",
             )
         if count := sum(self.passed_over.values()):
@@ -173,17 +156,17 @@ class LoadReport:
     def _about_images(self) -> Iterator[tuple[str, str]]:
         if count := len(self.without_row):
             yield (
-                f"{count} image{'s' * (count > 1)} beside the table's without a row: {_first(self.without_row)}",
+                f"{_several(count, 'image')} beside the table's without a row: {_first(self.without_row)}",
                 "Add a row for each that should be an example.",
             )
-        if self.copies:
+        if count := self.copies:
             yield (
-                f"{self.copies} image{'s' * (self.copies > 1)} with the same content as an earlier one",
+                f"{_several(count, 'image')} with the same content as an earlier one",
                 "Remove the copies, unless they should count several times.",
             )
         if count := len(self.contradictions):
             yield (
-                f"{count} image{'s' * (count > 1)} twice with different labels: {_first(self.contradictions)}",
+                f"{_several(count, 'image')} twice with different labels: {_first(self.contradictions)}",
                 "Correct the labels, or remove these images.",
             )
         if count := len(self.unreadable):
@@ -191,7 +174,7 @@ class LoadReport:
             yield f"{count} unreadable image{'s' * (count > 1)} left out. {first}", "Replace or remove them."
         if count := self.partly_read:
             yield (
-                f"{count} image{'s' * (count > 1)} with several pages or frames, of which only the first is read",
+                f"{_several(count, 'image')} with several pages or frames, of which only the first is read",
                 "Save the others as files of their own, if they should be examples.",
             )
         if self.group_bytes > MAX_GROUP_BYTES:

@@ -456,3 +456,12 @@ def test_a_tables_texts_are_not_cut_by_a_default_that_nobody_saw(tmp_path: Path)
     assert (
         "has 163 tokens, and 1 have more than max_length, 100, beyond which they are cut off" in limited.warnings[0]
     )
+
+
+def test_a_column_that_is_named_without_its_spaces_is_not_taken_for_another_one(tmp_path: Path) -> None:
+    lines = ("case id ,label ,class", "7,the first case is well,a", "7,the other one is not,b", "8,this is well,a")
+    file = table(tmp_path / "notes.csv", *lines)
+    options = proposed(file, text="label")
+    assert (options["text"], options["label"], options["labels"]) == ("label ", "class", ["a", "b"])
+    given = {"file": str(file), "text": "label", "label": "case id", "labels": ["7", "8"], "tokenizer": "run"}
+    assert list(load("text", given).report.ungrouped) == []

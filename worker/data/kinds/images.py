@@ -10,7 +10,7 @@ processor = "/models/vit"
 import importlib
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -128,14 +128,11 @@ def images(options: ImagesOptions, prepared: Prepared = NOT_KEPT) -> Dataset:
         domains=None if listed.domains is None else listed.domains[places],
         sources=inputs.digests,
         groups=groups,
-        report=LoadReport(
-            ignored_files=listed.ignored_files,
-            passed_over=listed.passed_over,
+        report=replace(
+            listed.report,
             unreadable=inputs.unreadable,
             partly_read=inputs.partly_read,
-            without_row=listed.without_row,
             copies=len(inputs.digests) - len(np.unique(inputs.digests, axis=0)),
-            group_bytes=listed.group_bytes,
             ungrouped=() if options.group else _ungrouped(listed, inputs),
             without_group=sum(map(is_unnamed, groups or ())),
             combined=combinations(listed.names or ()),
@@ -158,14 +155,8 @@ class _Listed:
     names: Sequence[str] | None
     domains: Tensor | None
     groups: Cells[bytes] | None
-    ignored_files: Mapping[str, int]
-    passed_over: Mapping[str, int]
-    without_row: Sequence[str] = ()
-    """The images that lie beside those of a table and have no row in it."""
-    group_bytes: int = 0
-    """The size of the largest row group of a Parquet file's images."""
-    ungrouped: Sequence[Repeated] = ()
-    """Columns that are probably one person's in several rows."""
+    report: LoadReport
+    """The findings about the folder or the table."""
 
 
 def _ungrouped(listed: _Listed, inputs: PixelInputs) -> list[Repeated]:
@@ -177,7 +168,7 @@ def _ungrouped(listed: _Listed, inputs: PixelInputs) -> list[Repeated]:
     keys = map(os.fsdecode, pictures.keys.tolist()) if isinstance(pictures, PictureFiles) else ()
     remedy = f"Set group = '{PERSON_IN_PATH}', or a pattern of your own, if it is." if in_folder else remedy
     paths = in_paths((person_of(PERSON_IN_PATH, key) for key in keys), remedy)
-    return [*listed.ungrouped, *filter(None, [headers, paths])]
+    return [*listed.report.ungrouped, *filter(None, [headers, paths])]
 
 
 def _in_table(options: ImagesOptions, prepared: Prepared) -> _Listed:
@@ -193,11 +184,13 @@ def _in_table(options: ImagesOptions, prepared: Prepared) -> _Listed:
         options.labels or table.class_names(options.label),
         table.domains(options.domain),
         table.groups(options.group),
-        by_suffix(ignored),
-        table.passed_over,
-        without_row,
-        cells.group_bytes if isinstance(cells, ParquetCells) else 0,
-        table.ungrouped(options.group, options.image, options.label),
+        LoadReport(
+            ignored_files=by_suffix(ignored),
+            passed_over=table.passed_over,
+            without_row=without_row,
+            group_bytes=cells.group_bytes if isinstance(cells, ParquetCells) else 0,
+            ungrouped=table.ungrouped(options.group, options.image, options.label),
+        ),
     )
 
 
@@ -228,7 +221,7 @@ def _beside(table: DataTable, pictures: Pictures, options: ImagesOptions) -> tup
     for top in filter(Path.is_dir, options.file or ()):
         for name in names_below(top)[0]:
             listed.setdefault(str(real((top / name).parent)), set())
-    without_row = []
+    without_row: list[str] = []
     for folder, names in listed.items():
         # A folder that is missing, or may not be read, is refused with its images.
         with suppress(OSError):
@@ -307,8 +300,7 @@ def _in_folder(folder: Path, options: ImagesOptions) -> _Listed:
         options.labels,
         domains,
         _groups_of_paths(folder, files, options.group) if options.group and not options.keyword else None,
-        others,
-        passed_over,
+        LoadReport(ignored_files=others, passed_over=passed_over),
     )
 
 

@@ -35,18 +35,11 @@ def propose(
     if path.suffix.lower() == ".safetensors":
         proposal.add("kind", "arrays", "a safetensors file holds prepared tensors, `labels` among them")
         proposal.add("file", str(path), "the tensors' names are the model's inputs")
-        refuse(
-            f"{path} holds prepared tensors",
-            split=split,
-            tokenizer=tokenizer,
-            processor=processor,
-            text=text,
-            label=label,
-        )
+        given = {"split": split, "tokenizer": tokenizer, "processor": processor, "text": text, "label": label}
+        refuse(f"{path} holds prepared tensors", **given)
     elif path.is_dir() and not is_saved(path) and not _tables_in(path) and (below := names_below(path))[0]:
-        names, passed_over = below
-        add_folder(proposal, path, list(map(Path, names)), processor)
-        proposal.warn_of(LoadReport(passed_over=passed_over))
+        add_folder(proposal, path, list(map(Path, below[0])), processor)
+        proposal.warn_of(LoadReport(passed_over=below[1]))
         refuse(f"{path} is a folder of images, whose folders are the classes", split=split, text=text, label=label)
         add_texts_of_classes(proposal, tokenizer)
     else:

@@ -18,6 +18,7 @@ from tessera.worker.data.readers.tables import READERS
 
 
 def add_folder(proposal: Proposal, folder: Path, found: Sequence[Path], processor: str | None) -> None:
+    """Add the options for a folder, in which these files were found. Raises DataError for what a person decides."""
     images = sorted(file for file in found if file.suffix.lower() in SUFFIXES)
     files = images or sorted(file for file in found if is_dicom_image(folder / file))
     if not files:
@@ -38,10 +39,9 @@ def add_folder(proposal: Proposal, folder: Path, found: Sequence[Path], processo
             f"{folder / loose[0]} is not in the folder of a class: move each image into one, or write a CSV file "
             "with the columns image and label, and run the command with it"
         )
-    below = {
-        top: {composed(file.parts[1]) for file in files if file.parts[0] == top and len(file.parts) > 2}
-        for top in tops
-    }
+    below: dict[str, set[str]] = {top: set() for top in tops}
+    for top, name, *_ in (file.parts for file in files if len(file.parts) > 2):
+        below[top].add(composed(name))
     classes = below[tops[0]]
     by_domain = len(tops) > 1 and len(classes) > 1 and all(below[top] == classes for top in tops)
     proposal.add("kind", "images", f"{len(files)} images in folders")
@@ -52,19 +52,16 @@ def add_folder(proposal: Proposal, folder: Path, found: Sequence[Path], processo
     if not images:
         proposal.add("dicom", value=True, reason="the files are DICOM, which the extra `dicom` reads")
     # A class without images here has its number all the same; loading the data set then says what to do about it.
-    names = (
-        classes if by_domain else {each.name for each in folder.iterdir() if each.is_dir() and not foreign(each.name)}
-    )
-    bare = [] if by_domain else sorted(names.difference(tops))
+    own = {each.name for each in folder.iterdir() if each.is_dir() and not foreign(each.name)}
+    names, bare = (classes, []) if by_domain else (own, sorted(own.difference(tops)))
     source = "the folders' names" + (f", of which {', '.join(bare)} contain no images here" if bare else "")
     spelt: dict[str, set[str]] = {}
     for name in names:
         spelt.setdefault(composed(name), set()).add(name)
     add_class_names(proposal, spelt, source)
-    step = -(-len(files) // SAMPLE)
-    looked_at = [folder / file for file in files[::step]]
-    _add_group(proposal, files, looked_at)
-    add_pixels(proposal, PictureFiles.of(folder, map(str, files[::step])), processor)
+    some = files[:: -(-len(files) // SAMPLE)]
+    _add_group(proposal, files, [folder / file for file in some])
+    add_pixels(proposal, PictureFiles.of(folder, map(str, some)), processor)
 
 
 def _add_group(proposal: Proposal, files: Sequence[Path], looked_at: Sequence[Path]) -> None:

@@ -39,7 +39,9 @@ def add_table(
     label: str | None,
 ) -> None:
     """Add the options for the table at a path. Raises DataError for what a person has to decide."""
-    table, separator = _read(path, split, text=text, label=label)
+    separator = None if is_saved(path) else _unusual_separator(path, split)
+    table = read_table("file", (path,), split, separator=separator)
+    text, label = (_own_name(table, *each) for each in (("text", text), ("label", label)))
     proposal.warn_of(LoadReport(passed_over=table.passed_over))
     if text is not None:
         require_texts(proposal, table, text)
@@ -47,8 +49,9 @@ def add_table(
     text = None if image else text or text_column(table)
     if image is None and text is None:
         raise DataError(
-            f"{table.where} has no column of texts or images among {shown_columns(table)}: if single words are the "
-            "texts, name their column with --text; or write kind and the column's name by hand, as docs/data.md describes"
+            f"{table.where} has no column of texts or images among {shown_columns(table)}: if single words are "
+            "the texts, name their column with --text; or write kind and the column's name by hand, as docs/data.md "
+            "describes"
         )
     kind, column = ("images", image) if image else ("text", text)
     proposal.add("kind", kind, f"column {column} contains {kind.removesuffix('s')}s")
@@ -74,15 +77,11 @@ def add_table(
     add_max_length(proposal, table.cells("text", str(text)), tokenizer)
 
 
-def _read(path: Path, split: str | None, **columns: str | None) -> tuple[DataTable, Separator | None]:
-    """Return the table, and its separator if the suffix does not say it. Raises DataError if a named column is not
-    there."""
-    separator = None if is_saved(path) else _unusual_separator(path, split)
-    table = read_table("file", (path,), split, separator=separator)
-    for option, column in columns.items():
-        if column is not None:
-            table.cells(option, column)
-    return table, separator
+def _own_name(table: DataTable, option: str, name: str | None) -> str | None:
+    """Return the table's name of a column that was named. Raises DataError if it is not there."""
+    if name is not None:
+        table.cells(option, name)
+    return name and table.own_name(name)
 
 
 def _unusual_separator(path: Path, split: str | None) -> Separator | None:
@@ -100,8 +99,7 @@ def _add_label(proposal: Proposal, table: DataTable, image: str | None, text: st
         likely = f" ({', '.join(few)} {'have' if len(few) > 1 else 'has'} few values)" if few else ""
         raise DataError(
             f"{table.where} has no obvious column of classes among {shown_columns(table)}: name it with "
-            f"--label{likely}, or "
-            'for texts without classes write the table by hand with head = "causal-lm"'
+            f'--label{likely}, or for texts without classes write the table by hand with head = "causal-lm"'
         )
     values = [] if label is None else table.column("label", label)
     by_word = False

@@ -14,15 +14,8 @@ FOREIGN = (
     *("._*", ":2e*", "__macosx", "icon\r", "network trash folder", "temporary items", "thevolumesettingsfolder"),
     # Windows: recycle bins, indexes, replication and repair.
     *("$recycle.bin", "recycler", "recycled", "recycle bin", "system volume information", "dfsrprivate"),
-    *(
-        "found.[0-9][0-9][0-9]",
-        "desktop.ini",
-        "thumbs.db*",
-        "ehthumbs*.db",
-        "albumartsmall.jpg",
-        "albumart_{*}*.jpg",
-        "~$*",
-    ),
+    *("found.[0-9][0-9][0-9]", "desktop.ini", "thumbs.db*", "ehthumbs*.db", "~$*"),
+    *("albumartsmall.jpg", "albumart_{*}*.jpg"),
     # Network storage: thumbnails, recycle bins and snapshots.
     *("@eadir", "synophoto_thumb_*", "@tmp", "@sharebin", "#recycle", "#snapshot", "~snapshot"),
     *("@recycle", "@recently-snapshot", "@__thumb", "@transcode", "trashbox"),

@@ -51,6 +51,7 @@ FORMAT = 4
 """The number of the way in which tables are converted, which is part of their files' names."""
 EXCEL = re.compile('"?sep=.?"?[;,|\t]*\r?$', re.IGNORECASE | re.MULTILINE)
 """The line that names the separator of a CSV file to Excel."""
+UNREADABLE = (pa.ArrowException, OSError, ValueError, LookupError, TypeError, csv.Error)
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -434,16 +435,15 @@ class DataTable:
 
     def cells(self, option: str, name: str) -> Cells[Any]:
         """Return the values of the column that an option names. Raises DataError if there is no such column."""
-        found = self._own_name(name)
-        if found is None:
+        own = self.own_name(name)
+        if own is None:
             there = ", ".join(self.columns.names[:20])
             raise DataError(f"{option}: {self.where} has no column {name!r}; its columns are {there}")
-        name = found
-        if name in self.bytes_of:
-            return Cells(self.bytes_of[name].read, np.arange(self.examples))
-        return self.columns.values(name)
+        if own in self.bytes_of:
+            return Cells(self.bytes_of[own].read, np.arange(self.examples))
+        return self.columns.values(own)
 
-    def _own_name(self, name: str) -> str | None:
+    def own_name(self, name: str) -> str | None:
         """Return the table's name of a column; None if there is none. Spaces around a name and its Unicode form do
         not count, unless that leaves several."""
         like = [own for own in self.columns.names if composed(own).strip() == composed(name).strip()]
@@ -451,11 +451,11 @@ class DataTable:
 
     def class_names(self, name: str) -> tuple[str, ...] | None:
         """Return the names of a column's classes, if its type lists them."""
-        return self.columns.classes.get(self._own_name(name) or name)
+        return self.columns.classes.get(self.own_name(name) or name)
 
     def byte_cells(self, name: str) -> ByteCells | None:
         """Return the cells of a column of bytes; None for a column of another type."""
-        return self.bytes_of.get(self._own_name(name) or name)
+        return self.bytes_of.get(self.own_name(name) or name)
 
     def column(self, option: str, name: str) -> list[Any]:
         """Return the same values, all in memory."""
@@ -496,7 +496,8 @@ class DataTable:
 
     def ungrouped(self, group: str | None, *others: str | None) -> list[Repeated]:
         """Return the columns but these that identify persons by their names, and repeat; none if there is a group."""
-        names = [] if group else [name for name in self.columns.names if name not in others and is_identifier(name)]
+        used = {self.own_name(other) for other in others if other}
+        names = [] if group else [name for name in self.columns.names if name not in used and is_identifier(name)]
         found = (
             repeated(f"column {name!r}", self.cells("group", name), f"Set group = {json.dumps(name)} if it is.")
             for name in names
@@ -556,16 +557,13 @@ def read_table(
         _require_distinct(names)
     except DataError:
         raise
-    except (pa.ArrowException, OSError, ValueError, LookupError, TypeError, csv.Error) as fault:
-        # `datasets` has an error of its own for each of these; only where it is imported can it be raised.
-        raise _unreadable(option, files[0], fault) from fault
     except Exception as fault:
-        if type(fault).__module__ != "datasets.exceptions":
+        # `datasets` has an error of its own for each of these, and is imported only where it is needed.
+        if not isinstance(fault, UNREADABLE) and type(fault).__module__ != "datasets.exceptions":
             raise
         raise _unreadable(option, files[0], fault) from fault
     check = partial(_require_same, option, stamps)
-    columns = _columns(rows, features, check)
-    columns = columns._replace(names=names)
+    columns = _columns(rows, features, check)._replace(names=names)
     return DataTable(files, columns, listed.others, listed.passed_over, len(rows), digest, check, bytes_of)
 
 
