@@ -323,6 +323,8 @@ class TaskRow(Table):
     download_bytes: Mapped[int] = mapped_column(default=0)
     examples: Mapped[int | None]
     metrics: Mapped[dict[str, Any]] = mapped_column(default=dict)
+    # Counts of predictions by class, which a site may send with the metrics of an evaluation.
+    class_counts: Mapped[dict[str, Any] | None]
     # Progress that the worker reports under the current lease.
     progress: Mapped[dict[str, Any]] = mapped_column(server_default="{}")
     # Layers of the accepted update's blocks.

@@ -27,6 +27,7 @@ from tessera.coordinator.db.tables import (
     WorkerRow,
 )
 from tessera.shared.api.admin import AuditEntry, Enrolment, Token, WorkerView
+from tessera.shared.api.class_counts import ClassCounts
 from tessera.shared.api.runs import Measurement, Round, Run, RunSpec
 from tessera.shared.api.tasks import Receipt, TaskView
 from tessera.shared.api.versions import VersionRef
@@ -182,7 +183,14 @@ def _evaluations(*columns: Any) -> Select[Any]:
     return select(*columns).join_from(TaskRow, WorkerRow).join(SiteRow).where(*EVALUATED)
 
 
-_MEASURED = (TaskRow.version_number, TaskRow.held_out, TaskRow.examples, TaskRow.metrics, TaskRow.download_bytes)
+_MEASURED = (
+    TaskRow.version_number,
+    TaskRow.held_out,
+    TaskRow.examples,
+    TaskRow.metrics,
+    TaskRow.class_counts,
+    TaskRow.download_bytes,
+)
 EVALUATIONS = _evaluations(TaskRow, WORKER_NAME).options(load_only(*_MEASURED))
 """Accepted evaluations, for `measurement_view`, without their plans, which are slow to decode."""
 _MEASUREMENTS = _evaluations(*_MEASURED, WORKER_NAME).order_by(TaskRow.version_number, TaskRow.id)
@@ -199,8 +207,14 @@ def measurement_view(row: Row[TaskRow, str], spec: RunSpec) -> Measurement:
         held_out=task.held_out,
         examples=examples,
         metrics=task.metrics,
+        class_counts=_counts(task.class_counts),
         download_bytes=task.download_bytes,
     )
+
+
+def _counts(stored: dict[str, Any] | None) -> ClassCounts | None:
+    """Return counts that were validated on arrival."""
+    return None if stored is None else ClassCounts.model_construct(None, **{n: tuple(of) for n, of in stored.items()})
 
 
 def measurements(session: Session, run_id: str, spec: RunSpec, *which: ColumnElement[bool]) -> list[Measurement]:
@@ -214,9 +228,10 @@ def measurements(session: Session, run_id: str, spec: RunSpec, *which: ColumnEle
             held_out=held_out,
             examples=examples or 0,
             metrics=metrics,
+            class_counts=_counts(counts),
             download_bytes=downloaded,
         )
-        for version, held_out, examples, metrics, downloaded, worker in session.execute(
+        for version, held_out, examples, metrics, counts, downloaded, worker in session.execute(
             _MEASUREMENTS.where(TaskRow.run_id == run_id, *which)
         )
     ]

@@ -314,7 +314,9 @@ def submit_evaluation(services: Services, caller: Principal, task_id: str, repor
         if tasks.was_accepted(record, report.token):
             return _view(record, caller)
         tasks.require_report(record, report, "evaluate")
-    return _accept(services, caller, record, _accepted(report, dict(report.metrics)))
+    counts = report.class_counts and report.class_counts.model_dump(mode="json")
+    columns = _accepted(report, dict(report.metrics)) | {"class_counts": counts}
+    return _accept(services, caller, record, columns)
 
 
 def fail(services: Services, caller: Principal, task_id: str, report: Failure) -> TaskView:
@@ -392,7 +394,7 @@ def _accept(
     with services.database.transaction() as session:
         now, record = services.database.now(), tasks.reload(session, judged)
         if not tasks.was_accepted(record, token, digest):
-            nbytes = len(json.dumps(columns["metrics"]))
+            nbytes = len(json.dumps([columns["metrics"], columns.get("class_counts")]))
             if stored:
                 services.uploads.enter(session, now, caller.owner, stored, site_id=site_id, more_bytes=nbytes)
             else:

@@ -19,6 +19,7 @@ from tessera.shared import renamed_keys
 from tessera.shared.aggregation.mean import Normalization
 from tessera.shared.aggregation.robust import Mean, Robust
 from tessera.shared.aggregation.server_optimizer import Plain, ServerOptimizer
+from tessera.shared.api.class_counts import ClassCounts
 from tessera.shared.api.secure_sums import SecureSums
 from tessera.shared.api.tasks import TaskView
 from tessera.shared.api.versions import VersionRef
@@ -464,6 +465,7 @@ class Measurement(Message):
     held_out: bool = False
     examples: int
     metrics: dict[str, float]
+    class_counts: ClassCounts | None = None
     download_bytes: int = 0
 
     @property

@@ -24,6 +24,7 @@ from pydantic import (
 )
 
 from tessera.shared.aggregation.mean import Normalization
+from tessera.shared.api.class_counts import ClassCounts
 from tessera.shared.api.secure_sums import MAX_STATEMENT_BYTES, SecureSums, SumTask
 from tessera.shared.api.versions import VersionRef
 from tessera.shared.methods.base import MethodSpec, Plan
@@ -408,6 +409,8 @@ class EvaluationResult(Message):
     examples: PositiveInt = Field(lt=1 << 40)
     metrics: Evaluated
     """With the number of scored labels where it is not that of the examples, as `labels`."""
+    class_counts: ClassCounts | None = None
+    """Of a site that permits them, on its held-out examples."""
     download_bytes: NonNegativeInt = Field(default=0, lt=1 << 53)
     audit_head: AuditHead | None = None
     progress: Annotated[Progress | None, Shown] = None
@@ -419,6 +422,13 @@ class EvaluationResult(Message):
         if not (1 <= labels < 1 << 40 and labels.is_integer()):
             raise ValueError(f"{SCORED_LABELS} is the number of scored labels, a whole number from 1 to 2^40 - 1")
         return metrics
+
+    @model_validator(mode="after")
+    def _counts_each_label(self) -> Self:
+        scored = self.metrics.get(SCORED_LABELS, self.examples)
+        if self.class_counts and self.class_counts.total != scored:
+            raise ValueError(f"class_counts has {self.class_counts.total} labels, of {scored:g} that were scored")
+        return self
 
 
 class Failure(Message):

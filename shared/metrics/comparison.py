@@ -6,9 +6,18 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, NamedTuple, Self
 
+from tessera.shared.api.class_counts import can_pool
 from tessera.shared.api.runs import Measurement, Round, Run, RunSpec
 from tessera.shared.metrics.evaluation_bytes import evaluation_bytes
-from tessera.shared.metrics.site_spread import PERSONAL, Score, is_better_low, joined, name_over_sites, over_sites
+from tessera.shared.metrics.site_spread import (
+    PERSONAL,
+    Score,
+    is_better_low,
+    joined,
+    name_over_sites,
+    over_sites,
+    score_of,
+)
 
 MAIN_SCORES = ("accuracy", "loss")
 """A run's main score is the first of these that was measured."""
@@ -23,16 +32,13 @@ class BestVersion:
 
     number: int
     metric: str
+    title: str
+    """The name of its value."""
     value: float
     sites: tuple[str, ...] = ()
     """The sites at which it was compared with other versions, over which `value` is taken; none for central data."""
     of_sites: int = 0
     """The number of sites that measured the score of any version."""
-
-    @property
-    def title(self) -> str:
-        """The name of its value."""
-        return name_over_sites(self.metric) if self.sites else self.metric
 
     @property
     def where(self) -> str:
@@ -55,7 +61,8 @@ class MainScore(NamedTuple):
     @property
     def title(self) -> str:
         """The name of its values."""
-        return self.name if self.central else name_over_sites(self.name)
+        every = [score for by_worker in self.scores.values() for score in by_worker.values()]
+        return self.name if self.central else name_over_sites(self.name, every)
 
 
 def has_own_models(measurements: Iterable[Measurement]) -> bool:
@@ -95,8 +102,12 @@ def main_score(
         for one in measured:
             if name in one.metrics and one.labels:
                 worker = one.worker if one.held_out else ""
-                scores.setdefault(one.version, {})[worker] = Score(one.site, one.labels, one.metrics[name])
+                scores.setdefault(one.version, {})[worker] = score_of(one, name)
         if scores:
+            every = [score for by_worker in scores.values() for score in by_worker.values()]
+            # A mean of sites and a score of the pooled examples say nothing about each other.
+            if not can_pool([score.counts for score in every]):
+                scores = {v: {w: replace(s, counts=None) for w, s in of.items()} for v, of in scores.items()}
             values = {number: over_sites(name, by_worker.values()) for number, by_worker in sorted(scores.items())}
             return MainScore(name, values, scores, central=measured is central)
     return None
@@ -145,9 +156,9 @@ def best_version(
     sites = compared or _sites_of(best)
     value = over_sites(main.name, (score for score in best.values() if score.site in sites))
     if main.central:
-        return BestVersion(number, main.name, value)
+        return BestVersion(number, main.name, main.title, value)
     every = set[str]().union(*map(_sites_of, main.scores.values()))
-    return BestVersion(number, main.name, value, tuple(sorted(sites)), len(every))
+    return BestVersion(number, main.name, main.title, value, tuple(sorted(sites)), len(every))
 
 
 def _pairs(first: Mapping[str, Score], second: Mapping[str, Score]) -> Iterator[tuple[Score, Score]]:
@@ -223,6 +234,8 @@ class ComparedRun:
     best: BestVersion | None
     metric: str | None
     """The metric of its `scores`: of a method with own models that of these."""
+    title: str | None
+    """The name of its scores' values."""
     central: bool
     """True if the scores are of the central data set."""
     remark: str
@@ -247,9 +260,10 @@ class Comparison:
     @property
     def title(self) -> str | None:
         """The name of the values of its metric."""
-        return self.metric and (
-            self.metric if all(run.central for run in self.runs) else name_over_sites(self.metric)
-        )
+        titles = {run.title for run in self.runs if run.title}
+        if not self.metric or len(titles) == 1:
+            return titles.pop() if titles else self.metric
+        return name_over_sites(self.metric)
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -266,6 +280,10 @@ class Comparison:
         elif len({run.best.sites for run in measured if run.best}) > 1:
             places = "; ".join(f"{run.name} {run.best.where}" for run in measured if run.best)
             yield f"the best versions were compared at different sites, and their scores are not comparable: {places}"
+        titles = {run.title for run in self.runs if run.title and not run.central}
+        if self.metric and titles == {self.metric, name_over_sites(self.metric)} and len(titles) > 1:
+            pooled_runs = ", ".join(run.name for run in self.runs if run.title == self.metric)
+            yield f"{pooled_runs}: of all examples together, the others the mean of sites: these are not comparable"
         for run in self.runs:
             if run.remark:
                 yield f"{run.name}: {run.remark}"
@@ -312,6 +330,7 @@ def _compared(history: History, metric: str | None, shown: str | None, *, at_sit
         version=run.version.number,
         best=best_version(every, metric=metric, at_sites=at_sites),
         metric=main.name if main else None,
+        title=main.title if main else None,
         central=bool(main and main.central),
         remark=different_sites([main]) if main else "",
         scores=main.values if main else {},

@@ -5,6 +5,7 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from statistics import fmean, pstdev
 
+from tessera.shared.api.class_counts import ClassCounts, can_pool, pooled
 from tessera.shared.api.runs import Measurement
 from tessera.shared.schema import SCORED_LABELS
 
@@ -15,8 +16,8 @@ BETTER_LOW = ("loss", "calibration_error")
 """Lower values of these are better, also of those of own models."""
 
 MEANS_OF_SITES = ("macro_f1", "calibration_error")
-"""Metrics that no weights turn into those of the pooled examples: they need counts by class or by bin, which sites do
-not send. Over several sites they are means of the sites' own values, each site alike, and are named so."""
+"""Metrics that no weights turn into those of the pooled examples: they need counts by class or by bin. Where a site
+sends none, they are means of the sites' own values, each site alike, and are named so."""
 
 HEADLINES = ("accuracy", "loss")
 """Tables show the first of these that was measured; `tessera run metrics` has the others."""
@@ -33,6 +34,8 @@ class Score:
     labels: int
     """The number of labels over which it is the mean."""
     value: float
+    counts: ClassCounts | None = None
+    """If its site sends them and the metric follows from them."""
 
 
 @dataclass(frozen=True)
@@ -127,22 +130,31 @@ def _by_site(scores: Iterable[Score]) -> list[Score]:
 def joined(scores: list[Score]) -> Score:
     """Return the scores of a site's workers as one, each in proportion to its labels."""
     labels = [score.labels for score in scores]
-    return Score(scores[0].site, sum(labels), fmean([score.value for score in scores], labels))
+    value = fmean([score.value for score in scores], labels)
+    return Score(scores[0].site, sum(labels), value, pooled([score.counts for score in scores]))
 
 
 # ---------------------------------------------------------------- over versions
 
 
 def over_sites(name: str, scores: Iterable[Score]) -> float:
-    """Return a metric over some sites: each label counts alike or, of MEANS_OF_SITES, each site."""
+    """Return a metric over some sites: each label counts alike or, without its counts, each site."""
     by_site = _by_site(scores)
+    if counts := pooled([score.counts for score in by_site]):
+        return counts.scores()[name]
     alike = name.removeprefix(PERSONAL) in MEANS_OF_SITES
     return fmean([score.value for score in by_site], None if alike else [score.labels for score in by_site])
 
 
-def name_over_sites(name: str) -> str:
-    """Return the name of a metric's value over several sites, as `over_sites` computes it."""
-    return f"{name} (mean of sites)" if name.removeprefix(PERSONAL) in MEANS_OF_SITES else name
+def name_over_sites(name: str, scores: Iterable[Score] = ()) -> str:
+    """Return the name of a metric's value over several sites, as `over_sites` computes it of these scores."""
+    is_mean = name.removeprefix(PERSONAL) in MEANS_OF_SITES and not can_pool([score.counts for score in scores])
+    return f"{name} (mean of sites)" if is_mean else name
+
+
+def score_of(one: Measurement, name: str) -> Score:
+    """Return one number of a measurement, with the counts from which it follows over several sites."""
+    return Score(one.site, one.labels, one.metrics[name], one.class_counts if name in MEANS_OF_SITES else None)
 
 
 def scores_by_version(
@@ -160,12 +172,12 @@ def _scores(group: list[Measurement], names: Collection[str] | None) -> dict[str
     central = [measurement for measurement in group if not measurement.held_out]
     by_name: dict[str, list[Score]] = {}
     for one in central or group:
-        for name, value in _wanted(one, names):
+        for name, _ in _wanted(one, names):
             # One that measured nothing has no weight.
             if one.labels:
-                by_name.setdefault(name, []).append(Score(one.site, one.labels, value))
+                by_name.setdefault(name, []).append(score_of(one, name))
     return {
-        name if central else name_over_sites(name): over_sites(name, scores)
+        name if central else name_over_sites(name, scores): over_sites(name, scores)
         for name, scores in sorted(by_name.items())
     }
 

@@ -89,6 +89,11 @@ def _leaving(task: Task, model: Model) -> str:
 
 
 def _kept(task: Task, model: Model, policy: Policy | None) -> Iterator[str]:
+    if policy and policy.send_class_counts and not task.privacy and (task.held_out or task.kind == "train"):
+        yield (
+            "With figures of what is held out, its numbers of labels, predictions and hits by class leave, unless "
+            "privacy is required here."
+        )
     if task.kind != "train" or policy is None:
         return
     if policy.may_send != EVERYTHING:
@@ -194,6 +199,8 @@ def policy_in_words(policy: Policy) -> Iterator[str]:
         f"Versions are measured on {policy.min_evaluation_examples} examples or more that nothing trains on, at most "
         f"{policy.max_evaluations:,} times for a data set."
     )
+    if policy.send_class_counts:
+        yield "With their figures, counts by class leave, except under privacy: labels, predictions and hits."
     yield f"A person approves each run: {_yes(policy.approve_runs)}; releases each update: {_yes(policy.airlock)}."
     when = f"It works {', '.join(policy.hours)}" if policy.hours else "It works at all hours"
     most = f", {policy.max_minutes_per_day:g} minutes a day at most" if policy.max_minutes_per_day else ""

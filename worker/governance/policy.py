@@ -261,6 +261,12 @@ class Policy(Frozen):
         default=10_000,
         description="evaluations on one data set over all runs, counted over the workers that share runs_dir",
     )
+    send_class_counts: bool = Field(
+        default=False,
+        description="whether counts leave with an evaluation on held-out examples: of each class the labels, "
+        "predictions and hits, and of each bin of confidence the predictions, hits and sum of confidences; never "
+        "under privacy",
+    )
     max_model_bytes: PositiveInt = Field(
         default_factory=lambda: available_bytes() // 2,
         description="largest model; half of the worker's memory limit if left out",

@@ -339,6 +339,7 @@ class InProcessCoordinator:
             held_out=order.held_out,
             examples=report.examples,
             metrics=report.metrics,
+            class_counts=report.class_counts,
             download_bytes=report.download_bytes,
         )
         return self.view(order, "accepted")

@@ -86,7 +86,8 @@ class Workers:
             vault=self._vault(home),
             shelf=shelf,
             scratch=home,
-            policy=self.policy,
+            # The sites' examples are all here.
+            policy=self.policy.model_copy(update={"send_class_counts": True}),
             mappings=self.mappings,
             models=self.models,
             resources=self.population.participant(site).resources if site else {},

@@ -4,6 +4,7 @@ import math
 from contextlib import nullcontext
 from dataclasses import replace
 
+from tessera.shared.api.class_counts import MAX_CLASSES, ClassCounts
 from tessera.shared.metrics.site_spread import PERSONAL
 from tessera.shared.schema import SCORED_LABELS
 from tessera.worker.data.dataset import Dataset
@@ -12,6 +13,7 @@ from tessera.worker.task.errors import TaskFailure
 from tessera.worker.task.fetch import Loaded
 from tessera.worker.task.tokenize import require_apart
 from tessera.worker.training.batches import Batches
+from tessera.worker.training.evaluate import Scores
 from tessera.worker.training.evaluate import evaluate as measure
 from tessera.worker.training.optimization.precision import autocast
 from tessera.worker.training.optimization.trimming import is_trimmable
@@ -48,13 +50,17 @@ def evaluate(run: TaskRun, loaded: Loaded, dataset: Dataset) -> int:
     context = loaded.context
     batches = Batches(measured, size, env.device, trims=is_trimmable(context, measured))
 
-    def metrics(check: Check) -> dict[str, float]:
+    def metrics(check: Check, scores: Scores | None = None) -> dict[str, float]:
         # Features of a tower that trains would only take memory.
         once = context.images_once(measured) if context.images.is_settled else nullcontext(measured)
         with autocast(task.training, env.device), once as data:
-            return measure(context.model, context.head, replace(batches, dataset=data), check, ranks)
+            return measure(context.model, context.head, replace(batches, dataset=data), check, ranks, scores)
 
-    found = metrics(counted)
+    scores = Scores()
+    found = metrics(counted, scores)
+    # Over a central data set the scores are those of its examples already.
+    if task.held_out and env.policy.send_class_counts and not task.privacy and not env.privacy_rules(task.dataset):
+        report.class_counts = _leaving(scores.by_class())
     if task.held_out and _personalise(run, loaded, dataset):
         own = metrics(run.check)
         found |= {PERSONAL + name: value for name, value in own.items() if name != SCORED_LABELS}
@@ -63,6 +69,13 @@ def evaluate(run: TaskRun, loaded: Loaded, dataset: Dataset) -> int:
     report.metrics |= loaded.built.metrics
     run.check()
     return measured.examples
+
+
+def _leaving(counts: ClassCounts | None) -> ClassCounts | None:
+    """Return the counts as they leave: sums of confidence rounded as figures are; None for a large vocabulary."""
+    if counts is None or len(counts.labels) > MAX_CLASSES:
+        return None
+    return counts.model_copy(update={"bin_confidence": tuple(map(rounded, counts.bin_confidence))})
 
 
 def _personalise(run: TaskRun, loaded: Loaded, dataset: Dataset) -> bool:

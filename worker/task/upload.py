@@ -170,7 +170,8 @@ class Egress:
         env, task, metrics = self.run.env, self.run.task, self.run.report.metrics
         if env.history:
             env.history.add(self.run.snapshot, env.policy)
-        names = list[JsonValue](sorted(metrics))
+        counts = self.run.report.class_counts
+        names = list[JsonValue](sorted([*metrics, *(["class_counts"] if counts else [])]))
         self.run.journal.note_exact(examples, "evaluation")
         head = self.run.journal.note(
             "figures.leave",
@@ -184,6 +185,7 @@ class Egress:
             version=task.version.digest,
             examples=examples,
             metrics=metrics,
+            class_counts=counts,
             download_bytes=self.run.report.download_bytes,
             audit_head=head,
             progress=self.run.report.progress(),

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from tessera.shared.api.class_counts import BINS, ClassCounts
 from tessera.shared.model.dataset_schema import IDS
 from tessera.shared.model.spec import Head
 from tessera.shared.schema import SCORED_LABELS
@@ -21,7 +22,6 @@ from tessera.worker.training.divergence import NoFiniteLoss
 from tessera.worker.training.progress import Check
 from tessera.worker.training.ranks import OneRank, Ranks
 
-CALIBRATION_BINS = 15
 ROWS = 256
 NO_LABELS = ": no example has a label that counts"
 
@@ -32,8 +32,8 @@ class Scores:
     def __init__(self) -> None:
         self.counts = torch.zeros(3, 0, dtype=torch.int64)
         """Of each class, [3, classes]: its right predictions, its predictions and its true labels."""
-        self.surplus = torch.zeros(CALIBRATION_BINS, dtype=torch.float64)
-        """Of each bin of confidence: the sum of the confidences, less the number of right predictions."""
+        self.bins = torch.zeros(3, BINS, dtype=torch.float64)
+        """Of each bin of confidence: the number of predictions and of right ones, and the sum of the confidences."""
 
     def add(self, predicted: Tensor, true: Tensor, confidence: Tensor, classes: int) -> None:
         """Count predictions and true labels, int64 [labels]. `confidence` [labels] is the probability of each
@@ -43,51 +43,53 @@ class Scores:
         correct = predicted == true
         some = (true[correct], predicted, true)
         self.counts += torch.stack([torch.bincount(each, minlength=classes) for each in some])
-        edges = torch.linspace(0, 1, CALIBRATION_BINS + 1, dtype=torch.float64)
+        edges = torch.linspace(0, 1, BINS + 1, dtype=torch.float64)
         # A probability that rounding moved above one belongs to the last bin.
-        bins = torch.bucketize(confidence.double(), edges).clamp(1, CALIBRATION_BINS) - 1
-        self.surplus.index_add_(0, bins, confidence.double() - correct.double())
+        bins = torch.bucketize(confidence.double(), edges).clamp(1, BINS) - 1
+        of_each = torch.stack([torch.ones_like(confidence), correct, confidence]).double()
+        self.bins.index_add_(1, bins, of_each)
 
     def sum_over(self, ranks: Ranks) -> None:
         """Add the counts of all ranks. Rank 0 has a row of each batch, and so knows the number of classes."""
         classes = ranks.same(lambda: self.counts.shape[1])
         if not self.counts.numel():
             self.counts = torch.zeros(3, classes, dtype=torch.int64)
-        self.counts, self.surplus = ranks.total(self.counts), ranks.total(self.surplus)
+        self.counts, self.bins = ranks.total(self.counts), ranks.total(self.bins)
 
-    def values(self) -> dict[str, float]:
-        """Return the `accuracy`, `macro_f1` and `calibration_error`; nothing without any scored label."""
-        hits, predictions, positives = self.counts.double()
-        labels = float(positives.sum())
-        if not labels:
-            return {}
-        # A class's F1 is twice its hits over the sum of its predictions and its true labels. Equal to scikit-learn's,
-        # whose import would take every worker about 100 MiB.
-        occurs = predictions + positives > 0
-        f1 = (2 * hits / (predictions + positives))[occurs]
-        return {
-            "accuracy": float(hits.sum()) / labels,
-            "macro_f1": float(f1.mean()),
-            # The expected calibration error (Guo et al. 2017, arXiv 1706.04599, equations 2, 3 and 5): the mean gap
-            # between accuracy and mean confidence over bins of equal width, open below and closed above, weighted by
-            # the number of predictions in each.
-            "calibration_error": float(self.surplus.abs().sum() / labels),
-        }
+    def by_class(self) -> ClassCounts | None:
+        """Return the counts; None without any scored label."""
+        if not self.counts[2].any():
+            return None
+        hits, predictions, labels = (tuple(row) for row in self.counts.tolist())
+        bin_predictions, bin_hits = (tuple(row) for row in self.bins[:2].long().tolist())
+        return ClassCounts.model_construct(
+            labels=labels,
+            predictions=predictions,
+            hits=hits,
+            bin_predictions=bin_predictions,
+            bin_hits=bin_hits,
+            bin_confidence=tuple(self.bins[2].tolist()),
+        )
 
 
 def evaluate(
-    model: PreTrainedModel, head: Head, batches: Batches, check: Check, ranks: Ranks | None = None
+    model: PreTrainedModel,
+    head: Head,
+    batches: Batches,
+    check: Check,
+    ranks: Ranks | None = None,
+    scores: Scores | None = None,
 ) -> dict[str, float]:
     """Return the mean `loss` and, for classification, `accuracy`, `macro_f1` and `calibration_error`; with the number
     of scored labels, their weight over several data sets, where that is not the number of examples.
 
     Every scored label has the same weight; macro F1 is over the classes among the true or predicted labels. Each of
-    several `ranks` takes its rows of each batch: their counts add up exactly, and their losses up to rounding. Leaves
-    the model in evaluation mode. Raises NoFiniteLoss.
+    several `ranks` takes its rows of each batch: their counts add up exactly, and their losses up to rounding. The
+    counts are added to `scores`. Leaves the model in evaluation mode. Raises NoFiniteLoss.
     """
     ranks = ranks or OneRank()
     model.train(mode=False)
-    scores, loss_sum, weight = Scores(), 0.0, 0
+    scores, loss_sum, weight = scores or Scores(), 0.0, 0
     with torch.inference_mode(), _texts_once(model, head, batches.dataset, ranks) as start_batch:
         for batch in replace(batches, dataset=ranks.share_of(batches.dataset)):
             check()
@@ -108,7 +110,8 @@ def evaluate(
     if not math.isfinite(loss):
         raise NoFiniteLoss(f"the version's loss on this data is {loss}" + NO_LABELS * (not weight))
     counted = {SCORED_LABELS: float(weight)} if weight != batches.dataset.examples else {}
-    return {"loss": loss, **scores.values(), **counted}
+    by_class = scores.by_class()
+    return {"loss": loss, **(by_class.scores() if by_class else {}), **counted}
 
 
 class _TextStates:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from tessera.shared.api.class_counts import ClassCounts
 from tessera.shared.api.tasks import Progress
 from tessera.shared.schema import MAX_NUMBER, Phase
 
@@ -26,6 +27,8 @@ class Report:
 
     examples: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
+    class_counts: ClassCounts | None = None
+    """Of an evaluation, if they may leave."""
     download_bytes: int = 0
     upload_bytes: int = 0
     phase: Phase = "waiting"

@@ -150,3 +150,45 @@ def test_numbers_that_nobody_could_sum_and_names_that_nobody_could_print_are_ref
     assert message.model_validate(SUBMISSION | {"metrics": {"loss": MAX_NUMBER}}).metrics["loss"] == 1e100
     with pytest.raises(ValidationError):
         message.model_validate(SUBMISSION | {"metrics": metrics})
+
+
+COUNTS = {
+    "labels": [3, 2],
+    "predictions": [4, 1],
+    "hits": [3, 1],
+    "bin_predictions": [0] * 14 + [5],
+    "bin_hits": [0] * 14 + [4],
+    "bin_confidence": [0.0] * 14 + [4.9],
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ({"labels": [3, 3]}, "different sums"),
+        ({"predictions": [5, 1]}, "different sums"),
+        ({"bin_predictions": [1] * 14 + [5]}, "different sums"),
+        ({"hits": [2, 1]}, "different sums"),
+        ({"hits": [2, 2]}, "more hits than"),
+        ({"predictions": [2, 3]}, "more hits than"),
+        ({"bin_hits": [4] + [0] * 14}, "more hits than"),
+        ({"bin_confidence": [0.0] * 14 + [5.1]}, "confidence above one"),
+        ({"labels": [3, 2, 0]}, "different numbers of classes"),
+        ({"labels": [3.5, 1.5]}, "labels.0"),
+        ({"labels": [6, -1]}, "labels.1"),
+        ({"hits": [0] * 1001}, "at most 1000"),
+        ({"bin_hits": [4]}, "at least 15"),
+    ],
+)
+def test_a_site_cannot_pool_counts_that_are_of_no_predictions(change: dict[str, object], what: str) -> None:
+    result = {**SUBMISSION, "examples": 5, "metrics": {}, "class_counts": COUNTS}
+    assert EvaluationResult.model_validate(result).class_counts
+    with pytest.raises(ValidationError, match=what):
+        EvaluationResult.model_validate(result | {"class_counts": COUNTS | change})
+
+
+def test_a_site_cannot_pool_more_labels_than_it_says_were_scored() -> None:
+    result = {**SUBMISSION, "examples": 7, "metrics": {"labels": 5.0}, "class_counts": COUNTS}
+    assert EvaluationResult.model_validate(result).class_counts
+    with pytest.raises(ValidationError, match="class_counts has 5 labels, of 7 that were scored"):
+        EvaluationResult.model_validate(result | {"metrics": {}})

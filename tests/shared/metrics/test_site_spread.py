@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
+from sklearn.metrics import f1_score
 
+from tessera.shared.api.class_counts import ClassCounts
 from tessera.shared.api.runs import Measurement
+from tessera.shared.metrics.comparison import main_score
 from tessera.shared.metrics.site_spread import Score, scores_by_site, scores_by_version, spread, spreads
 from tessera.shared.schema import MAX_NUMBER
 
@@ -121,3 +125,62 @@ def test_a_mean_over_sites_that_is_no_score_of_all_examples_has_another_name() -
     assert scores_by_version(found) == {1: {"macro_f1 (mean of sites)": pytest.approx(0.3)}}
     central = [measured("a/1", 10, held_out=False, macro_f1=0.2)]
     assert scores_by_version(central) == {1: {"macro_f1": 0.2}}
+
+
+def counted(true: np.ndarray, predicted: np.ndarray) -> ClassCounts:
+    """Return the counts over ten classes of predictions with a confidence of .65 each."""
+    of_class = (np.bincount(each, minlength=10) for each in (true, predicted, true[true == predicted]))
+    labels, predictions, hits = (each.tolist() for each in of_class)
+    in_bin = (np.arange(15) == 9).astype(int)
+    return ClassCounts(
+        labels=labels,
+        predictions=predictions,
+        hits=hits,
+        bin_predictions=(in_bin * len(true)).tolist(),
+        bin_hits=(in_bin * sum(hits)).tolist(),
+        bin_confidence=(0.65 * in_bin * len(true)).tolist(),
+    )
+
+
+def skewed() -> list[tuple[np.ndarray, np.ndarray]]:
+    """Return true and predicted labels of eight sites with two of ten classes each, about 70 % of them right."""
+    dice = np.random.default_rng(0)
+    sites = []
+    for number in range(8):
+        true = dice.choice([number, (number + 1) % 10], 200)
+        sites.append((true, np.where(dice.random(200) < 0.7, true, dice.integers(0, 10, 200))))
+    return sites
+
+
+def test_predictions_at_sites_of_unlike_classes_have_the_macro_f1_of_all_their_examples_if_all_send_counts() -> None:
+    sites = skewed()
+    all_true, all_predicted = map(np.concatenate, zip(*sites, strict=True))
+    right = f1_score(all_true, all_predicted, average="macro")
+    own = [f1_score(true, predicted, average="macro") for true, predicted in sites]
+    gaps = [abs(0.65 - (true == predicted).mean()) for true, predicted in sites]
+    found = [
+        measured(f"s{i}/w", 200, macro_f1=f1, calibration_error=gap, personal_macro_f1=f1).model_copy(
+            update={"class_counts": counted(*site)}
+        )
+        for i, (site, f1, gap) in enumerate(zip(sites, own, gaps, strict=True))
+    ]
+    assert scores_by_version(found) == {
+        1: {
+            "macro_f1": pytest.approx(right),
+            "calibration_error": pytest.approx(abs(0.65 - (all_true == all_predicted).mean())),
+            "personal_macro_f1 (mean of sites)": pytest.approx(np.mean(own)),
+        }
+    }
+    assert right > np.mean(own) + 0.3
+    score = main_score(found, "macro_f1")
+    assert score
+    assert (score.title, score.values[1]) == ("macro_f1", pytest.approx(right))
+
+    silent = [*found[:-1], found[-1].model_copy(update={"class_counts": None})]
+    assert scores_by_version(silent)[1]["macro_f1 (mean of sites)"] == pytest.approx(np.mean(own))
+    # One site that sends none in a later version makes all versions comparable by the mean.
+    later = [one.model_copy(update={"version": 2}) for one in silent]
+    score = main_score([*found, *later], "macro_f1")
+    mean = pytest.approx(np.mean(own))
+    assert score
+    assert (score.title, score.values[1], score.values[2]) == ("macro_f1 (mean of sites)", mean, mean)

@@ -17,6 +17,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from tessera.shared.api.runs import Cohort, Evaluation, Measurement, Run, Training
 from tessera.shared.client.client import Client
 from tessera.shared.methods.base import MethodSpec
+from tessera.shared.metrics.site_spread import scores_by_version
 from tessera.shared.model.spec import Prompts
 from tessera.worker.agent import Agent
 from tessera.worker.data.dataset import Dataset
@@ -221,6 +222,7 @@ def test_no_figure_of_examples_that_train_leaves_for_a_run_that_nobody_trains(
     assert list(client.measurements(run.id)) == []
 
 
+@pytest.mark.parametrize("send_class_counts", [False, True])
 @pytest.mark.parametrize(
     "policy",
     [
@@ -231,9 +233,11 @@ def test_no_figure_of_examples_that_train_leaves_for_a_run_that_nobody_trains(
     ],
     ids=["open", "private", "private as a whole", "private in a week"],
 )
-def test_a_site_that_requires_privacy_makes_no_model_of_its_own_without_it(
-    coordinator: LiveCoordinator, tmp_path: Path, policy: Policy
+def test_a_site_that_requires_privacy_makes_no_model_of_its_own_without_it_and_sends_no_counts(
+    coordinator: LiveCoordinator, tmp_path: Path, policy: Policy, send_class_counts: bool
 ) -> None:
+    is_open = policy == Policy()
+    policy = policy.model_copy(update={"send_class_counts": send_class_counts})
     data = datasets_of(settings(coordinator, tmp_path / "state"))
     worker = ScriptedWorker(
         coordinator.client("site", "a"),
@@ -249,7 +253,15 @@ def test_a_site_that_requires_privacy_makes_no_model_of_its_own_without_it(
     run = begin(client, "fedbabu", Evaluation(sites=True), tune_epochs=1)
     runner.run(worker.take(), lambda: None, Report())
     (found,) = client.measurements(run.id)
-    assert set(found.metrics) == (GLOBAL | PERSONAL if policy == Policy() else GLOBAL)
+    assert set(found.metrics) == (GLOBAL | PERSONAL if is_open else GLOBAL)
+    # Nobody sends counts by class unless its rule says so.
+    assert (found.class_counts is not None) == (is_open and send_class_counts)
+    if found.class_counts:
+        scores = {name: pytest.approx(value, abs=1e-3) for name, value in found.class_counts.scores().items()}
+        assert {name: found.metrics[name] for name in scores} == scores
+        assert "macro_f1" in scores_by_version([found])[0]
+    else:
+        assert "macro_f1 (mean of sites)" in scores_by_version([found])[0]
 
 
 def test_versions_are_measured_on_a_data_set_so_often_and_no_more(
