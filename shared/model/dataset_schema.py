@@ -82,14 +82,15 @@ class DatasetSchema(Message):
     """Names, dtypes and shapes of a data set's inputs, and the number of classes that the site's settings list.
 
     `class_names` has digests of these classes' names in their order: a reader can confirm a name that it guesses.
-    `vocabulary` is that of the tokenizer in the settings (`preprocessing.vocabulary_in`). All of it follows from the
-    settings alone, and does not depend on the examples.
+    `vocabulary` is that of the tokenizer in the settings (`preprocessing.vocabulary_in`), and `tokens` its highest
+    token plus 1, with added ones. All of it follows from the settings alone, and does not depend on the examples.
     """
 
     inputs: dict[Label, TensorSchema] = Field(default={}, max_length=32)
     classes: PositiveInt | None = None
     class_names: tuple[ShortDigest, ...] = Field(default=(), max_length=MAX_NAMES)
     vocabulary: ShortDigest | None = None
+    tokens: PositiveInt | None = None
 
     def __str__(self) -> str:
         return ", ".join(f"{name} {one}" for name, one in sorted(self.inputs.items())) or "no inputs declared"
@@ -108,6 +109,8 @@ class DatasetSchema(Message):
         found += [self._class_mismatch(model), self._loss_mismatch(model), self._label_mismatch(model.head)]
         if IDS in takes and (padded or model.head == "contrastive"):
             found.append(self._length_mismatch(model))
+        if IDS in takes:
+            found.append(self._token_mismatch(model))
         if IDS in takes and self.vocabulary and vocabulary not in (None, self.vocabulary):
             found.append(
                 'its tokenizer numbers words differently from the model\'s: set tokenizer = "run", or name a copy of '
@@ -177,6 +180,15 @@ class DatasetSchema(Message):
             return None
         kinds = ("one for each text", "one for each token")
         return f"the labels are {kinds[not per_token]}; a model for {head} takes {kinds[per_token]}"
+
+    def _token_mismatch(self, model: Model) -> str | None:
+        rows = (_part(model.config, "text_config") or model.config).get("vocab_size")
+        if self.tokens is None or not isinstance(rows, int) or self.tokens <= rows:
+            return None
+        return (
+            f"its tokenizer has token {self.tokens - 1}, and the model takes 0 to {rows - 1}: set tokenizer = "
+            '"run", or name the tokenizer of the model, without tokens that were added since'
+        )
 
     def _length_mismatch(self, model: Model) -> str | None:
         shape, most = self._shape(IDS), token_limit(model)

@@ -26,6 +26,7 @@ from tessera.shared.tensors.lazy import digest_of
 from tessera.worker.agent import Agent
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.data.partition.division import hold_out
+from tessera.worker.data.readers.tokenizer import tokenizer_of
 from tessera.worker.data.registry import load
 from tessera.worker.governance.approvals import ApprovalDecision, Unapproved
 from tessera.worker.governance.policy import Policy, PolicyViolation
@@ -133,7 +134,7 @@ def test_texts_become_the_tensors_that_the_same_tokenizer_of_a_site_makes(
     assert (own.classes is None) == (theirs.classes is None)
     assert list(theirs.identities()) == list(own.identities())
     # The site does not know a run's vocabulary before the run.
-    declared = own.schema.model_copy(update={"vocabulary": None})
+    declared = own.schema.model_copy(update={"vocabulary": None, "tokens": None})
     if kind == "text":
         assert theirs.schema == declared
     made = tokens(tmp_path, theirs, held)
@@ -247,6 +248,20 @@ def test_a_task_fails_if_the_site_s_own_tokenizer_numbers_words_differently(tmp_
         trial(model, {"a": differing})
     # A version is not measured by such tokens either.
     assert trial(model, {"a": alike}, test=differing).measurements == ()
+
+
+def test_a_task_fails_before_training_if_the_site_s_own_tokenizer_has_more_tokens_than_the_model(
+    tmp_path: Path,
+) -> None:
+    bert_tokenizer(tmp_path / "bert", WORDS)
+    larger = tokenizer_of("tokenizer", str(tmp_path / "bert"))
+    larger.add_tokens([f"new{number}" for number in range(BERT["vocab_size"])])
+    larger.save_pretrained(tmp_path / "larger")
+    plain = Weights.of(instantiate(BERT, "text-classification", seed=0), BERT, "text-classification")
+    # Neither text has one of these tokens: the refusal says nothing of them.
+    own = texts(tmp_path, "the cat", "dog", tokenizer=str(tmp_path / "larger"))
+    with pytest.raises(Stalled, match=f"its tokenizer has token {len(larger) - 1}, and the model takes 0 to"):
+        simulate({"method": {"name": "fedavg"}, "rounds": 1}, plain, {"a": own})
 
 
 # ---------------------------------------------------------------- over HTTP

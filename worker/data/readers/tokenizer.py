@@ -202,9 +202,10 @@ def identity_of(tokenizer: PreTrainedTokenizerBase) -> list[str]:
 
 
 def tokenized_here(raw: Dataset, tokenizer: PreTrainedTokenizerBase) -> Dataset:
-    """Return raw texts as tokens of the site's own tokenizer, whose vocabulary is declared. Raises DataError."""
+    """Return raw texts as tokens of the site's own tokenizer, which the schema describes. Raises DataError."""
     words = vocabulary_in(tokenizer.backend_tokenizer.to_str().encode()) if tokenizer.is_fast else None
-    return tokenized(replace(raw, schema=raw.schema.model_copy(update={"vocabulary": words})), tokenizer)
+    said = {"vocabulary": words, "tokens": max(tokenizer.get_vocab().values()) + 1}
+    return tokenized(replace(raw, schema=raw.schema.model_copy(update=said)), tokenizer)
 
 
 def tokenized(dataset: Dataset, tokenizer: PreTrainedTokenizerBase) -> Dataset:
