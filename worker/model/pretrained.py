@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -42,6 +42,8 @@ WRAPPERS = {
     "base_model.model.": "PEFT, whose model `merge_and_unload` returns",
 }
 """Beginnings of all tensors' names in weights of a model that something wraps, with the remedy."""
+LAYER = re.compile(r"\.\d+\.")
+ADAPTER = re.compile(r"\.lora_[A-Za-z_]+\.")
 
 
 def weights_place(source: str) -> str:
@@ -189,6 +191,8 @@ def load_pretrained(
                 f"the weights of {source} cannot be read as a {built.model_type}: {reason}. Save the model again "
                 "with `save_pretrained`"
             ) from error
+    if reason := _left_out(info["unexpected_keys"], model):
+        raise ValueError(f"{source}: {reason}")
     absent = {*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])}
     # Transformers replaces missing weights by random ones. Only a head may be new.
     old = {block.tensor for block in block_table(model, mapping) if block.role not in {"head", "other"}}
@@ -211,6 +215,20 @@ def load_pretrained(
             "set tie_word_embeddings to false in its config.json"
         )
     return cast("PreTrainedModel", model), absent
+
+
+def _left_out(names: Iterable[str], model: PreTrainedModel) -> str | None:
+    """Return why a model without these tensors of its weights is not what the weights are of, with the remedy. Heads
+    of other tasks may be left out."""
+    if adapters := sorted(name for name in names if ADAPTER.search(name)):
+        return (
+            f"the weights have an adapter's tensors too ({some(adapters)}), which would be left out: merge them by "
+            "PEFT's `merge_and_unload`, and `save_pretrained` the result"
+        )
+    known = {LAYER.sub(".*.", name) for name in model.state_dict()}
+    if layers := sorted(name for name in names if LAYER.search(name) and LAYER.sub(".*.", name) in known):
+        return f"the weights have more layers than its config.json says: {some(layers)}. Correct the number there"
+    return None
 
 
 @contextmanager

@@ -393,6 +393,24 @@ def test_two_tensors_are_not_read_as_the_one_that_the_config_makes_of_them(tmp_p
     assert "are two tensors in the weights, and one by the config: set tie_word_embeddings to false" in found
 
 
+@pytest.mark.parametrize("left", ["layers", "adapter"])
+def test_no_layer_or_adapter_of_the_weights_is_left_out_in_silence(
+    plain_bert: Path, tmp_path: Path, left: str
+) -> None:
+    words = ("--config", plain_bert, "--head", "text-classification")
+    init(tmp_path / "made", *words)
+    if left == "layers":
+        layers = transformers.BertConfig.from_pretrained(plain_bert).num_hidden_layers
+        configured(plain_bert, num_hidden_layers=layers - 1)
+        said = f"more layers than its config.json says: bert.encoder.layer.{layers - 1}.attention.output.LayerNorm."
+    else:
+        file = plain_bert / "model.safetensors"
+        more = {"bert.encoder.layer.0.attention.self.query.lora_A.weight": torch.ones(2, 2)}
+        save_file({**load_file(file), **more}, file, {"format": "pt"})
+        said = "the weights have an adapter's tensors too (bert.encoder.layer.0.attention.self.query.lora_A.weight)"
+    assert said in refusal("init", tmp_path / "no", *words)
+
+
 def test_a_tokenizers_file_with_a_byte_order_mark_is_named(plain_bert: Path, tmp_path: Path) -> None:
     file = plain_bert / "tokenizer_config.json"
     marked(file)
