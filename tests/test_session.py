@@ -86,7 +86,7 @@ def say(coordinator: LiveCoordinator, *arguments: str) -> subprocess.CompletedPr
 def test_a_run_is_watched_compared_exported_and_continued(
     session: Session, first: Run, coordinator: LiveCoordinator, tmp_path: Path
 ) -> None:
-    assert (first.state, first.best()) == ("completed", BestVersion(1, "accuracy", 0.9, ("north",), 1))
+    assert (first.state, first.best()) == ("completed", BestVersion(1, "accuracy", "accuracy", 0.9, ("north",), 1))
     table = first.table()
     assert list(table["accuracy"]) == [0.9, 0.3]
     assert (table["upload_bytes"] > 0).all()

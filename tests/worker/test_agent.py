@@ -62,7 +62,7 @@ from tessera.worker.settings import DataSource, SecureSumsSettings, SettingsErro
 from tessera.worker.state.privacy_ledger import Exact
 from tessera.worker.state.site_keys import KEYS_FOLDER
 from tessera.worker.state.vault import Vault
-from tessera.worker.stores import audit_of, ledger_of
+from tessera.worker.stores import STATE_ID_FILE, audit_of, ledger_of
 from tessera.worker.task import heartbeat as heartbeat_module
 from tessera.worker.task.error_feedback import PREFIX
 from tessera.worker.task.heartbeat import Stop
@@ -168,6 +168,12 @@ def settings_of(coordinator: LiveCoordinator, folder: Path, **settings: Any) -> 
         "threads": 1,
     }  # fmt: skip
     return WorkerSettings(**{**given, **settings})
+
+
+def succeed(former: Path, state_dir: Path) -> None:
+    """Let a new state folder be a former worker's, so that its name is not another's."""
+    state_dir.mkdir(parents=True)
+    (state_dir / STATE_ID_FILE).write_bytes((former / STATE_ID_FILE).read_bytes())
 
 
 @contextmanager

@@ -109,12 +109,12 @@ def forward(
     else:
         logits = output.logits_per_image  # [examples, classes]
         loss = cross_entropy(logits, labels)
-    return Output(_zero_without_labels(loss, head, batch["labels"]), logits)
+    return Output(_zero_without_labels(loss, head, batch.get("labels")), logits)
 
 
-def _zero_without_labels(loss: Tensor, head: Head, labels: Tensor) -> Tensor:
+def _zero_without_labels(loss: Tensor, head: Head, labels: Tensor | None) -> Tensor:
     """Return the loss of a batch, or 0 if none of its labels counts: the mean over none is not a number."""
-    if labels.is_floating_point():
+    if labels is None or labels.is_floating_point():
         return loss
     counted = labels if labels.ndim < 2 else counted_labels(head, labels)
     return torch.where((counted != IGNORED).any(), loss, torch.zeros_like(loss))

@@ -191,8 +191,8 @@ def load_pretrained(
                 f"the weights of {source} cannot be read as a {built.model_type}: {reason}. Save the model again "
                 "with `save_pretrained`"
             ) from error
-    if reason := _left_out(info["unexpected_keys"], model):
-        raise ValueError(f"{source}: {reason}")
+    if lost := _left_out(info["unexpected_keys"], model):
+        raise ValueError(f"{source}: {lost}")
     absent = {*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])}
     # Transformers replaces missing weights by random ones. Only a head may be new.
     old = {block.tensor for block in block_table(model, mapping) if block.role not in {"head", "other"}}

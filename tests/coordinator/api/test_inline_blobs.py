@@ -15,7 +15,7 @@ from tessera.worker import agent
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.federation import ScriptedWorker, small_model, start_run, values
 from tests.support.tapping import Tap
-from tests.worker.test_agent import VIT, begin, working
+from tests.worker.test_agent import VIT, begin, succeed, working
 
 SMALL, LARGE = small_model(width=4), small_model(width=200)
 LARGE_VIT = {**VIT, "hidden_size": 64, "intermediate_size": 256}
@@ -110,6 +110,7 @@ def test_bytes_that_are_nothing_of_the_version_change_nothing(
         until(lambda: client.run(honest.id).state == "completed")
     lies = iter([(b"junk", b""), (bytes(2 << 20),)])
     monkeypatch.setattr(tasks, "_inline_blobs", lambda *_: next(lies, ()))
+    succeed(tmp_path / "honest/state", tmp_path / "lied-to/state")
     with working(coordinator, tmp_path / "lied-to"):
         run = begin(client, rounds=2)
         until(lambda: client.run(run.id).state == "completed")

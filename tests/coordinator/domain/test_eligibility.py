@@ -287,7 +287,8 @@ def test_texts_that_may_be_too_long_are_an_objection_only_where_they_are_padded(
 
     found = misfit(invited().spec, said, model, unread, padded=True)
     assert found is not None
-    assert found.detail == "its data set wards: max_length 512 is more than the model's 128 positions"
+    said_of_it = "max_length 512 is more than the 128 tokens that the model takes: set it to 128 or less"
+    assert found.detail == f"its data set wards: {said_of_it}"
     assert unsuited(invited().spec, said, model, unread) is None
     assert unsuited(invited(privacy=PRIVATE).spec, said, model, unread) == found
     # A worker of an earlier version declares nothing.

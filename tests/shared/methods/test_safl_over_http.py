@@ -25,6 +25,7 @@ from tessera.worker.model.block_map import block_table, named_tensors
 from tessera.worker.model.build import instantiate, read_block
 from tessera.worker.settings import WorkerSettings
 from tessera.worker.state.privacy_ledger import LEDGER_FOLDER, Ledger
+from tessera.worker.stores import STATE_ID_FILE
 from tessera.worker.task.heartbeat import Stop
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.datafiles import some_digits
@@ -77,8 +78,11 @@ def sites(coordinator: LiveCoordinator, folder: Path, *names: str) -> Iterator[l
         for index, name in enumerate(names):
             tap = stack.enter_context(Tap(coordinator.url))
             digits = some_digits(folder / "data", 24, index)
+            (state_dir := folder / name).mkdir(parents=True)
+            # Each test's worker of this name is the same one, whose state folder was lost.
+            (state_dir / STATE_ID_FILE).write_text("0" * 64)
             settings = WorkerSettings(
-                url=tap.url, token=coordinator.token("site", name), name="w", state_dir=folder / name,
+                url=tap.url, token=coordinator.token("site", name), name="w", state_dir=state_dir,
                 datasets={"digits": digits}, threads=1, poll_seconds=0,
             )  # fmt: skip
             agent = Agent(settings, Stop())

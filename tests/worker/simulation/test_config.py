@@ -195,7 +195,8 @@ def test_it_runs_to_its_end_writes_what_came_out_and_goes_on_where_it_was(folder
     first, second, *rest = answer.stdout.splitlines()
     assert first.startswith("round 1 body: 3 of 3 updates, accuracy 0.")
     assert second.startswith("round 2 body: 3 of 3 updates, accuracy 0.")
-    assert any(line.startswith("personal accuracy (worst site)") for line in rest)
+    assert any(line.startswith("accuracy (worst site)") for line in rest)
+    assert any(line.startswith("accuracy of the version (worst site)") for line in rest)
     out = folder / "run-output"
     with (out / "measurements.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
@@ -266,8 +267,8 @@ def test_over_seeds_it_tells_mean_and_deviation(folder: Path) -> None:
     assert [run["seed"] for run in end["runs"]] == [3, 5]
     low, high = sorted(run["scores"]["loss"] for run in end["runs"])
     # Of two values the mean is in the middle, and the deviation is their distance over the root of two.
-    assert end["over_seeds"]["loss"]["mean"] == pytest.approx((low + high) / 2)
-    assert end["over_seeds"]["loss"]["deviation"] == pytest.approx((high - low) / 2**0.5)
+    assert end["over_seeds"]["loss of the version"]["mean"] == pytest.approx((low + high) / 2)
+    assert end["over_seeds"]["loss of the version"]["deviation"] == pytest.approx((high - low) / 2**0.5)
     assert (folder / "both" / "seed-5" / "model" / "config.json").is_file()
 
 

@@ -25,7 +25,7 @@ from tessera.worker.simulation import Conditions, Weights, simulate
 from tessera.worker.task.heartbeat import Stop
 from tests.support.coordinator import LiveCoordinator, until
 from tests.support.tasks import EACH_METHOD, PLAIN, Subject, subject_of
-from tests.worker.test_agent import begin, settings_of, working
+from tests.worker.test_agent import begin, settings_of, succeed, working
 
 SETTINGS: dict[str, dict[str, Any]] = {"fedfrozen": {"warmup_rounds": 1}, "safl": {"layers": 1, "score": "random"}}
 STARTS: list[dict[str, Array]] = []
@@ -205,6 +205,8 @@ def test_frozen_values_are_not_read_from_the_disk_again(
     client, versions = site.client, []
     for touched in (False, True):
         run = frozen(client, rounds=2, seed=5)
+        if touched:
+            succeed(tmp_path / "False/state", tmp_path / "True/state")
         other = Site(coordinator, tmp_path / str(touched))
         other.work(run)
         if touched:

@@ -155,9 +155,10 @@ def test_a_tower_that_trains_or_has_prompts_of_the_site_computes_each_pass(
 
 
 def test_a_tower_that_trains_in_another_phase_or_round_computes_each_pass() -> None:
+    whole = {"full_fine_tuning": True}
     # The head of a dual encoder is the text tower here; its body trains afterwards, and SAFL may choose any layer.
-    assert passes_of("fedrep", {"private": [{"names": ["text_model.*"]}]}, epochs=1) == 2 * EXAMPLES
-    assert passes_of("safl", {"layers": 1, "score": "last"}) == 3 * EXAMPLES
+    assert passes_of("fedrep", {"private": [{"names": ["text_model.*"]}]}, epochs=1, **whole) == 2 * EXAMPLES
+    assert passes_of("safl", {"layers": 1, "score": "last"}, **whole) == 3 * EXAMPLES
 
 
 def test_augmented_images_are_computed_in_each_pass() -> None:

@@ -85,9 +85,9 @@ def train(
     clock: Callable[[], float] = time.monotonic,
     **training: object,
 ) -> TrainingStats:
-    half = worker_half(MethodSpec(name="fedavg"), RunInfo(tuple(context.blocks), rounds=1))
-    seed_everything(seed)
     settings = Training.model_validate({"batch_size": 8, "learning_rate": 0.05, **training})
+    half = worker_half(MethodSpec(name="fedavg"), RunInfo(tuple(context.blocks), rounds=1, training=settings))
+    seed_everything(seed)
     scaler = scaler or gradient_scaler(settings, CPU)
     trainer = Trainer(
         half,
@@ -499,7 +499,8 @@ def test_a_batch_norm_whose_statistics_do_not_train_computes_as_in_an_evaluation
     assert stats.loss == pytest.approx(before, rel=1e-6)
     assert moved(context, statistics) == set()
     # A later phase, in which they train, moves them.
-    train(context, Phase(trained), Phase(EVERYTHING), data=data, batch_size=None, epochs=1)
+    whole = {"full_fine_tuning": True}
+    train(context, Phase(trained), Phase(EVERYTHING), data=data, batch_size=None, epochs=1, **whole)
     assert moved(context, statistics) == statistics.keys()
 
 
