@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 
 import httpx
@@ -160,6 +161,8 @@ class Federation:
             f"token_file = {_toml(str(token_file))}",
             f"name = {_toml(WORKER)}",
             f"state_dir = {_toml(str(home / 'state'))}",
+            # A real site's key is secret, and two federations never train alike.
+            f"audit_key = {_toml(sha256(holding.site.encode()).hexdigest())}",
             f"kinds = {_toml([holding.kind] if holding.kind else ['train', 'evaluate'])}",
             'device = "cpu"',
             "threads = 1",

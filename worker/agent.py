@@ -331,7 +331,7 @@ class Agent:
         )
         withheld = self._runner.inbox.withheld() if self._runner.inbox else {}
         party = self._runner.sums
-        site_keys = party.keys.public(party.site) if party else None
+        site_keys = party.keys.public(party.site, party.weight) if party else None
         return self._claim.model_copy(
             update={"advertised_policy": advertised_policy, "withheld": withheld, "site_keys": site_keys}
         ).shortened()

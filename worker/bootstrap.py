@@ -19,9 +19,18 @@ from tessera.worker.state.base_cache import BASES_FOLDER, BaseCache
 from tessera.worker.state.base_sources import BaseSources
 from tessera.worker.state.blob_cache import Cache
 from tessera.worker.state.checkpoints import Checkpoints
-from tessera.worker.state.hash_chain import ChainError
+from tessera.worker.state.hash_chain import ChainError, derived
 from tessera.worker.state.vault import Vault
-from tessera.worker.stores import airlock_of, audit_of, inbox_of, ledger_of, run_history_of, sum_party_of
+from tessera.worker.stores import (
+    airlock_of,
+    audit_key_of,
+    audit_of,
+    inbox_of,
+    ledger_of,
+    run_history_of,
+    sum_party_of,
+)
+from tessera.worker.task.environment import TRAINING_SEEDS
 from tessera.worker.task.runner import TaskRunner
 from tessera.worker.training.optimization.precision import allow_tf32
 from tessera.worker.training.setup import TrainingSetup
@@ -84,6 +93,7 @@ def runner_of(client: Client, settings: WorkerSettings) -> TaskRunner:
         ranks=several,
         checkpoints=Checkpoints(vault_folder),
         checkpoint_seconds=60 * settings.checkpoint_minutes or math.inf,
+        seed_key=derived(audit_key_of(settings), TRAINING_SEEDS),
     )
     return with_rules(runner, settings)
 

@@ -48,7 +48,7 @@ from tessera.shared.environment import PREFIX, refuse_misspelt
 from tessera.shared.near_names import absent, did_you_mean
 from tessera.shared.problems import Invalid
 from tessera.shared.schema import Frozen, Label, Resources, TaskKind
-from tessera.shared.secure_sums.messages import LEAST_QUORUM, Fingerprint
+from tessera.shared.secure_sums.messages import LEAST_QUORUM, MAX_SITE_WEIGHT, Fingerprint
 from tessera.shared.urls import require_private
 from tessera.shared.validation_errors import messages_of
 from tessera.worker.compute import Compute
@@ -142,6 +142,13 @@ class SecureSumsSettings(Frozen):
         description="the least sites in a sum that this site sends to or opens",
     )
     helper: bool = Field(default=False, description="whether it opens sums of runs that name it as a helper")
+    weight: int = Field(
+        default=1,
+        ge=1,
+        le=MAX_SITE_WEIGHT,
+        description="its weight in exact sums: 1 at all sites, or by classes of size on which they agree. Keep it: "
+        "a site that changes it between two sums can be told from their difference",
+    )
 
 
 class WorkerSettings(DataSettings):

@@ -23,7 +23,6 @@ from tessera.shared.api.versions import VersionRef
 from tessera.shared.methods.base import Plan, State
 from tessera.shared.model.spec import Model
 from tessera.shared.rounds.blob_store import Stored
-from tessera.shared.rounds.planning import bounds_of
 from tessera.shared.rounds.secure_sums import Sums, terms_of_round
 from tessera.shared.rounds.versions import States
 from tessera.shared.schema import canonical
@@ -66,21 +65,17 @@ class SecureRounds:
             return None
         planned = [worker for worker in willing if worker.name in plans]
         with self.database.snapshot() as session:
-            run = session.get_one(RunRow, run_id)
             attempt = rounds.next_attempt(session, run_id, version.number + 1)
             holders = _key_holders(session, spec.secure_sums.helpers)
             before = session.get(VersionRow, (run_id, version.number - 1))
             live = ids(self.liveness.workers(session))
-            bounds = rounds.bounds_in_force(run)
         keys = {site: found for site, (_, found) in holders.items()}
         here = {site for site, (worker, _) in holders.items() if worker in live}
         needed = signatures_of(len(spec.secure_sums.helpers))
         if len(keys) < len(spec.secure_sums.helpers) or len(here) < needed:
             missing = sorted(set(spec.secure_sums.helpers) - here)
             raise TooFewWilling(f"{len(here)} helpers are live and {needed} are needed: there is no {missing}")
-        if run.bounds is None:
-            bounds = bounds_of(spec, [worker.participant(spec.dataset) for worker in willing])
-        largest = max(worker.participant(spec.dataset).examples for worker in planned)
+        weights = [SiteKeys.model_validate(worker.declared["site_keys"]).weight for worker in planned]
         former = None
         if before:
             former = self.states.load(model, self.states.manifest(before.digest), before.number)
@@ -89,8 +84,7 @@ class SecureRounds:
             model,
             plans,
             keys,
-            bounds,
-            largest,
+            max(weights),
             state,
             former,
             run=run_id,

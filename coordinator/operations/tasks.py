@@ -257,9 +257,10 @@ def _check_masked(
     """Return the envelope of a masked update, and its blocks. Raises InvalidUpdate."""
     terms = Terms.model_validate_json(services.blobs.read(sums.terms))
     asked = [block.name for block in record.plan.upload.resolve(model.blocks)]
-    weight, about = min(report.examples, terms.max_weight), (report.update, asked, services.blobs, report.data)
-    identity = (record.worker.declared.get("site_keys") or {}).get("identity")
-    envelope, blocks = check_masked(report.envelope, terms, record.site, weight, *about, identity)
+    about = (report.update, asked, services.blobs, report.data)
+    keys = record.worker.declared.get("site_keys") or {}
+    weight = 1 if terms.noise else keys.get("weight", 1) if keys else None
+    envelope, blocks = check_masked(report.envelope, terms, record.site, weight, *about, keys.get("identity"))
     return envelope.model_dump(mode="json"), blocks
 
 

@@ -3,7 +3,6 @@
 import operator
 from datetime import datetime
 from functools import partial
-from math import inf
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -25,10 +24,9 @@ from tessera.shared.api.tasks import TaskView
 from tessera.shared.api.versions import VersionRef
 from tessera.shared.methods.base import MethodSpec
 from tessera.shared.near_names import did_you_mean
-from tessera.shared.run_settings import ClientPrivacy, Privacy, Training
+from tessera.shared.run_settings import ClientPrivacy, Cohort, Privacy, Training, Unlimited
 from tessera.shared.schema import (
     SCORED_LABELS,
-    ActsOnlyIf,
     Bytes,
     Digest,
     Frozen,
@@ -43,46 +41,6 @@ from tessera.shared.secure_sums.messages import MAX_SENDERS, MOST_SENDERS, NOISE
 from tessera.shared.updates.codecs import pipeline
 
 # ---------------------------------------------------------------- runs
-
-
-class Cohort(Frozen):
-    """Participants and time limits of a round. Sites are counted, not workers: a site's token admits any number of
-    workers, under names that the site chooses."""
-
-    conditions = (
-        ActsOnlyIf(
-            ("target_updates",),
-            lambda cohort: cohort.target_updates < min(cohort.size or inf, len(cohort.sites or ()) or inf),
-            "it below size and the number of sites",
-        ),
-    )
-
-    size: PositiveInt | None = Field(
-        default=None, description="sites chosen per round; all that are live if left out"
-    )
-    workers_per_site: PositiveInt = Field(
-        default=1, le=1000, description="workers of a chosen site that take part; their updates count as one"
-    )
-    target_updates: PositiveInt | None = Field(
-        default=None, description="number of sites; a round closes early once this many sent updates"
-    )
-    quorum: PositiveInt = Field(default=1, description="fewest sites whose updates a round needs")
-    deadline_seconds: float = Field(
-        default=3600, gt=0, le=30 * 86400, description="time after which a round closes with the updates that it has"
-    )
-    max_attempts: PositiveInt = Field(default=3, le=100, description="attempts at a round before the run pauses")
-    max_task_attempts: PositiveInt = Field(
-        default=3, le=100, description="leases of a task before it counts as expired"
-    )
-    sites: tuple[Label, ...] | None = Field(
-        default=None, description="sites that may take part, be it to train or to evaluate; all if left out"
-    )
-
-    @model_validator(mode="after")
-    def _reachable(self) -> Self:
-        if self.size is not None and self.quorum > self.size:
-            raise ValueError(f"a quorum of {self.quorum} cannot come from a cohort of {self.size}")
-        return self
 
 
 class Evaluation(Frozen):
@@ -101,9 +59,6 @@ class Evaluation(Frozen):
     def due(self, number: int, rounds: int) -> bool:
         """Return whether version `number` of a run of `rounds` rounds is measured."""
         return number % self.every == 0 or number == rounds
-
-
-Unlimited = Literal["unlimited"]
 
 
 class Bounds(Message):
@@ -235,9 +190,10 @@ class RunSpec(Frozen):
             "upload_budget": (self.upload_budget is not None, "masked updates do not shrink: leave it out"),
             "upload_seconds": (self.upload_seconds is not None, "masked updates do not shrink: leave it out"),
             "max_update_norm": (self.max_update_norm is not None, "no single norm is known: leave it out"),
-            "max_norm_of_median": (
-                isinstance(self.max_norm_of_median, float),
-                "no single norm is known: leave it out",
+            "max_norm_of_median": (self.max_norm_of_median is not None, "no single norm is known: leave it out"),
+            "max_examples": (
+                self.max_examples is not None,
+                "each site weighs by its own settings (secure_sums.weight): leave it out",
             ),
             "secure_sums.bits": (
                 (most := MOST_SENDERS[self.secure_sums.bits]) < (self.cohort.size or MAX_SENDERS),

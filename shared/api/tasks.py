@@ -24,6 +24,8 @@ from pydantic import (
 )
 
 from tessera.shared.aggregation.mean import Normalization
+from tessera.shared.aggregation.robust import Mean, Robust
+from tessera.shared.aggregation.server_optimizer import Plain, ServerOptimizer
 from tessera.shared.api.class_counts import ClassCounts
 from tessera.shared.api.secure_sums import MAX_STATEMENT_BYTES, SecureSums, SumTask
 from tessera.shared.api.versions import VersionRef
@@ -32,7 +34,7 @@ from tessera.shared.model.blocks import Block, Name
 from tessera.shared.model.dataset_schema import DatasetSchema
 from tessera.shared.model.selectors import EVERYTHING, Selector
 from tessera.shared.problems import ProblemDocument
-from tessera.shared.run_settings import Budget, ClientPrivacy, Privacy, Span, Training, UnitBudget
+from tessera.shared.run_settings import Budget, ClientPrivacy, Cohort, Privacy, Span, Training, UnitBudget, Unlimited
 from tessera.shared.schema import (
     ACCEPTED,
     MAX_CLAIM_BYTES,
@@ -297,10 +299,15 @@ class Claim(Message):
         return claim
 
 
+MERGING = (
+    "cohort", "robust", "server_optimizer", "max_examples", "max_update_norm", "max_norm_of_median",
+)  # fmt: skip
+"""Fields of a task that say which sites a round asks, and how their updates are merged."""
+
 ALIKE = frozenset(
     {
         "rounds", "method", "plan", "dataset", "training", "privacy", "client_privacy", "codec", "secure_sums",
-        "upload_budget", "upload_seconds", "normalization", "model",
+        "upload_budget", "upload_seconds", "normalization", "model", "seed", *MERGING,
     }
 )  # fmt: skip
 """Fields of a training task that decide what is trained and sent. In a secure sum they are the same for all sites: if
@@ -338,6 +345,14 @@ class Task(Message):
     upload_budget: PositiveInt | None = None
     upload_seconds: PositiveFloat | None = None
     normalization: Normalization
+    cohort: Cohort = Cohort()
+    robust: Robust = Mean()
+    server_optimizer: ServerOptimizer = Plain()
+    max_examples: PositiveInt | Unlimited | None = None
+    max_update_norm: float | None = None
+    max_norm_of_median: float | Unlimited | None = None
+    """With those above, how the run chooses sites and merges their updates. The worker cannot verify it, and needs it
+    for the approval of a run: versions that differ in this alone would tell single updates."""
     model: Digest
     version: VersionRef
     inline_bytes: NonNegativeInt = 0

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from tessera.shared.aggregation.robust import FEW_SENDERS
 from tessera.shared.api.runs import Bounds, RunSpec
 from tessera.shared.api.secure_sums import SumTask
-from tessera.shared.api.tasks import Receipt, Task
+from tessera.shared.api.tasks import MERGING, Receipt, Task
 from tessera.shared.api.versions import VersionRef
 from tessera.shared.hashing import derive_seed
 from tessera.shared.methods.base import (
@@ -316,13 +316,13 @@ def bounds_of(spec: RunSpec, willing: Iterable[Participant], *, simulated: bool 
     sites, so that a site which declares a huge number of examples shifts it by half a rank. The sites of a simulation
     have the examples that they declare, so that their weights have no limit by default.
     """
-    if spec.client_privacy:
-        # Each site counts as one, and its clip norm is the bound.
+    if spec.client_privacy or spec.secure_sums:
+        # Each site counts as one, or with the weight of its own settings; no single norm is known.
         return Bounds()
     examples: int | None = None
     if not simulated:
         examples = max(1, int(MAX_WEIGHT_OF_MEDIAN * median(largest_weights(spec, willing).values())))
-    norm = MAX_NORM_OF_MEDIAN if spec.robust.neutral and not spec.secure_sums else None
+    norm = MAX_NORM_OF_MEDIAN if spec.robust.neutral else None
     if spec.max_examples is not None:
         examples = None if spec.max_examples == "unlimited" else spec.max_examples
     if spec.max_norm_of_median is not None:
@@ -413,6 +413,7 @@ def task_of(
         normalization=spec.normalization,
         model=spec.model,
         version=version,
+        **{name: getattr(spec, name) for name in MERGING},
         inline_bytes=inline_bytes,
         stream_bytes=stream_bytes,
         orchestrator=orchestrator,
@@ -424,8 +425,11 @@ def task_of(
 
 
 def training_seed(spec: RunSpec, number: int, worker: str) -> int:
-    """Return the seed of one worker in one round: the same at every attempt, so that a retry repeats it."""
-    return derive_seed(spec.seed, "train", number, worker)
+    """Return the seed of one worker in one round: the same at every attempt, so that a retry repeats it.
+
+    In a secure sum it is the same for all sites, each of which mixes in a secret or, in a simulation, its name.
+    """
+    return derive_seed(spec.seed, "train", number, *([] if spec.secure_sums else [worker]))
 
 
 def evaluation_seed(spec: RunSpec, version: int) -> int:

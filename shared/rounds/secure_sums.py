@@ -13,7 +13,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from tessera.shared.aggregation.mean import Normalization
-from tessera.shared.api.runs import Bounds, RunSpec
+from tessera.shared.api.runs import RunSpec
 from tessera.shared.api.versions import VersionRef
 from tessera.shared.methods.base import Plan, State
 from tessera.shared.model.spec import Model
@@ -21,13 +21,12 @@ from tessera.shared.privacy.noise_shares import MAX_EXPONENT
 from tessera.shared.problems import faults_of
 from tessera.shared.rounds.blob_store import BlobStore
 from tessera.shared.rounds.client_privacy import noise_share, noise_terms
-from tessera.shared.rounds.planning import task_of
+from tessera.shared.rounds.planning import task_of, training_seed
 from tessera.shared.secure_sums.committee import SenderSet, sender_set
 from tessera.shared.secure_sums.envelope import own_blocks
 from tessera.shared.secure_sums.errors import SumRefused
 from tessera.shared.secure_sums.masked_update import RingTensor, read_ring
 from tessera.shared.secure_sums.messages import (
-    MAX_WEIGHT,
     Envelope,
     RingBlock,
     SiteKeys,
@@ -69,8 +68,7 @@ def terms_of_round(
     model: Model,
     plans: Mapping[str, Plan],
     keys: Mapping[str, SiteKeys],
-    bounds: Bounds,
-    examples: int,
+    max_weight: int,
     state: State,
     before: State | None,
     *,
@@ -78,23 +76,24 @@ def terms_of_round(
     attempt: int,
     version: VersionRef,
 ) -> Terms:
-    """Return the terms of the round after a version. `keys` are those of the helpers' sites, `examples` the most of a
-    planned worker, and `before` is the state of the version before. Raises ValueError if the plans differ."""
+    """Return the terms of the round after a version. `keys` are those of the helpers' sites, `max_weight` is the
+    largest of a planned site, and `before` the state of the version before. Raises ValueError if the plans differ."""
     assert spec.secure_sums is not None  # noqa: S101 (for the types)
     plan = next(iter(plans.values()))
     if differing := sorted(worker for worker, other in plans.items() if other != plan):
         raise ValueError(f"secure_sums needs one plan for all sites, and {differing[:4]} have others")
+    number = version.number + 1
     about: dict[str, Any] = {
         "task_id": "terms",
         "token": 0,
         "kind": "train",
         "held_out": False,
-        "seed": 0,
+        "seed": training_seed(spec, number, ""),
         "lease_seconds": 1.0,
     }
-    task = task_of(spec, plan, version, run=run, number=version.number + 1, **about)
+    task = task_of(spec, plan, version, run=run, number=number, **about)
     quorum = spec.secure_sums.quorum
-    senders, max_weight = max(quorum, len(plans)), min(bounds.max_examples or examples, examples, MAX_WEIGHT)
+    senders = max(quorum, len(plans))
     bits = spec.secure_sums.bits
     blocks, noise = ring_blocks(model, plans.values(), state, before, Precision.of(bits, senders)), None
     if spec.client_privacy:
@@ -103,7 +102,7 @@ def terms_of_round(
         blocks = {name: RingBlock(elements=one.elements, exponent=share.exponent) for name, one in blocks.items()}
     return Terms(
         run=run,
-        round=version.number + 1,
+        round=number,
         attempt=attempt,
         version=version.digest,
         settings=task.alike_digest,
@@ -152,15 +151,15 @@ def check_masked(
     text: str | None,
     terms: Terms,
     site: str,
-    weight: int,
+    weight: int | None,
     update: str,
     asked: Collection[str],
     blobs: BlobStore,
     data: bytes | None,
     identity: str | None = None,
 ) -> tuple[Envelope, tuple[str, ...]]:
-    """Return the envelope of a masked update, and its blocks. `data` has the update's bytes if it is not stored, and
-    `identity` is the key that the worker declares, if known.
+    """Return the envelope of a masked update, and its blocks. `data` has the update's bytes if it is not stored;
+    `weight` and `identity` are the weight and key that the worker declares, if known.
 
     Its values say nothing, so only its form is checked, and that the envelope is about it. Raises InvalidUpdate.
     """
@@ -169,7 +168,8 @@ def check_masked(
         _require((envelope.site, envelope.update) == (site, update), "it is of another site or another update")
         # Helpers would refuse the whole set: an envelope is better refused alone.
         _require(identity in (None, envelope.identity), "it is under another key than its worker declares")
-        _require(envelope.weight == weight, f"its weight is {envelope.weight}; the report's makes {weight}")
+        declared = f"its weight is {envelope.weight}; its worker declares {weight}"
+        _require(weight in (None, envelope.weight), declared)
         blocks = own_blocks(envelope, terms)
         unasked = sorted(set(blocks) - set(asked))
         _require(not unasked, f"the plan does not ask for {unasked[:4]}")

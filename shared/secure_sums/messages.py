@@ -24,6 +24,7 @@ LEAST_QUORUM = 3
 MAX_HELPERS = 7
 MAX_SENDERS = 1_024
 MAX_WEIGHT = 1 << 40
+MAX_SITE_WEIGHT = 64
 MAX_BLOCKS = 16_384
 
 NOISE_BITS: Literal[32] = 32
@@ -57,8 +58,10 @@ class SiteKeys(Message):
     """Its long-term key, of which others have the fingerprint."""
     sealing_key: Hex32
     """Its present key for messages to it."""
+    weight: int = Field(default=1, ge=1, le=MAX_SITE_WEIGHT)
+    """Its weight in exact sums, by its own settings."""
     signature: Hex64
-    """Of the sealing key, by the identity."""
+    """Of the sealing key and the weight, by the identity."""
 
 
 def tolerance_of(helpers: int) -> int:

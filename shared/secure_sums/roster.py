@@ -9,7 +9,7 @@ from tessera.shared.secure_sums.keys import SigningKey, require_signature
 from tessera.shared.secure_sums.messages import LEAST_QUORUM, Fingerprint, Hex32, SiteKeys, Terms, fingerprint
 
 SEALING_KEY = "sealing key"
-"""The purpose of a site's signature under its sealing key."""
+"""The purpose of a site's signature under its sealing key and its weight."""
 
 ROUNDING = 1e-9
 """Relative difference between two machines' figures of one epsilon."""
@@ -19,16 +19,21 @@ Roster = Mapping[str, Fingerprint]
 count: it could enrol sites that do not exist."""
 
 
-def signed_keys(site: str, identity: SigningKey, sealing_key: Hex32) -> SiteKeys:
-    """Return the public keys of a site for others, with its signature."""
-    signature = identity.sign(SEALING_KEY, bytes.fromhex(sealing_key))
-    return SiteKeys(site=site, identity=identity.public, sealing_key=sealing_key, signature=signature)
+def signed_keys(site: str, identity: SigningKey, sealing_key: Hex32, weight: int = 1) -> SiteKeys:
+    """Return the public keys of a site for others, with its weight and its signature."""
+    signature = identity.sign(SEALING_KEY, _signed(sealing_key, weight))
+    about = {"identity": identity.public, "sealing_key": sealing_key, "weight": weight}
+    return SiteKeys(site=site, signature=signature, **about)
+
+
+def _signed(sealing_key: Hex32, weight: int) -> bytes:
+    return bytes.fromhex(sealing_key) + weight.to_bytes()
 
 
 def check_keys(keys: SiteKeys, roster: Roster) -> None:
     """Raise SumRefused unless these are the keys of the site that the roster has."""
     require_known(roster, keys.site, keys.identity)
-    message = bytes.fromhex(keys.sealing_key)
+    message = _signed(keys.sealing_key, keys.weight)
     require_signature(keys.identity, SEALING_KEY, message, keys.signature, keys.site)
 
 

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, Self
 
@@ -195,6 +196,11 @@ class CoordinatorProcess:
         return client
 
 
+def audit_key(site: str) -> bytes:
+    """The audit key of a test's site, by which a simulation repeats what it trains."""
+    return sha256(site.encode()).digest()
+
+
 def worker_process(
     coordinator: CoordinatorProcess, site: str, datasets: str, tree: Path | None = None, **settings: Any
 ) -> Process:
@@ -208,6 +214,8 @@ def worker_process(
         "state_dir": str(folder / "state"),
         "threads": 1,
         "poll_seconds": 5,
+        # Its training seeds follow from it.
+        "audit_key": audit_key(site).hex(),
         **settings,
     }
     # JSON's strings, numbers and lists are TOML's.

@@ -228,13 +228,15 @@ class SecretSite:
     site: str
     client: Client
     federation: Federation
+    weight: int = 1
 
     def __post_init__(self) -> None:
         self.sealing = self.federation.sealing[self.site]
+        identity = self.federation.identities[self.site]
         self.worker = ScriptedWorker(
             self.client,
             kinds=("train", "agree", "open"),
-            site_keys=signed_keys(self.site, self.federation.identities[self.site], self.sealing.public),
+            site_keys=signed_keys(self.site, identity, self.sealing.public, self.weight),
         )
 
     def terms(self, task: Task) -> Terms:
@@ -249,7 +251,7 @@ class SecretSite:
         """Train by adding a number to every block that the plan uploads; return the masked update, uploaded."""
         terms, base = self.terms(task), self.worker.fetch(task)
         steps = {name: np.full(base[name].size, step, np.float32) for name in terms.blocks}
-        sent = self.federation.send(terms, self.site, steps, min(examples, terms.max_weight))
+        sent = self.federation.send(terms, self.site, steps, self.weight)
         return Submission(
             token=task.token,
             version=task.version.digest,

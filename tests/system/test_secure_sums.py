@@ -20,16 +20,17 @@ from tessera.shared.client.client import Client
 from tessera.shared.secure_sums.messages import fingerprint
 from tessera.shared.updates.model_folder import ModelFolder
 from tessera.worker.data.registry import load as load_data
-from tessera.worker.simulation import Conditions, simulate
+from tessera.worker.simulation import Conditions, VirtualSite, simulate
 from tessera.worker.simulation.virtual_sites import WORKER
 from tessera.worker.state.site_keys import KEYS_FOLDER, Keyring
 from tests.support.cli import tessera
 from tests.support.coordinator import until
-from tests.support.processes import CoordinatorProcess, Process, start_worker, worker_process
+from tests.support.processes import CoordinatorProcess, Process, audit_key, start_worker, worker_process
 from tests.system.test_learning import RATE, central_descent, images
 
 Keep = Callable[[Process], Process]
 SITES = {"north": 8, "south": 24, "east": 40, "west": 16}
+WEIGHTS = {name: count // 8 for name, count in SITES.items()}
 PARTS = {name: images(count, seed) for seed, (name, count) in enumerate(SITES.items())}
 
 
@@ -47,7 +48,7 @@ def started(live: CoordinatorProcess, running: Keep, tmp_path: Path, *, masked: 
         save_file(part, file)
         tables = [
             f'[datasets.images]\nkind = "arrays"\nfile = "{file}"',
-            f'[secure_sums]\nsite = "{name}"\nquorum = 3\nhelper = true',
+            f'[secure_sums]\nsite = "{name}"\nquorum = 3\nhelper = true\nweight = {WEIGHTS[name]}',
             "[secure_sums.roster]",
             *lines,
             f"[policy]\nrequire_secure_sums = {str(masked).lower()}\n",
@@ -105,7 +106,14 @@ def test_a_secure_sum_is_gradient_descent_on_all_data_and_tells_no_site_s_figure
         assert found["differences"] == []
         assert found["agreed"] > 2
 
-    sites = {name: load_data("arrays", {"file": tmp_path / f"{name}.safetensors"}) for name in SITES}
+    sites = {
+        name: VirtualSite(
+            load_data("arrays", {"file": tmp_path / f"{name}.safetensors"}),
+            weight=weight,
+            audit_key=audit_key(name),
+        )
+        for name, weight in WEIGHTS.items()
+    }
     result = simulate(spec, vit, sites, conditions=Conditions(threads=1))
     assert [one.digest for one in result.versions] == [one.digest for one in client.versions(run.id)]
 

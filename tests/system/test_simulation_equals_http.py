@@ -14,14 +14,13 @@ from safetensors.torch import save_file
 from tessera.shared.api.runs import Measurement, Round, RunSpec
 from tessera.shared.cli.upload import upload_model
 from tessera.shared.updates.model_folder import ModelFolder
-from tessera.worker.data.dataset import Dataset
 from tessera.worker.data.partition.division import key_of_seed
 from tessera.worker.data.registry import load
 from tessera.worker.governance.policy import Policy
-from tessera.worker.simulation import Conditions, simulate
+from tessera.worker.simulation import Conditions, VirtualSite, simulate
 from tessera.worker.simulation.virtual_sites import WORKER
 from tests.support.coordinator import until
-from tests.support.processes import CoordinatorProcess, Process, worker_process
+from tests.support.processes import CoordinatorProcess, Process, audit_key, worker_process
 from tests.system.conftest import VIT, made
 
 SITES = {"north": 20, "south": 33, "west": 14}
@@ -77,8 +76,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ModelFolder:
     return made(folder, folder / "vit.json")
 
 
-def sites(files: dict[str, Path]) -> dict[str, Dataset]:
-    return {name: load("arrays", {"file": files[name]}, held_out=0.25, key=KEY) for name in SITES}
+def sites(files: dict[str, Path]) -> dict[str, VirtualSite]:
+    """The sites, with the keys of their workers: without them they would train by other random numbers."""
+    data = {name: load("arrays", {"file": files[name]}, held_out=0.25, key=KEY) for name in SITES}
+    return {name: VirtualSite(each, audit_key=audit_key(name)) for name, each in data.items()}
 
 
 TRAINING = {"batch_size": 8, "learning_rate": 0.01}

@@ -3,6 +3,8 @@
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
+from pydantic import BaseModel
+
 from tessera.shared.api.tasks import Task
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.preprocessing import TOKENIZER
@@ -37,16 +39,18 @@ def summary(
     groups: int | None = None,
     raw_texts: bool = False,
     least_in_sum: int | None = None,
+    weight_in_sum: int = 1,
 ) -> str:
     """Return a few sentences on what the task's run does, what leaves the site, for whom, and how privately.
 
     `groups`: the number of groups of these examples, if the run protects groups. `raw_texts`: whether the data set
     takes the run's tokenizer. `least_in_sum`: the fewest sites in a secure sum that this site's settings allow; None
-    if it takes part in none.
+    if it takes part in none. `weight_in_sum`: this site's weight in exact sums.
     """
     work = [_work(task, model, examples, groups), *_tokenizer(task, model, raw_texts=raw_texts)]
     leaving = [_leaving(task, model), *_kept(task, model, policy), *_masks(task, least_in_sum)]
-    return " ".join([*work, *leaving, _privacy(task), *_client_privacy(task)])
+    merging = _merging(task, weight_in_sum) if task.kind == "train" else ()
+    return " ".join([*work, *leaving, *merging, _privacy(task), *_client_privacy(task)])
 
 
 def _work(task: Task, model: Model, examples: int, groups: int | None) -> str:
@@ -112,6 +116,44 @@ def _masks(task: Task, least: int | None) -> Iterator[str]:
         )
         if least is None:
             yield "This site takes part in no secure sum: its tasks will fail."
+
+
+def _merging(task: Task, weight: int) -> Iterator[str]:
+    """Yield which sites a round asks, and how it merges their updates: versions that differ in this alone would tell
+    an update."""
+    cohort, rule, optimizer = task.cohort, task.robust, task.server_optimizer
+    among = ", ".join(cohort.sites) if cohort.sites is not None else "all sites of the coordinator"
+    drawn = f"{cohort.size} sites, drawn at random from {among}" if cohort.size else among
+    first = f" and ends with the first {cohort.target_updates}" if cohort.target_updates else ""
+    workers = f", and up to {cohort.workers_per_site} workers of each" if cohort.workers_per_site > 1 else ""
+    yield f"A round asks {drawn}{workers}; it needs updates of {cohort.quorum}{first}."
+    weigh = "A site weighs as many examples as it has"
+    if task.client_privacy:
+        weigh = "All sites weigh alike"
+    elif task.secure_sums:
+        weigh = f"This site weighs {weight} by its own settings, in each sum"
+    elif not rule.neutral:
+        weigh = f"All sites weigh alike, by the rule {rule.rule} ({_settings(rule, 'rule')})"
+    elif task.max_examples is None:
+        weigh += ", up to four times the median site's"
+    elif task.max_examples != "unlimited":
+        weigh += f", up to {task.max_examples:,}"
+    divided = {"participants": "the weight of the sites that sent it", "cohort": "the weight of all in the round"}
+    by = divided.get(task.normalization, "that of all in the round, times the probability that a site sends it")
+    yield f"{weigh}. The sum of a block is divided by {by}."
+    if task.max_update_norm is not None:
+        yield f"Updates longer than {task.max_update_norm:g} are refused."
+    if task.max_norm_of_median is not None:
+        most = task.max_norm_of_median
+        limit = "however long they are" if most == "unlimited" else f"up to {most:g} times the median's length"
+        yield f"Updates count {limit}."
+    if not optimizer.neutral:
+        yield f"The coordinator makes its own step of their mean: {optimizer.kind} ({_settings(optimizer, 'kind')})."
+
+
+def _settings(rule: BaseModel, name: str) -> str:
+    given = rule.model_dump(exclude={name}, exclude_none=True)
+    return ", ".join(f"{key} {value:g}" for key, value in given.items())
 
 
 def _privacy(task: Task) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import JsonValue, NonNegativeInt, PositiveInt, ValidationError, field_validator
 
 from tessera.shared import renamed_keys
-from tessera.shared.api.tasks import Task
+from tessera.shared.api.tasks import MERGING, Task
 from tessera.shared.schema import Digest, Frozen, Label, TaskKind, canonical
 from tessera.worker.governance.policy import Policy, PolicyViolation
 from tessera.worker.state.atomic_files import alone, written_whole
@@ -30,7 +30,7 @@ VERSIONS_KEPT = 64
 
 TERMS = (
     "run_name", "model", "method", "dataset", "rounds", "training", "privacy", "normalization", "codec",
-    "upload_budget", "upload_seconds", "orchestrator", "secure_sums", "client_privacy",
+    "upload_budget", "upload_seconds", "orchestrator", "secure_sums", "client_privacy", *MERGING,
 )  # fmt: skip
 """Fields of a task that are the same in all tasks of a run. Without `secure_sums` among them, a later round could
 send the update that earlier ones hid, or have it opened by other helpers."""

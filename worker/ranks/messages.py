@@ -69,6 +69,7 @@ class GroupTask:
     """True if the agent keeps accounts of the task's privacy."""
     counted: bool
     """True if the agent counts evaluations."""
+    seed_key: bytes | None
     checkpoint: CheckpointAt | None
     """The checkpoint to resume from and to write; None if this worker writes none."""
 

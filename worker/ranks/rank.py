@@ -222,6 +222,7 @@ class Rank:
             piece_sizes=self._piece_sizes,
             allowances=given.allowances,
             history=cast("RunHistory", _Remote(self._call, "history")) if given.counted else None,
+            seed_key=given.seed_key,
         )
 
     def _keep_scale(self, run: str, state: Mapping[str, Array]) -> None:

@@ -131,6 +131,7 @@ class DeviceStages:
             allowances=dict(env.allowances),
             private=private is not None,
             counted=env.history is not None,
+            seed_key=env.seed_key,
             checkpoint=CheckpointAt(checkpoint.key, checkpoint.path, env.checkpoint_seconds) if checkpoint else None,
         )
         targets = {

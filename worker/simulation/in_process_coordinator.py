@@ -316,8 +316,7 @@ class InProcessCoordinator:
         if order.sums:
             terms, site = self._terms(order.sums), order.worker.partition("/")[0]
             asked = [block.name for block in order.plan.upload.resolve(self._model.blocks)]
-            weight, about = min(report.examples, terms.max_weight), (report.update, asked, self._folder, None)
-            _, blocks = check_masked(report.envelope, terms, site, weight, *about)
+            _, blocks = check_masked(report.envelope, terms, site, None, report.update, asked, self._folder, None)
             return {}, blocks
         manifest = self._states.manifest(order.version.digest)
         return self._inspector.checked(report.update, self._model, manifest, order.plan, self._spec.max_update_norm)

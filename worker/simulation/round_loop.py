@@ -229,14 +229,13 @@ class Simulation:
         """Return what the round's tasks carry for a secure sum; None for a run without."""
         if self.spec.secure_sums is None or not plans:
             return None
-        sites = map(self.population.site_of, plans)
-        examples = max(self.population.participant(site).examples for site in sites)
+        weight = max(self.population.weight(self.population.site_of(worker)) for worker in plans)
         before = None
         if len(self.versions) > 1:
             former = self.versions[-2].version
             before = self.states.load(self.model, self.states.manifest(former.digest), former.number)
         keys, version = keys_of(self.spec.secure_sums.helpers), _ref(self.latest)
-        about = (self.spec, self.model, plans, keys, self.bounds, examples, state, before)
+        about = (self.spec, self.model, plans, keys, weight, state, before)
         terms = terms_of_round(*about, run=RUN, attempt=attempt, version=version)
         return SumTask(terms=self.blobs.put([canonical(terms)]).digest)
 

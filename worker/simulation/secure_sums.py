@@ -30,8 +30,8 @@ class NamedKeys:
         key = SealingKey(_digest("sealing", self.site))
         return {key.public: key}
 
-    def public(self, site: str) -> SiteKeys:
-        return signed_keys(site, self.identity(), next(iter(self.sealing_keys())))
+    def public(self, site: str, weight: int = 1) -> SiteKeys:
+        return signed_keys(site, self.identity(), next(iter(self.sealing_keys())), weight)
 
 
 def keys_of(sites: Iterable[str]) -> dict[str, SiteKeys]:
@@ -39,11 +39,12 @@ def keys_of(sites: Iterable[str]) -> dict[str, SiteKeys]:
     return {site: NamedKeys(site).public(site) for site in sites}
 
 
-def party_of(site: str, sites: Iterable[str]) -> SumParty:
-    """Return a virtual site that knows the keys of these others."""
+def party_of(site: str, sites: Iterable[str], weight: int) -> SumParty:
+    """Return a virtual site of this weight that knows the keys of these others."""
     roster = {name: fingerprint(_identity(name).public) for name in sites}
     keys = NamedKeys(site)
-    return SumParty(site, keys, roster, 0, helper=False, agreements=None, masks=False, noise_key=noise_key_of)
+    known = (site, keys, roster, 0)
+    return SumParty(*known, helper=False, agreements=None, masks=False, noise_key=noise_key_of, weight=weight)
 
 
 def noise_key_of(seed: int) -> bytes:

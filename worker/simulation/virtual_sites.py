@@ -17,6 +17,8 @@ from tessera.worker.data.content import content_digest, row_settings
 from tessera.worker.data.dataset import Dataset
 from tessera.worker.simulation.blob_folder import Folder
 from tessera.worker.state.blob_cache import BlobTooLarge, Row, Source
+from tessera.worker.state.hash_chain import derived
+from tessera.worker.task.environment import TRAINING_SEEDS
 
 WORKER = "worker"
 """The name of each virtual site's only worker."""
@@ -24,10 +26,15 @@ WORKER = "worker"
 
 @dataclass(frozen=True)
 class VirtualSite:
-    """A virtual site's data, or a function that loads them, and its worker's declared resources."""
+    """A virtual site's data, or a function that loads them, and what its worker declares."""
 
     data: Dataset | Callable[[], Dataset]
     resources: Mapping[str, float] = field(default_factory=dict)
+    weight: int = 1
+    """In exact secure sums."""
+    audit_key: bytes | None = field(default=None, repr=False)
+    """A worker's `audit_key`, to repeat what it trains. Without one, nothing is mixed into training seeds but, in
+    secure sums, the site's name."""
 
     def load(self) -> Dataset:
         return self.data if isinstance(self.data, Dataset) else self.data()
@@ -80,8 +87,22 @@ class VirtualSites:
 
     def identity(self) -> dict[str, Any]:
         """Return what the results depend on in each site, as JSON."""
-        resources = {name: dict(site.resources) for name, site in self._sites.items()}
-        return {name: {**asdict(held), "resources": resources[name]} for name, held in self.holdings.items()}
+        found = {}
+        for name, site in self._sites.items():
+            declared = {"resources": dict(site.resources), "weight": site.weight}
+            key = hashlib.sha256(site.audit_key).hexdigest() if site.audit_key else None
+            found[name] = {**asdict(self.holdings[name]), **declared, "key": key}
+        return found
+
+    def weight(self, site: str) -> int:
+        """Return a site's weight in exact secure sums."""
+        return self._sites[site].weight
+
+    def seed_key(self, site: str, *, in_sum: bool) -> bytes | None:
+        """Return the key of a site's training seeds."""
+        if key := self._sites[site].audit_key:
+            return derived(key, TRAINING_SEEDS)
+        return site.encode() if in_sum else None
 
     def participant(self, site: str) -> Participant:
         return Participant(worker_of(site), self.holdings[site].examples, self._sites[site].resources, site)

@@ -18,6 +18,7 @@ from tessera.worker.simulation.in_process_coordinator import InProcessCoordinato
 from tessera.worker.simulation.secure_sums import party_of
 from tessera.worker.simulation.virtual_sites import VirtualSites
 from tessera.worker.state.atomic_files import sweep
+from tessera.worker.state.site_keys import SumParty
 from tessera.worker.state.vault import Vault
 from tessera.worker.task.errors import TaskFailure
 from tessera.worker.task.model_cache import ModelCache
@@ -91,10 +92,14 @@ class Workers:
             mappings=self.mappings,
             models=self.models,
             resources=self.population.participant(site).resources if site else {},
+            seed_key=self.population.seed_key(site, in_sum=task.sums is not None) if site else None,
             noise_key=noise_key_of,
-            sums=party_of(site, self.coordinator.helpers) if site and task.sums else None,
+            sums=self._party(site) if site and task.sums else None,
         )
         runner.run(task, lambda: None, Report())
+
+    def _party(self, site: str) -> SumParty:
+        return party_of(site, self.coordinator.helpers, self.population.weight(site))
 
     def _vault(self, home: Path) -> Vault:
         if home not in self._vaults:

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, BinaryIO, Generic, Literal, NamedTuple, TypeVar
+from typing import Any, BinaryIO, Generic, Literal, NamedTuple, TypeVar, overload
 
 from pydantic import Field, JsonValue, NonNegativeInt, ValidationError
 
@@ -292,6 +292,12 @@ class _Content(Generic[L]):
     """The first line that neither the key nor an entry under the key protects."""
 
 
+@overload
+def derived(key: bytes, purpose: str) -> bytes: ...
+@overload
+def derived(key: None, purpose: str) -> None: ...
+@overload
+def derived(key: bytes | None, purpose: str) -> bytes | None: ...
 def derived(key: bytes | None, purpose: str) -> bytes | None:
     """Return a key for one purpose, so that no line of one file is valid in another."""
     return None if key is None else hmac.new(key, purpose.encode(), hashlib.sha256).digest()

@@ -44,7 +44,7 @@ class Keyring:
         keys = (SealingKey(secret_key(path)) for _, path in self._files())
         return {key.public: key for key in keys}
 
-    def public(self, site: str) -> SiteKeys:
+    def public(self, site: str, weight: int = 1) -> SiteKeys:
         """Return the public keys for others, with a new sealing key if the last one is a week old."""
         now = self.clock()
         # A wrong clock dated the keys of later than now. They open what was sealed to them, and are not used again.
@@ -54,7 +54,7 @@ class Keyring:
                 path.unlink(missing_ok=True)
         is_present = bool(past) and past[-1][0] >= now - RENEW_SECONDS
         newest = past[-1][1] if is_present else self.folder / f"sealing-{int(now)}.key"
-        return signed_keys(site, self.identity(), SealingKey(secret_key(newest)).public)
+        return signed_keys(site, self.identity(), SealingKey(secret_key(newest)).public, weight)
 
     def _files(self) -> list[tuple[int, Path]]:
         """Return the files of sealing keys, each with the time in its name at which it was made."""
@@ -131,7 +131,7 @@ class Keys(Protocol):
 
     def identity(self) -> SigningKey: ...
     def sealing_keys(self) -> Mapping[Hex32, SealingKey]: ...
-    def public(self, site: str) -> SiteKeys: ...
+    def public(self, site: str, weight: int = 1) -> SiteKeys: ...
 
 
 @dataclass(frozen=True)
@@ -151,6 +151,8 @@ class SumParty:
     """False in a simulation: masks cancel to the bit, so that sums without them are the same."""
     noise_key: Callable[[int], bytes] = lambda _: new_noise_key()
     """Return the key of an update's noise by its task's seed. Only a simulation uses the seed, which others know."""
+    weight: int = 1
+    """Its weight in exact sums: what a coordinator could change would be known coefficients of its updates."""
 
     @property
     def fingerprint(self) -> Fingerprint:

@@ -168,6 +168,7 @@ def _require_approval(run: TaskRun, inbox: Inbox, dataset: Dataset, groups: Grou
                 groups=groups.count if groups else None,
                 raw_texts=dataset.texts is not None,
                 least_in_sum=party.quorum if party else None,
+                weight_in_sum=party.weight if party else 1,
             ),
         )
         run.journal.note("run.ask", terms=terms, summary=request.summary)

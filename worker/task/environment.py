@@ -19,7 +19,7 @@ from tessera.shared.api.versions import Manifest
 from tessera.shared.client.line import ThreadTimes
 from tessera.shared.client.transfers import Progress
 from tessera.shared.client.transport import IntermediaryFault
-from tessera.shared.hashing import Sink
+from tessera.shared.hashing import Sink, derive_seed
 from tessera.shared.json_limits import check_document
 from tessera.shared.methods.base import RunInfo, WorkerHalf
 from tessera.shared.methods.registry import worker_half
@@ -40,7 +40,7 @@ from tessera.worker.state.audit import Action, Audit
 from tessera.worker.state.base_sources import BaseSources
 from tessera.worker.state.blob_cache import Row, Source
 from tessera.worker.state.checkpoints import Checkpoints
-from tessera.worker.state.hash_chain import TaskRef
+from tessera.worker.state.hash_chain import TaskRef, derived
 from tessera.worker.state.privacy_ledger import Ledger, Use
 from tessera.worker.state.site_keys import SumParty
 from tessera.worker.state.vault import Vault
@@ -58,6 +58,9 @@ PAUSE_SECONDS = 0.5
 
 REFUSED_SECONDS, MAX_REFUSED_SECONDS = 5.0, 30.0
 """Time before a refused result is sent again, if the coordinator names none, and the upper limit of what it names."""
+
+TRAINING_SEEDS = "training seeds"
+"""The purpose of the key that is derived from a worker's audit key for its training seeds."""
 
 T = TypeVar("T")
 
@@ -167,6 +170,8 @@ class TaskEnvironment:
     """Checkpoints of unfinished training; None writes none, as in a simulation."""
     checkpoint_seconds: float = math.inf
     """Time between two checkpoints of a task; infinite for none."""
+    seed_key: bytes | None = field(default=None, repr=False)
+    """The site's secret for `TaskRun.training_seed`; None trains by the coordinator's seeds, as in a simulation."""
     noise_key: Callable[[Task], bytes | None] = lambda _: None
     """Seed of a private task's noise, for simulations; None draws a secret one. Any other protects no data."""
 
@@ -320,6 +325,17 @@ class TaskRun:
         """The run's terms and progress, as the task states them."""
         return RunSnapshot.of(self.task)
 
+    @cached_property
+    def training_seed(self) -> int:
+        """The seed of everything random that the task draws: initial values, batches, dropout, rounding.
+
+        It follows from the task's seed and a secret of the site. A coordinator that chose it could choose which
+        examples train, and could have one update computed twice: two sums with it under different weights, or beside
+        others' updates, would tell it. A repetition of the task trains the same.
+        """
+        key, task = self.env.seed_key, self.task
+        return task.seed if key is None else mixed_seed(key, task)
+
     def half(self, model: Model) -> WorkerHalf[Any]:
         """Return the worker's half of the task's method."""
         return worker_half(self.task.method, self.facts(model))
@@ -342,6 +358,12 @@ class TaskRun:
     def contention(self) -> float:
         """Seconds that a second of computing has taken since the task began."""
         return ThreadTimes.now().since(self.began).contention
+
+
+def mixed_seed(key: bytes, task: Task) -> int:
+    """Return a task's seed mixed with a site's secret: 53 bits, as `derive_seed` returns."""
+    about = f"{task.alike_digest} {task.version.digest} {task.round} {task.seed}"
+    return derive_seed(0, derived(key, about).hex())
 
 
 @contextmanager

@@ -96,7 +96,7 @@ def _personalise(run: TaskRun, loaded: Loaded, dataset: Dataset) -> bool:
         with loss_scaler(env, task) as scaler:
             size = env.piece_size(task.run)
             trainer = Trainer(half, context, task.training, env.setup, run.check, scaler=scaler, piece_size=size)
-            trainer.train(phases, dataset, task.seed)
+            trainer.train(phases, dataset, run.training_seed)
         return True
     # A vault may hold only training state, and a freshly added private layer that never trained personalizes
     # nothing. Of a sharded model nothing is private.

@@ -181,7 +181,7 @@ def load(run: TaskRun, fetched: Fetched) -> Loaded:
     # Only once the version is here, so that a false claim of a large model allocates no memory.
     built = fetched.last or _built(run, fetched)
     _fill(run, fetched, built)
-    seed_everything(task.seed)
+    seed_everything(run.training_seed)
     half = run.half(fetched.document)
     server_state = _fetch_memory(run, fetched.manifest)
     try:
@@ -258,7 +258,7 @@ def _built(run: TaskRun, fetched: Fetched) -> Built:
     task = run.task
     # A block that is not fetched keeps the value that the seed gives it.
     random_weights = len(fetched.bases) < len(fetched.blocks)
-    model = laid_out(fetched.document, fetched.mapping, seed=task.seed, random_weights=random_weights)
+    model = laid_out(fetched.document, fetched.mapping, seed=run.training_seed, random_weights=random_weights)
     device = run.env.device
     # On several devices the ranks have the values, and this process shapes.
     if device.type != "meta":

@@ -54,7 +54,17 @@ def admitted_terms(run: TaskRun) -> Terms | None:
         _check_noise(run, terms)
         if terms.noise:
             _check_method(run)
+        if (weight := _weight(party, terms)) > terms.max_weight:
+            raise SumRefused(
+                "scales", f"this site weighs {weight} (secure_sums.weight); the terms allow {terms.max_weight}"
+            )
     return terms
+
+
+def _weight(party: SumParty, terms: Terms) -> int:
+    """Return this site's weight: its own, never limited by the terms, so that no two sums have it with different
+    coefficients. With noise all weigh alike."""
+    return 1 if terms.noise else party.weight
 
 
 def _check_method(run: TaskRun) -> None:
@@ -82,19 +92,20 @@ def _check_noise(run: TaskRun, terms: Terms) -> None:
 
 
 def masked(
-    run: TaskRun, terms: Terms, changes: Sequence[TrainedBlock], examples: int, file: BinaryIO, *, norms: bool
+    run: TaskRun, terms: Terms, changes: Sequence[TrainedBlock], file: BinaryIO, *, norms: bool
 ) -> tuple[WrittenUpdate, str, Mapping[str, Array]]:
     """Write a masked update into a file, from its start; return what was written, its envelope as JSON, and what
     rounding to few bits dropped of each block.
 
     Raises PolicyViolation.
     """
-    party, seeds, weight = _party(run), new_seeds(terms), min(examples, terms.max_weight)
+    party, seeds = _party(run), new_seeds(terms)
+    weight = _weight(party, terms)
     by_name = {change.block.name: change for change in changes}
     with _refusing():
-        key = party.noise_key(run.task.seed) if terms.noise else None
+        key = party.noise_key(run.training_seed) if terms.noise else None
         used = seeds if party.masks else []
-        about = (file, terms, by_name, weight, used, run.task.seed)
+        about = (file, terms, by_name, weight, used, run.training_seed)
         written = write_masked(*about, noise_key=key, keep_rests=terms.bits < 32)
         identity = party.keys.identity()
         envelope = make_envelope(terms, party.site, identity, weight, list(by_name), written.digest, seeds)
@@ -169,6 +180,8 @@ def _terms(run: TaskRun, sums: SumTask) -> Terms:
     about = (terms.run, terms.round, terms.version)
     if about != (task.run, task.round, task.version.digest):
         raise SumRefused("terms-differ", f"the terms are of {about}, and not of the task")
+    if task.version.number != task.round - 1:
+        raise SumRefused("terms-differ", f"round {task.round} does not start from version {task.version.number}")
     settings, helpers = task.secure_sums, tuple(helper.site for helper in terms.helpers)
     found = (helpers, terms.quorum, terms.bits)
     if settings is None or found != (settings.helpers, settings.quorum, settings.bits):

@@ -98,7 +98,7 @@ def train(
             moments=loaded.moments if task.training.keep_moments else None,
             checkpoints=checkpoints,
         )
-        stats = trainer.train(phases, dataset, task.seed)
+        stats = trainer.train(phases, dataset, run.training_seed)
     result = half.collect(context, selected, stats)
     _require_finite_keep(result, task.training.learning_rate)
     measured = {"loss": rounded(stats.loss)} if math.isfinite(stats.loss) else {}

@@ -102,7 +102,7 @@ class Egress:
         feedback = loaded.feedback
         changes = feedback.add(_changes(result, loaded.bases))
         asked = task.plan.upload.resolve(loaded.built.blocks)
-        written = self._masked(changes, examples, feedback) if self.terms else self._written(changes)
+        written = self._masked(changes, feedback) if self.terms else self._written(changes)
         with written as (update, exact):
             if not exact:
                 report.metrics["codec_error"] = self._settle(update, changes, feedback)
@@ -209,9 +209,9 @@ class Egress:
         inline = longest_update(change.block for change in changes) <= min(task.inline_bytes, MAX_INLINE)
         with self._file(inline=inline, raw=exact and codec == pipeline.RAW) as (path, file):
             if budget is None:
-                written = write_update(file, codec, changes, task.seed, norms=norms)
+                written = write_update(file, codec, changes, self.run.training_seed, norms=norms)
             else:
-                written = write_within(file, codec, changes, budget, task.seed, norms=norms)
+                written = write_within(file, codec, changes, budget, self.run.training_seed, norms=norms)
             nbytes = file.seek(0, SEEK_END)
             if path:
                 opened = cast("Callable[[], BinaryIO]", partial(path.open, "rb"))
@@ -222,13 +222,11 @@ class Egress:
             yield UpdateFile(written, nbytes, opened, path), exact
 
     @contextmanager
-    def _masked(
-        self, changes: Sequence[TrainedBlock], examples: int, feedback: Feedback
-    ) -> Iterator[tuple[UpdateFile, bool]]:
+    def _masked(self, changes: Sequence[TrainedBlock], feedback: Feedback) -> Iterator[tuple[UpdateFile, bool]]:
         """Yield the update under masks for a secure sum. `feedback` gets what is rounded away."""
         assert self.terms  # noqa: S101 (for the types)
         with temporary_file(self.run.env.scratch) as (path, file):
-            about = (self.run, self.terms, changes, examples, file)
+            about = (self.run, self.terms, changes, file)
             written, envelope, rests = masked(*about, norms=self._summarized)
             feedback.keep(rests, self.run.task.round)
             file.flush()

@@ -4,36 +4,50 @@ beside each."""
 from __future__ import annotations
 
 import time
+from base64 import b64encode
+from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
+from pydantic import ValidationError
 
 from tessera.shared.api.tasks import ALIKE, Task
+from tessera.shared.api.versions import Manifest
+from tessera.shared.cli.upload import upload_model
 from tessera.shared.client.client import Client
 from tessera.shared.methods.base import MethodSpec, Participant, Plan, State
 from tessera.shared.methods.registry import coordinator_half
 from tessera.shared.model.blocks import Block
 from tessera.shared.model.selectors import roles
 from tessera.shared.schema import canonical
-from tessera.shared.secure_sums.messages import Terms
+from tessera.shared.secure_sums.messages import Envelope, RingBlock, Terms
 from tessera.shared.tensors.lazy import ArrayTensor, digest_of
 from tessera.shared.updates.update_file import TrainedBlock
 from tessera.worker.governance.policy import Policy, PolicyViolation
+from tessera.worker.model.build import instantiate
+from tessera.worker.simulation import Weights
+from tessera.worker.simulation.blob_folder import Folder
 from tessera.worker.state.blob_cache import Cache
 from tessera.worker.state.hash_chain import TaskRef
 from tessera.worker.state.site_keys import Keyring, SumParty
 from tessera.worker.state.vault import Vault
+from tessera.worker.task.admission import admit
 from tessera.worker.task.environment import Journal, TaskEnvironment, TaskRun
+from tessera.worker.task.errors import TaskFailure
+from tessera.worker.task.fetch import fetch, load
 from tessera.worker.task.secure_sums import admitted_terms, help_open, masked
+from tessera.worker.task.train import train
+from tessera.worker.task.upload import Egress
 from tessera.worker.training.progress import Report
 from tessera.worker.training.setup import TrainingSetup
-from tests.support.secure_sums import Federation
-from tests.support.tasks import ADAPTED, PLAIN
+from tests.support.secure_sums import Federation, ring_of
+from tests.support.tasks import ADAPTED, PLAIN, images
+from tests.worker.simulation.test_simulation import DROPOUT
 
 VERSION = digest_of(b"version")
 PRIVACY = {"epsilon": 3.0, "delta": 1e-5, "clip_norm": 1.0}
@@ -98,7 +112,7 @@ def test_terms_of_the_task_are_admitted(tmp_path: Path) -> None:
     terms = sender.terms()
     assert sender.admitted(terms) == terms
     # What differs between the sites of a round.
-    assert sender.admitted(terms, seed=3, token=9, id="u", orchestrator="trial", inline_bytes=9) == terms
+    assert sender.admitted(terms, token=9, id="u", orchestrator="trial", inline_bytes=9) == terms
 
 
 @pytest.mark.parametrize("name", ["fedavg", "fedbabu", "fedfrozen", "fedper", "lora", "safl"])
@@ -127,6 +141,13 @@ CHANGES: dict[str, Any] = {
     "upload_seconds": 1.0,
     "normalization": "cohort",
     "model": digest_of(b"another"),
+    "seed": 3,
+    "cohort": {"size": 5},
+    "robust": {"rule": "median"},
+    "server_optimizer": {"kind": "adam"},
+    "max_examples": 9,
+    "max_update_norm": 1.0,
+    "max_norm_of_median": 2.0,
 }
 
 
@@ -137,11 +158,121 @@ def test_sites_that_train_otherwise_are_not_summed(tmp_path: Path, name: str) ->
     assert refusal(sender, sender.terms(), **{name: CHANGES[name]}).startswith("terms-differ: ")
 
 
-def test_every_field_of_a_task_is_alike_or_a_site_s_own() -> None:
-    in_the_terms = {"run", "round", "version", "sums"}
-    of_one_site = {"id", "token", "seed", "lease_seconds", "receipt", "inline_bytes", "inline_blobs", "stream_bytes"}
-    without_effect = {"run_name", "orchestrator", "decode_seconds_per_byte", "kind", "held_out"}
-    assert set(Task.model_fields) == ALIKE | in_the_terms | of_one_site | without_effect
+class Trained:
+    """A site of a run with exact sums, that trains without masks so that its integers show."""
+
+    def __init__(self, folder: Path, seed_key: bytes | None = bytes(32)) -> None:
+        self.cache = Cache(folder / "cache", 1 << 24)
+        blobs = Folder(folder / "blobs")
+        start = Weights.of(instantiate(DROPOUT, "image-classification", seed=1), DROPOUT, "image-classification")
+        uploaded = upload_model(blobs, start)
+        blocks = Manifest.read(blobs.read(uploaded.version), blobs.read).blocks
+        for digest in (uploaded.model, uploaded.version, *blocks.values()):
+            self.put(blobs.read(digest))
+        self.federation = Federation(4, 4)
+        ring = {block.name: RingBlock(elements=block.numel, exponent=-24) for block in start.model.blocks}
+        self.base: dict[str, Any] = {
+            "id": "t", "token": 1, "kind": "train", "run": "run-1", "run_name": "demo", "round": 1, "rounds": 4,
+            "seed": 7, "method": {"name": "fedavg"}, "plan": Plan().model_dump(), "dataset": "data", "codec": "raw",
+            "training": {"batch_size": 8, "learning_rate": 0.05}, "normalization": "participants",
+            "model": uploaded.model, "version": {"number": 0, "digest": uploaded.version}, "lease_seconds": 60.0,
+            "secure_sums": {"helpers": self.federation.names, "quorum": 3},
+        }  # fmt: skip
+        alike = Task.model_validate(self.base).alike_digest
+        self.terms = self.federation.terms(settings=alike, version=uploaded.version, blocks=ring)
+        self.put(canonical(self.terms))
+        self.base["sums"] = {"terms": self.terms.digest}
+        about = (Keyring(folder / "keys"), self.federation.roster, 3)
+        data = {name: images() for name in ("data", CHANGES["dataset"])}
+        self.env = TaskEnvironment(
+            Client("http://127.0.0.1:1", "t"), data, TrainingSetup(torch.device("cpu")),
+            Vault(folder / "vault"), self.cache, folder, seed_key=seed_key,
+            sums=SumParty("site-00", *about, helper=False, agreements=None, masks=False),
+        )  # fmt: skip
+
+    def put(self, blob: bytes) -> str:
+        self.cache.put(digest_of(blob), [blob], 1 << 24)
+        return digest_of(blob)
+
+    def update(self, **changed: Any) -> dict[str, bytes] | str:
+        """Return the integers that a task sends, or why the site refuses it."""
+        try:
+            task = Task.model_validate({**self.base, **changed})
+            journal = Journal(TaskRef.of(task), task.dataset, None, None)
+            run = TaskRun(self.env, task, lambda: None, Report(), journal)
+            admission = admit(run)
+            loaded = load(run, fetch(run, admission.dataset))
+            result, stats = train(run, loaded, admission.dataset, None)
+        except (PolicyViolation, TaskFailure, ValidationError) as fault:
+            return str(fault)
+        assert admission.terms
+        egress = Egress(run, terms=admission.terms)
+        with egress.ready(result, loaded, stats.examples) as ready, ready.file.open() as file:
+            rings = ring_of(file.read(), admission.terms, sorted(admission.terms.blocks))
+        return {name: b"".join(chunk.tobytes() for chunk in ring.chunks()) for name, ring in rings.items()}
+
+
+OTHER = digest_of(b"other")
+REFUSED: dict[str, Any] = {
+    **CHANGES, "held_out": True, "kind": "evaluate", "run": "run-2", "round": 2,
+    "version": {"number": 1},
+}  # fmt: skip
+"""Task fields that decide what is trained, each with another value: a site refuses it, as it is not that of the
+terms."""
+
+WITHOUT_EFFECT: dict[str, Any] = {
+    "id": "u", "token": 9, "run_name": "another", "orchestrator": "trial", "lease_seconds": 9.0,
+    "inline_bytes": 1 << 20, "stream_bytes": 1 << 20, "decode_seconds_per_byte": 1e-6,
+    "inline_blobs": [b64encode(b"x").decode()],
+    "receipt": {"task": "before", "token": 1, "state": "left_out"},
+    "sums": {"document": OTHER, "seeds": [1]},
+}  # fmt: skip
+"""The other fields. A receipt decides which of two states of its own a site goes on from, which no one else knows:
+helpers open one sum from a version."""
+
+
+def test_every_field_of_a_task_is_alike_or_without_effect() -> None:
+    assert REFUSED.keys() | WITHOUT_EFFECT.keys() == set(Task.model_fields)
+    assert REFUSED.keys() > ALIKE
+
+
+def test_two_tasks_that_differ_in_a_field_give_the_same_update_to_a_sum_or_are_refused(tmp_path: Path) -> None:
+    """Two updates of one site from one version, beside the same of the others, would be told by two sums."""
+    site = Trained(tmp_path)
+    update = site.update()
+    assert isinstance(update, dict)
+    for name, value in WITHOUT_EFFECT.items():
+        given = {**site.base[name], **value} if isinstance(site.base.get(name), dict) else value
+        assert site.update(**{name: given}) == update, name
+    for name, value in REFUSED.items():
+        given = {**site.base[name], **value} if name == "version" else value
+        assert isinstance(site.update(**{name: given}), str), name
+
+
+def test_a_coordinator_that_knows_a_seed_does_not_know_what_a_site_draws_from_it(tmp_path: Path) -> None:
+    updates = [
+        Trained(tmp_path / str(n), key).update() for n, key in enumerate((bytes(32), bytes(32), b"k" * 32, None))
+    ]
+    assert updates[0] == updates[1], "a worker that was restarted trains the same"
+    assert updates[0] not in updates[2:]
+    assert updates[2] != updates[3]
+
+
+def test_a_site_weighs_by_its_own_settings_and_refuses_terms_in_which_it_would_weigh_less(tmp_path: Path) -> None:
+    """A weight that follows the terms is a known coefficient of the site's update, which differs between sums."""
+    site = Sender(tmp_path)
+    site.env = replace(site.env, sums=replace(cast("SumParty", site.env.sums), weight=4))
+    terms = site.terms(max_weight=4)
+    block = Block(tensor="head", role="head", shape=(7,), dtype="F32")
+    still = ArrayTensor(np.ones(7, np.float32))
+    for limit in (4, 9):
+        run = site.run(site.task(), canonical(terms))
+        _, envelope, _ = masked(
+            run, site.terms(max_weight=limit), [TrainedBlock(block, still, still)], BytesIO(), norms=False
+        )
+        assert Envelope.model_validate_json(envelope).weight == 4
+    assert site.admitted(terms) == terms
+    assert "this site weighs 4" in refusal(site, site.terms(max_weight=3))
 
 
 @pytest.mark.parametrize(
@@ -174,13 +305,20 @@ def test_terms_of_another_round_are_refused(tmp_path: Path, changed: dict[str, A
     assert "and not of the task" in refusal(sender, sender.terms(**changed))
 
 
+def test_a_version_under_another_number_is_refused(tmp_path: Path) -> None:
+    """One version under two numbers would be two rounds, each with a sum."""
+    sender = Sender(tmp_path)
+    terms = sender.terms()
+    assert "does not start from version 1" in refusal(sender, terms, version={"number": 1, "digest": VERSION})
+
+
 def test_an_update_leaves_under_masks(tmp_path: Path) -> None:
     """Without them, a step of zeros would be zeros in the file."""
     sender, file = Sender(tmp_path), BytesIO()
     terms = sender.terms()
     block = Block(tensor="head", role="head", shape=(7,), dtype="F32")
     still = ArrayTensor(np.ones(7, np.float32))
-    masked(sender.run(sender.task(terms)), terms, [TrainedBlock(block, still, still)], 10, file, norms=False)
+    masked(sender.run(sender.task(terms)), terms, [TrainedBlock(block, still, still)], file, norms=False)
     values = np.frombuffer(file.getvalue()[-28:], np.int32)
     assert np.abs(values.astype(np.int64)).max() > 1 << 20
 
