@@ -122,7 +122,8 @@ def _merging(task: Task, weight: int) -> Iterator[str]:
     """Yield which sites a round asks, and how it merges their updates: versions that differ in this alone would tell
     an update."""
     cohort, rule, optimizer = task.cohort, task.robust, task.server_optimizer
-    among = ", ".join(cohort.sites) if cohort.sites is not None else "all sites of the coordinator"
+    unnamed = "all sites of the coordinator" if task.secure_sums else "the sites that its orchestrator chose"
+    among = unnamed if cohort.sites is None else ", ".join(cohort.sites)
     drawn = f"{cohort.size} sites, drawn at random from {among}" if cohort.size else among
     first = f" and ends with the first {cohort.target_updates}" if cohort.target_updates else ""
     workers = f", and up to {cohort.workers_per_site} workers of each" if cohort.workers_per_site > 1 else ""

@@ -296,7 +296,8 @@ def test_a_site_is_told_of_no_other_site_in_its_runs(coordinator: LiveCoordinato
     for worker in (mine, theirs):
         worker.enrol()
     run = start_run(admin, model, values(model), cohort=Cohort(sites=("mine", "theirs"), quorum=2))
-    mine.take()
+    task = mine.take()
+    assert "theirs" not in task.model_dump_json()
     theirs.take()
     admin.set_run_state(run.id, "paused")
     shown = mine.client._transport.request("GET", f"/v1/runs/{run.id}").content
